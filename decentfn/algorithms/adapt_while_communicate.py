@@ -1,0 +1,76 @@
+"""Adapt while communicate (AWC): D-PSGD, decentralized gradient descent, and Decent-DP's scheme.
+
+    x⁺ = W x + u(x, g(x))            update_at="local"   (Lian et al., NeurIPS 2017)
+    x̃ = (1 - γ) x + γ W x
+    x⁺ = x̃ + u(x̃, g(x))              update_at="mixed"   (Decent-DP; Wang et al., ICLR 2025)
+
+x: a worker's parameters; W: the mixing matrix of step t; g(x): its gradient at its own, unmixed x; u: the
+optimizer's update; γ: how much of the mix is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+from torch import Tensor
+from typing_extensions import Unpack
+
+from decentfn import gossip
+from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, add, as_step
+from decentfn.buckets import Buckets
+from decentfn.topologies import Topology
+from decentfn.trees import PyTree
+
+
+class State(NamedTuple):
+    """Parameters, the optimizer's state and the model's buffers of one worker."""
+
+    params: Buckets
+    opt_state: PyTree
+    buffers: PyTree = None
+
+
+def adapt_while_communicate(
+    loss_fn: LossFn,
+    optimizer: Any,
+    topology: Topology,
+    *,
+    gamma: float | Callable[[Tensor], Tensor] = 1.0,
+    update_at: Literal["local", "mixed"] = "local",
+    **options: Unpack[Options],
+) -> Algorithm:
+    """Send the parameters while the gradient is computed; add the update to what was mixed.
+
+    Everything overlaps: what travels is posted before the forward pass and needed after the backward pass.
+    Sent per step: the parameters, once per neighbour (or one all-reduce within the group).
+
+    Args:
+        loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `decentfn.functional`.
+        optimizer: a pair `(init, update)`.
+        topology: the schedule of mixing matrices.
+        gamma: γ in [0, 1], or a function of `t` (0-d int64 tensor) that returns it.
+        update_at: where the optimizer sees the parameters (weight decay acts there): at the worker's own `x`, or at
+            the mixed point as Decent-DP does.
+        options: `bucket_mb`, `wire_dtype`; see `Options`.
+    """
+    worker = Worker(loss_fn, optimizer, topology, **options)
+    if update_at not in ("local", "mixed"):
+        raise ValueError(f"adapt_while_communicate(update_at={update_at!r}): choose 'local' or 'mixed'.")
+    if not callable(gamma) and not 0 <= gamma <= 1:
+        raise ValueError(f"adapt_while_communicate(gamma={gamma}): γ lies in [0, 1], or is a function of t.")
+
+    def init(params: PyTree, buffers: PyTree = None) -> State:
+        x = worker.start(params)
+        return State(x, optimizer.init(x), buffers)
+
+    def step(state: State, batch: PyTree, t: int | Tensor) -> tuple[State, Metrics]:
+        t = as_step(t)
+        x = state.params
+        travelling = worker.post(x, t)
+        g = worker.gradient(x, state.buffers, batch)
+        mixed = gossip.collect(travelling, gamma(t) if callable(gamma) else gamma)
+        u, opt_state = optimizer.update(g.grads, state.opt_state, mixed if update_at == "mixed" else x)
+        return State(add(mixed, u), opt_state, g.buffers), g.metrics
+
+    return Algorithm(init, step)

@@ -1,0 +1,182 @@
+"""Flat buckets: one vector per dtype and group, and the plan that says where each leaf lies.
+
+A training state is made of `Buckets`; the loss sees views of them (`Buckets.tree`). The plan is plain data,
+so it can be compared, printed, stored and used inside a compiled function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from decentfn import trees
+from decentfn.trees import PyTree
+
+Mask = Callable[[str, tuple[int, ...]], bool]
+"""A choice of leaves: `(dotted name, shape) -> bool`."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Where one leaf lies: elements `start : start + numel` of its bucket, read as `shape`."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """One bucket: its dtype, its leaves in order and their number of elements together."""
+
+    dtype: torch.dtype
+    segments: tuple[Segment, ...]
+    numel: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the bucket."""
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a tree of tensors is laid out in flat buckets; plain data.
+
+    `template` is the user's tree with, in each leaf's place, the position of its segment when the segments of
+    all buckets are counted through. A leaf that stands in several places (a tied parameter) has one segment.
+    """
+
+    buckets: tuple[BucketPlan, ...]
+    template: PyTree
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buckets together."""
+        return sum(bucket.nbytes for bucket in self.buckets)
+
+    def describe(self) -> list[str]:
+        """One line per leaf: bucket, dtype, name, shape and place. Equal on two workers iff their plans are."""
+        return [
+            f"bucket {index} {bucket.dtype}: {s.name} {list(s.shape)} at {s.start}"
+            for index, bucket in enumerate(self.buckets)
+            for s in bucket.segments
+        ]
+
+
+class Buckets:
+    """A tree of tensors as flat vectors, `[D]` each (`[N, D]` when stacked), with its plan as static context.
+
+    A pytree whose leaves are the bucket tensors: `trees.map` and `vmap` go through it.
+    """
+
+    __slots__ = ("plan", "tensors")
+
+    def __init__(self, tensors: Iterable[Tensor], plan: Plan) -> None:
+        self.tensors = tuple(tensors)
+        self.plan = plan
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.tensors[index]
+
+    def __repr__(self) -> str:
+        return f"Buckets({', '.join(f'{t.dtype}{list(t.shape)}' for t in self.tensors)})"
+
+    def leaves(self) -> list[Tensor]:
+        """Every segment as a view of its bucket, `[*shape]`, or `[N, *shape]` when stacked."""
+        views: list[Tensor] = []
+        for tensor, bucket in zip(self.tensors, self.plan.buckets, strict=True):
+            pieces = tensor.split([segment.numel for segment in bucket.segments], dim=-1)
+            for piece, segment in zip(pieces, bucket.segments, strict=True):
+                views.append(piece.view((*tensor.shape[:-1], *segment.shape)))
+        return views
+
+    def tree(self) -> PyTree:
+        """The user's tree again, its leaves views of the buckets."""
+        return trees.fill(self.plan.template, self.leaves())
+
+
+trees.register_node(Buckets, lambda node: (node.tensors, node.plan), lambda plan, children: Buckets(children, plan))
+
+
+def flatten(params: PyTree, *, bucket_mb: float = 25.0, masks: Sequence[Mask] = ()) -> Buckets:
+    """Copy a tree of floating-point tensors into flat buckets.
+
+    Leaves keep their order; a bucket holds leaves of one dtype, one device and one answer to every mask, at most
+    `bucket_mb` MiB of them (a larger leaf has a bucket of its own).
+
+    Args:
+        params: pytree of tensors, any shapes and strides; the same tensor in two places is stored once.
+        bucket_mb: largest bucket in MiB, positive.
+        masks: the choices by name and shape that a bucket must not mix.
+
+    Raises:
+        ValueError: no leaf, a leaf that is not a floating-point tensor, or `bucket_mb` not positive.
+    """
+    named = trees.named_leaves(params)
+    if not named:
+        raise ValueError("init(params): the tree has no leaves, so there is nothing to train; pass a tree of tensors.")
+    if not bucket_mb > 0:
+        raise ValueError(f"bucket_mb={bucket_mb}: a bucket's size is in MiB and positive; 25 is the default.")
+    for name, leaf in named:
+        _check_leaf(name, leaf)
+
+    distinct: dict[object, tuple[str, Tensor]] = {}
+    for name, leaf in named:
+        distinct.setdefault(_memory(leaf), (name, leaf))
+    limit = int(bucket_mb * 2**20)
+    open_bucket: dict[object, list[object]] = {}
+    groups: list[list[object]] = []
+    for key, (name, leaf) in distinct.items():
+        kind = (leaf.dtype, leaf.device, tuple(bool(mask(name, tuple(leaf.shape))) for mask in masks))
+        size = leaf.numel() * leaf.element_size()
+        group = open_bucket.get(kind)
+        if group is None or size + sum(distinct[k][1].nbytes for k in group) > limit:
+            group = []
+            groups.append(group)
+        group.append(key)
+        open_bucket[kind] = group
+
+    position = {key: index for index, key in enumerate(key for group in groups for key in group)}
+    plans = tuple(_plan_bucket([distinct[key] for key in group]) for group in groups)
+    template = trees.map(lambda leaf: position[_memory(leaf)], params)
+    with torch.no_grad():
+        vectors = [torch.cat([distinct[key][1].reshape(-1) for key in group]) for group in groups]
+    return Buckets(vectors, Plan(plans, template))
+
+
+def _memory(leaf: Tensor) -> object:
+    """What two places of a tied parameter have in common; empty tensors share nothing."""
+    return (leaf.data_ptr(), leaf.shape, leaf.stride(), leaf.dtype) if leaf.numel() else id(leaf)
+
+
+def _check_leaf(name: str, leaf: object) -> None:
+    if not isinstance(leaf, torch.Tensor):
+        raise ValueError(
+            f"init(params): leaf {name!r} is {type(leaf).__name__}, not a tensor; parameters are trees of tensors."
+        )
+    if not leaf.is_floating_point():
+        raise ValueError(
+            f"init(params): leaf {name!r} has dtype {leaf.dtype}; parameters must be floating point. "
+            "Pass integer and boolean tensors as buffers: init(params, buffers)."
+        )
+
+
+def _plan_bucket(named: list[tuple[str, Tensor]]) -> BucketPlan:
+    segments, start = [], 0
+    for name, leaf in named:
+        shape = tuple(leaf.shape)
+        segments.append(Segment(name, shape, start, prod(shape)))
+        start += prod(shape)
+    return BucketPlan(named[0][1].dtype, tuple(segments), start)

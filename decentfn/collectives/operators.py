@@ -1,0 +1,311 @@
+"""The operators that talk to other workers: `exchange`, `group_mean`, `wait`, `worker_index`.
+
+Each is written once for the workers that this process holds and has two sides:
+
+* under a process group it posts messages and returns at once (`wait` completes them);
+* under `torch.func.vmap` over the worker axis it is an index or a segment mean, and where other processes hold
+  workers too, both.
+
+Peers and groups are data (tables of integers), so one compiled graph serves every phase of a schedule and every
+rank. All four must be called outside `torch.func.grad`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from decentfn.collectives import lowering
+from decentfn.collectives.world import World, world
+
+_library = torch.library.Library("decentfn", "DEF")
+_library.define("exchange(Tensor x, Tensor peers, Tensor t, bool per_slot) -> Tensor")
+_library.define("exchange_stacked(Tensor x, Tensor peers, Tensor t, bool per_slot) -> Tensor")
+_library.define("group_mean(Tensor x, Tensor groups, Tensor t) -> Tensor")
+_library.define("group_mean_stacked(Tensor x, Tensor groups, Tensor t) -> Tensor")
+_library.define("wait(Tensor x) -> Tensor")
+_library.define("worker_index(Tensor token) -> Tensor")
+_ops = torch.ops.decentfn
+
+_in_flight: dict[int, tuple[list[Any], str]] = {}
+"""Address of a tensor that is being received -> the works to wait for, and what they are."""
+
+
+def exchange(x: Tensor, peers: Tensor, t: Tensor, *, per_slot: bool = False) -> Tensor:
+    """Post `x` to this step's listeners and return the messages in flight; call `wait` on them before use.
+
+    Args:
+        x: `[D]`, or `[K, D]` with `per_slot` (a message of its own for each slot); contiguous.
+        peers: `[P, 2, N, K]` int64 on the CPU. `peers[p, 0, i, k]` is the worker that i hears in slot k of phase p,
+            `peers[p, 1, i, k]` the one that hears i; -1 is nobody, and a worker that is its own peer copies locally.
+        t: 0-d int64 on the CPU; the phase is `t mod P`.
+
+    Returns:
+        `[K, D]` of x's dtype: what was heard in each slot, zeros where nobody spoke.
+    """
+    return _ops.exchange(x, peers, t, per_slot)
+
+
+def group_mean(x: Tensor, groups: Tensor, t: Tensor) -> Tensor:
+    """Start the mean of `x` over this step's group and return it in flight; call `wait` on it before use.
+
+    An all-reduce: 2(r-1)/r payloads for a group of r workers. Each worker divides by r before the sum.
+
+    Args:
+        x: `[D]`.
+        groups: `[P, N]` int64 on the CPU, the group that each worker belongs to in phase `t mod P`.
+        t: 0-d int64 on the CPU.
+
+    Returns:
+        `[D]` of x's dtype: `x` itself in a group of one.
+    """
+    return _ops.group_mean(x, groups, t)
+
+
+def wait(x: Tensor) -> Tensor:
+    """Complete what `exchange` or `group_mean` posted and return it. Nothing to do for other tensors."""
+    return _ops.wait(x)
+
+
+def worker_index(token: Tensor) -> Tensor:
+    """This worker's number, 0-d int64 on token's device; the token only tells `vmap` which axis is the workers'."""
+    return _ops.worker_index(token)
+
+
+def make_groups(groups: Tensor) -> None:
+    """Make the process groups that `group_mean` with this table will need; collective, the same table everywhere.
+
+    Args:
+        groups: `[P, N]` int64, as for `group_mean`.
+    """
+    here = world()
+    if here.size > 1:
+        local = groups.shape[1] // here.size
+        wanted = {tuple(ranks) for row in groups.tolist() for ranks in _ranks_by_group(row, local).values()}
+        here.make_subgroups(sorted(wanted))
+
+
+# -- exchange: one implementation for the L workers that a process holds ----------------------------------------
+
+
+def _exchange_stacked(x: Tensor, peers: Tensor, t: Tensor, per_slot: bool) -> Tensor:
+    """`x` `[L, (K,) D]` of the L workers here -> `[L, K, D]` in flight."""
+    here, local = _place(x.shape[0], peers.shape[2], "exchange")
+    first = here.rank * local
+    hears, tells = peers[int(t) % peers.shape[0], :, first : first + local].tolist()
+    slots = range(peers.shape[3])
+    inbox = x.new_empty((local, len(slots), *x.shape[2 if per_slot else 1 :]))
+    receives: list[tuple[Tensor, int]] = []
+    sends: list[tuple[Tensor, int]] = []
+    if inbox.numel():
+        # Both lists are ordered by (slot, receiving worker): the order in which one process meets another's messages.
+        for slot in slots:
+            for i in range(local):
+                source, target = hears[i][slot], inbox[i, slot]
+                if source < 0:
+                    target.zero_()
+                elif source // local == here.rank:
+                    target.copy_(x[source - first, slot] if per_slot else x[source - first])
+                else:
+                    receives.append((target, source // local))
+            for listener, i in sorted((tells[i][slot], i) for i in range(local)):
+                if listener >= 0 and listener // local != here.rank:
+                    sends.append((x[i, slot] if per_slot else x[i], listener // local))
+    _post(here, inbox, receives, sends)
+    return inbox
+
+
+def _post(here: World, inbox: Tensor, receives: list[tuple[Tensor, int]], sends: list[tuple[Tensor, int]]) -> None:
+    if not receives and not sends:
+        return
+    group = here.group
+    assert group is not None
+    # Receives first: with sends first, gloo exchanges at half speed.
+    if inbox.device.type == "cpu":
+        works = [group.recv([tensor], rank, 0) for tensor, rank in receives]
+        works += [group.send([tensor], rank, 0) for tensor, rank in sends]
+    else:
+        operations = [dist.P2POp(dist.irecv, tensor, group=group, group_peer=rank) for tensor, rank in receives]
+        operations += [dist.P2POp(dist.isend, tensor, group=group, group_peer=rank) for tensor, rank in sends]
+        works = dist.batch_isend_irecv(operations)
+    peers = sorted({rank for _, rank in receives} | {rank for _, rank in sends})
+    _track(inbox, works, f"exchange of rank {here.rank} with ranks {peers}")
+
+
+def _track(tensor: Tensor, works: list[Any], what: str) -> None:
+    _in_flight[tensor.data_ptr()] = (works, what)
+    if not lowering.AVAILABLE:
+        _wait(tensor)
+
+
+def _wait(x: Tensor) -> Tensor:
+    works, what = _in_flight.pop(x.data_ptr(), ((), ""))
+    try:
+        for work in works:
+            work.wait()
+    except RuntimeError as error:
+        raise RuntimeError(f"{what} failed; a peer has died, or is later than the timeout of df.init: {error}") from error
+    return x
+
+
+def _place(local: int, workers: int, what: str) -> tuple[World, int]:
+    """The world, once the workers of the table are known to be the workers that exist."""
+    here = world()
+    if local * here.size != workers:
+        raise ValueError(
+            f"{what}: the topology has num_workers={workers}, but {here.size} process(es) hold {local} worker(s) each. "
+            f"Start {workers} processes with torchrun, or df.simulate(step, {max(1, workers // here.size)}) "
+            "so that workers x processes is the topology's size."
+        )
+    return here, local
+
+
+def _exchange(x: Tensor, peers: Tensor, t: Tensor, per_slot: bool) -> Tensor:
+    return _exchange_stacked(x[None], peers, t, per_slot)[0]
+
+
+def _exchange_vmap(
+    info: Any, in_dims: tuple[int | None, ...], x: Tensor, peers: Tensor, t: Tensor, per_slot: bool
+) -> tuple[Tensor, int]:
+    _require_worker_axis("exchange", in_dims)
+    x = x.movedim(in_dims[0] or 0, 0)
+    here, _ = _place(x.shape[0], peers.shape[2], "exchange")
+    if here.size > 1:
+        return _ops.exchange_stacked(x.contiguous(), peers, t, per_slot), 0
+    hears = peers.index_select(0, (t % peers.shape[0]).view(1))[0, 0].to(x.device)
+    slots = peers.shape[3]
+    rows = hears.clamp(min=0).reshape(-1)
+    if per_slot:
+        flat = x.flatten(0, 1).index_select(0, rows * slots + torch.arange(slots, device=x.device).repeat(x.shape[0]))
+    else:
+        flat = x.index_select(0, rows)
+    inbox = flat.view(x.shape[0], slots, *x.shape[2 if per_slot else 1 :])
+    silent = (hears < 0).view(x.shape[0], slots, *[1] * (inbox.dim() - 2))
+    return inbox.masked_fill(silent, 0), 0
+
+
+# -- means within groups ----------------------------------------------------------------------------------------
+
+
+def _ranks_by_group(row: list[int], local: int) -> dict[int, list[int]]:
+    """Group number -> ascending ranks that hold its members."""
+    ranks: dict[int, list[int]] = {}
+    for worker, group in enumerate(row):
+        if worker // local not in ranks.setdefault(group, []):
+            ranks[group].append(worker // local)
+    return ranks
+
+
+def _group_mean_stacked(x: Tensor, groups: Tensor, t: Tensor) -> Tensor:
+    """`x` `[L, D]` -> `[L, D]` in flight: every worker's row is the mean over its group."""
+    here, local = _place(x.shape[0], groups.shape[1], "group_mean")
+    row = groups[int(t) % groups.shape[0]].tolist()
+    ranks = _ranks_by_group(row, local)
+    works: list[Any] = []
+    if local == 1:
+        group = row[here.rank]
+        mean = x / row.count(group)
+        _reduce(here, mean, ranks[group], works)
+    else:
+        mean, index = torch.empty_like(x), torch.tensor(row[here.rank * local : (here.rank + 1) * local])
+        for group in index.unique().tolist():
+            members = (index == group).nonzero()[:, 0].to(x.device)
+            share = (x.index_select(0, members) / row.count(group)).sum(0)
+            _reduce(here, share, ranks[group], works)
+            while works:
+                works.pop().wait()
+            mean[members] = share
+    if works:
+        _track(mean, works, f"group_mean of rank {here.rank} over ranks {ranks[row[here.rank]]}")
+    return mean
+
+
+def _reduce(here: World, x: Tensor, ranks: list[int], works: list[Any]) -> None:
+    if len(ranks) > 1 and x.numel():
+        works.append(dist.all_reduce(x, group=here.subgroup(tuple(ranks)), async_op=True))
+
+
+def _group_mean(x: Tensor, groups: Tensor, t: Tensor) -> Tensor:
+    return _group_mean_stacked(x[None], groups, t)[0]
+
+
+def _group_mean_vmap(
+    info: Any, in_dims: tuple[int | None, ...], x: Tensor, groups: Tensor, t: Tensor
+) -> tuple[Tensor, int]:
+    _require_worker_axis("group_mean", in_dims)
+    x = x.movedim(in_dims[0] or 0, 0)
+    here, _ = _place(x.shape[0], groups.shape[1], "group_mean")
+    if here.size > 1:
+        return _ops.group_mean_stacked(x.contiguous(), groups, t), 0
+    row = groups.index_select(0, (t % groups.shape[0]).view(1))[0].to(x.device)
+    size = torch.zeros_like(row).index_add(0, row, torch.ones_like(row)).index_select(0, row)
+    share = x / size.view(-1, *[1] * (x.dim() - 1)).to(x.dtype)
+    return torch.zeros_like(x).index_add(0, row, share).index_select(0, row), 0
+
+
+def _require_worker_axis(what: str, in_dims: tuple[int | None, ...]) -> None:
+    if in_dims[0] is None or any(dim is not None for dim in in_dims[1:3]):
+        raise ValueError(
+            f"{what} under vmap: the payload must carry the worker axis, and the peers and t must not; "
+            "use in_dims=(0, 0, None) for (state, batch, t), or df.simulate."
+        )
+
+
+# -- worker index and wait ----------------------------------------------------------------------------------------
+
+
+def _worker_index(token: Tensor) -> Tensor:
+    return torch.full((), world().rank, dtype=torch.int64, device=token.device)
+
+
+def _worker_index_vmap(info: Any, in_dims: tuple[int | None, ...], token: Tensor) -> tuple[Tensor, int | None]:
+    local = info.batch_size
+    return torch.arange(local, device=token.device) + world().rank * local, 0
+
+
+def _wait_vmap(info: Any, in_dims: tuple[int | None, ...], x: Tensor) -> tuple[Tensor, int | None]:
+    return (_ops.wait(x) if world().size > 1 else x), in_dims[0]
+
+
+_KEY = "CompositeExplicitAutograd"
+_library.impl("exchange", _exchange, _KEY)
+_library.impl("exchange_stacked", _exchange_stacked, _KEY)
+_library.impl("group_mean", _group_mean, _KEY)
+_library.impl("group_mean_stacked", _group_mean_stacked, _KEY)
+_library.impl("wait", _wait, _KEY)
+_library.impl("worker_index", _worker_index, _KEY)
+
+
+@torch.library.register_fake("decentfn::exchange", lib=_library)
+def _exchange_fake(x: Tensor, peers: Tensor, t: Tensor, per_slot: bool) -> Tensor:
+    _place(1, peers.shape[2], "exchange")
+    return x.new_empty((peers.shape[3], *x.shape[1 if per_slot else 0 :]))
+
+
+@torch.library.register_fake("decentfn::exchange_stacked", lib=_library)
+def _exchange_stacked_fake(x: Tensor, peers: Tensor, t: Tensor, per_slot: bool) -> Tensor:
+    return x.new_empty((x.shape[0], peers.shape[3], *x.shape[2 if per_slot else 1 :]))
+
+
+@torch.library.register_fake("decentfn::group_mean", lib=_library)
+def _group_mean_fake(x: Tensor, groups: Tensor, t: Tensor) -> Tensor:
+    _place(1, groups.shape[1], "group_mean")
+    return torch.empty_like(x)
+
+
+torch.library.register_fake("decentfn::group_mean_stacked", lambda x, groups, t: torch.empty_like(x), lib=_library)
+torch.library.register_fake("decentfn::wait", torch.empty_like, lib=_library)
+torch.library.register_fake(
+    "decentfn::worker_index", lambda token: token.new_empty((), dtype=torch.int64), lib=_library
+)
+torch.library.register_vmap("decentfn::exchange", _exchange_vmap, lib=_library)
+torch.library.register_vmap("decentfn::group_mean", _group_mean_vmap, lib=_library)
+torch.library.register_vmap("decentfn::wait", _wait_vmap, lib=_library)
+torch.library.register_vmap("decentfn::worker_index", _worker_index_vmap, lib=_library)
+
+lowering.register(
+    collectives=[_ops.exchange, _ops.exchange_stacked, _ops.group_mean, _ops.group_mean_stacked], wait=_ops.wait
+)

@@ -1,0 +1,64 @@
+"""Topologies by name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from decentfn.topologies.topology import Topology
+
+_registry: dict[str, Callable[..., Topology]] = {}
+Function = TypeVar("Function", bound=Callable[..., Topology])
+
+
+def register_topology(name: str) -> Callable[[Function], Function]:
+    """Decorate a function `(num_workers, **options) -> Topology` so that `topology(name, ...)` finds it.
+
+    Raises:
+        ValueError: the name is taken by another function.
+
+    >>> @register_topology("pairs")
+    ... def pairs(num_workers):
+    ...     edges = [Edge([i, i + 1]) for i in range(0, num_workers, 2)]
+    ...     return from_groups("pairs", [edges], num_workers)
+    >>> topology("pairs", num_workers=4).degree
+    1
+    """
+
+    def register(function: Function) -> Function:
+        known = _registry.get(name)
+        if known is not None and known.__qualname__ != function.__qualname__:
+            raise ValueError(
+                f"register_topology({name!r}): the name belongs to {known.__module__}.{known.__qualname__}; choose another."
+            )
+        _registry[name] = function
+        return function
+
+    return register
+
+
+def topology_names() -> list[str]:
+    """The registered names, sorted."""
+    return sorted(_registry)
+
+
+def topology(name: str, num_workers: int, **options: Any) -> Topology:
+    """The topology registered as `name`.
+
+    Args:
+        name: one of `topology_names()`.
+        num_workers: N, at least 1. For N = 1 every name gives the identity.
+        options: the named topology's own keyword arguments.
+
+    Raises:
+        ValueError: an unknown name, or a size that the topology does not have.
+    """
+    if name not in _registry:
+        near = difflib.get_close_matches(name, _registry, n=3, cutoff=0.5) or topology_names()
+        raise ValueError(
+            f"topology({name!r}): no such topology; nearest: {', '.join(near)}. register_topology(name) adds your own."
+        )
+    if not isinstance(num_workers, int) or num_workers < 1:
+        raise ValueError(f"topology({name!r}, num_workers={num_workers!r}): the number of workers is an integer >= 1.")
+    return _registry[name](num_workers, **options)
