@@ -41,7 +41,7 @@ def post(x: Buckets, topology: Topology, t: Tensor, *, wire_dtype: torch.dtype |
         t: 0-d int64 on the CPU.
         wire_dtype: floating buckets wider than this dtype travel rounded to it (half the bytes for bfloat16).
     """
-    sent = x if wire_dtype is None else Buckets([_narrow(bucket, wire_dtype) for bucket in x], x.plan)
+    sent = narrow(x, wire_dtype)
     this = topology.round(t)
     peers, phase = topology.peers, t
     if topology.draw is not None:
@@ -70,13 +70,18 @@ def collect(posted: Posted, gamma: float | Tensor = 1.0) -> Buckets:
     return Buckets([_mix(posted, index, gamma) for index in range(len(posted.own))], posted.own.plan)
 
 
-def mix(x: Buckets, topology: Topology, t: Tensor, *, wire_dtype: torch.dtype | None = None) -> Buckets:
-    """`W x` of step `t`, at once."""
-    return collect(post(x, topology, t, wire_dtype=wire_dtype))
+def mean(x: Buckets, everyone: Topology, t: Tensor, *, wire_dtype: torch.dtype | None = None) -> Buckets:
+    """The mean of Q(x) over all workers, bit for bit the same on each; `everyone` is the complete topology."""
+    total = collect(post(narrow(x, wire_dtype), everyone, t))
+    return Buckets([m.to(bucket.dtype) for m, bucket in zip(total, x, strict=True)], x.plan)
 
 
-def _narrow(bucket: Tensor, wire_dtype: torch.dtype) -> Tensor:
-    return bucket.to(wire_dtype) if bucket.dtype.itemsize > wire_dtype.itemsize else bucket
+def narrow(x: Buckets, wire_dtype: torch.dtype | None) -> Buckets:
+    """`x` rounded to the wire's dtype where that is narrower; `x` itself without one."""
+    if wire_dtype is None:
+        return x
+    narrower = [b.to(wire_dtype) if b.dtype.itemsize > wire_dtype.itemsize else b for b in x]
+    return Buckets(narrower, x.plan)
 
 
 def _mix(posted: Posted, index: int, gamma: float | Tensor) -> Tensor:

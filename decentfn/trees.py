@@ -16,6 +16,7 @@ PyTree = Any
 
 map = optree.tree_map
 leaves = optree.tree_leaves
+flatten = optree.tree_flatten
 
 
 def register_node(

@@ -11,24 +11,15 @@ optimizer's update; γ: how much of the mix is taken.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from torch import Tensor
 from typing_extensions import Unpack
 
 from decentfn import gossip
-from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, add, as_step
-from decentfn.buckets import Buckets
+from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, State, Worker, add, as_step
 from decentfn.topologies import Topology
 from decentfn.trees import PyTree
-
-
-class State(NamedTuple):
-    """Parameters, the optimizer's state and the model's buffers of one worker."""
-
-    params: Buckets
-    opt_state: PyTree
-    buffers: PyTree = None
 
 
 def adapt_while_communicate(
@@ -60,10 +51,6 @@ def adapt_while_communicate(
     if not callable(gamma) and not 0 <= gamma <= 1:
         raise ValueError(f"adapt_while_communicate(gamma={gamma}): γ lies in [0, 1], or is a function of t.")
 
-    def init(params: PyTree, buffers: PyTree = None) -> State:
-        x = worker.start(params)
-        return State(x, optimizer.init(x), buffers)
-
     def step(state: State, batch: PyTree, t: int | Tensor) -> tuple[State, Metrics]:
         t = as_step(t)
         x = state.params
@@ -73,4 +60,4 @@ def adapt_while_communicate(
         u, opt_state = optimizer.update(g.grads, state.opt_state, mixed if update_at == "mixed" else x)
         return State(add(mixed, u), opt_state, g.buffers), g.metrics
 
-    return Algorithm(init, step)
+    return Algorithm(worker.init, step)

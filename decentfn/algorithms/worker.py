@@ -12,7 +12,9 @@ from typing_extensions import Unpack
 
 from decentfn import collectives, gossip, trees
 from decentfn.buckets import Buckets, flatten
-from decentfn.topologies import Topology
+from decentfn.fingerprint import agree, fingerprint
+from decentfn.fingerprint import agree, fingerprint
+from decentfn.topologies import Topology, complete
 from decentfn.trees import PyTree
 
 LossFn = Callable[..., Any]
@@ -32,6 +34,14 @@ class Metrics(NamedTuple):
     loss: Tensor  # 0-d, this worker's, at the parameters that the gradient was taken at
     aux: PyTree  # what the loss returned beside it, or None
     grad_norm: Tensor  # 0-d, l2 norm of this worker's gradient over all parameters, before clipping
+
+
+class State(NamedTuple):
+    """The state of one worker where an algorithm needs no more than this."""
+
+    params: Buckets
+    opt_state: PyTree
+    buffers: PyTree = None
 
 
 class Gradient(NamedTuple):
@@ -75,20 +85,28 @@ class Worker:
         self.loss_fn = loss_fn
         self.optimizer = optimizer
         self.topology = topology
+        self.everyone = complete(topology.num_workers)
         self.bucket_mb = options.get("bucket_mb", 25.0)
         self.wire_dtype = options.get("wire_dtype")
+
+    def init(self, params: PyTree, buffers: PyTree = None) -> State:
+        """The plain start: parameters, the optimizer's state, buffers. Collective."""
+        x = self.start(params)
+        return State(x, self.optimizer.init(x), trees.map(torch.clone, buffers))
 
     def start(self, params: PyTree) -> Buckets:
         """Lay out a copy of `params`; collective: makes the process groups and checks that all ranks agree."""
         x = flatten(params, bucket_mb=self.bucket_mb, masks=getattr(self.optimizer, "masks", ()))
-        world = collectives.world()
-        if world.size > 1 and self.topology.num_workers % world.size:
+        size = collectives.world().size
+        if self.topology.num_workers % size:
             raise ValueError(
-                f"init: the topology has num_workers={self.topology.num_workers}, but {world.size} processes run; "
-                f"use num_workers={world.size}, or a multiple of it with df.simulate."
+                f"init: the topology has num_workers={self.topology.num_workers}, but {size} processes run; "
+                f"use num_workers={size}, or a multiple of it with df.simulate."
             )
-        if self.topology.groups is not None:
-            collectives.make_groups(self.topology.groups)
+        agree(fingerprint(x.plan, self.topology, wire_dtype=self.wire_dtype))
+        for topology in (self.topology, self.everyone):
+            if topology.groups is not None:
+                collectives.make_groups(topology.groups)
         return x
 
     def gradient(self, params: Buckets, buffers: PyTree, batch: PyTree) -> Gradient:
@@ -96,7 +114,8 @@ class Worker:
 
         templates: list[PyTree] = []
 
-        def loss_of(x: Buckets) -> tuple[Tensor, list[Tensor]]:
+        # Buffers and batch are arguments, not captured: torch.func forbids writing to what is captured.
+        def loss_of(x: Buckets, buffers: PyTree, batch: PyTree) -> tuple[Tensor, list[Tensor]]:
             if buffers is not None:
                 loss, (new_buffers, aux) = self.loss_fn(x.tree(), buffers, batch)
             else:
@@ -111,7 +130,7 @@ class Worker:
             templates.append(trees.enumerate_leaves((new_buffers, aux)))
             return loss, [torch.as_tensor(leaf) for leaf in trees.leaves((new_buffers, aux))]
 
-        grads, (loss, extras) = grad_and_value(loss_of, has_aux=True)(params)
+        grads, (loss, extras) = grad_and_value(loss_of, has_aux=True)(params, buffers, batch)
         new_buffers, aux = trees.fill(templates[0], extras)
         return Gradient(grads, new_buffers, Metrics(loss, aux, norm(grads)))
 
@@ -122,6 +141,10 @@ class Worker:
     def mix(self, x: Buckets, t: Tensor) -> Buckets:
         """`W x` of step `t`."""
         return gossip.collect(self.post(x, t))
+
+    def mean(self, x: Buckets, t: Tensor) -> Buckets:
+        """The mean of `x` over all workers, the same on each (of the values rounded to the wire's dtype)."""
+        return gossip.mean(x, self.everyone, t, wire_dtype=self.wire_dtype)
 
 
 def norm(x: Buckets) -> Tensor:

@@ -1,15 +1,26 @@
 """What the workers say to each other: the operators, their two interpreters, and how they are compiled."""
 
 from decentfn.collectives.lowering import compile_options
-from decentfn.collectives.operators import exchange, group_mean, make_groups, wait, worker_index
-from decentfn.collectives.world import World, use, world
+from decentfn.collectives.operators import (
+    exchange,
+    gather_objects,
+    group_mean,
+    make_groups,
+    process_mean,
+    wait,
+    worker_index,
+)
+from decentfn.collectives.world import World, adopt_default_group, use, world
 
 __all__ = [
     "World",
+    "adopt_default_group",
     "compile_options",
     "exchange",
+    "gather_objects",
     "group_mean",
     "make_groups",
+    "process_mean",
     "use",
     "wait",
     "worker_index",

@@ -88,6 +88,27 @@ def make_groups(groups: Tensor) -> None:
         here.make_subgroups(sorted(wanted))
 
 
+def process_mean(x: Tensor) -> Tensor:
+    """The mean of `x` over all processes, at once; `x` itself in one process. Not for use inside a step."""
+    here = world()
+    if here.size == 1:
+        return x
+    mean = (x / here.size).contiguous()
+    assert here.group is not None
+    here.group.allreduce([mean]).wait()
+    return mean
+
+
+def gather_objects(value: object) -> list[Any]:
+    """What every process passed, by rank (pickled); `[value]` in one process. Not for use inside a step."""
+    here = world()
+    if here.size == 1:
+        return [value]
+    gathered: list[Any] = [None] * here.size
+    dist.all_gather_object(gathered, value, group=here.group)
+    return gathered
+
+
 # -- exchange: one implementation for the L workers that a process holds ----------------------------------------
 
 
@@ -225,7 +246,7 @@ def _group_mean_stacked(x: Tensor, groups: Tensor, t: Tensor) -> Tensor:
 
 def _reduce(here: World, x: Tensor, ranks: list[int], works: list[Any]) -> None:
     if len(ranks) > 1 and x.numel():
-        works.append(dist.all_reduce(x, group=here.subgroup(tuple(ranks)), async_op=True))
+        works.append(here.subgroup(tuple(ranks)).allreduce([x]))
 
 
 def _group_mean(x: Tensor, groups: Tensor, t: Tensor) -> Tensor:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
 
@@ -16,10 +16,13 @@ class World:
     Worker `i` lives in process `i // L` when each process holds `L` workers (`L = 1` under plain torchrun).
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, rank: int, size: int) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None, rank: int, size: int, timeout: timedelta | None = None
+    ) -> None:
         self.group = group
         self.rank = rank
         self.size = size
+        self.timeout = timeout
         self._subgroups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
     def subgroup(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
@@ -37,12 +40,17 @@ class World:
         """Make the missing process groups; collective, every rank passes the same `groups` in the same order."""
         for ranks in groups:
             if 1 < len(ranks) < self.size and ranks not in self._subgroups:
-                self._subgroups[ranks] = dist.new_group(list(ranks))
+                self._subgroups[ranks] = self._new_group(ranks)
+
+    def _new_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        group = dist.new_group(list(ranks), timeout=self.timeout)
+        assert isinstance(group, dist.ProcessGroup) or self.rank not in ranks
+        return group
 
 
 _ALONE = World(None, 0, 1)
 _current = threading.local()
-_of_default_group: dict[int, tuple[dist.ProcessGroup, World]] = {}
+_default: list[World] = []  # the world of the current default group, once it was asked for
 
 
 def world() -> World:
@@ -51,16 +59,16 @@ def world() -> World:
     if given is not None:
         return given
     if not dist.is_initialized():
-        _of_default_group.clear()
         return _ALONE
-    group = dist.group.WORLD
-    assert group is not None
-    known = _of_default_group.get(id(group))
-    if known is None or known[0] is not group:
-        _of_default_group.clear()
-        known = (group, World(group, dist.get_rank(), dist.get_world_size()))
-        _of_default_group[id(group)] = known
-    return known[1]
+    if not _default or _default[0].group is not dist.group.WORLD:
+        adopt_default_group(None)
+    return _default[0]
+
+
+def adopt_default_group(timeout: timedelta | None) -> World:
+    """Take torch.distributed's default group as the world; groups made later wait as long as `timeout`."""
+    _default[:] = [World(dist.group.WORLD, dist.get_rank(), dist.get_world_size(), timeout)]
+    return _default[0]
 
 
 @contextmanager

@@ -1,0 +1,45 @@
+"""Adapt then combine (ATC): diffusion.
+
+    x⁺ = W (x + u(x, g(x)))                     (Sayed, Foundations and Trends in ML 2014)
+
+x: a worker's parameters; W: the mixing matrix of step t; g(x): its gradient; u: the optimizer's update.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from typing_extensions import Unpack
+
+from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, State, Worker, add, as_step
+from decentfn.topologies import Topology
+from decentfn.trees import PyTree
+
+
+def adapt_then_combine(
+    loss_fn: LossFn, optimizer: Any, topology: Topology, **options: Unpack[Options]
+) -> Algorithm:
+    """Update, then mix what was updated.
+
+    Nothing can be sent before the update, so only the last buckets' messages overlap with anything; in exchange every
+    neighbour's gradient is in the next step's parameters. Local SGD (periodic averaging) is this algorithm on
+    `every(H, complete)`, Gossip-PGA is it on `pga(H, topology)`.
+    Sent per step: the parameters, once per neighbour (or one all-reduce within the group).
+
+    Args:
+        loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `decentfn.functional`.
+        optimizer: a pair `(init, update)`.
+        topology: the schedule of mixing matrices.
+        options: `bucket_mb`, `wire_dtype`; see `Options`.
+    """
+    worker = Worker(loss_fn, optimizer, topology, **options)
+
+    def step(state: State, batch: PyTree, t: int | Tensor) -> tuple[State, Metrics]:
+        t = as_step(t)
+        x = state.params
+        g = worker.gradient(x, state.buffers, batch)
+        u, opt_state = optimizer.update(g.grads, state.opt_state, x)
+        return State(worker.mix(add(x, u), t), opt_state, g.buffers), g.metrics
+
+    return Algorithm(worker.init, step)

@@ -1,0 +1,40 @@
+"""All-reduce: synchronous data parallelism, the arithmetic of DistributedDataParallel.
+
+    x⁺ = x + u(x, mean_i g_i(x))
+
+x: the parameters, the same on every worker; g_i: worker i's gradient; u: the optimizer's update.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from typing_extensions import Unpack
+
+from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, State, Worker, add, as_step
+from decentfn.topologies import Topology
+from decentfn.trees import PyTree
+
+
+def all_reduce(loss_fn: LossFn, optimizer: Any, topology: Topology, **options: Unpack[Options]) -> Algorithm:
+    """Average the gradients over everyone, then update; all replicas stay identical.
+
+    A bucket's all-reduce starts as soon as its gradients are there and overlaps with the rest of the backward pass.
+    Sent per step: 2(N-1)/N times the gradients.
+
+    Args:
+        loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `decentfn.functional`.
+        optimizer: a pair `(init, update)`; it sees the averaged gradient.
+        topology: only its `num_workers` counts.
+        options: `bucket_mb`, `wire_dtype`; see `Options`.
+    """
+    worker = Worker(loss_fn, optimizer, topology, **options)
+
+    def step(state: State, batch: PyTree, t: int | Tensor) -> tuple[State, Metrics]:
+        x = state.params
+        g = worker.gradient(x, state.buffers, batch)
+        u, opt_state = optimizer.update(worker.mean(g.grads, as_step(t)), state.opt_state, x)
+        return State(add(x, u), opt_state, g.buffers), g.metrics
+
+    return Algorithm(worker.init, step)

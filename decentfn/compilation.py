@@ -1,0 +1,113 @@
+"""`compile`: one graph for a whole run, overlapped and donated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from decentfn import collectives, trees
+from decentfn.trees import PyTree
+
+Step = Callable[[Any, PyTree, Any], tuple[Any, Any]]
+
+
+def compile(step: Step, *, donate: bool = True, backend: Any = "inductor", **options: Any) -> Step:
+    """Compile `step(state, batch, t)` into one graph that serves every `t`.
+
+    Communication is posted first and waited for last. With `donate`, the new state is written over the old one by
+    the kernel that computes it: the state that was passed in *is* the new state, and nothing else is allocated for it.
+
+    Args:
+        step: a step of this library, a simulated step, or any pure function of the same form. `t` may be an int or a
+            0-d tensor.
+        donate: write over the state that is passed in (as an optimizer in place would); False keeps the step pure.
+        backend: of torch.compile.
+        options: further options for torch.compile's `options=` (Inductor's).
+
+    Returns:
+        A function of the same form. The batch must keep its structure; another shape of batch compiles once more.
+
+    Raises:
+        ValueError: at the first call, a state in which one tensor stands in two places (donated, it would be updated
+            twice), or a step whose new state is not laid out as the old one.
+
+    >>> step = compile(lambda state, batch, t: (state + batch * t, state.sum()), backend="eager")
+    >>> step(torch.ones(2), torch.ones(2), 3)
+    (tensor([4., 4.]), tensor(2.))
+    """
+    kwargs: dict[str, Any] = {"fullgraph": True, "backend": backend}
+    if backend == "inductor":
+        kwargs["options"] = collectives.compile_options() | options
+    prepared: list[tuple[Any, Callable[..., Any]]] = []
+
+    def compiled(state: Any, batch: PyTree, t: int | Tensor) -> tuple[Any, Any]:
+        leaves, structure = trees.flatten(state)
+        for known, run in prepared:
+            if known == structure:
+                break
+        else:
+            if donate:
+                _check_distinct(state)
+            run = torch.compile(_on_leaves(step, trees.enumerate_leaves(state), donate), **kwargs)
+            prepared.append((structure, run))
+        t = torch.as_tensor(t, dtype=torch.int64)
+        if donate:
+            return state, run(leaves, batch, t)
+        return run(leaves, batch, t)
+
+    return compiled
+
+
+def _on_leaves(step: Step, template: PyTree, donate: bool) -> Callable[..., Any]:
+    """The step as a function of the state's leaves, so that what is guarded at each call is a list of tensors."""
+
+    def pure(leaves: list[Tensor], batch: PyTree, t: Tensor) -> tuple[Any, Any]:
+        return step(trees.fill(template, leaves), batch, t)
+
+    def donated(leaves: list[Tensor], batch: PyTree, t: Tensor) -> Any:
+        new, metrics = step(trees.fill(template, leaves), batch, t)
+        new_leaves = trees.leaves(new)
+        _check_layout(leaves, new_leaves)
+        # Metrics must not show the next state through a view of it.
+        metrics = trees.map(torch.clone, metrics)
+        for old, leaf in zip(leaves, new_leaves, strict=True):
+            if leaf is not old:
+                old.copy_(leaf)
+        return metrics
+
+    run = donated if donate else pure
+    # Dynamo counts recompilations per code object, which all closures of a function share.
+    run.__code__ = run.__code__.replace(co_name=f"{run.__name__}_{getattr(step, '__name__', 'step')}")
+    return run
+
+
+def _check_layout(old: list[Tensor], new: list[Tensor]) -> None:
+    before = [(leaf.shape, leaf.dtype) for leaf in old]
+    after = [(leaf.shape, leaf.dtype) for leaf in new]
+    if before != after:
+        raise ValueError(
+            f"compile(step): the step turned a state of {before} into one of {after}; with donate=True the new state "
+            "must have the old one's shapes and dtypes."
+        )
+
+
+def _check_distinct(state: Any) -> None:
+    """No two leaves of a donated state may share memory."""
+    spans = []
+    for name, leaf in trees.named_leaves(state):
+        if not isinstance(leaf, torch.Tensor):
+            raise ValueError(f"compile(step): leaf {name!r} of the state is {type(leaf).__name__}; states hold tensors.")
+        if leaf.numel():
+            last = sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True))
+            start = leaf.data_ptr()
+            spans.append((start, start + (last + 1) * leaf.element_size(), name))
+    spans.sort()
+    for (_, end, first), (start, _, second) in zip(spans, spans[1:], strict=False):
+        if start < end:
+            raise ValueError(
+                f"compile(step): leaves {first!r} and {second!r} of the state share memory, so a donated step would "
+                "update it twice; clone one of them, or use donate=False."
+            )

@@ -1,0 +1,5 @@
+"""What surrounds a training run."""
+
+from decentfn.runtime.process_group import init
+
+__all__ = ["init"]

@@ -1,0 +1,70 @@
+"""`simulate`: many workers in one process, by the very step that trains on many processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from decentfn import trees
+from decentfn.compilation import Step
+from decentfn.trees import PyTree
+
+
+def simulate(step: Step, num_workers: int) -> Step:
+    """The step of `num_workers` workers at once: every leaf of state, batch and metrics gains a leading `[N]`.
+
+    In one process N is the topology's size. Under torchrun each process simulates N workers and
+    N x processes is the topology's size; worker i lives in process i // N. Compile as
+    `compile(simulate(step, N))`. Random operations in the loss (dropout) differ between workers.
+
+    Args:
+        step: a step written for one worker.
+        num_workers: N >= 1, the workers of this process.
+
+    Raises:
+        ValueError: N is not positive, or (when called) a leaf does not have N rows, or N x processes is not the
+            topology's size.
+    """
+    if not isinstance(num_workers, int) or num_workers < 1:
+        raise ValueError(f"simulate(num_workers={num_workers!r}): the number of workers is an integer >= 1.")
+
+    def simulated(state: Any, batch: PyTree, t: int | Tensor) -> tuple[Any, Any]:
+        t = torch.as_tensor(t, dtype=torch.int64)
+        _check_rows("state", state, num_workers)
+        _check_rows("batch", batch, num_workers)
+        templates = trees.enumerate_leaves(state), trees.enumerate_leaves(batch)
+        returned: list[PyTree] = []
+
+        def one(state_leaves: list[Tensor], batch_leaves: list[Tensor]) -> list[Tensor]:
+            out = step(trees.fill(templates[0], state_leaves), trees.fill(templates[1], batch_leaves), t)
+            returned.append(trees.enumerate_leaves(out))
+            return trees.leaves(out)
+
+        leaves = vmap(one, randomness="different")(trees.leaves(state), trees.leaves(batch))
+        return trees.fill(returned[0], leaves)
+
+    return simulated
+
+
+def _check_rows(what: str, tree: PyTree, num_workers: int) -> None:
+    for name, leaf in trees.named_leaves(tree):
+        if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0 or leaf.shape[0] != num_workers:
+            shape = list(leaf.shape) if isinstance(leaf, torch.Tensor) else type(leaf).__name__
+            way_out = "df.stack(state, num_workers)" if what == "state" else "stack one batch per worker"
+            raise ValueError(
+                f"simulate(num_workers={num_workers}): leaf {name!r} of the {what} is {shape}; its first axis must be "
+                f"the {num_workers} workers: {way_out}."
+            )
+
+
+def stack(state: PyTree, num_workers: int) -> PyTree:
+    """`num_workers` copies of a state (or a batch): every leaf `[...]` becomes `[N, ...]`, memory of its own."""
+    return trees.map(lambda leaf: leaf.unsqueeze(0).repeat(num_workers, *[1] * leaf.dim()), state)
+
+
+def worker(state: PyTree, i: int) -> PyTree:
+    """Worker `i`'s own part of a stacked state, as copies."""
+    return trees.map(lambda leaf: leaf[i].clone(), state)
