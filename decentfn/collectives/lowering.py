@@ -33,8 +33,11 @@ def compile_options() -> dict[str, Any]:
     }
 
 
-def register(collectives: Sequence[Any], wait: Any) -> None:
-    """Lower `collectives` (first argument the payload, one tensor returned) and `wait` as Inductor's own kinds."""
+def register(collectives: Sequence[Any], wait: Any, complete: Any) -> None:
+    """Lower `collectives` (first argument the payload, one tensor returned) and `wait` as Inductor's own kinds.
+
+    What compiled code calls in place of `wait` is `complete`.
+    """
     if not AVAILABLE:
         return
     for packet in collectives:
@@ -42,7 +45,7 @@ def register(collectives: Sequence[Any], wait: Any) -> None:
 
     @register_lowering(wait, type_promotion_kind=None)
     def _(x: Any) -> Any:
-        ir._WaitKernel.create_wait(wait.default, x)
+        ir._WaitKernel.create_wait(complete.default, x)
         return x
 
 

@@ -27,6 +27,7 @@ _library.define("exchange_stacked(Tensor x, Tensor peers, Tensor t, bool per_slo
 _library.define("group_mean(Tensor x, Tensor groups, Tensor t) -> Tensor")
 _library.define("group_mean_stacked(Tensor x, Tensor groups, Tensor t) -> Tensor")
 _library.define("wait(Tensor x) -> Tensor")
+_library.define("complete(Tensor x) -> ()")
 _library.define("worker_index(Tensor token) -> Tensor")
 _ops = torch.ops.decentfn
 
@@ -159,16 +160,20 @@ def _post(here: World, inbox: Tensor, receives: list[tuple[Tensor, int]], sends:
 def _track(tensor: Tensor, works: list[Any], what: str) -> None:
     _in_flight[tensor.data_ptr()] = (works, what)
     if not lowering.AVAILABLE:
-        _wait(tensor)
+        _complete(tensor)
 
 
-def _wait(x: Tensor) -> Tensor:
+def _complete(x: Tensor) -> None:
     works, what = _in_flight.pop(x.data_ptr(), ((), ""))
     try:
         for work in works:
             work.wait()
     except RuntimeError as error:
         raise RuntimeError(f"{what} failed; a peer has died, or is later than the timeout of df.init: {error}") from error
+
+
+def _wait(x: Tensor) -> Tensor:
+    _complete(x)
     return x
 
 
@@ -297,6 +302,7 @@ _library.impl("exchange_stacked", _exchange_stacked, _KEY)
 _library.impl("group_mean", _group_mean, _KEY)
 _library.impl("group_mean_stacked", _group_mean_stacked, _KEY)
 _library.impl("wait", _wait, _KEY)
+_library.impl("complete", _complete, _KEY)
 _library.impl("worker_index", _worker_index, _KEY)
 
 
@@ -319,6 +325,7 @@ def _group_mean_fake(x: Tensor, groups: Tensor, t: Tensor) -> Tensor:
 
 torch.library.register_fake("decentfn::group_mean_stacked", lambda x, groups, t: torch.empty_like(x), lib=_library)
 torch.library.register_fake("decentfn::wait", torch.empty_like, lib=_library)
+torch.library.register_fake("decentfn::complete", lambda x: None, lib=_library)
 torch.library.register_fake(
     "decentfn::worker_index", lambda token: token.new_empty((), dtype=torch.int64), lib=_library
 )
@@ -328,5 +335,8 @@ torch.library.register_vmap("decentfn::wait", _wait_vmap, lib=_library)
 torch.library.register_vmap("decentfn::worker_index", _worker_index_vmap, lib=_library)
 
 lowering.register(
-    collectives=[_ops.exchange, _ops.exchange_stacked, _ops.group_mean, _ops.group_mean_stacked], wait=_ops.wait
+    collectives=[_ops.exchange, _ops.exchange_stacked, _ops.group_mean, _ops.group_mean_stacked],
+    wait=_ops.wait,
+    # Compiled code calls an operator that returns nothing: one that returns its input is deprecated there.
+    complete=_ops.complete,
 )
