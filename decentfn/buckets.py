@@ -20,6 +20,9 @@ Mask = Callable[[str, tuple[int, ...]], bool]
 """A choice of leaves: `(dotted name, shape) -> bool`."""
 
 
+_OWN_BUCKET = 8
+
+
 @dataclass(frozen=True)
 class Segment:
     """Where one leaf lies: elements `start : start + numel` of its bucket, read as `shape`."""
@@ -114,7 +117,8 @@ def flatten(params: PyTree, *, bucket_mb: float = 25.0, masks: Sequence[Mask] = 
     """Copy a tree of floating-point tensors into flat buckets.
 
     Leaves keep their order; a bucket holds leaves of one dtype, one device and one answer to every mask, at most
-    `bucket_mb` MiB of them (a larger leaf has a bucket of its own).
+    `bucket_mb` MiB of them. A leaf of more than an eighth of that has a bucket of its own: its gradient then is the
+    bucket's, while those of smaller leaves are copied together (once, in one pass).
 
     Args:
         params: pytree of tensors, any shapes and strides; the same tensor in two places is stored once.
@@ -136,17 +140,20 @@ def flatten(params: PyTree, *, bucket_mb: float = 25.0, masks: Sequence[Mask] = 
     for name, leaf in named:
         distinct.setdefault(_memory(leaf), (name, leaf))
     limit = int(bucket_mb * 2**20)
-    open_bucket: dict[object, list[object]] = {}
+    open_bucket: dict[object, tuple[list[object], int]] = {}
     groups: list[list[object]] = []
     for key, (name, leaf) in distinct.items():
         kind = (leaf.dtype, leaf.device, tuple(bool(mask(name, tuple(leaf.shape))) for mask in masks))
         size = leaf.numel() * leaf.element_size()
-        group = open_bucket.get(kind)
-        if group is None or size + sum(distinct[k][1].nbytes for k in group) > limit:
-            group = []
+        if size > limit // _OWN_BUCKET:
+            groups.append([key])
+            continue
+        group, filled = open_bucket.get(kind, ([], limit))
+        if filled + size > limit:
+            group, filled = [], 0
             groups.append(group)
         group.append(key)
-        open_bucket[kind] = group
+        open_bucket[kind] = group, filled + size
 
     position = {key: index for index, key in enumerate(key for group in groups for key in group)}
     plans = tuple(_plan_bucket([distinct[key] for key in group]) for group in groups)

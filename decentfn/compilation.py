@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decentfn import collectives, trees
+from decentfn import internals, trees
 from decentfn.trees import PyTree
 
 Step = Callable[[Any, PyTree, Any], tuple[Any, Any]]
@@ -40,7 +40,7 @@ def compile(step: Step, *, donate: bool = True, backend: Any = "inductor", **opt
     """
     kwargs: dict[str, Any] = {"fullgraph": True, "backend": backend}
     if backend == "inductor":
-        kwargs["options"] = collectives.compile_options() | options
+        kwargs["options"] = internals.compile_options() | options
     prepared: list[tuple[Any, Callable[..., Any]]] = []
 
     def compiled(state: Any, batch: PyTree, t: int | Tensor) -> tuple[Any, Any]:

@@ -10,9 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from decentfn import collectives
+from decentfn import collectives, trees
 from decentfn.buckets import Buckets
-from decentfn.topologies import Topology
+from decentfn.scalars import once
+from decentfn.topologies import Round, Topology
 
 
 class Row(NamedTuple):
@@ -32,7 +33,9 @@ class Posted(NamedTuple):
     row: Row
 
 
-def post(x: Buckets, topology: Topology, t: Tensor, *, wire_dtype: torch.dtype | None = None) -> Posted:
+def post(
+    x: Buckets, topology: Topology, t: Tensor, *, wire_dtype: torch.dtype | None = None, when: Tensor | None = None
+) -> Posted:
     """Start to send `x` to the neighbours that `topology` names for step `t`.
 
     Args:
@@ -40,21 +43,29 @@ def post(x: Buckets, topology: Topology, t: Tensor, *, wire_dtype: torch.dtype |
         topology: the schedule.
         t: 0-d int64 on the CPU.
         wire_dtype: floating buckets wider than this dtype travel rounded to it (half the bytes for bfloat16).
+        when: 0-d bool on the CPU, the same on all workers; where it is False nothing travels and `W` is the identity.
     """
     sent = narrow(x, wire_dtype)
     this = topology.round(t)
-    peers, phase = topology.peers, t
-    if topology.draw is not None:
+    peers, groups, phase = topology.peers, topology.groups, t
+    if when is not None:
+        this = _resting_unless(when, this)
+        groups = None if this.groups is None else this.groups[None]
+    if when is not None or topology.draw is not None:
         peers, phase = torch.stack([this.sources, this.destinations])[None], torch.zeros_like(t)
     inboxes = tuple(collectives.exchange(bucket, peers, phase) for bucket in sent) if topology.degree else ()
-    groups = topology.groups
     means = () if groups is None else tuple(collectives.group_mean(bucket, groups, t) for bucket in sent)
-    me = collectives.worker_index(x[0]).view(1)
-    weights = this.weights.to(x[0].device).index_select(0, me)[0]
+    return Posted(x, sent, inboxes, means, row(this, x[0]))
+
+
+def row(this: Round, token: Tensor) -> Row:
+    """This worker's row of one round's mixing matrix, on the device of `token` (one of its buckets)."""
+    me = collectives.worker_index(token).view(1)
+    weights = this.weights.to(token.device).index_select(0, me)[0]
     mean_weight = this.mean_weights
     if mean_weight is not None:
-        mean_weight = mean_weight.to(x[0].device).index_select(0, me)[0]
-    return Posted(x, sent, inboxes, means, Row(weights, mean_weight))
+        mean_weight = mean_weight.to(token.device).index_select(0, me)[0]
+    return Row(weights, mean_weight)
 
 
 def collect(posted: Posted, gamma: float | Tensor = 1.0) -> Buckets:
@@ -70,9 +81,32 @@ def collect(posted: Posted, gamma: float | Tensor = 1.0) -> Buckets:
     return Buckets([_mix(posted, index, gamma) for index in range(len(posted.own))], posted.own.plan)
 
 
-def mean(x: Buckets, everyone: Topology, t: Tensor, *, wire_dtype: torch.dtype | None = None) -> Buckets:
-    """The mean of Q(x) over all workers, bit for bit the same on each; `everyone` is the complete topology."""
-    total = collect(post(narrow(x, wire_dtype), everyone, t))
+def heard(posted: Posted, like: Buckets) -> Buckets:
+    """Wait for what was posted and return what was heard, without the own share: `Σ_{j≠i} W[i,j] Q(x_j)`.
+
+    Where the schedule averages in groups, that average (own share included) is what is heard.
+
+    Args:
+        posted: from `post`.
+        like: buckets of the posted ones' sizes, in whose dtypes the sum is returned.
+    """
+    silence = trees.map(torch.zeros_like, like)
+    return collect(posted._replace(own=silence, sent=silence))
+
+
+def mean(
+    x: Buckets,
+    everyone: Topology,
+    t: Tensor,
+    *,
+    wire_dtype: torch.dtype | None = None,
+    when: Tensor | None = None,
+) -> Buckets:
+    """The mean of Q(x) over all workers, bit for bit the same on each; `everyone` is the complete topology.
+
+    Where `when` (0-d bool) is False nothing travels and the result is Q(x).
+    """
+    total = collect(post(narrow(x, wire_dtype), everyone, t, when=when))
     return Buckets([m.to(bucket.dtype) for m, bucket in zip(total, x, strict=True)], x.plan)
 
 
@@ -84,20 +118,35 @@ def narrow(x: Buckets, wire_dtype: torch.dtype | None) -> Buckets:
     return Buckets(narrower, x.plan)
 
 
+def _resting_unless(when: Tensor, this: Round) -> Round:
+    """The round itself when `when` holds; else one in which everybody keeps what they have and nobody speaks."""
+    nobody = torch.full_like(this.sources, -1)
+    keep = torch.zeros_like(this.weights)
+    keep[:, 0] = 1.0
+    groups, mean_weights = this.groups, this.mean_weights
+    return Round(
+        torch.where(when, this.sources, nobody),
+        torch.where(when, this.destinations, nobody),
+        torch.where(when, this.weights, keep),
+        None if groups is None else torch.where(when, groups, torch.arange(groups.shape[0])),
+        None if mean_weights is None else torch.where(when, mean_weights, torch.zeros_like(mean_weights)),
+    )
+
+
 def _mix(posted: Posted, index: int, gamma: float | Tensor) -> Tensor:
     own, sent = posted.own[index], posted.sent[index]
     # Weights are exact to 1e-12; sixteen-bit buckets are mixed in float32.
     dtype = torch.promote_types(own.dtype, torch.float32)
-    weights = posted.row.weights * gamma
+    weights = once((posted.row.weights * gamma).to(dtype))
+    kept = once((posted.row.weights[0] * gamma + (1.0 - gamma)).to(dtype))
     heard = torch.zeros((), dtype=dtype)
     if posted.inboxes:
         inbox = collectives.wait(posted.inboxes[index]).to(dtype)
-        terms = [weights[1 + slot].to(dtype) * inbox[slot] for slot in range(inbox.shape[0])]
+        terms = [weights[1 + slot] * inbox[slot] for slot in range(inbox.shape[0])]
         heard = sum(terms[1:], terms[0])
     if posted.means and posted.row.mean_weight is not None:
         mean = collectives.wait(posted.means[index]).to(dtype)
-        heard = heard + (posted.row.mean_weight * gamma).to(dtype) * mean
-    kept = weights[0] + (1.0 - gamma)
+        heard = heard + once((posted.row.mean_weight * gamma).to(dtype)) * mean
     if sent is own:
-        return (kept.to(dtype) * own.to(dtype) + heard).to(own.dtype)
-    return (own.to(dtype) + (heard - (1.0 - kept).to(dtype) * sent.to(dtype))).to(own.dtype)
+        return (kept * own.to(dtype) + heard).to(own.dtype)
+    return (own.to(dtype) + (heard - (1.0 - kept) * sent.to(dtype))).to(own.dtype)

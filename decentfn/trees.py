@@ -9,7 +9,8 @@ import optree
 import torch
 from optree import registry
 from torch import Tensor
-from torch.utils import _pytree as torch_pytree
+
+from decentfn import internals
 
 T = TypeVar("T")
 PyTree = Any
@@ -34,11 +35,7 @@ def register_node(
         unflatten,
         namespace=registry.__dict__["__GLOBAL_NAMESPACE"],
     )
-    torch_pytree.register_pytree_node(
-        cls,
-        lambda node: (list(flatten(node)[0]), flatten(node)[1]),
-        lambda children, context: unflatten(context, children),
-    )
+    internals.register_torch_node(cls, flatten, unflatten)
 
 
 def named_leaves(tree: PyTree) -> list[tuple[str, Any]]:

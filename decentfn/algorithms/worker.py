@@ -94,8 +94,11 @@ class Worker:
         x = self.start(params)
         return State(x, self.optimizer.init(x), trees.map(torch.clone, buffers))
 
-    def start(self, params: PyTree) -> Buckets:
-        """Lay out a copy of `params`; collective: makes the process groups and checks that all ranks agree."""
+    def start(self, params: PyTree, **agreed: Any) -> Buckets:
+        """Lay out a copy of `params`; collective: makes the process groups and checks that all ranks agree.
+
+        `agreed`: hyperparameters that decide what travels when, on which all ranks must agree too.
+        """
         x = flatten(params, bucket_mb=self.bucket_mb, masks=getattr(self.optimizer, "masks", ()))
         size = collectives.world().size
         if self.topology.num_workers % size:
@@ -103,7 +106,7 @@ class Worker:
                 f"init: the topology has num_workers={self.topology.num_workers}, but {size} processes run; "
                 f"use num_workers={size}, or a multiple of it with df.simulate."
             )
-        agree(fingerprint(x.plan, self.topology, wire_dtype=self.wire_dtype))
+        agree(fingerprint(x.plan, self.topology, wire_dtype=self.wire_dtype, **agreed))
         for topology in (self.topology, self.everyone):
             if topology.groups is not None:
                 collectives.make_groups(topology.groups)
@@ -134,17 +137,20 @@ class Worker:
         new_buffers, aux = trees.fill(templates[0], extras)
         return Gradient(grads, new_buffers, Metrics(loss, aux, norm(grads)))
 
-    def post(self, x: Buckets, t: Tensor) -> gossip.Posted:
-        """Start to send `x` to the neighbours of step `t`."""
-        return gossip.post(x, self.topology, t, wire_dtype=self.wire_dtype)
+    def post(self, x: Buckets, t: Tensor, *, when: Tensor | None = None) -> gossip.Posted:
+        """Start to send `x` to the neighbours of step `t`; where `when` (0-d bool) is False, rest instead."""
+        return gossip.post(x, self.topology, t, wire_dtype=self.wire_dtype, when=when)
 
-    def mix(self, x: Buckets, t: Tensor) -> Buckets:
-        """`W x` of step `t`."""
-        return gossip.collect(self.post(x, t))
+    def mix(self, x: Buckets, t: Tensor, *, when: Tensor | None = None) -> Buckets:
+        """`W x` of step `t`; `x` itself where `when` is False."""
+        return gossip.collect(self.post(x, t, when=when))
 
-    def mean(self, x: Buckets, t: Tensor) -> Buckets:
-        """The mean of `x` over all workers, the same on each (of the values rounded to the wire's dtype)."""
-        return gossip.mean(x, self.everyone, t, wire_dtype=self.wire_dtype)
+    def mean(self, x: Buckets, t: Tensor, *, when: Tensor | None = None) -> Buckets:
+        """The mean of `x` over all workers, the same on each (of the values rounded to the wire's dtype).
+
+        Where `when` is False nothing travels, and the result is `x`, rounded.
+        """
+        return gossip.mean(x, self.everyone, t, wire_dtype=self.wire_dtype, when=when)
 
 
 def norm(x: Buckets) -> Tensor:

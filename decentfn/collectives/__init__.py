@@ -1,6 +1,5 @@
 """What the workers say to each other: the operators, their two interpreters, and how they are compiled."""
 
-from decentfn.collectives.lowering import compile_options
 from decentfn.collectives.operators import (
     exchange,
     gather_objects,
@@ -15,7 +14,6 @@ from decentfn.collectives.world import World, adopt_default_group, use, world
 __all__ = [
     "World",
     "adopt_default_group",
-    "compile_options",
     "exchange",
     "gather_objects",
     "group_mean",

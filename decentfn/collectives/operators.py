@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from decentfn.collectives import lowering
+from decentfn import internals
 from decentfn.collectives.world import World, world
 
 _library = torch.library.Library("decentfn", "DEF")
@@ -159,7 +159,7 @@ def _post(here: World, inbox: Tensor, receives: list[tuple[Tensor, int]], sends:
 
 def _track(tensor: Tensor, works: list[Any], what: str) -> None:
     _in_flight[tensor.data_ptr()] = (works, what)
-    if not lowering.AVAILABLE:
+    if not internals.OVERLAPS:
         _complete(tensor)
 
 
@@ -334,7 +334,7 @@ torch.library.register_vmap("decentfn::group_mean", _group_mean_vmap, lib=_libra
 torch.library.register_vmap("decentfn::wait", _wait_vmap, lib=_library)
 torch.library.register_vmap("decentfn::worker_index", _worker_index_vmap, lib=_library)
 
-lowering.register(
+internals.lower_collectives(
     collectives=[_ops.exchange, _ops.exchange_stacked, _ops.group_mean, _ops.group_mean_stacked],
     wait=_ops.wait,
     # Compiled code calls an operator that returns nothing: one that returns its input is deprecated there.

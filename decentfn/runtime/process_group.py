@@ -10,12 +10,14 @@ import torch.distributed as dist
 
 from decentfn import collectives
 from decentfn.collectives import World
+from decentfn.runtime.memory import keep_freed_memory
 
 
 def init(*, backend: str | None = None, timeout: timedelta = timedelta(minutes=10)) -> World:
     """Set up the process group that torchrun describes: gloo on the CPU, NCCL where each process has a GPU.
 
-    Without torchrun there is one process and nothing to set up. Calling it twice is harmless.
+    Without torchrun there is one process and no group. Calling it twice is harmless. On the CPU the process also keeps
+    the memory that it frees (`keep_freed_memory`).
 
     Args:
         backend: gloo, nccl or another of torch.distributed's; None chooses.
@@ -30,6 +32,8 @@ def init(*, backend: str | None = None, timeout: timedelta = timedelta(minutes=1
     """
     if timeout <= timedelta(0):
         raise ValueError(f"init(timeout={timeout}): the timeout is positive; minutes are usual.")
+    if not torch.cuda.is_available():
+        keep_freed_memory()
     if "RANK" in os.environ and not dist.is_initialized():
         on_gpu = torch.cuda.is_available() and backend != "gloo"
         if on_gpu:

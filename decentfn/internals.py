@@ -1,0 +1,90 @@
+"""Everything here that is private API of PyTorch, in one place: what Inductor must be told, and torch's own pytrees.
+
+Where a piece is missing (another version of PyTorch), the rest stays correct and gets slower: `OVERLAPS` is then
+False, collectives wait before they return, and scalars are computed where they are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any
+
+from torch.utils import _pytree
+
+try:
+    from torch._inductor import config, ir
+    from torch._inductor.lowering import register_lowering
+
+    _LOWERS = True
+    OVERLAPS = (
+        hasattr(ir, "_CollectiveKernel")
+        and hasattr(ir, "_WaitKernel")
+        and hasattr(config, "reorder_for_compute_comm_overlap_passes")
+    )
+except ImportError:
+    _LOWERS = OVERLAPS = False
+
+
+def compile_options() -> dict[str, Any]:
+    """Inductor's options with which what is posted first stays first and what is waited for last stays last.
+
+    By default Inductor minimises peak memory and sinks a collective's start next to its wait.
+    """
+    if not OVERLAPS:
+        return {}
+    return {
+        "reorder_for_compute_comm_overlap": True,
+        "reorder_for_compute_comm_overlap_passes": ["raise_comms", "sink_waits"],
+        "reorder_for_locality": False,
+    }
+
+
+def lower_collectives(collectives: Sequence[Any], wait: Any, complete: Any) -> None:
+    """Lower `collectives` (first argument the payload, one tensor returned) and `wait` as Inductor's own kinds.
+
+    What compiled code calls in place of `wait` is `complete`. Inductor's cache does not see a change made here: rename
+    the operators when one changes what compiled code must do.
+    """
+    if not OVERLAPS:
+        return
+    for packet in collectives:
+        register_lowering(packet, type_promotion_kind=None)(_lower_collective(packet.default))
+
+    @register_lowering(wait, type_promotion_kind=None)
+    def _(x: Any) -> Any:
+        ir._WaitKernel.create_wait(complete.default, x)
+        return x
+
+
+def _lower_collective(kernel: Any) -> Callable[..., Any]:
+    def lower(x: Any, *rest: Any) -> Any:
+        x = ir.ExternKernel.require_contiguous(x)
+        return ir.TensorBox.create(ir._CollectiveKernel.create_out_of_place(kernel, x, *rest))
+
+    return lower
+
+
+def lower_as_realized(operator: Any) -> None:
+    """Lower an identity operator as "store this before anyone reads it"."""
+    if not _LOWERS:
+        return
+
+    @register_lowering(operator, type_promotion_kind=None)
+    def _(x: Any) -> Any:
+        x.realize()
+        return x
+
+
+def register_torch_node(
+    cls: type[Any],
+    flatten: Callable[[Any], tuple[Sequence[Any], Hashable]],
+    unflatten: Callable[[Any, Iterable[Any]], Any],
+) -> None:
+    """Make `cls` an inner node of torch's own pytrees, which `vmap` and Dynamo walk."""
+    _pytree.register_pytree_node(
+        cls,
+        lambda node: (list(flatten(node)[0]), flatten(node)[1]),
+        lambda children, context: unflatten(context, children),
+    )
+
+
