@@ -1,0 +1,28 @@
+import os
+
+import hypothesis
+import pytest
+import torch
+
+from tests.ranks import Ranks
+
+hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, max_examples=25, print_blob=True)
+hypothesis.settings.register_profile("deep", deadline=None, max_examples=1000)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+torch.set_num_threads(1)  # many small workers on few cores
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    """`ranks(n)`: n gloo processes, started once and kept for the session."""
+    started: dict[int, Ranks] = {}
+
+    def of_size(n: int) -> Ranks:
+        if n not in started:
+            started[n] = Ranks(n)
+        return started[n]
+
+    yield of_size
+    for processes in started.values():
+        processes.close()

@@ -1,0 +1,114 @@
+"""Real gloo ranks for tests: processes that stay, and threads that are cheap."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import threading
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from decentfn.collectives import World, use
+
+TIMEOUT = timedelta(seconds=120)
+
+
+class Ranks:
+    """`n` processes with a gloo group; `run(function, *args)` calls a module-level function on every rank at once."""
+
+    def __init__(self, n: int) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        context = multiprocessing.get_context("spawn")
+        self.pipes, self.processes = [], []
+        for rank in range(n):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank, n, port), daemon=True)
+            process.start()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        for pipe in self.pipes:
+            pipe.send((function, args))
+        answers = []
+        for pipe in self.pipes:
+            if not pipe.poll(300):
+                raise TimeoutError(f"{function.__name__}: a rank did not answer")
+            answers.append(pipe.recv())
+        errors = [f"rank {rank}: {answer[1]}" for rank, answer in enumerate(answers) if answer[0] == "error"]
+        if errors:
+            raise RuntimeError("\n".join(errors))
+        return [answer[1] for answer in answers]
+
+    def close(self) -> None:
+        for pipe in self.pipes:
+            pipe.send(None)
+        for process in self.processes:
+            process.join(10)
+            process.kill()
+
+
+def _serve(pipe: Any, rank: int, n: int, port: int) -> None:
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(n),
+        "LOCAL_RANK": str(rank),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    torch.set_num_threads(1)
+    import decentfn as df
+
+    df.init(timeout=TIMEOUT)
+    while (job := pipe.recv()) is not None:
+        function, args = job
+        try:
+            pipe.send(("ok", function(*args)))
+        except Exception:
+            pipe.send(("error", traceback.format_exc()))
+    dist.destroy_process_group()
+
+
+class ThreadWorld(World):
+    """A rank that is a thread: its own gloo group over a store in memory."""
+
+    def __init__(self, store: Any, rank: int, size: int) -> None:
+        super().__init__(dist.ProcessGroupGloo(dist.PrefixStore("all", store), rank, size, TIMEOUT), rank, size)
+        self.store = store
+
+    def _new_group(self, ranks: tuple[int, ...]) -> Any:
+        if self.rank not in ranks:
+            return None
+        store = dist.PrefixStore(f"group {ranks}", self.store)
+        return dist.ProcessGroupGloo(store, ranks.index(self.rank), len(ranks), TIMEOUT)
+
+
+def on_threads(n: int, function: Callable[[int], Any]) -> list[Any]:
+    """`function(rank)` on `n` threads with a gloo group; what each returned, by rank."""
+    store = dist.HashStore()
+    results: list[Any] = [None] * n
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            with use(ThreadWorld(store, rank, n)):
+                results[rank] = function(rank)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(n)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results

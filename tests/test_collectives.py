@@ -1,0 +1,193 @@
+"""The operators against plain indexing, on real gloo ranks (threads) and under vmap."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.func import vmap
+
+import decentfn as df
+from decentfn import collectives
+from decentfn.collectives import exchange, group_mean, wait, worker_index
+from tests.ranks import on_threads
+
+
+@st.composite
+def peer_tables(draw, max_workers=5):
+    """`[P, 2, N, K]`: random permutations, some links silent."""
+    n, slots, phases = draw(st.integers(1, max_workers)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    table = torch.empty(phases, 2, n, slots, dtype=torch.int64)
+    for p in range(phases):
+        for k in range(slots):
+            sources = torch.tensor(draw(st.permutations(range(n))))
+            destinations = sources.argsort()
+            for i in range(n):
+                if draw(st.integers(0, 3)) == 0:
+                    destinations[sources[i]] = -1
+                    sources[i] = -1
+            table[p, 0, :, k], table[p, 1, :, k] = sources, destinations
+    return table
+
+
+def heard_by(table, x, t, per_slot):
+    """What worker i hears, by plain indexing: `[N, K, D]`."""
+    sources = table[t % len(table), 0]
+    n, slots = sources.shape
+    rows = [
+        [
+            torch.zeros(x.shape[-1], dtype=x.dtype)
+            if sources[i, k] < 0
+            else (x[sources[i, k], k] if per_slot else x[sources[i, k]])
+            for k in range(slots)
+        ]
+        for i in range(n)
+    ]
+    return torch.stack([torch.stack(row) for row in rows])
+
+
+@given(table=peer_tables(), t=st.integers(0, 7), per_slot=st.booleans(), seed=st.integers(0, 99))
+def test_exchange_hears_exactly_the_named_peers(table, t, per_slot, seed):
+    _, _, n, slots = table.shape
+    shape = (n, slots, 7) if per_slot else (n, 7)
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    step = torch.tensor(t)
+
+    def one(payload):
+        return wait(exchange(payload, table, step, per_slot=per_slot))
+
+    expected = heard_by(table, x, t, per_slot)
+    assert torch.equal(vmap(one)(x), expected)
+    assert torch.equal(torch.stack(on_threads(n, lambda rank: one(x[rank]))), expected)
+
+
+@given(n=st.sampled_from([2, 4]), local=st.sampled_from([1, 2, 3]), per_slot=st.booleans(), seed=st.integers(0, 99))
+def test_workers_spread_over_processes_hear_the_same(n, local, per_slot, seed):
+    workers = n * local
+    random = torch.Generator().manual_seed(seed)
+    sources = torch.stack([torch.randperm(workers, generator=random) for _ in range(2)], dim=1)
+    table = torch.stack([sources, sources.argsort(0)])[None]
+    x = torch.randn((workers, 2, 5) if per_slot else (workers, 5), generator=random)
+
+    def mine(rank):
+        rows = x[rank * local : (rank + 1) * local]
+        return vmap(lambda row: wait(exchange(row, table, torch.tensor(0), per_slot=per_slot)))(rows)
+
+    assert torch.equal(torch.cat(on_threads(n, mine)), heard_by(table, x, 0, per_slot))
+
+
+@given(
+    groups=st.lists(st.integers(0, 2), min_size=1, max_size=6),
+    processes=st.sampled_from([1, 2]),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+)
+def test_group_mean_is_the_mean_over_the_group(groups, processes, dtype):
+    groups = groups * 2 if len(groups) % 2 else groups
+    table, n = torch.tensor([groups]), len(groups)
+    x = torch.arange(3 * n, dtype=dtype).view(n, 3) / 7
+    row = table[0]
+    expected = torch.stack([x[row == row[i]].mean(0) for i in range(n)])
+
+    def mine(rank):
+        collectives.make_groups(table)
+        rows = x[rank * n // processes : (rank + 1) * n // processes]
+        return vmap(lambda r: wait(group_mean(r, table, torch.tensor(0))))(rows)
+
+    torch.testing.assert_close(torch.cat(on_threads(processes, mine)), expected)
+
+    def alone(rank):
+        collectives.make_groups(table)
+        return wait(group_mean(x[rank], table, torch.tensor(0)))
+
+    torch.testing.assert_close(torch.stack(on_threads(n, alone)), expected)
+
+
+def test_worker_index_counts_workers_through_processes():
+    token = torch.zeros(3)
+    assert [int(i) for i in on_threads(3, lambda rank: worker_index(token))] == [0, 1, 2]
+    stacked = on_threads(2, lambda rank: vmap(worker_index)(token.expand(3, 3)).tolist())
+    assert stacked == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_one_worker_exchanges_with_itself():
+    table = torch.zeros(1, 2, 1, 1, dtype=torch.int64)
+    x = torch.arange(4.0)
+    assert torch.equal(wait(exchange(x, table, torch.tensor(5))), x[None])
+
+
+def test_receives_are_posted_before_sends():
+    order = []
+
+    class Recorder:
+        def recv(self, tensors, rank, tag):
+            order.append("receive")
+            return Done()
+
+        def send(self, tensors, rank, tag):
+            order.append("send")
+            return Done()
+
+    class Done:
+        def wait(self):
+            pass
+
+    table = df.topology("ring", 2).peers
+    with collectives.use(collectives.World(Recorder(), 0, 2)):
+        wait(exchange(torch.ones(3), table, torch.tensor(0)))
+    assert order == ["receive", "send"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.uint8])
+def test_every_dtype_travels(dtype):
+    table = df.topology("ring", 2).peers
+    x = torch.arange(8).view(2, 4).to(dtype)
+    heard = on_threads(2, lambda rank: wait(exchange(x[rank], table, torch.tensor(0))))
+    assert torch.equal(torch.cat(heard), x.flip(0))
+
+
+def test_an_empty_bucket_travels_too():
+    table = df.topology("ring", 2).peers
+    heard = on_threads(2, lambda rank: wait(exchange(torch.empty(0), table, torch.tensor(0))))
+    assert [h.shape for h in heard] == [(1, 0), (1, 0)]
+
+
+def test_a_dead_peer_is_named():
+    table = df.topology("ring", 2).peers
+
+    class Dead:
+        def recv(self, *args):
+            return self
+
+        send = recv
+
+        def wait(self):
+            raise RuntimeError("Connection closed by peer [10.0.0.1]:1")
+
+    with (
+        collectives.use(collectives.World(Dead(), 0, 2)),
+        pytest.raises(RuntimeError, match=r"exchange of rank 0 with ranks \[1\] failed.*df.init.*Connection closed"),
+    ):
+        wait(exchange(torch.ones(3), table, torch.tensor(0)))
+
+
+def test_a_world_of_another_size_is_refused():
+    table = df.topology("ring", 4).peers
+    with pytest.raises(ValueError, match=r"num_workers=4.*1 process\(es\) hold 1 worker.*torchrun.*simulate"):
+        exchange(torch.ones(3), table, torch.tensor(0))
+    with pytest.raises(ValueError, match="num_workers=4"):
+        vmap(lambda x: wait(exchange(x, table, torch.tensor(0))))(torch.ones(2, 3))
+
+
+def test_a_group_that_was_never_made_is_named():
+    table = torch.tensor([[0, 0, 1, 1]])
+
+    def mine(rank):
+        with pytest.raises(RuntimeError, match=r"over ranks \[\d, \d\]: its process group was never made.*init"):
+            group_mean(torch.ones(3), table, torch.tensor(0))
+
+    on_threads(4, mine)
+
+
+def test_vmap_over_something_else_than_workers_is_refused():
+    table = torch.zeros(1, 2, 1, 1, dtype=torch.int64)
+    with pytest.raises(ValueError, match="the peers and t must not"):
+        vmap(lambda t: exchange(torch.ones(3), table, t))(torch.tensor([0, 1]))
