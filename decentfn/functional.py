@@ -22,10 +22,9 @@ def functional(
         criterion: `(output, *targets) -> 0-d loss`.
 
     Returns:
-        params: name -> parameter, copies; a tied parameter once.
-        buffers: name -> buffer or frozen parameter, copies (perhaps none).
-        loss_fn: `(params, buffers, batch) -> (loss, (buffers, None))` for batches `(inputs, *targets)`; module and
-            buffers passed in are left as they are.
+        Three things: `params`, name -> parameter, copies, a tied parameter once; `buffers`, name -> buffer or frozen
+        parameter, copies (perhaps none); and `loss_fn(params, buffers, batch) -> (loss, (buffers, None))` for batches
+        `(inputs, *targets)`, which leaves the module and the buffers that it is given as they are.
     """
     trainable = {name: p.detach().clone() for name, p in module.named_parameters() if p.requires_grad}
     frozen = {name: p.detach().clone() for name, p in module.named_parameters() if not p.requires_grad}

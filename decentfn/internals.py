@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch.utils import _pytree
 
 try:
     from torch._inductor import config, ir
-    from torch._inductor.lowering import register_lowering
+    from torch._inductor.lowering import make_pointwise, register_lowering
+    from torch._inductor.virtualized import ops
 
     _LOWERS = True
     OVERLAPS = (
@@ -75,6 +77,21 @@ def lower_as_realized(operator: Any) -> None:
         return x
 
 
+def lower_as_pointwise(operator: Any, formula: Callable[[Any, Callable[[int], Any]], Any]) -> None:
+    """Lower an operator of one integer tensor as `formula(value, constant)` of each entry, computed once.
+
+    Inductor computes an input of an elementwise operator anew for each place in which it stands; written out in
+    PyTorch, n times `x ^ (x >> s)` would cost 2^n to compile. `constant` turns an int into an operand.
+    """
+    if not _LOWERS:
+        return
+
+    def entry(value: Any) -> Any:
+        return formula(value, lambda number: ops.constant(number, torch.int64))
+
+    register_lowering(operator, type_promotion_kind=None)(make_pointwise(entry))
+
+
 def register_torch_node(
     cls: type[Any],
     flatten: Callable[[Any], tuple[Sequence[Any], Hashable]],
@@ -86,5 +103,3 @@ def register_torch_node(
         lambda node: (list(flatten(node)[0]), flatten(node)[1]),
         lambda children, context: unflatten(context, children),
     )
-
-

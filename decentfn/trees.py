@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -15,9 +16,56 @@ from decentfn import internals
 T = TypeVar("T")
 PyTree = Any
 
-map = optree.tree_map
-leaves = optree.tree_leaves
-flatten = optree.tree_flatten
+flatten: Callable[..., tuple[list[Any], Any]] = optree.tree_flatten
+
+
+def leaves(tree: PyTree) -> list[Any]:
+    """The leaves in flattening order: dicts by sorted key; None is no leaf."""
+    if not torch.compiler.is_compiling():
+        return optree.tree_leaves(tree)
+    node = _open(tree)
+    return [tree] if node is None else [leaf for child in node[0] for leaf in leaves(child)]
+
+
+def map(function: Callable[..., Any], tree: PyTree, *others: PyTree) -> PyTree:
+    """`function` of the leaves of `tree` and of what stands in their places in `others`, as a tree."""
+    if not torch.compiler.is_compiling():
+        return optree.tree_map(function, tree, *others)
+    node = _open(tree)
+    if node is None:
+        return function(tree, *others)
+    children, close = node
+    opened = [_open(other) for other in others]
+    rest = [() if other is None else other[0] for other in opened]
+    return close([map(function, *parts) for parts in zip(children, *rest, strict=True)])
+
+
+def _open(tree: PyTree) -> tuple[Sequence[Any], Callable[[list[Any]], Any]] | None:
+    """A node's children and the function that makes it again from others; None for a leaf.
+
+    What optree does, for Dynamo: it cannot trace optree's own way through a dict.
+    """
+    kind = type(tree)
+    if tree is None:
+        return (), lambda children: None
+    if kind in _nodes:
+        flatten_node, unflatten_node = _nodes[kind]
+        children, context = flatten_node(tree)
+        return children, lambda new: unflatten_node(context, new)
+    if kind is dict:
+        keys = sorted(tree)
+        return [tree[key] for key in keys], lambda new: dict(zip(keys, new, strict=True))
+    if kind is list or kind is tuple:
+        return tree, kind
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return tree, lambda new: kind(*new)
+    if optree.register_pytree_node.get(kind) is not None:
+        children, _, _, unflatten_one = optree.tree_flatten_one_level(tree)
+        return children, unflatten_one
+    return None
+
+
+_nodes: dict[type, tuple[Callable[[Any], tuple[Sequence[Any], Hashable]], Callable[[Any, Iterable[Any]], Any]]] = {}
 
 
 def register_node(
@@ -29,6 +77,7 @@ def register_node(
 
     `flatten` returns (children, static context); `unflatten` takes (context, children).
     """
+    _nodes[cls] = (flatten, unflatten)
     optree.register_pytree_node(
         cls,  # type: ignore[arg-type]
         lambda node: (*flatten(node), None),
@@ -53,13 +102,13 @@ def enumerate_leaves(tree: PyTree) -> PyTree:
 
     `fill(template, leaves)` is its inverse. Unlike an optree spec it can be used inside a compiled function.
     """
-    values, spec = optree.tree_flatten(tree)
-    return optree.tree_unflatten(spec, range(len(values)))
+    positions = itertools.count()
+    return map(lambda leaf: next(positions), tree)
 
 
 def fill(template: PyTree, values: Sequence[T]) -> PyTree:
     """The tree whose leaf positions `template` holds, with `values` at those positions."""
-    return optree.tree_map(lambda position: values[position], template)
+    return map(lambda position: values[position], template)
 
 
 def tensors(tree: PyTree) -> list[Tensor]:

@@ -13,7 +13,6 @@ from typing_extensions import Unpack
 from decentfn import collectives, gossip, trees
 from decentfn.buckets import Buckets, flatten
 from decentfn.fingerprint import agree, fingerprint
-from decentfn.fingerprint import agree, fingerprint
 from decentfn.topologies import Topology, complete
 from decentfn.trees import PyTree
 

@@ -9,7 +9,7 @@ from decentfn.collectives.operators import (
     wait,
     worker_index,
 )
-from decentfn.collectives.world import World, adopt_default_group, use, world
+from decentfn.collectives.world import World, adopt_default_group, leave_default_group, use, world
 
 __all__ = [
     "World",
@@ -17,6 +17,7 @@ __all__ = [
     "exchange",
     "gather_objects",
     "group_mean",
+    "leave_default_group",
     "make_groups",
     "process_mean",
     "use",

@@ -71,6 +71,13 @@ def adopt_default_group(timeout: timedelta | None) -> World:
     return _default[0]
 
 
+def leave_default_group() -> None:
+    """Destroy the default group and all groups made within it; no messages may be in flight."""
+    _default.clear()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 @contextmanager
 def use(given: World) -> Iterator[World]:
     """Run this thread's operators in another world than the default process group's."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from datetime import timedelta
 
@@ -41,4 +42,6 @@ def init(*, backend: str | None = None, timeout: timedelta = timedelta(minutes=1
         # The CPU side serves metrics, fingerprints and the checks of a run on GPUs too.
         dist.init_process_group(backend or ("cpu:gloo,cuda:nccl" if on_gpu else "gloo"), timeout=timeout)
         collectives.adopt_default_group(timeout)
+        # gloo's threads must end before the interpreter takes their memory away.
+        atexit.register(collectives.leave_default_group)
     return collectives.world()

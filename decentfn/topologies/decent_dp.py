@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from decentfn.topologies.construct import from_groups
 from decentfn.topologies.registry import register_topology
-from decentfn.topologies.topology import Edge, Topology, from_groups
+from decentfn.topologies.topology import Edge, Topology
 
 
 def _power_of_two(n: int) -> bool:
@@ -70,7 +71,9 @@ def one_peer_exp(num_workers: int) -> Topology:
         raise ValueError(
             f"one_peer_exp(num_workers={n}): pairs i, i XOR 2^k need a power of two; use 'base' or 'one-peer-exp-directed'."
         )
-    phases = [[Edge([i, i ^ bit]) for i in range(n) if not i & bit] for bit in (1 << k for k in range(n.bit_length() - 1))]
+    phases = [
+        [Edge([i, i ^ bit]) for i in range(n) if not i & bit] for bit in (1 << k for k in range(n.bit_length() - 1))
+    ]
     return from_groups("one-peer-exp", phases or [[Edge([0])]], n)
 
 

@@ -1,0 +1,95 @@
+"""CHOCO-SGD: gossip of compressed differences to public copies (Koloskova, Stich, Jaggi, ICML 2019).
+
+    x½ = x + u(x, g(x))
+    q = C(x½ - x̂);    x̂⁺ = x̂ + q
+    s⁺ = s + W q                     s = W x̂, a running sum
+    x⁺ = x½ + γ (s⁺ - x̂⁺)
+
+x: a worker's parameters; u: the optimizer's update at its gradient g; x̂: its public copy, which all neighbours can
+follow, 0 at the start; C: the compressor; W: the mixing matrix; γ: the consensus step size.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from decentfn import trees
+from decentfn.algorithms.preconditions import (
+    require_compressor,
+    require_contraction,
+    require_doubly_stochastic,
+    require_static,
+)
+from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, add, as_step
+from decentfn.buckets import Buckets
+from decentfn.compressed import as_messages, mix_compressed, post_compressed
+from decentfn.compressors import Compressor
+from decentfn.topologies import Topology
+from decentfn.trees import PyTree
+
+
+class State(NamedTuple):
+    """One worker's state."""
+
+    params: Buckets
+    opt_state: PyTree
+    buffers: PyTree
+    public: Buckets  # x̂, this worker's public copy
+    mixed: Buckets  # s = Σ_j W[i,j] x̂_j, its own included
+
+
+def choco_sgd(
+    loss_fn: LossFn,
+    optimizer: Any,
+    topology: Topology,
+    *,
+    compressor: Compressor,
+    gamma: float,
+    **options: Unpack[Options],
+) -> Algorithm:
+    """Update, tell the neighbours how the parameters differ from what they know, and move towards their copies.
+
+    What travels is known after the update only, so messages overlap with the compression of later buckets and with
+    nothing else. With `compressors.identity()` and γ = 1 it is adapt_then_combine.
+    Sent per step: one compressed message per bucket and neighbour (to everyone else on a topology of groups).
+
+    Args:
+        loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `decentfn.functional`.
+        optimizer: a pair `(init, update)`.
+        topology: one mixing matrix for all steps, doubly stochastic: a worker keeps Σ_j W[i,j] x̂_j, not each x̂_j.
+        compressor: C, a contraction; the smaller its δ, the smaller must γ be.
+        gamma: γ in (0, 1]; as a start, about δ, then tuned.
+        options: `bucket_mb`; see `Options`.
+
+    Raises:
+        ValueError: a topology that changes over time, γ outside (0, 1], no compressor, `wire_dtype`; at `init`, a
+            compressor that is no contraction.
+    """
+    require_compressor("choco_sgd", compressor, gamma, options)
+    worker = Worker(loss_fn, optimizer, topology, **options)
+    require_doubly_stochastic("choco_sgd", topology)
+    require_static("choco_sgd", topology, "a worker keeps Σ_j W[i,j] x̂_j as one running sum", "deep_squeeze")
+    neighbours = as_messages(topology)
+
+    def init(params: PyTree, buffers: PyTree = None) -> State:
+        x = worker.start(params, compressor=compressor.name, gamma=gamma)
+        require_contraction("choco_sgd", compressor, x.plan)
+        zeros = [trees.map(torch.zeros_like, x) for _ in range(2)]
+        return State(x, optimizer.init(x), trees.map(torch.clone, buffers), *zeros)
+
+    def step(state: State, batch: PyTree, t: int | Tensor) -> tuple[State, Metrics]:
+        x, x_hat, s = state.params, state.public, state.mixed
+        g = worker.gradient(x, state.buffers, batch)
+        u, opt_state = optimizer.update(g.grads, state.opt_state, x)
+        x_half = add(x, u)
+        q = post_compressed(trees.map(torch.sub, x_half, x_hat), compressor, neighbours, as_step(t))
+        x_hat = add(x_hat, q.sent)
+        s = add(s, mix_compressed(q))
+        x = trees.map(lambda x, s, x_hat: x + gamma * (s - x_hat), x_half, s, x_hat)
+        return State(x, opt_state, g.buffers, x_hat, s), g.metrics
+
+    return Algorithm(init, step)

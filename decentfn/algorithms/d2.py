@@ -1,0 +1,124 @@
+"""D²: decentralized training over decentralized data (Tang, Lian, Yan, Zhang, Liu, ICML 2018).
+
+    x¹ = W (x⁰ - η g⁰)
+    x^{t+1} = W (2 x^t - x^{t-1} - η (g^t - g^{t-1}))
+
+with c^t = (x^t - x^{t-1}) - u^{t-1}, what the last mixing and correction moved beside the update:
+
+    u = -η g;    x⁺ = W (x + u + c);    c⁺ = x⁺ - x - u;    c⁰ = 0
+
+x: a worker's parameters; W: the mixing matrix of step t; g: its gradient at x; u: the optimizer's update.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from decentfn import trees
+from decentfn.algorithms.preconditions import require_doubly_stochastic
+from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, as_step
+from decentfn.buckets import Buckets
+from decentfn.topologies import Topology, mixing_matrix
+from decentfn.trees import PyTree
+
+
+class State(NamedTuple):
+    """One worker's state."""
+
+    params: Buckets
+    opt_state: PyTree
+    buffers: PyTree
+    c: Buckets  # the correction
+
+
+def d2(loss_fn: LossFn, optimizer: Any, topology: Topology, **options: Unpack[Options]) -> Algorithm:
+    """Adapt then combine, corrected by the last step's change; as accurate as if all workers shared their data.
+
+    Nothing can be sent before the update, so only the last buckets' messages overlap with anything.
+    Sent per step: x + u + c, once per neighbour (or one all-reduce within the group).
+
+    Args:
+        loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `decentfn.functional`.
+        optimizer: a pair `(init, update)`.
+        topology: doubly stochastic, with λ_min(W) >= -1/3 (the bound is allowed) if it is static and symmetric; for
+            other schedules the recursion without gradients must not grow over a period (checked by eigenvalues of a
+            matrix of order 2N).
+        options: `bucket_mb`, `wire_dtype`; see `Options`.
+
+    Raises:
+        ValueError: a topology on which the method diverges at every learning rate, or a random one.
+    """
+    worker = Worker(loss_fn, optimizer, topology, **options)
+    require_doubly_stochastic("d2", topology)
+    require_stable(topology)
+
+    def init(params: PyTree, buffers: PyTree = None) -> State:
+        x = worker.start(params)
+        return State(x, optimizer.init(x), trees.map(torch.clone, buffers), trees.map(torch.zeros_like, x))
+
+    def step(state: State, batch: PyTree, t: int | Tensor) -> tuple[State, Metrics]:
+        x, c = state.params, state.c
+        g = worker.gradient(x, state.buffers, batch)
+        u, opt_state = optimizer.update(g.grads, state.opt_state, x)
+        x_next = worker.mix(trees.map(lambda x, u, c: (x + u + c).to(x.dtype), x, u, c), as_step(t))
+        c_next = trees.map(lambda new, x, u: (new - x - u).to(x.dtype), x_next, x, u)
+        return State(x_next, opt_state, g.buffers, c_next), g.metrics
+
+    return Algorithm(init, step)
+
+
+def require_stable(topology: Topology, tolerance: float = 1e-9) -> None:
+    """Raise ValueError unless D² without gradients stays bounded on `topology`."""
+    way_out = "use exact_diffusion, which is D² on (I + W)/2, or a topology such as 'static-ring'"
+    if topology.period is None:
+        raise ValueError(
+            f"d2: {topology.name!r} is random and never repeats, so that D² is stable on it cannot be checked; use "
+            "gradient_tracking, or a static topology such as 'static-ring'."
+        )
+    modes = [eigenvalues_of_circulant(mixing_matrix(topology, p)) for p in range(topology.period)]
+    matrix = mixing_matrix(topology, 0)
+    if topology.period == 1 and torch.allclose(matrix, matrix.T, rtol=0.0, atol=1e-12):
+        eigenvalues = torch.linalg.eigvalsh(matrix) if modes[0] is None else modes[0].real
+        smallest = float(eigenvalues.min())
+        if smallest < -1 / 3 - tolerance:
+            raise ValueError(
+                f"d2: λ_min(W) of {topology.name!r} is {smallest:.6g}, but D² needs λ_min(W) >= -1/3 and diverges "
+                f"below it; {way_out}."
+            )
+        return
+    circulant = [mode[1:, None, None] for mode in modes if mode is not None]
+    if len(circulant) == len(modes):
+        radius = companion_radius(circulant)
+    else:
+        centred = [mixing_matrix(topology, p) - 1 / topology.num_workers for p in range(topology.period)]
+        radius = companion_radius(centred)
+    if radius > 1 + tolerance:
+        raise ValueError(
+            f"d2: on {topology.name!r} disagreement grows by {radius:.6g} per period of {topology.period} even without "
+            "gradients (the spectral radius of D²'s companion matrix, which must be <= 1); use gradient_tracking, or "
+            "a static topology such as 'static-ring'."
+        )
+
+
+def companion_radius(rounds: list[Tensor]) -> float:
+    """Spectral radius of `(x^t, x^{t-1}) ↦ (W (2 x^t - x^{t-1}), x^t)` over the rounds W of a period.
+
+    Args:
+        rounds: `[n, n]` each (or a batch of them, of which the largest radius counts), without the consensus: W - J.
+    """
+    eye = torch.eye(rounds[0].shape[-1], dtype=rounds[0].dtype).expand_as(rounds[0])
+    over_period = torch.eye(2 * eye.shape[-1], dtype=eye.dtype)
+    for w in rounds:
+        over_period = torch.cat([torch.cat([2 * w, -w], -1), torch.cat([eye, 0 * w], -1)], -2) @ over_period
+    return float(torch.linalg.eigvals(over_period).abs().max()) if over_period.numel() else 0.0
+
+
+def eigenvalues_of_circulant(matrix: Tensor) -> Tensor | None:
+    """Those of a circulant `[N, N]` matrix, that of the consensus first, ordered alike for all; None for others."""
+    n = matrix.shape[0]
+    distance = (torch.arange(n) - torch.arange(n)[:, None]) % n
+    return torch.fft.fft(matrix[0]) if torch.allclose(matrix, matrix[0][distance], rtol=0.0, atol=1e-12) else None

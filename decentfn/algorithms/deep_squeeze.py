@@ -1,0 +1,87 @@
+"""DeepSqueeze: gossip of compressed parameters, the error fed back (Tang, Lian, Qiu, Yuan, Zhang, Zhang, Liu, 2019).
+
+    x½ = x + u(x, g(x))
+    v = x½ + δ;    δ⁺ = v - C(v)
+    x⁺ = x½ + γ (W C(v) - C(v))
+
+x: a worker's parameters; u: the optimizer's update at its gradient g; δ: what compression has left unsaid, 0 at the
+start; C: the compressor; W: the mixing matrix of step t; γ: the consensus step size.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from decentfn import trees
+from decentfn.algorithms.preconditions import require_compressor, require_contraction, require_doubly_stochastic
+from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, add, as_step
+from decentfn.buckets import Buckets
+from decentfn.compressed import as_messages, mix_compressed, post_compressed
+from decentfn.compressors import Compressor
+from decentfn.topologies import Topology
+from decentfn.trees import PyTree
+
+
+class State(NamedTuple):
+    """One worker's state."""
+
+    params: Buckets
+    opt_state: PyTree
+    buffers: PyTree
+    error: Buckets  # δ
+
+
+def deep_squeeze(
+    loss_fn: LossFn,
+    optimizer: Any,
+    topology: Topology,
+    *,
+    compressor: Compressor,
+    gamma: float,
+    **options: Unpack[Options],
+) -> Algorithm:
+    """Update, send the compressed parameters with the error of last time added, and mix what was said.
+
+    What travels is known after the update only, so messages overlap with the compression of later buckets and with
+    nothing else. Nothing is remembered about neighbours, so any schedule will do. With `compressors.identity()` and
+    γ = 1 it is adapt_then_combine.
+    Sent per step: one compressed message per bucket and neighbour (to everyone else in a group).
+
+    Args:
+        loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `decentfn.functional`.
+        optimizer: a pair `(init, update)`.
+        topology: the schedule of mixing matrices, doubly stochastic.
+        compressor: C, a contraction; the smaller its δ, the smaller must γ be.
+        gamma: γ in (0, 1].
+        options: `bucket_mb`; see `Options`.
+
+    Raises:
+        ValueError: a push-sum topology, γ outside (0, 1], no compressor, `wire_dtype`; at `init`, a compressor that is
+            no contraction.
+    """
+    require_compressor("deep_squeeze", compressor, gamma, options)
+    worker = Worker(loss_fn, optimizer, topology, **options)
+    require_doubly_stochastic("deep_squeeze", topology)
+    neighbours = as_messages(topology)
+
+    def init(params: PyTree, buffers: PyTree = None) -> State:
+        x = worker.start(params, compressor=compressor.name, gamma=gamma)
+        require_contraction("deep_squeeze", compressor, x.plan)
+        return State(x, optimizer.init(x), trees.map(torch.clone, buffers), trees.map(torch.zeros_like, x))
+
+    def step(state: State, batch: PyTree, t: int | Tensor) -> tuple[State, Metrics]:
+        x = state.params
+        g = worker.gradient(x, state.buffers, batch)
+        u, opt_state = optimizer.update(g.grads, state.opt_state, x)
+        x_half = add(x, u)
+        v = add(x_half, state.error)
+        c = post_compressed(v, compressor, neighbours, as_step(t))
+        error = trees.map(torch.sub, v, c.sent)
+        x = trees.map(lambda x, mixed, own: x + gamma * (mixed - own), x_half, mix_compressed(c), c.sent)
+        return State(x, opt_state, g.buffers, error), g.metrics
+
+    return Algorithm(init, step)

@@ -1,0 +1,96 @@
+"""DeMo: decoupled momentum optimization (Peng, Quesnelle, Kingma, 2024).
+
+    δ = κ δ + η g
+    q = topk(DCT_chunk δ);    δ⁺ = δ - IDCT q
+    θ⁺ = θ - η sign(IDCT Σ_i q_i)
+
+θ: the parameters, the same on every worker; δ: a worker's own momentum, of which only the fast-moving part q is told;
+g: its gradient; κ: the decay; η: the learning rate; DCT_chunk: the cosine transform of tiles of chunk x chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from decentfn import trees
+from decentfn.algorithms.preconditions import require_compressor
+from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, add, as_step
+from decentfn.buckets import Buckets
+from decentfn.compressed import everyone, post_compressed, sum_compressed
+from decentfn.compressors import Compressor, dct_top_k
+from decentfn.topologies import Topology
+from decentfn.trees import PyTree
+
+
+class State(NamedTuple):
+    """One worker's state."""
+
+    params: Buckets
+    opt_state: PyTree
+    buffers: PyTree
+    momentum: Buckets  # δ
+
+
+def demo(
+    loss_fn: LossFn,
+    optimizer: Any,
+    topology: Topology,
+    *,
+    learning_rate: float | Callable[[Tensor], Tensor] = 1.0,
+    decay: float = 0.999,
+    k: int = 32,
+    chunk: int = 64,
+    compressor: Compressor | None = None,
+    **options: Unpack[Options],
+) -> Algorithm:
+    """Tell everyone the largest cosine components of the momentum, forget them, and step by the sign of their sum.
+
+    The transform is linear, so Σ_i IDCT q_i stands for IDCT Σ_i q_i; it is added in the order of the workers, which
+    keeps replicas identical to the last bit. What travels is known after the gradient only, so messages overlap with
+    the compression of later buckets and with nothing else.
+    Sent per step: one compressed message per bucket to each of the N - 1 others (k values and k places per tile).
+
+    Args:
+        loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `decentfn.functional`.
+        optimizer: a pair `(init, update)` that sees sign(...) for a gradient; sgd(η) is the paper's.
+        topology: only its `num_workers` counts.
+        learning_rate: the η that weighs new gradients in δ. The sign forgets a constant, so it matters only if it is a
+            function of t (0-d int64 tensor): the optimizer's schedule, into which an algorithm cannot look.
+        decay: κ in [0, 1).
+        k: components told per tile.
+        chunk: longest side of a tile, in values.
+        compressor: what takes the place of `dct_top_k(k, chunk=chunk)`.
+        options: `bucket_mb`; see `Options`.
+
+    Raises:
+        ValueError: κ outside [0, 1), k or chunk not positive, `wire_dtype`.
+    """
+    compressor = dct_top_k(k, chunk=chunk) if compressor is None else compressor
+    require_compressor("demo", compressor, 1.0, options)
+    worker = Worker(loss_fn, optimizer, topology, **options)
+    if not 0 <= decay < 1:
+        raise ValueError(f"demo(decay={decay}): κ lies in [0, 1); the paper's is 0.999.")
+    others = everyone(topology.num_workers)
+
+    def init(params: PyTree, buffers: PyTree = None) -> State:
+        x = worker.start(params, compressor=compressor.name)
+        return State(x, optimizer.init(x), trees.map(torch.clone, buffers), trees.map(torch.zeros_like, x))
+
+    def step(state: State, batch: PyTree, t: int | Tensor) -> tuple[State, Metrics]:
+        t = as_step(t)
+        theta = state.params
+        eta = learning_rate(t) if callable(learning_rate) else learning_rate
+        g = worker.gradient(theta, state.buffers, batch)
+        delta = trees.map(lambda delta, g: (decay * delta + eta * g).to(delta.dtype), state.momentum, g.grads)
+        q = post_compressed(delta, compressor, others, t)
+        delta = trees.map(torch.sub, delta, q.sent)
+        direction = trees.map(torch.sign, sum_compressed(q))
+        u, opt_state = optimizer.update(direction, state.opt_state, theta)
+        return State(add(theta, u), opt_state, g.buffers, delta), g.metrics
+
+    return Algorithm(init, step)

@@ -1,0 +1,99 @@
+"""DiLoCo: many local steps, then one step of Nesterov's momentum on how far the workers went together.
+
+    θ ← θ + u(θ, g(θ))                 in every step               (Douillard et al., 2023; arXiv:2311.08105)
+    Δ = φ - mean_i θ_i                 after every H steps, and then
+    b⁺ = β b + Δ
+    φ⁺ = φ - η (Δ + β b⁺)
+    θ ← φ⁺
+
+θ: a worker's (inner) parameters; g: its gradient; u: the inner optimizer's update; φ: the outer parameters, the same
+on all workers; Δ: the outer gradient, with the sign of a gradient; b: the outer momentum, β: how much of it is kept;
+η: the outer learning rate.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from decentfn import trees
+from decentfn.algorithms.hyperparameters import require_fractions, require_positive, require_whole
+from decentfn.algorithms.outer import is_due, outer_gradient, slow_copy, to_send, where
+from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, add, as_step
+from decentfn.buckets import Buckets
+from decentfn.topologies import Topology
+from decentfn.transforms.basic import zeros_like
+from decentfn.trees import PyTree
+
+
+class DiLoCoState(NamedTuple):
+    """The state of one worker."""
+
+    params: Buckets  # θ
+    opt_state: PyTree
+    phi: Buckets  # outer parameters, the same on all workers
+    b: Buckets  # outer momentum, likewise
+    buffers: PyTree = None
+
+
+def diloco(
+    loss_fn: LossFn,
+    optimizer: Any,
+    topology: Topology,
+    *,
+    inner_steps: int = 500,
+    outer_learning_rate: float = 0.7,
+    outer_momentum: float = 0.9,
+    **options: Unpack[Options],
+) -> Algorithm:
+    """Train apart for H steps, then move the common parameters along the mean of what each has found.
+
+    Sent: in each H-th step 2(N-1)/N times the parameters, after the update, so that it does not overlap with the
+    gradient (`streaming_diloco` does); in all other steps nothing. With a narrow `wire_dtype` the
+    differences φ - θ travel, so that what was learned is not lost in rounding (the workers must then start equal).
+    With `outer_learning_rate=1, outer_momentum=0` it is local SGD: adapt-then-combine on `every(H, complete)`
+    with its steps counted from 1 (averages fall on steps H-1, 2H-1, …).
+
+    Args:
+        loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `decentfn.functional`.
+        optimizer: a pair `(init, update)`, the inner optimizer (AdamW in the paper); its state stays the worker's own.
+        topology: only its `num_workers` counts: outer steps average over everyone (`noloco` averages over neighbours).
+        inner_steps: H; the outer step follows steps H-1, 2H-1, …
+        outer_learning_rate: η > 0.
+        outer_momentum: β in [0, 1], Nesterov's.
+        options: `bucket_mb`, `wire_dtype`; see `Options`.
+
+    Raises:
+        ValueError: H < 1, η not positive, β outside [0, 1].
+    """
+    worker = Worker(loss_fn, optimizer, topology, **options)
+    require_whole("diloco", inner_steps=inner_steps)
+    require_positive("diloco", outer_learning_rate=outer_learning_rate)
+    require_fractions("diloco", outer_momentum=outer_momentum)
+    eta, beta, wire = outer_learning_rate, outer_momentum, worker.wire_dtype
+
+    def init(params: PyTree, buffers: PyTree = None) -> DiLoCoState:
+        x = worker.start(params, inner_steps=inner_steps)
+        opt_state = optimizer.init(x)
+        return DiLoCoState(x, opt_state, slow_copy(x), zeros_like(x), trees.map(torch.clone, buffers))
+
+    def step(state: DiLoCoState, batch: PyTree, t: int | Tensor) -> tuple[DiLoCoState, Metrics]:
+        t = as_step(t)
+        due = is_due(t + 1, inner_steps)
+        theta, opt_state, phi, b, buffers = state
+        g = worker.gradient(theta, buffers, batch)
+        u, opt_state = optimizer.update(g.grads, opt_state, theta)
+        theta = add(theta, u)
+        mean = worker.mean(to_send(phi, theta, wire), t, when=due)
+        delta = outer_gradient(phi, mean, wire)
+        b_new = trees.map(lambda b, delta: beta * b + delta, b, delta)
+        phi_new = trees.map(lambda phi, delta, b: phi - eta * (delta + beta * b), phi, delta, b_new)
+        new = DiLoCoState(
+            where(due, phi_new, theta), opt_state, where(due, phi_new, phi), where(due, b_new, b), g.buffers
+        )
+        return new, g.metrics
+
+    return Algorithm(init, step)

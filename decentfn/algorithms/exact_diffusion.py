@@ -1,0 +1,67 @@
+"""Exact diffusion (Yuan, Ying, Zhao, Sayed, IEEE Transactions on Signal Processing 2018).
+
+    ψ⁺ = x - η g                   adapt
+    φ  = ψ⁺ + x - ψ                correct
+    x⁺ = W̄ φ,   W̄ = (I + W)/2      combine;   ψ⁰ = x⁰
+
+x: a worker's parameters; W: the mixing matrix; g: its gradient at x; -η g: the optimizer's update.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from decentfn import gossip, trees
+from decentfn.algorithms.preconditions import require_static_symmetric
+from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, add, as_step
+from decentfn.buckets import Buckets
+from decentfn.topologies import Topology
+from decentfn.trees import PyTree
+
+
+class State(NamedTuple):
+    """One worker's state."""
+
+    params: Buckets
+    opt_state: PyTree
+    buffers: PyTree
+    psi: Buckets  # ψ, what the last adaptation gave
+
+
+def exact_diffusion(loss_fn: LossFn, optimizer: Any, topology: Topology, **options: Unpack[Options]) -> Algorithm:
+    """Adapt then combine, its bias removed by a correction before the combination.
+
+    It is D² on (I + W)/2, which is positive semidefinite for every W: no spectral condition is left.
+    Nothing can be sent before the update, so only the last buckets' messages overlap with anything.
+    Sent per step: φ, once per neighbour.
+
+    Args:
+        loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `decentfn.functional`.
+        optimizer: a pair `(init, update)`.
+        topology: static and symmetric.
+        options: `bucket_mb`, `wire_dtype`; see `Options`.
+
+    Raises:
+        ValueError: a topology that changes with time, or is not symmetric.
+    """
+    worker = Worker(loss_fn, optimizer, topology, **options)
+    require_static_symmetric("exact_diffusion", topology)
+
+    def init(params: PyTree, buffers: PyTree = None) -> State:
+        x = worker.start(params)
+        return State(x, optimizer.init(x), trees.map(torch.clone, buffers), trees.map(torch.clone, x))
+
+    def step(state: State, batch: PyTree, t: int | Tensor) -> tuple[State, Metrics]:
+        x = state.params
+        g = worker.gradient(x, state.buffers, batch)
+        u, opt_state = optimizer.update(g.grads, state.opt_state, x)
+        psi = add(x, u)
+        phi = trees.map(lambda new, x, old: new + x - old, psi, x, state.psi)
+        x = gossip.collect(worker.post(phi, as_step(t)), gamma=0.5)  # W̄ φ
+        return State(x, opt_state, g.buffers, psi), g.metrics
+
+    return Algorithm(init, step)

@@ -1,0 +1,71 @@
+"""EXTRA: an exact first-order algorithm (Shi, Ling, Wu, Yin, SIAM J. Optim. 2015).
+
+    x¹ = W x⁰ - η g⁰
+    x^{t+2} = (I + W) x^{t+1} - ½ (I + W) x^t - η (g^{t+1} - g^t)
+
+summed up over the steps (the paper's cumulative form, which this file computes):
+
+    x⁺ = W x - η g - p;    p⁺ = p + ½ (x - W x);    p⁰ = 0
+
+x: a worker's parameters; W: the mixing matrix; g: its gradient at x; -η g: the optimizer's update; p: the sum of
+half the disagreement seen so far, mean(p) = 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from decentfn import gossip, trees
+from decentfn.algorithms.preconditions import require_static_symmetric
+from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, as_step
+from decentfn.buckets import Buckets
+from decentfn.topologies import Topology
+from decentfn.trees import PyTree
+
+
+class State(NamedTuple):
+    """One worker's state."""
+
+    params: Buckets
+    opt_state: PyTree
+    buffers: PyTree
+    p: Buckets  # half the disagreement, summed over the steps
+
+
+def extra(loss_fn: LossFn, optimizer: Any, topology: Topology, **options: Unpack[Options]) -> Algorithm:
+    """Gradient descent on gossip, its bias cancelled by the disagreement summed over time.
+
+    Everything overlaps: x is posted before the forward pass and needed after the backward pass.
+    Sent per step: the parameters, once per neighbour.
+
+    Args:
+        loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `decentfn.functional`.
+        optimizer: a pair `(init, update)`.
+        topology: static and symmetric.
+        options: `bucket_mb`, `wire_dtype`; see `Options`.
+
+    Raises:
+        ValueError: a topology that changes with time, or is not symmetric.
+    """
+    worker = Worker(loss_fn, optimizer, topology, **options)
+    require_static_symmetric("extra", topology)
+
+    def init(params: PyTree, buffers: PyTree = None) -> State:
+        x = worker.start(params)
+        return State(x, optimizer.init(x), trees.map(torch.clone, buffers), trees.map(torch.zeros_like, x))
+
+    def step(state: State, batch: PyTree, t: int | Tensor) -> tuple[State, Metrics]:
+        x, p = state.params, state.p
+        travelling = worker.post(x, as_step(t))
+        g = worker.gradient(x, state.buffers, batch)
+        u, opt_state = optimizer.update(g.grads, state.opt_state, x)
+        mixed = gossip.collect(travelling)
+        p_next = trees.map(lambda p, x, wx: p + (x - wx) / 2, p, x, mixed)
+        x_next = trees.map(lambda wx, u, p: (wx + u - p).to(wx.dtype), mixed, u, p)
+        return State(x_next, opt_state, g.buffers, p_next), g.metrics
+
+    return Algorithm(init, step)

@@ -1,0 +1,101 @@
+"""Gradient tracking: every worker follows the mean gradient, so heterogeneous data leaves no bias.
+
+    x⁺ = W (x - η y);   y⁺ = W y + g⁺ - g         form="semi-atc"
+    x⁺ = W x - η y;     y⁺ = W y + g⁺ - g         form="awc": DIGing (Nedić, Olshevsky, Shi, SIAM J. Optim. 2017)
+    x⁺ = W (x - η y);   y⁺ = W (y + g⁺ - g)       form="atc": NEXT (Di Lorenzo, Scutari, IEEE TSIPN 2016)
+    y⁰ = g⁰
+
+x: a worker's parameters; W: the mixing matrix of a step, the same for x and y; g, g⁺: its gradients at x and x⁺;
+y: its estimate of the mean gradient, mean(y) = mean(g) at every step; -η y: the optimizer's update for y.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from decentfn import gossip, trees
+from decentfn.algorithms.preconditions import require_doubly_stochastic
+from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, add, as_step
+from decentfn.buckets import Buckets
+from decentfn.topologies import Topology
+from decentfn.trees import PyTree
+
+
+class State(NamedTuple):
+    """One worker's state; y and g belong to the last step that was taken."""
+
+    params: Buckets
+    opt_state: PyTree
+    buffers: PyTree
+    y: Buckets  # the tracked gradient
+    g: Buckets  # this worker's own gradient
+    started: Tensor | None  # 0-d bool: a step was taken; only form="atc" needs it
+
+
+def gradient_tracking(
+    loss_fn: LossFn,
+    optimizer: Any,
+    topology: Topology,
+    *,
+    form: Literal["semi-atc", "awc", "atc"] = "semi-atc",
+    **options: Unpack[Options],
+) -> Algorithm:
+    """Descend along a gossiped estimate of the mean gradient; the optimizer sees y in the gradient's place.
+
+    Step t first completes the last step's `W y`, with the last step's mixing matrix, and then uses y for its update.
+    Overlaps: "awc" everything (x and y travel while the gradient is computed), "semi-atc" y, "atc" nothing: there
+    y and then x wait for each other.
+    Sent per step: the parameters and the tracker, each once per neighbour (or one all-reduce within the group).
+
+    Args:
+        loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `decentfn.functional`.
+        optimizer: a pair `(init, update)`; it sees y.
+        topology: any doubly stochastic schedule.
+        form: which of the three.
+        options: `bucket_mb`, `wire_dtype`; see `Options`.
+
+    Raises:
+        ValueError: an unknown form, or a column-stochastic topology.
+    """
+    worker = Worker(loss_fn, optimizer, topology, **options)
+    if form not in ("semi-atc", "awc", "atc"):
+        raise ValueError(f"gradient_tracking(form={form!r}): choose 'semi-atc', 'awc' or 'atc'.")
+    require_doubly_stochastic("gradient_tracking", topology)
+
+    def init(params: PyTree, buffers: PyTree = None) -> State:
+        x = worker.start(params, form=form)
+        y, g = trees.map(torch.zeros_like, x), trees.map(torch.zeros_like, x)
+        # From y = g = 0 the first y is W 0 + g - 0; in the form W (y + g⁺ - g) it would be W g.
+        started = torch.zeros((), dtype=torch.bool, device=x[0].device) if form == "atc" else None
+        return State(x, optimizer.init(x), trees.map(torch.clone, buffers), y, g, started)
+
+    def step(state: State, batch: PyTree, t: int | Tensor) -> tuple[State, Metrics]:
+        t = as_step(t)
+        last = (t - 1).clamp(min=0)
+        x, started = state.params, state.started
+        y_travelling = worker.post(state.y, last) if form != "atc" else None
+        x_travelling = worker.post(x, t) if form == "awc" else None
+
+        gradient = worker.gradient(x, state.buffers, batch)
+        g = gradient.grads
+        if y_travelling is not None:
+            y = add(gossip.collect(y_travelling), subtract(g, state.g))
+        else:
+            y = worker.mix(add(state.y, subtract(g, state.g)), last)
+            y = trees.map(lambda later, first: torch.where(started, later, first), y, g)
+            started = torch.ones_like(started)
+
+        u, opt_state = optimizer.update(y, state.opt_state, x)
+        x = worker.mix(add(x, u), t) if x_travelling is None else add(gossip.collect(x_travelling), u)
+        return State(x, opt_state, gradient.buffers, y, g, started), gradient.metrics
+
+    return Algorithm(init, step)
+
+
+def subtract(x: Buckets, y: Buckets) -> Buckets:
+    """`x - y`."""
+    return trees.map(torch.sub, x, y)

@@ -1,0 +1,42 @@
+"""Hyperparameters that several algorithms have in common: read in a step, checked when the algorithm is built."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from decentfn.scalars import once
+from decentfn.transforms.basic import Scalar
+
+
+def at(scalar: Scalar, t: Tensor) -> float | Tensor:
+    """The number itself, or what the function says of step `t`: 0-d float64."""
+    return once(torch.as_tensor(scalar(t), dtype=torch.float64)) if callable(scalar) else scalar
+
+
+def reciprocal(rate: float | Tensor) -> float | Tensor:
+    """`1 / rate`, and 0 for a rate of 0, with which nothing was moved that could be measured."""
+    if isinstance(rate, torch.Tensor):
+        return once(torch.where(rate > 0, 1 / rate, torch.zeros_like(rate)))
+    return 1 / rate
+
+
+def require_fractions(call: str, **values: float) -> None:
+    """Each value lies in [0, 1], or a ValueError says which does not."""
+    for name, value in values.items():
+        if not 0 <= value <= 1:
+            raise ValueError(f"{call}({name}={value!r}): {name} is a share of what was there before, in [0, 1].")
+
+
+def require_positive(call: str, **scalars: Scalar) -> None:
+    """Each scalar is a function or a positive number, or a ValueError says which is not."""
+    for name, scalar in scalars.items():
+        if not callable(scalar) and not 0 < scalar < float("inf"):
+            raise ValueError(f"{call}({name}={scalar!r}): {name} is positive and finite.")
+
+
+def require_whole(call: str, at_least: int = 1, **values: int) -> None:
+    """Each value is an integer, at least `at_least`, or a ValueError says which is not."""
+    for name, value in values.items():
+        if not isinstance(value, int) or value < at_least:
+            raise ValueError(f"{call}({name}={value!r}): {name} is a number of steps or parts, at least {at_least}.")

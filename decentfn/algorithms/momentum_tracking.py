@@ -1,0 +1,88 @@
+"""Momentum tracking: momentum whose rate does not depend on how the workers' data differ.
+
+    u⁺ = β u + g                                       (Takezawa et al., TMLR 2023; arXiv:2209.15505)
+    x⁺ = W x - η (u⁺ - c)
+    c⁺ = W (c - u⁺) + u⁺
+
+or, with the direction y⁺ = u⁺ - c in place of c,
+
+    y⁺ = W y + u⁺ - u                                  (W of the step before)
+    x⁺ = W x - η y⁺
+
+x: a worker's parameters; g: its gradient; W: the mixing matrix of the step; η: the learning rate; u: the worker's own
+momentum, β: how much of it is kept; c: by how much it departs from the mean of all; y: the tracked momentum.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from decentfn import gossip, trees
+from decentfn.algorithms.hyperparameters import require_fractions
+from decentfn.algorithms.preconditions import require_doubly_stochastic
+from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, add, as_step
+from decentfn.buckets import Buckets
+from decentfn.topologies import Topology
+from decentfn.transforms.basic import zeros_like
+from decentfn.trees import PyTree
+
+
+class MomentumTrackingState(NamedTuple):
+    """The state of one worker."""
+
+    params: Buckets
+    opt_state: PyTree
+    u: Buckets  # own momentum
+    y: Buckets  # tracked momentum, the last direction; the paper's c is W y subtracted from u
+    buffers: PyTree = None
+
+
+def momentum_tracking(
+    loss_fn: LossFn, optimizer: Any, topology: Topology, *, beta: float = 0.9, **options: Unpack[Options]
+) -> Algorithm:
+    """Track the mean of everyone's momentum and step along it.
+
+    Everything overlaps: both messages are posted before the forward pass. (In the form with c, the correction could
+    travel only after the backward pass; what it would carry waits in the state and travels in the next step, through
+    the neighbours of the step that it belongs to.)
+    Sent per step: parameters and tracked momentum, once per neighbour (or two all-reduces within the group).
+    Invariant: mean(y) = mean(u). With `beta=0` it is gradient tracking in its adapt-while-communicate form.
+
+    It starts with c = u = 0 instead of the paper's (g⁰ - ḡ⁰)/(1 - β), which would need everyone's first gradient:
+    both have mean zero, so the mean of the parameters takes the same path.
+
+    Args:
+        loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `decentfn.functional`.
+        optimizer: a pair `(init, update)` that sees the tracked momentum in place of the gradient and turns it into
+            -η y: `df.sgd(lr)`, without momentum of its own.
+        topology: the schedule of mixing matrices, doubly stochastic.
+        beta: β in [0, 1].
+        options: `bucket_mb`, `wire_dtype`; see `Options`.
+
+    Raises:
+        ValueError: β outside [0, 1], a topology that is column-stochastic only.
+    """
+    worker = Worker(loss_fn, optimizer, topology, **options)
+    require_fractions("momentum_tracking", beta=beta)
+    require_doubly_stochastic("momentum_tracking", topology)
+
+    def init(params: PyTree, buffers: PyTree = None) -> MomentumTrackingState:
+        x, opt_state, buffers = worker.init(params, buffers)
+        return MomentumTrackingState(x, opt_state, zeros_like(x), trees.map(torch.zeros_like, x), buffers)
+
+    def step(state: MomentumTrackingState, batch: PyTree, t: int | Tensor) -> tuple[MomentumTrackingState, Metrics]:
+        t = as_step(t)
+        x, opt_state, u, y, buffers = state
+        x_travelling, y_travelling = worker.post(x, t), worker.post(y, (t - 1).clamp(min=0))
+        g = worker.gradient(x, buffers, batch)
+        u_new = trees.map(lambda u, g: beta * u + g, u, g.grads)
+        y = trees.map(lambda mixed, new, u: (mixed + (new - u)).to(mixed.dtype), gossip.collect(y_travelling), u_new, u)
+        update, opt_state = optimizer.update(y, opt_state, x)
+        x = add(gossip.collect(x_travelling), update)
+        return MomentumTrackingState(x, opt_state, u_new, y, g.buffers), g.metrics
+
+    return Algorithm(init, step)

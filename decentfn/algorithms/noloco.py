@@ -1,0 +1,111 @@
+"""NoLoCo: DiLoCo without its all-reduce; outer steps average over a neighbour or two.
+
+    θ ← θ + u(θ, g(θ))                                       in every step      (Kolehmainen et al., 2025;
+    d = θ - φ                                                after every H       arXiv:2506.10911)
+    b⁺ = α b + β W d + γ (W φ - φ)                           steps, and then
+    φ⁺ = φ + b⁺
+    θ ← φ⁺
+
+θ: a worker's (fast) parameters; g: its gradient; u: the inner optimizer's update; φ: its slow parameters; d: how far
+it went; W: the mixing matrix of this outer step (random pairs in the paper); b: the outer momentum, α: how much of it
+is kept; β: the outer learning rate; γ: how strongly slow parameters are pulled together.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from decentfn import trees
+from decentfn.algorithms.hyperparameters import (
+    require_fractions,
+    require_positive,
+    require_whole,
+)
+from decentfn.algorithms.outer import is_due, slow_copy, where
+from decentfn.algorithms.preconditions import require_doubly_stochastic
+from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, add, as_step
+from decentfn.buckets import Buckets
+from decentfn.topologies import Topology
+from decentfn.transforms.basic import zeros_like
+from decentfn.trees import PyTree
+
+
+class NoLoCoState(NamedTuple):
+    """The state of one worker."""
+
+    params: Buckets  # θ
+    opt_state: PyTree
+    phi: Buckets  # slow parameters, this worker's own
+    b: Buckets  # outer momentum, likewise
+    buffers: PyTree = None
+
+
+def noloco(
+    loss_fn: LossFn,
+    optimizer: Any,
+    topology: Topology,
+    *,
+    inner_steps: int = 50,
+    alpha: float = 0.5,
+    beta: float = 0.7,
+    gamma: float = 0.7,
+    **options: Unpack[Options],
+) -> Algorithm:
+    """Train apart for H steps, then step along the neighbours' mean progress and towards their slow parameters.
+
+    Sent: in each H-th step one payload of the parameters' size per neighbour, after the update, so that it does not
+    overlap with the gradient; in all other steps nothing. (By linearity β W d + γ W φ = W (β d + γ φ): half of what
+    the authors' code sends.) Outer step k is round k of the topology.
+    With `alpha=0, beta=1, gamma=1` it is local SGD over the topology, with rounds in steps H-1, 2H-1, …
+
+    Args:
+        loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `decentfn.functional`.
+        optimizer: a pair `(init, update)`, the inner optimizer; its state stays the worker's own.
+        topology: with whom the outer steps average, doubly stochastic; `random-matching` in the paper.
+        inner_steps: H; the outer step follows steps H-1, 2H-1, …
+        alpha: α in [0, 1].
+        beta: β > 0.
+        gamma: γ > 0.
+        options: `bucket_mb`, `wire_dtype`; see `Options`.
+
+    Raises:
+        ValueError: H < 1, α outside [0, 1], β or γ not positive, a topology that is column-stochastic only, or that
+            has phases in which nobody speaks.
+    """
+    worker = Worker(loss_fn, optimizer, topology, **options)
+    require_whole("noloco", inner_steps=inner_steps)
+    require_fractions("noloco", alpha=alpha)
+    require_positive("noloco", beta=beta, gamma=gamma)
+    require_doubly_stochastic("noloco", topology)
+    rounds = range(min(topology.period or 0, 64)) if topology.num_workers > 1 else ()
+    if any((topology.round(k).weights[:, 0] == 1).all() for k in rounds):
+        raise ValueError(
+            f"noloco(topology={topology.name!r}): in some phases nobody speaks, but noloco itself rests for "
+            "inner_steps between two rounds; pass the topology of the outer steps alone."
+        )
+
+    def init(params: PyTree, buffers: PyTree = None) -> NoLoCoState:
+        x = worker.start(params, inner_steps=inner_steps)
+        opt_state = optimizer.init(x)
+        return NoLoCoState(x, opt_state, slow_copy(x), zeros_like(x), trees.map(torch.clone, buffers))
+
+    def step(state: NoLoCoState, batch: PyTree, t: int | Tensor) -> tuple[NoLoCoState, Metrics]:
+        t = as_step(t)
+        due, k = is_due(t + 1, inner_steps), t // inner_steps
+        theta, opt_state, phi, b, buffers = state
+        g = worker.gradient(theta, buffers, batch)
+        u, opt_state = optimizer.update(g.grads, opt_state, theta)
+        theta = add(theta, u)
+        heard = worker.mix(trees.map(lambda theta, phi: beta * (theta - phi) + gamma * phi, theta, phi), k, when=due)
+        b_new = trees.map(lambda b, heard, phi: alpha * b + (heard - gamma * phi), b, heard, phi)
+        phi_new = trees.map(torch.add, phi, b_new)
+        new = NoLoCoState(
+            where(due, phi_new, theta), opt_state, where(due, phi_new, phi), where(due, b_new, b), g.buffers
+        )
+        return new, g.metrics
+
+    return Algorithm(init, step)

@@ -1,0 +1,73 @@
+"""What a method demands of its schedule, checked when the algorithm is built."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from decentfn.buckets import Plan
+from decentfn.compressors import Compressor
+from decentfn.topologies import Topology, mixing_matrix
+
+
+def require_doubly_stochastic(call: str, topology: Topology) -> None:
+    """Raise ValueError if only the columns of `topology` sum to one; `call` is how the user wrote the algorithm."""
+    if topology.is_column_stochastic:
+        raise ValueError(
+            f"{call}: {topology.name!r} is column-stochastic only, so mixing drifts away from consensus; use "
+            "stochastic_gradient_push or push_diging, which correct for it, or a doubly stochastic topology."
+        )
+
+
+def require_static_symmetric(call: str, topology: Topology) -> None:
+    """Raise ValueError unless `topology` has one mixing matrix, doubly stochastic and symmetric to 1e-12."""
+    require_doubly_stochastic(call, topology)
+    if topology.period != 1:
+        schedule = "is random" if topology.period is None else f"has period {topology.period}"
+        raise ValueError(
+            f"{call}: {topology.name!r} {schedule}, but the method needs one and the same mixing matrix at every step; "
+            "use a static topology such as 'static-ring' or 'static-exp' on undirected links, or gradient_tracking."
+        )
+    matrix = mixing_matrix(topology, 0)
+    asymmetry = float((matrix - matrix.T).abs().max())
+    if asymmetry > 1e-12:
+        raise ValueError(
+            f"{call}: the mixing matrix of {topology.name!r} differs from its transpose by {asymmetry:.3g}, but the method "
+            "needs W = Wᵀ; use an undirected topology such as 'static-ring', or gradient_tracking."
+        )
+
+
+def require_static(call: str, topology: Topology, why: str, way_out: str) -> None:
+    """Raise ValueError unless `topology` has one mixing matrix for all steps; `way_out` is a method without that need."""
+    if topology.period != 1:
+        schedule = "is random" if topology.period is None else f"has period {topology.period}"
+        raise ValueError(
+            f"{call}: {topology.name!r} {schedule}, but {why}, which needs the same mixing matrix at every step; use a "
+            f"static topology such as 'static-ring' or 'static-exp', or {way_out}."
+        )
+
+
+def require_compressor(call: str, compressor: object, gamma: float, options: Mapping[str, Any]) -> None:
+    """Raise ValueError unless there is a compressor, γ lies in (0, 1], and no wire dtype is asked for beside it."""
+    if not isinstance(compressor, Compressor):
+        raise ValueError(
+            f"{call}(compressor={compressor!r}): expected a Compressor, for example df.compressors.top_k(0.01)."
+        )
+    if not isinstance(gamma, (int, float)) or not 0 < gamma <= 1:
+        raise ValueError(f"{call}(gamma={gamma!r}): γ lies in (0, 1]; about the compressor's δ is a start.")
+    if options.get("wire_dtype") is not None:
+        raise ValueError(
+            f"{call}(wire_dtype={options['wire_dtype']}): what travels is the compressor's message; for values rounded to "
+            "a dtype use compressor=df.compressors.cast(dtype)."
+        )
+
+
+def require_contraction(call: str, compressor: Compressor, plan: Plan) -> None:
+    """Raise ValueError unless `compressor` promises a δ > 0 for every bucket."""
+    for index, bucket in enumerate(plan.buckets):
+        if compressor.delta(bucket) is None:
+            raise ValueError(
+                f"{call}(compressor={compressor.name}): on bucket {index} of {bucket.numel} values its variance is not "
+                "below 1, so the error that is fed back may grow; use smaller chunks or more levels, or a contraction "
+                "such as top_k or sign."
+            )

@@ -1,0 +1,52 @@
+"""Push-sum: the weight that corrects for column-stochastic mixing travels in the message whose values it divides.
+
+    x⁺ = A x;   w⁺ = A w;   z = x / w        (Kempe, Dobra, Gehrke, FOCS 2003)
+
+A: column-stochastic; x: biased sums; w: a worker's weight, w⁰ = 1, Σ w = N; z: the de-biased value. The states of the
+algorithms keep z and w; x = w z.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from decentfn import trees
+from decentfn.buckets import Buckets
+from decentfn.scalars import once
+
+
+def scale(x: Buckets, factor: Tensor) -> Buckets:
+    """`factor · x` for a 0-d factor."""
+    return trees.map(lambda bucket: bucket * once(factor.to(bucket.dtype)), x)
+
+
+def divide(x: Buckets, w: Tensor) -> Buckets:
+    """`x / w` for a 0-d weight."""
+    return trees.map(lambda bucket: bucket / once(w.to(bucket.dtype)), x)
+
+
+def first_weight(x: Buckets) -> Tensor:
+    """`w⁰ = 1`, 0-d, in the dtype of the bucket in which it will travel."""
+    return torch.ones((), dtype=x[_carrier(x)].dtype, device=x[_carrier(x)].device)
+
+
+def pack(x: Buckets, w: Tensor) -> Buckets:
+    """One more element, `w`, at the end of the widest bucket: no message of its own, and mixed exactly as x is."""
+    tensors = list(x.tensors)
+    index = _carrier(x)
+    tensors[index] = torch.cat([tensors[index], w.view(1)])
+    return Buckets(tensors, x.plan)
+
+
+def unpack(packed: Buckets) -> tuple[Buckets, Tensor]:
+    """`(x, w)` of `pack(x, w)`."""
+    tensors = list(packed.tensors)
+    index = _carrier(packed)
+    tensors[index], w = tensors[index][:-1], tensors[index][-1]
+    return Buckets(tensors, packed.plan), w.clone()
+
+
+def _carrier(x: Buckets) -> int:
+    sizes = [bucket.dtype.itemsize for bucket in x.plan.buckets]
+    return sizes.index(max(sizes))

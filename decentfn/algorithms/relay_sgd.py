@@ -1,0 +1,154 @@
+"""RelaySGD: exact, delayed averages on a tree (Vogels, He, Koloskova, Lin, Karimireddy, Stich, Jaggi, NeurIPS 2021).
+
+    x½ = x - η g
+    m_{i→j} = x½_i + Σ_{k≠j} m_{k→i}(previous step);    c_{i→j} = 1 + Σ_{k≠j} c_{k→i}(previous step)
+    x⁺ = (x½ + Σ_j m_{j→i} + (n - 1 - Σ_j c_{j→i}) x⁰) / n                                relay="models"
+
+    m_{i→j} = g_i + Σ_{k≠j} m_{k→i}(previous step);    x⁺ = x - η (g_i + Σ_j m_{j→i}) / n    relay="gradients"
+
+x: a worker's parameters; g: its gradient at x; -η g: the optimizer's update; m_{i→j}: what i relays to its neighbour j,
+the sum of what lies on i's side of their link, each worker's as old as it is far; c_{i→j}: how many workers' values that
+holds; n: the number of workers.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from decentfn import collectives, gossip, trees
+from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, add, as_step
+from decentfn.buckets import Buckets
+from decentfn.scalars import once
+from decentfn.topologies import Topology
+from decentfn.trees import PyTree
+
+
+class State(NamedTuple):
+    """One worker's state."""
+
+    params: Buckets
+    opt_state: PyTree
+    buffers: PyTree
+    messages: Buckets  # [K, D] each, at least float32: m_{k→i}, what each neighbour relayed in the last step
+    start: Buckets | None  # x⁰, in the place of models that have not arrived yet; relay="models" only
+    age: Tensor  # 0-d int64, steps taken
+
+
+def relay_sgd(
+    loss_fn: LossFn,
+    optimizer: Any,
+    topology: Topology,
+    *,
+    relay: Literal["models", "gradients"] = "models",
+    **options: Unpack[Options],
+) -> Algorithm:
+    """Average models (or gradients) uniformly over all workers, each as old as it is far along a tree.
+
+    The counts c are the same for everyone who knows the tree: computed when the algorithm is built, they need not travel.
+    Nothing can be sent before the update (the gradient), so only the last buckets' messages overlap with anything.
+    Sent per step: one payload per neighbour, in no less than float32 (`wire_dtype` may narrow gradients).
+
+    Args:
+        loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `decentfn.functional`.
+        optimizer: a pair `(init, update)`; for relay="gradients" it sees the relayed mean.
+        topology: a static tree, such as 'chain' or 'binary-tree'; its weights do not matter.
+        relay: what is relayed.
+        options: `bucket_mb`, `wire_dtype`; see `Options`.
+
+    Raises:
+        ValueError: a topology that is no static undirected tree; a wire dtype with relay="models".
+    """
+    worker = Worker(loss_fn, optimizer, topology, **options)
+    if relay not in ("models", "gradients"):
+        raise ValueError(f"relay_sgd(relay={relay!r}): choose 'models' or 'gradients'.")
+    if relay == "models" and worker.wire_dtype is not None:
+        raise ValueError(
+            f"relay_sgd(wire_dtype={worker.wire_dtype}): sums of models rounded to it would lose small updates for good; "
+            "leave it out, or use relay='gradients'."
+        )
+    counts = relay_counts(topology)
+    n = topology.num_workers
+
+    def init(params: PyTree, buffers: PyTree = None) -> State:
+        x = worker.start(params, relay=relay)
+        messages = trees.map(lambda b: _wide(b).new_zeros((topology.degree, b.shape[0])), x)
+        start = trees.map(torch.clone, x) if relay == "models" else None
+        age = torch.zeros((), dtype=torch.int64, device=x[0].device)
+        return State(x, optimizer.init(x), trees.map(torch.clone, buffers), messages, start, age)
+
+    def send(own: Buckets, messages: Buckets, t: Tensor) -> Buckets:
+        """To each neighbour: `own` and what the others relayed. Returns what they relay to us."""
+        outgoing = trees.map(lambda x, m: x.to(m.dtype) + (m.sum(0) - m), own, messages)
+        sent = gossip.narrow(outgoing, worker.wire_dtype)
+        inboxes = [collectives.exchange(bucket, topology.peers, t, per_slot=True) for bucket in sent]
+        heard = [collectives.wait(inbox).to(m.dtype) for inbox, m in zip(inboxes, messages, strict=True)]
+        return Buckets(heard, own.plan)
+
+    def step(state: State, batch: PyTree, t: int | Tensor) -> tuple[State, Metrics]:
+        t = as_step(t)
+        x = state.params
+        g = worker.gradient(x, state.buffers, batch)
+        if state.start is not None:
+            u, opt_state = optimizer.update(g.grads, state.opt_state, x)
+            x_half = add(x, u)
+            messages = send(x_half, state.messages, t)
+            missing = n - 1 - _count(counts, state.age)
+            total = trees.map(
+                lambda x, m, r: x + m.sum(0) + once(missing.to(m.dtype)) * r, x_half, messages, state.start
+            )
+            x = trees.map(lambda total, x: (total / n).to(x.dtype), total, x)
+        else:
+            messages = send(g.grads, state.messages, t)
+            mean = trees.map(lambda g, m: ((g + m.sum(0)) / n).to(g.dtype), g.grads, messages)
+            u, opt_state = optimizer.update(mean, state.opt_state, x)
+            x = add(x, u)
+        return State(x, opt_state, g.buffers, messages, state.start, state.age + 1), g.metrics
+
+    return Algorithm(init, step)
+
+
+def _wide(bucket: Tensor) -> Tensor:
+    return bucket.to(torch.promote_types(bucket.dtype, torch.float32))
+
+
+def _count(counts: Tensor, age: Tensor) -> Tensor:
+    """This worker's `Σ_j c_{j→i}` at `age` (0-d int64)."""
+    last, n = counts.shape[0] - 1, counts.shape[1]
+    index = age.clamp(max=last) * n + collectives.worker_index(age)
+    return counts.to(age.device).view(-1).index_select(0, index.view(1))[0]
+
+
+def relay_counts(topology: Topology) -> Tensor:
+    """`Σ_j c_{j→i}` of each worker and step: how many others' values have reached it.
+
+    Returns:
+        `[T, N]` int64; T is the tree's diameter (at least 1), from which on every count is N - 1.
+
+    Raises:
+        ValueError: the topology is no static, undirected, connected tree.
+    """
+    n, name = topology.num_workers, topology.name
+    way_out = "use 'chain', 'binary-tree' or any connected graph of N - 1 undirected links"
+    if topology.period != 1 or topology.groups is not None:
+        raise ValueError(
+            f"relay_sgd: {name!r} is not one static graph of messages, but relaying needs a tree; {way_out}."
+        )
+    sources, me = topology.sources[0], torch.arange(n)[:, None]
+    is_link = sources != me
+    if not torch.equal(sources.gather(0, sources), me.expand_as(sources)):
+        raise ValueError(f"relay_sgd: {name!r} has links that go one way, but relaying needs both; {way_out}.")
+    links = int(is_link.sum()) // 2
+    if links != n - 1:
+        raise ValueError(f"relay_sgd: {name!r} joins {n} workers by {links} links, but a tree has {n - 1}; {way_out}.")
+    history, heard = [], torch.zeros_like(sources)
+    for _ in range(n):
+        outgoing = 1 + heard.sum(1, keepdim=True) - heard
+        heard = outgoing.gather(0, sources) * is_link
+        history.append(heard.sum(1))
+        if (history[-1] == n - 1).all():
+            return torch.stack(history)
+    raise ValueError(f"relay_sgd: {name!r} has a cycle and is not connected, but relaying needs a tree; {way_out}.")

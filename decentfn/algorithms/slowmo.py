@@ -1,0 +1,108 @@
+"""SlowMo: slow momentum around any communication-efficient method.
+
+    x ← W (x + v(x, g(x)))             in every step               (Wang et al., ICLR 2020)
+    x_H = mean_i x                     after every H steps, and then
+    u⁺ = β u + (x_0 - x_H) / η
+    x⁺ = x_0 - α η u⁺
+
+x: a worker's parameters, x_0: what they were H steps before; W: the mixing matrix of the step; g: its gradient;
+v: the base optimizer's update; η: the base (fast) learning rate; u: the slow momentum; β: how much of it is kept;
+α: the slow learning rate.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from decentfn import trees
+from decentfn.algorithms.hyperparameters import (
+    at,
+    reciprocal,
+    require_fractions,
+    require_positive,
+    require_whole,
+)
+from decentfn.algorithms.outer import is_due, slow_copy, where
+from decentfn.algorithms.preconditions import require_doubly_stochastic
+from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, add, as_step
+from decentfn.buckets import Buckets
+from decentfn.topologies import Topology
+from decentfn.transforms.basic import Scalar, zeros_like
+from decentfn.trees import PyTree
+
+
+class SlowMoState(NamedTuple):
+    """The state of one worker."""
+
+    params: Buckets
+    opt_state: PyTree
+    x0: Buckets  # parameters after the last slow step
+    u: Buckets  # slow momentum, in units of a gradient (of an update where learning_rate is left at 1)
+    buffers: PyTree = None
+
+
+def slowmo(
+    loss_fn: LossFn,
+    optimizer: Any,
+    topology: Topology,
+    *,
+    inner_steps: int = 12,
+    alpha: float = 1.0,
+    beta: float = 0.7,
+    learning_rate: Scalar = 1.0,
+    **options: Unpack[Options],
+) -> Algorithm:
+    """Adapt-then-combine on `topology`; after every H steps the mean over everyone and a step of slow momentum.
+
+    As with adapt-then-combine nothing can be sent before the update, so only the last buckets' messages overlap.
+    Sent per step: the parameters, once per neighbour (or one all-reduce within the group); in each H-th step one
+    all-reduce of them instead. Around local SGD the topology is `idle(N)`: nothing travels in between.
+    With `alpha=1, beta=0` it is Gossip-PGA, or local SGD: adapt-then-combine that averages in steps H-1, 2H-1, …
+    (`pga(H, topology)` does so in steps 0, H, …). The base optimizer's own state is kept across slow steps.
+
+    Args:
+        loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `decentfn.functional`.
+        optimizer: a pair `(init, update)`, the base optimizer.
+        topology: how the base method mixes in the steps between, doubly stochastic.
+        inner_steps: H, steps between two slow steps; the slow step follows steps H-1, 2H-1, …
+        alpha: α > 0.
+        beta: β in [0, 1].
+        learning_rate: η as a function of t, where the optimizer's changes (then u is carried over in units of a
+            gradient). The parameters do not depend on a constant η, so a constant one need not be named twice.
+        options: `bucket_mb`, `wire_dtype`; see `Options`.
+
+    Raises:
+        ValueError: H < 1, α or η not positive, β outside [0, 1], a topology that is column-stochastic only.
+    """
+    worker = Worker(loss_fn, optimizer, topology, **options)
+    require_whole("slowmo", inner_steps=inner_steps)
+    require_fractions("slowmo", beta=beta)
+    require_positive("slowmo", alpha=alpha, learning_rate=learning_rate)
+    require_doubly_stochastic("slowmo", topology)
+
+    def init(params: PyTree, buffers: PyTree = None) -> SlowMoState:
+        x = worker.start(params, inner_steps=inner_steps)
+        opt_state = optimizer.init(x)
+        return SlowMoState(x, opt_state, slow_copy(x), zeros_like(x), trees.map(torch.clone, buffers))
+
+    def step(state: SlowMoState, batch: PyTree, t: int | Tensor) -> tuple[SlowMoState, Metrics]:
+        t = as_step(t)
+        due = is_due(t + 1, inner_steps)
+        eta = at(learning_rate, t)
+        per_eta = reciprocal(eta)
+        x, opt_state, x0, u, buffers = state
+        g = worker.gradient(x, buffers, batch)
+        v, opt_state = optimizer.update(g.grads, opt_state, x)
+        # The mean of all W x is the mean of all x, so a step that averages need not mix.
+        x = worker.mix(add(x, v), t, when=~due)
+        x_h = worker.mean(x, t, when=due)
+        u_new = trees.map(lambda u, x0, x_h: beta * u + (x0 - x_h) * per_eta, u, x0, x_h)
+        slow = trees.map(lambda x0, u: x0 - alpha * eta * u, x0, u_new)
+        new = SlowMoState(where(due, slow, x), opt_state, where(due, slow, x0), where(due, u_new, u), g.buffers)
+        return new, g.metrics
+
+    return Algorithm(init, step)

@@ -1,0 +1,116 @@
+"""Stochastic gradient push, SGP and overlap SGP (Assran, Loizou, Ballas, Rabbat, ICML 2019).
+
+    z = x / w;    x⁺ = A (x - η g(z));    w⁺ = A w;    w⁰ = 1
+
+x: a worker's biased parameters; w: its push-sum weight; z: its de-biased parameters, at which the gradient g is taken;
+A: the column-stochastic mixing matrix of step t (doubly stochastic ones are too); -η g: the optimizer's update.
+
+Overlap SGP applies messages τ steps late, x and w together, so that nothing is created or lost on the way; with
+x½ = x - η g(z) and a = A[i, i]:
+
+    x_i⁺ = a_t x½_i + Σ_{j≠i} A_{t-τ}[i, j] x½_j(t-τ);    w_i⁺ = a_t w_i + Σ_{j≠i} A_{t-τ}[i, j] w_j(t-τ)
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from decentfn import gossip, trees
+from decentfn.algorithms.push_sum import divide, first_weight, pack, scale, unpack
+from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, add, as_step
+from decentfn.buckets import Buckets
+from decentfn.scalars import once
+from decentfn.topologies import Topology
+from decentfn.trees import PyTree
+
+
+class State(NamedTuple):
+    """One worker's state; its biased parameters are x = weight · params."""
+
+    params: Buckets  # z
+    opt_state: PyTree
+    buffers: PyTree
+    weight: Tensor  # w, 0-d
+    outboxes: tuple[Buckets, ...]  # the last τ steps' (x½, w) as they travel, the oldest first
+
+
+def stochastic_gradient_push(
+    loss_fn: LossFn,
+    optimizer: Any,
+    topology: Topology,
+    *,
+    rounds: int = 1,
+    delay: int = 0,
+    **options: Unpack[Options],
+) -> Algorithm:
+    """Adapt then combine over directed graphs: what mixing does to the scale is divided out by push-sum's weight.
+
+    With delay=0 nothing can be sent before the update; with delay=1 everything overlaps: what a step computed is
+    posted before the next step's forward pass and needed after its backward pass. More delay only makes messages older.
+    Sent per step: the parameters and one number more, `rounds` times per neighbour. In sixteen-bit buckets or with a
+    wire dtype the weight is rounded as the parameters are.
+
+    Args:
+        loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `decentfn.functional`.
+        optimizer: a pair `(init, update)`; it sees z and the gradient there.
+        topology: any schedule, column-stochastic ones too.
+        rounds: r >= 1 rounds of mixing per step; round k of step t is phase r·t + k of the schedule.
+        delay: τ >= 0 steps by which messages are late. Needs rounds=1 and own weights that are positive.
+        options: `bucket_mb`, `wire_dtype`; see `Options`.
+
+    Raises:
+        ValueError: rounds or delay out of range, or a delay where a worker would give everything away.
+    """
+    worker = Worker(loss_fn, optimizer, topology, **options)
+    _check(topology, rounds, delay)
+
+    def init(params: PyTree, buffers: PyTree = None) -> State:
+        z = worker.start(params, rounds=rounds, delay=delay)
+        w = first_weight(z)
+        silence = gossip.narrow(trees.map(torch.zeros_like, pack(z, w)), worker.wire_dtype)
+        outboxes = tuple(trees.map(torch.clone, silence) for _ in range(delay))
+        return State(z, optimizer.init(z), trees.map(torch.clone, buffers), w, outboxes)
+
+    def step(state: State, batch: PyTree, t: int | Tensor) -> tuple[State, Metrics]:
+        t = as_step(t)
+        z, w, outboxes = state.params, state.weight, state.outboxes
+        late = worker.post(outboxes[0], (t - delay).clamp(min=0)) if delay else None
+
+        g = worker.gradient(z, state.buffers, batch)
+        u, opt_state = optimizer.update(g.grads, state.opt_state, z)
+        x_and_w = pack(add(scale(z, w), u), w)
+
+        if late is None:
+            for k in range(rounds):
+                x_and_w = worker.mix(x_and_w, rounds * t + k)
+        else:
+            sent = gossip.narrow(x_and_w, worker.wire_dtype)
+            given_away = 1.0 - gossip.row(topology.round(t), z[0]).weights[0]
+            kept = trees.map(lambda x, q: x - once(given_away.to(x.dtype)) * q.to(x.dtype), x_and_w, sent)
+            x_and_w = add(kept, gossip.heard(late, like=x_and_w))
+            outboxes = (*outboxes[1:], sent)
+
+        x, w = unpack(x_and_w)
+        return State(divide(x, w), opt_state, g.buffers, w, outboxes), g.metrics
+
+    return Algorithm(init, step)
+
+
+def _check(topology: Topology, rounds: int, delay: int) -> None:
+    call = f"stochastic_gradient_push(rounds={rounds!r}, delay={delay!r})"
+    if not isinstance(rounds, int) or rounds < 1:
+        raise ValueError(f"{call}: rounds of mixing per step are an integer >= 1.")
+    if not isinstance(delay, int) or delay < 0:
+        raise ValueError(f"{call}: the delay is an integer >= 0, in steps; 1 overlaps a whole step.")
+    if delay and rounds > 1:
+        raise ValueError(f"{call}: later rounds need the answers to earlier ones; use rounds=1 with a delay.")
+    smallest = float(topology.weights[..., 0].min())
+    if delay and not smallest > 0:
+        raise ValueError(
+            f"{call}: {topology.name!r} has an own weight of {smallest:g}, so a worker whose messages are late would be left "
+            "with no weight to divide by; use delay=0, or a topology on which everyone keeps a share."
+        )

@@ -1,0 +1,126 @@
+"""Gossip with compressed messages: `post_compressed` starts what travels, the bytes and nothing else.
+
+Every worker decodes every message that it hears, and its own: what it believes to have said is what the others heard.
+A schedule that averages in groups has to speak in messages here (`as_messages`), for bytes cannot be averaged.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from decentfn import collectives, gossip
+from decentfn.buckets import Buckets
+from decentfn.compressors import Compressor, Key
+from decentfn.scalars import once
+from decentfn.topologies import Topology, from_permutations
+
+
+class Compressed(NamedTuple):
+    """What is on its way: messages, and what everyone makes of this worker's own."""
+
+    sent: Buckets  # C(x) of this worker
+    messages: tuple[Tensor, ...]  # per bucket [B] uint8
+    inboxes: tuple[Tensor, ...]  # per bucket [K, B] uint8; empty when nobody is heard
+    row: gossip.Row
+    sources: Tensor  # [N, K] int64 of this step
+    compressor: Compressor
+
+
+def post_compressed(x: Buckets, compressor: Compressor, topology: Topology, t: Tensor) -> Compressed:
+    """Compress `x`, one message per bucket, and start to send it to the neighbours of step `t`.
+
+    Args:
+        x: buckets, `[D]` each.
+        compressor: what makes the messages.
+        topology: a schedule of messages, without groups.
+        t: 0-d int64 on the CPU.
+    """
+    me = collectives.worker_index(x[0])
+    pairs = list(zip(x, x.plan.buckets, strict=True))
+    messages = tuple(compressor.compress(b, plan, Key(t, me, index)) for index, (b, plan) in enumerate(pairs))
+    posted = gossip.post(Buckets(messages, x.plan), topology, t)
+    sent = [compressor.decompress(m, plan) for m, plan in zip(messages, x.plan.buckets, strict=True)]
+    sources = topology.round(t).sources
+    return Compressed(Buckets(sent, x.plan), messages, posted.inboxes, posted.row, sources, compressor)
+
+
+def mix_compressed(posted: Compressed) -> Buckets:
+    """Wait for what was posted and mix it: `W C(x)`."""
+    mixed = []
+    weights = once(posted.row.weights)
+    for index, (own, plan) in enumerate(zip(posted.sent, posted.sent.plan.buckets, strict=True)):
+        dtype = torch.promote_types(own.dtype, torch.float32)
+        total = weights[0].to(dtype) * own.to(dtype)
+        if posted.inboxes:
+            inbox = collectives.wait(posted.inboxes[index])
+            for slot in range(inbox.shape[0]):
+                heard = posted.compressor.decompress(inbox[slot], plan)
+                total = total + weights[1 + slot].to(dtype) * heard.to(dtype)
+        mixed.append(total.to(own.dtype))
+    return Buckets(mixed, posted.sent.plan)
+
+
+def sum_compressed(posted: Compressed) -> Buckets:
+    """Wait for what was posted on `everyone`'s schedule: `Σ_j C(x_j)`, added in the order of the workers.
+
+    The order makes the sum the same on all workers to the last bit, so that what is computed from it keeps replicas
+    identical.
+    """
+    if not posted.inboxes:
+        return posted.sent
+    me = collectives.worker_index(posted.messages[0]).view(1)
+    heard = posted.sources.to(me.device).index_select(0, me)[0]
+    order = torch.cat([me, heard]).argsort()
+    totals = []
+    for message, inbox, plan in zip(posted.messages, posted.inboxes, posted.sent.plan.buckets, strict=True):
+        everything = torch.cat([message[None], collectives.wait(inbox)]).index_select(0, order)
+        total = torch.zeros(plan.numel, dtype=torch.promote_types(plan.dtype, torch.float32), device=message.device)
+        for worker in range(everything.shape[0]):
+            total = total + posted.compressor.decompress(everything[worker], plan)
+        totals.append(total.to(plan.dtype))
+    return Buckets(totals, posted.sent.plan)
+
+
+def everyone(num_workers: int) -> Topology:
+    """Every worker hears every other in one step: N - 1 messages each."""
+    me = torch.arange(num_workers)[:, None]
+    sources = (me - torch.arange(1, num_workers)) % num_workers
+    weights = torch.full((1, num_workers, num_workers), 1 / num_workers, dtype=torch.float64)
+    return from_permutations(f"everyone({num_workers})", sources[None], weights)
+
+
+def as_messages(topology: Topology) -> Topology:
+    """The same mixing matrices with messages in place of averages within groups; a group of r needs r - 1 slots.
+
+    Raises:
+        ValueError: a random schedule that averages in groups.
+    """
+    if topology.groups is None or topology.mean_weights is None:
+        return topology
+    if topology.draw is not None:
+        raise ValueError(
+            f"{topology.name!r} is random and averages in groups, but compressed messages cannot be averaged on their way; "
+            "use a topology whose rounds are messages, such as 'random-matching' or 'static-exp'."
+        )
+    period, n = topology.groups.shape
+    slots = max(int(row.bincount().max()) for row in topology.groups) - 1
+    sources = torch.arange(n)[None, :, None].repeat(period, 1, slots)
+    weights = torch.zeros(period, n, 1 + slots, dtype=torch.float64)
+    for p in range(period):
+        for group in topology.groups[p].unique():
+            members = (topology.groups[p] == group).nonzero()[:, 0]
+            share = topology.mean_weights[p, members] / len(members)
+            weights[p, members, 0] = share
+            for slot in range(1, len(members)):
+                sources[p, members, slot - 1] = members.roll(slot)
+                weights[p, members, slot] = share
+    weights[..., 0] += topology.weights[..., 0]
+    return from_permutations(
+        topology.name,
+        torch.cat([topology.sources, sources], -1),
+        torch.cat([weights[..., :1], topology.weights[..., 1:], weights[..., 1:]], -1),
+        is_column_stochastic=topology.is_column_stochastic,
+    )

@@ -1,0 +1,177 @@
+"""All values of a bucket, with fewer bits each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from decentfn.buckets import BucketPlan
+from decentfn.compressors import wire
+from decentfn.compressors.compressor import Compressor, Key, check_chunk
+
+
+def identity() -> Compressor:
+    """The bucket as it is: D values. δ = 1."""
+    return Compressor(
+        "identity()",
+        lambda x, plan, key: wire.join(x),
+        lambda message, plan: wire.split(message, [(plan.numel, plan.dtype)])[0],
+        lambda plan: plan.nbytes,
+        lambda plan: 1.0,
+        is_unbiased=True,
+    )
+
+
+def cast(dtype: torch.dtype) -> Compressor:
+    """Round every value to `dtype`. Sent: D values of it. δ = 1 - ε²/4, ε the dtype's eps, while nothing overflows.
+
+    Args:
+        dtype: a floating dtype; bfloat16 has float32's range, float16 overflows at 65,504.
+    """
+    if not dtype.is_floating_point:
+        raise ValueError(f"cast(dtype={dtype}): values are floating point; use torch.bfloat16, or quantize(bits=8).")
+    return Compressor(
+        f"cast({dtype})",
+        lambda x, plan, key: wire.join(x.to(dtype)),
+        lambda message, plan: wire.split(message, [(plan.numel, dtype)])[0].to(plan.dtype),
+        lambda plan: plan.numel * dtype.itemsize,
+        lambda plan: 1.0 - (torch.finfo(dtype).eps / 2) ** 2,
+    )
+
+
+def sign(chunk: int | None = 1024) -> Compressor:
+    """The mean of |x| times the sign of each value (0 counts as positive), in chunks.
+
+    Sent: 1 bit per value and a scale per chunk. δ = ‖x‖₁² / (c ‖x‖₂²) of a chunk of c values, which is >= 1/c and, for
+    Gaussian values, 2/π.
+
+    Args:
+        chunk: values that share a scale, >= 1; None: the whole bucket.
+    Source: Bernstein et al., ICML 2018; with its scale, Karimireddy et al., ICML 2019.
+    """
+    check_chunk("sign", chunk)
+
+    def compress(x: Tensor, plan: BucketPlan, key: Key) -> Tensor:
+        rows = wire.rows(x, chunk)
+        last = rows.shape[0] * rows.shape[1] - x.shape[0]
+        counts = pad(torch.full_like(rows[1:, 0], rows.shape[1]), (0, 1), value=rows.shape[1] - last)
+        scales = rows.abs().sum(1) / counts[: rows.shape[0]]
+        return wire.join(scales.to(wire.wide(plan.dtype)), wire.pack((x >= 0).to(torch.uint8), 1))
+
+    def decompress(message: Tensor, plan: BucketPlan) -> Tensor:
+        width = wire.grid(plan, chunk)[1]
+        scales, bits = wire.split(message, wire.chunked(plan, chunk, 1))
+        signs = wire.unpack(bits, plan.numel, 1).to(scales.dtype) * 2 - 1
+        return wire.scaled(signs, scales, width, plan)
+
+    def nbytes(plan: BucketPlan) -> int:
+        return wire.nbytes(wire.chunked(plan, chunk, 1))
+
+    def delta(plan: BucketPlan) -> float:
+        return 1 / max(1, wire.grid(plan, chunk)[1])
+
+    return Compressor(f"sign({chunk})", compress, decompress, nbytes, delta)
+
+
+def quantize(bits: int = 8, *, chunk: int | None = None, stochastic: bool = False, seed: int = 0) -> Compressor:
+    """Round to 2L + 1 levels between ±max |x| of a chunk, L = 2^(bits-1) - 1, to the nearest or, unbiased, at random.
+
+    Sent: `bits` per value and a scale per chunk. With chunks of c values, to the nearest: δ = 4L²/(4L² + c - 1);
+    stochastic: unbiased with variance ω <= (c - 1)/(4L²), and δ = 1 - ω where that is positive.
+
+    Args:
+        bits: 8 or 4 (or 2: three levels).
+        chunk: values that share a scale, >= 1; 256 for 8 bits, else 64, if None.
+        stochastic: round up with the probability of the distance to the level below.
+        seed: of the draws of stochastic rounding.
+    """
+    if bits not in (2, 4, 8):
+        raise ValueError(f"quantize(bits={bits!r}): bits per value are 8, 4 or 2.")
+    check_chunk("quantize", chunk)
+    length = chunk or (256 if bits == 8 else 64)
+    levels = 2 ** (bits - 1) - 1
+
+    def excess(plan: BucketPlan) -> float:
+        return max(0, wire.grid(plan, length)[1] - 1) / (4 * levels**2)
+
+    def delta(plan: BucketPlan) -> float | None:
+        return _from_variance(excess(plan)) if stochastic else 1 / (1 + excess(plan))
+
+    arguments = f"bits={bits}, chunk={length}, stochastic={stochastic}, seed={seed}"
+    return _rounding(
+        f"quantize({arguments})",
+        bits,
+        levels,
+        length,
+        lambda rows: rows.abs().amax(1),
+        delta,
+        seed if stochastic else None,
+    )
+
+
+def qsgd(levels: int = 7, *, chunk: int | None = 512, seed: int = 0) -> Compressor:
+    """Round x s/‖x‖₂ of a chunk stochastically to integers in [-s, s]; unbiased.
+
+    Sent: 2 bits per value for s = 1, 4 for s <= 7, 8 for s <= 127, and a norm per chunk. With chunks of c values the
+    variance is ω <= min(c/s², √c/s); δ = 1 - ω where that is positive.
+
+    Args:
+        levels: s, 1 to 127.
+        chunk: values that share a norm, >= 1; None: the whole bucket.
+        seed: of the draws.
+    Source: Alistarh et al., NeurIPS 2017 (with fixed-length codes).
+    """
+    if not isinstance(levels, int) or not 1 <= levels <= 127:
+        raise ValueError(f"qsgd(levels={levels!r}): levels is an integer in [1, 127], so that a value fits in a byte.")
+    check_chunk("qsgd", chunk)
+    bits = 2 if levels == 1 else 4 if levels <= 7 else 8
+
+    def delta(plan: BucketPlan) -> float | None:
+        width = wire.grid(plan, chunk)[1]
+        return _from_variance(min(width / levels**2, math.sqrt(width) / levels))
+
+    name = f"qsgd(levels={levels}, chunk={chunk}, seed={seed})"
+    return _rounding(name, bits, levels, chunk, lambda rows: (rows * rows).sum(1).sqrt(), delta, seed)
+
+
+def _rounding(
+    name: str,
+    bits: int,
+    levels: int,
+    chunk: int | None,
+    scale: Callable[[Tensor], Tensor],
+    delta: Callable[[BucketPlan], float | None],
+    seed: int | None,
+) -> Compressor:
+    """Integers in [-levels, levels] times a chunk's scale/levels; rounded at random with a seed, else to the nearest."""
+
+    def compress(x: Tensor, plan: BucketPlan, key: Key) -> Tensor:
+        rows = wire.rows(x, chunk)
+        scales = scale(rows).to(wire.wide(plan.dtype))
+        divisors = torch.where(scales > 0, scales, torch.ones_like(scales)).to(rows.dtype)
+        values = (rows / divisors[:, None] * levels).reshape(-1)[: x.shape[0]]
+        if seed is None:
+            rounded = values.round()
+        else:
+            u = wire.uniform(seed, key.t, key.bucket, (x.shape[0],), key.worker)
+            rounded = (values.to(torch.float64) + u).floor()
+        return wire.join(scales, wire.pack((rounded.clamp(-levels, levels) + levels).to(torch.uint8), bits))
+
+    def decompress(message: Tensor, plan: BucketPlan) -> Tensor:
+        width = wire.grid(plan, chunk)[1]
+        scales, packed = wire.split(message, wire.chunked(plan, chunk, bits))
+        integers = wire.unpack(packed, plan.numel, bits).to(scales.dtype) - levels
+        return wire.scaled(integers, scales / levels, width, plan)
+
+    def nbytes(plan: BucketPlan) -> int:
+        return wire.nbytes(wire.chunked(plan, chunk, bits))
+
+    return Compressor(name, compress, decompress, nbytes, delta, is_unbiased=seed is not None)
+
+
+def _from_variance(omega: float) -> float | None:
+    return 1 - omega if omega < 1 else None

@@ -1,0 +1,161 @@
+"""Compressors that look at the leaves as matrices."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from decentfn.buckets import BucketPlan, Segment
+from decentfn.compressors import wire
+from decentfn.compressors.compressor import Compressor, Key
+
+
+def low_rank(rank: int = 1, *, seed: int = 0) -> Compressor:
+    """Project each matrix M `[m, n]` (first axis x all others) onto r columns: P = orth(M G), G Gaussian, C = P (Pᵀ M).
+
+    One step of a power iteration from a random start. δ = min over the matrices of r/min(m, n). Sent: P and Pᵀ M,
+    (m + n) r values a matrix; a leaf for which that is not less, and one with one dimension, goes uncompressed.
+
+    Args:
+        rank: r >= 1.
+        seed: of the draws of G.
+    Source: PowerSGD, Vogels et al., NeurIPS 2019, without its warm start (a message depends on nothing before it).
+    """
+    if not isinstance(rank, int) or rank < 1:
+        raise ValueError(f"low_rank(rank={rank!r}): the rank is an integer >= 1.")
+
+    def shapes(plan: BucketPlan) -> list[tuple[int, int] | None]:
+        found = [matrix_shape(segment) for segment in plan.segments]
+        return [s if s and rank * (s[0] + s[1]) < s[0] * s[1] else None for s in found]
+
+    def sizes(plan: BucketPlan) -> list[int]:
+        pairs = zip(plan.segments, shapes(plan), strict=True)
+        return [rank * (shape[0] + shape[1]) if shape else segment.numel for segment, shape in pairs]
+
+    def compress(x: Tensor, plan: BucketPlan, key: Key) -> Tensor:
+        columns = sum(shape[1] for shape in shapes(plan) if shape)
+        uniform = wire.uniform(seed, key.t, key.bucket, (2, columns, rank), key.worker)
+        gaussian = ((-2 * torch.log1p(-uniform[0])).sqrt() * torch.cos(2 * math.pi * uniform[1])).to(
+            wire.wide(plan.dtype)
+        )
+        pieces, first = [], 0
+        for leaf, shape in zip(wire.leaves(x, plan), shapes(plan), strict=True):
+            if shape:
+                matrix = leaf.reshape(shape).to(wire.wide(plan.dtype))
+                p = orthonormal(matrix @ gaussian[first : first + shape[1]]).to(plan.dtype).to(matrix.dtype)
+                leaf = torch.cat([p.reshape(-1), (p.T @ matrix).reshape(-1)]).to(plan.dtype)
+                first += shape[1]
+            pieces.append(leaf.reshape(-1))
+        return wire.join(torch.cat(pieces))
+
+    def decompress(message: Tensor, plan: BucketPlan) -> Tensor:
+        pieces = wire.split(message, [(size, plan.dtype) for size in sizes(plan)])
+        leaves = []
+        for piece, shape in zip(pieces, shapes(plan), strict=True):
+            if shape:
+                p, q = piece.to(wire.wide(plan.dtype)).split([shape[0] * rank, shape[1] * rank])
+                piece = (p.reshape(shape[0], rank) @ q.reshape(rank, shape[1])).reshape(-1).to(plan.dtype)
+            leaves.append(piece)
+        return torch.cat(leaves)
+
+    def delta(plan: BucketPlan) -> float:
+        return min([1.0, *(rank / min(shape) for shape in shapes(plan) if shape)])
+
+    def nbytes(plan: BucketPlan) -> int:
+        return sum(sizes(plan)) * plan.dtype.itemsize
+
+    return Compressor(f"low_rank({rank}, seed={seed})", compress, decompress, nbytes, delta)
+
+
+def dct_top_k(k: int = 32, *, chunk: int = 64) -> Compressor:
+    """The k largest coefficients of the discrete cosine transform of each tile of a leaf. δ = min over tiles of k/size.
+
+    A matrix (first axis x all others) is cut into tiles whose sides are the largest divisors of its sides up to
+    `chunk`, a vector likewise. Sent: k values and k places (1, 2 or 4 bytes each) a tile, or the tile if it is no larger.
+
+    Args:
+        k: coefficients a tile, >= 1.
+        chunk: longest side of a tile, >= 1; 64 x 64 = 4,096 values for a matrix whose sides it divides.
+    Source: DeMo, Peng et al., 2024.
+    """
+    if not isinstance(k, int) or k < 1:
+        raise ValueError(f"dct_top_k(k={k!r}): k is an integer >= 1.")
+    if not isinstance(chunk, int) or chunk < 1:
+        raise ValueError(f"dct_top_k(chunk={chunk!r}): the side of a tile is an integer >= 1.")
+
+    def tiles(segment: Segment) -> tuple[int, int, int, int]:
+        """Tiles down and across, and the sides of one."""
+        m, n = matrix_shape(segment) or (1, segment.numel)
+        h, w = _divisor(m, chunk), _divisor(n, chunk)
+        return m // h, n // w, h, w
+
+    def fields(plan: BucketPlan) -> list[tuple[int, torch.dtype]]:
+        found: list[tuple[int, torch.dtype]] = []
+        for segment in plan.segments:
+            down, across, h, w = tiles(segment)
+            count = down * across * min(k, h * w)
+            found += [(count, plan.dtype), (count if k < h * w else 0, wire.place_dtype(h * w))]
+        return found
+
+    def compress(x: Tensor, plan: BucketPlan, key: Key) -> Tensor:
+        pieces = []
+        for leaf, segment in zip(wire.leaves(x, plan), plan.segments, strict=True):
+            down, across, h, w = tiles(segment)
+            tile = leaf.reshape(down, h, across, w).movedim(1, 2).to(wire.wide(plan.dtype))
+            turned = (_cosines(h, tile) @ tile @ _cosines(w, tile).T).reshape(down * across, h * w).to(plan.dtype)
+            if k < h * w:
+                places = turned.abs().topk(k, dim=1, sorted=False).indices
+                pieces += [turned.gather(1, places), places.to(wire.place_dtype(h * w))]
+            else:
+                pieces.append(turned)
+        return wire.join(*pieces)
+
+    def decompress(message: Tensor, plan: BucketPlan) -> Tensor:
+        parts, leaves = wire.split(message, fields(plan)), []
+        for values, places, segment in zip(parts[::2], parts[1::2], plan.segments, strict=True):
+            down, across, h, w = tiles(segment)
+            turned = values.reshape(down * across, min(k, h * w))
+            if k < h * w:
+                empty = torch.zeros(down * across, h * w, dtype=plan.dtype, device=message.device)
+                turned = empty.scatter_add(1, places.reshape(down * across, k).long(), turned)
+            turned = turned.reshape(down, across, h, w).to(wire.wide(plan.dtype))
+            tile = _cosines(h, turned).T @ turned @ _cosines(w, turned)
+            leaves.append(tile.movedim(1, 2).reshape(-1).to(plan.dtype))
+        return torch.cat(leaves)
+
+    def delta(plan: BucketPlan) -> float:
+        sizes = [tiles(segment)[2] * tiles(segment)[3] for segment in plan.segments if segment.numel]
+        return min([1.0, *(k / size for size in sizes)])
+
+    return Compressor(
+        f"dct_top_k({k}, chunk={chunk})", compress, decompress, lambda plan: wire.nbytes(fields(plan)), delta
+    )
+
+
+def matrix_shape(segment: Segment) -> tuple[int, int] | None:
+    """A leaf as a matrix, first axis x all others; None for one that is a vector."""
+    if len(segment.shape) < 2 or not segment.numel:
+        return None
+    m, n = segment.shape[0], segment.numel // segment.shape[0]
+    return (m, n) if min(m, n) > 1 else None
+
+
+def orthonormal(p: Tensor) -> Tensor:
+    """Orthonormal columns that span those of `p` `[..., m, r]`, r <= m, and more where those are dependent."""
+    # Householder's: Gram-Schmidt's columns are not orthogonal where p's are nearly dependent.
+    return torch.linalg.qr(p).Q
+
+
+def _cosines(size: int, like: Tensor) -> Tensor:
+    """The orthonormal DCT-II as a matrix `[size, size]`: row f is frequency f."""
+    f = torch.arange(size, dtype=torch.float64, device=like.device)
+    table = torch.cos(math.pi / size * f[:, None] * (f[None, :] + 0.5)) * math.sqrt(2 / max(1, size))
+    scaled = torch.where(f[:, None] == 0, table / math.sqrt(2), table)
+    return scaled.to(like.dtype)
+
+
+def _divisor(n: int, limit: int) -> int:
+    """The largest divisor of n up to `limit`."""
+    return next((d for d in range(min(n, limit), 0, -1) if n % d == 0), 1)

@@ -1,0 +1,105 @@
+"""Few values of a bucket, and their places."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from decentfn import noise
+from decentfn.buckets import BucketPlan
+from decentfn.compressors import wire
+from decentfn.compressors.compressor import Compressor, Key
+from decentfn.scalars import once
+
+
+def top_k(fraction: float = 0.01, *, k: int | None = None) -> Compressor:
+    """The k values of a bucket that are largest in magnitude. δ = k/D.
+
+    Sent: k values and their k places (1, 2 or 4 bytes each, as the bucket's size needs).
+
+    Args:
+        fraction: k/D, in (0, 1]; at least one value is sent.
+        k: the number itself, >= 1, instead of a fraction (the whole bucket, where that is smaller).
+    """
+    _check_k("top_k", fraction, k)
+
+    def fields(plan: BucketPlan) -> list[tuple[int, torch.dtype]]:
+        count = _count(plan, fraction, k)
+        return [(count, plan.dtype), (count, wire.place_dtype(plan.numel))]
+
+    def compress(x: Tensor, plan: BucketPlan, key: Key) -> Tensor:
+        places = x.abs().topk(_count(plan, fraction, k), sorted=False).indices
+        return wire.join(x.gather(0, places), places.to(wire.place_dtype(plan.numel)))
+
+    def decompress(message: Tensor, plan: BucketPlan) -> Tensor:
+        values, places = wire.split(message, fields(plan))
+        # Added, because a message of zeros (nobody spoke) names one place many times.
+        return torch.zeros(plan.numel, dtype=plan.dtype, device=message.device).scatter_add(0, places.long(), values)
+
+    name = f"top_k({fraction})" if k is None else f"top_k(k={k})"
+    return Compressor(
+        name,
+        compress,
+        decompress,
+        lambda plan: wire.nbytes(fields(plan)),
+        lambda plan: _share(_count(plan, fraction, k), plan.numel),
+    )
+
+
+def random_k(fraction: float = 0.01, *, k: int | None = None, seed: int = 0) -> Compressor:
+    """Random k values of a bucket. δ = k/D (D/k times it would be unbiased, and no contraction).
+
+    The places are one out of each of k strata of the bucket, all rotated by a random offset, so that every value is
+    sent with probability k/D. Sent: k values and the 8 bytes that the places are drawn from.
+
+    Args:
+        fraction: k/D, in (0, 1]; at least one value is sent.
+        k: the number itself, >= 1, instead of a fraction (the whole bucket, where that is smaller).
+        seed: of the draws.
+    """
+    _check_k("random_k", fraction, k)
+
+    def fields(plan: BucketPlan) -> list[tuple[int, torch.dtype]]:
+        return [(1, torch.int64), (_count(plan, fraction, k), plan.dtype)]
+
+    def places(drawn: Tensor, plan: BucketPlan) -> Tensor:
+        count = _count(plan, fraction, k)
+        u = wire.uniform(seed, 0, 0, (count + 1,), drawn.view(()))
+        edges = torch.arange(count + 1, device=drawn.device) * plan.numel // max(1, count)
+        inside = (u[1:] * (edges[1:] - edges[:-1])).long()
+        return (edges[:-1] + inside + (u[:1] * plan.numel).long()) % max(1, plan.numel)
+
+    def compress(x: Tensor, plan: BucketPlan, key: Key) -> Tensor:
+        drawn = once(noise.bits(seed, key.t, key.bucket, (1,), worker=key.worker))
+        return wire.join(drawn, x.gather(0, places(drawn, plan)))
+
+    def decompress(message: Tensor, plan: BucketPlan) -> Tensor:
+        drawn, values = wire.split(message, fields(plan))
+        empty = torch.zeros(plan.numel, dtype=plan.dtype, device=message.device)
+        return empty.scatter(0, places(drawn, plan), values)
+
+    name = f"random_k({fraction}, seed={seed})" if k is None else f"random_k(k={k}, seed={seed})"
+    return Compressor(
+        name,
+        compress,
+        decompress,
+        lambda plan: wire.nbytes(fields(plan)),
+        lambda plan: _share(_count(plan, fraction, k), plan.numel),
+    )
+
+
+def _count(plan: BucketPlan, fraction: float, k: int | None) -> int:
+    return min(plan.numel, k if k is not None else max(1, round(fraction * plan.numel)))
+
+
+def _share(count: int, numel: int) -> float:
+    return count / numel if numel else 1.0
+
+
+def _check_k(call: str, fraction: float, k: int | None) -> None:
+    if k is not None and (not isinstance(k, int) or k < 1):
+        raise ValueError(f"{call}(k={k!r}): k is an integer >= 1; or pass a fraction of the bucket, {call}(0.01).")
+    if not 0 < fraction <= 1:
+        raise ValueError(
+            f"{call}({fraction!r}): the fraction lies in (0, 1]; for a number of values write {call}(k=...)."
+        )

@@ -1,0 +1,91 @@
+"""The bytes and bits that messages are made of."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from decentfn import noise
+from decentfn.buckets import BucketPlan
+from decentfn.scalars import once
+
+
+def join(*fields: Tensor) -> Tensor:
+    """The bytes of all fields, one after another."""
+    return torch.cat([field.reshape(-1).contiguous().view(torch.uint8) for field in fields])
+
+
+def split(message: Tensor, fields: list[tuple[int, torch.dtype]]) -> list[Tensor]:
+    """What `join` was given: `(count, dtype)` of each field, flat."""
+    pieces = message.split([count * dtype.itemsize for count, dtype in fields])
+    pairs = zip(pieces, fields, strict=True)
+    # Cloned, because a view in another dtype must start at a multiple of its size; empty ones cannot be viewed.
+    return [piece.clone().view(dtype) if count else piece.to(dtype) for piece, (count, dtype) in pairs]
+
+
+def nbytes(fields: list[tuple[int, torch.dtype]]) -> int:
+    """Bytes of a message of these fields."""
+    return sum(count * dtype.itemsize for count, dtype in fields)
+
+
+def packed_bytes(count: int, bits: int) -> int:
+    """Bytes of `count` values of `bits` bits."""
+    return -(-count * bits // 8)
+
+
+def pack(values: Tensor, bits: int) -> Tensor:
+    """`[D]` uint8 below 2^bits -> `[ceil(D bits / 8)]` uint8, the first value in the lowest bits."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=values.device)
+    rows = pad(values, (0, -values.shape[0] % len(shifts))).reshape(-1, len(shifts))
+    return (rows << shifts).sum(1, dtype=torch.uint8)
+
+
+def unpack(packed: Tensor, count: int, bits: int) -> Tensor:
+    """The first `count` values that `pack` was given, uint8."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
+    return ((packed[:, None] >> shifts) & (2**bits - 1)).reshape(-1)[:count]
+
+
+def grid(plan: BucketPlan, chunk: int | None) -> tuple[int, int]:
+    """Number of chunks and values in each (the last one may hold fewer)."""
+    width = min(chunk or plan.numel, plan.numel)
+    return -(-plan.numel // max(1, width)), width
+
+
+def chunked(plan: BucketPlan, chunk: int | None, bits: int) -> list[tuple[int, torch.dtype]]:
+    """The fields of a message of one scale per chunk and `bits` per value."""
+    return [(grid(plan, chunk)[0], wide(plan.dtype)), (packed_bytes(plan.numel, bits), torch.uint8)]
+
+
+def rows(x: Tensor, chunk: int | None) -> Tensor:
+    """`[D]` -> `[chunks, width]`, filled up with zeros; sixteen-bit values as float32."""
+    width = max(1, min(chunk or x.shape[0], x.shape[0]))
+    return pad(x.to(wide(x.dtype)), (0, -x.shape[0] % width)).reshape(-1, width)
+
+
+def scaled(values: Tensor, scales: Tensor, width: int, plan: BucketPlan) -> Tensor:
+    """A bucket from integers `[D]` and one scale for each chunk of `width` of them."""
+    rows = pad(values, (0, -plan.numel % max(1, width))).reshape(-1, max(1, width))
+    return (rows * scales[:, None]).reshape(-1)[: plan.numel].to(plan.dtype)
+
+
+def leaves(x: Tensor, plan: BucketPlan) -> tuple[Tensor, ...]:
+    """The leaves of a bucket, flat."""
+    return x.split([segment.numel for segment in plan.segments])
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype to compute in: float32 for sixteen-bit buckets."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def place_dtype(size: int) -> torch.dtype:
+    """The narrowest integers that hold the places 0 to size - 1."""
+    dtypes = (torch.uint8, torch.int16, torch.int32, torch.int64)
+    return next(dtype for dtype in dtypes if size <= torch.iinfo(dtype).max + 1)
+
+
+def uniform(seed: int, t: Tensor | int, stream: int, shape: tuple[int, ...], worker: Tensor) -> Tensor:
+    """`shape` float64 in [0, 1) with 32 random bits, on the worker's device, stored (see `once`) before it is read."""
+    return once(noise.bits(seed, t, stream, shape, worker=worker).to(torch.float64) * 2.0**-32)

@@ -1,0 +1,142 @@
+"""Draws that every worker can repeat: functions of (seed, t, stream, worker), evaluated inside the graph.
+
+A `torch.Generator` does not trace, so numbers come from a counter-based integer hash: what is drawn in step t depends
+on nothing that was drawn before, the same on every machine, eager or compiled, on CPU or GPU. All arithmetic is int64
+on values below 2^63, so nothing overflows. Good for schedules and compressors; not for cryptography.
+
+`t` and `worker` may be tensors (0-d int64); under `vmap` t is unbatched and `worker` may be batched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import overload
+
+import torch
+from torch import Tensor
+
+from decentfn.scalars import once
+
+_32_BITS = 0xFFFFFFFF
+# Odd and below 2^31: times a number below 2^32, the product stays below 2^63.
+_MULTIPLIERS = ((16, 0x7FEB352D), (15, 0x21F0AAAD), (15, 0x31848BAB))
+_STARTS = (0x243F6A88, 0x13198A2E, 0x299F31D0, 0x082EFA98)  # digits of π; a key has two halves, and there are two keys
+_GOLDEN = 0x9E3779B9
+
+
+def bits(
+    seed: int, t: int | Tensor, stream: int, shape: Sequence[int], *, worker: int | Tensor = 0, device: object = None
+) -> Tensor:
+    """32 random bits in each entry.
+
+    Args:
+        seed: any integer; its low 64 bits count.
+        t: the step, >= 0.
+        stream: tells apart what is drawn for different purposes in one step.
+        shape: of the result; fewer than 2^32 entries.
+        worker: the worker that draws, where each draws its own; leave it out for draws that all share.
+        device: where the result lives (default: CPU, or `worker`'s device).
+
+    Returns:
+        `shape` int64, uniform in [0, 2^32).
+
+    >>> bits(0, 7, 0, (3,)).tolist() == bits(0, torch.tensor(7), 0, (3,)).tolist()
+    True
+    """
+    first, second = _keys(seed, t, stream, worker, 1).unbind()
+    return _hash(_index(shape, worker, device), first, second)
+
+
+def uniform(
+    seed: int, t: int | Tensor, stream: int, shape: Sequence[int], *, worker: int | Tensor = 0, device: object = None
+) -> Tensor:
+    """`shape` float64, uniform in [0, 1), with 53 random bits. Arguments as for `bits`."""
+    return (_wide(seed, t, stream, shape, worker, device) >> 10).to(torch.float64) * 2.0**-53
+
+
+def sign(
+    seed: int, t: int | Tensor, stream: int, shape: Sequence[int], *, worker: int | Tensor = 0, device: object = None
+) -> Tensor:
+    """`shape` float64, -1 or 1 with equal probability. Arguments as for `bits`."""
+    drawn = bits(seed, t, stream, shape, worker=worker, device=device)
+    return ((drawn >> 31) * 2 - 1).to(torch.float64)
+
+
+def integers(
+    seed: int,
+    t: int | Tensor,
+    stream: int,
+    shape: Sequence[int],
+    bound: int,
+    *,
+    worker: int | Tensor = 0,
+    device: object = None,
+) -> Tensor:
+    """`shape` int64, uniform in [0, bound) to within bound / 2^32; 1 <= bound < 2^31. Other arguments as for `bits`."""
+    if not 1 <= bound < 2**31:
+        raise ValueError(f"noise.integers(bound={bound}): the bound lies in [1, 2^31).")
+    return (bits(seed, t, stream, shape, worker=worker, device=device) * bound) >> 32
+
+
+def permutation(
+    seed: int, t: int | Tensor, n: int, *, stream: int = 0, worker: int | Tensor = 0, device: object = None
+) -> Tensor:
+    """A random permutation of 0..n-1, `[n]` int64: the order of n draws of 63 bits. Arguments as for `bits`."""
+    return torch.argsort(_wide(seed, t, stream, (n,), worker, device), stable=True)
+
+
+# -- the hash -------------------------------------------------------------------------------------------------------
+
+
+@overload
+def _scramble(x: int) -> int: ...
+@overload
+def _scramble(x: Tensor) -> Tensor: ...
+def _scramble(x: int | Tensor) -> int | Tensor:
+    """A permutation of the 32-bit numbers in which each bit of `x` moves every bit (xorshift, multiply)."""
+    for shift, multiplier in _MULTIPLIERS:
+        x = ((x ^ (x >> shift)) * multiplier) & _32_BITS
+    return x ^ (x >> 14)
+
+
+def _keys(seed: int, t: int | Tensor, stream: int, worker: int | Tensor, count: int) -> Tensor:
+    """`[2 count]` int64: so many independent keys for (seed, stream, worker, t), each of two 32-bit halves.
+
+    Computed once, not once per entry that is drawn.
+    """
+    where = worker.device if isinstance(worker, Tensor) else t.device if isinstance(t, Tensor) else "cpu"
+    # Plain integers are worked in before the graph begins.
+    known = [word & _32_BITS for word in (seed, seed >> 32, stream, *(() if isinstance(worker, Tensor) else (worker,)))]
+    keys: Tensor = torch.tensor([_absorb(start, known) for start in _STARTS[: 2 * count]], device=where)
+    if isinstance(worker, Tensor):
+        keys = (_scramble(keys ^ worker) + _GOLDEN) & _32_BITS
+    for word in (t & _32_BITS, t >> 32 & _32_BITS):
+        keys = (_scramble(keys ^ word) + _GOLDEN) & _32_BITS
+    return once(keys)
+
+
+def _absorb(key: int, words: Sequence[int]) -> int:
+    for word in words:
+        key = (_scramble(key ^ word) + _GOLDEN) & _32_BITS
+    return key
+
+
+def _hash(index: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    return _scramble((_scramble(index ^ first) + second) & _32_BITS)
+
+
+def _wide(
+    seed: int, t: int | Tensor, stream: int, shape: Sequence[int], worker: int | Tensor, device: object
+) -> Tensor:
+    """`shape` int64 of 63 random bits."""
+    index = _index(shape, worker, device)
+    keys = _keys(seed, t, stream, worker, 2).unbind()
+    return (_hash(index, keys[0], keys[1]) << 31) | (_hash(index, keys[2], keys[3]) >> 1)
+
+
+def _index(shape: Sequence[int], worker: int | Tensor, device: object) -> Tensor:
+    where = device if device is not None else worker.device if isinstance(worker, Tensor) else "cpu"
+    count = 1
+    for size in shape:
+        count *= size
+    return torch.arange(count, dtype=torch.int64, device=where).view(tuple(shape))  # type: ignore[arg-type]

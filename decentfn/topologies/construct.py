@@ -1,0 +1,314 @@
+"""The ways to make a topology: from tables, matrices, groups, edges, shifts, or a function of the step. All check it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+from torch import Tensor
+
+from decentfn import mixing
+from decentfn.topologies.topology import Edge, Round, Topology, check, check_sums, inverse, with_silence
+
+MOST_MESSAGES = 64
+"""A worker holds that many messages at once, at most, in an undirected graph."""
+MOST_TABLE_ENTRIES = 2**22
+"""Longer schedules are not written out as tables."""
+_LONGEST_TABLE = 2**11
+
+
+def from_permutations(name: str, sources: object, weights: object, *, is_column_stochastic: bool = False) -> Topology:
+    """A schedule from explicit tables of messages.
+
+    Args:
+        name: what errors and fingerprints call it.
+        sources: `[P, N, K]` integers; every `sources[p, :, k]` is a permutation of the workers. A worker that is its
+            own source sends nothing in that slot (its weight is added to the own weight).
+        weights: `[P, N, K+1]`, own weight first; rows and columns of every mixing matrix sum to 1 (1e-12).
+        is_column_stochastic: only the columns must (push-sum: `weights[p, j, 1+k]` is what j gives to what it hears,
+            so that each sender's weights sum to 1).
+
+    Raises:
+        ValueError: shapes, a column that is no permutation, weights that do not sum to 1, a worker left out.
+    """
+    s = torch.as_tensor(np.asarray(sources), dtype=torch.int64).clone()
+    w = torch.as_tensor(np.asarray(weights), dtype=torch.float64).clone()
+    if s.dim() != 3 or w.shape != (*s.shape[:2], s.shape[2] + 1):
+        raise ValueError(
+            f"{name}: sources {list(s.shape)} and weights {list(w.shape)} must be [P, N, K] and [P, N, K+1], "
+            "own weight first."
+        )
+    if not s.shape[0]:
+        raise ValueError(f"{name}: no phase; a schedule has at least one.")
+    workers = torch.arange(s.shape[1])
+    if s.numel() and not (s.min() >= 0 and s.max() < s.shape[1]):
+        raise ValueError(f"{name}: sources between {s.min()} and {s.max()}; workers are 0..{s.shape[1] - 1}.")
+    times_heard = torch.zeros_like(s).scatter_add_(1, s, torch.ones_like(s))
+    if not (times_heard == 1).all():
+        bad = (times_heard != 1).any(1).nonzero()[0].tolist()
+        raise ValueError(
+            f"{name}: phase {bad[0]}, slot {bad[1]}: sources {s[bad[0], :, bad[1]].tolist()} is not a permutation of "
+            f"the {s.shape[1]} workers; let a worker that hears nobody be its own source."
+        )
+    alone = s == workers[:, None]
+    w[..., 0] += (w[..., 1:] * alone).sum(-1)
+    w[..., 1:].masked_fill_(alone, 0.0)
+    topology = Topology(name, s.shape[1], s, w, is_column_stochastic=is_column_stochastic)
+    check(topology)
+    return topology
+
+
+def from_matrices(name: str, matrices: object, *, is_column_stochastic: bool = False) -> Topology:
+    """A schedule from mixing matrices, each decomposed into weighted permutations (messages).
+
+    Undirected rounds are coloured by edges, so that the partner of a slot is the same both ways.
+
+    Args:
+        name: what errors and fingerprints call it.
+        matrices: `[P, N, N]` (or `[N, N]`), `W[i, j]` the weight that i gives to j; non-negative off the diagonal.
+        is_column_stochastic: only the columns sum to 1 (push-sum).
+
+    Raises:
+        ValueError: not square, a negative weight for another worker, not stochastic to 1e-12, a worker left out over
+            the period.
+    """
+    stack = np.asarray(matrices, dtype=np.float64)
+    stack = stack[None] if stack.ndim == 2 else stack
+    if stack.ndim != 3 or stack.shape[1] != stack.shape[2] or not stack.shape[0]:
+        raise ValueError(f"{name}: matrices of shape {list(stack.shape)}; mixing matrices are [P, N, N] or [N, N].")
+    negative = np.argwhere((stack < 0) & ~np.eye(stack.shape[1], dtype=bool))
+    if len(negative):
+        p, i, j = negative[0].tolist()
+        raise ValueError(
+            f"{name}: W[{i}, {j}] = {stack[p, i, j]:.15g} in phase {p}; weights of other workers are not negative."
+        )
+    check_sums(name, torch.from_numpy(stack), is_column_stochastic)
+    return _padded(name, [mixing.weighted_permutations(w) for w in stack], is_column_stochastic)
+
+
+def from_groups(name: str, phases: Sequence[Sequence[Edge]], num_workers: int) -> Topology:
+    """A schedule from groups of workers that average, Decent-DP's edges. Every worker is in exactly one per phase.
+
+    A schedule whose groups are all pairs (or singles) travels as messages, one per worker and step; any larger group
+    is averaged by an all-reduce within the group.
+
+    Args:
+        name: what errors and fingerprints call it.
+        phases: for each step of the period, its edges: `Edge(ranks, weight)` or `(ranks, weight)`, the own weight in
+            [0, 1], 1/len(ranks) if it is None.
+        num_workers: N.
+
+    Raises:
+        ValueError: a worker in no edge or in two, an own weight outside [0, 1], a worker left out over the period.
+    """
+    edges = [[_edge(name, edge) for edge in phase] for phase in phases]
+    if not edges:
+        raise ValueError(f"{name}: no phase; a schedule has at least one.")
+    for p, phase in enumerate(edges):
+        seen = sorted(rank for ranks, _ in phase for rank in ranks)
+        if seen != list(range(num_workers)):
+            raise ValueError(
+                f"{name}: phase {p} has workers {seen} in its edges; each of 0..{num_workers - 1} must be in exactly "
+                "one (a worker that rests has an edge of its own)."
+            )
+    if all(len(ranks) <= 2 for phase in edges for ranks, _ in phase):
+        return _from_pairs(name, edges, num_workers)
+    groups = np.zeros((len(edges), num_workers), dtype=np.int64)
+    mean_weights = np.zeros((len(edges), num_workers))
+    for p, phase in enumerate(edges):
+        for number, (ranks, weight) in enumerate(phase):
+            groups[p, ranks] = number
+            if len(ranks) > 1:
+                mean_weights[p, ranks] = len(ranks) * (1 - weight) / (len(ranks) - 1)
+    sources = torch.zeros(len(edges), num_workers, 0, dtype=torch.int64)
+    means = torch.from_numpy(mean_weights)
+    topology = Topology(name, num_workers, sources, (1 - means)[..., None], torch.from_numpy(groups), means)
+    check(topology)
+    return topology
+
+
+def _edge(name: str, edge: Edge | tuple[Sequence[int], float | None]) -> tuple[list[int], float]:
+    ranks, weight = list(edge[0]), edge[1]
+    weight = 1 / len(ranks) if weight is None else float(weight)
+    if not 0 <= weight <= 1 or (len(ranks) == 1 and weight != 1):
+        raise ValueError(
+            f"{name}: Edge({ranks}, weight={weight}): the own weight lies in [0, 1] and is 1 for a single worker."
+        )
+    return ranks, weight
+
+
+def _from_pairs(name: str, edges: list[list[tuple[list[int], float]]], num_workers: int) -> Topology:
+    degree = max(len(ranks) for phase in edges for ranks, _ in phase) - 1
+    sources = np.tile(np.arange(num_workers)[:, None], (len(edges), 1, degree))
+    weights = np.zeros((len(edges), num_workers, degree + 1))
+    weights[..., 0] = 1.0
+    for p, phase in enumerate(edges):
+        pairs = [(ranks, weight) for ranks, weight in phase if len(ranks) == 2]
+        if pairs:
+            ranks, own = np.array([ranks for ranks, _ in pairs]), np.array([weight for _, weight in pairs])
+            sources[p, ranks, 0] = ranks[:, ::-1]
+            weights[p, ranks] = np.stack([own, 1 - own], axis=1)[:, None]
+    return from_permutations(name, sources, weights)
+
+
+def from_edges(name: str, rounds: Sequence[tuple[ArrayLike, ArrayLike, ArrayLike]], num_workers: int) -> Topology:
+    """A schedule of undirected rounds from weighted edges; a worker keeps what its edges leave of 1.
+
+    Edges are coloured, a colour a slot, so that the partner of a slot is the same both ways.
+
+    Args:
+        name: what errors and fingerprints call it.
+        rounds: for each step of the period `(u, v, weights)`, `[E]` each, every edge once.
+        num_workers: N.
+
+    Raises:
+        ValueError: a worker with more than 64 edges in a round, or with none in all rounds; weights beyond 1.
+    """
+    tables = []
+    for p, (ends_u, ends_v, edge_weights) in enumerate(rounds):
+        u, v, w = np.asarray(ends_u, np.int64), np.asarray(ends_v, np.int64), np.asarray(edge_weights, np.float64)
+        degrees = np.bincount(np.concatenate([u, v]), minlength=num_workers)
+        if degrees.max(initial=0) > MOST_MESSAGES:
+            raise ValueError(
+                f"{name}: worker {degrees.argmax()} would hold {degrees.max()} messages at once in phase {p}, more "
+                f"than {MOST_MESSAGES}; use 'complete' (an all-reduce), 'base' or 'binary-tree'."
+            )
+        colours = mixing.edge_colours(u, v, num_workers)
+        i, j, k, w = np.concatenate([u, v]), np.concatenate([v, u]), np.tile(colours, 2), np.tile(w, 2)
+        sources = np.tile(np.arange(num_workers)[:, None], (1, int(k.max(initial=-1)) + 1))
+        weights = np.zeros((num_workers, sources.shape[1] + 1))
+        sources[i, k], weights[i, 1 + k] = j, w
+        weights[:, 0] = 1.0 - weights[:, 1:].sum(1)
+        if (weights < -1e-12).any():
+            raise ValueError(f"{name}: phase {p}: the weights of worker {weights.min(1).argmin()}'s edges exceed 1.")
+        tables.append((sources, weights))
+    return _padded(name, tables or [_idle_tables(num_workers)])
+
+
+def from_shifts(name: str, rounds: Sequence[Mapping[int, float]], num_workers: int) -> Topology:
+    """A schedule of circulant rounds `W = w_0 I + Σ_s w_s P^s`: worker i hears i - s with weight w_s.
+
+    Args:
+        name: what errors and fingerprints call it.
+        rounds: for each step of the period its shifts and weights; shifts that agree modulo N are one message, those
+            that are 0 none. The own weight is what the others leave of 1.
+        num_workers: N.
+    """
+    n, tables = num_workers, []
+    for shifts in rounds:
+        weight_of: dict[int, float] = {}
+        for shift, weight in shifts.items():
+            if shift % n:
+                weight_of[shift % n] = weight_of.get(shift % n, 0.0) + weight
+        sources = (np.arange(n)[:, None] - np.array(list(weight_of), dtype=np.int64)) % n
+        row = np.array([1.0 - sum(weight_of.values()), *weight_of.values()])
+        tables.append((sources, np.tile(row, (n, 1))))
+    return _padded(name, tables[: 1 if n == 1 else None] or [_idle_tables(n)])
+
+
+def _idle_tables(n: int) -> tuple[np.ndarray, np.ndarray]:
+    return np.zeros((n, 0), dtype=np.int64), np.ones((n, 1))
+
+
+def _padded(name: str, tables: Sequence[tuple[np.ndarray, np.ndarray]], is_column_stochastic: bool = False) -> Topology:
+    """Rounds `(sources [N, K_p], weights [N, K_p + 1])` as one topology; a worker rests in the slots that are left."""
+    num_workers, slots = tables[0][0].shape[0], max(sources.shape[1] for sources, _ in tables)
+    s = np.tile(np.arange(num_workers)[None, :, None], (len(tables), 1, slots))
+    w = np.zeros((len(tables), num_workers, slots + 1))
+    for p, (sources, weights) in enumerate(tables):
+        s[p, :, : sources.shape[1]] = sources
+        w[p, :, : weights.shape[1]] = weights
+    return from_permutations(name, s, w, is_column_stochastic=is_column_stochastic)
+
+
+def idle(num_workers: int, name: str = "idle") -> Topology:
+    """Everybody keeps what it has: `W = I`, period 1, nothing sent. What every topology is for one worker."""
+    sources, weights = _idle_tables(num_workers)
+    return Topology(name, num_workers, torch.from_numpy(sources)[None], torch.from_numpy(weights)[None])
+
+
+def from_draw(
+    name: str, num_workers: int, draw: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]], *, steps_checked: int = 16
+) -> Topology:
+    """A random schedule: a function of t alone, evaluated inside the graph and the same on every worker.
+
+    Args:
+        name: what errors and fingerprints call it.
+        num_workers: N.
+        draw: `t` (0-d int64) -> `(sources [N, K], destinations [N, K], weights [N, K+1])`, traceable by torch.compile;
+            randomness comes from `decentfn.noise`, keyed by (seed, t). A worker that hears nobody is its own source.
+        steps_checked: the first rounds that are checked here as tables would be.
+
+    Raises:
+        ValueError: a round that is no sum of weighted permutations, or is not doubly stochastic.
+    """
+    if num_workers == 1:
+        return idle(1, name)
+    drawn = [draw(torch.tensor(t)) for t in range(steps_checked)]
+    sources, destinations, weights = (torch.stack(tensors) for tensors in zip(*drawn, strict=True))
+    from_permutations(name, sources, weights)
+    if not torch.equal(destinations, inverse(sources)):
+        raise ValueError(f"{name}: draw(t) returned destinations that are not the inverse of its sources.")
+    return from_rounds(name, num_workers, lambda t: _silent_round(*draw(t)), period=None)
+
+
+def _silent_round(sources: Tensor, destinations: Tensor, weights: Tensor) -> Round:
+    others = weights[:, 1:].masked_fill(sources == torch.arange(sources.shape[0])[:, None], 0.0)
+    own = weights.sum(1, keepdim=True) - others.sum(1, keepdim=True)
+    heard, told = with_silence(sources, destinations).unbind(0)
+    return Round(heard, told, torch.cat([own, others], dim=1))
+
+
+def from_rounds(
+    name: str,
+    num_workers: int,
+    round_of: Callable[[Tensor], Round],
+    *,
+    period: int | None,
+    groups: Tensor | None = None,
+    is_column_stochastic: bool = False,
+) -> Topology:
+    """A schedule given by a function of the step; one with a short period is written out as tables.
+
+    Args:
+        name: what errors and fingerprints call it.
+        num_workers: N.
+        round_of: `t` (0-d int64) -> its `Round`, traceable by torch.compile; -1 where nobody is heard.
+        period: of the schedule; None for a random one.
+        groups: `[G, N]` int64, the groups of step t in row `t mod G`, if there are any: groups are never random,
+            since their process groups are made beforehand.
+        is_column_stochastic: as in `from_permutations`.
+
+    Raises:
+        ValueError: a round whose weights do not sum to 1.
+    """
+    if num_workers == 1:
+        return idle(1, name)
+
+    def draw(t: Tensor) -> Round:
+        this = round_of(t)
+        return (
+            this if groups is None else this._replace(groups=groups.index_select(0, (t % groups.shape[0]).view(1))[0])
+        )
+
+    entries = draw(torch.tensor(0)).weights.numel()
+    in_tables = period is not None and period <= min(_LONGEST_TABLE, MOST_TABLE_ENTRIES // entries)
+    steps = period if in_tables and period is not None else 16
+    drawn = [draw(torch.tensor(t)) for t in range(steps)]
+    me = torch.arange(num_workers)[:, None]
+    sources = torch.stack([torch.where(this.sources < 0, me, this.sources) for this in drawn])
+    weights = torch.stack([this.weights for this in drawn])
+    rows, mean_weights = None, None
+    if groups is not None:
+        rows = groups[torch.arange(steps) % groups.shape[0]]
+        mean_weights = torch.stack([this.mean_weights for this in drawn if this.mean_weights is not None])
+    tables = Topology(name, num_workers, sources, weights, rows, mean_weights, is_column_stochastic)
+    check(tables, nobody_left_out=in_tables)
+    if in_tables:
+        return tables
+    first = None if mean_weights is None else mean_weights[:1]
+    return Topology(
+        name, num_workers, sources[:1], weights[:1], groups, first, is_column_stochastic, draw, repeats=period
+    )

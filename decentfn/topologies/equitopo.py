@@ -1,0 +1,185 @@
+"""EquiTopo: shifts by random distances, whose gap does not shrink as N grows."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from decentfn import noise
+from decentfn.topologies.construct import from_draw, from_edges, from_shifts
+from decentfn.topologies.matching import pair_weights
+from decentfn.topologies.registry import register_topology
+from decentfn.topologies.topology import Topology
+
+
+def _distances(call: str, n: int, m: int | None, seed: int) -> list[int]:
+    """M random distances, drawn again until they join all workers (the few even ones of N = 8 might not)."""
+    count = max(1, (n - 1).bit_length()) if m is None else m
+    if count < 1:
+        raise ValueError(f"{call}(num_workers={n}, M={m}): M, the number of shifts, is at least 1.")
+    distances: list[int] = []
+    for attempt in itertools.count() if n > 1 else ():
+        distances = (1 + noise.integers(seed, 0, attempt, (count,), n - 1)).tolist()
+        if math.gcd(n, *distances) == 1:
+            break
+    return distances
+
+
+@register_topology("equitopo-d-static")
+def equitopo_d_static(num_workers: int, *, M: int | None = None, seed: int = 0) -> Topology:
+    """D-EquiStatic: the mean of M matrices A = I/N + (N-1)/N P^a with random distances a in 1..N-1, in every step.
+
+    Distances that leave the graph in parts are drawn again.
+
+    Cost per step and worker: M messages (fewer where distances repeat). A static graph for each seed.
+
+    Args:
+        num_workers: N >= 1.
+        M: number of distances; ⌈log2 N⌉ by default.
+        seed: any integer.
+
+    Returns:
+        Topology of period 1, doubly stochastic, not symmetric.
+
+    Raises:
+        ValueError: M < 1.
+
+    Source: Song et al., NeurIPS 2022.
+    """
+    n = num_workers
+    distances = _distances("equitopo_d_static", n, M, seed)
+    shifts: dict[int, float] = {}
+    for a in distances:
+        shifts[a] = shifts.get(a, 0.0) + (n - 1) / n / len(distances)
+    return from_shifts("equitopo-d-static", [shifts], n)
+
+
+@register_topology("equitopo-u-static")
+def equitopo_u_static(num_workers: int, *, M: int | None = None, seed: int = 0) -> Topology:
+    """U-EquiStatic: D-EquiStatic symmetrised, (W + Wᵀ)/2.
+
+    Cost per step and worker: at most 2M messages. A static graph for each seed.
+
+    Args:
+        num_workers: N >= 1.
+        M: number of distances, at most 32; ⌈log2 N⌉ by default.
+        seed: any integer.
+
+    Raises:
+        ValueError: M < 1, or more than 64 neighbours.
+
+    Source: Song et al., NeurIPS 2022.
+    """
+    n = num_workers
+    distances = _distances("equitopo_u_static", n, M, seed)
+    weight_of: dict[int, float] = {}
+    for a in distances:
+        near = min(a, n - a)
+        # At distance N/2 both directions are one edge.
+        weight_of[near] = weight_of.get(near, 0.0) + (n - 1) / n / len(distances) / (1 if 2 * a == n else 2)
+    starts = {a: np.arange(n // 2 if 2 * a == n else n) for a in weight_of}
+    u = np.concatenate([np.zeros(0, np.int64), *starts.values()])
+    v = np.concatenate([np.zeros(0, np.int64), *((start + a) % n for a, start in starts.items())])
+    weights = np.concatenate([np.zeros(0), *(np.full(len(start), weight_of[a]) for a, start in starts.items())])
+    return from_edges("equitopo-u-static", [(u, v, weights)], n)
+
+
+@register_topology("equitopo-od-dyn")
+def equitopo_od_dyn(num_workers: int, *, eta: float = 0.5, seed: int = 0) -> Topology:
+    """OD-EquiDyn: `W_t = (1-η) I + η (I/N + (N-1)/N P^a)`, the distance a drawn anew in every step.
+
+    Cost per step and worker: one message. A function of (seed, t) evaluated in the graph, the same on every worker.
+
+    Args:
+        num_workers: N >= 1.
+        eta: η in (0, 1].
+        seed: any integer.
+
+    Returns:
+        Topology without a period, every round doubly stochastic, not symmetric. In expectation a step contracts the
+        squared disagreement by `1 - 2η(1-η)` for large N.
+
+    Raises:
+        ValueError: η outside (0, 1].
+
+    Source: Song et al., NeurIPS 2022.
+    """
+    n, weight = num_workers, _step_weight("equitopo_od_dyn", num_workers, eta)
+    worker = torch.arange(n)
+    weights = torch.tensor([1.0 - weight, weight], dtype=torch.float64).repeat(n, 1)
+
+    def draw(t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        a = 1 + noise.integers(seed, t, 0, (), n - 1)
+        return ((worker - a) % n)[:, None], ((worker + a) % n)[:, None], weights
+
+    return from_draw("equitopo-od-dyn", n, draw)
+
+
+@register_topology("equitopo-ou-dyn")
+def equitopo_ou_dyn(num_workers: int, *, eta: float = 0.5, seed: int = 0) -> Topology:
+    """OU-EquiDyn: pairs at a random distance, `W_t = (1-η) I + η A`, where A gives a pair's partner (N-1)/N.
+
+    From a random start s, the workers s, s+1, ... in turn pair with the one at distance a, if both are free.
+    Cost per step and worker: at most one message. A function of (seed, t) evaluated in the graph, the same on every
+    worker.
+
+    Args:
+        num_workers: N >= 1.
+        eta: η in (0, 1].
+        seed: any integer.
+
+    Returns:
+        Topology without a period, every round symmetric.
+
+    Raises:
+        ValueError: η outside (0, 1].
+
+    Source: Song et al., NeurIPS 2022.
+    """
+    n, weight = num_workers, _step_weight("equitopo_ou_dyn", num_workers, eta)
+
+    def draw(t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        distance = 1 + noise.integers(seed, t, 0, (), n - 1)
+        start = noise.integers(seed, t, 1, (), n)
+        return pair_weights(greedy_pairs(n, distance, start), weight)
+
+    return from_draw("equitopo-ou-dyn", n, draw)
+
+
+def greedy_pairs(n: int, distance: Tensor, start: Tensor) -> Tensor:
+    """Who pairs with whom if start, start + 1, ... (mod n) in turn take the worker at `distance`, where both are free.
+
+    In closed form. Count workers from the start. For a distance a <= n/2, the first a workers take the next a, the
+    third block of a the fourth, and so on; what has no full partner rests. A distance above n/2 is b = n - a backwards:
+    the first b workers take the last b; between them, each block of b takes the one after it as before.
+
+    Args:
+        n: number of workers.
+        distance: a, 0-d int64 in 1..n-1.
+        start: 0-d int64.
+
+    Returns:
+        `[n]` int64, its own inverse; a worker that rests is its own partner.
+    """
+    worker = torch.arange(n)
+    place = (worker - start) % n
+    is_far = 2 * distance > n
+    block = torch.where(is_far, n - distance, distance)
+    ends = torch.where(is_far, block, 0)  # workers at either end that pair with each other
+    inner, count = place - ends, n - 2 * ends
+    is_first = (inner // block) % 2 == 0
+    partner = torch.where(is_first, place + block, place - block)
+    partner = torch.where(is_first & (inner + block >= count), place, partner)
+    partner = torch.where(place < ends, place + distance, partner)
+    partner = torch.where(place >= n - ends, place - distance, partner)
+    return (partner + start) % n
+
+
+def _step_weight(call: str, n: int, eta: float) -> float:
+    if not 0 < eta <= 1:
+        raise ValueError(f"{call}(num_workers={n}, eta={eta}): η lies in (0, 1].")
+    return eta * (n - 1) / n

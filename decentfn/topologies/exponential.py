@@ -1,0 +1,78 @@
+"""Exponential graphs: neighbours at distances that are powers of two, or of p + 1."""
+
+from __future__ import annotations
+
+from decentfn.topologies.construct import from_shifts
+from decentfn.topologies.registry import register_topology
+from decentfn.topologies.topology import Topology
+
+
+def _digits(n: int, base: int) -> int:
+    """`⌈log_base n⌉`, without rounding."""
+    count, reach = 0, 1
+    while reach < n:
+        count, reach = count + 1, reach * base
+    return count
+
+
+@register_topology("static-exp")
+def static_exp(num_workers: int) -> Topology:
+    """Hear the workers at distances 1, 2, 4, ... 2^(τ-1) in every step, τ = ⌈log2 N⌉, all weights 1/(τ+1).
+
+    Spectral gap 2/(1 + τ) for even N. Cost per step and worker: τ messages.
+
+    Args:
+        num_workers: N >= 1.
+
+    Returns:
+        Topology of period 1, doubly stochastic, not symmetric.
+
+    Source: Ying et al., NeurIPS 2021.
+
+    >>> static_exp(16).degree
+    4
+    """
+    tau = _digits(num_workers, 2)
+    return from_shifts("static-exp", [{2**k: 1 / (1 + tau) for k in range(tau)}], num_workers)
+
+
+@register_topology("one-peer-exp-directed")
+def one_peer_exp_directed(num_workers: int) -> Topology:
+    """Average with one peer at distance 2^k, cycling over k: `W = (I + P^(2^k)) / 2`.
+
+    Log2(N) rounds give the exact mean when N is a power of two. Cost per step and worker: one message.
+
+    Args:
+        num_workers: N >= 1; the exact mean needs a power of two.
+
+    Returns:
+        Topology of period ⌈log2 N⌉, doubly stochastic, not symmetric.
+
+    Source: Ying et al., NeurIPS 2021.
+
+    >>> one_peer_exp_directed(8).period
+    3
+    """
+    rounds = [{2**k: 0.5} for k in range(_digits(num_workers, 2))]
+    return from_shifts("one-peer-exp-directed", rounds, num_workers)
+
+
+@register_topology("p-peer-exp")
+def p_peer_exp(num_workers: int, *, p: int = 2) -> Topology:
+    """Average with p peers at distances j (p+1)^k, j = 1..p, cycling over k; weights 1/(p+1).
+
+    Exact after k rounds when N = (p+1)^k. Distances that agree modulo N are one message.
+    Cost per step and worker: p messages.
+
+    Args:
+        num_workers: N >= 1; the exact mean needs a power of p + 1.
+        p: peers per step, at least 1; `p=1` is one-peer-exp-directed.
+
+    Raises:
+        ValueError: p < 1.
+    """
+    if p < 1:
+        raise ValueError(f"p_peer_exp(num_workers={num_workers}, p={p}): p, the peers of a step, is at least 1.")
+    base = p + 1
+    rounds = [{j * base**k: 1 / base for j in range(1, base)} for k in range(_digits(num_workers, base))]
+    return from_shifts("p-peer-exp", rounds, num_workers)

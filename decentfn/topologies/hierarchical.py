@@ -1,0 +1,49 @@
+"""Two levels: averages inside the nodes alternate with a schedule across them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from decentfn.topologies.combine import across, alternate, blocks
+from decentfn.topologies.registry import register_topology, topology
+from decentfn.topologies.topology import Topology
+
+
+@register_topology("hierarchical")
+def hierarchical(
+    num_workers: int, *, local_world_size: int, inner: str | Topology = "complete", outer: str | Topology = "base"
+) -> Topology:
+    """Mix inside each node in even steps, across the nodes in odd ones.
+
+    Step 2k is round k of `inner`, on the L workers of each node; step 2k+1 is round k of `outer`, on the N/L nodes,
+    between the workers at the same place in each. With `inner="complete"` two steps make `W_nodes ⊗ (1/L) 11ᵀ`. The
+    two depend on one another, so they cannot be posted in one step: that is why they alternate.
+    Cost per step and worker: half of `inner`'s and half of `outer`'s; "complete" is an all-reduce inside the node.
+
+    Args:
+        num_workers: N, a multiple of local_world_size.
+        local_world_size: L, workers per node (torchrun's LOCAL_WORLD_SIZE); consecutive workers share a node.
+        inner: a name, or a topology of L workers.
+        outer: a name, or a topology of N/L workers.
+
+    Raises:
+        ValueError: N is no multiple of L, or inner and outer have other sizes than L and N/L.
+
+    >>> hierarchical(8, local_world_size=4, outer="one-peer-exp").period
+    2
+    """
+    n, size = num_workers, local_world_size
+    call = f"hierarchical(num_workers={n}, local_world_size={size})"
+    if size < 1 or n % size:
+        raise ValueError(f"{call}: N must be a multiple of local_world_size >= 1.")
+    inside, between = _level(call, "inner", inner, size), _level(call, "outer", outer, n // size)
+    levels = [] if size == 1 and n > 1 else [blocks(inside, n // size)]
+    levels += [] if size == n else [across(between, size)]
+    return replace(alternate(*levels), name="hierarchical")
+
+
+def _level(call: str, which: str, schedule: str | Topology, size: int) -> Topology:
+    made = topology(schedule, size) if isinstance(schedule, str) else schedule
+    if made.num_workers != size:
+        raise ValueError(f"{call}: {which} has {made.num_workers} workers; that level has {size}.")
+    return made

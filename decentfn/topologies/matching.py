@@ -1,0 +1,70 @@
+"""Pairs that change from step to step: at random, or by a shift."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from decentfn import noise
+from decentfn.topologies.construct import from_draw, from_rounds
+from decentfn.topologies.registry import register_topology
+from decentfn.topologies.topology import Round, Topology
+
+
+def pair_weights(partner: Tensor, weight: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Sources, destinations and weights of a round of pairs: `partner` `[N]`, its own inverse, heard with `weight`."""
+    heard = torch.where(partner == torch.arange(partner.shape[0]), 0.0, weight).to(torch.float64)
+    return partner[:, None], partner[:, None], torch.stack([1.0 - heard, heard], dim=1)
+
+
+@register_topology("random-matching")
+def random_matching(num_workers: int, *, seed: int = 0) -> Topology:
+    """Random pairs, new in every step, weight 1/2; with an odd number one worker rests.
+
+    Cost per step and worker: one message. A function of (seed, t) evaluated in the graph, the same on every worker.
+
+    Args:
+        num_workers: N >= 1.
+        seed: any integer.
+
+    Returns:
+        Topology without a period, every round symmetric. In expectation a step contracts the squared disagreement by
+        1/2 for large N.
+    """
+    n = num_workers
+    place = torch.arange(n)
+    other = torch.where((place ^ 1) < n, place ^ 1, place)
+
+    def draw(t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        order = noise.permutation(seed, t, n)
+        return pair_weights(torch.zeros_like(order).scatter(0, order, order.index_select(0, other)), 0.5)
+
+    return from_draw("random-matching", n, draw)
+
+
+@register_topology("shift-one")
+def shift_one(num_workers: int) -> Topology:
+    """Pair worker i of the lower half with N/2 + (i + t) mod N/2, weight 1/2.
+
+    Cost per step and worker: one message. Period N/2.
+
+    Args:
+        num_workers: N, even (or 1).
+
+    Raises:
+        ValueError: N is odd.
+
+    Source: Bagua, the "shift_one" peer selection of its decentralized algorithm.
+    """
+    n, half = num_workers, num_workers // 2
+    if n % 2 and n > 1:
+        raise ValueError(
+            f"shift_one(num_workers={n}): the lower half pairs with the upper, so N must be even; use 'random-matching'."
+        )
+    worker = torch.arange(n)
+
+    def round_of(t: Tensor) -> Round:
+        partner = torch.where(worker < half, half + (worker + t) % half, (worker - half - t) % half)
+        return Round(*pair_weights(partner, 0.5))
+
+    return from_rounds("shift-one", n, round_of, period=half)

@@ -1,0 +1,203 @@
+"""The parts that optimizers are made of: scale, clip, decay, remember.
+
+Numbers that follow the count of updates are computed in float64, once, and cast where they meet a bucket: a float64 0-d
+tensor has an axis under `vmap`, so that some operators (torch.where) would promote a float32 bucket. Sixteen-bit
+buckets are computed, and their states kept, in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from numbers import Real
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from decentfn.buckets import Buckets, Mask
+from decentfn.scalars import once
+from decentfn.transforms.transform import Transform, each, masked
+from decentfn.trees import PyTree
+
+Scalar = float | Callable[[Tensor], "Tensor | float"]
+"""A number, or a function of the count of updates before this one (0-d int64 tensor): see `decentfn.schedules`."""
+
+
+class ScheduleState(NamedTuple):
+    """How often a transform with a scheduled number was applied."""
+
+    count: Tensor  # 0-d int64
+
+
+class TraceState(NamedTuple):
+    """The momentum `m`, in float32 or wider."""
+
+    momentum: Buckets
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype to compute in: float32, or float64 for float64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def zeros_like(x: Buckets) -> Buckets:
+    """Zeros in the shapes of `x`, in the dtypes to compute in."""
+    return each(lambda b: torch.zeros_like(b, dtype=wide(b.dtype)), x)
+
+
+def new_count(params: Buckets) -> Tensor:
+    """No update yet: 0-d int64, on the parameters' device."""
+    return torch.zeros((), dtype=torch.int64, device=params[0].device if len(params) else None)
+
+
+def multiply(x: Buckets, factor: float | Tensor) -> Buckets:
+    """`x * factor`, in the dtypes of `x`; a tensor as factor is 0-d."""
+
+    def product(b: Tensor) -> Tensor:
+        f = factor.to(wide(b.dtype)) if isinstance(factor, torch.Tensor) else factor
+        return (b.to(wide(b.dtype)) * f).to(b.dtype)
+
+    return each(product, x)
+
+
+def check_number(call: str, name: str, value: object, rule: str, holds: Callable[[float], bool]) -> None:
+    """`value` must be a real number for which `holds`."""
+    if not (isinstance(value, Real) and holds(float(value))):
+        raise ValueError(f"{call}({name}={value!r}): {name} is {rule}.")
+
+
+def check_scalar(call: str, name: str, value: object) -> None:
+    """`value` must be a finite number >= 0, or a function of the count."""
+    rule = "a finite number >= 0, or a function of the update count that returns one (see decentfn.schedules)"
+    if not callable(value):
+        check_number(call, name, value, rule, lambda v: 0 <= v < float("inf"))
+
+
+def unless_zero(scalar: Scalar, transform: Callable[[], Transform]) -> tuple[Transform, ...]:
+    """The transform as a part of a chain, left out where its number is the constant 0."""
+    return () if not callable(scalar) and scalar == 0 else (transform(),)
+
+
+def _scheduled(scalar: Scalar, apply: Callable[[float | Tensor, Buckets, Buckets], Buckets]) -> Transform:
+    """`apply(number, grads, params)`; counts its updates only if the number follows them."""
+    if not callable(scalar):
+        number = float(scalar)
+        return Transform(lambda params: (), lambda grads, state, params: (apply(number, grads, params), state))
+
+    def init(params: Buckets) -> ScheduleState:
+        return ScheduleState(new_count(params))
+
+    def update(grads: Buckets, state: ScheduleState, params: Buckets) -> tuple[Buckets, ScheduleState]:
+        number = torch.as_tensor(scalar(state.count), dtype=torch.float64, device=state.count.device)
+        return apply(once(number), grads, params), ScheduleState(state.count + 1)
+
+    return Transform(init, update)
+
+
+def scale(factor: float) -> Transform:
+    """Multiply by a constant. `scale(0.0)` freezes parameters.
+
+    Args:
+        factor: any finite number.
+    """
+    check_number("scale", "factor", factor, "a finite number", lambda v: abs(v) < float("inf"))
+    return _scheduled(factor, lambda number, grads, params: multiply(grads, number))
+
+
+def scale_by_learning_rate(learning_rate: Scalar) -> Transform:
+    """Multiply by `-learning_rate`, which turns a direction of ascent into an update.
+
+    Args:
+        learning_rate: a number >= 0, or a function of the count of updates before this one (0-d int64 tensor).
+    """
+    check_scalar("scale_by_learning_rate", "learning_rate", learning_rate)
+    return _scheduled(learning_rate, lambda number, grads, params: multiply(grads, -number))
+
+
+def add_decayed_weights(weight_decay: Scalar, mask: Mask | None = None) -> Transform:
+    """`g + λ x`: before an adaptive part this is l2 regularisation, after it decoupled weight decay.
+
+    Args:
+        weight_decay: λ >= 0, or a function of the count of updates before this one (0-d int64 tensor).
+        mask: the leaves that decay, `(dotted name, shape) -> bool`, for example `not_bias_or_norm`; None: all.
+    """
+    check_scalar("add_decayed_weights", "weight_decay", weight_decay)
+
+    def decay(number: float | Tensor, grads: Buckets, params: Buckets) -> Buckets:
+        def one(g: Tensor, x: Tensor) -> Tensor:
+            w = wide(g.dtype)
+            f = number.to(w) if isinstance(number, torch.Tensor) else number
+            return (g.to(w) + f * x.to(w)).to(g.dtype)
+
+        return each(one, grads, params)
+
+    transform = _scheduled(weight_decay, decay)
+    return transform if mask is None else masked(transform, mask)
+
+
+def trace(decay: float, nesterov: bool = False) -> Transform:
+    """Momentum: `m⁺ = β m + g`, update `m⁺`; Nesterov: `g + β m⁺`.
+
+    Args:
+        decay: β in [0, 1).
+        nesterov: look ahead by one step.
+    """
+    check_number("trace", "decay", decay, "in [0, 1)", lambda v: 0 <= v < 1)
+
+    def init(params: Buckets) -> TraceState:
+        return TraceState(zeros_like(params))
+
+    def update(grads: Buckets, state: TraceState, params: Buckets) -> tuple[Buckets, TraceState]:
+        momentum = each(lambda m, g: decay * m + g.to(m.dtype), state.momentum, grads)
+        if nesterov:
+            return each(lambda g, m: (g.to(m.dtype) + decay * m).to(g.dtype), grads, momentum), TraceState(momentum)
+        # Copies: the caller's updates and the state are never one tensor.
+        return each(lambda g, m: m.to(g.dtype, copy=True), grads, momentum), TraceState(momentum)
+
+    return Transform(init, update)
+
+
+def global_norm(x: Buckets) -> Tensor:
+    """The l2 norm over all buckets: 0-d, float32, or float64 where a bucket is."""
+    squares = [(b.to(wide(b.dtype)) ** 2).sum() for b in x]
+    return torch.sqrt(sum(squares[1:], squares[0])) if squares else torch.zeros(())
+
+
+def clip_by_global_norm(max_norm: float) -> Transform:
+    """Multiply by `min(1, max_norm / (‖g‖ + 1e-6))`, the norm taken over all buckets.
+
+    Args:
+        max_norm: positive; `inf` clips nothing.
+    Source: torch.nn.utils.clip_grad_norm_.
+    """
+    check_number("clip_by_global_norm", "max_norm", max_norm, "positive", lambda v: v > 0)
+    return _stateless(lambda grads: multiply(grads, _clip_factor(global_norm(grads), max_norm)))
+
+
+def clip_by_bucket_norm(max_norm: float) -> Transform:
+    """Clip every bucket by its own norm, as Decent-DP does; the result depends on the size of buckets.
+
+    Args:
+        max_norm: positive; `inf` clips nothing.
+    """
+    check_number("clip_by_bucket_norm", "max_norm", max_norm, "positive", lambda v: v > 0)
+
+    def clip(grads: Buckets) -> Buckets:
+        def one(g: Tensor) -> Tensor:
+            bucket = g.to(wide(g.dtype))
+            return (bucket * _clip_factor(torch.sqrt((bucket**2).sum()), max_norm)).to(g.dtype)
+
+        return each(one, grads)
+
+    return _stateless(clip)
+
+
+def _clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    return once(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+
+
+def _stateless(function: Callable[[Buckets], Buckets]) -> Transform:
+    def update(grads: Buckets, state: PyTree, params: Buckets) -> tuple[Buckets, PyTree]:
+        return function(grads), state
+
+    return Transform(lambda params: (), update)

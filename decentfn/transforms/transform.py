@@ -1,0 +1,261 @@
+"""What a gradient transform is, and how transforms are put together: in a chain, on some leaves, by groups."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from decentfn import trees
+from decentfn.buckets import Buckets, Mask, Plan
+from decentfn.trees import PyTree
+
+
+class Transform(NamedTuple):
+    """A gradient transform: a pair of pure functions.
+
+    `init(params) -> state` and `update(grads, state, params) -> (updates, state)`, where `params`, `grads` and
+    `updates` are `Buckets`. Updates are *added* to the parameters. A state is a pytree whose leaves are tensors, no
+    tensor in two places.
+    """
+
+    init: Callable[[Buckets], PyTree]
+    update: Callable[[Buckets, PyTree, Buckets], tuple[Buckets, PyTree]]
+
+
+class MaskedTransform(Transform):
+    """A transform that treats some leaves differently, so its buckets must not mix them.
+
+    An algorithm reads `masks` when it lays out the parameters; by hand: `flatten(params, masks=optimizer.masks)`.
+    """
+
+    masks: tuple[Mask, ...] = ()
+
+    @classmethod
+    def declare(cls, init: Callable[..., Any], update: Callable[..., Any], masks: tuple[Mask, ...]) -> Transform:
+        """The pair with the masks it uses; a plain `Transform` if it uses none."""
+        if not masks:
+            return Transform(init, update)
+        transform = cls(init, update)
+        transform.masks = masks
+        return transform
+
+
+def masks_of(*transforms: Any) -> tuple[Mask, ...]:
+    """The masks that these transforms declare, in order."""
+    return tuple(mask for transform in transforms for mask in getattr(transform, "masks", ()))
+
+
+def check_transform(call: str, transform: Any) -> None:
+    """`transform` must have callable `init` and `update`."""
+    for method in ("init", "update"):
+        if not callable(getattr(transform, method, None)):
+            raise ValueError(
+                f"{call}: {transform!r} has no {method}(); a transform is a pair (init, update), for example "
+                "df.adamw(3e-4) or df.Transform(init, update)."
+            )
+
+
+def each(function: Callable[..., Tensor], *buckets: Buckets) -> Buckets:
+    """`function` of the first, second, ... tensors of all `buckets`, as buckets with the first one's plan."""
+    return Buckets([function(*tensors) for tensors in zip(*buckets, strict=True)], buckets[0].plan)
+
+
+def identity() -> Transform:
+    """Leave the gradients as they are."""
+    return Transform(lambda params: (), lambda grads, state, params: (grads, state))
+
+
+def chain(*transforms: Any) -> Transform:
+    """Apply transforms one after another; the state is the tuple of their states.
+
+    Args:
+        transforms: transforms, or any objects with `init` and `update`; none at all is the identity.
+
+    Raises:
+        ValueError: one of them has no `init` or no `update`.
+
+    >>> from decentfn.transforms import adamw, clip_by_global_norm
+    >>> optimizer = chain(clip_by_global_norm(1.0), adamw(3e-4, weight_decay=0.1))
+    """
+    for transform in transforms:
+        check_transform("chain(...)", transform)
+
+    def init(params: Buckets) -> tuple[PyTree, ...]:
+        return tuple(transform.init(params) for transform in transforms)
+
+    def update(grads: Buckets, state: tuple[PyTree, ...], params: Buckets) -> tuple[Buckets, tuple[PyTree, ...]]:
+        states = []
+        for transform, old in zip(transforms, state, strict=True):
+            grads, new = transform.update(grads, old, params)
+            states.append(new)
+        return grads, tuple(states)
+
+    return MaskedTransform.declare(init, update, masks_of(*transforms))
+
+
+def masked(transform: Any, mask: Mask) -> Transform:
+    """Apply `transform` to the leaves that `mask` takes; the others pass through unchanged.
+
+    The inner transform sees only the buckets taken (as a tree: a dict of leaves by dotted name), so its state and
+    its norms cover these alone.
+
+    Args:
+        transform: any transform.
+        mask: `(dotted name, shape) -> bool`, deterministic.
+
+    Raises:
+        ValueError: `transform` has no `init` or `update`, or `mask` is not a function; when called, a bucket mixes
+            leaves that the mask takes with others.
+    """
+    check_transform("masked(transform, mask)", transform)
+    if not callable(mask):
+        raise ValueError(f"masked(mask={mask!r}): a mask is a function (dotted name, shape) -> bool.")
+
+    def init(params: Buckets) -> PyTree:
+        return transform.init(_take(params, _answers(params.plan, mask)))
+
+    def update(grads: Buckets, state: PyTree, params: Buckets) -> tuple[Buckets, PyTree]:
+        taken = _answers(params.plan, mask)
+        updates, state = transform.update(_take(grads, taken), state, _take(params, taken))
+        own = iter(updates)
+        return Buckets([next(own) if take else g for g, take in zip(grads, taken, strict=True)], grads.plan), state
+
+    return MaskedTransform.declare(init, update, (mask, *masks_of(transform)))
+
+
+def _answers(plan: Plan, mask: Mask) -> list[bool]:
+    """What the mask says of every bucket."""
+    answers = []
+    for index, bucket in enumerate(plan.buckets):
+        takes = [bool(mask(segment.name, segment.shape)) for segment in bucket.segments]
+        if any(takes) and not all(takes):
+            names = [segment.name for segment in bucket.segments]
+            raise ValueError(
+                f"masked(transform, mask): bucket {index} holds {names[takes.index(True)]!r}, which the mask takes, and "
+                f"{names[takes.index(False)]!r}, which it does not; a bucket is updated as a whole. Lay the parameters "
+                "out with flatten(params, masks=optimizer.masks), as algorithms do; a wrapper written by hand must "
+                "pass `masks` on."
+            )
+        answers.append(all(takes))
+    return answers
+
+
+def _take(x: Buckets, taken: list[bool]) -> Buckets:
+    """The buckets taken, their tree a dict by dotted name."""
+    plans = [bucket for bucket, take in zip(x.plan.buckets, taken, strict=True) if take]
+    names = [segment.name for bucket in plans for segment in bucket.segments]
+    tensors = [tensor for tensor, take in zip(x, taken, strict=True) if take]
+    return Buckets(tensors, Plan(tuple(plans), {name: index for index, name in enumerate(names)}))
+
+
+def partition(transforms: Mapping[Hashable, Any], labels: Callable[[str, tuple[int, ...]], Hashable]) -> Transform:
+    """Parameter groups: every leaf gets the transform of its label.
+
+    The state is the tuple of the groups' states, in the order of `transforms`.
+
+    Args:
+        transforms: the transform of each label; a label that no leaf has is allowed.
+        labels: `(dotted name, shape) -> label`, deterministic.
+
+    Raises:
+        ValueError: a transform has no `init` or `update`, or `labels` is not a function; from `init`, a leaf whose
+            label has no transform.
+    Source: optax.partition.
+
+    >>> from decentfn.transforms import adamw, sgd
+    >>> optimizer = partition(
+    ...     {"head": adamw(1e-3), "body": sgd(1e-2)}, lambda name, shape: "head" if name.startswith("head") else "body"
+    ... )
+    """
+    for label, transform in transforms.items():
+        check_transform(f"partition(transforms[{label!r}])", transform)
+    if not callable(labels):
+        raise ValueError(f"partition(labels={labels!r}): labels are a function (dotted name, shape) -> label.")
+    # The groups are disjoint, and each lets the others' leaves pass, so one after another is all at once.
+    groups = chain(*(masked(transform, _has_label(label, labels)) for label, transform in transforms.items()))
+
+    def init(params: Buckets) -> PyTree:
+        for bucket in params.plan.buckets:
+            for segment in bucket.segments:
+                label = labels(segment.name, segment.shape)
+                if label not in transforms:
+                    raise ValueError(
+                        f"partition: labels({segment.name!r}, {segment.shape}) is {label!r}, which has no transform; "
+                        f"known labels: {list(transforms)}. Add it; df.scale(0.0) freezes a group."
+                    )
+        return groups.init(params)
+
+    return MaskedTransform.declare(init, groups.update, masks_of(groups))
+
+
+def _has_label(label: Hashable, labels: Callable[[str, tuple[int, ...]], Hashable]) -> Mask:
+    return lambda name, shape: labels(name, shape) == label
+
+
+def by_leaf(transform: Any) -> Transform:
+    """Show `transform` the tree of leaves in their shapes, instead of flat buckets.
+
+    For transforms that need shapes, and for those written for trees (optax-like ones). It costs one concatenation of
+    the updates. A tied leaf is seen in all its places; the update in the first of them counts. A transform with
+    masks (`masked`, `partition`, a `mask=`) needs buckets: put it outside, `masked(by_leaf(transform), mask)`.
+
+    Args:
+        transform: `init(tree) -> state`, `update(grads, state, params) -> (updates, state)` on trees of tensors.
+
+    Raises:
+        ValueError: `transform` has no `init` or `update`, or has masks; when called, updates with other leaves than
+            the parameters.
+    """
+    check_transform("by_leaf(transform)", transform)
+    if masks_of(transform):
+        raise ValueError(
+            "by_leaf(transform): it has masks, which choose among buckets; put the mask outside: "
+            "masked(by_leaf(transform), mask)."
+        )
+
+    def init(params: Buckets) -> PyTree:
+        # Copies: a state that keeps parameters must not share their memory, nor a tied leaf's twice.
+        return transform.init(trees.map(torch.clone, params.tree()))
+
+    def update(grads: Buckets, state: PyTree, params: Buckets) -> tuple[Buckets, PyTree]:
+        updates, state = transform.update(grads.tree(), state, params.tree())
+        return _flatten_like(grads, updates), state
+
+    return Transform(init, update)
+
+
+def _flatten_like(x: Buckets, tree: PyTree) -> Buckets:
+    """The tree's leaves as buckets with the plan of `x`; of a tied leaf the first place."""
+    positions, values = trees.leaves(x.plan.template), trees.leaves(tree)
+    if len(positions) != len(values):
+        raise ValueError(
+            f"by_leaf(transform): update returned {len(values)} leaves for {len(positions)} parameters; updates are a "
+            "tree like the parameters."
+        )
+    leaf: dict[int, Tensor] = {}
+    for position, value in zip(positions, values, strict=True):
+        leaf.setdefault(position, value)
+    tensors, first = [], 0
+    for tensor, bucket in zip(x, x.plan.buckets, strict=True):
+        pieces = [
+            leaf[first + index].reshape((*tensor.shape[:-1], segment.numel)).to(tensor.dtype)
+            for index, segment in enumerate(bucket.segments)
+        ]
+        tensors.append(torch.cat(pieces, dim=-1))
+        first += len(pieces)
+    return Buckets(tensors, x.plan)
+
+
+def not_bias_or_norm(name: str, shape: tuple[int, ...]) -> bool:
+    """A mask for weight decay: true for leaves of two or more axes that are no bias and no norm's parameter.
+
+    >>> not_bias_or_norm("layers.0.weight", (4, 4)), not_bias_or_norm("layers.0.bias", (4,))
+    (True, False)
+    >>> not_bias_or_norm("block.layer_norm.scale", (1, 4, 1)), not_bias_or_norm("subnet.weight", (4, 4))
+    (False, True)
+    """
+    return len(shape) > 1 and not re.search(r"bias|norm|(^|[._])bn\d*([._]|$)", name.lower())

@@ -1,0 +1,78 @@
+"""The training loop at its smallest: every worker sees only some of the digits, their mean knows them all.
+
+torchrun --standalone --nproc-per-node 4 examples/digits.py
+python examples/digits.py --simulate 4        the same workers in one process
+python examples/digits.py                     one worker alone
+"""
+
+import torch
+import torch.nn.functional as F
+import tyro
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from torch import Tensor
+
+import decentfn as df
+
+
+def predict(params: dict[str, Tensor], images: Tensor) -> Tensor:
+    hidden = torch.relu(images @ params["w1"] + params["b1"])
+    return hidden @ params["w2"] + params["b2"]
+
+
+def loss_fn(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+    images, labels = batch
+    return F.cross_entropy(predict(params, images), labels)
+
+
+def shards(images: Tensor, labels: Tensor, num_workers: int) -> tuple[Tensor, Tensor]:
+    """`[N, M, 64]` and `[N, M]`: sorted by label, so that worker 0 of four sees zeros, ones and a few twos."""
+    rows = labels.argsort(stable=True)[: len(labels) // num_workers * num_workers].view(num_workers, -1)
+    return images[rows], labels[rows]
+
+
+def main(steps: int = 300, topology: str = "one-peer-exp", seed: int = 0, simulate: int = 0) -> float:
+    """Returns the held-out accuracy of the mean of all workers' parameters.
+
+    Args:
+        simulate: workers in this process; 0 is one, without the simulator.
+    """
+    world = df.init()
+    local = simulate or 1
+    num_workers = local * world.size
+    here = slice(world.rank * local, (world.rank + 1) * local)  # the workers of this process
+
+    digits = load_digits()
+    images, labels = torch.tensor(digits.data / 16.0, dtype=torch.float32), torch.tensor(digits.target)
+    train, test = train_test_split(range(len(labels)), test_size=0.2, random_state=0)
+    all_images, all_labels = shards(images[train], labels[train], num_workers)
+
+    draw = torch.Generator().manual_seed(seed)  # the same start on every worker
+    params = {
+        "w1": torch.randn(64, 64, generator=draw) / 8,
+        "b1": torch.zeros(64),
+        "w2": torch.randn(64, 10, generator=draw) / 8,
+        "b2": torch.zeros(10),
+    }
+    init, decent_step = df.adapt_while_communicate(
+        loss_fn, df.sgd(0.1, momentum=0.9), df.topology(topology, num_workers=num_workers)
+    )
+    state = init(params)
+    if simulate:
+        state, decent_step = df.stack(state, local), df.simulate(decent_step, local)
+    for t in range(steps):
+        picked = torch.randint(all_labels.shape[1], (num_workers, 32), generator=draw)[here]
+        rows = torch.arange(num_workers)[here, None]
+        batch = all_images[rows, picked], all_labels[rows, picked]
+        state, metrics = decent_step(state, batch if simulate else (batch[0][0], batch[1][0]), t)
+
+    distance = df.consensus_distance(state).item()
+    mean = df.consensus_mean(state)  # collective: every rank asks for it
+    accuracy = (predict(mean, images[test]).argmax(1) == labels[test]).float().mean().item()
+    if world.rank == 0:
+        print(f"{num_workers} workers: held-out accuracy {accuracy:.3f}, consensus distance {distance:.3g}")
+    return accuracy
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

@@ -1,0 +1,239 @@
+"""Train a language model on Python's own sources, without a coordinator.
+
+    torchrun --standalone --nproc-per-node 4 examples/train_lm.py
+    python examples/train_lm.py --simulate 4       the same four workers in one process
+    python examples/train_lm.py --help             topology, algorithm, optimizer, sizes
+
+A decoder-only transformer learns the bytes of the standard library. Workers start equal and draw different data.
+Every `--log-every` steps a line of JSON goes to `--out`; the last line holds the bits per byte on held-out files.
+"""
+
+import hashlib
+import json
+import math
+import os
+import sysconfig
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+import tyro
+from torch import Tensor, nn
+from tqdm import tqdm
+
+import decentfn as df
+from decentfn.collectives import gather_objects
+
+ALGORITHMS = {name.replace("_", "-"): getattr(df.algorithms, name) for name in df.algorithms.__all__ if name.islower()}
+OPTIMIZERS = {
+    "adamw": lambda learning_rate: df.adamw(learning_rate, weight_decay=0.1, mask=df.not_bias_or_norm),
+    "sgd": lambda learning_rate: df.sgd(learning_rate, momentum=0.9),
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """One run."""
+
+    steps: int = 500
+    topology: str = "one-peer-exp"
+    """A registered name: complete, ring, one-peer-exp, alternating-exp-ring, ..."""
+    algorithm: Literal[tuple(ALGORITHMS)] = "adapt-while-communicate"
+    optimizer: Literal[tuple(OPTIMIZERS)] = "adamw"
+    learning_rate: float = 3e-3
+    """The peak, after --warmup steps; the cosine ends at zero."""
+    warmup: int = 50
+    clip: float = 1.0
+    """Largest gradient norm."""
+    batch_size: int = 8
+    """Sequences per worker and step."""
+    seq_len: int = 128
+    dim: int = 128
+    layers: int = 3
+    heads: int = 4
+    compile: bool = True
+    seed: int = 0
+    simulate: int = 0
+    """Workers in this process; 0 is one, without the simulator."""
+    log_every: int = 20
+    eval_bytes: int = 2**16
+    """Held-out bytes that are predicted at the end."""
+    out: Path = Path("runs/train_lm.jsonl")
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.qkv, self.out = nn.Linear(dim, 3 * dim, bias=False), nn.Linear(dim, dim, bias=False)
+        self.up, self.down = nn.Linear(dim, 4 * dim, bias=False), nn.Linear(4 * dim, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Transformer(nn.Module):
+    """Bytes `[B, T]` -> logits `[B, T, 256]`; the embedding is the output layer too."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.embed, self.position = nn.Embedding(256, config.dim), nn.Embedding(config.seq_len, config.dim)
+        self.blocks = nn.ModuleList(Block(config.dim, config.heads) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.dim)
+        for parameter in self.parameters():
+            if parameter.dim() == 2:
+                nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) + self.position.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(self.norm(x), self.embed.weight)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def read_corpus() -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """The standard library as bytes (uint8): training files, every tenth file held out, and what it was."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+    paths = sorted(path.relative_to(root) for path in root.rglob("*.py"))
+    files = [(root / path).read_bytes() for path in paths if not left_out & set(path.parts)]
+    held_out = b"".join(files[::10])
+    train = b"".join(file for i, file in enumerate(files) if i % 10)
+    digest = hashlib.sha256(b"".join(files)).hexdigest()
+    facts = {"corpus_sha256": digest, "files": len(files), "train_bytes": len(train), "held_out_bytes": len(held_out)}
+    return *(torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in (train, held_out)), facts
+
+
+def windows(text: Tensor, starts: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets `[*starts.shape, seq_len]`: each byte's target is the next one."""
+    rows = text[starts[..., None] + torch.arange(seq_len + 1)].long()
+    return rows[..., :-1], rows[..., 1:]
+
+
+def baselines(train: Tensor, inputs: Tensor, targets: Tensor) -> dict[str, float]:
+    """Bits per byte of the training split's byte frequencies, alone and given the byte before."""
+    train = train.long()
+    unigram = torch.bincount(train, minlength=256).double() + 1
+    unigram /= unigram.sum()
+    pairs = torch.bincount(train[:-1] * 256 + train[1:], minlength=256**2).view(256, 256).double()
+    bigram = (pairs + unigram) / (pairs.sum(1, keepdim=True) + 1)  # one pseudo-count, shared as the unigrams are
+    return {
+        "unigram": -unigram[targets].log2().mean().item(),
+        "bigram": -bigram[inputs, targets].log2().mean().item(),
+    }
+
+
+def make_topology(name: str, num_workers: int) -> df.Topology:
+    if name == "alternating-exp-ring":
+        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", num_workers))
+        return df.topology(name, num_workers, local_world_size=per_node)
+    return df.topology(name, num_workers)
+
+
+def main(config: Config) -> dict[str, Any]:
+    """Train, and return the last line of the log."""
+    world = df.init()
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    local = config.simulate or 1
+    num_workers = world.size * local
+    workers = range(world.rank * local, (world.rank + 1) * local)  # those of this process
+
+    train, held_out, facts = read_corpus()
+    torch.manual_seed(config.seed)  # the same start for every worker
+    params, buffers, loss_fn = df.functional(Transformer(config).to(device), cross_entropy)
+
+    schedule = df.cosine_with_warmup(config.learning_rate, config.steps - config.warmup, config.warmup)
+    optimizer = df.chain(df.clip_by_global_norm(config.clip), OPTIMIZERS[config.optimizer](schedule))
+    topology = make_topology(config.topology, num_workers)
+    init, decent_step = ALGORITHMS[config.algorithm](loss_fn, optimizer, topology)
+    state = init(params, buffers)
+    mixing = df.topology("complete", num_workers) if config.algorithm == "all-reduce" else topology
+    sent = df.certificate(mixing).bytes_per_step(state.params.plan.nbytes)  # planned, by each worker in a step
+    if config.simulate:
+        state, decent_step = df.stack(state, local), df.simulate(decent_step, local)
+    if config.compile:
+        decent_step = df.compile(decent_step)
+
+    draws = [torch.Generator().manual_seed(2**20 * config.seed + worker) for worker in workers]  # data of their own
+
+    def next_batch() -> tuple[Tensor, Tensor]:
+        last = len(train) - config.seq_len
+        starts = torch.stack([torch.randint(last, (config.batch_size,), generator=draw) for draw in draws])
+        inputs, targets = windows(train, starts if config.simulate else starts[0], config.seq_len)
+        return inputs.to(device), targets.to(device)
+
+    def report(line: dict[str, Any]) -> None:
+        if world.rank == 0:
+            with config.out.open("a") as log:
+                log.write(json.dumps(line) + "\n")
+
+    if world.rank == 0:
+        config.out.parent.mkdir(parents=True, exist_ok=True)
+        config.out.write_text("")
+        numbers = sum(parameter.numel() for parameter in params.values())
+        print(f"{num_workers} workers, {topology}, {numbers:,} parameters, {facts}", flush=True)
+    report({"config": asdict(config) | {"out": str(config.out)}, "num_workers": num_workers, **facts})
+
+    started = logged = time.perf_counter()
+    since = 0  # steps since the last line
+    progress = tqdm(range(config.steps), disable=None if world.rank == 0 else True)  # None: off without a terminal
+    for t in progress:
+        state, metrics = decent_step(state, next_batch(), t)
+        since += 1
+        if t % config.log_every == 0 or t == config.steps - 1:
+            # Collective, on every rank: what is logged is over all workers.
+            mine = metrics.loss.view(-1).tolist(), metrics.grad_norm.view(-1).tolist()
+            losses, norms = (sum(of_ranks, []) for of_ranks in zip(*gather_objects(mine), strict=True))
+            distance = df.consensus_distance(state).item()
+            now = time.perf_counter()
+            tokens = since * num_workers * config.batch_size * config.seq_len
+            mean_loss = sum(losses) / num_workers
+            report(
+                {
+                    "step": t,
+                    "seconds": round(now - started, 3),
+                    "loss": {"min": min(losses), "mean": mean_loss, "max": max(losses)},
+                    "grad_norm": sum(norms) / num_workers,
+                    "consensus_distance": distance,
+                    "tokens_per_s": tokens / (now - logged),  # the first line's compiles
+                    "bytes_sent": round((t + 1) * sent),
+                }
+            )
+            progress.set_postfix(loss=f"{mean_loss:.3f}", distance=f"{distance:.2g}")
+            logged, since = now, 0
+
+    # Held-out bits per byte: of the mean of all workers, and of each worker's own replica.
+    starts = torch.linspace(0, len(held_out) - config.seq_len - 1, config.eval_bytes // config.seq_len).long()
+    inputs, targets = (half.to(device) for half in windows(held_out, starts, config.seq_len))
+
+    @torch.no_grad()
+    def bits_per_byte(params: dict[str, Tensor]) -> float:
+        batches = zip(inputs.split(32), targets.split(32), strict=True)
+        nats = sum(len(batch[0]) * loss_fn(params, {}, batch)[0].item() for batch in batches)
+        return nats / len(inputs) / math.log(2)
+
+    own = df.params(state)
+    replicas = [{name: leaf[i] for name, leaf in own.items()} for i in range(local)] if config.simulate else [own]
+    bits = {"consensus_mean": bits_per_byte(df.consensus_mean(state))}
+    bits["replicas"] = [b for of_rank in gather_objects([bits_per_byte(r) for r in replicas]) for b in of_rank]
+    bits |= baselines(train, inputs.cpu(), targets.cpu())
+    line = {"bits_per_byte": bits, "seconds": round(time.perf_counter() - started, 3)}
+    report(line)
+    if world.rank == 0:
+        print(json.dumps(line, indent=2))
+    return line
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config))

@@ -1,0 +1,158 @@
+"""What compilation promises, counted: graphs, positions, allocations, purity."""
+
+import re
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+from torch._dynamo.utils import counters
+
+import decentfn as df
+from decentfn import trees
+from tests import cases
+from tests.cases import Case
+
+
+def calls_in_order(code):
+    """The collectives and matrix products of generated code, in the order in which it calls them."""
+    names = {
+        r"decentfn\.exchange\.default\(": "post",
+        r"decentfn\.group_mean\.default\(": "post",
+        r"decentfn\.complete\.default\(": "wait",
+        r"extern_kernels\.\w*mm\(": "mm",
+        r"cpp_fused_\w+\(": "kernel",
+    }
+    body = code[code.index("def call(") :].split("def get_args")[0]
+    return [name for line in body.splitlines() for pattern, name in names.items() if re.search(pattern, line)]
+
+
+def generated_code(case):
+    """On a rank: the code of the compiled step, and how many graphs and runs it took."""
+    from torch._inductor.utils import run_and_get_code
+
+    torch._dynamo.reset()
+    counters.clear()
+    here = df.init()
+    init, step = cases.build(case, here.size)
+    state, step = init(cases.params()), df.compile(step)
+    batch = tuple(x[here.rank] for x in cases.batches(here.size, 0))
+    _, codes = run_and_get_code(step, state, batch, 0)
+    return codes
+
+
+@pytest.mark.parametrize("topology", ["ring", "complete", "random-matching"])
+def test_adapt_while_communicate_posts_first_and_waits_last(ranks, topology):
+    codes = ranks(2 if topology == "ring" else 4).run(generated_code, Case("adapt_while_communicate", topology))
+    (code,) = codes[0]
+    calls = calls_in_order(code)
+    posts, waits, products = ([i for i, call in enumerate(calls) if call == kind] for kind in ("post", "wait", "mm"))
+    assert len(posts) == len(waits) == 4 and len(products) >= 5
+    assert max(posts) < min(products) and max(products) < min(waits)
+    # Buckets are updated before the last one's messages are in.
+    assert "kernel" in calls[waits[0] : waits[-1]]
+
+
+def test_the_generated_code_is_the_same_on_every_rank(ranks):
+    codes = ranks(4).run(generated_code, Case("adapt_while_communicate", "one-peer-exp"))
+    paths = re.compile(r"/\S+|# kernel path.*")
+    assert len({paths.sub("", code) for (code,) in codes}) == 1
+
+
+def run_of_200_steps():
+    """On a rank: graphs compiled for 200 steps of a schedule with 100 distinct random phases."""
+    torch._dynamo.reset()
+    counters.clear()
+    here = df.init()
+    random = torch.Generator().manual_seed(3)
+    sources = torch.stack([torch.randperm(here.size, generator=random) for _ in range(100)])[..., None]
+    weights = torch.full((100, here.size, 2), 0.5, dtype=torch.float64)
+    topology = df.from_permutations("hundred phases", sources, weights)
+    init, step = df.adapt_while_communicate(cases.loss_fn, df.sgd(0.01), topology)
+    state, step = init(cases.params()), df.compile(step)
+    batch = tuple(x[here.rank] for x in cases.batches(here.size, 0))
+    for t in range(200):
+        state, _ = step(state, batch, t)
+    return counters["stats"]["unique_graphs"]
+
+
+def test_200_steps_of_100_random_phases_are_one_graph(ranks):
+    assert ranks(4).run(run_of_200_steps) == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("algorithm", cases.CORE)
+def test_donated_and_pure_steps_agree_bit_for_bit_and_pure_ones_leave_their_input(algorithm):
+    case = Case(algorithm, "ring")
+    init, step = cases.build(case, 4)
+    start = df.stack(init(cases.params()), 4)
+    kept = trees.map(torch.clone, start)
+    donated, pure = df.compile(df.simulate(step, 4)), df.compile(df.simulate(step, 4), donate=False)
+    a, b = trees.map(torch.clone, start), start
+    for t in range(3):
+        a, m = donated(a, cases.batches(4, t), t)
+        b, n = pure(b, cases.batches(4, t), t)
+    assert all(torch.equal(x, y) for x, y in zip(trees.leaves(start), trees.leaves(kept), strict=True))
+    assert all(torch.equal(x, y) for x, y in zip(trees.leaves((a, m)), trees.leaves((b, n)), strict=True))
+
+
+def test_a_donated_step_writes_over_the_state_and_allocates_no_second_one():
+    """Counted in the generated code: what is allocated at once never reaches the state's own size."""
+    from torch._inductor.utils import run_and_get_code
+
+    def loss_fn(params, batch):
+        return (torch.tanh(batch @ params["w"]) ** 2).mean()
+
+    init, step = df.adapt_while_communicate(loss_fn, df.adamw(1e-3), df.topology("complete", 1))
+    state = init({"w": torch.randn(300, 500)})
+    addresses = [leaf.data_ptr() for leaf in trees.leaves(state)]
+    step = df.compile(step)
+    (new, _), codes = run_and_get_code(step, state, torch.randn(4, 300), 0)
+    assert new is state and [leaf.data_ptr() for leaf in trees.leaves(new)] == addresses
+    sizes = [int(n) for n in re.findall(r"empty_strided_cpu\(\((\d+), ", codes[0])]
+    two_d = [int(a) * int(b) for a, b in re.findall(r"empty_strided_cpu\(\((\d+), (\d+)\)", codes[0])]
+    large = [n for n in sizes + two_d if n >= 300 * 500]
+    assert len(large) <= 1  # the gradient; parameters and both moments are written in place
+
+
+def test_eager_steps_leave_their_input_as_it_was():
+    for case in cases.CASES:
+        init, step = cases.build(case, 4)
+        state = df.stack(init(cases.params()), 4)
+        kept = trees.map(torch.clone, state)
+        df.simulate(step, 4)(state, cases.batches(4, 0), 0)
+        assert all(torch.equal(x, y) for x, y in zip(trees.leaves(state), trees.leaves(kept), strict=True)), case
+
+
+@pytest.mark.parametrize("case", cases.CASES, ids=str)
+def test_every_algorithm_is_one_graph(case):
+    counter = CompileCounter()
+    init, step = cases.build(case, 4)
+    state, step = df.stack(init(cases.params()), 4), df.compile(df.simulate(step, 4), backend=counter)
+    for t in range(5):
+        state, _ = step(state, cases.batches(4, t), t)
+    assert counter.frame_count == 1
+
+
+def test_many_steps_compiled_in_one_process_do_not_exhaust_dynamo():
+    for _ in range(12):
+        step = df.compile(lambda state, batch, t: (state + batch, state.sum()), backend="eager")
+        step(torch.ones(2), torch.ones(2), 0)
+
+
+def test_metrics_do_not_show_the_next_state():
+    step = df.compile(lambda state, batch, t: (state + batch, state), backend="aot_eager")
+    state = torch.zeros(3)
+    _, seen = step(state, torch.ones(3), 0)
+    assert seen.tolist() == [0, 0, 0] and state.tolist() == [1, 1, 1]
+
+
+def test_one_tensor_in_two_places_of_a_donated_state_is_an_error():
+    x = torch.ones(4)
+    for state in ({"a": x, "b": x}, {"a": x, "b": x[2:]}):
+        with pytest.raises(ValueError, match=r"'a' and 'b' of the state share memory.*donate=False"):
+            df.compile(lambda state, batch, t: (state, t), backend="eager")(state, None, 0)
+
+
+def test_a_step_that_changes_the_layout_of_the_state_is_an_error():
+    step = df.compile(lambda state, batch, t: (torch.cat([state, state]), t), backend="eager")
+    with pytest.raises(Exception, match="must have the old one's shapes and dtypes"):
+        step(torch.ones(2), None, 0)

@@ -1,0 +1,65 @@
+"""One step, two interpreters: what gloo ranks compute, vmap computes."""
+
+import pytest
+import torch
+
+import decentfn as df
+from tests import cases
+from tests.cases import CASES, Case
+
+STEPS = 5
+
+
+def assert_same(case, ranks_results, simulated, local=1):
+    leaves, losses = simulated
+    # Sums of bfloat16 numbers depend on their order; nothing else does by more than float32's rounding.
+    sums_are_rounded = case.algorithm == "all_reduce" and "wire_dtype" in case.hyperparameters
+    close = {"atol": 5e-3, "rtol": 0.02} if sums_are_rounded else {"atol": 1e-6, "rtol": 1e-5}
+    for rank, (mine, my_losses) in enumerate(ranks_results):
+        rows = slice(rank * local, (rank + 1) * local) if local > 1 else rank
+        assert len(mine) == len(leaves)
+        for got, expected in zip(mine, leaves, strict=True):
+            torch.testing.assert_close(got, expected[rows], **close)
+        torch.testing.assert_close(torch.stack(my_losses), torch.stack(losses)[:, rows], **close)
+
+
+def possible(case, n):
+    if case.topology == "alternating-exp-ring" and n % 2:
+        return False
+    return not (case.topology in ("static-ring", "chain", "binary-tree") and n < 4)
+
+
+def test_every_algorithm_has_a_case():
+    functions = {name for name in df.algorithms.__all__ if name[0].islower()}
+    assert functions == {case.algorithm for case in CASES} | set(cases.OTHERS) & functions
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("n", [2, 4, 8])
+def test_gloo_ranks_agree_with_vmap(ranks, case, n):
+    if not possible(case, n) or (n == 8 and case.algorithm not in cases.CORE):
+        pytest.skip("the topology has another size, or smaller sizes cover the algorithm")
+    assert_same(case, ranks(n).run(cases.on_this_rank, case, STEPS, 1, False), cases.simulated(case, n, STEPS))
+
+
+COMPILED = [case for case in CASES if case.algorithm not in cases.CORE or case.topology != "one-peer-exp"]
+
+
+@pytest.mark.parametrize("case", COMPILED, ids=str)
+def test_compiled_gloo_ranks_agree_with_vmap(ranks, case):
+    n = 2 if case.algorithm in cases.CORE else 4
+    assert_same(case, ranks(n).run(cases.on_this_rank, case, STEPS, 1, True), cases.simulated(case, n, STEPS))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("case", [Case("adapt_while_communicate", "ring"), Case("adapt_then_combine", "complete")], ids=str)
+def test_workers_packed_in_processes_agree_with_vmap(ranks, case, compiled):
+    results = ranks(2).run(cases.on_this_rank, case, STEPS, 2, compiled)
+    assert_same(case, results, cases.simulated(case, 4, STEPS), local=2)
+
+
+@pytest.mark.parametrize("case", [Case("adapt_while_communicate", "ring"), Case("adapt_then_combine", "one-peer-exp")], ids=str)
+def test_pairwise_mixing_is_bitwise_the_same(ranks, case):
+    simulated, _ = cases.simulated(case, 4, STEPS)
+    for rank, (mine, _) in enumerate(ranks(4).run(cases.on_this_rank, case, STEPS, 1, False)):
+        assert all(torch.equal(got, expected[rank]) for got, expected in zip(mine, simulated, strict=True))

@@ -1,0 +1,230 @@
+"""Stochastic gradient push and push-DIGing against float64 loops written from their equations; mass is conserved."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import decentfn as df
+from decentfn import trees
+from decentfn.algorithms.adapt_then_combine import adapt_then_combine
+from decentfn.algorithms.gradient_tracking import gradient_tracking
+from decentfn.algorithms.push_diging import push_diging
+from decentfn.algorithms.stochastic_gradient_push import stochastic_gradient_push
+from tests.quadratics import (
+    STEPS,
+    Sgd,
+    batch,
+    build,
+    flat,
+    loss,
+    problem,
+    random_column_stochastic,
+    random_symmetric,
+    run,
+    start,
+    states,
+    static_ring,
+)
+
+N = 6
+LR = 0.1
+schedules = pytest.mark.parametrize(
+    "matrices",
+    [random_column_stochastic(N, 1, seed=0), random_column_stochastic(N, 3, seed=1), random_symmetric(N, 3, seed=2)],
+    ids=["static", "time-varying", "doubly stochastic"],
+)
+
+
+def stochastic_gradient_push_loop(p, matrices, rounds):
+    x, w, zs = p.start, np.ones((N, 1)), [p.start]
+    for t in range(STEPS):
+        x = x - LR * p.gradients(x / w)
+        for k in range(rounds):
+            A = matrices[(rounds * t + k) % len(matrices)]
+            x, w = A @ x, A @ w
+        zs.append(x / w)
+    return np.stack(zs)
+
+
+def overlap_loop(p, matrices, delay):
+    """Every message is put into a mailbox and opened `delay` steps later."""
+    x, w, zs, mailbox = p.start.copy(), np.ones(N), [p.start], {}
+    for t in range(STEPS):
+        A = matrices[t % len(matrices)]
+        x = x - LR * p.gradients(x / w[:, None])
+        for j in range(N):
+            for i in range(N):
+                if i != j:
+                    mailbox.setdefault(t + delay, []).append((i, A[i, j] * x[j], A[i, j] * w[j]))
+        x, w = np.diag(A)[:, None] * x, np.diag(A) * w
+        for i, share, weight in mailbox.pop(t, []):
+            x[i] += share
+            w[i] += weight
+        zs.append(x / w[:, None])
+    return np.stack(zs)
+
+
+def push_diging_loop(p, matrices):
+    u, v, x = p.start, np.ones((N, 1)), p.start
+    g = p.gradients(x)
+    y, xs = g, [x]
+    for t in range(STEPS):
+        A = matrices[t % len(matrices)]
+        u, v = A @ (u - LR * y), A @ v
+        x = u / v
+        g_next = p.gradients(x)
+        y, g = A @ y + g_next - g, g_next
+        xs.append(x)
+    return np.stack(xs)
+
+
+@schedules
+@pytest.mark.parametrize("rounds", [1, 2, 3])
+def test_stochastic_gradient_push_follows_its_equation(matrices, rounds):
+    p = problem(N)
+    simulated = run(build(stochastic_gradient_push, p, matrices, LR, rounds=rounds), p)
+    np.testing.assert_allclose(simulated, stochastic_gradient_push_loop(p, matrices, rounds), rtol=0, atol=1e-10)
+
+
+@schedules
+@pytest.mark.parametrize("delay", [0, 1, 2])
+def test_overlap_sgp_opens_its_messages_as_late_as_it_says(matrices, delay):
+    p = problem(N)
+    simulated = run(build(stochastic_gradient_push, p, matrices, LR, delay=delay), p)
+    np.testing.assert_allclose(simulated, overlap_loop(p, matrices, delay), rtol=0, atol=1e-10)
+
+
+@schedules
+def test_push_diging_follows_its_equation(matrices):
+    p = problem(N)
+    np.testing.assert_allclose(
+        run(build(push_diging, p, matrices, LR), p), push_diging_loop(p, matrices), rtol=0, atol=1e-10
+    )
+
+
+# -- what they promise ------------------------------------------------------------------------------------------------
+
+
+def in_flight(history, matrices, t, delay):
+    """What has been given away and not yet been received before step t: (of x, of w)."""
+    of_x, of_w = 0.0, 0.0
+    for age, outbox in enumerate(history[t].outboxes):
+        sent_at = t - delay + age
+        if sent_at >= 0:
+            given_away = 1 - np.diag(matrices[sent_at % len(matrices)])
+            # The weight rides at the end of the widest bucket, here the first.
+            of_w += given_away @ outbox[0][:, -1].numpy()
+            of_x += given_away @ torch.cat([outbox[0][:, :-1], outbox[1]], 1).numpy()
+    return of_x, of_w
+
+
+@given(
+    n=st.integers(2, 7),
+    period=st.integers(1, 3),
+    delay=st.integers(0, 3),
+    rounds=st.integers(1, 2),
+    seed=st.integers(0, 999),
+)
+def test_push_sum_conserves_mass(n, period, delay, rounds, seed):
+    """Σ w = n with what is in flight, w > 0, and without gradients Σ x never changes."""
+    matrices = random_column_stochastic(n, period, seed)
+    p = problem(n, seed)
+    algorithm = build(stochastic_gradient_push, p, matrices, 0.0, delay=delay, rounds=1 if delay else rounds)
+    history = states(algorithm, p, steps=8)
+    for t, state in enumerate(history):
+        w = state.weight.numpy()
+        x_in_flight, w_in_flight = in_flight(history, matrices, t, delay)
+        assert (w > 0).all()
+        assert w.sum() + w_in_flight == pytest.approx(n, abs=1e-12)
+        np.testing.assert_allclose(
+            (w[:, None] * flat(state.params)).sum(0) + x_in_flight, p.start.sum(0), rtol=0, atol=1e-12
+        )
+
+
+@pytest.mark.parametrize("delay", [0, 1, 2])
+def test_without_gradients_everyone_finds_the_mean_of_the_starts(delay):
+    p = problem(N)
+    matrices = random_column_stochastic(N, 2, seed=5)
+    z = run(build(stochastic_gradient_push, p, matrices, 0.0, delay=delay), p, steps=300)[-1]
+    np.testing.assert_allclose(z, np.tile(p.start.mean(0), (N, 1)), rtol=0, atol=1e-10)
+
+
+@given(n=st.integers(2, 7), seed=st.integers(0, 999))
+def test_push_digings_trackers_sum_to_the_gradients(n, seed):
+    p = problem(n, seed)
+    for state in states(build(push_diging, p, random_column_stochastic(n, 2, seed), LR), p, steps=6)[1:]:
+        np.testing.assert_allclose(flat(state.y).sum(0), flat(state.g).sum(0), rtol=0, atol=1e-11)
+        assert state.weight.sum() == pytest.approx(n, abs=1e-12)
+
+
+def test_on_a_regular_graph_the_weight_stays_one_and_push_sum_is_plain_gossip():
+    p, W = problem(N), static_ring(N)
+    pushed = states(build(stochastic_gradient_push, p, W, LR), p)
+    np.testing.assert_allclose([s.weight.numpy() for s in pushed], 1.0, rtol=0, atol=1e-14)
+    np.testing.assert_allclose(
+        flat(pushed[-1].params), run(build(adapt_then_combine, p, W, LR), p)[-1], rtol=0, atol=1e-12
+    )
+    np.testing.assert_allclose(
+        run(build(push_diging, p, W, LR), p), run(build(gradient_tracking, p, W, LR), p), rtol=0, atol=1e-12
+    )
+
+
+def test_a_narrow_wire_conserves_mass_too():
+    """Σ w and Σ x stay what they were to float64 rounding although bfloat16 travels."""
+    p, matrices = problem(N), random_column_stochastic(N, 2, seed=3)
+    for delay in (0, 1):
+        algorithm = build(stochastic_gradient_push, p, matrices, 0.0, delay=delay, wire_dtype=torch.bfloat16)
+        history = states(algorithm, p, steps=20)
+        w = history[-1].weight.numpy()
+        x_in_flight, w_in_flight = 0.0, 0.0
+        if delay:
+            wide = [s._replace(outboxes=trees.map(torch.Tensor.double, s.outboxes)) for s in history]
+            x_in_flight, w_in_flight = in_flight(wide, matrices, 20, delay)
+        assert w.sum() + w_in_flight == pytest.approx(N, abs=1e-13)
+        total = (w[:, None] * flat(history[-1].params)).sum(0) + x_in_flight
+        np.testing.assert_allclose(total, p.start.sum(0), rtol=0, atol=1e-13)
+
+
+def test_the_weight_rides_in_the_widest_bucket():
+    algorithm = stochastic_gradient_push(
+        lambda p, b: (p["a"] ** 2).sum().float() + (p["b"] ** 2).sum(), Sgd(LR), df.topology("one-peer-exp", 4), delay=1
+    )
+    state = algorithm.init({"a": torch.ones(3, dtype=torch.bfloat16), "b": torch.ones(2)})
+    assert [(box.dtype, len(box)) for box in state.outboxes[0]] == [(torch.bfloat16, 3), (torch.float32, 3)]
+    assert state.weight.dtype == torch.float32
+    after, _ = df.simulate(algorithm.step, 4)(df.stack(state, 4), torch.zeros(4), 0)
+    assert [b.dtype for b in after.params] == [torch.bfloat16, torch.float32]
+
+
+# -- what they refuse -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ({"rounds": 0}, "rounds of mixing per step are an integer >= 1"),
+        ({"delay": -1}, "the delay is an integer >= 0"),
+        ({"delay": 1, "rounds": 2}, "use rounds=1 with a delay"),
+        ({"delay": 1.5}, "the delay is an integer >= 0"),
+    ],
+)
+def test_rounds_and_delays_out_of_range_are_refused(options, rule):
+    with pytest.raises(ValueError, match=rule):
+        build(stochastic_gradient_push, problem(4), static_ring(4), **options)
+
+
+def test_a_delay_needs_a_share_that_stays_at_home():
+    with pytest.raises(ValueError, match="own weight of 0.*delay=0"):
+        stochastic_gradient_push(loss, Sgd(LR), df.topology("complete", 4), delay=1)
+
+
+def test_averages_in_groups_can_be_late_where_a_share_stays_at_home():
+    half = df.from_groups("half", [[df.Edge(range(4), 0.4)]], 4)
+    p = problem(4)
+    algorithm = stochastic_gradient_push(loss, Sgd(0.0), half, delay=1)
+    state, step = start(algorithm, p), df.simulate(algorithm.step, 4)
+    for t in range(200):
+        state, _ = step(state, batch(p), t)
+    np.testing.assert_allclose(flat(state.params), np.tile(p.start.mean(0), (4, 1)), rtol=0, atol=1e-10)

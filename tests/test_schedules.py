@@ -1,0 +1,125 @@
+"""Schedules: equal to their formulas in plain Python, and traceable."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounter
+
+from decentfn import schedules
+
+CASES = {
+    "constant": (0.1,),
+    "linear": (0.0, 1.0, 4),
+    "cosine": (1.0, 8, 0.1),
+    "cosine_with_warmup": (0.1, 20, 5),
+    "exponential_decay": (1.0, 0.5, 3),
+    "piecewise_constant": (1.0, {2: 0.1, 4: 0.5}),
+    "join": ([schedules.linear(0.0, 1.0, 3), schedules.cosine(1.0, 5)], [3]),
+}
+
+
+def at(schedule, count):
+    return float(schedule(torch.tensor(count)))
+
+
+def test_the_table_of_cases_is_complete():
+    assert sorted(CASES) == schedules.__all__
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_schedule_returns_a_0d_float64_tensor(name):
+    value = getattr(schedules, name)(*CASES[name])(torch.tensor(3))
+    assert value.dtype == torch.float64 and value.shape == ()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_schedule_is_one_graph_for_all_counts(name):
+    schedule = getattr(schedules, name)(*CASES[name])
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(lambda count: schedule(count), fullgraph=True, backend=counter)
+    values = [float(compiled(torch.tensor(u))) for u in range(12)]
+    assert counter.frame_count == 1
+    assert values == [at(schedule, u) for u in range(12)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_schedule_batched_over_workers_gives_each_its_own_value(name):
+    schedule = getattr(schedules, name)(*CASES[name])
+    counts = torch.tensor([0, 2, 4, 30])
+    values = torch.func.vmap(schedule)(counts)
+    torch.testing.assert_close(values, torch.stack([schedule(u) for u in counts]), rtol=1e-14, atol=0)
+
+
+@given(u=st.integers(0, 200), t_warmup=st.integers(0, 40), t_max=st.integers(1, 100), w=st.sampled_from([0.0, 0.01, 1]))
+def test_cosine_with_warmup_is_its_formula(u, t_warmup, t_max, w):
+    lr, eta = 0.3, 1e-6
+    if u < t_warmup:
+        expected = lr * (w + (1 - w) * u / t_warmup)
+    else:
+        expected = eta + (lr - eta) * (1 + math.cos(math.pi * (u - t_warmup) / t_max)) / 2
+    schedule = schedules.cosine_with_warmup(lr, t_max, t_warmup, warmup_decay=w)
+    assert at(schedule, u) == pytest.approx(expected, rel=1e-12, abs=1e-15)
+
+
+def test_cosine_with_warmup_is_what_torchs_schedulers_give_together():
+    from torch.optim import lr_scheduler
+
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    warmup = lr_scheduler.LinearLR(optimizer, start_factor=0.01, total_iters=5)
+    main = lr_scheduler.CosineAnnealingLR(optimizer, T_max=20, eta_min=1e-6)
+    scheduler = lr_scheduler.SequentialLR(optimizer, [warmup, main], milestones=[5])
+    schedule = schedules.cosine_with_warmup(0.1, 20, 5)
+    for u in range(25):
+        assert at(schedule, u) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-9)
+        optimizer.step()
+        scheduler.step()
+
+
+@given(u=st.integers(0, 50), steps=st.integers(1, 30))
+def test_schedules_of_one_formula_are_that_formula(u, steps):
+    share = min(u / steps, 1.0)
+    close = {"rel": 1e-12, "abs": 1e-15}
+    assert at(schedules.constant(0.3), u) == 0.3
+    assert at(schedules.linear(0.5, 0.1, steps), u) == pytest.approx(0.5 - 0.4 * share, **close)
+    cosine = 0.1 + 0.4 * (1 + math.cos(math.pi * share)) / 2
+    assert at(schedules.cosine(0.5, steps, 0.1), u) == pytest.approx(cosine, **close)
+    assert at(schedules.exponential_decay(0.5, 0.9, steps), u) == pytest.approx(0.5 * 0.9 ** (u / steps), **close)
+    staircase = schedules.exponential_decay(0.5, 0.9, steps, staircase=True)
+    assert at(staircase, u) == pytest.approx(0.5 * 0.9 ** (u // steps), **close)
+    expected = 0.5 * (0.1 if u >= 3 else 1) * (2.0 if u >= 7 else 1)
+    assert at(schedules.piecewise_constant(0.5, {7: 2.0, 3: 0.1}), u) == pytest.approx(expected, **close)
+
+
+@given(u=st.integers(0, 30))
+def test_joined_schedules_count_from_where_they_begin(u):
+    parts = [schedules.linear(0.0, 1.0, 5), schedules.cosine(1.0, 10), schedules.constant(0.2)]
+    joined = schedules.join(parts, [5, 12])
+    index = (u >= 5) + (u >= 12)
+    assert at(joined, u) == at(parts[index], u - [0, 5, 12][index])
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda: schedules.constant(-1.0), "constant(value=-1.0)"),
+        (lambda: schedules.linear(0.0, math.inf, 3), "linear(end=inf)"),
+        (lambda: schedules.linear(0.0, 1.0, 0), "linear(steps=0)"),
+        (lambda: schedules.cosine(1.0, 2.5), "cosine(steps=2.5)"),
+        (lambda: schedules.cosine_with_warmup(0.1, 0, 5), "cosine_with_warmup(t_max=0)"),
+        (lambda: schedules.cosine_with_warmup(0.1, 9, -1), "cosine_with_warmup(t_warmup=-1)"),
+        (lambda: schedules.cosine_with_warmup(0.1, 9, 1, warmup_decay=2), "cosine_with_warmup(warmup_decay=2)"),
+        (lambda: schedules.exponential_decay(1.0, 0.0, 3), "exponential_decay(rate=0.0)"),
+        (lambda: schedules.piecewise_constant(1.0, {0: 0.5}), "piecewise_constant(count in factors=0)"),
+        (lambda: schedules.piecewise_constant(1.0, {1: -0.5}), "piecewise_constant(factor=-0.5)"),
+        (lambda: schedules.join([], []), "join(0 schedules"),
+        (lambda: schedules.join([schedules.constant(1.0)] * 3, [4, 4]), "boundaries=[4, 4]"),
+    ],
+)
+def test_a_wrong_argument_is_named_at_construction(make, named):
+    with pytest.raises(ValueError) as error:
+        make()
+    assert named in str(error.value)
