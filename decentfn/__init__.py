@@ -3,16 +3,15 @@
 >>> import decentfn as df
 """
 
+from decentfn import algorithms, compressors, schedules, topologies, transforms
 from decentfn.algorithms import *  # noqa: F403
-from decentfn.algorithms import __all__ as _algorithms
 from decentfn.buckets import Buckets, Plan
 from decentfn.compilation import compile
 from decentfn.consensus import consensus_distance, consensus_mean, distance_to_consensus, params
 from decentfn.functional import functional
 from decentfn.runtime import init
+from decentfn.schedules import cosine_with_warmup
 from decentfn.simulation import simulate, stack, worker
-from decentfn.schedules import *  # noqa: F403
-from decentfn.schedules import __all__ as _schedules
 from decentfn.topologies import (
     Certificate,
     Edge,
@@ -33,25 +32,24 @@ from decentfn.topologies import (
     topology_names,
 )
 from decentfn.transforms import *  # noqa: F403
-from decentfn.transforms import __all__ as _transforms
 
 __version__ = "0.1.0"
 
 __all__ = [
-    *_algorithms,
-    *_schedules,
-    *_transforms,
     "Buckets",
     "Certificate",
     "Edge",
     "Plan",
     "Topology",
+    "algorithms",
     "alternate",
     "certificate",
     "compile",
+    "compressors",
     "consensus_distance",
     "consensus_mean",
     "consensus_steps",
+    "cosine_with_warmup",
     "distance_to_consensus",
     "every",
     "from_draw",
@@ -64,10 +62,15 @@ __all__ = [
     "params",
     "pga",
     "register_topology",
+    "schedules",
     "simulate",
     "spectral_gap",
     "stack",
+    "topologies",
     "topology",
     "topology_names",
+    "transforms",
     "worker",
 ]
+__all__ += algorithms.__all__
+__all__ += transforms.__all__

@@ -148,8 +148,8 @@ def flatten(params: PyTree, *, bucket_mb: float = 25.0, masks: Sequence[Mask] = 
         if size > limit // _OWN_BUCKET:
             groups.append([key])
             continue
-        group, filled = open_bucket.get(kind, ([], limit))
-        if filled + size > limit:
+        group, filled = open_bucket.get(kind, ([], 0))
+        if not group or filled + size > limit:
             group, filled = [], 0
             groups.append(group)
         group.append(key)

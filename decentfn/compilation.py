@@ -45,10 +45,8 @@ def compile(step: Step, *, donate: bool = True, backend: Any = "inductor", **opt
 
     def compiled(state: Any, batch: PyTree, t: int | Tensor) -> tuple[Any, Any]:
         leaves, structure = trees.flatten(state)
-        for known, run in prepared:
-            if known == structure:
-                break
-        else:
+        run = next((run for known, run in prepared if known == structure), None)
+        if run is None:
             if donate:
                 _check_distinct(state)
             run = torch.compile(_on_leaves(step, trees.enumerate_leaves(state), donate), **kwargs)
@@ -99,7 +97,9 @@ def _check_distinct(state: Any) -> None:
     spans = []
     for name, leaf in trees.named_leaves(state):
         if not isinstance(leaf, torch.Tensor):
-            raise ValueError(f"compile(step): leaf {name!r} of the state is {type(leaf).__name__}; states hold tensors.")
+            raise ValueError(
+                f"compile(step): leaf {name!r} of the state is {type(leaf).__name__}; states hold tensors."
+            )
         if leaf.numel():
             last = sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True))
             start = leaf.data_ptr()

@@ -50,5 +50,7 @@ def _mean(bucket: Tensor) -> Tensor:
 def _buckets(state: Any) -> Buckets:
     found = getattr(state, "params", None)
     if not isinstance(found, Buckets):
-        raise ValueError(f"{type(state).__name__} is not a training state: expected a `.params` of buckets, from init(params).")
+        raise ValueError(
+            f"{type(state).__name__} is not a training state: expected a `.params` of buckets, from init(params)."
+        )
     return found

@@ -50,9 +50,9 @@ def post(
     peers, groups, phase = topology.peers, topology.groups, t
     if when is not None:
         this = _resting_unless(when, this)
-        groups = None if this.groups is None else this.groups[None]
     if when is not None or topology.draw is not None:
         peers, phase = torch.stack([this.sources, this.destinations])[None], torch.zeros_like(t)
+        groups = None if this.groups is None else this.groups[None]
     inboxes = tuple(collectives.exchange(bucket, peers, phase) for bucket in sent) if topology.degree else ()
     means = () if groups is None else tuple(collectives.group_mean(bucket, groups, t) for bucket in sent)
     return Posted(x, sent, inboxes, means, row(this, x[0]))

@@ -77,17 +77,17 @@ def lower_as_realized(operator: Any) -> None:
         return x
 
 
-def lower_as_pointwise(operator: Any, formula: Callable[[Any, Callable[[int], Any]], Any]) -> None:
-    """Lower an operator of one integer tensor as `formula(value, constant)` of each entry, computed once.
+def lower_as_pointwise(operator: Any, formula: Callable[..., Any]) -> None:
+    """Lower an operator of one int64 tensor as `formula(value, constant, shifted)` of each entry, computed once.
 
     Inductor computes an input of an elementwise operator anew for each place in which it stands; written out in
-    PyTorch, n times `x ^ (x >> s)` would cost 2^n to compile. `constant` turns an int into an operand.
+    PyTorch, n times `x ^ (x >> s)` would cost 2^n to compile. `constant` turns an int into an operand; `shifted` is >>.
     """
     if not _LOWERS:
         return
 
     def entry(value: Any) -> Any:
-        return formula(value, lambda number: ops.constant(number, torch.int64))
+        return formula(value, lambda number: ops.constant(number, torch.int64), ops.bitwise_right_shift)
 
     register_lowering(operator, type_promotion_kind=None)(make_pointwise(entry))
 

@@ -9,12 +9,14 @@ on values below 2^63, so nothing overflows. Good for schedules and compressors; 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import overload
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from decentfn import internals
 from decentfn.scalars import once
 
 _32_BITS = 0xFFFFFFFF
@@ -88,15 +90,26 @@ def permutation(
 # -- the hash -------------------------------------------------------------------------------------------------------
 
 
-@overload
-def _scramble(x: int) -> int: ...
-@overload
-def _scramble(x: Tensor) -> Tensor: ...
-def _scramble(x: int | Tensor) -> int | Tensor:
+def _scrambled(x: Any, constant: Callable[[int], Any], shifted: Callable[[Any, Any], Any]) -> Any:
     """A permutation of the 32-bit numbers in which each bit of `x` moves every bit (xorshift, multiply)."""
     for shift, multiplier in _MULTIPLIERS:
-        x = ((x ^ (x >> shift)) * multiplier) & _32_BITS
-    return x ^ (x >> 14)
+        x = ((x ^ shifted(x, constant(shift))) * constant(multiplier)) & constant(_32_BITS)
+    return x ^ shifted(x, constant(14))
+
+
+# An operator of its own: Inductor would compute x twice for every x ^ (x >> s), so compiling took 2^(all of them).
+_library = torch.library.Library("decentfn", "FRAGMENT")
+_library.define("scramble(Tensor x) -> Tensor")
+_library.impl("scramble", lambda x: _scrambled(x, int, operator.rshift), "CompositeExplicitAutograd")
+torch.library.register_fake("decentfn::scramble", torch.empty_like, lib=_library)
+torch.library.register_vmap(
+    "decentfn::scramble", lambda info, in_dims, x: (torch.ops.decentfn.scramble(x), in_dims[0]), lib=_library
+)
+internals.lower_as_pointwise(torch.ops.decentfn.scramble, _scrambled)
+
+
+def _scramble(x: Any) -> Any:
+    return torch.ops.decentfn.scramble(x) if isinstance(x, Tensor) else _scrambled(x, int, operator.rshift)
 
 
 def _keys(seed: int, t: int | Tensor, stream: int, worker: int | Tensor, count: int) -> Tensor:

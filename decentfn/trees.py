@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import optree
 import torch
@@ -60,8 +60,8 @@ def _open(tree: PyTree) -> tuple[Sequence[Any], Callable[[list[Any]], Any]] | No
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return tree, lambda new: kind(*new)
     if optree.register_pytree_node.get(kind) is not None:
-        children, _, _, unflatten_one = optree.tree_flatten_one_level(tree)
-        return children, unflatten_one
+        children, metadata, _, unflatten_one = optree.tree_flatten_one_level(cast(Any, tree))
+        return children, lambda new: unflatten_one(metadata, new)
     return None
 
 
@@ -79,9 +79,9 @@ def register_node(
     """
     _nodes[cls] = (flatten, unflatten)
     optree.register_pytree_node(
-        cls,  # type: ignore[arg-type]
-        lambda node: (*flatten(node), None),
-        unflatten,
+        cast(Any, cls),
+        lambda node: (*flatten(cast(Any, node)), None),
+        cast(Any, unflatten),
         namespace=registry.__dict__["__GLOBAL_NAMESPACE"],
     )
     internals.register_torch_node(cls, flatten, unflatten)
@@ -93,8 +93,9 @@ def named_leaves(tree: PyTree) -> list[tuple[str, Any]]:
     >>> named_leaves({"layer": {"weight": 1, "bias": 2}})
     [('layer.bias', 2), ('layer.weight', 1)]
     """
-    paths, values, _ = optree.tree_flatten_with_path(tree)
-    return [(".".join(str(entry) for entry in path), leaf) for path, leaf in zip(paths, values, strict=True)]
+    accessors, values, _ = optree.tree_flatten_with_accessor(tree)
+    paths = (".".join(str(getattr(entry, "field", entry.entry)) for entry in accessor) for accessor in accessors)
+    return list(zip(paths, values, strict=True))
 
 
 def enumerate_leaves(tree: PyTree) -> PyTree:

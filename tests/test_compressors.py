@@ -122,6 +122,7 @@ def test_the_compiled_compressor_says_the_same(compressor):
 
         return vmap(one)(x, torch.arange(2))
 
+    torch._dynamo.reset()  # all of these share a code object, which may be compiled eight times
     compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
     for t in range(2):
         for left, right in zip(both(stacked, torch.tensor(t)), compiled(stacked, torch.tensor(t)), strict=True):
@@ -137,7 +138,7 @@ def test_contraction_holds_as_promised(compressor, seed):
     if delta is None:
         assert compressor.is_unbiased
         return
-    draws = 300 if "seed" in compressor.name else 1
+    draws = 100 if "seed" in compressor.name else 1
     messages = vmap(lambda w: roundtrip(compressor, x, plan, Key(torch.tensor(0), w)))(torch.arange(draws))
     errors = ((messages - x) ** 2).sum(1) / (x**2).sum()
     slack = 4 * errors.std() / math.sqrt(draws) if draws > 1 else 0
@@ -164,7 +165,7 @@ def test_the_worst_case_attains_the_promised_contraction(compressor, worst):
 @pytest.mark.parametrize("compressor", [c for c in COMPRESSORS.values() if c.is_unbiased], ids=str)
 def test_unbiased_ones_are_right_on_average(compressor):
     x, plan = bucket(shapes={"a": (4, 5)})
-    draws = 20_000
+    draws = 5_000
     values = vmap(lambda w: roundtrip(compressor, x, plan, Key(torch.tensor(1), w)))(torch.arange(draws))
     error = (values.mean(0) - x).abs()
     assert (error <= 5 * values.std(0) / math.sqrt(draws) + 1e-12).all()

@@ -52,13 +52,17 @@ def test_compiled_gloo_ranks_agree_with_vmap(ranks, case):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("case", [Case("adapt_while_communicate", "ring"), Case("adapt_then_combine", "complete")], ids=str)
+@pytest.mark.parametrize(
+    "case", [Case("adapt_while_communicate", "ring"), Case("adapt_then_combine", "complete")], ids=str
+)
 def test_workers_packed_in_processes_agree_with_vmap(ranks, case, compiled):
     results = ranks(2).run(cases.on_this_rank, case, STEPS, 2, compiled)
     assert_same(case, results, cases.simulated(case, 4, STEPS), local=2)
 
 
-@pytest.mark.parametrize("case", [Case("adapt_while_communicate", "ring"), Case("adapt_then_combine", "one-peer-exp")], ids=str)
+@pytest.mark.parametrize(
+    "case", [Case("adapt_while_communicate", "ring"), Case("adapt_then_combine", "one-peer-exp")], ids=str
+)
 def test_pairwise_mixing_is_bitwise_the_same(ranks, case):
     simulated, _ = cases.simulated(case, 4, STEPS)
     for rank, (mine, _) in enumerate(ranks(4).run(cases.on_this_rank, case, STEPS, 1, False)):

@@ -64,7 +64,7 @@ def test_bits_are_uniform():
 
 def test_uniform_has_the_moments_of_a_uniform_and_signs_balance():
     drawn = noise.uniform(3, 1, 0, (10**5,))
-    assert 0 <= drawn.min() and drawn.max() < 1
+    assert drawn.min() >= 0 and drawn.max() < 1
     assert abs(drawn.mean().item() - 0.5) < 5 * (1 / 12 / 1e5) ** 0.5
     assert abs(drawn.var().item() - 1 / 12) < 5 * (1 / 180 / 1e5) ** 0.5
     signs = noise.sign(3, 1, 0, (10**5,))

@@ -1,12 +1,13 @@
 """Laws that hold for every registered topology; adding a name adds the tests."""
 
+import functools
 import inspect
 
 import networkx as nx
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from decentfn import mixing
@@ -53,10 +54,11 @@ DEGREES = {
     "torus": 4,
 }
 
-names = st.sampled_from(NAMES)
+every_name = pytest.mark.parametrize("name", NAMES)
 sizes = st.integers(1, 33)
 
 
+@functools.cache
 def make(name, n):
     """The topology of that name and size, or None where it does not exist."""
     try:
@@ -65,6 +67,11 @@ def make(name, n):
         function = name.replace("one-peer-hypercube", "one-peer-exp").replace("-", "_")
         assert str(error).startswith(f"{function}(num_workers={n}"), error
         return None
+
+
+@functools.cache
+def facts_of(made):
+    return certificate(made)
 
 
 def steps(made):
@@ -80,29 +87,33 @@ def test_every_name_needs_a_number_of_workers_and_has_keyword_options():
         assert all(option.kind is inspect.Parameter.KEYWORD_ONLY for option in options)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every_name
 def test_one_worker_is_the_identity_of_period_one(name):
     alone = topology(name, 1, **NEEDED.get(name, lambda n: {})(1))
     assert (alone.period, alone.degree) == (1, 0)
     assert mixing_matrix(alone, 5).tolist() == [[1.0]]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every_name
 def test_names_exist_for_a_power_of_two(name):
     assert make(name, 8) is not None
 
 
-@given(name=names, n=sizes, t=st.integers(0, 10**6))
+@every_name
+@given(n=sizes, t=st.integers(0, 10**6))
 def test_every_round_is_doubly_stochastic(name, n, t):
     made = make(name, n)
-    assume(made is not None)
+    if made is None:
+        return
     assert mixing.is_doubly_stochastic(mixing_matrix(made, t))
 
 
-@given(name=names, n=sizes)
+@every_name
+@given(n=sizes)
 def test_every_slot_is_a_permutation_and_undirected_ones_pair_up(name, n):
     made = make(name, n)
-    assume(made is not None)
+    if made is None:
+        return
     for t in steps(made):
         sources, destinations, *_ = made.round(t)
         assert sources.shape == destinations.shape == (n, made.slots)
@@ -114,15 +125,17 @@ def test_every_slot_is_a_permutation_and_undirected_ones_pair_up(name, n):
             assert name in DIRECTED or torch.equal(heard, told)
 
 
-@given(name=names, n=sizes, seed=st.integers(0, 2**32 - 1))
+@every_name
+@given(n=sizes, seed=st.integers(0, 2**32 - 1))
 def test_mixing_keeps_the_mean_and_consensus_and_contracts_disagreement(name, n, seed):
     made = make(name, n)
-    assume(made is not None)
+    if made is None:
+        return
     start = x = np.random.RandomState(seed).standard_normal((n, 3))
-    gap = certificate(made).spectral_gap
+    gap = facts_of(made).spectral_gap
     for t in steps(made):
         w = mixing_matrix(made, t).numpy()
-        np.testing.assert_allclose(w @ np.ones(n), 1.0, rtol=0, atol=1e-14 * n)
+        assert np.abs(w @ np.ones(n) - 1).max() <= 1e-14 * n
         assert np.linalg.norm(w @ x - x.mean(0)) <= np.linalg.norm(x - x.mean(0)) * (1 + 1e-12)
         x = w @ x
     np.testing.assert_allclose(x.mean(0), start.mean(0), rtol=0, atol=1e-13)
@@ -130,11 +143,13 @@ def test_mixing_keeps_the_mean_and_consensus_and_contracts_disagreement(name, n,
     assert np.linalg.norm(x - x.mean(0)) <= (bound + 1e-12) * np.linalg.norm(start - start.mean(0))
 
 
-@given(name=names, n=sizes)
+@every_name
+@given(n=sizes)
 def test_certificates_say_what_the_matrices_say(name, n):
     made = make(name, n)
-    assume(made is not None)
-    facts = certificate(made)
+    if made is None:
+        return
+    facts = facts_of(made)
     matrices = [mixing_matrix(made, t).numpy() for t in steps(made)]
     assert facts.is_doubly_stochastic and facts.is_column_stochastic and facts.is_connected
     assert facts.is_symmetric == all(np.allclose(w, w.T, rtol=0, atol=1e-12) for w in matrices) or made.period is None
@@ -152,16 +167,18 @@ def test_certificates_say_what_the_matrices_say(name, n):
     assert (exact_after is not None) or name not in FINITE_TIME
 
 
-@given(name=names, n=st.integers(2, 33))
+@every_name
+@given(n=st.integers(2, 33))
 def test_planned_degrees_and_bytes_are_what_travels(name, n):
     made = make(name, n)
-    assume(made is not None)
-    facts = certificate(made)
+    if made is None:
+        return
+    facts = facts_of(made)
     assert made.degree <= DEGREES.get(name, made.slots)
     rounds = [made.round(t) for t in (steps(made) if made.period else range(64))]
     messages = np.mean([(this.destinations >= 0).sum().item() / n for this in rounds])
-    assert max((this.destinations >= 0).sum(1).max(initial=0) if False else (this.destinations >= 0).sum(1).max().item()
-               for this in rounds) <= made.degree
+    most = max((this.destinations >= 0).sum(1).max().item() for this in rounds)
+    assert most == made.degree or (made.period is None and most <= made.degree)
     payloads = messages
     for this in rounds:
         if this.groups is not None:
@@ -171,10 +188,12 @@ def test_planned_degrees_and_bytes_are_what_travels(name, n):
     assert facts.bytes_per_step(1000) == pytest.approx(1000 * payloads, rel=1e-12)
 
 
-@given(name=names, n=st.integers(1, 17), seed=st.integers(0, 2**32 - 1), t=st.integers(0, 40))
+@every_name
+@given(n=st.integers(1, 17), seed=st.integers(0, 2**32 - 1), t=st.integers(0, 40))
 def test_relabelling_moves_rows_and_columns(name, n, seed, t):
     made = make(name, n)
-    assume(made is not None)
+    if made is None:
+        return
     order = np.random.RandomState(seed).permutation(n)
     moved = relabel(made, order.tolist())
     assert moved.period == made.period
@@ -184,6 +203,7 @@ def test_relabelling_moves_rows_and_columns(name, n, seed, t):
 
 @pytest.mark.parametrize("name", ["random-matching", "equitopo-od-dyn", "equitopo-ou-dyn"])
 @example(n=2, seed=0)
+@settings(max_examples=8)
 @given(n=st.integers(2, 33), seed=st.integers(0, 2**32))
 def test_random_rounds_are_functions_of_seed_and_step(name, n, seed):
     made, again, other = topology(name, n, seed=seed), topology(name, n, seed=seed), topology(name, n, seed=seed + 1)

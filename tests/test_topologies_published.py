@@ -37,7 +37,9 @@ def test_gaps_of_ring_chain_star_and_static_exponential(n):
 
 def test_gaps_of_torus_and_hypercube():
     assert spectral_gap(topology("torus", 25)) == pytest.approx(0.2764, abs=5e-5)
-    assert spectral_gap(topology("torus", 21, rows=3)) == pytest.approx((2 - 2 * math.cos(2 * math.pi / 7)) / 5, abs=1e-13)
+    assert spectral_gap(topology("torus", 21, rows=3)) == pytest.approx(
+        (2 - 2 * math.cos(2 * math.pi / 7)) / 5, abs=1e-13
+    )
     for bits in range(1, 8):
         assert spectral_gap(topology("hypercube", 2**bits)) == pytest.approx(2 / (1 + bits), abs=1e-13)
 
@@ -50,7 +52,9 @@ def test_large_gaps_by_iteration_match_their_closed_forms():
     assert spectral_gap(topology("one-peer-exp", 1024)) == pytest.approx(1.0, abs=1e-12)
 
 
-@pytest.mark.parametrize(("n", "residual"), [(3, 0.25), (5, 0.2023), (6, 0.2165), (7, 0.125), (12, 0.2091), (17, 0.0614), (33, 0.0311)])
+@pytest.mark.parametrize(
+    ("n", "residual"), [(3, 0.25), (5, 0.2023), (6, 0.2165), (7, 0.125), (12, 0.2091), (17, 0.0614), (33, 0.0311)]
+)
 def test_residuals_of_the_directed_one_peer_exponential_graph(n, residual):
     tau = math.ceil(math.log2(n))
     closed = max(abs(math.sin(math.pi * m * 2**tau / n) / math.sin(math.pi * m / n)) / 2**tau for m in range(1, n))

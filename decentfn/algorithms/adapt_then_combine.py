@@ -12,14 +12,13 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import Unpack
 
+from decentfn.algorithms.preconditions import require_doubly_stochastic
 from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, State, Worker, add, as_step
 from decentfn.topologies import Topology
 from decentfn.trees import PyTree
 
 
-def adapt_then_combine(
-    loss_fn: LossFn, optimizer: Any, topology: Topology, **options: Unpack[Options]
-) -> Algorithm:
+def adapt_then_combine(loss_fn: LossFn, optimizer: Any, topology: Topology, **options: Unpack[Options]) -> Algorithm:
     """Update, then mix what was updated.
 
     Nothing can be sent before the update, so only the last buckets' messages overlap with anything; in exchange every
@@ -34,6 +33,7 @@ def adapt_then_combine(
         options: `bucket_mb`, `wire_dtype`; see `Options`.
     """
     worker = Worker(loss_fn, optimizer, topology, **options)
+    require_doubly_stochastic("adapt_then_combine", topology)
 
     def step(state: State, batch: PyTree, t: int | Tensor) -> tuple[State, Metrics]:
         t = as_step(t)

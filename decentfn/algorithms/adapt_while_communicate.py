@@ -17,6 +17,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from decentfn import gossip
+from decentfn.algorithms.preconditions import require_doubly_stochastic
 from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, State, Worker, add, as_step
 from decentfn.topologies import Topology
 from decentfn.trees import PyTree
@@ -46,6 +47,7 @@ def adapt_while_communicate(
         options: `bucket_mb`, `wire_dtype`; see `Options`.
     """
     worker = Worker(loss_fn, optimizer, topology, **options)
+    require_doubly_stochastic("adapt_while_communicate", topology)
     if update_at not in ("local", "mixed"):
         raise ValueError(f"adapt_while_communicate(update_at={update_at!r}): choose 'local' or 'mixed'.")
     if not callable(gamma) and not 0 <= gamma <= 1:

@@ -11,6 +11,7 @@ y: its estimate of the mean gradient, mean(y) = mean(g) at every step; -η y: th
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -77,16 +78,17 @@ def gradient_tracking(
         t = as_step(t)
         last = (t - 1).clamp(min=0)
         x, started = state.params, state.started
-        y_travelling = worker.post(state.y, last) if form != "atc" else None
+        y_travelling = worker.post(state.y, last) if started is None else None
         x_travelling = worker.post(x, t) if form == "awc" else None
 
         gradient = worker.gradient(x, state.buffers, batch)
         g = gradient.grads
+        change = trees.map(torch.sub, g, state.g)
         if y_travelling is not None:
-            y = add(gossip.collect(y_travelling), subtract(g, state.g))
+            y = add(gossip.collect(y_travelling), change)
         else:
-            y = worker.mix(add(state.y, subtract(g, state.g)), last)
-            y = trees.map(lambda later, first: torch.where(started, later, first), y, g)
+            assert started is not None
+            y = trees.map(partial(torch.where, started), worker.mix(add(state.y, change), last), g)
             started = torch.ones_like(started)
 
         u, opt_state = optimizer.update(y, state.opt_state, x)
@@ -94,8 +96,3 @@ def gradient_tracking(
         return State(x, opt_state, gradient.buffers, y, g, started), gradient.metrics
 
     return Algorithm(init, step)
-
-
-def subtract(x: Buckets, y: Buckets) -> Buckets:
-    """`x - y`."""
-    return trees.map(torch.sub, x, y)

@@ -26,7 +26,7 @@ def require_static_symmetric(call: str, topology: Topology) -> None:
         schedule = "is random" if topology.period is None else f"has period {topology.period}"
         raise ValueError(
             f"{call}: {topology.name!r} {schedule}, but the method needs one and the same mixing matrix at every step; "
-            "use a static topology such as 'static-ring' or 'static-exp' on undirected links, or gradient_tracking."
+            "use a static undirected topology such as 'static-ring' or 'hypercube', or gradient_tracking."
         )
     matrix = mixing_matrix(topology, 0)
     asymmetry = float((matrix - matrix.T).abs().max())

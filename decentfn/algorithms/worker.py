@@ -63,9 +63,7 @@ class Options(TypedDict, total=False):
 class Worker:
     """One worker's means: its start, its gradient and its gossip. Holds no training state."""
 
-    def __init__(
-        self, loss_fn: LossFn, optimizer: Any, topology: Topology, **options: Unpack[Options]
-    ) -> None:
+    def __init__(self, loss_fn: LossFn, optimizer: Any, topology: Topology, **options: Unpack[Options]) -> None:
         if not callable(loss_fn):
             raise ValueError(f"loss_fn={loss_fn!r}: expected a function (params, batch) -> loss.")
         for method in ("init", "update"):
@@ -113,7 +111,6 @@ class Worker:
 
     def gradient(self, params: Buckets, buffers: PyTree, batch: PyTree) -> Gradient:
         """The loss and its gradient at `params`, which the loss sees as the user's tree."""
-
         templates: list[PyTree] = []
 
         # Buffers and batch are arguments, not captured: torch.func forbids writing to what is captured.

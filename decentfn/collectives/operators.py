@@ -39,10 +39,11 @@ def exchange(x: Tensor, peers: Tensor, t: Tensor, *, per_slot: bool = False) -> 
     """Post `x` to this step's listeners and return the messages in flight; call `wait` on them before use.
 
     Args:
-        x: `[D]`, or `[K, D]` with `per_slot` (a message of its own for each slot); contiguous.
+        x: `[D]`, or `[K, D]` with `per_slot`; contiguous.
         peers: `[P, 2, N, K]` int64 on the CPU. `peers[p, 0, i, k]` is the worker that i hears in slot k of phase p,
             `peers[p, 1, i, k]` the one that hears i; -1 is nobody, and a worker that is its own peer copies locally.
         t: 0-d int64 on the CPU; the phase is `t mod P`.
+        per_slot: whether each slot has a message of its own.
 
     Returns:
         `[K, D]` of x's dtype: what was heard in each slot, zeros where nobody spoke.
@@ -169,7 +170,9 @@ def _complete(x: Tensor) -> None:
         for work in works:
             work.wait()
     except RuntimeError as error:
-        raise RuntimeError(f"{what} failed; a peer has died, or is later than the timeout of df.init: {error}") from error
+        raise RuntimeError(
+            f"{what} failed; a peer has died, or is later than the timeout of df.init: {error}"
+        ) from error
 
 
 def _wait(x: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import cast
 
 import torch.distributed as dist
 
@@ -16,9 +17,7 @@ class World:
     Worker `i` lives in process `i // L` when each process holds `L` workers (`L = 1` under plain torchrun).
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup | None, rank: int, size: int, timeout: timedelta | None = None
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, rank: int, size: int, timeout: timedelta | None = None) -> None:
         self.group = group
         self.rank = rank
         self.size = size
@@ -43,9 +42,7 @@ class World:
                 self._subgroups[ranks] = self._new_group(ranks)
 
     def _new_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        group = dist.new_group(list(ranks), timeout=self.timeout)
-        assert isinstance(group, dist.ProcessGroup) or self.rank not in ranks
-        return group
+        return cast(dist.ProcessGroup, dist.new_group(list(ranks), timeout=self.timeout))
 
 
 _ALONE = World(None, 0, 1)

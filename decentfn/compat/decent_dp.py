@@ -1,0 +1,172 @@
+"""Decent-DP 0.2.3's habits, so that a run of it can be repeated to rounding by this library's own step. Never a default.
+
+    g = ∇F(x)                                        at the worker's own, unmixed x
+    x̃ = (1-γ) x + γ (w x + s Σ_{j∈R, j≠i} x_j)       s = (1-w)/(r-1)
+    x⁺ = x̃ + u(x̃, g)
+
+x: a worker's parameters; R: the edge (group of r workers) that it averages in; w: the edge's own weight; γ: the adaptive
+factor; u: the optimizer's update. That is `adapt_while_communicate(update_at="mixed", gamma=γ)`; what is particular to
+Decent-DP stands here:
+
+>>> import decentfn as df
+>>> from decentfn.compat import decent_dp
+>>> topology = decent_dp.schedule(df.topology("one-peer-exp", num_workers=4))
+>>> optimizer = df.adamw(1e-2, weight_decay=0.1, mask=decent_dp.decays)
+>>> init, step = df.adapt_while_communicate(
+...     lambda params, batch: ((batch - params) ** 2).mean(), optimizer, topology, update_at="mixed"
+... )
+
+Source: decent-dp 0.2.3 (PyPI); Wang et al., ICLR 2025.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from decentfn import gossip, trees
+from decentfn.algorithms.worker import LossFn, Metrics, Options, State, Worker, add, as_step
+from decentfn.buckets import Buckets
+from decentfn.topologies import Round, Topology
+from decentfn.transforms import Transform, clip_by_global_norm, partition
+from decentfn.trees import PyTree
+
+_ALIGNED_TO = 32
+
+
+def schedule(topology: Topology) -> Topology:
+    """The order in which Decent-DP goes through a topology's edges: in update u (t = u - 1) it mixes over edge u.
+
+    Two exceptions: update 1 does not mix, and update 2 mixes what was sent over edge 1, but keeps of its own parameters
+    what edge 2's weight says. If the weights of edges 1 and 2 differ, that multiplies all parameters by a factor other
+    than 1, so **the result is not checked to be stochastic**; any other use of such edges in this library is.
+
+    Args:
+        topology: a schedule of pairs or groups with a period (Decent-DP's edges), as `from_groups` makes.
+
+    Returns:
+        A topology that never repeats: its rounds 0 and 1 are not seen again.
+
+    Raises:
+        ValueError: a random topology, or one with more than one message per worker and step.
+
+    >>> from decentfn.topologies import mixing_matrix, topology
+    >>> ring = topology("ring", num_workers=4)
+    >>> [mixing_matrix(schedule(ring), t)[0].tolist() for t in range(2)]
+    [[1.0, 0.0, 0.0, 0.0], [0.5, 0.0, 0.0, 0.5]]
+    """
+    if topology.draw is not None or topology.slots > 1:
+        raise ValueError(
+            f"decent_dp.schedule({topology!r}): Decent-DP's edges are pairs or groups in a fixed order; use a topology "
+            "of df.from_groups, or one of 'complete', 'ring', 'one-peer-exp', 'alternating-exp-ring'."
+        )
+    period = topology.sources.shape[0]
+    edges = torch.tensor([0, 1, *range(3, 3 + period)]) % period  # the edge over which update t + 1 mixes
+    sources, weights = topology.sources[edges].clone(), topology.weights[edges].clone()
+    groups = None if topology.groups is None else topology.groups[edges]
+    mean_weights = None if topology.mean_weights is None else topology.mean_weights[edges].clone()
+    me = torch.arange(topology.num_workers)[:, None]
+    sources[0] = me
+    weights[0] = torch.tensor([1.0] + [0.0] * topology.slots)
+    kept, sent = _own(topology, 2 % period), _own(topology, 1 % period)
+    weights[1, :, 0] += kept - sent
+    if mean_weights is not None:
+        mean_weights[0] = 0.0
+    first = Topology(topology.name, topology.num_workers, sources, weights, groups, mean_weights)
+
+    def draw(t: Tensor) -> Round:
+        return first.round(torch.where(t < 2, t, 2 + (t - 2) % period))
+
+    name = f"{topology.name} in Decent-DP's order"
+    return Topology(name, topology.num_workers, sources, weights, groups, mean_weights, draw=draw)
+
+
+def _own(topology: Topology, phase: int) -> Tensor:
+    """`w - s` of every worker in one phase, `[N]`: what is kept of x where the sum over the edge includes it."""
+    if topology.groups is not None:
+        return topology.weights[phase, :, 0]
+    return topology.weights[phase, :, 0] - topology.weights[phase, :, 1:].sum(-1)
+
+
+def buckets(named_params: Iterable[tuple[str, Tensor]], bucket_size_in_mb: float = 25) -> list[list[str]]:
+    """Decent-DP's buckets, by name.
+
+    Args:
+        named_params: (dotted name, parameter) in the order in which the first backward pass reached them; for a chain of
+            `nn.Linear`s that is the registered order backwards.
+        bucket_size_in_mb: a bucket closes once it holds that many MiB, every parameter padded to 32 elements; 0 gives
+            every parameter a bucket of its own.
+
+    >>> layers = [("1.bias", torch.zeros(4)), ("1.weight", torch.zeros(4, 8)), ("0.bias", torch.zeros(8))]
+    >>> buckets(layers, bucket_size_in_mb=0)
+    [['1.bias'], ['1.weight'], ['0.bias']]
+    """
+    closed: list[list[str]] = []
+    names, size = [], 0
+    for name, param in named_params:
+        names.append(name)
+        size += -(-param.numel() // _ALIGNED_TO) * _ALIGNED_TO * param.element_size()
+        if size >= bucket_size_in_mb * 2**20:
+            closed.append(names)
+            names, size = [], 0
+    return [*closed, names] if names else closed
+
+
+def clip_by_buckets(max_norm: float, buckets: Sequence[Sequence[str]]) -> Transform:
+    """Clip each of Decent-DP's buckets by its own norm (its `grad_clip_norm`); the result depends on their size.
+
+    Args:
+        max_norm: positive.
+        buckets: from `buckets`; every trained parameter in one of them.
+    """
+    bucket_of = {name: index for index, names in enumerate(buckets) for name in names}
+    clips = {index: clip_by_global_norm(max_norm) for index in range(len(buckets))}
+    return partition(clips, lambda name, shape: bucket_of.get(name))
+
+
+def decays(name: str, shape: tuple[int, ...]) -> bool:
+    """The mask of the weight decay of Decent-DP's `optim_fn_...`: biases and batch norms decay, weights do not.
+
+    Inverted by mistake, there; `df.not_bias_or_norm` is the right way round.
+
+    >>> decays("0.bias", (8,)), decays("0.weight", (8, 4))
+    (True, False)
+    """
+    return "bias" in name or "bn" in name
+
+
+def after_forgotten_revert(
+    loss_fn: LossFn,
+    optimizer: Any,
+    topology: Topology,
+    *,
+    gamma: float = 1.0,
+    **options: Unpack[Options],
+) -> Callable[[tuple[State, Buckets], PyTree, int | Tensor], tuple[State, Metrics]]:
+    """The update after `global_avg(will_revert=True)` whose `revert_global_avg` was forgotten.
+
+    The parameters x are the mean then, but what travels are those before, y: `x̃ = (1-γ) x + γ ((w-s) x + s Σ_{j∈R} y_j)`.
+    A fault that a functional state cannot have; here to repeat such a run. Arguments as of `adapt_while_communicate`.
+
+    Returns:
+        `step((state, y), batch, t) -> (state, metrics)`, to be called once; `y` are the parameters before the average.
+    """
+    worker = Worker(loss_fn, optimizer, topology, **options)
+
+    def step(state: tuple[State, Buckets], batch: PyTree, t: int | Tensor) -> tuple[State, Metrics]:
+        t = as_step(t)
+        (x, opt_state, buffers), y = state
+        travelling = worker.post(y, t)
+        g = worker.gradient(x, buffers, batch)
+        row = travelling.row
+        kept = row.weights[0] if row.mean_weight is not None else row.weights[0] - row.weights[1:].sum()
+        factor = (1 - gamma) + gamma * kept
+        mixed = add(gossip.collect(travelling, gamma), trees.map(lambda a, b: factor.to(a.dtype) * (a - b), x, y))
+        u, opt_state = optimizer.update(g.grads, opt_state, mixed)
+        return State(add(mixed, u), opt_state, g.buffers), g.metrics
+
+    return step

@@ -1,0 +1,128 @@
+"""The step as one would write it without any library: the measure of what a library costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.func import grad_and_value
+
+from benchmarking.workloads import LEARNING_RATE, WEIGHT_DECAY, Workload
+
+B1, B2, EPS = 0.9, 0.999, 1e-8
+MESSAGE_BYTES = 25 * 2**20
+MANY = 100
+"""From so many tensors on, the parameters are one flat vector: compiling an update of each takes minutes."""
+
+
+class ByHand:
+    """A workload's parameters and moments, and its three compiled functions: gradient, update, both in one graph."""
+
+    def __init__(self, workload: Workload) -> None:
+        module = workload.module()
+        params = {name: p.detach().clone() for name, p in module.named_parameters()}
+        loss_fn, shapes = workload.loss_fn(module), {name: p.shape for name, p in params.items()}
+        is_flat = len(params) >= MANY
+
+        def tree(leaves: list[Tensor]) -> dict[str, Tensor]:
+            pieces = leaves[0].split([prod(shape) for shape in shapes.values()]) if is_flat else leaves
+            return {n: piece.view(shape) for (n, shape), piece in zip(shapes.items(), pieces, strict=True)}
+
+        def gradient(leaves: list[Tensor], batch: Any) -> tuple[list[Tensor], Tensor]:
+            return grad_and_value(lambda x, batch: loss_fn(tree(x), batch))(leaves, batch)
+
+        def step(x: list[Tensor], m: list[Tensor], v: list[Tensor], count: Tensor, batch: Any) -> Tensor:
+            grads, loss = gradient(x, batch)
+            adamw(x, m, v, count, grads, None)
+            return loss
+
+        self.x = [torch.cat([p.flatten() for p in params.values()])] if is_flat else list(params.values())
+        self.m, self.v = ([torch.zeros_like(p) for p in self.x] for _ in range(2))
+        self.count = torch.zeros((), dtype=torch.int64)
+        self.gradient = torch.compile(gradient, fullgraph=True)
+        self.update = torch.compile(adamw, fullgraph=True)
+        self.step = torch.compile(step, fullgraph=True)
+        self.nbytes = sum(p.nbytes for p in self.x)
+
+
+def adamw(
+    x: list[Tensor], m: list[Tensor], v: list[Tensor], count: Tensor, grads: list[Tensor], heard: list[Tensor] | None
+) -> None:
+    """AdamW in place; with `heard` the parameters are averaged with it in the same pass."""
+    count.add_(1)
+    k = count.to(torch.float64)
+    c1, c2 = (1 / (1 - B1**k)).float(), (1 / torch.sqrt(1 - B2**k)).float()
+    for i, (p, mi, vi, g) in enumerate(zip(x, m, v, grads, strict=True)):
+        mi.mul_(B1).add_(g, alpha=1 - B1)
+        vi.mul_(B2).addcmul_(g, g, value=1 - B2)
+        mixed = p if heard is None else 0.5 * p + 0.5 * heard[i]
+        p.copy_(mixed - LEARNING_RATE * (mi * c1 / (torch.sqrt(vi) * c2 + EPS) + WEIGHT_DECAY * p))
+
+
+class BareExchange:
+    """Sends and receives of `nbytes` with this step's partner, receives first; nothing else."""
+
+    def __init__(self, nbytes: int, rank: int, size: int, dtype: torch.dtype = torch.float32) -> None:
+        elements = nbytes // 4  # as many as there are parameters
+        per_message = MESSAGE_BYTES // dtype.itemsize
+        lengths = [min(per_message, elements - start) for start in range(0, elements, per_message)]
+        self.out = [torch.zeros(length, dtype=dtype) for length in lengths]
+        self.inbox = [torch.zeros(length, dtype=dtype) for length in lengths]
+        self.rank, self.size = rank, size
+        self.works: list[Any] = []
+
+    def partner(self, t: int) -> int:
+        """`rank XOR 2^k` for a power of two, else neighbours in turn."""
+        if self.size & (self.size - 1) == 0:
+            return self.rank ^ (1 << t % (self.size.bit_length() - 1))
+        return (self.rank + (1 if (self.rank + t) % 2 == 0 else -1)) % self.size
+
+    def post(self, t: int) -> None:
+        if self.size == 1:
+            return
+        group, partner = dist.group.WORLD, self.partner(t)
+        assert group is not None
+        self.works = [group.recv([tensor], partner, 0) for tensor in self.inbox]
+        self.works += [group.send([tensor], partner, 0) for tensor in self.out]
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+        self.works = []
+
+
+def floor(kind: str, workload: Workload, rank: int, size: int, wire: torch.dtype) -> tuple[Callable[[int], Any], float]:
+    """`(step, payload bytes)` of a floor: gradient, update, compute (both), exchange, overlap or raw.
+
+    overlap: post, gradient, wait. raw: post, gradient, wait, update with the mixing in it.
+    """
+    hand, batches = ByHand(workload), workload.batches(rank)
+    exchange = BareExchange(hand.nbytes, rank, size, wire)
+    payload = 0.0 if size == 1 or kind in ("gradient", "update", "compute") else float(sum(b.nbytes for b in exchange.out))
+    state = hand.x, hand.m, hand.v, hand.count
+    grads = [torch.full_like(p, 1e-3) for p in hand.x]
+    heard = [p.clone() for p in hand.x]
+
+    def exchange_alone(t: int) -> None:
+        exchange.post(t)
+        exchange.wait()
+
+    def overlap(t: int) -> list[Tensor]:
+        exchange.post(t)
+        grads, _ = hand.gradient(hand.x, batches[t % len(batches)])
+        exchange.wait()
+        return grads
+
+    steps: dict[str, Callable[[int], Any]] = {
+        "gradient": lambda t: hand.gradient(hand.x, batches[t % len(batches)]),
+        "update": lambda t: hand.update(*state, grads, heard),
+        "compute": lambda t: hand.step(*state, batches[t % len(batches)]),
+        "exchange": exchange_alone,
+        "overlap": overlap,
+        "raw": lambda t: hand.update(*state, overlap(t), heard),
+    }
+    return steps[kind], payload

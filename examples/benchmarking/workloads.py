@@ -1,0 +1,138 @@
+"""What is trained: four networks of different shapes, on random data that changes from step to step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+
+BATCHES = 16
+LEARNING_RATE, WEIGHT_DECAY = 1e-6, 0.01  # so small that every step does the same work
+
+
+class Thousand(nn.Module):
+    """1,000 parameters of 1,000 elements each, in 25 residual blocks of 40."""
+
+    def __init__(self, tensors: int = 1000, width: int = 1000, blocks: int = 25) -> None:
+        super().__init__()
+        each = tensors // blocks
+        rows = [nn.ParameterList(torch.randn(width) / width**0.5 for _ in range(each)) for _ in range(blocks)]
+        self.blocks = nn.ModuleList(rows)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for rows in self.blocks:
+            w = torch.stack(list(rows))
+            x = x + torch.tanh(x @ w.T) @ w / len(rows)
+        return x
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, -1))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    def __init__(self, vocabulary: int, dim: int, layers: int, heads: int, length: int) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(vocabulary, dim), nn.Parameter(0.02 * torch.randn(length, dim))
+        self.blocks = nn.ModuleList(Block(dim, heads) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.positions
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x)).flatten(0, -2)
+
+
+def mlp(*sizes: int) -> nn.Module:
+    layers = [[nn.Linear(a, b), nn.ReLU()] for a, b in zip(sizes, sizes[1:], strict=False)]
+    return nn.Sequential(*sum(layers, [])[:-1])
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A network, its loss and its data."""
+
+    name: str
+    build: Callable[[], nn.Module]
+    draw: Callable[[int, torch.Generator], tuple[Tensor, Tensor]]  # (batch size, generator) -> (inputs, targets)
+    criterion: Callable[[Tensor, Tensor], Tensor]
+    batch_size: int
+
+    def module(self) -> nn.Module:
+        """The same start on every rank."""
+        torch.manual_seed(0)
+        return self.build()
+
+    def batches(self, rank: int) -> list[tuple[Tensor, Tensor]]:
+        """Random batches of this rank's own, taken in turn."""
+        generator = torch.Generator().manual_seed(1000 + rank)
+        return [self.draw(self.batch_size, generator) for _ in range(BATCHES)]
+
+    def loss_fn(self, module: nn.Module) -> Callable[[Any, Any], Tensor]:
+        """The loss as a function of (parameters by name, batch)."""
+
+        def loss_fn(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+            inputs, targets = batch
+            return self.criterion(functional_call(module, params, (inputs,)), targets)
+
+        return loss_fn
+
+
+def _classes(width: int, classes: int) -> Callable[[int, torch.Generator], tuple[Tensor, Tensor]]:
+    return lambda n, g: (torch.randn(n, width, generator=g), torch.randint(classes, (n,), generator=g))
+
+
+def _vectors(width: int) -> Callable[[int, torch.Generator], tuple[Tensor, Tensor]]:
+    return lambda n, g: (torch.randn(n, width, generator=g), torch.randn(n, width, generator=g))
+
+
+def _tokens(vocabulary: int, length: int) -> Callable[[int, torch.Generator], tuple[Tensor, Tensor]]:
+    def draw(n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        text = torch.randint(vocabulary, (n, length + 1), generator=generator)
+        return text[:, :-1], text[:, 1:].flatten()
+
+    return draw
+
+
+def workload(name: str, *, small: bool = False, batch_size: int | None = None) -> Workload:
+    """One of `mlp` (10.5M parameters), `gpt` (13.9M), `thousand` (1M in 1,000 tensors) and `tiny` (9.6e3).
+
+    `small`: a hundredth of the size, for trying out. `batch_size`: per worker, None for the workload's own.
+    """
+    cross_entropy, mse = F.cross_entropy, F.mse_loss
+    wide = 128 if small else 2048
+    dim, layers, vocabulary, length = (32, 2, 64, 16) if small else (384, 6, 4096, 64)
+    tensors, width = (50, 20) if small else (1000, 1000)
+    made = {
+        "mlp": Workload(
+            "mlp", lambda: mlp(wide // 2, wide, wide, wide, 10), _classes(wide // 2, 10), cross_entropy, 16
+        ),
+        "gpt": Workload(
+            "gpt",
+            lambda: GPT(vocabulary, dim, layers, dim // 16 if small else 6, length),
+            _tokens(vocabulary, length),
+            cross_entropy,
+            2,
+        ),
+        "thousand": Workload("thousand", lambda: Thousand(tensors, width), _vectors(width), mse, 16),
+        "tiny": Workload("tiny", lambda: mlp(64, 128, 10), _classes(64, 10), cross_entropy, 32),
+    }[name]
+    if batch_size is not None:
+        made = Workload(made.name, made.build, made.draw, made.criterion, batch_size)
+    return made

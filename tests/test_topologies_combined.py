@@ -1,0 +1,253 @@
+"""Schedules made of schedules, certificates in particular cases, construction errors, and 4,096 workers."""
+
+import dataclasses
+
+import networkx as nx
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import decentfn as df
+from decentfn import mixing
+from decentfn.topologies import (
+    Edge,
+    alternate,
+    alternating_exp_ring,
+    certificate,
+    complete,
+    consensus_steps,
+    every,
+    from_draw,
+    from_edges,
+    from_groups,
+    from_matrices,
+    from_permutations,
+    from_shifts,
+    graph,
+    hierarchical,
+    mixing_matrix,
+    pga,
+    relabel,
+    ring,
+    spectral_gap,
+    topology,
+    topology_names,
+)
+
+N = 8
+PARTS = {
+    "messages": lambda: ring(N),
+    "groups": lambda: alternating_exp_ring(N, local_world_size=2),
+    "draws": lambda: topology("random-matching", N, seed=5),
+    "pairs of draws": lambda: alternate(topology("equitopo-od-dyn", N), complete(N)),
+    "many slots": lambda: topology("hypercube", N),
+}
+parts = st.sampled_from(sorted(PARTS)).map(lambda name: PARTS[name]())
+hours = st.integers(1, 5)
+some_steps = st.integers(0, 200)
+
+
+def same(made, t, want):
+    w = mixing_matrix(made, t)
+    torch.testing.assert_close(w, want, rtol=0, atol=1e-15)
+    assert mixing.is_doubly_stochastic(w)
+    if made.groups is not None:  # what gossip reads: the table at t
+        assert torch.equal(made.round(t).groups, made.groups[t % len(made.groups)])
+
+
+@given(part=parts, H=hours, t=some_steps)
+def test_every_mixes_when_H_divides_t_and_goes_through_all_rounds(part, H, t):
+    made = every(H, part)
+    same(made, t, torch.eye(N).double() if t % H else mixing_matrix(part, t // H))
+    assert made.period == (None if part.period is None else H * part.period)
+
+
+@given(chosen=st.lists(parts, min_size=1, max_size=3), t=some_steps)
+def test_alternate_takes_turns(chosen, t):
+    same(alternate(*chosen), t, mixing_matrix(chosen[t % len(chosen)], t // len(chosen)))
+
+
+@given(part=parts, H=hours, t=some_steps)
+def test_pga_averages_globally_when_H_divides_t(part, H, t):
+    same(pga(H, part), t, mixing_matrix(part, t) if t % H else torch.full((N, N), 1 / N).double())
+
+
+@given(part=parts, t=some_steps, seed=st.integers(0, 1000))
+def test_relabel_works_for_every_kind_of_round(part, t, seed):
+    order = np.random.RandomState(seed).permutation(N).tolist()
+    v = mixing_matrix(relabel(part, order), t)
+    torch.testing.assert_close(v[order][:, order], mixing_matrix(part, t), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("outer", ["base", "random-matching", "complete", "static-ring"])
+@pytest.mark.parametrize("inner", ["complete", "ring", "random-matching"])
+def test_hierarchical_alternates_the_two_levels(inner, outer):
+    made = hierarchical(12, local_world_size=4, inner=inner, outer=outer)
+    inside, between = topology(inner, 4), topology(outer, 3)
+    for t in range(8):
+        same(made, 2 * t, torch.kron(torch.eye(3).double(), mixing_matrix(inside, t)))
+        same(made, 2 * t + 1, torch.kron(mixing_matrix(between, t), torch.eye(4).double()))
+
+
+def test_two_steps_of_hierarchical_are_the_product_of_the_levels():
+    made = hierarchical(12, local_world_size=4, outer="static-exp")
+    product = mixing_matrix(made, 1) @ mixing_matrix(made, 0)
+    want = torch.kron(mixing_matrix(topology("static-exp", 3), 0), torch.full((4, 4), 0.25).double())
+    torch.testing.assert_close(product, want, rtol=0, atol=1e-15)
+    made = hierarchical(16, local_world_size=4, outer="static-ring")
+    assert spectral_gap(made) == pytest.approx(spectral_gap(topology("static-ring", 4)), abs=1e-12)
+
+
+def test_schedules_too_long_for_tables_are_picked_in_the_graph():
+    made = pga(5000, topology("one-peer-exp", N))
+    assert made.draw is not None and made.period == 15000 and len(made.sources) == 1
+    compiled = torch.compile(lambda t: made.round(t)[:3], fullgraph=True, backend="aot_eager")
+    for t in (0, 1, 2, 5000, 5001, 14999):
+        want = complete(N) if t % 5000 == 0 else topology("one-peer-exp", N)
+        same(made, t, mixing_matrix(want, t))
+        assert torch.equal(compiled(torch.tensor(t))[2], made.round(t).weights)
+    with pytest.raises(ValueError, match="its groups repeat after 1000000 steps"):
+        pga(10**6, ring(N))
+
+
+def test_push_sum_graphs_stay_declared():
+    w = np.array([[0.5, 0, 0.5], [0.5, 0.5, 0], [0, 0.5, 0.5]])
+    w[:, 0] = [0.2, 0.8, 0]
+    pushed = from_matrices("pushed", w, is_column_stochastic=True)
+    made = alternate(pushed, topology("static-ring", 3))
+    assert made.is_column_stochastic
+    facts = certificate(pushed)
+    assert facts.is_column_stochastic and not facts.is_doubly_stochastic and facts.is_connected
+
+
+def test_mixed_schedules_train_in_one_graph():
+    made = alternate(topology("random-matching", 4), complete(4), every(2, ring(4)))
+    step = df.adapt_while_communicate(lambda x, batch: ((x - batch) ** 2).sum(), df.sgd(0.0), made)
+    state = df.stack(step.init(torch.zeros(3)), 4)
+    start = torch.randn(4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+    bucket = state.params[0]
+    bucket.copy_(torch.cat([start, bucket[:, 3:]], 1))
+    simulated = df.simulate(step.step, 4)
+    x = start.double()
+    for t in range(7):
+        state, _ = simulated(state, torch.zeros(4, 3), t)
+        x = mixing_matrix(made, t) @ x
+        torch.testing.assert_close(df.params(state).double(), x, rtol=0, atol=1e-6)
+
+
+def test_certificates_of_combined_schedules():
+    facts = certificate(every(4, complete(N)))
+    assert (facts.steps_to_consensus, facts.period, facts.messages_per_step) == (1, 4, 0)
+    assert facts.bytes_per_step(100) == pytest.approx(100 * 2 * 7 / 8 / 4)
+    assert consensus_steps(every(3, topology("one-peer-exp", N))) == 7
+    assert dataclasses.is_dataclass(facts) and facts.name == "every(4, complete)"
+
+
+def test_a_graph_in_two_parts_is_not_connected():
+    made = from_edges("parts", [([0, 2], [1, 3], [0.5, 0.5])], 4)
+    assert not certificate(made).is_connected
+    assert spectral_gap(made) == pytest.approx(0.0, abs=1e-12)
+
+
+def test_sudden_and_gradual_consensus_are_told_apart():
+    shifting = topology("static-exp", 16)
+    assert consensus_steps(alternate(*[shifting] * 60)) is None
+    assert consensus_steps(alternate(*[shifting] * 5, complete(16))) == 6
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: topology("static-rings", 4), "nearest: static-ring"),
+        (lambda: topology("ring", 0), "integer >= 1"),
+        (lambda: topology("ring", 5), r"ring\(num_workers=5\): .* use 'static-ring' or 'base'"),
+        (
+            lambda: topology("one-peer-exp", 6),
+            r"one_peer_exp\(num_workers=6\): pairs i, i XOR 2\^k need a power of two",
+        ),
+        (lambda: topology("hypercube", 6), r"hypercube\(num_workers=6\)"),
+        (lambda: topology("star", 66), r"star\(num_workers=66\): the centre would hold 65 messages"),
+        (lambda: topology("torus", 12, rows=5), r"torus\(num_workers=12, rows=5\)"),
+        (lambda: topology("shift-one", 7), r"shift_one\(num_workers=7\)"),
+        (lambda: topology("base", 7, k=0), r"base\(num_workers=7, k=0\)"),
+        (lambda: topology("p-peer-exp", 7, p=0), r"p_peer_exp\(num_workers=7, p=0\)"),
+        (lambda: topology("equitopo-od-dyn", 7, eta=0), r"equitopo_od_dyn\(num_workers=7, eta=0\)"),
+        (lambda: topology("equitopo-d-static", 7, M=0), r"equitopo_d_static\(num_workers=7, M=0\)"),
+        (lambda: hierarchical(7, local_world_size=2), r"hierarchical\(num_workers=7, local_world_size=2\)"),
+        (lambda: hierarchical(8, local_world_size=2, outer=ring(8)), "outer has 8 workers; that level has 4"),
+        (lambda: graph(4, graph=nx.path_graph(5)), "the graph has 5 nodes"),
+        (lambda: graph(4, graph=nx.DiGraph([(0, 1), (1, 2), (2, 3)])), "directed"),
+        (lambda: graph(4, graph=nx.Graph([(0, 1), (2, 3)])), "not connected"),
+        (lambda: graph(70, graph=nx.star_graph(69)), "69 messages at once"),
+        (lambda: graph(2, graph=[[0, 1], [0, 0]]), "square and symmetric"),
+        (lambda: every(0, ring(4)), r"every\(H=0"),
+        (lambda: alternate(), "at least one topology"),
+        (lambda: alternate(ring(4), ring(6)), r"\[4, 6\] workers"),
+        (lambda: relabel(ring(4), [0, 1, 1, 2]), "each of 0..3 once"),
+        (lambda: from_edges("mine", [([0], [1], [1.5])], 2), "exceed 1"),
+        (lambda: from_shifts("mine", [{1: 0.5}, {}], 2) and from_shifts("mine", [{}], 2), "hear nobody"),
+        (lambda: from_permutations("mine", [[[0], [0]]], [[[0.5, 0.5]] * 2]), "not a permutation"),
+        (lambda: from_permutations("mine", [[[1], [2]]], [[[0.5, 0.5]] * 2]), "workers are 0..1"),
+        (lambda: from_matrices("mine", [[0.5, 0.5], [0.4, 0.6]]), "column 0 of phase 0 sums to 0.9"),
+        (lambda: from_matrices("mine", [[1.5, -0.5], [-0.5, 1.5]]), r"W\[0, 1\] = -0.5"),
+        (lambda: from_groups("mine", [[Edge([0, 1])]], 3), "each of 0..2 must be in exactly one"),
+        (
+            lambda: from_draw("mine", 2, lambda t: (torch.tensor([[1], [0]]),) * 2 + (torch.tensor([[0.5, 0.4]] * 2),)),
+            "sums to",
+        ),
+    ],
+)
+def test_impossible_topologies_say_the_call_the_rule_and_the_way_out(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_given_weights_of_a_graph_are_kept():
+    made = nx.Graph()
+    made.add_weighted_edges_from([("a", "b", 0.3), ("b", "c", 0.2), ("a", "a", 9.0)])
+    want = torch.tensor([[0.7, 0.3, 0.0], [0.3, 0.5, 0.2], [0.0, 0.2, 0.8]], dtype=torch.float64)
+    torch.testing.assert_close(mixing_matrix(graph(3, graph=made, has_weights=True), 0), want, rtol=0, atol=1e-15)
+    torch.testing.assert_close(mixing_matrix(graph(3, graph=want.numpy(), has_weights=True), 0), want)
+
+
+def test_a_drawn_weight_for_oneself_is_kept():
+    sources = torch.tensor([[1, 0], [0, 1]])
+    weights = torch.tensor([[0.2, 0.5, 0.3]] * 2, dtype=torch.float64)
+    made = from_draw("mine", 2, lambda t: (sources, sources, weights))
+    torch.testing.assert_close(mixing_matrix(made, 0), torch.full((2, 2), 0.5).double())
+    assert made.round(0).weights[:, 2].tolist() == [0.0, 0.0]
+
+
+MESSAGES_4096 = {
+    "base": 1,
+    "ceca": 1,
+    "complete": 0,
+    "equitopo-d-static": 12,
+    "hypercube": 12,
+    "one-peer-exp": 1,
+    "random-matching": 1,
+    "shift-one": 1,
+    "static-exp": 12,
+    "static-ring": 2,
+    "torus": 4,
+}
+
+
+@pytest.mark.parametrize("name", [name for name in topology_names() if name not in {"graph", "star"}])
+def test_names_build_for_4096_workers(name):
+    needs_nodes = name in {"alternating-exp-ring", "hierarchical"}
+    made = topology(name, 4096, **({"local_world_size": 8} if needs_nodes else {}))
+    assert made.num_workers == 4096 and made.slots <= 25
+    assert made.peers.numel() <= 2**24
+    for t in (0, 1, 4095):
+        this = made.round(t)
+        totals = this.weights.sum(1) + (0 if this.mean_weights is None else this.mean_weights)
+        assert (totals - 1).abs().max() < 1e-12
+        assert (this.destinations >= 0).sum() <= 4096 * MESSAGES_4096.get(name, made.degree)
+
+
+def test_graphs_of_4096_workers_build_from_their_edges():
+    made = graph(4096, graph=nx.random_regular_graph(6, 4096, seed=1))
+    assert made.degree == 6 and made.slots <= 8
