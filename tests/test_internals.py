@@ -1,0 +1,75 @@
+"""Without PyTorch's private API everything stays correct; only the overlap is gone."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+WITHOUT = """
+import sys
+import torch
+{removal}
+import decentfn as df
+{restoration}
+from decentfn import internals
+from tests import cases
+
+assert not internals.OVERLAPS and "reorder_for_compute_comm_overlap" not in internals.compile_options()
+case = cases.Case("adapt_while_communicate", "ring")
+mine, _ = cases.on_this_rank(case, steps=3, local=1, compiled=True)
+rank = df.init().rank
+from decentfn.collectives import World, use
+with use(World(None, 0, 1)):
+    expected, _ = cases.simulated(case, 2, steps=3)
+for got, wanted in zip(mine, expected):
+    torch.testing.assert_close(got, wanted[rank], atol=1e-6, rtol=1e-5)
+print("agrees")
+"""
+PIECES = {
+    "collective kernels": (
+        "import torch._inductor.ir as ir; kept = ir._CollectiveKernel; del ir._CollectiveKernel",
+        "ir._CollectiveKernel = kept",  # Inductor itself still needs it
+    ),
+    "lowerings": (
+        "name = 'torch._inductor.lowering'; import torch._inductor.lowering; kept = sys.modules[name]\n"
+        "sys.modules[name] = None",
+        "sys.modules[name] = kept",
+    ),
+}
+
+
+@pytest.mark.parametrize("piece", PIECES)
+def test_ranks_agree_with_vmap_without_private_api(piece, tmp_path):
+    script = tmp_path / "without.py"
+    removal, restoration = PIECES[piece]
+    script.write_text(WITHOUT.format(removal=removal, restoration=restoration))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    root = Path(__file__).parent.parent
+    result = subprocess.run(command, capture_output=True, text=True, cwd=root, env=_environment(root), timeout=300)
+    assert result.returncode == 0 and result.stdout.count("agrees") == 2, result.stderr[-3000:]
+
+
+def _environment(root):
+    import os
+
+    return {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_simulator_agrees_with_itself_on_a_gpu(compiled):
+    import decentfn as df
+    from decentfn import trees
+    from tests import cases
+
+    for case in cases.CASES:
+        init, step = cases.build(case, 4)
+        state = df.stack(init(trees.map(lambda p: p.cuda(), cases.params())), 4)
+        step = df.compile(df.simulate(step, 4)) if compiled else df.simulate(step, 4)
+        for t in range(3):
+            state, _ = step(state, tuple(x.cuda() for x in cases.batches(4, t)), t)
+        expected, _ = cases.simulated(case, 4, 3)
+        for got, wanted in zip(trees.leaves(state), expected, strict=True):
+            torch.testing.assert_close(got.cpu(), wanted, atol=1e-4, rtol=1e-3)
