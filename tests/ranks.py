@@ -96,10 +96,13 @@ def on_threads(n: int, function: Callable[[int], Any]) -> list[Any]:
     store = dist.HashStore()
     results: list[Any] = [None] * n
     errors: list[BaseException] = []
+    worlds: list[World] = []  # a rank that is done must not close its connections before the others are
 
     def run(rank: int) -> None:
         try:
-            with use(ThreadWorld(store, rank, n)):
+            world = ThreadWorld(store, rank, n)
+            worlds.append(world)
+            with use(world):
                 results[rank] = function(rank)
         except BaseException as error:
             errors.append(error)

@@ -213,7 +213,7 @@ def numpy_power_gossip(matrices, topology, first, rank, iterations):
         for i in range(iterations):
             transposed = (t * iterations + i) % 2 == 1
             moved = mixed.copy()
-            for slot in range(topology.degree):
+            for slot in range(topology.sources.shape[2]):
                 for a in range(N):
                     b = int(topology.sources[phase, a, slot])
                     if a <= b:  # a > b, once for each edge
@@ -247,7 +247,9 @@ def test_power_gossip_is_its_equation(rank, iterations, matrices):
     algorithm = power_gossip(loss, Sgd(LR), topology, rank=rank, iterations=iterations)
     first = algorithm.init(tree(START[0])).directions[0].numpy()
     expected = numpy_power_gossip(matrices, topology, first, rank, iterations)
-    assert np.abs(run(algorithm) - expected).max() <= 1e-10
+    # Nearly dependent columns amplify rounding: the loop itself, started 1e-15 away, differs by 1e-5 after 90 rounds.
+    steps = 30 // iterations
+    assert np.abs(run(algorithm, steps) - expected[: steps + 1]).max() <= 1e-10
 
 
 def test_power_gossip_from_equal_starts():
@@ -423,7 +425,9 @@ def test_what_is_sent_is_the_compressed_message(name, monkeypatch):
     history(made, 1)
     plan = flatten(tree(START[0])).plan.buckets[0]
     if name == "power_gossip":
-        assert sent == [((topology.degree, 3 + 6 + 5), torch.float64)]  # max(m, n) of both matrices, and the vector
+        assert sent == [
+            ((topology.sources.shape[2], 3 + 6 + 5), torch.float64)
+        ]  # max(m, n) of both matrices, and the vector
     else:
         assert sent == [((compressor.nbytes(plan),), torch.uint8)]
 

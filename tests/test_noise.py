@@ -21,12 +21,16 @@ def _scrambled(x):
 
 
 def _word(seed, t, stream, index, worker=0):
-    halves = []
-    for half in (0x243F6A88, 0x13198A2E):
-        for word in (seed % 2**32, (seed >> 32) % 2**32, stream, worker, t % 2**32, t >> 32):
-            half = (_scrambled(half ^ word) + 0x9E3779B9) % 2**32
-        halves.append(half)
-    return _scrambled((_scrambled(index ^ halves[0]) + halves[1]) % 2**32)
+    words = (seed % 2**32, (seed >> 32) % 2**32, stream, worker, t % 2**32, t >> 32)
+    starts = (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344, 0xA4093822, 0x299F31D0),
+        (0x082EFA98, 0xEC4E6C89, 0x452821E6, 0x38D01377, 0xBE5466CF, 0x34E90C6C),
+    )
+    first, second = (
+        _scrambled(sum(_scrambled(start ^ word) for start, word in zip(half, words, strict=True)) % 2**32)
+        for half in starts
+    )
+    return _scrambled((_scrambled(index ^ first) + second) % 2**32)
 
 
 def test_compiled_and_eager_draws_are_equal():
@@ -44,6 +48,15 @@ def test_compiled_and_eager_draws_are_equal():
             draw(torch.tensor(t), torch.tensor(2)), compiled(torch.tensor(t), torch.tensor(2)), strict=True
         ):
             assert torch.equal(a, b)
+
+
+def test_new_seeds_and_streams_compile_at_once_though_dynamo_makes_symbols_of_them():
+    def drawing(seed, stream, size):
+        return lambda t: noise.uniform(seed, t, stream, (size,))
+
+    for seed, stream, size in [(2, 3, 4), (7, 8, 9), (-3, 9, 11), (2**40 + 1, 10, 12)]:
+        compiled = torch.compile(drawing(seed, stream, size), fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(torch.tensor(5)), drawing(seed, stream, size)(5))
 
 
 def test_each_worker_draws_its_own_under_vmap():

@@ -35,7 +35,7 @@ DEGREES = {
     "binary-tree": 3,
     "ceca": 1,
     "chain": 2,
-    "complete": 0,
+    "complete": 1,  # a pair sends messages
     "double-binary-tree": 3,
     "equitopo-od-dyn": 1,
     "equitopo-ou-dyn": 1,

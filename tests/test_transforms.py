@@ -61,6 +61,7 @@ CASES = [
     ("chain", lambda: chain(clip_by_global_norm(1.0), transforms.trace(0.5))),
     ("clip_by_bucket_norm", lambda: clip_by_bucket_norm(0.7)),
     ("clip_by_global_norm", lambda: clip_by_global_norm(0.7)),
+    ("dynamic_loss_scale", lambda: transforms.dynamic_loss_scale(adamw(0.1), growth_interval=2)),
     ("identity", lambda: identity()),
     ("masked", lambda: masked(transforms.trace(0.5), is_weight)),
     ("partition", lambda: partition({True: scale(0.3), False: transforms.scale_by_adam()}, is_weight)),
@@ -72,7 +73,15 @@ CASES = [
     ("trace", lambda: transforms.trace(0.5, nesterov=True)),
 ]
 DESCENDS = {"accum_adam", "accum_adamw", "adam", "adamw", "sgd", "scale_by_learning_rate"}
-OTHER_NAMES = {"Transform", "MaskedTransform", "not_bias_or_norm", "global_norm"}
+OTHER_NAMES = {
+    "Transform",
+    "MaskedTransform",
+    "MixAware",
+    "MixContext",
+    "DynamicLossScale",
+    "not_bias_or_norm",
+    "global_norm",
+}
 
 every_transform = pytest.mark.parametrize("make", [make for _, make in CASES], ids=[name for name, _ in CASES])
 

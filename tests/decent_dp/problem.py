@@ -121,7 +121,6 @@ def forward(params: dict[str, Tensor], x: Tensor) -> Tensor:
 
 
 def loss_fn(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
-    """The mean over a batch, or over a stack of micro-batches of one size."""
     x, y = batch
     return ((forward(params, x) - y) ** 2).mean()
 

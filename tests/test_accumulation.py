@@ -1,0 +1,155 @@
+"""Micro-batches: the gradient of k of them is that of one batch k times as large, in a graph that k does not change."""
+
+import pytest
+import torch
+from torch import nn
+
+import decentfn as df
+from decentfn import internals, trees
+from tests import cases
+
+N = 4
+
+
+def accumulating(algorithm="adapt_while_communicate", accumulated=True):
+    topology = df.topology("one-peer-exp", N)
+    loss_fn = df.accumulate(cases.loss_fn) if accumulated else cases.loss_fn
+    return getattr(df, algorithm)(loss_fn, df.adamw(0.01), topology, bucket_mb=0.002)
+
+
+def in_micro_batches(batch, k, axis=1):
+    return trees.map(lambda x: x.unflatten(axis, (k, -1)), batch)
+
+
+def trajectory(algorithm, k=None, steps=4, listed=False, **compile_options):
+    init, step = accumulating(algorithm, accumulated=k is not None)
+    state, step = df.stack(init(cases.params()), N), df.simulate(step, N)
+    step = df.compile(step, **compile_options) if compile_options else step
+    for t in range(steps):
+        batch = cases.batches(N, t)
+        if k is not None:
+            batch = in_micro_batches(batch, k)
+        if listed:
+            batch = [trees.map(lambda x, i=i: x[:, i], batch) for i in range(k)]
+        state, metrics = step(state, batch, t)
+    return trees.leaves(state), metrics
+
+
+def assert_close(a, b, **tolerance):
+    for x, y in zip(a, b, strict=True):
+        torch.testing.assert_close(x, y, **(tolerance or {"atol": 2e-6, "rtol": 1e-5}))
+
+
+@pytest.mark.parametrize("algorithm", ["adapt_while_communicate", "all_reduce"])
+@pytest.mark.parametrize("k", [1, 2, 8])
+def test_k_micro_batches_are_one_batch_k_times_as_large(algorithm, k):
+    leaves, metrics = trajectory(algorithm, k)
+    expected, whole = trajectory(algorithm)
+    assert_close(leaves, expected)
+    assert_close([metrics.loss, metrics.grad_norm, metrics.aux.mean(1)], [whole.loss, whole.grad_norm, whole.aux])
+    assert metrics.aux.shape == (N, k)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_compiled_accumulation_is_the_eager_one(backend):
+    leaves, metrics = trajectory("adapt_while_communicate", 4, backend=backend)
+    expected, eager = trajectory("adapt_while_communicate", 4)
+    assert_close(leaves, expected)
+    assert_close([metrics.loss, metrics.aux], [eager.loss, eager.aux])
+
+
+def test_without_scan_the_loop_is_unrolled_and_gives_the_same(monkeypatch):
+    expected, _ = trajectory("adapt_while_communicate", 4, backend="aot_eager")
+    monkeypatch.setattr(internals, "_scan", None)
+    assert_close(trajectory("adapt_while_communicate", 4, backend="aot_eager")[0], expected)
+
+
+def test_a_list_of_micro_batches_is_stacked():
+    stacked, _ = trajectory("all_reduce", 4)
+    listed, _ = trajectory("all_reduce", 4, listed=True)
+    assert_close(listed, stacked, atol=0, rtol=0)
+
+
+def nodes(k):
+    """The nodes of the compiled graph and of all loops in it, simulated and not."""
+    counts = []
+
+    def count(module, inputs):
+        graphs = [m for m in module.modules() if isinstance(m, torch.fx.GraphModule)]
+        counts.append(sum(len(m.graph.nodes) for m in graphs))
+        return module.forward
+
+    init, step = accumulating()
+    state, step = df.stack(init(cases.params()), N), df.compile(df.simulate(step, N), backend=count)
+    step(state, in_micro_batches(cases.batches(N, 0), k), 0)
+    return counts
+
+
+def test_the_graph_does_not_grow_with_the_number_of_micro_batches():
+    assert nodes(2) == nodes(8) and len(nodes(4)) == 1
+
+
+def test_one_graph_serves_a_run_with_accumulation():
+    from torch._dynamo.testing import CompileCounter
+
+    counter = CompileCounter()
+    trajectory("adapt_while_communicate", 4, backend=counter)
+    assert counter.frame_count == 1
+
+
+def on_this_rank(compiled):
+    here = df.init()
+    init, step = accumulating()
+    state, step = init(cases.params()), df.compile(step, backend="aot_eager") if compiled else step
+    for t in range(4):
+        batch = in_micro_batches(tuple(x[here.rank] for x in cases.batches(here.size, t)), 4, axis=0)
+        state, metrics = step(state, batch, t)
+    return trees.leaves(state), metrics
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gloo_ranks_accumulate_as_vmap_does(ranks, compiled):
+    expected, metrics = trajectory("adapt_while_communicate", 4)
+    for rank, (leaves, mine) in enumerate(ranks(N).run(on_this_rank, compiled)):
+        assert_close(leaves, [leaf[rank] for leaf in expected])
+        assert_close([mine.loss, mine.aux], [metrics.loss[rank], metrics.aux[rank]])
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_buffers_pass_from_one_micro_batch_to_the_next(backend):
+    module = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
+    params, buffers, loss_fn = df.functional(module, nn.functional.mse_loss)
+    inputs, targets = torch.randn(4, 6, 3), torch.randn(4, 6, 1)
+    init, step = df.all_reduce(df.accumulate(loss_fn), df.sgd(0.1), df.topology("complete", 1))
+    step = step if backend is None else df.compile(step, backend=backend)
+    state, metrics = step(init(params, buffers), (inputs, targets), 0)
+
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    for x, y in zip(inputs, targets, strict=True):
+        (nn.functional.mse_loss(module(x), y) / 4).backward()
+    optimizer.step()
+    expected = module.state_dict()
+    got = df.params(state) | df.buffers(state)
+    assert got["1.num_batches_tracked"] == 4
+    for name, value in expected.items():
+        torch.testing.assert_close(got[name], value)
+
+
+def test_micro_batches_of_different_numbers_are_an_error():
+    init, step = df.all_reduce(df.accumulate(lambda p, b: (p * b[0]).sum()), df.sgd(0.1), df.topology("complete", 1))
+    with pytest.raises(ValueError, match=r"leaves are \[\[2, 3\], \[3\]\].*same leading axis of M >= 1"):
+        step(init(torch.ones(3)), (torch.ones(2, 3), torch.ones(3)), 0)
+    with pytest.raises(ValueError, match="not accumulated yet"):
+        df.accumulate(df.accumulate(cases.loss_fn))
+
+
+def test_accum_adam_steps_on_every_micro_batch_beside_it():
+    """Decent-DP's other way to use a large batch: a window of updates, each with an exchange of its own."""
+    init, step = df.adapt_while_communicate(
+        cases.loss_fn, df.accum_adamw(0.01, accum_iter=4), df.topology("ring", N), bucket_mb=0.002
+    )
+    state, step = df.stack(init(cases.params()), N), df.simulate(step, N)
+    first = step(state, cases.batches(N, 0), 0)[1].loss
+    for t in range(40):
+        state, metrics = step(state, cases.batches(N, t), t)
+    assert (metrics.loss < first).all()
