@@ -7,10 +7,21 @@ from decentfn import algorithms, compressors, schedules, topologies, transforms
 from decentfn.algorithms import *  # noqa: F403
 from decentfn.buckets import Buckets, Plan
 from decentfn.compilation import compile
-from decentfn.consensus import consensus_distance, consensus_mean, distance_to_consensus, params
-from decentfn.functional import functional
-from decentfn.runtime import init
-from decentfn.schedules import cosine_with_warmup
+from decentfn.consensus import (
+    buffers,
+    consensus_buffers,
+    consensus_distance,
+    consensus_mean,
+    distance_to_consensus,
+    params,
+    with_params,
+)
+from decentfn.ema import ema, ema_params, ema_state
+from decentfn.functional import add_module_prefix, functional, strip_module_prefix
+from decentfn.losses import accumulate
+from decentfn.replicas import broadcast
+from decentfn.runtime import Shards, dirichlet_shards, fixed_shards, init, shards
+from decentfn.schedules import cosine_with_warmup, gamma_from_learning_rate
 from decentfn.simulation import simulate, stack, worker
 from decentfn.topologies import (
     Certificate,
@@ -40,36 +51,51 @@ __all__ = [
     "Certificate",
     "Edge",
     "Plan",
+    "Shards",
     "Topology",
+    "accumulate",
+    "add_module_prefix",
     "algorithms",
     "alternate",
+    "broadcast",
+    "buffers",
     "certificate",
     "compile",
     "compressors",
+    "consensus_buffers",
     "consensus_distance",
     "consensus_mean",
     "consensus_steps",
     "cosine_with_warmup",
+    "dirichlet_shards",
     "distance_to_consensus",
+    "ema",
+    "ema_params",
+    "ema_state",
     "every",
+    "fixed_shards",
     "from_draw",
     "from_groups",
     "from_matrices",
     "from_permutations",
     "functional",
+    "gamma_from_learning_rate",
     "init",
     "mixing_matrix",
     "params",
     "pga",
     "register_topology",
     "schedules",
+    "shards",
     "simulate",
     "spectral_gap",
     "stack",
+    "strip_module_prefix",
     "topologies",
     "topology",
     "topology_names",
     "transforms",
+    "with_params",
     "worker",
 ]
 __all__ += algorithms.__all__

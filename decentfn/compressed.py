@@ -96,14 +96,15 @@ def as_messages(topology: Topology) -> Topology:
     """The same mixing matrices with messages in place of averages within groups; a group of r needs r - 1 slots.
 
     Raises:
-        ValueError: a random schedule that averages in groups.
+        ValueError: a schedule without tables that averages in groups.
     """
     if topology.groups is None or topology.mean_weights is None:
         return topology
     if topology.draw is not None:
         raise ValueError(
-            f"{topology.name!r} is random and averages in groups, but compressed messages cannot be averaged on their way; "
-            "use a topology whose rounds are messages, such as 'random-matching' or 'static-exp'."
+            f"{topology.name!r} averages in groups and has no tables (random, or too long), but compressed messages "
+            "cannot be averaged on their way; use a topology whose rounds are messages, such as 'random-matching' or "
+            "'static-exp'."
         )
     period, n = topology.groups.shape
     slots = max(int(row.bincount().max()) for row in topology.groups) - 1

@@ -5,6 +5,7 @@ All of it works for the state of one worker (under a process group, collectively
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -20,6 +21,49 @@ def params(state: Any) -> PyTree:
     return trees.map(torch.clone, _buckets(state).tree())
 
 
+def buffers(state: Any) -> PyTree:
+    """This worker's own buffers, as the tree that the loss returned; copies. `[N, ...]` when stacked."""
+    return trees.map(torch.clone, state.buffers)
+
+
+def with_params(state: Any, params: PyTree) -> Any:
+    """The state with other parameters, everything else kept: from a checkpoint, an average, a surgery. Copies.
+
+    The next step sends, mixes and differentiates what stands in the state, so nothing else knows the old parameters.
+    Give it to all workers alike or to one; the state that is passed in stays as it is.
+
+    Args:
+        state: a training state whose parameters are a field of its own (push-sum's are a quotient).
+        params: a tree like the one that `init` was given, `[N, ...]` for a stacked state; a tied leaf counts in its
+            first place.
+
+    Raises:
+        ValueError: other leaves, shapes or dtypes than the state's, or no such field.
+    """
+    x = _buckets(state)
+    if "params" not in getattr(state, "_fields", ()):
+        raise ValueError(
+            f"with_params({type(state).__name__}): its parameters are computed from other fields; call init(params) anew."
+        )
+    expected = [(name, leaf.shape, leaf.dtype) for name, leaf in trees.named_leaves(x.tree())]
+    given = [(name, leaf.shape, leaf.dtype) for name, leaf in trees.named_leaves(params)]
+    for want, got in itertools.zip_longest(expected, given):
+        if want != got:
+            raise ValueError(
+                f"with_params(state, params): found {got} where the state has {want} (name, shape, dtype); pass a tree "
+                "like df.params(state)."
+            )
+    leaf: dict[int, Tensor] = {}
+    for position, value in zip(trees.leaves(x.plan.template), trees.leaves(params), strict=True):
+        leaf.setdefault(position, value)
+    tensors, first = [], 0
+    for bucket, tensor in zip(x.plan.buckets, x, strict=True):
+        pieces = [leaf[first + k].reshape(*tensor.shape[:-1], -1) for k in range(len(bucket.segments))]
+        tensors.append(torch.cat(pieces, dim=-1).detach().to(tensor.device))
+        first += len(pieces)
+    return state._replace(params=Buckets(tensors, x.plan))
+
+
 def is_stacked(state: Any) -> bool:
     """Whether the state holds a leading axis of workers (buckets of one worker are vectors)."""
     return _buckets(state)[0].dim() == 2
@@ -29,6 +73,24 @@ def consensus_mean(state: Any) -> PyTree:
     """The mean of the parameters over all workers, as the user's tree; the same on every rank. Collective."""
     x = _buckets(state)
     return Buckets([_mean(bucket) for bucket in x], x.plan).tree()
+
+
+def consensus_buffers(state: Any) -> PyTree:
+    """The mean of the floating-point buffers over all workers, the same on every rank; others are worker 0's. Collective.
+
+    Buffers that are equal on all workers (frozen parameters) come back bit for bit.
+    """
+    stacked = is_stacked(state)
+
+    def mean(b: Tensor) -> Tensor:
+        # Around worker 0's, so that equal ones have no rounding.
+        first = collectives.process_broadcast(b[0] if stacked else b)
+        if not b.is_floating_point():
+            return first
+        away = b.double() - first.double()
+        return (first.double() + collectives.process_mean(away.mean(0) if stacked else away)).to(b.dtype)
+
+    return trees.map(mean, state.buffers)
 
 
 def consensus_distance(state: Any) -> Tensor:

@@ -29,10 +29,19 @@ def fingerprint(plan: Plan, topology: Topology, **options: Any) -> list[str]:
 
 
 def agree(lines: list[str]) -> None:
-    """Compare `lines` over all ranks; collective.
+    """Compare what ranks are about to train; collective.
 
     Raises:
         ValueError: on every rank, naming the first rank and line that differ from rank 0's.
+    """
+    compare("init(params)", lines, "every rank must build the same model, topology and options")
+
+
+def compare(call: str, lines: list[str], rule: str) -> None:
+    """Compare `lines` over all ranks; collective.
+
+    Raises:
+        ValueError: on every rank, naming the first rank and line that differ from rank 0's, and the `rule`.
     """
     everyone = collectives.gather_objects(lines)
     for rank, theirs in enumerate(everyone):
@@ -40,10 +49,7 @@ def agree(lines: list[str]) -> None:
             width = max(len(theirs), len(everyone[0]))
             pairs = zip(_padded(everyone[0], width), _padded(theirs, width), strict=True)
             mine, other = next(pair for pair in pairs if pair[0] != pair[1])
-            raise ValueError(
-                f"init(params): ranks disagree about what they train. Rank 0 has {mine!r}, rank {rank} has {other!r}; "
-                "every rank must build the same model, topology and options."
-            )
+            raise ValueError(f"{call}: ranks disagree. Rank 0 has {mine!r}, rank {rank} has {other!r}; {rule}.")
 
 
 def _padded(lines: list[str], width: int) -> list[str]:

@@ -14,6 +14,7 @@ from decentfn import collectives, trees
 from decentfn.buckets import Buckets
 from decentfn.scalars import once
 from decentfn.topologies import Round, Topology
+from decentfn.transforms.mix_aware import MixContext
 
 
 class Row(NamedTuple):
@@ -92,6 +93,31 @@ def heard(posted: Posted, like: Buckets) -> Buckets:
     """
     silence = trees.map(torch.zeros_like, like)
     return collect(posted._replace(own=silence, sent=silence))
+
+
+def mix_context(posted: Posted, topology: Topology, t: Tensor) -> MixContext:
+    """Wait for what was posted and show it as it is: what an optimizer may ask for beside its gradient.
+
+    Args:
+        posted: from `post`, of step `t`.
+        topology: the schedule that it was posted with.
+        t: 0-d int64 on the CPU.
+    """
+    this, token = topology.round(t), posted.own[0]
+    me = collectives.worker_index(token).view(1)
+    members = None
+    if this.groups is not None:
+        groups = this.groups.to(token.device)
+        members = groups == groups.index_select(0, me)
+    return MixContext(
+        tuple(collectives.wait(inbox) for inbox in posted.inboxes),
+        this.sources.to(token.device).index_select(0, me)[0],
+        posted.row.weights,
+        tuple(collectives.wait(bucket) for bucket in posted.means),
+        members,
+        posted.row.mean_weight,
+        posted.own.plan,
+    )
 
 
 def mean(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils import _pytree
 
 try:
@@ -25,6 +26,11 @@ try:
     )
 except ImportError:
     _LOWERS = OVERLAPS = False
+
+try:
+    from torch._higher_order_ops.scan import scan as _scan
+except ImportError:
+    _scan = None
 
 
 def compile_options() -> dict[str, Any]:
@@ -90,6 +96,30 @@ def lower_as_pointwise(operator: Any, formula: Callable[..., Any]) -> None:
         return formula(value, lambda number: ops.constant(number, torch.int64), ops.bitwise_right_shift)
 
     register_lowering(operator, type_promotion_kind=None)(make_pointwise(entry))
+
+
+def loop(
+    body: Callable[[list[Tensor], list[Tensor]], tuple[list[Tensor], list[Tensor]]],
+    carry: list[Tensor],
+    xs: list[Tensor],
+) -> tuple[list[Tensor], list[Tensor]]:
+    """`carry, y[i] = body(carry, x[i])` over the first axis of all `xs`; the last carry and all y, stacked.
+
+    Compiled, one loop in the graph, however long; the carry must keep its shapes and dtypes. Without torch's scan the
+    loop is unrolled.
+    """
+    if _scan is not None and torch.compiler.is_compiling():
+
+        def at(carry: list[Tensor], i: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+            # Looked up here, not sliced by scan, which has no batching rule for it (a warning under vmap).
+            return body(carry, [x.index_select(0, i.view(1)).squeeze(0) for x in xs])
+
+        return _scan(at, carry, torch.arange(xs[0].shape[0], device=xs[0].device))
+    rows: list[list[Tensor]] = []
+    for i in range(xs[0].shape[0]):
+        carry, row = body(carry, [x[i] for x in xs])
+        rows.append(row)
+    return carry, [torch.stack(column) for column in zip(*rows, strict=True)]
 
 
 def register_torch_node(

@@ -22,8 +22,12 @@ from decentfn.scalars import once
 _32_BITS = 0xFFFFFFFF
 # Odd and below 2^31: times a number below 2^32, the product stays below 2^63.
 _MULTIPLIERS = ((16, 0x7FEB352D), (15, 0x21F0AAAD), (15, 0x31848BAB))
-_STARTS = (0x243F6A88, 0x13198A2E, 0x299F31D0, 0x082EFA98)  # digits of π; a key has two halves, and there are two keys
-_GOLDEN = 0x9E3779B9
+_PI = (
+    "243F6A8885A308D313198A2E03707344A4093822299F31D0082EFA98EC4E6C89452821E638D01377BE5466CF34E90C6C"
+    "C0AC29B7C97C50DD3F84D5B5B54709179216D5D98979FB1BD1310BA698DFB5AC2FFD72DBD01ADFB7B8E1AFED6A267E96"
+)
+_STARTS = [[int(_PI[48 * key + 8 * word :][:8], 16) for word in range(6)] for key in range(4)]
+"""For each half of each key, a number to start each word from: the digits of π."""
 
 
 def bits(
@@ -108,30 +112,21 @@ torch.library.register_vmap(
 internals.lower_as_pointwise(torch.ops.decentfn.scramble, _scrambled)
 
 
-def _scramble(x: Any) -> Any:
-    return torch.ops.decentfn.scramble(x) if isinstance(x, Tensor) else _scrambled(x, int, operator.rshift)
+def _scramble(x: Tensor) -> Tensor:
+    return torch.ops.decentfn.scramble(x)
 
 
 def _keys(seed: int, t: int | Tensor, stream: int, worker: int | Tensor, count: int) -> Tensor:
     """`[2 count]` int64: so many independent keys for (seed, stream, worker, t), each of two 32-bit halves.
 
-    Computed once, not once per entry that is drawn.
+    Computed once, not once per entry that is drawn. Integers enter as operands of tensors only: Dynamo may make
+    symbols of them, and a hash of symbols grows without end.
     """
     where = worker.device if isinstance(worker, Tensor) else t.device if isinstance(t, Tensor) else "cpu"
-    # Plain integers are worked in before the graph begins.
-    known = [word & _32_BITS for word in (seed, seed >> 32, stream, *(() if isinstance(worker, Tensor) else (worker,)))]
-    keys: Tensor = torch.tensor([_absorb(start, known) for start in _STARTS[: 2 * count]], device=where)
-    if isinstance(worker, Tensor):
-        keys = (_scramble(keys ^ worker) + _GOLDEN) & _32_BITS
-    for word in (t & _32_BITS, t >> 32 & _32_BITS):
-        keys = (_scramble(keys ^ word) + _GOLDEN) & _32_BITS
-    return once(keys)
-
-
-def _absorb(key: int, words: Sequence[int]) -> int:
-    for word in words:
-        key = (_scramble(key ^ word) + _GOLDEN) & _32_BITS
-    return key
+    words = (seed & _32_BITS, seed >> 32 & _32_BITS, stream & _32_BITS, worker, t & _32_BITS, t >> 32 & _32_BITS)
+    starts = torch.tensor(_STARTS, device=where)[: 2 * count].unbind(1)
+    mixed = torch.stack([start ^ word for start, word in zip(starts, words, strict=True)])
+    return once(_scramble(_scramble(mixed).sum(0) & _32_BITS))
 
 
 def _hash(index: Tensor, first: Tensor, second: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ __all__ = [
     "cosine",
     "cosine_with_warmup",
     "exponential_decay",
+    "gamma_from_learning_rate",
     "join",
     "linear",
     "piecewise_constant",
@@ -173,6 +174,46 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
         return value
 
     return schedule
+
+
+def gamma_from_learning_rate(
+    schedule: Schedule, power: float, start: float, total: int, *, peak: float | None = None
+) -> Schedule:
+    """γ that follows the learning rate: 1 before count `start * total`, `(lr/lr_max)^p` from there on.
+
+    For `df.adapt_while_communicate(..., gamma=...)`, whose step number is the optimizer's count.
+
+    Args:
+        schedule: the learning rate, as the optimizer has it.
+        power: p >= 0.
+        start: the share of the run, in [0, 1], after which γ follows.
+        total: updates of the run, >= 1.
+        peak: lr_max > 0; by default the largest value of `schedule` in `total` updates. Larger values give γ = 1.
+
+    >>> gamma = gamma_from_learning_rate(linear(0.1, 0.0, 100), power=2.0, start=0.5, total=100)
+    >>> gamma(torch.tensor([0, 49, 50, 90])).round(decimals=4)
+    tensor([1.0000, 1.0000, 0.2500, 0.0100], dtype=torch.float64)
+    """
+    call = "gamma_from_learning_rate"
+    _check_values(call, power=power)
+    _check_steps(call, "total", total)
+    if not 0 <= start <= 1:
+        raise ValueError(f"{call}(start={start!r}): the share of the run after which γ follows lies in [0, 1].")
+    if peak is None:
+        rates = torch.as_tensor(schedule(torch.arange(total)), dtype=torch.float64)
+        if rates.dim() and rates.shape != (total,):
+            raise ValueError(
+                f"{call}(schedule): {total} counts gave {list(rates.shape)} values; pass its largest as peak."
+            )
+        peak = float(rates.max())
+    if not 0 < peak < math.inf:
+        raise ValueError(f"{call}(peak={peak!r}): the largest learning rate is positive and finite.")
+
+    def gamma(count: Tensor) -> Tensor:
+        share = torch.clamp(torch.as_tensor(schedule(count), dtype=torch.float64) / peak, 0.0, 1.0)
+        return torch.where(_float(count) < start * total, torch.ones_like(share), share**power)
+
+    return gamma
 
 
 def _float(count: Tensor) -> Tensor:

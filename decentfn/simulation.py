@@ -50,8 +50,9 @@ def simulate(step: Step, num_workers: int) -> Step:
 
 
 def _check_rows(what: str, tree: PyTree, num_workers: int) -> None:
-    for name, leaf in trees.named_leaves(tree):
+    for index, leaf in enumerate(trees.leaves(tree)):
         if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0 or leaf.shape[0] != num_workers:
+            name = trees.named_leaves(tree)[index][0]  # Dynamo cannot trace optree's names through a dict
             shape = list(leaf.shape) if isinstance(leaf, torch.Tensor) else type(leaf).__name__
             way_out = "df.stack(state, num_workers)" if what == "state" else "stack one batch per worker"
             raise ValueError(

@@ -119,15 +119,14 @@ def simulated(case: Case, num_workers: int, steps: int, **compile_options: Any) 
     return trees.leaves(state), losses
 
 
-def on_this_rank(case: Case, steps: int, local: int, compiled: bool) -> tuple[list[Tensor], list[Tensor]]:
+def on_this_rank(case: Case, steps: int, local: int, backend: str | None) -> tuple[list[Tensor], list[Tensor]]:
     """The same under the process group: the leaves of this rank's state and its losses."""
     here = df.init()
     init, step = build(case, here.size * local)
     state = init(params())
     if local > 1:
         state, step = df.stack(state, local), df.simulate(step, local)
-    if compiled:
-        step = df.compile(step)
+    step = df.compile(step, backend=backend) if backend else step
     rows = slice(here.rank * local, (here.rank + 1) * local) if local > 1 else here.rank
     losses = []
     for t in range(steps):

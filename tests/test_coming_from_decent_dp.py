@@ -1,6 +1,7 @@
 """The page for Decent-DP's users: its two programs print the same, and it speaks of everything that they know."""
 
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -22,7 +23,8 @@ def printed(name, folder, ranks):
     [code] = [block for block in BLOCKS if block.startswith(f"# {name}\n")]
     (folder / name).write_text(code)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    finished = subprocess.run([*launcher, str(folder / name)], capture_output=True, text=True, timeout=300, cwd=ROOT)
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    finished = subprocess.run([*launcher, str(folder / name)], capture_output=True, text=True, timeout=300, env=env)
     assert finished.returncode == 0, finished.stderr
     return [float(number) for number in re.findall(r"held-out loss (\d\.\d{5})", finished.stdout)]
 

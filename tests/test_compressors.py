@@ -107,7 +107,8 @@ def test_batched_over_workers_as_alone(compressor, dtype):
         message = compressor.compress(stacked[i], plan, key(5, i))
         if "low_rank" not in compressor.name and "dct" not in compressor.name:  # batched products round otherwise
             assert torch.equal(messages[i], message)
-        torch.testing.assert_close(values[i], compressor.decompress(message, plan))
+        rounding = 100 * torch.finfo(dtype).eps * float(x.abs().max())
+        torch.testing.assert_close(values[i], compressor.decompress(message, plan), rtol=0, atol=rounding)
 
 
 @every_compressor

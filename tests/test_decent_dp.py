@@ -136,7 +136,9 @@ def test_gloo_ranks_repeat_a_run_of_decent_dp(ranks, records, n, name):
         assert_same(mine, records(n), name, rank)
 
 
-@pytest.mark.parametrize(("n", "name"), [(4, "one-peer-exp/adamw_ready"), (4, "alternating-exp-ring/sgdm_clip_2buckets")])
+@pytest.mark.parametrize(
+    ("n", "name"), [(4, "one-peer-exp/adamw_ready"), (4, "alternating-exp-ring/sgdm_clip_2buckets")]
+)
 def test_the_compiled_step_repeats_a_run_of_decent_dp(records, n, name):
     assert_same(replay.run(cases(n)[name], n, backend="inductor"), records(n), name)
 

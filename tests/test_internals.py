@@ -18,7 +18,7 @@ from tests import cases
 
 assert not internals.OVERLAPS and "reorder_for_compute_comm_overlap" not in internals.compile_options()
 case = cases.Case("adapt_while_communicate", "ring")
-mine, _ = cases.on_this_rank(case, steps=3, local=1, compiled=True)
+mine, _ = cases.on_this_rank(case, steps=3, local=1, backend="inductor")
 rank = df.init().rank
 from decentfn.collectives import World, use
 with use(World(None, 0, 1)):

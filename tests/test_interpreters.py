@@ -39,24 +39,47 @@ def test_every_algorithm_has_a_case():
 def test_gloo_ranks_agree_with_vmap(ranks, case, n):
     if not possible(case, n) or (n == 8 and case.algorithm not in cases.CORE):
         pytest.skip("the topology has another size, or smaller sizes cover the algorithm")
-    assert_same(case, ranks(n).run(cases.on_this_rank, case, STEPS, 1, False), cases.simulated(case, n, STEPS))
+    assert_same(case, ranks(n).run(cases.on_this_rank, case, STEPS, 1, None), cases.simulated(case, n, STEPS))
 
 
-COMPILED = [case for case in CASES if case.algorithm not in cases.CORE or case.topology != "one-peer-exp"]
+BY_INDUCTOR = [
+    Case("adapt_while_communicate", "ring"),
+    Case("adapt_then_combine", "alternating-exp-ring"),
+    Case("all_reduce", "complete"),
+]
 
 
-@pytest.mark.parametrize("case", COMPILED, ids=str)
+def one_case_each(algorithms):
+    return [next(case for case in CASES if case.algorithm == algorithm) for algorithm in algorithms]
+
+
+def assert_compiled_ranks_agree(ranks, case, backend):
+    n = 2 if case.algorithm in cases.CORE and case.topology != "alternating-exp-ring" else 4
+    assert_same(case, ranks(n).run(cases.on_this_rank, case, STEPS, 1, backend), cases.simulated(case, n, STEPS))
+
+
+@pytest.mark.parametrize("case", BY_INDUCTOR, ids=str)
 def test_compiled_gloo_ranks_agree_with_vmap(ranks, case):
-    n = 2 if case.algorithm in cases.CORE else 4
-    assert_same(case, ranks(n).run(cases.on_this_rank, case, STEPS, 1, True), cases.simulated(case, n, STEPS))
+    assert_compiled_ranks_agree(ranks, case, "inductor")
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("case", one_case_each(a for a in cases.OTHERS if hasattr(df, a)), ids=str)
+def test_traced_gloo_ranks_agree_with_vmap(ranks, case):
+    assert_compiled_ranks_agree(ranks, case, "aot_eager")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_case_compiled_on_gloo_ranks_agrees_with_vmap(ranks, case):
+    assert_compiled_ranks_agree(ranks, case, "inductor")
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
 @pytest.mark.parametrize(
     "case", [Case("adapt_while_communicate", "ring"), Case("adapt_then_combine", "complete")], ids=str
 )
-def test_workers_packed_in_processes_agree_with_vmap(ranks, case, compiled):
-    results = ranks(2).run(cases.on_this_rank, case, STEPS, 2, compiled)
+def test_workers_packed_in_processes_agree_with_vmap(ranks, case, backend):
+    results = ranks(2).run(cases.on_this_rank, case, STEPS, 2, backend)
     assert_same(case, results, cases.simulated(case, 4, STEPS), local=2)
 
 
@@ -65,5 +88,5 @@ def test_workers_packed_in_processes_agree_with_vmap(ranks, case, compiled):
 )
 def test_pairwise_mixing_is_bitwise_the_same(ranks, case):
     simulated, _ = cases.simulated(case, 4, STEPS)
-    for rank, (mine, _) in enumerate(ranks(4).run(cases.on_this_rank, case, STEPS, 1, False)):
+    for rank, (mine, _) in enumerate(ranks(4).run(cases.on_this_rank, case, STEPS, 1, None)):
         assert all(torch.equal(got, expected[rank]) for got, expected in zip(mine, simulated, strict=True))

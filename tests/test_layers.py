@@ -14,9 +14,9 @@ LAYERS = [
     {"buckets", "mixing"},
     {"compressors", "transforms", "schedules", "topologies"},
     {"collectives"},
-    {"gossip", "compressed", "fingerprint"},
+    {"gossip", "compressed", "fingerprint", "losses", "replicas"},
     {"algorithms"},
-    {"compat", "compilation", "simulation", "consensus", "functional", "runtime"},
+    {"compat", "compilation", "simulation", "consensus", "ema", "functional", "runtime"},
     {"cli"},
 ]
 LEVEL = {module: level for level, layer in enumerate(LAYERS) for module in layer}

@@ -197,6 +197,12 @@ def test_sudden_and_gradual_consensus_are_told_apart():
             lambda: from_draw("mine", 2, lambda t: (torch.tensor([[1], [0]]),) * 2 + (torch.tensor([[0.5, 0.4]] * 2),)),
             "sums to",
         ),
+        (
+            lambda: from_draw(
+                "mine", 3, lambda t: (torch.tensor([[1], [2], [0]]),) * 2 + (torch.full((3, 2), 0.5).double(),)
+            ),
+            "not the inverse of its sources",
+        ),
     ],
 )
 def test_impossible_topologies_say_the_call_the_rule_and_the_way_out(make, message):

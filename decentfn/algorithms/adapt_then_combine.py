@@ -30,16 +30,17 @@ def adapt_then_combine(loss_fn: LossFn, optimizer: Any, topology: Topology, **op
         loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `decentfn.functional`.
         optimizer: a pair `(init, update)`.
         topology: the schedule of mixing matrices.
-        options: `bucket_mb`, `wire_dtype`; see `Options`.
+        options: `bucket_mb`, `wire_dtype`, `average_buffers`; see `Options`.
     """
-    worker = Worker(loss_fn, optimizer, topology, **options)
+    understands = ("loss_scale", "average_buffers")
+    worker = Worker(loss_fn, optimizer, topology, understands=understands, **options)
     require_doubly_stochastic("adapt_then_combine", topology)
 
     def step(state: State, batch: PyTree, t: int | Tensor) -> tuple[State, Metrics]:
         t = as_step(t)
         x = state.params
-        g = worker.gradient(x, state.buffers, batch)
-        u, opt_state = optimizer.update(g.grads, state.opt_state, x)
+        g = worker.gradient(x, state.buffers, batch, state.opt_state)
+        u, opt_state = worker.update(g.grads, state.opt_state, x, t)
         return State(worker.mix(add(x, u), t), opt_state, g.buffers), g.metrics
 
-    return Algorithm(worker.init, step)
+    return Algorithm(worker.init, worker.then_mixing_buffers(step, topology))

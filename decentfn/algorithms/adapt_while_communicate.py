@@ -44,9 +44,10 @@ def adapt_while_communicate(
         gamma: γ in [0, 1], or a function of `t` (0-d int64 tensor) that returns it.
         update_at: where the optimizer sees the parameters (weight decay acts there): at the worker's own `x`, or at
             the mixed point as Decent-DP does.
-        options: `bucket_mb`, `wire_dtype`; see `Options`.
+        options: `bucket_mb`, `wire_dtype`, `average_buffers`; see `Options`.
     """
-    worker = Worker(loss_fn, optimizer, topology, **options)
+    understands = ("loss_scale", "mix", "average_buffers")
+    worker = Worker(loss_fn, optimizer, topology, understands=understands, **options)
     require_doubly_stochastic("adapt_while_communicate", topology)
     if update_at not in ("local", "mixed"):
         raise ValueError(f"adapt_while_communicate(update_at={update_at!r}): choose 'local' or 'mixed'.")
@@ -57,9 +58,10 @@ def adapt_while_communicate(
         t = as_step(t)
         x = state.params
         travelling = worker.post(x, t)
-        g = worker.gradient(x, state.buffers, batch)
+        g = worker.gradient(x, state.buffers, batch, state.opt_state)
         mixed = gossip.collect(travelling, gamma(t) if callable(gamma) else gamma)
-        u, opt_state = optimizer.update(g.grads, state.opt_state, mixed if update_at == "mixed" else x)
+        seen = mixed if update_at == "mixed" else x
+        u, opt_state = worker.update(g.grads, state.opt_state, seen, t, heard=travelling)
         return State(add(mixed, u), opt_state, g.buffers), g.metrics
 
-    return Algorithm(worker.init, step)
+    return Algorithm(worker.init, worker.mixing_buffers(step))

@@ -27,14 +27,19 @@ def all_reduce(loss_fn: LossFn, optimizer: Any, topology: Topology, **options: U
         loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `decentfn.functional`.
         optimizer: a pair `(init, update)`; it sees the averaged gradient.
         topology: only its `num_workers` counts.
-        options: `bucket_mb`, `wire_dtype`; see `Options`.
+        options: `bucket_mb`, `wire_dtype`, `average_buffers`; see `Options`.
+
+    Raises:
+        ValueError: from `init`, replicas that do not start equal; `df.broadcast` makes them so.
     """
-    worker = Worker(loss_fn, optimizer, topology, **options)
+    understands = ("loss_scale", "average_buffers")
+    worker = Worker(loss_fn, optimizer, topology, understands=understands, **options)
 
     def step(state: State, batch: PyTree, t: int | Tensor) -> tuple[State, Metrics]:
+        t = as_step(t)
         x = state.params
-        g = worker.gradient(x, state.buffers, batch)
-        u, opt_state = optimizer.update(worker.mean(g.grads, as_step(t)), state.opt_state, x)
+        g = worker.gradient(x, state.buffers, batch, state.opt_state)
+        u, opt_state = worker.update(worker.mean(g.grads, t), state.opt_state, x, t)
         return State(add(x, u), opt_state, g.buffers), g.metrics
 
-    return Algorithm(worker.init, step)
+    return Algorithm(worker.init_equal, worker.then_mixing_buffers(step, worker.everyone))

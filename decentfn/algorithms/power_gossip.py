@@ -52,8 +52,9 @@ def power_gossip(
 ) -> Algorithm:
     """Send the parameters times a few columns while the gradient is computed; move along what the difference shows.
 
-    No step size to tune. With a rank of all columns it is adapt_while_communicate. Leaves of one dimension are mixed
-    uncompressed, once a step. An edge whose ends agree draws its direction anew.
+    No step size to tune. On square matrices with r = n it is adapt_while_communicate. Leaves of one dimension are mixed
+    uncompressed, once a step. An edge whose ends agree takes its first direction again. With r > 1 runs that differ by
+    rounding come apart slowly: where the difference has a lower rank, its last columns are rounding.
     The last round overlaps with the gradient; with more than one, each waits for the one before.
     Sent per step and neighbour: max(m, n) r values for each m x n matrix and iteration (rounds take X and Xᵀ by turns,
     and one graph sends messages of one size), and the leaves of one dimension.
@@ -133,6 +134,7 @@ class _Posted(NamedTuple):
     own: Tensor  # [K, B], this worker's messages
     inbox: Tensor  # [K, B], its neighbours'
     even: Tensor  # 0-d bool: the round of X, not of its transpose
+    last: bool  # the round in which the leaves of one dimension travel, too
 
 
 def _matrices(plan: BucketPlan, rank: int) -> list[tuple[int, int, int] | None]:
@@ -147,7 +149,7 @@ def _sizes(plan: BucketPlan, rank: int) -> list[int]:
 
 def _first(edges: Topology, plan: BucketPlan, rank: int, seed: int, bucket: int) -> Tensor:
     """Random directions, the same at both ends of an edge, `[P, K, V]`."""
-    shape = (edges.sources.shape[0], edges.degree, sum(_sizes(plan, rank)))
+    shape = (edges.sources.shape[0], edges.sources.shape[2], sum(_sizes(plan, rank)))
     return (2 * noise.uniform(seed, 0, bucket, shape) - 1).to(wide(plan.dtype))
 
 
@@ -161,16 +163,16 @@ def _post(
             m, n, r = matrix
             long = max(m, n)
             inside = torch.arange(long, device=x.device)[:, None] < torch.where(even, n, m)
-            q = orthonormal(next(columns).reshape(-1, long, r) * inside)
+            q = orthonormal(next(columns).reshape(p.shape[0], long, r) * inside)
             values = leaf.reshape(m, n).to(q.dtype)
             right, left = values @ q[:, :n], values.T @ q[:, :m]
             said = torch.where(even, pad(right, (0, 0, 0, long - m)), pad(left, (0, 0, 0, long - n)))
             orthonormals.append(q)
-            message.append(said.reshape(-1, long * r).to(x.dtype))
+            message.append(said.reshape(p.shape[0], long * r).to(x.dtype))
         elif last:
             message.append(leaf.expand(p.shape[0], -1))
     own = torch.cat(message, 1) if message else x.new_empty(p.shape[0], 0)
-    return _Posted(orthonormals, own, collectives.exchange(own, edges.peers, t, per_slot=True), even)
+    return _Posted(orthonormals, own, collectives.exchange(own, edges.peers, t, per_slot=True), even, last)
 
 
 def _collect(
@@ -183,22 +185,22 @@ def _collect(
     moved, turned, start = [], [], 0
     p = iter(posted.p)
     for leaf, matrix in zip(leaves(x, plan), _matrices(plan, rank), strict=True):
+        if not matrix and not posted.last:
+            moved.append(leaf)
+            continue
         size = max(matrix[:2]) * matrix[2] if matrix else leaf.shape[0]
         d = difference[:, start : start + size]
+        start += size
         if matrix:
             m, n, r = matrix
             turned.append(side.to(dtype)[:, None] * d)
-            d, q = d.reshape(-1, max(m, n), r), next(p)
+            d, q = d.reshape(d.shape[0], max(m, n), r), next(p)
             left = torch.where(posted.even, d, q)[:, :m] * weights[:, None, None]
             right = torch.where(posted.even, q, d)[:, :n]
             move = torch.einsum("kmr,knr->mn", left, right).reshape(-1)
-        elif d.shape[1]:
-            move = (weights[:, None] * d).sum(0)
         else:
-            moved.append(leaf)
-            continue
+            move = (weights[:, None] * d).sum(0)
         moved.append((leaf.to(dtype) - move).to(x.dtype))
-        start += size
     return torch.cat(moved), torch.cat(turned, 1) if turned else difference[:, :0]
 
 
@@ -213,15 +215,14 @@ def _undirected(topology: Topology) -> Topology:
     require_doubly_stochastic("power_gossip", topology)
     if topology.period is None:
         raise ValueError(
-            f"power_gossip: {topology.name!r} is random, but an edge remembers its direction from one time to the next; "
-            "use a schedule that repeats, such as 'static-ring' or 'one-peer-exp', or deep_squeeze."
+            f"power_gossip: {topology.name!r} is random, but an edge remembers its direction; use a schedule that repeats, such as 'static-ring' or 'one-peer-exp', or deep_squeeze."
         )
     matrices = torch.stack([mixing_matrix(topology, phase) for phase in range(topology.period)])
     asymmetry = float((matrices - matrices.mT).abs().max())
     if asymmetry > 1e-12:
         raise ValueError(
-            f"power_gossip: a mixing matrix of {topology.name!r} differs from its transpose by {asymmetry:.3g}, but both ends "
-            "of an edge move towards each other, which needs W = Wᵀ; use an undirected topology such as 'static-ring', or "
-            "deep_squeeze."
+            f"power_gossip: a mixing matrix of {topology.name!r} differs from its transpose by {asymmetry:.3g}, but both "
+            "ends of an edge move towards each other, which needs W = Wᵀ; use an undirected topology such as "
+            "'static-ring', or deep_squeeze."
         )
     return from_matrices(topology.name, matrices)

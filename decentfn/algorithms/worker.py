@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
-from torch.func import grad_and_value
 from typing_extensions import Unpack
 
 from decentfn import collectives, gossip, trees
-from decentfn.buckets import Buckets, flatten
+from decentfn.buckets import Buckets, Plan, flatten
 from decentfn.fingerprint import agree, fingerprint
+from decentfn.losses import LossFn, evaluate
+from decentfn.replicas import require_equal
 from decentfn.topologies import Topology, complete
+from decentfn.transforms.loss_scale import DynamicLossScale, all_finite
+from decentfn.transforms.transform import wants_mix
 from decentfn.trees import PyTree
 
-LossFn = Callable[..., Any]
-"""`(params, batch) -> loss` or `(loss, aux)`; with buffers `(params, buffers, batch) -> (loss, (buffers, aux))`."""
+__all__ = ["Algorithm", "Gradient", "LossFn", "Metrics", "Options", "State", "Worker", "add", "as_step", "norm"]
+
+
+Step = Callable[[Any, PyTree, "int | Tensor"], tuple[Any, Any]]
+"""`(state, batch, t) -> (state, metrics)`, pure."""
 
 
 class Algorithm(NamedTuple):
@@ -58,12 +64,33 @@ class Options(TypedDict, total=False):
     """Largest bucket in MiB (25); one message travels per bucket and neighbour."""
     wire_dtype: torch.dtype | None
     """Dtype of what is exchanged, if narrower than the parameters' (None: as they are)."""
+    average_buffers: bool
+    """Mix floating-point buffers (BatchNorm's statistics) as the parameters are mixed, in their own dtype (False: every
+    worker keeps its own; `df.consensus_buffers` averages them for an evaluation). Frozen parameters are left alone."""
 
 
 class Worker:
-    """One worker's means: its start, its gradient and its gossip. Holds no training state."""
+    """One worker's means: its start, its gradient and its gossip. Holds no training state.
 
-    def __init__(self, loss_fn: LossFn, optimizer: Any, topology: Topology, **options: Unpack[Options]) -> None:
+    Args:
+        loss_fn: the loss, perhaps accumulated.
+        optimizer: a pair `(init, update)`.
+        topology: the schedule.
+        understands: what the algorithm can do beside the plain: "loss_scale" (it updates by the gradient itself, with
+            `self.update`), "mix" (it passes `heard` to `self.update`), "average_buffers" (its step is wrapped by
+            `self.mixing_buffers` or `self.then_mixing_buffers`). Asking another algorithm for these is an error.
+        options: see `Options`.
+    """
+
+    def __init__(
+        self,
+        loss_fn: LossFn,
+        optimizer: Any,
+        topology: Topology,
+        *,
+        understands: Collection[str] = (),
+        **options: Unpack[Options],
+    ) -> None:
         if not callable(loss_fn):
             raise ValueError(f"loss_fn={loss_fn!r}: expected a function (params, batch) -> loss.")
         for method in ("init", "update"):
@@ -79,8 +106,10 @@ class Worker:
         unknown = sorted(set(options) - set(Options.__annotations__))
         if unknown:
             raise TypeError(f"unknown options {unknown}; known: {sorted(Options.__annotations__)}.")
+        _require_understood(understands, optimizer, options)
         self.loss_fn = loss_fn
         self.optimizer = optimizer
+        self.average_buffers = options.get("average_buffers", False)
         self.topology = topology
         self.everyone = complete(topology.num_workers)
         self.bucket_mb = options.get("bucket_mb", 25.0)
@@ -88,8 +117,14 @@ class Worker:
 
     def init(self, params: PyTree, buffers: PyTree = None) -> State:
         """The plain start: parameters, the optimizer's state, buffers. Collective."""
-        x = self.start(params)
+        x = self.start(params, average_buffers=self.average_buffers)
         return State(x, self.optimizer.init(x), trees.map(torch.clone, buffers))
+
+    def init_equal(self, params: PyTree, buffers: PyTree = None) -> State:
+        """The plain start of replicas that must be equal, checked bit by bit. Collective."""
+        state = self.init(params, buffers)
+        require_equal("all_reduce: init(params, buffers)", {"params": params, "buffers": buffers})
+        return state
 
     def start(self, params: PyTree, **agreed: Any) -> Buckets:
         """Lay out a copy of `params`; collective: makes the process groups and checks that all ranks agree.
@@ -109,29 +144,78 @@ class Worker:
                 collectives.make_groups(topology.groups)
         return x
 
-    def gradient(self, params: Buckets, buffers: PyTree, batch: PyTree) -> Gradient:
-        """The loss and its gradient at `params`, which the loss sees as the user's tree."""
-        templates: list[PyTree] = []
+    def gradient(self, params: Buckets, buffers: PyTree, batch: PyTree, opt_state: PyTree = None) -> Gradient:
+        """The loss and its gradient at `params`, which the loss sees as the user's tree.
 
-        # Buffers and batch are arguments, not captured: torch.func forbids writing to what is captured.
-        def loss_of(x: Buckets, buffers: PyTree, batch: PyTree) -> tuple[Tensor, list[Tensor]]:
-            if buffers is not None:
-                loss, (new_buffers, aux) = self.loss_fn(x.tree(), buffers, batch)
-            else:
-                returned = self.loss_fn(x.tree(), batch)
-                (loss, aux), new_buffers = returned if isinstance(returned, tuple) else (returned, None), None
-            if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.is_floating_point():
-                shape = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-                raise ValueError(
-                    f"loss_fn returned {shape}: the loss is a 0-d floating-point tensor, or (loss, aux); take its mean."
-                )
-            # torch.func takes tensors only, so the tree around them is kept aside.
-            templates.append(trees.enumerate_leaves((new_buffers, aux)))
-            return loss, [torch.as_tensor(leaf) for leaf in trees.leaves((new_buffers, aux))]
+        `opt_state` is needed where the optimizer scales the loss; loss and gradient come back unscaled.
+        """
+        scale = opt_state.scale if isinstance(self.optimizer, DynamicLossScale) else None
+        e = evaluate(self.loss_fn, params, buffers, batch, scale)
+        return Gradient(e.grads, e.buffers, Metrics(e.loss, e.aux, norm(e.grads)))
 
-        grads, (loss, extras) = grad_and_value(loss_of, has_aux=True)(params, buffers, batch)
-        new_buffers, aux = trees.fill(templates[0], extras)
-        return Gradient(grads, new_buffers, Metrics(loss, aux, norm(grads)))
+    def update(
+        self, grads: Buckets, opt_state: PyTree, x: Buckets, t: Tensor, *, heard: gossip.Posted | None = None
+    ) -> tuple[Buckets, PyTree]:
+        """The optimizer's update and new state at `x`, with what its type asks for beside the gradient.
+
+        Args:
+            grads: the gradient.
+            opt_state: the optimizer's state.
+            x: where the optimizer sees the parameters.
+            t: 0-d int64 on the CPU.
+            heard: what was posted in this step and is now waited for; for optimizers that look at the mix.
+        """
+        optimizer = self.optimizer
+        mix = (gossip.mix_context(heard, self.topology, t),) if wants_mix(optimizer) and heard is not None else ()
+        if isinstance(optimizer, DynamicLossScale) and optimizer.agree:
+            update: Callable[..., Any] = optimizer.update
+            return update(grads, opt_state, x, *mix, overflow=self._anyone(~all_finite(grads), t))
+        return optimizer.update(grads, opt_state, x, *mix)
+
+    def _anyone(self, claim: Tensor, t: Tensor) -> Tensor:
+        """Whether `claim` (0-d bool) holds on any worker, the same on each."""
+        ones = gossip.mean(_bare([claim.to(torch.float32).view(1)]), self.everyone, t)
+        return ones[0][0] > 0
+
+    def mixing_buffers(self, step: Step) -> Step:
+        """The step; where the options say so, buffers are mixed while it runs: `b⁺ = W b + (b' - b)`, b' the loss's."""
+
+        def mixing(state: Any, batch: PyTree, t: int | Tensor) -> tuple[Any, Metrics]:
+            t = as_step(t)
+            old = self._floats(state.buffers)
+            travelling = gossip.post(_bare([b.reshape(-1) for b in old]), self.topology, t)
+            state, metrics = step(state, batch, t)
+            heard = zip(gossip.collect(travelling), old, self._floats(state.buffers), strict=True)
+            return self._with_floats(state, [m.view(b.shape) + (new - b) for m, b, new in heard]), metrics
+
+        return mixing if self.average_buffers else step
+
+    def then_mixing_buffers(self, step: Step, topology: Topology) -> Step:
+        """The step; where the options say so, buffers are mixed after it: `b⁺ = W b'`, b' the loss's, W the topology's."""
+
+        def mixing(state: Any, batch: PyTree, t: int | Tensor) -> tuple[Any, Metrics]:
+            state, metrics = step(state, batch, t)
+            new = self._floats(state.buffers)
+            mixed = gossip.collect(gossip.post(_bare([b.reshape(-1) for b in new]), topology, as_step(t)))
+            return self._with_floats(state, [m.view(b.shape) for m, b in zip(mixed, new, strict=True)]), metrics
+
+        return mixing if self.average_buffers else step
+
+    def _travels(self, buffers: PyTree) -> list[bool]:
+        """For every leaf of the buffers whether it is averaged: floating point and not frozen."""
+        leaves, frozen = trees.leaves(buffers), getattr(self.loss_fn, "frozen", frozenset())
+        names = sorted(buffers) if frozen and isinstance(buffers, dict) else [None] * len(leaves)
+        return [leaf.is_floating_point() and name not in frozen for leaf, name in zip(leaves, names, strict=True)]
+
+    def _floats(self, buffers: PyTree) -> list[Tensor]:
+        pairs = zip(trees.leaves(buffers), self._travels(buffers), strict=True)
+        return [leaf for leaf, travels in pairs if travels]
+
+    def _with_floats(self, state: Any, new: list[Tensor]) -> Any:
+        left = iter(new)
+        pairs = zip(trees.leaves(state.buffers), self._travels(state.buffers), strict=True)
+        leaves = [next(left) if travels else leaf for leaf, travels in pairs]
+        return state._replace(buffers=trees.fill(trees.enumerate_leaves(state.buffers), leaves))
 
     def post(self, x: Buckets, t: Tensor, *, when: Tensor | None = None) -> gossip.Posted:
         """Start to send `x` to the neighbours of step `t`; where `when` (0-d bool) is False, rest instead."""
@@ -147,6 +231,35 @@ class Worker:
         Where `when` is False nothing travels, and the result is `x`, rounded.
         """
         return gossip.mean(x, self.everyone, t, wire_dtype=self.wire_dtype, when=when)
+
+
+def _bare(tensors: list[Tensor]) -> Buckets:
+    """Vectors that travel like buckets, without a tree behind them."""
+    return Buckets(tensors, Plan((), None))
+
+
+def _require_understood(understands: Collection[str], optimizer: Any, options: Mapping[str, Any]) -> None:
+    """What the user asks for must be what the algorithm can do."""
+    asked = {
+        "loss_scale": isinstance(optimizer, DynamicLossScale),
+        "mix": wants_mix(optimizer),
+        "average_buffers": bool(options.get("average_buffers", False)),
+    }
+    for feature, is_asked in asked.items():
+        if is_asked and feature not in understands:
+            raise ValueError(_NOT_UNDERSTOOD[feature])
+
+
+_NOT_UNDERSTOOD = {
+    "loss_scale": "optimizer=dynamic_loss_scale(...): this algorithm's optimizer does not see the worker's own gradient, "
+    "so an update cannot be skipped when that overflows; use bfloat16, which needs no scale, or adapt_while_communicate, "
+    "adapt_then_combine or all_reduce.",
+    "mix": "optimizer=MixAware(...): this algorithm updates before it has heard its neighbours; use "
+    "adapt_while_communicate.",
+    "average_buffers": "average_buffers=True: this algorithm does not mix parameters themselves in every step, so neither "
+    "does it mix buffers; average them where you evaluate, with df.consensus_buffers(state), or use "
+    "adapt_while_communicate, adapt_then_combine or all_reduce.",
+}
 
 
 def norm(x: Buckets) -> Tensor:

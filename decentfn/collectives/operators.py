@@ -101,6 +101,17 @@ def process_mean(x: Tensor) -> Tensor:
     return mean
 
 
+def process_broadcast(x: Tensor) -> Tensor:
+    """Process 0's `x`, bit for bit, a copy; shapes and dtypes must agree. Not for use inside a step."""
+    here = world()
+    copy = x.detach().clone(memory_format=torch.contiguous_format)
+    if here.size > 1 and copy.numel():
+        assert here.group is not None
+        # As bytes, since not every backend knows every dtype; a view, so it arrives in `copy`.
+        here.group.broadcast(copy.view(-1).view(torch.uint8), 0).wait()
+    return copy
+
+
 def gather_objects(value: object) -> list[Any]:
     """What every process passed, by rank (pickled); `[value]` in one process. Not for use inside a step."""
     here = world()

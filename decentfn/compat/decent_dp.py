@@ -21,7 +21,7 @@ Source: decent-dp 0.2.3 (PyPI); Wang et al., ICLR 2025.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,8 @@ from typing_extensions import Unpack
 from decentfn import gossip, trees
 from decentfn.algorithms.worker import LossFn, Metrics, Options, State, Worker, add, as_step
 from decentfn.buckets import Buckets
+from decentfn.consensus import consensus_mean, is_stacked, with_params
+from decentfn.simulation import stack
 from decentfn.topologies import Round, Topology
 from decentfn.transforms import Transform, clip_by_global_norm, partition
 from decentfn.trees import PyTree
@@ -124,7 +126,7 @@ def clip_by_buckets(max_norm: float, buckets: Sequence[Sequence[str]]) -> Transf
         buckets: from `buckets`; every trained parameter in one of them.
     """
     bucket_of = {name: index for index, names in enumerate(buckets) for name in names}
-    clips = {index: clip_by_global_norm(max_norm) for index in range(len(buckets))}
+    clips: dict[Hashable, Transform] = {index: clip_by_global_norm(max_norm) for index in range(len(buckets))}
     return partition(clips, lambda name, shape: bucket_of.get(name))
 
 
@@ -137,6 +139,15 @@ def decays(name: str, shape: tuple[int, ...]) -> bool:
     (True, False)
     """
     return "bias" in name or "bn" in name
+
+
+def keep_average(state: Any) -> Any:
+    """`global_avg(will_revert=False)`: the state, every worker at the mean of the parameters. Collective.
+
+    Works for the state of one worker (under a process group) and for a stacked one.
+    """
+    mean = consensus_mean(state)
+    return with_params(state, stack(mean, state.params[0].shape[0]) if is_stacked(state) else mean)
 
 
 def after_forgotten_revert(

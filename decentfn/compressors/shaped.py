@@ -73,7 +73,7 @@ def dct_top_k(k: int = 32, *, chunk: int = 64) -> Compressor:
     """The k largest coefficients of the discrete cosine transform of each tile of a leaf. δ = min over tiles of k/size.
 
     A matrix (first axis x all others) is cut into tiles whose sides are the largest divisors of its sides up to
-    `chunk`, a vector likewise. Sent: k values and k places (1, 2 or 4 bytes each) a tile, or the tile if it is no larger.
+    `chunk`, a vector likewise. Sent: k values and k places (1 or 2 bytes each) a tile, or all of a tile that is no larger.
 
     Args:
         k: coefficients a tile, >= 1.

@@ -115,7 +115,7 @@ class _Round:
         if this.groups is not None and this.mean_weights is not None:
             self.groups, self.mean_weights = this.groups.numpy(), this.mean_weights.numpy()
             self.sizes = np.bincount(self.groups)
-            self.mean_payloads = float((2 * (self.sizes - 1)).sum()) / n
+            self.mean_payloads = float((2 * np.maximum(self.sizes - 1, 0)).sum()) / n
 
     def apply(self, x: np.ndarray) -> np.ndarray:
         """`W x`, `[N, D]`."""

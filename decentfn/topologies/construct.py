@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from decentfn import mixing
-from decentfn.topologies.topology import Edge, Round, Topology, check, check_sums, inverse, with_silence
+from decentfn.topologies.topology import Edge, Round, Topology, check, check_sums, with_silence
 
 MOST_MESSAGES = 64
 """A worker holds that many messages at once, at most, in an undirected graph."""
@@ -247,10 +247,8 @@ def from_draw(
     if num_workers == 1:
         return idle(1, name)
     drawn = [draw(torch.tensor(t)) for t in range(steps_checked)]
-    sources, destinations, weights = (torch.stack(tensors) for tensors in zip(*drawn, strict=True))
+    sources, _, weights = (torch.stack(tensors) for tensors in zip(*drawn, strict=True))
     from_permutations(name, sources, weights)
-    if not torch.equal(destinations, inverse(sources)):
-        raise ValueError(f"{name}: draw(t) returned destinations that are not the inverse of its sources.")
     return from_rounds(name, num_workers, lambda t: _silent_round(*draw(t)), period=None)
 
 
@@ -282,7 +280,7 @@ def from_rounds(
         is_column_stochastic: as in `from_permutations`.
 
     Raises:
-        ValueError: a round whose weights do not sum to 1.
+        ValueError: a round whose weights do not sum to 1, or whose destinations are not the inverse of its sources.
     """
     if num_workers == 1:
         return idle(1, name)
@@ -299,6 +297,9 @@ def from_rounds(
     drawn = [draw(torch.tensor(t)) for t in range(steps)]
     me = torch.arange(num_workers)[:, None]
     sources = torch.stack([torch.where(this.sources < 0, me, this.sources) for this in drawn])
+    destinations = torch.stack([torch.where(this.destinations < 0, me, this.destinations) for this in drawn])
+    if not torch.equal(sources.gather(1, destinations), me.expand_as(sources)):
+        raise ValueError(f"{name}: a round's destinations are not the inverse of its sources.")
     weights = torch.stack([this.weights for this in drawn])
     rows, mean_weights = None, None
     if groups is not None:

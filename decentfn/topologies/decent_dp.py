@@ -37,6 +37,8 @@ def ring(num_workers: int) -> Topology:
 
     Raises:
         ValueError: N is odd.
+
+    Source: Wang et al., ICLR 2025 (Decent-DP).
     """
     n = num_workers
     if n == 1:
@@ -62,6 +64,8 @@ def one_peer_exp(num_workers: int) -> Topology:
 
     Raises:
         ValueError: N is not a power of two.
+
+    Source: Wang et al., ICLR 2025 (Decent-DP).
 
     >>> one_peer_exp(8).period
     3
@@ -90,6 +94,8 @@ def alternating_exp_ring(num_workers: int, *, local_world_size: int) -> Topology
 
     Raises:
         ValueError: N is not a multiple of L, or N / L is not a power of two.
+
+    Source: Wang et al., ICLR 2025 (Decent-DP).
     """
     n, size = num_workers, local_world_size
     call = f"alternating_exp_ring(num_workers={n}, local_world_size={size})"

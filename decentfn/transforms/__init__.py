@@ -11,6 +11,8 @@ from decentfn.transforms.basic import (
     scale_by_learning_rate,
     trace,
 )
+from decentfn.transforms.loss_scale import DynamicLossScale, LossScaleState, dynamic_loss_scale
+from decentfn.transforms.mix_aware import MixContext
 from decentfn.transforms.optimizers import (
     AccumAdamState,
     AdamState,
@@ -24,6 +26,7 @@ from decentfn.transforms.optimizers import (
 )
 from decentfn.transforms.transform import (
     MaskedTransform,
+    MixAware,
     Transform,
     by_leaf,
     chain,
@@ -36,7 +39,11 @@ from decentfn.transforms.transform import (
 __all__ = [
     "AccumAdamState",
     "AdamState",
+    "DynamicLossScale",
+    "LossScaleState",
     "MaskedTransform",
+    "MixAware",
+    "MixContext",
     "ScheduleState",
     "TraceState",
     "Transform",
@@ -49,6 +56,7 @@ __all__ = [
     "chain",
     "clip_by_bucket_norm",
     "clip_by_global_norm",
+    "dynamic_loss_scale",
     "global_norm",
     "identity",
     "masked",

@@ -44,6 +44,20 @@ class MaskedTransform(Transform):
         return transform
 
 
+class MixAware(MaskedTransform):
+    """A transform that also sees the mix: `update(grads, state, params, mix)`, `mix` a `MixContext`.
+
+    For algorithms that have heard their neighbours when they update: `df.adapt_while_communicate`.
+    """
+
+    wants_mix: bool = True
+
+
+def wants_mix(transform: Any) -> bool:
+    """Whether `update` takes the mix as its fourth argument: decided by the type, not by the signature."""
+    return getattr(transform, "wants_mix", False) is True
+
+
 def masks_of(*transforms: Any) -> tuple[Mask, ...]:
     """The masks that these transforms declare, in order."""
     return tuple(mask for transform in transforms for mask in getattr(transform, "masks", ()))
@@ -57,6 +71,19 @@ def check_transform(call: str, transform: Any) -> None:
                 f"{call}: {transform!r} has no {method}(); a transform is a pair (init, update), for example "
                 "df.adamw(3e-4) or df.Transform(init, update)."
             )
+    if getattr(transform, "is_outermost", False):
+        raise ValueError(
+            f"{call}: a dynamic loss scale is read by the algorithm and must be the outermost transform; write "
+            "df.dynamic_loss_scale(df.chain(...))."
+        )
+
+
+def _check_unaware(call: str, transform: Any) -> None:
+    if wants_mix(transform):
+        raise ValueError(
+            f"{call}: a MixAware transform sees all buckets and their mix; use it by itself, or in df.chain, and let it "
+            "choose leaves by mix.plan."
+        )
 
 
 def each(function: Callable[..., Tensor], *buckets: Buckets) -> Buckets:
@@ -87,13 +114,19 @@ def chain(*transforms: Any) -> Transform:
     def init(params: Buckets) -> tuple[PyTree, ...]:
         return tuple(transform.init(params) for transform in transforms)
 
-    def update(grads: Buckets, state: tuple[PyTree, ...], params: Buckets) -> tuple[Buckets, tuple[PyTree, ...]]:
+    def update(
+        grads: Buckets, state: tuple[PyTree, ...], params: Buckets, *mix: Any
+    ) -> tuple[Buckets, tuple[PyTree, ...]]:
         states = []
         for transform, old in zip(transforms, state, strict=True):
-            grads, new = transform.update(grads, old, params)
+            grads, new = transform.update(grads, old, params, *(mix if wants_mix(transform) else ()))
             states.append(new)
         return grads, tuple(states)
 
+    if any(wants_mix(transform) for transform in transforms):
+        aware = MixAware(init, update)
+        aware.masks = masks_of(*transforms)
+        return aware
     return MaskedTransform.declare(init, update, masks_of(*transforms))
 
 
@@ -112,6 +145,7 @@ def masked(transform: Any, mask: Mask) -> Transform:
             leaves that the mask takes with others.
     """
     check_transform("masked(transform, mask)", transform)
+    _check_unaware("masked(transform, mask)", transform)
     if not callable(mask):
         raise ValueError(f"masked(mask={mask!r}): a mask is a function (dotted name, shape) -> bool.")
 
@@ -211,6 +245,7 @@ def by_leaf(transform: Any) -> Transform:
             the parameters.
     """
     check_transform("by_leaf(transform)", transform)
+    _check_unaware("by_leaf(transform)", transform)
     if masks_of(transform):
         raise ValueError(
             "by_leaf(transform): it has masks, which choose among buckets; put the mask outside: "

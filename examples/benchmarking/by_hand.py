@@ -66,13 +66,16 @@ def adamw(
 class BareExchange:
     """Sends and receives of `nbytes` with this step's partner, receives first; nothing else."""
 
-    def __init__(self, nbytes: int, rank: int, size: int, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, nbytes: int, rank: int, size: int, dtype: torch.dtype = torch.float32, group: Any = None
+    ) -> None:
         elements = nbytes // 4  # as many as there are parameters
         per_message = MESSAGE_BYTES // dtype.itemsize
         lengths = [min(per_message, elements - start) for start in range(0, elements, per_message)]
         self.out = [torch.zeros(length, dtype=dtype) for length in lengths]
         self.inbox = [torch.zeros(length, dtype=dtype) for length in lengths]
         self.rank, self.size = rank, size
+        self.group = group or dist.group.WORLD
         self.works: list[Any] = []
 
     def partner(self, t: int) -> int:
@@ -84,8 +87,7 @@ class BareExchange:
     def post(self, t: int) -> None:
         if self.size == 1:
             return
-        group, partner = dist.group.WORLD, self.partner(t)
-        assert group is not None
+        group, partner = self.group, self.partner(t)
         self.works = [group.recv([tensor], partner, 0) for tensor in self.inbox]
         self.works += [group.send([tensor], partner, 0) for tensor in self.out]
 
@@ -102,7 +104,9 @@ def floor(kind: str, workload: Workload, rank: int, size: int, wire: torch.dtype
     """
     hand, batches = ByHand(workload), workload.batches(rank)
     exchange = BareExchange(hand.nbytes, rank, size, wire)
-    payload = 0.0 if size == 1 or kind in ("gradient", "update", "compute") else float(sum(b.nbytes for b in exchange.out))
+    payload = (
+        0.0 if size == 1 or kind in ("gradient", "update", "compute") else float(sum(b.nbytes for b in exchange.out))
+    )
     state = hand.x, hand.m, hand.v, hand.count
     grads = [torch.full_like(p, 1e-3) for p in hand.x]
     heard = [p.clone() for p in hand.x]

@@ -119,9 +119,8 @@ def _loop(
         workload.criterion(model(inputs), targets).backward()
         if optimizer is not None:
             optimizer.step()
-            optimizer.zero_grad(set_to_none=False) if keeps_grads else optimizer.zero_grad()
+            optimizer.zero_grad()
 
-    keeps_grads = getattr(model, "gradient_as_bucket_view", False)
     return run
 
 
@@ -136,6 +135,15 @@ def _alone(workload: Workload, rank: int, size: int, *, mode: str = "eager") -> 
     return Peer(_loop(workload, rank, _maybe(module, mode), _fused(module.parameters())), payload=0.0)
 
 
+def _rounded_to_bf16(group, bucket):  # without annotations: DDP compares them, and here they are strings
+    """PyTorch's bf16_compress_hook, which refuses to run without CUDA."""
+    whole = bucket.buffer()
+    narrow = whole.to(torch.bfloat16).div_(dist.get_world_size())
+    work = dist.all_reduce(narrow, async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda done: whole.copy_(done.value()[0]))
+
+
 def _ddp(
     workload: Workload,
     rank: int,
@@ -146,18 +154,22 @@ def _ddp(
     view: bool = False,
     hook: str | None = None,
 ) -> Peer:
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
     module = workload.module()
     model = nn.parallel.DistributedDataParallel(module, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=view)
     if hook == "bf16":
-        model.register_comm_hook(None, default_hooks.bf16_compress_hook)
+        model.register_comm_hook(None, _rounded_to_bf16)
     optimizer = _fused(module.parameters())
     return Peer(_loop(workload, rank, _maybe(model, mode), optimizer))
 
 
 def _decent_dp(
-    workload: Workload, rank: int, size: int, *, topology: str = "one-peer-exp", mode: str = "eager", bucket_mb: int = 25
+    workload: Workload,
+    rank: int,
+    size: int,
+    *,
+    topology: str = "one-peer-exp",
+    mode: str = "eager",
+    bucket_mb: int = 25,
 ) -> Peer:
     from decent_dp.ddp import DecentralizedDataParallel
     from loguru import logger

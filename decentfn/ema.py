@@ -1,0 +1,88 @@
+"""An exponential moving average of the parameters, kept beside any algorithm's state."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from decentfn import trees
+from decentfn.algorithms.worker import Algorithm, Metrics
+from decentfn.buckets import Buckets
+from decentfn.consensus import params
+from decentfn.trees import PyTree
+
+
+class EMAState(NamedTuple):
+    """The algorithm's own state, and the average, in float32 or wider."""
+
+    inner: Any
+    ema: Buckets
+
+    @property
+    def params(self) -> Buckets:
+        """The parameters themselves, so that everything that reads a state's parameters reads them."""
+        return self.inner.params
+
+    @property
+    def buffers(self) -> PyTree:
+        """The algorithm's buffers."""
+        return self.inner.buffers
+
+
+class AveragedState(NamedTuple):
+    """The EMA in the place of the parameters: what `ema_state` returns."""
+
+    params: Buckets
+    buffers: PyTree
+
+
+def ema(algorithm: Algorithm, decay: float = 0.999) -> Algorithm:
+    """The algorithm, with `ema⁺ = d ema + (1 - d) x⁺` beside it on every worker; nothing more travels.
+
+    The average starts at the first parameters. `df.ema_params(state)` is a worker's own;
+    `df.consensus_mean(df.ema_state(state))` the mean over workers.
+
+    Args:
+        algorithm: from any function of `decentfn.algorithms`.
+        decay: d in [0, 1).
+    Source: torch.optim.swa_utils.get_ema_multi_avg_fn.
+    """
+    if not isinstance(algorithm, tuple) or len(algorithm) != 2:
+        raise ValueError(
+            f"ema({algorithm!r}): expected an Algorithm(init, step), from df.adapt_while_communicate(...)."
+        )
+    if not 0 <= decay < 1:
+        raise ValueError(f"ema(decay={decay!r}): the decay lies in [0, 1); 0.999 is usual.")
+    init, step = algorithm
+
+    def start(params: PyTree, buffers: PyTree = None) -> EMAState:
+        inner = init(params, buffers)
+        return EMAState(inner, trees.map(lambda x: x.to(_wide(x), copy=True), inner.params))
+
+    def averaged(state: EMAState, batch: PyTree, t: int | Tensor) -> tuple[EMAState, Metrics]:
+        inner, metrics = step(state.inner, batch, t)
+        mean = trees.map(lambda e, x: decay * e + (1 - decay) * x.to(e.dtype), state.ema, inner.params)
+        return EMAState(inner, mean), metrics
+
+    return Algorithm(start, averaged)
+
+
+def ema_state(state: EMAState) -> AveragedState:
+    """A view of the state in which the EMA stands for the parameters: for `params`, `consensus_mean`, distances."""
+    if not isinstance(state, EMAState):
+        raise ValueError(
+            f"ema_state({type(state).__name__}): there is no average; make the algorithm with df.ema(...)."
+        )
+    x = state.params
+    return AveragedState(Buckets([e.to(b.dtype) for e, b in zip(state.ema, x, strict=True)], x.plan), state.buffers)
+
+
+def ema_params(state: EMAState) -> PyTree:
+    """This worker's averaged parameters as the user's tree, in the parameters' dtypes; copies. `[N, ...]` when stacked."""
+    return params(ema_state(state))
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)

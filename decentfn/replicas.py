@@ -1,0 +1,48 @@
+"""Equal replicas: made by `broadcast`, and checked before a method relies on them. Not for use inside a step."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+from decentfn import collectives, trees
+from decentfn.fingerprint import compare
+from decentfn.trees import PyTree
+
+
+def broadcast(tree: PyTree) -> PyTree:
+    """Worker 0's tree (process 0's) on every rank, bit for bit; copies. Collective.
+
+    `params, buffers = df.broadcast((params, buffers))` before `init` gives all workers one start;
+    `df.broadcast(df.params(state))` is worker 0's replica for an evaluation.
+
+    Args:
+        tree: tensors of any dtype, the same names, shapes and dtypes on every rank.
+
+    Raises:
+        ValueError: on every rank, if the trees differ in more than their values.
+    """
+    compare("broadcast(tree)", [_kind(name, leaf) for name, leaf in trees.named_leaves(tree)], "pass the same tree")
+    return trees.map(collectives.process_broadcast, tree)
+
+
+def require_equal(call: str, tree: PyTree) -> None:
+    """Raise ValueError on every rank unless all hold the same tree, bit for bit. Collective."""
+    if collectives.world().size > 1:
+        lines = [f"{_kind(name, leaf)} with digest {_digest(leaf)}" for name, leaf in trees.named_leaves(tree)]
+        compare(
+            call, lines, "replicas must start equal: `params, buffers = df.broadcast((params, buffers))` before init"
+        )
+
+
+def _kind(name: str, leaf: object) -> str:
+    if not isinstance(leaf, torch.Tensor):
+        raise ValueError(f"leaf {name!r} is {type(leaf).__name__}, not a tensor; state and data are trees of tensors.")
+    return f"{name or 'leaf'} {list(leaf.shape)} {leaf.dtype}"
+
+
+def _digest(leaf: Tensor) -> str:
+    raw = leaf.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
+    return hashlib.sha256(raw.numpy().data).hexdigest()[:16]

@@ -1,0 +1,175 @@
+"""Who reads which samples in which step: a function of (seed, t, worker), so there is no sampler state to save.
+
+Every worker has a batch of the same size in every step, however uneven the shards, so nobody waits for a worker that
+has run out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class Shards:
+    """The samples of every step and worker. Made by `shards` and `fixed_shards`."""
+
+    def __init__(
+        self, num_workers: int, batch_size: int, steps_per_epoch: int, positions: Callable[[int, int], Tensor]
+    ) -> None:
+        self.num_workers = num_workers
+        self.batch_size = batch_size
+        self.steps_per_epoch = steps_per_epoch
+        """Steps in which the workers together see as many samples as there are."""
+        self._positions = positions
+
+    def __repr__(self) -> str:
+        return f"Shards(num_workers={self.num_workers}, batch_size={self.batch_size})"
+
+    def batch_at(self, t: int, worker: int) -> Tensor:
+        """The samples of `worker` in step `t`: indices, `[batch_size]` int64."""
+        if not 0 <= worker < self.num_workers or t < 0:
+            raise ValueError(
+                f"batch_at(t={t}, worker={worker}): t >= 0, and there are {self.num_workers} workers, from 0."
+            )
+        return self._positions(t, worker)
+
+    def stacked_at(self, t: int) -> Tensor:
+        """The samples of all workers in step `t`: indices, `[N, batch_size]` int64."""
+        return torch.stack([self.batch_at(t, worker) for worker in range(self.num_workers)])
+
+
+def shards(num_samples: int, num_workers: int, batch_size: int, seed: int = 0) -> Shards:
+    """Deal all samples out anew in every epoch; the few that do not fill a batch for everyone sit that epoch out.
+
+    Args:
+        num_samples: at least `num_workers * batch_size`.
+        num_workers: N.
+        batch_size: samples of one worker in one step; N times as many are seen by all together.
+        seed: of the permutations, the same on every worker.
+
+    Raises:
+        ValueError: a number below one, or fewer samples than one step needs.
+
+    >>> dealt = shards(10, num_workers=2, batch_size=2)
+    >>> dealt.steps_per_epoch, torch.cat([dealt.stacked_at(t) for t in range(2)]).unique().numel()
+    (2, 8)
+    """
+    _check_counts("shards", num_samples=num_samples, num_workers=num_workers, batch_size=batch_size)
+    step = num_workers * batch_size
+    if num_samples < step:
+        raise ValueError(
+            f"shards(num_samples={num_samples}): a step of {num_workers} workers x {batch_size} needs {step} samples; "
+            "make batch_size smaller."
+        )
+    steps_per_epoch = num_samples // step
+
+    @lru_cache(maxsize=2)
+    def order(epoch: int) -> Tensor:
+        return _permutation(num_samples, seed, epoch, 0)
+
+    def positions(t: int, worker: int) -> Tensor:
+        epoch, k = divmod(t, steps_per_epoch)
+        first = k * step + worker * batch_size
+        return order(epoch)[first : first + batch_size].clone()
+
+    return Shards(num_workers, batch_size, steps_per_epoch, positions)
+
+
+def fixed_shards(parts: Sequence[Tensor | Sequence[int]], batch_size: int, seed: int = 0) -> Shards:
+    """Every worker reads its own part over and over, in a new order each time; a short part begins anew earlier.
+
+    Args:
+        parts: the sample indices of each worker, none empty, of any lengths.
+        batch_size: samples of one worker in one step; may exceed a part, which is then repeated within the batch.
+        seed: of the permutations.
+
+    Raises:
+        ValueError: no part, an empty one, or a number below one.
+    """
+    lists = [torch.as_tensor(part, dtype=torch.int64) for part in parts]
+    _check_counts("fixed_shards", batch_size=batch_size, parts=len(lists))
+    for worker, part in enumerate(lists):
+        if part.dim() != 1 or not part.numel():
+            raise ValueError(
+                f"fixed_shards(parts): part {worker} has shape {list(part.shape)}; every worker needs at least one sample."
+            )
+
+    @lru_cache(maxsize=4 * len(lists))
+    def order(worker: int, epoch: int) -> Tensor:
+        return lists[worker][_permutation(lists[worker].numel(), seed, epoch, worker)]
+
+    def positions(t: int, worker: int) -> Tensor:
+        size, first = lists[worker].numel(), t * batch_size
+        epochs = range(first // size, (first + batch_size - 1) // size + 1)
+        stream = torch.cat([order(worker, epoch) for epoch in epochs])
+        begin = first - epochs[0] * size
+        return stream[begin : begin + batch_size].clone()
+
+    total = sum(part.numel() for part in lists)
+    return Shards(len(lists), batch_size, max(1, total // (len(lists) * batch_size)), positions)
+
+
+def dirichlet_shards(labels: Tensor | Sequence[int], num_workers: int, alpha: float, seed: int = 0) -> list[Tensor]:
+    """Label-skewed parts: of every class, worker i gets a share drawn from Dirichlet(α, …, α). For experiments.
+
+    Every sample is in exactly one part. A worker that would get none takes one from the largest part.
+
+    Args:
+        labels: `[num_samples]` integers, at least `num_workers` of them.
+        num_workers: N.
+        alpha: α > 0; small is skewed (0.1: few classes a worker), large is even.
+        seed: of the draw, the same on every worker.
+
+    Returns:
+        Sample indices of each worker, `N` int64 vectors, ascending: for `fixed_shards`, or torch's `Subset`.
+    Source: Hsu, Qi, Brown, 2019.
+    """
+    y = torch.as_tensor(labels)
+    _check_counts("dirichlet_shards", num_workers=num_workers)
+    if y.dim() != 1 or y.numel() < num_workers:
+        raise ValueError(
+            f"dirichlet_shards(labels): shape {list(y.shape)}; one label per sample, at least num_workers={num_workers}."
+        )
+    if not 0 < alpha < float("inf"):
+        raise ValueError(f"dirichlet_shards(alpha={alpha!r}): α is positive and finite; 0.1 is skewed, 100 is even.")
+    random = torch.Generator().manual_seed(_mixed(seed, 0, 0))
+    draw = np.random.default_rng(_mixed(seed, 0, 1))
+    parts: list[list[Tensor]] = [[] for _ in range(num_workers)]
+    for label in y.unique():
+        members = (y == label).nonzero()[:, 0]
+        members = members[torch.randperm(members.numel(), generator=random)]
+        shares = torch.from_numpy(draw.dirichlet([float(alpha)] * num_workers))
+        cuts = (shares.cumsum(0)[:-1] * members.numel()).round().to(torch.int64)
+        for part, piece in zip(parts, members.tensor_split(cuts.tolist()), strict=True):
+            part.append(piece)
+    lists = [torch.cat(part) for part in parts]
+    for worker in range(num_workers):
+        if not lists[worker].numel():
+            richest = max(range(num_workers), key=lambda i: lists[i].numel())
+            lists[worker], lists[richest] = lists[richest][:1], lists[richest][1:]
+    return [part.sort().values for part in lists]
+
+
+def _permutation(size: int, seed: int, epoch: int, worker: int) -> Tensor:
+    return torch.randperm(size, generator=torch.Generator().manual_seed(_mixed(seed, epoch, worker)))
+
+
+def _mixed(seed: int, epoch: int, worker: int) -> int:
+    """One seed of three numbers (splitmix64), so that neighbouring seeds and epochs share no permutation."""
+    z = 0
+    for number in (seed, epoch, worker):
+        z = (z + number + 0x9E3779B97F4A7C15) & (2**64 - 1)
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
+        z ^= z >> 31
+    return z >> 1
+
+
+def _check_counts(call: str, **counts: int) -> None:
+    for name, count in counts.items():
+        if not isinstance(count, int) or count < 1:
+            raise ValueError(f"{call}({name}={count!r}): a whole number >= 1.")

@@ -1,0 +1,181 @@
+"""What a step costs: decentfn beside DDP, Decent-DP, FSDP2, periodic averaging and no communication at all.
+
+    python examples/benchmark.py --workload mlp                             2 ranks of this machine
+    sudo python examples/benchmark.py --workload gpt --workers 4 --link-mbit 1000     behind rate-limited links
+    torchrun --nnodes 2 --nproc-per-node 1 ... examples/benchmark.py        on real hosts
+    python examples/benchmark.py --memory | --compile-times | --scaling 1 2 4 | --overhead | --simulator
+
+All peers run in one launch, in drained blocks that take turns (A B A B ...), so that their ratios hold on a noisy
+machine too. Beside them stand the floors, written by hand without any library: compute alone, exchange alone (bare
+receives and sends), and both overlapped. `df.init()` lets glibc keep freed memory; peers in the process gain alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from benchmarking import lab, measure, peers, report, simulator
+from benchmarking.workloads import workload
+
+import decentfn as df
+
+SCRIPT = str(Path(__file__).resolve())
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("--workload", choices=["mlp", "gpt", "thousand", "tiny"], default="mlp")
+    add("--small", action="store_true", help="a hundredth of the size, for trying out")
+    add("--batch-size", type=int, help="per worker; default: the workload's own")
+    add(
+        "--peers",
+        nargs="+",
+        default=list(peers.DEFAULT),
+        metavar="SPEC",
+        help=" ".join((peers.build.__doc__ or "").split()),
+    )
+    add("--no-floors", action="store_true", help="only the peers named")
+    add("--workers", type=int, default=2, help="ranks to start here (under torchrun its own number counts)")
+    add("--link-mbit", type=float, help="each rank in a network namespace behind a link of this rate (needs root)")
+    add("--blocks", type=int, default=9)
+    add("--seconds", type=float, default=2.0, help="about as long is a block")
+    add("--steps", type=int, help="steps in a block, in place of --seconds")
+    add("--threads", type=int, default=1, help="of torch, per rank")
+    add("--memory", action="store_true", help="peak memory per rank, each peer in processes of its own")
+    add("--compile-times", action="store_true", help="first step with an empty and with a filled cache")
+    add("--scaling", type=int, nargs="+", metavar="N", help="strong and weak scaling over these numbers of workers")
+    add("--overhead", action="store_true", help="tiny model: microseconds over the step by hand and the bare exchange")
+    add("--simulator", action="store_true", help="many workers in one process")
+    add("--json", metavar="FILE")
+    add("--plot", metavar="FILE")
+    add("--single", help=argparse.SUPPRESS)  # one peer in a process of its own, for --memory and --compile-times
+    return parser
+
+
+def as_rank(args: argparse.Namespace) -> None:
+    """One rank's part, under torchrun or under our own launcher."""
+    world = df.init()
+    chosen = workload(args.workload, small=args.small, batch_size=args.batch_size)
+    if args.single:
+        result = measure.memory(args.single, chosen, world.rank, world.size, steps=8)
+    elif args.memory or args.compile_times or args.scaling:
+        raise SystemExit("--memory, --compile-times and --scaling start processes of their own: run without torchrun.")
+    else:
+        specs = args.peers if args.no_floors else peers.with_floors(args.peers, world.size)
+        times = {"blocks": args.blocks, "seconds": args.seconds, "steps": args.steps}
+        result = measure.compare(specs, chosen, world.rank, world.size, **times)
+        result = report.add_ratios(result, args.link_mbit)
+    if world.rank == 0:
+        if "BENCHMARK_RESULT" in os.environ:
+            Path(os.environ["BENCHMARK_RESULT"]).write_text(json.dumps(result))
+        else:
+            show(args, result, report.table(result))
+
+
+def show(args: argparse.Namespace, result: Any, text: str) -> None:
+    print(text)
+    if args.json:
+        Path(args.json).write_text(json.dumps(result, indent=1))
+    if args.plot and isinstance(result, dict) and "rows" in result:
+        report.plot(result, args.plot)
+
+
+def single(args: argparse.Namespace, spec: str, **environment: str) -> Any:
+    """One peer in processes of its own."""
+    passed = [*forwarded(args), "--single", spec]
+    return lab.launch(SCRIPT, passed, args.workers, mbit=args.link_mbit, **environment)
+
+
+def forwarded(args: argparse.Namespace) -> list[str]:
+    passed = ["--workload", args.workload, "--threads", str(args.threads), "--blocks", str(args.blocks)]
+    passed += ["--seconds", str(args.seconds)] + (["--small"] if args.small else [])
+    passed += ["--no-floors"] if args.no_floors else []
+    for name in ("batch_size", "steps", "link_mbit"):
+        if getattr(args, name) is not None:
+            passed += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
+    return passed
+
+
+def memory(args: argparse.Namespace) -> None:
+    rows = []
+    for spec in args.peers:
+        single(args, spec)  # fills the cache: a compiler at work is no part of the peak
+        rows.append(single(args, spec))
+        print(f"  {spec}: {max(rows[-1]['added_bytes']) / 1e6:.1f} MB {rows[-1]['failure'] or ''}", flush=True)
+    show(args, rows, report.memory_table(rows))
+
+
+def compile_times(args: argparse.Namespace) -> None:
+    rows = []
+    for spec in args.peers:
+        with tempfile.TemporaryDirectory() as folder:
+            cold, warm = (single(args, spec, TORCHINDUCTOR_CACHE_DIR=folder) for _ in range(2))
+        rows.append({"peer": spec, "cold": cold, "warm": warm})
+    show(args, rows, report.compile_table(rows))
+
+
+def scaling(args: argparse.Namespace) -> None:
+    own = args.batch_size or workload(args.workload, small=args.small).batch_size
+    runs = []
+    for n in args.scaling:
+        for kind in ("weak", "strong"):
+            if kind == "strong" and own % n:
+                print(f"  strong scaling on {n} workers left out: the batch of {own} does not divide")
+                continue
+            batch = own if kind == "weak" else own // n
+            passed = [*forwarded(args), "--no-floors", "--batch-size", str(batch), "--peers", *args.peers]
+            run = lab.launch(SCRIPT, passed, n, mbit=args.link_mbit)
+            runs.append(run | {"scaling": kind, "batch_size": batch})
+    show(args, runs, report.scaling_table(runs))
+
+
+def overhead(args: argparse.Namespace) -> None:
+    args.workload, args.no_floors = "tiny", False
+    args.peers = ["decentfn"]
+    result = compare(args)
+    found = {row["peer"]: 1e6 * row["step_s"]["median"] for row in result["rows"]}
+    rest = [found["decentfn"], found["floor:kind=compute"], found["floor:kind=exchange"]]
+    text = "decentfn {:.0f} µs = by hand without communication {:.0f} + exchange alone {:.0f} + the library's {:.0f}"
+    show(args, result, report.table(result) + "\n" + text.format(*rest, rest[0] - rest[1] - rest[2]))
+
+
+def compare(args: argparse.Namespace) -> Any:
+    passed = [*forwarded(args), "--peers", *args.peers]
+    return lab.launch(SCRIPT, passed, args.workers, mbit=args.link_mbit)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = arguments().parse_args(argv)
+    torch.set_num_threads(args.threads)
+    torch.set_flush_denormal(True)  # Adam's moments decay into denormal numbers, which are ten times slower
+    if "RANK" in os.environ:
+        as_rank(args)
+    elif args.simulator:
+        df.init()
+        found = simulator.compare(blocks=args.blocks, seconds=args.seconds, small=args.small)
+        show(args, found | {"machine": measure.machine()}, simulator.table(found))
+    elif args.memory:
+        memory(args)
+    elif args.compile_times:
+        compile_times(args)
+    elif args.scaling:
+        scaling(args)
+    elif args.overhead:
+        overhead(args)
+    else:
+        result = compare(args)
+        show(args, result, report.table(result))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

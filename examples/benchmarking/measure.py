@@ -1,0 +1,190 @@
+"""Time, CPU time, bytes and memory of peers that take turns in one launch."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import time
+import traceback
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._dynamo.utils import counters
+
+from benchmarking.peers import Peer, build
+from benchmarking.workloads import Workload
+
+
+def machine() -> dict[str, Any]:
+    """Where and how busy."""
+    cpu = re.search(r"model name\s*: (.*)", _read("/proc/cpuinfo"))
+    return {
+        "cpu": cpu.group(1) if cpu else platform.processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "load": round(os.getloadavg()[0], 1),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
+
+
+def gather(value: Any) -> list[Any]:
+    """What every rank passed."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
+
+
+def barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+class Interface:
+    """The counter of bytes sent through this rank's network interface, headers included."""
+
+    def __init__(self) -> None:
+        name = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+        self.path = f"/sys/class/net/{name}/statistics/tx_bytes"
+        # Ranks of one machine share the loopback device, and whatever else runs there.
+        self.shared_by = int(os.environ.get("WORLD_SIZE", "1")) if name == "lo" else 1
+        self.name = name
+
+    def sent(self) -> float | None:
+        text = _read(self.path)
+        return int(text) / self.shared_by if text else None
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Median and quartiles."""
+    low, _, high = quantiles(values, n=4, method="inclusive") if len(values) > 1 else (values[0],) * 3
+    return {"median": median(values), "q1": low, "q3": high}
+
+
+def peak_memory() -> int:
+    """This process's largest resident size so far, bytes."""
+    found = re.search(r"VmHWM:\s*(\d+) kB", _read("/proc/self/status"))
+    return int(found.group(1)) * 1024 if found else 0
+
+
+class Contender:
+    """A peer while it is measured."""
+
+    def __init__(self, spec: str, workload: Workload, rank: int, size: int) -> None:
+        self.spec, self.t, self.graphs = spec, 0, 0
+        self.walls: list[float] = []
+        self.cpus: list[float] = []
+        self.sent: list[float] = []
+        self.failure: str | None = None
+        self.first_s = 0.0
+        self.peer = Peer(lambda t: None)
+        self.cache_hits = 0
+        before = counters["inductor"]["fxgraph_cache_hit"]
+        try:
+            start = time.perf_counter()
+            self.peer = build(spec, workload, rank, size)
+            self.run(1)
+            self.first_s = time.perf_counter() - start
+            self.run(2)
+        except Exception as error:
+            self.failure = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+            if os.environ.get("BENCHMARK_TRACE"):
+                traceback.print_exc()
+        self.cache_hits = counters["inductor"]["fxgraph_cache_hit"] - before
+        failures = [failure for failure in gather(self.failure) if failure]
+        self.failure = failures[0] if failures else None
+
+    def run(self, steps: int) -> None:
+        """A drained block: everything that was sent has arrived when it ends."""
+        before = counters["stats"]["unique_graphs"]
+        for _ in range(steps):
+            self.peer.step(self.t)
+            self.t += 1
+        self.peer.drain()
+        self.graphs += counters["stats"]["unique_graphs"] - before
+
+    def block(self, steps: int, interface: Interface) -> None:
+        sent = interface.sent()
+        barrier()
+        cpu, wall = time.process_time(), time.perf_counter()
+        self.run(steps)
+        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        barrier()
+        after = interface.sent()
+        self.walls.append(wall / steps)
+        self.cpus.append(cpu / steps)
+        if sent is not None and after is not None:
+            self.sent.append((after - sent) / steps)
+
+    def row(self) -> dict[str, Any]:
+        """Collective. A step takes as long as it takes the slowest rank; CPU and bytes are means over ranks."""
+        row: dict[str, Any] = {"peer": self.spec, "failure": self.failure}
+        walls, cpus, sents = (gather(values) for values in (self.walls, self.cpus, self.sent))
+        if self.failure or not self.walls:
+            return row
+        row["step_s"] = spread([max(of_ranks) for of_ranks in zip(*walls, strict=True)])
+        row["cpu_s"] = spread([sum(of_ranks) / len(walls) for of_ranks in zip(*cpus, strict=True)])
+        if all(sents):
+            row["wire_bytes"] = median(sum(of_ranks) / len(walls) for of_ranks in zip(*sents, strict=True))
+        row["payload_bytes"] = self.peer.payload
+        row["blocks_s"] = [max(of_ranks) for of_ranks in zip(*walls, strict=True)]
+        row |= {"first_s": gather(self.first_s), "graphs": self.graphs, "cache_hits": gather(self.cache_hits)}
+        return row
+
+
+def compare(
+    specs: list[str], workload: Workload, rank: int, size: int, *, blocks: int, seconds: float, steps: int | None
+) -> dict[str, Any]:
+    """Measure the peers in turn: A B … A B …, `blocks` times, each block about `seconds` long."""
+    interface = Interface()
+    contenders = []
+    for spec in specs:
+        contenders.append(Contender(spec, workload, rank, size))
+        if rank == 0:
+            print(f"  ready: {spec} {contenders[-1].failure or f'{contenders[-1].first_s:.1f} s'}", flush=True)
+    running = [c for c in contenders if c.failure is None]
+    lengths = {}
+    for contender in running:
+        trial = time.perf_counter()
+        contender.run(8)
+        taken = (time.perf_counter() - trial) / 8
+        # Whole rounds of 8, so that every block of periodic averaging holds as many averages.
+        lengths[contender.spec] = steps or max(8, int(max(gather(seconds / taken))) // 8 * 8)
+    for _ in range(blocks):
+        for contender in running:
+            contender.block(lengths[contender.spec], interface)
+    rows = [contender.row() | {"block_steps": lengths.get(contender.spec)} for contender in contenders]
+    return {"machine": machine(), "interface": interface.name, "workers": size, "workload": workload.name, "rows": rows}
+
+
+def memory(spec: str, workload: Workload, rank: int, size: int, *, steps: int) -> dict[str, Any]:
+    """Peak memory of one peer, for a process of its own: what it adds to the same process without a model.
+
+    The first step is included, so compile with a warm cache (the launcher runs it twice).
+    """
+    before = peak_memory()
+    contender = Contender(spec, workload, rank, size)
+    if contender.failure is None:
+        contender.run(steps)
+    parameters = sum(p.nbytes for p in workload.module().parameters())
+    row = {"peer": spec, "failure": contender.failure, "parameter_bytes": parameters}
+    row["peak_bytes"] = gather(peak_memory())
+    row["added_bytes"] = gather(peak_memory() - before)
+    row |= {
+        "first_s": gather(contender.first_s),
+        "cache_hits": gather(contender.cache_hits),
+        "graphs": contender.graphs,
+    }
+    return row

@@ -1,0 +1,183 @@
+"""What label skew does to decentralized training: sixteen simulated workers on scikit-learn's digits.
+
+    python examples/heterogeneity.py                 the table of docs/heterogeneity.md
+    python examples/heterogeneity.py --tune          the learning rates that it uses, chosen again
+    python examples/heterogeneity.py --help
+
+Every worker's labels follow a Dirichlet distribution: α = 10 is nearly even, at 0.1 most workers know one or two digits.
+D-PSGD, which averages with its neighbours on a ring, loses accuracy as α shrinks; methods that correct its bias, or relay
+every worker's contribution to all, do not (the ordering of RelaySGD's table: Vogels et al., NeurIPS 2021).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import mean, stdev
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+import tyro
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from torch import Tensor
+from torch.func import vmap
+from tqdm import tqdm
+
+import decentfn as df
+
+Params = dict[str, Tensor]
+MOMENTUM = 0.9
+GRID = (0.025, 0.05, 0.1, 0.2, 0.4)
+TUNED_AT = 1.0
+
+
+class Method(NamedTuple):
+    """An algorithm, where it runs, and its learning rate: the best of GRID at α = 1 (`--tune`)."""
+
+    algorithm: Callable[..., df.Algorithm]
+    topology: str
+    learning_rate: float
+    momentum: float = MOMENTUM  # the optimizer's; none where the method has its own
+
+
+METHODS = {
+    "all-reduce": Method(df.all_reduce, "complete", 0.4),
+    "D-PSGD": Method(df.adapt_while_communicate, "static-ring", 0.4),
+    "QG momentum": Method(df.quasi_global_momentum, "static-ring", 0.4, momentum=0.0),
+    "gradient tracking": Method(df.gradient_tracking, "static-ring", 0.4),
+    "exact diffusion": Method(df.exact_diffusion, "static-ring", 0.4),
+    "D²": Method(df.d2, "static-ring", 0.4),
+    "SGP": Method(df.stochastic_gradient_push, "one-peer-exp-directed", 0.4),
+    "RelaySGD": Method(df.relay_sgd, "binary-tree", 0.4),
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """The whole experiment."""
+
+    steps: int = 300
+    alphas: tuple[float, ...] = (10.0, 1.0, 0.1)
+    """Dirichlet concentrations; smaller is more heterogeneous."""
+    methods: tuple[str, ...] = tuple(METHODS)
+    """Rows of the table."""
+    seeds: int = 3
+    """Runs of each cell: other shards, another start and other batches."""
+    num_workers: int = 16
+    batch_size: int = 16
+    """Images per worker and step."""
+    tune: bool = False
+    """Try the learning rates of GRID at α = 1 and print what is best, instead of the table."""
+
+
+class Result(NamedTuple):
+    """Accuracies in [0, 1]."""
+
+    consensus: float  # held out, of the mean of all workers' parameters
+    local: float  # held out, of every worker's own parameters, averaged over workers
+    train: float  # as `local`, on the union of all shards
+
+
+class Data(NamedTuple):
+    images: Tensor  # [M, 64], in [0, 1]
+    labels: Tensor  # [M]
+
+
+def digits() -> tuple[Data, Data]:
+    """Training and held-out data."""
+    loaded = load_digits()
+    images, labels = torch.tensor(loaded.data / 16.0, dtype=torch.float32), torch.tensor(loaded.target)
+    train, test = train_test_split(range(len(labels)), test_size=0.2, random_state=0)
+    return Data(images[train], labels[train]), Data(images[test], labels[test])
+
+
+def predict(params: Params, images: Tensor) -> Tensor:
+    hidden = torch.relu(images @ params["w1"] + params["b1"])
+    return hidden @ params["w2"] + params["b2"]
+
+
+def loss_fn(params: Params, batch: Data) -> Tensor:
+    return F.cross_entropy(predict(params, batch.images), batch.labels)
+
+
+def accuracy(params: Params, data: Data) -> float:
+    return (predict(params, data.images).argmax(-1) == data.labels).float().mean().item()
+
+
+def train(method: Method, config: Config, alpha: float, seed: int, learning_rate: float | None = None) -> Result:
+    """One run."""
+    data, held_out = digits()
+    n = config.num_workers
+    # Of a seed all methods get the same shards, batches and start.
+    shards = df.fixed_shards(df.dirichlet_shards(data.labels, n, alpha, seed), config.batch_size, seed)
+    draw = torch.Generator().manual_seed(seed)
+    start = {
+        "w1": torch.randn(64, 32, generator=draw) / 8,
+        "b1": torch.zeros(32),
+        "w2": torch.randn(32, 10, generator=draw) / 32**0.5,
+        "b2": torch.zeros(10),
+    }
+    optimizer = df.sgd(learning_rate or method.learning_rate, momentum=method.momentum)
+    init, decent_step = method.algorithm(loss_fn, optimizer, df.topology(method.topology, n))
+    state, decent_step = df.stack(init(start), n), df.simulate(decent_step, n)
+    for t in range(config.steps):
+        rows = shards.stacked_at(t)
+        state, _ = decent_step(state, Data(data.images[rows], data.labels[rows]), t)
+
+    def local(data: Data) -> float:
+        logits = vmap(predict, in_dims=(0, None))(df.params(state), data.images)
+        return (logits.argmax(-1) == data.labels).float().mean().item()
+
+    return Result(accuracy(df.consensus_mean(state), held_out), local(held_out), local(data))
+
+
+def tune(config: Config) -> dict[str, float]:
+    """For each method the learning rate of GRID whose workers know the training data best at α = 1."""
+    best = {}
+    for name in config.methods:
+        found = {
+            rate: [train(METHODS[name], config, TUNED_AT, seed, rate) for seed in range(config.seeds)] for rate in GRID
+        }
+        scores = {rate: mean(result.train for result in results) for rate, results in found.items()}
+        best[name] = max(GRID, key=lambda rate: scores[rate])
+        print(f"{name}: {best[name]}  { ({rate: round(score, 4) for rate, score in scores.items()}) }", flush=True)
+    return best
+
+
+def table(results: dict[str, dict[float, list[Result]]]) -> str:
+    """Markdown: per α the accuracy of the consensus mean and of single workers, in percent, ± over seeds."""
+
+    def cell(values: list[float]) -> str:
+        spread = f" ± {100 * stdev(values):.1f}" if len(values) > 1 else ""
+        return f"{100 * mean(values):.1f}{spread}"
+
+    alphas = list(next(iter(results.values())))
+    heads = ["method", "topology", "learning rate"]
+    heads += [f"α = {alpha:g}: {what}" for alpha in alphas for what in ("mean model", "workers")]
+    lines = ["| " + " | ".join(heads) + " |", "|---|---|" + "---:|" * (len(heads) - 2)]
+    for name, row in results.items():
+        method = METHODS[name]
+        cells = [name, method.topology, f"{method.learning_rate:g}"]
+        for alpha in alphas:
+            cells += [cell([r.consensus for r in row[alpha]]), cell([r.local for r in row[alpha]])]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main(config: Config) -> dict[str, Any]:
+    """Run it all; returns the results (or, tuning, the learning rates) by method."""
+    if config.tune:
+        return tune(config)
+    runs = [(name, alpha, seed) for name in config.methods for alpha in config.alphas for seed in range(config.seeds)]
+    results: dict[str, dict[float, list[Result]]] = {name: {a: [] for a in config.alphas} for name in config.methods}
+    for name, alpha, seed in tqdm(runs, disable=None):
+        results[name][alpha].append(train(METHODS[name], config, alpha, seed))
+    print(table(results))
+    ordered = sorted(config.methods, key=lambda name: -mean(r.local for r in results[name][config.alphas[-1]]))
+    print(f"\nBy the workers' accuracy at α = {config.alphas[-1]:g}: {' > '.join(ordered)}")
+    return results
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(tyro.cli(Config))

@@ -1,0 +1,79 @@
+"""The benchmark runs as it stands: small networks, two ranks, and what it counts is right."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def benchmark(tmp_path, *arguments):
+    """Run the benchmark; what it printed and the JSON that it wrote."""
+    out = tmp_path / "out.json"
+    command = [sys.executable, str(ROOT / "examples" / "benchmark.py"), "--json", str(out), *arguments]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, json.loads(out.read_text())
+
+
+QUICK = ["--small", "--blocks", "2", "--steps", "8"]
+
+
+def test_every_peer_runs_beside_the_others_and_sends_what_it_says(tmp_path):
+    peers = ["decentfn:mode=eager", "decentfn:mode=eager,wire=bfloat16", "decent-dp", "ddp:view=True,bucket_mb=1"]
+    peers += ["ddp:hook=bf16", "fsdp2", "periodic:every=4", "alone", "decentfn:algorithm=all_reduce,mode=eager"]
+    broken = "decentfn:mode=eager,topology=nowhere"
+    shown, result = benchmark(tmp_path, "--workload", "mlp", *QUICK, "--no-floors", "--peers", *peers, broken)
+    rows = {row["peer"]: row for row in result["rows"]}
+    # A peer that cannot run is reported, and the others are measured.
+    assert "nowhere" in rows.pop(broken)["failure"] and "failed: ValueError" in shown
+    assert list(rows) == peers and all(peer in shown for peer in peers)
+    assert [row["failure"] for row in rows.values()] == [None] * len(peers)
+    parameters = 4 * (64 * 128 + 2 * 128 * 128 + 128 * 10 + 3 * 128 + 10)
+    assert rows["decentfn:mode=eager"]["payload_bytes"] == parameters
+    assert rows["decentfn:mode=eager,wire=bfloat16"]["payload_bytes"] == parameters / 2
+    for row in rows.values():
+        assert row["step_s"]["q1"] <= row["step_s"]["median"] <= row["step_s"]["q3"]
+        assert row["block_steps"] == 8 and len(row["blocks_s"]) == 2
+
+
+def test_memory_is_measured_in_processes_of_its_own(tmp_path):
+    _, rows = benchmark(tmp_path, "--memory", "--workload", "mlp", "--small", "--workers", "1", "--peers", "alone")
+    assert rows[0]["peak_bytes"][0] > rows[0]["added_bytes"][0] > 0 and rows[0]["failure"] is None
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_bare_exchange_posts_receives_first_and_as_many_bytes_as_there_are_parameters(monkeypatch, dtype):
+    import torch
+
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    from benchmarking.by_hand import BareExchange
+
+    posted = []
+
+    class Work:
+        def wait(self):
+            posted.append(("wait", 0))
+
+    class Group:
+        def send(self, tensors, rank, tag):
+            posted.append(("send", sum(x.nbytes for x in tensors)))
+            return Work()
+
+        def recv(self, tensors, rank, tag):
+            posted.append(("recv", sum(x.nbytes for x in tensors)))
+            return Work()
+
+    exchange = BareExchange(4 * 10_000_000, rank=1, size=2, dtype=getattr(torch, dtype), group=Group())
+    exchange.post(0)
+    exchange.wait()
+    kinds = [kind for kind, _ in posted]
+    assert kinds == sorted(kinds, key=["recv", "send", "wait"].index)
+    width = getattr(torch, dtype).itemsize
+    assert sum(n for kind, n in posted if kind == "send") == 10_000_000 * width
+    assert sum(n for kind, n in posted if kind == "recv") == 10_000_000 * width

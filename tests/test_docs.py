@@ -1,0 +1,58 @@
+"""The pages about algorithms and topologies are what the code says of itself today."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import decentfn as df
+
+DOCS = Path(__file__).parent.parent / "docs"
+PAGES = ("algorithms.md", "topologies.md")
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """Both pages, written now by a process of its own (tests register topologies in this one)."""
+    folder = tmp_path_factory.mktemp("docs")
+    command = [sys.executable, str(DOCS / "generate.py"), str(folder)]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert finished.returncode == 0, finished.stderr
+    return {page: (folder / page).read_text(encoding="utf-8") for page in PAGES}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_committed_page_is_what_the_generator_writes(page, written):
+    committed = (DOCS / page).read_text(encoding="utf-8")
+    assert committed.splitlines() == written[page].splitlines(), f"run `python docs/generate.py` and commit docs/{page}"
+
+
+def test_every_algorithm_has_its_row_in_every_table(written):
+    for name in df.algorithms.__all__:
+        if name.islower():
+            rows = re.findall(rf"^\| \[?`{name}`.*", written["algorithms.md"], re.MULTILINE)
+            assert len(rows) == 3, name
+            assert all(cell.strip() for row in rows for cell in row.strip("|").split("|"))
+
+
+def test_every_topology_has_its_row_in_every_table(written):
+    names = re.findall(r"^\| `([a-z0-9-]+)` \|", written["topologies.md"], re.MULTILINE)
+    shipped = set(re.findall(r'@register_topology\("([^"]+)"\)', _sources()))
+    assert {name: names.count(name) for name in names} == dict.fromkeys(shipped, 3)
+    assert shipped <= set(df.topology_names())
+
+
+def _sources():
+    return "\n".join(
+        path.read_text() for path in Path(df.topologies.__file__).parent.glob("*.py") if path.stem != "registry"
+    )
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_users_who_look_for_local_sgd_or_gossip_pga_are_told_where_it_is(page, written):
+    [said] = re.findall(
+        r"[^\n]*local SGD.*?\n\n", written[page].replace("Local SGD", "local SGD") + "\n\n", re.DOTALL | re.I
+    )[:1]
+    assert "every(H" in said and "pga(H" in said and "adapt_then_combine" in said

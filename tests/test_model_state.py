@@ -1,0 +1,246 @@
+"""Buffers, averages over time and over workers, optimizers that see the mix, and who reads which sample."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DistributedSampler
+
+import decentfn as df
+from decentfn import trees
+
+N = 4
+
+
+def batch_norm():
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
+    module[2].weight.requires_grad_(False)
+    with torch.no_grad():
+        module[2].weight.mul_(1 / 3)  # a third is not exact, so averaging it would show
+    return df.functional(module, nn.functional.mse_loss)
+
+
+def after_steps(algorithm, steps=3, topology="static-ring", backend=None, **options):
+    params, buffers, loss_fn = batch_norm()
+    init, step = getattr(df, algorithm)(loss_fn, df.sgd(0.05), df.topology(topology, N), **options)
+    state, step = df.stack(init(params, buffers), N), df.simulate(step, N)
+    step = step if backend is None else df.compile(step, backend=backend)
+    draw = torch.Generator().manual_seed(0)
+    for t in range(steps):
+        x = torch.randn(N, 8, 3, generator=draw) * (1 + torch.arange(N).view(-1, 1, 1))
+        state, _ = step(state, (x, x[..., :1]), t)
+    return state
+
+
+def spread(state, name="1.running_var"):
+    return state.buffers[name].std(0).max()
+
+
+@pytest.mark.parametrize("algorithm", ["adapt_while_communicate", "adapt_then_combine", "all_reduce"])
+def test_float_buffers_are_mixed_by_choice_and_all_others_left_alone(algorithm):
+    own, mixed = after_steps(algorithm), after_steps(algorithm, average_buffers=True)
+    assert spread(mixed) < 0.8 * spread(own) and spread(own) > 0.1
+    assert algorithm != "all_reduce" or spread(mixed) < 1e-6
+    start = batch_norm()[1]
+    for state in (own, mixed):
+        assert state.buffers["1.num_batches_tracked"].tolist() == [3] * N
+        assert torch.equal(state.buffers["2.weight"], start["2.weight"].expand(N, 1, 5))
+
+
+def test_averaging_keeps_the_mean_of_statistics_that_do_not_depend_on_parameters():
+    """The first layer's inputs do not depend on x, so b⁺ = W b + Δ and b⁺ = W (b + Δ) keep mean b."""
+
+    def loss_fn(params, buffers, batch):
+        new = {"mean": 0.9 * buffers["mean"] + 0.1 * batch.mean(0)}
+        return (params * batch).sum(), (new, None)
+
+    means = []
+    for algorithm, average in (
+        ("adapt_while_communicate", 0),
+        ("adapt_while_communicate", 1),
+        ("adapt_then_combine", 1),
+    ):
+        init, step = getattr(df, algorithm)(loss_fn, df.sgd(0.1), df.topology("ring", N), average_buffers=bool(average))
+        state, step = df.stack(init(torch.ones(3), {"mean": torch.zeros(3)}), N), df.simulate(step, N)
+        for t in range(5):
+            state, _ = step(state, torch.arange(N * 6.0).view(N, 2, 3) * (t + 1), t)
+        means.append(df.consensus_buffers(state)["mean"])
+    torch.testing.assert_close(means[1], means[0])
+    torch.testing.assert_close(means[2], means[0])
+
+
+def test_averaging_buffers_compiled_is_averaging_them_eagerly():
+    a = after_steps("adapt_while_communicate", average_buffers=True)
+    b = after_steps("adapt_while_communicate", average_buffers=True, backend="aot_eager")
+    for x, y in zip(trees.leaves(a), trees.leaves(b), strict=True):
+        torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-5)
+
+
+def test_an_algorithm_that_cannot_mix_buffers_says_so():
+    with pytest.raises(ValueError, match="average_buffers=True: this algorithm does not mix.*consensus_buffers"):
+        df.diloco(lambda p, b: p.sum(), df.sgd(0.1), df.topology("complete", N), average_buffers=True)
+
+
+def consensus_on_this_rank():
+    here = df.init()
+    buffers = {"mean": torch.tensor([float(here.rank), 1 / 3]), "count": torch.tensor(7 + here.rank)}
+    init, _ = df.adapt_then_combine(lambda p, b, x: (p, (b, None)), df.sgd(0.1), df.topology("complete", here.size))
+    state = init(torch.ones(2), buffers)
+    return df.consensus_buffers(state)
+
+
+def test_consensus_buffers_are_the_same_on_every_rank_and_equal_ones_exact(ranks):
+    for got in ranks(4).run(consensus_on_this_rank):
+        assert got["mean"].tolist() == [1.5, torch.tensor(1 / 3).item()] and got["count"] == 7
+
+
+def test_consensus_buffers_of_a_stacked_state():
+    state = after_steps("adapt_while_communicate")
+    got = df.consensus_buffers(state)
+    torch.testing.assert_close(got["1.running_var"], state.buffers["1.running_var"].mean(0))
+    assert torch.equal(got["2.weight"], state.buffers["2.weight"][0]) and got["1.num_batches_tracked"] == 3
+
+
+# -- EMA ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_ema_is_torchs_and_its_consensus_the_mean_over_workers(backend):
+    topology, decay = df.topology("ring", N), 0.8
+    init, step = df.ema(
+        df.adapt_while_communicate(lambda p, b: ((p["w"] - b) ** 2).sum(), df.sgd(0.1), topology), decay
+    )
+    state, step = df.stack(init({"w": torch.zeros(3)}), N), df.simulate(step, N)
+    step = step if backend is None else df.compile(step, backend=backend)
+    parameter = nn.Parameter(torch.zeros(N, 3))
+    expected = torch.optim.swa_utils.AveragedModel(
+        nn.ParameterList([parameter]), multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(decay)
+    )
+    expected.update_parameters(nn.ParameterList([parameter]))
+    for t in range(6):
+        state, _ = step(state, torch.arange(12.0).view(N, 3), t)
+        parameter.data = df.params(state)["w"]
+        expected.update_parameters(nn.ParameterList([parameter]))
+    (mine,) = expected.module
+    torch.testing.assert_close(df.ema_params(state)["w"], mine.data)
+    torch.testing.assert_close(df.consensus_mean(df.ema_state(state))["w"], mine.data.mean(0))
+    assert df.consensus_distance(df.ema_state(state)) > 0
+
+
+# -- the mix as an argument --------------------------------------------------------------------------------------------
+
+
+def recorder():
+    """An optimizer that pulls towards what it heard and remembers whom it heard."""
+
+    def init(params):
+        return {"sources": torch.zeros(1, dtype=torch.int64), "members": torch.zeros(N, dtype=torch.bool)}
+
+    def update(grads, state, params, mix):
+        heard = mix.heard or mix.means
+        pull = [0.5 * (h[0] if mix.heard else h) - 0.5 * x for h, x in zip(heard, params, strict=True)]
+        members = state["members"] if mix.members is None else mix.members
+        new = {"sources": mix.sources[:1] if mix.heard else state["sources"] - 1, "members": members}
+        return df.Buckets(pull, grads.plan), new
+
+    return df.MixAware(init, update)
+
+
+@pytest.mark.parametrize("chained", [False, True])
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_an_optimizer_sees_whom_it_is_mixed_with_and_what_they_said(chained, backend):
+    optimizer = df.dynamic_loss_scale(df.chain(df.scale(1.0), recorder())) if chained else recorder()
+    topology = df.topology("one-peer-exp", N)
+    init, step = df.adapt_while_communicate(lambda p, b: (p * b).sum(), optimizer, topology)
+    state = df.stack(init(torch.zeros(2)), N)
+    x = torch.tensor([[0.0, 0], [1, 10], [2, 20], [4, 40]])
+    state = state._replace(params=df.Buckets([x.clone()], state.params.plan))
+    step = df.simulate(step, N)
+    step = step if backend is None else df.compile(step, backend=backend, donate=False)
+    for t in range(2):
+        new, _ = step(state, torch.ones(N, 2), t)
+        inner = new.opt_state.inner[1] if chained else new.opt_state
+        partners = inner["sources"][:, 0]
+        W = df.mixing_matrix(topology, t)
+        assert all(W[i, partners[i]] == 0.5 and partners[i] != i for i in range(N))
+        torch.testing.assert_close(df.params(new), W.float() @ x + 0.5 * x[partners] - 0.5 * x)
+
+
+def test_an_optimizer_sees_its_group():
+    init, step = df.adapt_while_communicate(lambda p, b: (p * b).sum(), recorder(), df.topology("complete", N))
+    state = df.stack(init(torch.zeros(2)), N)
+    new, _ = df.simulate(step, N)(state, torch.ones(N, 2), 0)
+    assert new.opt_state["members"].all()
+
+
+def test_an_optimizer_that_wants_the_mix_where_there_is_none_yet_is_an_error():
+    with pytest.raises(ValueError, match="updates before it has heard"):
+        df.adapt_then_combine(lambda p, b: p.sum(), recorder(), df.topology("ring", N))
+    with pytest.raises(ValueError, match="sees all buckets"):
+        df.by_leaf(recorder())
+
+
+# -- data --------------------------------------------------------------------------------------------------------------
+
+
+def test_an_epoch_shows_every_sample_once_to_one_worker_and_the_next_in_another_order():
+    dealt = df.shards(50, num_workers=4, batch_size=3, seed=5)
+    epochs = [torch.cat([dealt.stacked_at(e * 4 + k).flatten() for k in range(4)]) for e in range(2)]
+    assert dealt.steps_per_epoch == 4
+    assert all(epoch.unique().numel() == 48 for epoch in epochs) and not torch.equal(*epochs)
+    again = df.shards(50, num_workers=4, batch_size=3, seed=5)
+    assert torch.equal(again.batch_at(6, 2), dealt.batch_at(6, 2))
+    assert not torch.equal(df.shards(50, 4, 3, seed=6).batch_at(6, 2), dealt.batch_at(6, 2))
+
+
+def test_uneven_shards_give_every_worker_a_full_batch_in_every_step():
+    parts = [torch.arange(2), torch.arange(2, 13), torch.arange(13, 100)]
+    read = df.fixed_shards(parts, batch_size=4, seed=1)
+    for worker, part in enumerate(parts):
+        stream = torch.cat([read.batch_at(t, worker) for t in range(60)])
+        assert stream.shape == (240,)
+        counts = torch.bincount(stream, minlength=100)[part]
+        assert counts.sum() == 240 and counts.max() - counts.min() <= 1
+
+
+@pytest.mark.parametrize("alpha", [0.05, 1.0, 1000.0])
+def test_dirichlet_shards_are_a_partition_more_skewed_the_smaller_alpha(alpha):
+    labels = torch.arange(1000) % 10
+    parts = df.dirichlet_shards(labels, 8, alpha, seed=3)
+    assert torch.equal(torch.cat(parts).sort().values, torch.arange(1000)) and all(len(part) for part in parts)
+    largest = torch.stack([torch.bincount(labels[p], minlength=10).max() / len(p) for p in parts]).mean()
+    assert {0.05: largest > 0.5, 1.0: 0.15 < largest < 0.6, 1000.0: largest < 0.15}[alpha]
+
+
+def test_torchs_distributed_sampler_serves_workers_too():
+    data = torch.arange(16.0)
+    init, step = df.all_reduce(lambda p, b: ((p - b) ** 2).mean(), df.sgd(0.5), df.topology("complete", N))
+    samplers = [DistributedSampler(data, num_replicas=N, rank=i, seed=1) for i in range(N)]
+    state, step = df.stack(init(torch.zeros(())), N), df.simulate(step, N)
+    rows = torch.stack([data[list(sampler)] for sampler in samplers])
+    state, _ = step(state, rows, 0)
+    torch.testing.assert_close(df.params(state), data.mean().expand(N))
+
+
+def test_numbers_without_sense_are_errors():
+    for wrong, message in [
+        (lambda: df.shards(10, 4, 3), "needs 12 samples"),
+        (lambda: df.fixed_shards([[1], []], 2), "part 1 has shape"),
+        (lambda: df.dirichlet_shards([1, 2, 3], 2, 0.0), "α is positive"),
+        (lambda: df.shards(10, 2, 2).batch_at(0, 2), "there are 2 workers"),
+        (lambda: df.ema(lambda: None), "expected an Algorithm"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            wrong()
+
+
+def test_gamma_follows_the_learning_rate_inside_the_step():
+    rate = df.cosine_with_warmup(0.1, 20, 4)
+    gamma = df.gamma_from_learning_rate(rate, power=0.5, start=0.25, total=24)
+    for t in (0, 5, 6, 15, 23):
+        expected = 1.0 if t < 6 else float(rate(torch.tensor(t)) / 0.1) ** 0.5
+        assert abs(float(gamma(torch.tensor(t))) - expected) < 1e-9
+    init, step = df.adapt_while_communicate(
+        lambda p, b: (p * b).sum(), df.sgd(rate), df.topology("ring", N), gamma=gamma
+    )
+    df.compile(df.simulate(step, N), backend="eager")(df.stack(init(torch.ones(3)), N), torch.ones(N, 3), 7)
