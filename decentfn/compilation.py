@@ -38,7 +38,7 @@ def compile(step: Step, *, donate: bool = True, backend: Any = "inductor", **opt
     >>> step(torch.ones(2), torch.ones(2), 3)
     (tensor([4., 4.]), tensor(2.))
     """
-    kwargs: dict[str, Any] = {"fullgraph": True, "backend": backend}
+    kwargs: dict[str, Any] = {"fullgraph": True, "dynamic": False, "backend": backend}
     if backend == "inductor":
         kwargs["options"] = internals.compile_options() | options
     prepared: list[tuple[Any, Callable[..., Any]]] = []

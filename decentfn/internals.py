@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.utils import _pytree
 
 try:
-    from torch._inductor import config, ir
+    from torch._inductor import config, ir, virtualized
     from torch._inductor.lowering import make_pointwise, register_lowering
-    from torch._inductor.virtualized import ops
 
     _LOWERS = True
     OVERLAPS = (
@@ -93,6 +92,7 @@ def lower_as_pointwise(operator: Any, formula: Callable[..., Any]) -> None:
         return
 
     def entry(value: Any) -> Any:
+        ops = virtualized.ops
         return formula(value, lambda number: ops.constant(number, torch.int64), ops.bitwise_right_shift)
 
     register_lowering(operator, type_promotion_kind=None)(make_pointwise(entry))
