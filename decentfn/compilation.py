@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ Step = Callable[[Any, PyTree, Any], tuple[Any, Any]]
 def compile(step: Step, *, donate: bool = True, backend: Any = "inductor", **options: Any) -> Step:
     """Compile `step(state, batch, t)` into one graph that serves every `t`.
 
-    Communication is posted first and waited for last. With `donate`, the new state is written over the old one by
+    Communication is posted first and waited for last. What the step closes over (hyperparameters, topology) is taken as
+    it is at the first call; only the loss function's own surroundings are looked at again in every call. With `donate`, the new state is written over the old one by
     the kernel that computes it: the state that was passed in *is* the new state, and nothing else is allocated for it.
 
     Args:
@@ -40,7 +42,7 @@ def compile(step: Step, *, donate: bool = True, backend: Any = "inductor", **opt
     """
     kwargs: dict[str, Any] = {"fullgraph": True, "dynamic": False, "backend": backend}
     if backend == "inductor":
-        kwargs["options"] = internals.compile_options() | options
+        kwargs["options"] = internals.compile_options() | {"guard_filter_fn": _worth_guarding} | options
     prepared: list[tuple[Any, Callable[..., Any]]] = []
 
     def compiled(state: Any, batch: PyTree, t: int | Tensor) -> tuple[Any, Any]:
@@ -57,6 +59,16 @@ def compile(step: Step, *, donate: bool = True, backend: Any = "inductor", **opt
         return run(leaves, batch, t)
 
     return compiled
+
+
+def _worth_guarding(guards: Sequence[Any]) -> list[bool]:
+    """Which of Dynamo's guards are looked at in each call: on state, batch, `t`, PyTorch's modes and the user's loss.
+
+    The library's own objects (plans, tables, closures: hundreds of guards) never change once a step is built, and
+    looking at each of them takes longer than a small network's step.
+    """
+    kept = re.compile(r"(leaves|batch|t)\b|.*\bloss_fn\b")
+    return [guard.name == "" or kept.match(guard.name) is not None for guard in guards]
 
 
 def _on_leaves(step: Step, template: PyTree, donate: bool) -> Callable[..., Any]:

@@ -75,7 +75,7 @@ def relay_sgd(
 
     def init(params: PyTree, buffers: PyTree = None) -> State:
         x = worker.start(params, relay=relay)
-        messages = trees.map(lambda b: _wide(b).new_zeros((topology.degree, b.shape[0])), x)
+        messages = trees.map(lambda b: _wide(b).new_zeros((topology.slots, b.shape[0])), x)
         start = trees.map(torch.clone, x) if relay == "models" else None
         age = torch.zeros((), dtype=torch.int64, device=x[0].device)
         return State(x, optimizer.init(x), trees.map(torch.clone, buffers), messages, start, age)

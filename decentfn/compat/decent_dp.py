@@ -99,7 +99,7 @@ def buckets(named_params: Iterable[tuple[str, Tensor]], bucket_size_in_mb: float
 
     Args:
         named_params: (dotted name, parameter) in the order in which the first backward pass reached them; for a chain of
-            `nn.Linear`s that is the registered order backwards.
+            `nn.Linear` layers that is the registered order backwards.
         bucket_size_in_mb: a bucket closes once it holds that many MiB, every parameter padded to 32 elements; 0 gives
             every parameter a bucket of its own.
 

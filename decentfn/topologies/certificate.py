@@ -54,7 +54,7 @@ class Certificate:
 
 
 def certificate(topology: Topology) -> Certificate:
-    """Measure what `topology` promises; a few seconds at most for 4,096 workers.
+    """Measure what `topology` promises: for 4,096 workers seconds, half a minute if its period has thousands of steps.
 
     >>> from decentfn.topologies import one_peer_exp
     >>> facts = certificate(one_peer_exp(8))
