@@ -189,7 +189,7 @@ def _complete(x: Tensor) -> None:
 
 def _wait(x: Tensor) -> Tensor:
     _complete(x)
-    return x
+    return x.clone()  # an operator must not return its input; compiled code calls `complete` and copies nothing
 
 
 def _place(local: int, workers: int, what: str) -> tuple[World, int]:
