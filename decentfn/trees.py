@@ -54,7 +54,7 @@ def _open(tree: PyTree) -> tuple[Sequence[Any], Callable[[list[Any]], Any]] | No
         return children, lambda new: unflatten_node(context, new)
     if kind is dict:
         keys = sorted(tree)
-        return [tree[key] for key in keys], lambda new: dict(zip(keys, new, strict=True))
+        return [tree[key] for key in keys], lambda new: {key: new[keys.index(key)] for key in tree}
     if kind is list or kind is tuple:
         return tree, kind
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
