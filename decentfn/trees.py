@@ -9,7 +9,6 @@ from typing import Any, TypeVar, cast
 import optree
 import torch
 from optree import registry
-from torch import Tensor
 
 from decentfn import internals
 
@@ -110,8 +109,3 @@ def enumerate_leaves(tree: PyTree) -> PyTree:
 def fill(template: PyTree, values: Sequence[T]) -> PyTree:
     """The tree whose leaf positions `template` holds, with `values` at those positions."""
     return map(lambda position: values[position], template)
-
-
-def tensors(tree: PyTree) -> list[Tensor]:
-    """The leaves that are tensors."""
-    return [leaf for leaf in leaves(tree) if isinstance(leaf, torch.Tensor)]

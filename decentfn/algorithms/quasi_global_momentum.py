@@ -27,10 +27,11 @@ from typing_extensions import Unpack
 from decentfn import trees
 from decentfn.algorithms.hyperparameters import at, reciprocal, require_fractions, require_positive
 from decentfn.algorithms.preconditions import require_doubly_stochastic
-from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, add, as_step, norm
+from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, add, as_step
 from decentfn.buckets import Buckets
 from decentfn.scalars import once
 from decentfn.topologies import Topology
+from decentfn.transforms import global_norm
 from decentfn.transforms.basic import Scalar, zeros_like
 from decentfn.trees import PyTree
 
@@ -170,7 +171,7 @@ def quasi_global_adam(
         u, opt_state = optimizer.update(trees.map(direction, g.grads, m, v), opt_state, x)
         mixed = worker.mix(add(x, u), t)
         moved = trees.map(torch.sub, x, mixed)
-        length = norm(moved) + 1e-8
+        length = global_norm(moved) + 1e-8
         d = trees.map(lambda moved: moved / length.to(moved.dtype), moved)
         m = trees.map(lambda m, d: beta1 * m + (1 - beta1) * d, m, d)
         v = trees.map(lambda v, d: beta2 * v + (1 - beta2) * d**2, v, d)

@@ -15,11 +15,12 @@ from decentfn.fingerprint import agree, fingerprint
 from decentfn.losses import LossFn, evaluate
 from decentfn.replicas import require_equal
 from decentfn.topologies import Topology, complete
+from decentfn.transforms import global_norm
 from decentfn.transforms.loss_scale import DynamicLossScale, all_finite
 from decentfn.transforms.transform import wants_mix
 from decentfn.trees import PyTree
 
-__all__ = ["Algorithm", "Gradient", "LossFn", "Metrics", "Options", "State", "Worker", "add", "as_step", "norm"]
+__all__ = ["Algorithm", "Gradient", "LossFn", "Metrics", "Options", "State", "Worker", "add", "as_step"]
 
 
 Step = Callable[[Any, PyTree, "int | Tensor"], tuple[Any, Any]]
@@ -151,7 +152,7 @@ class Worker:
         """
         scale = opt_state.scale if isinstance(self.optimizer, DynamicLossScale) else None
         e = evaluate(self.loss_fn, params, buffers, batch, scale)
-        return Gradient(e.grads, e.buffers, Metrics(e.loss, e.aux, norm(e.grads)))
+        return Gradient(e.grads, e.buffers, Metrics(e.loss, e.aux, global_norm(e.grads)))
 
     def update(
         self, grads: Buckets, opt_state: PyTree, x: Buckets, t: Tensor, *, heard: gossip.Posted | None = None
@@ -260,12 +261,6 @@ _NOT_UNDERSTOOD = {
     "does it mix buffers; average them where you evaluate, with df.consensus_buffers(state), or use "
     "adapt_while_communicate, adapt_then_combine or all_reduce.",
 }
-
-
-def norm(x: Buckets) -> Tensor:
-    """The l2 norm over all buckets, 0-d float32 (float64 where a bucket is)."""
-    squares = [(b.to(torch.promote_types(b.dtype, torch.float32)) ** 2).sum() for b in x]
-    return torch.sqrt(sum(squares[1:], squares[0]))
 
 
 def add(x: Buckets, y: Buckets) -> Buckets:
