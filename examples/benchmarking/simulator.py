@@ -38,8 +38,8 @@ def algorithm(net: Workload, topology: df.Topology, **options: Any) -> tuple[df.
 def stacked(sizes: Sizes, workers: int, batch_size: int, topology: str = "one-peer-exp", **options: Any) -> Timed:
     """One call steps all workers."""
     net = network(sizes, batch_size)
-    (init, step), params = algorithm(net, df.topology(topology, num_workers=workers))
-    step, state = df.compile(df.simulate(step, workers, **options)), df.stack(init(params), workers)
+    (init, step), params = algorithm(net, df.topology(topology, num_workers=workers), **options)
+    step, state = df.compile(df.simulate(step, workers)), df.stack(init(params), workers)
     batches = [tuple(torch.stack(part) for part in zip(*some, strict=True)) for some in _batches(net, workers)]
     return _stepper(step, state, batches)
 
