@@ -20,7 +20,7 @@ Mask = Callable[[str, tuple[int, ...]], bool]
 """A choice of leaves: `(dotted name, shape) -> bool`."""
 
 
-_OWN_BUCKET = 8
+_OWN_BUCKET = 25
 
 
 @dataclass(frozen=True)
@@ -117,8 +117,8 @@ def flatten(params: PyTree, *, bucket_mb: float = 25.0, masks: Sequence[Mask] = 
     """Copy a tree of floating-point tensors into flat buckets.
 
     Leaves keep their order; a bucket holds leaves of one dtype, one device and one answer to every mask, at most
-    `bucket_mb` MiB of them. A leaf of more than an eighth of that has a bucket of its own: its gradient then is the
-    bucket's, while those of smaller leaves are copied together (once, in one pass).
+    `bucket_mb` MiB of them. A leaf of more than a twenty-fifth of that has a bucket of its own: its gradient then is
+    the bucket's, while those of smaller leaves are copied together (once, in one pass).
 
     Args:
         params: pytree of tensors, any shapes and strides; the same tensor in two places is stored once.

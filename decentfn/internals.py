@@ -18,6 +18,7 @@ from torch.utils import _pytree
 
 try:
     from torch._inductor import config, ir, virtualized
+    from torch._inductor.custom_graph_pass import CustomGraphPass
     from torch._inductor.lowering import make_pointwise, register_lowering
 
     _LOWERS = True
@@ -28,6 +29,7 @@ try:
     )
 except ImportError:
     _LOWERS = OVERLAPS = False
+    CustomGraphPass = object
 
 try:
     from torch._higher_order_ops.scan import scan as _scan
@@ -44,10 +46,11 @@ def compile_options() -> dict[str, Any]:
     if not OVERLAPS:
         return {}
     return {
-        "aot_inductor.metadata": {"decentfn": _digest_of_sources()},
+        "post_grad_custom_post_pass": _StoreEarly(),
         "reorder_for_compute_comm_overlap": True,
         "reorder_for_compute_comm_overlap_passes": ["raise_comms", "sink_waits"],
         "reorder_for_locality": False,
+        "score_fusion_memory_threshold": 256,
         "size_asserts": False,
         "alignment_asserts": False,
     }
@@ -57,6 +60,34 @@ def compile_options() -> dict[str, Any]:
 def _digest_of_sources() -> str:
     sources = sorted(Path(__file__).parent.rglob("*.py"))
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
+
+
+class _StoreEarly(CustomGraphPass):
+    """Write the donated state as soon as all of it is computed, before what is left of the metrics.
+
+    PyTorch puts those writes last. What comes before them is a loop of its own, what comes after can be part of the
+    loop that writes: so the gradient's norm is summed while the update reads the gradient.
+    """
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        """Move the writes at the end of `graph` up to the last value that they need."""
+        nodes = list(graph.nodes)
+        stores = [node for node in nodes if node.target is torch.ops.aten.copy_.default]
+        if not stores:
+            return
+        needed = {node for store in stores for node in store.all_input_nodes}
+        last = max(index for index, node in enumerate(nodes) if node in needed)
+        written = {store.args[0] for store in stores}
+        for node in nodes:
+            if getattr(node.target, "is_view", False) and node.args[0] in written:
+                written.add(node)
+        if any(written.intersection(node.all_input_nodes) for node in nodes[last + 1 :] if node not in stores):
+            return  # somebody still looks at the old state
+        for store in reversed(stores):
+            nodes[last].append(store)
+
+    def uuid(self) -> str:
+        return _digest_of_sources()
 
 
 def lower_collectives(collectives: Sequence[Any], wait: Any, complete: Any) -> None:

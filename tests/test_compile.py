@@ -26,36 +26,42 @@ def calls_in_order(code):
     return [name for line in body.splitlines() for pattern, name in names.items() if re.search(pattern, line)]
 
 
-def generated_code(case):
-    """On a rank: the code of the compiled step, and how many graphs and runs it took."""
+def generated_code(topology):
+    """On a rank: the code of every graph that a compiled step took, and the number of its buckets."""
     from torch._inductor.utils import run_and_get_code
+
+    def loss_fn(params, x):
+        for name in "abcd":
+            x = torch.tanh(x @ params[name])
+        return (x**2).mean()
 
     torch._dynamo.reset()
     counters.clear()
     here = df.init()
-    init, step = cases.build(case, here.size)
-    state, step = init(cases.params()), df.compile(step)
-    batch = tuple(x[here.rank] for x in cases.batches(here.size, 0))
-    _, codes = run_and_get_code(step, state, batch, 0)
-    return codes
+    schedule = df.topology(topology, num_workers=here.size)
+    init, step = df.adapt_while_communicate(loss_fn, df.adamw(1e-3), schedule, bucket_mb=0.1)
+    sizes = {"a": (40, 50), "b": (50, 50), "c": (50, 50), "d": (50, 40)}  # two of the same shape
+    state = init({name: torch.full(size, 0.1) for name, size in sizes.items()})
+    _, codes = run_and_get_code(df.compile(step), state, torch.ones(3, 40), 0)
+    return codes, len(state.params)
 
 
-@pytest.mark.parametrize("topology", ["ring", "complete", "random-matching"])
-def test_adapt_while_communicate_posts_first_and_waits_last(ranks, topology):
-    codes = ranks(2 if topology == "ring" else 4).run(generated_code, Case("adapt_while_communicate", topology))
-    (code,) = codes[0]
+@pytest.mark.parametrize("topology", ["ring", "complete", "one-peer-exp"])
+def test_adapt_while_communicate_posts_first_and_waits_for_each_bucket_last(ranks, topology):
+    results = ranks(2 if topology == "ring" else 4).run(generated_code, topology)
+    (code,), buckets = results[0]
     calls = calls_in_order(code)
     posts, waits, products = ([i for i, call in enumerate(calls) if call == kind] for kind in ("post", "wait", "mm"))
-    assert len(posts) == len(waits) == 4 and len(products) >= 5
+    assert len(posts) == len(waits) == buckets == 4 and len(products) >= 11
     assert max(posts) < min(products) and max(products) < min(waits)
-    # Buckets are updated before the last one's messages are in.
-    assert "kernel" in calls[waits[0] : waits[-1]]
+    # Every bucket is updated before the next one's messages are waited for.
+    assert calls[waits[0] :] == ["wait", "kernel"] * 4
 
 
 def test_the_generated_code_is_the_same_on_every_rank(ranks):
-    codes = ranks(4).run(generated_code, Case("adapt_while_communicate", "one-peer-exp"))
+    results = ranks(4).run(generated_code, "one-peer-exp")
     paths = re.compile(r"/\S+|# kernel path.*")
-    assert len({paths.sub("", code) for (code,) in codes}) == 1
+    assert len({paths.sub("", code) for (code,), _ in results}) == 1
 
 
 def run_of_200_steps():
@@ -111,6 +117,35 @@ def test_a_donated_step_writes_over_the_state_and_allocates_no_second_one():
     two_d = [int(a) * int(b) for a, b in re.findall(r"empty_strided_cpu\(\((\d+), (\d+)\)", codes[0])]
     large = [n for n in sizes + two_d if n >= 300 * 500]
     assert len(large) <= 1  # the gradient; parameters and both moments are written in place
+
+
+def test_the_gradient_is_read_once_to_update_by_it_and_to_sum_its_norm():
+    """Counted in the generated code: one loop reads the gradient, and it both stores and sums."""
+    from torch._inductor.utils import run_and_get_code
+
+    def loss_fn(params, batch):
+        return (torch.tanh(batch @ params["w"]) ** 2).mean()
+
+    init, step = df.adapt_while_communicate(loss_fn, df.adamw(1e-3), df.topology("complete", 1))
+    _, codes = run_and_get_code(df.compile(step), init({"w": torch.randn(320, 500)}), torch.randn(4, 320), 0)
+    loops = re.findall(r"for\(int64_t x0=.*?x0<static_cast<int64_t>\(160000L\).*?\n    \}", codes[0], re.DOTALL)
+    assert len(loops) == 1 and "cascade_sum" in loops[0] and loops[0].count(".store(") >= 3
+
+
+def test_a_donated_step_whose_metrics_look_at_the_old_state_reports_the_old_state():
+    init, step = df.adapt_while_communicate(cases.loss_fn, df.sgd(0.5), df.topology("complete", 1))
+
+    def reporting(state, batch, t):
+        new, metrics = step(state, batch, t)
+        old = [(b * b).sum() for b in state.params]
+        return new, (metrics, old, [b[:3] + 1 for b in state.params])
+
+    batch = tuple(x[0] for x in cases.batches(1, 0))
+    _, donated = df.compile(reporting)(init(cases.params()), batch, 0)
+    _, pure = df.compile(reporting, donate=False)(init(cases.params()), batch, 0)
+    _, eager = reporting(init(cases.params()), batch, 0)
+    for a, b, c in zip(trees.leaves(donated), trees.leaves(pure), trees.leaves(eager), strict=True):
+        torch.testing.assert_close(a, c), torch.testing.assert_close(b, c)
 
 
 def test_eager_steps_leave_their_input_as_it_was():

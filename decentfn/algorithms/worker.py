@@ -55,7 +55,13 @@ class Gradient(NamedTuple):
 
     grads: Buckets
     buffers: PyTree
-    metrics: Metrics
+    loss: Tensor
+    aux: PyTree
+
+    @property
+    def metrics(self) -> Metrics:
+        """What a step reports. Ask last: where the norm is computed after the update, one loop does both."""
+        return Metrics(self.loss, self.aux, global_norm(self.grads))
 
 
 class Options(TypedDict, total=False):
@@ -152,7 +158,7 @@ class Worker:
         """
         scale = opt_state.scale if isinstance(self.optimizer, DynamicLossScale) else None
         e = evaluate(self.loss_fn, params, buffers, batch, scale)
-        return Gradient(e.grads, e.buffers, Metrics(e.loss, e.aux, global_norm(e.grads)))
+        return Gradient(e.grads, e.buffers, e.loss, e.aux)
 
     def update(
         self, grads: Buckets, opt_state: PyTree, x: Buckets, t: Tensor, *, heard: gossip.Posted | None = None

@@ -35,27 +35,38 @@ class ByHand:
         def gradient(leaves: list[Tensor], batch: Any) -> tuple[list[Tensor], Tensor]:
             return grad_and_value(lambda x, batch: loss_fn(tree(x), batch))(leaves, batch)
 
-        def step(x: list[Tensor], m: list[Tensor], v: list[Tensor], count: Tensor, batch: Any) -> Tensor:
+        def step(x: list[Tensor], m: list[Tensor], v: list[Tensor], corrections: Tensor, batch: Any) -> Tensor:
             grads, loss = gradient(x, batch)
-            adamw(x, m, v, count, grads, None)
+            adamw(x, m, v, corrections, grads, None)
             return loss
 
         self.x = [torch.cat([p.flatten() for p in params.values()])] if is_flat else list(params.values())
         self.m, self.v = ([torch.zeros_like(p) for p in self.x] for _ in range(2))
-        self.count = torch.zeros((), dtype=torch.int64)
+        self.count = 0
         self.gradient = torch.compile(gradient, fullgraph=True)
         self.update = torch.compile(adamw, fullgraph=True)
         self.step = torch.compile(step, fullgraph=True)
         self.nbytes = sum(p.nbytes for p in self.x)
 
+    def state(self) -> tuple[list[Tensor], list[Tensor], list[Tensor], Tensor]:
+        """What the next update takes: parameters, moments, and the corrections of their bias.
+
+        The corrections are computed out here: within the graph Inductor computes them anew for every 16 elements.
+        """
+        self.count += 1
+        return self.x, self.m, self.v, torch.tensor([1 / (1 - B1**self.count), (1 - B2**self.count) ** -0.5])
+
 
 def adamw(
-    x: list[Tensor], m: list[Tensor], v: list[Tensor], count: Tensor, grads: list[Tensor], heard: list[Tensor] | None
+    x: list[Tensor],
+    m: list[Tensor],
+    v: list[Tensor],
+    corrections: Tensor,
+    grads: list[Tensor],
+    heard: list[Tensor] | None,
 ) -> None:
     """AdamW in place; with `heard` the parameters are averaged with it in the same pass."""
-    count.add_(1)
-    k = count.to(torch.float64)
-    c1, c2 = (1 / (1 - B1**k)).float(), (1 / torch.sqrt(1 - B2**k)).float()
+    c1, c2 = corrections
     for i, (p, mi, vi, g) in enumerate(zip(x, m, v, grads, strict=True)):
         mi.mul_(B1).add_(g, alpha=1 - B1)
         vi.mul_(B2).addcmul_(g, g, value=1 - B2)
@@ -107,7 +118,6 @@ def floor(kind: str, workload: Workload, rank: int, size: int, wire: torch.dtype
     payload = (
         0.0 if size == 1 or kind in ("gradient", "update", "compute") else float(sum(b.nbytes for b in exchange.out))
     )
-    state = hand.x, hand.m, hand.v, hand.count
     grads = [torch.full_like(p, 1e-3) for p in hand.x]
     heard = [p.clone() for p in hand.x]
 
@@ -123,10 +133,10 @@ def floor(kind: str, workload: Workload, rank: int, size: int, wire: torch.dtype
 
     steps: dict[str, Callable[[int], Any]] = {
         "gradient": lambda t: hand.gradient(hand.x, batches[t % len(batches)]),
-        "update": lambda t: hand.update(*state, grads, heard),
-        "compute": lambda t: hand.step(*state, batches[t % len(batches)]),
+        "update": lambda t: hand.update(*hand.state(), grads, heard),
+        "compute": lambda t: hand.step(*hand.state(), batches[t % len(batches)]),
         "exchange": exchange_alone,
         "overlap": overlap,
-        "raw": lambda t: hand.update(*state, overlap(t), heard),
+        "raw": lambda t: hand.update(*hand.state(), overlap(t), heard),
     }
     return steps[kind], payload
