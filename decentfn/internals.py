@@ -1,7 +1,7 @@
 """Everything here that is private API of PyTorch, in one place: what Inductor must be told, and torch's own pytrees.
 
 Where a piece is missing (another version of PyTorch), the rest stays correct and gets slower: `OVERLAPS` is then
-False, collectives wait before they return, and scalars are computed where they are used.
+False, collectives wait before they return, scalars are computed where they are used, and simulations do not chunk.
 """
 
 from __future__ import annotations
@@ -35,6 +35,14 @@ try:
     from torch._higher_order_ops.scan import scan as _scan
 except ImportError:
     _scan = None
+
+try:
+    from torch._functorch.predispatch import _add_batch_dim, _remove_batch_dim
+    from torch._functorch.vmap import vmap_increment_nesting
+
+    CHUNKS = True
+except ImportError:
+    CHUNKS = False
 
 
 def compile_options() -> dict[str, Any]:
@@ -163,6 +171,25 @@ def loop(
         carry, row = body(carry, [x[i] for x in xs])
         rows.append(row)
     return carry, [torch.stack(column) for column in zip(*rows, strict=True)]
+
+
+def vmap_with_level(
+    function: Callable[[int, list[Tensor]], list[Tensor]], leaves: list[Tensor], size: int
+) -> list[Tensor]:
+    """`vmap` over the first axis, `size` long, of a function that learns at which level it is; it draws no numbers."""
+    with vmap_increment_nesting(size, "error") as level:
+        out = function(level, [batched(leaf, level) for leaf in leaves])
+        return [unbatched(leaf, level, size) for leaf in out]
+
+
+def batched(x: Tensor, level: int) -> Tensor:
+    """`x`, `[N, ...]`, as the tensor `[...]` that a function under this level of `vmap` sees."""
+    return _add_batch_dim(x, 0, level)
+
+
+def unbatched(x: Tensor, level: int, size: int) -> Tensor:
+    """What a function under this level of `vmap` sees as `[...]`, as the `[N, ...]` that it is."""
+    return _remove_batch_dim(x, level, size, 0)
 
 
 def register_torch_node(

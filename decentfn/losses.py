@@ -7,6 +7,7 @@ leading axis of micro-batches.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch.func import grad_and_value
 
 from decentfn import internals, trees
 from decentfn.buckets import Buckets
+from decentfn.stacking import in_chunks
 from decentfn.trees import PyTree
 
 LossFn = Callable[..., Any]
@@ -86,8 +88,8 @@ def evaluate(
             sixteen-bit arithmetic within the loss; where large ones do not, it is infinite or NaN.
     """
     if not isinstance(loss_fn, Accumulated):
-        return _evaluate(loss_fn, params, buffers, batch, scale)
-    return _evaluate_all(loss_fn.loss_fn, params, buffers, micro_batches(batch), scale)
+        return in_chunks(partial(_evaluate, loss_fn), params, buffers, batch, scale)
+    return in_chunks(partial(_evaluate_all, loss_fn.loss_fn), params, buffers, micro_batches(batch), scale)
 
 
 def _evaluate(loss_fn: LossFn, params: Buckets, buffers: PyTree, batch: PyTree, scale: Tensor | None) -> Evaluation:

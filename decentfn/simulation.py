@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import vmap
 
 from decentfn import trees
 from decentfn.compilation import Step
+from decentfn.stacking import over_workers
 from decentfn.trees import PyTree
 
 
-def simulate(step: Step, num_workers: int) -> Step:
+def simulate(step: Step, num_workers: int, *, chunk_size: int | None = None) -> Step:
     """The step of `num_workers` workers at once: every leaf of state, batch and metrics gains a leading `[N]`.
 
     In one process N is the topology's size. Under torchrun each process simulates N workers and
@@ -23,28 +23,25 @@ def simulate(step: Step, num_workers: int) -> Step:
     Args:
         step: a step written for one worker.
         num_workers: N >= 1, the workers of this process.
+        chunk_size: evaluate the loss and its gradient for so many workers at a time (None: for all at once), so that
+            no more of them hold activations at once. The compiled graph grows with the number of chunks, and a loss
+            that draws random numbers is refused.
 
     Raises:
-        ValueError: N is not positive, or (when called) a leaf does not have N rows, or N x processes is not the
+        ValueError: N or `chunk_size` is not positive, or (when called) a leaf does not have N rows, or N x processes is not the
             topology's size.
     """
     if not isinstance(num_workers, int) or num_workers < 1:
         raise ValueError(f"simulate(num_workers={num_workers!r}): the number of workers is an integer >= 1.")
 
+    if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
+        raise ValueError(f"simulate(chunk_size={chunk_size!r}): workers at a time, an integer >= 1, or None for all.")
+
     def simulated(state: Any, batch: PyTree, t: int | Tensor) -> tuple[Any, Any]:
         t = torch.as_tensor(t, dtype=torch.int64)
         _check_rows("state", state, num_workers)
         _check_rows("batch", batch, num_workers)
-        templates = trees.enumerate_leaves(state), trees.enumerate_leaves(batch)
-        returned: list[PyTree] = []
-
-        def one(state_leaves: list[Tensor], batch_leaves: list[Tensor]) -> list[Tensor]:
-            out = step(trees.fill(templates[0], state_leaves), trees.fill(templates[1], batch_leaves), t)
-            returned.append(trees.enumerate_leaves(out))
-            return trees.leaves(out)
-
-        leaves = vmap(one, randomness="different")(trees.leaves(state), trees.leaves(batch))
-        return trees.fill(returned[0], leaves)
+        return over_workers(lambda state, batch: step(state, batch, t), num_workers, state, batch, chunk_size=chunk_size)
 
     return simulated
 

@@ -10,7 +10,7 @@ import decentfn
 
 ROOT = Path(decentfn.__file__).parent
 LAYERS = [
-    {"internals", "trees", "noise", "scalars"},
+    {"internals", "trees", "noise", "scalars", "stacking"},
     {"buckets", "mixing"},
     {"compressors", "transforms", "schedules", "topologies"},
     {"collectives"},

@@ -1,0 +1,78 @@
+"""`vmap` over the workers of this process, and what is done for a few of them at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from decentfn import internals, trees
+from decentfn.trees import PyTree
+
+
+class _Chunks(NamedTuple):
+    level: int  # of the vmap over all workers
+    num_workers: int
+    size: int
+
+
+_chunks: list[_Chunks] = []
+"""How to chunk, innermost simulation last; empty outside one that chunks."""
+
+
+def over_workers(
+    function: Callable[..., PyTree], num_workers: int, *arguments: PyTree, chunk_size: int | None = None
+) -> PyTree:
+    """`function` of one worker, for all of them at once; every leaf of arguments and result has the workers first.
+
+    With `chunk_size`, what `in_chunks` wraps is done for so many workers at a time, and random operations are refused:
+    within a chunk nothing tells its workers from those of other chunks.
+    """
+    one, returned = _on_leaves(function, arguments)
+
+    def one_in_chunks(level: int, leaves: list[Tensor]) -> list[Tensor]:
+        _chunks.append(_Chunks(level, num_workers, chunk_size or num_workers))
+        try:
+            return one(leaves)
+        finally:
+            _chunks.pop()
+
+    leaves = trees.leaves(arguments)
+    if chunk_size is None or chunk_size >= num_workers or not internals.CHUNKS:
+        stacked = vmap(one, randomness="different")(leaves)
+    else:
+        stacked = internals.vmap_with_level(one_in_chunks, leaves, num_workers)
+    return trees.fill(returned[0], stacked)
+
+
+def in_chunks(function: Callable[..., PyTree], *arguments: PyTree) -> PyTree:
+    """`function(*arguments)`, for one chunk of the workers after the other where the simulation was told to."""
+    if not _chunks:
+        return function(*arguments)
+    level, num_workers, size = _chunks[-1]
+    everyone = [internals.unbatched(leaf, level, num_workers) for leaf in trees.leaves(arguments)]
+    one, returned = _on_leaves(function, arguments)
+    parts = [
+        vmap(one, randomness="error")([leaf[first : first + size] for leaf in everyone])
+        for first in range(0, num_workers, size)
+    ]
+    joined = [internals.batched(torch.cat(rows), level) for rows in zip(*parts, strict=True)]
+    return trees.fill(returned[0], joined)
+
+
+def _on_leaves(
+    function: Callable[..., PyTree], arguments: PyTree
+) -> tuple[Callable[[list[Tensor]], list[Tensor]], list[PyTree]]:
+    """`function` from the leaves of its arguments to those of its result, and where it leaves the tree around them."""
+    template = trees.enumerate_leaves(arguments)
+    returned: list[PyTree] = []
+
+    def one(leaves: list[Tensor]) -> list[Tensor]:
+        out = function(*trees.fill(template, leaves))
+        returned.append(trees.enumerate_leaves(out))
+        return trees.leaves(out)
+
+    return one, returned
