@@ -42,6 +42,7 @@ def compile(step: Step, *, donate: bool = True, backend: Any = "inductor", **opt
     """
     kwargs: dict[str, Any] = {"fullgraph": True, "dynamic": False, "backend": backend}
     if backend == "inductor":
+        kwargs["backend"] = internals.inductor
         kwargs["options"] = internals.compile_options() | {"guard_filter_fn": _worth_guarding} | options
     prepared: list[tuple[Any, Callable[..., Any]]] = []
 

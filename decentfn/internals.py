@@ -6,19 +6,25 @@ False, collectives wait before they return, scalars are computed where they are 
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import getpass
 import hashlib
+import os
+import tempfile
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from filelock import FileLock, Timeout
 from torch import Tensor
+from torch._dynamo import lookup_backend
 from torch.utils import _pytree
 
 try:
     from torch._inductor import config, ir, virtualized
-    from torch._inductor.custom_graph_pass import CustomGraphPass
+    from torch._inductor.custom_graph_pass import CustomGraphPass as _GraphPass
     from torch._inductor.lowering import make_pointwise, register_lowering
 
     _LOWERS = True
@@ -29,7 +35,7 @@ try:
     )
 except ImportError:
     _LOWERS = OVERLAPS = False
-    CustomGraphPass = object
+    _GraphPass = object
 
 try:
     from torch._higher_order_ops.scan import scan as _scan
@@ -43,6 +49,9 @@ try:
     CHUNKS = True
 except ImportError:
     CHUNKS = False
+
+_PATIENCE_S = 600.0
+"""So long a rank waits for another one's compiler before it compiles for itself."""
 
 
 def compile_options() -> dict[str, Any]:
@@ -70,7 +79,7 @@ def _digest_of_sources() -> str:
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
 
 
-class _StoreEarly(CustomGraphPass):
+class _StoreEarly(_GraphPass):  # pyright: ignore[reportGeneralTypeIssues]
     """Write the donated state as soon as all of it is computed, before what is left of the metrics.
 
     PyTorch puts those writes last. What comes before them is a loop of its own, what comes after can be part of the
@@ -96,6 +105,21 @@ class _StoreEarly(CustomGraphPass):
 
     def uuid(self) -> str:
         return _digest_of_sources()
+
+
+def inductor(graph: torch.fx.GraphModule, inputs: Sequence[Any], *, options: dict[str, Any]) -> Callable[..., Any]:
+    """Inductor as a backend of torch.compile; of a machine's ranks one compiles, and the others find its code cached."""
+    compile_with = functools.partial(cast(Any, lookup_backend("inductor")), graph, inputs, config_patches=options)
+    if "MASTER_PORT" not in os.environ:
+        return compile_with()
+    lock = FileLock(Path(tempfile.gettempdir(), f"decentfn-{getpass.getuser()}-{os.environ['MASTER_PORT']}.lock"))
+    try:
+        with lock.acquire(timeout=0):
+            return compile_with()
+    except Timeout:
+        with contextlib.suppress(Timeout), lock.acquire(timeout=_PATIENCE_S):
+            pass
+        return compile_with()
 
 
 def lower_collectives(collectives: Sequence[Any], wait: Any, complete: Any) -> None:

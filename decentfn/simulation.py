@@ -18,7 +18,8 @@ def simulate(step: Step, num_workers: int, *, chunk_size: int | None = None) -> 
 
     In one process N is the topology's size. Under torchrun each process simulates N workers and
     N x processes is the topology's size; worker i lives in process i // N. Compile as
-    `compile(simulate(step, N))`. Random operations in the loss (dropout) differ between workers.
+    `compile(simulate(step, N))`; with `donate=False` no copy back is made, at the price of a second state. Random
+    operations in the loss (dropout) differ between workers.
 
     Args:
         step: a step written for one worker.
@@ -41,7 +42,9 @@ def simulate(step: Step, num_workers: int, *, chunk_size: int | None = None) -> 
         t = torch.as_tensor(t, dtype=torch.int64)
         _check_rows("state", state, num_workers)
         _check_rows("batch", batch, num_workers)
-        return over_workers(lambda state, batch: step(state, batch, t), num_workers, state, batch, chunk_size=chunk_size)
+        return over_workers(
+            lambda state, batch: step(state, batch, t), num_workers, state, batch, chunk_size=chunk_size
+        )
 
     return simulated
 

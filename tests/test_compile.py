@@ -1,6 +1,9 @@
 """What compilation promises, counted: graphs, positions, allocations, purity."""
 
 import re
+import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -62,6 +65,22 @@ def test_the_generated_code_is_the_same_on_every_rank(ranks):
     results = ranks(4).run(generated_code, "one-peer-exp")
     paths = re.compile(r"/\S+|# kernel path.*")
     assert len({paths.sub("", code) for (code,), _ in results}) == 1
+
+
+def cache_misses(unheard_of):
+    """On a rank: how often Inductor compiled, and how often it found the code of a step that nobody knew before."""
+    torch._dynamo.reset()
+    counters.clear()
+    here = df.init()
+    schedule = df.topology("complete", num_workers=here.size)
+    init, step = df.adapt_while_communicate(lambda p, x: ((x - unheard_of * p) ** 2).mean(), df.sgd(0.1), schedule)
+    df.compile(step)(init(torch.ones(7)), torch.ones(7), 0)
+    return counters["inductor"]["fxgraph_cache_miss"], counters["inductor"]["fxgraph_cache_hit"]
+
+
+def test_one_rank_compiles_and_the_others_find_its_code(ranks):
+    found = ranks(4).run(cache_misses, 1 + time.time() % 1)
+    assert sorted(found) == [(0, 1), (0, 1), (0, 1), (1, 0)]
 
 
 def run_of_200_steps():
@@ -146,6 +165,35 @@ def test_a_donated_step_whose_metrics_look_at_the_old_state_reports_the_old_stat
     _, eager = reporting(init(cases.params()), batch, 0)
     for a, b, c in zip(trees.leaves(donated), trees.leaves(pure), trees.leaves(eager), strict=True):
         torch.testing.assert_close(a, c), torch.testing.assert_close(b, c)
+
+
+def library_calls(tensors):
+    """Calls of the library's own Python functions in one compiled step of a model of so many tensors."""
+
+    def loss_fn(params, x):
+        return sum((torch.tanh(x @ w) ** 2).mean() for w in params.values())
+
+    init, step = df.adapt_while_communicate(loss_fn, df.adamw(1e-3), df.topology("complete", df.init().size))
+    state, step, x = init({f"w{i}": torch.ones(30, 5) for i in range(tensors)}), df.compile(step), torch.ones(4, 30)
+    for t in range(3):
+        step(state, x, t)
+    calls = []
+    library = str(Path(df.__file__).parent)
+
+    def note(frame, event, argument):
+        if event == "call" and frame.f_code.co_filename.startswith(library):
+            calls.append(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    step(state, x, 3)
+    sys.setprofile(None)
+    return calls
+
+
+def test_a_step_is_a_dozen_python_calls_however_many_tensors_there_are(ranks):
+    assert library_calls(1) == library_calls(10) and len(library_calls(1)) <= 15
+    for calls in ranks(2).run(library_calls, 10):
+        assert len(calls) <= 40, calls
 
 
 def test_eager_steps_leave_their_input_as_it_was():

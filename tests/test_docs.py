@@ -56,3 +56,10 @@ def test_users_who_look_for_local_sgd_or_gossip_pga_are_told_where_it_is(page, w
         r"[^\n]*local SGD.*?\n\n", written[page].replace("Local SGD", "local SGD") + "\n\n", re.DOTALL | re.I
     )[:1]
     assert "every(H" in said and "pga(H" in said and "adapt_then_combine" in said
+
+
+def test_every_public_name_has_its_place_in_the_reference():
+    modules = re.findall(r"automodule:: (\S+)", (DOCS / "api.md").read_text())
+    names = {name: getattr(df, name) for name in df.__all__}
+    ours = {name: value.__module__ for name, value in names.items() if hasattr(value, "__module__")}
+    assert [name for name, module in ours.items() if module.startswith("decentfn") and module not in modules] == []

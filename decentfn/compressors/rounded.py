@@ -44,7 +44,7 @@ def cast(dtype: torch.dtype) -> Compressor:
 
 
 def sign(chunk: int | None = 1024) -> Compressor:
-    """The mean of |x| times the sign of each value (0 counts as positive), in chunks.
+    """The mean of abs(x) times the sign of each value (0 counts as positive), in chunks.
 
     Sent: 1 bit per value and a scale per chunk. δ = ‖x‖₁² / (c ‖x‖₂²) of a chunk of c values, which is >= 1/c and, for
     Gaussian values, 2/π.
@@ -78,7 +78,7 @@ def sign(chunk: int | None = 1024) -> Compressor:
 
 
 def quantize(bits: int = 8, *, chunk: int | None = None, stochastic: bool = False, seed: int = 0) -> Compressor:
-    """Round to 2L + 1 levels between ±max |x| of a chunk, L = 2^(bits-1) - 1, to the nearest or, unbiased, at random.
+    """Round to 2L + 1 levels between ±max abs(x) of a chunk, L = 2^(bits-1) - 1, to the nearest or, unbiased, at random.
 
     Sent: `bits` per value and a scale per chunk. With chunks of c values, to the nearest: δ = 4L²/(4L² + c - 1);
     stochastic: unbiased with variance ω <= (c - 1)/(4L²), and δ = 1 - ω where that is positive.

@@ -168,7 +168,7 @@ def clip_by_global_norm(max_norm: float) -> Transform:
 
     Args:
         max_norm: positive; `inf` clips nothing.
-    Source: torch.nn.utils.clip_grad_norm_.
+    Source: `torch.nn.utils.clip_grad_norm_`.
     """
     check_number("clip_by_global_norm", "max_norm", max_norm, "positive", lambda v: v > 0)
     return _stateless(lambda grads: multiply(grads, _clip_factor(global_norm(grads), max_norm)))

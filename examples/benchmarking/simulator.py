@@ -11,8 +11,12 @@ import torch
 from torch import Tensor
 
 import decentfn as df
+from benchmarking import lab
 from benchmarking.report import columns
 from benchmarking.workloads import LEARNING_RATE, Workload, mlp, workload
+
+BUCKET_MB = 0.02
+"""Nothing travels, so that small buckets cost nothing, and gradients are not copied together."""
 
 Sizes = tuple[int, ...]
 Timed = Callable[[], Any]
@@ -28,41 +32,61 @@ def network(sizes: Sizes, batch_size: int) -> Workload:
     return Workload("-".join(map(str, sizes)), lambda: mlp(*sizes), draw, like.criterion, batch_size)
 
 
-def algorithm(net: Workload, topology: df.Topology, **options: Any) -> tuple[df.Algorithm, dict[str, Tensor]]:
+def optimizer(momentum: float) -> df.Transform:
+    return df.sgd(LEARNING_RATE, momentum=momentum) if momentum else df.sgd(LEARNING_RATE)
+
+
+def algorithm(net: Workload, topology: df.Topology, momentum: float) -> tuple[df.Algorithm, dict[str, Tensor]]:
     module = net.module()
     params = {name: p.detach() for name, p in module.named_parameters()}
-    optimizer = df.sgd(LEARNING_RATE, momentum=0.9)
-    return df.adapt_while_communicate(net.loss_fn(module), optimizer, topology, **options), params
+    chosen = df.adapt_while_communicate(net.loss_fn(module), optimizer(momentum), topology, bucket_mb=BUCKET_MB)
+    return chosen, params
 
 
-def stacked(sizes: Sizes, workers: int, batch_size: int, topology: str = "one-peer-exp", **options: Any) -> Timed:
+def stacked(sizes: Sizes, workers: int, batch_size: int, momentum: float = 0.9, *, donate: bool = True) -> Timed:
     """One call steps all workers."""
     net = network(sizes, batch_size)
-    (init, step), params = algorithm(net, df.topology(topology, num_workers=workers), **options)
-    step, state = df.compile(df.simulate(step, workers)), df.stack(init(params), workers)
+    (init, step), params = algorithm(net, df.topology("one-peer-exp", num_workers=workers), momentum)
+    step, state = df.compile(df.simulate(step, workers), donate=donate), df.stack(init(params), workers)
     batches = [tuple(torch.stack(part) for part in zip(*some, strict=True)) for some in _batches(net, workers)]
     return _stepper(step, state, batches)
 
 
-def one_large_batch(sizes: Sizes, workers: int, batch_size: int) -> Timed:
+def one_large_batch(sizes: Sizes, workers: int, batch_size: int, momentum: float = 0.9) -> Timed:
     """One worker whose batch is as large as all of theirs."""
     net = network(sizes, batch_size * workers)
-    (init, step), params = algorithm(net, df.topology("complete", num_workers=1))
+    (init, step), params = algorithm(net, df.topology("complete", num_workers=1), momentum)
     return _stepper(df.compile(step), init(params), [some[0] for some in _batches(net, 1)])
 
 
-def loop(sizes: Sizes, workers: int, batch_size: int) -> Timed:
-    """A Python loop over single compiled steps, one per worker, that do not communicate."""
+def loop(sizes: Sizes, workers: int, batch_size: int, momentum: float = 0.9, *, mixing: bool = False) -> Timed:
+    """A Python loop over single compiled steps, one per worker, and without or with averaging pairs by hand."""
     net = network(sizes, batch_size)
-    (init, step), params = algorithm(net, df.topology("complete", num_workers=1))
-    compiled, batches = df.compile(step), _batches(net, workers)
-    steppers = [_stepper(compiled, init(params), [some[i] for some in batches]) for i in range(workers)]
+    (init, step), params = algorithm(net, df.topology("complete", num_workers=1), momentum)
+    compiled, batches, states = df.compile(step), _batches(net, workers), [init(params) for _ in range(workers)]
+    steppers = [_stepper(compiled, state, [some[i] for some in batches]) for i, state in enumerate(states)]
+    between = [torch.empty_like(bucket) for bucket in states[0].params]
+    t = [0]
 
     def run() -> None:
         for stepper in steppers:
             stepper()
+        distance = 1 << t[0] % (workers.bit_length() - 1)
+        t[0] += 1
+        for i in range(workers) if mixing else ():
+            if i < i ^ distance:
+                for mean, a, b in zip(between, states[i].params, states[i ^ distance].params, strict=True):
+                    torch.lerp(a, b, 0.5, out=mean)
+                    a.copy_(mean), b.copy_(mean)
 
     return run
+
+
+def processes(workers: int, script: str) -> float:
+    """Seconds per step of as many processes as workers, each with the `tiny` workload (64-128-10, batch 32)."""
+    passed = ["--workload", "tiny", "--no-floors", "--peers", "decentfn", "--blocks", "3", "--steps", "5"]
+    lab.launch(script, passed, 2)  # fills the cache of compiled code
+    return lab.launch(script, passed, workers)["rows"][0]["step_s"]["median"]
 
 
 def _batches(net: Workload, workers: int) -> list[list[tuple[Tensor, Tensor]]]:
@@ -99,40 +123,40 @@ def interleaved(runs: dict[str, Timed], *, blocks: int, seconds: float) -> dict[
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def compare(*, blocks: int, seconds: float, small: bool = False) -> dict[str, Any]:
+def compare(script: str, *, blocks: int, seconds: float, small: bool = False) -> dict[str, Any]:
     """All cases of the simulator; `small` shrinks the numbers of workers for trying out."""
     many, most = (8, 32) if small else (64, 1024)
-    cases = [
-        ("64-128-10", (64, 128, 10), many, 32),
-        ("256-512-512-10", (256, 512, 512, 10), 4 if small else 64, 32),
-    ]
+    cases = [((64, 128, 10), 0.0), ((64, 128, 10), 0.9), ((256, 512, 512, 10), 0.0), ((256, 512, 512, 10), 0.9)]
     found: dict[str, Any] = {"cases": []}
-    for name, sizes, workers, batch_size in cases:
-        times = interleaved(
-            {
-                "stacked": stacked(sizes, workers, batch_size),
-                "one large batch": one_large_batch(sizes, workers, batch_size),
-                "loop of steps": loop(sizes, workers, batch_size),
-            },
-            blocks=blocks,
-            seconds=seconds,
-        )
-        found["cases"].append({"network": name, "workers": workers, "batch": batch_size, "seconds": times})
-    tiny = (8, 16, 4)
+    for sizes, momentum in cases:
+        this = (sizes, many, 32, momentum)
+        runs = {
+            "stacked": stacked(*this),
+            "stacked, not donated": stacked(*this, donate=False),
+            "one large batch": one_large_batch(*this),
+            "loop of steps": loop(*this),
+            "loop and mixing": loop(*this, mixing=True),
+        }
+        times = interleaved(runs, blocks=blocks, seconds=seconds)
+        name = "-".join(map(str, sizes)) + (", momentum" if momentum else "")
+        found["cases"].append({"network": name, "workers": many, "batch": 32, "seconds": times})
     counts = [n for n in (64, 256, 1024) if n <= most] or [most]
-    runs = {str(n): stacked(tiny, n, 8) for n in counts}
-    found["tiny"] = interleaved(runs, blocks=blocks, seconds=seconds)
+    found["tiny"] = interleaved({str(n): stacked((8, 16, 4), n, 8) for n in counts}, blocks=blocks, seconds=seconds)
+    found["processes"] = {"workers": many, "seconds": processes(many, script)}
     return found
 
 
 def table(found: dict[str, Any]) -> str:
-    lines = [("network, workers", "stacked ms", "large batch ms", "throughput of it", "loop ms", "over the loop")]
+    lines = [("network, ms per step of all workers", *found["cases"][0]["seconds"])]
+    ratios = [("ratios", "large batch / stacked", "stacked / loop", "stacked / loop and mixing")]
     for case in found["cases"]:
         s = case["seconds"]
-        ratios = [s["one large batch"] / s["stacked"], s["stacked"] / s["loop of steps"]]
-        ms = [1e3 * s[key] for key in ("stacked", "one large batch", "loop of steps")]
-        cells = (f"{ms[0]:.4g}", f"{ms[1]:.4g}", f"{ratios[0]:.2f}", f"{ms[2]:.4g}", f"{ratios[1]:.2f}")
-        lines.append((f"{case['network']}, {case['workers']}", *cells))
+        best = min(s["stacked"], s["stacked, not donated"])
+        lines.append((case["network"], *(f"{1e3 * seconds:.4g}" for seconds in s.values())))
+        over = [s["one large batch"] / best, best / s["loop of steps"], best / s["loop and mixing"]]
+        ratios.append((case["network"], *(f"{ratio:.2f}" for ratio in over)))
     tiny = [("8-16-4, workers", "ms per step", "µs per worker")]
     tiny += [(n, f"{1e3 * s:.4g}", f"{1e6 * s / int(n):.3f}") for n, s in found["tiny"].items()]
-    return "\n".join([*columns(lines), "", *columns(tiny)])
+    apart, together = found["processes"]["seconds"], found["cases"][0]["seconds"]["stacked"]
+    last = f"{found['processes']['workers']} processes: {1e3 * apart:.4g} ms per step, {apart / together:.1f} times stacked"
+    return "\n".join([*columns(lines), "", *columns(ratios), "", *columns(tiny), "", last])
