@@ -116,9 +116,10 @@ trees.register_node(Buckets, lambda node: (node.tensors, node.plan), lambda plan
 def flatten(params: PyTree, *, bucket_mb: float = 25.0, masks: Sequence[Mask] = ()) -> Buckets:
     """Copy a tree of floating-point tensors into flat buckets.
 
-    Leaves keep their order; a bucket holds leaves of one dtype, one device and one answer to every mask, at most
-    `bucket_mb` MiB of them. A leaf of more than a twenty-fifth of that has a bucket of its own: its gradient then is
-    the bucket's, while those of smaller leaves are copied together (once, in one pass).
+    A bucket holds leaves of one dtype, one device and one answer to every mask, in their order and at most `bucket_mb`
+    MiB of them. A leaf of more than a twenty-fifth of that has a bucket of its own: its gradient then is the bucket's,
+    while those of smaller leaves are copied together (once, in one pass). The largest bucket comes first, so that
+    little is left to update when the last message is in.
 
     Args:
         params: pytree of tensors, any shapes and strides; the same tensor in two places is stored once.
@@ -154,6 +155,7 @@ def flatten(params: PyTree, *, bucket_mb: float = 25.0, masks: Sequence[Mask] = 
             groups.append(group)
         group.append(key)
         open_bucket[kind] = group, filled + size
+    groups.sort(key=lambda group: -sum(distinct[key][1].nbytes for key in group))
 
     position = {key: index for index, key in enumerate(key for group in groups for key in group)}
     plans = tuple(_plan_bucket([distinct[key] for key in group]) for group in groups)
