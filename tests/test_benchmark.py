@@ -11,10 +11,10 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
-def benchmark(tmp_path, *arguments):
+def benchmark(tmp_path, *arguments, launcher=()):
     """Run the benchmark; what it printed and the JSON that it wrote."""
     out = tmp_path / "out.json"
-    command = [sys.executable, str(ROOT / "examples" / "benchmark.py"), "--json", str(out), *arguments]
+    command = [sys.executable, *launcher, str(ROOT / "examples" / "benchmark.py"), "--json", str(out), *arguments]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr
@@ -40,6 +40,15 @@ def test_every_peer_runs_beside_the_others_and_sends_what_it_says(tmp_path):
     for row in rows.values():
         assert row["step_s"]["q1"] <= row["step_s"]["median"] <= row["step_s"]["q3"]
         assert row["block_steps"] == 8 and len(row["blocks_s"]) == 2
+
+
+def test_torchrun_starts_it_too_and_it_draws_a_plot(tmp_path):
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    arguments = ["--workload", "tiny", "--plot", str(tmp_path / "plot.png"), *QUICK]
+    shown, result = benchmark(tmp_path, *arguments, "--peers", "decentfn:mode=eager", launcher=launcher)
+    rows = {row["peer"]: row for row in result["rows"]}
+    assert result["workers"] == 2 and rows["decentfn:mode=eager"]["over_raw"] > 0 and "decentfn:mode=eager" in shown
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_memory_is_measured_in_processes_of_its_own(tmp_path):
