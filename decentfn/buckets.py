@@ -20,7 +20,7 @@ Mask = Callable[[str, tuple[int, ...]], bool]
 """A choice of leaves: `(dotted name, shape) -> bool`."""
 
 
-_OWN_BUCKET = 25
+_OWN_BUCKET = 8
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def flatten(params: PyTree, *, bucket_mb: float = 25.0, masks: Sequence[Mask] = 
     """Copy a tree of floating-point tensors into flat buckets.
 
     A bucket holds leaves of one dtype, one device and one answer to every mask, in their order and at most `bucket_mb`
-    MiB of them. A leaf of more than a twenty-fifth of that has a bucket of its own: its gradient then is the bucket's,
+    MiB of them. A leaf of more than an eighth of that has a bucket of its own: its gradient then is the bucket's,
     while those of smaller leaves are copied together (once, in one pass). The largest bucket comes first, so that
     little is left to update when the last message is in.
 

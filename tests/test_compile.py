@@ -42,7 +42,7 @@ def generated_code(topology):
     counters.clear()
     here = df.init()
     schedule = df.topology(topology, num_workers=here.size)
-    init, step = df.adapt_while_communicate(loss_fn, df.adamw(1e-3), schedule, bucket_mb=0.1)
+    init, step = df.adapt_while_communicate(loss_fn, df.adamw(1e-3), schedule, bucket_mb=0.05)
     sizes = {"a": (40, 50), "b": (50, 50), "c": (50, 50), "d": (50, 40)}  # two of the same shape
     state = init({name: torch.full(size, 0.1) for name, size in sizes.items()})
     _, codes = run_and_get_code(df.compile(step), state, torch.ones(3, 40), 0)
@@ -59,6 +59,9 @@ def test_adapt_while_communicate_posts_first_and_waits_for_each_bucket_last(rank
     assert max(posts) < min(products) and max(products) < min(waits)
     # Every bucket is updated before the next one's messages are waited for.
     assert calls[waits[0] :] == ["wait", "kernel"] * 4
+    # What was posted first is waited for first.
+    posted = re.findall(r"(buf\d+) = torch\.ops\.decentfn\.(?:exchange|group_mean)\.default", code)
+    assert re.findall(r"decentfn\.complete\.default\((buf\d+)\)", code) == posted
 
 
 def test_the_generated_code_is_the_same_on_every_rank(ranks):
