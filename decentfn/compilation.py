@@ -19,8 +19,9 @@ def compile(step: Step, *, donate: bool = True, backend: Any = "inductor", **opt
     """Compile `step(state, batch, t)` into one graph that serves every `t`.
 
     Communication is posted first and waited for last. What the step closes over (hyperparameters, topology) is taken as
-    it is at the first call; only the loss function's own surroundings are looked at again in every call. With `donate`, the new state is written over the old one by
-    the kernel that computes it: the state that was passed in *is* the new state, and nothing else is allocated for it.
+    it is at the first call; only the loss function's own surroundings are looked at again in every call. With `donate`,
+    the new state is written over the old one by the kernel that computes it: the state that was passed in *is* the new
+    state, and nothing else is allocated for it.
 
     Args:
         step: a step of this library, a simulated step, or any pure function of the same form. `t` may be an int or a

@@ -140,7 +140,9 @@ class _StoreEarly(_GraphPass):  # pyright: ignore[reportGeneralTypeIssues]
         return _digest_of_sources()
 
 
-def inductor(graph: torch.fx.GraphModule, inputs: Sequence[Any], *, options: dict[str, Any]) -> Callable[..., Any]:
+def inductor(
+    graph: torch.fx.GraphModule, inputs: Sequence[Any], *, options: dict[str, Any] | None = None
+) -> Callable[..., Any]:
     """Inductor as a backend of torch.compile; of a machine's ranks one compiles, and the others find its code cached."""
     compile_with = functools.partial(cast(Any, lookup_backend("inductor")), graph, inputs, config_patches=options)
     if "MASTER_PORT" not in os.environ:
