@@ -114,9 +114,9 @@ def in_flight(history, matrices, t, delay):
         sent_at = t - delay + age
         if sent_at >= 0:
             given_away = 1 - np.diag(matrices[sent_at % len(matrices)])
-            # The weight rides at the end of the widest bucket, here the first.
+            # The weight rides at the end of the widest bucket, here the first, which holds the longer leaf: the tail.
             of_w += given_away @ outbox[0][:, -1].numpy()
-            of_x += given_away @ torch.cat([outbox[0][:, :-1], outbox[1]], 1).numpy()
+            of_x += given_away @ torch.cat([outbox[1], outbox[0][:, :-1]], 1).numpy()
     return of_x, of_w
 
 
@@ -192,10 +192,10 @@ def test_the_weight_rides_in_the_widest_bucket():
         lambda p, b: (p["a"] ** 2).sum().float() + (p["b"] ** 2).sum(), Sgd(LR), df.topology("one-peer-exp", 4), delay=1
     )
     state = algorithm.init({"a": torch.ones(3, dtype=torch.bfloat16), "b": torch.ones(2)})
-    assert [(box.dtype, len(box)) for box in state.outboxes[0]] == [(torch.bfloat16, 3), (torch.float32, 3)]
+    assert [(box.dtype, len(box)) for box in state.outboxes[0]] == [(torch.float32, 3), (torch.bfloat16, 3)]
     assert state.weight.dtype == torch.float32
     after, _ = df.simulate(algorithm.step, 4)(df.stack(state, 4), torch.zeros(4), 0)
-    assert [b.dtype for b in after.params] == [torch.bfloat16, torch.float32]
+    assert [b.dtype for b in after.params] == [torch.float32, torch.bfloat16]
 
 
 # -- what they refuse -------------------------------------------------------------------------------------------------
