@@ -33,13 +33,13 @@ def agree(build, batches, sizes, **how):
 @pytest.mark.parametrize("case", cases.CASES, ids=str)
 def test_chunks_change_nothing(case):
     if case.topology in ("ring", "complete"):
-        agree(lambda: (*cases.build(case, N), cases.params()), lambda t: cases.batches(N, t), [1, 4])
+        agree(lambda: (*cases.build(case, N), cases.params()), lambda t: cases.batches(N, t), [4], steps=2)
 
 
-@pytest.mark.parametrize("compiled", [None, "aot_eager", "inductor"])
+@pytest.mark.parametrize("compiled", [None, "inductor"])
 def test_chunks_of_every_size_compiled_too(compiled):
     case = Case("adapt_while_communicate", "ring")
-    sizes = [2] if compiled == "inductor" else [1, 2, 5, 6, 100]
+    sizes = [4] if compiled == "inductor" else [1, 2, 5, 6, 100]
     build = lambda: (*cases.build(case, N), cases.params())  # noqa: E731
     agree(build, lambda t: cases.batches(N, t), sizes, compiled=compiled)
 
