@@ -165,6 +165,11 @@ def flatten(params: PyTree, *, bucket_mb: float = 25.0, masks: Sequence[Mask] = 
     return Buckets(vectors, Plan(plans, template))
 
 
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype to compute in: float32, or float64 for float64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 def _memory(leaf: Tensor) -> object:
     """What two places of a tied parameter have in common; empty tensors share nothing."""
     return (leaf.data_ptr(), leaf.shape, leaf.stride(), leaf.dtype) if leaf.numel() else id(leaf)

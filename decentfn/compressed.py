@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from decentfn import collectives, gossip
-from decentfn.buckets import Buckets
+from decentfn.buckets import Buckets, wide
 from decentfn.compressors import Compressor, Key
 from decentfn.scalars import once
 from decentfn.topologies import Topology, from_permutations
@@ -52,7 +52,7 @@ def mix_compressed(posted: Compressed) -> Buckets:
     mixed = []
     weights = once(posted.row.weights)
     for index, (own, plan) in enumerate(zip(posted.sent, posted.sent.plan.buckets, strict=True)):
-        dtype = torch.promote_types(own.dtype, torch.float32)
+        dtype = wide(own.dtype)
         total = weights[0].to(dtype) * own.to(dtype)
         if posted.inboxes:
             inbox = collectives.wait(posted.inboxes[index])
@@ -77,7 +77,7 @@ def sum_compressed(posted: Compressed) -> Buckets:
     totals = []
     for message, inbox, plan in zip(posted.messages, posted.inboxes, posted.sent.plan.buckets, strict=True):
         everything = torch.cat([message[None], collectives.wait(inbox)]).index_select(0, order)
-        total = torch.zeros(plan.numel, dtype=torch.promote_types(plan.dtype, torch.float32), device=message.device)
+        total = torch.zeros(plan.numel, dtype=wide(plan.dtype), device=message.device)
         for worker in range(everything.shape[0]):
             total = total + posted.compressor.decompress(everything[worker], plan)
         totals.append(total.to(plan.dtype))

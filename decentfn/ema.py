@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from decentfn import trees
+from decentfn.algorithms.outer import slow_copy
 from decentfn.algorithms.worker import Algorithm, Metrics
 from decentfn.buckets import Buckets
 from decentfn.consensus import params
@@ -59,7 +59,7 @@ def ema(algorithm: Algorithm, decay: float = 0.999) -> Algorithm:
 
     def start(params: PyTree, buffers: PyTree = None) -> EMAState:
         inner = init(params, buffers)
-        return EMAState(inner, trees.map(lambda x: x.to(_wide(x), copy=True), inner.params))
+        return EMAState(inner, slow_copy(inner.params))
 
     def averaged(state: EMAState, batch: PyTree, t: int | Tensor) -> tuple[EMAState, Metrics]:
         inner, metrics = step(state.inner, batch, t)
@@ -82,7 +82,3 @@ def ema_state(state: EMAState) -> AveragedState:
 def ema_params(state: EMAState) -> PyTree:
     """This worker's averaged parameters as the user's tree, in the parameters' dtypes; copies. `[N, ...]` when stacked."""
     return params(ema_state(state))
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from decentfn import collectives, trees
-from decentfn.buckets import Buckets
+from decentfn.buckets import Buckets, wide
 from decentfn.scalars import once
 from decentfn.topologies import Round, Topology
 from decentfn.transforms.mix_aware import MixContext
@@ -162,7 +162,7 @@ def _resting_unless(when: Tensor, this: Round) -> Round:
 def _mix(posted: Posted, index: int, gamma: float | Tensor) -> Tensor:
     own, sent = posted.own[index], posted.sent[index]
     # Weights are exact to 1e-12; sixteen-bit buckets are mixed in float32.
-    dtype = torch.promote_types(own.dtype, torch.float32)
+    dtype = wide(own.dtype)
     weights = once((posted.row.weights * gamma).to(dtype))
     kept = once((posted.row.weights[0] * gamma + (1.0 - gamma)).to(dtype))
     heard = torch.zeros((), dtype=dtype)

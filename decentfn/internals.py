@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import getpass
 import hashlib
 import heapq
 import os
@@ -129,10 +128,12 @@ class _StoreEarly(_GraphPass):  # pyright: ignore[reportGeneralTypeIssues]
         last = max(index for index, node in enumerate(nodes) if node in needed)
         written = {store.args[0] for store in stores}
         for node in nodes:
-            if getattr(node.target, "is_view", False) and node.args[0] in written:
+            # A view of the old state, or a message that is sent from it or on its way until it is waited for.
+            shows = getattr(node.target, "is_view", False) or getattr(node.target, "namespace", "") == "decentfn"
+            if shows and node.args and node.args[0] in written:
                 written.add(node)
         if any(written.intersection(node.all_input_nodes) for node in nodes[last + 1 :] if node not in stores):
-            return  # somebody still looks at the old state
+            return  # somebody still looks at the old state, or may be sending it
         for store in reversed(stores):
             nodes[last].append(store)
 
@@ -147,7 +148,8 @@ def inductor(
     compile_with = functools.partial(cast(Any, lookup_backend("inductor")), graph, inputs, config_patches=options)
     if "MASTER_PORT" not in os.environ:
         return compile_with()
-    lock = FileLock(Path(tempfile.gettempdir(), f"decentfn-{getpass.getuser()}-{os.environ['MASTER_PORT']}.lock"))
+    user = getattr(os, "getuid", int)()
+    lock = FileLock(Path(tempfile.gettempdir(), f"decentfn-{user}-{os.environ['MASTER_PORT']}.lock"))
     try:
         with lock.acquire(timeout=0):
             return compile_with()

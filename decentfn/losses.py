@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.func import grad_and_value
 
 from decentfn import internals, trees
-from decentfn.buckets import Buckets
+from decentfn.buckets import Buckets, wide
 from decentfn.stacking import in_chunks
 from decentfn.trees import PyTree
 
@@ -101,7 +101,7 @@ def _evaluate(loss_fn: LossFn, params: Buckets, buffers: PyTree, batch: PyTree, 
         # torch.func takes tensors only, so the tree around them is kept aside.
         templates.append(trees.enumerate_leaves((new_buffers, aux)))
         extras = [torch.as_tensor(leaf) for leaf in trees.leaves((new_buffers, aux))]
-        scaled = loss if scale is None else loss.to(torch.promote_types(loss.dtype, torch.float32)) * scale
+        scaled = loss if scale is None else loss.to(wide(loss.dtype)) * scale
         return scaled, (loss, extras)
 
     grads, (_, (loss, extras)) = grad_and_value(loss_of, has_aux=True)(params, buffers, batch)
@@ -125,7 +125,7 @@ def _call(loss_fn: LossFn, params: PyTree, buffers: PyTree, batch: PyTree) -> tu
 
 def _unscaled(grads: Buckets, scale: Tensor) -> Buckets:
     inverse = scale.double().reciprocal().float()  # torch.amp.GradScaler's arithmetic
-    return trees.map(lambda g: (g.to(torch.promote_types(g.dtype, torch.float32)) * inverse).to(g.dtype), grads)
+    return trees.map(lambda g: (g.to(wide(g.dtype)) * inverse).to(g.dtype), grads)
 
 
 # -- micro-batches ------------------------------------------------------------------------------------------------
@@ -160,8 +160,8 @@ def _evaluate_all(loss_fn: LossFn, params: Buckets, buffers: PyTree, batch: PyTr
 
     size = len(params)
     # Of the parameters' and buffers' own kind, so that under vmap the loop starts with as many workers as it ends with.
-    zeros = [torch.zeros_like(b, dtype=torch.promote_types(b.dtype, torch.float32)) for b in params]
-    no_loss = params[0].new_zeros((), dtype=torch.promote_types(loss.dtype, torch.float32))
+    zeros = [torch.zeros_like(b, dtype=wide(b.dtype)) for b in params]
+    no_loss = params[0].new_zeros((), dtype=wide(loss.dtype))
     start = [*zeros, no_loss, *(torch.clone(b) for b in trees.leaves(buffers))]
     end, stacked = internals.loop(one, start, stacks)
     grads = [(total / count).to(b.dtype) for total, b in zip(end, params, strict=False)]

@@ -29,8 +29,8 @@ def simulate(step: Step, num_workers: int, *, chunk_size: int | None = None) -> 
             that draws random numbers is refused.
 
     Raises:
-        ValueError: N or `chunk_size` is not positive, or (when called) a leaf does not have N rows, or N x processes is not the
-            topology's size.
+        ValueError: N or `chunk_size` is not positive, or (when called) a leaf does not have N rows, or N x processes
+            is not the topology's size.
     """
     if not isinstance(num_workers, int) or num_workers < 1:
         raise ValueError(f"simulate(num_workers={num_workers!r}): the number of workers is an integer >= 1.")

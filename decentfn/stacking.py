@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -19,8 +20,8 @@ class _Chunks(NamedTuple):
     size: int
 
 
-_chunks: list[_Chunks] = []
-"""How to chunk, innermost simulation last; empty outside one that chunks."""
+_here = threading.local()
+"""`.chunks`: how this thread's simulation chunks, or None."""
 
 
 def over_workers(
@@ -32,27 +33,30 @@ def over_workers(
     within a chunk nothing tells its workers from those of other chunks.
     """
     one, returned = _on_leaves(function, arguments)
-
-    def one_in_chunks(level: int, leaves: list[Tensor]) -> list[Tensor]:
-        _chunks.append(_Chunks(level, num_workers, chunk_size or num_workers))
-        try:
-            return one(leaves)
-        finally:
-            _chunks.pop()
-
     leaves = trees.leaves(arguments)
     if chunk_size is None or chunk_size >= num_workers or not internals.CHUNKS:
         stacked = vmap(one, randomness="different")(leaves)
-    else:
-        stacked = internals.vmap_with_level(one_in_chunks, leaves, num_workers)
+        return trees.fill(returned[0], stacked)
+    size = chunk_size
+
+    def one_in_chunks(level: int, leaves: list[Tensor]) -> list[Tensor]:
+        outer = getattr(_here, "chunks", None)
+        _here.chunks = _Chunks(level, num_workers, size)
+        try:
+            return one(leaves)
+        finally:
+            _here.chunks = outer
+
+    stacked = internals.vmap_with_level(one_in_chunks, leaves, num_workers)
     return trees.fill(returned[0], stacked)
 
 
 def in_chunks(function: Callable[..., PyTree], *arguments: PyTree) -> PyTree:
     """`function(*arguments)`, for one chunk of the workers after the other where the simulation was told to."""
-    if not _chunks:
+    chunks = getattr(_here, "chunks", None)
+    if chunks is None:
         return function(*arguments)
-    level, num_workers, size = _chunks[-1]
+    level, num_workers, size = chunks
     everyone = [internals.unbatched(leaf, level, num_workers) for leaf in trees.leaves(arguments)]
     one, returned = _on_leaves(function, arguments)
     parts = [

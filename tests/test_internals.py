@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import decentfn  # noqa: F401  (defines the operators)
+from decentfn import internals
+
 WITHOUT = """
 import sys
 import torch
@@ -73,3 +76,22 @@ def test_the_simulator_agrees_with_itself_on_a_gpu(compiled):
         expected, _ = cases.simulated(case, 4, 3)
         for got, wanted in zip(trees.leaves(state), expected, strict=True):
             torch.testing.assert_close(got.cpu(), wanted, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("how", ["not sent", "itself", "a view of it"])
+def test_donated_state_is_stored_early_except_while_it_may_be_on_its_way(how):
+    """FX: `y = x - g; waited = wait(exchange(x)); metric = sum(waited); copy_(x, y)`: the copy moves up or stays last."""
+    graph = torch.fx.Graph()
+    x, g, peers, t = (graph.placeholder(name) for name in ("x", "g", "peers", "t"))
+    sent = graph.call_function(torch.ops.aten.view.default, (x, [-1])) if how == "a view of it" else x
+    sent = g if how == "not sent" else sent
+    inbox = graph.call_function(torch.ops.decentfn.exchange.default, (sent, peers, t, False))
+    new = graph.call_function(torch.ops.aten.sub.Tensor, (x, g))
+    waited = graph.call_function(torch.ops.decentfn.wait.default, (inbox,))
+    metric = graph.call_function(torch.ops.aten.sum.default, (waited,))
+    store = graph.call_function(torch.ops.aten.copy_.default, (x, new))
+    graph.output((metric, store))
+    internals.compile_options()["post_grad_custom_post_pass"](graph)
+    order = list(graph.nodes)
+    assert (order.index(store) < order.index(waited)) == (how == "not sent")
+    assert (order.index(store) > order.index(metric)) == (how != "not sent")

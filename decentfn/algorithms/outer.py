@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from decentfn import trees
-from decentfn.buckets import Buckets
+from decentfn.buckets import Buckets, wide
 from decentfn.scalars import once
-from decentfn.transforms.basic import wide
 
 
 def is_due(done: Tensor, inner_steps: int, offset: int = 0) -> Tensor:

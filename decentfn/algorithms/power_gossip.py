@@ -24,9 +24,9 @@ from typing_extensions import Unpack
 from decentfn import collectives, gossip, noise, trees
 from decentfn.algorithms.preconditions import require_doubly_stochastic
 from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, add, as_step
-from decentfn.buckets import BucketPlan, Buckets
+from decentfn.buckets import BucketPlan, Buckets, wide
 from decentfn.compressors.shaped import matrix_shape, orthonormal
-from decentfn.compressors.wire import leaves, wide
+from decentfn.compressors.wire import leaves
 from decentfn.topologies import Topology, from_matrices, mixing_matrix
 from decentfn.trees import PyTree
 
@@ -215,7 +215,8 @@ def _undirected(topology: Topology) -> Topology:
     require_doubly_stochastic("power_gossip", topology)
     if topology.period is None:
         raise ValueError(
-            f"power_gossip: {topology.name!r} is random, but an edge remembers its direction; use a schedule that repeats, such as 'static-ring' or 'one-peer-exp', or deep_squeeze."
+            f"power_gossip: {topology.name!r} is random, but an edge remembers its direction; use a schedule that "
+            "repeats, such as 'static-ring' or 'one-peer-exp', or deep_squeeze."
         )
     matrices = torch.stack([mixing_matrix(topology, phase) for phase in range(topology.period)])
     asymmetry = float((matrices - matrices.mT).abs().max())

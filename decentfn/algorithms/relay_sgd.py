@@ -21,7 +21,7 @@ from typing_extensions import Unpack
 
 from decentfn import collectives, gossip, trees
 from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, add, as_step
-from decentfn.buckets import Buckets
+from decentfn.buckets import Buckets, wide
 from decentfn.scalars import once
 from decentfn.topologies import Topology
 from decentfn.trees import PyTree
@@ -75,7 +75,7 @@ def relay_sgd(
 
     def init(params: PyTree, buffers: PyTree = None) -> State:
         x = worker.start(params, relay=relay)
-        messages = trees.map(lambda b: _wide(b).new_zeros((topology.slots, b.shape[0])), x)
+        messages = trees.map(lambda b: b.new_zeros((topology.slots, b.shape[0]), dtype=wide(b.dtype)), x)
         start = trees.map(torch.clone, x) if relay == "models" else None
         age = torch.zeros((), dtype=torch.int64, device=x[0].device)
         return State(x, optimizer.init(x), trees.map(torch.clone, buffers), messages, start, age)
@@ -109,10 +109,6 @@ def relay_sgd(
         return State(x, opt_state, g.buffers, messages, state.start, state.age + 1), g.metrics
 
     return Algorithm(init, step)
-
-
-def _wide(bucket: Tensor) -> Tensor:
-    return bucket.to(torch.promote_types(bucket.dtype, torch.float32))
 
 
 def _count(counts: Tensor, age: Tensor) -> Tensor:

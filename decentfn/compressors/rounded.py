@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from decentfn.buckets import BucketPlan
+from decentfn.buckets import BucketPlan, wide
 from decentfn.compressors import wire
 from decentfn.compressors.compressor import Compressor, Key, check_chunk
 
@@ -60,7 +60,7 @@ def sign(chunk: int | None = 1024) -> Compressor:
         last = rows.shape[0] * rows.shape[1] - x.shape[0]
         counts = pad(torch.full_like(rows[1:, 0], rows.shape[1]), (0, 1), value=rows.shape[1] - last)
         scales = rows.abs().sum(1) / counts[: rows.shape[0]]
-        return wire.join(scales.to(wire.wide(plan.dtype)), wire.pack((x >= 0).to(torch.uint8), 1))
+        return wire.join(scales.to(wide(plan.dtype)), wire.pack((x >= 0).to(torch.uint8), 1))
 
     def decompress(message: Tensor, plan: BucketPlan) -> Tensor:
         width = wire.grid(plan, chunk)[1]
@@ -151,7 +151,7 @@ def _rounding(
 
     def compress(x: Tensor, plan: BucketPlan, key: Key) -> Tensor:
         rows = wire.rows(x, chunk)
-        scales = scale(rows).to(wire.wide(plan.dtype))
+        scales = scale(rows).to(wide(plan.dtype))
         divisors = torch.where(scales > 0, scales, torch.ones_like(scales)).to(rows.dtype)
         values = (rows / divisors[:, None] * levels).reshape(-1)[: x.shape[0]]
         if seed is None:

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from decentfn.buckets import BucketPlan, Segment
+from decentfn.buckets import BucketPlan, Segment, wide
 from decentfn.compressors import wire
 from decentfn.compressors.compressor import Compressor, Key
 
@@ -37,13 +37,11 @@ def low_rank(rank: int = 1, *, seed: int = 0) -> Compressor:
     def compress(x: Tensor, plan: BucketPlan, key: Key) -> Tensor:
         columns = sum(shape[1] for shape in shapes(plan) if shape)
         uniform = wire.uniform(seed, key.t, key.bucket, (2, columns, rank), key.worker)
-        gaussian = ((-2 * torch.log1p(-uniform[0])).sqrt() * torch.cos(2 * math.pi * uniform[1])).to(
-            wire.wide(plan.dtype)
-        )
+        gaussian = ((-2 * torch.log1p(-uniform[0])).sqrt() * torch.cos(2 * math.pi * uniform[1])).to(wide(plan.dtype))
         pieces, first = [], 0
         for leaf, shape in zip(wire.leaves(x, plan), shapes(plan), strict=True):
             if shape:
-                matrix = leaf.reshape(shape).to(wire.wide(plan.dtype))
+                matrix = leaf.reshape(shape).to(wide(plan.dtype))
                 p = orthonormal(matrix @ gaussian[first : first + shape[1]]).to(plan.dtype).to(matrix.dtype)
                 leaf = torch.cat([p.reshape(-1), (p.T @ matrix).reshape(-1)]).to(plan.dtype)
                 first += shape[1]
@@ -55,7 +53,7 @@ def low_rank(rank: int = 1, *, seed: int = 0) -> Compressor:
         leaves = []
         for piece, shape in zip(pieces, shapes(plan), strict=True):
             if shape:
-                p, q = piece.to(wire.wide(plan.dtype)).split([shape[0] * rank, shape[1] * rank])
+                p, q = piece.to(wide(plan.dtype)).split([shape[0] * rank, shape[1] * rank])
                 piece = (p.reshape(shape[0], rank) @ q.reshape(rank, shape[1])).reshape(-1).to(plan.dtype)
             leaves.append(piece)
         return torch.cat(leaves)
@@ -103,7 +101,7 @@ def dct_top_k(k: int = 32, *, chunk: int = 64) -> Compressor:
         pieces = []
         for leaf, segment in zip(wire.leaves(x, plan), plan.segments, strict=True):
             down, across, h, w = tiles(segment)
-            tile = leaf.reshape(down, h, across, w).movedim(1, 2).to(wire.wide(plan.dtype))
+            tile = leaf.reshape(down, h, across, w).movedim(1, 2).to(wide(plan.dtype))
             turned = (_cosines(h, tile) @ tile @ _cosines(w, tile).T).reshape(down * across, h * w).to(plan.dtype)
             if k < h * w:
                 places = turned.abs().topk(k, dim=1, sorted=False).indices
@@ -120,7 +118,7 @@ def dct_top_k(k: int = 32, *, chunk: int = 64) -> Compressor:
             if k < h * w:
                 empty = torch.zeros(down * across, h * w, dtype=plan.dtype, device=message.device)
                 turned = empty.scatter_add(1, places.reshape(down * across, k).long(), turned)
-            turned = turned.reshape(down, across, h, w).to(wire.wide(plan.dtype))
+            turned = turned.reshape(down, across, h, w).to(wide(plan.dtype))
             tile = _cosines(h, turned).T @ turned @ _cosines(w, turned)
             leaves.append(tile.movedim(1, 2).reshape(-1).to(plan.dtype))
         return torch.cat(leaves)

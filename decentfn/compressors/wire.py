@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from decentfn import noise
-from decentfn.buckets import BucketPlan
+from decentfn.buckets import BucketPlan, wide
 from decentfn.scalars import once
 
 
@@ -73,11 +73,6 @@ def scaled(values: Tensor, scales: Tensor, width: int, plan: BucketPlan) -> Tens
 def leaves(x: Tensor, plan: BucketPlan) -> tuple[Tensor, ...]:
     """The leaves of a bucket, flat."""
     return x.split([segment.numel for segment in plan.segments])
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype to compute in: float32 for sixteen-bit buckets."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 def place_dtype(size: int) -> torch.dtype:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from decentfn.buckets import Buckets, Mask
+from decentfn.buckets import Buckets, Mask, wide
 from decentfn.scalars import once
 from decentfn.transforms.transform import Transform, each, masked
 from decentfn.trees import PyTree
@@ -33,11 +33,6 @@ class TraceState(NamedTuple):
     """The momentum `m`, in float32 or wider."""
 
     momentum: Buckets
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype to compute in: float32, or float64 for float64."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 def zeros_like(x: Buckets) -> Buckets:
