@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from decentfn import internals, trees
+from decentfn.runtime.memory import give_back_freed_memory
 from decentfn.trees import PyTree
 
 Step = Callable[[Any, PyTree, Any], tuple[Any, Any]]
@@ -50,15 +51,17 @@ def compile(step: Step, *, donate: bool = True, backend: Any = "inductor", **opt
     def compiled(state: Any, batch: PyTree, t: int | Tensor) -> tuple[Any, Any]:
         leaves, structure = trees.flatten(state)
         run = next((run for known, run in prepared if known == structure), None)
+        is_first = run is None
         if run is None:
             if donate:
                 _check_distinct(state)
             run = torch.compile(_on_leaves(step, trees.enumerate_leaves(state), donate), **kwargs)
             prepared.append((structure, run))
-        t = torch.as_tensor(t, dtype=torch.int64)
-        if donate:
-            return state, run(leaves, batch, t)
-        return run(leaves, batch, t)
+            give_back_freed_memory()
+        result = run(leaves, batch, torch.as_tensor(t, dtype=torch.int64))
+        if is_first:
+            give_back_freed_memory()
+        return (state, result) if donate else result
 
     return compiled
 

@@ -50,6 +50,8 @@ try:
 except ImportError:
     CHUNKS = False
 
+COUNTS_USERS = hasattr(torch._C, "_storage_Use_Count")
+
 _PATIENCE_S = 600.0
 """So long a rank waits for another one's compiler before it compiles for itself."""
 
@@ -251,6 +253,11 @@ def batched(x: Tensor, level: int) -> Tensor:
 def unbatched(x: Tensor, level: int, size: int) -> Tensor:
     """What a function under this level of `vmap` sees as `[...]`, as the `[N, ...]` that it is."""
     return _remove_batch_dim(x, level, size, 0)
+
+
+def is_unused(storage: torch.UntypedStorage) -> bool:
+    """Whether no tensor has this storage; needs `COUNTS_USERS`."""
+    return torch._C._storage_Use_Count(storage._cdata) == 1
 
 
 def register_torch_node(

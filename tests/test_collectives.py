@@ -191,3 +191,24 @@ def test_vmap_over_something_else_than_workers_is_refused():
     table = torch.zeros(1, 2, 1, 1, dtype=torch.int64)
     with pytest.raises(ValueError, match="the peers and t must not"):
         vmap(lambda t: exchange(torch.ones(3), table, t))(torch.tensor([0, 1]))
+
+
+def test_what_arrives_takes_the_memory_of_what_was_used_up_and_no_other():
+    """Ranks use two messages of a step, keep a third, and let go of the first two: their memory, and only theirs."""
+    table = torch.tensor([1, 0]).view(1, 1, 2, 1).expand(1, 2, 2, 1)
+
+    def receive(rank, value):
+        return exchange(torch.full((1000,), float(value + rank)), table, torch.tensor(0))
+
+    def one(rank):
+        first, second = receive(rank, 0), receive(rank, 10)
+        view = second[0, 1:]
+        places = first.data_ptr(), second.data_ptr()
+        wait(first), wait(second)
+        del first, second  # a view of the second lives on
+        third, fourth = receive(rank, 20), receive(rank, 30)
+        heard = [wait(message)[0, 0].item() - (1 - rank) for message in (third, fourth)]
+        again = third.data_ptr() == places[0], fourth.data_ptr() in places
+        return again, heard, (view == 10.0 + 1 - rank).all().item()
+
+    assert on_threads(2, one) == [((True, False), [20.0, 30.0], True)] * 2

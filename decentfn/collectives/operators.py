@@ -132,7 +132,7 @@ def _exchange_stacked(x: Tensor, peers: Tensor, t: Tensor, per_slot: bool) -> Te
     first = here.rank * local
     hears, tells = peers[int(t) % peers.shape[0], :, first : first + local].tolist()
     slots = range(peers.shape[3])
-    inbox = x.new_empty((local, len(slots), *x.shape[2 if per_slot else 1 :]))
+    inbox = here.inbox(x, (local, len(slots), *x.shape[2 if per_slot else 1 :]))
     receives: list[tuple[Tensor, int]] = []
     sends: list[tuple[Tensor, int]] = []
     if inbox.numel():
@@ -209,7 +209,7 @@ def _exchange(x: Tensor, peers: Tensor, t: Tensor, per_slot: bool) -> Tensor:
     phases, _, workers, slots = peers.shape
     here, _ = _place(1, workers, "exchange")
     sources, listeners = peers[int(t) % phases, :, here.rank].tolist()
-    inbox = x.new_empty((slots, *x.shape[1 if per_slot else 0 :]))
+    inbox = here.inbox(x, (slots, *x.shape[1 if per_slot else 0 :]))
     receives: list[tuple[Tensor, int]] = []
     sends: list[tuple[Tensor, int]] = []
     if inbox.numel():
@@ -268,7 +268,7 @@ def _group_mean_stacked(x: Tensor, groups: Tensor, t: Tensor) -> Tensor:
     works: list[Any] = []
     if local == 1:
         group = row[here.rank]
-        mean = x / row.count(group)
+        mean = torch.div(x, row.count(group), out=here.inbox(x, x.shape))
         _reduce(here, mean, ranks[group], works)
     else:
         mean, index = torch.empty_like(x), torch.tensor(row[here.rank * local : (here.rank + 1) * local])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 
@@ -16,8 +17,19 @@ def keep_freed_memory() -> bool:
     Returns:
         Whether the C library knows the settings (glibc does).
     """
+    mallopt = _from_c("mallopt")
+    return mallopt is not None and bool(mallopt(_M_MMAP_MAX, 0)) and bool(mallopt(_M_TRIM_THRESHOLD, -1))
+
+
+def give_back_freed_memory() -> None:
+    """Give back what this process has freed so far: what setting up and compiling needed, and training does not."""
+    malloc_trim = _from_c("malloc_trim")
+    if malloc_trim is not None:
+        malloc_trim(0)
+
+
+def _from_c(name: str) -> Any:
     try:
-        mallopt = ctypes.CDLL(None).mallopt
+        return getattr(ctypes.CDLL(None), name)
     except (OSError, AttributeError, TypeError):
-        return False
-    return bool(mallopt(_M_MMAP_MAX, 0)) and bool(mallopt(_M_TRIM_THRESHOLD, -1))
+        return None

@@ -178,7 +178,8 @@ def memory(spec: str, workload: Workload, rank: int, size: int, *, steps: int) -
     contender = Contender(spec, workload, rank, size)
     if contender.failure is None:
         contender.run(steps)
-    parameters = sum(p.nbytes for p in workload.module().parameters())
+    with torch.device("meta"):
+        parameters = sum(p.nbytes for p in workload.module().parameters())
     row = {"peer": spec, "failure": contender.failure, "parameter_bytes": parameters}
     row["peak_bytes"] = gather(peak_memory())
     row["added_bytes"] = gather(peak_memory() - before)

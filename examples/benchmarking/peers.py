@@ -94,6 +94,8 @@ def _decentfn(
     init, step = getattr(df, algorithm)(workload.loss_fn(module), optimizer, schedule, **hyperparameters)
     step = df.compile(step) if mode == "compiled" else step
     held, batches = [init(params)], workload.batches(rank)
+    params.clear()
+    module.to("meta")  # the state holds the parameters; the module is a template from here on
 
     def run(t: int) -> None:
         held[0], _ = step(held[0], batches[t % len(batches)], t)
