@@ -50,7 +50,7 @@ def arguments() -> argparse.ArgumentParser:
     add("--blocks", type=int, default=9)
     add("--seconds", type=float, default=2.0, help="about as long is a block")
     add("--steps", type=int, help="steps in a block, in place of --seconds")
-    add("--threads", type=int, default=1, help="of torch, per rank")
+    add("--threads", type=int, help="of torch; default: 1 per rank, and all cores for the simulator")
     add("--memory", action="store_true", help="peak memory per rank, each peer in processes of its own")
     add("--compile-times", action="store_true", help="first step with an empty and with a filled cache")
     add("--scaling", type=int, nargs="+", metavar="N", help="strong and weak scaling over these numbers of workers")
@@ -97,10 +97,10 @@ def single(args: argparse.Namespace, spec: str, **environment: str) -> Any:
 
 
 def forwarded(args: argparse.Namespace) -> list[str]:
-    passed = ["--workload", args.workload, "--threads", str(args.threads), "--blocks", str(args.blocks)]
-    passed += ["--seconds", str(args.seconds)] + (["--small"] if args.small else [])
+    passed = ["--workload", args.workload, "--blocks", str(args.blocks), "--seconds", str(args.seconds)]
+    passed += ["--small"] if args.small else []
     passed += ["--no-floors"] if args.no_floors else []
-    for name in ("batch_size", "steps", "link_mbit"):
+    for name in ("batch_size", "steps", "threads", "link_mbit"):
         if getattr(args, name) is not None:
             passed += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
     return passed
@@ -156,7 +156,8 @@ def compare(args: argparse.Namespace) -> Any:
 
 def main(argv: list[str] | None = None) -> None:
     args = arguments().parse_args(argv)
-    torch.set_num_threads(args.threads)
+    if args.threads or not args.simulator:
+        torch.set_num_threads(args.threads or 1)
     torch.set_flush_denormal(True)  # Adam's moments decay into denormal numbers, which are ten times slower
     if "RANK" in os.environ:
         as_rank(args)

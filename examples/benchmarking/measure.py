@@ -157,11 +157,14 @@ def compare(
     running = [c for c in contenders if c.failure is None]
     lengths = {}
     for contender in running:
-        trial = time.perf_counter()
-        contender.run(8)
-        taken = (time.perf_counter() - trial) / 8
-        # Whole rounds of 8, so that every block of periodic averaging holds as many averages.
-        lengths[contender.spec] = steps or max(8, int(max(gather(seconds / taken))) // 8 * 8)
+        if steps is None:
+            trial = time.perf_counter()
+            contender.run(8)
+            taken = (time.perf_counter() - trial) / 8
+            # Whole rounds of 8, so that every block of periodic averaging holds as many averages.
+            lengths[contender.spec] = max(8, int(max(gather(seconds / taken))) // 8 * 8)
+        else:
+            lengths[contender.spec] = steps
     for _ in range(blocks):
         for contender in running:
             contender.block(lengths[contender.spec], interface)
