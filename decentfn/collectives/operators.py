@@ -12,6 +12,7 @@ rank. All four must be called outside `torch.func.grad`.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -31,6 +32,13 @@ _library.define("wait(Tensor x) -> Tensor")
 _library.define("complete(Tensor x) -> ()")
 _library.define("worker_index(Tensor token) -> Tensor")
 _ops = torch.ops.decentfn
+
+_sched_yield = getattr(os, "sched_yield", int)
+_YIELDS = 5
+"""How often a rank makes way after it posted, so that gloo's thread can tell the peers that they may send.
+
+Where the ranks keep all cores busy, it would else come to that when the compute is over.
+"""
 
 _in_flight: dict[int, tuple[list[Any], str]] = {}
 """Address of a tensor that is being received -> the works to wait for, and what they are."""
@@ -172,6 +180,9 @@ def _post(here: World, inbox: Tensor, receives: list[tuple[Tensor, int]], sends:
 
 def _track(tensor: Tensor, works: list[Any], what: str) -> None:
     _in_flight[tensor.data_ptr()] = (works, what)
+    if tensor.device.type == "cpu":
+        for _ in range(_YIELDS):
+            _sched_yield()
     if not internals.OVERLAPS:
         _complete(tensor)
 
