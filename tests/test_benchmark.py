@@ -26,7 +26,14 @@ QUICK = ["--small", "--blocks", "2", "--steps", "8"]
 
 def test_every_peer_runs_beside_the_others_and_sends_what_it_says(tmp_path):
     peers = ["decentfn:mode=eager", "decentfn:mode=eager,wire=bfloat16", "decent-dp", "ddp:view=True,bucket_mb=1"]
-    peers += ["ddp:hook=bf16", "fsdp2", "periodic:every=4", "alone", "decentfn:algorithm=all_reduce,mode=eager"]
+    peers += [
+        "ddp:hook=bf16",
+        "ddp:mode=compiled",
+        "fsdp2",
+        "periodic:every=4",
+        "alone",
+        "decentfn:algorithm=all_reduce,mode=eager",
+    ]
     broken = "decentfn:mode=eager,topology=nowhere"
     shown, result = benchmark(tmp_path, "--workload", "mlp", *QUICK, "--no-floors", "--peers", *peers, broken)
     rows = {row["peer"]: row for row in result["rows"]}
@@ -34,6 +41,7 @@ def test_every_peer_runs_beside_the_others_and_sends_what_it_says(tmp_path):
     assert "nowhere" in rows.pop(broken)["failure"] and "failed: ValueError" in shown
     assert list(rows) == peers and all(peer in shown for peer in peers)
     assert [row["failure"] for row in rows.values()] == [None] * len(peers)
+    assert rows["ddp:mode=compiled"]["graphs"] == 1 and rows["ddp:hook=bf16"]["graphs"] == 0
     parameters = 4 * (64 * 128 + 2 * 128 * 128 + 128 * 10 + 3 * 128 + 10)
     assert rows["decentfn:mode=eager"]["payload_bytes"] == parameters
     assert rows["decentfn:mode=eager,wire=bfloat16"]["payload_bytes"] == parameters / 2

@@ -32,6 +32,24 @@ def after_steps(algorithm, steps=3, topology="static-ring", backend=None, **opti
     return state
 
 
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_the_module_may_let_go_of_its_weights_once_the_state_has_them(backend):
+    def trained(let_go):
+        params, buffers, loss_fn = batch_norm()
+        init, step = df.adapt_then_combine(loss_fn, df.sgd(0.05), df.topology("complete", 1))
+        step = step if backend is None else df.compile(step, backend=backend)
+        state = init(params, buffers)
+        if let_go:
+            params.clear()
+            loss_fn.module.to("meta")
+        for t in range(3):
+            state, metrics = step(state, (torch.full((8, 3), t - 1.0), torch.ones(8, 1)), t)
+        return trees.leaves((state.params, state.buffers, metrics.loss))
+
+    for kept, let_go in zip(trained(False), trained(True), strict=True):
+        assert torch.equal(kept, let_go)
+
+
 def spread(state, name="1.running_var"):
     return state.buffers[name].std(0).max()
 

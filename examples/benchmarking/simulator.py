@@ -13,7 +13,7 @@ from torch import Tensor
 import decentfn as df
 from benchmarking import lab
 from benchmarking.report import columns
-from benchmarking.workloads import LEARNING_RATE, Workload, mlp, workload
+from benchmarking.workloads import LEARNING_RATE, MLP, Workload, workload
 
 BUCKET_MB = 0.02
 """Nothing travels, so that small buckets cost nothing, and gradients are not copied together."""
@@ -29,7 +29,7 @@ def network(sizes: Sizes, batch_size: int) -> Workload:
     def draw(n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         return torch.randn(n, sizes[0], generator=generator), torch.randint(sizes[-1], (n,), generator=generator)
 
-    return Workload("-".join(map(str, sizes)), lambda: mlp(*sizes), draw, like.criterion, batch_size)
+    return Workload("-".join(map(str, sizes)), lambda: MLP(*sizes), draw, like.criterion, batch_size)
 
 
 def optimizer(momentum: float) -> df.Transform:
