@@ -10,6 +10,7 @@ import contextlib
 import functools
 import hashlib
 import heapq
+import operator
 import os
 import tempfile
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -50,7 +51,24 @@ try:
 except ImportError:
     CHUNKS = False
 
-COUNTS_USERS = hasattr(torch._C, "_storage_Use_Count")
+
+def is_unused(storage: torch.UntypedStorage) -> bool:
+    """Whether no tensor has this storage, and no other process either; needs `COUNTS_USERS`."""
+    return torch._C._storage_Use_Count(storage._cdata) == 1 and not storage.is_shared()
+
+
+def _counts_users() -> bool:
+    held = torch.empty(1)
+    storage = held.untyped_storage()
+    try:
+        before = is_unused(storage)
+        del held
+        return is_unused(storage) and not before
+    except AttributeError:
+        return False
+
+
+COUNTS_USERS = _counts_users()
 
 _PATIENCE_S = 600.0
 """So long a rank waits for another one's compiler before it compiles for itself."""
@@ -130,8 +148,9 @@ class _StoreEarly(_GraphPass):  # pyright: ignore[reportGeneralTypeIssues]
         last = max(index for index, node in enumerate(nodes) if node in needed)
         written = {store.args[0] for store in stores}
         for node in nodes:
-            # A view of the old state, or a message that is sent from it or on its way until it is waited for.
-            shows = getattr(node.target, "is_view", False) or getattr(node.target, "namespace", "") == "decentfn"
+            # A view of the old state or one of several, a message that is sent from it, what is on its way or waited for.
+            shows = getattr(node.target, "is_view", False) or node.target is operator.getitem
+            shows = shows or getattr(node.target, "namespace", "") == "decentfn"
             if shows and node.args and node.args[0] in written:
                 written.add(node)
         if any(written.intersection(node.all_input_nodes) for node in nodes[last + 1 :] if node not in stores):
@@ -253,11 +272,6 @@ def batched(x: Tensor, level: int) -> Tensor:
 def unbatched(x: Tensor, level: int, size: int) -> Tensor:
     """What a function under this level of `vmap` sees as `[...]`, as the `[N, ...]` that it is."""
     return _remove_batch_dim(x, level, size, 0)
-
-
-def is_unused(storage: torch.UntypedStorage) -> bool:
-    """Whether no tensor has this storage; needs `COUNTS_USERS`."""
-    return torch._C._storage_Use_Count(storage._cdata) == 1
 
 
 def register_torch_node(

@@ -212,3 +212,34 @@ def test_what_arrives_takes_the_memory_of_what_was_used_up_and_no_other():
         return again, heard, (view == 10.0 + 1 - rank).all().item()
 
     assert on_threads(2, one) == [((True, False), [20.0, 30.0], True)] * 2
+
+
+def test_a_message_nobody_waits_for_still_arrives():
+    """Worker 0 only tells: what it posted stays posted though it drops the result, and the next message is another one."""
+    table = torch.tensor([[-1, 0], [1, -1]]).view(1, 2, 2, 1)
+
+    def one(rank):
+        inboxes = []
+        for value in (5.0, 6.0):
+            inbox = exchange(torch.full((1_000_000,), value), table, torch.tensor(0))
+            if rank == 1:
+                inboxes.append(inbox)
+            del inbox
+        return [wait(inbox)[0, 0].item() for inbox in inboxes]
+
+    assert on_threads(2, one) == [[], [5.0, 6.0]]
+
+
+def test_memory_that_other_processes_see_is_not_written_again():
+    table = torch.tensor([1, 0]).view(1, 1, 2, 1).expand(1, 2, 2, 1)
+
+    def one(rank):
+        first = exchange(torch.ones(1000), table, torch.tensor(0))
+        wait(first)
+        place = first.share_memory_().data_ptr()
+        del first
+        second = exchange(torch.ones(1000), table, torch.tensor(0))
+        wait(second)
+        return second.data_ptr() != place and not second.is_shared()
+
+    assert on_threads(2, one) == [True, True]

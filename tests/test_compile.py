@@ -218,6 +218,18 @@ def test_every_algorithm_is_one_graph(case):
     assert counter.frame_count == 1
 
 
+def test_metrics_of_the_old_state_seen_through_its_parts():
+    """`split` gives views in a list: the donated state is not written before they were read."""
+
+    def step(state, batch, t):
+        a, b = state.split([400, 600])
+        new = state + batch
+        return new, ((b * 2).sum(), a.view(20, 20).sum())
+
+    state, metrics = df.compile(step)(torch.ones(1000), torch.ones(1000), 0)
+    assert [m.item() for m in metrics] == [1200.0, 400.0] and state.sum() == 2000
+
+
 def test_many_steps_compiled_in_one_process_do_not_exhaust_dynamo():
     for _ in range(12):
         step = df.compile(lambda state, batch, t: (state + batch, state.sum()), backend="eager")

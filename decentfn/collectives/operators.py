@@ -40,8 +40,8 @@ _YIELDS = 5
 Where the ranks keep all cores busy, it would else come to that when the compute is over.
 """
 
-_in_flight: dict[int, tuple[list[Any], str]] = {}
-"""Address of a tensor that is being received -> the works to wait for, and what they are."""
+_in_flight: dict[int, tuple[list[Any], str, Tensor]] = {}
+"""Address of a tensor that is being received -> the works to wait for, what they are, and the tensor."""
 
 
 def exchange(x: Tensor, peers: Tensor, t: Tensor, *, per_slot: bool = False) -> Tensor:
@@ -179,7 +179,7 @@ def _post(here: World, inbox: Tensor, receives: list[tuple[Tensor, int]], sends:
 
 
 def _track(tensor: Tensor, works: list[Any], what: str) -> None:
-    _in_flight[tensor.data_ptr()] = (works, what)
+    _in_flight[tensor.data_ptr()] = (works, what, tensor)
     if tensor.device.type == "cpu":
         for _ in range(_YIELDS):
             _sched_yield()
@@ -188,7 +188,7 @@ def _track(tensor: Tensor, works: list[Any], what: str) -> None:
 
 
 def _complete(x: Tensor) -> None:
-    works, what = _in_flight.pop(x.data_ptr(), ((), ""))
+    works, what, _ = _in_flight.pop(x.data_ptr(), ((), "", None))
     try:
         for work in works:
             work.wait()
@@ -279,7 +279,7 @@ def _group_mean_stacked(x: Tensor, groups: Tensor, t: Tensor) -> Tensor:
     works: list[Any] = []
     if local == 1:
         group = row[here.rank]
-        mean = torch.div(x, row.count(group), out=here.inbox(x, x.shape))
+        mean = torch.div(x.detach(), row.count(group), out=here.inbox(x, x.shape))
         _reduce(here, mean, ranks[group], works)
     else:
         mean, index = torch.empty_like(x), torch.tensor(row[here.rank * local : (here.rank + 1) * local])

@@ -14,6 +14,9 @@ from torch import Tensor
 
 from decentfn import internals
 
+_SIZES = 256
+"""Of so many sizes of messages the memory is kept; a step has one for each bucket."""
+
 
 class World:
     """The processes that hold the workers: this one's rank, their number, and groups of them.
@@ -28,6 +31,7 @@ class World:
         self.timeout = timeout
         self._subgroups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._inboxes: dict[tuple[Sequence[int], torch.dtype], list[torch.UntypedStorage]] = {}
+        self._lock = threading.Lock()
 
     def inbox(self, like: Tensor, shape: Sequence[int]) -> Tensor:
         """An empty tensor of `like`'s dtype and device for what arrives; on the CPU where an earlier one was.
@@ -36,12 +40,16 @@ class World:
         """
         if self.size == 1 or like.device.type != "cpu" or not internals.COUNTS_USERS:
             return like.new_empty(shape)
-        known = self._inboxes.setdefault((tuple(shape), like.dtype), [])
-        free = next((storage for storage in known if internals.is_unused(storage)), None)
-        if free is None:
-            free = like.new_empty(shape).untyped_storage()
-            known.append(free)
-        return like.new_empty(0).set_(free, 0, tuple(shape))  # pyright: ignore[reportCallIssue]
+        key = (tuple(shape), like.dtype)
+        with self._lock:
+            known = self._inboxes.get(key, [])
+            free = next((storage for storage in known if internals.is_unused(storage)), None)
+            if free is None:
+                if len(self._inboxes) >= _SIZES:
+                    self._inboxes.clear()
+                free = like.new_empty(shape).untyped_storage()
+                self._inboxes[key] = [*(storage for storage in known if not storage.is_shared()), free]
+            return like.new_empty(0).set_(free, 0, tuple(shape))  # pyright: ignore[reportCallIssue]
 
     def subgroup(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         """The process group of `ranks` (ascending), which `make_subgroups` has made."""
