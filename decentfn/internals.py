@@ -1,7 +1,7 @@
 """Everything here that is private API of PyTorch, in one place: what Inductor must be told, and torch's own pytrees.
 
 Where a piece is missing (another version of PyTorch), the rest stays correct and gets slower: `OVERLAPS` is then
-False, collectives wait before they return, scalars are computed where they are used, and simulations do not chunk.
+False, collectives wait before they return, scalars are computed where they are used, simulations do not chunk, and every message has new memory.
 """
 
 from __future__ import annotations
