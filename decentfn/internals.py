@@ -1,7 +1,8 @@
 """Everything here that is private API of PyTorch, in one place: what Inductor must be told, and torch's own pytrees.
 
 Where a piece is missing (another version of PyTorch), the rest stays correct and gets slower: `OVERLAPS` is then
-False, collectives wait before they return, scalars are computed where they are used, simulations do not chunk, and every message has new memory.
+False, collectives wait before they return, scalars are computed where they are used, simulations do not chunk, and
+every message has new memory.
 """
 
 from __future__ import annotations
@@ -148,7 +149,7 @@ class _StoreEarly(_GraphPass):  # pyright: ignore[reportGeneralTypeIssues]
         last = max(index for index, node in enumerate(nodes) if node in needed)
         written = {store.args[0] for store in stores}
         for node in nodes:
-            # A view of the old state or one of several, a message that is sent from it, what is on its way or waited for.
+            # A view of the old state or one of several, a message sent from it, what is on its way or waited for.
             shows = getattr(node.target, "is_view", False) or node.target is operator.getitem
             shows = shows or getattr(node.target, "namespace", "") == "decentfn"
             if shows and node.args and node.args[0] in written:
