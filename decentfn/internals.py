@@ -1,8 +1,8 @@
 """Everything here that is private API of PyTorch, in one place: what Inductor must be told, and torch's own pytrees.
 
 Where a piece is missing (another version of PyTorch), the rest stays correct and gets slower: `OVERLAPS` is then
-False, collectives wait before they return, scalars are computed where they are used, simulations do not chunk, and
-every message has new memory.
+False, collectives wait before they return, scalars are computed where they are used, simulations do not chunk, every
+rank compiles for itself, and every message has new memory.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import heapq
 import operator
 import os
 import tempfile
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,18 +25,19 @@ from torch._dynamo import lookup_backend
 from torch.utils import _pytree
 
 try:
-    from torch._inductor import config, ir, virtualized
+    from torch._inductor import config, cpu_vec_isa, ir, virtualized
     from torch._inductor.custom_graph_pass import CustomGraphPass as _GraphPass
     from torch._inductor.lowering import make_pointwise, register_lowering
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    _LOWERS = True
+    _KNOWS_INDUCTOR = True
     OVERLAPS = (
         hasattr(ir, "_CollectiveKernel")
         and hasattr(ir, "_WaitKernel")
         and hasattr(config, "reorder_for_compute_comm_overlap_passes")
     )
 except ImportError:
-    _LOWERS = OVERLAPS = False
+    _KNOWS_INDUCTOR = OVERLAPS = False
     _GraphPass = object
 
 try:
@@ -166,19 +167,68 @@ class _StoreEarly(_GraphPass):  # pyright: ignore[reportGeneralTypeIssues]
 def inductor(
     graph: torch.fx.GraphModule, inputs: Sequence[Any], *, options: dict[str, Any] | None = None
 ) -> Callable[..., Any]:
-    """Inductor as a backend of torch.compile; of a machine's ranks one compiles, and the others find its code cached."""
+    """Inductor as a backend of torch.compile; of a machine's ranks one compiles, and the others find its code cached.
+
+    Where a note in Inductor's cache says that this was compiled before, nobody waits for anybody.
+    """
     compile_with = functools.partial(cast(Any, lookup_backend("inductor")), graph, inputs, config_patches=options)
-    if "MASTER_PORT" not in os.environ:
+    if not _KNOWS_INDUCTOR:
         return compile_with()
-    user = getattr(os, "getuid", int)()
-    lock = FileLock(Path(tempfile.gettempdir(), f"decentfn-{user}-{os.environ['MASTER_PORT']}.lock"))
-    try:
-        with lock.acquire(timeout=0):
+    note = _note_of_graph(graph, options or {})
+    with _remembered_checks():
+        if "MASTER_PORT" not in os.environ or note.exists():
             return compile_with()
-    except Timeout:
-        with contextlib.suppress(Timeout), lock.acquire(timeout=_PATIENCE_S):
-            pass
-        return compile_with()
+        user = getattr(os, "getuid", int)()
+        lock = FileLock(Path(tempfile.gettempdir(), f"decentfn-{user}-{os.environ['MASTER_PORT']}.lock"))
+        try:
+            with lock.acquire(timeout=0):
+                compiled = compile_with()
+                note.touch()
+                return compiled
+        except Timeout:
+            with contextlib.suppress(Timeout), lock.acquire(timeout=_PATIENCE_S):
+                pass
+            return compile_with()
+
+
+def _note(*about: object) -> Path:
+    """A file in Inductor's cache whose being there says something about `about`, where PyTorch and we are as we are."""
+    digest = hashlib.sha256(repr((*about, torch.__version__, _digest_of_sources())).encode())
+    folder = Path(cache_dir(), "decentfn")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / digest.hexdigest()[:32]
+
+
+def _note_of_graph(graph: torch.fx.GraphModule, options: dict[str, Any]) -> Path:
+    """Equal for graphs whose code Inductor finds again, up to what costs ranks no more than compiling at once."""
+    values = [node.meta.get("example_value") for node in graph.graph.nodes if node.op == "placeholder"]
+    inputs = [(tuple(x.shape), x.stride(), x.dtype, x.device) for x in values if isinstance(x, Tensor)]
+    plain = sorted((key, value) for key, value in options.items() if isinstance(value, (bool, int, float, str)))
+    return _note("compiled", graph.code, inputs, plain, torch.get_num_threads())
+
+
+@contextlib.contextmanager
+def _remembered_checks() -> Iterator[None]:
+    """Let Inductor check only once what the compiler and the loader can do, not in every run.
+
+    It tries every set of vector instructions in a process of its own: a second of the first step.
+    """
+    check = cpu_vec_isa.VecISA.check_build
+
+    def check_build(isa: Any, code: str) -> bool:
+        note = _note("builds", isa.build_arch_flags(), code, config.cpp.cxx)
+        if note.exists():
+            return True
+        passed = check(isa, code)
+        if passed:
+            note.touch()
+        return passed
+
+    cpu_vec_isa.VecISA.check_build = check_build
+    try:
+        yield
+    finally:
+        cpu_vec_isa.VecISA.check_build = check
 
 
 def lower_collectives(collectives: Sequence[Any], wait: Any, complete: Any) -> None:
@@ -207,7 +257,7 @@ def _lower_collective(kernel: Any) -> Callable[..., Any]:
 
 def lower_as_realized(operator: Any) -> None:
     """Lower an identity operator as "store this before anyone reads it"."""
-    if not _LOWERS:
+    if not _KNOWS_INDUCTOR:
         return
 
     @register_lowering(operator, type_promotion_kind=None)
@@ -222,7 +272,7 @@ def lower_as_pointwise(operator: Any, formula: Callable[..., Any]) -> None:
     Inductor computes an input of an elementwise operator anew for each place in which it stands; written out in
     PyTorch, n times `x ^ (x >> s)` would cost 2^n to compile. `constant` turns an int into an operand; `shifted` is >>.
     """
-    if not _LOWERS:
+    if not _KNOWS_INDUCTOR:
         return
 
     def entry(value: Any) -> Any:

@@ -1,6 +1,9 @@
 """What compilation promises, counted: graphs, positions, allocations, purity."""
 
+import os
+import platform
 import re
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -84,6 +87,44 @@ def cache_misses(unheard_of):
 def test_one_rank_compiles_and_the_others_find_its_code(ranks):
     found = ranks(4).run(cache_misses, 1 + time.time() % 1)
     assert sorted(found) == [(0, 1), (0, 1), (0, 1), (1, 0)]
+
+
+FIRST_STEP = """
+import filelock, torch
+from torch._dynamo.utils import counters
+from torch._inductor.cpu_vec_isa import VecISA
+import decentfn as df
+
+tries, turns = [], []
+def count(owner, name, into):
+    original = getattr(owner, name)
+    def counting(*args, **kwargs):
+        into.append(args)
+        return original(*args, **kwargs)
+    setattr(owner, name, counting)
+
+count(VecISA, "_probe_load", tries)
+count(filelock.FileLock, "acquire", turns)
+schedule = df.topology("complete", num_workers=1)
+init, step = df.adapt_while_communicate(lambda p, x: ((x - p) ** 2).mean(), df.sgd(0.1), schedule)
+df.compile(step)(init(torch.ones(7)), torch.ones(7), 0)
+print(counters["inductor"]["fxgraph_cache_miss"], len(tries), sum("decentfn-" in a[0].lock_file for a in turns))
+"""
+
+
+def test_where_the_code_is_cached_a_rank_neither_compiles_nor_tries_the_cpu_nor_waits_for_its_turn(tmp_path):
+    env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "MASTER_PORT": "29400"}
+
+    def first_step() -> list[int]:
+        """How often it compiled, tried an instruction set, and took its turn."""
+        command = [sys.executable, "-c", FIRST_STEP]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=True)
+        return [int(number) for number in done.stdout.split()]
+
+    misses, tries, turns = first_step()
+    assert (misses, turns) == (1, 1)
+    assert tries > 0 or platform.machine() != "x86_64"
+    assert first_step() == [0, 0, 0]
 
 
 def run_of_200_steps():
