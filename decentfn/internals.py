@@ -215,11 +215,11 @@ def _remembered_checks() -> Iterator[None]:
     """
     check = cpu_vec_isa.VecISA.check_build
 
-    def check_build(isa: Any, code: str) -> bool:
-        note = _note("builds", isa.build_arch_flags(), code, config.cpp.cxx)
+    def check_build(self: Any, code: str) -> bool:
+        note = _note("builds", self.build_arch_flags(), code, config.cpp.cxx)
         if note.exists():
             return True
-        passed = check(isa, code)
+        passed = check(self, code)
         if passed:
             note.touch()
         return passed
