@@ -94,3 +94,14 @@ def test_the_bare_exchange_posts_receives_first_and_as_many_bytes_as_there_are_p
     width = getattr(torch, dtype).itemsize
     assert sum(n for kind, n in posted if kind == "send") == 10_000_000 * width
     assert sum(n for kind, n in posted if kind == "recv") == 10_000_000 * width
+
+
+def test_a_ratio_is_over_the_floor_of_the_same_bytes_or_none(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    from benchmarking.report import add_ratios
+
+    seconds = {"floor:kind=compute": 1, "floor:kind=exchange": 4, "floor:kind=exchange,wire=bfloat16": 2}
+    seconds |= {"decentfn": 5, "decentfn:wire=bfloat16": 3, "ddp:hook=bf16": 6, "decentfn:wire=float16": 3}
+    rows = [{"peer": peer, "step_s": {"median": median}} for peer, median in seconds.items()]
+    rows = add_ratios({"workers": 2, "rows": rows}, None)["rows"]
+    assert [row.get("over_floor") for row in rows[3:]] == [5 / 4, 3 / 2, 6 / 2, None]

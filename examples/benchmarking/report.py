@@ -22,12 +22,12 @@ def add_ratios(result: dict[str, Any], link_mbit: float | None) -> dict[str, Any
     for row in result["rows"]:
         if "step_s" not in row:
             continue
-        wire = re.search(r"wire=(\w+)", row["peer"])
+        wire = re.search(r"wire=(\w+)", row["peer"].replace("hook=bf16", "wire=bfloat16"))
         tail = f",wire={wire.group(1)}" if wire and wire.group(1) != "float32" else ""
         exchange = _median(rows, f"floor:kind=exchange{tail}")
         overlap = _median(rows, f"floor:kind=overlap{tail}")
         step = row["step_s"]["median"]
-        if compute is not None:
+        if compute is not None and (exchange is not None or result["workers"] == 1):
             row["over_floor"] = step / max(compute, exchange or 0.0)
         if overlap is not None and update is not None:
             row["over_raw"] = step / (overlap + update)
