@@ -1,8 +1,8 @@
 """Everything here that is private API of PyTorch, in one place: what Inductor must be told, and torch's own pytrees.
 
 Where a piece is missing (another version of PyTorch), the rest stays correct and gets slower: `OVERLAPS` is then
-False, collectives wait before they return, scalars are computed where they are used, simulations do not chunk, every
-rank compiles for itself, and every message has new memory.
+False, collectives wait before they return, scalars are computed where they are used, simulations do not chunk, and
+every message has new memory.
 """
 
 from __future__ import annotations
@@ -25,20 +25,29 @@ from torch._dynamo import lookup_backend
 from torch.utils import _pytree
 
 try:
-    from torch._inductor import config, cpu_vec_isa, ir, virtualized
+    from torch._inductor import config, ir, virtualized
     from torch._inductor.custom_graph_pass import CustomGraphPass as _GraphPass
     from torch._inductor.lowering import make_pointwise, register_lowering
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    _KNOWS_INDUCTOR = True
+    _LOWERS = True
     OVERLAPS = (
         hasattr(ir, "_CollectiveKernel")
         and hasattr(ir, "_WaitKernel")
         and hasattr(config, "reorder_for_compute_comm_overlap_passes")
     )
 except ImportError:
-    _KNOWS_INDUCTOR = OVERLAPS = False
+    _LOWERS = OVERLAPS = False
     _GraphPass = object
+
+try:
+    from torch._inductor.cpu_vec_isa import VecISA as _VecISA
+except ImportError:
+    _VecISA = None
+
+try:
+    from torch._inductor.runtime.cache_dir_utils import cache_dir as _cache_dir
+except ImportError:
+    _cache_dir = tempfile.gettempdir
 
 try:
     from torch._higher_order_ops.scan import scan as _scan
@@ -172,63 +181,71 @@ def inductor(
     Where a note in Inductor's cache says that this was compiled before, nobody waits for anybody.
     """
     compile_with = functools.partial(cast(Any, lookup_backend("inductor")), graph, inputs, config_patches=options)
-    if not _KNOWS_INDUCTOR:
-        return compile_with()
-    note = _note_of_graph(graph, options or {})
-    with _remembered_checks():
-        if "MASTER_PORT" not in os.environ or note.exists():
+    with remembered_probes():
+        if "MASTER_PORT" not in os.environ:
             return compile_with()
-        user = getattr(os, "getuid", int)()
-        lock = FileLock(Path(tempfile.gettempdir(), f"decentfn-{user}-{os.environ['MASTER_PORT']}.lock"))
-        try:
-            with lock.acquire(timeout=0):
-                compiled = compile_with()
-                note.touch()
-                return compiled
-        except Timeout:
-            with contextlib.suppress(Timeout), lock.acquire(timeout=_PATIENCE_S):
-                pass
-            return compile_with()
-
-
-def _note(*about: object) -> Path:
-    """A file in Inductor's cache whose being there says something about `about`, where PyTorch and we are as we are."""
-    digest = hashlib.sha256(repr((*about, torch.__version__, _digest_of_sources())).encode())
-    folder = Path(cache_dir(), "decentfn")
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder / digest.hexdigest()[:32]
-
-
-def _note_of_graph(graph: torch.fx.GraphModule, options: dict[str, Any]) -> Path:
-    """Equal for graphs whose code Inductor finds again, up to what costs ranks no more than compiling at once."""
-    values = [node.meta.get("example_value") for node in graph.graph.nodes if node.op == "placeholder"]
-    inputs = [(tuple(x.shape), x.stride(), x.dtype, x.device) for x in values if isinstance(x, Tensor)]
-    plain = sorted((key, value) for key, value in options.items() if isinstance(value, (bool, int, float, str)))
-    return _note("compiled", graph.code, inputs, plain, torch.get_num_threads())
+        note = note_of(graph, options or {})
+        with contextlib.nullcontext() if os.path.exists(note) else _turn():
+            compiled = compile_with()
+    _leave(note)
+    return compiled
 
 
 @contextlib.contextmanager
-def _remembered_checks() -> Iterator[None]:
-    """Let Inductor check only once what the compiler and the loader can do, not in every run.
-
-    It tries every set of vector instructions in a process of its own: a second of the first step.
-    """
-    check = cpu_vec_isa.VecISA.check_build
-
-    def check_build(self: Any, code: str) -> bool:
-        note = _note("builds", self.build_arch_flags(), code, config.cpp.cxx)
-        if note.exists():
-            return True
-        passed = check(self, code)
-        if passed:
-            note.touch()
-        return passed
-
-    cpu_vec_isa.VecISA.check_build = check_build
+def _turn() -> Iterator[None]:
+    """For one rank at once; the others wait until it is done, and then go on together."""
+    user = getattr(os, "getuid", int)()
+    lock = FileLock(Path(tempfile.gettempdir(), f"decentfn-{user}-{os.environ['MASTER_PORT']}.lock"))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        with contextlib.suppress(Timeout), lock.acquire(timeout=_PATIENCE_S):
+            pass
     try:
         yield
     finally:
-        cpu_vec_isa.VecISA.check_build = check
+        lock.release()
+
+
+def note_of(graph: torch.fx.GraphModule, options: dict[str, Any]) -> Path:
+    """The same file for graphs whose code Inductor finds again; where it does not, ranks compile at the same time."""
+    values = [node.meta.get("example_value") for node in graph.graph.nodes if node.op == "placeholder"]
+    inputs = [(tuple(x.shape), x.stride(), x.dtype, x.device) for x in values if isinstance(x, Tensor)]
+    plain = sorted((key, value) for key, value in options.items() if isinstance(value, (bool, int, float, str)))
+    about = (graph.code, inputs, plain, torch.get_num_threads(), torch.__version__, _digest_of_sources())
+    return Path(_cache_dir(), "decentfn", hashlib.sha256(repr(about).encode()).hexdigest()[:32])
+
+
+def _leave(note: Path) -> None:
+    with contextlib.suppress(OSError):  # a note is a hint
+        note.parent.mkdir(parents=True, exist_ok=True)
+        note.touch()
+
+
+@contextlib.contextmanager
+def remembered_probes() -> Iterator[None]:
+    """Let Inductor try once in a process of its own, and not in every run, whether what a compiler built can be loaded.
+
+    It does so for every set of vector instructions, which takes a second of the first step; PyTorch 2.15 remembers it
+    by itself, in the same way. The path says what compiler with what flags.
+    """
+    probe = getattr(_VecISA, "_probe_load", None)
+    if _VecISA is None or probe is None:
+        yield
+        return
+
+    def probe_load(self: Any, output_path: str) -> bool:
+        marker = Path(f"{output_path}.load_ok")
+        passed = os.path.exists(marker) or probe(self, output_path)
+        if passed:
+            _leave(marker)
+        return passed
+
+    _VecISA._probe_load = probe_load
+    try:
+        yield
+    finally:
+        _VecISA._probe_load = probe
 
 
 def lower_collectives(collectives: Sequence[Any], wait: Any, complete: Any) -> None:
@@ -257,7 +274,7 @@ def _lower_collective(kernel: Any) -> Callable[..., Any]:
 
 def lower_as_realized(operator: Any) -> None:
     """Lower an identity operator as "store this before anyone reads it"."""
-    if not _KNOWS_INDUCTOR:
+    if not _LOWERS:
         return
 
     @register_lowering(operator, type_promotion_kind=None)
@@ -272,7 +289,7 @@ def lower_as_pointwise(operator: Any, formula: Callable[..., Any]) -> None:
     Inductor computes an input of an elementwise operator anew for each place in which it stands; written out in
     PyTorch, n times `x ^ (x >> s)` would cost 2^n to compile. `constant` turns an int into an operand; `shifted` is >>.
     """
-    if not _KNOWS_INDUCTOR:
+    if not _LOWERS:
         return
 
     def entry(value: Any) -> Any:

@@ -1,11 +1,16 @@
 """Without PyTorch's private API everything stays correct; only the overlap is gone."""
 
+import contextlib
+import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
+from torch._inductor.cpu_vec_isa import VecISA
 
 import decentfn  # noqa: F401  (defines the operators)
 from decentfn import internals
@@ -55,8 +60,6 @@ def test_ranks_agree_with_vmap_without_private_api(piece, tmp_path):
 
 
 def _environment(root):
-    import os
-
     return {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
 
 
@@ -95,3 +98,98 @@ def test_donated_state_is_stored_early_except_while_it_may_be_on_its_way(how):
     order = list(graph.nodes)
     assert (order.index(store) < order.index(waited)) == (how == "not sent")
     assert (order.index(store) > order.index(metric)) == (how != "not sent")
+
+
+def test_a_probe_that_passed_is_not_repeated_and_one_that_failed_is(tmp_path, monkeypatch):
+    probed, outcome = [], {"good": True, "bad": False, "other": True}
+    monkeypatch.setattr(VecISA, "_probe_load", lambda self, path: probed.append(path) or outcome[Path(path).name])
+    original, unit = VecISA._probe_load, VecISA()
+    for _ in range(2):
+        with internals.remembered_probes():
+            found = {name: unit._probe_load(str(tmp_path / name)) for name in outcome}
+        assert found == outcome
+        assert VecISA._probe_load is original
+    assert [Path(path).name for path in probed] == ["good", "bad", "other", "bad"]
+    with pytest.raises(KeyError), internals.remembered_probes():
+        unit._probe_load("unknown")
+    assert VecISA._probe_load is original
+
+
+def traced(constant=2.0, shape=(3, 4), dtype=torch.float32):
+    """What Dynamo hands to a backend."""
+    kept = []
+
+    def backend(graph, inputs):
+        kept.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    torch.compile(lambda x: x * constant, backend=backend, dynamic=False)(torch.ones(shape, dtype=dtype))
+    return kept[0]
+
+
+def test_graphs_share_a_note_iff_the_same_code_is_compiled(monkeypatch):
+    notes = [internals.note_of(traced(), {"a": 1}), internals.note_of(traced(constant=3.0), {"a": 1})]
+    notes += [internals.note_of(traced(shape=(4, 3)), {"a": 1}), internals.note_of(traced(), {"a": 2})]
+    notes += [internals.note_of(traced(dtype=torch.float64), {"a": 1})]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    notes += [internals.note_of(traced(), {"a": 1})]
+    monkeypatch.setattr(internals, "_digest_of_sources", lambda: "other sources")
+    notes += [internals.note_of(traced(), {"a": 1})]
+    assert len(set(notes)) == len(notes)
+    assert internals.note_of(traced(), {"a": 1, "pass": object()}) == notes[-1]
+
+
+class Compiler:
+    """In Inductor's place: takes a while, and counts how many compile at once."""
+
+    def __init__(self, monkeypatch, folder):
+        self.running, self.most, self.lock = 0, 0, threading.Lock()
+        monkeypatch.setenv("MASTER_PORT", "29400")
+        monkeypatch.setattr(internals.tempfile, "gettempdir", lambda: str(folder))
+        monkeypatch.setattr(internals, "_cache_dir", lambda: str(folder))
+        monkeypatch.setattr(internals, "lookup_backend", lambda name: self)
+        monkeypatch.setattr(internals, "remembered_probes", contextlib.nullcontext)  # ranks are threads here
+
+    def __call__(self, graph, inputs, config_patches):
+        with self.lock:
+            self.running += 1
+            self.most = max(self.most, self.running)
+        time.sleep(0.3)
+        with self.lock:
+            self.running -= 1
+        return "compiled"
+
+    def two_ranks(self, graphs):
+        """Two ranks at once; the most that compiled at the same time."""
+        self.most, results = 0, []
+        ranks = [threading.Thread(target=lambda g=g: results.append(internals.inductor(g, []))) for g in graphs]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join()
+        assert results == ["compiled", "compiled"]
+        return self.most
+
+
+def test_ranks_take_turns_until_each_graph_was_compiled_once(monkeypatch, tmp_path):
+    graphs = [traced(), traced(shape=(5,))]  # as on one GPU each
+    compiler = Compiler(monkeypatch, tmp_path)
+    assert [compiler.two_ranks(graphs) for _ in range(2)] == [1, 2]
+    assert compiler.two_ranks([traced(constant=5.0)] * 2) == 1
+
+
+def test_where_no_note_can_be_left_ranks_take_turns_every_time(monkeypatch, tmp_path):
+    compiler = Compiler(monkeypatch, tmp_path)
+    (tmp_path / "decentfn").write_text("a file where the folder should be")
+    graphs = [traced()] * 2
+    assert [compiler.two_ranks(graphs) for _ in range(2)] == [1, 1]
+
+
+def test_a_compilation_that_fails_leaves_no_note_and_frees_the_lock(monkeypatch, tmp_path):
+    Compiler(monkeypatch, tmp_path)
+    monkeypatch.setattr(internals, "lookup_backend", lambda name: lambda *_, **__: 1 / 0)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            internals.inductor(traced(), [])
+    assert not (tmp_path / "decentfn").exists()
