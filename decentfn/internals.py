@@ -236,7 +236,9 @@ def remembered_probes() -> Iterator[None]:
 
     def probe_load(self: Any, output_path: str) -> bool:
         marker = Path(f"{output_path}.load_ok")
-        passed = os.path.exists(marker) or probe(self, output_path)
+        if os.path.exists(marker):
+            return True
+        passed = probe(self, output_path)
         if passed:
             _leave(marker)
         return passed

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -141,10 +140,9 @@ def test_graphs_share_a_note_iff_the_same_code_is_compiled(monkeypatch):
 
 
 class Compiler:
-    """In Inductor's place: takes a while, and counts how many compile at once."""
+    """In Inductor's place: sees whether two ranks compile at the same time."""
 
     def __init__(self, monkeypatch, folder):
-        self.running, self.most, self.lock = 0, 0, threading.Lock()
         monkeypatch.setenv("MASTER_PORT", "29400")
         monkeypatch.setattr(internals.tempfile, "gettempdir", lambda: str(folder))
         monkeypatch.setattr(internals, "_cache_dir", lambda: str(folder))
@@ -152,38 +150,36 @@ class Compiler:
         monkeypatch.setattr(internals, "remembered_probes", contextlib.nullcontext)  # ranks are threads here
 
     def __call__(self, graph, inputs, config_patches):
-        with self.lock:
-            self.running += 1
-            self.most = max(self.most, self.running)
-        time.sleep(0.3)
-        with self.lock:
-            self.running -= 1
+        with contextlib.suppress(threading.BrokenBarrierError):
+            self.meeting.wait(self.patience)
+            self.met = True
         return "compiled"
 
-    def two_ranks(self, graphs):
-        """Two ranks at once; the most that compiled at the same time."""
-        self.most, results = 0, []
+    def at_once(self, graphs, patience):
+        """Whether two ranks meet in the compiler, where each waits so many seconds for the other."""
+        self.meeting, self.patience, self.met, results = threading.Barrier(2), patience, False, []
         ranks = [threading.Thread(target=lambda g=g: results.append(internals.inductor(g, []))) for g in graphs]
         for rank in ranks:
             rank.start()
         for rank in ranks:
             rank.join()
         assert results == ["compiled", "compiled"]
-        return self.most
+        return self.met
 
 
 def test_ranks_take_turns_until_each_graph_was_compiled_once(monkeypatch, tmp_path):
     graphs = [traced(), traced(shape=(5,))]  # as on one GPU each
     compiler = Compiler(monkeypatch, tmp_path)
-    assert [compiler.two_ranks(graphs) for _ in range(2)] == [1, 2]
-    assert compiler.two_ranks([traced(constant=5.0)] * 2) == 1
+    assert not compiler.at_once(graphs, patience=0.3)
+    assert compiler.at_once(graphs, patience=60)
+    assert not compiler.at_once([traced(constant=5.0)] * 2, patience=0.3)
 
 
 def test_where_no_note_can_be_left_ranks_take_turns_every_time(monkeypatch, tmp_path):
     compiler = Compiler(monkeypatch, tmp_path)
     (tmp_path / "decentfn").write_text("a file where the folder should be")
-    graphs = [traced()] * 2
-    assert [compiler.two_ranks(graphs) for _ in range(2)] == [1, 1]
+    for _ in range(2):
+        assert not compiler.at_once([traced()] * 2, patience=0.3)
 
 
 def test_a_compilation_that_fails_leaves_no_note_and_frees_the_lock(monkeypatch, tmp_path):
