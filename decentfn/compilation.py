@@ -58,7 +58,9 @@ def compile(step: Step, *, donate: bool = True, backend: Any = "inductor", **opt
             run = torch.compile(_on_leaves(step, trees.enumerate_leaves(state), donate), **kwargs)
             prepared.append((structure, run))
             give_back_freed_memory()
-        result = run(leaves, batch, torch.as_tensor(t, dtype=torch.int64))
+        # Torch.compile drops what is written over a 0-d float64 input, so such a leaf goes in as [its view of shape [1]].
+        given = [[leaf.view(1)] if leaf.dtype == torch.float64 and leaf.dim() == 0 else leaf for leaf in leaves]
+        result = run(given, batch, torch.as_tensor(t, dtype=torch.int64))
         if is_first:
             give_back_freed_memory()
         return (state, result) if donate else result
@@ -72,31 +74,36 @@ def _worth_guarding(guards: Sequence[Any]) -> list[bool]:
     The library's own objects (plans, tables, closures: hundreds of guards) never change once a step is built, and
     looking at each of them takes longer than a small network's step.
     """
-    kept = re.compile(r"(leaves|batch|t)\b|.*\bloss_fn\b")
+    kept = re.compile(r"(given|batch|t)\b|.*\bloss_fn\b")
     return [guard.name == "" or kept.match(guard.name) is not None for guard in guards]
 
 
 def _on_leaves(step: Step, template: PyTree, donate: bool) -> Callable[..., Any]:
     """The step as a function of the state's leaves, so that what is guarded at each call is a list of tensors."""
 
-    def pure(leaves: list[Tensor], batch: PyTree, t: Tensor) -> tuple[Any, Any]:
-        return step(trees.fill(template, leaves), batch, t)
+    def pure(given: list[Any], batch: PyTree, t: Tensor) -> tuple[Any, Any]:
+        return step(trees.fill(template, [_as_it_was(leaf) for leaf in given]), batch, t)
 
-    def donated(leaves: list[Tensor], batch: PyTree, t: Tensor) -> Any:
+    def donated(given: list[Any], batch: PyTree, t: Tensor) -> Any:
+        leaves = [_as_it_was(leaf) for leaf in given]
         new, metrics = step(trees.fill(template, leaves), batch, t)
         new_leaves = trees.leaves(new)
         _check_layout(leaves, new_leaves)
         # Metrics must not show the next state through a view of it.
         metrics = trees.map(torch.clone, metrics)
-        for old, leaf in zip(leaves, new_leaves, strict=True):
+        for old, leaf, place in zip(leaves, new_leaves, given, strict=True):
             if leaf is not old:
-                old.copy_(leaf)
+                (place[0] if isinstance(place, list) else place).copy_(leaf)
         return metrics
 
     run = donated if donate else pure
     # Dynamo counts recompilations per code object, which all closures of a function share.
     run.__code__ = run.__code__.replace(co_name=f"{run.__name__}_{getattr(step, '__name__', 'step')}")
     return run
+
+
+def _as_it_was(place: Any) -> Tensor:
+    return place[0].view(()) if isinstance(place, list) else place
 
 
 def _check_layout(old: list[Tensor], new: list[Tensor]) -> None:

@@ -12,6 +12,7 @@ rank. All four must be called outside `torch.func.grad`.
 
 from __future__ import annotations
 
+import json
 import os
 from typing import Any
 
@@ -122,13 +123,19 @@ def process_broadcast(x: Tensor) -> Tensor:
 
 
 def gather_objects(value: object) -> list[Any]:
-    """What every process passed, by rank (pickled); `[value]` in one process. Not for use inside a step."""
+    """What every process passed, by rank, as JSON gives it back (tuples as lists). Not for use inside a step."""
+    said = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     here = world()
     if here.size == 1:
-        return [value]
-    gathered: list[Any] = [None] * here.size
-    dist.all_gather_object(gathered, value, group=here.group)
-    return gathered
+        return [json.loads(said.numpy().tobytes())]
+    assert here.group is not None
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(here.size)]
+    here.group.allgather([sizes], [torch.tensor([said.numel()])]).wait()
+    padded = said.new_zeros(int(max(sizes)))
+    padded[: said.numel()] = said
+    heard = [torch.empty_like(padded) for _ in range(here.size)]
+    here.group.allgather([heard], [padded]).wait()
+    return [json.loads(h[: int(n)].numpy().tobytes()) for h, n in zip(heard, sizes, strict=True)]
 
 
 # -- exchange: one implementation for the L workers that a process holds ----------------------------------------

@@ -1,0 +1,38 @@
+"""Checks for algorithms, topologies, transforms and compressors of your own: those that this library's own pass.
+
+    check_algorithm(my_algorithm, lambda n: df.topology("one-peer-exp", n))
+    check_topology(my_topology(8))
+    check_transform(lambda: my_optimizer(1e-3))
+    check_compressor(my_compressor())
+
+`on_ranks(4, function)` runs a function on four gloo ranks, threads of this process. `decentfn.testing.strategies`, which
+needs hypothesis, draws trees of parameters, matrices and schedules.
+"""
+
+from decentfn.testing.algorithms import (
+    PROMISES,
+    Law,
+    Subject,
+    check_algorithm,
+    mean_is_preserved,
+    replicas_stay_equal,
+    try_promise,
+)
+from decentfn.testing.compressors import check_compressor
+from decentfn.testing.ranks import on_ranks
+from decentfn.testing.topologies import check_topology
+from decentfn.testing.transforms import check_transform
+
+__all__ = [
+    "PROMISES",
+    "Law",
+    "Subject",
+    "check_algorithm",
+    "check_compressor",
+    "check_topology",
+    "check_transform",
+    "mean_is_preserved",
+    "on_ranks",
+    "replicas_stay_equal",
+    "try_promise",
+]

@@ -1,0 +1,434 @@
+"""What every algorithm promises, each promise a function of a `Subject` that raises AssertionError where it is broken.
+
+A promise that the algorithm declines at construction, with a ValueError, is no broken one: `try_promise` returns the reason.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from decentfn import trees
+from decentfn.algorithms.worker import Algorithm
+from decentfn.compilation import compile
+from decentfn.consensus import params as params_of
+from decentfn.ema import ema, ema_params
+from decentfn.losses import accumulate
+from decentfn.simulation import simulate, worker
+from decentfn.testing import problem
+from decentfn.testing.ranks import alone_as_rank_of, on_ranks
+from decentfn.topologies import Topology
+from decentfn.transforms import dynamic_loss_scale, sgd
+from decentfn.trees import PyTree
+
+STEPS = 6
+_LATE_S = 0.03
+
+
+class Law(NamedTuple):
+    """Something that stays as it was at the start, in every step, on every schedule."""
+
+    name: str
+    quantity: Callable[[Any, Topology, int], list[Tensor]]
+    """`(stacked state, topology, steps taken) -> [D] float64` of each bucket of the parameters."""
+    with_gradients: bool = False
+    """Whether it also holds while workers follow their gradients."""
+
+
+def _mean(state: Any, topology: Topology, t: int) -> list[Tensor]:
+    return [bucket.double().mean(0) for bucket in state.params]
+
+
+def _spread(state: Any, topology: Topology, t: int) -> list[Tensor]:
+    return [bucket.double().amax(0) - bucket.double().amin(0) for bucket in state.params]
+
+
+mean_is_preserved = Law("mean preserved", _mean)
+replicas_stay_equal = Law("replicas equal", _spread, with_gradients=True)
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """An algorithm under test.
+
+    Args:
+        algorithm: `(loss_fn, optimizer, topology, **hyperparameters) -> Algorithm`.
+        topology: `num_workers -> Topology`.
+        hyperparameters: of the algorithm.
+        laws: its invariants.
+        num_workers: N, even.
+        starts_equal: whether all workers must start with the same parameters.
+        mixes_narrow: whether its laws hold with a narrow `wire_dtype`, too (averages within groups round their sums).
+    """
+
+    algorithm: Callable[..., Algorithm]
+    topology: Callable[[int], Topology]
+    hyperparameters: Mapping[str, Any] = field(default_factory=dict)
+    laws: tuple[Law, ...] = (mean_is_preserved,)
+    num_workers: int = 4
+    starts_equal: bool = False
+    mixes_narrow: bool = True
+
+    def build(
+        self, num_workers: int | None = None, loss_fn: Any = problem.loss_fn, optimizer: Any = None, **options: Any
+    ) -> Algorithm:
+        """The algorithm on the problem of these contracts."""
+        optimizer = sgd(0.05, momentum=0.5) if optimizer is None else optimizer
+        options = {"bucket_mb": problem.BUCKET_MB, **self.hyperparameters, **options}
+        return self.algorithm(loss_fn, optimizer, self.topology(num_workers or self.num_workers), **options)
+
+    def start(self, algorithm: Algorithm, workers: range, *, stacked: bool, with_buffers: bool = False) -> Any:
+        """The state of these workers: one worker's, or stacked."""
+        states = []
+        for i in workers:
+            params = problem.params(0 if self.starts_equal else i)
+            states.append(algorithm.init(params, problem.buffers(i)) if with_buffers else algorithm.init(params))
+        return problem.stacked(states) if stacked else states[0]
+
+
+class Run(NamedTuple):
+    """How an algorithm is run."""
+
+    backend: str | None = None
+    donate: bool = True
+    local: int = 1  # workers of each process
+    options: tuple[tuple[str, Any], ...] = ()
+    with_buffers: bool = False
+
+
+class _Program(NamedTuple):
+    algorithm: Algorithm
+    step: Callable[..., Any]
+    compiling: threading.Event  # set once the step is compiled
+
+
+@lru_cache(maxsize=16)
+def _program(subject: Subject, run: Run) -> _Program:
+    options = dict(run.options)
+    wrap = options.pop("wrap", lambda algorithm: algorithm)
+    if run.with_buffers:
+        options["loss_fn"] = problem.loss_with_buffers
+    algorithm = wrap(subject.build(**options))
+    step = algorithm.step if run.local == 1 else simulate(algorithm.step, run.local)
+    if run.backend is not None:
+        step = compile(step, backend=run.backend, donate=run.donate)
+    return _Program(algorithm, step, threading.Event())
+
+
+Batches = Callable[[int, int], PyTree]
+"""`(worker, t) -> batch`."""
+
+
+def ranks(
+    subject: Subject, run: Run, *, steps: int = STEPS, batches: Batches = problem.batch, delay: float = 0.0
+) -> list[Any]:
+    """The stacked state of all workers after every step, the start first, computed by gloo ranks."""
+    program, size = _program(subject, run), subject.num_workers // run.local
+
+    def workers(rank: int) -> range:
+        return range(rank * run.local, (rank + 1) * run.local)
+
+    def batch(rank: int, t: int) -> PyTree:
+        rows = [batches(i, t) for i in workers(rank)]
+        return problem.stacked(rows) if run.local > 1 else rows[0]
+
+    def start(rank: int) -> Any:
+        stacked = run.local > 1
+        return subject.start(program.algorithm, workers(rank), stacked=stacked, with_buffers=run.with_buffers)
+
+    def train(rank: int) -> list[Any]:
+        state, history = starts[rank], [trees.map(torch.clone, starts[rank])]
+        for t in range(steps):
+            state, _ = program.step(state, batch(rank, t), t)
+            history.append(trees.map(torch.clone, state))
+        return history
+
+    starts = on_ranks(size, start, delay=delay)
+    if run.backend is not None and not program.compiling.is_set():
+        with alone_as_rank_of(size):
+            program.step(trees.map(torch.clone, starts[0]), batch(0, 0), 0)
+        program.compiling.set()
+    join = torch.cat if run.local > 1 else torch.stack
+    histories = on_ranks(size, train, delay=delay)
+    return [trees.map(lambda *rows: join(rows), *states) for states in zip(*histories, strict=True)]
+
+
+@lru_cache(maxsize=32)
+def simulated(
+    subject: Subject,
+    options: tuple[tuple[str, Any], ...] = (),
+    *,
+    steps: int = STEPS,
+    batches: Batches = problem.batch,
+    with_buffers: bool = False,
+) -> list[Any]:
+    """The same, eagerly by the simulator."""
+    n = subject.num_workers
+    program = _program(subject, Run(local=n, options=options, with_buffers=with_buffers))
+    state = subject.start(program.algorithm, range(n), stacked=True, with_buffers=with_buffers)
+    history = [state]
+    for t in range(steps):
+        state, _ = program.step(state, problem.stacked([batches(i, t) for i in range(n)]), t)
+        history.append(state)
+    return history
+
+
+_CLOSE = {torch.float64: 1e-7, torch.float32: 2e-5, torch.bfloat16: 0.05, torch.float16: 0.005}
+
+
+def assert_close(got: Any, expected: Any, *, within: Mapping[torch.dtype, float] | float | None = None) -> None:
+    """Two states agree, leaf by leaf: to rounding of the leaf's dtype, or `within` so much."""
+    for (name, mine), theirs in zip(trees.named_leaves(got), trees.leaves(expected), strict=True):
+        assert mine.dtype == theirs.dtype and mine.shape == theirs.shape, (
+            f"{name}: {mine.dtype}{list(mine.shape)} for {theirs.dtype}{list(theirs.shape)}"
+        )
+        bounds = _CLOSE if within is None else within
+        bound = bounds if isinstance(bounds, float) else bounds.get(mine.dtype, 0.0)
+        torch.testing.assert_close(
+            mine, theirs, atol=bound, rtol=bound, msg=lambda text, name=name: f"{name}: {text}", equal_nan=True
+        )
+
+
+# -- the promises -----------------------------------------------------------------------------------------------------
+
+
+def interpreters_agree(subject: Subject) -> None:
+    """Gloo ranks compute what the simulator computes: with one worker a process, and with two."""
+    for local in (1, 2):
+        assert_close(ranks(subject, Run(local=local))[-1], simulated(subject)[-1])
+
+
+def traced_ranks_agree(subject: Subject) -> None:
+    """Traced and donated (aot_eager) on gloo ranks: what the simulator computes, one worker a process or two."""
+    for local in (1, 2):
+        assert_close(ranks(subject, Run("aot_eager", local=local))[-1], simulated(subject)[-1])
+
+
+def compiled_ranks_agree(subject: Subject) -> None:
+    """Compiled by Inductor and donated on gloo ranks: what the simulator computes, one worker a process or two."""
+    for local in (1, 2):
+        assert_close(ranks(subject, Run("inductor", local=local))[-1], simulated(subject)[-1])
+
+
+def donated_is_pure(subject: Subject) -> None:
+    """On ranks, compiled: the state written over is, bit for bit, the state that a pure step returns."""
+    donated, pure = ranks(subject, Run("inductor")), ranks(subject, Run("inductor", donate=False))
+    for mine, theirs in zip(donated, pure, strict=True):
+        assert_close(mine, theirs, within=0.0)
+
+
+def one_graph(subject: Subject) -> None:
+    """One graph serves all steps."""
+    graphs = []
+
+    def count(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    n = subject.num_workers
+    algorithm = subject.build()
+    step = compile(simulate(algorithm.step, n), backend=count)
+    state = subject.start(algorithm, range(n), stacked=True)
+    for t in range(STEPS):
+        state, _ = step(state, problem.stacked([problem.batch(i, t) for i in range(n)]), t)
+    assert len(graphs) == 1, f"{len(graphs)} graphs for {STEPS} steps"
+
+
+def dtypes_stay(subject: Subject) -> None:
+    """Parameters of every floating dtype keep it, the whole state its shapes and dtypes; the old state is untouched."""
+    n, dtypes = subject.num_workers, (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+    algorithm = subject.build()
+    rows = [algorithm.init(problem.params(0 if subject.starts_equal else i, dtypes)) for i in range(n)]
+    state = problem.stacked(rows)
+    kept, step = trees.map(torch.clone, state), simulate(algorithm.step, n)
+    new, _ = step(state, problem.stacked([problem.batch(i, 0, dtypes=dtypes) for i in range(n)]), 0)
+    assert_close(state, kept, within=0.0)
+    for (name, before), after in zip(trees.named_leaves(kept), trees.leaves(new), strict=True):
+        assert (before.shape, before.dtype) == (after.shape, after.dtype), f"{name}: {after.dtype}{list(after.shape)}"
+    assert {b.dtype for b in new.params} == set(dtypes)
+
+
+def works_alone(subject: Subject) -> None:
+    """One worker trains without a process group: eager, simulated and compiled alike, and learns."""
+    algorithm = subject.build(num_workers=1)
+    steps = {"eager": algorithm.step, "compiled": compile(algorithm.step, backend="aot_eager")}
+    ends, losses = {}, {}
+    for name, step in steps.items():
+        state = algorithm.init(problem.params())
+        batches = [problem.batch(0, t % 2) for t in range(40)]
+        reported = []
+        for t, batch in enumerate(batches):
+            state, metrics = step(state, batch, t)
+            reported.append(metrics.loss.item())
+        ends[name], losses[name] = state, reported
+    assert_close(ends["compiled"], ends["eager"])
+    assert losses["eager"][-1] < 0.9 * losses["eager"][0], (
+        f"the loss went from {losses['eager'][0]} to {losses['eager'][-1]}"
+    )
+
+
+def laws_hold(subject: Subject) -> None:
+    """Its invariants, on ranks, compiled by Inductor and donated."""
+    _assert_laws(subject, Run("inductor"))
+
+
+def laws_hold_on_a_narrow_wire(subject: Subject) -> None:
+    """The same while bfloat16 travels, on ranks and in a compiled simulation."""
+    options = (("wire_dtype", torch.bfloat16),)
+    _program(subject, Run(local=subject.num_workers, options=options))  # where it declines, it says so here
+    if subject.mixes_narrow:
+        _assert_laws(subject, Run("inductor", options=options))
+        _assert_laws(subject, Run("inductor", local=subject.num_workers, options=options))
+    else:
+        assert_close(
+            ranks(subject, Run("inductor", options=options))[-1], simulated(subject, options)[-1], within=_CLOSE_NARROW
+        )
+
+
+_CLOSE_NARROW = {torch.float64: 0.1, torch.float32: 0.1}
+
+
+def nothing_in_flight_is_written_over(subject: Subject) -> None:
+    """Messages that leave late, read from memory only then, change nothing: compiled, donated, on ranks."""
+    on_time, late = ranks(subject, Run("inductor")), ranks(subject, Run("inductor"), delay=_LATE_S)
+    for mine, theirs in zip(late, on_time, strict=True):
+        assert_close(mine, theirs, within=0.0)
+
+
+def accumulates(subject: Subject) -> None:
+    """Two micro-batches are one batch of both, on ranks and traced too."""
+
+    def halves(worker: int, t: int) -> PyTree:
+        return trees.map(lambda x: x.unflatten(0, (2, 2)), problem.batch(worker, t))
+
+    options = (("loss_fn", _ACCUMULATED),)
+    assert_close(simulated(subject, options, batches=halves)[-1], simulated(subject)[-1])
+    assert_close(ranks(subject, Run("aot_eager", options=options), batches=halves)[-1], simulated(subject)[-1])
+
+
+_ACCUMULATED = accumulate(problem.loss_fn)
+
+
+def scales_the_loss(subject: Subject) -> None:
+    """A loss scale changes nothing where nothing overflows; where one worker overflows, all stay finite, and it shrinks."""
+
+    def overflowing(worker: int, t: int) -> PyTree:
+        targets, weight = problem.batch(worker, t)
+        return targets, weight * (float("inf") if (worker, t) == (1, 3) else 1.0)
+
+    options = (("optimizer", dynamic_loss_scale(sgd(0.05, momentum=0.5), init_scale=2.0**10)),)
+    run = Run("aot_eager", options=options)
+    assert_close(params_of(ranks(subject, run)[-1]), params_of(simulated(subject)[-1]))
+    end = ranks(subject, run, batches=overflowing)[-1]
+    assert all(bool(torch.isfinite(bucket).all()) for bucket in end.params), "an overflow of worker 1 spread"
+    assert float(end.opt_state.scale[1]) == 2.0**9
+
+
+def keeps_an_ema(subject: Subject) -> None:
+    """`df.ema` keeps the moving average of every worker's parameters, on ranks, traced."""
+    history = ranks(subject, Run("aot_eager", options=(("wrap", _averaged),)))
+    expected = trees.map(torch.Tensor.double, params_of(history[0]))
+    for state in history[1:]:
+        expected = trees.map(lambda e, x: 0.8 * e + 0.2 * x.double(), expected, params_of(state))
+    dtypes = trees.map(lambda e, x: e.to(x.dtype), expected, params_of(history[0]))
+    assert_close(ema_params(history[-1]), dtypes)
+    assert_close(params_of(history[-1]), params_of(simulated(subject)[-1]))
+
+
+def _averaged(algorithm: Algorithm) -> Algorithm:
+    return ema(algorithm, 0.8)
+
+
+def averages_buffers(subject: Subject) -> None:
+    """`average_buffers` mixes floating buffers and leaves others: on ranks and traced as in the simulator; they draw near."""
+    options = (("average_buffers", True),)
+    mixed = simulated(subject, options, with_buffers=True)
+    assert_close(ranks(subject, Run("aot_eager", options=options, with_buffers=True))[-1], mixed[-1])
+    apart = simulated(subject, with_buffers=True)
+    for near, far in zip(
+        trees.leaves(mixed[-1].buffers["means"]), trees.leaves(apart[-1].buffers["means"]), strict=True
+    ):
+        assert near.double().std(0).sum() < 0.7 * far.double().std(0).sum(), "buffers did not draw near"
+    assert torch.equal(mixed[-1].buffers["count"], mixed[0].buffers["count"] + STEPS)
+
+
+def _assert_laws(subject: Subject, run: Run) -> None:
+    topology = subject.topology(subject.num_workers)
+    for law in subject.laws:
+        batches = problem.batch if law.with_gradients else _without_gradients
+        history = ranks(subject, run, steps=20, batches=batches)
+        first = law.quantity(history[0], topology, 0)
+        for t, state in enumerate(history):
+            for bucket, was, is_now in zip(state.params, first, law.quantity(state, topology, t), strict=True):
+                bound = 60 * torch.finfo(bucket.dtype).eps * max(1.0, float(bucket.abs().max()))
+                drift = float((is_now - was).abs().max())
+                assert drift <= bound, f"{law.name}: off by {drift:.3g} after {t} steps in {bucket.dtype}"
+
+
+def _without_gradients(worker: int, t: int) -> PyTree:
+    return problem.batch(worker, t, strength=0.0)
+
+
+PROMISES: dict[str, Callable[[Subject], None]] = {
+    promise.__name__: promise
+    for promise in (
+        interpreters_agree,
+        traced_ranks_agree,
+        compiled_ranks_agree,
+        donated_is_pure,
+        one_graph,
+        dtypes_stay,
+        works_alone,
+        laws_hold,
+        laws_hold_on_a_narrow_wire,
+        nothing_in_flight_is_written_over,
+        accumulates,
+        scales_the_loss,
+        keeps_an_ema,
+        averages_buffers,
+    )
+}
+
+
+def try_promise(promise: Callable[[Subject], None], subject: Subject) -> str | None:
+    """Why the algorithm declines what the promise needs (its own words), or None: the promise holds.
+
+    Raises:
+        AssertionError: it is broken.
+    """
+    try:
+        promise(subject)
+    except ValueError as declined:
+        return str(declined)
+    return None
+
+
+def check_algorithm(
+    algorithm: Callable[..., Algorithm], topology: Callable[[int], Topology], **how: Any
+) -> dict[str, str | None]:
+    """Try every promise on an algorithm: some 14, with about four compilations by Inductor, in half a minute.
+
+    Args:
+        algorithm: as the functions of `decentfn.algorithms`.
+        topology: `num_workers -> Topology`, of 1 and of 4 workers.
+        how: see `Subject`.
+
+    Returns:
+        For each promise None, or the reason for which the algorithm declines it.
+
+    Raises:
+        AssertionError: a promise is broken.
+    """
+    subject = Subject(algorithm, topology, **how)
+    return {name: try_promise(promise, subject) for name, promise in PROMISES.items()}
+
+
+def worker_state(state: Any, i: int) -> Any:
+    """Worker i's part of a stacked state."""
+    return worker(state, i)

@@ -1,0 +1,71 @@
+"""The problem that contracts are tried on: a few leaves, every worker with data of its own, gradients that are exact.
+
+Leaf by leaf a quadratic in the leaf's own dtype, so that float64 leaves are computed in float64 from end to end.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from decentfn import trees
+from decentfn.trees import PyTree
+
+BUCKET_MB = 0.002
+"""Small, so that these few leaves need two buckets of each dtype."""
+
+_SHAPES = {"matrix": (5, 6), "nested": [(7,), (3, 4)], "tall": (40, 3), "scalar": ()}
+_DTYPES = (torch.float32, torch.float64)
+
+
+def params(worker: int = 0, dtypes: tuple[torch.dtype, ...] = _DTYPES) -> PyTree:
+    """A start: a tree of six or so leaves of each dtype, other numbers for every worker."""
+    draw = torch.Generator().manual_seed(worker)
+    return {str(dtype)[6:]: _normal(draw, dtype) for dtype in dtypes}
+
+
+def batch(worker: int, t: int, strength: float = 1.0, dtypes: tuple[torch.dtype, ...] = _DTYPES) -> PyTree:
+    """Worker's data of step t: targets `[4, ...]` for every leaf, and the weight `[4]` of each sample (0: no gradient)."""
+    draw = torch.Generator().manual_seed(1000 * (t + 1) + worker)
+    samples = [{str(dtype)[6:]: _normal(draw, dtype) for dtype in dtypes} for _ in range(4)]
+    # Workers do not agree on where the minimum is.
+    targets = trees.map(lambda *rows: torch.stack(rows) + worker / 4, *samples)
+    return targets, torch.full((4,), strength)
+
+
+def loss_fn(params: PyTree, batch: PyTree) -> tuple[Tensor, Tensor]:
+    """The weighted mean over samples of the squared distance to their targets; aux is the distance of one leaf."""
+    targets, weight = batch
+    pairs = list(zip(trees.leaves(params), trees.leaves(targets), strict=True))
+    losses = [(weight.to(p.dtype) * ((p - y) ** 2).reshape(len(y), -1).mean(1)).mean() for p, y in pairs]
+    return torch.stack([loss.float() for loss in losses]).sum(), (pairs[0][0] - pairs[0][1][0]).norm()
+
+
+def loss_with_buffers(params: PyTree, buffers: PyTree, batch: PyTree) -> tuple[Tensor, tuple[PyTree, Tensor]]:
+    """The same with buffers as BatchNorm has them: running means of the batch, and a count."""
+    targets, _ = batch
+    new = {
+        "means": trees.map(lambda m, y: 0.9 * m + 0.1 * y.mean(0).to(m.dtype), buffers["means"], targets),
+        "count": buffers["count"] + 1,
+    }
+    loss, aux = loss_fn(params, batch)
+    return loss, (new, aux)
+
+
+def buffers(worker: int = 0) -> PyTree:
+    """Buffers for `loss_with_buffers`."""
+    return {"means": params(worker + 100), "count": torch.tensor(worker)}
+
+
+def stacked(rows: list[Any]) -> Any:
+    """One tree of rows `[N, ...]` from the trees of N workers."""
+    return trees.map(lambda *leaves: torch.stack(leaves), *rows)
+
+
+def _normal(draw: torch.Generator, dtype: torch.dtype) -> PyTree:
+    def leaf(shape: tuple[int, ...]) -> Tensor:
+        return torch.randn(shape, generator=draw).to(dtype)
+
+    return {key: [leaf(s) for s in shape] if isinstance(shape, list) else leaf(shape) for key, shape in _SHAPES.items()}

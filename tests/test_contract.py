@@ -1,0 +1,23 @@
+"""The contract: every algorithm keeps every promise, or declines it as the page says."""
+
+import pytest
+
+import decentfn as df
+from decentfn.testing import PROMISES, try_promise
+from tests import contract
+
+
+def test_every_algorithm_has_a_row_and_every_promise_a_column():
+    functions = {name for name in df.algorithms.__all__ if name[0].islower()}
+    assert {row.partition(",")[0] for row in contract.ROWS} == functions
+    assert list(contract.HEADS) == list(PROMISES)
+
+
+@pytest.mark.parametrize("promise", PROMISES)
+@pytest.mark.parametrize("row", [pytest.param(row, marks=pytest.mark.xdist_group(row)) for row in contract.ROWS])
+def test_the_contract(row, promise):
+    declined = try_promise(PROMISES[promise], contract.ROWS[row])
+    said = contract.committed_cells()[row, contract.HEADS[promise]]
+    assert contract.cell(row, promise, declined) == said, (
+        declined or "run `python -m tests.contract`, commit docs/contract.md"
+    )
