@@ -32,6 +32,7 @@ _library.define("group_mean_stacked(Tensor x, Tensor groups, Tensor t) -> Tensor
 _library.define("wait(Tensor x) -> Tensor")
 _library.define("complete(Tensor x) -> ()")
 _library.define("worker_index(Tensor token) -> Tensor")
+_library.define("worker_index_stacked(Tensor token) -> Tensor")
 _ops = torch.ops.decentfn
 
 _sched_yield = getattr(os, "sched_yield", int)
@@ -340,9 +341,15 @@ def _worker_index(token: Tensor) -> Tensor:
     return torch.full((), world().rank, dtype=torch.int64, device=token.device)
 
 
+def _worker_index_stacked(token: Tensor) -> Tensor:
+    """The numbers of the L workers here, `[L]`, for a token `[L]`: looked up in each call, not when it is traced."""
+    return torch.arange(len(token), device=token.device) + world().rank * len(token)
+
+
 def _worker_index_vmap(info: Any, in_dims: tuple[int | None, ...], token: Tensor) -> tuple[Tensor, int | None]:
-    local = info.batch_size
-    return torch.arange(local, device=token.device) + world().rank * local, 0
+    if world().size == 1:
+        return torch.arange(info.batch_size, device=token.device), 0
+    return _ops.worker_index_stacked(token.new_empty(info.batch_size)), 0
 
 
 def _wait_vmap(info: Any, in_dims: tuple[int | None, ...], x: Tensor) -> tuple[Tensor, int | None]:
@@ -357,6 +364,7 @@ _library.impl("group_mean_stacked", _group_mean_stacked, _KEY)
 _library.impl("wait", _wait, _KEY)
 _library.impl("complete", _complete, _KEY)
 _library.impl("worker_index", _worker_index, _KEY)
+_library.impl("worker_index_stacked", _worker_index_stacked, _KEY)
 
 
 @torch.library.register_fake("decentfn::exchange", lib=_library)
@@ -381,6 +389,9 @@ torch.library.register_fake("decentfn::wait", torch.empty_like, lib=_library)
 torch.library.register_fake("decentfn::complete", lambda x: None, lib=_library)
 torch.library.register_fake(
     "decentfn::worker_index", lambda token: token.new_empty((), dtype=torch.int64), lib=_library
+)
+torch.library.register_fake(
+    "decentfn::worker_index_stacked", lambda token: token.new_empty(token.shape[:1], dtype=torch.int64), lib=_library
 )
 torch.library.register_vmap("decentfn::exchange", _exchange_vmap, lib=_library)
 torch.library.register_vmap("decentfn::group_mean", _group_mean_vmap, lib=_library)
