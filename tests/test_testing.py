@@ -1,0 +1,156 @@
+"""`df.testing` finds what is wrong with a user's own algorithm, topology, transform or compressor."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+
+import decentfn as df
+from decentfn import testing, trees
+from decentfn.algorithms.worker import Algorithm, Metrics, Worker, add, as_step
+from decentfn.buckets import Buckets
+from decentfn.testing import strategies
+from decentfn.testing.algorithms import PROMISES, Run, ranks
+from decentfn.transforms import Transform
+
+
+class State(NamedTuple):
+    params: Buckets
+    opt_state: object
+    buffers: object = None
+
+
+def my_algorithm(fault):
+    """Adapt then combine, with a fault."""
+
+    def algorithm(loss_fn, optimizer, topology, **options):
+        worker = Worker(loss_fn, optimizer, topology, **options)
+
+        def init(params, buffers=None):
+            return State(*worker.init(params, buffers))
+
+        def step(state, batch, t):
+            t = as_step(t)
+            g = worker.gradient(state.params, state.buffers, batch)
+            u, opt_state = optimizer.update(g.grads, state.opt_state, state.params)
+            x = worker.mix(add(state.params, u), t)
+            if fault == "loses a hundredth":
+                x = trees.map(lambda b: 0.99 * b, x)
+            if fault == "widens":
+                x = trees.map(lambda b: b.to(torch.promote_types(b.dtype, torch.float32)), x)
+            if fault == "writes over its input":
+                state.params[0].add_(1.0)
+            if fault == "no collective order" and df.init().rank:
+                x = trees.map(torch.clone, state.params)
+            return State(x, opt_state, g.buffers), Metrics(g.loss, g.aux, g.loss)
+
+        return Algorithm(init, step)
+
+    return algorithm
+
+
+def ring(n):
+    return df.topology("ring" if n > 1 else "complete", n)
+
+
+@pytest.mark.parametrize(
+    ("fault", "promise", "message"),
+    [
+        ("loses a hundredth", "laws_hold", "mean preserved: off by"),
+        ("widens", "dtypes_stay", "float32"),
+        ("writes over its input", "dtypes_stay", "params.0"),
+        ("no collective order", "interpreters_agree", "params.0"),
+    ],
+)
+def test_a_fault_of_an_algorithm_breaks_its_promise(fault, promise, message):
+    with pytest.raises(AssertionError, match=message):
+        PROMISES[promise](testing.Subject(my_algorithm(fault), ring))
+
+
+def test_a_sound_algorithm_of_ones_own_passes_and_says_what_it_declines():
+    answers = testing.check_algorithm(my_algorithm(None), ring)
+    assert set(answers) == set(PROMISES)
+    assert {name for name, reason in answers.items() if reason} == {"scales_the_loss", "averages_buffers"}
+
+
+def test_late_messages_show_a_state_that_is_written_over_while_it_travels():
+    """The step adds to what it has posted before it waits for the answers."""
+
+    def impatient(loss_fn, optimizer, topology, **options):
+        worker = Worker(loss_fn, optimizer, topology, **options)
+
+        def step(state, batch, t):
+            posted = worker.post(state.params, as_step(t))
+            for bucket in state.params:
+                bucket.add_(1.0)
+            from decentfn import gossip
+
+            x = gossip.collect(posted)
+            return State(x, state.opt_state, state.buffers), Metrics(x[0].sum(), None, x[0].sum())
+
+        return Algorithm(worker.init, step)
+
+    subject = testing.Subject(impatient, ring)
+    on_time, late = ranks(subject, Run(), steps=1), ranks(subject, Run(), steps=1, delay=0.05)
+    assert not torch.equal(on_time[-1].params[0], late[-1].params[0])
+
+
+def test_ranks_are_real_and_their_errors_come_out():
+    def mean_rank(rank):
+        here = df.init()
+        assert (here.rank, here.size) == (rank, 3)
+        return df.collectives.process_mean(torch.tensor([float(rank)])).item()
+
+    from decentfn import collectives
+
+    df.collectives = collectives
+    assert testing.on_ranks(3, mean_rank) == [1.0, 1.0, 1.0]
+    with pytest.raises(ZeroDivisionError):
+        testing.on_ranks(2, lambda rank: 1 / 0)
+
+
+def test_a_transform_that_keeps_python_state_is_found():
+    counts = []
+
+    def update(grads, state, params):
+        counts.append(0)
+        return trees.map(lambda g: -g * len(counts), grads), state
+
+    with pytest.raises(AssertionError, match="graphs for 3 updates|not close"):
+        testing.check_transform(lambda: Transform(lambda params: (), update))
+
+
+def test_a_transform_whose_state_is_the_parameters_is_found():
+    with pytest.raises(AssertionError, match="share memory"):
+        testing.check_transform(lambda: Transform(lambda params: params, lambda g, s, p: (g, s)))
+
+
+def test_a_compressor_that_promises_too_much_is_found():
+    top = df.compressors.top_k(0.1)
+    with pytest.raises(AssertionError, match="more than 1 - δ"):
+        testing.check_compressor(top._replace(delta=lambda plan: 0.9))
+    with pytest.raises(AssertionError, match="planned are"):
+        testing.check_compressor(top._replace(nbytes=lambda plan: 1))
+
+
+def test_a_topology_whose_tables_disagree_is_found():
+    good = df.topology("static-exp", 4)
+    wrong = good.weights.clone()
+    wrong[:, 0] = wrong[:, 0].roll(1, -1)
+    object.__setattr__(good, "weights", wrong * torch.linspace(0.9, 1.1, wrong.shape[-1]))
+    with pytest.raises(AssertionError, match="sum to 1"):
+        testing.check_topology(good)
+
+
+@given(strategies.topologies())
+def test_every_drawn_topology_passes(topology):
+    testing.check_topology(topology)
+
+
+@given(strategies.buckets())
+def test_drawn_buckets_give_their_trees_again(buckets):
+    from decentfn.buckets import flatten
+
+    again = flatten(buckets.tree())
+    assert trees.leaves(trees.map(torch.equal, again.tree(), buckets.tree())).count(False) == 0
