@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 
 import decentfn as df
-from decentfn import testing, trees
+from decentfn import collectives, gossip, testing, trees
 from decentfn.algorithms.worker import Algorithm, Metrics, Worker, add, as_step
-from decentfn.buckets import Buckets
+from decentfn.buckets import Buckets, flatten
 from decentfn.testing import strategies
 from decentfn.testing.algorithms import PROMISES, Run, ranks
 from decentfn.transforms import Transform
@@ -84,8 +84,6 @@ def test_late_messages_show_a_state_that_is_written_over_while_it_travels():
             posted = worker.post(state.params, as_step(t))
             for bucket in state.params:
                 bucket.add_(1.0)
-            from decentfn import gossip
-
             x = gossip.collect(posted)
             return State(x, state.opt_state, state.buffers), Metrics(x[0].sum(), None, x[0].sum())
 
@@ -100,11 +98,8 @@ def test_ranks_are_real_and_their_errors_come_out():
     def mean_rank(rank):
         here = df.init()
         assert (here.rank, here.size) == (rank, 3)
-        return df.collectives.process_mean(torch.tensor([float(rank)])).item()
+        return collectives.process_mean(torch.tensor([float(rank)])).item()
 
-    from decentfn import collectives
-
-    df.collectives = collectives
     assert testing.on_ranks(3, mean_rank) == [1.0, 1.0, 1.0]
     with pytest.raises(ZeroDivisionError):
         testing.on_ranks(2, lambda rank: 1 / 0)
@@ -134,11 +129,9 @@ def test_a_compressor_that_promises_too_much_is_found():
         testing.check_compressor(top._replace(nbytes=lambda plan: 1))
 
 
-def test_a_topology_whose_tables_disagree_is_found():
+def test_a_topology_whose_weights_do_not_sum_to_one_is_found():
     good = df.topology("static-exp", 4)
-    wrong = good.weights.clone()
-    wrong[:, 0] = wrong[:, 0].roll(1, -1)
-    object.__setattr__(good, "weights", wrong * torch.linspace(0.9, 1.1, wrong.shape[-1]))
+    object.__setattr__(good, "weights", good.weights * 0.99)
     with pytest.raises(AssertionError, match="sum to 1"):
         testing.check_topology(good)
 
@@ -150,7 +143,5 @@ def test_every_drawn_topology_passes(topology):
 
 @given(strategies.buckets())
 def test_drawn_buckets_give_their_trees_again(buckets):
-    from decentfn.buckets import flatten
-
     again = flatten(buckets.tree())
     assert trees.leaves(trees.map(torch.equal, again.tree(), buckets.tree())).count(False) == 0

@@ -60,13 +60,13 @@ def buckets(*, dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float64))
 
 @st.composite
 def mixing_matrices(draw: Any, workers: st.SearchStrategy[int] | None = None, *, doubly: bool = True) -> np.ndarray:
-    """`[N, N]` float64 whose columns, and if `doubly` rows, sum to one: sums of weighted permutations."""
+    """`[N, N]` float64 whose columns, and if `doubly` rows, sum to one: weighted permutations, a ring's among them."""
     n = draw(num_workers(2) if workers is None else workers)
     rng = np.random.default_rng(draw(seeds()))
     terms = draw(st.integers(1, 3))
-    shares = rng.dirichlet(np.ones(terms + 1))
-    matrix = shares[0] * np.eye(n)
-    for share in shares[1:]:
+    shares = rng.dirichlet(np.ones(terms + 2))
+    matrix = shares[0] * np.eye(n) + shares[1] * np.roll(np.eye(n), 1, 0)
+    for share in shares[2:]:
         matrix += share * np.eye(n)[rng.permutation(n)]
     if not doubly:
         matrix *= rng.uniform(0.5, 1.5, (n, 1))
