@@ -11,6 +11,7 @@ from torch import Tensor
 
 from decentfn import internals, trees
 from decentfn.runtime.memory import give_back_freed_memory
+from decentfn.scalars import as_step
 from decentfn.trees import PyTree
 
 Step = Callable[[Any, PyTree, Any], tuple[Any, Any]]
@@ -58,7 +59,7 @@ def compile(step: Step, *, donate: bool = True, backend: Any = "inductor", **opt
             run = torch.compile(_on_leaves(step, trees.enumerate_leaves(state), donate), **kwargs)
             prepared.append((structure, run))
             give_back_freed_memory()
-        result = run(leaves, batch, torch.as_tensor(t, dtype=torch.int64))
+        result = run(leaves, batch, as_step(t))
         if is_first:
             give_back_freed_memory()
         return (state, result) if donate else result
