@@ -80,18 +80,22 @@ def _serve(pipe: Any, rank: int, n: int, port: int) -> None:
 class ThreadWorld(World):
     """A rank that is a thread: its own gloo group over a store in memory."""
 
-    def __init__(self, store: Any, rank: int, size: int) -> None:
-        super().__init__(dist.ProcessGroupGloo(dist.PrefixStore("all", store), rank, size, TIMEOUT), rank, size)
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        gloo = dist.ProcessGroupGloo(dist.PrefixStore("all", store), rank, size, timeout)
+        group = dist.ProcessGroup(dist.PrefixStore("group", store), rank, size)
+        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+        super().__init__(group, rank, size, timeout)
         self.store = store
 
     def _new_group(self, ranks: tuple[int, ...]) -> Any:
         if self.rank not in ranks:
             return None
         store = dist.PrefixStore(f"group {ranks}", self.store)
-        return dist.ProcessGroupGloo(store, ranks.index(self.rank), len(ranks), TIMEOUT)
+        return dist.ProcessGroupGloo(store, ranks.index(self.rank), len(ranks), self.timeout)
 
 
-def on_threads(n: int, function: Callable[[int], Any]) -> list[Any]:
+def on_threads(n: int, function: Callable[[int], Any], timeout: timedelta = TIMEOUT) -> list[Any]:
     """`function(rank)` on `n` threads with a gloo group; what each returned, by rank."""
     store = dist.HashStore()
     results: list[Any] = [None] * n
@@ -100,7 +104,7 @@ def on_threads(n: int, function: Callable[[int], Any]) -> list[Any]:
 
     def run(rank: int) -> None:
         try:
-            world = ThreadWorld(store, rank, n)
+            world = ThreadWorld(store, rank, n, timeout)
             worlds.append(world)
             with use(world):
                 results[rank] = function(rank)

@@ -14,6 +14,7 @@ from decentfn.buckets import Buckets, Plan, flatten
 from decentfn.fingerprint import agree, fingerprint
 from decentfn.losses import LossFn, evaluate
 from decentfn.replicas import require_equal
+from decentfn.scalars import as_step
 from decentfn.topologies import Topology, complete
 from decentfn.transforms import global_norm
 from decentfn.transforms.loss_scale import DynamicLossScale, all_finite
@@ -149,6 +150,7 @@ class Worker:
         for topology in (self.topology, self.everyone):
             if topology.groups is not None:
                 collectives.make_groups(topology.groups)
+        collectives.compare_steps()
         return x
 
     def gradient(self, params: Buckets, buffers: PyTree, batch: PyTree, opt_state: PyTree = None) -> Gradient:
@@ -272,8 +274,3 @@ _NOT_UNDERSTOOD = {
 def add(x: Buckets, y: Buckets) -> Buckets:
     """`x + y`, in the dtypes of `x`."""
     return trees.map(lambda a, b: (a + b).to(a.dtype), x, y)
-
-
-def as_step(t: int | Tensor) -> Tensor:
-    """Step numbers inside a step are 0-d int64 tensors on the CPU."""
-    return torch.as_tensor(t, dtype=torch.int64)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from decentfn import internals
+from decentfn.collectives.steps import Steps
 
 _SIZES = 256
 """Of so many sizes of messages the memory is kept; a step has one for each bucket."""
@@ -29,6 +30,7 @@ class World:
         self.rank = rank
         self.size = size
         self.timeout = timeout
+        self.steps = Steps(rank, size)
         self._subgroups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._inboxes: dict[tuple[Sequence[int], torch.dtype], list[torch.UntypedStorage]] = {}
         self._lock = threading.Lock()
