@@ -77,6 +77,9 @@ class Options(TypedDict, total=False):
     worker keeps its own; `df.consensus_buffers` averages them for an evaluation). Frozen parameters are left alone."""
 
 
+DEFAULTS = {"bucket_mb": 25.0, "wire_dtype": None, "average_buffers": False}
+
+
 class Worker:
     """One worker's means: its start, its gradient and its gossip. Holds no training state.
 
@@ -117,15 +120,15 @@ class Worker:
         _require_understood(understands, optimizer, options)
         self.loss_fn = loss_fn
         self.optimizer = optimizer
-        self.average_buffers = options.get("average_buffers", False)
+        self.average_buffers = options.get("average_buffers", DEFAULTS["average_buffers"])
         self.topology = topology
         self.everyone = complete(topology.num_workers)
-        self.bucket_mb = options.get("bucket_mb", 25.0)
+        self.bucket_mb = options.get("bucket_mb", DEFAULTS["bucket_mb"])
         self.wire_dtype = options.get("wire_dtype")
 
     def init(self, params: PyTree, buffers: PyTree = None) -> State:
         """The plain start: parameters, the optimizer's state, buffers. Collective."""
-        x = self.start(params, average_buffers=self.average_buffers)
+        x = self.start(params)
         return State(x, self.optimizer.init(x), trees.map(torch.clone, buffers))
 
     def init_equal(self, params: PyTree, buffers: PyTree = None) -> State:
@@ -134,19 +137,17 @@ class Worker:
         require_equal("all_reduce: init(params, buffers)", {"params": params, "buffers": buffers})
         return state
 
-    def start(self, params: PyTree, **agreed: Any) -> Buckets:
-        """Lay out a copy of `params`; collective: makes the process groups and checks that all ranks agree.
-
-        `agreed`: hyperparameters that decide what travels when, on which all ranks must agree too.
-        """
-        x = flatten(params, bucket_mb=self.bucket_mb, masks=getattr(self.optimizer, "masks", ()))
+    def start(self, params: PyTree) -> Buckets:
+        """Lay out a copy of `params`; collective: makes the process groups and checks that all ranks agree."""
+        masks = getattr(self.optimizer, "masks", ())
+        x = flatten(params, bucket_mb=self.bucket_mb, masks=masks)
         size = collectives.world().size
         if self.topology.num_workers % size:
             raise ValueError(
                 f"init: the topology has num_workers={self.topology.num_workers}, but {size} processes run; "
                 f"use num_workers={size}, or a multiple of it with df.simulate."
             )
-        agree(fingerprint(x.plan, self.topology, wire_dtype=self.wire_dtype, **agreed))
+        agree(fingerprint(x.plan, self.topology, masks))
         for topology in (self.topology, self.everyone):
             if topology.groups is not None:
                 collectives.make_groups(topology.groups)
