@@ -11,6 +11,7 @@ from torch import Tensor
 
 from decentfn import internals, trees
 from decentfn.runtime.memory import give_back_freed_memory
+from decentfn.scalars import as_step
 from decentfn.trees import PyTree
 
 Step = Callable[[Any, PyTree, Any], tuple[Any, Any]]
@@ -60,7 +61,7 @@ def compile(step: Step, *, donate: bool = True, backend: Any = "inductor", **opt
             give_back_freed_memory()
         # Torch.compile drops what is written over a 0-d float64 input, so such a leaf goes in as [its view of shape [1]].
         given = [[leaf.view(1)] if leaf.dtype == torch.float64 and leaf.dim() == 0 else leaf for leaf in leaves]
-        result = run(given, batch, torch.as_tensor(t, dtype=torch.int64))
+        result = run(given, batch, as_step(t))
         if is_first:
             give_back_freed_memory()
         return (state, result) if donate else result

@@ -1,31 +1,78 @@
-"""Do all ranks run the same plan? gloo checks nothing, so they compare before anything is exchanged."""
+"""Do all ranks run the same? gloo checks nothing, so they compare before anything is exchanged."""
 
 from __future__ import annotations
 
 import hashlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from decentfn import collectives
-from decentfn.buckets import Plan
+from decentfn.buckets import Mask, Plan
 from decentfn.topologies import Topology
 
 _STEPS_COMPARED = 4
+_TRIED = (0, 1, 10, 100, 1000, 10_000, 100_000)
+"""Where functions of a step are compared."""
 
 
-def fingerprint(plan: Plan, topology: Topology, **options: Any) -> list[str]:
-    """Lines that are equal on two ranks iff they can exchange: versions, leaves and their places, tables, options."""
+def fingerprint(plan: Plan, topology: Topology, masks: Sequence[Mask] = ()) -> list[str]:
+    """Lines that are equal on two ranks iff they can exchange: versions, leaves and their places, tables, masks."""
     tables = [topology.sources, topology.weights, topology.groups, topology.mean_weights]
     if topology.draw is not None:
         tables = [table for t in range(_STEPS_COMPARED) for table in topology.round(t)]
     return [
         f"torch {torch.__version__}",
         f"topology {topology.name!r}, num_workers {topology.num_workers}, tables {_digest(tables)}",
-        *(f"{name} {value}" for name, value in options.items()),
         *plan.describe(),
+        *(
+            f"mask {index} takes {segment.name}"
+            for index, mask in enumerate(masks)
+            for bucket in plan.buckets
+            for segment in bucket.segments
+            if mask(segment.name, segment.shape)
+        ),
     ]
+
+
+def describe(name: str, value: Any) -> str:
+    """A hyperparameter, in a line that is equal on two ranks iff it is; a function by its values at some steps."""
+    if callable(value):
+        return f"{name}(t)=" + ", ".join(f"{_value(value, t)} at {t}" for t in _TRIED)
+    return re.sub(r" at 0x[0-9a-f]+", "", f"{name}={value}")
+
+
+def structure(name: str, value: Any, inside: tuple[Any, ...] = ()) -> Iterator[str]:
+    """What a transform is made of, in lines: the types and functions, and the numbers that this library's close over.
+
+    What is not this library's is compared by its name alone: it may hold what is a rank's own.
+    """
+    if isinstance(value, (tuple, list)):
+        yield f"{name} is a {type(value).__name__} of {len(value)}"
+        for key, item in zip(getattr(value, "_fields", range(len(value))), value, strict=True):
+            yield from structure(f"{name}.{key}", item, inside)
+    elif isinstance(value, MethodType):
+        yield from structure(name, value.__func__, inside)
+    elif isinstance(value, FunctionType):
+        yield f"{name} is {value.__module__}.{value.__qualname__}"
+        if value.__module__.split(".")[0] == "decentfn" and value not in inside:  # a function may close over itself
+            for key, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+                yield from structure(f"{name}.{key}", cell.cell_contents, (*inside, value))
+    elif isinstance(value, (bool, int, float, str, torch.dtype, type(None))):
+        yield f"{name}={value}"
+    else:
+        yield f"{name} is {type(value).__module__}.{type(value).__qualname__}"
+
+
+def _value(function: Callable[[Tensor], Any], t: int) -> str:
+    try:
+        return f"{float(function(torch.tensor(t))):.9g}"  # processors may differ in the last bits of a cosine
+    except Exception as error:
+        return type(error).__name__  # a table that ends before
 
 
 def agree(lines: list[str]) -> None:
@@ -34,7 +81,7 @@ def agree(lines: list[str]) -> None:
     Raises:
         ValueError: on every rank, naming the first rank and line that differ from rank 0's.
     """
-    compare("init(params)", lines, "every rank must build the same model, topology and options")
+    compare("init(params)", lines, "every rank must build the same algorithm, model and topology")
 
 
 def compare(call: str, lines: list[str], rule: str) -> None:

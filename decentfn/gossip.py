@@ -48,13 +48,13 @@ def post(
     """
     sent = narrow(x, wire_dtype)
     this = topology.round(t)
-    peers, groups, phase = topology.peers, topology.groups, t
+    peers, groups = topology.peers, topology.groups
     if when is not None:
         this = _resting_unless(when, this)
     if when is not None or topology.draw is not None:
-        peers, phase = torch.stack([this.sources, this.destinations])[None], torch.zeros_like(t)
+        peers = torch.stack([this.sources, this.destinations])[None]
         groups = None if this.groups is None else this.groups[None]
-    inboxes = tuple(collectives.exchange(bucket, peers, phase) for bucket in sent) if topology.degree else ()
+    inboxes = tuple(collectives.exchange(bucket, peers, t) for bucket in sent) if topology.degree else ()
     means = () if groups is None else tuple(collectives.group_mean(bucket, groups, t) for bucket in sent)
     return Posted(x, sent, inboxes, means, row(this, x[0]))
 

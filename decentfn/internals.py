@@ -62,6 +62,11 @@ try:
 except ImportError:
     CHUNKS = False
 
+try:
+    from torch._C._functorch import is_batchedtensor as _is_batched
+except ImportError:
+    _is_batched = None
+
 
 def is_unused(storage: torch.UntypedStorage) -> bool:
     """Whether no tensor has this storage, and no other process either; needs `COUNTS_USERS`."""
@@ -332,6 +337,11 @@ def vmap_with_level(
     with vmap_increment_nesting(size, "error") as level:
         out = function(level, [batched(leaf, level) for leaf in leaves])
         return [unbatched(leaf, level, size) for leaf in out]
+
+
+def has_no_value(x: Tensor) -> bool:
+    """Whether a 0-d tensor cannot be read here, because it is being compiled, or is one for each worker under `vmap`."""
+    return torch.compiler.is_compiling() or (_is_batched is not None and _is_batched(x))
 
 
 def batched(x: Tensor, level: int) -> Tensor:

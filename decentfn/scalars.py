@@ -1,7 +1,8 @@
-"""Scalars that a whole bucket is multiplied with: computed once, not once per element."""
+"""Small numbers: the step, and scalars that a whole bucket is multiplied with."""
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -13,6 +14,23 @@ _library = torch.library.Library("decentfn", "FRAGMENT")
 _library.define("once(Tensor x) -> Tensor")
 _library.impl("once", torch.clone, "CompositeExplicitAutograd")
 torch.library.register_fake("decentfn::once", torch.empty_like, lib=_library)
+
+
+def as_step(t: int | Tensor) -> Tensor:
+    """The number of a step as 0-d int64 on the CPU: what every `t` that a user gives goes through.
+
+    Raises:
+        ValueError: `t` is no integer, negative, or has an axis.
+    """
+    if isinstance(t, torch.Tensor):
+        is_integer = not (t.is_floating_point() or t.is_complex() or t.dtype == torch.bool)
+        if is_integer and t.dim() == 0 and (internals.has_no_value(t) or t >= 0):
+            return t.to("cpu", torch.int64)
+    elif isinstance(t, Integral) and not isinstance(t, bool) and int(t) >= 0:
+        return torch.tensor(int(t))
+    raise ValueError(
+        f"step(state, batch, t={t!r}): t numbers the steps, from 0; pass an int, or a 0-d tensor of integers."
+    )
 
 
 def once(x: Tensor) -> Tensor:

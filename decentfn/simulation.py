@@ -9,6 +9,7 @@ from torch import Tensor
 
 from decentfn import trees
 from decentfn.compilation import Step
+from decentfn.scalars import as_step
 from decentfn.stacking import over_workers
 from decentfn.trees import PyTree
 
@@ -39,7 +40,7 @@ def simulate(step: Step, num_workers: int, *, chunk_size: int | None = None) -> 
         raise ValueError(f"simulate(chunk_size={chunk_size!r}): workers at a time, an integer >= 1, or None for all.")
 
     def simulated(state: Any, batch: PyTree, t: int | Tensor) -> tuple[Any, Any]:
-        t = torch.as_tensor(t, dtype=torch.int64)
+        t = as_step(t)
         _check_rows("state", state, num_workers)
         _check_rows("batch", batch, num_workers)
         return over_workers(

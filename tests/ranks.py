@@ -1,11 +1,10 @@
-"""Real gloo ranks for tests: processes that stay, and threads that are cheap."""
+"""Real gloo ranks for tests that are processes, and stay."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import socket
-import threading
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -13,8 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
-from decentfn.collectives import World, use
 
 TIMEOUT = timedelta(seconds=120)
 
@@ -75,43 +72,3 @@ def _serve(pipe: Any, rank: int, n: int, port: int) -> None:
         except Exception:
             pipe.send(("error", traceback.format_exc()))
     dist.destroy_process_group()
-
-
-class ThreadWorld(World):
-    """A rank that is a thread: its own gloo group over a store in memory."""
-
-    def __init__(self, store: Any, rank: int, size: int) -> None:
-        super().__init__(dist.ProcessGroupGloo(dist.PrefixStore("all", store), rank, size, TIMEOUT), rank, size)
-        self.store = store
-
-    def _new_group(self, ranks: tuple[int, ...]) -> Any:
-        if self.rank not in ranks:
-            return None
-        store = dist.PrefixStore(f"group {ranks}", self.store)
-        return dist.ProcessGroupGloo(store, ranks.index(self.rank), len(ranks), TIMEOUT)
-
-
-def on_threads(n: int, function: Callable[[int], Any]) -> list[Any]:
-    """`function(rank)` on `n` threads with a gloo group; what each returned, by rank."""
-    store = dist.HashStore()
-    results: list[Any] = [None] * n
-    errors: list[BaseException] = []
-    worlds: list[World] = []  # a rank that is done must not close its connections before the others are
-
-    def run(rank: int) -> None:
-        try:
-            world = ThreadWorld(store, rank, n)
-            worlds.append(world)
-            with use(world):
-                results[rank] = function(rank)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(n)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return results

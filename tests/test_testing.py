@@ -10,8 +10,8 @@ import decentfn as df
 from decentfn import collectives, gossip, testing, trees
 from decentfn.algorithms.worker import Algorithm, Metrics, Worker, add, as_step
 from decentfn.buckets import Buckets, flatten
-from decentfn.testing import strategies
-from decentfn.testing.algorithms import PROMISES, Run, ranks
+from decentfn.testing import PROMISES, strategies
+from decentfn.testing.subjects import Run, ranks
 from decentfn.transforms import Transform
 
 

@@ -12,12 +12,14 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import Unpack
 
+from decentfn.algorithms.agreement import algorithm
 from decentfn.algorithms.preconditions import require_doubly_stochastic
 from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, State, Worker, add, as_step
 from decentfn.topologies import Topology
 from decentfn.trees import PyTree
 
 
+@algorithm
 def adapt_then_combine(loss_fn: LossFn, optimizer: Any, topology: Topology, **options: Unpack[Options]) -> Algorithm:
     """Update, then mix what was updated.
 

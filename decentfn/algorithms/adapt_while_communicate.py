@@ -17,12 +17,14 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from decentfn import gossip
+from decentfn.algorithms.agreement import algorithm
 from decentfn.algorithms.preconditions import require_doubly_stochastic
 from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, State, Worker, add, as_step
 from decentfn.topologies import Topology
 from decentfn.trees import PyTree
 
 
+@algorithm
 def adapt_while_communicate(
     loss_fn: LossFn,
     optimizer: Any,

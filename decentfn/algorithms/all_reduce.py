@@ -12,11 +12,13 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import Unpack
 
+from decentfn.algorithms.agreement import algorithm
 from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, State, Worker, add, as_step
 from decentfn.topologies import Topology
 from decentfn.trees import PyTree
 
 
+@algorithm
 def all_reduce(loss_fn: LossFn, optimizer: Any, topology: Topology, **options: Unpack[Options]) -> Algorithm:
     """Average the gradients over everyone, then update; all replicas stay identical.
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from decentfn import trees
+from decentfn.algorithms.agreement import algorithm
 from decentfn.algorithms.preconditions import (
     require_compressor,
     require_contraction,
@@ -42,6 +43,7 @@ class State(NamedTuple):
     mixed: Buckets  # s = Σ_j W[i,j] x̂_j, its own included
 
 
+@algorithm
 def choco_sgd(
     loss_fn: LossFn,
     optimizer: Any,
@@ -76,7 +78,7 @@ def choco_sgd(
     neighbours = as_messages(topology)
 
     def init(params: PyTree, buffers: PyTree = None) -> State:
-        x = worker.start(params, compressor=compressor.name, gamma=gamma)
+        x = worker.start(params)
         require_contraction("choco_sgd", compressor, x.plan)
         zeros = [trees.map(torch.zeros_like, x) for _ in range(2)]
         return State(x, optimizer.init(x), trees.map(torch.clone, buffers), *zeros)

@@ -19,6 +19,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from decentfn import trees
+from decentfn.algorithms.agreement import algorithm
 from decentfn.algorithms.preconditions import require_doubly_stochastic
 from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, as_step
 from decentfn.buckets import Buckets
@@ -35,6 +36,7 @@ class State(NamedTuple):
     c: Buckets  # the correction
 
 
+@algorithm
 def d2(loss_fn: LossFn, optimizer: Any, topology: Topology, **options: Unpack[Options]) -> Algorithm:
     """Adapt then combine, corrected by the last step's change; as accurate as if all workers shared their data.
 

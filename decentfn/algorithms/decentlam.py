@@ -16,6 +16,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from decentfn import trees
+from decentfn.algorithms.agreement import algorithm
 from decentfn.algorithms.hyperparameters import at, reciprocal, require_fractions, require_positive
 from decentfn.algorithms.preconditions import require_doubly_stochastic
 from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, add, as_step
@@ -34,6 +35,7 @@ class DecentLaMState(NamedTuple):
     buffers: PyTree = None
 
 
+@algorithm
 def decentlam(
     loss_fn: LossFn,
     optimizer: Any,

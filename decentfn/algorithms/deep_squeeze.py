@@ -17,6 +17,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from decentfn import trees
+from decentfn.algorithms.agreement import algorithm
 from decentfn.algorithms.preconditions import require_compressor, require_contraction, require_doubly_stochastic
 from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, add, as_step
 from decentfn.buckets import Buckets
@@ -35,6 +36,7 @@ class State(NamedTuple):
     error: Buckets  # δ
 
 
+@algorithm
 def deep_squeeze(
     loss_fn: LossFn,
     optimizer: Any,
@@ -69,7 +71,7 @@ def deep_squeeze(
     neighbours = as_messages(topology)
 
     def init(params: PyTree, buffers: PyTree = None) -> State:
-        x = worker.start(params, compressor=compressor.name, gamma=gamma)
+        x = worker.start(params)
         require_contraction("deep_squeeze", compressor, x.plan)
         return State(x, optimizer.init(x), trees.map(torch.clone, buffers), trees.map(torch.zeros_like, x))
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from decentfn import trees
+from decentfn.algorithms.agreement import algorithm
 from decentfn.algorithms.preconditions import require_compressor
 from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, add, as_step
 from decentfn.buckets import Buckets
@@ -36,6 +37,7 @@ class State(NamedTuple):
     momentum: Buckets  # δ
 
 
+@algorithm
 def demo(
     loss_fn: LossFn,
     optimizer: Any,
@@ -78,7 +80,7 @@ def demo(
     others = everyone(topology.num_workers)
 
     def init(params: PyTree, buffers: PyTree = None) -> State:
-        x = worker.start(params, compressor=compressor.name)
+        x = worker.start(params)
         return State(x, optimizer.init(x), trees.map(torch.clone, buffers), trees.map(torch.zeros_like, x))
 
     def step(state: State, batch: PyTree, t: int | Tensor) -> tuple[State, Metrics]:

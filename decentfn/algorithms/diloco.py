@@ -20,6 +20,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from decentfn import trees
+from decentfn.algorithms.agreement import algorithm
 from decentfn.algorithms.hyperparameters import require_fractions, require_positive, require_whole
 from decentfn.algorithms.outer import is_due, outer_gradient, slow_copy, to_send, where
 from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, add, as_step
@@ -39,6 +40,7 @@ class DiLoCoState(NamedTuple):
     buffers: PyTree = None
 
 
+@algorithm
 def diloco(
     loss_fn: LossFn,
     optimizer: Any,
@@ -76,7 +78,7 @@ def diloco(
     eta, beta, wire = outer_learning_rate, outer_momentum, worker.wire_dtype
 
     def init(params: PyTree, buffers: PyTree = None) -> DiLoCoState:
-        x = worker.start(params, inner_steps=inner_steps)
+        x = worker.start(params)
         opt_state = optimizer.init(x)
         return DiLoCoState(x, opt_state, slow_copy(x), zeros_like(x), trees.map(torch.clone, buffers))
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from decentfn import gossip, trees
+from decentfn.algorithms.agreement import algorithm
 from decentfn.algorithms.preconditions import require_static_symmetric
 from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, add, as_step
 from decentfn.buckets import Buckets
@@ -32,6 +33,7 @@ class State(NamedTuple):
     psi: Buckets  # ψ, what the last adaptation gave
 
 
+@algorithm
 def exact_diffusion(loss_fn: LossFn, optimizer: Any, topology: Topology, **options: Unpack[Options]) -> Algorithm:
     """Adapt then combine, its bias removed by a correction before the combination.
 

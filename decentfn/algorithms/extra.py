@@ -20,6 +20,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from decentfn import gossip, trees
+from decentfn.algorithms.agreement import algorithm
 from decentfn.algorithms.preconditions import require_static_symmetric
 from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, as_step
 from decentfn.buckets import Buckets
@@ -36,6 +37,7 @@ class State(NamedTuple):
     p: Buckets  # half the disagreement, summed over the steps
 
 
+@algorithm
 def extra(loss_fn: LossFn, optimizer: Any, topology: Topology, **options: Unpack[Options]) -> Algorithm:
     """Gradient descent on gossip, its bias cancelled by the disagreement summed over time.
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from decentfn import gossip, trees
+from decentfn.algorithms.agreement import algorithm
 from decentfn.algorithms.preconditions import require_doubly_stochastic
 from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, add, as_step
 from decentfn.buckets import Buckets
@@ -37,6 +38,7 @@ class State(NamedTuple):
     started: Tensor | None  # 0-d bool: a step was taken; only form="atc" needs it
 
 
+@algorithm
 def gradient_tracking(
     loss_fn: LossFn,
     optimizer: Any,
@@ -68,7 +70,7 @@ def gradient_tracking(
     require_doubly_stochastic("gradient_tracking", topology)
 
     def init(params: PyTree, buffers: PyTree = None) -> State:
-        x = worker.start(params, form=form)
+        x = worker.start(params)
         y, g = trees.map(torch.zeros_like, x), trees.map(torch.zeros_like, x)
         # From y = g = 0 the first y is W 0 + g - 0; in the form W (y + g⁺ - g) it would be W g.
         started = torch.zeros((), dtype=torch.bool, device=x[0].device) if form == "atc" else None

@@ -22,6 +22,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from decentfn import gossip, trees
+from decentfn.algorithms.agreement import algorithm
 from decentfn.algorithms.hyperparameters import require_fractions
 from decentfn.algorithms.preconditions import require_doubly_stochastic
 from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, add, as_step
@@ -41,6 +42,7 @@ class MomentumTrackingState(NamedTuple):
     buffers: PyTree = None
 
 
+@algorithm
 def momentum_tracking(
     loss_fn: LossFn, optimizer: Any, topology: Topology, *, beta: float = 0.9, **options: Unpack[Options]
 ) -> Algorithm:

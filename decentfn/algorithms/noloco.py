@@ -20,6 +20,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from decentfn import trees
+from decentfn.algorithms.agreement import algorithm
 from decentfn.algorithms.hyperparameters import (
     require_fractions,
     require_positive,
@@ -44,6 +45,7 @@ class NoLoCoState(NamedTuple):
     buffers: PyTree = None
 
 
+@algorithm
 def noloco(
     loss_fn: LossFn,
     optimizer: Any,
@@ -89,7 +91,7 @@ def noloco(
         )
 
     def init(params: PyTree, buffers: PyTree = None) -> NoLoCoState:
-        x = worker.start(params, inner_steps=inner_steps)
+        x = worker.start(params)
         opt_state = optimizer.init(x)
         return NoLoCoState(x, opt_state, slow_copy(x), zeros_like(x), trees.map(torch.clone, buffers))
 

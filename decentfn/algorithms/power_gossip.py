@@ -22,6 +22,7 @@ from torch.nn.functional import pad
 from typing_extensions import Unpack
 
 from decentfn import collectives, gossip, noise, trees
+from decentfn.algorithms.agreement import algorithm
 from decentfn.algorithms.preconditions import require_doubly_stochastic
 from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, add, as_step
 from decentfn.buckets import BucketPlan, Buckets, wide
@@ -40,6 +41,7 @@ class State(NamedTuple):
     directions: tuple[Tensor, ...]  # p of each edge, per bucket [P, K, V]: by phase and slot
 
 
+@algorithm
 def power_gossip(
     loss_fn: LossFn,
     optimizer: Any,
@@ -80,7 +82,7 @@ def power_gossip(
     edges = _undirected(topology)
 
     def init(params: PyTree, buffers: PyTree = None) -> State:
-        x = worker.start(params, rank=rank, iterations=iterations, seed=seed)
+        x = worker.start(params)
         directions = tuple(_first(edges, plan, rank, seed, b).to(x[b].device) for b, plan in enumerate(x.plan.buckets))
         return State(x, optimizer.init(x), trees.map(torch.clone, buffers), directions)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from decentfn import gossip, trees
+from decentfn.algorithms.agreement import algorithm
 from decentfn.algorithms.push_sum import divide, first_weight, pack, scale, unpack
 from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, add, as_step
 from decentfn.buckets import Buckets
@@ -34,6 +35,7 @@ class State(NamedTuple):
     g: Buckets
 
 
+@algorithm
 def push_diging(loss_fn: LossFn, optimizer: Any, topology: Topology, **options: Unpack[Options]) -> Algorithm:
     """Descend along a pushed estimate of the gradients' sum; exact on directed and time-varying graphs.
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from decentfn import trees
+from decentfn.algorithms.agreement import algorithm
 from decentfn.algorithms.hyperparameters import at, reciprocal, require_fractions, require_positive
 from decentfn.algorithms.preconditions import require_doubly_stochastic
 from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, add, as_step
@@ -45,6 +46,7 @@ class QuasiGlobalMomentumState(NamedTuple):
     buffers: PyTree = None
 
 
+@algorithm
 def quasi_global_momentum(
     loss_fn: LossFn,
     optimizer: Any,
@@ -114,6 +116,7 @@ class QuasiGlobalAdamState(NamedTuple):
     buffers: PyTree = None
 
 
+@algorithm
 def quasi_global_adam(
     loss_fn: LossFn,
     optimizer: Any,

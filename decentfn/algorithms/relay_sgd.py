@@ -20,6 +20,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from decentfn import collectives, gossip, trees
+from decentfn.algorithms.agreement import algorithm
 from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, add, as_step
 from decentfn.buckets import Buckets, wide
 from decentfn.scalars import once
@@ -38,6 +39,7 @@ class State(NamedTuple):
     age: Tensor  # 0-d int64, steps taken
 
 
+@algorithm
 def relay_sgd(
     loss_fn: LossFn,
     optimizer: Any,
@@ -74,7 +76,7 @@ def relay_sgd(
     n = topology.num_workers
 
     def init(params: PyTree, buffers: PyTree = None) -> State:
-        x = worker.start(params, relay=relay)
+        x = worker.start(params)
         messages = trees.map(lambda b: b.new_zeros((topology.slots, b.shape[0]), dtype=wide(b.dtype)), x)
         start = trees.map(torch.clone, x) if relay == "models" else None
         age = torch.zeros((), dtype=torch.int64, device=x[0].device)

@@ -19,6 +19,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from decentfn import trees
+from decentfn.algorithms.agreement import algorithm
 from decentfn.algorithms.hyperparameters import (
     at,
     reciprocal,
@@ -45,6 +46,7 @@ class SlowMoState(NamedTuple):
     buffers: PyTree = None
 
 
+@algorithm
 def slowmo(
     loss_fn: LossFn,
     optimizer: Any,
@@ -85,7 +87,7 @@ def slowmo(
     require_doubly_stochastic("slowmo", topology)
 
     def init(params: PyTree, buffers: PyTree = None) -> SlowMoState:
-        x = worker.start(params, inner_steps=inner_steps)
+        x = worker.start(params)
         opt_state = optimizer.init(x)
         return SlowMoState(x, opt_state, slow_copy(x), zeros_like(x), trees.map(torch.clone, buffers))
 

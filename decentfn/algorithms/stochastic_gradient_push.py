@@ -20,6 +20,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from decentfn import gossip, trees
+from decentfn.algorithms.agreement import algorithm
 from decentfn.algorithms.push_sum import divide, first_weight, pack, scale, unpack
 from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, add, as_step
 from decentfn.buckets import Buckets
@@ -38,6 +39,7 @@ class State(NamedTuple):
     outboxes: tuple[Buckets, ...]  # the last τ steps' (x½, w) as they travel, the oldest first
 
 
+@algorithm
 def stochastic_gradient_push(
     loss_fn: LossFn,
     optimizer: Any,
@@ -69,7 +71,7 @@ def stochastic_gradient_push(
     _check(topology, rounds, delay)
 
     def init(params: PyTree, buffers: PyTree = None) -> State:
-        z = worker.start(params, rounds=rounds, delay=delay)
+        z = worker.start(params)
         w = first_weight(z)
         silence = gossip.narrow(trees.map(torch.zeros_like, pack(z, w)), worker.wire_dtype)
         outboxes = tuple(trees.map(torch.clone, silence) for _ in range(delay))

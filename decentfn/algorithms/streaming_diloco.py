@@ -20,6 +20,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from decentfn import gossip, trees
+from decentfn.algorithms.agreement import algorithm
 from decentfn.algorithms.hyperparameters import require_fractions, require_positive, require_whole
 from decentfn.algorithms.outer import is_due, outer_gradient, slow_copy, to_send, where
 from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, add, as_step
@@ -40,6 +41,7 @@ class StreamingDiLoCoState(NamedTuple):
     buffers: PyTree = None
 
 
+@algorithm
 def streaming_diloco(
     loss_fn: LossFn,
     optimizer: Any,
@@ -94,8 +96,7 @@ def streaming_diloco(
     offsets = [(p + 1) * inner_steps // num_fragments for p in range(num_fragments)]
 
     def init(params: PyTree, buffers: PyTree = None) -> StreamingDiLoCoState:
-        plan_of_rounds = {"inner_steps": inner_steps, "num_fragments": num_fragments, "delay": delay}
-        x = worker.start(params, **plan_of_rounds)
+        x = worker.start(params)
         opt_state, phi, buffers = optimizer.init(x), slow_copy(x), trees.map(torch.clone, buffers)
         return StreamingDiLoCoState(x, opt_state, phi, zeros_like(x), zeros_like(x) if delay > 1 else None, buffers)
 

@@ -14,6 +14,7 @@ from decentfn.buckets import Buckets, Plan, flatten
 from decentfn.fingerprint import agree, fingerprint
 from decentfn.losses import LossFn, evaluate
 from decentfn.replicas import require_equal
+from decentfn.scalars import as_step
 from decentfn.topologies import Topology, complete
 from decentfn.transforms import global_norm
 from decentfn.transforms.loss_scale import DynamicLossScale, all_finite
@@ -76,6 +77,9 @@ class Options(TypedDict, total=False):
     worker keeps its own; `df.consensus_buffers` averages them for an evaluation). Frozen parameters are left alone."""
 
 
+DEFAULTS = {"bucket_mb": 25.0, "wire_dtype": None, "average_buffers": False}
+
+
 class Worker:
     """One worker's means: its start, its gradient and its gossip. Holds no training state.
 
@@ -116,15 +120,15 @@ class Worker:
         _require_understood(understands, optimizer, options)
         self.loss_fn = loss_fn
         self.optimizer = optimizer
-        self.average_buffers = options.get("average_buffers", False)
+        self.average_buffers = options.get("average_buffers", DEFAULTS["average_buffers"])
         self.topology = topology
         self.everyone = complete(topology.num_workers)
-        self.bucket_mb = options.get("bucket_mb", 25.0)
+        self.bucket_mb = options.get("bucket_mb", DEFAULTS["bucket_mb"])
         self.wire_dtype = options.get("wire_dtype")
 
     def init(self, params: PyTree, buffers: PyTree = None) -> State:
         """The plain start: parameters, the optimizer's state, buffers. Collective."""
-        x = self.start(params, average_buffers=self.average_buffers)
+        x = self.start(params)
         return State(x, self.optimizer.init(x), trees.map(torch.clone, buffers))
 
     def init_equal(self, params: PyTree, buffers: PyTree = None) -> State:
@@ -133,22 +137,21 @@ class Worker:
         require_equal("all_reduce: init(params, buffers)", {"params": params, "buffers": buffers})
         return state
 
-    def start(self, params: PyTree, **agreed: Any) -> Buckets:
-        """Lay out a copy of `params`; collective: makes the process groups and checks that all ranks agree.
-
-        `agreed`: hyperparameters that decide what travels when, on which all ranks must agree too.
-        """
-        x = flatten(params, bucket_mb=self.bucket_mb, masks=getattr(self.optimizer, "masks", ()))
+    def start(self, params: PyTree) -> Buckets:
+        """Lay out a copy of `params`; collective: makes the process groups and checks that all ranks agree."""
+        masks = getattr(self.optimizer, "masks", ())
+        x = flatten(params, bucket_mb=self.bucket_mb, masks=masks)
         size = collectives.world().size
         if self.topology.num_workers % size:
             raise ValueError(
                 f"init: the topology has num_workers={self.topology.num_workers}, but {size} processes run; "
                 f"use num_workers={size}, or a multiple of it with df.simulate."
             )
-        agree(fingerprint(x.plan, self.topology, wire_dtype=self.wire_dtype, **agreed))
+        agree(fingerprint(x.plan, self.topology, masks))
         for topology in (self.topology, self.everyone):
             if topology.groups is not None:
                 collectives.make_groups(topology.groups)
+        collectives.compare_steps()
         return x
 
     def gradient(self, params: Buckets, buffers: PyTree, batch: PyTree, opt_state: PyTree = None) -> Gradient:
@@ -272,8 +275,3 @@ _NOT_UNDERSTOOD = {
 def add(x: Buckets, y: Buckets) -> Buckets:
     """`x + y`, in the dtypes of `x`."""
     return trees.map(lambda a, b: (a + b).to(a.dtype), x, y)
-
-
-def as_step(t: int | Tensor) -> Tensor:
-    """Step numbers inside a step are 0-d int64 tensors on the CPU."""
-    return torch.as_tensor(t, dtype=torch.int64)

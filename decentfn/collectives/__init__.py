@@ -1,20 +1,13 @@
 """What the workers say to each other: the operators, their two interpreters, and how they are compiled."""
 
-from decentfn.collectives.operators import (
-    exchange,
-    gather_objects,
-    group_mean,
-    make_groups,
-    process_broadcast,
-    process_mean,
-    wait,
-    worker_index,
-)
+from decentfn.collectives.operators import exchange, group_mean, make_groups, wait, worker_index
+from decentfn.collectives.processes import compare_steps, gather_objects, process_broadcast, process_mean
 from decentfn.collectives.world import World, adopt_default_group, leave_default_group, use, world
 
 __all__ = [
     "World",
     "adopt_default_group",
+    "compare_steps",
     "exchange",
     "gather_objects",
     "group_mean",

@@ -12,7 +12,6 @@ rank. All four must be called outside `torch.func.grad`.
 
 from __future__ import annotations
 
-import json
 import os
 from typing import Any
 
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from decentfn import internals
+from decentfn.collectives.steps import Call
 from decentfn.collectives.world import World, world
 from decentfn.scalars import once
 
@@ -42,8 +42,8 @@ _YIELDS = 5
 Where the ranks keep all cores busy, it would else come to that when the compute is over.
 """
 
-_in_flight: dict[int, tuple[list[Any], str, Tensor]] = {}
-"""Address of a tensor that is being received -> the works to wait for, what they are, and the tensor."""
+_in_flight: dict[int, tuple[list[Any], Call, Tensor]] = {}
+"""Address of a tensor that is being received -> the works to wait for, who posted them, and the tensor."""
 
 
 def exchange(x: Tensor, peers: Tensor, t: Tensor, *, per_slot: bool = False) -> Tensor:
@@ -69,7 +69,7 @@ def group_mean(x: Tensor, groups: Tensor, t: Tensor) -> Tensor:
 
     Args:
         x: `[D]`.
-        groups: `[P, N]` int64 on the CPU, the group that each worker belongs to in phase `t mod P`.
+        groups: `[P, N]` int64 on the CPU, the group (below N) that each worker belongs to in phase `t mod P`.
         t: 0-d int64 on the CPU.
 
     Returns:
@@ -101,44 +101,6 @@ def make_groups(groups: Tensor) -> None:
         here.make_subgroups(sorted(wanted))
 
 
-def process_mean(x: Tensor) -> Tensor:
-    """The mean of `x` over all processes, at once; `x` itself in one process. Not for use inside a step."""
-    here = world()
-    if here.size == 1:
-        return x
-    mean = (x / here.size).contiguous()
-    assert here.group is not None
-    here.group.allreduce([mean]).wait()
-    return mean
-
-
-def process_broadcast(x: Tensor) -> Tensor:
-    """Process 0's `x`, bit for bit, a copy; shapes and dtypes must agree. Not for use inside a step."""
-    here = world()
-    copy = x.detach().clone(memory_format=torch.contiguous_format)
-    if here.size > 1 and copy.numel():
-        assert here.group is not None
-        # As bytes, since not every backend knows every dtype; a view, so it arrives in `copy`.
-        here.group.broadcast(copy.view(-1).view(torch.uint8), 0).wait()
-    return copy
-
-
-def gather_objects(value: object) -> list[Any]:
-    """What every process passed, by rank, as JSON gives it back (tuples as lists). Not for use inside a step."""
-    said = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    here = world()
-    if here.size == 1:
-        return [json.loads(said.numpy().tobytes())]
-    assert here.group is not None
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(here.size)]
-    here.group.allgather([sizes], [torch.tensor([said.numel()])]).wait()
-    padded = said.new_zeros(int(max(sizes)))
-    padded[: said.numel()] = said
-    heard = [torch.empty_like(padded) for _ in range(here.size)]
-    here.group.allgather([heard], [padded]).wait()
-    return [json.loads(h[: int(n)].numpy().tobytes()) for h, n in zip(heard, sizes, strict=True)]
-
-
 # -- exchange: one implementation for the L workers that a process holds ----------------------------------------
 
 
@@ -146,7 +108,7 @@ def _exchange_stacked(x: Tensor, peers: Tensor, t: Tensor, per_slot: bool) -> Te
     """`x` `[L, (K,) D]` of the L workers here -> `[L, K, D]` in flight."""
     here, local = _place(x.shape[0], peers.shape[2], "exchange")
     first = here.rank * local
-    hears, tells = peers[int(t) % peers.shape[0], :, first : first + local].tolist()
+    hears, tells = peers[here.steps.count(t) % peers.shape[0], :, first : first + local].tolist()
     slots = range(peers.shape[3])
     inbox = here.inbox(x, (local, len(slots), *x.shape[2 if per_slot else 1 :]))
     receives: list[tuple[Tensor, int]] = []
@@ -172,22 +134,25 @@ def _exchange_stacked(x: Tensor, peers: Tensor, t: Tensor, per_slot: bool) -> Te
 def _post(here: World, inbox: Tensor, receives: list[tuple[Tensor, int]], sends: list[tuple[Tensor, int]]) -> None:
     if not receives and not sends:
         return
-    group = here.group
+    group, tag = here.group, here.steps.tag
     assert group is not None
-    # Receives first: with sends first, gloo exchanges at half speed.
-    if inbox.device.type == "cpu":
-        works = [group.recv([tensor], rank, 0) for tensor, rank in receives]
-        works += [group.send([tensor], rank, 0) for tensor, rank in sends]
-    else:
-        operations = [dist.P2POp(dist.irecv, tensor, group=group, group_peer=rank) for tensor, rank in receives]
-        operations += [dist.P2POp(dist.isend, tensor, group=group, group_peer=rank) for tensor, rank in sends]
-        works = dist.batch_isend_irecv(operations)
-    peers = sorted({rank for _, rank in receives} | {rank for _, rank in sends})
-    _track(inbox, works, f"exchange of rank {here.rank} with ranks {peers}")
+    call = Call(here.steps, "exchange", [rank for _, rank in (*receives, *sends)])
+    try:
+        # Receives first: with sends first, gloo exchanges at half speed.
+        if inbox.device.type == "cpu":
+            works = [group.recv([tensor], rank, tag) for tensor, rank in receives]
+            works += [group.send([tensor], rank, tag) for tensor, rank in sends]
+        else:
+            receiving = [dist.P2POp(dist.irecv, x, group=group, tag=tag, group_peer=rank) for x, rank in receives]
+            sending = [dist.P2POp(dist.isend, x, group=group, tag=tag, group_peer=rank) for x, rank in sends]
+            works = dist.batch_isend_irecv(receiving + sending)
+    except RuntimeError as error:
+        raise call.failed(error) from error
+    _track(inbox, works, call)
 
 
-def _track(tensor: Tensor, works: list[Any], what: str) -> None:
-    _in_flight[tensor.data_ptr()] = (works, what, tensor)
+def _track(tensor: Tensor, works: list[Any], call: Call) -> None:
+    _in_flight[tensor.data_ptr()] = (works, call, tensor)
     if tensor.device.type == "cpu":
         for _ in range(_YIELDS):
             _sched_yield()
@@ -196,14 +161,17 @@ def _track(tensor: Tensor, works: list[Any], what: str) -> None:
 
 
 def _complete(x: Tensor) -> None:
-    works, what, _ = _in_flight.pop(x.data_ptr(), ((), "", None))
+    if (posted := _in_flight.pop(x.data_ptr(), None)) is not None:
+        works, call, _ = posted
+        _finish(works, call)
+
+
+def _finish(works: list[Any], call: Call) -> None:
     try:
         for work in works:
             work.wait()
     except RuntimeError as error:
-        raise RuntimeError(
-            f"{what} failed; a peer has died, or is later than the timeout of df.init: {error}"
-        ) from error
+        raise call.failed(error) from error
 
 
 def _wait(x: Tensor) -> Tensor:
@@ -227,7 +195,7 @@ def _exchange(x: Tensor, peers: Tensor, t: Tensor, per_slot: bool) -> Tensor:
     """The common case of one worker here, without a detour: a small network's step takes as long as ten of its lines."""
     phases, _, workers, slots = peers.shape
     here, _ = _place(1, workers, "exchange")
-    sources, listeners = peers[int(t) % phases, :, here.rank].tolist()
+    sources, listeners = peers[here.steps.count(t) % phases, :, here.rank].tolist()
     inbox = here.inbox(x, (slots, *x.shape[1 if per_slot else 0 :]))
     receives: list[tuple[Tensor, int]] = []
     sends: list[tuple[Tensor, int]] = []
@@ -282,7 +250,7 @@ def _ranks_by_group(row: list[int], local: int) -> dict[int, list[int]]:
 def _group_mean_stacked(x: Tensor, groups: Tensor, t: Tensor) -> Tensor:
     """`x` `[L, D]` -> `[L, D]` in flight: every worker's row is the mean over its group."""
     here, local = _place(x.shape[0], groups.shape[1], "group_mean")
-    row = groups[int(t) % groups.shape[0]].tolist()
+    row = groups[here.steps.count(t) % groups.shape[0]].tolist()
     ranks = _ranks_by_group(row, local)
     works: list[Any] = []
     if local == 1:
@@ -295,11 +263,11 @@ def _group_mean_stacked(x: Tensor, groups: Tensor, t: Tensor) -> Tensor:
             members = (index == group).nonzero()[:, 0].to(x.device)
             share = (x.index_select(0, members) / row.count(group)).sum(0)
             _reduce(here, share, ranks[group], works)
-            while works:
-                works.pop().wait()
+            _finish(works, Call(here.steps, "group_mean", ranks[group]))
+            works.clear()
             mean[members] = share
     if works:
-        _track(mean, works, f"group_mean of rank {here.rank} over ranks {ranks[row[here.rank]]}")
+        _track(mean, works, Call(here.steps, "group_mean", ranks[row[here.rank]]))
     return mean
 
 

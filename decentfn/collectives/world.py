@@ -11,8 +11,10 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import Store
 
 from decentfn import internals
+from decentfn.collectives.steps import Steps
 
 _SIZES = 256
 """Of so many sizes of messages the memory is kept; a step has one for each bucket."""
@@ -29,9 +31,16 @@ class World:
         self.rank = rank
         self.size = size
         self.timeout = timeout
+        self.steps = Steps(rank, size)
         self._subgroups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._inboxes: dict[tuple[Sequence[int], torch.dtype], list[torch.UntypedStorage]] = {}
         self._lock = threading.Lock()
+
+    @property
+    def store(self) -> Store:
+        """Where the processes can leave notes for one another."""
+        assert self.group is not None
+        return self.group.get_group_store()  # pyright: ignore[reportAttributeAccessIssue]
 
     def inbox(self, like: Tensor, shape: Sequence[int]) -> Tensor:
         """An empty tensor of `like`'s dtype and device for what arrives; on the CPU where an earlier one was.

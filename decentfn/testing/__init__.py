@@ -9,17 +9,10 @@
 needs hypothesis, draws trees of parameters, matrices and schedules.
 """
 
-from decentfn.testing.algorithms import (
-    PROMISES,
-    Law,
-    Subject,
-    check_algorithm,
-    mean_is_preserved,
-    replicas_stay_equal,
-    try_promise,
-)
+from decentfn.testing.algorithms import PROMISES, check_algorithm, try_promise
 from decentfn.testing.compressors import check_compressor
 from decentfn.testing.ranks import on_ranks
+from decentfn.testing.subjects import Law, Subject, mean_is_preserved, replicas_stay_equal
 from decentfn.testing.topologies import check_topology
 from decentfn.testing.transforms import check_transform
 

@@ -5,14 +5,10 @@ A promise that the algorithm declines at construction, with a ValueError, is no 
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from decentfn import trees
 from decentfn.algorithms.worker import Algorithm
@@ -20,182 +16,14 @@ from decentfn.compilation import compile
 from decentfn.consensus import params as params_of
 from decentfn.ema import ema, ema_params
 from decentfn.losses import accumulate
-from decentfn.simulation import simulate, worker
+from decentfn.simulation import simulate
 from decentfn.testing import problem
-from decentfn.testing.ranks import alone_as_rank_of, on_ranks
+from decentfn.testing.subjects import STEPS, Run, Subject, assert_close, build_only, ranks, simulated
 from decentfn.topologies import Topology
 from decentfn.transforms import dynamic_loss_scale, sgd
 from decentfn.trees import PyTree
 
-STEPS = 6
 _LATE_S = 0.03
-
-
-class Law(NamedTuple):
-    """Something that stays as it was at the start, in every step, on every schedule."""
-
-    name: str
-    quantity: Callable[[Any, Topology, int], list[Tensor]]
-    """`(stacked state, topology, steps taken) -> [D] float64` of each bucket of the parameters."""
-    with_gradients: bool = False
-    """Whether it also holds while workers follow their gradients."""
-
-
-def _mean(state: Any, topology: Topology, t: int) -> list[Tensor]:
-    return [bucket.double().mean(0) for bucket in state.params]
-
-
-def _spread(state: Any, topology: Topology, t: int) -> list[Tensor]:
-    return [bucket.double().amax(0) - bucket.double().amin(0) for bucket in state.params]
-
-
-mean_is_preserved = Law("mean preserved", _mean)
-replicas_stay_equal = Law("replicas equal", _spread, with_gradients=True)
-
-
-@dataclass(frozen=True, eq=False)
-class Subject:
-    """An algorithm under test.
-
-    Args:
-        algorithm: `(loss_fn, optimizer, topology, **hyperparameters) -> Algorithm`.
-        topology: `num_workers -> Topology`.
-        hyperparameters: of the algorithm.
-        laws: its invariants.
-        num_workers: N, even.
-        starts_equal: whether all workers must start with the same parameters.
-        mixes_narrow: whether its laws hold with a narrow `wire_dtype`, too (averages within groups round their sums).
-    """
-
-    algorithm: Callable[..., Algorithm]
-    topology: Callable[[int], Topology]
-    hyperparameters: Mapping[str, Any] = field(default_factory=dict)
-    laws: tuple[Law, ...] = (mean_is_preserved,)
-    num_workers: int = 4
-    starts_equal: bool = False
-    mixes_narrow: bool = True
-
-    def build(
-        self, num_workers: int | None = None, loss_fn: Any = problem.loss_fn, optimizer: Any = None, **options: Any
-    ) -> Algorithm:
-        """The algorithm on the problem of these contracts."""
-        optimizer = sgd(0.05, momentum=0.5) if optimizer is None else optimizer
-        options = {"bucket_mb": problem.BUCKET_MB, **self.hyperparameters, **options}
-        return self.algorithm(loss_fn, optimizer, self.topology(num_workers or self.num_workers), **options)
-
-    def start(self, algorithm: Algorithm, workers: range, *, stacked: bool, with_buffers: bool = False) -> Any:
-        """The state of these workers: one worker's, or stacked."""
-        states = []
-        for i in workers:
-            params = problem.params(0 if self.starts_equal else i)
-            states.append(algorithm.init(params, problem.buffers(i)) if with_buffers else algorithm.init(params))
-        return problem.stacked(states) if stacked else states[0]
-
-
-class Run(NamedTuple):
-    """How an algorithm is run."""
-
-    backend: str | None = None
-    donate: bool = True
-    local: int = 1  # workers of each process
-    options: tuple[tuple[str, Any], ...] = ()
-    with_buffers: bool = False
-
-
-class _Program(NamedTuple):
-    algorithm: Algorithm
-    step: Callable[..., Any]
-    compiling: threading.Event  # set once the step is compiled
-
-
-@lru_cache(maxsize=16)
-def _program(subject: Subject, run: Run) -> _Program:
-    options = dict(run.options)
-    wrap = options.pop("wrap", lambda algorithm: algorithm)
-    if run.with_buffers:
-        options["loss_fn"] = problem.loss_with_buffers
-    algorithm = wrap(subject.build(**options))
-    step = algorithm.step if run.local == 1 else simulate(algorithm.step, run.local)
-    if run.backend is not None:
-        step = compile(step, backend=run.backend, donate=run.donate)
-    return _Program(algorithm, step, threading.Event())
-
-
-Batches = Callable[[int, int], PyTree]
-"""`(worker, t) -> batch`."""
-
-
-def ranks(
-    subject: Subject, run: Run, *, steps: int = STEPS, batches: Batches = problem.batch, delay: float = 0.0
-) -> list[Any]:
-    """The stacked state of all workers after every step, the start first, computed by gloo ranks."""
-    program, size = _program(subject, run), subject.num_workers // run.local
-
-    def workers(rank: int) -> range:
-        return range(rank * run.local, (rank + 1) * run.local)
-
-    def batch(rank: int, t: int) -> PyTree:
-        rows = [batches(i, t) for i in workers(rank)]
-        return problem.stacked(rows) if run.local > 1 else rows[0]
-
-    def start(rank: int) -> Any:
-        stacked = run.local > 1
-        return subject.start(program.algorithm, workers(rank), stacked=stacked, with_buffers=run.with_buffers)
-
-    def train(rank: int) -> list[Any]:
-        state, history = starts[rank], [trees.map(torch.clone, starts[rank])]
-        for t in range(steps):
-            state, _ = program.step(state, batch(rank, t), t)
-            history.append(trees.map(torch.clone, state))
-        return history
-
-    starts = on_ranks(size, start, delay=delay)
-    if run.backend is not None and not program.compiling.is_set():
-        with alone_as_rank_of(size):
-            program.step(trees.map(torch.clone, starts[0]), batch(0, 0), 0)
-        program.compiling.set()
-    join = torch.cat if run.local > 1 else torch.stack
-    histories = on_ranks(size, train, delay=delay)
-    return [trees.map(lambda *rows: join(rows), *states) for states in zip(*histories, strict=True)]
-
-
-@lru_cache(maxsize=32)
-def simulated(
-    subject: Subject,
-    options: tuple[tuple[str, Any], ...] = (),
-    *,
-    steps: int = STEPS,
-    batches: Batches = problem.batch,
-    with_buffers: bool = False,
-) -> list[Any]:
-    """The same, eagerly by the simulator."""
-    n = subject.num_workers
-    program = _program(subject, Run(local=n, options=options, with_buffers=with_buffers))
-    state = subject.start(program.algorithm, range(n), stacked=True, with_buffers=with_buffers)
-    history = [state]
-    for t in range(steps):
-        state, _ = program.step(state, problem.stacked([batches(i, t) for i in range(n)]), t)
-        history.append(state)
-    return history
-
-
-_CLOSE = {torch.float64: 1e-7, torch.float32: 2e-5, torch.bfloat16: 0.05, torch.float16: 0.005}
-
-
-def assert_close(got: Any, expected: Any, *, within: Mapping[torch.dtype, float] | float | None = None) -> None:
-    """Two states agree, leaf by leaf: to rounding of the leaf's dtype, or `within` so much."""
-    for (name, mine), theirs in zip(trees.named_leaves(got), trees.leaves(expected), strict=True):
-        assert mine.dtype == theirs.dtype and mine.shape == theirs.shape, (
-            f"{name}: {mine.dtype}{list(mine.shape)} for {theirs.dtype}{list(theirs.shape)}"
-        )
-        bounds = _CLOSE if within is None else within
-        bound = bounds if isinstance(bounds, float) else bounds.get(mine.dtype, 0.0)
-        torch.testing.assert_close(
-            mine, theirs, atol=bound, rtol=bound, msg=lambda text, name=name: f"{name}: {text}", equal_nan=True
-        )
-
-
-# -- the promises -----------------------------------------------------------------------------------------------------
 
 
 def interpreters_agree(subject: Subject) -> None:
@@ -220,7 +48,7 @@ def donated_is_pure(subject: Subject) -> None:
     """On ranks, compiled: the state written over is, bit for bit, the state that a pure step returns."""
     donated, pure = ranks(subject, Run("inductor")), ranks(subject, Run("inductor", donate=False))
     for mine, theirs in zip(donated, pure, strict=True):
-        assert_close(mine, theirs, within=0.0)
+        assert_close(mine, theirs, within={})
 
 
 def one_graph(subject: Subject) -> None:
@@ -248,7 +76,7 @@ def dtypes_stay(subject: Subject) -> None:
     state = problem.stacked(rows)
     kept, step = trees.map(torch.clone, state), simulate(algorithm.step, n)
     new, _ = step(state, problem.stacked([problem.batch(i, 0, dtypes=dtypes) for i in range(n)]), 0)
-    assert_close(state, kept, within=0.0)
+    assert_close(state, kept, within={})
     for (name, before), after in zip(trees.named_leaves(kept), trees.leaves(new), strict=True):
         assert (before.shape, before.dtype) == (after.shape, after.dtype), f"{name}: {after.dtype}{list(after.shape)}"
     assert {b.dtype for b in new.params} == set(dtypes)
@@ -281,7 +109,7 @@ def laws_hold(subject: Subject) -> None:
 def laws_hold_on_a_narrow_wire(subject: Subject) -> None:
     """The same while bfloat16 travels, on ranks and in a compiled simulation."""
     options = (("wire_dtype", torch.bfloat16),)
-    _program(subject, Run(local=subject.num_workers, options=options))  # where it declines, it says so here
+    build_only(subject, Run(local=subject.num_workers, options=options))
     if subject.mixes_narrow:
         _assert_laws(subject, Run("inductor", options=options))
         _assert_laws(subject, Run("inductor", local=subject.num_workers, options=options))
@@ -298,7 +126,7 @@ def nothing_in_flight_is_written_over(subject: Subject) -> None:
     """Messages that leave late, read from memory only then, change nothing: compiled, donated, on ranks."""
     on_time, late = ranks(subject, Run("inductor")), ranks(subject, Run("inductor"), delay=_LATE_S)
     for mine, theirs in zip(late, on_time, strict=True):
-        assert_close(mine, theirs, within=0.0)
+        assert_close(mine, theirs, within={})
 
 
 def accumulates(subject: Subject) -> None:
@@ -427,8 +255,3 @@ def check_algorithm(
     """
     subject = Subject(algorithm, topology, **how)
     return {name: try_promise(promise, subject) for name, promise in PROMISES.items()}
-
-
-def worker_state(state: Any, i: int) -> Any:
-    """Worker i's part of a stacked state."""
-    return worker(state, i)

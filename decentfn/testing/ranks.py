@@ -15,44 +15,45 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from decentfn.collectives import World, use
 
 T = TypeVar("T")
 
 _TIMEOUT = timedelta(seconds=60)
-_gangs: dict[tuple[int, float], list[World]] = {}
-"""The connected worlds of so many ranks, kept for the next call."""
+_kept: dict[tuple[int, float], list[World]] = {}
 
 
-def on_ranks(num_ranks: int, function: Callable[..., T], *arguments: Any, delay: float = 0.0) -> list[T]:
+def on_ranks(num_ranks: int, function: Callable[..., T], *arguments: Any, timeout: timedelta = _TIMEOUT) -> list[T]:
     """`function(rank, *arguments)` on every rank at once; what each returned, by rank.
 
     Args:
-        num_ranks: threads, each with a gloo group of its own; connections are kept for the next call.
+        num_ranks: threads, each with a gloo group of its own.
         function: what a rank does. Inside, `df.init()` and everything collective see a world of `num_ranks` processes.
         arguments: passed on to all ranks.
-        delay: seconds by which every message leaves late, read from memory only then: what is written over before its
-            message was waited for arrives changed.
+        timeout: how long a message waits for its peer.
 
     Raises:
-        The first exception that a rank raised; the others then time out after a minute at most.
+        The first exception that a rank raised; the others then time out.
     """
-    results: list[Any] = [None] * num_ranks
-    errors: list[BaseException] = []
+    return _run(_connect(num_ranks, timeout, 0.0), function, *arguments)
 
-    def run(rank: int, world: World) -> None:
-        try:
-            with use(world):
-                results[rank] = function(rank, *arguments)
-        except BaseException as error:
-            errors.append(error)
 
-    _join([threading.Thread(target=run, args=pair) for pair in enumerate(_connected(num_ranks, delay))])
-    if errors:
-        _gangs.pop((num_ranks, delay), None)  # messages may be left in it
-        raise errors[0]
-    return results
+def on_kept_ranks(num_ranks: int, function: Callable[..., T], *, delay: float = 0.0) -> list[T]:
+    """As `on_ranks`, on connections that stay open for the next call, and must be left without a message in flight.
+
+    Every message leaves `delay` seconds late, read from memory only then: what is written over before its message was
+    waited for arrives changed.
+    """
+    key = (num_ranks, delay)
+    if key not in _kept:
+        _kept[key] = _connect(num_ranks, _TIMEOUT, delay)
+    try:
+        return _run(_kept[key], function)
+    except BaseException:
+        del _kept[key]
+        raise
 
 
 @contextmanager
@@ -65,17 +66,31 @@ def alone_as_rank_of(num_ranks: int) -> Iterator[World]:
         yield world
 
 
-def _connected(num_ranks: int, delay: float) -> list[World]:
-    key = (num_ranks, delay)
-    if key not in _gangs:
-        store, worlds = dist.HashStore(), [None] * num_ranks
+def _run(worlds: list[World], function: Callable[..., T], *arguments: Any) -> list[T]:
+    results: list[Any] = [None] * len(worlds)
+    errors: list[BaseException] = []
 
-        def connect(rank: int) -> None:
-            worlds[rank] = ThreadWorld(store, rank, num_ranks, delay)  # type: ignore[call-overload]
+    def run(rank: int, world: World) -> None:
+        try:
+            with use(world):
+                results[rank] = function(rank, *arguments)
+        except BaseException as error:
+            errors.append(error)
 
-        _join([threading.Thread(target=connect, args=(rank,)) for rank in range(num_ranks)])
-        _gangs[key] = worlds  # type: ignore[assignment]
-    return _gangs[key]
+    _join([threading.Thread(target=run, args=pair) for pair in enumerate(worlds)])
+    if errors:
+        raise errors[0]
+    return results
+
+
+def _connect(num_ranks: int, timeout: timedelta, delay: float) -> list[World]:
+    store, worlds = dist.HashStore(), {}  # pyright: ignore[reportPrivateImportUsage]
+
+    def connect(rank: int) -> None:
+        worlds[rank] = ThreadWorld(store, rank, num_ranks, timeout, delay)
+
+    _join([threading.Thread(target=connect, args=(rank,)) for rank in range(num_ranks)])
+    return [worlds[rank] for rank in range(num_ranks)]
 
 
 def _join(threads: list[threading.Thread]) -> None:
@@ -88,15 +103,22 @@ def _join(threads: list[threading.Thread]) -> None:
 class ThreadWorld(World):
     """A rank that is a thread: its own gloo groups over a store in memory."""
 
-    def __init__(self, store: Any, rank: int, size: int, delay: float = 0.0, timeout: timedelta = _TIMEOUT) -> None:
-        self._store, self._delay, self._limit = store, delay, timeout
-        super().__init__(self._connect("all", tuple(range(size)), rank), rank, size, timeout)
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, delay: float = 0.0) -> None:
+        self._store, self._delay = store, delay
+        self.rank, self.timeout = rank, timeout
+        super().__init__(self._group("all", tuple(range(size))), rank, size, timeout)
+
+    @property
+    def store(self) -> Store:
+        """The threads' own."""
+        return self._store
 
     def _new_group(self, ranks: tuple[int, ...]) -> Any:
-        return self._connect(f"group {ranks}", ranks, self.rank) if self.rank in ranks else None
+        return self._group(f"group {ranks}", ranks) if self.rank in ranks else None
 
-    def _connect(self, name: str, ranks: tuple[int, ...], rank: int) -> Any:
-        group = dist.ProcessGroupGloo(dist.PrefixStore(name, self._store), ranks.index(rank), len(ranks), self._limit)
+    def _group(self, name: str, ranks: tuple[int, ...]) -> Any:
+        store = PrefixStore(name, self._store)
+        group = dist.ProcessGroupGloo(store, ranks.index(self.rank), len(ranks), self.timeout)
         return _Late(group, self._delay) if self._delay else group
 
 

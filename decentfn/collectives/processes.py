@@ -1,0 +1,59 @@
+"""What the processes do together outside a step: gather, broadcast, begin to compare their steps."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+from uuid import uuid4
+
+import torch
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+
+from decentfn.collectives.world import world
+
+
+def compare_steps() -> None:
+    """From here on compare `t` over the ranks in some of the operators' calls; collective."""
+    here = world()
+    if here.size > 1:
+        # A name of its own each time: what an earlier run left in the store must not be read.
+        here.steps.begin(PrefixStore(f"decentfn {gather_objects(uuid4().hex)[0]}", here.store))
+
+
+def process_mean(x: Tensor) -> Tensor:
+    """The mean of `x` over all processes, at once; `x` itself in one process. Not for use inside a step."""
+    here = world()
+    if here.size == 1:
+        return x
+    mean = (x / here.size).contiguous()
+    assert here.group is not None
+    here.group.allreduce([mean]).wait()
+    return mean
+
+
+def process_broadcast(x: Tensor) -> Tensor:
+    """Process 0's `x`, bit for bit, a copy; shapes and dtypes must agree. Not for use inside a step."""
+    here = world()
+    copy = x.detach().clone(memory_format=torch.contiguous_format)
+    if here.size > 1 and copy.numel():
+        assert here.group is not None
+        # As bytes, since not every backend knows every dtype; a view, so it arrives in `copy`.
+        here.group.broadcast(copy.view(-1).view(torch.uint8), 0).wait()
+    return copy
+
+
+def gather_objects(value: object) -> list[Any]:
+    """What every process passed, by rank, as JSON gives it back (tuples as lists). Not for use inside a step."""
+    told = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    here = world()
+    if here.size == 1:
+        return [json.loads(told.numpy().tobytes())]
+    assert here.group is not None
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(here.size)]
+    here.group.allgather([sizes], [torch.tensor([told.numel()])]).wait()
+    padded = told.new_zeros(int(max(sizes)))
+    padded[: told.numel()] = told
+    heard = [torch.empty_like(padded) for _ in range(here.size)]
+    here.group.allgather([heard], [padded]).wait()
+    return [json.loads(h[: int(n)].numpy().tobytes()) for h, n in zip(heard, sizes, strict=True)]

@@ -1,0 +1,157 @@
+"""Ranks that disagree on anything that all must share are told at `init`: which rank, what, and both values."""
+
+import inspect
+import re
+from typing import Literal, get_args, get_origin, get_type_hints
+
+import pytest
+import torch
+
+import decentfn as df
+from decentfn import compressors
+from decentfn.algorithms import Options
+from decentfn.fingerprint import structure
+from decentfn.testing import on_ranks
+
+ALGORITHMS = [name for name in df.algorithms.__all__ if name.islower()]
+TOPOLOGY = "chain"
+NEEDED = {"compressor": (compressors.top_k(0.25), compressors.top_k(0.5)), "gamma": (0.3, 0.4)}
+"""Two values of what has no default, or one that does not show its kind."""
+OPTIONS = {"bucket_mb": (25.0, 1.0), "wire_dtype": (None, torch.bfloat16), "average_buffers": (False, True)}
+
+
+def loss_fn(params, batch):
+    return (params**2).sum()
+
+
+def build(name, **hyperparameters):
+    needed = [p for p in inspect.signature(getattr(df, name)).parameters.values() if p.default is p.empty]
+    chosen = {p.name: NEEDED[p.name][0] for p in needed if p.kind is p.KEYWORD_ONLY}
+    return getattr(df, name)(loss_fn, df.sgd(0.1), df.topology(TOPOLOGY, 2), **chosen | hyperparameters)
+
+
+def two_values(name, parameter):
+    """The default and another valid value, from the signature."""
+    if parameter.name in NEEDED:
+        return NEEDED[parameter.name]
+    default, hint = parameter.default, get_type_hints(getattr(df, name))[parameter.name]
+    if get_origin(hint) is Literal:
+        return get_args(hint)[:2]
+    if isinstance(default, bool):
+        return default, not default
+    return default, default + 1 if isinstance(default, int) else default / 2
+
+
+def hyperparameters(name):
+    own = [p for p in inspect.signature(getattr(df, name)).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    yield from ((p.name, two_values(name, p)) for p in own)
+    for option, (default, other) in OPTIONS.items():
+        try:
+            build(name, **{option: other})
+        except ValueError:
+            continue  # this algorithm does not know the option
+        yield option, (default, other)
+
+
+def refused(*algorithms):
+    """What `init` says on two ranks that build an algorithm each."""
+
+    def start(rank):
+        try:
+            algorithms[rank].init(torch.ones(3))
+        except ValueError as error:
+            return str(error)
+        return "accepted"
+
+    answers = on_ranks(2, start)
+    assert answers[0] == answers[1]
+    return answers[0]
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_hyperparameter_is_compared(name):
+    assert refused(build(name), build(name)) == "accepted"
+    assert set(OPTIONS) == set(Options.__annotations__)
+    for key, (one, other) in hyperparameters(name):
+        message = refused(build(name, **{key: one}), build(name, **{key: other}))
+        expected = f"init(params): ranks disagree. Rank 0 has '{key}={one}', rank 1 has '{key}={other}'"
+        assert message.startswith(expected), message
+
+
+def test_another_algorithm_is_named():
+    message = refused(build("diloco"), build("noloco"))
+    assert "Rank 0 has 'algorithm diloco', rank 1 has 'algorithm noloco'" in message
+
+
+def test_an_option_that_is_left_out_is_its_default():
+    plain = build("adapt_then_combine")
+    spelt_out = build("adapt_then_combine", bucket_mb=25.0, wire_dtype=None, average_buffers=False)
+    assert refused(plain, spelt_out) == "accepted"
+
+
+def test_functions_are_compared_by_their_values():
+    def with_gamma(gamma):
+        return build("adapt_while_communicate", gamma=gamma)
+
+    falling = df.schedules.linear(1.0, 0.5, 100)
+    assert refused(with_gamma(falling), with_gamma(lambda t: falling(t) + 1e-15)) == "accepted"
+    message = refused(with_gamma(falling), with_gamma(df.schedules.linear(1.0, 0.4, 100)))
+    assert re.search(
+        r"Rank 0 has 'gamma\(t\)=1 at 0, .* 0.5 at 100,.*rank 1 has 'gamma\(t\)=1 at 0, .* 0.4 at 100", message
+    )
+    table = torch.linspace(1, 0, 50)
+    assert refused(with_gamma(lambda t: table[t]), with_gamma(lambda t: table[t])) == "accepted"
+
+
+def no_bias(name, shape):
+    return "bias" not in name
+
+
+OPTIMIZERS = {
+    "learning rate": (lambda: df.adamw(1e-3), lambda: df.adamw(2e-3)),
+    "weight decay": (lambda: df.adamw(1e-3, weight_decay=0.1), lambda: df.adamw(1e-3, weight_decay=0.2)),
+    "schedule": (
+        lambda: df.sgd(df.schedules.cosine(0.1, 100)),
+        lambda: df.sgd(df.schedules.cosine(0.1, 200)),
+    ),
+    "kind": (lambda: df.sgd(0.1), lambda: df.adamw(0.1)),
+    "clipping": (
+        lambda: df.chain(df.clip_by_global_norm(1.0), df.sgd(0.1)),
+        lambda: df.chain(df.clip_by_global_norm(2.0), df.sgd(0.1)),
+    ),
+    "order": (
+        lambda: df.chain(df.clip_by_global_norm(1.0), df.sgd(0.1)),
+        lambda: df.chain(df.sgd(0.1), df.clip_by_global_norm(1.0)),
+    ),
+    "masks": (
+        lambda: df.adamw(1e-3, weight_decay=0.1, mask=lambda name, shape: name == "w"),
+        lambda: df.adamw(1e-3, weight_decay=0.1, mask=lambda name, shape: name != "w"),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", OPTIMIZERS)
+def test_the_optimizer_is_compared(what):
+    topology = df.topology(TOPOLOGY, 2)
+
+    def start(first, second):
+        def one(rank):
+            init, _ = df.all_reduce(loss_fn, (first, second)[rank](), topology)
+            try:
+                init({"w": torch.ones(3), "b": torch.ones(3)})
+            except ValueError as error:
+                return str(error)
+            return "accepted"
+
+        return on_ranks(2, one)
+
+    one, other = OPTIMIZERS[what]
+    assert start(one, one) == ["accepted"] * 2
+    assert all("ranks disagree" in answer for answer in start(one, other))
+
+
+def test_what_a_users_own_transform_closes_over_is_its_own():
+    def mine(rank):
+        return df.Transform(lambda params: (), lambda grads, state, params: (grads, (rank, state)[1]))
+
+    assert list(structure("optimizer", mine(0))) == list(structure("optimizer", mine(1)))

@@ -1,0 +1,246 @@
+"""The same `t` everywhere: a rank at another step is named, for every kind of message, and equal steps cost nothing."""
+
+import re
+from datetime import timedelta
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import decentfn as df
+from decentfn import gossip
+from decentfn.buckets import flatten
+from decentfn.collectives import World, exchange, use, wait
+from decentfn.collectives.steps import Steps
+from decentfn.testing import on_ranks
+
+SOON = timedelta(seconds=3)
+
+
+def square(x, batch):
+    return ((x - batch) ** 2).sum()
+
+
+def algorithm(name, n, **hyperparameters):
+    topology = df.topology(name, n, **({"local_world_size": 2} if name == "alternating-exp-ring" else {}))
+    return df.adapt_then_combine(square, df.sgd(0.1), topology, **hyperparameters)
+
+
+def train(step, state, ts, local=None):
+    """Train at the steps `ts`; how many were taken, and the error that ended it."""
+    batch = torch.ones(3) if local is None else torch.ones(local, 3)
+    for taken, t in enumerate(ts):
+        try:
+            state, _ = step(state, batch, t)
+        except RuntimeError as error:
+            return taken, str(error)
+    return len(ts), ""
+
+
+def skips(rank, culprit, at, steps):
+    """The steps of a rank: the culprit leaves out step `at`."""
+    return [t + (rank == culprit and t >= at) for t in range(steps)]
+
+
+def assert_all_name_both(answers, culprit, at):
+    for rank, (_, error) in enumerate(answers):
+        assert "every rank must call the step with the same t" in error, (rank, error)
+        t, theirs = (at + 1, at) if rank == culprit else (at, at + 1)
+        other = r"\d" if rank == culprit else culprit
+        found = re.search(rf"rank {rank} is at t=(\d+), rank {other} at t=(\d+)", error)
+        assert found, error
+        mine, other_t = map(int, found.groups())
+        assert mine - other_t == t - theirs, error
+
+
+@pytest.mark.parametrize("topology", ["ring", "complete", "alternating-exp-ring", "random-matching"])
+def test_a_rank_that_starts_a_step_ahead_is_named_before_a_step_is_done(topology):
+    def run(rank):
+        init, step = algorithm(topology, 4)
+        return train(step, init(torch.full((3,), float(rank))), skips(rank, 2, 0, 5))
+
+    answers = on_ranks(4, run, timeout=SOON)
+    assert_all_name_both(answers, 2, 0)
+    assert all(taken <= 1 for taken, _ in answers)  # who meets nobody else in step 0 notices in step 1
+
+
+@pytest.mark.parametrize("topology", ["ring", "random-matching"])
+def test_messages_of_different_steps_never_meet(topology):
+    def run(rank):
+        init, step = algorithm(topology, 4)
+        return train(step, init(torch.full((3,), float(rank))), skips(rank, 2, 4, 50))
+
+    answers = on_ranks(4, run, timeout=SOON)
+    assert_all_name_both(answers, 2, 4)
+    assert all(4 <= taken <= 6 for taken, _ in answers)
+
+
+@pytest.mark.parametrize("topology", ["complete", "alternating-exp-ring"])
+def test_means_of_different_steps_are_found_by_a_comparison(topology):
+    def run(rank):
+        init, step = algorithm(topology, 4)
+        return train(step, init(torch.full((3,), float(rank))), skips(rank, 2, 4, 300))
+
+    answers = on_ranks(4, run, timeout=SOON)
+    assert_all_name_both(answers, 2, 4)
+    assert all(4 <= taken <= 8 for taken, _ in answers)
+
+
+def test_resting_ranks_are_compared_too():
+    """DiLoCo's ranks say nothing for nine of ten steps, and are found in call 8 and not after a wrong round."""
+
+    def run(rank):
+        init, step = df.diloco(square, df.sgd(0.1), df.topology("complete", 3), inner_steps=20)
+        return train(step, init(torch.ones(3)), skips(rank, 1, 5, 60))
+
+    answers = on_ranks(3, run, timeout=SOON)
+    assert [taken for taken, _ in answers if taken == 7]  # whoever came second to call 8
+    assert_all_name_both(answers, 1, 5)
+
+
+def test_processes_of_several_workers_are_compared():
+    def run(rank):
+        init, step = algorithm("ring", 4)
+        state, step = df.stack(init(torch.ones(3)), 2), df.simulate(step, 2)
+        return train(step, state, skips(rank, 1, 0, 5), local=2)
+
+    assert_all_name_both(on_ranks(2, run, timeout=SOON), 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "topology", "hyperparameters"),
+    [
+        ("adapt_while_communicate", "ring", {}),
+        ("adapt_then_combine", "complete", {}),
+        ("noloco", "random-matching", {"inner_steps": 3}),
+        ("gradient_tracking", "one-peer-exp", {}),
+        ("stochastic_gradient_push", "one-peer-exp-directed", {"rounds": 2}),
+        ("stochastic_gradient_push", "one-peer-exp-directed", {"delay": 1}),
+        ("slowmo", "random-matching", {"inner_steps": 3}),
+        ("relay_sgd", "chain", {}),
+    ],
+)
+def test_ranks_at_the_same_step_are_left_alone(name, topology, hyperparameters):
+    """Whatever an algorithm makes of t (t - 1, t // H, 2 t + k), idle steps included."""
+
+    def run(rank):
+        build = getattr(df, name)
+        init, step = build(square, df.sgd(0.1), df.topology(topology, 4), **hyperparameters)
+        return train(step, init(torch.ones(3)), range(7, 150))
+
+    assert on_ranks(4, run, timeout=timedelta(seconds=60)) == [(143, "")] * 4
+
+
+def test_ranks_at_the_same_step_are_left_alone_over_600_calls():
+    def run(rank):
+        init, step = algorithm("ring", 2)
+        return train(step, init(torch.ones(3)), range(2**20 - 300, 2**20 + 300))
+
+    assert on_ranks(2, run, timeout=timedelta(seconds=60)) == [(600, "")] * 2
+
+
+def test_a_new_start_counts_anew():
+    """One rank called an operator alone (here: nobody is named in its table); after `init` the counts agree again."""
+    silence = torch.full((1, 2, 2, 1), -1)
+
+    def run(rank):
+        init, step = algorithm("ring", 2)
+        state = init(torch.ones(3))
+        for t in range(3 * rank):
+            wait(exchange(torch.ones(2), silence, torch.tensor(t)))
+        state = init(torch.ones(3))
+        return train(step, state, range(40))
+
+    assert on_ranks(2, run, timeout=SOON) == [(40, "")] * 2
+
+
+def test_the_tag_is_the_step_for_every_schedule():
+    """t modulo 2^20, for tables and for draws, in which the phase is always 0."""
+
+    class Recorder:
+        def __init__(self):
+            self.tags = []
+
+        def recv(self, tensors, rank, tag):
+            self.tags.append(tag)
+            return self
+
+        send = recv
+
+        def wait(self):
+            pass
+
+    for name in ("ring", "random-matching"):
+        for t in (5, 2**20 + 5):
+            recorder = Recorder()
+            with use(World(recorder, 0, 2)):
+                gossip.collect(gossip.post(flatten(torch.ones(3)), df.topology(name, 2), torch.tensor(t)))
+            assert recorder.tags == [5, 5]
+
+
+def test_a_store_that_is_gone_ends_the_comparison_and_not_the_run():
+    class Gone:
+        def compare_set(self, *arguments):
+            raise RuntimeError("Connection reset by peer")
+
+    steps = Steps(1, 2)
+    steps.begin(Gone())
+    assert [steps.count(torch.tensor(t)) for t in range(5)] == list(range(5))
+
+
+def test_what_was_compared_is_forgotten_in_the_end():
+    store = dist.HashStore()
+    steps = Steps(0, 2)
+    steps.begin(store)
+    for t in range(70 * 256):
+        steps.count(torch.tensor(t))
+    assert store.num_keys() <= 64 + 9
+
+
+# -- compiled, on processes ------------------------------------------------------------------------------------------
+
+
+def compiled_ahead(topology, at):
+    """A short-lived group of its own, for it is broken afterwards."""
+    here = df.init()
+    group = dist.new_group(list(range(here.size)), timeout=timedelta(seconds=4))
+    with use(World(group, here.rank, here.size, timedelta(seconds=4))):
+        init, step = algorithm(topology, here.size)
+        step = df.compile(step, backend="aot_eager")
+        return train(step, init(torch.full((3,), float(here.rank))), skips(here.rank, 1, at, 40))
+
+
+@pytest.mark.parametrize(("topology", "at"), [("ring", 0), ("ring", 4), ("complete", 4)])
+def test_compiled_ranks_at_different_steps_name_both(ranks, topology, at):
+    answers = ranks(2).run(compiled_ahead, topology, at)
+    assert_all_name_both(answers, 1, at)
+    assert all(taken <= 8 for taken, _ in answers)
+
+
+# -- what a step number is -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "t", [1.5, -1, True, "3", None, torch.tensor(1.5), torch.tensor(-1), torch.tensor([1]), torch.tensor(True)]
+)
+def test_what_is_no_step_number_is_refused(t):
+    init, step = algorithm("complete", 1)
+    state = init(torch.ones(3))
+    simulated = df.simulate(step, 1)
+    for run, of in (
+        (step, lambda x: x),
+        (df.compile(step, backend="eager"), lambda x: x),
+        (simulated, lambda x: df.stack(x, 1)),
+        (df.compile(simulated, backend="eager"), lambda x: df.stack(x, 1)),
+    ):
+        with pytest.raises(ValueError, match=r"step\(state, batch, t=.*\): t numbers the steps, from 0; pass an int"):
+            run(of(state), of(torch.ones(3)), t)
+
+
+@pytest.mark.parametrize("t", [3, np.int64(3), np.uint8(3), torch.tensor(3), torch.tensor(3, dtype=torch.int32)])
+def test_what_is_a_step_number_is_taken(t):
+    init, step = algorithm("complete", 1)
+    for run in (step, df.compile(step, backend="eager", donate=False)):
+        state, _ = run(init(torch.zeros(3)), torch.ones(3), t)
+        assert torch.equal(df.params(state), torch.full((3,), 0.2))
