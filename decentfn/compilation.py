@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from decentfn import internals, trees
+from decentfn.algorithms.expected import check, marked
 from decentfn.runtime.memory import give_back_freed_memory
 from decentfn.trees import PyTree
+from decentfn.words import brief
 
 Step = Callable[[Any, PyTree, Any], tuple[Any, Any]]
 
@@ -20,9 +22,9 @@ def compile(step: Step, *, donate: bool = True, backend: Any = "inductor", **opt
     """Compile `step(state, batch, t)` into one graph that serves every `t`.
 
     Communication is posted first and waited for last. What the step closes over (hyperparameters, topology) is taken as
-    it is at the first call; only the loss function's own surroundings are looked at again in every call. With `donate`,
-    the new state is written over the old one by the kernel that computes it: the state that was passed in *is* the new
-    state, and nothing else is allocated for it.
+    it is at the first call; only the loss function's own surroundings are looked at again in every call. With `donate`, the new state is
+    written over the old one by the kernel that computes it: the state that was passed in *is* the new state, and nothing
+    else is allocated for it.
 
     Args:
         step: a step of this library, a simulated step, or any pure function of the same form. `t` may be an int or a
@@ -35,13 +37,18 @@ def compile(step: Step, *, donate: bool = True, backend: Any = "inductor", **opt
         A function of the same form. The batch must keep its structure; another shape of batch compiles once more.
 
     Raises:
-        ValueError: at the first call, a state in which one tensor stands in two places (donated, it would be updated
-            twice), or a step whose new state is not laid out as the old one.
+        ValueError: `step` is no function, or compiled already; at the first call, a state that another algorithm or
+            optimizer made, one in which one tensor stands in two places (donated, it would be updated twice), or a step
+            whose new state is not laid out as the old one.
 
     >>> step = compile(lambda state, batch, t: (state + batch * t, state.sum()), backend="eager")
     >>> step(torch.ones(2), torch.ones(2), 3)
     (tensor([4., 4.]), tensor(2.))
     """
+    if not callable(step):
+        raise ValueError(f"compile({brief(step)}): expected a step; init, step = df.adapt_while_communicate(...).")
+    if getattr(step, "made_by", None) == "compile":
+        raise ValueError("compile(compile(step)): the step is compiled already; compile it once.")
     kwargs: dict[str, Any] = {"fullgraph": True, "dynamic": False, "backend": backend}
     if backend == "inductor":
         kwargs["backend"] = internals.inductor
@@ -53,6 +60,7 @@ def compile(step: Step, *, donate: bool = True, backend: Any = "inductor", **opt
         run = next((run for known, run in prepared if known == structure), None)
         is_first = run is None
         if run is None:
+            check(step, state, batch, t)
             if donate:
                 _check_distinct(state)
             run = torch.compile(_on_leaves(step, trees.enumerate_leaves(state), donate), **kwargs)
@@ -63,7 +71,7 @@ def compile(step: Step, *, donate: bool = True, backend: Any = "inductor", **opt
             give_back_freed_memory()
         return (state, result) if donate else result
 
-    return compiled
+    return marked(compiled, made_by="compile")
 
 
 def _worth_guarding(guards: Sequence[Any]) -> list[bool]:

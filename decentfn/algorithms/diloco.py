@@ -96,4 +96,4 @@ def diloco(
         )
         return new, g.metrics
 
-    return Algorithm(init, step)
+    return worker.algorithm(init, step)
