@@ -15,6 +15,7 @@ from torch import Tensor
 
 from decentfn import trees
 from decentfn.trees import PyTree
+from decentfn.words import brief
 
 Mask = Callable[[str, tuple[int, ...]], bool]
 """A choice of leaves: `(dotted name, shape) -> bool`."""
@@ -132,8 +133,7 @@ def flatten(params: PyTree, *, bucket_mb: float = 25.0, masks: Sequence[Mask] = 
     named = trees.named_leaves(params)
     if not named:
         raise ValueError("init(params): the tree has no leaves, so there is nothing to train; pass a tree of tensors.")
-    if not bucket_mb > 0:
-        raise ValueError(f"bucket_mb={bucket_mb}: a bucket's size is in MiB and positive; 25 is the default.")
+    require_bucket_mb(bucket_mb)
     for name, leaf in named:
         _check_leaf(name, leaf)
 
@@ -163,6 +163,14 @@ def flatten(params: PyTree, *, bucket_mb: float = 25.0, masks: Sequence[Mask] = 
     with torch.no_grad():
         vectors = [torch.cat([distinct[key][1].reshape(-1) for key in group]) for group in groups]
     return Buckets(vectors, Plan(plans, template))
+
+
+def require_bucket_mb(bucket_mb: object) -> None:
+    """A bucket's size is a number of MiB."""
+    if not isinstance(bucket_mb, (int, float)) or not 0 < bucket_mb < float("inf"):
+        raise ValueError(
+            f"bucket_mb={brief(bucket_mb)}: a bucket's size is a positive number of MiB; 25 is the default."
+        )
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

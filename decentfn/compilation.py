@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import re
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,9 +12,13 @@ import torch
 from torch import Tensor
 
 from decentfn import internals, trees
+from decentfn.algorithms.expected import check, marked
 from decentfn.runtime.memory import give_back_freed_memory
 from decentfn.scalars import as_step
 from decentfn.trees import PyTree
+from decentfn.words import brief
+
+_log = logging.getLogger("decentfn")
 
 Step = Callable[[Any, PyTree, Any], tuple[Any, Any]]
 
@@ -21,9 +27,10 @@ def compile(step: Step, *, donate: bool = True, backend: Any = "inductor", **opt
     """Compile `step(state, batch, t)` into one graph that serves every `t`.
 
     Communication is posted first and waited for last. What the step closes over (hyperparameters, topology) is taken as
-    it is at the first call; only the loss function's own surroundings are looked at again in every call. With `donate`,
-    the new state is written over the old one by the kernel that computes it: the state that was passed in *is* the new
-    state, and nothing else is allocated for it.
+    it is at the first call; only the loss function's own surroundings are looked at again in every call. The logger
+    "decentfn" says at level INFO when something is compiled and how long it took. With `donate`, the new state is
+    written over the old one by the kernel that computes it: the state that was passed in *is* the new state, and nothing
+    else is allocated for it.
 
     Args:
         step: a step of this library, a simulated step, or any pure function of the same form. `t` may be an int or a
@@ -36,16 +43,22 @@ def compile(step: Step, *, donate: bool = True, backend: Any = "inductor", **opt
         A function of the same form. The batch must keep its structure; another shape of batch compiles once more.
 
     Raises:
-        ValueError: at the first call, a state in which one tensor stands in two places (donated, it would be updated
-            twice), or a step whose new state is not laid out as the old one.
+        ValueError: `step` is no function, or compiled already; at the first call, a state that another algorithm or
+            optimizer made, one in which one tensor stands in two places (donated, it would be updated twice), or a step
+            whose new state is not laid out as the old one.
 
     >>> step = compile(lambda state, batch, t: (state + batch * t, state.sum()), backend="eager")
     >>> step(torch.ones(2), torch.ones(2), 3)
     (tensor([4., 4.]), tensor(2.))
     """
+    if not callable(step):
+        raise ValueError(f"compile({brief(step)}): expected a step; init, step = df.adapt_while_communicate(...).")
+    if getattr(step, "made_by", None) == "compile":
+        raise ValueError("compile(compile(step)): the step is compiled already; compile it once.")
+    progress = _Progress(step)
     kwargs: dict[str, Any] = {"fullgraph": True, "dynamic": False, "backend": backend}
     if backend == "inductor":
-        kwargs["backend"] = internals.inductor
+        kwargs["backend"] = progress.inductor
         kwargs["options"] = internals.compile_options() | {"guard_filter_fn": _worth_guarding} | options
     prepared: list[tuple[Any, Callable[..., Any]]] = []
 
@@ -54,19 +67,45 @@ def compile(step: Step, *, donate: bool = True, backend: Any = "inductor", **opt
         run = next((run for known, run in prepared if known == structure), None)
         is_first = run is None
         if run is None:
+            check(step, state, batch, t)
             if donate:
                 _check_distinct(state)
             run = torch.compile(_on_leaves(step, trees.enumerate_leaves(state), donate), **kwargs)
             prepared.append((structure, run))
             give_back_freed_memory()
+            progress.begin()
         # Torch.compile drops what is written over a 0-d float64 input, so such a leaf goes in as [its view of shape [1]].
         given = [[leaf.view(1)] if leaf.dtype == torch.float64 and leaf.dim() == 0 else leaf for leaf in leaves]
         result = run(given, batch, as_step(t))
+        progress.end()
         if is_first:
             give_back_freed_memory()
         return (state, result) if donate else result
 
-    return compiled
+    return marked(compiled, made_by="compile")
+
+
+class _Progress:
+    """Says what is being compiled, and how long it took."""
+
+    def __init__(self, step: Step) -> None:
+        self.name = getattr(step, "__qualname__", "step").replace(".<locals>", "")
+        self.since: float | None = None
+
+    def begin(self, why: str = "") -> None:
+        _log.info("compiling %s%s ...", self.name, why)
+        self.since = time.perf_counter()
+
+    def end(self) -> None:
+        if self.since is not None:
+            _log.info("compiled %s in %.1f s", self.name, time.perf_counter() - self.since)
+            self.since = None
+
+    def inductor(self, graph: torch.fx.GraphModule, inputs: Any, **kwargs: Any) -> Callable[..., Any]:
+        """The backend, which is called for every graph: after the first one, because the batch or the loss is another."""
+        if self.since is None:
+            self.begin(", again, for another batch or loss")
+        return internals.inductor(graph, inputs, **kwargs)
 
 
 def _worth_guarding(guards: Sequence[Any]) -> list[bool]:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from functools import wraps
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from decentfn import trees
+from decentfn.algorithms.expected import check, kind_of, marked
 from decentfn.algorithms.outer import slow_copy
 from decentfn.algorithms.worker import Algorithm, Metrics
 from decentfn.buckets import Buckets
 from decentfn.consensus import params
 from decentfn.trees import PyTree
+from decentfn.words import brief
 
 
 class EMAState(NamedTuple):
@@ -51,22 +54,33 @@ def ema(algorithm: Algorithm, decay: float = 0.999) -> Algorithm:
     """
     if not isinstance(algorithm, tuple) or len(algorithm) != 2:
         raise ValueError(
-            f"ema({algorithm!r}): expected an Algorithm(init, step), from df.adapt_while_communicate(...)."
+            f"ema({brief(algorithm)}): expected an Algorithm(init, step), from df.adapt_while_communicate(...)."
         )
     if not 0 <= decay < 1:
-        raise ValueError(f"ema(decay={decay!r}): the decay lies in [0, 1); 0.999 is usual.")
+        raise ValueError(f"ema(decay={brief(decay)}): the decay lies in [0, 1); 0.999 is usual.")
     init, step = algorithm
 
     def start(params: PyTree, buffers: PyTree = None) -> EMAState:
         inner = init(params, buffers)
         return EMAState(inner, slow_copy(inner.params))
 
+    def look(state: Any, batch: PyTree, t: Any) -> None:
+        if not isinstance(state, EMAState):
+            raise ValueError(
+                f"step(state, batch, t): the state is a {kind_of(state)}, and this step takes an EMAState; call the init "
+                "that df.ema(...) returned beside it."
+            )
+        check(step, state.inner, batch, t)
+
+    @wraps(step)
     def averaged(state: EMAState, batch: PyTree, t: int | Tensor) -> tuple[EMAState, Metrics]:
+        if not isinstance(state, EMAState):
+            look(state, batch, t)
         inner, metrics = step(state.inner, batch, t)
         mean = trees.map(lambda e, x: decay * e + (1 - decay) * x.to(e.dtype), state.ema, inner.params)
         return EMAState(inner, mean), metrics
 
-    return Algorithm(start, averaged)
+    return Algorithm(start, marked(averaged, check=look))
 
 
 def ema_state(state: EMAState) -> AveragedState:

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import hashlib
 import heapq
+import logging
 import operator
 import os
 import tempfile
@@ -83,6 +84,8 @@ def _counts_users() -> bool:
     except AttributeError:
         return False
 
+
+_log = logging.getLogger("decentfn")
 
 COUNTS_USERS = _counts_users()
 
@@ -190,7 +193,9 @@ def inductor(
         if "MASTER_PORT" not in os.environ:
             return compile_with()
         note = note_of(graph, options or {})
-        with contextlib.nullcontext() if os.path.exists(note) else _turn():
+        is_known = os.path.exists(note)
+        _log.debug("the graph's code is %s", "in the cache" if is_known else "new: one of the ranks compiles it")
+        with contextlib.nullcontext() if is_known else _turn():
             compiled = compile_with()
     _leave(note)
     return compiled
@@ -204,6 +209,7 @@ def _turn() -> Iterator[None]:
     try:
         lock.acquire(timeout=0)
     except Timeout:
+        _log.debug("waiting for the rank that compiles")
         with contextlib.suppress(Timeout), lock.acquire(timeout=_PATIENCE_S):
             pass
     try:

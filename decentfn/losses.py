@@ -6,9 +6,10 @@ leading axis of micro-batches.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from decentfn import internals, trees
 from decentfn.buckets import Buckets, wide
 from decentfn.stacking import in_chunks
 from decentfn.trees import PyTree
+from decentfn.words import brief
 
 LossFn = Callable[..., Any]
 """`(params, batch) -> loss` or `(loss, aux)`; with buffers `(params, buffers, batch) -> (loss, (buffers, aux))`."""
@@ -44,6 +46,59 @@ class Evaluation(NamedTuple):
     aux: PyTree  # [M, ...] of M micro-batches
 
 
+def require_loss(call: str, loss_fn: Any) -> None:
+    """`loss_fn` is a function, and no module."""
+    if isinstance(loss_fn, torch.nn.Module):
+        raise ValueError(
+            f"{call}={brief(loss_fn)}: a module is not a loss; make one of it and a criterion with "
+            "`params, buffers, loss_fn = df.functional(module, criterion)`."
+        )
+    if not callable(loss_fn):
+        raise ValueError(f"{call}={brief(loss_fn)}: expected a function (params, batch) -> loss.")
+
+
+def require_inputs(call: str, loss_fn: LossFn, params: PyTree, buffers: PyTree) -> None:
+    """The loss takes these parameters, and buffers where there are any; `call` is what the user called."""
+    if isinstance(loss_fn, Accumulated):
+        return require_inputs(call, loss_fn.loss_fn, params, buffers)
+    own = getattr(loss_fn, "require_inputs", None)
+    if own is not None:
+        return own(call, params, buffers)
+    form, other = ("(params, batch)", 3) if buffers is None else ("(params, buffers, batch)", 2)
+    if not _takes(loss_fn, 5 - other):
+        way_out = f"write loss_fn{form}"
+        if _takes(loss_fn, other):
+            way_out += (
+                ", or call init(params, buffers)" if buffers is None else ", or leave the buffers out: init(params)"
+            )
+        there = "no buffers" if buffers is None else "buffers"
+        raise ValueError(f"{call}: there are {there}, but the loss does not take {form}; {way_out}.")
+    return None
+
+
+def require_batch(loss_fn: LossFn, batch: PyTree) -> None:
+    """The batch is of the kind that the loss unpacks, where it says so."""
+    if isinstance(loss_fn, Accumulated):
+        require_batch(loss_fn.loss_fn, micro_batches(batch))
+        return
+    own = getattr(loss_fn, "require_batch", None)
+    if own is not None:
+        own(batch)
+
+
+def _takes(function: Callable[..., Any], count: int) -> bool:
+    """Whether `function` can be called with so many arguments, as far as its signature is known."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return True
+    try:
+        signature.bind(*range(count))
+    except TypeError:
+        return False
+    return True
+
+
 def accumulate(loss_fn: LossFn) -> LossFn:
     """The same loss, whose gradient is averaged over micro-batches: one update and one exchange per step.
 
@@ -67,9 +122,10 @@ def accumulate(loss_fn: LossFn) -> LossFn:
     >>> df.params(state), metrics.loss
     (tensor([2.]), tensor(5.))
     """
-    if not callable(loss_fn) or isinstance(loss_fn, Accumulated):
+    require_loss("accumulate(loss_fn)", loss_fn)
+    if isinstance(loss_fn, Accumulated):
         raise ValueError(
-            f"accumulate(loss_fn={loss_fn!r}): expected the loss of one micro-batch, a function that is not accumulated yet."
+            f"accumulate(loss_fn={brief(loss_fn)}): expected the loss of one micro-batch, which is not accumulated yet."
         )
     return Accumulated(loss_fn)
 
@@ -110,17 +166,27 @@ def _evaluate(loss_fn: LossFn, params: Buckets, buffers: PyTree, batch: PyTree, 
 
 
 def _call(loss_fn: LossFn, params: PyTree, buffers: PyTree, batch: PyTree) -> tuple[Tensor, PyTree, PyTree]:
-    if buffers is not None:
-        loss, (new_buffers, aux) = loss_fn(params, buffers, batch)
+    returned = loss_fn(params, batch) if buffers is None else loss_fn(params, buffers, batch)
+    loss, beside = returned if _is_pair(returned) else (returned, None)
+    if buffers is None:
+        new_buffers, aux = None, beside
+    elif _is_pair(beside):
+        new_buffers, aux = beside
     else:
-        returned = loss_fn(params, batch)
-        (loss, aux), new_buffers = returned if isinstance(returned, tuple) else (returned, None), None
+        raise ValueError(
+            f"loss_fn(params, buffers, batch) returned {brief(trees.map(type, returned))}: with buffers a loss returns "
+            "(loss, (buffers, aux))."
+        )
     if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.is_floating_point():
         shape = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise ValueError(
             f"loss_fn returned {shape}: the loss is a 0-d floating-point tensor, or (loss, aux); take its mean."
         )
     return loss, new_buffers, aux
+
+
+def _is_pair(value: Any) -> TypeGuard[tuple[Any, Any]]:
+    return isinstance(value, tuple) and len(value) == 2
 
 
 def _unscaled(grads: Buckets, scale: Tensor) -> Buckets:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from decentfn import trees
+from decentfn.algorithms.expected import check, marked, require_order
 from decentfn.compilation import Step
 from decentfn.scalars import as_step
 from decentfn.stacking import over_workers
 from decentfn.trees import PyTree
+from decentfn.words import brief
 
 
 def simulate(step: Step, num_workers: int, *, chunk_size: int | None = None) -> Step:
@@ -30,16 +33,39 @@ def simulate(step: Step, num_workers: int, *, chunk_size: int | None = None) -> 
             that draws random numbers is refused.
 
     Raises:
-        ValueError: N or `chunk_size` is not positive, or (when called) a leaf does not have N rows, or N x processes
-            is not the topology's size.
+        ValueError: N or `chunk_size` is not positive, `step` is compiled or simulated already, or (when called) a leaf
+            does not have N rows, or N x processes is not the topology's size.
     """
+    if not callable(step):
+        raise ValueError(f"simulate({brief(step)}): expected a step; init, step = df.adapt_while_communicate(...).")
+    if getattr(step, "made_by", None) == "compile":
+        raise ValueError(
+            "simulate(compile(step), N): a compiled step is one worker's graph, over which nothing is batched; the other "
+            "way round, df.compile(df.simulate(step, N))."
+        )
+    if getattr(step, "made_by", None) == "simulate":
+        raise ValueError(
+            "simulate(simulate(step, N)): the step has its workers already; simulate once, N of them in all."
+        )
     if not isinstance(num_workers, int) or num_workers < 1:
-        raise ValueError(f"simulate(num_workers={num_workers!r}): the number of workers is an integer >= 1.")
+        raise ValueError(f"simulate(num_workers={brief(num_workers)}): the number of workers is an integer >= 1.")
 
     if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
-        raise ValueError(f"simulate(chunk_size={chunk_size!r}): workers at a time, an integer >= 1, or None for all.")
+        raise ValueError(
+            f"simulate(chunk_size={brief(chunk_size)}): workers at a time, an integer >= 1, or None for all."
+        )
 
+    def look(state: Any, batch: PyTree, t: Any) -> None:
+        require_order(state, batch, t)
+        _check_rows("state", state, num_workers)
+        _check_rows("batch", batch, num_workers)
+        first, its_batch = trees.map(lambda leaf: leaf[0], (state, batch))
+        check(step, first, its_batch, t)
+
+    @wraps(step)
     def simulated(state: Any, batch: PyTree, t: int | Tensor) -> tuple[Any, Any]:
+        if not torch.compiler.is_compiling():
+            require_order(state, batch, t)
         t = as_step(t)
         _check_rows("state", state, num_workers)
         _check_rows("batch", batch, num_workers)
@@ -47,7 +73,7 @@ def simulate(step: Step, num_workers: int, *, chunk_size: int | None = None) -> 
             lambda state, batch: step(state, batch, t), num_workers, state, batch, chunk_size=chunk_size
         )
 
-    return simulated
+    return marked(simulated, check=look, made_by="simulate")
 
 
 def _check_rows(what: str, tree: PyTree, num_workers: int) -> None:

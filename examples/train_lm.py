@@ -10,6 +10,7 @@ Every `--log-every` steps a line of JSON goes to `--out`; the last line holds th
 
 import hashlib
 import json
+import logging
 import math
 import os
 import sysconfig
@@ -179,6 +180,7 @@ def main(config: Config) -> dict[str, Any]:
                 log.write(json.dumps(line) + "\n")
 
     if world.rank == 0:
+        logging.basicConfig(level="INFO", format="%(message)s")  # decentfn says when it compiles, and for how long
         config.out.parent.mkdir(parents=True, exist_ok=True)
         config.out.write_text("")
         numbers = sum(parameter.numel() for parameter in params.values())

@@ -64,7 +64,8 @@ CASES += [
 CASES += [Case(a, t, h) for a, runs in OTHERS.items() if hasattr(df, a) for t, h in runs]
 
 
-def build(case: Case, num_workers: int) -> df.Algorithm:
+def build(case: Case, num_workers: int, optimizer: Any = None, loss: Any = None) -> df.Algorithm:
+    """The case's algorithm; with its usual optimizer and loss where none is given."""
     hyperparameters = dict(case.hyperparameters)
     if "compressor" in hyperparameters:
         from decentfn import compressors
@@ -74,8 +75,8 @@ def build(case: Case, num_workers: int) -> df.Algorithm:
     topology = df.topology(case.topology, num_workers, **CORE_TOPOLOGIES.get(case.topology, {}))
     # Adam would turn the rounding of a small gradient into a whole step.
     plain = case.algorithm in OTHERS or "wire_dtype" in hyperparameters
-    optimizer = df.sgd(0.05) if plain else df.adamw(0.01, weight_decay=0.1)
-    return getattr(df, case.algorithm)(loss_fn, optimizer, topology, bucket_mb=0.002, **hyperparameters)
+    optimizer = optimizer or (df.sgd(0.05) if plain else df.adamw(0.01, weight_decay=0.1))
+    return getattr(df, case.algorithm)(loss or loss_fn, optimizer, topology, bucket_mb=0.002, **hyperparameters)
 
 
 def params() -> dict[str, Any]:

@@ -10,7 +10,7 @@ import decentfn
 
 ROOT = Path(decentfn.__file__).parent
 LAYERS = [
-    {"internals", "trees", "noise", "scalars", "stacking"},
+    {"internals", "trees", "noise", "scalars", "stacking", "words"},
     {"buckets", "mixing"},
     {"compressors", "transforms", "schedules", "topologies"},
     {"collectives"},

@@ -45,4 +45,4 @@ def adapt_then_combine(loss_fn: LossFn, optimizer: Any, topology: Topology, **op
         u, opt_state = worker.update(g.grads, state.opt_state, x, t)
         return State(worker.mix(add(x, u), t), opt_state, g.buffers), g.metrics
 
-    return Algorithm(worker.init, worker.then_mixing_buffers(step, topology))
+    return worker.algorithm(worker.init, worker.then_mixing_buffers(step, topology))

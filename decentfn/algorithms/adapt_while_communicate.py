@@ -66,4 +66,4 @@ def adapt_while_communicate(
         u, opt_state = worker.update(g.grads, state.opt_state, seen, t, heard=travelling)
         return State(add(mixed, u), opt_state, g.buffers), g.metrics
 
-    return Algorithm(worker.init, worker.mixing_buffers(step))
+    return worker.algorithm(worker.init, worker.mixing_buffers(step))

@@ -44,4 +44,4 @@ def all_reduce(loss_fn: LossFn, optimizer: Any, topology: Topology, **options: U
         u, opt_state = worker.update(worker.mean(g.grads, t), state.opt_state, x, t)
         return State(add(x, u), opt_state, g.buffers), g.metrics
 
-    return Algorithm(worker.init_equal, worker.then_mixing_buffers(step, worker.everyone))
+    return worker.algorithm(worker.init_equal, worker.then_mixing_buffers(step, worker.everyone))

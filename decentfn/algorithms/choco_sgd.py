@@ -94,4 +94,4 @@ def choco_sgd(
         x = trees.map(lambda x, s, x_hat: x + gamma * (s - x_hat), x_half, s, x_hat)
         return State(x, opt_state, g.buffers, x_hat, s), g.metrics
 
-    return Algorithm(init, step)
+    return worker.algorithm(init, step)

@@ -70,7 +70,7 @@ def d2(loss_fn: LossFn, optimizer: Any, topology: Topology, **options: Unpack[Op
         c_next = trees.map(lambda new, x, u: (new - x - u).to(x.dtype), x_next, x, u)
         return State(x_next, opt_state, g.buffers, c_next), g.metrics
 
-    return Algorithm(init, step)
+    return worker.algorithm(init, step)
 
 
 def require_stable(topology: Topology, tolerance: float = 1e-9) -> None:

@@ -85,4 +85,4 @@ def decentlam(
         m = trees.map(lambda m, x, mixed: (beta * m + (x - mixed) * per_eta).to(m.dtype), m, x, mixed)
         return DecentLaMState(new, opt_state, m, g.buffers), g.metrics
 
-    return Algorithm(init, step)
+    return worker.algorithm(init, step)

@@ -86,4 +86,4 @@ def deep_squeeze(
         x = trees.map(lambda x, mixed, own: x + gamma * (mixed - own), x_half, mix_compressed(c), c.sent)
         return State(x, opt_state, g.buffers, error), g.metrics
 
-    return Algorithm(init, step)
+    return worker.algorithm(init, step)

@@ -95,4 +95,4 @@ def demo(
         u, opt_state = optimizer.update(direction, state.opt_state, theta)
         return State(add(theta, u), opt_state, g.buffers, delta), g.metrics
 
-    return Algorithm(init, step)
+    return worker.algorithm(init, step)

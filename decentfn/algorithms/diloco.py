@@ -98,4 +98,4 @@ def diloco(
         )
         return new, g.metrics
 
-    return Algorithm(init, step)
+    return worker.algorithm(init, step)

@@ -66,4 +66,4 @@ def exact_diffusion(loss_fn: LossFn, optimizer: Any, topology: Topology, **optio
         x = gossip.collect(worker.post(phi, as_step(t)), gamma=0.5)  # W̄ φ
         return State(x, opt_state, g.buffers, psi), g.metrics
 
-    return Algorithm(init, step)
+    return worker.algorithm(init, step)

@@ -70,4 +70,4 @@ def extra(loss_fn: LossFn, optimizer: Any, topology: Topology, **options: Unpack
         x_next = trees.map(lambda wx, u, p: (wx + u - p).to(wx.dtype), mixed, u, p)
         return State(x_next, opt_state, g.buffers, p_next), g.metrics
 
-    return Algorithm(init, step)
+    return worker.algorithm(init, step)

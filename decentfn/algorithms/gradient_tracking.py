@@ -97,4 +97,4 @@ def gradient_tracking(
         x = worker.mix(add(x, u), t) if x_travelling is None else add(gossip.collect(x_travelling), u)
         return State(x, opt_state, gradient.buffers, y, g, started), gradient.metrics
 
-    return Algorithm(init, step)
+    return worker.algorithm(init, step)

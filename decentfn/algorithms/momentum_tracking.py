@@ -87,4 +87,4 @@ def momentum_tracking(
         x = add(gossip.collect(x_travelling), update)
         return MomentumTrackingState(x, opt_state, u_new, y, g.buffers), g.metrics
 
-    return Algorithm(init, step)
+    return worker.algorithm(init, step)

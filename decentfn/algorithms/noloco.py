@@ -110,4 +110,4 @@ def noloco(
         )
         return new, g.metrics
 
-    return Algorithm(init, step)
+    return worker.algorithm(init, step)

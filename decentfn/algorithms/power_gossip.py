@@ -126,7 +126,7 @@ def power_gossip(
         u, opt_state = optimizer.update(g.grads, state.opt_state, x)
         return State(add(mixed, u), opt_state, g.buffers, directions), g.metrics
 
-    return Algorithm(init, step)
+    return worker.algorithm(init, step)
 
 
 class _Posted(NamedTuple):

@@ -8,6 +8,7 @@ from typing import Any
 from decentfn.buckets import Plan
 from decentfn.compressors import Compressor
 from decentfn.topologies import Topology, mixing_matrix
+from decentfn.words import brief
 
 
 def require_doubly_stochastic(call: str, topology: Topology) -> None:
@@ -51,7 +52,7 @@ def require_compressor(call: str, compressor: object, gamma: float, options: Map
     """Raise ValueError unless there is a compressor, γ lies in (0, 1], and no wire dtype is asked for beside it."""
     if not isinstance(compressor, Compressor):
         raise ValueError(
-            f"{call}(compressor={compressor!r}): expected a Compressor, for example df.compressors.top_k(0.01)."
+            f"{call}(compressor={brief(compressor)}): expected a Compressor, for example df.compressors.top_k(0.01)."
         )
     if not isinstance(gamma, (int, float)) or not 0 < gamma <= 1:
         raise ValueError(f"{call}(gamma={gamma!r}): γ lies in (0, 1]; about the compressor's δ is a start.")

@@ -68,4 +68,4 @@ def push_diging(loss_fn: LossFn, optimizer: Any, topology: Topology, **options: 
         u, v = unpack(worker.mix(pack(add(scale(x, v), update), v), t))
         return State(divide(u, v), opt_state, gradient.buffers, v, y, g), gradient.metrics
 
-    return Algorithm(init, step)
+    return worker.algorithm(init, step)

@@ -102,7 +102,7 @@ def quasi_global_momentum(
         m = trees.map(lambda m, x, mixed: (mu * m + (1 - mu) * (x - mixed) * per_eta).to(m.dtype), m, x, mixed)
         return QuasiGlobalMomentumState(mixed, opt_state, m, g.buffers), g.metrics
 
-    return Algorithm(init, step)
+    return worker.algorithm(init, step)
 
 
 class QuasiGlobalAdamState(NamedTuple):
@@ -180,4 +180,4 @@ def quasi_global_adam(
         v = trees.map(lambda v, d: beta2 * v + (1 - beta2) * d**2, v, d)
         return QuasiGlobalAdamState(mixed, opt_state, m, v, count + 1, g.buffers), g.metrics
 
-    return Algorithm(init, step)
+    return worker.algorithm(init, step)

@@ -110,7 +110,7 @@ def relay_sgd(
             x = add(x, u)
         return State(x, opt_state, g.buffers, messages, state.start, state.age + 1), g.metrics
 
-    return Algorithm(init, step)
+    return worker.algorithm(init, step)
 
 
 def _count(counts: Tensor, age: Tensor) -> Tensor:

@@ -107,4 +107,4 @@ def slowmo(
         new = SlowMoState(where(due, slow, x), opt_state, where(due, slow, x0), where(due, u_new, u), g.buffers)
         return new, g.metrics
 
-    return Algorithm(init, step)
+    return worker.algorithm(init, step)

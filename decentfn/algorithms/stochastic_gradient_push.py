@@ -99,7 +99,7 @@ def stochastic_gradient_push(
         x, w = unpack(x_and_w)
         return State(divide(x, w), opt_state, g.buffers, w, outboxes), g.metrics
 
-    return Algorithm(init, step)
+    return worker.algorithm(init, step)
 
 
 def _check(topology: Topology, rounds: int, delay: int) -> None:

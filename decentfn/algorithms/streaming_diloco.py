@@ -150,4 +150,4 @@ def streaming_diloco(
         )
         return new, g.metrics
 
-    return Algorithm(init, step)
+    return worker.algorithm(init, step)

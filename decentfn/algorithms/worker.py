@@ -10,16 +10,18 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from decentfn import collectives, gossip, trees
-from decentfn.buckets import Buckets, Plan, flatten
+from decentfn.algorithms.expected import checked
+from decentfn.buckets import Buckets, Plan, flatten, require_bucket_mb
 from decentfn.fingerprint import agree, fingerprint
-from decentfn.losses import LossFn, evaluate
+from decentfn.losses import LossFn, evaluate, require_loss
 from decentfn.replicas import require_equal
 from decentfn.scalars import as_step
 from decentfn.topologies import Topology, complete
 from decentfn.transforms import global_norm
 from decentfn.transforms.loss_scale import DynamicLossScale, all_finite
-from decentfn.transforms.transform import wants_mix
+from decentfn.transforms.transform import require_pair, wants_mix
 from decentfn.trees import PyTree
+from decentfn.words import brief
 
 __all__ = ["Algorithm", "Gradient", "LossFn", "Metrics", "Options", "State", "Worker", "add", "as_step"]
 
@@ -102,17 +104,11 @@ class Worker:
         understands: Collection[str] = (),
         **options: Unpack[Options],
     ) -> None:
-        if not callable(loss_fn):
-            raise ValueError(f"loss_fn={loss_fn!r}: expected a function (params, batch) -> loss.")
-        for method in ("init", "update"):
-            if not callable(getattr(optimizer, method, None)):
-                raise ValueError(
-                    f"optimizer={optimizer!r} has no {method}(): an optimizer is a pair (init, update) as in optax, "
-                    "for example df.adamw(3e-4)."
-                )
+        require_loss("loss_fn", loss_fn)
+        require_pair("optimizer", optimizer)
         if not isinstance(topology, Topology):
             raise ValueError(
-                f"topology={topology!r}: expected a Topology, for example df.topology('ring', num_workers=4)."
+                f"topology={brief(topology)}: expected a Topology, for example df.topology('ring', num_workers=4)."
             )
         unknown = sorted(set(options) - set(Options.__annotations__))
         if unknown:
@@ -124,7 +120,13 @@ class Worker:
         self.topology = topology
         self.everyone = complete(topology.num_workers)
         self.bucket_mb = options.get("bucket_mb", DEFAULTS["bucket_mb"])
+        require_bucket_mb(self.bucket_mb)
         self.wire_dtype = options.get("wire_dtype")
+        _require_floating(self.wire_dtype)
+
+    def algorithm(self, init: Callable[..., Any], step: Step) -> Algorithm:
+        """The pair, which looks at what it is given: the state is one that this `init` would lay out."""
+        return Algorithm(*checked(init, step, self.loss_fn))
 
     def init(self, params: PyTree, buffers: PyTree = None) -> State:
         """The plain start: parameters, the optimizer's state, buffers. Collective."""
@@ -134,13 +136,21 @@ class Worker:
     def init_equal(self, params: PyTree, buffers: PyTree = None) -> State:
         """The plain start of replicas that must be equal, checked bit by bit. Collective."""
         state = self.init(params, buffers)
+        if isinstance(params, Plan):
+            return state
         require_equal("all_reduce: init(params, buffers)", {"params": params, "buffers": buffers})
         return state
 
     def start(self, params: PyTree) -> Buckets:
-        """Lay out a copy of `params`; collective: makes the process groups and checks that all ranks agree."""
+        """Lay out a copy of `params`; collective: makes the process groups and checks that all ranks agree.
+
+        Of a plan, its buckets without values, and nothing is collective: what a state of that plan looks like.
+        """
+        if isinstance(params, Plan):
+            return Buckets([torch.empty(b.numel, dtype=b.dtype, device="meta") for b in params.buckets], params)
         masks = getattr(self.optimizer, "masks", ())
         x = flatten(params, bucket_mb=self.bucket_mb, masks=masks)
+        _require_narrower(self.wire_dtype, x)
         size = collectives.world().size
         if self.topology.num_workers % size:
             raise ValueError(
@@ -246,6 +256,21 @@ class Worker:
 def _bare(tensors: list[Tensor]) -> Buckets:
     """Vectors that travel like buckets, without a tree behind them."""
     return Buckets(tensors, Plan((), None))
+
+
+def _require_floating(wire_dtype: object) -> None:
+    if wire_dtype is not None and not (isinstance(wire_dtype, torch.dtype) and wire_dtype.is_floating_point):
+        raise ValueError(
+            f"wire_dtype={brief(wire_dtype)}: expected a floating-point torch.dtype narrower than the parameters', such as "
+            "torch.bfloat16, or None to send them as they are."
+        )
+
+
+def _require_narrower(wire_dtype: torch.dtype | None, x: Buckets) -> None:
+    if wire_dtype is not None and all(bucket.dtype.itemsize < wire_dtype.itemsize for bucket in x):
+        raise ValueError(
+            f"wire_dtype={wire_dtype} is wider than every parameter ({x[0].dtype}), so all travel as they are; leave it out."
+        )
 
 
 def _require_understood(understands: Collection[str], optimizer: Any, options: Mapping[str, Any]) -> None:

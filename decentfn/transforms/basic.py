@@ -18,6 +18,7 @@ from decentfn.buckets import Buckets, Mask, wide
 from decentfn.scalars import once
 from decentfn.transforms.transform import Transform, each, masked
 from decentfn.trees import PyTree
+from decentfn.words import brief
 
 Scalar = float | Callable[[Tensor], "Tensor | float"]
 """A number, or a function of the count of updates before this one (0-d int64 tensor): see `decentfn.schedules`."""
@@ -58,7 +59,7 @@ def multiply(x: Buckets, factor: float | Tensor) -> Buckets:
 def check_number(call: str, name: str, value: object, rule: str, holds: Callable[[float], bool]) -> None:
     """`value` must be a real number for which `holds`."""
     if not (isinstance(value, Real) and holds(float(value))):
-        raise ValueError(f"{call}({name}={value!r}): {name} is {rule}.")
+        raise ValueError(f"{call}({name}={brief(value)}): {name} is {rule}.")
 
 
 def check_scalar(call: str, name: str, value: object) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from decentfn import trees
 from decentfn.buckets import Buckets, Mask, Plan
 from decentfn.trees import PyTree
+from decentfn.words import brief
 
 
 class Transform(NamedTuple):
@@ -64,18 +65,30 @@ def masks_of(*transforms: Any) -> tuple[Mask, ...]:
 
 
 def check_transform(call: str, transform: Any) -> None:
-    """`transform` must have callable `init` and `update`."""
-    for method in ("init", "update"):
-        if not callable(getattr(transform, method, None)):
-            raise ValueError(
-                f"{call}: {transform!r} has no {method}(); a transform is a pair (init, update), for example "
-                "df.adamw(3e-4) or df.Transform(init, update)."
-            )
+    """`transform` must be a pair, and none that has to stand outermost."""
+    require_pair(call, transform)
     if getattr(transform, "is_outermost", False):
         raise ValueError(
             f"{call}: a dynamic loss scale is read by the algorithm and must be the outermost transform; write "
             "df.dynamic_loss_scale(df.chain(...))."
         )
+
+
+def require_pair(call: str, transform: Any) -> None:
+    """`transform` must have callable `init` and `update`."""
+    kind = transform if isinstance(transform, type) else type(transform)
+    if issubclass(kind, torch.optim.Optimizer):
+        ours = kind.__name__.lower() if kind.__name__ in ("SGD", "Adam", "AdamW") else "adamw"
+        raise ValueError(
+            f"{call}: torch.optim.{kind.__name__} keeps parameters and writes over them; an optimizer here is a pair "
+            f"(init, update) of pure functions, for example df.{ours}(learning_rate)."
+        )
+    for method in ("init", "update"):
+        if not callable(getattr(transform, method, None)):
+            raise ValueError(
+                f"{call}: {brief(transform)} has no {method}(); a transform is a pair (init, update), for example "
+                "df.adamw(3e-4) or df.Transform(init, update)."
+            )
 
 
 def _check_unaware(call: str, transform: Any) -> None:
@@ -147,7 +160,7 @@ def masked(transform: Any, mask: Mask) -> Transform:
     check_transform("masked(transform, mask)", transform)
     _check_unaware("masked(transform, mask)", transform)
     if not callable(mask):
-        raise ValueError(f"masked(mask={mask!r}): a mask is a function (dotted name, shape) -> bool.")
+        raise ValueError(f"masked(mask={brief(mask)}): a mask is a function (dotted name, shape) -> bool.")
 
     def init(params: Buckets) -> PyTree:
         return transform.init(_take(params, _answers(params.plan, mask)))
@@ -208,7 +221,7 @@ def partition(transforms: Mapping[Hashable, Any], labels: Callable[[str, tuple[i
     for label, transform in transforms.items():
         check_transform(f"partition(transforms[{label!r}])", transform)
     if not callable(labels):
-        raise ValueError(f"partition(labels={labels!r}): labels are a function (dotted name, shape) -> label.")
+        raise ValueError(f"partition(labels={brief(labels)}): labels are a function (dotted name, shape) -> label.")
     # The groups are disjoint, and each lets the others' leaves pass, so one after another is all at once.
     groups = chain(*(masked(transform, _has_label(label, labels)) for label, transform in transforms.items()))
 

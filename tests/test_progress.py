@@ -1,0 +1,50 @@
+"""A step that compiles says so through the logger "decentfn", once for every shape of batch, and is silent afterwards."""
+
+import logging
+import re
+
+import torch
+
+import decentfn as df
+
+COMPILING = r"compiling adapt_then_combine\.step{} \.\.\."
+COMPILED = r"compiled adapt_then_combine\.step in \d+\.\d s"
+
+
+def a_step(**options):
+    init, step = df.adapt_then_combine(lambda p, x: ((x - p) ** 2).mean(), df.sgd(0.1), df.topology("complete", 1))
+    return init(torch.zeros(2)), df.compile(step, **options)
+
+
+def said(caplog):
+    return [record.getMessage() for record in caplog.records if record.name == "decentfn"]
+
+
+def match_all(patterns, lines):
+    assert len(patterns) == len(lines), lines
+    for pattern, line in zip(patterns, lines, strict=True):
+        assert re.fullmatch(pattern, line), line
+
+
+def test_compiling_is_announced_and_timed_for_each_shape_of_batch(caplog):
+    caplog.set_level(logging.INFO, "decentfn")
+    state, step = a_step()
+    for size in (3, 3, 5, 5, 3):
+        state, _ = step(state, torch.ones(size, 2), 0)
+    again = COMPILING.format(", again, for another batch or loss")
+    match_all([COMPILING.format(""), COMPILED, again, COMPILED], said(caplog))
+
+
+def test_other_backends_and_simulations_are_announced_too(caplog):
+    caplog.set_level(logging.INFO, "decentfn")
+    init, step = df.adapt_then_combine(lambda p, x: ((x - p) ** 2).mean(), df.sgd(0.1), df.topology("ring", 2))
+    state, step = df.stack(init(torch.zeros(2)), 2), df.compile(df.simulate(step, 2), backend="aot_eager")
+    for t in range(2):
+        state, _ = step(state, torch.ones(2, 3, 2), t)
+    match_all([COMPILING.format(""), COMPILED], said(caplog))
+
+
+def test_a_script_that_does_not_ask_is_told_nothing(caplog):
+    state, step = a_step(backend="aot_eager")
+    step(state, torch.ones(3, 2), 0)
+    assert said(caplog) == []
