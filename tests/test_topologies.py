@@ -156,7 +156,9 @@ def test_certificates_say_what_the_matrices_say(name, n):
     assert (name in DIRECTED) or facts.is_symmetric
     if made.period is None:
         assert facts.steps_to_consensus is None and facts.spectral_gap is None
+        assert facts.expected_contraction is not None and -1e-12 <= facts.expected_contraction < 1
         return
+    assert facts.expected_contraction is None
     product, exact_after = np.eye(n), 0 if n == 1 else None
     for t, w in enumerate(matrices):
         product = w @ product

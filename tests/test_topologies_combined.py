@@ -236,13 +236,17 @@ def by_count():
 
 @pytest.mark.parametrize("draw", [anew, by_count, only_late])
 def test_a_draw_that_says_something_else_when_it_is_asked_again_is_refused(draw):
-    with pytest.raises(ValueError, match=r"mine: the sources of step \d+ differ .* drawn twice.*noise.permutation\(seed, t"):
+    with pytest.raises(
+        ValueError, match=r"mine: the sources of step \d+ differ .* drawn twice.*noise.permutation\(seed, t"
+    ):
         from_draw("mine", 8, draw())
 
 
 def test_rounds_without_a_period_that_differ_when_asked_again_are_refused_too():
     with pytest.raises(ValueError, match="drawn twice"):
-        from_rounds("mine", 8, lambda t: Round(*anew()(t)) if t < 0 else Round(*pairs_of(torch.randperm(8))), period=None)
+        from_rounds(
+            "mine", 8, lambda t: Round(*anew()(t)) if t < 0 else Round(*pairs_of(torch.randperm(8))), period=None
+        )
 
 
 @pytest.mark.parametrize(
@@ -264,7 +268,9 @@ def test_draws_of_another_shape_or_dtype_are_refused(change, message):
 def test_a_draw_whose_slots_change_from_step_to_step_is_refused():
     def draw(t):
         sources, destinations, weights = pairs_of(torch.arange(8))
-        return (sources[:, :0], sources[:, :0], torch.ones(8, 1).double()) if t == 3 else (sources, destinations, weights)
+        return (
+            (sources[:, :0], sources[:, :0], torch.ones(8, 1).double()) if t == 3 else (sources, destinations, weights)
+        )
 
     with pytest.raises(ValueError, match=r"mine: the sources of step 3 are \[8, 0\]"):
         from_draw("mine", 8, draw)

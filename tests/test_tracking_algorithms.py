@@ -135,7 +135,9 @@ def test_the_mean_of_the_trackers_is_the_mean_of_the_gradients(form, n, period, 
 def left_after(name, steps, **options):
     """The distance to the optimum, relative to the start, with momentum, curvature 1 and a minimum for each worker."""
     topology, minima = df.topology(name, 16), torch.arange(16.0, dtype=torch.float64)[:, None]
-    init, step = gradient_tracking(lambda x, b: ((x - b) ** 2).sum() / 2, df.sgd(0.2, momentum=0.9), topology, **options)
+    init, step = gradient_tracking(
+        lambda x, b: ((x - b) ** 2).sum() / 2, df.sgd(0.2, momentum=0.9), topology, **options
+    )
     state, step = df.stack(init(torch.zeros(1, dtype=torch.float64)), 16), df.simulate(step, 16)
     for t in range(steps):
         state, _ = step(state, minima, t)

@@ -258,7 +258,11 @@ def _drawn(name: str, num_workers: int, draw: Callable[[Tensor], Round], steps: 
     """The rounds of these steps, of the right shapes and dtypes."""
     rounds = [draw(torch.tensor(t)) for t in steps]
     slots = rounds[0].sources.shape[-1]
-    sizes = {"sources": (slots, torch.int64), "destinations": (slots, torch.int64), "weights": (slots + 1, torch.float64)}
+    sizes = {
+        "sources": (slots, torch.int64),
+        "destinations": (slots, torch.int64),
+        "weights": (slots + 1, torch.float64),
+    }
     for t, this in zip(steps, rounds, strict=True):
         for part, (width, dtype) in sizes.items():
             table = getattr(this, part)
@@ -271,9 +275,11 @@ def _drawn(name: str, num_workers: int, draw: Callable[[Tensor], Round], steps: 
     return rounds
 
 
-def _check_again(name: str, num_workers: int, draw: Callable[[Tensor], Round], drawn: Mapping[int, Round]) -> None:
+def _check_again(
+    name: str, num_workers: int, draw: Callable[[Tensor], Round], drawn: Sequence[tuple[int, Round]]
+) -> None:
     """Draw once more, in another order: a round is a function of t if it is what it was."""
-    for t, before in reversed(drawn.items()):
+    for t, before in reversed(drawn):
         for part, was, now in zip(Round._fields, before, draw(torch.tensor(t)), strict=True):
             if was is not None and (now is None or not torch.equal(was, now)):
                 raise ValueError(
@@ -339,7 +345,7 @@ def from_rounds(
         mean_weights = torch.stack([this.mean_weights for this in drawn if this.mean_weights is not None])
     tables = Topology(name, num_workers, sources, weights, rows, mean_weights, is_column_stochastic)
     check(tables, nobody_left_out=in_tables)
-    _check_again(name, num_workers, draw, dict(zip(steps[: len(_STEPS_TRIED)], drawn, strict=False)))
+    _check_again(name, num_workers, draw, list(zip(steps[: len(_STEPS_TRIED)], drawn, strict=False)))
     if in_tables:
         return tables
     first = None if mean_weights is None else mean_weights[:1]
