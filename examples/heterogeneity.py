@@ -75,6 +75,7 @@ class Result(NamedTuple):
 
     consensus: float  # held out, of the mean of all workers' parameters
     local: float  # held out, of every worker's own parameters, averaged over workers
+    worst: float  # held out, of the worker that knows least
     train: float  # as `local`, on the union of all shards
 
 
@@ -89,6 +90,12 @@ def digits() -> tuple[Data, Data]:
     images, labels = torch.tensor(loaded.data / 16.0, dtype=torch.float32), torch.tensor(loaded.target)
     train, test = train_test_split(range(len(labels)), test_size=0.2, random_state=0)
     return Data(images[train], labels[train]), Data(images[test], labels[test])
+
+
+def topology(name: str, num_workers: int) -> df.Topology:
+    """By name; where nodes matter, of four workers each."""
+    nodes = {"local_world_size": 4} if name in ("alternating-exp-ring", "hierarchical") else {}
+    return df.topology(name, num_workers, **nodes)
 
 
 def predict(params: Params, images: Tensor) -> Tensor:
@@ -118,17 +125,18 @@ def train(method: Method, config: Config, alpha: float, seed: int, learning_rate
         "b2": torch.zeros(10),
     }
     optimizer = df.sgd(learning_rate or method.learning_rate, momentum=method.momentum)
-    init, decent_step = method.algorithm(loss_fn, optimizer, df.topology(method.topology, n))
+    init, decent_step = method.algorithm(loss_fn, optimizer, topology(method.topology, n))
     state, decent_step = df.stack(init(start), n), df.simulate(decent_step, n)
     for t in range(config.steps):
         rows = shards.stacked_at(t)
         state, _ = decent_step(state, Data(data.images[rows], data.labels[rows]), t)
 
-    def local(data: Data) -> float:
+    def local(data: Data) -> Tensor:
         logits = vmap(predict, in_dims=(0, None))(df.params(state), data.images)
-        return (logits.argmax(-1) == data.labels).float().mean().item()
+        return (logits.argmax(-1) == data.labels).float().mean(-1)
 
-    return Result(accuracy(df.consensus_mean(state), held_out), local(held_out), local(data))
+    workers, trained = local(held_out), local(data).mean().item()
+    return Result(accuracy(df.consensus_mean(state), held_out), workers.mean().item(), workers.min().item(), trained)
 
 
 def tune(config: Config) -> dict[str, float]:

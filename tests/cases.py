@@ -19,7 +19,7 @@ CORE_TOPOLOGIES: dict[str, dict[str, Any]] = {
 """Decent-DP's schedules, with which every core algorithm is crossed."""
 
 OTHERS: dict[str, list[tuple[str, dict[str, Any]]]] = {
-    "gradient_tracking": [("static-exp", {}), ("one-peer-exp", {"form": "awc"}), ("ring", {"form": "atc"})],
+    "gradient_tracking": [("ring", {}), ("static-exp", {"form": "semi-atc"}), ("one-peer-exp", {"form": "awc"})],
     "extra": [("static-ring", {})],
     "exact_diffusion": [("static-ring", {})],
     "d2": [("static-ring", {})],

@@ -39,7 +39,7 @@ TESTED = sorted({round(v) for v in np.logspace(0, np.log2(20_000), 1000, base=2)
 METHODS: dict[str, Callable[..., Any]] = {
     "Gossip": adapt_then_combine,
     "All-reduce": all_reduce,
-    "Gradient tracking": gradient_tracking,
+    "Gradient tracking": lambda *args: gradient_tracking(*args, form="semi-atc"),
     "D2": d2,
     "SGP": lambda *args: stochastic_gradient_push(*args, rounds=2),
     "RelaySum/Model": relay_sgd,

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+import decentfn as df
 from tests.test_examples import load
 
 
@@ -43,3 +44,33 @@ def test_where_labels_are_skewed_a_bias_corrected_method_beats_d_psgd_on_the_sam
 
     for seed in (0, 1):
         assert local("exact diffusion", seed) > local("D-PSGD", seed) + 0.01
+
+
+def test_algorithms_on_schedules_keeps_its_runs_and_says_what_is_refused(experiment, tmp_path, capsys, monkeypatch):
+    script = load("algorithms_on_schedules")  # imports heterogeneity, which `experiment` has loaded
+    config = script.Config(
+        steps=1,
+        seeds=1,
+        runs=tmp_path / "runs.jsonl",
+        algorithms=("adapt_then_combine", "d2", "diloco"),
+        schedules=("static-ring", "one-peer-exp"),
+    )
+    script.main(config)
+    said = capsys.readouterr().out
+    heads, _, *rows = [
+        [cell.strip() for cell in line.strip("| ").split("|")] for line in said.split("\n\n")[0].splitlines()
+    ]
+    assert heads == ["algorithm", "`static-ring`", "`one-peer-exp`"]
+    assert [row[0] for row in rows] == ["`adapt_then_combine`", "`d2`", "`diloco`"]
+    assert rows[1][2] == "refused" and "\n- d2: on 'one-peer-exp' disagreement grows" in said
+    assert rows[2][2] == "same"
+    assert "`one-peer-exp` is also" in said and "**" in rows[0][1]  # one step teaches nobody
+
+    monkeypatch.delattr(script, "train")
+    script.main(config)
+    assert capsys.readouterr().out == said
+
+
+def test_every_algorithm_is_a_row_of_the_table(experiment):
+    rows = load("algorithms_on_schedules").methods()
+    assert {name for name in df.algorithms.__all__ if name.islower()} <= set(rows)

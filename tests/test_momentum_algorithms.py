@@ -34,6 +34,8 @@ from tests.quadratics import (
 
 N = 6
 LR = 0.1
+SMALL_BETA = {decentlam: {"beta": 0.1}}
+"""What it accepts on schedules that vary."""
 algorithms = pytest.mark.parametrize(
     "algorithm", [quasi_global_momentum, quasi_global_adam, decentlam, momentum_tracking], ids=lambda f: f.__name__
 )
@@ -252,7 +254,8 @@ def test_tracked_momentum_keeps_the_mean_of_momentum(n, period, seed, beta):
 def test_mixing_keeps_the_mean_where_there_is_no_gradient(algorithm, n, period, seed):
     p = problem(n, seed)
     still = Problem(np.zeros_like(p.A), np.zeros_like(p.b), p.start)
-    simulated = run(build(algorithm, still, random_symmetric(n, period, seed)), still, steps=8)
+    built = build(algorithm, still, random_symmetric(n, period, seed), **SMALL_BETA.get(algorithm, {}))
+    simulated = run(built, still, steps=8)
     scale = np.abs(simulated).max()
     agree(simulated[1].mean(0), p.start.mean(0), atol=1e-12 * scale)
     if algorithm is not quasi_global_adam:  # its momentum is normalised worker by worker
@@ -277,7 +280,7 @@ def test_a_learning_rate_of_zero_moves_no_momentum():
 def test_one_graph_serves_the_whole_run(algorithm):
     p, matrices = problem(N), random_symmetric(N, 3, seed=1)
     counter = CompileCounter()
-    built = build(algorithm, p, matrices, LR)
+    built = build(algorithm, p, matrices, LR, **SMALL_BETA.get(algorithm, {}))
     compiled = df.compile(df.simulate(built.step, N), backend=counter)
     state = start(built, p)
     for t in range(STEPS):
@@ -313,3 +316,40 @@ def test_rates_are_checked():
         decentlam(loss, Sgd(LR), topology, learning_rate=0)
     with pytest.raises(ValueError, match=r"quasi_global_adam\(.*beta2=1"):
         quasi_global_adam(loss, Sgd(LR), topology, beta2=1)
+
+
+@pytest.mark.parametrize(
+    "name", ["one-peer-exp", "one-peer-exp-directed", "static-exp", "shift-one", "random-matching"]
+)
+def test_decentlam_refuses_schedules_on_which_momentum_makes_disagreement_grow(name):
+    topology = df.topology(name, 16)
+    with pytest.raises(
+        ValueError, match=rf"decentlam\(beta=0.9\): on '{name}' disagreement grows.*quasi_global_momentum"
+    ):
+        decentlam(loss, Sgd(LR), topology)
+    decentlam(loss, Sgd(LR), topology, beta=0.1)
+
+
+@pytest.mark.parametrize("name", ["static-ring", "hypercube", "ring", "double-binary-tree", "complete"])
+def test_decentlam_accepts_schedules_on_which_disagreement_shrinks(name):
+    decentlam(loss, Sgd(LR), df.topology(name, 16))
+
+
+@pytest.mark.parametrize(
+    "name", ["one-peer-exp", "one-peer-exp-directed", "static-exp", "ring", "shift-one", "p-peer-exp"]
+)
+@pytest.mark.parametrize("beta", [0.5, 0.8, 0.99])
+def test_decentlam_refuses_what_its_recursion_without_gradients_refuses(name, beta):
+    """By the eigenvalues of one period: (x, m) -> (W x - β m, β m + x - W x), off the consensus."""
+    topology, eye, mean = df.topology(name, 16), np.eye(16), np.full((16, 16), 1 / 16)
+    product = np.eye(32)
+    for t in range(topology.period):
+        W = df.mixing_matrix(topology, t).numpy() - mean
+        product = np.block([[W, -beta * eye], [eye - mean - W, beta * eye]]) @ product
+    grows = np.abs(np.linalg.eigvals(product)).max() ** (1 / topology.period) > 1.01
+    try:
+        decentlam(loss, Sgd(LR), topology, beta=beta)
+    except ValueError:
+        assert grows
+    else:
+        assert not grows

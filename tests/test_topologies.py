@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from decentfn import mixing
-from decentfn.topologies import certificate, mixing_matrix, relabel, topology, topology_names
+from decentfn.topologies import certificate, mixed, mixing_matrix, relabel, topology, topology_names
 
 NAMES = topology_names()
 NEEDED = {
@@ -135,6 +135,7 @@ def test_mixing_keeps_the_mean_and_consensus_and_contracts_disagreement(name, n,
     gap = facts_of(made).spectral_gap
     for t in steps(made):
         w = mixing_matrix(made, t).numpy()
+        np.testing.assert_allclose(mixed(made, t, torch.from_numpy(x)), w @ x, rtol=0, atol=1e-12)
         assert np.abs(w @ np.ones(n) - 1).max() <= 1e-14 * n
         assert np.linalg.norm(w @ x - x.mean(0)) <= np.linalg.norm(x - x.mean(0)) * (1 + 1e-12)
         x = w @ x
@@ -156,7 +157,9 @@ def test_certificates_say_what_the_matrices_say(name, n):
     assert (name in DIRECTED) or facts.is_symmetric
     if made.period is None:
         assert facts.steps_to_consensus is None and facts.spectral_gap is None
+        assert facts.expected_contraction is not None and -1e-12 <= facts.expected_contraction < 1
         return
+    assert facts.expected_contraction is None
     product, exact_after = np.eye(n), 0 if n == 1 else None
     for t, w in enumerate(matrices):
         product = w @ product

@@ -13,6 +13,7 @@ import decentfn as df
 from decentfn import mixing
 from decentfn.topologies import (
     Edge,
+    Round,
     alternate,
     alternating_exp_ring,
     certificate,
@@ -24,6 +25,7 @@ from decentfn.topologies import (
     from_groups,
     from_matrices,
     from_permutations,
+    from_rounds,
     from_shifts,
     graph,
     hierarchical,
@@ -194,7 +196,9 @@ def test_sudden_and_gradual_consensus_are_told_apart():
         (lambda: from_matrices("mine", [[1.5, -0.5], [-0.5, 1.5]]), r"W\[0, 1\] = -0.5"),
         (lambda: from_groups("mine", [[Edge([0, 1])]], 3), "each of 0..2 must be in exactly one"),
         (
-            lambda: from_draw("mine", 2, lambda t: (torch.tensor([[1], [0]]),) * 2 + (torch.tensor([[0.5, 0.4]] * 2),)),
+            lambda: from_draw(
+                "mine", 2, lambda t: (torch.tensor([[1], [0]]),) * 2 + (torch.tensor([[0.5, 0.4]] * 2).double(),)
+            ),
             "sums to",
         ),
         (
@@ -208,6 +212,78 @@ def test_sudden_and_gradual_consensus_are_told_apart():
 def test_impossible_topologies_say_the_call_the_rule_and_the_way_out(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def pairs_of(order, dtype=torch.float64):
+    partner = torch.empty_like(order).scatter_(0, order, order[torch.arange(len(order)) ^ 1])
+    return partner[:, None], partner[:, None], torch.full((len(order), 2), 0.5, dtype=dtype)
+
+
+def anew():
+    generator = torch.Generator().manual_seed(0)
+    return lambda t: pairs_of(torch.randperm(8, generator=generator))
+
+
+def only_late():
+    generator = torch.Generator().manual_seed(0)
+    return lambda t: pairs_of(torch.randperm(8, generator=generator) if t >= 10_000 else torch.arange(8))
+
+
+def by_count():
+    calls = iter(range(10**6))
+    return lambda t: pairs_of(torch.arange(8).roll(next(calls)))
+
+
+@pytest.mark.parametrize("draw", [anew, by_count, only_late])
+def test_a_draw_that_says_something_else_when_it_is_asked_again_is_refused(draw):
+    with pytest.raises(
+        ValueError, match=r"mine: the sources of step \d+ differ .* drawn twice.*noise.permutation\(seed, t"
+    ):
+        from_draw("mine", 8, draw())
+
+
+def test_rounds_without_a_period_that_differ_when_asked_again_are_refused_too():
+    with pytest.raises(ValueError, match="drawn twice"):
+        from_rounds(
+            "mine", 8, lambda t: Round(*anew()(t)) if t < 0 else Round(*pairs_of(torch.randperm(8))), period=None
+        )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s, d, w: (s.int(), d, w), r"sources .*\[8, 1\] torch.int32, not \[8, 1\] torch.int64"),
+        (lambda s, d, w: (s, d.int(), w), "destinations .*torch.int32"),
+        (lambda s, d, w: (s, d, w.float()), "weights .*torch.float32, not .*torch.float64"),
+        (lambda s, d, w: (s, d, w[:, :1]), r"weights .*\[8, 1\].*, not \[8, 2\]"),
+        (lambda s, d, w: (s, d.repeat(1, 2), w), r"destinations .*\[8, 2\].*, not \[8, 1\]"),
+        (lambda s, d, w: (s[:4] % 4, d[:4] % 4, w[:4]), r"sources .*\[4, 1\].*, not \[8, 1\]"),
+    ],
+)
+def test_draws_of_another_shape_or_dtype_are_refused(change, message):
+    with pytest.raises(ValueError, match=f"mine: the {message}"):
+        from_draw("mine", 8, lambda t: change(*pairs_of(torch.arange(8))))
+
+
+def test_a_draw_whose_slots_change_from_step_to_step_is_refused():
+    def draw(t):
+        sources, destinations, weights = pairs_of(torch.arange(8))
+        return (
+            (sources[:, :0], sources[:, :0], torch.ones(8, 1).double()) if t == 3 else (sources, destinations, weights)
+        )
+
+    with pytest.raises(ValueError, match=r"mine: the sources of step 3 are \[8, 0\]"):
+        from_draw("mine", 8, draw)
+
+
+@pytest.mark.parametrize("at", [3, 10**6])
+def test_every_round_that_is_tried_is_checked_as_a_table_would_be(at):
+    def draw(t):
+        sources, destinations, weights = pairs_of(torch.arange(8))
+        return sources, destinations, weights * (0.9 if t == at else 1.0)
+
+    with pytest.raises(ValueError, match="sums to 0.9"):
+        from_draw("mine", 8, draw)
 
 
 def test_given_weights_of_a_graph_are_kept():

@@ -1,5 +1,6 @@
 """Figures that others published, and closed forms."""
 
+import itertools
 import math
 
 import networkx as nx
@@ -7,17 +8,21 @@ import numpy as np
 import pytest
 import torch
 
+from decentfn import noise
 from decentfn.topologies import (
     alternating_exp_ring,
     ceca_consensus,
     ceca_rounds,
+    certificate,
     consensus_steps,
+    from_draw,
     graph,
     mixing_matrix,
     spectral_gap,
     topology,
 )
 from decentfn.topologies.equitopo import greedy_pairs
+from decentfn.topologies.matching import pair_weights
 
 
 def ring_gap(n):
@@ -165,6 +170,53 @@ def test_consensus_curves_of_deterministic_graphs_match_every_digit(name, publis
 def test_consensus_curve_of_ou_equidyn_has_the_published_order():
     for found, published in zip(curve("equitopo-ou-dyn"), (2.900e-2, 5.882e-6, 1.415e-12), strict=True):
         assert -1 < math.log10(found / published) < 1.5
+
+
+def ou_contraction(n, eta=0.5):
+    """E[(W - J)²] over all distances and starts, each round built as the paper tells it: greedily, worker by worker."""
+    total = np.zeros((n, n))
+    for a, start in itertools.product(range(1, n), range(n)):
+        w = np.eye(n)
+        for i in (np.arange(n) + start) % n:
+            j = (i + a) % n
+            if w[i, i] == w[j, j] == 1:
+                w[i, i] = w[j, j] = 1 - eta * (n - 1) / n
+                w[i, j] = w[j, i] = eta * (n - 1) / n
+        total += (w - 1 / n) @ (w - 1 / n)
+    return np.linalg.eigvalsh(total)[-1] / n / (n - 1)
+
+
+def od_contraction(n, eta=0.5):
+    w = eta * (n - 1) / n
+    return (1 - w) ** 2 + w**2 - 2 * w * (1 - w) / (n - 1)
+
+
+def one_of_two_rings(n):
+    """Pairs (0 1)(2 3)... or (1 2)(3 4)..., each half of the time: E[WᵀW] = E[W] is the lazy ring I/2 + (R + Rᵀ)/4."""
+    worker = torch.arange(n)
+
+    def draw(t):
+        shift = noise.integers(0, t, 0, (), 2)
+        return pair_weights((((worker - shift) % n ^ 1) + shift) % n, 0.5)
+
+    return from_draw("one of two", n, draw)
+
+
+@pytest.mark.parametrize(
+    ("made", "closed"),
+    [
+        *((topology("random-matching", n), 1 / 2 - 1 / (2 * (n - 1))) for n in (2, 4, 16, 50, 600)),
+        *((topology("random-matching", n), 1 / 2) for n in (3, 15, 601)),  # one rests: each pair meets with 1/N
+        *((topology("equitopo-od-dyn", n), od_contraction(n)) for n in (2, 16, 51, 600)),
+        *((topology("equitopo-od-dyn", n, eta=0.9), od_contraction(n, 0.9)) for n in (5, 16)),
+        *((topology("equitopo-ou-dyn", n), ou_contraction(n)) for n in (4, 9, 16)),
+        *((one_of_two_rings(n), (1 + np.cos(2 * np.pi / n)) / 2) for n in (4, 8, 32)),
+    ],
+    ids=lambda value: f"{value.name}-{value.num_workers}" if hasattr(value, "name") else "",
+)
+def test_the_expected_contraction_of_a_random_schedule_is_that_of_its_closed_form(made, closed):
+    # The standard error is at most 1/32, where a round takes all or nothing: for few workers.
+    assert certificate(made).expected_contraction == pytest.approx(closed, abs=0.05 if made.num_workers <= 4 else 0.02)
 
 
 def test_equitopo_static_gaps_have_the_published_size():

@@ -132,6 +132,28 @@ def test_the_mean_of_the_trackers_is_the_mean_of_the_gradients(form, n, period, 
         np.testing.assert_allclose(flat(state.y).mean(0), flat(state.g).mean(0), rtol=0, atol=1e-12)
 
 
+def left_after(name, steps, **options):
+    """The distance to the optimum, relative to the start, with momentum, curvature 1 and a minimum for each worker."""
+    topology, minima = df.topology(name, 16), torch.arange(16.0, dtype=torch.float64)[:, None]
+    init, step = gradient_tracking(
+        lambda x, b: ((x - b) ** 2).sum() / 2, df.sgd(0.2, momentum=0.9), topology, **options
+    )
+    state, step = df.stack(init(torch.zeros(1, dtype=torch.float64)), 16), df.simulate(step, 16)
+    for t in range(steps):
+        state, _ = step(state, minima, t)
+    return float((df.params(state) - minima.mean()).abs().max() / minima.mean())
+
+
+@pytest.mark.parametrize("name", ["one-peer-exp", "one-peer-exp-directed", "ring", "random-matching"])
+def test_gradient_tracking_as_it_comes_reaches_the_optimum_on_one_peer_schedules_with_momentum(name):
+    assert left_after(name, 150) < 0.01
+
+
+@pytest.mark.parametrize("form", ["semi-atc", "awc"])
+def test_on_one_peer_rounds_with_momentum_the_overlapped_forms_diverge_as_their_page_says(form):
+    assert left_after("one-peer-exp", 100, form=form) > 10
+
+
 @given(n=small, seed=seeds)
 def test_d2_on_the_lazy_matrix_is_exact_diffusion(n, seed):
     p, W = problem(n, seed), random_symmetric(n, 1, seed)

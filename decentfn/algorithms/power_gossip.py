@@ -4,7 +4,7 @@ On an edge i-j, for a parameter as matrix X (first axis x all others):
 
     p ← orth(p);    the two exchange X_i p and X_j p;    q = (X_i - X_j) p    for i > j
     X_i -= W_ij q pᵀ;    X_j += W_ij q pᵀ
-    the next round transposes X and starts from q
+    this edge's next round transposes X and starts from q
 
 and a step is x⁺ = PowerGossip(x) + u(x, g(x)).
 
@@ -58,7 +58,7 @@ def power_gossip(
     uncompressed, once a step. An edge whose ends agree takes its first direction again. With r > 1 runs that differ by
     rounding come apart slowly: where the difference has a lower rank, its last columns are rounding.
     The last round overlaps with the gradient; with more than one, each waits for the one before.
-    Sent per step and neighbour: max(m, n) r values for each m x n matrix and iteration (rounds take X and Xᵀ by turns,
+    Sent per step and neighbour: max(m, n) r values for each m x n matrix and iteration (an edge takes X and Xᵀ by turns,
     and one graph sends messages of one size), and the leaves of one dimension.
 
     Args:
@@ -88,8 +88,9 @@ def power_gossip(
 
     def post(x: Buckets, directions: tuple[Tensor, ...], t: Tensor, i: int) -> list[_Posted]:
         """Start round i of step t: orthonormal p and the messages X p, for each bucket."""
-        even, last = (t * iterations + i) % 2 == 0, i == iterations - 1
-        phase = t % edges.sources.shape[0]
+        period, last = edges.sources.shape[0], i == iterations - 1
+        phase, met = t % period, t // period
+        even = (met * iterations + i) % 2 == 0  # by the edge's own rounds: it speaks once a period
         return [
             _post(
                 bucket, plan, rank, p.index_select(0, phase.to(p.device).view(1))[0], even.to(p.device), last, edges, t

@@ -5,6 +5,10 @@
 u: a worker's biased parameters; v: its push-sum weight; x: its de-biased parameters, at which the gradient g is taken;
 y: its share of the mean gradient, Σ y = Σ g; A: the column-stochastic mixing matrix of a step, the same for u, v and y;
 -η y: the optimizer's update for y.
+
+g⁺ - g enters y unmixed, as in gradient_tracking's form="semi-atc", which this is where A is doubly stochastic; so on
+one-peer schedules it diverges, too, unless the learning rate is small (with momentum 0.9: η x curvature below 0.065 on
+one-peer-exp with 16 workers). Where A is doubly stochastic gradient_tracking as it comes does not.
 """
 
 from __future__ import annotations
@@ -46,7 +50,7 @@ def push_diging(loss_fn: LossFn, optimizer: Any, topology: Topology, **options: 
     Args:
         loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `decentfn.functional`.
         optimizer: a pair `(init, update)`; it sees y.
-        topology: any schedule, column-stochastic ones too.
+        topology: any schedule, column-stochastic ones too; where few links speak in a step, at small learning rates.
         options: `bucket_mb`, `wire_dtype`; see `Options`.
     """
     worker = Worker(loss_fn, optimizer, topology, **options)

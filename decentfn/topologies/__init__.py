@@ -24,7 +24,7 @@ from decentfn.topologies.matching import random_matching, shift_one
 from decentfn.topologies.registry import register_topology, topology, topology_names
 from decentfn.topologies.rings import chain as chain
 from decentfn.topologies.rings import static_ring
-from decentfn.topologies.topology import Edge, Round, Topology, mixing_matrix
+from decentfn.topologies.topology import Edge, Round, Topology, mixed, mixing_matrix
 from decentfn.topologies.trees import binary_tree, double_binary_tree, star
 
 # `chain` stays out: in the package's namespace that name composes optimizers. topology("chain", N) makes it.
@@ -62,6 +62,7 @@ __all__ = [
     "hierarchical",
     "hyper_hypercube",
     "hypercube",
+    "mixed",
     "mixing_matrix",
     "one_peer_exp",
     "one_peer_exp_directed",

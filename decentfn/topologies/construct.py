@@ -17,6 +17,8 @@ MOST_MESSAGES = 64
 MOST_TABLE_ENTRIES = 2**22
 """Longer schedules are not written out as tables."""
 _LONGEST_TABLE = 2**11
+_STEPS_TRIED = (*range(16), 10**6)
+"""Of a schedule without tables; they are checked as a table's would be, and drawn twice."""
 
 
 def from_permutations(name: str, sources: object, weights: object, *, is_column_stochastic: bool = False) -> Topology:
@@ -229,27 +231,62 @@ def idle(num_workers: int, name: str = "idle") -> Topology:
     return Topology(name, num_workers, torch.from_numpy(sources)[None], torch.from_numpy(weights)[None])
 
 
-def from_draw(
-    name: str, num_workers: int, draw: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]], *, steps_checked: int = 16
-) -> Topology:
+def from_draw(name: str, num_workers: int, draw: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]) -> Topology:
     """A random schedule: a function of t alone, evaluated inside the graph and the same on every worker.
+
+    The first 16 rounds and a late one are checked here as tables would be, and drawn again to see that they stay.
 
     Args:
         name: what errors and fingerprints call it.
         num_workers: N.
-        draw: `t` (0-d int64) -> `(sources [N, K], destinations [N, K], weights [N, K+1])`, traceable by torch.compile;
-            randomness comes from `decentfn.noise`, keyed by (seed, t). A worker that hears nobody is its own source.
-        steps_checked: the first rounds that are checked here as tables would be.
+        draw: `t` (0-d int64) -> `(sources [N, K], destinations [N, K], weights [N, K+1])`, int64, int64 and float64,
+            traceable by torch.compile; randomness comes from `decentfn.noise`, keyed by (seed, t). A worker that hears
+            nobody is its own source.
 
     Raises:
-        ValueError: a round that is no sum of weighted permutations, or is not doubly stochastic.
+        ValueError: a shape or dtype, a round that is no sum of weighted permutations, is not doubly stochastic, or
+            differs when it is drawn again.
     """
     if num_workers == 1:
         return idle(1, name)
-    drawn = [draw(torch.tensor(t)) for t in range(steps_checked)]
-    sources, _, weights = (torch.stack(tensors) for tensors in zip(*drawn, strict=True))
-    from_permutations(name, sources, weights)
+    drawn = _drawn(name, num_workers, lambda t: Round(*draw(t)), _STEPS_TRIED)
+    from_permutations(name, torch.stack([r.sources for r in drawn]), torch.stack([r.weights for r in drawn]))
     return from_rounds(name, num_workers, lambda t: _silent_round(*draw(t)), period=None)
+
+
+def _drawn(name: str, num_workers: int, draw: Callable[[Tensor], Round], steps: Sequence[int]) -> list[Round]:
+    """The rounds of these steps, of the right shapes and dtypes."""
+    rounds = [draw(torch.tensor(t)) for t in steps]
+    slots = rounds[0].sources.shape[-1]
+    sizes = {
+        "sources": (slots, torch.int64),
+        "destinations": (slots, torch.int64),
+        "weights": (slots + 1, torch.float64),
+    }
+    for t, this in zip(steps, rounds, strict=True):
+        for part, (width, dtype) in sizes.items():
+            table = getattr(this, part)
+            if list(table.shape) != [num_workers, width] or table.dtype != dtype:
+                raise ValueError(
+                    f"{name}: the {part} of step {t} are {list(table.shape)} {table.dtype}, not "
+                    f"{[num_workers, width]} {dtype}; sources and destinations are [N, K], weights [N, K+1], the same K "
+                    "in every step (a worker that rests is its own source)."
+                )
+    return rounds
+
+
+def _check_again(
+    name: str, num_workers: int, draw: Callable[[Tensor], Round], drawn: Sequence[tuple[int, Round]]
+) -> None:
+    """Draw once more, in another order: a round is a function of t if it is what it was."""
+    for t, before in reversed(drawn):
+        for part, was, now in zip(Round._fields, before, draw(torch.tensor(t)), strict=True):
+            if was is not None and (now is None or not torch.equal(was, now)):
+                raise ValueError(
+                    f"{name}: the {part} of step {t} differ when they are drawn twice; every worker draws for itself, so a "
+                    "round is a function of t (and a seed) alone: take its numbers from decentfn.noise, for example "
+                    f"noise.permutation(seed, t, {num_workers})."
+                )
 
 
 def _silent_round(sources: Tensor, destinations: Tensor, weights: Tensor) -> Round:
@@ -280,7 +317,8 @@ def from_rounds(
         is_column_stochastic: as in `from_permutations`.
 
     Raises:
-        ValueError: a round whose weights do not sum to 1, or whose destinations are not the inverse of its sources.
+        ValueError: a shape or dtype, a round whose weights do not sum to 1, whose destinations are not the inverse of
+            its sources, or that differs when it is drawn again.
     """
     if num_workers == 1:
         return idle(1, name)
@@ -293,8 +331,8 @@ def from_rounds(
 
     entries = draw(torch.tensor(0)).weights.numel()
     in_tables = period is not None and period <= min(_LONGEST_TABLE, MOST_TABLE_ENTRIES // entries)
-    steps = period if in_tables and period is not None else 16
-    drawn = [draw(torch.tensor(t)) for t in range(steps)]
+    steps = range(period) if in_tables and period is not None else _STEPS_TRIED
+    drawn = _drawn(name, num_workers, draw, steps)
     me = torch.arange(num_workers)[:, None]
     sources = torch.stack([torch.where(this.sources < 0, me, this.sources) for this in drawn])
     destinations = torch.stack([torch.where(this.destinations < 0, me, this.destinations) for this in drawn])
@@ -303,10 +341,11 @@ def from_rounds(
     weights = torch.stack([this.weights for this in drawn])
     rows, mean_weights = None, None
     if groups is not None:
-        rows = groups[torch.arange(steps) % groups.shape[0]]
+        rows = groups[torch.tensor(steps) % groups.shape[0]]
         mean_weights = torch.stack([this.mean_weights for this in drawn if this.mean_weights is not None])
     tables = Topology(name, num_workers, sources, weights, rows, mean_weights, is_column_stochastic)
     check(tables, nobody_left_out=in_tables)
+    _check_again(name, num_workers, draw, list(zip(steps[: len(_STEPS_TRIED)], drawn, strict=False)))
     if in_tables:
         return tables
     first = None if mean_weights is None else mean_weights[:1]

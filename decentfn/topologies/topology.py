@@ -165,6 +165,20 @@ def _check_nobody_left_out(topology: Topology) -> None:
 # -- facts ----------------------------------------------------------------------------------------------------------
 
 
+def mixed(topology: Topology, t: int, x: Tensor) -> Tensor:
+    """`W_t x`, `[N, D]`: what mixing in step `t` makes of the workers' rows of `x`."""
+    sources, _, weights, groups, mean_weights = topology.round(t)
+    me = torch.arange(topology.num_workers)
+    y = weights[:, :1] * x
+    for slot in range(sources.shape[1]):
+        heard = torch.where(sources[:, slot] < 0, me, sources[:, slot])
+        y = y + weights[:, 1 + slot, None] * x[heard]
+    if groups is not None and mean_weights is not None:
+        sums = torch.zeros_like(x).index_add_(0, groups, x)
+        y = y + (mean_weights / groups.bincount()[groups])[:, None] * sums[groups]
+    return y
+
+
 def mixing_matrix(topology: Topology, t: int) -> Tensor:
     """The mixing matrix of step `t`: `[N, N]` float64, `W[i, j]` the weight that worker i gives to worker j."""
     n = topology.num_workers
