@@ -23,9 +23,10 @@ def as_step(t: int | Tensor) -> Tensor:
         ValueError: `t` is no integer, negative, or has an axis.
     """
     if isinstance(t, torch.Tensor):
-        is_integer = not (t.is_floating_point() or t.is_complex() or t.dtype == torch.bool)
-        if is_integer and t.dim() == 0 and (internals.has_no_value(t) or t >= 0):
-            return t.to("cpu", torch.int64)
+        if t.dim() == 0 and not (t.is_floating_point() or t.is_complex() or t.dtype == torch.bool):
+            step = t.to("cpu", torch.int64)
+            if internals.has_no_value(step) or step >= 0:
+                return step
     elif isinstance(t, Integral) and not isinstance(t, bool) and int(t) >= 0:
         return torch.tensor(int(t))
     raise ValueError(
