@@ -21,6 +21,9 @@ SIZES = (2, 4)
 EVERY = [pytest.param(n, name, id=f"{n}-{name}") for n in SIZES for name in cases(n)]
 
 
+pytestmark = pytest.mark.xdist_group("decent_dp")  # one process makes the fixture
+
+
 @pytest.fixture(scope="module")
 def records(tmp_path_factory):
     """`records(n)`: what decent-dp does on n gloo ranks, run now (20 s for 4 ranks)."""

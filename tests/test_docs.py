@@ -13,6 +13,9 @@ DOCS = Path(__file__).parent.parent / "docs"
 PAGES = ("algorithms.md", "topologies.md")
 
 
+pytestmark = pytest.mark.xdist_group("docs")  # one process makes the fixture
+
+
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     """Both pages, written now by a process of its own (tests register topologies in this one)."""

@@ -8,6 +8,9 @@ import decentfn as df
 from tests.test_examples import load
 
 
+pytestmark = pytest.mark.xdist_group("heterogeneity")  # one process makes the fixture
+
+
 @pytest.fixture(scope="module")
 def experiment():
     return load("heterogeneity")

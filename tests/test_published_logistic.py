@@ -35,6 +35,9 @@ def loss_fn(x, batch):
     return torch.log1p(torch.exp(-y * (X @ x))).mean() + RHO / 2 * torch.linalg.vector_norm(x)
 
 
+pytestmark = pytest.mark.xdist_group("published_logistic")  # one process makes the fixture
+
+
 @pytest.fixture(scope="module")
 def optimum() -> torch.Tensor:
     X, y = shards()
