@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decentfn import internals, trees
+from decentfn import collectives, internals, noise, trees
 from decentfn.runtime.memory import give_back_freed_memory
 from decentfn.trees import PyTree
 
@@ -58,7 +58,8 @@ def compile(step: Step, *, donate: bool = True, backend: Any = "inductor", **opt
             run = torch.compile(_on_leaves(step, trees.enumerate_leaves(state), donate), **kwargs)
             prepared.append((structure, run))
             give_back_freed_memory()
-        result = run(leaves, batch, torch.as_tensor(t, dtype=torch.int64))
+        with noise.torch_draws(t, collectives.world().rank):
+            result = run(leaves, batch, torch.as_tensor(t, dtype=torch.int64))
         if is_first:
             give_back_freed_memory()
         return (state, result) if donate else result
