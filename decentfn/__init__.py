@@ -19,6 +19,7 @@ from decentfn.consensus import (
 from decentfn.ema import ema, ema_params, ema_state
 from decentfn.functional import add_module_prefix, functional, strip_module_prefix
 from decentfn.losses import accumulate
+from decentfn.noise import worker_seed
 from decentfn.replicas import broadcast
 from decentfn.runtime import Shards, dirichlet_shards, fixed_shards, init, shards
 from decentfn.schedules import cosine_with_warmup, gamma_from_learning_rate
@@ -97,6 +98,7 @@ __all__ = [
     "transforms",
     "with_params",
     "worker",
+    "worker_seed",
 ]
 __all__ += algorithms.__all__
 __all__ += transforms.__all__

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decentfn import internals, trees
+from decentfn import collectives, internals, noise, trees
 from decentfn.algorithms.expected import check, marked
 from decentfn.runtime.memory import give_back_freed_memory
 from decentfn.scalars import as_step
@@ -76,7 +76,9 @@ def compile(step: Step, *, donate: bool = True, backend: Any = "inductor", **opt
             progress.begin()
         # Torch.compile drops what is written over a 0-d float64 input, so such a leaf goes in as [its view of shape [1]].
         given = [[leaf.view(1)] if leaf.dtype == torch.float64 and leaf.dim() == 0 else leaf for leaf in leaves]
-        result = run(given, batch, as_step(t))
+        t = as_step(t)
+        with noise.torch_draws(t, collectives.world().rank):
+            result = run(given, batch, t)
         progress.end()
         if is_first:
             give_back_freed_memory()

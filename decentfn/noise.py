@@ -5,12 +5,15 @@ on nothing that was drawn before, the same on every machine, eager or compiled, 
 on values below 2^63, so nothing overflows. Good for schedules and compressors; not for cryptography.
 
 `t` and `worker` may be tensors (0-d int64); under `vmap` t is unbatched and `worker` may be batched.
+
+PyTorch's own generators, which a loss draws from, are seeded in the same spirit: `worker_seed`, `torch_draws`.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -89,6 +92,56 @@ def permutation(
 ) -> Tensor:
     """A random permutation of 0..n-1, `[n]` int64: the order of n draws of 63 bits. Arguments as for `bits`."""
     return torch.argsort(_wide(seed, t, stream, (n,), worker, device), stable=True)
+
+
+# -- PyTorch's generators -------------------------------------------------------------------------------------------
+
+
+def worker_seed(seed: int, worker: int, t: int = 0) -> int:
+    """A seed for what one worker draws by itself (augmentation, the order of its samples), of a seed that all share.
+
+    Args:
+        seed: any integer.
+        worker: the worker's number.
+        t: the step, where every step has a generator of its own: then no generator's state needs saving.
+
+    Returns:
+        An integer in [0, 2^63) for `torch.Generator().manual_seed`; other arguments, however near, give unrelated draws.
+
+    >>> draw = torch.Generator().manual_seed(worker_seed(0, worker=3, t=7))
+    """
+    return _mixed(seed, t, worker)
+
+
+@contextmanager
+def torch_draws(t: int | Tensor, rank: int) -> Iterator[None]:
+    """Within, PyTorch's default generators draw by (torch's seed, t, rank); afterwards they are as they were before.
+
+    So where every rank has said `torch.manual_seed(0)`, ranks and steps draw differently, and the same in every run.
+    """
+    generators = [torch.default_generator]
+    if torch.cuda.is_initialized():
+        generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
+    seed = _mixed(torch.initial_seed(), int(t), rank, 1)  # 1: never what `worker_seed` gives
+    before = list(map(torch.Generator.get_state, generators))
+    for generator in generators:
+        generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, before, strict=True):
+            generator.set_state(state)
+
+
+def _mixed(*numbers: int) -> int:
+    """One seed of several numbers (splitmix64)."""
+    z = 0
+    for number in numbers:
+        z = (z + number + 0x9E3779B97F4A7C15) & (2**64 - 1)
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
+        z ^= z >> 31
+    return z >> 1
 
 
 # -- the hash -------------------------------------------------------------------------------------------------------

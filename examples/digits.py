@@ -5,6 +5,9 @@ python examples/digits.py --simulate 4        the same workers in one process
 python examples/digits.py                     one worker alone
 """
 
+import os
+import sys
+
 import torch
 import torch.nn.functional as F
 import tyro
@@ -25,12 +28,6 @@ def loss_fn(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(predict(params, images), labels)
 
 
-def shards(images: Tensor, labels: Tensor, num_workers: int) -> tuple[Tensor, Tensor]:
-    """`[N, M, 64]` and `[N, M]`: sorted by label, so that worker 0 of four sees zeros, ones and a few twos."""
-    rows = labels.argsort(stable=True)[: len(labels) // num_workers * num_workers].view(num_workers, -1)
-    return images[rows], labels[rows]
-
-
 def main(steps: int = 300, topology: str = "one-peer-exp", seed: int = 0, simulate: int = 0) -> float:
     """Returns the held-out accuracy of the mean of all workers' parameters.
 
@@ -38,14 +35,19 @@ def main(steps: int = 300, topology: str = "one-peer-exp", seed: int = 0, simula
         simulate: workers in this process; 0 is one, without the simulator.
     """
     world = df.init()
-    local = simulate or 1
-    num_workers = local * world.size
-    here = slice(world.rank * local, (world.rank + 1) * local)  # the workers of this process
-
+    num_workers = (simulate or 1) * world.size
     digits = load_digits()
     images, labels = torch.tensor(digits.data / 16.0, dtype=torch.float32), torch.tensor(digits.target)
     train, test = train_test_split(range(len(labels)), test_size=0.2, random_state=0)
-    all_images, all_labels = shards(images[train], labels[train], num_workers)
+    try:
+        who_meets_whom = df.topology(topology, num_workers)
+        # Sorted by label, so that worker 0 of four sees zeros, ones and a few twos.
+        sorted_rows = torch.tensor(train)[labels[train].argsort(stable=True)]
+        shards = df.fixed_shards(sorted_rows.tensor_split(num_workers), batch_size=32, seed=seed)
+    except (TypeError, ValueError) as error:  # a name or a number that cannot work
+        if world.rank == 0:
+            print(f"digits: {error}", file=sys.stderr)
+        sys.exit(2)
 
     draw = torch.Generator().manual_seed(seed)  # the same start on every worker
     params = {
@@ -54,17 +56,14 @@ def main(steps: int = 300, topology: str = "one-peer-exp", seed: int = 0, simula
         "w2": torch.randn(64, 10, generator=draw) / 8,
         "b2": torch.zeros(10),
     }
-    init, decent_step = df.adapt_while_communicate(
-        loss_fn, df.sgd(0.1, momentum=0.9), df.topology(topology, num_workers=num_workers)
-    )
+    init, decent_step = df.adapt_while_communicate(loss_fn, df.sgd(0.1, momentum=0.9), who_meets_whom)
     state = init(params)
     if simulate:
-        state, decent_step = df.stack(state, local), df.simulate(decent_step, local)
+        state, decent_step = df.stack(state, simulate), df.simulate(decent_step, simulate)
     for t in range(steps):
-        picked = torch.randint(all_labels.shape[1], (num_workers, 32), generator=draw)[here]
-        rows = torch.arange(num_workers)[here, None]
-        batch = all_images[rows, picked], all_labels[rows, picked]
-        state, metrics = decent_step(state, batch if simulate else (batch[0][0], batch[1][0]), t)
+        rows = torch.stack([shards.batch_at(t, worker) for worker in world.workers(simulate or 1)])
+        rows = rows if simulate else rows[0]
+        state, metrics = decent_step(state, (images[rows], labels[rows]), t)
 
     distance = df.consensus_distance(state).item()
     mean = df.consensus_mean(state)  # collective: every rank asks for it
@@ -75,4 +74,4 @@ def main(steps: int = 300, topology: str = "one-peer-exp", seed: int = 0, simula
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    tyro.cli(main, console_outputs=os.environ.get("RANK", "0") == "0")

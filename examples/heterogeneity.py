@@ -12,7 +12,7 @@ every worker's contribution to all, do not (the ordering of RelaySGD's table: Vo
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import mean, stdev
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -59,7 +59,7 @@ class Config:
     steps: int = 300
     alphas: tuple[float, ...] = (10.0, 1.0, 0.1)
     """Dirichlet concentrations; smaller is more heterogeneous."""
-    methods: tuple[str, ...] = tuple(METHODS)
+    methods: tuple[Literal[tuple(METHODS)], ...] = tuple(METHODS)
     """Rows of the table."""
     seeds: int = 3
     """Runs of each cell: other shards, another start and other batches."""
@@ -68,6 +68,20 @@ class Config:
     """Images per worker and step."""
     tune: bool = False
     """Try the learning rates of GRID at α = 1 and print what is best, instead of the table."""
+
+    def __post_init__(self) -> None:
+        for name, least in {"steps": 0, "seeds": 1, "num_workers": 1, "batch_size": 1}.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: it is at least {least}.")
+        for name, values in (("methods", self.methods), ("alphas", self.alphas)):
+            if not values:
+                raise ValueError(f"--{name}: the table needs at least one of them.")
+        unknown = set(self.methods) - set(METHODS)
+        if unknown:
+            raise ValueError(f"--methods {' '.join(unknown)}: known are {', '.join(METHODS)}.")
+        labels = digits()[0].labels
+        for alpha in self.alphas:
+            df.dirichlet_shards(labels, self.num_workers, alpha)
 
 
 class Result(NamedTuple):

@@ -9,12 +9,16 @@ Every `--log-every` steps a line of JSON goes to `--out`; the last line holds th
 """
 
 import hashlib
+import inspect
 import json
 import logging
 import math
 import os
+import sys
 import sysconfig
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -28,7 +32,17 @@ from tqdm import tqdm
 import decentfn as df
 from decentfn.collectives import gather_objects
 
-ALGORITHMS = {name.replace("_", "-"): getattr(df.algorithms, name) for name in df.algorithms.__all__ if name.islower()}
+
+def needs_more(algorithm: Callable[..., df.Algorithm]) -> bool:
+    """Whether it takes more than a loss, an optimizer and a topology; a compressor, for example."""
+    _, _, _, *others = inspect.signature(algorithm).parameters.values()
+    return any(option.default is option.empty and option.kind is not option.VAR_KEYWORD for option in others)
+
+
+named = {name.replace("_", "-"): getattr(df.algorithms, name) for name in df.algorithms.__all__ if name.islower()}
+ALGORITHMS = {name: algorithm for name, algorithm in named.items() if not needs_more(algorithm)}
+SPEAKS = os.environ.get("RANK", "0") == "0"
+"""Whether this process is the one that says what all could say."""
 OPTIMIZERS = {
     "adamw": lambda learning_rate: df.adamw(learning_rate, weight_decay=0.1, mask=df.not_bias_or_norm),
     "sgd": lambda learning_rate: df.sgd(learning_rate, momentum=0.9),
@@ -46,7 +60,8 @@ class Config:
     optimizer: Literal[tuple(OPTIMIZERS)] = "adamw"
     learning_rate: float = 3e-3
     """The peak, after --warmup steps; the cosine ends at zero."""
-    warmup: int = 50
+    warmup: int | None = None
+    """None is a tenth of the steps, at most 50."""
     clip: float = 1.0
     """Largest gradient norm."""
     batch_size: int = 8
@@ -63,6 +78,26 @@ class Config:
     eval_bytes: int = 2**16
     """Held-out bytes that are predicted at the end."""
     out: Path = Path("runs/train_lm.jsonl")
+
+    def check(self) -> None:
+        """What could only fail later, and less clearly."""
+        least = {"steps": 1, "batch_size": 1, "seq_len": 1, "dim": 1, "layers": 0, "heads": 1, "log_every": 1}
+        for name, bound in (least | {"simulate": 0, "eval_bytes": 1}).items():
+            if getattr(self, name) < bound:
+                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: it is at least {bound}.")
+        for name, known in (("algorithm", ALGORITHMS), ("optimizer", OPTIMIZERS)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"--{name} {getattr(self, name)}: this script offers {', '.join(known)}.")
+        if self.dim % self.heads:
+            raise ValueError(f"--dim {self.dim} --heads {self.heads}: the heads share dim evenly; 4 heads share 128.")
+        if not 0 <= self.warmup_steps < self.steps:
+            raise ValueError(
+                f"--warmup {self.warmup} --steps {self.steps}: the warm-up has 0 steps or more and ends before the run does."
+            )
+
+    @property
+    def warmup_steps(self) -> int:
+        return min(50, self.steps // 10) if self.warmup is None else self.warmup
 
 
 class Block(nn.Module):
@@ -135,30 +170,49 @@ def baselines(train: Tensor, inputs: Tensor, targets: Tensor) -> dict[str, float
     }
 
 
-def make_topology(name: str, num_workers: int) -> df.Topology:
-    if name == "alternating-exp-ring":
-        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", num_workers))
-        return df.topology(name, num_workers, local_world_size=per_node)
-    return df.topology(name, num_workers)
+def make_topology(name: str, num_workers: int, local: int) -> df.Topology:
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", num_workers // local))  # of this node
+    has_nodes = name in ("alternating-exp-ring", "hierarchical")
+    try:
+        return df.topology(name, num_workers, **({"local_world_size": processes * local} if has_nodes else {}))
+    except TypeError as error:
+        raise ValueError(f"--topology {name}: {error}, which this script does not offer.") from None
+
+
+@contextmanager
+def told_in_a_sentence() -> Iterator[None]:
+    """Around the set-up: what cannot work ends every process, and one of them says why."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        if SPEAKS:
+            print(f"train_lm: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 def main(config: Config) -> dict[str, Any]:
     """Train, and return the last line of the log."""
-    world = df.init()
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    local = config.simulate or 1
-    num_workers = world.size * local
-    workers = range(world.rank * local, (world.rank + 1) * local)  # those of this process
+    with told_in_a_sentence():
+        config.check()
+        world = df.init()
+        device, local = world.device, config.simulate or 1
+        num_workers = world.size * local
 
-    train, held_out, facts = read_corpus()
-    torch.manual_seed(config.seed)  # the same start for every worker
-    params, buffers, loss_fn = df.functional(Transformer(config).to(device), cross_entropy)
+        train, held_out, facts = read_corpus()
+        if config.seq_len >= len(held_out):
+            raise ValueError(f"--seq-len {config.seq_len}: there are {len(held_out)} bytes of held-out text.")
+        torch.manual_seed(config.seed)  # the same start for every worker
+        params, buffers, loss_fn = df.functional(Transformer(config).to(device), cross_entropy)
 
-    schedule = df.cosine_with_warmup(config.learning_rate, config.steps - config.warmup, config.warmup)
-    optimizer = df.chain(df.clip_by_global_norm(config.clip), OPTIMIZERS[config.optimizer](schedule))
-    topology = make_topology(config.topology, num_workers)
-    init, decent_step = ALGORITHMS[config.algorithm](loss_fn, optimizer, topology)
-    state = init(params, buffers)
+        warmup = config.warmup_steps
+        schedule = df.cosine_with_warmup(config.learning_rate, config.steps - warmup, warmup)
+        optimizer = df.chain(df.clip_by_global_norm(config.clip), OPTIMIZERS[config.optimizer](schedule))
+        topology = make_topology(config.topology, num_workers, local)
+        init, decent_step = ALGORITHMS[config.algorithm](loss_fn, optimizer, topology)
+        state = init(params, buffers)
+        if world.rank == 0:
+            config.out.parent.mkdir(parents=True, exist_ok=True)
+            config.out.write_text("")
     mixing = df.topology("complete", num_workers) if config.algorithm == "all-reduce" else topology
     sent = df.certificate(mixing).bytes_per_step(state.params.plan.nbytes)  # planned, by each worker in a step
     if config.simulate:
@@ -166,7 +220,8 @@ def main(config: Config) -> dict[str, Any]:
     if config.compile:
         decent_step = df.compile(decent_step)
 
-    draws = [torch.Generator().manual_seed(2**20 * config.seed + worker) for worker in workers]  # data of their own
+    # Every worker has data of its own.
+    draws = [torch.Generator().manual_seed(df.worker_seed(config.seed, worker)) for worker in world.workers(local)]
 
     def next_batch() -> tuple[Tensor, Tensor]:
         last = len(train) - config.seq_len
@@ -181,11 +236,9 @@ def main(config: Config) -> dict[str, Any]:
 
     if world.rank == 0:
         logging.basicConfig(level="INFO", format="%(message)s")  # decentfn says when it compiles, and for how long
-        config.out.parent.mkdir(parents=True, exist_ok=True)
-        config.out.write_text("")
         numbers = sum(parameter.numel() for parameter in params.values())
         print(f"{num_workers} workers, {topology}, {numbers:,} parameters, {facts}", flush=True)
-    report({"config": asdict(config) | {"out": str(config.out)}, "num_workers": num_workers, **facts})
+    report({"config": asdict(config) | {"out": str(config.out), "warmup": warmup}, "num_workers": num_workers, **facts})
 
     started = logged = time.perf_counter()
     since = 0  # steps since the last line
@@ -216,7 +269,8 @@ def main(config: Config) -> dict[str, Any]:
             logged, since = now, 0
 
     # Held-out bits per byte: of the mean of all workers, and of each worker's own replica.
-    starts = torch.linspace(0, len(held_out) - config.seq_len - 1, config.eval_bytes // config.seq_len).long()
+    rows = max(1, config.eval_bytes // config.seq_len)
+    starts = torch.linspace(0, len(held_out) - config.seq_len - 1, rows).long()
     inputs, targets = (half.to(device) for half in windows(held_out, starts, config.seq_len))
 
     @torch.no_grad()
@@ -238,4 +292,4 @@ def main(config: Config) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config))
+    main(tyro.cli(Config, console_outputs=SPEAKS))

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import tyro
+
+import decentfn as df
 
 ROOT = Path(__file__).parent.parent
 TINY = ["--steps", "5", "--warmup", "2", "--layers", "1", "--dim", "16", "--heads", "2", "--batch-size", "2"]
@@ -23,11 +26,11 @@ def load(name):
     return module
 
 
-def run(example, *arguments, ranks=0):
+def run(example, *arguments, ranks=0, code=0):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
     command = [sys.executable, *launcher, str(ROOT / "examples" / example), *arguments]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert finished.returncode == 0, finished.stderr
+    assert finished.returncode == code, finished.stderr
     return finished
 
 
@@ -77,6 +80,112 @@ def test_one_worker_alone_sends_nothing(tmp_path):
     *steps, end = lines(tmp_path / "alone.jsonl")[1:]
     assert [line["bytes_sent"] for line in steps] == [0, 0, 0]
     assert end["bits_per_byte"]["replicas"] == [pytest.approx(end["bits_per_byte"]["consensus_mean"])]
+
+
+@pytest.fixture(scope="module")
+def language_model():
+    return load("train_lm")
+
+
+def ends(script, arguments, capsys):
+    """What a script says and its exit code when it is called so; None where it runs to its end."""
+    try:
+        if script.__name__ == "digits":
+            tyro.cli(script.main, args=arguments)
+        else:
+            script.main(tyro.cli(script.Config, args=arguments))
+        code = None
+    except SystemExit as left:
+        code = left.code
+    shown = capsys.readouterr()
+    return " ".join(re.sub("[│─╭╮╰╯]", " ", shown.out + shown.err).split()), code
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--steps", "0"], "train_lm: --steps 0: it is at least 1"),
+        (["--warmup", "100", "--steps", "40"], "train_lm: --warmup 100 --steps 40: the warm-up"),
+        (["--warmup", "-1"], "train_lm: --warmup -1 --steps 5: the warm-up"),
+        (["--dim", "128", "--heads", "3"], "train_lm: --dim 128 --heads 3: the heads share"),
+        (["--dim", "0"], "train_lm: --dim 0: it is at least 1"),
+        (["--heads", "0"], "train_lm: --heads 0: it is at least 1"),
+        (["--seq-len", "0"], "train_lm: --seq-len 0: it is at least 1"),
+        (["--seq-len", "1000000000"], "train_lm: --seq-len 1000000000: there are"),
+        (["--batch-size", "0"], "train_lm: --batch-size 0: it is at least 1"),
+        (["--layers", "-1"], "train_lm: --layers -1: it is at least 0"),
+        (["--log-every", "0"], "train_lm: --log-every 0: it is at least 1"),
+        (["--eval-bytes", "0"], "train_lm: --eval-bytes 0: it is at least 1"),
+        (["--simulate", "-1"], "train_lm: --simulate -1: it is at least 0"),
+        (["--learning-rate", "-1"], "train_lm: cosine_with_warmup(learning_rate=-1.0)"),
+        (["--clip", "0"], "train_lm: clip_by_global_norm(max_norm=0.0)"),
+        (["--topology", "nope"], "train_lm: topology('nope'): no such topology"),
+        (["--topology", "graph"], "train_lm: --topology graph: graph() missing 1 required keyword-only argument"),
+        (["--topology", "ring", "--simulate", "3"], "train_lm: ring(num_workers=3)"),
+        (["--algorithm", "choco-sgd"], "invalid choice 'choco-sgd'"),
+        (["--algorithm", "extra", "--simulate", "4"], "train_lm: extra: 'one-peer-exp' has period 2"),
+        (["--out", str(ROOT / "README.md" / "log")], "train_lm: [Errno"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_the_language_model_cannot_do_it_says_in_a_sentence(language_model, arguments, sentence, tmp_path, capsys):
+    said, code = ends(language_model, [*TINY, "--out", str(tmp_path / "log"), *arguments], capsys)
+    assert code == 2 and sentence in said
+
+
+@pytest.mark.parametrize("steps", [1, 3, 40, 500, 5000])
+def test_a_run_of_any_length_has_a_warm_up_that_ends_before_it(language_model, steps):
+    warmup = language_model.Config(steps=steps).warmup_steps
+    assert warmup <= steps / 10 and (warmup == 50) == (steps >= 500)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--steps", "1", "--warmup", "None"],
+        ["--seq-len", "64", "--eval-bytes", "1"],
+        ["--layers", "0", "--seed", "-1"],
+        ["--topology", "hierarchical", "--simulate", "4", "--layers", "0"],
+    ],
+    ids=" ".join,
+)
+def test_what_is_small_or_odd_and_can_be_done_is_done(language_model, arguments, tmp_path, capsys):
+    said, code = ends(language_model, [*TINY, "--out", str(tmp_path / "log"), *arguments], capsys)
+    assert code is None and "bits_per_byte" in said
+
+
+def test_every_algorithm_on_offer_needs_no_more_than_the_script_gives(language_model):
+    offered = {name.replace("-", "_") for name in language_model.ALGORITHMS}
+    assert {name for name in df.algorithms.__all__ if name.islower()} - offered == {"choco_sgd", "deep_squeeze"}
+
+
+def test_ranks_say_a_sentence_once():
+    said = run("train_lm.py", *TINY, "--topology", "nope", ranks=2, code=1).stderr  # torchrun's own code
+    assert said.count("train_lm: topology('nope')") == 1 and "in topology" not in said  # no traceback
+    said = run("train_lm.py", "--steps", "0", ranks=2, code=1)
+    assert (said.stdout + said.stderr).count("it is at least 1") == 1
+
+
+@pytest.mark.parametrize(
+    ("example", "arguments", "sentence"),
+    [
+        ("digits", ["--topology", "nope"], "digits: topology('nope')"),
+        ("digits", ["--topology", "hierarchical"], "digits: hierarchical() missing 1 required"),
+        ("digits", ["--simulate", "-1"], "digits: topology('one-peer-exp', num_workers=-1)"),
+        ("digits", ["--simulate", "2048"], "digits: fixed_shards(parts): part 1437"),
+        ("heterogeneity", ["--methods", "foo"], "invalid choice 'foo'"),
+        ("heterogeneity", ["--methods"], "--methods: the table needs at least one"),
+        ("heterogeneity", ["--alphas"], "--alphas: the table needs at least one"),
+        ("heterogeneity", ["--alphas", "-1"], "dirichlet_shards(alpha=-1.0)"),
+        ("heterogeneity", ["--seeds", "0"], "--seeds 0: it is at least 1"),
+        ("heterogeneity", ["--batch-size", "0"], "--batch-size 0: it is at least 1"),
+        ("heterogeneity", ["--num-workers", "5000"], "num_workers=5000"),
+        ("heterogeneity", ["--steps", "-1"], "--steps -1: it is at least 0"),
+    ],
+)
+def test_what_the_experiments_cannot_do_they_say_in_a_sentence(example, arguments, sentence, capsys):
+    said, code = ends(load(example), arguments, capsys)
+    assert code == 2 and sentence in said
 
 
 def test_the_readme_step_runs_as_it_stands_and_finds_the_weights():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, TypedDict
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from decentfn import collectives, gossip, trees
+from decentfn import collectives, gossip, noise, trees
 from decentfn.algorithms.expected import checked
 from decentfn.buckets import Buckets, Plan, flatten, require_bucket_mb
 from decentfn.fingerprint import agree, fingerprint
@@ -30,11 +31,31 @@ Step = Callable[[Any, PyTree, "int | Tensor"], tuple[Any, Any]]
 """`(state, batch, t) -> (state, metrics)`, pure."""
 
 
-class Algorithm(NamedTuple):
-    """A training algorithm: `init(params, buffers=None) -> state` and the pure `step(state, batch, t)`."""
-
+class _Pair(NamedTuple):
     init: Callable[..., Any]
     step: Callable[[Any, PyTree, int | Tensor], tuple[Any, Metrics]]
+
+
+class Algorithm(_Pair):
+    """A training algorithm: `init(params, buffers=None) -> state` and the pure `step(state, batch, t)`.
+
+    What the step draws from PyTorch's generators follows from torch's seed, `t` and the worker.
+    """
+
+    def __new__(cls, init: Callable[..., Any], step: Step) -> Algorithm:
+        """The pair, whose step draws by itself where it is not compiled (`df.compile` sees to that)."""
+        if getattr(step, "draws", False):
+            return super().__new__(cls, init, step)
+
+        @functools.wraps(step)
+        def drawing(state: Any, batch: PyTree, t: int | Tensor) -> tuple[Any, Metrics]:
+            if torch.compiler.is_compiling():
+                return step(state, batch, t)
+            with noise.torch_draws(t, collectives.world().rank):
+                return step(state, batch, t)
+
+        drawing.__dict__["draws"] = True
+        return super().__new__(cls, init, drawing)
 
 
 class Metrics(NamedTuple):

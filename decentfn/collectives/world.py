@@ -16,22 +16,32 @@ from torch.distributed.distributed_c10d import Store
 from decentfn import internals
 from decentfn.collectives.steps import Steps
 
+_CPU = torch.device("cpu")
 _SIZES = 256
 """Of so many sizes of messages the memory is kept; a step has one for each bucket."""
 
 
 class World:
-    """The processes that hold the workers: this one's rank, their number, and groups of them.
+    """The processes that hold the workers: this one's rank and device, their number, and groups of them.
 
     Worker `i` lives in process `i // L` when each process holds `L` workers (`L = 1` under plain torchrun).
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, rank: int, size: int, timeout: timedelta | None = None) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        rank: int,
+        size: int,
+        timeout: timedelta | None = None,
+        device: torch.device = _CPU,
+    ) -> None:
         self.group = group
         self.rank = rank
         self.size = size
         self.timeout = timeout
         self.steps = Steps(rank, size)
+        self.device = device
+        """Where this process computes: the GPU that is its own, or the CPU."""
         self._subgroups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._inboxes: dict[tuple[Sequence[int], torch.dtype], list[torch.UntypedStorage]] = {}
         self._lock = threading.Lock()
@@ -41,6 +51,12 @@ class World:
         """Where the processes can leave notes for one another."""
         assert self.group is not None
         return self.group.get_group_store()  # pyright: ignore[reportAttributeAccessIssue]
+
+    def workers(self, local: int = 1) -> range:
+        """The numbers of the workers in this process, where each process has `local` of them (`df.simulate`)."""
+        if not isinstance(local, int) or local < 1:
+            raise ValueError(f"world.workers(local={local!r}): the number of workers in a process is an integer >= 1.")
+        return range(self.rank * local, (self.rank + 1) * local)
 
     def inbox(self, like: Tensor, shape: Sequence[int]) -> Tensor:
         """An empty tensor of `like`'s dtype and device for what arrives; on the CPU where an earlier one was.
@@ -81,9 +97,8 @@ class World:
         return cast(dist.ProcessGroup, dist.new_group(list(ranks), timeout=self.timeout))
 
 
-_ALONE = World(None, 0, 1)
 _current = threading.local()
-_default: list[World] = []  # the world of the current default group, once it was asked for
+_default: list[World] = []  # the world of the current default group, or of one process, once it was asked for
 
 
 def world() -> World:
@@ -91,17 +106,24 @@ def world() -> World:
     given = getattr(_current, "world", None)
     if given is not None:
         return given
-    if not dist.is_initialized():
-        return _ALONE
-    if not _default or _default[0].group is not dist.group.WORLD:
-        adopt_default_group(None)
+    group = dist.group.WORLD if dist.is_initialized() else None
+    if not _default or _default[0].group is not group:
+        has_gpu = group is not None and "nccl" in str(dist.get_backend_config())
+        return adopt_default_group(device=torch.device("cuda", torch.cuda.current_device()) if has_gpu else _CPU)
     return _default[0]
 
 
-def adopt_default_group(timeout: timedelta | None) -> World:
-    """Take torch.distributed's default group as the world; groups made later wait as long as `timeout`."""
-    _default[:] = [World(dist.group.WORLD, dist.get_rank(), dist.get_world_size(), timeout)]
-    return _default[0]
+def adopt_default_group(timeout: timedelta | None = None, device: torch.device = _CPU) -> World:
+    """Take torch.distributed's default group as the world, or this process alone where there is none.
+
+    Groups made later wait as long as `timeout`.
+    """
+    if dist.is_initialized():
+        world = World(dist.group.WORLD, dist.get_rank(), dist.get_world_size(), timeout, device)
+    else:
+        world = World(None, 0, 1, timeout, device)
+    _default[:] = [world]
+    return world
 
 
 def leave_default_group() -> None:

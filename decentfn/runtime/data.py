@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from decentfn.noise import worker_seed
+
 
 class Shards:
     """The samples of every step and worker. Made by `shards` and `fixed_shards`."""
@@ -136,8 +138,8 @@ def dirichlet_shards(labels: Tensor | Sequence[int], num_workers: int, alpha: fl
         )
     if not 0 < alpha < float("inf"):
         raise ValueError(f"dirichlet_shards(alpha={alpha!r}): α is positive and finite; 0.1 is skewed, 100 is even.")
-    random = torch.Generator().manual_seed(_mixed(seed, 0, 0))
-    draw = np.random.default_rng(_mixed(seed, 0, 1))
+    random = torch.Generator().manual_seed(worker_seed(seed, 0))
+    draw = np.random.default_rng(worker_seed(seed, 1))
     parts: list[list[Tensor]] = [[] for _ in range(num_workers)]
     for label in y.unique():
         members = (y == label).nonzero()[:, 0]
@@ -155,18 +157,7 @@ def dirichlet_shards(labels: Tensor | Sequence[int], num_workers: int, alpha: fl
 
 
 def _permutation(size: int, seed: int, epoch: int, worker: int) -> Tensor:
-    return torch.randperm(size, generator=torch.Generator().manual_seed(_mixed(seed, epoch, worker)))
-
-
-def _mixed(seed: int, epoch: int, worker: int) -> int:
-    """One seed of three numbers (splitmix64), so that neighbouring seeds and epochs share no permutation."""
-    z = 0
-    for number in (seed, epoch, worker):
-        z = (z + number + 0x9E3779B97F4A7C15) & (2**64 - 1)
-        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
-        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
-        z ^= z >> 31
-    return z >> 1
+    return torch.randperm(size, generator=torch.Generator().manual_seed(worker_seed(seed, worker, epoch)))
 
 
 def _check_counts(call: str, **counts: int) -> None:

@@ -1,47 +1,146 @@
-"""The process group, from torchrun's environment."""
+"""The process group, from torchrun's environment and the GPUs that are there."""
 
 from __future__ import annotations
 
 import atexit
 import os
+import warnings
+from collections.abc import Mapping
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from decentfn import collectives
 from decentfn.collectives import World
 from decentfn.runtime.memory import keep_freed_memory
 
+_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_LAUNCHERS = {
+    "srun": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+    "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+}
+"""What else starts processes, and its names for RANK, WORLD_SIZE and LOCAL_RANK."""
+
 
 def init(*, backend: str | None = None, timeout: timedelta = timedelta(minutes=10)) -> World:
-    """Set up the process group that torchrun describes: gloo on the CPU, NCCL where each process has a GPU.
+    """Set up the process group that torchrun describes: NCCL where every process has a GPU of its own, else gloo.
 
     Without torchrun there is one process and no group. Calling it twice is harmless. On the CPU the process also keeps
     the memory that it frees (`keep_freed_memory`).
 
     Args:
-        backend: gloo, nccl or another of torch.distributed's; None chooses.
+        backend: gloo, nccl or another of torch.distributed's; None chooses, the same for all ranks, and warns where there
+            are GPUs, but fewer than processes.
         timeout: how long a collective waits for the others before it fails. The first step must outlast the slowest
             compilation among the ranks, so minutes, not seconds.
 
     Returns:
-        This process's world: `rank`, `size`.
+        This process's world: `rank`, `size`, `device`, `workers(local)`.
 
     Raises:
-        ValueError: the timeout is not positive.
+        ValueError: the timeout is not positive; torchrun's environment is incomplete, or another launcher's (srun,
+            mpirun) with several processes stands in its place; NCCL was asked for, and a rank has no GPU of its own.
     """
     if timeout <= timedelta(0):
         raise ValueError(f"init(timeout={timeout}): the timeout is positive; minutes are usual.")
-    if not torch.cuda.is_available():
+    if not dist.is_initialized():
+        gpus = torch.cuda.device_count() if _takes_gpus(backend) and torch.cuda.is_available() else 0
+        if _is_launched(os.environ):
+            _start(backend, gpus, timeout)
+        else:
+            collectives.adopt_default_group(device=_device_alone(gpus))
+    world = collectives.world()
+    if world.device.type == "cpu":
         keep_freed_memory()
-    if "RANK" in os.environ and not dist.is_initialized():
-        on_gpu = torch.cuda.is_available() and backend != "gloo"
-        if on_gpu:
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    return world
+
+
+def _takes_gpus(backend: str | None) -> bool:
+    return backend is None or "nccl" in backend
+
+
+def _device_alone(gpus: int) -> torch.device:
+    if not gpus:
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_initialized() else 0)
+
+
+def _is_launched(environment: Mapping[str, str]) -> bool:
+    """Whether torchrun's environment says that this is one of several processes."""
+    missing = [name for name in _TORCHRUN if not environment.get(name)]
+    if not missing:
+        return True
+    if environment.get("RANK") or environment.get("WORLD_SIZE"):
+        raise ValueError(
+            f"init(): the environment has {', '.join(name for name in _TORCHRUN if name not in missing)} but not "
+            f"{', '.join(missing)}, and a process group needs all four; start with torchrun, or export them."
+        )
+    for launcher, (rank, size, local_rank) in _LAUNCHERS.items():
+        if rank in environment and int(environment.get(size, "1")) > 1:
+            raise ValueError(
+                f"init(): {rank}={environment[rank]} and {size}={environment[size]}: {launcher} started several processes, "
+                f"but RANK is not set, so each would train alone; start them with torchrun, or export RANK=${rank}, "
+                f"WORLD_SIZE=${size}, LOCAL_RANK=${local_rank}, MASTER_ADDR and MASTER_PORT in every process "
+                f"(for one process alone, unset {size})."
+            )
+    return False
+
+
+def _start(backend: str | None, gpus: int, timeout: timedelta) -> None:
+    """Make the default group, of the backend that all ranks can take."""
+    store, rank, size = next(rendezvous("env://", timeout=timeout))
+    store.set_timeout(timeout)
+    local_rank = _local_rank(gpus, size)
+    # They ask each other first: on some machines there may be GPUs enough.
+    places = PrefixStore("decentfn", store)
+    places.set(str(rank), f"{local_rank} {gpus}")
+    everyone = [tuple(map(int, place.split())) for place in places.multi_get([str(i) for i in range(size)])]
+    without = {i: place for i, place in enumerate(everyone) if place[0] >= place[1]}
+    if without and _takes_gpus(backend):
+        _say_who_has_none(without, backend, is_speaker=rank == 0 and any(gpus for _, gpus in everyone))
+    on_gpu = _takes_gpus(backend) and not without
+    device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
         # The CPU side serves metrics, fingerprints and the checks of a run on GPUs too.
-        dist.init_process_group(backend or ("cpu:gloo,cuda:nccl" if on_gpu else "gloo"), timeout=timeout)
-        collectives.adopt_default_group(timeout)
-        # gloo's threads must end before the interpreter takes their memory away.
-        atexit.register(collectives.leave_default_group)
-    return collectives.world()
+        backend or ("cpu:gloo,cuda:nccl" if on_gpu else "gloo"),
+        store=PrefixStore("default_pg", store),
+        rank=rank,
+        world_size=size,
+        timeout=timeout,
+        device_id=device if on_gpu else None,  # communicators are made now, not by the first message
+    )
+    collectives.adopt_default_group(timeout, device)
+    # gloo's threads must end before the interpreter takes their memory away.
+    atexit.register(collectives.leave_default_group)
+
+
+def _local_rank(gpus: int, size: int) -> int:
+    local_rank = os.environ.get("LOCAL_RANK")
+    if local_rank is None and gpus > 1 and size > 1:
+        raise ValueError(
+            f"init(): LOCAL_RANK is not set, so nothing says which of {gpus} GPUs is this process's own; start with "
+            "torchrun, or export LOCAL_RANK."
+        )
+    return int(local_rank or 0)
+
+
+def _say_who_has_none(without: dict[int, tuple[int, ...]], backend: str | None, *, is_speaker: bool) -> None:
+    """Ranks lack a GPU of their own: an error where NCCL was asked for, else a warning where others have one."""
+    rank, (local_rank, gpus) = next(iter(without.items()))
+    fact = f"rank {rank} has LOCAL_RANK={local_rank}, but its machine shows {gpus} GPUs"
+    if backend is not None:
+        raise ValueError(
+            f"init(backend={backend!r}): {fact}, and NCCL needs one for each process; start fewer processes on a machine, "
+            "or leave backend out and train on the CPU."
+        )
+    if is_speaker:
+        warnings.warn(
+            f"init(): {fact} ({len(without)} such ranks), so all ranks train on the CPU with gloo; start one process for "
+            "each GPU, or say backend='gloo'.",
+            stacklevel=4,
+        )

@@ -1,0 +1,106 @@
+"""What a loss draws in a step is a function of torch's seed, the step and the worker, in both interpreters."""
+
+import itertools
+
+import pytest
+import torch
+
+import decentfn as df
+
+STEPS = 3
+HOW = [None, "aot_eager", "inductor"]
+
+
+def dropping(params, batch):
+    """A loss that shows its dropout mask."""
+    mask = torch.nn.functional.dropout(torch.ones_like(batch))
+    return (params * batch * mask).sum(), mask
+
+
+def masks(how=None, *, num_workers, local=0, loss_fn=dropping, shape=(48,), seed=0):
+    """`[STEPS, (local,) ...]`: what is dropped in each step, by a step that leaves torch's generator as it was."""
+    torch.manual_seed(seed)
+    init, step = df.adapt_while_communicate(loss_fn, df.sgd(0.1), df.topology("complete", num_workers))
+    state, batch = init(torch.ones(48)), torch.ones(shape)
+    if local:
+        state, batch, step = df.stack(state, local), df.stack(batch, local), df.simulate(step, local)
+    if how:
+        step = df.compile(step, backend=how)
+    before = torch.get_rng_state()
+    drawn = []
+    for t in range(STEPS):
+        state, metrics = step(state, batch, t)
+        drawn.append(metrics.aux)
+    assert torch.equal(torch.get_rng_state(), before), "the step drew from the user's generator"
+    return torch.stack(drawn)
+
+
+def all_differ(rows):
+    return all(not torch.equal(a, b) for a, b in itertools.combinations(rows, 2))
+
+
+def on_this_rank(how, local=0):
+    return masks(how, num_workers=2 * (local or 1), local=local), masks(how, num_workers=2 * (local or 1), local=local)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_ranks_with_one_seed_drop_differently_in_every_step_and_the_same_when_run_again(how, ranks):
+    (first, again), (second, second_again) = ranks(2).run(on_this_rank, how)
+    assert all_differ([*first, *second])
+    assert torch.equal(first, again) and torch.equal(second, second_again)
+
+
+def test_workers_spread_over_ranks_drop_differently(ranks):
+    (first, again), (second, _) = ranks(2).run(on_this_rank, None, 2)
+    assert all_differ([*first.flatten(0, 1), *second.flatten(0, 1)])
+    assert torch.equal(first, again)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_simulated_workers_drop_differently_in_every_step_and_the_same_when_run_again(how):
+    drawn = masks(how, num_workers=3, local=3)
+    assert all_differ(drawn.flatten(0, 1))
+    assert torch.equal(drawn, masks(how, num_workers=3, local=3))
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_micro_batches_drop_differently(how):
+    drawn = masks(how, num_workers=1, loss_fn=df.accumulate(dropping), shape=(4, 48))
+    assert all_differ(drawn.flatten(0, 1))
+
+
+def test_the_place_for_the_seed_is_torchs():
+    assert all_differ([*masks(num_workers=1), *masks(num_workers=1, seed=1)])
+
+
+@pytest.mark.parametrize("how", ["aot_eager", "inductor"])
+def test_an_undonated_step_that_draws_is_a_pure_function(how):
+    init, step = df.adapt_while_communicate(dropping, df.sgd(0.1), df.topology("complete", 1))
+    step, state = df.compile(step, backend=how, donate=False), init(torch.ones(48))
+    results = []
+    for _ in range(2):
+        torch.rand(7)
+        new, metrics = step(state, torch.ones(48), 5)
+        results.append((df.params(new), metrics.aux))
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_loss_that_fails_leaves_the_generator_as_it_was():
+    def failing(params, batch):
+        raise ArithmeticError(torch.rand(()))
+
+    init, step = df.all_reduce(failing, df.sgd(0.1), df.topology("complete", 1))
+    state, before = init(torch.ones(2)), torch.get_rng_state()
+    with pytest.raises(ArithmeticError):
+        step(state, torch.ones(2), 0)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_seeds_of_workers_steps_and_runs_are_all_different():
+    keys = list(itertools.product(range(-8, 8), range(16), range(16)))
+    seeds = {df.worker_seed(seed, worker, t) for seed, worker, t in keys}
+    assert len(seeds) == len(keys)
+    assert len({seed % 2**32 for seed in seeds}) == len(keys)  # of which the CPU's generator takes 32 bits
+    for seed in seeds:
+        assert 0 <= seed < 2**63
