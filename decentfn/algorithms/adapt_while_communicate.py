@@ -17,6 +17,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from decentfn import gossip
+from decentfn.algorithms.hyperparameters import at
 from decentfn.algorithms.preconditions import require_doubly_stochastic
 from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, State, Worker, add, as_step
 from decentfn.topologies import Topology
@@ -59,9 +60,9 @@ def adapt_while_communicate(
         x = state.params
         travelling = worker.post(x, t)
         g = worker.gradient(x, state.buffers, batch, state.opt_state)
-        mixed = gossip.collect(travelling, gamma(t) if callable(gamma) else gamma)
+        mixed = gossip.collect(travelling, at(gamma, t))
         seen = mixed if update_at == "mixed" else x
         u, opt_state = worker.update(g.grads, state.opt_state, seen, t, heard=travelling)
         return State(add(mixed, u), opt_state, g.buffers), g.metrics
 
-    return Algorithm(worker.init, worker.mixing_buffers(step))
+    return Algorithm(worker.init, worker.mixing_buffers(step, gamma))

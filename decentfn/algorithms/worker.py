@@ -10,12 +10,14 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from decentfn import collectives, gossip, trees
+from decentfn.algorithms.hyperparameters import at
 from decentfn.buckets import Buckets, Plan, flatten
 from decentfn.fingerprint import agree, fingerprint
 from decentfn.losses import LossFn, evaluate
 from decentfn.replicas import require_equal
 from decentfn.topologies import Topology, complete
 from decentfn.transforms import global_norm
+from decentfn.transforms.basic import Scalar
 from decentfn.transforms.loss_scale import DynamicLossScale, all_finite
 from decentfn.transforms.transform import wants_mix
 from decentfn.trees import PyTree
@@ -184,16 +186,22 @@ class Worker:
         ones = gossip.mean(_bare([claim.to(torch.float32).view(1)]), self.everyone, t)
         return ones[0][0] > 0
 
-    def mixing_buffers(self, step: Step) -> Step:
-        """The step; where the options say so, buffers are mixed while it runs: `b⁺ = W b + (b' - b)`, b' the loss's."""
+    def mixing_buffers(self, step: Step, gamma: Scalar) -> Step:
+        """The step; where the options say so, buffers are mixed while it runs, b' being the loss's:
+
+        `b⁺ = (1 - γ) b + γ W b + (b' - b)`.
+        """
 
         def mixing(state: Any, batch: PyTree, t: int | Tensor) -> tuple[Any, Metrics]:
             t = as_step(t)
             old = self._floats(state.buffers)
-            travelling = gossip.post(_bare([b.reshape(-1) for b in old]), self.topology, t)
+            if not old:
+                return step(state, batch, t)
+            travelling = gossip.post(_by_dtype(old), self.topology, t)
             state, metrics = step(state, batch, t)
-            heard = zip(gossip.collect(travelling), old, self._floats(state.buffers), strict=True)
-            return self._with_floats(state, [m.view(b.shape) + (new - b) for m, b, new in heard]), metrics
+            mixed = _pieces(gossip.collect(travelling, at(gamma, t)), old)
+            heard = zip(mixed, old, self._floats(state.buffers), strict=True)
+            return self._with_floats(state, [m + (new - b) for m, b, new in heard]), metrics
 
         return mixing if self.average_buffers else step
 
@@ -203,8 +211,10 @@ class Worker:
         def mixing(state: Any, batch: PyTree, t: int | Tensor) -> tuple[Any, Metrics]:
             state, metrics = step(state, batch, t)
             new = self._floats(state.buffers)
-            mixed = gossip.collect(gossip.post(_bare([b.reshape(-1) for b in new]), topology, as_step(t)))
-            return self._with_floats(state, [m.view(b.shape) for m, b in zip(mixed, new, strict=True)]), metrics
+            if not new:
+                return state, metrics
+            mixed = gossip.collect(gossip.post(_by_dtype(new), topology, as_step(t)))
+            return self._with_floats(state, [m.clone() for m in _pieces(mixed, new)]), metrics
 
         return mixing if self.average_buffers else step
 
@@ -258,8 +268,8 @@ def _require_understood(understands: Collection[str], optimizer: Any, options: M
 
 
 _NOT_UNDERSTOOD = {
-    "loss_scale": "optimizer=dynamic_loss_scale(...): this algorithm's optimizer does not see the worker's own gradient, "
-    "so an update cannot be skipped when that overflows; use bfloat16, which needs no scale, or adapt_while_communicate, "
+    "loss_scale": "optimizer=dynamic_loss_scale(...): this algorithm does not scale its loss yet, nor keep an overflowing "
+    "gradient out of what it remembers and sends; use bfloat16, which needs no scale, or adapt_while_communicate, "
     "adapt_then_combine or all_reduce.",
     "mix": "optimizer=MixAware(...): this algorithm updates before it has heard its neighbours; use "
     "adapt_while_communicate.",
@@ -267,6 +277,24 @@ _NOT_UNDERSTOOD = {
     "does it mix buffers; average them where you evaluate, with df.consensus_buffers(state), or use "
     "adapt_while_communicate, adapt_then_combine or all_reduce.",
 }
+def _by_dtype(tensors: list[Tensor]) -> Buckets:
+    """One vector for each dtype, the tensors of it one after another: a message for each, not for each tensor."""
+    return _bare([torch.cat([x.reshape(-1) for x in tensors if x.dtype == d]) for d in _dtypes(tensors)])
+
+
+def _pieces(vectors: Buckets, like: list[Tensor]) -> list[Tensor]:
+    """The tensors again that `_by_dtype(like)` put together."""
+    split = {
+        d: iter(vector.split([x.numel() for x in like if x.dtype == d]))
+        for d, vector in zip(_dtypes(like), vectors, strict=True)
+    }
+    return [next(split[x.dtype]).view(x.shape) for x in like]
+
+
+def _dtypes(tensors: list[Tensor]) -> list[torch.dtype]:
+    return list(dict.fromkeys(x.dtype for x in tensors))
+
+
 
 
 def add(x: Buckets, y: Buckets) -> Buckets:
