@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 
 from decentfn import collectives, gossip, trees
 from decentfn.algorithms.hyperparameters import at
-from decentfn.buckets import Buckets, Plan, flatten
+from decentfn.buckets import Buckets, Plan, flatten, wide
 from decentfn.fingerprint import agree, fingerprint
 from decentfn.losses import LossFn, evaluate
 from decentfn.replicas import require_equal
@@ -22,7 +22,19 @@ from decentfn.transforms.loss_scale import DynamicLossScale, all_finite
 from decentfn.transforms.transform import wants_mix
 from decentfn.trees import PyTree
 
-__all__ = ["Algorithm", "Gradient", "LossFn", "Metrics", "Options", "State", "Worker", "add", "as_step"]
+__all__ = [
+    "Algorithm",
+    "Gradient",
+    "LossFn",
+    "Metrics",
+    "Options",
+    "State",
+    "Worker",
+    "add",
+    "as_step",
+    "cast_like",
+    "widen",
+]
 
 
 Step = Callable[[Any, PyTree, "int | Tensor"], tuple[Any, Any]]
@@ -51,6 +63,10 @@ class State(NamedTuple):
     opt_state: PyTree
     buffers: PyTree = None
 
+    def with_params(self, x: Buckets) -> State:
+        """Nothing else knows parameters."""
+        return self._replace(params=x)
+
 
 class Gradient(NamedTuple):
     """One evaluation of the loss and its gradient."""
@@ -72,7 +88,8 @@ class Options(TypedDict, total=False):
     bucket_mb: float
     """Largest bucket in MiB (25); one message travels per bucket and neighbour."""
     wire_dtype: torch.dtype | None
-    """Dtype of what is exchanged, if narrower than the parameters' (None: as they are)."""
+    """Dtype of what is exchanged, if narrower than the parameters' (None: as they are). Trackers, corrections and other
+    memory are kept in float32 or wider, but travel no wider than the parameters."""
     average_buffers: bool
     """Mix floating-point buffers (BatchNorm's statistics) as the parameters are mixed, in their own dtype (False: every
     worker keeps its own; `df.consensus_buffers` averages them for an evaluation). Frozen parameters are left alone."""
@@ -235,8 +252,13 @@ class Worker:
         return state._replace(buffers=trees.fill(trees.enumerate_leaves(state.buffers), leaves))
 
     def post(self, x: Buckets, t: Tensor, *, when: Tensor | None = None) -> gossip.Posted:
-        """Start to send `x` to the neighbours of step `t`; where `when` (0-d bool) is False, rest instead."""
-        return gossip.post(x, self.topology, t, wire_dtype=self.wire_dtype, when=when)
+        """Start to send `x` to the neighbours of step `t`; where `when` (0-d bool) is False, rest instead.
+
+        What is kept wider than the parameters travels in their dtypes; the own share is mixed unrounded.
+        """
+        pairs = zip(x, x.plan.buckets, strict=True)
+        told = Buckets([gossip.narrow(Buckets([b], x.plan), plan.dtype)[0] for b, plan in pairs], x.plan)
+        return gossip.post(told, self.topology, t, wire_dtype=self.wire_dtype, when=when)._replace(own=x)
 
     def mix(self, x: Buckets, t: Tensor, *, when: Tensor | None = None) -> Buckets:
         """`W x` of step `t`; `x` itself where `when` is False."""
@@ -253,6 +275,24 @@ class Worker:
 def _bare(tensors: list[Tensor]) -> Buckets:
     """Vectors that travel like buckets, without a tree behind them."""
     return Buckets(tensors, Plan((), None))
+
+
+def _by_dtype(tensors: list[Tensor]) -> Buckets:
+    """One vector for each dtype, the tensors of it one after another: a message for each, not for each tensor."""
+    return _bare([torch.cat([x.reshape(-1) for x in tensors if x.dtype == d]) for d in _dtypes(tensors)])
+
+
+def _pieces(vectors: Buckets, like: list[Tensor]) -> list[Tensor]:
+    """The tensors again that `_by_dtype(like)` put together."""
+    split = {
+        d: iter(vector.split([x.numel() for x in like if x.dtype == d]))
+        for d, vector in zip(_dtypes(like), vectors, strict=True)
+    }
+    return [next(split[x.dtype]).view(x.shape) for x in like]
+
+
+def _dtypes(tensors: list[Tensor]) -> list[torch.dtype]:
+    return list(dict.fromkeys(x.dtype for x in tensors))
 
 
 def _require_understood(understands: Collection[str], optimizer: Any, options: Mapping[str, Any]) -> None:
@@ -277,29 +317,21 @@ _NOT_UNDERSTOOD = {
     "does it mix buffers; average them where you evaluate, with df.consensus_buffers(state), or use "
     "adapt_while_communicate, adapt_then_combine or all_reduce.",
 }
-def _by_dtype(tensors: list[Tensor]) -> Buckets:
-    """One vector for each dtype, the tensors of it one after another: a message for each, not for each tensor."""
-    return _bare([torch.cat([x.reshape(-1) for x in tensors if x.dtype == d]) for d in _dtypes(tensors)])
-
-
-def _pieces(vectors: Buckets, like: list[Tensor]) -> list[Tensor]:
-    """The tensors again that `_by_dtype(like)` put together."""
-    split = {
-        d: iter(vector.split([x.numel() for x in like if x.dtype == d]))
-        for d, vector in zip(_dtypes(like), vectors, strict=True)
-    }
-    return [next(split[x.dtype]).view(x.shape) for x in like]
-
-
-def _dtypes(tensors: list[Tensor]) -> list[torch.dtype]:
-    return list(dict.fromkeys(x.dtype for x in tensors))
-
-
 
 
 def add(x: Buckets, y: Buckets) -> Buckets:
     """`x + y`, in the dtypes of `x`."""
     return trees.map(lambda a, b: (a + b).to(a.dtype), x, y)
+
+
+def cast_like(x: Buckets, y: Buckets) -> Buckets:
+    """`x` in the dtypes of `y`."""
+    return trees.map(lambda a, b: a.to(b.dtype), x, y)
+
+
+def widen(x: Buckets) -> Buckets:
+    """`x` in the dtypes to remember in: float32, or float64."""
+    return trees.map(lambda b: b.to(wide(b.dtype)), x)
 
 
 def as_step(t: int | Tensor) -> Tensor:
