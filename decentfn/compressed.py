@@ -21,7 +21,7 @@ from decentfn.topologies import Topology, from_permutations
 class Compressed(NamedTuple):
     """What is on its way: messages, and what everyone makes of this worker's own."""
 
-    sent: Buckets  # C(x) of this worker
+    sent: Buckets  # C(x) of this worker, in float32 or wider
     messages: tuple[Tensor, ...]  # per bucket [B] uint8
     inboxes: tuple[Tensor, ...]  # per bucket [K, B] uint8; empty when nobody is heard
     row: gossip.Row
@@ -33,33 +33,34 @@ def post_compressed(x: Buckets, compressor: Compressor, topology: Topology, t: T
     """Compress `x`, one message per bucket, and start to send it to the neighbours of step `t`.
 
     Args:
-        x: buckets, `[D]` each.
+        x: buckets, `[D]` each; what is wider than the parameters is rounded to their dtypes first.
         compressor: what makes the messages.
         topology: a schedule of messages, without groups.
         t: 0-d int64 on the CPU.
     """
     me = collectives.worker_index(x[0])
-    pairs = list(zip(x, x.plan.buckets, strict=True))
+    pairs = [(b.to(plan.dtype), plan) for b, plan in zip(x, x.plan.buckets, strict=True)]
     messages = tuple(compressor.compress(b, plan, Key(t, me, index)) for index, (b, plan) in enumerate(pairs))
     posted = gossip.post(Buckets(messages, x.plan), topology, t)
-    sent = [compressor.decompress(m, plan) for m, plan in zip(messages, x.plan.buckets, strict=True)]
+    plans = x.plan.buckets
+    sent = [compressor.decompress(m, plan).to(wide(plan.dtype)) for m, plan in zip(messages, plans, strict=True)]
     sources = topology.round(t).sources
     return Compressed(Buckets(sent, x.plan), messages, posted.inboxes, posted.row, sources, compressor)
 
 
 def mix_compressed(posted: Compressed) -> Buckets:
-    """Wait for what was posted and mix it: `W C(x)`."""
+    """Wait for what was posted and mix it: `W C(x)`, in float32 or wider."""
     mixed = []
     weights = once(posted.row.weights)
     for index, (own, plan) in enumerate(zip(posted.sent, posted.sent.plan.buckets, strict=True)):
-        dtype = wide(own.dtype)
-        total = weights[0].to(dtype) * own.to(dtype)
+        dtype = own.dtype
+        total = weights[0].to(dtype) * own
         if posted.inboxes:
             inbox = collectives.wait(posted.inboxes[index])
             for slot in range(inbox.shape[0]):
                 heard = posted.compressor.decompress(inbox[slot], plan)
                 total = total + weights[1 + slot].to(dtype) * heard.to(dtype)
-        mixed.append(total.to(own.dtype))
+        mixed.append(total)
     return Buckets(mixed, posted.sent.plan)
 
 
@@ -80,7 +81,7 @@ def sum_compressed(posted: Compressed) -> Buckets:
         total = torch.zeros(plan.numel, dtype=wide(plan.dtype), device=message.device)
         for worker in range(everything.shape[0]):
             total = total + posted.compressor.decompress(everything[worker], plan)
-        totals.append(total.to(plan.dtype))
+        totals.append(total)
     return Buckets(totals, posted.sent.plan)
 
 

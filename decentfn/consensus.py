@@ -13,6 +13,7 @@ from torch import Tensor
 
 from decentfn import collectives, trees
 from decentfn.buckets import Buckets
+from decentfn.stacking import over_workers
 from decentfn.trees import PyTree
 
 
@@ -27,24 +28,26 @@ def buffers(state: Any) -> PyTree:
 
 
 def with_params(state: Any, params: PyTree) -> Any:
-    """The state with other parameters, everything else kept: from a checkpoint, an average, a surgery. Copies.
+    """The state with other parameters: from a checkpoint, an average, a surgery. Copies.
 
-    The next step sends, mixes and differentiates what stands in the state, so nothing else knows the old parameters.
-    Give it to all workers alike or to one; the state that is passed in stays as it is.
+    The optimizer's state and the buffers are kept. What the algorithm itself remembers (slow copies, trackers, momentum,
+    corrections, errors, messages under way, the average of `df.ema`) starts anew at the new parameters, so that nothing
+    pulls back to the old ones; each state's own `with_params` says how. To go on with an average of `df.ema`:
+    `state._replace(inner=df.with_params(state.inner, params))`.
+
+    Give all workers theirs in the same step (under torchrun on every rank): what they remember of one another starts
+    anew on all of them, or would never add up again. The state that is passed in stays as it is.
 
     Args:
-        state: a training state whose parameters are a field of its own (push-sum's are a quotient).
+        state: a training state. One of your own algorithm has a method `with_params(x: Buckets)`, written for one
+            worker, that returns the state with parameters x and its memory reset.
         params: a tree like the one that `init` was given, `[N, ...]` for a stacked state; a tied leaf counts in its
             first place.
 
     Raises:
-        ValueError: other leaves, shapes or dtypes than the state's, or no such field.
+        ValueError: other leaves, shapes or dtypes than the state's, or a state without that method.
     """
     x = _buckets(state)
-    if "params" not in getattr(state, "_fields", ()):
-        raise ValueError(
-            f"with_params({type(state).__name__}): its parameters are computed from other fields; call init(params) anew."
-        )
     expected = [(name, leaf.shape, leaf.dtype) for name, leaf in trees.named_leaves(x.tree())]
     given = [(name, leaf.shape, leaf.dtype) for name, leaf in trees.named_leaves(params)]
     for want, got in itertools.zip_longest(expected, given):
@@ -61,7 +64,22 @@ def with_params(state: Any, params: PyTree) -> Any:
         pieces = [leaf[first + k].reshape(*tensor.shape[:-1], -1) for k in range(len(bucket.segments))]
         tensors.append(torch.cat(pieces, dim=-1).detach().to(tensor.device))
         first += len(pieces)
-    return state._replace(params=Buckets(tensors, x.plan))
+    new = Buckets(tensors, x.plan)
+    if not is_stacked(state):
+        return restarted(state, new)
+    # What does not depend on the worker comes back expanded.
+    return trees.map(torch.Tensor.contiguous, over_workers(restarted, new[0].shape[0], state, new))
+
+
+def restarted(state: Any, x: Buckets) -> Any:
+    """One worker's state with parameters `x`, as its own `with_params` says."""
+    method = getattr(state, "with_params", None)
+    if method is None:
+        raise ValueError(
+            f"with_params({type(state).__name__}): this state does not say what becomes of the rest of it; give its class "
+            "a method with_params(self, x), as in df.with_params' description, or call init(params) anew."
+        )
+    return method(x)
 
 
 def is_stacked(state: Any) -> bool:

@@ -12,7 +12,7 @@ from decentfn.algorithms.expected import check, kind_of, marked
 from decentfn.algorithms.outer import slow_copy
 from decentfn.algorithms.worker import Algorithm, Metrics
 from decentfn.buckets import Buckets
-from decentfn.consensus import params
+from decentfn.consensus import params, restarted
 from decentfn.trees import PyTree
 from decentfn.words import brief
 
@@ -32,6 +32,10 @@ class EMAState(NamedTuple):
     def buffers(self) -> PyTree:
         """The algorithm's buffers."""
         return self.inner.buffers
+
+    def with_params(self, x: Buckets) -> EMAState:
+        """The average starts anew, at the new parameters."""
+        return EMAState(restarted(self.inner, x), slow_copy(x))
 
 
 class AveragedState(NamedTuple):

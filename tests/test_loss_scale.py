@@ -127,8 +127,10 @@ def test_gloo_ranks_scale_as_vmap_does(ranks, agree):
 
 def test_a_scale_where_nobody_would_read_it_is_an_error():
     scaled = df.dynamic_loss_scale(df.sgd(0.1))
-    with pytest.raises(ValueError, match="does not see the worker's own gradient.*adapt_while_communicate"):
-        df.gradient_tracking(loss_fn, scaled, df.topology("static-ring", N))
+    # The one's optimizer sees a tracked gradient, the other's the worker's own: what is said holds for both.
+    for algorithm in (df.gradient_tracking, df.diloco):
+        with pytest.raises(ValueError, match="does not scale its loss yet.*adapt_while_communicate"):
+            algorithm(loss_fn, scaled, df.topology("static-ring", N))
     for wrong in (lambda: df.chain(scaled), lambda: df.by_leaf(scaled), lambda: df.dynamic_loss_scale(scaled)):
         with pytest.raises(ValueError, match="outermost"):
             wrong()

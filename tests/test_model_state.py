@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.data import DistributedSampler
 
 import decentfn as df
-from decentfn import trees
+from decentfn import collectives, trees
 
 N = 4
 
@@ -92,6 +92,85 @@ def test_averaging_buffers_compiled_is_averaging_them_eagerly():
     b = after_steps("adapt_while_communicate", average_buffers=True, backend="aot_eager")
     for x, y in zip(trees.leaves(a), trees.leaves(b), strict=True):
         torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-5)
+
+
+def statistics(params, buffers, batch):
+    """Running means of many layers, in two dtypes, and a count; they do not depend on the parameters."""
+    means = {name: b + 0.1 * (batch.mean(0)[: len(b)].to(b.dtype) - b) for name, b in buffers["means"].items()}
+    return (params * batch).sum(), ({"means": means, "count": buffers["count"] + 1}, None)
+
+
+def running_means():
+    means = {f"layer{i}": torch.full((1 + i % 3,), float(i)) for i in range(8)}
+    means |= {f"wide{i}": torch.full((2,), float(i), dtype=torch.float64) for i in range(3)}
+    return {"means": means, "count": torch.tensor(0)}
+
+
+def falling(t):
+    return 1 / (2 + t)
+
+
+def averaged(algorithm, topology, steps=4, backend=None, rank=None, copies=True, **options):
+    """The buffers after some steps: `[N, ...]` simulated, or those of one rank."""
+    init, step = getattr(df, algorithm)(statistics, df.sgd(0.1), topology, average_buffers=True, **options)
+    state = init(torch.ones(3), running_means())
+    if rank is None:
+        state, step = df.stack(state, N), df.simulate(step, N)
+    step = step if backend is None else df.compile(step, backend=backend)
+    for t in range(steps):
+        batch = torch.arange(N * 6.0).view(N, 2, 3).sin() * (t + 1)
+        state, _ = step(state, batch if rank is None else batch[rank], t)
+    return df.buffers(state) if copies else state.buffers
+
+
+def averaged_on_this_rank(gamma):
+    here = df.init()
+    return averaged("adapt_while_communicate", df.topology("one-peer-exp", N), rank=here.rank, gamma=gamma)
+
+
+@pytest.mark.parametrize(("gamma", "interpreter"), [(0.3, None), (falling, "aot_eager"), (falling, "ranks")])
+def test_buffers_are_mixed_by_gamma_as_parameters_are(ranks, gamma, interpreter):
+    """`b⁺ = (1 - γ) b + γ W b + (b' - b)`, here in float64."""
+    topology = df.topology("one-peer-exp", N)
+    if interpreter == "ranks":
+        alone = ranks(N).run(averaged_on_this_rank, gamma)
+        got = trees.map(lambda *leaves: torch.stack(leaves), *alone)
+    else:
+        got = averaged("adapt_while_communicate", topology, backend=interpreter, gamma=gamma)
+    assert got["count"].tolist() == [4] * N
+    for name, start in running_means()["means"].items():
+        b = start.double().expand(N, -1)
+        for t in range(4):
+            seen = (torch.arange(N * 6.0).view(N, 2, 3).sin() * (t + 1)).double().mean(1)[:, : len(start)]
+            g, W = (gamma(t) if callable(gamma) else gamma), df.mixing_matrix(topology, t)
+            b = (1 - g) * b + g * W @ b + 0.1 * (seen - b)
+        torch.testing.assert_close(got["means"][name].double(), b, atol=1e-6, rtol=1e-6)
+        assert got["means"][name].dtype == start.dtype
+
+
+@pytest.mark.parametrize("algorithm", ["adapt_while_communicate", "adapt_then_combine", "all_reduce"])
+def test_buffers_travel_in_one_message_for_each_dtype(algorithm, monkeypatch):
+    calls = []
+    for name in ("exchange", "group_mean"):
+        plain = getattr(collectives, name)
+        monkeypatch.setattr(collectives, name, lambda x, *a, plain=plain: (calls.append(x.dtype), plain(x, *a))[1])
+    averaged(algorithm, df.topology("ring", N), steps=1)
+    assert sorted(map(str, calls)) == ["torch.float32", "torch.float32", "torch.float64"]  # parameters, and two dtypes
+
+
+@pytest.mark.parametrize("algorithm", ["adapt_while_communicate", "adapt_then_combine"])
+def test_averaged_buffers_have_memory_of_their_own(algorithm):
+    """As a donated step needs it, although they travelled together."""
+    buffers = trees.leaves(averaged(algorithm, df.topology("ring", N), steps=1, copies=False))
+    assert len({b.untyped_storage().data_ptr() for b in buffers}) == len(buffers)
+
+
+def test_averaging_no_buffers_changes_nothing():
+    for algorithm in ("adapt_while_communicate", "adapt_then_combine", "all_reduce"):
+        topology = df.topology("ring", N)
+        init, step = getattr(df, algorithm)(lambda p, b: (p * b).sum(), df.sgd(0.1), topology, average_buffers=True)
+        state, _ = df.simulate(step, N)(df.stack(init(torch.ones(3)), N), torch.ones(N, 3), 0)
+        assert state.buffers is None and df.params(state).shape == (N, 3)
 
 
 def test_an_algorithm_that_cannot_mix_buffers_says_so():

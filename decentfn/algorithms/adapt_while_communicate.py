@@ -18,6 +18,7 @@ from typing_extensions import Unpack
 
 from decentfn import gossip
 from decentfn.algorithms.agreement import algorithm
+from decentfn.algorithms.hyperparameters import at
 from decentfn.algorithms.preconditions import require_doubly_stochastic
 from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, State, Worker, add, as_step
 from decentfn.topologies import Topology
@@ -61,9 +62,9 @@ def adapt_while_communicate(
         x = state.params
         travelling = worker.post(x, t)
         g = worker.gradient(x, state.buffers, batch, state.opt_state)
-        mixed = gossip.collect(travelling, gamma(t) if callable(gamma) else gamma)
+        mixed = gossip.collect(travelling, at(gamma, t))
         seen = mixed if update_at == "mixed" else x
         u, opt_state = worker.update(g.grads, state.opt_state, seen, t, heard=travelling)
         return State(add(mixed, u), opt_state, g.buffers), g.metrics
 
-    return worker.algorithm(worker.init, worker.mixing_buffers(step))
+    return worker.algorithm(worker.init, worker.mixing_buffers(step, gamma))

@@ -30,6 +30,7 @@ from decentfn.buckets import Buckets
 from decentfn.compressed import as_messages, mix_compressed, post_compressed
 from decentfn.compressors import Compressor
 from decentfn.topologies import Topology
+from decentfn.transforms.basic import zeros_like
 from decentfn.trees import PyTree
 
 
@@ -41,6 +42,10 @@ class State(NamedTuple):
     buffers: PyTree
     public: Buckets  # x̂, this worker's public copy
     mixed: Buckets  # s = Σ_j W[i,j] x̂_j, its own included
+
+    def with_params(self, x: Buckets) -> State:
+        """Public copies and their sum start again from 0, where all workers' agree."""
+        return self._replace(params=x, public=zeros_like(x), mixed=zeros_like(x))
 
 
 @algorithm
@@ -80,8 +85,7 @@ def choco_sgd(
     def init(params: PyTree, buffers: PyTree = None) -> State:
         x = worker.start(params)
         require_contraction("choco_sgd", compressor, x.plan)
-        zeros = [trees.map(torch.zeros_like, x) for _ in range(2)]
-        return State(x, optimizer.init(x), trees.map(torch.clone, buffers), *zeros)
+        return State(x, optimizer.init(x), trees.map(torch.clone, buffers), zeros_like(x), zeros_like(x))
 
     def step(state: State, batch: PyTree, t: int | Tensor) -> tuple[State, Metrics]:
         x, x_hat, s = state.params, state.public, state.mixed
@@ -91,7 +95,7 @@ def choco_sgd(
         q = post_compressed(trees.map(torch.sub, x_half, x_hat), compressor, neighbours, as_step(t))
         x_hat = add(x_hat, q.sent)
         s = add(s, mix_compressed(q))
-        x = trees.map(lambda x, s, x_hat: x + gamma * (s - x_hat), x_half, s, x_hat)
+        x = trees.map(lambda x, s, x_hat: (x + gamma * (s - x_hat)).to(x.dtype), x_half, s, x_hat)
         return State(x, opt_state, g.buffers, x_hat, s), g.metrics
 
     return worker.algorithm(init, step)

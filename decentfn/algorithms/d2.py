@@ -21,9 +21,10 @@ from typing_extensions import Unpack
 from decentfn import trees
 from decentfn.algorithms.agreement import algorithm
 from decentfn.algorithms.preconditions import require_doubly_stochastic
-from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, as_step
+from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, as_step, cast_like, widen
 from decentfn.buckets import Buckets
 from decentfn.topologies import Topology, mixing_matrix
+from decentfn.transforms.basic import zeros_like
 from decentfn.trees import PyTree
 
 
@@ -34,6 +35,10 @@ class State(NamedTuple):
     opt_state: PyTree
     buffers: PyTree
     c: Buckets  # the correction
+
+    def with_params(self, x: Buckets) -> State:
+        """The correction starts anew."""
+        return self._replace(params=x, c=zeros_like(x))
 
 
 @algorithm
@@ -60,15 +65,16 @@ def d2(loss_fn: LossFn, optimizer: Any, topology: Topology, **options: Unpack[Op
 
     def init(params: PyTree, buffers: PyTree = None) -> State:
         x = worker.start(params)
-        return State(x, optimizer.init(x), trees.map(torch.clone, buffers), trees.map(torch.zeros_like, x))
+        return State(x, optimizer.init(x), trees.map(torch.clone, buffers), zeros_like(x))
 
     def step(state: State, batch: PyTree, t: int | Tensor) -> tuple[State, Metrics]:
         x, c = state.params, state.c
         g = worker.gradient(x, state.buffers, batch)
         u, opt_state = optimizer.update(g.grads, state.opt_state, x)
-        x_next = worker.mix(trees.map(lambda x, u, c: (x + u + c).to(x.dtype), x, u, c), as_step(t))
-        c_next = trees.map(lambda new, x, u: (new - x - u).to(x.dtype), x_next, x, u)
-        return State(x_next, opt_state, g.buffers, c_next), g.metrics
+        x_wide = widen(x)
+        mixed = worker.mix(trees.map(lambda x, u, c: (x + u + c).to(c.dtype), x_wide, u, c), as_step(t))
+        c_next = trees.map(lambda new, x, u: (new - x - u).to(new.dtype), mixed, x_wide, u)
+        return State(cast_like(mixed, x), opt_state, g.buffers, c_next), g.metrics
 
     return worker.algorithm(init, step)
 

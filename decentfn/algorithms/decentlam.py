@@ -42,6 +42,10 @@ class DecentLaMState(NamedTuple):
     m: Buckets  # momentum, in units of a gradient (of an update where learning_rate is left at 1)
     buffers: PyTree = None
 
+    def with_params(self, x: Buckets) -> DecentLaMState:
+        """The momentum starts anew."""
+        return self._replace(params=x, m=zeros_like(x))
+
 
 @algorithm
 def decentlam(

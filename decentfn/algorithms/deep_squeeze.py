@@ -24,6 +24,7 @@ from decentfn.buckets import Buckets
 from decentfn.compressed import as_messages, mix_compressed, post_compressed
 from decentfn.compressors import Compressor
 from decentfn.topologies import Topology
+from decentfn.transforms.basic import zeros_like
 from decentfn.trees import PyTree
 
 
@@ -34,6 +35,10 @@ class State(NamedTuple):
     opt_state: PyTree
     buffers: PyTree
     error: Buckets  # δ
+
+    def with_params(self, x: Buckets) -> State:
+        """Nothing of the new parameters is left unsaid."""
+        return self._replace(params=x, error=zeros_like(x))
 
 
 @algorithm
@@ -73,17 +78,18 @@ def deep_squeeze(
     def init(params: PyTree, buffers: PyTree = None) -> State:
         x = worker.start(params)
         require_contraction("deep_squeeze", compressor, x.plan)
-        return State(x, optimizer.init(x), trees.map(torch.clone, buffers), trees.map(torch.zeros_like, x))
+        return State(x, optimizer.init(x), trees.map(torch.clone, buffers), zeros_like(x))
 
     def step(state: State, batch: PyTree, t: int | Tensor) -> tuple[State, Metrics]:
         x = state.params
         g = worker.gradient(x, state.buffers, batch)
         u, opt_state = optimizer.update(g.grads, state.opt_state, x)
         x_half = add(x, u)
-        v = add(x_half, state.error)
+        v = add(state.error, x_half)
         c = post_compressed(v, compressor, neighbours, as_step(t))
         error = trees.map(torch.sub, v, c.sent)
-        x = trees.map(lambda x, mixed, own: x + gamma * (mixed - own), x_half, mix_compressed(c), c.sent)
+        mixed = mix_compressed(c)
+        x = trees.map(lambda x, mixed, own: (x + gamma * (mixed - own)).to(x.dtype), x_half, mixed, c.sent)
         return State(x, opt_state, g.buffers, error), g.metrics
 
     return worker.algorithm(init, step)

@@ -20,11 +20,12 @@ from typing_extensions import Unpack
 from decentfn import trees
 from decentfn.algorithms.agreement import algorithm
 from decentfn.algorithms.preconditions import require_compressor
-from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, add, as_step
+from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, add, as_step, cast_like
 from decentfn.buckets import Buckets
 from decentfn.compressed import everyone, post_compressed, sum_compressed
 from decentfn.compressors import Compressor, dct_top_k
 from decentfn.topologies import Topology
+from decentfn.transforms.basic import zeros_like
 from decentfn.trees import PyTree
 
 
@@ -35,6 +36,10 @@ class State(NamedTuple):
     opt_state: PyTree
     buffers: PyTree
     momentum: Buckets  # δ
+
+    def with_params(self, x: Buckets) -> State:
+        """The momentum starts anew."""
+        return self._replace(params=x, momentum=zeros_like(x))
 
 
 @algorithm
@@ -81,7 +86,7 @@ def demo(
 
     def init(params: PyTree, buffers: PyTree = None) -> State:
         x = worker.start(params)
-        return State(x, optimizer.init(x), trees.map(torch.clone, buffers), trees.map(torch.zeros_like, x))
+        return State(x, optimizer.init(x), trees.map(torch.clone, buffers), zeros_like(x))
 
     def step(state: State, batch: PyTree, t: int | Tensor) -> tuple[State, Metrics]:
         t = as_step(t)
@@ -91,7 +96,7 @@ def demo(
         delta = trees.map(lambda delta, g: (decay * delta + eta * g).to(delta.dtype), state.momentum, g.grads)
         q = post_compressed(delta, compressor, others, t)
         delta = trees.map(torch.sub, delta, q.sent)
-        direction = trees.map(torch.sign, sum_compressed(q))
+        direction = cast_like(trees.map(torch.sign, sum_compressed(q)), theta)
         u, opt_state = optimizer.update(direction, state.opt_state, theta)
         return State(add(theta, u), opt_state, g.buffers, delta), g.metrics
 

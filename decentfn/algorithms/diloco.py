@@ -39,6 +39,10 @@ class DiLoCoState(NamedTuple):
     b: Buckets  # outer momentum, likewise
     buffers: PyTree = None
 
+    def with_params(self, x: Buckets) -> DiLoCoState:
+        """The outer parameters are the new ones; the outer momentum starts anew."""
+        return self._replace(params=x, phi=slow_copy(x), b=zeros_like(x))
+
 
 @algorithm
 def diloco(

@@ -4,6 +4,8 @@
     φ  = ψ⁺ + x - ψ                correct
     x⁺ = W̄ φ,   W̄ = (I + W)/2      combine;   ψ⁰ = x⁰
 
+with c = x - ψ, what the last combination and correction moved beside the update: φ = ψ⁺ + c, c⁺ = x⁺ - ψ⁺, c⁰ = 0.
+
 x: a worker's parameters; W: the mixing matrix; g: its gradient at x; -η g: the optimizer's update.
 """
 
@@ -18,9 +20,10 @@ from typing_extensions import Unpack
 from decentfn import gossip, trees
 from decentfn.algorithms.agreement import algorithm
 from decentfn.algorithms.preconditions import require_static_symmetric
-from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, add, as_step
+from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, add, as_step, cast_like, widen
 from decentfn.buckets import Buckets
 from decentfn.topologies import Topology
+from decentfn.transforms.basic import zeros_like
 from decentfn.trees import PyTree
 
 
@@ -30,7 +33,11 @@ class State(NamedTuple):
     params: Buckets
     opt_state: PyTree
     buffers: PyTree
-    psi: Buckets  # ψ, what the last adaptation gave
+    c: Buckets  # the correction x - ψ; its mean over the workers is 0
+
+    def with_params(self, x: Buckets) -> State:
+        """The correction starts anew."""
+        return self._replace(params=x, c=zeros_like(x))
 
 
 @algorithm
@@ -55,15 +62,14 @@ def exact_diffusion(loss_fn: LossFn, optimizer: Any, topology: Topology, **optio
 
     def init(params: PyTree, buffers: PyTree = None) -> State:
         x = worker.start(params)
-        return State(x, optimizer.init(x), trees.map(torch.clone, buffers), trees.map(torch.clone, x))
+        return State(x, optimizer.init(x), trees.map(torch.clone, buffers), zeros_like(x))
 
     def step(state: State, batch: PyTree, t: int | Tensor) -> tuple[State, Metrics]:
         x = state.params
         g = worker.gradient(x, state.buffers, batch)
         u, opt_state = optimizer.update(g.grads, state.opt_state, x)
-        psi = add(x, u)
-        phi = trees.map(lambda new, x, old: new + x - old, psi, x, state.psi)
-        x = gossip.collect(worker.post(phi, as_step(t)), gamma=0.5)  # W̄ φ
-        return State(x, opt_state, g.buffers, psi), g.metrics
+        psi = add(widen(x), u)
+        mixed = gossip.collect(worker.post(add(psi, state.c), as_step(t)), gamma=0.5)  # W̄ φ
+        return State(cast_like(mixed, x), opt_state, g.buffers, trees.map(torch.sub, mixed, psi)), g.metrics
 
     return worker.algorithm(init, step)

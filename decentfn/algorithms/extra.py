@@ -22,9 +22,10 @@ from typing_extensions import Unpack
 from decentfn import gossip, trees
 from decentfn.algorithms.agreement import algorithm
 from decentfn.algorithms.preconditions import require_static_symmetric
-from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, as_step
+from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, as_step, widen
 from decentfn.buckets import Buckets
 from decentfn.topologies import Topology
+from decentfn.transforms.basic import zeros_like
 from decentfn.trees import PyTree
 
 
@@ -35,6 +36,10 @@ class State(NamedTuple):
     opt_state: PyTree
     buffers: PyTree
     p: Buckets  # half the disagreement, summed over the steps
+
+    def with_params(self, x: Buckets) -> State:
+        """The sum starts anew."""
+        return self._replace(params=x, p=zeros_like(x))
 
 
 @algorithm
@@ -58,16 +63,17 @@ def extra(loss_fn: LossFn, optimizer: Any, topology: Topology, **options: Unpack
 
     def init(params: PyTree, buffers: PyTree = None) -> State:
         x = worker.start(params)
-        return State(x, optimizer.init(x), trees.map(torch.clone, buffers), trees.map(torch.zeros_like, x))
+        return State(x, optimizer.init(x), trees.map(torch.clone, buffers), zeros_like(x))
 
     def step(state: State, batch: PyTree, t: int | Tensor) -> tuple[State, Metrics]:
         x, p = state.params, state.p
         travelling = worker.post(x, as_step(t))
         g = worker.gradient(x, state.buffers, batch)
         u, opt_state = optimizer.update(g.grads, state.opt_state, x)
-        mixed = gossip.collect(travelling)
-        p_next = trees.map(lambda p, x, wx: p + (x - wx) / 2, p, x, mixed)
-        x_next = trees.map(lambda wx, u, p: (wx + u - p).to(wx.dtype), mixed, u, p)
+        x_wide = widen(x)
+        mixed = gossip.collect(travelling._replace(own=x_wide))  # W x before it is rounded, so that mean(p) stays 0
+        p_next = trees.map(lambda p, x, wx: p + (x - wx) / 2, p, x_wide, mixed)
+        x_next = trees.map(lambda wx, u, p, x: (wx + u - p).to(x.dtype), mixed, u, p, x)
         return State(x_next, opt_state, g.buffers, p_next), g.metrics
 
     return worker.algorithm(init, step)

@@ -30,9 +30,10 @@ from typing_extensions import Unpack
 from decentfn import gossip, trees
 from decentfn.algorithms.agreement import algorithm
 from decentfn.algorithms.preconditions import require_doubly_stochastic
-from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, add, as_step
+from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, add, as_step, cast_like, widen
 from decentfn.buckets import Buckets
 from decentfn.topologies import Topology
+from decentfn.transforms.basic import zeros_like
 from decentfn.trees import PyTree
 
 
@@ -45,6 +46,11 @@ class State(NamedTuple):
     y: Buckets  # the tracked gradient
     g: Buckets  # this worker's own gradient
     started: Tensor | None  # 0-d bool: a step was taken; only form="atc" needs it
+
+    def with_params(self, x: Buckets) -> State:
+        """The tracker starts anew."""
+        y, g, started = trees.map(torch.zeros_like, (self.y, self.g, self.started))
+        return self._replace(params=x, y=y, g=g, started=started)
 
 
 @algorithm
@@ -81,7 +87,7 @@ def gradient_tracking(
 
     def init(params: PyTree, buffers: PyTree = None) -> State:
         x = worker.start(params)
-        y, g = trees.map(torch.zeros_like, x), trees.map(torch.zeros_like, x)
+        y, g = zeros_like(x), zeros_like(x)
         # From y = g = 0 the first y is W 0 + g - 0; in the form W (y + g⁺ - g) it would be W g.
         started = torch.zeros((), dtype=torch.bool, device=x[0].device) if form == "atc" else None
         return State(x, optimizer.init(x), trees.map(torch.clone, buffers), y, g, started)
@@ -94,7 +100,7 @@ def gradient_tracking(
         x_travelling = worker.post(x, t) if form == "awc" else None
 
         gradient = worker.gradient(x, state.buffers, batch)
-        g = gradient.grads
+        g = widen(gradient.grads)
         change = trees.map(torch.sub, g, state.g)
         if y_travelling is not None:
             y = add(gossip.collect(y_travelling), change)
@@ -103,7 +109,7 @@ def gradient_tracking(
             y = trees.map(partial(torch.where, started), worker.mix(add(state.y, change), last), g)
             started = torch.ones_like(started)
 
-        u, opt_state = optimizer.update(y, state.opt_state, x)
+        u, opt_state = optimizer.update(cast_like(y, x), state.opt_state, x)
         x = worker.mix(add(x, u), t) if x_travelling is None else add(gossip.collect(x_travelling), u)
         return State(x, opt_state, gradient.buffers, y, g, started), gradient.metrics
 

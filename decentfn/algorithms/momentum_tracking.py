@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
@@ -25,7 +24,7 @@ from decentfn import gossip, trees
 from decentfn.algorithms.agreement import algorithm
 from decentfn.algorithms.hyperparameters import require_fractions
 from decentfn.algorithms.preconditions import require_doubly_stochastic
-from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, add, as_step
+from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, add, as_step, cast_like
 from decentfn.buckets import Buckets
 from decentfn.topologies import Topology
 from decentfn.transforms.basic import zeros_like
@@ -40,6 +39,10 @@ class MomentumTrackingState(NamedTuple):
     u: Buckets  # own momentum
     y: Buckets  # tracked momentum, the last direction; the paper's c is W y subtracted from u
     buffers: PyTree = None
+
+    def with_params(self, x: Buckets) -> MomentumTrackingState:
+        """Momentum and tracker start anew."""
+        return self._replace(params=x, u=zeros_like(x), y=zeros_like(x))
 
 
 @algorithm
@@ -74,7 +77,7 @@ def momentum_tracking(
 
     def init(params: PyTree, buffers: PyTree = None) -> MomentumTrackingState:
         x, opt_state, buffers = worker.init(params, buffers)
-        return MomentumTrackingState(x, opt_state, zeros_like(x), trees.map(torch.zeros_like, x), buffers)
+        return MomentumTrackingState(x, opt_state, zeros_like(x), zeros_like(x), buffers)
 
     def step(state: MomentumTrackingState, batch: PyTree, t: int | Tensor) -> tuple[MomentumTrackingState, Metrics]:
         t = as_step(t)
@@ -83,7 +86,7 @@ def momentum_tracking(
         g = worker.gradient(x, buffers, batch)
         u_new = trees.map(lambda u, g: beta * u + g, u, g.grads)
         y = trees.map(lambda mixed, new, u: (mixed + (new - u)).to(mixed.dtype), gossip.collect(y_travelling), u_new, u)
-        update, opt_state = optimizer.update(y, opt_state, x)
+        update, opt_state = optimizer.update(cast_like(y, x), opt_state, x)
         x = add(gossip.collect(x_travelling), update)
         return MomentumTrackingState(x, opt_state, u_new, y, g.buffers), g.metrics
 

@@ -44,6 +44,10 @@ class NoLoCoState(NamedTuple):
     b: Buckets  # outer momentum, likewise
     buffers: PyTree = None
 
+    def with_params(self, x: Buckets) -> NoLoCoState:
+        """The slow parameters are the new ones; the outer momentum starts anew."""
+        return self._replace(params=x, phi=slow_copy(x), b=zeros_like(x))
+
 
 @algorithm
 def noloco(

@@ -40,6 +40,10 @@ class State(NamedTuple):
     buffers: PyTree
     directions: tuple[Tensor, ...]  # p of each edge, per bucket [P, K, V]: by phase and slot
 
+    def with_params(self, x: Buckets) -> State:
+        """The directions stay: they say where to look for differences, and move no parameters."""
+        return self._replace(params=x)
+
 
 @algorithm
 def power_gossip(

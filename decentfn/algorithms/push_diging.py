@@ -22,9 +22,10 @@ from typing_extensions import Unpack
 from decentfn import gossip, trees
 from decentfn.algorithms.agreement import algorithm
 from decentfn.algorithms.push_sum import divide, first_weight, pack, scale, unpack
-from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, add, as_step
+from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, add, as_step, cast_like, widen
 from decentfn.buckets import Buckets
 from decentfn.topologies import Topology
+from decentfn.transforms.basic import zeros_like
 from decentfn.trees import PyTree
 
 
@@ -37,6 +38,10 @@ class State(NamedTuple):
     weight: Tensor  # v, 0-d
     y: Buckets
     g: Buckets
+
+    def with_params(self, x: Buckets) -> State:
+        """The tracker starts anew; the weight knows no parameters."""
+        return self._replace(params=x, y=zeros_like(x), g=zeros_like(x))
 
 
 @algorithm
@@ -58,7 +63,7 @@ def push_diging(loss_fn: LossFn, optimizer: Any, topology: Topology, **options: 
     def init(params: PyTree, buffers: PyTree = None) -> State:
         x = worker.start(params)
         # From y = g = 0 the first y is A 0 + g - 0.
-        y, g = trees.map(torch.zeros_like, x), trees.map(torch.zeros_like, x)
+        y, g = zeros_like(x), zeros_like(x)
         return State(x, optimizer.init(x), trees.map(torch.clone, buffers), first_weight(x), y, g)
 
     def step(state: State, batch: PyTree, t: int | Tensor) -> tuple[State, Metrics]:
@@ -66,9 +71,9 @@ def push_diging(loss_fn: LossFn, optimizer: Any, topology: Topology, **options: 
         x, v = state.params, state.weight
         y_travelling = worker.post(state.y, (t - 1).clamp(min=0))
         gradient = worker.gradient(x, state.buffers, batch)
-        g = gradient.grads
+        g = widen(gradient.grads)
         y = trees.map(lambda ay, new, old: ay + new - old, gossip.collect(y_travelling), g, state.g)
-        update, opt_state = optimizer.update(y, state.opt_state, x)
+        update, opt_state = optimizer.update(cast_like(y, x), state.opt_state, x)
         u, v = unpack(worker.mix(pack(add(scale(x, v), update), v), t))
         return State(divide(u, v), opt_state, gradient.buffers, v, y, g), gradient.metrics
 

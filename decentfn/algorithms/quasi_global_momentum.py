@@ -28,7 +28,7 @@ from decentfn import trees
 from decentfn.algorithms.agreement import algorithm
 from decentfn.algorithms.hyperparameters import at, reciprocal, require_fractions, require_positive
 from decentfn.algorithms.preconditions import require_doubly_stochastic
-from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, add, as_step
+from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, add, as_step, widen
 from decentfn.buckets import Buckets
 from decentfn.scalars import once
 from decentfn.topologies import Topology
@@ -44,6 +44,10 @@ class QuasiGlobalMomentumState(NamedTuple):
     opt_state: PyTree
     m: Buckets  # quasi-global momentum, in units of a gradient (of an update where learning_rate is left at 1)
     buffers: PyTree = None
+
+    def with_params(self, x: Buckets) -> QuasiGlobalMomentumState:
+        """The momentum starts anew."""
+        return self._replace(params=x, m=zeros_like(x))
 
 
 @algorithm
@@ -115,6 +119,10 @@ class QuasiGlobalAdamState(NamedTuple):
     count: Tensor  # 0-d int64, steps taken
     buffers: PyTree = None
 
+    def with_params(self, x: Buckets) -> QuasiGlobalAdamState:
+        """The moments start anew, and the count that corrects their bias."""
+        return self._replace(params=x, m=zeros_like(x), v=zeros_like(x), count=torch.zeros_like(self.count))
+
 
 @algorithm
 def quasi_global_adam(
@@ -166,14 +174,15 @@ def quasi_global_adam(
         first, second = once(1 - beta1**k), once(1 - beta2**k)
 
         def direction(g: Tensor, m: Tensor, v: Tensor) -> Tensor:
+            dtype, g = g.dtype, g.to(m.dtype)
             m_hat = beta1 * m + gradient_weight * g
             v_hat = beta2 * v + (1 - beta2) * g**2
-            return m_hat / first.to(g.dtype) / (torch.sqrt(v_hat / second.to(g.dtype)) + eps)
+            return (m_hat / first.to(m.dtype) / (torch.sqrt(v_hat / second.to(m.dtype)) + eps)).to(dtype)
 
         g = worker.gradient(x, buffers, batch)
         u, opt_state = optimizer.update(trees.map(direction, g.grads, m, v), opt_state, x)
         mixed = worker.mix(add(x, u), t)
-        moved = trees.map(torch.sub, x, mixed)
+        moved = trees.map(torch.sub, widen(x), mixed)
         length = global_norm(moved) + 1e-8
         d = trees.map(lambda moved: moved / length.to(moved.dtype), moved)
         m = trees.map(lambda m, d: beta1 * m + (1 - beta1) * d, m, d)

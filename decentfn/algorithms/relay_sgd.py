@@ -38,6 +38,12 @@ class State(NamedTuple):
     start: Buckets | None  # x⁰, in the place of models that have not arrived yet; relay="models" only
     age: Tensor  # 0-d int64, steps taken
 
+    def with_params(self, x: Buckets) -> State:
+        """Nothing was relayed yet; until models have arrived, the new parameters stand in their place."""
+        messages, age = trees.map(torch.zeros_like, (self.messages, self.age))
+        start = None if self.start is None else trees.map(torch.clone, x)
+        return self._replace(params=x, messages=messages, start=start, age=age)
+
 
 @algorithm
 def relay_sgd(

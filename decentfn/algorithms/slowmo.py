@@ -45,6 +45,10 @@ class SlowMoState(NamedTuple):
     u: Buckets  # slow momentum, in units of a gradient (of an update where learning_rate is left at 1)
     buffers: PyTree = None
 
+    def with_params(self, x: Buckets) -> SlowMoState:
+        """The slow parameters are the new ones; the slow momentum starts anew."""
+        return self._replace(params=x, x0=slow_copy(x), u=zeros_like(x))
+
 
 @algorithm
 def slowmo(

@@ -22,7 +22,7 @@ from typing_extensions import Unpack
 from decentfn import gossip, trees
 from decentfn.algorithms.agreement import algorithm
 from decentfn.algorithms.push_sum import divide, first_weight, pack, scale, unpack
-from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, add, as_step
+from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, add, as_step, cast_like
 from decentfn.buckets import Buckets
 from decentfn.scalars import once
 from decentfn.topologies import Topology
@@ -37,6 +37,12 @@ class State(NamedTuple):
     buffers: PyTree
     weight: Tensor  # w, 0-d
     outboxes: tuple[Buckets, ...]  # the last τ steps' (x½, w) as they travel, the oldest first
+
+    def with_params(self, x: Buckets) -> State:
+        """Weights stay, here and under way; what they weigh are the new parameters."""
+        weights = [unpack(box)[1] for box in self.outboxes]
+        boxes = [cast_like(pack(scale(x, w), w), box) for w, box in zip(weights, self.outboxes, strict=True)]
+        return self._replace(params=x, outboxes=tuple(boxes))
 
 
 @algorithm

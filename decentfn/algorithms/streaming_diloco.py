@@ -40,6 +40,11 @@ class StreamingDiLoCoState(NamedTuple):
     delta: Buckets | None  # outer gradients that were heard and wait to be applied; None where delay <= 1
     buffers: PyTree = None
 
+    def with_params(self, x: Buckets) -> StreamingDiLoCoState:
+        """The outer parameters are the new ones; the outer momentum and gradients start anew."""
+        delta = None if self.delta is None else zeros_like(x)
+        return self._replace(params=x, phi=slow_copy(x), b=zeros_like(x), delta=delta)
+
 
 @algorithm
 def streaming_diloco(

@@ -12,19 +12,33 @@ from typing_extensions import Unpack
 
 from decentfn import collectives, gossip, noise, trees
 from decentfn.algorithms.expected import checked
-from decentfn.buckets import Buckets, Plan, flatten, require_bucket_mb
+from decentfn.algorithms.hyperparameters import at
+from decentfn.buckets import Buckets, Plan, flatten, require_bucket_mb, wide
 from decentfn.fingerprint import agree, fingerprint
 from decentfn.losses import LossFn, evaluate, require_loss
 from decentfn.replicas import require_equal
 from decentfn.scalars import as_step
 from decentfn.topologies import Topology, complete
 from decentfn.transforms import global_norm
+from decentfn.transforms.basic import Scalar
 from decentfn.transforms.loss_scale import DynamicLossScale, all_finite
 from decentfn.transforms.transform import require_pair, wants_mix
 from decentfn.trees import PyTree
 from decentfn.words import brief
 
-__all__ = ["Algorithm", "Gradient", "LossFn", "Metrics", "Options", "State", "Worker", "add", "as_step"]
+__all__ = [
+    "Algorithm",
+    "Gradient",
+    "LossFn",
+    "Metrics",
+    "Options",
+    "State",
+    "Worker",
+    "add",
+    "as_step",
+    "cast_like",
+    "widen",
+]
 
 
 Step = Callable[[Any, PyTree, "int | Tensor"], tuple[Any, Any]]
@@ -73,6 +87,10 @@ class State(NamedTuple):
     opt_state: PyTree
     buffers: PyTree = None
 
+    def with_params(self, x: Buckets) -> State:
+        """Nothing else knows parameters."""
+        return self._replace(params=x)
+
 
 class Gradient(NamedTuple):
     """One evaluation of the loss and its gradient."""
@@ -94,7 +112,8 @@ class Options(TypedDict, total=False):
     bucket_mb: float
     """Largest bucket in MiB (25); one message travels per bucket and neighbour."""
     wire_dtype: torch.dtype | None
-    """Dtype of what is exchanged, if narrower than the parameters' (None: as they are)."""
+    """Dtype of what is exchanged, if narrower than the parameters' (None: as they are). Trackers, corrections and other
+    memory are kept in float32 or wider, but travel no wider than the parameters."""
     average_buffers: bool
     """Mix floating-point buffers (BatchNorm's statistics) as the parameters are mixed, in their own dtype (False: every
     worker keeps its own; `df.consensus_buffers` averages them for an evaluation). Frozen parameters are left alone."""
@@ -218,16 +237,22 @@ class Worker:
         ones = gossip.mean(_bare([claim.to(torch.float32).view(1)]), self.everyone, t)
         return ones[0][0] > 0
 
-    def mixing_buffers(self, step: Step) -> Step:
-        """The step; where the options say so, buffers are mixed while it runs: `b⁺ = W b + (b' - b)`, b' the loss's."""
+    def mixing_buffers(self, step: Step, gamma: Scalar) -> Step:
+        """The step; where the options say so, buffers are mixed while it runs, b' being the loss's:
+
+        `b⁺ = (1 - γ) b + γ W b + (b' - b)`.
+        """
 
         def mixing(state: Any, batch: PyTree, t: int | Tensor) -> tuple[Any, Metrics]:
             t = as_step(t)
             old = self._floats(state.buffers)
-            travelling = gossip.post(_bare([b.reshape(-1) for b in old]), self.topology, t)
+            if not old:
+                return step(state, batch, t)
+            travelling = gossip.post(_by_dtype(old), self.topology, t)
             state, metrics = step(state, batch, t)
-            heard = zip(gossip.collect(travelling), old, self._floats(state.buffers), strict=True)
-            return self._with_floats(state, [m.view(b.shape) + (new - b) for m, b, new in heard]), metrics
+            mixed = _pieces(gossip.collect(travelling, at(gamma, t)), old)
+            heard = zip(mixed, old, self._floats(state.buffers), strict=True)
+            return self._with_floats(state, [m + (new - b) for m, b, new in heard]), metrics
 
         return mixing if self.average_buffers else step
 
@@ -237,8 +262,10 @@ class Worker:
         def mixing(state: Any, batch: PyTree, t: int | Tensor) -> tuple[Any, Metrics]:
             state, metrics = step(state, batch, t)
             new = self._floats(state.buffers)
-            mixed = gossip.collect(gossip.post(_bare([b.reshape(-1) for b in new]), topology, as_step(t)))
-            return self._with_floats(state, [m.view(b.shape) for m, b in zip(mixed, new, strict=True)]), metrics
+            if not new:
+                return state, metrics
+            mixed = gossip.collect(gossip.post(_by_dtype(new), topology, as_step(t)))
+            return self._with_floats(state, [m.clone() for m in _pieces(mixed, new)]), metrics
 
         return mixing if self.average_buffers else step
 
@@ -259,8 +286,13 @@ class Worker:
         return state._replace(buffers=trees.fill(trees.enumerate_leaves(state.buffers), leaves))
 
     def post(self, x: Buckets, t: Tensor, *, when: Tensor | None = None) -> gossip.Posted:
-        """Start to send `x` to the neighbours of step `t`; where `when` (0-d bool) is False, rest instead."""
-        return gossip.post(x, self.topology, t, wire_dtype=self.wire_dtype, when=when)
+        """Start to send `x` to the neighbours of step `t`; where `when` (0-d bool) is False, rest instead.
+
+        What is kept wider than the parameters travels in their dtypes; the own share is mixed unrounded.
+        """
+        pairs = zip(x, x.plan.buckets, strict=True)
+        told = Buckets([gossip.narrow(Buckets([b], x.plan), plan.dtype)[0] for b, plan in pairs], x.plan)
+        return gossip.post(told, self.topology, t, wire_dtype=self.wire_dtype, when=when)._replace(own=x)
 
     def mix(self, x: Buckets, t: Tensor, *, when: Tensor | None = None) -> Buckets:
         """`W x` of step `t`; `x` itself where `when` is False."""
@@ -294,6 +326,24 @@ def _require_narrower(wire_dtype: torch.dtype | None, x: Buckets) -> None:
         )
 
 
+def _by_dtype(tensors: list[Tensor]) -> Buckets:
+    """One vector for each dtype, the tensors of it one after another: a message for each, not for each tensor."""
+    return _bare([torch.cat([x.reshape(-1) for x in tensors if x.dtype == d]) for d in _dtypes(tensors)])
+
+
+def _pieces(vectors: Buckets, like: list[Tensor]) -> list[Tensor]:
+    """The tensors again that `_by_dtype(like)` put together."""
+    split = {
+        d: iter(vector.split([x.numel() for x in like if x.dtype == d]))
+        for d, vector in zip(_dtypes(like), vectors, strict=True)
+    }
+    return [next(split[x.dtype]).view(x.shape) for x in like]
+
+
+def _dtypes(tensors: list[Tensor]) -> list[torch.dtype]:
+    return list(dict.fromkeys(x.dtype for x in tensors))
+
+
 def _require_understood(understands: Collection[str], optimizer: Any, options: Mapping[str, Any]) -> None:
     """What the user asks for must be what the algorithm can do."""
     asked = {
@@ -307,8 +357,8 @@ def _require_understood(understands: Collection[str], optimizer: Any, options: M
 
 
 _NOT_UNDERSTOOD = {
-    "loss_scale": "optimizer=dynamic_loss_scale(...): this algorithm's optimizer does not see the worker's own gradient, "
-    "so an update cannot be skipped when that overflows; use bfloat16, which needs no scale, or adapt_while_communicate, "
+    "loss_scale": "optimizer=dynamic_loss_scale(...): this algorithm does not scale its loss yet, nor keep an overflowing "
+    "gradient out of what it remembers and sends; use bfloat16, which needs no scale, or adapt_while_communicate, "
     "adapt_then_combine or all_reduce.",
     "mix": "optimizer=MixAware(...): this algorithm updates before it has heard its neighbours; use "
     "adapt_while_communicate.",
@@ -321,3 +371,13 @@ _NOT_UNDERSTOOD = {
 def add(x: Buckets, y: Buckets) -> Buckets:
     """`x + y`, in the dtypes of `x`."""
     return trees.map(lambda a, b: (a + b).to(a.dtype), x, y)
+
+
+def cast_like(x: Buckets, y: Buckets) -> Buckets:
+    """`x` in the dtypes of `y`."""
+    return trees.map(lambda a, b: a.to(b.dtype), x, y)
+
+
+def widen(x: Buckets) -> Buckets:
+    """`x` in the dtypes to remember in: float32, or float64."""
+    return trees.map(lambda b: b.to(wide(b.dtype)), x)

@@ -142,7 +142,7 @@ def decays(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def keep_average(state: Any) -> Any:
-    """`global_avg(will_revert=False)`: the state, every worker at the mean of the parameters. Collective.
+    """`global_avg(will_revert=False)`: the state `df.with_params` of the mean of the parameters. Collective.
 
     Works for the state of one worker (under a process group) and for a stacked one.
     """
