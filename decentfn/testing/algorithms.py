@@ -6,6 +6,7 @@ A promise that the algorithm declines at construction, with a ValueError, is no 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from decentfn.ema import ema, ema_params
 from decentfn.losses import accumulate
 from decentfn.simulation import simulate
 from decentfn.testing import problem
-from decentfn.testing.subjects import STEPS, Run, Subject, assert_close, build_only, ranks, simulated
+from decentfn.testing.subjects import STEPS, Run, Subject, assert_close, build_only, graphs, ranks, simulated
 from decentfn.topologies import Topology
 from decentfn.transforms import dynamic_loss_scale, sgd
 from decentfn.trees import PyTree
@@ -40,32 +41,36 @@ def traced_ranks_agree(subject: Subject) -> None:
 
 def compiled_ranks_agree(subject: Subject) -> None:
     """Compiled by Inductor and donated on gloo ranks: what the simulator computes, one worker a process or two."""
-    for local in (1, 2):
-        assert_close(ranks(subject, Run("inductor", local=local))[-1], simulated(subject)[-1])
+    assert_close(_of(_compiled(subject)[-1]), simulated(subject)[-1])
+    assert_close(ranks(subject, Run("inductor", local=2))[-1], simulated(subject)[-1])
 
 
 def donated_is_pure(subject: Subject) -> None:
     """On ranks, compiled: the state written over is, bit for bit, the state that a pure step returns."""
-    donated, pure = ranks(subject, Run("inductor")), ranks(subject, Run("inductor", donate=False))
-    for mine, theirs in zip(donated, pure, strict=True):
+    for mine, theirs in zip(_compiled(subject), _compiled(subject, donate=False), strict=True):
         assert_close(mine, theirs, within={})
 
 
 def one_graph(subject: Subject) -> None:
-    """One graph serves all steps."""
-    graphs = []
+    """One graph serves all steps, on ranks, one worker a process or two."""
+    for local in (1, 2):
+        run = Run("aot_eager", local=local)
+        ranks(subject, run)
+        assert graphs(subject, run) == 1, f"{graphs(subject, run)} graphs for {STEPS} steps"
 
-    def count(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        graphs.append(graph)
-        return graph.forward
 
-    n = subject.num_workers
-    algorithm = subject.build()
-    step = compile(simulate(algorithm.step, n), backend=count)
-    state = subject.start(algorithm, range(n), stacked=True)
-    for t in range(STEPS):
-        state, _ = step(state, problem.stacked([problem.batch(i, t) for i in range(n)]), t)
-    assert len(graphs) == 1, f"{len(graphs)} graphs for {STEPS} steps"
+def _averaged(algorithm: Algorithm) -> Algorithm:
+    return ema(algorithm, 0.8)
+
+
+def _compiled(subject: Subject, *, donate: bool = True, **how: Any) -> list[Any]:
+    """On ranks, compiled by Inductor, with an EMA around it: one compilation serves several promises."""
+    return ranks(subject, Run("inductor", donate=donate, options=(("wrap", _averaged),)), **how)
+
+
+def _of(state: Any) -> Any:
+    """The algorithm's own state in that of its EMA."""
+    return getattr(state, "inner", state)
 
 
 def dtypes_stay(subject: Subject) -> None:
@@ -103,20 +108,17 @@ def works_alone(subject: Subject) -> None:
 
 def laws_hold(subject: Subject) -> None:
     """Its invariants, on ranks, compiled by Inductor and donated."""
-    _assert_laws(subject, Run("inductor"))
+    _assert_laws(subject, partial(_compiled, subject))
 
 
 def laws_hold_on_a_narrow_wire(subject: Subject) -> None:
-    """The same while bfloat16 travels, on ranks and in a compiled simulation."""
-    options = (("wire_dtype", torch.bfloat16),)
-    build_only(subject, Run(local=subject.num_workers, options=options))
+    """The same while bfloat16 travels."""
+    narrow = Run("inductor", options=(("wire_dtype", torch.bfloat16),))
+    build_only(subject, narrow)
     if subject.mixes_narrow:
-        _assert_laws(subject, Run("inductor", options=options))
-        _assert_laws(subject, Run("inductor", local=subject.num_workers, options=options))
+        _assert_laws(subject, partial(ranks, subject, narrow))
     else:
-        assert_close(
-            ranks(subject, Run("inductor", options=options))[-1], simulated(subject, options)[-1], within=_CLOSE_NARROW
-        )
+        assert_close(ranks(subject, narrow)[-1], simulated(subject, narrow.options)[-1], within=_CLOSE_NARROW)
 
 
 _CLOSE_NARROW = {torch.float64: 0.1, torch.float32: 0.1}
@@ -124,20 +126,19 @@ _CLOSE_NARROW = {torch.float64: 0.1, torch.float32: 0.1}
 
 def nothing_in_flight_is_written_over(subject: Subject) -> None:
     """Messages that leave late, read from memory only then, change nothing: compiled, donated, on ranks."""
-    on_time, late = ranks(subject, Run("inductor")), ranks(subject, Run("inductor"), delay=_LATE_S)
-    for mine, theirs in zip(late, on_time, strict=True):
+    for mine, theirs in zip(_compiled(subject, delay=_LATE_S), _compiled(subject), strict=True):
         assert_close(mine, theirs, within={})
 
 
 def accumulates(subject: Subject) -> None:
-    """Two micro-batches are one batch of both, on ranks and traced too."""
+    """Two micro-batches are one batch of both, simulated and on ranks."""
 
     def halves(worker: int, t: int) -> PyTree:
         return trees.map(lambda x: x.unflatten(0, (2, 2)), problem.batch(worker, t))
 
     options = (("loss_fn", _ACCUMULATED),)
     assert_close(simulated(subject, options, batches=halves)[-1], simulated(subject)[-1])
-    assert_close(ranks(subject, Run("aot_eager", options=options), batches=halves)[-1], simulated(subject)[-1])
+    assert_close(ranks(subject, Run(options=options), batches=halves)[-1], simulated(subject)[-1])
 
 
 _ACCUMULATED = accumulate(problem.loss_fn)
@@ -159,18 +160,12 @@ def scales_the_loss(subject: Subject) -> None:
 
 
 def keeps_an_ema(subject: Subject) -> None:
-    """`df.ema` keeps the moving average of every worker's parameters, on ranks, traced."""
-    history = ranks(subject, Run("aot_eager", options=(("wrap", _averaged),)))
+    """`df.ema` keeps the moving average of every worker's parameters, on ranks, compiled by Inductor and donated."""
+    history = _compiled(subject)
     expected = trees.map(torch.Tensor.double, params_of(history[0]))
     for state in history[1:]:
         expected = trees.map(lambda e, x: 0.8 * e + 0.2 * x.double(), expected, params_of(state))
-    dtypes = trees.map(lambda e, x: e.to(x.dtype), expected, params_of(history[0]))
-    assert_close(ema_params(history[-1]), dtypes)
-    assert_close(params_of(history[-1]), params_of(simulated(subject)[-1]))
-
-
-def _averaged(algorithm: Algorithm) -> Algorithm:
-    return ema(algorithm, 0.8)
+    assert_close(ema_params(history[-1]), trees.map(lambda e, x: e.to(x.dtype), expected, params_of(history[0])))
 
 
 def averages_buffers(subject: Subject) -> None:
@@ -186,11 +181,11 @@ def averages_buffers(subject: Subject) -> None:
     assert torch.equal(mixed[-1].buffers["count"], mixed[0].buffers["count"] + STEPS)
 
 
-def _assert_laws(subject: Subject, run: Run) -> None:
+def _assert_laws(subject: Subject, train: Callable[..., list[Any]]) -> None:
     topology = subject.topology(subject.num_workers)
     for law in subject.laws:
         batches = problem.batch if law.with_gradients else _without_gradients
-        history = ranks(subject, run, steps=20, batches=batches)
+        history = list(map(_of, train(steps=20, batches=batches)))
         first = law.quantity(history[0], topology, 0)
         for t, state in enumerate(history):
             for bucket, was, is_now in zip(state.params, first, law.quantity(state, topology, t), strict=True):

@@ -15,6 +15,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from decentfn.collectives import World, use
@@ -58,7 +59,7 @@ def on_kept_ranks(num_ranks: int, function: Callable[..., T], *, delay: float = 
 
 @contextmanager
 def alone_as_rank_of(num_ranks: int) -> Iterator[World]:
-    """This thread as rank 0 of a world that nobody else is in: messages go nowhere and nothing arrives.
+    """This thread as rank 0 of a world that nobody else is in: messages go nowhere, and zeros arrive.
 
     For compiling a step once, before all ranks run its code.
     """
@@ -171,7 +172,14 @@ class _Nowhere(World):
 
 
 class _NoGroup:
+    """Zeros arrive: what lies in memory is no message that could be decoded."""
+
+    def recv(self, tensors: Sequence[Tensor], *where: int) -> _NoGroup:
+        for tensor in tensors:
+            tensor.zero_()
+        return self
+
     def _nothing(self, *arguments: Any) -> _NoGroup:
         return self
 
-    recv = send = allreduce = wait = _nothing
+    send = allreduce = wait = _nothing

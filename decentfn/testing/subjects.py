@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from decentfn import trees
+from decentfn import internals, trees
 from decentfn.algorithms.worker import Algorithm
 from decentfn.compilation import compile
 from decentfn.simulation import simulate
@@ -98,7 +98,8 @@ class Run(NamedTuple):
 class _Program(NamedTuple):
     algorithm: Algorithm
     step: Callable[..., Any]
-    compiling: threading.Event  # set once the step is compiled
+    is_compiled: threading.Event
+    graphs: list[Any]  # that were traced, where the backend is not Inductor
 
 
 @lru_cache(maxsize=16)
@@ -109,9 +110,16 @@ def _program(subject: Subject, run: Run) -> _Program:
         options["loss_fn"] = problem.loss_with_buffers
     algorithm = wrap(subject.build(**options))
     step = algorithm.step if run.local == 1 else simulate(algorithm.step, run.local)
+    graphs: list[Any] = []
     if run.backend is not None:
-        step = compile(step, backend=run.backend, donate=run.donate)
-    return _Program(algorithm, step, threading.Event())
+        backend = run.backend if run.backend == "inductor" else internals.counted(run.backend, graphs)
+        step = compile(step, backend=backend, donate=run.donate)
+    return _Program(algorithm, step, threading.Event(), graphs)
+
+
+def graphs(subject: Subject, run: Run) -> int:
+    """How many graphs the step of this run has been, so far."""
+    return len(_program(subject, run).graphs)
 
 
 Batches = Callable[[int, int], PyTree]
@@ -143,10 +151,10 @@ def ranks(
         return history
 
     starts = on_kept_ranks(size, start, delay=delay)
-    if run.backend is not None and not program.compiling.is_set():
+    if run.backend is not None and not program.is_compiled.is_set():
         with alone_as_rank_of(size):
             program.step(trees.map(torch.clone, starts[0]), batch(0, 0), 0)
-        program.compiling.set()
+        program.is_compiled.set()
     join = torch.cat if run.local > 1 else torch.stack
     histories = on_kept_ranks(size, train, delay=delay)
     return [trees.map(lambda *rows: join(rows), *states) for states in zip(*histories, strict=True)]
