@@ -12,7 +12,7 @@ from torch import Tensor
 
 from decentfn import collectives, trees
 from decentfn.buckets import Buckets, wide
-from decentfn.scalars import once
+from decentfn.scalars import once, rounded
 from decentfn.topologies import Round, Topology
 from decentfn.transforms.mix_aware import MixContext
 
@@ -140,7 +140,7 @@ def narrow(x: Buckets, wire_dtype: torch.dtype | None) -> Buckets:
     """`x` rounded to the wire's dtype where that is narrower; `x` itself without one."""
     if wire_dtype is None:
         return x
-    narrower = [b.to(wire_dtype) if b.dtype.itemsize > wire_dtype.itemsize else b for b in x]
+    narrower = [rounded(b, wire_dtype) if b.dtype.itemsize > wire_dtype.itemsize else b for b in x]
     return Buckets(narrower, x.plan)
 
 

@@ -24,9 +24,25 @@ def once(x: Tensor) -> Tensor:
     return torch.ops.decentfn.once(x)
 
 
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x.to(dtype)` for a narrower dtype, the very same numbers for everyone who reads it, compiled too.
+
+    Inductor would go on with the unrounded values where it finds them in a register.
+    """
+    return torch.ops.decentfn.rounded(x, dtype)
+
+
 def _once_vmap(info: Any, in_dims: tuple[int | None], x: Tensor) -> tuple[Tensor, int | None]:
     return once(x), in_dims[0]
 
 
 torch.library.register_vmap("decentfn::once", _once_vmap, lib=_library)
 internals.lower_as_realized(torch.ops.decentfn.once)
+
+_library.define("rounded(Tensor x, ScalarType dtype) -> Tensor")
+_library.impl("rounded", lambda x, dtype: x.to(dtype, copy=True), "CompositeExplicitAutograd")
+torch.library.register_fake("decentfn::rounded", lambda x, dtype: torch.empty_like(x, dtype=dtype), lib=_library)
+torch.library.register_vmap(
+    "decentfn::rounded", lambda info, in_dims, x, dtype: (rounded(x, dtype), in_dims[0]), lib=_library
+)
+internals.lower_as_realized(torch.ops.decentfn.rounded)
