@@ -73,7 +73,8 @@ def collect(posted: Posted, gamma: float | Tensor = 1.0) -> Buckets:
     """Wait for what was posted and mix: `(1 - γ) x + γ W x`, each bucket as soon as its own messages are in.
 
     With a wire dtype Q: `x + γ (Σ_j W[i,j] Q(x_j) - (1 - W[i,i]) Q(x))`, so that what the rounding takes from one
-    worker it gives back, and updates far smaller than Q's resolution are not lost.
+    worker it gives back, and updates far smaller than Q's resolution are not lost. (A mean over a group is rounded once
+    more on its way: there the workers' mean is kept to Q's resolution only.)
 
     Args:
         posted: from `post`.

@@ -251,24 +251,23 @@ def remembered_probes() -> Iterator[None]:
 
 @contextlib.contextmanager
 def even_splits() -> Iterator[None]:
-    """Keep Inductor from splitting a loop into parts that do not divide it: for a CPU it then forgets what is left over.
-
-    PyTorch's issue 195582, wrong numbers without a word; 627 values with a scale for each 256 were 512 and garbage.
-    """
+    """Keep Inductor from splitting a loop by what does not divide it: on a CPU it forgets the rest (PyTorch's 195582)."""
     split = getattr(_CppScheduling, "try_loop_split", None)
-    if _CppScheduling is None or split is None:
+    if split is None:
         yield
         return
 
     def leaves_a_rest(node: Any) -> bool:
         body = node.node.get_default_sizes_body()[1]
-        found = [div.args for index in body.indexing_exprs.values() for div in index.find(_FloorDiv)]
-        return any(body.var_ranges.get(loop, 0) % size != 0 for loop, size in found)
+        divisions = [
+            d for index in body.indexing_exprs.values() if hasattr(index, "find") for d in index.find(_FloorDiv)
+        ]
+        return any(body.var_ranges.get(d.args[0], 0) % d.args[1] != 0 for d in divisions)
 
-    def try_loop_split(self: Any, nodes: list[Any]) -> list[Any]:
+    def checked(self: Any, nodes: list[Any]) -> list[Any]:
         return nodes if any(map(leaves_a_rest, nodes)) else split(self, nodes)
 
-    with _in_place_of(_CppScheduling, "try_loop_split", try_loop_split):
+    with _in_place_of(_CppScheduling, "try_loop_split", checked):
         yield
 
 
@@ -315,14 +314,13 @@ def lower_as_realized(operator: Any) -> None:
     if not _LOWERS:
         return
 
-    def round_to(value: Any, dtype: torch.dtype) -> Any:
-        ops = virtualized.ops
-        return ops.to_dtype_bitcast(ops.to_dtype(value, dtype), dtype, dtype)  # the wider value is found no more
+    def cast_to(dtype: torch.dtype, value: Any) -> Any:  # a bitcast, behind which the wider value is found no more
+        return virtualized.ops.to_dtype_bitcast(virtualized.ops.to_dtype(value, dtype), dtype, dtype)
 
     @register_lowering(operator, type_promotion_kind=None)
     def _(x: Any, dtype: torch.dtype | None = None) -> Any:
         if dtype is not None:
-            x = make_pointwise(lambda value: round_to(value, dtype), override_return_dtype=dtype)(x)
+            x = make_pointwise(functools.partial(cast_to, dtype), override_return_dtype=dtype)(x)
         if isinstance(x.data, ir.BaseView):
             return ir.ExternKernel.copy_input(x)  # a part of something else gets memory of its own
         x.realize()

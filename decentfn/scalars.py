@@ -1,4 +1,4 @@
-"""Scalars that a whole bucket is multiplied with: computed once, not once per element."""
+"""What is computed once and stored: scalars that a whole bucket is multiplied with, and what travels rounded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ torch.library.register_fake("decentfn::once", torch.empty_like, lib=_library)
 
 
 def once(x: Tensor) -> Tensor:
-    """`x` itself (small, usually 0-d), but a compiled kernel reads it instead of computing it for every element.
+    """`x` in memory of its own; a compiled kernel reads it instead of computing it for every element.
 
     Inductor inlines what a scalar was computed from (a power, a table look-up) into the loop over a bucket, where it
     takes longer than the update.

@@ -3,7 +3,6 @@
 Without any gradient the workers' mean must not move, though each of them is heard rounded to three digits or less.
 """
 
-import pytest
 import torch
 
 import decentfn as df
@@ -24,8 +23,8 @@ def mass(state):
 
 LAWS = {
     "bfloat16": ("adapt_while_communicate", "ring", {"wire_dtype": torch.bfloat16}, params_mean),
-    "float16": ("adapt_then_combine", "ring", {"wire_dtype": torch.float16}, params_mean),
-    "late": ("stochastic_gradient_push", "one-peer-exp-directed", {"wire_dtype": torch.bfloat16, "delay": 1}, mass),
+    "float16": ("adapt_then_combine", "one-peer-exp", {"wire_dtype": torch.float16}, params_mean),
+    "late": ("stochastic_gradient_push", "one-peer-exp-directed", {"wire_dtype": torch.float16, "delay": 1}, mass),
     "cast": ("deep_squeeze", "ring", {"compressor": compressors.cast(torch.bfloat16), "gamma": 0.2}, params_mean),
     "quantize": ("deep_squeeze", "ring", {"compressor": compressors.quantize(4), "gamma": 0.2}, params_mean),
     "sign": ("choco_sgd", "static-ring", {"compressor": compressors.sign(), "gamma": 0.1}, params_mean),
@@ -33,13 +32,16 @@ LAWS = {
     "low_rank": ("choco_sgd", "static-ring", {"compressor": compressors.low_rank(), "gamma": 0.1}, params_mean),
 }
 """What rounds -> an algorithm, its topology and hyperparameters, and what it preserves."""
+COMPILED = ("bfloat16", "late", "cast", "quantize")
+ON_RANKS = ("bfloat16", "late", "top_k")  # of top_k a message is 378 bytes: no float starts where the second one does
 
 
-def together():
-    """One start (stacked, the workers apart) and one step of all of them, so that they are compiled once."""
+def together(names):
+    """One start (stacked, the workers apart) and one step of all that is named, so that there is one graph."""
     random = torch.Generator().manual_seed(0)
     starts, steps = {}, {}
-    for name, (algorithm, topology, hyperparameters, _) in LAWS.items():
+    for name in names:
+        algorithm, topology, hyperparameters, _ = LAWS[name]
         init, steps[name] = getattr(df, algorithm)(
             lambda params, batch: 0.0 * (params["a"].sum() + params["b"].sum()),
             df.sgd(0.1),
@@ -62,26 +64,30 @@ def run(states, step, batch):
 
 
 def assert_preserved(states):
-    starts, step = together()
+    starts, step = together(states)
     eager = run(starts, df.simulate(step, N), torch.zeros(N))
-    for name, (*_, preserved) in LAWS.items():
-        before, after = preserved(starts[name]), preserved(states[name])
-        assert (after - before).abs().max() < 2e-6, name
+    for name, start in starts.items():
+        preserved = LAWS[name][-1]
+        assert (preserved(states[name]) - preserved(start)).abs().max() < 2e-6, name
         for got, expected in zip(trees.leaves(states[name]), trees.leaves(eager[name]), strict=True):
-            torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                got, expected, atol=1e-5, rtol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+            )
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_the_mean_is_preserved_in_simulation(compiled):
-    starts, step = together()
-    step = df.simulate(step, N)
-    states = trees.map(torch.clone, starts)
-    assert_preserved(run(states, df.compile(step) if compiled else step, torch.zeros(N)))
+def test_the_mean_is_preserved():
+    starts, step = together(LAWS)
+    assert_preserved(run(starts, df.simulate(step, N), torch.zeros(N)))
+
+
+def test_the_mean_is_preserved_in_compiled_simulation():
+    starts, step = together(COMPILED)
+    assert_preserved(run(starts, df.compile(df.simulate(step, N), donate=False), torch.zeros(N)))
 
 
 def on_this_rank():
     torch._dynamo.reset()
-    starts, step = together()
+    starts, step = together(ON_RANKS)
     return run(df.worker(starts, df.init().rank), df.compile(step), torch.zeros(()))
 
 
