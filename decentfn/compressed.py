@@ -40,7 +40,8 @@ def post_compressed(x: Buckets, compressor: Compressor, topology: Topology, t: T
     """
     me = collectives.worker_index(x[0])
     pairs = [(b.to(plan.dtype), plan) for b, plan in zip(x, x.plan.buckets, strict=True)]
-    messages = tuple(compressor.compress(b, plan, Key(t, me, index)) for index, (b, plan) in enumerate(pairs))
+    # Stored, or what is sent and what is decoded here would be computed apart, and might be rounded apart.
+    messages = tuple(once(compressor.compress(b, plan, Key(t, me, index))) for index, (b, plan) in enumerate(pairs))
     posted = gossip.post(Buckets(messages, x.plan), topology, t)
     plans = x.plan.buckets
     sent = [compressor.decompress(m, plan).to(wide(plan.dtype)) for m, plan in zip(messages, plans, strict=True)]

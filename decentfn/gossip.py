@@ -12,7 +12,7 @@ from torch import Tensor
 
 from decentfn import collectives, trees
 from decentfn.buckets import Buckets, wide
-from decentfn.scalars import once
+from decentfn.scalars import once, rounded
 from decentfn.topologies import Round, Topology
 from decentfn.transforms.mix_aware import MixContext
 
@@ -73,7 +73,8 @@ def collect(posted: Posted, gamma: float | Tensor = 1.0) -> Buckets:
     """Wait for what was posted and mix: `(1 - γ) x + γ W x`, each bucket as soon as its own messages are in.
 
     With a wire dtype Q: `x + γ (Σ_j W[i,j] Q(x_j) - (1 - W[i,i]) Q(x))`, so that what the rounding takes from one
-    worker it gives back, and updates far smaller than Q's resolution are not lost.
+    worker it gives back, and updates far smaller than Q's resolution are not lost. (A mean over a group is rounded once
+    more on its way: there the workers' mean is kept to Q's resolution only.)
 
     Args:
         posted: from `post`.
@@ -140,7 +141,7 @@ def narrow(x: Buckets, wire_dtype: torch.dtype | None) -> Buckets:
     """`x` rounded to the wire's dtype where that is narrower; `x` itself without one."""
     if wire_dtype is None:
         return x
-    narrower = [b.to(wire_dtype) if b.dtype.itemsize > wire_dtype.itemsize else b for b in x]
+    narrower = [rounded(b, wire_dtype) if b.dtype.itemsize > wire_dtype.itemsize else b for b in x]
     return Buckets(narrower, x.plan)
 
 

@@ -41,9 +41,11 @@ except ImportError:
     _GraphPass = object
 
 try:
+    from torch._inductor.codegen.cpp import CppScheduling as _CppScheduling
     from torch._inductor.cpu_vec_isa import VecISA as _VecISA
+    from torch.utils._sympy.functions import FloorDiv as _FloorDiv
 except ImportError:
-    _VecISA = None
+    _CppScheduling = _VecISA = _FloorDiv = None
 
 try:
     from torch._inductor.runtime.cache_dir_utils import cache_dir as _cache_dir
@@ -189,7 +191,7 @@ def inductor(
     Where a note in Inductor's cache says that this was compiled before, nobody waits for anybody.
     """
     compile_with = functools.partial(cast(Any, lookup_backend("inductor")), graph, inputs, config_patches=options)
-    with remembered_probes():
+    with remembered_probes(), even_splits():
         if "MASTER_PORT" not in os.environ:
             return compile_with()
         note = note_of(graph, options or {})
@@ -264,11 +266,40 @@ def remembered_probes() -> Iterator[None]:
             _leave(marker)
         return passed
 
-    _VecISA._probe_load = probe_load
+    with _in_place_of(_VecISA, "_probe_load", probe_load):
+        yield
+
+
+@contextlib.contextmanager
+def even_splits() -> Iterator[None]:
+    """Keep Inductor from splitting a loop by what does not divide it: on a CPU it forgets the rest (PyTorch's 195582)."""
+    split = getattr(_CppScheduling, "try_loop_split", None)
+    if split is None:
+        yield
+        return
+
+    def leaves_a_rest(node: Any) -> bool:
+        body = node.node.get_default_sizes_body()[1]
+        divisions = [
+            d for index in body.indexing_exprs.values() if hasattr(index, "find") for d in index.find(_FloorDiv)
+        ]
+        return any(body.var_ranges.get(d.args[0], 0) % d.args[1] != 0 for d in divisions)
+
+    def checked(self: Any, nodes: list[Any]) -> list[Any]:
+        return nodes if any(map(leaves_a_rest, nodes)) else split(self, nodes)
+
+    with _in_place_of(_CppScheduling, "try_loop_split", checked):
+        yield
+
+
+@contextlib.contextmanager
+def _in_place_of(owner: Any, name: str, replacement: Any) -> Iterator[None]:
+    original = getattr(owner, name)
+    setattr(owner, name, replacement)
     try:
         yield
     finally:
-        _VecISA._probe_load = probe
+        setattr(owner, name, original)
 
 
 def lower_collectives(collectives: Sequence[Any], wait: Any, complete: Any) -> None:
@@ -289,6 +320,7 @@ def lower_collectives(collectives: Sequence[Any], wait: Any, complete: Any) -> N
 
 def _lower_collective(kernel: Any) -> Callable[..., Any]:
     def lower(x: Any, *rest: Any) -> Any:
+        x.realize()  # or what stays here would be computed again, by another kernel
         x = ir.ExternKernel.require_contiguous(x)
         return ir.TensorBox.create(ir._CollectiveKernel.create_out_of_place(kernel, x, *rest))
 
@@ -296,12 +328,22 @@ def _lower_collective(kernel: Any) -> Callable[..., Any]:
 
 
 def lower_as_realized(operator: Any) -> None:
-    """Lower an identity operator as "store this before anyone reads it"."""
+    """Lower `operator(x)`, the identity, or `operator(x, dtype)`, a cast, as "store this before anyone reads it".
+
+    Else every kernel computes it for itself, and after a cast to a narrower dtype goes on with the wider value.
+    """
     if not _LOWERS:
         return
 
+    def cast_to(dtype: torch.dtype, value: Any) -> Any:  # a bitcast, behind which the wider value is found no more
+        return virtualized.ops.to_dtype_bitcast(virtualized.ops.to_dtype(value, dtype), dtype, dtype)
+
     @register_lowering(operator, type_promotion_kind=None)
-    def _(x: Any) -> Any:
+    def _(x: Any, dtype: torch.dtype | None = None) -> Any:
+        if dtype is not None:
+            x = make_pointwise(functools.partial(cast_to, dtype), override_return_dtype=dtype)(x)
+        if isinstance(x.data, ir.BaseView):
+            return ir.ExternKernel.copy_input(x)  # a part of something else gets memory of its own
         x.realize()
         return x
 

@@ -1,4 +1,4 @@
-"""Small numbers: the step, and scalars that a whole bucket is multiplied with."""
+"""The number of a step, and what is computed once and stored: scalars for a whole bucket, what travels rounded."""
 
 from __future__ import annotations
 
@@ -35,12 +35,20 @@ def as_step(t: int | Tensor) -> Tensor:
 
 
 def once(x: Tensor) -> Tensor:
-    """`x` itself (small, usually 0-d), but a compiled kernel reads it instead of computing it for every element.
+    """`x` in memory of its own; a compiled kernel reads it instead of computing it for every element.
 
     Inductor inlines what a scalar was computed from (a power, a table look-up) into the loop over a bucket, where it
     takes longer than the update.
     """
     return torch.ops.decentfn.once(x)
+
+
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x.to(dtype)` for a narrower dtype, the very same numbers for everyone who reads it, compiled too.
+
+    Inductor would go on with the unrounded values where it finds them in a register.
+    """
+    return torch.ops.decentfn.rounded(x, dtype)
 
 
 def _once_vmap(info: Any, in_dims: tuple[int | None], x: Tensor) -> tuple[Tensor, int | None]:
@@ -49,3 +57,11 @@ def _once_vmap(info: Any, in_dims: tuple[int | None], x: Tensor) -> tuple[Tensor
 
 torch.library.register_vmap("decentfn::once", _once_vmap, lib=_library)
 internals.lower_as_realized(torch.ops.decentfn.once)
+
+_library.define("rounded(Tensor x, ScalarType dtype) -> Tensor")
+_library.impl("rounded", lambda x, dtype: x.to(dtype, copy=True), "CompositeExplicitAutograd")
+torch.library.register_fake("decentfn::rounded", lambda x, dtype: torch.empty_like(x, dtype=dtype), lib=_library)
+torch.library.register_vmap(
+    "decentfn::rounded", lambda info, in_dims, x, dtype: (rounded(x, dtype), in_dims[0]), lib=_library
+)
+internals.lower_as_realized(torch.ops.decentfn.rounded)

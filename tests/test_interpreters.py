@@ -2,8 +2,11 @@
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import decentfn as df
+from decentfn import trees
+from decentfn.collectives import World, use
 from tests import cases
 from tests.cases import CASES, Case
 
@@ -90,3 +93,23 @@ def test_pairwise_mixing_is_bitwise_the_same(ranks, case):
     simulated, _ = cases.simulated(case, 4, STEPS)
     for rank, (mine, _) in enumerate(ranks(4).run(cases.on_this_rank, case, STEPS, 1, None)):
         assert all(torch.equal(got, expected[rank]) for got, expected in zip(mine, simulated, strict=True))
+
+
+def traced(case, rank):
+    """What is traced of a step on one of two processes with two workers each: the code and the constants in it."""
+    init, step = cases.build(case, 4)
+    state, batch, step = df.stack(init(cases.params()), 2), cases.batches(2, 0), df.simulate(step, 2)
+    leaves, template = trees.leaves(state), trees.enumerate_leaves(state)
+
+    def run(leaves, batch, t):
+        return trees.leaves(step(trees.fill(template, leaves), batch, t))
+
+    with use(World(None, rank, 2)):
+        graph = make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)(leaves, batch, torch.tensor(3))
+    return graph.code, [constant.tolist() for _, constant in sorted(graph.named_buffers())]
+
+
+@pytest.mark.parametrize("case", one_case_each(dict.fromkeys(case.algorithm for case in CASES)), ids=str)
+def test_what_is_traced_does_not_know_the_rank(case):
+    """Ranks share compiled code, found by the graph that Dynamo sees; a rank in it would be that of who compiled first."""
+    assert traced(case, rank=0) == traced(case, rank=1)

@@ -13,6 +13,7 @@ rank. All four must be called outside `torch.func.grad`.
 from __future__ import annotations
 
 import os
+from math import prod
 from typing import Any
 
 import torch
@@ -31,8 +32,7 @@ _library.define("group_mean(Tensor x, Tensor groups, Tensor t) -> Tensor")
 _library.define("group_mean_stacked(Tensor x, Tensor groups, Tensor t) -> Tensor")
 _library.define("wait(Tensor x) -> Tensor")
 _library.define("complete(Tensor x) -> ()")
-_library.define("worker_index(Tensor token) -> Tensor")
-_library.define("worker_index_stacked(Tensor token) -> Tensor")
+_library.define("worker_index(Tensor token, int[] local) -> Tensor")
 _ops = torch.ops.decentfn
 
 _sched_yield = getattr(os, "sched_yield", int)
@@ -85,7 +85,7 @@ def wait(x: Tensor) -> Tensor:
 
 def worker_index(token: Tensor) -> Tensor:
     """This worker's number, 0-d int64 on token's device; the token only tells `vmap` which axis is the workers'."""
-    return _ops.worker_index(token)
+    return _ops.worker_index(token, [])
 
 
 def make_groups(groups: Tensor) -> None:
@@ -305,19 +305,19 @@ def _require_worker_axis(what: str, in_dims: tuple[int | None, ...]) -> None:
 # -- worker index and wait ----------------------------------------------------------------------------------------
 
 
-def _worker_index(token: Tensor) -> Tensor:
-    return torch.full((), world().rank, dtype=torch.int64, device=token.device)
+def _worker_index(token: Tensor, local: list[int]) -> Tensor:
+    """The worker here, 0-d, or with `local` = [L] the L workers here."""
+    first, count = world().rank * prod(local), prod(local)
+    return torch.arange(first, first + count, device=token.device).view(local)
 
 
-def _worker_index_stacked(token: Tensor) -> Tensor:
-    """The numbers of the L workers here, `[L]`, for a token `[L]`: looked up in each call, not when it is traced."""
-    return torch.arange(len(token), device=token.device) + world().rank * len(token)
-
-
-def _worker_index_vmap(info: Any, in_dims: tuple[int | None, ...], token: Tensor) -> tuple[Tensor, int | None]:
+def _worker_index_vmap(
+    info: Any, in_dims: tuple[int | None, ...], token: Tensor, local: list[int]
+) -> tuple[Tensor, int]:
     if world().size == 1:
         return torch.arange(info.batch_size, device=token.device), 0
-    return _ops.worker_index_stacked(token.new_empty(info.batch_size)), 0
+    # Looked up when the step runs: ranks share compiled code, so what is traced must not hold the rank.
+    return _ops.worker_index(token, [info.batch_size]), 0
 
 
 def _wait_vmap(info: Any, in_dims: tuple[int | None, ...], x: Tensor) -> tuple[Tensor, int | None]:
@@ -332,7 +332,6 @@ _library.impl("group_mean_stacked", _group_mean_stacked, _KEY)
 _library.impl("wait", _wait, _KEY)
 _library.impl("complete", _complete, _KEY)
 _library.impl("worker_index", _worker_index, _KEY)
-_library.impl("worker_index_stacked", _worker_index_stacked, _KEY)
 
 
 @torch.library.register_fake("decentfn::exchange", lib=_library)
@@ -356,10 +355,7 @@ torch.library.register_fake("decentfn::group_mean_stacked", lambda x, groups, t:
 torch.library.register_fake("decentfn::wait", torch.empty_like, lib=_library)
 torch.library.register_fake("decentfn::complete", lambda x: None, lib=_library)
 torch.library.register_fake(
-    "decentfn::worker_index", lambda token: token.new_empty((), dtype=torch.int64), lib=_library
-)
-torch.library.register_fake(
-    "decentfn::worker_index_stacked", lambda token: token.new_empty(token.shape[:1], dtype=torch.int64), lib=_library
+    "decentfn::worker_index", lambda token, local: token.new_empty(local, dtype=torch.int64), lib=_library
 )
 torch.library.register_vmap("decentfn::exchange", _exchange_vmap, lib=_library)
 torch.library.register_vmap("decentfn::group_mean", _group_mean_vmap, lib=_library)

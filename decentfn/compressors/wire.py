@@ -20,8 +20,8 @@ def split(message: Tensor, fields: list[tuple[int, torch.dtype]]) -> list[Tensor
     """What `join` was given: `(count, dtype)` of each field, flat."""
     pieces = message.split([count * dtype.itemsize for count, dtype in fields])
     pairs = zip(pieces, fields, strict=True)
-    # Cloned, because a view in another dtype must start at a multiple of its size; empty ones cannot be viewed.
-    return [piece.clone().view(dtype) if count else piece.to(dtype) for piece, (count, dtype) in pairs]
+    # A copy, because a view in another dtype must start at a multiple of its size; empty ones cannot be viewed.
+    return [once(piece).view(dtype) if count else piece.to(dtype) for piece, (count, dtype) in pairs]
 
 
 def nbytes(fields: list[tuple[int, torch.dtype]]) -> int:

@@ -1,0 +1,95 @@
+"""What rounding or compression takes from one worker it gives to others, compiled too: everyone sees the same numbers.
+
+Without any gradient the workers' mean must not move, though each of them is heard rounded to three digits or less.
+"""
+
+import torch
+
+import decentfn as df
+from decentfn import compressors, trees
+
+N, STEPS = 4, 20
+
+
+def params_mean(state):
+    return state.params[0].double().mean(0)
+
+
+def mass(state):
+    """Of push-sum on one-peer-exp-directed, where half of what was computed last is still on its way."""
+    biased = state.weight.double().view(-1, 1) * state.params[0].double()
+    return (torch.cat([biased, state.weight.double().view(-1, 1)], 1) + state.outboxes[0][0].double() / 2).mean(0)
+
+
+LAWS = {
+    "bfloat16": ("adapt_while_communicate", "ring", {"wire_dtype": torch.bfloat16}, params_mean),
+    "float16": ("adapt_then_combine", "one-peer-exp", {"wire_dtype": torch.float16}, params_mean),
+    "late": ("stochastic_gradient_push", "one-peer-exp-directed", {"wire_dtype": torch.float16, "delay": 1}, mass),
+    "cast": ("deep_squeeze", "ring", {"compressor": compressors.cast(torch.bfloat16), "gamma": 0.2}, params_mean),
+    "quantize": ("deep_squeeze", "ring", {"compressor": compressors.quantize(4), "gamma": 0.2}, params_mean),
+    "sign": ("choco_sgd", "static-ring", {"compressor": compressors.sign(), "gamma": 0.1}, params_mean),
+    "top_k": ("choco_sgd", "static-ring", {"compressor": compressors.top_k(0.1), "gamma": 0.1}, params_mean),
+    "low_rank": ("choco_sgd", "static-ring", {"compressor": compressors.low_rank(), "gamma": 0.1}, params_mean),
+}
+"""What rounds -> an algorithm, its topology and hyperparameters, and what it preserves."""
+COMPILED = ("bfloat16", "late", "cast", "quantize")
+ON_RANKS = ("bfloat16", "late", "top_k")  # of top_k a message is 378 bytes: no float starts where the second one does
+
+
+def together(names):
+    """One start (stacked, the workers apart) and one step of all that is named, so that there is one graph."""
+    random = torch.Generator().manual_seed(0)
+    starts, steps = {}, {}
+    for name in names:
+        algorithm, topology, hyperparameters, _ = LAWS[name]
+        init, steps[name] = getattr(df, algorithm)(
+            lambda params, batch: 0.0 * (params["a"].sum() + params["b"].sum()),
+            df.sgd(0.1),
+            df.topology(topology, num_workers=N),
+            **hyperparameters,
+        )
+        state = df.stack(init({"a": torch.zeros(20, 31), "b": torch.zeros(7)}), N)
+        starts[name] = state._replace(params=trees.map(lambda x: torch.randn(x.shape, generator=random), state.params))
+
+    def step(states, batch, t):
+        return {name: steps[name](state, batch, t)[0] for name, state in states.items()}, t
+
+    return starts, step
+
+
+def run(states, step, batch):
+    for t in range(STEPS):
+        states, _ = step(states, batch, t)
+    return states
+
+
+def assert_preserved(states):
+    starts, step = together(states)
+    eager = run(starts, df.simulate(step, N), torch.zeros(N))
+    for name, start in starts.items():
+        preserved = LAWS[name][-1]
+        assert (preserved(states[name]) - preserved(start)).abs().max() < 2e-6, name
+        for got, expected in zip(trees.leaves(states[name]), trees.leaves(eager[name]), strict=True):
+            torch.testing.assert_close(
+                got, expected, atol=1e-5, rtol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+            )
+
+
+def test_the_mean_is_preserved():
+    starts, step = together(LAWS)
+    assert_preserved(run(starts, df.simulate(step, N), torch.zeros(N)))
+
+
+def test_the_mean_is_preserved_in_compiled_simulation():
+    starts, step = together(COMPILED)
+    assert_preserved(run(starts, df.compile(df.simulate(step, N), donate=False), torch.zeros(N)))
+
+
+def on_this_rank():
+    torch._dynamo.reset()
+    starts, step = together(ON_RANKS)
+    return run(df.worker(starts, df.init().rank), df.compile(step), torch.zeros(()))
+
+
+def test_the_mean_is_preserved_on_compiled_ranks(ranks):
+    assert_preserved(trees.map(lambda *leaves: torch.stack(leaves), *ranks(N).run(on_this_rank)))
