@@ -52,10 +52,6 @@ BY_INDUCTOR = [
 ]
 
 
-def one_case_each(algorithms):
-    return [next(case for case in CASES if case.algorithm == algorithm) for algorithm in algorithms]
-
-
 def assert_compiled_ranks_agree(ranks, case, backend):
     n = 2 if case.algorithm in cases.CORE and case.topology != "alternating-exp-ring" else 4
     assert_same(case, ranks(n).run(cases.on_this_rank, case, STEPS, 1, backend), cases.simulated(case, n, STEPS))
@@ -66,23 +62,17 @@ def test_compiled_gloo_ranks_agree_with_vmap(ranks, case):
     assert_compiled_ranks_agree(ranks, case, "inductor")
 
 
-@pytest.mark.parametrize("case", one_case_each(a for a in cases.OTHERS if hasattr(df, a)), ids=str)
-def test_traced_gloo_ranks_agree_with_vmap(ranks, case):
-    assert_compiled_ranks_agree(ranks, case, "aot_eager")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_case_compiled_on_gloo_ranks_agrees_with_vmap(ranks, case):
     assert_compiled_ranks_agree(ranks, case, "inductor")
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager"])
 @pytest.mark.parametrize(
     "case", [Case("adapt_while_communicate", "ring"), Case("adapt_then_combine", "complete")], ids=str
 )
-def test_workers_packed_in_processes_agree_with_vmap(ranks, case, backend):
-    results = ranks(2).run(cases.on_this_rank, case, STEPS, 2, backend)
+def test_workers_packed_in_processes_agree_with_vmap(ranks, case):
+    results = ranks(2).run(cases.on_this_rank, case, STEPS, 2, None)
     assert_same(case, results, cases.simulated(case, 4, STEPS), local=2)
 
 

@@ -25,6 +25,8 @@ from torch import Tensor
 from torch._dynamo import lookup_backend
 from torch.utils import _pytree
 
+from decentfn.internals.inductor_on_cpu import even_splits, leave, remembered_probes
+
 try:
     from torch._inductor import config, ir, virtualized
     from torch._inductor.custom_graph_pass import CustomGraphPass as _GraphPass
@@ -39,13 +41,6 @@ try:
 except ImportError:
     _LOWERS = OVERLAPS = False
     _GraphPass = object
-
-try:
-    from torch._inductor.codegen.cpp import CppScheduling as _CppScheduling
-    from torch._inductor.cpu_vec_isa import VecISA as _VecISA
-    from torch.utils._sympy.functions import FloorDiv as _FloorDiv
-except ImportError:
-    _CppScheduling = _VecISA = _FloorDiv = None
 
 try:
     from torch._inductor.runtime.cache_dir_utils import cache_dir as _cache_dir
@@ -148,7 +143,7 @@ def _wait_last(nodes: list[Any]) -> list[Any]:
 
 @functools.cache
 def _digest_of_sources() -> str:
-    sources = sorted(Path(__file__).parent.rglob("*.py"))
+    sources = sorted(Path(__file__).parent.parent.rglob("*.py"))
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
 
 
@@ -199,7 +194,7 @@ def inductor(
         _log.debug("the graph's code is %s", "in the cache" if is_known else "new: one of the ranks compiles it")
         with contextlib.nullcontext() if is_known else _turn():
             compiled = compile_with()
-    _leave(note)
+    leave(note)
     return compiled
 
 
@@ -237,69 +232,6 @@ def note_of(graph: torch.fx.GraphModule, options: dict[str, Any]) -> Path:
     plain = sorted((key, value) for key, value in options.items() if isinstance(value, (bool, int, float, str)))
     about = (graph.code, inputs, plain, torch.get_num_threads(), torch.__version__, _digest_of_sources())
     return Path(_cache_dir(), "decentfn", hashlib.sha256(repr(about).encode()).hexdigest()[:32])
-
-
-def _leave(note: Path) -> None:
-    with contextlib.suppress(OSError):  # a note is a hint
-        note.parent.mkdir(parents=True, exist_ok=True)
-        note.touch()
-
-
-@contextlib.contextmanager
-def remembered_probes() -> Iterator[None]:
-    """Let Inductor try once in a process of its own, and not in every run, whether what a compiler built can be loaded.
-
-    It does so for every set of vector instructions, which takes a second of the first step; PyTorch 2.15 remembers it
-    by itself, in the same way. The path says what compiler with what flags.
-    """
-    probe = getattr(_VecISA, "_probe_load", None)
-    if _VecISA is None or probe is None:
-        yield
-        return
-
-    def probe_load(self: Any, output_path: str) -> bool:
-        marker = Path(f"{output_path}.load_ok")
-        if os.path.exists(marker):
-            return True
-        passed = probe(self, output_path)
-        if passed:
-            _leave(marker)
-        return passed
-
-    with _in_place_of(_VecISA, "_probe_load", probe_load):
-        yield
-
-
-@contextlib.contextmanager
-def even_splits() -> Iterator[None]:
-    """Keep Inductor from splitting a loop by what does not divide it: on a CPU it forgets the rest (PyTorch's 195582)."""
-    split = getattr(_CppScheduling, "try_loop_split", None)
-    if split is None:
-        yield
-        return
-
-    def leaves_a_rest(node: Any) -> bool:
-        body = node.node.get_default_sizes_body()[1]
-        divisions = [
-            d for index in body.indexing_exprs.values() if hasattr(index, "find") for d in index.find(_FloorDiv)
-        ]
-        return any(body.var_ranges.get(d.args[0], 0) % d.args[1] != 0 for d in divisions)
-
-    def checked(self: Any, nodes: list[Any]) -> list[Any]:
-        return nodes if any(map(leaves_a_rest, nodes)) else split(self, nodes)
-
-    with _in_place_of(_CppScheduling, "try_loop_split", checked):
-        yield
-
-
-@contextlib.contextmanager
-def _in_place_of(owner: Any, name: str, replacement: Any) -> Iterator[None]:
-    original = getattr(owner, name)
-    setattr(owner, name, replacement)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
 
 
 def lower_collectives(collectives: Sequence[Any], wait: Any, complete: Any) -> None:

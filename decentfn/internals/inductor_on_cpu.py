@@ -1,0 +1,80 @@
+"""What Inductor's backend for the CPU does wrong, or again and again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+try:
+    from torch._inductor.codegen.cpp import CppScheduling as _CppScheduling
+    from torch._inductor.cpu_vec_isa import VecISA as _VecISA
+    from torch.utils._sympy.functions import FloorDiv as _FloorDiv
+except ImportError:
+    _CppScheduling = _VecISA = _FloorDiv = None
+
+
+def leave(note: Path) -> None:
+    """Make an empty file, or go on without."""
+    with contextlib.suppress(OSError):  # a note is a hint
+        note.parent.mkdir(parents=True, exist_ok=True)
+        note.touch()
+
+
+@contextlib.contextmanager
+def remembered_probes() -> Iterator[None]:
+    """Let Inductor try once in a process of its own, and not in every run, whether what a compiler built can be loaded.
+
+    It does so for every set of vector instructions, which takes a second of the first step; PyTorch 2.15 remembers it
+    by itself, in the same way. The path says what compiler with what flags.
+    """
+    probe = getattr(_VecISA, "_probe_load", None)
+    if _VecISA is None or probe is None:
+        yield
+        return
+
+    def probe_load(self: Any, output_path: str) -> bool:
+        marker = Path(f"{output_path}.load_ok")
+        if os.path.exists(marker):
+            return True
+        passed = probe(self, output_path)
+        if passed:
+            leave(marker)
+        return passed
+
+    with _in_place_of(_VecISA, "_probe_load", probe_load):
+        yield
+
+
+@contextlib.contextmanager
+def even_splits() -> Iterator[None]:
+    """Keep Inductor from splitting a loop by what does not divide it: on a CPU it forgets the rest (PyTorch's 195582)."""
+    split = getattr(_CppScheduling, "try_loop_split", None)
+    if split is None:
+        yield
+        return
+
+    def leaves_a_rest(node: Any) -> bool:
+        body = node.node.get_default_sizes_body()[1]
+        divisions = [
+            d for index in body.indexing_exprs.values() if hasattr(index, "find") for d in index.find(_FloorDiv)
+        ]
+        return any(body.var_ranges.get(d.args[0], 0) % d.args[1] != 0 for d in divisions)
+
+    def checked(self: Any, nodes: list[Any]) -> list[Any]:
+        return nodes if any(map(leaves_a_rest, nodes)) else split(self, nodes)
+
+    with _in_place_of(_CppScheduling, "try_loop_split", checked):
+        yield
+
+
+@contextlib.contextmanager
+def _in_place_of(owner: Any, name: str, replacement: Any) -> Iterator[None]:
+    original = getattr(owner, name)
+    setattr(owner, name, replacement)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
