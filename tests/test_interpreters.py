@@ -52,6 +52,10 @@ BY_INDUCTOR = [
 ]
 
 
+def one_case_each(algorithms):
+    return [next(case for case in CASES if case.algorithm == algorithm) for algorithm in algorithms]
+
+
 def assert_compiled_ranks_agree(ranks, case, backend):
     n = 2 if case.algorithm in cases.CORE and case.topology != "alternating-exp-ring" else 4
     assert_same(case, ranks(n).run(cases.on_this_rank, case, STEPS, 1, backend), cases.simulated(case, n, STEPS))
