@@ -3,7 +3,7 @@
 >>> import decentfn as df
 """
 
-from decentfn import algorithms, compressors, schedules, topologies, transforms
+from decentfn import algorithms, compressors, schedules, testing, topologies, transforms
 from decentfn.algorithms import *  # noqa: F403
 from decentfn.buckets import Buckets, Plan
 from decentfn.compilation import compile
@@ -92,6 +92,7 @@ __all__ = [
     "spectral_gap",
     "stack",
     "strip_module_prefix",
+    "testing",
     "topologies",
     "topology",
     "topology_names",

@@ -71,16 +71,16 @@ def compile(step: Step, *, donate: bool = True, backend: Any = "inductor", **opt
             if donate:
                 _check_distinct(state)
             run = torch.compile(_on_leaves(step, trees.enumerate_leaves(state), donate), **kwargs)
-            prepared.append((structure, run))
             give_back_freed_memory()
             progress.begin()
         # Torch.compile drops what is written over a 0-d float64 input, so such a leaf goes in as [its view of shape [1]].
-        given = [[leaf.view(1)] if leaf.dtype == torch.float64 and leaf.dim() == 0 else leaf for leaf in leaves]
+        given = [[x.view(1)] if getattr(x, "dtype", 0) == torch.float64 and x.dim() == 0 else x for x in leaves]
         t = as_step(t)
         with noise.torch_draws(t, collectives.world().rank):
             result = run(given, batch, t)
         progress.end()
         if is_first:
+            prepared.append((structure, run))
             give_back_freed_memory()
         return (state, result) if donate else result
 

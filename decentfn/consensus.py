@@ -66,9 +66,10 @@ def with_params(state: Any, params: PyTree) -> Any:
         first += len(pieces)
     new = Buckets(tensors, x.plan)
     if not is_stacked(state):
-        return restarted(state, new)
+        return trees.map(torch.clone, restarted(state, new))
     # What does not depend on the worker comes back expanded.
-    return trees.map(torch.Tensor.contiguous, over_workers(restarted, new[0].shape[0], state, new))
+    stacked = over_workers(restarted, new[0].shape[0], state, new)
+    return trees.map(lambda leaf: leaf.clone(memory_format=torch.contiguous_format), stacked)
 
 
 def restarted(state: Any, x: Buckets) -> Any:

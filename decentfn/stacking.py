@@ -20,7 +20,11 @@ class _Chunks(NamedTuple):
     size: int
 
 
-_here = threading.local()
+class _Here(threading.local):
+    chunks: _Chunks | None = None  # of the class, so that compiled code finds it in every thread
+
+
+_here = _Here()
 """`.chunks`: how this thread's simulation chunks, or None."""
 
 
@@ -40,7 +44,7 @@ def over_workers(
     size = chunk_size
 
     def one_in_chunks(level: int, leaves: list[Tensor]) -> list[Tensor]:
-        outer = getattr(_here, "chunks", None)
+        outer = _here.chunks
         _here.chunks = _Chunks(level, num_workers, size)
         try:
             return one(leaves)
@@ -53,7 +57,7 @@ def over_workers(
 
 def in_chunks(function: Callable[..., PyTree], *arguments: PyTree) -> PyTree:
     """`function(*arguments)`, for one chunk of the workers after the other where the simulation was told to."""
-    chunks = getattr(_here, "chunks", None)
+    chunks = _here.chunks
     if chunks is None:
         return function(*arguments)
     level, num_workers, size = chunks

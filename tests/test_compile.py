@@ -233,9 +233,9 @@ def library_calls(tensors):
 
 
 def test_a_step_is_a_dozen_python_calls_however_many_tensors_there_are(ranks):
-    assert library_calls(1) == library_calls(10) and len(library_calls(1)) <= 16
+    assert library_calls(1) == library_calls(10) and len(library_calls(1)) <= 20
     for calls in ranks(2).run(library_calls, 10):
-        assert len(calls) <= 40, calls
+        assert len(calls) <= 50, calls
 
 
 def test_metrics_of_the_old_state_seen_through_its_parts():

@@ -11,7 +11,7 @@ import torch
 import decentfn as df
 from decentfn import collectives
 from decentfn.collectives import World
-from tests.ranks import on_threads
+from decentfn.testing import on_ranks
 
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 SRUN = {"SLURM_PROCID": "1", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1"}
@@ -131,7 +131,7 @@ def test_too_few_gpus_for_nccl_are_an_error_on_every_rank(tmp_path):
 
 
 def test_workers_are_dealt_out_in_order_and_each_has_one_process():
-    dealt = on_threads(3, lambda rank: list(collectives.world().workers(2)))
+    dealt = on_ranks(3, lambda rank: list(collectives.world().workers(2)))
     assert sum(dealt, []) == list(range(6))
     assert list(World(None, 0, 1).workers()) == [0] and World(None, 0, 1).device == torch.device("cpu")
     with pytest.raises(ValueError, match=r"world.workers\(local=0\).*>= 1"):

@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from decentfn import collectives, gossip, noise, trees
-from decentfn.algorithms.expected import checked
+from decentfn.algorithms.expected import checked, require_order
 from decentfn.algorithms.hyperparameters import at
 from decentfn.buckets import Buckets, Plan, flatten, require_bucket_mb, wide
 from decentfn.fingerprint import agree, fingerprint
@@ -65,6 +65,8 @@ class Algorithm(_Pair):
         def drawing(state: Any, batch: PyTree, t: int | Tensor) -> tuple[Any, Metrics]:
             if torch.compiler.is_compiling():
                 return step(state, batch, t)
+            require_order(state, batch, t)
+            t = as_step(t)
             with noise.torch_draws(t, collectives.world().rank):
                 return step(state, batch, t)
 
@@ -243,6 +245,7 @@ class Worker:
         `b⁺ = (1 - γ) b + γ W b + (b' - b)`.
         """
 
+        @functools.wraps(step)
         def mixing(state: Any, batch: PyTree, t: int | Tensor) -> tuple[Any, Metrics]:
             t = as_step(t)
             old = self._floats(state.buffers)
@@ -259,6 +262,7 @@ class Worker:
     def then_mixing_buffers(self, step: Step, topology: Topology) -> Step:
         """The step; where the options say so, buffers are mixed after it: `b⁺ = W b'`, b' the loss's, W the topology's."""
 
+        @functools.wraps(step)
         def mixing(state: Any, batch: PyTree, t: int | Tensor) -> tuple[Any, Metrics]:
             state, metrics = step(state, batch, t)
             new = self._floats(state.buffers)

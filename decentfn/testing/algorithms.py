@@ -19,7 +19,7 @@ from decentfn.ema import ema, ema_params
 from decentfn.losses import accumulate
 from decentfn.simulation import simulate
 from decentfn.testing import problem
-from decentfn.testing.subjects import STEPS, Run, Subject, assert_close, build_only, graphs, ranks, simulated
+from decentfn.testing.subjects import STEPS, Declined, Run, Subject, assert_close, build_only, graphs, ranks, simulated
 from decentfn.topologies import Topology
 from decentfn.transforms import dynamic_loss_scale, sgd
 from decentfn.trees import PyTree
@@ -126,8 +126,10 @@ _CLOSE_NARROW = {torch.float64: 0.1, torch.float32: 0.1}
 
 def nothing_in_flight_is_written_over(subject: Subject) -> None:
     """Messages that leave late, read from memory only then, change nothing: compiled, donated, on ranks."""
-    for mine, theirs in zip(_compiled(subject, delay=_LATE_S), _compiled(subject), strict=True):
-        assert_close(mine, theirs, within={})
+    packed = Run("inductor", local=2)
+    for train in (partial(_compiled, subject), partial(ranks, subject, packed)):
+        for mine, theirs in zip(train(delay=_LATE_S), train(), strict=True):
+            assert_close(mine, theirs, within={})
 
 
 def accumulates(subject: Subject) -> None:
@@ -227,7 +229,7 @@ def try_promise(promise: Callable[[Subject], None], subject: Subject) -> str | N
     """
     try:
         promise(subject)
-    except ValueError as declined:
+    except Declined as declined:
         return str(declined)
     return None
 

@@ -81,7 +81,11 @@ class Subject:
         states = []
         for i in workers:
             params = problem.params(0 if self.starts_equal else i)
-            states.append(algorithm.init(params, problem.buffers(i)) if with_buffers else algorithm.init(params))
+            states.append(
+                algorithm.init(params, problem.buffers(0 if self.starts_equal else i))
+                if with_buffers
+                else algorithm.init(params)
+            )
         return problem.stacked(states) if stacked else states[0]
 
 
@@ -93,6 +97,10 @@ class Run(NamedTuple):
     local: int = 1  # workers of each process
     options: tuple[tuple[str, Any], ...] = ()
     with_buffers: bool = False
+
+
+class Declined(ValueError):
+    """The algorithm was not built, in its own words."""
 
 
 class _Program(NamedTuple):
@@ -108,7 +116,10 @@ def _program(subject: Subject, run: Run) -> _Program:
     wrap = options.pop("wrap", lambda algorithm: algorithm)
     if run.with_buffers:
         options["loss_fn"] = problem.loss_with_buffers
-    algorithm = wrap(subject.build(**options))
+    try:
+        algorithm = wrap(subject.build(**options))
+    except ValueError as reason:
+        raise Declined(str(reason)) from reason
     step = algorithm.step if run.local == 1 else simulate(algorithm.step, run.local)
     graphs: list[Any] = []
     if run.backend is not None:
@@ -177,11 +188,12 @@ def simulated(
     for t in range(steps):
         state, _ = program.step(state, problem.stacked([batches(i, t) for i in range(n)]), t)
         history.append(state)
+    assert all(bool(torch.isfinite(bucket).all()) for bucket in state.params), "the simulation is not finite"
     return history
 
 
 def build_only(subject: Subject, run: Run) -> None:
-    """Build the algorithm so: where it declines, it says so."""
+    """Build the algorithm so, or raise `Declined`."""
     _program(subject, run)
 
 
@@ -190,6 +202,7 @@ _CLOSE = {torch.float64: 1e-7, torch.float32: 2e-5, torch.bfloat16: 0.05, torch.
 
 def assert_close(got: Any, expected: Any, *, within: Mapping[torch.dtype, float] | None = None) -> None:
     """Two states agree, leaf by leaf: to rounding of the leaf's dtype, or `within` so much (a dtype that it does not name: bit for bit)."""
+    assert len(trees.leaves(got)) == len(trees.leaves(expected)), "the states have other numbers of leaves"
     for (name, mine), theirs in zip(trees.named_leaves(got), trees.leaves(expected), strict=True):
         assert mine.dtype == theirs.dtype and mine.shape == theirs.shape, (
             f"{name}: {mine.dtype}{list(mine.shape)} for {theirs.dtype}{list(theirs.shape)}"
