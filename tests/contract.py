@@ -101,7 +101,7 @@ ROWS: dict[str, Subject] = {
     ),
     "push_diging": Subject(df.push_diging, unequal_shares, laws=(mass_is_conserved, trackers_follow_gradients)),
     "quasi_global_momentum": Subject(df.quasi_global_momentum, on("one-peer-exp"), {"nesterov": True}),
-    "quasi_global_adam": Subject(df.quasi_global_adam, on("ring"), laws=()),
+    "quasi_global_adam": Subject(df.quasi_global_adam, on("ring"), {"eps": 1e-3}, laws=()),  # or it divides by almost 0
     "decentlam": Subject(df.decentlam, on("static-ring"), {"beta": 0.5}),
     "choco_sgd": Subject(df.choco_sgd, on("static-ring"), {"compressor": _top_k, "gamma": 0.3}),
     "deep_squeeze": Subject(df.deep_squeeze, on("one-peer-exp"), {"compressor": _sign, "gamma": 0.3}),
