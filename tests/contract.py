@@ -106,7 +106,14 @@ ROWS: dict[str, Subject] = {
     "choco_sgd": Subject(df.choco_sgd, on("static-ring"), {"compressor": _top_k, "gamma": 0.3}),
     "deep_squeeze": Subject(df.deep_squeeze, on("one-peer-exp"), {"compressor": _sign, "gamma": 0.3}),
     "power_gossip": Subject(df.power_gossip, on("static-ring")),
-    "demo": Subject(df.demo, on("complete"), laws=(replicas_stay_equal,), starts_equal=True),
+    # Cosine transforms of many tiles take minutes to compile.
+    "demo": Subject(
+        df.demo,
+        on("complete"),
+        {"compressor": _top_k, "bucket_mb": 25.0},
+        laws=(replicas_stay_equal,),
+        starts_equal=True,
+    ),
     "relay_sgd, models": Subject(df.relay_sgd, on("binary-tree"), laws=()),
     "relay_sgd, gradients": Subject(df.relay_sgd, on("chain"), {"relay": "gradients"}, laws=()),
     "slowmo": Subject(df.slowmo, on("static-ring"), {"inner_steps": 2}, mixes_narrow=False),
