@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from decentfn import collectives, gossip, noise, trees
+from decentfn import collectives, gossip, internals, noise, trees
 from decentfn.algorithms.expected import checked, require_order
 from decentfn.algorithms.hyperparameters import at
 from decentfn.buckets import Buckets, Plan, flatten, require_bucket_mb, wide
@@ -67,6 +67,8 @@ class Algorithm(_Pair):
                 return step(state, batch, t)
             require_order(state, batch, t)
             t = as_step(t)
+            if internals.has_no_value(t):
+                return step(state, batch, t)
             with noise.torch_draws(t, collectives.world().rank):
                 return step(state, batch, t)
 

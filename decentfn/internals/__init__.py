@@ -61,6 +61,11 @@ except ImportError:
     CHUNKS = False
 
 try:
+    from torch._subclasses import FakeTensor as _FakeTensor
+except ImportError:
+    _FakeTensor = None
+
+try:
     from torch._C._functorch import is_batchedtensor as _is_batched
 except ImportError:
     _is_batched = None
@@ -330,8 +335,8 @@ def vmap_with_level(
 
 
 def has_no_value(x: Tensor) -> bool:
-    """Whether a 0-d tensor cannot be read here, because it is being compiled, or is one for each worker under `vmap`."""
-    return torch.compiler.is_compiling() or (_is_batched is not None and _is_batched(x))
+    """Whether a 0-d tensor cannot be read here: it is being compiled, fake, or one for each worker under `vmap`."""
+    return torch.compiler.is_compiling() or type(x) is _FakeTensor or (_is_batched is not None and _is_batched(x))
 
 
 def batched(x: Tensor, level: int) -> Tensor:
