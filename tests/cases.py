@@ -27,7 +27,7 @@ OTHERS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "push_diging": [("one-peer-exp-directed", {})],
     "quasi_global_momentum": [("one-peer-exp", {}), ("random-matching", {"nesterov": True})],
     "quasi_global_adam": [("ring", {"eps": 1e-3})],  # 1e-8 would make 5e-5 of rounding: division by what is almost 0
-    "decentlam": [("one-peer-exp", {})],
+    "decentlam": [("static-ring", {})],
     "momentum_tracking": [("static-exp", {})],
     "choco_sgd": [("static-ring", {"compressor": "top_k", "gamma": 0.3})],
     "deep_squeeze": [("static-ring", {"compressor": "sign", "gamma": 0.3})],
