@@ -18,6 +18,7 @@ from decentfn.algorithms.relay_sgd import relay_sgd
 from decentfn.algorithms.stochastic_gradient_push import stochastic_gradient_push
 from tests.quadratics import (
     STEPS,
+    Problem,
     Sgd,
     batch,
     build,
@@ -220,11 +221,11 @@ def test_a_step_leaves_its_input_alone_and_compiles_into_one_graph(function, opt
 
 @all_methods
 def test_a_float32_state_stays_float32(function, options):
-    p = problem(4)
+    p = Problem(*(numbers.astype(np.float32) for numbers in problem(4)))
     algorithm = build(function, p, path(4), LR, **options)
-    narrow = lambda tree: trees.map(lambda x: x.float() if x.dtype == torch.float64 else x, tree)  # noqa: E731
-    state = narrow(start(algorithm, p))
-    after, _ = df.simulate(algorithm.step, 4)(state, narrow(batch(p)), 3)
+    state = start(algorithm, p)
+    assert state.params[0].dtype == torch.float32
+    after, _ = df.simulate(algorithm.step, 4)(state, batch(p), 3)
     assert [x.dtype for x in trees.leaves(after)] == [x.dtype for x in trees.leaves(state)]
 
 
