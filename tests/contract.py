@@ -171,8 +171,8 @@ def committed_cells() -> dict[tuple[str, str], str]:
 
 INTRODUCTION = """# The contract
 
-Every algorithm, tried as users run it. Each cell is a test of its own (`tests/test_contract.py`), run by CI on gloo ranks that
-are threads of one process; `python -m tests.contract` tries all of them again and writes this page. Your own algorithm passes the
+Every algorithm, tried as users run it. Each cell is a test of its own (`tests/test_contract.py`) on gloo ranks that are threads
+of one process; CI runs them, those that Inductor compiles for one algorithm of each family (the others are `-m slow`); `python -m tests.contract` tries all of them again and writes this page. Your own algorithm passes the
 same promises with `df.testing.check_algorithm`.
 
 The problem has leaves of two dtypes (float32 and float64) in several buckets, four workers with data of their own, and no two
