@@ -40,7 +40,7 @@ def cells():
             yield pytest.param(row, promise, marks=[pytest.mark.xdist_group(row), *slow])
 
 
-@pytest.mark.parametrize(("row", "promise"), cells())
+@pytest.mark.parametrize(("row", "promise"), list(cells()))
 def test_the_contract(row, promise):
     declined = try_promise(PROMISES[promise], contract.ROWS[row])
     said = contract.committed_cells()[row, contract.HEADS[promise]]
