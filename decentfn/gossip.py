@@ -83,6 +83,19 @@ def collect(posted: Posted, gamma: float | Tensor = 1.0) -> Buckets:
     return Buckets([_mix(posted, index, gamma) for index in range(len(posted.own))], posted.own.plan)
 
 
+def difference(posted: Posted, gamma: float | Tensor = 1.0) -> Buckets:
+    """Wait for what was posted and return what mixing adds: `γ (W - I) Q(x) = γ Σ_j W[i,j] (Q(x_j) - Q(x_i))`.
+
+    In float32 or float64. Two workers get the same difference with opposite signs, so that the mean over workers is 0 to
+    a rounding of the differences and not of x: what is added up over many steps must not gather the roundings of x.
+
+    Args:
+        posted: from `post`.
+        gamma: γ in [0, 1], a number or a 0-d tensor.
+    """
+    return Buckets([_difference(posted, index, gamma) for index in range(len(posted.own))], posted.own.plan)
+
+
 def heard(posted: Posted, like: Buckets) -> Buckets:
     """Wait for what was posted and return what was heard, without the own share: `Σ_{j≠i} W[i,j] Q(x_j)`.
 
@@ -177,3 +190,17 @@ def _mix(posted: Posted, index: int, gamma: float | Tensor) -> Tensor:
     if sent is own:
         return (kept * own.to(dtype) + heard).to(own.dtype)
     return (own.to(dtype) + (heard - (1.0 - kept) * sent.to(dtype))).to(own.dtype)
+
+
+def _difference(posted: Posted, index: int, gamma: float | Tensor) -> Tensor:
+    dtype = wide(posted.own[index].dtype)
+    sent = posted.sent[index].to(dtype)
+    weights = once((posted.row.weights * gamma).to(dtype))
+    total = torch.zeros_like(sent)
+    if posted.inboxes:
+        inbox = collectives.wait(posted.inboxes[index]).to(dtype)
+        total = sum((weights[1 + slot] * (inbox[slot] - sent) for slot in range(inbox.shape[0])), total)
+    if posted.means and posted.row.mean_weight is not None:
+        mean = collectives.wait(posted.means[index]).to(dtype)
+        total = total + once((posted.row.mean_weight * gamma).to(dtype)) * (mean - sent)
+    return total

@@ -172,9 +172,8 @@ def committed_cells() -> dict[tuple[str, str], str]:
 INTRODUCTION = """# The contract
 
 Every algorithm, tried as users run it. Each cell is a test of its own (`tests/test_contract.py`) on gloo ranks that are threads
-of one process; CI runs them, those that Inductor compiles for eight rows only: in the other rows the cells under Inductor, invariant, bfloat16 wire,
-late messages and EMA are `-m slow` and say what is promised, not yet what every run shows; `python -m tests.contract` tries all of them again and writes this page. Your own algorithm passes the
-same promises with `df.testing.check_algorithm`.
+of one process, and CI runs all of them; `python -m tests.contract` tries them again and writes this page. Your own algorithm
+passes the same promises with `df.testing.check_algorithm`.
 
 The problem has leaves of two dtypes (float32 and float64) in several buckets, four workers with data of their own, and no two
 equal starts where the algorithm allows it. "–" stands where the paper has no invariant, "to its rounding" where sums within a

@@ -13,31 +13,10 @@ def test_every_algorithm_has_a_row_and_every_promise_a_column():
     assert list(contract.HEADS) == list(PROMISES)
 
 
-BY_INDUCTOR = (
-    "compiled_ranks_agree",
-    "laws_hold",
-    "laws_hold_on_a_narrow_wire",
-    "nothing_in_flight_is_written_over",
-    "keeps_an_ema",
-)
-ALWAYS = (
-    "adapt_while_communicate",
-    "adapt_then_combine",
-    "all_reduce",
-    "gradient_tracking, atc",
-    "stochastic_gradient_push, delayed",
-    "push_diging",
-    "quasi_global_adam",
-    "choco_sgd",
-)
-"""Rows that are compiled by Inductor in every run; the others' compilations are slow."""
-
-
 def cells():
     for row in contract.ROWS:
         for promise in PROMISES:
-            slow = [pytest.mark.slow] if promise in BY_INDUCTOR and row not in ALWAYS else []
-            yield pytest.param(row, promise, marks=[pytest.mark.xdist_group(row), *slow])
+            yield pytest.param(row, promise, marks=pytest.mark.xdist_group(row))
 
 
 @pytest.mark.parametrize(("row", "promise"), list(cells()))

@@ -5,7 +5,7 @@
 
 with c^t = (x^t - x^{t-1}) - u^{t-1}, what the last mixing and correction moved beside the update:
 
-    u = -η g;    x⁺ = W (x + u + c);    c⁺ = x⁺ - x - u;    c⁰ = 0
+    u = -η g;    x⁺ = W (x + u + c);    c⁺ = x⁺ - x - u = c + (W - I)(x + u + c);    c⁰ = 0
 
 x: a worker's parameters; W: the mixing matrix of step t; g: its gradient at x; u: the optimizer's update.
 """
@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from decentfn import trees
+from decentfn import gossip, trees
 from decentfn.algorithms.agreement import algorithm
 from decentfn.algorithms.preconditions import require_doubly_stochastic
-from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, as_step, cast_like, widen
+from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, as_step
 from decentfn.buckets import Buckets
 from decentfn.topologies import Topology, mixing_matrix
 from decentfn.transforms.basic import zeros_like
@@ -71,10 +71,10 @@ def d2(loss_fn: LossFn, optimizer: Any, topology: Topology, **options: Unpack[Op
         x, c = state.params, state.c
         g = worker.gradient(x, state.buffers, batch)
         u, opt_state = optimizer.update(g.grads, state.opt_state, x)
-        x_wide = widen(x)
-        mixed = worker.mix(trees.map(lambda x, u, c: (x + u + c).to(c.dtype), x_wide, u, c), as_step(t))
-        c_next = trees.map(lambda new, x, u: (new - x - u).to(new.dtype), mixed, x_wide, u)
-        return State(cast_like(mixed, x), opt_state, g.buffers, c_next), g.metrics
+        half = trees.map(lambda x, u, c: x.to(c.dtype) + u + c, x, u, c)
+        pull = gossip.difference(worker.post(half, as_step(t)))  # (W - I)(x + u + c)
+        x_next = trees.map(lambda half, d, x: (half + d).to(x.dtype), half, pull, x)
+        return State(x_next, opt_state, g.buffers, trees.map(torch.add, c, pull)), g.metrics
 
     return worker.algorithm(init, step)
 

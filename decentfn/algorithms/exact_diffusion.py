@@ -4,7 +4,8 @@
     φ  = ψ⁺ + x - ψ                correct
     x⁺ = W̄ φ,   W̄ = (I + W)/2      combine;   ψ⁰ = x⁰
 
-with c = x - ψ, what the last combination and correction moved beside the update: φ = ψ⁺ + c, c⁺ = x⁺ - ψ⁺, c⁰ = 0.
+with c = x - ψ, what the last combination and correction moved beside the update: φ = ψ⁺ + c,
+c⁺ = x⁺ - ψ⁺ = c + (W̄ - I) φ, c⁰ = 0.
 
 x: a worker's parameters; W: the mixing matrix; g: its gradient at x; -η g: the optimizer's update.
 """
@@ -20,7 +21,7 @@ from typing_extensions import Unpack
 from decentfn import gossip, trees
 from decentfn.algorithms.agreement import algorithm
 from decentfn.algorithms.preconditions import require_static_symmetric
-from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, add, as_step, cast_like, widen
+from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, as_step
 from decentfn.buckets import Buckets
 from decentfn.topologies import Topology
 from decentfn.transforms.basic import zeros_like
@@ -68,8 +69,9 @@ def exact_diffusion(loss_fn: LossFn, optimizer: Any, topology: Topology, **optio
         x = state.params
         g = worker.gradient(x, state.buffers, batch)
         u, opt_state = optimizer.update(g.grads, state.opt_state, x)
-        psi = add(widen(x), u)
-        mixed = gossip.collect(worker.post(add(psi, state.c), as_step(t)), gamma=0.5)  # W̄ φ
-        return State(cast_like(mixed, x), opt_state, g.buffers, trees.map(torch.sub, mixed, psi)), g.metrics
+        phi = trees.map(lambda x, u, c: x.to(c.dtype) + u + c, x, u, state.c)
+        pull = gossip.difference(worker.post(phi, as_step(t)), gamma=0.5)  # W̄ φ - φ
+        x_next = trees.map(lambda phi, d, x: (phi + d).to(x.dtype), phi, pull, x)
+        return State(x_next, opt_state, g.buffers, trees.map(torch.add, state.c, pull)), g.metrics
 
     return worker.algorithm(init, step)

@@ -22,7 +22,7 @@ from typing_extensions import Unpack
 from decentfn import gossip, trees
 from decentfn.algorithms.agreement import algorithm
 from decentfn.algorithms.preconditions import require_static_symmetric
-from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, as_step, widen
+from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, as_step
 from decentfn.buckets import Buckets
 from decentfn.topologies import Topology
 from decentfn.transforms.basic import zeros_like
@@ -70,10 +70,9 @@ def extra(loss_fn: LossFn, optimizer: Any, topology: Topology, **options: Unpack
         travelling = worker.post(x, as_step(t))
         g = worker.gradient(x, state.buffers, batch)
         u, opt_state = optimizer.update(g.grads, state.opt_state, x)
-        x_wide = widen(x)
-        mixed = gossip.collect(travelling._replace(own=x_wide))  # W x before it is rounded, so that mean(p) stays 0
-        p_next = trees.map(lambda p, x, wx: p + (x - wx) / 2, p, x_wide, mixed)
-        x_next = trees.map(lambda wx, u, p, x: (wx + u - p).to(x.dtype), mixed, u, p, x)
+        pull = gossip.difference(travelling)  # W x - x
+        p_next = trees.map(lambda p, d: p - d / 2, p, pull)
+        x_next = trees.map(lambda x, d, u, p: (x.to(d.dtype) + d + u - p).to(x.dtype), x, pull, u, p)
         return State(x_next, opt_state, g.buffers, p_next), g.metrics
 
     return worker.algorithm(init, step)

@@ -14,14 +14,15 @@ from decentfn import trees
 from decentfn.trees import PyTree
 
 BUCKET_MB = 0.002
-"""Small, so that these few leaves need two buckets of each dtype."""
+"""Small, so that the leaves of float32 need two buckets."""
 
-_SHAPES = {"matrix": (5, 6), "nested": [(7,), (3, 4)], "tall": (40, 3), "scalar": ()}
+_SHAPES = {"matrix": (5, 6), "scalar": ()}
+_MORE_OF_FLOAT32 = {"nested": [(7,)], "tall": (40, 3)}
 _DTYPES = (torch.float32, torch.float64)
 
 
 def params(worker: int = 0, dtypes: tuple[torch.dtype, ...] = _DTYPES) -> PyTree:
-    """A start: a tree of six or so leaves of each dtype, other numbers for every worker."""
+    """A start: a tree of a few leaves of each dtype, other numbers for every worker."""
     draw = torch.Generator().manual_seed(worker)
     return {str(dtype)[6:]: _normal(draw, dtype) for dtype in dtypes}
 
@@ -68,4 +69,5 @@ def _normal(draw: torch.Generator, dtype: torch.dtype) -> PyTree:
     def leaf(shape: tuple[int, ...]) -> Tensor:
         return torch.randn(shape, generator=draw).to(dtype)
 
-    return {key: [leaf(s) for s in shape] if isinstance(shape, list) else leaf(shape) for key, shape in _SHAPES.items()}
+    shapes = _SHAPES | _MORE_OF_FLOAT32 if dtype is torch.float32 else _SHAPES
+    return {key: [leaf(s) for s in shape] if isinstance(shape, list) else leaf(shape) for key, shape in shapes.items()}
