@@ -133,6 +133,8 @@ def graphs(subject: Subject, run: Run) -> int:
     return len(_program(subject, run).graphs)
 
 
+_PLAIN = Run()
+
 Batches = Callable[[int, int], PyTree]
 """`(worker, t) -> batch`."""
 
@@ -172,29 +174,22 @@ def ranks(
 
 
 @lru_cache(maxsize=32)
-def simulated(
-    subject: Subject,
-    options: tuple[tuple[str, Any], ...] = (),
-    *,
-    steps: int = STEPS,
-    batches: Batches = problem.batch,
-    with_buffers: bool = False,
-) -> list[Any]:
+def simulated(subject: Subject, run: Run = _PLAIN, *, batches: Batches = problem.batch) -> list[Any]:
     """The same, eagerly by the simulator."""
     n = subject.num_workers
-    program = _program(subject, Run(local=n, options=options, with_buffers=with_buffers))
-    state = subject.start(program.algorithm, range(n), stacked=True, with_buffers=with_buffers)
+    program = _program(subject, Run(local=n, options=run.options, with_buffers=run.with_buffers))
+    state = subject.start(program.algorithm, range(n), stacked=True, with_buffers=run.with_buffers)
     history = [state]
-    for t in range(steps):
+    for t in range(STEPS):
         state, _ = program.step(state, problem.stacked([batches(i, t) for i in range(n)]), t)
         history.append(state)
     assert all(bool(torch.isfinite(bucket).all()) for bucket in state.params), "the simulation is not finite"
     return history
 
 
-def build_only(subject: Subject, run: Run) -> None:
-    """Build the algorithm so, or raise `Declined`."""
-    _program(subject, run)
+def build_only(subject: Subject, option: tuple[str, Any]) -> None:
+    """Build the algorithm with this option, or raise `Declined`."""
+    _program(subject, Run(options=(option,)))
 
 
 _CLOSE = {torch.float64: 1e-7, torch.float32: 2e-5, torch.bfloat16: 0.05, torch.float16: 0.005}
