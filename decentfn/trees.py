@@ -15,6 +15,9 @@ from decentfn import internals
 T = TypeVar("T")
 PyTree = Any
 
+_LEAVES = (torch.Tensor, int)
+"""Known at a glance, so that Dynamo has less to trace."""
+
 flatten: Callable[..., tuple[list[Any], Any]] = optree.tree_flatten
 
 
@@ -22,6 +25,8 @@ def leaves(tree: PyTree) -> list[Any]:
     """The leaves in flattening order: dicts by sorted key; None is no leaf."""
     if not torch.compiler.is_compiling():
         return optree.tree_leaves(tree)
+    if isinstance(tree, _LEAVES):
+        return [tree]
     node = _open(tree)
     return [tree] if node is None else [leaf for child in node[0] for leaf in leaves(child)]
 
@@ -30,6 +35,8 @@ def map(function: Callable[..., Any], tree: PyTree, *others: PyTree) -> PyTree:
     """`function` of the leaves of `tree` and of what stands in their places in `others`, as a tree."""
     if not torch.compiler.is_compiling():
         return optree.tree_map(function, tree, *others)
+    if isinstance(tree, _LEAVES):
+        return function(tree, *others)
     node = _open(tree)
     if node is None:
         return function(tree, *others)

@@ -98,20 +98,19 @@ def test_one_graph_serves_a_run_with_accumulation():
     assert counter.frame_count == 1
 
 
-def on_this_rank(compiled):
+def on_this_rank():
     here = df.init()
     init, step = accumulating()
-    state, step = init(cases.params()), df.compile(step, backend="aot_eager") if compiled else step
+    state, step = init(cases.params()), df.compile(step, backend="aot_eager")
     for t in range(4):
         batch = in_micro_batches(tuple(x[here.rank] for x in cases.batches(here.size, t)), 4, axis=0)
         state, metrics = step(state, batch, t)
     return trees.leaves(state), metrics
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_gloo_ranks_accumulate_as_vmap_does(ranks, compiled):
+def test_gloo_ranks_accumulate_as_vmap_does(ranks):
     expected, metrics = trajectory("adapt_while_communicate", 4)
-    for rank, (leaves, mine) in enumerate(ranks(N).run(on_this_rank, compiled)):
+    for rank, (leaves, mine) in enumerate(ranks(N).run(on_this_rank)):
         assert_close(leaves, [leaf[rank] for leaf in expected])
         assert_close([mine.loss, mine.aux], [metrics.loss[rank], metrics.aux[rank]])
 

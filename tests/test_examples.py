@@ -52,7 +52,7 @@ def test_digits_stay_at_their_smallest():
     assert len((ROOT / "examples" / "digits.py").read_text().splitlines()) <= 80
 
 
-@pytest.mark.parametrize("algorithm", ["adapt-while-communicate", "adapt-then-combine", "all-reduce"])
+@pytest.mark.parametrize("algorithm", ["adapt-while-communicate", "all-reduce"])
 def test_the_language_model_logs_the_same_under_torchrun_and_simulated(algorithm, tmp_path):
     options = [*TINY, "--algorithm", algorithm, "--out"]
     shown = run("train_lm.py", *options, str(tmp_path / "ranks.jsonl"), ranks=2)

@@ -48,7 +48,6 @@ def test_gloo_ranks_agree_with_vmap(ranks, case, n):
 BY_INDUCTOR = [
     Case("adapt_while_communicate", "ring"),
     Case("adapt_then_combine", "alternating-exp-ring"),
-    Case("all_reduce", "complete"),
 ]
 
 

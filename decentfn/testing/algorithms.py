@@ -34,9 +34,9 @@ def interpreters_agree(subject: Subject) -> None:
 
 
 def traced_ranks_agree(subject: Subject) -> None:
-    """Traced and donated (aot_eager) on gloo ranks: what the simulator computes, one worker a process or two."""
-    for run in _traced(subject):
-        assert_close(ranks(subject, run)[-1], simulated(subject, run)[-1])
+    """Traced and donated (aot_eager) on gloo ranks, one worker a process: what the simulator computes."""
+    run = _full(subject)
+    assert_close(ranks(subject, run)[-1], simulated(subject, run)[-1])
 
 
 def compiled_ranks_agree(subject: Subject) -> None:
@@ -57,10 +57,10 @@ def donated_is_pure(subject: Subject) -> None:
 
 
 def one_graph(subject: Subject) -> None:
-    """One graph serves all steps, on ranks, one worker a process or two."""
-    for run in _traced(subject):
-        ranks(subject, run)
-        assert graphs(subject, run) == 1, f"{graphs(subject, run)} graphs for {STEPS} steps"
+    """One graph serves all steps, on ranks."""
+    run = _full(subject)
+    ranks(subject, run)
+    assert graphs(subject, run) == 1, f"{graphs(subject, run)} graphs for {STEPS} steps"
 
 
 _AVERAGED = ("wrap", lambda algorithm: ema(algorithm, 0.8))
@@ -85,10 +85,6 @@ def _full(subject: Subject) -> Run:
 def _packed(subject: Subject) -> Run:
     """Compiled by Inductor, two workers a process, and bfloat16 on the wire where the algorithm takes it."""
     return Run("inductor", local=2, options=(_NARROW,) if _takes(subject, _NARROW) else ())
-
-
-def _traced(subject: Subject) -> tuple[Run, Run]:
-    return _full(subject), Run("aot_eager", local=2)
 
 
 def _takes(subject: Subject, option: tuple[str, Any]) -> bool:
