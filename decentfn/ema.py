@@ -7,11 +7,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from decentfn import trees
 from decentfn.algorithms.expected import check, kind_of, marked
-from decentfn.algorithms.outer import slow_copy
 from decentfn.algorithms.worker import Algorithm, Metrics
-from decentfn.buckets import Buckets
+from decentfn.buckets import Buckets, copy_wide, each
 from decentfn.consensus import params, restarted
 from decentfn.trees import PyTree
 from decentfn.words import brief
@@ -35,7 +33,7 @@ class EMAState(NamedTuple):
 
     def with_params(self, x: Buckets) -> EMAState:
         """The average starts anew, at the new parameters."""
-        return EMAState(restarted(self.inner, x), slow_copy(x))
+        return EMAState(restarted(self.inner, x), copy_wide(x))
 
 
 class AveragedState(NamedTuple):
@@ -66,7 +64,7 @@ def ema(algorithm: Algorithm, decay: float = 0.999) -> Algorithm:
 
     def start(params: PyTree, buffers: PyTree = None) -> EMAState:
         inner = init(params, buffers)
-        return EMAState(inner, slow_copy(inner.params))
+        return EMAState(inner, copy_wide(inner.params))
 
     def look(state: Any, batch: PyTree, t: Any) -> None:
         if not isinstance(state, EMAState):
@@ -81,7 +79,7 @@ def ema(algorithm: Algorithm, decay: float = 0.999) -> Algorithm:
         if not isinstance(state, EMAState):
             look(state, batch, t)
         inner, metrics = step(state.inner, batch, t)
-        mean = trees.map(lambda e, x: decay * e + (1 - decay) * x.to(e.dtype), state.ema, inner.params)
+        mean = each(lambda e, x: decay * e + (1 - decay) * x.to(e.dtype), state.ema, inner.params)
         return EMAState(inner, mean), metrics
 
     return Algorithm(start, marked(averaged, check=look))

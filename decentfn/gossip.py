@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from decentfn import collectives, trees
-from decentfn.buckets import Buckets, wide
+from decentfn import collectives
+from decentfn.buckets import Buckets, each, wide
 from decentfn.scalars import once, rounded
 from decentfn.topologies import Round, Topology
 from decentfn.transforms.mix_aware import MixContext
@@ -105,7 +105,7 @@ def heard(posted: Posted, like: Buckets) -> Buckets:
         posted: from `post`.
         like: buckets of the posted ones' sizes, in whose dtypes the sum is returned.
     """
-    silence = trees.map(torch.zeros_like, like)
+    silence = each(torch.zeros_like, like)
     return collect(posted._replace(own=silence, sent=silence))
 
 

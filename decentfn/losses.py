@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.func import grad_and_value
 
 from decentfn import internals, trees
-from decentfn.buckets import Buckets, wide
+from decentfn.buckets import Buckets, each, wide
 from decentfn.stacking import in_chunks
 from decentfn.trees import PyTree
 from decentfn.words import brief
@@ -191,7 +191,7 @@ def _is_pair(value: Any) -> TypeGuard[tuple[Any, Any]]:
 
 def _unscaled(grads: Buckets, scale: Tensor) -> Buckets:
     inverse = scale.double().reciprocal().float()  # torch.amp.GradScaler's arithmetic
-    return trees.map(lambda g: (g.to(wide(g.dtype)) * inverse).to(g.dtype), grads)
+    return each(lambda g: (g.to(wide(g.dtype)) * inverse).to(g.dtype), grads)
 
 
 # -- micro-batches ------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.func import grad
 
 from decentfn import trees
-from decentfn.buckets import Buckets, flatten
+from decentfn.buckets import Buckets, flatten, global_norm
 from decentfn.transforms import (
     Transform,
     accum_adam,
@@ -21,7 +21,6 @@ from decentfn.transforms import (
     chain,
     clip_by_bucket_norm,
     clip_by_global_norm,
-    global_norm,
     not_bias_or_norm,
     partition,
     scale_by_learning_rate,

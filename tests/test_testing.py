@@ -8,8 +8,8 @@ from hypothesis import given
 
 import decentfn as df
 from decentfn import collectives, gossip, testing, trees
-from decentfn.algorithms.worker import Algorithm, Metrics, Worker, add, as_step
-from decentfn.buckets import Buckets, flatten
+from decentfn.algorithms.worker import Algorithm, Metrics, Worker, as_step
+from decentfn.buckets import Buckets, add, flatten
 from decentfn.testing import PROMISES, strategies
 from decentfn.testing.subjects import Run, ranks
 from decentfn.transforms import Transform

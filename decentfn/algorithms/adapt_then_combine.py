@@ -14,7 +14,8 @@ from typing_extensions import Unpack
 
 from decentfn.algorithms.agreement import algorithm
 from decentfn.algorithms.preconditions import require_doubly_stochastic
-from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, State, Worker, add, as_step
+from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, State, Worker, as_step
+from decentfn.buckets import add
 from decentfn.topologies import Topology
 from decentfn.trees import PyTree
 

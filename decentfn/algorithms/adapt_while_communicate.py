@@ -20,7 +20,8 @@ from decentfn import gossip
 from decentfn.algorithms.agreement import algorithm
 from decentfn.algorithms.hyperparameters import at
 from decentfn.algorithms.preconditions import require_doubly_stochastic
-from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, State, Worker, add, as_step
+from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, State, Worker, as_step
+from decentfn.buckets import add
 from decentfn.topologies import Topology
 from decentfn.trees import PyTree
 

@@ -25,12 +25,11 @@ from decentfn.algorithms.preconditions import (
     require_doubly_stochastic,
     require_static,
 )
-from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, add, as_step
-from decentfn.buckets import Buckets
+from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, as_step
+from decentfn.buckets import Buckets, add, each, zeros_like
 from decentfn.compressed import as_messages, mix_compressed, post_compressed
 from decentfn.compressors import Compressor
 from decentfn.topologies import Topology
-from decentfn.transforms.basic import zeros_like
 from decentfn.trees import PyTree
 
 
@@ -92,10 +91,10 @@ def choco_sgd(
         g = worker.gradient(x, state.buffers, batch)
         u, opt_state = optimizer.update(g.grads, state.opt_state, x)
         x_half = add(x, u)
-        q = post_compressed(trees.map(torch.sub, x_half, x_hat), compressor, neighbours, as_step(t))
+        q = post_compressed(each(torch.sub, x_half, x_hat), compressor, neighbours, as_step(t))
         x_hat = add(x_hat, q.sent)
         s = add(s, mix_compressed(q))
-        x = trees.map(lambda x, s, x_hat: (x + gamma * (s - x_hat)).to(x.dtype), x_half, s, x_hat)
+        x = each(lambda x, s, x_hat: (x + gamma * (s - x_hat)).to(x.dtype), x_half, s, x_hat)
         return State(x, opt_state, g.buffers, x_hat, s), g.metrics
 
     return worker.algorithm(init, step)

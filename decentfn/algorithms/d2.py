@@ -22,9 +22,8 @@ from decentfn import gossip, trees
 from decentfn.algorithms.agreement import algorithm
 from decentfn.algorithms.preconditions import require_doubly_stochastic
 from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, as_step
-from decentfn.buckets import Buckets
+from decentfn.buckets import Buckets, add, each, zeros_like
 from decentfn.topologies import Topology, mixing_matrix
-from decentfn.transforms.basic import zeros_like
 from decentfn.trees import PyTree
 
 
@@ -71,10 +70,10 @@ def d2(loss_fn: LossFn, optimizer: Any, topology: Topology, **options: Unpack[Op
         x, c = state.params, state.c
         g = worker.gradient(x, state.buffers, batch)
         u, opt_state = optimizer.update(g.grads, state.opt_state, x)
-        half = trees.map(lambda x, u, c: x.to(c.dtype) + u + c, x, u, c)
+        half = each(lambda x, u, c: x.to(c.dtype) + u + c, x, u, c)
         pull = gossip.difference(worker.post(half, as_step(t)))  # (W - I)(x + u + c)
-        x_next = trees.map(lambda half, d, x: (half + d).to(x.dtype), half, pull, x)
-        return State(x_next, opt_state, g.buffers, trees.map(torch.add, c, pull)), g.metrics
+        x_next = each(lambda half, d, x: (half + d).to(x.dtype), half, pull, x)
+        return State(x_next, opt_state, g.buffers, add(c, pull)), g.metrics
 
     return worker.algorithm(init, step)
 

@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from decentfn import noise, trees
+from decentfn import noise
 from decentfn.algorithms.agreement import algorithm
 from decentfn.algorithms.hyperparameters import at, reciprocal, require_fractions, require_positive
 from decentfn.algorithms.preconditions import require_doubly_stochastic
-from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, add, as_step
-from decentfn.buckets import Buckets
+from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, as_step
+from decentfn.buckets import Buckets, add, each, zeros_like
 from decentfn.topologies import Topology, mixed
-from decentfn.transforms.basic import Scalar, zeros_like
+from decentfn.transforms.basic import Scalar
 from decentfn.trees import PyTree
 
 _STEPS_TRIED = 200
@@ -96,8 +96,8 @@ def decentlam(
         u, opt_state = optimizer.update(g.grads, opt_state, x)
         mixed = worker.mix(add(x, u), t)
         # x - η m⁺ = W (x - η g) - η β m, which for β = 0 is adapt-then-combine to the bit.
-        new = trees.map(lambda mixed, m: (mixed - eta * beta * m).to(mixed.dtype), mixed, m)
-        m = trees.map(lambda m, x, mixed: (beta * m + (x - mixed) * per_eta).to(m.dtype), m, x, mixed)
+        new = each(lambda mixed, m: (mixed - eta * beta * m).to(mixed.dtype), mixed, m)
+        m = each(lambda m, x, mixed: (beta * m + (x - mixed) * per_eta).to(m.dtype), m, x, mixed)
         return DecentLaMState(new, opt_state, m, g.buffers), g.metrics
 
     return worker.algorithm(init, step)

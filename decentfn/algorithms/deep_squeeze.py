@@ -19,12 +19,11 @@ from typing_extensions import Unpack
 from decentfn import trees
 from decentfn.algorithms.agreement import algorithm
 from decentfn.algorithms.preconditions import require_compressor, require_contraction, require_doubly_stochastic
-from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, add, as_step
-from decentfn.buckets import Buckets
+from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, as_step
+from decentfn.buckets import Buckets, add, each, zeros_like
 from decentfn.compressed import as_messages, mix_compressed, post_compressed
 from decentfn.compressors import Compressor
 from decentfn.topologies import Topology
-from decentfn.transforms.basic import zeros_like
 from decentfn.trees import PyTree
 
 
@@ -87,9 +86,9 @@ def deep_squeeze(
         x_half = add(x, u)
         v = add(state.error, x_half)
         c = post_compressed(v, compressor, neighbours, as_step(t))
-        error = trees.map(torch.sub, v, c.sent)
+        error = each(torch.sub, v, c.sent)
         mixed = mix_compressed(c)
-        x = trees.map(lambda x, mixed, own: (x + gamma * (mixed - own)).to(x.dtype), x_half, mixed, c.sent)
+        x = each(lambda x, mixed, own: (x + gamma * (mixed - own)).to(x.dtype), x_half, mixed, c.sent)
         return State(x, opt_state, g.buffers, error), g.metrics
 
     return worker.algorithm(init, step)

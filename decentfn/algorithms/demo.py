@@ -20,12 +20,11 @@ from typing_extensions import Unpack
 from decentfn import trees
 from decentfn.algorithms.agreement import algorithm
 from decentfn.algorithms.preconditions import require_compressor
-from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, add, as_step, cast_like
-from decentfn.buckets import Buckets
+from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, as_step
+from decentfn.buckets import Buckets, add, cast_like, each, zeros_like
 from decentfn.compressed import everyone, post_compressed, sum_compressed
 from decentfn.compressors import Compressor, dct_top_k
 from decentfn.topologies import Topology
-from decentfn.transforms.basic import zeros_like
 from decentfn.trees import PyTree
 
 
@@ -93,10 +92,10 @@ def demo(
         theta = state.params
         eta = learning_rate(t) if callable(learning_rate) else learning_rate
         g = worker.gradient(theta, state.buffers, batch)
-        delta = trees.map(lambda delta, g: (decay * delta + eta * g).to(delta.dtype), state.momentum, g.grads)
+        delta = each(lambda delta, g: (decay * delta + eta * g).to(delta.dtype), state.momentum, g.grads)
         q = post_compressed(delta, compressor, others, t)
-        delta = trees.map(torch.sub, delta, q.sent)
-        direction = cast_like(trees.map(torch.sign, sum_compressed(q)), theta)
+        delta = each(torch.sub, delta, q.sent)
+        direction = cast_like(each(torch.sign, sum_compressed(q)), theta)
         u, opt_state = optimizer.update(direction, state.opt_state, theta)
         return State(add(theta, u), opt_state, g.buffers, delta), g.metrics
 

@@ -22,11 +22,10 @@ from typing_extensions import Unpack
 from decentfn import trees
 from decentfn.algorithms.agreement import algorithm
 from decentfn.algorithms.hyperparameters import require_fractions, require_positive, require_whole
-from decentfn.algorithms.outer import is_due, outer_gradient, slow_copy, to_send, where
-from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, add, as_step
-from decentfn.buckets import Buckets
+from decentfn.algorithms.outer import is_due, outer_gradient, to_send
+from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, as_step
+from decentfn.buckets import Buckets, add, copy_wide, each, where, zeros_like
 from decentfn.topologies import Topology
-from decentfn.transforms.basic import zeros_like
 from decentfn.trees import PyTree
 
 
@@ -41,7 +40,7 @@ class DiLoCoState(NamedTuple):
 
     def with_params(self, x: Buckets) -> DiLoCoState:
         """The outer parameters are the new ones; the outer momentum starts anew."""
-        return self._replace(params=x, phi=slow_copy(x), b=zeros_like(x))
+        return self._replace(params=x, phi=copy_wide(x), b=zeros_like(x))
 
 
 @algorithm
@@ -84,7 +83,7 @@ def diloco(
     def init(params: PyTree, buffers: PyTree = None) -> DiLoCoState:
         x = worker.start(params)
         opt_state = optimizer.init(x)
-        return DiLoCoState(x, opt_state, slow_copy(x), zeros_like(x), trees.map(torch.clone, buffers))
+        return DiLoCoState(x, opt_state, copy_wide(x), zeros_like(x), trees.map(torch.clone, buffers))
 
     def step(state: DiLoCoState, batch: PyTree, t: int | Tensor) -> tuple[DiLoCoState, Metrics]:
         t = as_step(t)
@@ -95,8 +94,8 @@ def diloco(
         theta = add(theta, u)
         mean = worker.mean(to_send(phi, theta, wire), t, when=due)
         delta = outer_gradient(phi, mean, wire)
-        b_new = trees.map(lambda b, delta: beta * b + delta, b, delta)
-        phi_new = trees.map(lambda phi, delta, b: phi - eta * (delta + beta * b), phi, delta, b_new)
+        b_new = each(lambda b, delta: beta * b + delta, b, delta)
+        phi_new = each(lambda phi, delta, b: phi - eta * (delta + beta * b), phi, delta, b_new)
         new = DiLoCoState(
             where(due, phi_new, theta), opt_state, where(due, phi_new, phi), where(due, b_new, b), g.buffers
         )

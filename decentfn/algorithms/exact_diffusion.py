@@ -22,9 +22,8 @@ from decentfn import gossip, trees
 from decentfn.algorithms.agreement import algorithm
 from decentfn.algorithms.preconditions import require_static_symmetric
 from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, as_step
-from decentfn.buckets import Buckets
+from decentfn.buckets import Buckets, add, each, zeros_like
 from decentfn.topologies import Topology
-from decentfn.transforms.basic import zeros_like
 from decentfn.trees import PyTree
 
 
@@ -69,9 +68,9 @@ def exact_diffusion(loss_fn: LossFn, optimizer: Any, topology: Topology, **optio
         x = state.params
         g = worker.gradient(x, state.buffers, batch)
         u, opt_state = optimizer.update(g.grads, state.opt_state, x)
-        phi = trees.map(lambda x, u, c: x.to(c.dtype) + u + c, x, u, state.c)
+        phi = each(lambda x, u, c: x.to(c.dtype) + u + c, x, u, state.c)
         pull = gossip.difference(worker.post(phi, as_step(t)), gamma=0.5)  # W̄ φ - φ
-        x_next = trees.map(lambda phi, d, x: (phi + d).to(x.dtype), phi, pull, x)
-        return State(x_next, opt_state, g.buffers, trees.map(torch.add, state.c, pull)), g.metrics
+        x_next = each(lambda phi, d, x: (phi + d).to(x.dtype), phi, pull, x)
+        return State(x_next, opt_state, g.buffers, add(state.c, pull)), g.metrics
 
     return worker.algorithm(init, step)

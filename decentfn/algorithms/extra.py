@@ -23,9 +23,8 @@ from decentfn import gossip, trees
 from decentfn.algorithms.agreement import algorithm
 from decentfn.algorithms.preconditions import require_static_symmetric
 from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, as_step
-from decentfn.buckets import Buckets
+from decentfn.buckets import Buckets, each, zeros_like
 from decentfn.topologies import Topology
-from decentfn.transforms.basic import zeros_like
 from decentfn.trees import PyTree
 
 
@@ -71,8 +70,8 @@ def extra(loss_fn: LossFn, optimizer: Any, topology: Topology, **options: Unpack
         g = worker.gradient(x, state.buffers, batch)
         u, opt_state = optimizer.update(g.grads, state.opt_state, x)
         pull = gossip.difference(travelling)  # W x - x
-        p_next = trees.map(lambda p, d: p - d / 2, p, pull)
-        x_next = trees.map(lambda x, d, u, p: (x.to(d.dtype) + d + u - p).to(x.dtype), x, pull, u, p)
+        p_next = each(lambda p, d: p - d / 2, p, pull)
+        x_next = each(lambda x, d, u, p: (x.to(d.dtype) + d + u - p).to(x.dtype), x, pull, u, p)
         return State(x_next, opt_state, g.buffers, p_next), g.metrics
 
     return worker.algorithm(init, step)

@@ -30,10 +30,9 @@ from typing_extensions import Unpack
 from decentfn import gossip, trees
 from decentfn.algorithms.agreement import algorithm
 from decentfn.algorithms.preconditions import require_doubly_stochastic
-from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, add, as_step, cast_like, widen
-from decentfn.buckets import Buckets
+from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, as_step
+from decentfn.buckets import Buckets, add, cast_like, each, widen, zeros_like
 from decentfn.topologies import Topology
-from decentfn.transforms.basic import zeros_like
 from decentfn.trees import PyTree
 
 
@@ -101,12 +100,12 @@ def gradient_tracking(
 
         gradient = worker.gradient(x, state.buffers, batch)
         g = widen(gradient.grads)
-        change = trees.map(torch.sub, g, state.g)
+        change = each(torch.sub, g, state.g)
         if y_travelling is not None:
             y = add(gossip.collect(y_travelling), change)
         else:
             assert started is not None
-            y = trees.map(partial(torch.where, started), worker.mix(add(state.y, change), last), g)
+            y = each(partial(torch.where, started), worker.mix(add(state.y, change), last), g)
             started = torch.ones_like(started)
 
         u, opt_state = optimizer.update(cast_like(y, x), state.opt_state, x)

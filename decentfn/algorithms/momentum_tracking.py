@@ -20,14 +20,13 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from typing_extensions import Unpack
 
-from decentfn import gossip, trees
+from decentfn import gossip
 from decentfn.algorithms.agreement import algorithm
 from decentfn.algorithms.hyperparameters import require_fractions
 from decentfn.algorithms.preconditions import require_doubly_stochastic
-from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, add, as_step, cast_like
-from decentfn.buckets import Buckets
+from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, as_step
+from decentfn.buckets import Buckets, add, cast_like, each, zeros_like
 from decentfn.topologies import Topology
-from decentfn.transforms.basic import zeros_like
 from decentfn.trees import PyTree
 
 
@@ -84,8 +83,8 @@ def momentum_tracking(
         x, opt_state, u, y, buffers = state
         x_travelling, y_travelling = worker.post(x, t), worker.post(y, (t - 1).clamp(min=0))
         g = worker.gradient(x, buffers, batch)
-        u_new = trees.map(lambda u, g: beta * u + g, u, g.grads)
-        y = trees.map(lambda mixed, new, u: (mixed + (new - u)).to(mixed.dtype), gossip.collect(y_travelling), u_new, u)
+        u_new = each(lambda u, g: beta * u + g, u, g.grads)
+        y = each(lambda mixed, new, u: (mixed + (new - u)).to(mixed.dtype), gossip.collect(y_travelling), u_new, u)
         update, opt_state = optimizer.update(cast_like(y, x), opt_state, x)
         x = add(gossip.collect(x_travelling), update)
         return MomentumTrackingState(x, opt_state, u_new, y, g.buffers), g.metrics

@@ -26,12 +26,11 @@ from decentfn.algorithms.hyperparameters import (
     require_positive,
     require_whole,
 )
-from decentfn.algorithms.outer import is_due, slow_copy, where
+from decentfn.algorithms.outer import is_due
 from decentfn.algorithms.preconditions import require_doubly_stochastic
-from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, add, as_step
-from decentfn.buckets import Buckets
+from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, as_step
+from decentfn.buckets import Buckets, add, copy_wide, each, where, zeros_like
 from decentfn.topologies import Topology
-from decentfn.transforms.basic import zeros_like
 from decentfn.trees import PyTree
 
 
@@ -46,7 +45,7 @@ class NoLoCoState(NamedTuple):
 
     def with_params(self, x: Buckets) -> NoLoCoState:
         """The slow parameters are the new ones; the outer momentum starts anew."""
-        return self._replace(params=x, phi=slow_copy(x), b=zeros_like(x))
+        return self._replace(params=x, phi=copy_wide(x), b=zeros_like(x))
 
 
 @algorithm
@@ -97,7 +96,7 @@ def noloco(
     def init(params: PyTree, buffers: PyTree = None) -> NoLoCoState:
         x = worker.start(params)
         opt_state = optimizer.init(x)
-        return NoLoCoState(x, opt_state, slow_copy(x), zeros_like(x), trees.map(torch.clone, buffers))
+        return NoLoCoState(x, opt_state, copy_wide(x), zeros_like(x), trees.map(torch.clone, buffers))
 
     def step(state: NoLoCoState, batch: PyTree, t: int | Tensor) -> tuple[NoLoCoState, Metrics]:
         t = as_step(t)
@@ -106,9 +105,9 @@ def noloco(
         g = worker.gradient(theta, buffers, batch)
         u, opt_state = optimizer.update(g.grads, opt_state, theta)
         theta = add(theta, u)
-        heard = worker.mix(trees.map(lambda theta, phi: beta * (theta - phi) + gamma * phi, theta, phi), k, when=due)
-        b_new = trees.map(lambda b, heard, phi: alpha * b + (heard - gamma * phi), b, heard, phi)
-        phi_new = trees.map(torch.add, phi, b_new)
+        heard = worker.mix(each(lambda theta, phi: beta * (theta - phi) + gamma * phi, theta, phi), k, when=due)
+        b_new = each(lambda b, heard, phi: alpha * b + (heard - gamma * phi), b, heard, phi)
+        phi_new = each(torch.add, phi, b_new)
         new = NoLoCoState(
             where(due, phi_new, theta), opt_state, where(due, phi_new, phi), where(due, b_new, b), g.buffers
         )

@@ -24,8 +24,8 @@ from typing_extensions import Unpack
 from decentfn import collectives, gossip, noise, trees
 from decentfn.algorithms.agreement import algorithm
 from decentfn.algorithms.preconditions import require_doubly_stochastic
-from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, add, as_step
-from decentfn.buckets import BucketPlan, Buckets, wide
+from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, as_step
+from decentfn.buckets import BucketPlan, Buckets, add, wide
 from decentfn.compressors.shaped import matrix_shape, orthonormal
 from decentfn.compressors.wire import leaves
 from decentfn.topologies import Topology, from_matrices, mixing_matrix

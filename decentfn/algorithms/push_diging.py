@@ -21,11 +21,10 @@ from typing_extensions import Unpack
 
 from decentfn import gossip, trees
 from decentfn.algorithms.agreement import algorithm
-from decentfn.algorithms.push_sum import divide, first_weight, pack, scale, unpack
-from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, add, as_step, cast_like, widen
-from decentfn.buckets import Buckets
+from decentfn.algorithms.push_sum import first_weight, pack, unpack
+from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, as_step
+from decentfn.buckets import Buckets, add, cast_like, divide, each, scale, widen, zeros_like
 from decentfn.topologies import Topology
-from decentfn.transforms.basic import zeros_like
 from decentfn.trees import PyTree
 
 
@@ -72,7 +71,7 @@ def push_diging(loss_fn: LossFn, optimizer: Any, topology: Topology, **options: 
         y_travelling = worker.post(state.y, (t - 1).clamp(min=0))
         gradient = worker.gradient(x, state.buffers, batch)
         g = widen(gradient.grads)
-        y = trees.map(lambda ay, new, old: ay + new - old, gossip.collect(y_travelling), g, state.g)
+        y = each(lambda ay, new, old: ay + new - old, gossip.collect(y_travelling), g, state.g)
         update, opt_state = optimizer.update(cast_like(y, x), state.opt_state, x)
         u, v = unpack(worker.mix(pack(add(scale(x, v), update), v), t))
         return State(divide(u, v), opt_state, gradient.buffers, v, y, g), gradient.metrics

@@ -11,19 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from decentfn import trees
 from decentfn.buckets import Buckets
-from decentfn.scalars import once
-
-
-def scale(x: Buckets, factor: Tensor) -> Buckets:
-    """`factor · x` for a 0-d factor."""
-    return trees.map(lambda bucket: bucket * once(factor.to(bucket.dtype)), x)
-
-
-def divide(x: Buckets, w: Tensor) -> Buckets:
-    """`x / w` for a 0-d weight."""
-    return trees.map(lambda bucket: bucket / once(w.to(bucket.dtype)), x)
 
 
 def first_weight(x: Buckets) -> Tensor:

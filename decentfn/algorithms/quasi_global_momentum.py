@@ -24,16 +24,14 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from decentfn import trees
 from decentfn.algorithms.agreement import algorithm
 from decentfn.algorithms.hyperparameters import at, reciprocal, require_fractions, require_positive
 from decentfn.algorithms.preconditions import require_doubly_stochastic
-from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, add, as_step, widen
-from decentfn.buckets import Buckets
+from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, as_step
+from decentfn.buckets import Buckets, add, each, global_norm, widen, zeros_like
 from decentfn.scalars import once
 from decentfn.topologies import Topology
-from decentfn.transforms import global_norm
-from decentfn.transforms.basic import Scalar, zeros_like
+from decentfn.transforms.basic import Scalar
 from decentfn.trees import PyTree
 
 
@@ -101,9 +99,9 @@ def quasi_global_momentum(
         per_eta = reciprocal(eta)
         x, opt_state, m, buffers = state
         g = worker.gradient(x, buffers, batch)
-        u, opt_state = optimizer.update(trees.map(lambda g: of_g * g, g.grads), opt_state, x)
-        mixed = worker.mix(trees.map(lambda x, u, m: (x + u - eta * of_m * m).to(x.dtype), x, u, m), t)
-        m = trees.map(lambda m, x, mixed: (mu * m + (1 - mu) * (x - mixed) * per_eta).to(m.dtype), m, x, mixed)
+        u, opt_state = optimizer.update(each(lambda g: of_g * g, g.grads), opt_state, x)
+        mixed = worker.mix(each(lambda x, u, m: (x + u - eta * of_m * m).to(x.dtype), x, u, m), t)
+        m = each(lambda m, x, mixed: (mu * m + (1 - mu) * (x - mixed) * per_eta).to(m.dtype), m, x, mixed)
         return QuasiGlobalMomentumState(mixed, opt_state, m, g.buffers), g.metrics
 
     return worker.algorithm(init, step)
@@ -180,13 +178,13 @@ def quasi_global_adam(
             return (m_hat / first.to(m.dtype) / (torch.sqrt(v_hat / second.to(m.dtype)) + eps)).to(dtype)
 
         g = worker.gradient(x, buffers, batch)
-        u, opt_state = optimizer.update(trees.map(direction, g.grads, m, v), opt_state, x)
+        u, opt_state = optimizer.update(each(direction, g.grads, m, v), opt_state, x)
         mixed = worker.mix(add(x, u), t)
-        moved = trees.map(torch.sub, widen(x), mixed)
+        moved = each(torch.sub, widen(x), mixed)
         length = global_norm(moved) + 1e-8
-        d = trees.map(lambda moved: moved / length.to(moved.dtype), moved)
-        m = trees.map(lambda m, d: beta1 * m + (1 - beta1) * d, m, d)
-        v = trees.map(lambda v, d: beta2 * v + (1 - beta2) * d**2, v, d)
+        d = each(lambda moved: moved / length.to(moved.dtype), moved)
+        m = each(lambda m, d: beta1 * m + (1 - beta1) * d, m, d)
+        v = each(lambda v, d: beta2 * v + (1 - beta2) * d**2, v, d)
         return QuasiGlobalAdamState(mixed, opt_state, m, v, count + 1, g.buffers), g.metrics
 
     return worker.algorithm(init, step)

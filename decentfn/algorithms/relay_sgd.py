@@ -21,8 +21,8 @@ from typing_extensions import Unpack
 
 from decentfn import collectives, gossip, trees
 from decentfn.algorithms.agreement import algorithm
-from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, add, as_step
-from decentfn.buckets import Buckets, wide
+from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, as_step
+from decentfn.buckets import Buckets, add, each, wide
 from decentfn.scalars import once
 from decentfn.topologies import Topology
 from decentfn.trees import PyTree
@@ -41,7 +41,7 @@ class State(NamedTuple):
     def with_params(self, x: Buckets) -> State:
         """Nothing was relayed yet; until models have arrived, the new parameters stand in their place."""
         messages, age = trees.map(torch.zeros_like, (self.messages, self.age))
-        start = None if self.start is None else trees.map(torch.clone, x)
+        start = None if self.start is None else each(torch.clone, x)
         return self._replace(params=x, messages=messages, start=start, age=age)
 
 
@@ -83,14 +83,14 @@ def relay_sgd(
 
     def init(params: PyTree, buffers: PyTree = None) -> State:
         x = worker.start(params)
-        messages = trees.map(lambda b: b.new_zeros((topology.slots, b.shape[0]), dtype=wide(b.dtype)), x)
-        start = trees.map(torch.clone, x) if relay == "models" else None
+        messages = each(lambda b: b.new_zeros((topology.slots, b.shape[0]), dtype=wide(b.dtype)), x)
+        start = each(torch.clone, x) if relay == "models" else None
         age = torch.zeros((), dtype=torch.int64, device=x[0].device)
         return State(x, optimizer.init(x), trees.map(torch.clone, buffers), messages, start, age)
 
     def send(own: Buckets, messages: Buckets, t: Tensor) -> Buckets:
         """To each neighbour: `own` and what the others relayed. Returns what they relay to us."""
-        outgoing = trees.map(lambda x, m: x.to(m.dtype) + (m.sum(0) - m), own, messages)
+        outgoing = each(lambda x, m: x.to(m.dtype) + (m.sum(0) - m), own, messages)
         sent = gossip.narrow(outgoing, worker.wire_dtype)
         inboxes = [collectives.exchange(bucket, topology.peers, t, per_slot=True) for bucket in sent]
         heard = [collectives.wait(inbox).to(m.dtype) for inbox, m in zip(inboxes, messages, strict=True)]
@@ -105,13 +105,11 @@ def relay_sgd(
             x_half = add(x, u)
             messages = send(x_half, state.messages, t)
             missing = n - 1 - _count(counts, state.age)
-            total = trees.map(
-                lambda x, m, r: x + m.sum(0) + once(missing.to(m.dtype)) * r, x_half, messages, state.start
-            )
-            x = trees.map(lambda total, x: (total / n).to(x.dtype), total, x)
+            total = each(lambda x, m, r: x + m.sum(0) + once(missing.to(m.dtype)) * r, x_half, messages, state.start)
+            x = each(lambda total, x: (total / n).to(x.dtype), total, x)
         else:
             messages = send(g.grads, state.messages, t)
-            mean = trees.map(lambda g, m: ((g + m.sum(0)) / n).to(g.dtype), g.grads, messages)
+            mean = each(lambda g, m: ((g + m.sum(0)) / n).to(g.dtype), g.grads, messages)
             u, opt_state = optimizer.update(mean, state.opt_state, x)
             x = add(x, u)
         return State(x, opt_state, g.buffers, messages, state.start, state.age + 1), g.metrics

@@ -27,12 +27,12 @@ from decentfn.algorithms.hyperparameters import (
     require_positive,
     require_whole,
 )
-from decentfn.algorithms.outer import is_due, slow_copy, where
+from decentfn.algorithms.outer import is_due
 from decentfn.algorithms.preconditions import require_doubly_stochastic
-from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, add, as_step
-from decentfn.buckets import Buckets
+from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, as_step
+from decentfn.buckets import Buckets, add, copy_wide, each, where, zeros_like
 from decentfn.topologies import Topology
-from decentfn.transforms.basic import Scalar, zeros_like
+from decentfn.transforms.basic import Scalar
 from decentfn.trees import PyTree
 
 
@@ -47,7 +47,7 @@ class SlowMoState(NamedTuple):
 
     def with_params(self, x: Buckets) -> SlowMoState:
         """The slow parameters are the new ones; the slow momentum starts anew."""
-        return self._replace(params=x, x0=slow_copy(x), u=zeros_like(x))
+        return self._replace(params=x, x0=copy_wide(x), u=zeros_like(x))
 
 
 @algorithm
@@ -93,7 +93,7 @@ def slowmo(
     def init(params: PyTree, buffers: PyTree = None) -> SlowMoState:
         x = worker.start(params)
         opt_state = optimizer.init(x)
-        return SlowMoState(x, opt_state, slow_copy(x), zeros_like(x), trees.map(torch.clone, buffers))
+        return SlowMoState(x, opt_state, copy_wide(x), zeros_like(x), trees.map(torch.clone, buffers))
 
     def step(state: SlowMoState, batch: PyTree, t: int | Tensor) -> tuple[SlowMoState, Metrics]:
         t = as_step(t)
@@ -106,8 +106,8 @@ def slowmo(
         # The mean of all W x is the mean of all x, so a step that averages need not mix.
         x = worker.mix(add(x, v), t, when=~due)
         x_h = worker.mean(x, t, when=due)
-        u_new = trees.map(lambda u, x0, x_h: beta * u + (x0 - x_h) * per_eta, u, x0, x_h)
-        slow = trees.map(lambda x0, u: x0 - alpha * eta * u, x0, u_new)
+        u_new = each(lambda u, x0, x_h: beta * u + (x0 - x_h) * per_eta, u, x0, x_h)
+        slow = each(lambda x0, u: x0 - alpha * eta * u, x0, u_new)
         new = SlowMoState(where(due, slow, x), opt_state, where(due, slow, x0), where(due, u_new, u), g.buffers)
         return new, g.metrics
 

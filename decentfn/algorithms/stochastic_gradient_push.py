@@ -21,9 +21,9 @@ from typing_extensions import Unpack
 
 from decentfn import gossip, trees
 from decentfn.algorithms.agreement import algorithm
-from decentfn.algorithms.push_sum import divide, first_weight, pack, scale, unpack
-from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, add, as_step, cast_like
-from decentfn.buckets import Buckets
+from decentfn.algorithms.push_sum import first_weight, pack, unpack
+from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, as_step
+from decentfn.buckets import Buckets, add, cast_like, divide, each, scale
 from decentfn.scalars import once
 from decentfn.topologies import Topology
 from decentfn.trees import PyTree
@@ -79,8 +79,8 @@ def stochastic_gradient_push(
     def init(params: PyTree, buffers: PyTree = None) -> State:
         z = worker.start(params)
         w = first_weight(z)
-        silence = gossip.narrow(trees.map(torch.zeros_like, pack(z, w)), worker.wire_dtype)
-        outboxes = tuple(trees.map(torch.clone, silence) for _ in range(delay))
+        silence = gossip.narrow(each(torch.zeros_like, pack(z, w)), worker.wire_dtype)
+        outboxes = tuple(each(torch.clone, silence) for _ in range(delay))
         return State(z, optimizer.init(z), trees.map(torch.clone, buffers), w, outboxes)
 
     def step(state: State, batch: PyTree, t: int | Tensor) -> tuple[State, Metrics]:
@@ -98,7 +98,7 @@ def stochastic_gradient_push(
         else:
             sent = gossip.narrow(x_and_w, worker.wire_dtype)
             given_away = 1.0 - gossip.row(topology.round(t), z[0]).weights[0]
-            kept = trees.map(lambda x, q: x - once(given_away.to(x.dtype)) * q.to(x.dtype), x_and_w, sent)
+            kept = each(lambda x, q: x - once(given_away.to(x.dtype)) * q.to(x.dtype), x_and_w, sent)
             x_and_w = add(kept, gossip.heard(late, like=x_and_w))
             outboxes = (*outboxes[1:], sent)
 

@@ -22,11 +22,10 @@ from typing_extensions import Unpack
 from decentfn import gossip, trees
 from decentfn.algorithms.agreement import algorithm
 from decentfn.algorithms.hyperparameters import require_fractions, require_positive, require_whole
-from decentfn.algorithms.outer import is_due, outer_gradient, slow_copy, to_send, where
-from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, add, as_step
-from decentfn.buckets import Buckets
+from decentfn.algorithms.outer import is_due, outer_gradient, to_send
+from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, as_step
+from decentfn.buckets import Buckets, add, copy_wide, each, where, zeros_like
 from decentfn.topologies import Topology
-from decentfn.transforms.basic import zeros_like
 from decentfn.trees import PyTree
 
 
@@ -43,7 +42,7 @@ class StreamingDiLoCoState(NamedTuple):
     def with_params(self, x: Buckets) -> StreamingDiLoCoState:
         """The outer parameters are the new ones; the outer momentum and gradients start anew."""
         delta = None if self.delta is None else zeros_like(x)
-        return self._replace(params=x, phi=slow_copy(x), b=zeros_like(x), delta=delta)
+        return self._replace(params=x, phi=copy_wide(x), b=zeros_like(x), delta=delta)
 
 
 @algorithm
@@ -102,7 +101,7 @@ def streaming_diloco(
 
     def init(params: PyTree, buffers: PyTree = None) -> StreamingDiLoCoState:
         x = worker.start(params)
-        opt_state, phi, buffers = optimizer.init(x), slow_copy(x), trees.map(torch.clone, buffers)
+        opt_state, phi, buffers = optimizer.init(x), copy_wide(x), trees.map(torch.clone, buffers)
         return StreamingDiLoCoState(x, opt_state, phi, zeros_like(x), zeros_like(x) if delay > 1 else None, buffers)
 
     def launch(theta: Buckets, phi: Buckets, t: Tensor, done: Tensor) -> list[gossip.Posted]:
@@ -141,9 +140,9 @@ def streaming_diloco(
         delta = collect(travelling, phi)
         if waiting is not None:
             delta = waiting = where(turn(phi, t), delta, waiting)
-        b_new = trees.map(lambda b, delta: beta * b + delta, b, delta)
-        phi_new = trees.map(lambda phi, delta, b: phi - eta * (delta + beta * b), phi, delta, b_new)
-        theta_new = trees.map(lambda phi, theta: (1 - alpha) * phi + alpha * theta, phi_new, theta)
+        b_new = each(lambda b, delta: beta * b + delta, b, delta)
+        phi_new = each(lambda phi, delta, b: phi - eta * (delta + beta * b), phi, delta, b_new)
+        theta_new = each(lambda phi, theta: (1 - alpha) * phi + alpha * theta, phi_new, theta)
         due = turn(phi, t + 1 - delay)
         new = StreamingDiLoCoState(
             where(due, theta_new, theta),

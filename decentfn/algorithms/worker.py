@@ -13,15 +13,14 @@ from typing_extensions import Unpack
 from decentfn import collectives, gossip, internals, noise, trees
 from decentfn.algorithms.expected import checked, require_order
 from decentfn.algorithms.hyperparameters import at
-from decentfn.buckets import Buckets, Plan, flatten, require_bucket_mb, wide
+from decentfn.buckets import Buckets, Plan, all_finite, flatten, global_norm, require_bucket_mb
 from decentfn.fingerprint import agree, fingerprint
 from decentfn.losses import LossFn, evaluate, require_loss
 from decentfn.replicas import require_equal
 from decentfn.scalars import as_step
 from decentfn.topologies import Topology, complete
-from decentfn.transforms import global_norm
 from decentfn.transforms.basic import Scalar
-from decentfn.transforms.loss_scale import DynamicLossScale, all_finite
+from decentfn.transforms.loss_scale import DynamicLossScale
 from decentfn.transforms.transform import require_pair, wants_mix
 from decentfn.trees import PyTree
 from decentfn.words import brief
@@ -34,10 +33,7 @@ __all__ = [
     "Options",
     "State",
     "Worker",
-    "add",
     "as_step",
-    "cast_like",
-    "widen",
 ]
 
 
@@ -372,18 +368,3 @@ _NOT_UNDERSTOOD = {
     "does it mix buffers; average them where you evaluate, with df.consensus_buffers(state), or use "
     "adapt_while_communicate, adapt_then_combine or all_reduce.",
 }
-
-
-def add(x: Buckets, y: Buckets) -> Buckets:
-    """`x + y`, in the dtypes of `x`."""
-    return trees.map(lambda a, b: (a + b).to(a.dtype), x, y)
-
-
-def cast_like(x: Buckets, y: Buckets) -> Buckets:
-    """`x` in the dtypes of `y`."""
-    return trees.map(lambda a, b: a.to(b.dtype), x, y)
-
-
-def widen(x: Buckets) -> Buckets:
-    """`x` in the dtypes to remember in: float32, or float64."""
-    return trees.map(lambda b: b.to(wide(b.dtype)), x)

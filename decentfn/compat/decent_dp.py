@@ -29,8 +29,8 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from decentfn import gossip, trees
-from decentfn.algorithms.worker import LossFn, Metrics, Options, State, Worker, add, as_step
-from decentfn.buckets import Buckets
+from decentfn.algorithms.worker import LossFn, Metrics, Options, State, Worker, as_step
+from decentfn.buckets import Buckets, add
 from decentfn.consensus import consensus_mean, is_stacked, with_params
 from decentfn.simulation import stack
 from decentfn.topologies import Round, Topology

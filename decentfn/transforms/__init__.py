@@ -1,12 +1,12 @@
 """Gradient transforms and optimizers on flat buckets: pairs `(init, update)` as in optax."""
 
+from decentfn.buckets import global_norm
 from decentfn.transforms.basic import (
     ScheduleState,
     TraceState,
     add_decayed_weights,
     clip_by_bucket_norm,
     clip_by_global_norm,
-    global_norm,
     scale,
     scale_by_learning_rate,
     trace,

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from decentfn.buckets import Buckets, Mask, wide
+from decentfn.buckets import Buckets, Mask, each, global_norm, multiply, wide, zeros_like
 from decentfn.scalars import once
-from decentfn.transforms.transform import Transform, each, masked
+from decentfn.transforms.transform import Transform, masked
 from decentfn.trees import PyTree
 from decentfn.words import brief
 
@@ -36,24 +36,9 @@ class TraceState(NamedTuple):
     momentum: Buckets
 
 
-def zeros_like(x: Buckets) -> Buckets:
-    """Zeros in the shapes of `x`, in the dtypes to compute in."""
-    return each(lambda b: torch.zeros_like(b, dtype=wide(b.dtype)), x)
-
-
 def new_count(params: Buckets) -> Tensor:
     """No update yet: 0-d int64, on the parameters' device."""
     return torch.zeros((), dtype=torch.int64, device=params[0].device if len(params) else None)
-
-
-def multiply(x: Buckets, factor: float | Tensor) -> Buckets:
-    """`x * factor`, in the dtypes of `x`; a tensor as factor is 0-d."""
-
-    def product(b: Tensor) -> Tensor:
-        f = factor.to(wide(b.dtype)) if isinstance(factor, torch.Tensor) else factor
-        return (b.to(wide(b.dtype)) * f).to(b.dtype)
-
-    return each(product, x)
 
 
 def check_number(call: str, name: str, value: object, rule: str, holds: Callable[[float], bool]) -> None:
@@ -151,12 +136,6 @@ def trace(decay: float, nesterov: bool = False) -> Transform:
         return each(lambda g, m: m.to(g.dtype, copy=True), grads, momentum), TraceState(momentum)
 
     return Transform(init, update)
-
-
-def global_norm(x: Buckets) -> Tensor:
-    """The l2 norm over all buckets: 0-d, float32, or float64 where a bucket is."""
-    squares = [(b.to(wide(b.dtype)) ** 2).sum() for b in x]
-    return torch.sqrt(sum(squares[1:], squares[0])) if squares else torch.zeros(())
 
 
 def clip_by_global_norm(max_norm: float) -> Transform:

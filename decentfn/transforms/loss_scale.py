@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from decentfn import trees
-from decentfn.buckets import Buckets
+from decentfn.buckets import Buckets, all_finite, each
 from decentfn.transforms.basic import check_number
 from decentfn.transforms.transform import MaskedTransform, check_transform, masks_of, wants_mix
 from decentfn.trees import PyTree
@@ -75,7 +75,7 @@ def dynamic_loss_scale(
         """`overflow`: 0-d bool, whether the scale goes down; None: if these gradients are not finite."""
         finite = all_finite(grads)
         updates, inner = optimizer.update(grads, state.inner, params, *mix)
-        updates = trees.map(lambda u: torch.where(finite, u, torch.zeros_like(u)), updates)
+        updates = each(lambda u: torch.where(finite, u, torch.zeros_like(u)), updates)
         inner = trees.map(lambda new, old: torch.where(finite, new, old), inner, state.inner)
         overflow = ~finite if overflow is None else overflow
 
@@ -90,9 +90,3 @@ def dynamic_loss_scale(
     transform = DynamicLossScale(init, update)
     transform.masks, transform.agree, transform.wants_mix = masks_of(optimizer), agree, wants_mix(optimizer)
     return transform
-
-
-def all_finite(grads: Buckets) -> Tensor:
-    """Whether no gradient is infinite or NaN, 0-d bool."""
-    answers = [torch.isfinite(g).all() for g in grads]
-    return torch.stack(answers).all()

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from decentfn.buckets import Buckets, Mask
+from decentfn.buckets import Buckets, Mask, each, zeros_like
 from decentfn.scalars import once
 from decentfn.transforms.basic import (
     Scalar,
@@ -21,9 +21,8 @@ from decentfn.transforms.basic import (
     scale_by_learning_rate,
     trace,
     unless_zero,
-    zeros_like,
 )
-from decentfn.transforms.transform import Transform, chain, each
+from decentfn.transforms.transform import Transform, chain
 
 
 class AdamState(NamedTuple):

@@ -99,11 +99,6 @@ def _check_unaware(call: str, transform: Any) -> None:
         )
 
 
-def each(function: Callable[..., Tensor], *buckets: Buckets) -> Buckets:
-    """`function` of the first, second, ... tensors of all `buckets`, as buckets with the first one's plan."""
-    return Buckets([function(*tensors) for tensors in zip(*buckets, strict=True)], buckets[0].plan)
-
-
 def identity() -> Transform:
     """Leave the gradients as they are."""
     return Transform(lambda params: (), lambda grads, state, params: (grads, state))

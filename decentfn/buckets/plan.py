@@ -173,11 +173,6 @@ def require_bucket_mb(bucket_mb: object) -> None:
         )
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype to compute in: float32, or float64 for float64."""
-    return torch.promote_types(dtype, torch.float32)
-
-
 def _memory(leaf: Tensor) -> object:
     """What two places of a tied parameter have in common; empty tensors share nothing."""
     return (leaf.data_ptr(), leaf.shape, leaf.stride(), leaf.dtype) if leaf.numel() else id(leaf)

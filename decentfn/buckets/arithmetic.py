@@ -1,0 +1,84 @@
+"""Arithmetic of buckets, tensor by tensor. What is remembered or added up is kept `wide`: in float32, or float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from decentfn.buckets.plan import Buckets
+from decentfn.scalars import once
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype to compute in: float32, or float64 for float64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def each(function: Callable[..., Tensor], *buckets: Buckets) -> Buckets:
+    """`function` of the first, second, ... tensors of all `buckets`, as buckets with the first one's plan."""
+    return Buckets([function(*tensors) for tensors in zip(*buckets, strict=True)], buckets[0].plan)
+
+
+def zeros_like(x: Buckets) -> Buckets:
+    """Zeros in the shapes of `x`, wide."""
+    return each(lambda b: torch.zeros_like(b, dtype=wide(b.dtype)), x)
+
+
+def widen(x: Buckets) -> Buckets:
+    """`x` itself, wide."""
+    return each(lambda b: b.to(wide(b.dtype)), x)
+
+
+def copy_wide(x: Buckets) -> Buckets:
+    """A copy of `x`, wide, so that small steps of slow parameters are not lost."""
+    return each(lambda b: b.to(wide(b.dtype), copy=True), x)
+
+
+def cast_like(x: Buckets, y: Buckets) -> Buckets:
+    """`x` in the dtypes of `y`."""
+    return each(lambda a, b: a.to(b.dtype), x, y)
+
+
+def add(x: Buckets, y: Buckets) -> Buckets:
+    """`x + y`, in the dtypes of `x`."""
+    return each(lambda a, b: (a + b).to(a.dtype), x, y)
+
+
+def multiply(x: Buckets, factor: float | Tensor) -> Buckets:
+    """`x * factor`, computed wide, in the dtypes of `x`; a tensor as factor is 0-d."""
+
+    def product(b: Tensor) -> Tensor:
+        f = factor.to(wide(b.dtype)) if isinstance(factor, torch.Tensor) else factor
+        return (b.to(wide(b.dtype)) * f).to(b.dtype)
+
+    return each(product, x)
+
+
+def scale(x: Buckets, factor: Tensor) -> Buckets:
+    """`x * factor` for a 0-d factor, computed in the dtypes of `x`."""
+    return each(lambda bucket: bucket * once(factor.to(bucket.dtype)), x)
+
+
+def divide(x: Buckets, w: Tensor) -> Buckets:
+    """`x / w` for a 0-d divisor, computed in the dtypes of `x`."""
+    return each(lambda bucket: bucket / once(w.to(bucket.dtype)), x)
+
+
+def where(condition: Tensor | Buckets, new: Buckets, old: Buckets) -> Buckets:
+    """`new` where `condition` (0-d bool, or bool buckets: one answer per element), else `old`; in the dtypes of `old`."""
+    answers = [condition] * len(old) if isinstance(condition, torch.Tensor) else condition
+    triples = zip(answers, new, old, strict=True)
+    return Buckets([torch.where(c.to(b.device), a.to(b.dtype), b) for c, a, b in triples], old.plan)
+
+
+def global_norm(x: Buckets) -> Tensor:
+    """The l2 norm over all buckets: 0-d, float32, or float64 where a bucket is."""
+    squares = [(b.to(wide(b.dtype)) ** 2).sum() for b in x]
+    return torch.sqrt(sum(squares[1:], squares[0])) if squares else torch.zeros(())
+
+
+def all_finite(x: Buckets) -> Tensor:
+    """Whether nothing in `x` is infinite or NaN, 0-d bool."""
+    return torch.stack([torch.isfinite(b).all() for b in x]).all()
