@@ -11,7 +11,7 @@ import decentfn
 ROOT = Path(decentfn.__file__).parent
 LAYERS = [
     {"internals", "trees", "noise", "scalars", "stacking", "words"},
-    {"buckets", "mixing"},
+    {"buckets"},
     {"compressors", "transforms", "schedules", "topologies"},
     {"collectives"},
     {"gossip", "compressed", "fingerprint", "losses", "replicas"},

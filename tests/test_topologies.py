@@ -10,8 +10,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from decentfn import mixing
-from decentfn.topologies import certificate, mixed, mixing_matrix, relabel, topology, topology_names
+from decentfn.topologies import certificate, matrices, mixed, mixing_matrix, relabel, topology, topology_names
 
 NAMES = topology_names()
 NEEDED = {
@@ -105,7 +104,7 @@ def test_every_round_is_doubly_stochastic(name, n, t):
     made = make(name, n)
     if made is None:
         return
-    assert mixing.is_doubly_stochastic(mixing_matrix(made, t))
+    assert matrices.is_doubly_stochastic(mixing_matrix(made, t))
 
 
 @every_name

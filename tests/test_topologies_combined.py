@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import decentfn as df
-from decentfn import mixing
 from decentfn.topologies import (
     Edge,
     Round,
@@ -29,6 +28,7 @@ from decentfn.topologies import (
     from_shifts,
     graph,
     hierarchical,
+    matrices,
     mixing_matrix,
     pga,
     relabel,
@@ -54,7 +54,7 @@ some_steps = st.integers(0, 200)
 def same(made, t, want):
     w = mixing_matrix(made, t)
     torch.testing.assert_close(w, want, rtol=0, atol=1e-15)
-    assert mixing.is_doubly_stochastic(w)
+    assert matrices.is_doubly_stochastic(w)
     if made.groups is not None:  # what gossip reads: the table at t
         assert torch.equal(made.round(t).groups, made.groups[t % len(made.groups)])
 

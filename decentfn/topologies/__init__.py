@@ -4,6 +4,7 @@ from decentfn.topologies.base import base, simple_base
 from decentfn.topologies.ceca import CecaRounds, ceca, ceca_consensus, ceca_rounds
 from decentfn.topologies.certificate import Certificate, certificate, consensus_steps, spectral_gap
 from decentfn.topologies.combine import alternate, every, pga, relabel
+from decentfn.topologies.complete import complete
 from decentfn.topologies.construct import (
     from_draw,
     from_edges,
@@ -13,17 +14,16 @@ from decentfn.topologies.construct import (
     from_rounds,
     from_shifts,
 )
-from decentfn.topologies.decent_dp import alternating_exp_ring, complete, one_peer_exp, ring
 from decentfn.topologies.equitopo import equitopo_d_static, equitopo_od_dyn, equitopo_ou_dyn, equitopo_u_static
-from decentfn.topologies.exponential import one_peer_exp_directed, p_peer_exp, static_exp
+from decentfn.topologies.exponential import one_peer_exp, one_peer_exp_directed, p_peer_exp, static_exp
 from decentfn.topologies.graph import graph
-from decentfn.topologies.hierarchical import hierarchical
+from decentfn.topologies.hierarchical import alternating_exp_ring, hierarchical
 from decentfn.topologies.hypercube import hyper_hypercube, hypercube
 from decentfn.topologies.lattices import grid, torus
 from decentfn.topologies.matching import random_matching, shift_one
 from decentfn.topologies.registry import register_topology, topology, topology_names
 from decentfn.topologies.rings import chain as chain
-from decentfn.topologies.rings import static_ring
+from decentfn.topologies.rings import ring, static_ring
 from decentfn.topologies.topology import Edge, Round, Topology, mixed, mixing_matrix
 from decentfn.topologies.trees import binary_tree, double_binary_tree, star
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from decentfn import mixing
+from decentfn.topologies import matrices
 from decentfn.topologies.topology import Topology
 
 _STEPS_SAMPLED = 64
@@ -249,7 +249,7 @@ class _Schedule:
         codes = np.sort(np.concatenate(links))
         codes = codes[np.diff(codes, prepend=-1) > 0]
         i, j = codes // n, codes % n
-        is_connected = mixing.reaches_everyone(j, i, n) and mixing.reaches_everyone(i, j, n)
+        is_connected = matrices.reaches_everyone(j, i, n) and matrices.reaches_everyone(i, j, n)
         total = float(np.mean(messages)), float(np.mean(messages) + np.mean(means))
         return _Facts(keeps_mean, keeps_consensus, is_nonnegative, is_symmetric, is_connected, *total)
 
@@ -381,10 +381,10 @@ def _lanczos_contraction(schedule: _Schedule) -> float:
         z -= alphas[-1] * q
         beta = float(np.linalg.norm(z))
         if step == check_at or beta < 1e-14:
-            best = mixing.largest_eigenvalue(alphas, betas)
+            best = matrices.largest_eigenvalue(alphas, betas)
             if beta < 1e-14 or abs(best - found) <= 1e-12 * best + 1e-24:
                 return math.sqrt(max(best, 0.0))
             found, check_at = best, check_at + max(check_at // 2, 4)
         betas.append(beta)
         before, q = q, z / beta
-    return math.sqrt(max(mixing.largest_eigenvalue(alphas, betas[:-1]), 0.0))
+    return math.sqrt(max(matrices.largest_eigenvalue(alphas, betas[:-1]), 0.0))

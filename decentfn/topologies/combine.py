@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from decentfn.topologies.complete import complete
 from decentfn.topologies.construct import MOST_TABLE_ENTRIES, from_rounds, idle
-from decentfn.topologies.decent_dp import complete
 from decentfn.topologies.topology import Round, Topology
 
 

@@ -1,10 +1,15 @@
-"""Exponential graphs: neighbours at distances that are powers of two, or of p + 1."""
+"""Exponential graphs: neighbours at distances that are powers of two, or of p + 1; pairs by the bits of their numbers."""
 
 from __future__ import annotations
 
-from decentfn.topologies.construct import from_shifts
+from decentfn.topologies.construct import from_groups, from_shifts
 from decentfn.topologies.registry import register_topology
-from decentfn.topologies.topology import Topology
+from decentfn.topologies.topology import Edge, Topology
+
+
+def is_power_of_two(n: int) -> bool:
+    """Whether n is 1, 2, 4, ..."""
+    return n >= 1 and n & (n - 1) == 0
 
 
 def _digits(n: int, base: int) -> int:
@@ -76,3 +81,32 @@ def p_peer_exp(num_workers: int, *, p: int = 2) -> Topology:
     base = p + 1
     rounds = [{j * base**k: 1 / base for j in range(1, base)} for k in range(_digits(num_workers, base))]
     return from_shifts("p-peer-exp", rounds, num_workers)
+
+
+@register_topology("one-peer-hypercube")
+@register_topology("one-peer-exp")
+def one_peer_exp(num_workers: int) -> Topology:
+    """Pair `i` with `i XOR 2^k` in phase k, weight 1/2: the one-peer hypercube.
+
+    Cost per step and worker: one message. Exact consensus after log2(N) steps.
+
+    Args:
+        num_workers: N, a power of two.
+
+    Raises:
+        ValueError: N is not a power of two.
+
+    Source: Wang et al., ICLR 2025 (Decent-DP).
+
+    >>> one_peer_exp(8).period
+    3
+    """
+    n = num_workers
+    if not is_power_of_two(n):
+        raise ValueError(
+            f"one_peer_exp(num_workers={n}): pairs i, i XOR 2^k need a power of two; use 'base' or 'one-peer-exp-directed'."
+        )
+    phases = [
+        [Edge([i, i ^ bit]) for i in range(n) if not i & bit] for bit in (1 << k for k in range(n.bit_length() - 1))
+    ]
+    return from_groups("one-peer-exp", phases or [[Edge([0])]], n)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from decentfn import mixing
+from decentfn.topologies import matrices
 from decentfn.topologies.construct import from_edges
 from decentfn.topologies.registry import register_topology
 from decentfn.topologies.topology import Topology
@@ -41,7 +41,7 @@ def graph(num_workers: int, *, graph: Any, has_weights: bool = False) -> Topolog
     u, v, weights, size = _from_networkx(call, graph) if hasattr(graph, "nodes") else _from_matrix(call, graph)
     if size != num_workers:
         raise ValueError(f"{call}: the graph has {size} nodes; they are the workers, so N must be {size}.")
-    if not mixing.is_connected(u, v, size):
+    if not matrices.is_connected(u, v, size):
         raise ValueError(f"{call}: the graph is not connected, so its parts would never agree; add edges.")
     if not has_weights:
         weights = metropolis_hastings(u, v, size)

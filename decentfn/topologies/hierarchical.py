@@ -1,12 +1,14 @@
-"""Two levels: averages inside the nodes alternate with a schedule across them."""
+"""Two levels: averages inside the nodes alternate with a schedule across them, or grow out of them."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from decentfn.topologies.combine import across, alternate, blocks
+from decentfn.topologies.construct import from_groups
+from decentfn.topologies.exponential import is_power_of_two
 from decentfn.topologies.registry import register_topology, topology
-from decentfn.topologies.topology import Topology
+from decentfn.topologies.topology import Edge, Topology
 
 
 @register_topology("hierarchical")
@@ -40,6 +42,50 @@ def hierarchical(
     levels = [] if size == 1 and n > 1 else [blocks(inside, n // size)]
     levels += [] if size == n else [across(between, size)]
     return replace(alternate(*levels), name="hierarchical")
+
+
+@register_topology("alternating-exp-ring")
+def alternating_exp_ring(num_workers: int, *, local_world_size: int) -> Topology:
+    """Exponential rounds across nodes of `local_world_size` workers, alternating with averages inside the nodes.
+
+    Each round across nodes spans two steps, in which alternating pairs of nodes swap an average inside each node
+    and one over both nodes. Groups of 2L workers are averaged by an all-reduce.
+
+    Args:
+        num_workers: N = nodes x local_world_size, the number of nodes a power of two.
+        local_world_size: L, workers per node (torchrun's LOCAL_WORLD_SIZE), at least 1.
+
+    Raises:
+        ValueError: N is not a multiple of L, or N / L is not a power of two.
+
+    Source: Wang et al., ICLR 2025 (Decent-DP).
+    """
+    n, size = num_workers, local_world_size
+    call = f"alternating_exp_ring(num_workers={n}, local_world_size={size})"
+    if size < 1 or n % size:
+        raise ValueError(f"{call}: N must be a multiple of local_world_size >= 1.")
+    nodes = n // size
+    if not is_power_of_two(nodes):
+        raise ValueError(f"{call}: {nodes} nodes, but rounds across nodes pair a, a XOR 2^k: a power of two is needed.")
+    if nodes == 1:
+        return from_groups("alternating-exp-ring", [[Edge(range(n))]], n)
+
+    def node(a: int) -> list[int]:
+        return list(range(a * size, (a + 1) * size))
+
+    phases: list[list[Edge]] = []
+    swapped = False
+    for k in range(nodes.bit_length() - 1):
+        first: list[Edge] = []
+        second: list[Edge] = []
+        for a in (a for a in range(nodes) if not a >> k & 1):
+            b = a ^ (1 << k)
+            apart, joined = [Edge(node(a)), Edge(node(b))], [Edge(node(a) + node(b))]
+            first += joined if swapped else apart
+            second += apart if swapped else joined
+            swapped = not swapped
+        phases += [first, second]
+    return from_groups("alternating-exp-ring", phases, n)
 
 
 def _level(call: str, which: str, schedule: str | Topology, size: int) -> Topology:

@@ -1,13 +1,39 @@
-"""The static ring and the chain."""
+"""Rings: of pairs by turns, static; and the chain."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from decentfn.topologies.construct import from_edges
+from decentfn.topologies.construct import from_edges, from_groups
 from decentfn.topologies.graph import metropolis_hastings
 from decentfn.topologies.registry import register_topology
-from decentfn.topologies.topology import Topology
+from decentfn.topologies.topology import Edge, Topology
+
+
+@register_topology("ring")
+def ring(num_workers: int) -> Topology:
+    """Average with the right neighbour, then with the left: (0 1)(2 3)..., then (0 N-1)(1 2)...; weight 1/2.
+
+    Cost per step and worker: one message. Period 2 (1 for N = 2).
+
+    Args:
+        num_workers: N, even (or 1).
+
+    Raises:
+        ValueError: N is odd.
+
+    Source: Wang et al., ICLR 2025 (Decent-DP).
+    """
+    n = num_workers
+    if n == 1:
+        return from_groups("ring", [[Edge([0])]], 1)
+    if n % 2:
+        raise ValueError(
+            f"ring(num_workers={n}): its rounds are pairs of neighbours, so N must be even; use 'static-ring' or 'base'."
+        )
+    right = [Edge([i, i + 1]) for i in range(0, n, 2)]
+    left = [Edge(sorted([i, (i - 1) % n])) for i in range(0, n, 2)]
+    return from_groups("ring", [right] if n == 2 else [right, left], n)
 
 
 @register_topology("static-ring")

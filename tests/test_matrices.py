@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decentfn import mixing
+from decentfn.topologies import matrices
 
 seeds = st.integers(0, 2**32 - 1)
 
@@ -24,7 +24,7 @@ def test_weighted_permutations_rebuild_the_matrix(n, density, is_symmetric, seed
     random = np.random.RandomState(seed)
     matrix = random.rand(n, n) * (random.rand(n, n) < density)
     matrix = matrix + matrix.T if is_symmetric else matrix
-    sources, weights = mixing.weighted_permutations(matrix)
+    sources, weights = matrices.weighted_permutations(matrix)
     assert np.array_equal(rebuilt(sources, weights), matrix)
     assert np.array_equal(np.sort(sources, 0), np.tile(np.arange(n)[:, None], (1, sources.shape[1])))
     links = (matrix != 0) & ~np.eye(n, dtype=bool)
@@ -40,7 +40,7 @@ def test_weighted_permutations_rebuild_the_matrix(n, density, is_symmetric, seed
 @given(left=st.integers(1, 9), right=st.integers(1, 9), density=st.floats(0, 1), seed=seeds)
 def test_bipartite_graphs_take_as_many_colours_as_the_largest_degree(left, right, density, seed):
     u, v = np.nonzero(np.random.RandomState(seed).rand(left, right) < density)
-    colours = mixing.edge_colours(u, v + left, left + right)
+    colours = matrices.edge_colours(u, v + left, left + right)
     degree = np.bincount(np.concatenate([u, v + left]), minlength=1).max(initial=0)
     assert colours.max(initial=-1) + 1 == degree
     for ends in (u, v):
@@ -50,7 +50,7 @@ def test_bipartite_graphs_take_as_many_colours_as_the_largest_degree(left, right
 def test_complete_graphs_are_coloured():
     for n in (4, 5, 8, 9, 21):
         u, v = np.triu_indices(n, 1)
-        colours = mixing.edge_colours(u, v, n)
+        colours = matrices.edge_colours(u, v, n)
         pairs = [*zip(u.tolist(), colours.tolist(), strict=True), *zip(v.tolist(), colours.tolist(), strict=True)]
         assert len(set(pairs)) == len(pairs)
         assert colours.max() + 1 <= 1.2 * n
@@ -58,20 +58,20 @@ def test_complete_graphs_are_coloured():
 
 def test_contraction_is_the_second_singular_value():
     matrix = torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.5, 0.5], [0.5, 0.0, 0.5]], dtype=torch.float64)
-    assert mixing.contraction(matrix) == pytest.approx(np.linalg.svd(matrix.numpy())[1][1], abs=1e-15)
-    assert mixing.spectral_gap(torch.full((4, 4), 0.25, dtype=torch.float64)) == pytest.approx(1.0, abs=1e-15)
+    assert matrices.contraction(matrix) == pytest.approx(np.linalg.svd(matrix.numpy())[1][1], abs=1e-15)
+    assert matrices.spectral_gap(torch.full((4, 4), 0.25, dtype=torch.float64)) == pytest.approx(1.0, abs=1e-15)
 
 
 def test_doubly_stochastic_means_rows_columns_and_signs():
     ring = torch.tensor([[0.5, 0.5], [0.5, 0.5]], dtype=torch.float64)
-    assert mixing.is_doubly_stochastic(ring)
-    assert not mixing.is_doubly_stochastic(torch.tensor([[1.5, -0.5], [-0.5, 1.5]], dtype=torch.float64))
-    assert not mixing.is_doubly_stochastic(torch.tensor([[0.5, 0.5], [0.4, 0.6]], dtype=torch.float64))
+    assert matrices.is_doubly_stochastic(ring)
+    assert not matrices.is_doubly_stochastic(torch.tensor([[1.5, -0.5], [-0.5, 1.5]], dtype=torch.float64))
+    assert not matrices.is_doubly_stochastic(torch.tensor([[0.5, 0.5], [0.4, 0.6]], dtype=torch.float64))
 
 
 def test_connection_follows_directions():
     u, v = np.array([0, 1, 2]), np.array([1, 2, 3])
-    assert mixing.reaches_everyone(u, v, 4)
-    assert not mixing.reaches_everyone(v, u, 4)
-    assert mixing.is_connected(v, u, 4)
-    assert not mixing.is_connected(u[:2], v[:2], 4)
+    assert matrices.reaches_everyone(u, v, 4)
+    assert not matrices.reaches_everyone(v, u, 4)
+    assert matrices.is_connected(v, u, 4)
+    assert not matrices.is_connected(u[:2], v[:2], 4)

@@ -1,0 +1,22 @@
+"""Everyone with everyone."""
+
+from __future__ import annotations
+
+from decentfn.topologies.construct import from_groups
+from decentfn.topologies.registry import register_topology
+from decentfn.topologies.topology import Edge, Topology
+
+
+@register_topology("complete")
+def complete(num_workers: int) -> Topology:
+    """Average with everyone, weight 1/N: `W = J`.
+
+    Cost per step and worker: an all-reduce, 2(N-1)/N payloads; no messages.
+
+    Args:
+        num_workers: N >= 1.
+
+    >>> complete(8).period
+    1
+    """
+    return from_groups("complete", [[Edge(range(num_workers))]], num_workers)
