@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decentfn import collectives, internals, noise, trees
+from decentfn import collectives, compile_cache, noise, trees
 from decentfn.algorithms.expected import check, marked
 from decentfn.runtime.memory import give_back_freed_memory
 from decentfn.scalars import as_step
+from decentfn.torch_private import inductor
 from decentfn.trees import PyTree
 from decentfn.words import brief
 
@@ -59,7 +60,7 @@ def compile(step: Step, *, donate: bool = True, backend: Any = "inductor", **opt
     kwargs: dict[str, Any] = {"fullgraph": True, "dynamic": False, "backend": backend}
     if backend == "inductor":
         kwargs["backend"] = progress.inductor
-        kwargs["options"] = internals.compile_options() | {"guard_filter_fn": _worth_guarding} | options
+        kwargs["options"] = inductor.compile_options() | {"guard_filter_fn": _worth_guarding} | options
     prepared: list[tuple[Any, Callable[..., Any]]] = []
 
     def compiled(state: Any, batch: PyTree, t: int | Tensor) -> tuple[Any, Any]:
@@ -107,7 +108,7 @@ class _Progress:
         """The backend, which is called for every graph: after the first one, because the batch or the loss is another."""
         if self.since is None:
             self.begin(", again, for another batch or loss")
-        return internals.inductor(graph, inputs, **kwargs)
+        return compile_cache.inductor(graph, inputs, **kwargs)
 
 
 def _worth_guarding(guards: Sequence[Any]) -> list[bool]:

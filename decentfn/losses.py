@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.func import grad_and_value
 
-from decentfn import internals, trees
+from decentfn import trees
 from decentfn.buckets import Buckets, each, wide
 from decentfn.stacking import in_chunks
+from decentfn.torch_private import scan
 from decentfn.trees import PyTree
 from decentfn.words import brief
 
@@ -229,7 +230,7 @@ def _evaluate_all(loss_fn: LossFn, params: Buckets, buffers: PyTree, batch: PyTr
     zeros = [torch.zeros_like(b, dtype=wide(b.dtype)) for b in params]
     no_loss = params[0].new_zeros((), dtype=wide(loss.dtype))
     start = [*zeros, no_loss, *(torch.clone(b) for b in trees.leaves(buffers))]
-    end, stacked = internals.loop(one, start, stacks)
+    end, stacked = scan.loop(one, start, stacks)
     grads = [(total / count).to(b.dtype) for total, b in zip(end, params, strict=False)]
     mean_loss = (end[size] / count).to(loss.dtype)
     new_buffers = trees.fill(buffer_template, end[size + 1 :])

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decentfn import internals
 from decentfn.scalars import once
+from decentfn.torch_private import lowering
 
 _32_BITS = 0xFFFFFFFF
 # Odd and below 2^31: times a number below 2^32, the product stays below 2^63.
@@ -162,7 +162,7 @@ torch.library.register_fake("decentfn::scramble", torch.empty_like, lib=_library
 torch.library.register_vmap(
     "decentfn::scramble", lambda info, in_dims, x: (torch.ops.decentfn.scramble(x), in_dims[0]), lib=_library
 )
-internals.lower_as_pointwise(torch.ops.decentfn.scramble, _scrambled)
+lowering.lower_as_pointwise(torch.ops.decentfn.scramble, _scrambled)
 
 
 def _scramble(x: Tensor) -> Tensor:

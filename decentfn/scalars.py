@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decentfn import internals
+from decentfn.torch_private import functorch, lowering
 
 _library = torch.library.Library("decentfn", "FRAGMENT")
 _library.define("once(Tensor x) -> Tensor")
@@ -25,7 +25,7 @@ def as_step(t: int | Tensor) -> Tensor:
     if isinstance(t, torch.Tensor):
         if t.dim() == 0 and not (t.is_floating_point() or t.is_complex() or t.dtype == torch.bool):
             step = t.to("cpu", torch.int64)
-            if internals.has_no_value(step) or step >= 0:
+            if functorch.has_no_value(step) or step >= 0:
                 return step
     elif isinstance(t, Integral) and not isinstance(t, bool) and int(t) >= 0:
         return torch.tensor(int(t))
@@ -56,7 +56,7 @@ def _once_vmap(info: Any, in_dims: tuple[int | None], x: Tensor) -> tuple[Tensor
 
 
 torch.library.register_vmap("decentfn::once", _once_vmap, lib=_library)
-internals.lower_as_realized(torch.ops.decentfn.once)
+lowering.lower_as_realized(torch.ops.decentfn.once)
 
 _library.define("rounded(Tensor x, ScalarType dtype) -> Tensor")
 _library.impl("rounded", lambda x, dtype: x.to(dtype, copy=True), "CompositeExplicitAutograd")
@@ -64,4 +64,4 @@ torch.library.register_fake("decentfn::rounded", lambda x, dtype: torch.empty_li
 torch.library.register_vmap(
     "decentfn::rounded", lambda info, in_dims, x, dtype: (rounded(x, dtype), in_dims[0]), lib=_library
 )
-internals.lower_as_realized(torch.ops.decentfn.rounded)
+lowering.lower_as_realized(torch.ops.decentfn.rounded)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from decentfn import internals, trees
+from decentfn import trees
+from decentfn.torch_private import functorch
 from decentfn.trees import PyTree
 
 
@@ -38,7 +39,7 @@ def over_workers(
     """
     one, returned = _on_leaves(function, arguments)
     leaves = trees.leaves(arguments)
-    if chunk_size is None or chunk_size >= num_workers or not internals.CHUNKS:
+    if chunk_size is None or chunk_size >= num_workers or not functorch.CHUNKS:
         stacked = vmap(one, randomness="different")(leaves)
         return trees.fill(returned[0], stacked)
     size = chunk_size
@@ -51,7 +52,7 @@ def over_workers(
         finally:
             _here.chunks = outer
 
-    stacked = internals.vmap_with_level(one_in_chunks, leaves, num_workers)
+    stacked = functorch.vmap_with_level(one_in_chunks, leaves, num_workers)
     return trees.fill(returned[0], stacked)
 
 
@@ -61,13 +62,13 @@ def in_chunks(function: Callable[..., PyTree], *arguments: PyTree) -> PyTree:
     if chunks is None:
         return function(*arguments)
     level, num_workers, size = chunks
-    everyone = [internals.unbatched(leaf, level, num_workers) for leaf in trees.leaves(arguments)]
+    everyone = [functorch.unbatched(leaf, level, num_workers) for leaf in trees.leaves(arguments)]
     one, returned = _on_leaves(function, arguments)
     parts = [
         vmap(one, randomness="error")([leaf[first : first + size] for leaf in everyone])
         for first in range(0, num_workers, size)
     ]
-    joined = [internals.batched(torch.cat(rows), level) for rows in zip(*parts, strict=True)]
+    joined = [functorch.batched(torch.cat(rows), level) for rows in zip(*parts, strict=True)]
     return trees.fill(returned[0], joined)
 
 

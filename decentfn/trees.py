@@ -10,7 +10,7 @@ import optree
 import torch
 from optree import registry
 
-from decentfn import internals
+from decentfn.torch_private import pytrees
 
 T = TypeVar("T")
 PyTree = Any
@@ -90,7 +90,7 @@ def register_node(
         cast(Any, unflatten),
         namespace=registry.__dict__["__GLOBAL_NAMESPACE"],
     )
-    internals.register_torch_node(cls, flatten, unflatten)
+    pytrees.register_node(cls, flatten, unflatten)
 
 
 def named_leaves(tree: PyTree) -> list[tuple[str, Any]]:

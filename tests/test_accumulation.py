@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 import decentfn as df
-from decentfn import internals, trees
+from decentfn import trees
+from decentfn.torch_private import scan
 from tests import cases
 
 N = 4
@@ -60,7 +61,7 @@ def test_compiled_accumulation_is_the_eager_one(backend):
 
 def test_without_scan_the_loop_is_unrolled_and_gives_the_same(monkeypatch):
     expected, _ = trajectory("adapt_while_communicate", 4, backend="aot_eager")
-    monkeypatch.setattr(internals, "_scan", None)
+    monkeypatch.setattr(scan, "_scan", None)
     assert_close(trajectory("adapt_while_communicate", 4, backend="aot_eager")[0], expected)
 
 

@@ -5,7 +5,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import decentfn as df
-from decentfn import internals, trees
+from decentfn import trees
+from decentfn.torch_private import functorch
 from tests import cases
 from tests.cases import Case
 
@@ -96,6 +97,6 @@ def test_a_chunk_holds_at_least_one_worker(chunk_size):
 
 
 def test_without_the_private_pieces_everything_is_evaluated_at_once(monkeypatch):
-    monkeypatch.setattr(internals, "CHUNKS", False)
+    monkeypatch.setattr(functorch, "CHUNKS", False)
     case = Case("adapt_while_communicate", "ring")
     agree(lambda: (*cases.build(case, N), cases.params()), lambda t: cases.batches(N, t), [2])

@@ -10,7 +10,7 @@ import decentfn
 
 ROOT = Path(decentfn.__file__).parent
 LAYERS = [
-    {"internals", "trees", "noise", "scalars", "stacking", "words"},
+    {"torch_private", "compile_cache", "trees", "noise", "scalars", "stacking", "words"},
     {"buckets"},
     {"compressors", "transforms", "schedules", "topologies"},
     {"collectives"},
@@ -56,8 +56,8 @@ def test_a_module_imports_only_from_layers_below(path):
     [
         ("optree", {"trees"}),
         ("torch.distributed", {"collectives", "runtime", "testing"}),
-        ("torch._", {"internals"}),
-        ("torch.utils._", {"internals"}),
+        ("torch._", {"torch_private"}),
+        ("torch.utils._", {"torch_private"}),
     ],
 )
 def test_what_has_one_place_has_it(what, places):

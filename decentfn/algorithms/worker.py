@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from decentfn import collectives, gossip, internals, noise, trees
+from decentfn import collectives, gossip, noise, trees
 from decentfn.algorithms.expected import checked, require_order
 from decentfn.algorithms.hyperparameters import at
 from decentfn.buckets import Buckets, Plan, all_finite, flatten, global_norm, require_bucket_mb
@@ -19,6 +19,7 @@ from decentfn.losses import LossFn, evaluate, require_loss
 from decentfn.replicas import require_equal
 from decentfn.scalars import as_step
 from decentfn.topologies import Topology, complete
+from decentfn.torch_private import functorch
 from decentfn.transforms.basic import Scalar
 from decentfn.transforms.loss_scale import DynamicLossScale
 from decentfn.transforms.transform import require_pair, wants_mix
@@ -63,7 +64,7 @@ class Algorithm(_Pair):
                 return step(state, batch, t)
             require_order(state, batch, t)
             t = as_step(t)
-            if internals.has_no_value(t):
+            if functorch.has_no_value(t):
                 return step(state, batch, t)
             with noise.torch_draws(t, collectives.world().rank):
                 return step(state, batch, t)

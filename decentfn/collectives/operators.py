@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from decentfn import internals
 from decentfn.collectives.steps import Call
 from decentfn.collectives.world import World, world
 from decentfn.scalars import once
+from decentfn.torch_private import inductor, lowering
 
 _library = torch.library.Library("decentfn", "DEF")
 _library.define("exchange(Tensor x, Tensor peers, Tensor t, bool per_slot) -> Tensor")
@@ -156,7 +156,7 @@ def _track(tensor: Tensor, works: list[Any], call: Call) -> None:
     if tensor.device.type == "cpu":
         for _ in range(_YIELDS):
             _sched_yield()
-    if not internals.OVERLAPS:
+    if not inductor.OVERLAPS:
         _complete(tensor)
 
 
@@ -362,7 +362,7 @@ torch.library.register_vmap("decentfn::group_mean", _group_mean_vmap, lib=_libra
 torch.library.register_vmap("decentfn::wait", _wait_vmap, lib=_library)
 torch.library.register_vmap("decentfn::worker_index", _worker_index_vmap, lib=_library)
 
-internals.lower_collectives(
+lowering.lower_collectives(
     collectives=[_ops.exchange, _ops.exchange_stacked, _ops.group_mean, _ops.group_mean_stacked],
     wait=_ops.wait,
     # Compiled code calls an operator that returns nothing: one that returns its input is deprecated there.

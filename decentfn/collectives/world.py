@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from decentfn import internals
 from decentfn.collectives.steps import Steps
+from decentfn.torch_private import storages
 
 _CPU = torch.device("cpu")
 _SIZES = 256
@@ -63,12 +63,12 @@ class World:
 
         The C allocator puts a large block back into its own hole only with luck, so it would take a new one now and then.
         """
-        if self.size == 1 or like.device.type != "cpu" or not internals.COUNTS_USERS:
+        if self.size == 1 or like.device.type != "cpu" or not storages.COUNTS_USERS:
             return like.new_empty(shape)
         key = (tuple(shape), like.dtype)
         with self._lock:
             known = self._inboxes.get(key, [])
-            free = next((storage for storage in known if internals.is_unused(storage)), None)
+            free = next((storage for storage in known if storages.is_unused(storage)), None)
             if free is None:
                 if len(self._inboxes) >= _SIZES:
                     self._inboxes.clear()

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from decentfn import internals, trees
+from decentfn import compile_cache, trees
 from decentfn.algorithms.worker import Algorithm
 from decentfn.compilation import compile
 from decentfn.simulation import simulate
@@ -123,7 +123,7 @@ def _program(subject: Subject, run: Run) -> _Program:
     step = algorithm.step if run.local == 1 else simulate(algorithm.step, run.local)
     graphs: list[Any] = []
     if run.backend is not None:
-        backend = run.backend if run.backend == "inductor" else internals.counted(run.backend, graphs)
+        backend = run.backend if run.backend == "inductor" else compile_cache.counted(run.backend, graphs)
         step = compile(step, backend=backend, donate=run.donate)
     return _Program(algorithm, step, threading.Event(), graphs)
 

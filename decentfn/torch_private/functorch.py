@@ -1,0 +1,50 @@
+"""The levels of `vmap`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+try:
+    from torch._functorch.predispatch import _add_batch_dim, _remove_batch_dim
+    from torch._functorch.vmap import vmap_increment_nesting
+
+    CHUNKS = True
+except ImportError:
+    CHUNKS = False
+
+try:
+    from torch._subclasses import FakeTensor as _FakeTensor
+except ImportError:
+    _FakeTensor = None
+
+try:
+    from torch._C._functorch import is_batchedtensor as _is_batched
+except ImportError:
+    _is_batched = None
+
+
+def vmap_with_level(
+    function: Callable[[int, list[Tensor]], list[Tensor]], leaves: list[Tensor], size: int
+) -> list[Tensor]:
+    """`vmap` over the first axis, `size` long, of a function that learns at which level it is; it draws no numbers."""
+    with vmap_increment_nesting(size, "error") as level:
+        out = function(level, [batched(leaf, level) for leaf in leaves])
+        return [unbatched(leaf, level, size) for leaf in out]
+
+
+def batched(x: Tensor, level: int) -> Tensor:
+    """`x`, `[N, ...]`, as the tensor `[...]` that a function under this level of `vmap` sees."""
+    return _add_batch_dim(x, 0, level)
+
+
+def unbatched(x: Tensor, level: int, size: int) -> Tensor:
+    """What a function under this level of `vmap` sees as `[...]`, as the `[N, ...]` that it is."""
+    return _remove_batch_dim(x, level, size, 0)
+
+
+def has_no_value(x: Tensor) -> bool:
+    """Whether a 0-d tensor cannot be read here: it is being compiled, fake, or one for each worker under `vmap`."""
+    return torch.compiler.is_compiling() or type(x) is _FakeTensor or (_is_batched is not None and _is_batched(x))

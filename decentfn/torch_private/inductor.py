@@ -1,0 +1,121 @@
+"""What Inductor must be told so that what is posted first stays first and what is waited for last stays last."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import heapq
+import operator
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._dynamo import lookup_backend as lookup_backend
+
+try:
+    from torch._inductor import config, ir
+    from torch._inductor.custom_graph_pass import CustomGraphPass as _GraphPass
+
+    OVERLAPS = (
+        hasattr(ir, "_CollectiveKernel")
+        and hasattr(ir, "_WaitKernel")
+        and hasattr(config, "reorder_for_compute_comm_overlap_passes")
+    )
+except ImportError:
+    OVERLAPS = False
+    _GraphPass = object
+
+try:
+    from torch._inductor.runtime.cache_dir_utils import cache_dir as cache_dir
+except ImportError:
+    cache_dir = tempfile.gettempdir
+
+
+def compile_options() -> dict[str, Any]:
+    """Inductor's options with which what is posted first stays first and what is waited for last stays last.
+
+    By default Inductor minimises peak memory and sinks a collective's start next to its wait. Its cache keeps what was
+    compiled by graph and options and does not see how operators are implemented, so our sources are among the options.
+    """
+    if not OVERLAPS:
+        return {}
+    return {
+        "post_grad_custom_post_pass": _StoreEarly(),
+        "reorder_for_compute_comm_overlap": True,
+        "reorder_for_compute_comm_overlap_passes": ["raise_comms", _wait_last],
+        "reorder_for_locality": False,
+        "score_fusion_memory_threshold": 256,
+        "size_asserts": False,
+        "alignment_asserts": False,
+    }
+
+
+def _wait_last(nodes: list[Any]) -> list[Any]:
+    """Inductor's schedule, waiting only when nothing else can be done, and for what was posted first.
+
+    Its own pass `sink_waits` lets the order of waits follow from where the gradients come from: the first message is
+    then often waited for last, and all that needs it comes after the last message is in.
+    """
+    maker = {name: i for i, node in enumerate(nodes) for name in node.get_buffer_names()}
+    needs = [{maker[d.name] for d in node.unmet_dependencies if d.name in maker} - {i} for i, node in enumerate(nodes)]
+    users: dict[int, list[int]] = {}
+    for i, needed in enumerate(needs):
+        for j in needed:
+            users.setdefault(j, []).append(i)
+
+    def rank(i: int) -> tuple[bool, int]:
+        node = nodes[i].node
+        if type(node) is not ir._WaitKernel:
+            return False, i
+        return True, maker.get(node.inputs[0].get_name(), i)
+
+    ready = [(rank(i), i) for i, needed in enumerate(needs) if not needed]
+    heapq.heapify(ready)
+    order = []
+    while ready:
+        _, i = heapq.heappop(ready)
+        order.append(nodes[i])
+        for j in users.get(i, ()):
+            needs[j].discard(i)
+            if not needs[j]:
+                heapq.heappush(ready, (rank(j), j))
+    return order
+
+
+@functools.cache
+def digest_of_sources() -> str:
+    """Of this package's files: what was compiled with others is not used."""
+    sources = sorted(Path(__file__).parent.parent.rglob("*.py"))
+    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
+
+
+class _StoreEarly(_GraphPass):  # pyright: ignore[reportGeneralTypeIssues]
+    """Write the donated state as soon as all of it is computed, before what is left of the metrics.
+
+    PyTorch puts those writes last. What comes before them is a loop of its own, what comes after can be part of the
+    loop that writes: so the gradient's norm is summed while the update reads the gradient.
+    """
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        """Move the writes at the end of `graph` up to the last value that they need."""
+        nodes = list(graph.nodes)
+        stores = [node for node in nodes if node.target is torch.ops.aten.copy_.default]
+        if not stores:
+            return
+        needed = {node for store in stores for node in store.all_input_nodes}
+        last = max(index for index, node in enumerate(nodes) if node in needed)
+        written = {store.args[0] for store in stores}
+        for node in nodes:
+            # A view of the old state or one of several, a message sent from it, what is on its way or waited for.
+            shows = getattr(node.target, "is_view", False) or node.target is operator.getitem
+            shows = shows or getattr(node.target, "namespace", "") == "decentfn"
+            if shows and node.args and node.args[0] in written:
+                written.add(node)
+        if any(written.intersection(node.all_input_nodes) for node in nodes[last + 1 :] if node not in stores):
+            return  # somebody still looks at the old state, or may be sending it
+        for store in reversed(stores):
+            nodes[last].append(store)
+
+    def uuid(self) -> str:
+        return digest_of_sources()

@@ -1,0 +1,24 @@
+"""Who uses a piece of memory."""
+
+from __future__ import annotations
+
+import torch
+
+
+def is_unused(storage: torch.UntypedStorage) -> bool:
+    """Whether no tensor has this storage, and no other process either; needs `COUNTS_USERS`."""
+    return torch._C._storage_Use_Count(storage._cdata) == 1 and not storage.is_shared()
+
+
+def _counts_users() -> bool:
+    held = torch.empty(1)
+    storage = held.untyped_storage()
+    try:
+        before = is_unused(storage)
+        del held
+        return is_unused(storage) and not before
+    except AttributeError:
+        return False
+
+
+COUNTS_USERS = _counts_users()
