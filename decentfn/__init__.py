@@ -18,7 +18,7 @@ from decentfn.consensus import (
 )
 from decentfn.ema import ema, ema_params, ema_state
 from decentfn.functional import add_module_prefix, functional, strip_module_prefix
-from decentfn.losses import accumulate
+from decentfn.gradient import accumulate
 from decentfn.noise import worker_seed
 from decentfn.replicas import broadcast
 from decentfn.runtime import Shards, dirichlet_shards, fixed_shards, init, shards

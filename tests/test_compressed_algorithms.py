@@ -17,8 +17,8 @@ from decentfn.algorithms.deep_squeeze import deep_squeeze
 from decentfn.algorithms.demo import demo
 from decentfn.algorithms.power_gossip import power_gossip
 from decentfn.buckets import flatten
-from decentfn.compressed import as_messages, everyone
 from decentfn.compressors import Key
+from decentfn.gossip.compressed import as_messages, everyone
 from tests.quadratics import STEPS, Sgd, random_column_stochastic, random_symmetric, static_ring
 
 N = 5

@@ -14,7 +14,7 @@ LAYERS = [
     {"buckets"},
     {"compressors", "transforms", "schedules", "topologies"},
     {"collectives"},
-    {"gossip", "compressed", "fingerprint", "losses", "replicas"},
+    {"gossip", "gradient", "fingerprint", "replicas"},
     {"algorithms"},
     {"compat", "compilation", "simulation", "consensus", "ema", "functional", "runtime"},
     {"testing"},

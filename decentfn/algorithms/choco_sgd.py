@@ -27,8 +27,8 @@ from decentfn.algorithms.preconditions import (
 )
 from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, as_step
 from decentfn.buckets import Buckets, add, each, zeros_like
-from decentfn.compressed import as_messages, mix_compressed, post_compressed
 from decentfn.compressors import Compressor
+from decentfn.gossip.compressed import as_messages, mix_compressed, post_compressed
 from decentfn.topologies import Topology
 from decentfn.trees import PyTree
 

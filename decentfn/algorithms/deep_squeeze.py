@@ -21,8 +21,8 @@ from decentfn.algorithms.agreement import algorithm
 from decentfn.algorithms.preconditions import require_compressor, require_contraction, require_doubly_stochastic
 from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, as_step
 from decentfn.buckets import Buckets, add, each, zeros_like
-from decentfn.compressed import as_messages, mix_compressed, post_compressed
 from decentfn.compressors import Compressor
+from decentfn.gossip.compressed import as_messages, mix_compressed, post_compressed
 from decentfn.topologies import Topology
 from decentfn.trees import PyTree
 

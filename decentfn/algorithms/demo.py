@@ -22,8 +22,8 @@ from decentfn.algorithms.agreement import algorithm
 from decentfn.algorithms.preconditions import require_compressor
 from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, as_step
 from decentfn.buckets import Buckets, add, cast_like, each, zeros_like
-from decentfn.compressed import everyone, post_compressed, sum_compressed
 from decentfn.compressors import Compressor, dct_top_k
+from decentfn.gossip.compressed import everyone, post_compressed, sum_compressed
 from decentfn.topologies import Topology
 from decentfn.trees import PyTree
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from decentfn import trees
 from decentfn.buckets import Buckets, Plan
-from decentfn.losses import LossFn, require_batch, require_inputs
+from decentfn.gradient import LossFn, require_batch, require_inputs
 from decentfn.trees import PyTree
 from decentfn.words import brief
 

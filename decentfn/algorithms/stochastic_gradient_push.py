@@ -21,9 +21,9 @@ from typing_extensions import Unpack
 
 from decentfn import gossip, trees
 from decentfn.algorithms.agreement import algorithm
-from decentfn.algorithms.push_sum import first_weight, pack, unpack
 from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, as_step
 from decentfn.buckets import Buckets, add, cast_like, divide, each, scale
+from decentfn.gossip.push_sum import first_weight, pack, unpack
 from decentfn.scalars import once
 from decentfn.topologies import Topology
 from decentfn.trees import PyTree

@@ -15,7 +15,7 @@ from decentfn.algorithms.expected import checked, require_order
 from decentfn.algorithms.hyperparameters import at
 from decentfn.buckets import Buckets, Plan, all_finite, flatten, global_norm, require_bucket_mb
 from decentfn.fingerprint import agree, fingerprint
-from decentfn.losses import LossFn, evaluate, require_loss
+from decentfn.gradient import LossFn, evaluate, require_loss
 from decentfn.replicas import require_equal
 from decentfn.scalars import as_step
 from decentfn.topologies import Topology, complete

@@ -16,7 +16,7 @@ from decentfn.algorithms.worker import Algorithm
 from decentfn.compilation import compile
 from decentfn.consensus import params as params_of
 from decentfn.ema import ema, ema_params
-from decentfn.losses import accumulate
+from decentfn.gradient import accumulate
 from decentfn.simulation import simulate
 from decentfn.testing import problem
 from decentfn.testing.subjects import STEPS, Declined, Run, Subject, assert_close, build_only, graphs, ranks, simulated

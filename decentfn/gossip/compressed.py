@@ -11,9 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from decentfn import collectives, gossip
+from decentfn import collectives
 from decentfn.buckets import Buckets, wide
 from decentfn.compressors import Compressor, Key
+from decentfn.gossip.plain import Row, post
 from decentfn.scalars import once
 from decentfn.topologies import Topology, from_permutations
 
@@ -24,7 +25,7 @@ class Compressed(NamedTuple):
     sent: Buckets  # C(x) of this worker, in float32 or wider
     messages: tuple[Tensor, ...]  # per bucket [B] uint8
     inboxes: tuple[Tensor, ...]  # per bucket [K, B] uint8; empty when nobody is heard
-    row: gossip.Row
+    row: Row
     sources: Tensor  # [N, K] int64 of this step
     compressor: Compressor
 
@@ -42,7 +43,7 @@ def post_compressed(x: Buckets, compressor: Compressor, topology: Topology, t: T
     pairs = [(b.to(plan.dtype), plan) for b, plan in zip(x, x.plan.buckets, strict=True)]
     # Stored, or what is sent and what is decoded here would be computed apart, and might be rounded apart.
     messages = tuple(once(compressor.compress(b, plan, Key(t, me, index))) for index, (b, plan) in enumerate(pairs))
-    posted = gossip.post(Buckets(messages, x.plan), topology, t)
+    posted = post(Buckets(messages, x.plan), topology, t)
     plans = x.plan.buckets
     sent = [compressor.decompress(m, plan).to(wide(plan.dtype)) for m, plan in zip(messages, plans, strict=True)]
     sources = topology.round(t).sources

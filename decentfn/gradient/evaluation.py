@@ -1,0 +1,61 @@
+"""A loss of any kind, its inputs and its gradient."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch import Tensor
+
+from decentfn.buckets import Buckets
+from decentfn.gradient.accumulated import Accumulated, mean_gradient_of, micro_batches
+from decentfn.gradient.loss import LossFn, takes
+from decentfn.gradient.traced import Evaluation, gradient_of
+from decentfn.stacking import in_chunks
+from decentfn.trees import PyTree
+
+
+def require_inputs(call: str, loss_fn: LossFn, params: PyTree, buffers: PyTree) -> None:
+    """The loss takes these parameters, and buffers where there are any; `call` is what the user called."""
+    if isinstance(loss_fn, Accumulated):
+        return require_inputs(call, loss_fn.loss_fn, params, buffers)
+    own = getattr(loss_fn, "require_inputs", None)
+    if own is not None:
+        return own(call, params, buffers)
+    form, other = ("(params, batch)", 3) if buffers is None else ("(params, buffers, batch)", 2)
+    if not takes(loss_fn, 5 - other):
+        way_out = f"write loss_fn{form}"
+        if takes(loss_fn, other):
+            way_out += (
+                ", or call init(params, buffers)" if buffers is None else ", or leave the buffers out: init(params)"
+            )
+        there = "no buffers" if buffers is None else "buffers"
+        raise ValueError(f"{call}: there are {there}, but the loss does not take {form}; {way_out}.")
+    return None
+
+
+def require_batch(loss_fn: LossFn, batch: PyTree) -> None:
+    """The batch is of the kind that the loss unpacks, where it says so."""
+    if isinstance(loss_fn, Accumulated):
+        require_batch(loss_fn.loss_fn, micro_batches(batch))
+        return
+    own = getattr(loss_fn, "require_batch", None)
+    if own is not None:
+        own(batch)
+
+
+def evaluate(
+    loss_fn: LossFn, params: Buckets, buffers: PyTree, batch: PyTree, scale: Tensor | None = None
+) -> Evaluation:
+    """The loss and its gradient at `params`, which the loss sees as the user's tree.
+
+    Args:
+        loss_fn: a loss, perhaps accumulated.
+        params: buckets.
+        buffers: the tree that the loss takes and returns; None for a loss without.
+        batch: what the loss takes.
+        scale: 0-d, positive: the gradient is taken of `scale * loss` and divided by it, so that small gradients outlive
+            sixteen-bit arithmetic within the loss; where large ones do not, it is infinite or NaN.
+    """
+    if not isinstance(loss_fn, Accumulated):
+        return in_chunks(partial(gradient_of, loss_fn), params, buffers, batch, scale)
+    return in_chunks(partial(mean_gradient_of, loss_fn.loss_fn), params, buffers, micro_batches(batch), scale)

@@ -1,0 +1,66 @@
+"""What a loss is, and what it returns."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+
+from decentfn import trees
+from decentfn.trees import PyTree
+from decentfn.words import brief
+
+LossFn = Callable[..., Any]
+"""`(params, batch) -> loss` or `(loss, aux)`; with buffers `(params, buffers, batch) -> (loss, (buffers, aux))`."""
+
+
+def require_loss(call: str, loss_fn: Any) -> None:
+    """`loss_fn` is a function, and no module."""
+    if isinstance(loss_fn, torch.nn.Module):
+        raise ValueError(
+            f"{call}={brief(loss_fn)}: a module is not a loss; make one of it and a criterion with "
+            "`params, buffers, loss_fn = df.functional(module, criterion)`."
+        )
+    if not callable(loss_fn):
+        raise ValueError(f"{call}={brief(loss_fn)}: expected a function (params, batch) -> loss.")
+
+
+def takes(function: Callable[..., Any], count: int) -> bool:
+    """Whether `function` can be called with so many arguments, as far as its signature is known."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return True
+    try:
+        signature.bind(*range(count))
+    except TypeError:
+        return False
+    return True
+
+
+def call(loss_fn: LossFn, params: PyTree, buffers: PyTree, batch: PyTree) -> tuple[Tensor, PyTree, PyTree]:
+    """The loss, its new buffers and its aux."""
+    returned = loss_fn(params, batch) if buffers is None else loss_fn(params, buffers, batch)
+    loss, beside = returned if _is_pair(returned) else (returned, None)
+    if buffers is None:
+        new_buffers, aux = None, beside
+    elif _is_pair(beside):
+        new_buffers, aux = beside
+    else:
+        raise ValueError(
+            f"loss_fn(params, buffers, batch) returned {brief(trees.map(type, returned))}: with buffers a loss returns "
+            "(loss, (buffers, aux))."
+        )
+    if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.is_floating_point():
+        shape = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise ValueError(
+            f"loss_fn returned {shape}: the loss is a 0-d floating-point tensor, or (loss, aux); take its mean."
+        )
+    return loss, new_buffers, aux
+
+
+def _is_pair(value: Any) -> TypeGuard[tuple[Any, Any]]:
+    return isinstance(value, tuple) and len(value) == 2

@@ -1,0 +1,46 @@
+"""The gradient of one batch, traced by torch.func."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.func import grad_and_value
+
+from decentfn import trees
+from decentfn.buckets import Buckets, each, wide
+from decentfn.gradient.loss import LossFn, call
+from decentfn.trees import PyTree
+
+
+class Evaluation(NamedTuple):
+    """What one evaluation of a loss gives."""
+
+    grads: Buckets
+    buffers: PyTree
+    loss: Tensor  # 0-d
+    aux: PyTree  # [M, ...] of M micro-batches
+
+
+def gradient_of(loss_fn: LossFn, params: Buckets, buffers: PyTree, batch: PyTree, scale: Tensor | None) -> Evaluation:
+    """See `evaluate`."""
+    templates: list[PyTree] = []
+
+    # Buffers and batch are arguments, not captured: torch.func forbids writing to what is captured.
+    def loss_of(x: Buckets, buffers: PyTree, batch: PyTree) -> tuple[Tensor, tuple[Tensor, list[Tensor]]]:
+        loss, new_buffers, aux = call(loss_fn, x.tree(), buffers, batch)
+        # torch.func takes tensors only, so the tree around them is kept aside.
+        templates.append(trees.enumerate_leaves((new_buffers, aux)))
+        extras = [torch.as_tensor(leaf) for leaf in trees.leaves((new_buffers, aux))]
+        scaled = loss if scale is None else loss.to(wide(loss.dtype)) * scale
+        return scaled, (loss, extras)
+
+    grads, (_, (loss, extras)) = grad_and_value(loss_of, has_aux=True)(params, buffers, batch)
+    new_buffers, aux = trees.fill(templates[0], extras)
+    return Evaluation(grads if scale is None else _unscaled(grads, scale), new_buffers, loss, aux)
+
+
+def _unscaled(grads: Buckets, scale: Tensor) -> Buckets:
+    inverse = scale.double().reciprocal().float()  # torch.amp.GradScaler's arithmetic
+    return each(lambda g: (g.to(wide(g.dtype)) * inverse).to(g.dtype), grads)
