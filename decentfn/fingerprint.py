@@ -70,7 +70,7 @@ def structure(name: str, value: Any, inside: tuple[Any, ...] = ()) -> Iterator[s
 
 def _value(function: Callable[[Tensor], Any], t: int) -> str:
     try:
-        return f"{float(function(torch.tensor(t))):.9g}"  # processors may differ in the last bits of a cosine
+        return f"{float(function(torch.tensor(t))):.4g}"  # processors may differ in the last bits of a cosine
     except Exception as error:
         return type(error).__name__  # a table that ends before
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from torch import Tensor
+
+_log = logging.getLogger("decentfn")
 
 _TAGS = 2**20
 """A message's tag is its step modulo this, so that messages of different steps never meet (NCCL knows no tags)."""
@@ -76,8 +79,10 @@ class Steps:
             first = board.compare_set(f"call {self._calls}", "", f"{self.rank} {self._last}")
             if self._calls > _KEPT:
                 board.delete_key(f"call {self._calls - _KEPT}")
-        except RuntimeError:
-            self._board = None  # the process that held it is done, or has died: then messages fail
+        except RuntimeError as error:
+            # The process that held it is done, or has died: then messages fail.
+            _log.info("t is no longer compared between ranks: the store does not answer (%s)", error)
+            self._board = None
             return
         rank, step = map(int, first.split())
         if step != self._last:

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from decentfn import collectives
-from decentfn.buckets import Buckets, wide
+from decentfn.buckets import BucketPlan, Buckets, wide
 from decentfn.compressors import Compressor, Key
 from decentfn.gossip.plain import Row, post
-from decentfn.scalars import once
+from decentfn.scalars import once, rounded
 from decentfn.topologies import Topology, from_permutations
 
 
@@ -45,7 +45,7 @@ def post_compressed(x: Buckets, compressor: Compressor, topology: Topology, t: T
     messages = tuple(once(compressor.compress(b, plan, Key(t, me, index))) for index, (b, plan) in enumerate(pairs))
     posted = post(Buckets(messages, x.plan), topology, t)
     plans = x.plan.buckets
-    sent = [compressor.decompress(m, plan).to(wide(plan.dtype)) for m, plan in zip(messages, plans, strict=True)]
+    sent = [_decoded(compressor, m, plan) for m, plan in zip(messages, plans, strict=True)]
     sources = topology.round(t).sources
     return Compressed(Buckets(sent, x.plan), messages, posted.inboxes, posted.row, sources, compressor)
 
@@ -60,8 +60,7 @@ def mix_compressed(posted: Compressed) -> Buckets:
         if posted.inboxes:
             inbox = collectives.wait(posted.inboxes[index])
             for slot in range(inbox.shape[0]):
-                heard = posted.compressor.decompress(inbox[slot], plan)
-                total = total + weights[1 + slot].to(dtype) * heard.to(dtype)
+                total = total + weights[1 + slot].to(dtype) * _decoded(posted.compressor, inbox[slot], plan)
         mixed.append(total)
     return Buckets(mixed, posted.sent.plan)
 
@@ -82,9 +81,15 @@ def sum_compressed(posted: Compressed) -> Buckets:
         everything = torch.cat([message[None], collectives.wait(inbox)]).index_select(0, order)
         total = torch.zeros(plan.numel, dtype=wide(plan.dtype), device=message.device)
         for worker in range(everything.shape[0]):
-            total = total + posted.compressor.decompress(everything[worker], plan)
+            total = total + _decoded(posted.compressor, everything[worker], plan)
         totals.append(total)
     return Buckets(totals, posted.sent.plan)
+
+
+def _decoded(compressor: Compressor, message: Tensor, plan: BucketPlan) -> Tensor:
+    """What everyone makes of a message, in float32 or wider; rounded to the bucket's dtype where that is narrower."""
+    x, dtype = compressor.decompress(message, plan), wide(plan.dtype)
+    return x if x.dtype == dtype else rounded(x.to(dtype), plan.dtype).to(dtype)
 
 
 def everyone(num_workers: int) -> Topology:
