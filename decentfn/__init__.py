@@ -16,12 +16,10 @@ from decentfn.consensus import (
     params,
     with_params,
 )
-from decentfn.ema import ema, ema_params, ema_state
-from decentfn.functional import add_module_prefix, functional, strip_module_prefix
-from decentfn.gradient import accumulate
+from decentfn.gradient import accumulate, add_module_prefix, functional, strip_module_prefix
 from decentfn.noise import worker_seed
 from decentfn.replicas import broadcast
-from decentfn.runtime import Shards, dirichlet_shards, fixed_shards, init, shards
+from decentfn.run import Shards, dirichlet_shards, fixed_shards, init, shards
 from decentfn.schedules import cosine_with_warmup, gamma_from_learning_rate
 from decentfn.simulation import simulate, stack, worker
 from decentfn.topologies import (
@@ -44,6 +42,7 @@ from decentfn.topologies import (
     topology_names,
 )
 from decentfn.transforms import *  # noqa: F403
+from decentfn.wrappers import ema, ema_params, ema_state
 
 __version__ = "0.1.0"
 

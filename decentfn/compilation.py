@@ -13,7 +13,7 @@ from torch import Tensor
 
 from decentfn import collectives, compile_cache, noise, trees
 from decentfn.algorithms.expected import check, marked
-from decentfn.runtime.memory import give_back_freed_memory
+from decentfn.run.memory import give_back_freed_memory
 from decentfn.scalars import as_step
 from decentfn.torch_private import inductor
 from decentfn.trees import PyTree

@@ -30,7 +30,7 @@ def adapt_then_combine(loss_fn: LossFn, optimizer: Any, topology: Topology, **op
     Sent per step: the parameters, once per neighbour (or one all-reduce within the group).
 
     Args:
-        loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `decentfn.functional`.
+        loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.
         optimizer: a pair `(init, update)`.
         topology: the schedule of mixing matrices.
         options: `bucket_mb`, `wire_dtype`, `average_buffers`; see `Options`.

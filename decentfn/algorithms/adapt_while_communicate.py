@@ -42,7 +42,7 @@ def adapt_while_communicate(
     Sent per step: the parameters, once per neighbour (or one all-reduce within the group).
 
     Args:
-        loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `decentfn.functional`.
+        loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.
         optimizer: a pair `(init, update)`.
         topology: the schedule of mixing matrices.
         gamma: γ in [0, 1], or a function of `t` (0-d int64 tensor) that returns it.

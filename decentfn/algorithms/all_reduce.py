@@ -27,7 +27,7 @@ def all_reduce(loss_fn: LossFn, optimizer: Any, topology: Topology, **options: U
     Sent per step: 2(N-1)/N times the gradients.
 
     Args:
-        loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `decentfn.functional`.
+        loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.
         optimizer: a pair `(init, update)`; it sees the averaged gradient.
         topology: only its `num_workers` counts.
         options: `bucket_mb`, `wire_dtype`, `average_buffers`; see `Options`.

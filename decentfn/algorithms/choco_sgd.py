@@ -64,7 +64,7 @@ def choco_sgd(
     Sent per step: one compressed message per bucket and neighbour (to everyone else on a topology of groups).
 
     Args:
-        loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `decentfn.functional`.
+        loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.
         optimizer: a pair `(init, update)`.
         topology: one mixing matrix for all steps, doubly stochastic: a worker keeps Σ_j W[i,j] x̂_j, not each x̂_j.
         compressor: C, a contraction; the smaller its δ, the smaller must γ be.

@@ -48,7 +48,7 @@ def d2(loss_fn: LossFn, optimizer: Any, topology: Topology, **options: Unpack[Op
     Sent per step: x + u + c, once per neighbour (or one all-reduce within the group).
 
     Args:
-        loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `decentfn.functional`.
+        loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.
         optimizer: a pair `(init, update)`.
         topology: doubly stochastic, with λ_min(W) >= -1/3 (the bound is allowed) if it is static and symmetric; for
             other schedules the recursion without gradients must not grow over a period (checked by eigenvalues of a

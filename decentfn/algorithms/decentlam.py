@@ -68,7 +68,7 @@ def decentlam(
     With `beta=0` it is `adapt_then_combine`.
 
     Args:
-        loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `decentfn.functional`.
+        loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.
         optimizer: a pair `(init, update)` that turns g into -η g, without momentum of its own: `df.sgd(lr)`.
         topology: the schedule of mixing matrices, doubly stochastic, on which disagreement does not grow (500 steps without
             gradients are tried): any static undirected one. The paper analyses those.

@@ -58,7 +58,7 @@ def deep_squeeze(
     Sent per step: one compressed message per bucket and neighbour (to everyone else in a group).
 
     Args:
-        loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `decentfn.functional`.
+        loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.
         optimizer: a pair `(init, update)`.
         topology: the schedule of mixing matrices, doubly stochastic.
         compressor: C, a contraction; the smaller its δ, the smaller must γ be.

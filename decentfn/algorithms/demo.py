@@ -62,7 +62,7 @@ def demo(
     Sent per step: one compressed message per bucket to each of the N - 1 others (k values and k places per tile).
 
     Args:
-        loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `decentfn.functional`.
+        loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.
         optimizer: a pair `(init, update)` that sees sign(...) for a gradient; sgd(η) is the paper's.
         topology: only its `num_workers` counts.
         learning_rate: the η that weighs new gradients in δ. The sign forgets a constant, so it matters only if it is a

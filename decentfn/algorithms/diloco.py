@@ -63,7 +63,7 @@ def diloco(
     with its steps counted from 1 (averages fall on steps H-1, 2H-1, …).
 
     Args:
-        loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `decentfn.functional`.
+        loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.
         optimizer: a pair `(init, update)`, the inner optimizer (AdamW in the paper); its state stays the worker's own.
         topology: only its `num_workers` counts: outer steps average over everyone (`noloco` averages over neighbours).
         inner_steps: H; the outer step follows steps H-1, 2H-1, …

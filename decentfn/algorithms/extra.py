@@ -49,7 +49,7 @@ def extra(loss_fn: LossFn, optimizer: Any, topology: Topology, **options: Unpack
     Sent per step: the parameters, once per neighbour.
 
     Args:
-        loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `decentfn.functional`.
+        loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.
         optimizer: a pair `(init, update)`.
         topology: static and symmetric.
         options: `bucket_mb`, `wire_dtype`; see `Options`.

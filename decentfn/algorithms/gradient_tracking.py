@@ -70,7 +70,7 @@ def gradient_tracking(
     Sent per step: the parameters and the tracker, each once per neighbour (or one all-reduce within the group).
 
     Args:
-        loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `decentfn.functional`.
+        loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.
         optimizer: a pair `(init, update)`; it sees y.
         topology: any doubly stochastic schedule.
         form: which of the three; with "semi-atc" and "awc" disagreement may grow on schedules that vary (above).

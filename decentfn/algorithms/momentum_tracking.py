@@ -60,7 +60,7 @@ def momentum_tracking(
     both have mean zero, so the mean of the parameters takes the same path.
 
     Args:
-        loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `decentfn.functional`.
+        loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.
         optimizer: a pair `(init, update)` that sees the tracked momentum in place of the gradient and turns it into
             -η y: `df.sgd(lr)`, without momentum of its own.
         topology: the schedule of mixing matrices, doubly stochastic.

@@ -68,7 +68,7 @@ def noloco(
     With `alpha=0, beta=1, gamma=1` it is local SGD over the topology, with rounds in steps H-1, 2H-1, …
 
     Args:
-        loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `decentfn.functional`.
+        loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.
         optimizer: a pair `(init, update)`, the inner optimizer; its state stays the worker's own.
         topology: with whom the outer steps average, doubly stochastic; `random-matching` in the paper.
         inner_steps: H; the outer step follows steps H-1, 2H-1, …

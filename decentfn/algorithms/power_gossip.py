@@ -66,7 +66,7 @@ def power_gossip(
     and one graph sends messages of one size), and the leaves of one dimension.
 
     Args:
-        loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `decentfn.functional`.
+        loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.
         optimizer: a pair `(init, update)`.
         topology: undirected (W symmetric) in every step and not random: an edge remembers its direction.
         rank: r >= 1, columns of p (min(m, n) where a matrix has fewer).

@@ -52,7 +52,7 @@ def push_diging(loss_fn: LossFn, optimizer: Any, topology: Topology, **options: 
     Sent per step: the parameters, the tracker and one number more, once per neighbour.
 
     Args:
-        loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `decentfn.functional`.
+        loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.
         optimizer: a pair `(init, update)`; it sees y.
         topology: any schedule, column-stochastic ones too; where few links speak in a step, at small learning rates.
         options: `bucket_mb`, `wire_dtype`; see `Options`.

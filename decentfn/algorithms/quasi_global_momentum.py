@@ -67,7 +67,7 @@ def quasi_global_momentum(
     With `beta=0` it is `adapt_then_combine`. The Adam variant is `quasi_global_adam`.
 
     Args:
-        loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `decentfn.functional`.
+        loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.
         optimizer: a pair `(init, update)` that turns g into -η g, without momentum of its own: `df.sgd(lr)`.
         topology: the schedule of mixing matrices, doubly stochastic.
         beta: β in [0, 1], how strongly m pulls.
@@ -139,7 +139,7 @@ def quasi_global_adam(
     Sent per step, and overlap: as `quasi_global_momentum`. Bias is corrected as in the authors' code.
 
     Args:
-        loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `decentfn.functional`.
+        loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.
         optimizer: a pair `(init, update)` that turns Adam's direction d into -η d: `df.sgd(lr)`, not another Adam.
         topology: the schedule of mixing matrices, doubly stochastic.
         beta1: β₁ in [0, 1).

@@ -61,7 +61,7 @@ def relay_sgd(
     Sent per step: one payload per neighbour, in no less than float32 (`wire_dtype` may narrow gradients).
 
     Args:
-        loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `decentfn.functional`.
+        loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.
         optimizer: a pair `(init, update)`; for relay="gradients" it sees the relayed mean.
         topology: a static tree, such as 'chain' or 'binary-tree'; its weights do not matter.
         relay: what is relayed.

@@ -71,7 +71,7 @@ def slowmo(
     (`pga(H, topology)` does so in steps 0, H, …). The base optimizer's own state is kept across slow steps.
 
     Args:
-        loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `decentfn.functional`.
+        loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.
         optimizer: a pair `(init, update)`, the base optimizer.
         topology: how the base method mixes in the steps between, doubly stochastic.
         inner_steps: H, steps between two slow steps; the slow step follows steps H-1, 2H-1, …

@@ -63,7 +63,7 @@ def stochastic_gradient_push(
     wire dtype the weight is rounded as the parameters are.
 
     Args:
-        loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `decentfn.functional`.
+        loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.
         optimizer: a pair `(init, update)`; it sees z and the gradient there.
         topology: any schedule, column-stochastic ones too.
         rounds: r >= 1 rounds of mixing per step; round k of step t is phase r·t + k of the schedule.

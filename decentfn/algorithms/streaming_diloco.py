@@ -71,7 +71,7 @@ def streaming_diloco(
     With `num_fragments=1, delay=0, alpha=0` it is `diloco`.
 
     Args:
-        loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `decentfn.functional`.
+        loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.
         optimizer: a pair `(init, update)`, the inner optimizer; its state stays the worker's own.
         topology: only its `num_workers` counts: outer steps average over everyone.
         inner_steps: H >= 1.

@@ -1,8 +1,9 @@
-"""The loss and its gradient: of one batch, or averaged over micro-batches."""
+"""The loss and its gradient: of one batch, or averaged over micro-batches, of a module."""
 
 from decentfn.gradient.accumulated import Accumulated, accumulate
 from decentfn.gradient.evaluation import evaluate, require_batch, require_inputs
 from decentfn.gradient.loss import LossFn, require_loss
+from decentfn.gradient.module import add_module_prefix, functional, strip_module_prefix
 from decentfn.gradient.traced import Evaluation
 
 __all__ = [
@@ -10,8 +11,11 @@ __all__ = [
     "Evaluation",
     "LossFn",
     "accumulate",
+    "add_module_prefix",
     "evaluate",
+    "functional",
     "require_batch",
     "require_inputs",
     "require_loss",
+    "strip_module_prefix",
 ]

@@ -15,7 +15,6 @@ from decentfn import trees
 from decentfn.algorithms.worker import Algorithm
 from decentfn.compilation import compile
 from decentfn.consensus import params as params_of
-from decentfn.ema import ema, ema_params
 from decentfn.gradient import accumulate
 from decentfn.simulation import simulate
 from decentfn.testing import problem
@@ -23,6 +22,7 @@ from decentfn.testing.subjects import STEPS, Declined, Run, Subject, assert_clos
 from decentfn.topologies import Topology
 from decentfn.transforms import dynamic_loss_scale, sgd
 from decentfn.trees import PyTree
+from decentfn.wrappers import ema, ema_params
 
 _LATE_S = 0.03
 

@@ -15,7 +15,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from decentfn import collectives
 from decentfn.collectives import World
-from decentfn.runtime.memory import keep_freed_memory
+from decentfn.run.memory import keep_freed_memory
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _LAUNCHERS = {
