@@ -9,7 +9,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from decentfn.topologies import matrices
+from decentfn.topologies.matrices import edge_colours, weighted_permutations
 from decentfn.topologies.topology import Edge, Round, Topology, check, check_sums, with_silence
 
 MOST_MESSAGES = 64
@@ -87,7 +87,7 @@ def from_matrices(name: str, matrices: object, *, is_column_stochastic: bool = F
             f"{name}: W[{i}, {j}] = {stack[p, i, j]:.15g} in phase {p}; weights of other workers are not negative."
         )
     check_sums(name, torch.from_numpy(stack), is_column_stochastic)
-    return _padded(name, [matrices.weighted_permutations(w) for w in stack], is_column_stochastic)
+    return _padded(name, [weighted_permutations(w) for w in stack], is_column_stochastic)
 
 
 def from_groups(name: str, phases: Sequence[Sequence[Edge]], num_workers: int) -> Topology:
@@ -177,7 +177,7 @@ def from_edges(name: str, rounds: Sequence[tuple[ArrayLike, ArrayLike, ArrayLike
                 f"{name}: worker {degrees.argmax()} would hold {degrees.max()} messages at once in phase {p}, more "
                 f"than {MOST_MESSAGES}; use 'complete' (an all-reduce), 'base' or 'binary-tree'."
             )
-        colours = matrices.edge_colours(u, v, num_workers)
+        colours = edge_colours(u, v, num_workers)
         i, j, k, w = np.concatenate([u, v]), np.concatenate([v, u]), np.tile(colours, 2), np.tile(w, 2)
         sources = np.tile(np.arange(num_workers)[:, None], (1, int(k.max(initial=-1)) + 1))
         weights = np.zeros((num_workers, sources.shape[1] + 1))

@@ -24,7 +24,7 @@ def lower_collectives(collectives: Sequence[Any], wait: Any, complete: Any) -> N
 
     What compiled code calls in place of `wait` is `complete`.
     """
-    if not (OVERLAPS and _LOWERS):
+    if not OVERLAPS:
         return
     for packet in collectives:
         register_lowering(packet, type_promotion_kind=None)(_lower_collective(packet.default))
