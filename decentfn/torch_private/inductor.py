@@ -16,7 +16,7 @@ from torch._dynamo import lookup_backend as lookup_backend
 try:
     from torch._inductor import config, ir
     from torch._inductor.custom_graph_pass import CustomGraphPass as _GraphPass
-    from torch._inductor.lowering import register_lowering as _  # without which nothing is posted in the background
+    from torch._inductor.lowering import register_lowering as register_lowering
 
     OVERLAPS = (
         hasattr(ir, "_CollectiveKernel")
