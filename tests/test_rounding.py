@@ -93,3 +93,21 @@ def on_this_rank():
 
 def test_the_mean_is_preserved_on_compiled_ranks(ranks):
     assert_preserved(trees.map(lambda *leaves: torch.stack(leaves), *ranks(N).run(on_this_rank)))
+
+
+def test_what_sixteen_bit_workers_make_of_a_message_are_sixteen_bit_numbers_compiled_too():
+    """What is sent is rounded to the parameters' dtype; Inductor would go on with the wider decoded value in some kernels."""
+    init, step = df.choco_sgd(
+        lambda params, batch: 0.0 * params["a"].float().sum(),
+        df.sgd(0.1),
+        df.topology("static-ring", num_workers=N),
+        compressor=compressors.quantize(4),
+        gamma=0.1,
+    )
+    state = df.stack(init({"a": torch.zeros(20, 31, dtype=torch.bfloat16)}), N)
+    start = torch.randn(N, 620, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    state = state._replace(params=trees.map(lambda x: start, state.params))
+    state, _ = df.compile(df.simulate(step, N), donate=False)(state, torch.zeros(N), 0)
+    (x_hat,), (s,) = state.public, state.mixed
+    assert torch.equal(x_hat, x_hat.to(torch.bfloat16).float()) and x_hat.any()
+    assert (s.mean(0) - x_hat.mean(0)).abs().max() < 1e-6
