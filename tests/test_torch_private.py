@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch._inductor.cpu_vec_isa import VecISA
 
-import decentfn  # noqa: F401  (defines the operators)
+import decentfn as df
+from decentfn.buckets import flatten
+from decentfn.compressors import Key
 from decentfn.torch_private import inductor, inductor_on_cpu
 
 WITHOUT = """
@@ -61,7 +63,6 @@ def _environment(root):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_simulator_agrees_with_itself_on_a_gpu(compiled):
-    import decentfn as df
     from decentfn import trees
     from tests import cases
 
@@ -108,3 +109,17 @@ def test_a_probe_that_passed_is_not_repeated_and_one_that_failed_is(tmp_path, mo
     with pytest.raises(KeyError), inductor_on_cpu.remembered_probes():
         unit._probe_load("unknown")
     assert VecISA._probe_load is original
+
+
+def test_a_loop_is_not_split_by_what_does_not_divide_it():
+    """620 values in chunks of 256: Inductor on a CPU would compute the first two chunks and forget the rest."""
+    compressor = df.compressors.quantize(8)
+    x = flatten({"a": torch.randn(620, generator=torch.Generator().manual_seed(0))})
+
+    def there_and_back(x, me, t):
+        message = compressor.compress(x, plan, Key(t, me, 0))
+        return x, compressor.decompress(message, plan)
+
+    (bucket,), (plan,) = x, x.plan.buckets
+    _, heard = df.compile(there_and_back, donate=False)(bucket, torch.tensor(1), 3)
+    torch.testing.assert_close(heard, there_and_back(bucket, torch.tensor(1), torch.tensor(3))[1])
