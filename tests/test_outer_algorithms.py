@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 
 import decentfn as df
-from decentfn import gossip, trees
+from decentfn import collectives, trees
 from decentfn.algorithms.adapt_then_combine import adapt_then_combine
 from decentfn.algorithms.diloco import diloco
 from decentfn.algorithms.noloco import noloco
@@ -316,7 +316,7 @@ def options_of(algorithm):
 def steps_that_speak(monkeypatch, built, p, steps):
     """For each step the number of elements that leave worker 0, over all messages and averages."""
     sent = []
-    exchange, group_mean = gossip.collectives.exchange, gossip.collectives.group_mean
+    exchange, group_mean = collectives.exchange, collectives.group_mean
 
     def spy_exchange(x, peers, t, **options):
         sent[-1] += int((peers[int(t) % len(peers), 1, 0] >= 0).sum()) * x.shape[-1]
@@ -327,8 +327,8 @@ def steps_that_speak(monkeypatch, built, p, steps):
         sent[-1] += int((row == row[0]).sum() > 1) * x.shape[-1]
         return group_mean(x, groups, t)
 
-    monkeypatch.setattr(gossip.collectives, "exchange", spy_exchange)
-    monkeypatch.setattr(gossip.collectives, "group_mean", spy_group_mean)
+    monkeypatch.setattr(collectives, "exchange", spy_exchange)
+    monkeypatch.setattr(collectives, "group_mean", spy_group_mean)
     step, state = df.simulate(built.step, len(p.start)), start(built, p)
     for t in range(steps):
         sent.append(0)
