@@ -68,7 +68,6 @@ def test_a_fault_of_an_algorithm_breaks_its_promise(fault, promise, message):
         PROMISES[promise](testing.Subject(my_algorithm(fault), ring))
 
 
-@pytest.mark.slow
 def test_a_sound_algorithm_of_ones_own_passes_and_says_what_it_declines():
     answers = testing.check_algorithm(my_algorithm(None), ring)
     assert set(answers) == set(PROMISES)

@@ -34,19 +34,15 @@ def interpreters_agree(subject: Subject) -> None:
 
 
 def traced_ranks_agree(subject: Subject) -> None:
-    """Traced and donated (aot_eager) on gloo ranks, one worker a process: what the simulator computes."""
-    run = _full(subject)
-    assert_close(ranks(subject, run)[-1], simulated(subject, run)[-1])
+    """Traced and donated (aot_eager) on gloo ranks: what the simulator computes, one worker a process or two."""
+    for run in _traced(subject):
+        assert_close(ranks(subject, run)[-1], simulated(subject, run)[-1])
 
 
 def compiled_ranks_agree(subject: Subject) -> None:
     """Compiled by Inductor and donated on gloo ranks: what the simulator computes, one worker a process or two."""
-    packed = _packed(subject)
     assert_close(ranks(subject, _COMPILED)[-1], simulated(subject, _COMPILED)[-1])
-    # An average over a group is rounded once more on its way, in the order of the processes.
-    averages = not subject.mixes_narrow or subject.topology(subject.num_workers).groups is not None
-    apart = 1.0 if averages else _MAY_ROUND_APART
-    assert_close(ranks(subject, packed)[-1], simulated(subject, packed)[-1], but=apart)
+    _assert_packed_ranks_agree(subject)
 
 
 def donated_is_pure(subject: Subject) -> None:
@@ -57,18 +53,16 @@ def donated_is_pure(subject: Subject) -> None:
 
 
 def one_graph(subject: Subject) -> None:
-    """One graph serves all steps, on ranks."""
-    run = _full(subject)
-    ranks(subject, run)
-    assert graphs(subject, run) == 1, f"{graphs(subject, run)} graphs for {STEPS} steps"
+    """One graph serves all steps, on ranks, one worker a process or two."""
+    for run in _traced(subject):
+        ranks(subject, run)
+        assert graphs(subject, run) == 1, f"{graphs(subject, run)} graphs for {STEPS} steps"
 
 
 _AVERAGED = ("wrap", lambda algorithm: ema(algorithm, 0.8))
 _SCALED = ("optimizer", dynamic_loss_scale(sgd(0.05, momentum=0.5), init_scale=2.0**10))
 _MIXED_BUFFERS = ("average_buffers", True)
 _NARROW = ("wire_dtype", torch.bfloat16)
-
-
 _COMPILED = Run("inductor", options=(_AVERAGED,))
 
 
@@ -82,9 +76,21 @@ def _full(subject: Subject) -> Run:
     return Run("aot_eager", options=options, with_buffers=True)
 
 
+def _traced(subject: Subject) -> tuple[Run, Run]:
+    return _full(subject), Run("aot_eager", local=2)
+
+
 def _packed(subject: Subject) -> Run:
     """Compiled by Inductor, two workers a process, and bfloat16 on the wire where the algorithm takes it."""
     return Run("inductor", local=2, options=(_NARROW,) if _takes(subject, _NARROW) else ())
+
+
+def _assert_packed_ranks_agree(subject: Subject) -> None:
+    packed = _packed(subject)
+    # An average over a group is rounded once more on a narrow wire, in the order of the processes.
+    averages = not subject.mixes_narrow or subject.topology(subject.num_workers).groups is not None
+    apart = 0.0 if not packed.options else 1.0 if averages else _MAY_ROUND_APART
+    assert_close(ranks(subject, packed)[-1], simulated(subject, packed)[-1], but=apart)
 
 
 def _takes(subject: Subject, option: tuple[str, Any]) -> bool:
@@ -142,6 +148,8 @@ def laws_hold_on_a_narrow_wire(subject: Subject) -> None:
     build_only(subject, _NARROW)
     if subject.mixes_narrow:
         _assert_laws(subject, _packed(subject))
+    else:
+        _assert_packed_ranks_agree(subject)
 
 
 def nothing_in_flight_is_written_over(subject: Subject) -> None:

@@ -16,6 +16,8 @@ from torch._dynamo import lookup_backend as lookup_backend
 try:
     from torch._inductor import config, ir
     from torch._inductor.custom_graph_pass import CustomGraphPass as _GraphPass
+
+    # Tried here: without it `lowering` cannot overlap anything.
     from torch._inductor.lowering import register_lowering as register_lowering
 
     OVERLAPS = (
