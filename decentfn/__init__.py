@@ -3,7 +3,7 @@
 >>> import decentfn as df
 """
 
-from decentfn import algorithms, compressors, schedules, testing, topologies, transforms
+from decentfn import algorithms, compressors, kit, schedules, testing, topologies, transforms
 from decentfn.algorithms import *  # noqa: F403
 from decentfn.buckets import Buckets, Plan
 from decentfn.compilation import compile
@@ -16,7 +16,8 @@ from decentfn.consensus import (
     params,
     with_params,
 )
-from decentfn.gradient import accumulate, add_module_prefix, functional, strip_module_prefix
+from decentfn.gradient import accumulate, add_module_prefix, dynamic_loss_scale, functional, strip_module_prefix
+from decentfn.kit import Algorithm, Metrics, Options, State
 from decentfn.noise import worker_seed
 from decentfn.replicas import broadcast
 from decentfn.run import Shards, dirichlet_shards, fixed_shards, init, shards
@@ -42,21 +43,26 @@ from decentfn.topologies import (
     topology_names,
 )
 from decentfn.transforms import *  # noqa: F403
-from decentfn.wrappers import ema, ema_params, ema_state
+from decentfn.wrappers import average_buffers, ema, ema_params, ema_state
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Algorithm",
     "Buckets",
     "Certificate",
     "Edge",
+    "Metrics",
+    "Options",
     "Plan",
     "Shards",
+    "State",
     "Topology",
     "accumulate",
     "add_module_prefix",
     "algorithms",
     "alternate",
+    "average_buffers",
     "broadcast",
     "buffers",
     "certificate",
@@ -69,6 +75,7 @@ __all__ = [
     "cosine_with_warmup",
     "dirichlet_shards",
     "distance_to_consensus",
+    "dynamic_loss_scale",
     "ema",
     "ema_params",
     "ema_state",
@@ -81,6 +88,7 @@ __all__ = [
     "functional",
     "gamma_from_learning_rate",
     "init",
+    "kit",
     "mixing_matrix",
     "params",
     "pga",

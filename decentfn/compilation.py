@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from decentfn import collectives, compile_cache, noise, trees
-from decentfn.algorithms.expected import check, marked
+from decentfn.kit.expected import check, marked
+from decentfn.kit.state import Step
 from decentfn.run.memory import give_back_freed_memory
 from decentfn.scalars import as_step
 from decentfn.torch_private import inductor
@@ -20,8 +21,6 @@ from decentfn.trees import PyTree
 from decentfn.words import brief
 
 _log = logging.getLogger("decentfn")
-
-Step = Callable[[Any, PyTree, Any], tuple[Any, Any]]
 
 
 def compile(step: Step, *, donate: bool = True, backend: Any = "inductor", **options: Any) -> Step:

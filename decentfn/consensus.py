@@ -13,6 +13,7 @@ from torch import Tensor
 
 from decentfn import collectives, trees
 from decentfn.buckets import Buckets
+from decentfn.kit.state import State, restarted
 from decentfn.stacking import over_workers
 from decentfn.trees import PyTree
 
@@ -31,21 +32,19 @@ def with_params(state: Any, params: PyTree) -> Any:
     """The state with other parameters: from a checkpoint, an average, a surgery. Copies.
 
     The optimizer's state and the buffers are kept. What the algorithm itself remembers (slow copies, trackers, momentum,
-    corrections, errors, messages under way, the average of `df.ema`) starts anew at the new parameters, so that nothing
-    pulls back to the old ones; each state's own `with_params` says how. To go on with an average of `df.ema`:
-    `state._replace(inner=df.with_params(state.inner, params))`.
+    corrections, errors, messages on their way, the average of `df.ema`) starts anew at the new parameters, so that nothing
+    pulls back to the old ones; each memory's own `restart` says how.
 
     Give all workers theirs in the same step (under torchrun on every rank): what they remember of one another starts
     anew on all of them, or would never add up again. The state that is passed in stays as it is.
 
     Args:
-        state: a training state. One of your own algorithm has a method `with_params(x: Buckets)`, written for one
-            worker, that returns the state with parameters x and its memory reset.
+        state: a training state, `State(params, local, memory)`.
         params: a tree like the one that `init` was given, `[N, ...]` for a stacked state; a tied leaf counts in its
             first place.
 
     Raises:
-        ValueError: other leaves, shapes or dtypes than the state's, or a state without that method.
+        ValueError: other leaves, shapes or dtypes than the state's, or a state whose memory has no `restart`.
     """
     x = _buckets(state)
     expected = [(name, leaf.shape, leaf.dtype) for name, leaf in trees.named_leaves(x.tree())]
@@ -56,31 +55,17 @@ def with_params(state: Any, params: PyTree) -> Any:
                 f"with_params(state, params): found {got} where the state has {want} (name, shape, dtype); pass a tree "
                 "like df.params(state)."
             )
-    leaf: dict[int, Tensor] = {}
-    for position, value in zip(trees.leaves(x.plan.template), trees.leaves(params), strict=True):
-        leaf.setdefault(position, value)
-    tensors, first = [], 0
-    for bucket, tensor in zip(x.plan.buckets, x, strict=True):
-        pieces = [leaf[first + k].reshape(*tensor.shape[:-1], -1) for k in range(len(bucket.segments))]
-        tensors.append(torch.cat(pieces, dim=-1).detach().to(tensor.device))
-        first += len(pieces)
-    new = Buckets(tensors, x.plan)
+    tensors = x.plan.lay_out(params, workers=tuple(x[0].shape[:-1]))
+    new = Buckets([new.to(old.device) for new, old in zip(tensors, x, strict=True)], x.plan)
+
+    def anew(state: State, x: Buckets) -> State:
+        return state._replace(params=x, memory=restarted(state.memory, x))
+
     if not is_stacked(state):
-        return trees.map(torch.clone, restarted(state, new))
+        return trees.map(torch.clone, anew(state, new))
     # What does not depend on the worker comes back expanded.
-    stacked = over_workers(restarted, new[0].shape[0], state, new)
+    stacked = over_workers(anew, new[0].shape[0], state, new)
     return trees.map(lambda leaf: leaf.clone(memory_format=torch.contiguous_format), stacked)
-
-
-def restarted(state: Any, x: Buckets) -> Any:
-    """One worker's state with parameters `x`, as its own `with_params` says."""
-    method = getattr(state, "with_params", None)
-    if method is None:
-        raise ValueError(
-            f"with_params({type(state).__name__}): this state does not say what becomes of the rest of it; give its class "
-            "a method with_params(self, x), as in df.with_params' description, or call init(params) anew."
-        )
-    return method(x)
 
 
 def is_stacked(state: Any) -> bool:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from decentfn import trees
-from decentfn.algorithms.expected import check, marked, require_order
-from decentfn.compilation import Step
+from decentfn.kit.expected import check, marked, require_order
+from decentfn.kit.state import Step
 from decentfn.scalars import as_step
 from decentfn.stacking import over_workers
 from decentfn.trees import PyTree

@@ -40,8 +40,8 @@ def unequal_shares(n: int) -> df.Topology:
 
 def _mass(state: Any, topology: df.Topology, t: int) -> list[torch.Tensor]:
     """Σ w z and what is in flight; the weight rides at the end of the first bucket of the widest dtype."""
-    total = [(state.weight.double()[:, None] * z.double()).sum(0) for z in state.params]
-    outboxes = getattr(state, "outboxes", ())
+    total = [(state.memory.weight.double()[:, None] * z.double()).sum(0) for z in state.params]
+    outboxes = getattr(state.memory, "outboxes", ())
     carrier = [b.dtype for b in state.params].index(torch.float64)
     for age, outbox in enumerate(outboxes):
         sent_at = t - len(outboxes) + age
@@ -56,14 +56,14 @@ def _differ(one: str, other: str) -> Any:
     """The means over workers of two fields of the state, subtracted."""
 
     def quantity(state: Any, topology: df.Topology, t: int) -> list[torch.Tensor]:
-        pairs = zip(getattr(state, one), getattr(state, other), strict=True)
+        pairs = zip(getattr(state.memory, one), getattr(state.memory, other), strict=True)
         return [a.double().mean(0) - b.double().mean(0) for a, b in pairs]
 
     return quantity
 
 
 def _spread_of_phi(state: Any, topology: df.Topology, t: int) -> list[torch.Tensor]:
-    return [b.double().amax(0) - b.double().amin(0) for b in state.phi]
+    return [b.double().amax(0) - b.double().amin(0) for b in state.memory.phi]
 
 
 mass_is_conserved = Law("mass conserved", _mass)

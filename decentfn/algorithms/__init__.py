@@ -21,12 +21,8 @@ from decentfn.algorithms.relay_sgd import relay_sgd
 from decentfn.algorithms.slowmo import slowmo
 from decentfn.algorithms.stochastic_gradient_push import stochastic_gradient_push
 from decentfn.algorithms.streaming_diloco import streaming_diloco
-from decentfn.algorithms.worker import Algorithm, Metrics, Options
 
 __all__ = [
-    "Algorithm",
-    "Metrics",
-    "Options",
     "adapt_then_combine",
     "adapt_while_communicate",
     "all_reduce",

@@ -12,10 +12,7 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import Unpack
 
-from decentfn.algorithms.agreement import algorithm
-from decentfn.algorithms.preconditions import require_doubly_stochastic
-from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, State, Worker, as_step
-from decentfn.buckets import add
+from decentfn.kit import Algorithm, LossFn, Metrics, Options, State, Worker, add, algorithm, require_doubly_stochastic
 from decentfn.topologies import Topology
 from decentfn.trees import PyTree
 
@@ -33,17 +30,15 @@ def adapt_then_combine(loss_fn: LossFn, optimizer: Any, topology: Topology, **op
         loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.
         optimizer: a pair `(init, update)`.
         topology: the schedule of mixing matrices.
-        options: `bucket_mb`, `wire_dtype`, `average_buffers`; see `Options`.
+        options: `bucket_mb`, `wire_dtype`; see `Options`.
     """
-    understands = ("loss_scale", "average_buffers")
-    worker = Worker(loss_fn, optimizer, topology, understands=understands, **options)
+    worker = Worker(loss_fn, optimizer, topology, **options)
     require_doubly_stochastic("adapt_then_combine", topology)
 
-    def step(state: State, batch: PyTree, t: int | Tensor) -> tuple[State, Metrics]:
-        t = as_step(t)
+    def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
         x = state.params
-        g = worker.gradient(x, state.buffers, batch, state.opt_state)
-        u, opt_state = worker.update(g.grads, state.opt_state, x, t)
-        return State(worker.mix(add(x, u), t), opt_state, g.buffers), g.metrics
+        g, local = worker.gradient(x, state.local, batch, t)
+        u, local = worker.update(g.grads, g, local, x)
+        return State(worker.mix(add(x, u), t), local), g.metrics
 
-    return worker.algorithm(worker.init, worker.then_mixing_buffers(step, topology))
+    return worker.algorithm(step)

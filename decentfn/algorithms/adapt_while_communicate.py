@@ -16,12 +16,19 @@ from typing import Any, Literal
 from torch import Tensor
 from typing_extensions import Unpack
 
-from decentfn import gossip
-from decentfn.algorithms.agreement import algorithm
-from decentfn.algorithms.hyperparameters import at
-from decentfn.algorithms.preconditions import require_doubly_stochastic
-from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, State, Worker, as_step
-from decentfn.buckets import add
+from decentfn.kit import (
+    Algorithm,
+    LossFn,
+    Metrics,
+    Options,
+    State,
+    Worker,
+    add,
+    algorithm,
+    at,
+    collect,
+    require_doubly_stochastic,
+)
 from decentfn.topologies import Topology
 from decentfn.trees import PyTree
 
@@ -48,24 +55,22 @@ def adapt_while_communicate(
         gamma: γ in [0, 1], or a function of `t` (0-d int64 tensor) that returns it.
         update_at: where the optimizer sees the parameters (weight decay acts there): at the worker's own `x`, or at
             the mixed point as Decent-DP does.
-        options: `bucket_mb`, `wire_dtype`, `average_buffers`; see `Options`.
+        options: `bucket_mb`, `wire_dtype`; see `Options`.
     """
-    understands = ("loss_scale", "mix", "average_buffers")
-    worker = Worker(loss_fn, optimizer, topology, understands=understands, **options)
+    worker = Worker(loss_fn, optimizer, topology, shows_mix=True, **options)
     require_doubly_stochastic("adapt_while_communicate", topology)
     if update_at not in ("local", "mixed"):
         raise ValueError(f"adapt_while_communicate(update_at={update_at!r}): choose 'local' or 'mixed'.")
     if not callable(gamma) and not 0 <= gamma <= 1:
         raise ValueError(f"adapt_while_communicate(gamma={gamma}): γ lies in [0, 1], or is a function of t.")
 
-    def step(state: State, batch: PyTree, t: int | Tensor) -> tuple[State, Metrics]:
-        t = as_step(t)
+    def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
         x = state.params
-        travelling = worker.post(x, t)
-        g = worker.gradient(x, state.buffers, batch, state.opt_state)
-        mixed = gossip.collect(travelling, at(gamma, t))
+        posted = worker.post(x, t)
+        g, local = worker.gradient(x, state.local, batch, t)
+        mixed = collect(posted, at(gamma, t))
         seen = mixed if update_at == "mixed" else x
-        u, opt_state = worker.update(g.grads, state.opt_state, seen, t, heard=travelling)
-        return State(add(mixed, u), opt_state, g.buffers), g.metrics
+        u, local = worker.update(g.grads, g, local, seen, posted=posted)
+        return State(add(mixed, u), local), g.metrics
 
-    return worker.algorithm(worker.init, worker.mixing_buffers(step, gamma))
+    return worker.algorithm(step)

@@ -12,9 +12,7 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import Unpack
 
-from decentfn.algorithms.agreement import algorithm
-from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, State, Worker, as_step
-from decentfn.buckets import add
+from decentfn.kit import Algorithm, LossFn, Metrics, Options, State, Worker, add, algorithm
 from decentfn.topologies import Topology
 from decentfn.trees import PyTree
 
@@ -30,19 +28,17 @@ def all_reduce(loss_fn: LossFn, optimizer: Any, topology: Topology, **options: U
         loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.
         optimizer: a pair `(init, update)`; it sees the averaged gradient.
         topology: only its `num_workers` counts.
-        options: `bucket_mb`, `wire_dtype`, `average_buffers`; see `Options`.
+        options: `bucket_mb`, `wire_dtype`; see `Options`.
 
     Raises:
         ValueError: from `init`, replicas that do not start equal; `df.broadcast` makes them so.
     """
-    understands = ("loss_scale", "average_buffers")
-    worker = Worker(loss_fn, optimizer, topology, understands=understands, **options)
+    worker = Worker(loss_fn, optimizer, topology, **options)
 
-    def step(state: State, batch: PyTree, t: int | Tensor) -> tuple[State, Metrics]:
-        t = as_step(t)
+    def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
         x = state.params
-        g = worker.gradient(x, state.buffers, batch, state.opt_state)
-        u, opt_state = worker.update(worker.mean(g.grads, t), state.opt_state, x, t)
-        return State(add(x, u), opt_state, g.buffers), g.metrics
+        g, local = worker.gradient(x, state.local, batch, t, together=True)
+        u, local = worker.update(worker.mean(g.grads, t), g, local, x)
+        return State(add(x, u), local), g.metrics
 
-    return worker.algorithm(worker.init_equal, worker.then_mixing_buffers(step, worker.everyone))
+    return worker.algorithm(step, topology=worker.everyone, starts_equal=True)

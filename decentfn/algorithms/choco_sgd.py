@@ -17,34 +17,38 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from decentfn import trees
-from decentfn.algorithms.agreement import algorithm
-from decentfn.algorithms.preconditions import (
+from decentfn.compressors import Compressor
+from decentfn.gossip.compressed import as_messages, mix_compressed, post_compressed
+from decentfn.kit import (
+    Algorithm,
+    Buckets,
+    LossFn,
+    Metrics,
+    Options,
+    State,
+    Worker,
+    add,
+    algorithm,
+    each,
     require_compressor,
     require_contraction,
     require_doubly_stochastic,
     require_static,
+    zeros_like,
 )
-from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, as_step
-from decentfn.buckets import Buckets, add, each, zeros_like
-from decentfn.compressors import Compressor
-from decentfn.gossip.compressed import as_messages, mix_compressed, post_compressed
 from decentfn.topologies import Topology
 from decentfn.trees import PyTree
 
 
-class State(NamedTuple):
-    """One worker's state."""
+class Memory(NamedTuple):
+    """What a worker remembers."""
 
-    params: Buckets
-    opt_state: PyTree
-    buffers: PyTree
     public: Buckets  # x̂, this worker's public copy
     mixed: Buckets  # s = Σ_j W[i,j] x̂_j, its own included
 
-    def with_params(self, x: Buckets) -> State:
+    def restart(self, x: Buckets) -> Memory:
         """Public copies and their sum start again from 0, where all workers' agree."""
-        return self._replace(params=x, public=zeros_like(x), mixed=zeros_like(x))
+        return Memory(zeros_like(x), zeros_like(x))
 
 
 @algorithm
@@ -57,7 +61,7 @@ def choco_sgd(
     gamma: float,
     **options: Unpack[Options],
 ) -> Algorithm:
-    """Update, tell the neighbours how the parameters differ from what they know, and move towards their copies.
+    """Update, send the neighbours how the parameters differ from what they know, and move towards their copies.
 
     What travels is known after the update only, so messages overlap with the compression of later buckets and with
     nothing else. With `compressors.identity()` and γ = 1 it is adapt_then_combine.
@@ -81,20 +85,19 @@ def choco_sgd(
     require_static("choco_sgd", topology, "a worker keeps Σ_j W[i,j] x̂_j as one running sum", "deep_squeeze")
     neighbours = as_messages(topology)
 
-    def init(params: PyTree, buffers: PyTree = None) -> State:
-        x = worker.start(params)
+    def start(x: Buckets) -> Memory:
         require_contraction("choco_sgd", compressor, x.plan)
-        return State(x, optimizer.init(x), trees.map(torch.clone, buffers), zeros_like(x), zeros_like(x))
+        return Memory(zeros_like(x), zeros_like(x))
 
-    def step(state: State, batch: PyTree, t: int | Tensor) -> tuple[State, Metrics]:
-        x, x_hat, s = state.params, state.public, state.mixed
-        g = worker.gradient(x, state.buffers, batch)
-        u, opt_state = optimizer.update(g.grads, state.opt_state, x)
+    def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
+        x, (x_hat, s) = state.params, state.memory
+        g, local = worker.gradient(x, state.local, batch, t)
+        u, local = worker.update(g.grads, g, local, x)
         x_half = add(x, u)
-        q = post_compressed(each(torch.sub, x_half, x_hat), compressor, neighbours, as_step(t))
+        q = post_compressed(each(torch.sub, x_half, x_hat), compressor, neighbours, t)
         x_hat = add(x_hat, q.sent)
         s = add(s, mix_compressed(q))
         x = each(lambda x, s, x_hat: (x + gamma * (s - x_hat)).to(x.dtype), x_half, s, x_hat)
-        return State(x, opt_state, g.buffers, x_hat, s), g.metrics
+        return State(x, local, Memory(x_hat, s)), g.metrics
 
-    return worker.algorithm(init, step)
+    return worker.algorithm(step, start)

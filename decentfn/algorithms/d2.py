@@ -18,26 +18,38 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from decentfn import gossip, trees
-from decentfn.algorithms.agreement import algorithm
-from decentfn.algorithms.preconditions import require_doubly_stochastic
-from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, as_step
-from decentfn.buckets import Buckets, add, each, zeros_like
+from decentfn.kit import (
+    Algorithm,
+    Buckets,
+    LossFn,
+    Metrics,
+    Options,
+    State,
+    Worker,
+    add,
+    algorithm,
+    difference,
+    each,
+    require_doubly_stochastic,
+    zeros_like,
+)
 from decentfn.topologies import Topology, mixing_matrix
 from decentfn.trees import PyTree
 
 
-class State(NamedTuple):
-    """One worker's state."""
+class Memory(NamedTuple):
+    """The correction c, whose mean over the workers is 0."""
 
-    params: Buckets
-    opt_state: PyTree
-    buffers: PyTree
-    c: Buckets  # the correction
+    c: Buckets
 
-    def with_params(self, x: Buckets) -> State:
+    @classmethod
+    def start(cls, x: Buckets) -> Memory:
+        """At the first parameters."""
+        return cls(zeros_like(x))
+
+    def restart(self, x: Buckets) -> Memory:
         """The correction starts anew."""
-        return self._replace(params=x, c=zeros_like(x))
+        return self.start(x)
 
 
 @algorithm
@@ -62,20 +74,16 @@ def d2(loss_fn: LossFn, optimizer: Any, topology: Topology, **options: Unpack[Op
     require_doubly_stochastic("d2", topology)
     require_stable(topology)
 
-    def init(params: PyTree, buffers: PyTree = None) -> State:
-        x = worker.start(params)
-        return State(x, optimizer.init(x), trees.map(torch.clone, buffers), zeros_like(x))
-
-    def step(state: State, batch: PyTree, t: int | Tensor) -> tuple[State, Metrics]:
-        x, c = state.params, state.c
-        g = worker.gradient(x, state.buffers, batch)
-        u, opt_state = optimizer.update(g.grads, state.opt_state, x)
+    def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
+        x, (c,) = state.params, state.memory
+        g, local = worker.gradient(x, state.local, batch, t)
+        u, local = worker.update(g.grads, g, local, x)
         half = each(lambda x, u, c: x.to(c.dtype) + u + c, x, u, c)
-        pull = gossip.difference(worker.post(half, as_step(t)))  # (W - I)(x + u + c)
+        pull = difference(worker.post(half, t))  # (W - I)(x + u + c)
         x_next = each(lambda half, d, x: (half + d).to(x.dtype), half, pull, x)
-        return State(x_next, opt_state, g.buffers, add(c, pull)), g.metrics
+        return State(x_next, local, Memory(add(c, pull))), g.metrics
 
-    return worker.algorithm(init, step)
+    return worker.algorithm(step, Memory.start)
 
 
 def require_stable(topology: Topology, tolerance: float = 1e-9) -> None:

@@ -23,11 +23,24 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from decentfn import noise
-from decentfn.algorithms.agreement import algorithm
-from decentfn.algorithms.hyperparameters import at, reciprocal, require_fractions, require_positive
-from decentfn.algorithms.preconditions import require_doubly_stochastic
-from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, as_step
-from decentfn.buckets import Buckets, add, each, zeros_like
+from decentfn.kit import (
+    Algorithm,
+    Buckets,
+    LossFn,
+    Metrics,
+    Options,
+    State,
+    Worker,
+    add,
+    algorithm,
+    at,
+    each,
+    reciprocal,
+    require_doubly_stochastic,
+    require_fractions,
+    require_positive,
+    zeros_like,
+)
 from decentfn.topologies import Topology, mixed
 from decentfn.transforms.basic import Scalar
 from decentfn.trees import PyTree
@@ -38,17 +51,19 @@ _GROWTH = 4e-4
 """Per step. Sums over 400 steps to a sixth."""
 
 
-class DecentLaMState(NamedTuple):
-    """The state of one worker."""
+class Memory(NamedTuple):
+    """The momentum m, in units of a gradient (of an update where learning_rate is left at 1)."""
 
-    params: Buckets
-    opt_state: PyTree
-    m: Buckets  # momentum, in units of a gradient (of an update where learning_rate is left at 1)
-    buffers: PyTree = None
+    m: Buckets
 
-    def with_params(self, x: Buckets) -> DecentLaMState:
+    @classmethod
+    def start(cls, x: Buckets) -> Memory:
+        """At the first parameters."""
+        return cls(zeros_like(x))
+
+    def restart(self, x: Buckets) -> Memory:
         """The momentum starts anew."""
-        return self._replace(params=x, m=zeros_like(x))
+        return self.start(x)
 
 
 @algorithm
@@ -87,24 +102,19 @@ def decentlam(
     require_doubly_stochastic("decentlam", topology)
     require_stable(topology, beta)
 
-    def init(params: PyTree, buffers: PyTree = None) -> DecentLaMState:
-        x, opt_state, buffers = worker.init(params, buffers)
-        return DecentLaMState(x, opt_state, zeros_like(x), buffers)
-
-    def step(state: DecentLaMState, batch: PyTree, t: int | Tensor) -> tuple[DecentLaMState, Metrics]:
-        t = as_step(t)
+    def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
         eta = at(learning_rate, t)
         per_eta = reciprocal(eta)
-        x, opt_state, m, buffers = state
-        g = worker.gradient(x, buffers, batch)
-        u, opt_state = optimizer.update(g.grads, opt_state, x)
+        x, (m,) = state.params, state.memory
+        g, local = worker.gradient(x, state.local, batch, t)
+        u, local = worker.update(g.grads, g, local, x)
         mixed = worker.mix(add(x, u), t)
         # x - η m⁺ = W (x - η g) - η β m, which for β = 0 is adapt-then-combine to the bit.
         new = each(lambda mixed, m: (mixed - eta * beta * m).to(mixed.dtype), mixed, m)
-        m = each(lambda m, x, mixed: (beta * m + (x - mixed) * per_eta).to(m.dtype), m, x, mixed)
-        return DecentLaMState(new, opt_state, m, g.buffers), g.metrics
+        m_new = each(lambda m, x, mixed: (beta * m + (x - mixed) * per_eta).to(m.dtype), m, x, mixed)
+        return State(g.keep(new, mixed), local, Memory(g.keep(m_new, m))), g.metrics
 
-    return worker.algorithm(init, step)
+    return worker.algorithm(step, Memory.start)
 
 
 def require_stable(topology: Topology, beta: float) -> None:

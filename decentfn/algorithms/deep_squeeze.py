@@ -4,7 +4,7 @@
     v = x½ + δ;    δ⁺ = v - C(v)
     x⁺ = x½ + γ (W C(v) - C(v))
 
-x: a worker's parameters; u: the optimizer's update at its gradient g; δ: what compression has left unsaid, 0 at the
+x: a worker's parameters; u: the optimizer's update at its gradient g; δ: what compression has left out, 0 at the
 start; C: the compressor; W: the mixing matrix of step t; γ: the consensus step size.
 """
 
@@ -16,28 +16,36 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from decentfn import trees
-from decentfn.algorithms.agreement import algorithm
-from decentfn.algorithms.preconditions import require_compressor, require_contraction, require_doubly_stochastic
-from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, as_step
-from decentfn.buckets import Buckets, add, each, zeros_like
 from decentfn.compressors import Compressor
 from decentfn.gossip.compressed import as_messages, mix_compressed, post_compressed
+from decentfn.kit import (
+    Algorithm,
+    Buckets,
+    LossFn,
+    Metrics,
+    Options,
+    State,
+    Worker,
+    add,
+    algorithm,
+    each,
+    require_compressor,
+    require_contraction,
+    require_doubly_stochastic,
+    zeros_like,
+)
 from decentfn.topologies import Topology
 from decentfn.trees import PyTree
 
 
-class State(NamedTuple):
-    """One worker's state."""
+class Memory(NamedTuple):
+    """What a worker remembers."""
 
-    params: Buckets
-    opt_state: PyTree
-    buffers: PyTree
     error: Buckets  # δ
 
-    def with_params(self, x: Buckets) -> State:
-        """Nothing of the new parameters is left unsaid."""
-        return self._replace(params=x, error=zeros_like(x))
+    def restart(self, x: Buckets) -> Memory:
+        """Nothing of the new parameters is left out."""
+        return Memory(zeros_like(x))
 
 
 @algorithm
@@ -50,7 +58,7 @@ def deep_squeeze(
     gamma: float,
     **options: Unpack[Options],
 ) -> Algorithm:
-    """Update, send the compressed parameters with the error of last time added, and mix what was said.
+    """Update, send the compressed parameters with the error of last time added, and mix what arrived.
 
     What travels is known after the update only, so messages overlap with the compression of later buckets and with
     nothing else. Nothing is remembered about neighbours, so any schedule will do. With `compressors.identity()` and
@@ -74,21 +82,20 @@ def deep_squeeze(
     require_doubly_stochastic("deep_squeeze", topology)
     neighbours = as_messages(topology)
 
-    def init(params: PyTree, buffers: PyTree = None) -> State:
-        x = worker.start(params)
+    def start(x: Buckets) -> Memory:
         require_contraction("deep_squeeze", compressor, x.plan)
-        return State(x, optimizer.init(x), trees.map(torch.clone, buffers), zeros_like(x))
+        return Memory(zeros_like(x))
 
-    def step(state: State, batch: PyTree, t: int | Tensor) -> tuple[State, Metrics]:
-        x = state.params
-        g = worker.gradient(x, state.buffers, batch)
-        u, opt_state = optimizer.update(g.grads, state.opt_state, x)
+    def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
+        x, (error,) = state.params, state.memory
+        g, local = worker.gradient(x, state.local, batch, t)
+        u, local = worker.update(g.grads, g, local, x)
         x_half = add(x, u)
-        v = add(state.error, x_half)
-        c = post_compressed(v, compressor, neighbours, as_step(t))
+        v = add(error, x_half)
+        c = post_compressed(v, compressor, neighbours, t)
         error = each(torch.sub, v, c.sent)
         mixed = mix_compressed(c)
         x = each(lambda x, mixed, own: (x + gamma * (mixed - own)).to(x.dtype), x_half, mixed, c.sent)
-        return State(x, opt_state, g.buffers, error), g.metrics
+        return State(x, local, Memory(error)), g.metrics
 
-    return worker.algorithm(init, step)
+    return worker.algorithm(step, start)

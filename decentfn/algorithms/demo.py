@@ -4,7 +4,7 @@
     q = topk(DCT_chunk δ);    δ⁺ = δ - IDCT q
     θ⁺ = θ - η sign(IDCT Σ_i q_i)
 
-θ: the parameters, the same on every worker; δ: a worker's own momentum, of which only the fast-moving part q is told;
+θ: the parameters, the same on every worker; δ: a worker's own momentum, of which only the fast-moving part q is sent;
 g: its gradient; κ: the decay; η: the learning rate; DCT_chunk: the cosine transform of tiles of chunk x chunk.
 """
 
@@ -17,28 +17,35 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from decentfn import trees
-from decentfn.algorithms.agreement import algorithm
-from decentfn.algorithms.preconditions import require_compressor
-from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, as_step
-from decentfn.buckets import Buckets, add, cast_like, each, zeros_like
 from decentfn.compressors import Compressor, dct_top_k
 from decentfn.gossip.compressed import everyone, post_compressed, sum_compressed
+from decentfn.kit import (
+    Algorithm,
+    Buckets,
+    LossFn,
+    Metrics,
+    Options,
+    State,
+    Worker,
+    add,
+    algorithm,
+    cast_like,
+    each,
+    require_compressor,
+    zeros_like,
+)
 from decentfn.topologies import Topology
 from decentfn.trees import PyTree
 
 
-class State(NamedTuple):
-    """One worker's state."""
+class Memory(NamedTuple):
+    """What a worker remembers."""
 
-    params: Buckets
-    opt_state: PyTree
-    buffers: PyTree
     momentum: Buckets  # δ
 
-    def with_params(self, x: Buckets) -> State:
+    def restart(self, x: Buckets) -> Memory:
         """The momentum starts anew."""
-        return self._replace(params=x, momentum=zeros_like(x))
+        return Memory(zeros_like(x))
 
 
 @algorithm
@@ -54,7 +61,7 @@ def demo(
     compressor: Compressor | None = None,
     **options: Unpack[Options],
 ) -> Algorithm:
-    """Tell everyone the largest cosine components of the momentum, forget them, and step by the sign of their sum.
+    """Send everyone the largest cosine components of the momentum, forget them, and step by the sign of their sum.
 
     The transform is linear, so Σ_i IDCT q_i stands for IDCT Σ_i q_i; it is added in the order of the workers, which
     keeps replicas identical to the last bit. What travels is known after the gradient only, so messages overlap with
@@ -68,7 +75,7 @@ def demo(
         learning_rate: the η that weighs new gradients in δ. The sign forgets a constant, so it matters only if it is a
             function of t (0-d int64 tensor): the optimizer's schedule, into which an algorithm cannot look.
         decay: κ in [0, 1).
-        k: components told per tile.
+        k: components sent per tile.
         chunk: longest side of a tile, in values.
         compressor: what takes the place of `dct_top_k(k, chunk=chunk)`.
         options: `bucket_mb`; see `Options`.
@@ -83,20 +90,17 @@ def demo(
         raise ValueError(f"demo(decay={decay}): κ lies in [0, 1); the paper's is 0.999.")
     others = everyone(topology.num_workers)
 
-    def init(params: PyTree, buffers: PyTree = None) -> State:
-        x = worker.start(params)
-        return State(x, optimizer.init(x), trees.map(torch.clone, buffers), zeros_like(x))
-
-    def step(state: State, batch: PyTree, t: int | Tensor) -> tuple[State, Metrics]:
-        t = as_step(t)
-        theta = state.params
+    def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
+        theta, (delta,) = state.params, state.memory
         eta = learning_rate(t) if callable(learning_rate) else learning_rate
-        g = worker.gradient(theta, state.buffers, batch)
-        delta = each(lambda delta, g: (decay * delta + eta * g).to(delta.dtype), state.momentum, g.grads)
+        g, local = worker.gradient(theta, state.local, batch, t)
+        grown = each(lambda delta, g: (decay * delta + eta * g).to(delta.dtype), delta, g.grads)
+        delta = g.keep(grown, delta)
         q = post_compressed(delta, compressor, others, t)
         delta = each(torch.sub, delta, q.sent)
         direction = cast_like(each(torch.sign, sum_compressed(q)), theta)
-        u, opt_state = optimizer.update(direction, state.opt_state, theta)
-        return State(add(theta, u), opt_state, g.buffers, delta), g.metrics
+        # All take the same step, a worker with a bad gradient too, or replicas would part.
+        u, local = worker.update(direction, g._replace(good=None), local, theta)
+        return State(add(theta, u), local, Memory(delta)), g.metrics
 
-    return worker.algorithm(init, step)
+    return worker.algorithm(step, lambda x: Memory(zeros_like(x)), topology=worker.everyone)

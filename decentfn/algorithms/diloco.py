@@ -15,32 +15,46 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from decentfn import trees
-from decentfn.algorithms.agreement import algorithm
-from decentfn.algorithms.hyperparameters import require_fractions, require_positive, require_whole
 from decentfn.algorithms.outer import is_due, outer_gradient, to_send
-from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, as_step
-from decentfn.buckets import Buckets, add, copy_wide, each, where, zeros_like
+from decentfn.kit import (
+    Algorithm,
+    Buckets,
+    LossFn,
+    Metrics,
+    Options,
+    State,
+    Worker,
+    add,
+    algorithm,
+    copy_wide,
+    each,
+    require_fractions,
+    require_positive,
+    require_whole,
+    where,
+    zeros_like,
+)
 from decentfn.topologies import Topology
 from decentfn.trees import PyTree
 
 
-class DiLoCoState(NamedTuple):
-    """The state of one worker."""
+class Memory(NamedTuple):
+    """What a worker remembers."""
 
-    params: Buckets  # θ
-    opt_state: PyTree
     phi: Buckets  # outer parameters, the same on all workers
     b: Buckets  # outer momentum, likewise
-    buffers: PyTree = None
 
-    def with_params(self, x: Buckets) -> DiLoCoState:
+    @classmethod
+    def start(cls, x: Buckets) -> Memory:
+        """At the first parameters."""
+        return cls(copy_wide(x), zeros_like(x))
+
+    def restart(self, x: Buckets) -> Memory:
         """The outer parameters are the new ones; the outer momentum starts anew."""
-        return self._replace(params=x, phi=copy_wide(x), b=zeros_like(x))
+        return self.start(x)
 
 
 @algorithm
@@ -80,25 +94,17 @@ def diloco(
     require_fractions("diloco", outer_momentum=outer_momentum)
     eta, beta, wire = outer_learning_rate, outer_momentum, worker.wire_dtype
 
-    def init(params: PyTree, buffers: PyTree = None) -> DiLoCoState:
-        x = worker.start(params)
-        opt_state = optimizer.init(x)
-        return DiLoCoState(x, opt_state, copy_wide(x), zeros_like(x), trees.map(torch.clone, buffers))
-
-    def step(state: DiLoCoState, batch: PyTree, t: int | Tensor) -> tuple[DiLoCoState, Metrics]:
-        t = as_step(t)
+    def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
         due = is_due(t + 1, inner_steps)
-        theta, opt_state, phi, b, buffers = state
-        g = worker.gradient(theta, buffers, batch)
-        u, opt_state = optimizer.update(g.grads, opt_state, theta)
+        theta, (phi, b) = state.params, state.memory
+        g, local = worker.gradient(theta, state.local, batch, t)
+        u, local = worker.update(g.grads, g, local, theta)
         theta = add(theta, u)
         mean = worker.mean(to_send(phi, theta, wire), t, when=due)
         delta = outer_gradient(phi, mean, wire)
         b_new = each(lambda b, delta: beta * b + delta, b, delta)
         phi_new = each(lambda phi, delta, b: phi - eta * (delta + beta * b), phi, delta, b_new)
-        new = DiLoCoState(
-            where(due, phi_new, theta), opt_state, where(due, phi_new, phi), where(due, b_new, b), g.buffers
-        )
-        return new, g.metrics
+        memory = Memory(where(due, phi_new, phi), where(due, b_new, b))
+        return State(where(due, phi_new, theta), local, memory), g.metrics
 
-    return worker.algorithm(init, step)
+    return worker.algorithm(step, Memory.start, topology=worker.everyone)

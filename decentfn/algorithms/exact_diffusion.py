@@ -14,30 +14,41 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from decentfn import gossip, trees
-from decentfn.algorithms.agreement import algorithm
-from decentfn.algorithms.preconditions import require_static_symmetric
-from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, as_step
-from decentfn.buckets import Buckets, add, each, zeros_like
+from decentfn.kit import (
+    Algorithm,
+    Buckets,
+    LossFn,
+    Metrics,
+    Options,
+    State,
+    Worker,
+    add,
+    algorithm,
+    difference,
+    each,
+    require_static_symmetric,
+    zeros_like,
+)
 from decentfn.topologies import Topology
 from decentfn.trees import PyTree
 
 
-class State(NamedTuple):
-    """One worker's state."""
+class Memory(NamedTuple):
+    """The correction c = x - ψ, whose mean over the workers is 0."""
 
-    params: Buckets
-    opt_state: PyTree
-    buffers: PyTree
-    c: Buckets  # the correction x - ψ; its mean over the workers is 0
+    c: Buckets
 
-    def with_params(self, x: Buckets) -> State:
+    @classmethod
+    def start(cls, x: Buckets) -> Memory:
+        """At the first parameters."""
+        return cls(zeros_like(x))
+
+    def restart(self, x: Buckets) -> Memory:
         """The correction starts anew."""
-        return self._replace(params=x, c=zeros_like(x))
+        return self.start(x)
 
 
 @algorithm
@@ -60,17 +71,13 @@ def exact_diffusion(loss_fn: LossFn, optimizer: Any, topology: Topology, **optio
     worker = Worker(loss_fn, optimizer, topology, **options)
     require_static_symmetric("exact_diffusion", topology)
 
-    def init(params: PyTree, buffers: PyTree = None) -> State:
-        x = worker.start(params)
-        return State(x, optimizer.init(x), trees.map(torch.clone, buffers), zeros_like(x))
-
-    def step(state: State, batch: PyTree, t: int | Tensor) -> tuple[State, Metrics]:
-        x = state.params
-        g = worker.gradient(x, state.buffers, batch)
-        u, opt_state = optimizer.update(g.grads, state.opt_state, x)
-        phi = each(lambda x, u, c: x.to(c.dtype) + u + c, x, u, state.c)
-        pull = gossip.difference(worker.post(phi, as_step(t)), gamma=0.5)  # W̄ φ - φ
+    def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
+        x, (c,) = state.params, state.memory
+        g, local = worker.gradient(x, state.local, batch, t)
+        u, local = worker.update(g.grads, g, local, x)
+        phi = each(lambda x, u, c: x.to(c.dtype) + u + c, x, u, c)
+        pull = difference(worker.post(phi, t), gamma=0.5)  # W̄ φ - φ
         x_next = each(lambda phi, d, x: (phi + d).to(x.dtype), phi, pull, x)
-        return State(x_next, opt_state, g.buffers, add(state.c, pull)), g.metrics
+        return State(x_next, local, Memory(add(c, pull))), g.metrics
 
-    return worker.algorithm(init, step)
+    return worker.algorithm(step, Memory.start)

@@ -15,30 +15,40 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from decentfn import gossip, trees
-from decentfn.algorithms.agreement import algorithm
-from decentfn.algorithms.preconditions import require_static_symmetric
-from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, as_step
-from decentfn.buckets import Buckets, each, zeros_like
+from decentfn.kit import (
+    Algorithm,
+    Buckets,
+    LossFn,
+    Metrics,
+    Options,
+    State,
+    Worker,
+    algorithm,
+    difference,
+    each,
+    require_static_symmetric,
+    zeros_like,
+)
 from decentfn.topologies import Topology
 from decentfn.trees import PyTree
 
 
-class State(NamedTuple):
-    """One worker's state."""
+class Memory(NamedTuple):
+    """Half the disagreement, summed over the steps."""
 
-    params: Buckets
-    opt_state: PyTree
-    buffers: PyTree
-    p: Buckets  # half the disagreement, summed over the steps
+    p: Buckets
 
-    def with_params(self, x: Buckets) -> State:
+    @classmethod
+    def start(cls, x: Buckets) -> Memory:
+        """At the first parameters."""
+        return cls(zeros_like(x))
+
+    def restart(self, x: Buckets) -> Memory:
         """The sum starts anew."""
-        return self._replace(params=x, p=zeros_like(x))
+        return self.start(x)
 
 
 @algorithm
@@ -57,21 +67,17 @@ def extra(loss_fn: LossFn, optimizer: Any, topology: Topology, **options: Unpack
     Raises:
         ValueError: a topology that changes with time, or is not symmetric.
     """
-    worker = Worker(loss_fn, optimizer, topology, **options)
+    worker = Worker(loss_fn, optimizer, topology, shows_mix=True, **options)
     require_static_symmetric("extra", topology)
 
-    def init(params: PyTree, buffers: PyTree = None) -> State:
-        x = worker.start(params)
-        return State(x, optimizer.init(x), trees.map(torch.clone, buffers), zeros_like(x))
-
-    def step(state: State, batch: PyTree, t: int | Tensor) -> tuple[State, Metrics]:
-        x, p = state.params, state.p
-        travelling = worker.post(x, as_step(t))
-        g = worker.gradient(x, state.buffers, batch)
-        u, opt_state = optimizer.update(g.grads, state.opt_state, x)
-        pull = gossip.difference(travelling)  # W x - x
+    def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
+        x, (p,) = state.params, state.memory
+        posted = worker.post(x, t)
+        g, local = worker.gradient(x, state.local, batch, t)
+        u, local = worker.update(g.grads, g, local, x, posted=posted)
+        pull = difference(posted)  # W x - x
         p_next = each(lambda p, d: p - d / 2, p, pull)
         x_next = each(lambda x, d, u, p: (x.to(d.dtype) + d + u - p).to(x.dtype), x, pull, u, p)
-        return State(x_next, opt_state, g.buffers, p_next), g.metrics
+        return State(x_next, local, Memory(p_next)), g.metrics
 
-    return worker.algorithm(init, step)
+    return worker.algorithm(step, Memory.start)

@@ -27,29 +27,38 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from decentfn import gossip, trees
-from decentfn.algorithms.agreement import algorithm
-from decentfn.algorithms.preconditions import require_doubly_stochastic
-from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, as_step
-from decentfn.buckets import Buckets, add, cast_like, each, widen, zeros_like
+from decentfn import trees
+from decentfn.kit import (
+    Algorithm,
+    Buckets,
+    LossFn,
+    Metrics,
+    Options,
+    State,
+    Worker,
+    add,
+    algorithm,
+    cast_like,
+    collect,
+    each,
+    require_doubly_stochastic,
+    widen,
+    zeros_like,
+)
 from decentfn.topologies import Topology
 from decentfn.trees import PyTree
 
 
-class State(NamedTuple):
-    """One worker's state; y and g belong to the last step that was taken."""
+class Memory(NamedTuple):
+    """What a worker remembers."""
 
-    params: Buckets
-    opt_state: PyTree
-    buffers: PyTree
     y: Buckets  # the tracked gradient
     g: Buckets  # this worker's own gradient
     started: Tensor | None  # 0-d bool: a step was taken; only form="atc" needs it
 
-    def with_params(self, x: Buckets) -> State:
+    def restart(self, x: Buckets) -> Memory:
         """The tracker starts anew."""
-        y, g, started = trees.map(torch.zeros_like, (self.y, self.g, self.started))
-        return self._replace(params=x, y=y, g=g, started=started)
+        return trees.map(torch.zeros_like, self)
 
 
 @algorithm
@@ -84,32 +93,29 @@ def gradient_tracking(
         raise ValueError(f"gradient_tracking(form={form!r}): choose 'atc', 'semi-atc' or 'awc'.")
     require_doubly_stochastic("gradient_tracking", topology)
 
-    def init(params: PyTree, buffers: PyTree = None) -> State:
-        x = worker.start(params)
-        y, g = zeros_like(x), zeros_like(x)
+    def start(x: Buckets) -> Memory:
         # From y = g = 0 the first y is W 0 + g - 0; in the form W (y + g⁺ - g) it would be W g.
         started = torch.zeros((), dtype=torch.bool, device=x[0].device) if form == "atc" else None
-        return State(x, optimizer.init(x), trees.map(torch.clone, buffers), y, g, started)
+        return Memory(zeros_like(x), zeros_like(x), started)
 
-    def step(state: State, batch: PyTree, t: int | Tensor) -> tuple[State, Metrics]:
-        t = as_step(t)
+    def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
         last = (t - 1).clamp(min=0)
-        x, started = state.params, state.started
-        y_travelling = worker.post(state.y, last) if started is None else None
-        x_travelling = worker.post(x, t) if form == "awc" else None
+        x, (y, g, started) = state.params, state.memory
+        y_posted = worker.post(y, last) if started is None else None
+        x_posted = worker.post(x, t) if form == "awc" else None
 
-        gradient = worker.gradient(x, state.buffers, batch)
-        g = widen(gradient.grads)
-        change = each(torch.sub, g, state.g)
-        if y_travelling is not None:
-            y = add(gossip.collect(y_travelling), change)
+        gradient, local = worker.gradient(x, state.local, batch, t)
+        g_new = gradient.keep(widen(gradient.grads), g)
+        change = each(torch.sub, g_new, g)
+        if y_posted is not None:
+            y = add(collect(y_posted), change)
         else:
             assert started is not None
-            y = each(partial(torch.where, started), worker.mix(add(state.y, change), last), g)
+            y = each(partial(torch.where, started), worker.mix(add(y, change), last), g_new)
             started = torch.ones_like(started)
 
-        u, opt_state = optimizer.update(cast_like(y, x), state.opt_state, x)
-        x = worker.mix(add(x, u), t) if x_travelling is None else add(gossip.collect(x_travelling), u)
-        return State(x, opt_state, gradient.buffers, y, g, started), gradient.metrics
+        u, local = worker.update(cast_like(y, x), gradient, local, x)
+        x = worker.mix(add(x, u), t) if x_posted is None else add(collect(x_posted), u)
+        return State(x, local, Memory(y, g_new, started)), gradient.metrics
 
-    return worker.algorithm(init, step)
+    return worker.algorithm(step, start)

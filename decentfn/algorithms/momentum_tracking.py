@@ -20,28 +20,41 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from typing_extensions import Unpack
 
-from decentfn import gossip
-from decentfn.algorithms.agreement import algorithm
-from decentfn.algorithms.hyperparameters import require_fractions
-from decentfn.algorithms.preconditions import require_doubly_stochastic
-from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, as_step
-from decentfn.buckets import Buckets, add, cast_like, each, zeros_like
+from decentfn.kit import (
+    Algorithm,
+    Buckets,
+    LossFn,
+    Metrics,
+    Options,
+    State,
+    Worker,
+    add,
+    algorithm,
+    cast_like,
+    collect,
+    each,
+    require_doubly_stochastic,
+    require_fractions,
+    zeros_like,
+)
 from decentfn.topologies import Topology
 from decentfn.trees import PyTree
 
 
-class MomentumTrackingState(NamedTuple):
-    """The state of one worker."""
+class Memory(NamedTuple):
+    """The own momentum and the tracked one."""
 
-    params: Buckets
-    opt_state: PyTree
     u: Buckets  # own momentum
     y: Buckets  # tracked momentum, the last direction; the paper's c is W y subtracted from u
-    buffers: PyTree = None
 
-    def with_params(self, x: Buckets) -> MomentumTrackingState:
+    @classmethod
+    def start(cls, x: Buckets) -> Memory:
+        """At the first parameters."""
+        return cls(zeros_like(x), zeros_like(x))
+
+    def restart(self, x: Buckets) -> Memory:
         """Momentum and tracker start anew."""
-        return self._replace(params=x, u=zeros_like(x), y=zeros_like(x))
+        return self.start(x)
 
 
 @algorithm
@@ -70,23 +83,18 @@ def momentum_tracking(
     Raises:
         ValueError: β outside [0, 1], a topology that is column-stochastic only.
     """
-    worker = Worker(loss_fn, optimizer, topology, **options)
+    worker = Worker(loss_fn, optimizer, topology, shows_mix=True, **options)
     require_fractions("momentum_tracking", beta=beta)
     require_doubly_stochastic("momentum_tracking", topology)
 
-    def init(params: PyTree, buffers: PyTree = None) -> MomentumTrackingState:
-        x, opt_state, buffers = worker.init(params, buffers)
-        return MomentumTrackingState(x, opt_state, zeros_like(x), zeros_like(x), buffers)
+    def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
+        x, (u, y) = state.params, state.memory
+        x_posted, y_posted = worker.post(x, t), worker.post(y, (t - 1).clamp(min=0))
+        g, local = worker.gradient(x, state.local, batch, t)
+        u_new = g.keep(each(lambda u, g: beta * u + g, u, g.grads), u)
+        y = each(lambda mixed, new, u: (mixed + (new - u)).to(mixed.dtype), collect(y_posted), u_new, u)
+        update, local = worker.update(cast_like(y, x), g, local, x, posted=x_posted)
+        x = add(collect(x_posted), update)
+        return State(x, local, Memory(u_new, y)), g.metrics
 
-    def step(state: MomentumTrackingState, batch: PyTree, t: int | Tensor) -> tuple[MomentumTrackingState, Metrics]:
-        t = as_step(t)
-        x, opt_state, u, y, buffers = state
-        x_travelling, y_travelling = worker.post(x, t), worker.post(y, (t - 1).clamp(min=0))
-        g = worker.gradient(x, buffers, batch)
-        u_new = each(lambda u, g: beta * u + g, u, g.grads)
-        y = each(lambda mixed, new, u: (mixed + (new - u)).to(mixed.dtype), gossip.collect(y_travelling), u_new, u)
-        update, opt_state = optimizer.update(cast_like(y, x), opt_state, x)
-        x = add(gossip.collect(x_travelling), update)
-        return MomentumTrackingState(x, opt_state, u_new, y, g.buffers), g.metrics
-
-    return worker.algorithm(init, step)
+    return worker.algorithm(step, Memory.start)

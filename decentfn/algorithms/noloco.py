@@ -19,33 +19,44 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from decentfn import trees
-from decentfn.algorithms.agreement import algorithm
-from decentfn.algorithms.hyperparameters import (
+from decentfn.algorithms.outer import is_due
+from decentfn.kit import (
+    Algorithm,
+    Buckets,
+    LossFn,
+    Metrics,
+    Options,
+    State,
+    Worker,
+    add,
+    algorithm,
+    copy_wide,
+    each,
+    require_doubly_stochastic,
     require_fractions,
     require_positive,
     require_whole,
+    where,
+    zeros_like,
 )
-from decentfn.algorithms.outer import is_due
-from decentfn.algorithms.preconditions import require_doubly_stochastic
-from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, as_step
-from decentfn.buckets import Buckets, add, copy_wide, each, where, zeros_like
 from decentfn.topologies import Topology
 from decentfn.trees import PyTree
 
 
-class NoLoCoState(NamedTuple):
-    """The state of one worker."""
+class Memory(NamedTuple):
+    """What a worker remembers."""
 
-    params: Buckets  # θ
-    opt_state: PyTree
     phi: Buckets  # slow parameters, this worker's own
     b: Buckets  # outer momentum, likewise
-    buffers: PyTree = None
 
-    def with_params(self, x: Buckets) -> NoLoCoState:
+    @classmethod
+    def start(cls, x: Buckets) -> Memory:
+        """At the first parameters."""
+        return cls(copy_wide(x), zeros_like(x))
+
+    def restart(self, x: Buckets) -> Memory:
         """The slow parameters are the new ones; the outer momentum starts anew."""
-        return self._replace(params=x, phi=copy_wide(x), b=zeros_like(x))
+        return self.start(x)
 
 
 @algorithm
@@ -93,24 +104,16 @@ def noloco(
             "inner_steps between two rounds; pass the topology of the outer steps alone."
         )
 
-    def init(params: PyTree, buffers: PyTree = None) -> NoLoCoState:
-        x = worker.start(params)
-        opt_state = optimizer.init(x)
-        return NoLoCoState(x, opt_state, copy_wide(x), zeros_like(x), trees.map(torch.clone, buffers))
-
-    def step(state: NoLoCoState, batch: PyTree, t: int | Tensor) -> tuple[NoLoCoState, Metrics]:
-        t = as_step(t)
+    def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
         due, k = is_due(t + 1, inner_steps), t // inner_steps
-        theta, opt_state, phi, b, buffers = state
-        g = worker.gradient(theta, buffers, batch)
-        u, opt_state = optimizer.update(g.grads, opt_state, theta)
+        theta, (phi, b) = state.params, state.memory
+        g, local = worker.gradient(theta, state.local, batch, t)
+        u, local = worker.update(g.grads, g, local, theta)
         theta = add(theta, u)
-        heard = worker.mix(each(lambda theta, phi: beta * (theta - phi) + gamma * phi, theta, phi), k, when=due)
-        b_new = each(lambda b, heard, phi: alpha * b + (heard - gamma * phi), b, heard, phi)
+        mixed = worker.mix(each(lambda theta, phi: beta * (theta - phi) + gamma * phi, theta, phi), k, when=due)
+        b_new = each(lambda b, mixed, phi: alpha * b + (mixed - gamma * phi), b, mixed, phi)
         phi_new = each(torch.add, phi, b_new)
-        new = NoLoCoState(
-            where(due, phi_new, theta), opt_state, where(due, phi_new, phi), where(due, b_new, b), g.buffers
-        )
-        return new, g.metrics
+        memory = Memory(where(due, phi_new, phi), where(due, b_new, b))
+        return State(where(due, phi_new, theta), local, memory), g.metrics
 
-    return worker.algorithm(init, step)
+    return worker.algorithm(step, Memory.start)

@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from decentfn.buckets import Buckets, each
-from decentfn.scalars import once
+from decentfn.kit import Buckets, each, once
 
 
 def is_due(done: Tensor, inner_steps: int, offset: int = 0) -> Tensor:

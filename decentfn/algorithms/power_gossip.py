@@ -21,28 +21,35 @@ from torch import Tensor
 from torch.nn.functional import pad
 from typing_extensions import Unpack
 
-from decentfn import collectives, gossip, noise, trees
-from decentfn.algorithms.agreement import algorithm
-from decentfn.algorithms.preconditions import require_doubly_stochastic
-from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, as_step
-from decentfn.buckets import BucketPlan, Buckets, add, wide
+from decentfn import collectives, gossip, noise
+from decentfn.buckets import BucketPlan
 from decentfn.compressors.shaped import matrix_shape, orthonormal
 from decentfn.compressors.wire import leaves
+from decentfn.kit import (
+    Algorithm,
+    Buckets,
+    LossFn,
+    Metrics,
+    Options,
+    State,
+    Worker,
+    add,
+    algorithm,
+    require_doubly_stochastic,
+    wide,
+)
 from decentfn.topologies import Topology, from_matrices, mixing_matrix
 from decentfn.trees import PyTree
 
 
-class State(NamedTuple):
-    """One worker's state."""
+class Memory(NamedTuple):
+    """What a worker remembers."""
 
-    params: Buckets
-    opt_state: PyTree
-    buffers: PyTree
     directions: tuple[Tensor, ...]  # p of each edge, per bucket [P, K, V]: by phase and slot
 
-    def with_params(self, x: Buckets) -> State:
+    def restart(self, x: Buckets) -> Memory:
         """The directions stay: they say where to look for differences, and move no parameters."""
-        return self._replace(params=x)
+        return self
 
 
 @algorithm
@@ -85,16 +92,15 @@ def power_gossip(
     worker = Worker(loss_fn, optimizer, topology, **options)
     edges = _undirected(topology)
 
-    def init(params: PyTree, buffers: PyTree = None) -> State:
-        x = worker.start(params)
-        directions = tuple(_first(edges, plan, rank, seed, b).to(x[b].device) for b, plan in enumerate(x.plan.buckets))
-        return State(x, optimizer.init(x), trees.map(torch.clone, buffers), directions)
+    def start(x: Buckets) -> Memory:
+        plans = enumerate(x.plan.buckets)
+        return Memory(tuple(_first(edges, plan, rank, seed, b).to(x[b].device) for b, plan in plans))
 
     def post(x: Buckets, directions: tuple[Tensor, ...], t: Tensor, i: int) -> list[_Posted]:
         """Start round i of step t: orthonormal p and the messages X p, for each bucket."""
         period, last = edges.sources.shape[0], i == iterations - 1
         phase, met = t % period, t // period
-        even = (met * iterations + i) % 2 == 0  # by the edge's own rounds: it speaks once a period
+        even = (met * iterations + i) % 2 == 0  # by the edge's own rounds: it meets once a period
         return [
             _post(
                 bucket, plan, rank, p.index_select(0, phase.to(p.device).view(1))[0], even.to(p.device), last, edges, t
@@ -119,19 +125,18 @@ def power_gossip(
             turned.append(torch.where(here, q_or_fresh, p))
         return Buckets(moved, x.plan), tuple(turned)
 
-    def step(state: State, batch: PyTree, t: int | Tensor) -> tuple[State, Metrics]:
-        t = as_step(t)
-        x, directions = state.params, state.directions
+    def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
+        x, (directions,) = state.params, state.memory
         mixed = x
         for i in range(iterations - 1):
             mixed, directions = collect(post(mixed, directions, t, i), mixed, directions, t)
-        travelling = post(mixed, directions, t, iterations - 1)
-        g = worker.gradient(x, state.buffers, batch)
-        mixed, directions = collect(travelling, mixed, directions, t)
-        u, opt_state = optimizer.update(g.grads, state.opt_state, x)
-        return State(add(mixed, u), opt_state, g.buffers, directions), g.metrics
+        posted = post(mixed, directions, t, iterations - 1)
+        g, local = worker.gradient(x, state.local, batch, t)
+        mixed, directions = collect(posted, mixed, directions, t)
+        u, local = worker.update(g.grads, g, local, x)
+        return State(add(mixed, u), local, Memory(directions)), g.metrics
 
-    return worker.algorithm(init, step)
+    return worker.algorithm(step, start)
 
 
 class _Posted(NamedTuple):
@@ -173,9 +178,9 @@ def _post(
             q = orthonormal(next(columns).reshape(p.shape[0], long, r) * inside)
             values = leaf.reshape(m, n).to(q.dtype)
             right, left = values @ q[:, :n], values.T @ q[:, :m]
-            said = torch.where(even, pad(right, (0, 0, 0, long - m)), pad(left, (0, 0, 0, long - n)))
+            own_side = torch.where(even, pad(right, (0, 0, 0, long - m)), pad(left, (0, 0, 0, long - n)))
             orthonormals.append(q)
-            message.append(said.reshape(p.shape[0], long * r).to(x.dtype))
+            message.append(own_side.reshape(p.shape[0], long * r).to(x.dtype))
         elif last:
             message.append(leaf.expand(p.shape[0], -1))
     own = torch.cat(message, 1) if message else x.new_empty(p.shape[0], 0)

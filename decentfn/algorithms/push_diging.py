@@ -15,32 +15,48 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from decentfn import gossip, trees
-from decentfn.algorithms.agreement import algorithm
-from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, as_step
-from decentfn.buckets import Buckets, add, cast_like, divide, each, scale, widen, zeros_like
+from decentfn import gossip
 from decentfn.gossip.push_sum import first_weight, pack, unpack
+from decentfn.kit import (
+    Algorithm,
+    Buckets,
+    LossFn,
+    Metrics,
+    Options,
+    State,
+    Worker,
+    add,
+    algorithm,
+    cast_like,
+    collect,
+    divide,
+    each,
+    scale,
+    widen,
+    zeros_like,
+)
 from decentfn.topologies import Topology
 from decentfn.trees import PyTree
 
 
-class State(NamedTuple):
-    """One worker's state; its biased parameters are u = weight · params. y and g belong to the last step."""
+class Memory(NamedTuple):
+    """The push-sum weight, and the tracker with the gradient that it holds; y and g belong to the last step."""
 
-    params: Buckets  # x
-    opt_state: PyTree
-    buffers: PyTree
-    weight: Tensor  # v, 0-d
+    weight: Tensor  # v, 0-d; the biased parameters are u = v x
     y: Buckets
     g: Buckets
 
-    def with_params(self, x: Buckets) -> State:
+    @classmethod
+    def start(cls, x: Buckets) -> Memory:
+        """At the first parameters; from y = g = 0 the first y is A 0 + g - 0."""
+        return cls(first_weight(x), zeros_like(x), zeros_like(x))
+
+    def restart(self, x: Buckets) -> Memory:
         """The tracker starts anew; the weight knows no parameters."""
-        return self._replace(params=x, y=zeros_like(x), g=zeros_like(x))
+        return self._replace(y=zeros_like(x), g=zeros_like(x))
 
 
 @algorithm
@@ -59,21 +75,16 @@ def push_diging(loss_fn: LossFn, optimizer: Any, topology: Topology, **options: 
     """
     worker = Worker(loss_fn, optimizer, topology, **options)
 
-    def init(params: PyTree, buffers: PyTree = None) -> State:
-        x = worker.start(params)
-        # From y = g = 0 the first y is A 0 + g - 0.
-        y, g = zeros_like(x), zeros_like(x)
-        return State(x, optimizer.init(x), trees.map(torch.clone, buffers), first_weight(x), y, g)
+    def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
+        x, (v, y, g) = state.params, state.memory
+        y_posted = worker.post(y, (t - 1).clamp(min=0))
+        gradient, local = worker.gradient(x, state.local, batch, t)
+        g_new = gradient.keep(widen(gradient.grads), g)
+        y = each(lambda ay, new, old: ay + new - old, collect(y_posted), g_new, g)
+        update, local = worker.update(cast_like(y, x), gradient, local, x)
+        u_and_v = pack(add(scale(x, v), update), v)
+        posted = gossip.post(u_and_v, topology, t, wire_dtype=worker.wire_dtype)
+        u, v = unpack(gossip.collect(posted), x.plan)
+        return State(divide(u, v), local, Memory(v, y, g_new)), gradient.metrics
 
-    def step(state: State, batch: PyTree, t: int | Tensor) -> tuple[State, Metrics]:
-        t = as_step(t)
-        x, v = state.params, state.weight
-        y_travelling = worker.post(state.y, (t - 1).clamp(min=0))
-        gradient = worker.gradient(x, state.buffers, batch)
-        g = widen(gradient.grads)
-        y = each(lambda ay, new, old: ay + new - old, gossip.collect(y_travelling), g, state.g)
-        update, opt_state = optimizer.update(cast_like(y, x), state.opt_state, x)
-        u, v = unpack(worker.mix(pack(add(scale(x, v), update), v), t))
-        return State(divide(u, v), opt_state, gradient.buffers, v, y, g), gradient.metrics
-
-    return worker.algorithm(init, step)
+    return worker.algorithm(step, Memory.start)

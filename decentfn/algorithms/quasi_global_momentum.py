@@ -24,28 +24,46 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from decentfn.algorithms.agreement import algorithm
-from decentfn.algorithms.hyperparameters import at, reciprocal, require_fractions, require_positive
-from decentfn.algorithms.preconditions import require_doubly_stochastic
-from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, as_step
-from decentfn.buckets import Buckets, add, each, global_norm, widen, zeros_like
-from decentfn.scalars import once
+from decentfn import trees
+from decentfn.kit import (
+    Algorithm,
+    Buckets,
+    LossFn,
+    Metrics,
+    Options,
+    State,
+    Worker,
+    add,
+    algorithm,
+    at,
+    each,
+    global_norm,
+    once,
+    reciprocal,
+    require_doubly_stochastic,
+    require_fractions,
+    require_positive,
+    widen,
+    zeros_like,
+)
 from decentfn.topologies import Topology
 from decentfn.transforms.basic import Scalar
 from decentfn.trees import PyTree
 
 
-class QuasiGlobalMomentumState(NamedTuple):
-    """The state of one worker."""
+class Memory(NamedTuple):
+    """Quasi-global momentum, in units of a gradient (of an update where learning_rate is left at 1)."""
 
-    params: Buckets
-    opt_state: PyTree
-    m: Buckets  # quasi-global momentum, in units of a gradient (of an update where learning_rate is left at 1)
-    buffers: PyTree = None
+    m: Buckets
 
-    def with_params(self, x: Buckets) -> QuasiGlobalMomentumState:
+    @classmethod
+    def start(cls, x: Buckets) -> Memory:
+        """At the first parameters."""
+        return cls(zeros_like(x))
+
+    def restart(self, x: Buckets) -> Memory:
         """The momentum starts anew."""
-        return self._replace(params=x, m=zeros_like(x))
+        return self.start(x)
 
 
 @algorithm
@@ -87,39 +105,35 @@ def quasi_global_momentum(
     # g + β (β m + g) = (1 + β) g + β² m.
     of_g, of_m = (1 + beta, beta**2) if nesterov else (1, beta)
 
-    def init(params: PyTree, buffers: PyTree = None) -> QuasiGlobalMomentumState:
-        x, opt_state, buffers = worker.init(params, buffers)
-        return QuasiGlobalMomentumState(x, opt_state, zeros_like(x), buffers)
-
-    def step(
-        state: QuasiGlobalMomentumState, batch: PyTree, t: int | Tensor
-    ) -> tuple[QuasiGlobalMomentumState, Metrics]:
-        t = as_step(t)
+    def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
         eta = at(learning_rate, t)
         per_eta = reciprocal(eta)
-        x, opt_state, m, buffers = state
-        g = worker.gradient(x, buffers, batch)
-        u, opt_state = optimizer.update(each(lambda g: of_g * g, g.grads), opt_state, x)
-        mixed = worker.mix(each(lambda x, u, m: (x + u - eta * of_m * m).to(x.dtype), x, u, m), t)
-        m = each(lambda m, x, mixed: (mu * m + (1 - mu) * (x - mixed) * per_eta).to(m.dtype), m, x, mixed)
-        return QuasiGlobalMomentumState(mixed, opt_state, m, g.buffers), g.metrics
+        x, (m,) = state.params, state.memory
+        g, local = worker.gradient(x, state.local, batch, t)
+        u, local = worker.update(each(lambda g: of_g * g, g.grads), g, local, x)
+        half = g.keep(each(lambda x, u, m: (x + u - eta * of_m * m).to(x.dtype), x, u, m), x)
+        mixed = worker.mix(half, t)
+        m_new = each(lambda m, x, mixed: (mu * m + (1 - mu) * (x - mixed) * per_eta).to(m.dtype), m, x, mixed)
+        return State(mixed, local, Memory(g.keep(m_new, m))), g.metrics
 
-    return worker.algorithm(init, step)
+    return worker.algorithm(step, Memory.start)
 
 
-class QuasiGlobalAdamState(NamedTuple):
-    """The state of one worker."""
+class AdamMemory(NamedTuple):
+    """The quasi-global moments."""
 
-    params: Buckets
-    opt_state: PyTree
-    m: Buckets  # first quasi-global moment
-    v: Buckets  # second
+    m: Buckets  # the first
+    v: Buckets  # the second
     count: Tensor  # 0-d int64, steps taken
-    buffers: PyTree = None
 
-    def with_params(self, x: Buckets) -> QuasiGlobalAdamState:
+    @classmethod
+    def start(cls, x: Buckets) -> AdamMemory:
+        """At the first parameters."""
+        return cls(zeros_like(x), zeros_like(x), torch.zeros((), dtype=torch.int64, device=x[0].device))
+
+    def restart(self, x: Buckets) -> AdamMemory:
         """The moments start anew, and the count that corrects their bias."""
-        return self._replace(params=x, m=zeros_like(x), v=zeros_like(x), count=torch.zeros_like(self.count))
+        return trees.map(torch.zeros_like, self)
 
 
 @algorithm
@@ -160,14 +174,8 @@ def quasi_global_adam(
         )
     require_doubly_stochastic("quasi_global_adam", topology)
 
-    def init(params: PyTree, buffers: PyTree = None) -> QuasiGlobalAdamState:
-        x, opt_state, buffers = worker.init(params, buffers)
-        count = torch.zeros((), dtype=torch.int64, device=x[0].device)
-        return QuasiGlobalAdamState(x, opt_state, zeros_like(x), zeros_like(x), count, buffers)
-
-    def step(state: QuasiGlobalAdamState, batch: PyTree, t: int | Tensor) -> tuple[QuasiGlobalAdamState, Metrics]:
-        t = as_step(t)
-        x, opt_state, m, v, count, buffers = state
+    def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
+        x, (m, v, count) = state.params, state.memory
         k = (count + 1).to(torch.float64)
         first, second = once(1 - beta1**k), once(1 - beta2**k)
 
@@ -177,14 +185,15 @@ def quasi_global_adam(
             v_hat = beta2 * v + (1 - beta2) * g**2
             return (m_hat / first.to(m.dtype) / (torch.sqrt(v_hat / second.to(m.dtype)) + eps)).to(dtype)
 
-        g = worker.gradient(x, buffers, batch)
-        u, opt_state = optimizer.update(each(direction, g.grads, m, v), opt_state, x)
+        g, local = worker.gradient(x, state.local, batch, t)
+        u, local = worker.update(each(direction, g.grads, m, v), g, local, x)
         mixed = worker.mix(add(x, u), t)
         moved = each(torch.sub, widen(x), mixed)
         length = global_norm(moved) + 1e-8
         d = each(lambda moved: moved / length.to(moved.dtype), moved)
-        m = each(lambda m, d: beta1 * m + (1 - beta1) * d, m, d)
-        v = each(lambda v, d: beta2 * v + (1 - beta2) * d**2, v, d)
-        return QuasiGlobalAdamState(mixed, opt_state, m, v, count + 1, g.buffers), g.metrics
+        m_new = each(lambda m, d: beta1 * m + (1 - beta1) * d, m, d)
+        v_new = each(lambda v, d: beta2 * v + (1 - beta2) * d**2, v, d)
+        memory = g.keep(AdamMemory(m_new, v_new, count + 1), state.memory)
+        return State(mixed, local, memory), g.metrics
 
-    return worker.algorithm(init, step)
+    return worker.algorithm(step, AdamMemory.start)

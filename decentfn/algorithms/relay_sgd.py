@@ -20,29 +20,22 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from decentfn import collectives, gossip, trees
-from decentfn.algorithms.agreement import algorithm
-from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, as_step
-from decentfn.buckets import Buckets, add, each, wide
-from decentfn.scalars import once
+from decentfn.kit import Algorithm, Buckets, LossFn, Metrics, Options, State, Worker, add, algorithm, each, once, wide
 from decentfn.topologies import Topology
 from decentfn.trees import PyTree
 
 
-class State(NamedTuple):
-    """One worker's state."""
+class Memory(NamedTuple):
+    """What a worker remembers."""
 
-    params: Buckets
-    opt_state: PyTree
-    buffers: PyTree
     messages: Buckets  # [K, D] each, at least float32: m_{k→i}, what each neighbour relayed in the last step
     start: Buckets | None  # x⁰, in the place of models that have not arrived yet; relay="models" only
     age: Tensor  # 0-d int64, steps taken
 
-    def with_params(self, x: Buckets) -> State:
+    def restart(self, x: Buckets) -> Memory:
         """Nothing was relayed yet; until models have arrived, the new parameters stand in their place."""
         messages, age = trees.map(torch.zeros_like, (self.messages, self.age))
-        start = None if self.start is None else each(torch.clone, x)
-        return self._replace(params=x, messages=messages, start=start, age=age)
+        return Memory(messages, None if self.start is None else each(torch.clone, x), age)
 
 
 @algorithm
@@ -81,40 +74,38 @@ def relay_sgd(
     counts = relay_counts(topology)
     n = topology.num_workers
 
-    def init(params: PyTree, buffers: PyTree = None) -> State:
-        x = worker.start(params)
+    def start(x: Buckets) -> Memory:
         messages = each(lambda b: b.new_zeros((topology.slots, b.shape[0]), dtype=wide(b.dtype)), x)
-        start = each(torch.clone, x) if relay == "models" else None
-        age = torch.zeros((), dtype=torch.int64, device=x[0].device)
-        return State(x, optimizer.init(x), trees.map(torch.clone, buffers), messages, start, age)
+        first = each(torch.clone, x) if relay == "models" else None
+        return Memory(messages, first, torch.zeros((), dtype=torch.int64, device=x[0].device))
 
     def send(own: Buckets, messages: Buckets, t: Tensor) -> Buckets:
         """To each neighbour: `own` and what the others relayed. Returns what they relay to us."""
         outgoing = each(lambda x, m: x.to(m.dtype) + (m.sum(0) - m), own, messages)
-        sent = gossip.narrow(outgoing, worker.wire_dtype)
-        inboxes = [collectives.exchange(bucket, topology.peers, t, per_slot=True) for bucket in sent]
-        heard = [collectives.wait(inbox).to(m.dtype) for inbox, m in zip(inboxes, messages, strict=True)]
-        return Buckets(heard, own.plan)
+        sent = [gossip.narrow(message, worker.wire_dtype) for message in outgoing]
+        inboxes = [collectives.exchange(message, topology.peers, t, per_slot=True) for message in sent]
+        relayed = [collectives.wait(inbox).to(m.dtype) for inbox, m in zip(inboxes, messages, strict=True)]
+        return Buckets(relayed, own.plan)
 
-    def step(state: State, batch: PyTree, t: int | Tensor) -> tuple[State, Metrics]:
-        t = as_step(t)
-        x = state.params
-        g = worker.gradient(x, state.buffers, batch)
-        if state.start is not None:
-            u, opt_state = optimizer.update(g.grads, state.opt_state, x)
+    def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
+        x, (messages, first, age) = state.params, state.memory
+        g, local = worker.gradient(x, state.local, batch, t)
+        if first is not None:
+            u, local = worker.update(g.grads, g, local, x)
             x_half = add(x, u)
-            messages = send(x_half, state.messages, t)
-            missing = n - 1 - _count(counts, state.age)
-            total = each(lambda x, m, r: x + m.sum(0) + once(missing.to(m.dtype)) * r, x_half, messages, state.start)
+            messages = send(x_half, messages, t)
+            missing = n - 1 - _count(counts, age)
+            total = each(lambda x, m, r: x + m.sum(0) + once(missing.to(m.dtype)) * r, x_half, messages, first)
             x = each(lambda total, x: (total / n).to(x.dtype), total, x)
         else:
-            messages = send(g.grads, state.messages, t)
+            messages = send(g.grads, messages, t)
             mean = each(lambda g, m: ((g + m.sum(0)) / n).to(g.dtype), g.grads, messages)
-            u, opt_state = optimizer.update(mean, state.opt_state, x)
+            # What the others relayed is good, and comes but once.
+            u, local = worker.update(mean, g._replace(good=None), local, x)
             x = add(x, u)
-        return State(x, opt_state, g.buffers, messages, state.start, state.age + 1), g.metrics
+        return State(x, local, Memory(messages, first, age + 1)), g.metrics
 
-    return worker.algorithm(init, step)
+    return worker.algorithm(step, start)
 
 
 def _count(counts: Tensor, age: Tensor) -> Tensor:

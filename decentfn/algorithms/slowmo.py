@@ -14,40 +14,50 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from decentfn import trees
-from decentfn.algorithms.agreement import algorithm
-from decentfn.algorithms.hyperparameters import (
+from decentfn.algorithms.outer import is_due
+from decentfn.kit import (
+    Algorithm,
+    Buckets,
+    LossFn,
+    Metrics,
+    Options,
+    State,
+    Worker,
+    add,
+    algorithm,
     at,
+    copy_wide,
+    each,
     reciprocal,
+    require_doubly_stochastic,
     require_fractions,
     require_positive,
     require_whole,
+    where,
+    zeros_like,
 )
-from decentfn.algorithms.outer import is_due
-from decentfn.algorithms.preconditions import require_doubly_stochastic
-from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, as_step
-from decentfn.buckets import Buckets, add, copy_wide, each, where, zeros_like
 from decentfn.topologies import Topology
 from decentfn.transforms.basic import Scalar
 from decentfn.trees import PyTree
 
 
-class SlowMoState(NamedTuple):
-    """The state of one worker."""
+class Memory(NamedTuple):
+    """What a worker remembers."""
 
-    params: Buckets
-    opt_state: PyTree
     x0: Buckets  # parameters after the last slow step
     u: Buckets  # slow momentum, in units of a gradient (of an update where learning_rate is left at 1)
-    buffers: PyTree = None
 
-    def with_params(self, x: Buckets) -> SlowMoState:
+    @classmethod
+    def start(cls, x: Buckets) -> Memory:
+        """At the first parameters."""
+        return cls(copy_wide(x), zeros_like(x))
+
+    def restart(self, x: Buckets) -> Memory:
         """The slow parameters are the new ones; the slow momentum starts anew."""
-        return self._replace(params=x, x0=copy_wide(x), u=zeros_like(x))
+        return self.start(x)
 
 
 @algorithm
@@ -90,25 +100,19 @@ def slowmo(
     require_positive("slowmo", alpha=alpha, learning_rate=learning_rate)
     require_doubly_stochastic("slowmo", topology)
 
-    def init(params: PyTree, buffers: PyTree = None) -> SlowMoState:
-        x = worker.start(params)
-        opt_state = optimizer.init(x)
-        return SlowMoState(x, opt_state, copy_wide(x), zeros_like(x), trees.map(torch.clone, buffers))
-
-    def step(state: SlowMoState, batch: PyTree, t: int | Tensor) -> tuple[SlowMoState, Metrics]:
-        t = as_step(t)
+    def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
         due = is_due(t + 1, inner_steps)
         eta = at(learning_rate, t)
         per_eta = reciprocal(eta)
-        x, opt_state, x0, u, buffers = state
-        g = worker.gradient(x, buffers, batch)
-        v, opt_state = optimizer.update(g.grads, opt_state, x)
+        x, (x0, u) = state.params, state.memory
+        g, local = worker.gradient(x, state.local, batch, t)
+        v, local = worker.update(g.grads, g, local, x)
         # The mean of all W x is the mean of all x, so a step that averages need not mix.
         x = worker.mix(add(x, v), t, when=~due)
         x_h = worker.mean(x, t, when=due)
         u_new = each(lambda u, x0, x_h: beta * u + (x0 - x_h) * per_eta, u, x0, x_h)
         slow = each(lambda x0, u: x0 - alpha * eta * u, x0, u_new)
-        new = SlowMoState(where(due, slow, x), opt_state, where(due, slow, x0), where(due, u_new, u), g.buffers)
-        return new, g.metrics
+        memory = Memory(where(due, slow, x0), where(due, u_new, u))
+        return State(where(due, slow, x), local, memory), g.metrics
 
-    return worker.algorithm(init, step)
+    return worker.algorithm(step, Memory.start)

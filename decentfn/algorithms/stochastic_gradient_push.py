@@ -19,30 +19,40 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from decentfn import gossip, trees
-from decentfn.algorithms.agreement import algorithm
-from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, as_step
-from decentfn.buckets import Buckets, add, cast_like, divide, each, scale
+from decentfn import gossip
 from decentfn.gossip.push_sum import first_weight, pack, unpack
-from decentfn.scalars import once
+from decentfn.kit import (
+    Algorithm,
+    Buckets,
+    LossFn,
+    Metrics,
+    Options,
+    State,
+    Worker,
+    add,
+    algorithm,
+    divide,
+    once,
+    scale,
+)
 from decentfn.topologies import Topology
 from decentfn.trees import PyTree
 
 
-class State(NamedTuple):
-    """One worker's state; its biased parameters are x = weight · params."""
+class Memory(NamedTuple):
+    """What a worker remembers."""
 
-    params: Buckets  # z
-    opt_state: PyTree
-    buffers: PyTree
     weight: Tensor  # w, 0-d
-    outboxes: tuple[Buckets, ...]  # the last τ steps' (x½, w) as they travel, the oldest first
+    outboxes: tuple[tuple[Tensor, ...], ...]  # the last τ steps' (x½, w) as they travel, the oldest first
 
-    def with_params(self, x: Buckets) -> State:
-        """Weights stay, here and under way; what they weigh are the new parameters."""
-        weights = [unpack(box)[1] for box in self.outboxes]
-        boxes = [cast_like(pack(scale(x, w), w), box) for w, box in zip(weights, self.outboxes, strict=True)]
-        return self._replace(params=x, outboxes=tuple(boxes))
+    def restart(self, x: Buckets) -> Memory:
+        """Weights stay, here and on their way; what they weigh are the new parameters."""
+        boxes = []
+        for outbox in self.outboxes:
+            w = unpack(outbox, x.plan)[1]
+            new = pack(scale(x, w), w)
+            boxes.append(tuple(n.to(old.dtype) for n, old in zip(new, outbox, strict=True)))
+        return self._replace(outboxes=tuple(boxes))
 
 
 @algorithm
@@ -76,36 +86,35 @@ def stochastic_gradient_push(
     worker = Worker(loss_fn, optimizer, topology, **options)
     _check(topology, rounds, delay)
 
-    def init(params: PyTree, buffers: PyTree = None) -> State:
-        z = worker.start(params)
+    def start(z: Buckets) -> Memory:
         w = first_weight(z)
-        silence = gossip.narrow(each(torch.zeros_like, pack(z, w)), worker.wire_dtype)
-        outboxes = tuple(each(torch.clone, silence) for _ in range(delay))
-        return State(z, optimizer.init(z), trees.map(torch.clone, buffers), w, outboxes)
+        nothing = [gossip.narrow(torch.zeros_like(b), worker.wire_dtype) for b in pack(z, w)]
+        return Memory(w, tuple(tuple(map(torch.clone, nothing)) for _ in range(delay)))
 
-    def step(state: State, batch: PyTree, t: int | Tensor) -> tuple[State, Metrics]:
-        t = as_step(t)
-        z, w, outboxes = state.params, state.weight, state.outboxes
-        late = worker.post(outboxes[0], (t - delay).clamp(min=0)) if delay else None
+    def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
+        z, (w, outboxes) = state.params, state.memory
+        late = gossip.post(outboxes[0], topology, (t - delay).clamp(min=0)) if delay else None
 
-        g = worker.gradient(z, state.buffers, batch)
-        u, opt_state = optimizer.update(g.grads, state.opt_state, z)
+        g, local = worker.gradient(z, state.local, batch, t)
+        u, local = worker.update(g.grads, g, local, z)
         x_and_w = pack(add(scale(z, w), u), w)
 
         if late is None:
             for k in range(rounds):
-                x_and_w = worker.mix(x_and_w, rounds * t + k)
+                posted = gossip.post(x_and_w, topology, rounds * t + k, wire_dtype=worker.wire_dtype)
+                x_and_w = gossip.collect(posted)
         else:
-            sent = gossip.narrow(x_and_w, worker.wire_dtype)
+            sent = tuple(gossip.narrow(x, worker.wire_dtype) for x in x_and_w)
             given_away = 1.0 - gossip.row(topology.round(t), z[0]).weights[0]
-            kept = each(lambda x, q: x - once(given_away.to(x.dtype)) * q.to(x.dtype), x_and_w, sent)
-            x_and_w = add(kept, gossip.heard(late, like=x_and_w))
+            kept = [x - once(given_away.to(x.dtype)) * q.to(x.dtype) for x, q in zip(x_and_w, sent, strict=True)]
+            received = gossip.neighbours_sum(late, [x.dtype for x in kept])
+            x_and_w = [(x + r).to(x.dtype) for x, r in zip(kept, received, strict=True)]
             outboxes = (*outboxes[1:], sent)
 
-        x, w = unpack(x_and_w)
-        return State(divide(x, w), opt_state, g.buffers, w, outboxes), g.metrics
+        x, w = unpack(x_and_w, z.plan)
+        return State(divide(x, w), local, Memory(w, outboxes)), g.metrics
 
-    return worker.algorithm(init, step)
+    return worker.algorithm(step, start)
 
 
 def _check(topology: Topology, rounds: int, delay: int) -> None:

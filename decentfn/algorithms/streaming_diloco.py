@@ -19,30 +19,40 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from decentfn import gossip, trees
-from decentfn.algorithms.agreement import algorithm
-from decentfn.algorithms.hyperparameters import require_fractions, require_positive, require_whole
+from decentfn import gossip
 from decentfn.algorithms.outer import is_due, outer_gradient, to_send
-from decentfn.algorithms.worker import Algorithm, LossFn, Metrics, Options, Worker, as_step
-from decentfn.buckets import Buckets, add, copy_wide, each, where, zeros_like
+from decentfn.kit import (
+    Algorithm,
+    Buckets,
+    LossFn,
+    Metrics,
+    Options,
+    State,
+    Worker,
+    add,
+    algorithm,
+    copy_wide,
+    each,
+    require_fractions,
+    require_positive,
+    require_whole,
+    where,
+    zeros_like,
+)
 from decentfn.topologies import Topology
 from decentfn.trees import PyTree
 
 
-class StreamingDiLoCoState(NamedTuple):
-    """The state of one worker."""
+class Memory(NamedTuple):
+    """What a worker remembers."""
 
-    params: Buckets  # θ
-    opt_state: PyTree
     phi: Buckets  # outer parameters, the same on all workers
     b: Buckets  # outer momentum, likewise
-    delta: Buckets | None  # outer gradients that were heard and wait to be applied; None where delay <= 1
-    buffers: PyTree = None
+    delta: Buckets | None  # outer gradients that have arrived and wait to be applied; None where delay <= 1
 
-    def with_params(self, x: Buckets) -> StreamingDiLoCoState:
+    def restart(self, x: Buckets) -> Memory:
         """The outer parameters are the new ones; the outer momentum and gradients start anew."""
-        delta = None if self.delta is None else zeros_like(x)
-        return self._replace(params=x, phi=copy_wide(x), b=zeros_like(x), delta=delta)
+        return Memory(copy_wide(x), zeros_like(x), None if self.delta is None else zeros_like(x))
 
 
 @algorithm
@@ -64,7 +74,7 @@ def streaming_diloco(
     Fragment p is the p-th of P equal slices of every bucket: as large as any other, and spread over the whole depth
     of the model. (The outer step is elementwise, so borders of leaves do not matter to it.)
     Everything overlaps if `delay >= 1`: a fragment's message is posted before the forward pass of the step after its
-    launch and waited for after that step's backward pass; if `delay > 1` what was heard then waits in the state.
+    launch and waited for after that step's backward pass; if `delay > 1` what has arrived then waits in the state.
     A slower link wants more fragments, not a longer delay.
     With a narrow `wire_dtype` the differences φ - θ travel (the workers must then start equal).
     Sent: 2(N-1)/N times a P-th of the parameters, in P of H steps; in all other steps nothing.
@@ -99,23 +109,21 @@ def streaming_diloco(
     eta, beta, wire = outer_learning_rate, outer_momentum, worker.wire_dtype
     offsets = [(p + 1) * inner_steps // num_fragments for p in range(num_fragments)]
 
-    def init(params: PyTree, buffers: PyTree = None) -> StreamingDiLoCoState:
-        x = worker.start(params)
-        opt_state, phi, buffers = optimizer.init(x), copy_wide(x), trees.map(torch.clone, buffers)
-        return StreamingDiLoCoState(x, opt_state, phi, zeros_like(x), zeros_like(x) if delay > 1 else None, buffers)
+    def start(x: Buckets) -> Memory:
+        return Memory(copy_wide(x), zeros_like(x), zeros_like(x) if delay > 1 else None)
 
     def launch(theta: Buckets, phi: Buckets, t: Tensor, done: Tensor) -> list[gossip.Posted]:
         """Send the fragment whose turn it is after `done` steps, if there is one."""
-        sent = gossip.narrow(to_send(phi, theta, wire), wire)
+        sent = [gossip.narrow(bucket, wire) for bucket in to_send(phi, theta, wire)]
         fragments = zip(*[bucket.tensor_split(num_fragments) for bucket in sent], strict=True)
         return [
-            gossip.post(Buckets(fragment, phi.plan), worker.everyone, t, when=is_due(done, inner_steps, offset))
+            gossip.post(fragment, worker.everyone, t, when=is_due(done, inner_steps, offset))
             for fragment, offset in zip(fragments, offsets, strict=True)
         ]
 
-    def collect(travelling: list[gossip.Posted], phi: Buckets) -> Buckets:
+    def collect(posted: list[gossip.Posted], phi: Buckets) -> Buckets:
         """The outer gradient of the fragments that have arrived."""
-        slices = zip(*[gossip.collect(posted) for posted in travelling], strict=True)
+        slices = zip(*[gossip.collect(fragment) for fragment in posted], strict=True)
         return outer_gradient(phi, Buckets([torch.cat(s) for s in slices], phi.plan), wire)
 
     def turn(like: Buckets, done: Tensor) -> Buckets:
@@ -127,31 +135,23 @@ def streaming_diloco(
             like.plan,
         )
 
-    def step(state: StreamingDiLoCoState, batch: PyTree, t: int | Tensor) -> tuple[StreamingDiLoCoState, Metrics]:
-        t = as_step(t)
-        theta, opt_state, phi, b, waiting, buffers = state
+    def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
+        theta, (phi, b, waiting) = state.params, state.memory
         if delay:
-            travelling = launch(theta, phi, t, t)
-        g = worker.gradient(theta, buffers, batch)
-        u, opt_state = optimizer.update(g.grads, opt_state, theta)
+            posted = launch(theta, phi, t, t)
+        g, local = worker.gradient(theta, state.local, batch, t)
+        u, local = worker.update(g.grads, g, local, theta)
         theta = add(theta, u)
         if not delay:
-            travelling = launch(theta, phi, t, t + 1)
-        delta = collect(travelling, phi)
+            posted = launch(theta, phi, t, t + 1)
+        delta = collect(posted, phi)
         if waiting is not None:
             delta = waiting = where(turn(phi, t), delta, waiting)
         b_new = each(lambda b, delta: beta * b + delta, b, delta)
         phi_new = each(lambda phi, delta, b: phi - eta * (delta + beta * b), phi, delta, b_new)
         theta_new = each(lambda phi, theta: (1 - alpha) * phi + alpha * theta, phi_new, theta)
         due = turn(phi, t + 1 - delay)
-        new = StreamingDiLoCoState(
-            where(due, theta_new, theta),
-            opt_state,
-            where(due, phi_new, phi),
-            where(due, b_new, b),
-            waiting,
-            g.buffers,
-        )
-        return new, g.metrics
+        memory = Memory(where(due, phi_new, phi), where(due, b_new, b), waiting)
+        return State(where(due, theta_new, theta), local, memory), g.metrics
 
-    return worker.algorithm(init, step)
+    return worker.algorithm(step, start, topology=worker.everyone)

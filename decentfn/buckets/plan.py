@@ -64,6 +64,23 @@ class Plan:
         """Bytes of all buckets together."""
         return sum(bucket.nbytes for bucket in self.buckets)
 
+    def lay_out(self, tree: PyTree, workers: tuple[int, ...] = ()) -> list[Tensor]:
+        """The buckets' vectors, copies, `[*workers, D]`, of a tree like the one that was laid out.
+
+        Args:
+            tree: its leaves `[*workers, ...]`; a leaf that stands in several places counts in its first.
+            workers: the leading axes that every leaf has, `(N,)` when stacked.
+        """
+        leaf: dict[int, Tensor] = {}
+        for position, value in zip(trees.leaves(self.template), trees.leaves(tree), strict=True):
+            leaf.setdefault(position, value.detach())
+        vectors, first = [], 0
+        for bucket in self.buckets:
+            segments = range(first, first + len(bucket.segments))
+            vectors.append(torch.cat([leaf[k].reshape(*workers, -1) for k in segments], dim=-1))
+            first = segments.stop
+        return vectors
+
     def describe(self) -> list[str]:
         """One line per leaf: bucket, dtype, name, shape and place. Equal on two workers iff their plans are."""
         return [
@@ -160,9 +177,8 @@ def flatten(params: PyTree, *, bucket_mb: float = 25.0, masks: Sequence[Mask] = 
     position = {key: index for index, key in enumerate(key for group in groups for key in group)}
     plans = tuple(_plan_bucket([distinct[key] for key in group]) for group in groups)
     template = trees.map(lambda leaf: position[_memory(leaf)], params)
-    with torch.no_grad():
-        vectors = [torch.cat([distinct[key][1].reshape(-1) for key in group]) for group in groups]
-    return Buckets(vectors, Plan(plans, template))
+    plan = Plan(plans, template)
+    return Buckets(plan.lay_out(params), plan)
 
 
 def require_bucket_mb(bucket_mb: object) -> None:

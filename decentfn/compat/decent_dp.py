@@ -28,10 +28,11 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from decentfn import gossip, trees
-from decentfn.algorithms.worker import LossFn, Metrics, Options, State, Worker, as_step
+from decentfn import trees
 from decentfn.buckets import Buckets, add
 from decentfn.consensus import consensus_mean, is_stacked, with_params
+from decentfn.kit import LossFn, Metrics, Options, State, Worker, collect
+from decentfn.scalars import as_step
 from decentfn.simulation import stack
 from decentfn.topologies import Round, Topology
 from decentfn.transforms import Transform, clip_by_global_norm, partition
@@ -170,14 +171,14 @@ def after_forgotten_revert(
 
     def step(state: tuple[State, Buckets], batch: PyTree, t: int | Tensor) -> tuple[State, Metrics]:
         t = as_step(t)
-        (x, opt_state, buffers), y = state
-        travelling = worker.post(y, t)
-        g = worker.gradient(x, buffers, batch)
-        row = travelling.row
+        (x, local, _), y = state
+        posted = worker.post(y, t)
+        g, local = worker.gradient(x, local, batch, t)
+        row = posted.messages.row
         kept = row.weights[0] if row.mean_weight is not None else row.weights[0] - row.weights[1:].sum()
         factor = (1 - gamma) + gamma * kept
-        mixed = add(gossip.collect(travelling, gamma), trees.map(lambda a, b: factor.to(a.dtype) * (a - b), x, y))
-        u, opt_state = optimizer.update(g.grads, opt_state, mixed)
-        return State(add(mixed, u), opt_state, g.buffers), g.metrics
+        mixed = add(collect(posted, gamma), trees.map(lambda a, b: factor.to(a.dtype) * (a - b), x, y))
+        u, local = worker.update(g.grads, g, local, mixed)
+        return State(add(mixed, u), local), g.metrics
 
     return step

@@ -1,7 +1,7 @@
 """Gossip with compressed messages: `post_compressed` starts what travels, the bytes and nothing else.
 
-Every worker decodes every message that it hears, and its own: what it believes to have said is what the others heard.
-A schedule that averages in groups has to speak in messages here (`as_messages`), for bytes cannot be averaged.
+Every worker decodes every message in its inbox, and its own: what it believes to have sent is what the others received.
+A schedule that averages in groups has to send messages here (`as_messages`), for bytes cannot be averaged.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from decentfn import collectives
 from decentfn.buckets import BucketPlan, Buckets, wide
 from decentfn.compressors import Compressor, Key
-from decentfn.gossip.plain import Row, post
+from decentfn.gossip.plain import Posted, post
 from decentfn.scalars import once, rounded
 from decentfn.topologies import Topology, from_permutations
 
@@ -23,10 +23,7 @@ class Compressed(NamedTuple):
     """What is on its way: messages, and what everyone makes of this worker's own."""
 
     sent: Buckets  # C(x) of this worker, in float32 or wider
-    messages: tuple[Tensor, ...]  # per bucket [B] uint8
-    inboxes: tuple[Tensor, ...]  # per bucket [K, B] uint8; empty when nobody is heard
-    row: Row
-    sources: Tensor  # [N, K] int64 of this step
+    messages: Posted  # per bucket [B] uint8
     compressor: Compressor
 
 
@@ -43,22 +40,20 @@ def post_compressed(x: Buckets, compressor: Compressor, topology: Topology, t: T
     pairs = [(b.to(plan.dtype), plan) for b, plan in zip(x, x.plan.buckets, strict=True)]
     # Stored, or what is sent and what is decoded here would be computed apart, and might be rounded apart.
     messages = tuple(once(compressor.compress(b, plan, Key(t, me, index))) for index, (b, plan) in enumerate(pairs))
-    posted = post(Buckets(messages, x.plan), topology, t)
-    plans = x.plan.buckets
-    sent = [_decoded(compressor, m, plan) for m, plan in zip(messages, plans, strict=True)]
-    sources = topology.round(t).sources
-    return Compressed(Buckets(sent, x.plan), messages, posted.inboxes, posted.row, sources, compressor)
+    posted = post(messages, topology, t)
+    sent = [_decoded(compressor, m, plan) for m, plan in zip(messages, x.plan.buckets, strict=True)]
+    return Compressed(Buckets(sent, x.plan), posted, compressor)
 
 
 def mix_compressed(posted: Compressed) -> Buckets:
     """Wait for what was posted and mix it: `W C(x)`, in float32 or wider."""
-    mixed = []
-    weights = once(posted.row.weights)
+    mixed, inboxes = [], posted.messages.inboxes
+    weights = once(posted.messages.row.weights)
     for index, (own, plan) in enumerate(zip(posted.sent, posted.sent.plan.buckets, strict=True)):
         dtype = own.dtype
         total = weights[0].to(dtype) * own
-        if posted.inboxes:
-            inbox = collectives.wait(posted.inboxes[index])
+        if inboxes:
+            inbox = collectives.wait(inboxes[index])
             for slot in range(inbox.shape[0]):
                 total = total + weights[1 + slot].to(dtype) * _decoded(posted.compressor, inbox[slot], plan)
         mixed.append(total)
@@ -71,13 +66,14 @@ def sum_compressed(posted: Compressed) -> Buckets:
     The order makes the sum the same on all workers to the last bit, so that what is computed from it keeps replicas
     identical.
     """
-    if not posted.inboxes:
+    own, inboxes = posted.messages.own, posted.messages.inboxes
+    if not inboxes:
         return posted.sent
-    me = collectives.worker_index(posted.messages[0]).view(1)
-    heard = posted.sources.to(me.device).index_select(0, me)[0]
-    order = torch.cat([me, heard]).argsort()
+    me = collectives.worker_index(own[0]).view(1)
+    sources = posted.messages.round.sources.to(me.device).index_select(0, me)[0]
+    order = torch.cat([me, sources]).argsort()
     totals = []
-    for message, inbox, plan in zip(posted.messages, posted.inboxes, posted.sent.plan.buckets, strict=True):
+    for message, inbox, plan in zip(own, inboxes, posted.sent.plan.buckets, strict=True):
         everything = torch.cat([message[None], collectives.wait(inbox)]).index_select(0, order)
         total = torch.zeros(plan.numel, dtype=wide(plan.dtype), device=message.device)
         for worker in range(everything.shape[0]):
@@ -93,7 +89,7 @@ def _decoded(compressor: Compressor, message: Tensor, plan: BucketPlan) -> Tenso
 
 
 def everyone(num_workers: int) -> Topology:
-    """Every worker hears every other in one step: N - 1 messages each."""
+    """Every worker sends to every other in one step: N - 1 messages each."""
     me = torch.arange(num_workers)[:, None]
     sources = (me - torch.arange(1, num_workers)) % num_workers
     weights = torch.full((1, num_workers, num_workers), 1 / num_workers, dtype=torch.float64)

@@ -1,17 +1,18 @@
-"""Mixing buckets with the neighbours of step t: `post` starts what travels, `collect` turns it into `W x`.
+"""Mixing tensors with the neighbours of step `t`: `post` starts what travels, `collect` turns it into `W x`.
 
 Between the two nothing may be written over `x`; whatever stands between them overlaps with the communication.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from decentfn import collectives
-from decentfn.buckets import Buckets, each, wide
+from decentfn.buckets import Plan, wide
 from decentfn.scalars import once, rounded
 from decentfn.topologies import Round, Topology
 from decentfn.transforms.mix_aware import MixContext
@@ -25,28 +26,36 @@ class Row(NamedTuple):
 
 
 class Posted(NamedTuple):
-    """What is on its way: the buckets, as they are here and as they travel, and what will be heard of the others."""
+    """What is on its way: the tensors, as they are here and as they travel, and the inboxes for those of the others."""
 
-    own: Buckets
-    sent: Buckets  # `own` in the wire's dtype
-    inboxes: tuple[Tensor, ...]  # per bucket [K, D]; empty when no messages travel
-    means: tuple[Tensor, ...]  # per bucket [D]; empty when the schedule has no groups
+    own: Sequence[Tensor]  # [D] each
+    sent: Sequence[Tensor]  # `own` as it travels
+    inboxes: tuple[Tensor, ...]  # for each [K, D]; empty when no messages travel
+    means: tuple[Tensor, ...]  # for each [D]; empty when the schedule has no groups
+    round: Round
     row: Row
 
 
 def post(
-    x: Buckets, topology: Topology, t: Tensor, *, wire_dtype: torch.dtype | None = None, when: Tensor | None = None
+    x: Sequence[Tensor],
+    topology: Topology,
+    t: Tensor,
+    *,
+    wire_dtype: torch.dtype | None = None,
+    when: Tensor | None = None,
+    own: Sequence[Tensor] | None = None,
 ) -> Posted:
     """Start to send `x` to the neighbours that `topology` names for step `t`.
 
     Args:
-        x: buckets, `[D]` each.
+        x: vectors, `[D]` each; a message for each.
         topology: the schedule.
         t: 0-d int64 on the CPU.
-        wire_dtype: floating buckets wider than this dtype travel rounded to it (half the bytes for bfloat16).
+        wire_dtype: floating vectors wider than this dtype travel rounded to it (half the bytes for bfloat16).
         when: 0-d bool on the CPU, the same on all workers; where it is False nothing travels and `W` is the identity.
+        own: the own share, where it is mixed in a wider dtype than `x`.
     """
-    sent = narrow(x, wire_dtype)
+    sent = [narrow(tensor, wire_dtype) for tensor in x]
     this = topology.round(t)
     peers, groups = topology.peers, topology.groups
     if when is not None:
@@ -54,13 +63,13 @@ def post(
     if when is not None or topology.draw is not None:
         peers = torch.stack([this.sources, this.destinations])[None]
         groups = None if this.groups is None else this.groups[None]
-    inboxes = tuple(collectives.exchange(bucket, peers, t) for bucket in sent) if topology.degree else ()
-    means = () if groups is None else tuple(collectives.group_mean(bucket, groups, t) for bucket in sent)
-    return Posted(x, sent, inboxes, means, row(this, x[0]))
+    inboxes = tuple(collectives.exchange(tensor, peers, t) for tensor in sent) if topology.degree else ()
+    means = () if groups is None else tuple(collectives.group_mean(tensor, groups, t) for tensor in sent)
+    return Posted(x if own is None else own, sent, inboxes, means, this, row(this, x[0]))
 
 
 def row(this: Round, token: Tensor) -> Row:
-    """This worker's row of one round's mixing matrix, on the device of `token` (one of its buckets)."""
+    """This worker's row of one round's mixing matrix, on the device of `token` (a tensor of this worker's)."""
     me = collectives.worker_index(token).view(1)
     weights = this.weights.to(token.device).index_select(0, me)[0]
     mean_weight = this.mean_weights
@@ -69,8 +78,8 @@ def row(this: Round, token: Tensor) -> Row:
     return Row(weights, mean_weight)
 
 
-def collect(posted: Posted, gamma: float | Tensor = 1.0) -> Buckets:
-    """Wait for what was posted and mix: `(1 - γ) x + γ W x`, each bucket as soon as its own messages are in.
+def collect(posted: Posted, gamma: float | Tensor = 1.0) -> list[Tensor]:
+    """Wait for what was posted and mix: `(1 - γ) x + γ W x`, each tensor as soon as its own messages are in.
 
     With a wire dtype Q: `x + γ (Σ_j W[i,j] Q(x_j) - (1 - W[i,i]) Q(x))`, so that what the rounding takes from one
     worker it gives back, and updates far smaller than Q's resolution are not lost. (A mean over a group is rounded once
@@ -80,10 +89,10 @@ def collect(posted: Posted, gamma: float | Tensor = 1.0) -> Buckets:
         posted: from `post`.
         gamma: γ in [0, 1], a number or a 0-d tensor.
     """
-    return Buckets([_mix(posted, index, gamma) for index in range(len(posted.own))], posted.own.plan)
+    return [_mixed(posted, index, gamma) for index in range(len(posted.own))]
 
 
-def difference(posted: Posted, gamma: float | Tensor = 1.0) -> Buckets:
+def difference(posted: Posted, gamma: float | Tensor = 1.0) -> list[Tensor]:
     """Wait for what was posted and return what mixing adds: `γ (W - I) Q(x) = γ Σ_j W[i,j] (Q(x_j) - Q(x_i))`.
 
     In float32 or float64. Two workers get the same difference with opposite signs, so that the mean over workers is 0 to
@@ -93,73 +102,77 @@ def difference(posted: Posted, gamma: float | Tensor = 1.0) -> Buckets:
         posted: from `post`.
         gamma: γ in [0, 1], a number or a 0-d tensor.
     """
-    return Buckets([_difference(posted, index, gamma) for index in range(len(posted.own))], posted.own.plan)
+    differences = []
+    for index in range(len(posted.own)):
+        sent = posted.sent[index].to(wide(posted.own[index].dtype))
+        terms = [weight * (x - sent) for weight, x in _arrived(posted, index, gamma)]
+        differences.append(sum(terms, torch.zeros_like(sent)))
+    return differences
 
 
-def heard(posted: Posted, like: Buckets) -> Buckets:
-    """Wait for what was posted and return what was heard, without the own share: `Σ_{j≠i} W[i,j] Q(x_j)`.
+def neighbours_sum(posted: Posted, dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    """Wait for what was posted and return the neighbours' share alone: `Σ_{j≠i} W[i,j] Q(x_j)`.
 
-    Where the schedule averages in groups, that average (own share included) is what is heard.
+    Where the schedule averages in groups, that average (own share included) is what is returned.
 
     Args:
         posted: from `post`.
-        like: buckets of the posted ones' sizes, in whose dtypes the sum is returned.
+        dtypes: of the sums, at least as wide as what travelled.
     """
-    silence = each(torch.zeros_like, like)
-    return collect(posted._replace(own=silence, sent=silence))
+    sums = []
+    for index, dtype in enumerate(dtypes):
+        zeros = torch.zeros_like(posted.sent[index], dtype=wide(dtype))
+        sums.append(sum((w * x for w, x in _arrived(posted, index, 1.0, wide(dtype))), zeros).to(dtype))
+    return sums
 
 
-def mix_context(posted: Posted, topology: Topology, t: Tensor) -> MixContext:
+def mix_context(posted: Posted, plan: Plan) -> MixContext:
     """Wait for what was posted and show it as it is: what an optimizer may ask for beside its gradient.
 
     Args:
-        posted: from `post`, of step `t`.
-        topology: the schedule that it was posted with.
-        t: 0-d int64 on the CPU.
+        posted: from `post`.
+        plan: what lies in the tensors that were posted.
     """
-    this, token = topology.round(t), posted.own[0]
+    token = posted.own[0]
     me = collectives.worker_index(token).view(1)
     members = None
-    if this.groups is not None:
-        groups = this.groups.to(token.device)
+    if posted.round.groups is not None:
+        groups = posted.round.groups.to(token.device)
         members = groups == groups.index_select(0, me)
     return MixContext(
         tuple(collectives.wait(inbox) for inbox in posted.inboxes),
-        this.sources.to(token.device).index_select(0, me)[0],
+        posted.round.sources.to(token.device).index_select(0, me)[0],
         posted.row.weights,
-        tuple(collectives.wait(bucket) for bucket in posted.means),
+        tuple(collectives.wait(mean) for mean in posted.means),
         members,
         posted.row.mean_weight,
-        posted.own.plan,
+        plan,
     )
 
 
 def mean(
-    x: Buckets,
+    x: Sequence[Tensor],
     everyone: Topology,
     t: Tensor,
     *,
     wire_dtype: torch.dtype | None = None,
     when: Tensor | None = None,
-) -> Buckets:
+) -> list[Tensor]:
     """The mean of Q(x) over all workers, bit for bit the same on each; `everyone` is the complete topology.
 
     Where `when` (0-d bool) is False nothing travels and the result is Q(x).
     """
-    total = collect(post(narrow(x, wire_dtype), everyone, t, when=when))
-    return Buckets([m.to(bucket.dtype) for m, bucket in zip(total, x, strict=True)], x.plan)
+    total = collect(post([narrow(tensor, wire_dtype) for tensor in x], everyone, t, when=when))
+    return [m.to(tensor.dtype) for m, tensor in zip(total, x, strict=True)]
 
 
-def narrow(x: Buckets, wire_dtype: torch.dtype | None) -> Buckets:
+def narrow(x: Tensor, wire_dtype: torch.dtype | None) -> Tensor:
     """`x` rounded to the wire's dtype where that is narrower; `x` itself without one."""
-    if wire_dtype is None:
-        return x
-    narrower = [rounded(b, wire_dtype) if b.dtype.itemsize > wire_dtype.itemsize else b for b in x]
-    return Buckets(narrower, x.plan)
+    return rounded(x, wire_dtype) if wire_dtype is not None and x.dtype.itemsize > wire_dtype.itemsize else x
 
 
 def _resting_unless(when: Tensor, this: Round) -> Round:
-    """The round itself when `when` holds; else one in which everybody keeps what they have and nobody speaks."""
+    """The round itself when `when` holds; else one in which everybody keeps what they have and nothing is posted."""
     nobody = torch.full_like(this.sources, -1)
     keep = torch.zeros_like(this.weights)
     keep[:, 0] = 1.0
@@ -173,34 +186,30 @@ def _resting_unless(when: Tensor, this: Round) -> Round:
     )
 
 
-def _mix(posted: Posted, index: int, gamma: float | Tensor) -> Tensor:
+def _arrived(
+    posted: Posted, index: int, gamma: float | Tensor, dtype: torch.dtype | None = None
+) -> list[tuple[Tensor, Tensor]]:
+    """Wait for one tensor's inbox: the weight and the value of each message, and of the group's mean."""
+    # Weights are exact to 1e-12; sixteen-bit values are mixed in float32.
+    dtype = wide(posted.own[index].dtype) if dtype is None else dtype
+    arrived = []
+    if posted.inboxes:
+        weights = once((posted.row.weights * gamma).to(dtype))
+        inbox = collectives.wait(posted.inboxes[index]).to(dtype)
+        arrived += [(weights[1 + slot], inbox[slot]) for slot in range(inbox.shape[0])]
+    if posted.means and posted.row.mean_weight is not None:
+        arrived.append(
+            (once((posted.row.mean_weight * gamma).to(dtype)), collectives.wait(posted.means[index]).to(dtype))
+        )
+    return arrived
+
+
+def _mixed(posted: Posted, index: int, gamma: float | Tensor) -> Tensor:
     own, sent = posted.own[index], posted.sent[index]
-    # Weights are exact to 1e-12; sixteen-bit buckets are mixed in float32.
     dtype = wide(own.dtype)
-    weights = once((posted.row.weights * gamma).to(dtype))
     kept = once((posted.row.weights[0] * gamma + (1.0 - gamma)).to(dtype))
-    heard = torch.zeros((), dtype=dtype)
-    if posted.inboxes:
-        inbox = collectives.wait(posted.inboxes[index]).to(dtype)
-        terms = [weights[1 + slot] * inbox[slot] for slot in range(inbox.shape[0])]
-        heard = sum(terms[1:], terms[0])
-    if posted.means and posted.row.mean_weight is not None:
-        mean = collectives.wait(posted.means[index]).to(dtype)
-        heard = heard + once((posted.row.mean_weight * gamma).to(dtype)) * mean
+    terms = [weight * x for weight, x in _arrived(posted, index, gamma)]
+    others = sum(terms[1:], terms[0]) if terms else torch.zeros((), dtype=dtype)
     if sent is own:
-        return (kept * own.to(dtype) + heard).to(own.dtype)
-    return (own.to(dtype) + (heard - (1.0 - kept) * sent.to(dtype))).to(own.dtype)
-
-
-def _difference(posted: Posted, index: int, gamma: float | Tensor) -> Tensor:
-    dtype = wide(posted.own[index].dtype)
-    sent = posted.sent[index].to(dtype)
-    weights = once((posted.row.weights * gamma).to(dtype))
-    total = torch.zeros_like(sent)
-    if posted.inboxes:
-        inbox = collectives.wait(posted.inboxes[index]).to(dtype)
-        total = sum((weights[1 + slot] * (inbox[slot] - sent) for slot in range(inbox.shape[0])), total)
-    if posted.means and posted.row.mean_weight is not None:
-        mean = collectives.wait(posted.means[index]).to(dtype)
-        total = total + once((posted.row.mean_weight * gamma).to(dtype)) * (mean - sent)
-    return total
+        return (kept * own.to(dtype) + others).to(own.dtype)
+    return (own.to(dtype) + (others - (1.0 - kept) * sent.to(dtype))).to(own.dtype)

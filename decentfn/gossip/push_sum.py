@@ -8,10 +8,12 @@ algorithms keep z and w; x = w z.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from decentfn.buckets import Buckets
+from decentfn.buckets import Buckets, Plan
 
 
 def first_weight(x: Buckets) -> Tensor:
@@ -19,20 +21,20 @@ def first_weight(x: Buckets) -> Tensor:
     return torch.ones((), dtype=x[_carrier(x)].dtype, device=x[_carrier(x)].device)
 
 
-def pack(x: Buckets, w: Tensor) -> Buckets:
-    """One more element, `w`, at the end of the widest bucket: no message of its own, and mixed exactly as x is."""
-    tensors = list(x.tensors)
+def pack(x: Buckets, w: Tensor) -> list[Tensor]:
+    """The buckets' tensors, the widest with one more element at its end, `w`: no message of its own, and mixed as x is."""
+    tensors = list(x)
     index = _carrier(x)
     tensors[index] = torch.cat([tensors[index], w.view(1)])
-    return Buckets(tensors, x.plan)
+    return tensors
 
 
-def unpack(packed: Buckets) -> tuple[Buckets, Tensor]:
+def unpack(packed: Sequence[Tensor], plan: Plan) -> tuple[Buckets, Tensor]:
     """`(x, w)` of `pack(x, w)`."""
-    tensors = list(packed.tensors)
-    index = _carrier(packed)
+    tensors = list(packed)
+    index = next(i for i, (p, bucket) in enumerate(zip(packed, plan.buckets, strict=True)) if p.shape[0] > bucket.numel)
     tensors[index], w = tensors[index][:-1], tensors[index][-1]
-    return Buckets(tensors, packed.plan), w.clone()
+    return Buckets(tensors, plan), w.clone()
 
 
 def _carrier(x: Buckets) -> int:

@@ -4,14 +4,18 @@ from decentfn.gradient.accumulated import Accumulated, accumulate
 from decentfn.gradient.evaluation import evaluate, require_batch, require_inputs
 from decentfn.gradient.loss import LossFn, require_loss
 from decentfn.gradient.module import add_module_prefix, functional, strip_module_prefix
+from decentfn.gradient.scaled import DynamicLossScale, LossScale, dynamic_loss_scale
 from decentfn.gradient.traced import Evaluation
 
 __all__ = [
     "Accumulated",
+    "DynamicLossScale",
     "Evaluation",
     "LossFn",
+    "LossScale",
     "accumulate",
     "add_module_prefix",
+    "dynamic_loss_scale",
     "evaluate",
     "functional",
     "require_batch",

@@ -14,6 +14,7 @@ from torch import Tensor
 from decentfn import trees
 from decentfn.buckets import Buckets, wide
 from decentfn.gradient.loss import LossFn, call, require_loss
+from decentfn.gradient.scaled import DynamicLossScale
 from decentfn.gradient.traced import Evaluation, gradient_of
 from decentfn.torch_private import scan
 from decentfn.trees import PyTree
@@ -56,6 +57,11 @@ def accumulate(loss_fn: LossFn) -> LossFn:
     (tensor([2.]), tensor(5.))
     """
     require_loss("accumulate(loss_fn)", loss_fn)
+    if isinstance(loss_fn, DynamicLossScale):
+        raise ValueError(
+            "accumulate(dynamic_loss_scale(loss_fn)): one scale serves all micro-batches; the other way round, "
+            "df.dynamic_loss_scale(df.accumulate(loss_fn))."
+        )
     if isinstance(loss_fn, Accumulated):
         raise ValueError(
             f"accumulate(loss_fn={brief(loss_fn)}): expected the loss of one micro-batch, which is not accumulated yet."

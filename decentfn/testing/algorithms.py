@@ -12,17 +12,27 @@ from typing import Any
 import torch
 
 from decentfn import trees
-from decentfn.algorithms.worker import Algorithm
 from decentfn.compilation import compile
 from decentfn.consensus import params as params_of
-from decentfn.gradient import accumulate
+from decentfn.gradient import LossFn, accumulate, dynamic_loss_scale
+from decentfn.kit.state import Algorithm
 from decentfn.simulation import simulate
 from decentfn.testing import problem
-from decentfn.testing.subjects import STEPS, Declined, Run, Subject, assert_close, build_only, graphs, ranks, simulated
+from decentfn.testing.subjects import (
+    STEPS,
+    Batches,
+    Declined,
+    Run,
+    Subject,
+    assert_close,
+    build_only,
+    graphs,
+    ranks,
+    simulated,
+)
 from decentfn.topologies import Topology
-from decentfn.transforms import dynamic_loss_scale, sgd
 from decentfn.trees import PyTree
-from decentfn.wrappers import ema, ema_params
+from decentfn.wrappers import average_buffers, ema, ema_params
 
 _LATE_S = 0.03
 
@@ -59,21 +69,25 @@ def one_graph(subject: Subject) -> None:
         assert graphs(subject, run) == 1, f"{graphs(subject, run)} graphs for {STEPS} steps"
 
 
-_AVERAGED = ("wrap", lambda algorithm: ema(algorithm, 0.8))
-_SCALED = ("optimizer", dynamic_loss_scale(sgd(0.05, momentum=0.5), init_scale=2.0**10))
-_MIXED_BUFFERS = ("average_buffers", True)
-_NARROW = ("wire_dtype", torch.bfloat16)
-_COMPILED = Run("inductor", options=(_AVERAGED,))
+def _averaged(algorithm: Algorithm) -> Algorithm:
+    return ema(algorithm, 0.8)
+
+
+def _scaled(loss_fn: LossFn) -> LossFn:
+    return dynamic_loss_scale(loss_fn, init_scale=2.0**10)
+
+
+_NARROW = Run(options=(("wire_dtype", torch.bfloat16),))
+_SCALED = Run(losses=(_scaled,))
+_MIXED_BUFFERS = Run(with_buffers=True, wrappers=(average_buffers,))
+_COMPILED = Run("inductor", wrappers=(_averaged,))
 
 
 @lru_cache(maxsize=64)
 def _full(subject: Subject) -> Run:
-    """Traced, with an EMA around it, and what it takes of a scaled loss and averaged buffers: one trace for many promises."""
-    options: tuple[tuple[str, Any], ...] = (_AVERAGED,)
-    for more in (_SCALED, _MIXED_BUFFERS):
-        if _takes(subject, more):
-            options += (more,)
-    return Run("aot_eager", options=options, with_buffers=True)
+    """Traced, the loss scaled, with an EMA and, where it takes them, averaged buffers: one trace for many promises."""
+    wrappers = (average_buffers, _averaged) if _takes(subject, _MIXED_BUFFERS) else (_averaged,)
+    return Run("aot_eager", with_buffers=True, losses=(_scaled,), wrappers=wrappers)
 
 
 def _traced(subject: Subject) -> tuple[Run, Run]:
@@ -82,7 +96,7 @@ def _traced(subject: Subject) -> tuple[Run, Run]:
 
 def _packed(subject: Subject) -> Run:
     """Compiled by Inductor, two workers a process, and bfloat16 on the wire where the algorithm takes it."""
-    return Run("inductor", local=2, options=(_NARROW,) if _takes(subject, _NARROW) else ())
+    return Run("inductor", local=2, options=_NARROW.options if _takes(subject, _NARROW) else ())
 
 
 def _assert_packed_ranks_agree(subject: Subject) -> None:
@@ -93,9 +107,9 @@ def _assert_packed_ranks_agree(subject: Subject) -> None:
     assert_close(ranks(subject, packed)[-1], simulated(subject, packed)[-1], but=apart)
 
 
-def _takes(subject: Subject, option: tuple[str, Any]) -> bool:
+def _takes(subject: Subject, run: Run) -> bool:
     try:
-        build_only(subject, option)
+        build_only(subject, run)
     except Declined:
         return False
     return True
@@ -165,27 +179,30 @@ def accumulates(subject: Subject) -> None:
     def halves(worker: int, t: int) -> PyTree:
         return trees.map(lambda x: x.unflatten(0, (2, 2)), problem.batch(worker, t))
 
-    run = Run(options=(("loss_fn", _ACCUMULATED),))
+    run = Run(losses=(accumulate,))
     assert_close(simulated(subject, run, batches=halves)[-1], simulated(subject)[-1])
     assert_close(ranks(subject, run, batches=halves)[-1], simulated(subject)[-1])
 
 
-_ACCUMULATED = accumulate(problem.loss_fn)
-
-
 def scales_the_loss(subject: Subject) -> None:
-    """A loss scale changes nothing where nothing overflows; where one worker overflows, all stay finite, and it shrinks: traced, on ranks."""
-
-    def overflowing(worker: int, t: int) -> PyTree:
-        targets, weight = problem.batch(worker, t)
-        return targets, weight * (float("inf") if (worker, t) == (1, 3) else 1.0)
-
+    """A loss scale changes nothing where nothing overflows; where one worker overflows, its scale shrinks, all stay finite, and the invariants hold: traced, on ranks."""
     build_only(subject, _SCALED)
     run = _full(subject)
     assert_close(params_of(ranks(subject, run)[-1]), params_of(simulated(subject)[-1]))
-    end = ranks(subject, run, batches=overflowing)[-1]
+    end = ranks(subject, run, batches=_overflowing(problem.batch))[-1]
     assert all(bool(torch.isfinite(bucket).all()) for bucket in end.params), "an overflow of worker 1 spread"
-    assert float(end.inner.opt_state.scale[1]) == 2.0**9
+    assert float(end.local.scale.scale[1]) == 2.0**9
+    _assert_laws(subject, run, _overflowing)
+
+
+def _overflowing(batches: Batches) -> Batches:
+    """The same, but worker 1's gradient of step 3 is not finite."""
+
+    def spoilt(worker: int, t: int) -> PyTree:
+        targets, weight = batches(worker, t)
+        return targets, weight * (float("inf") if (worker, t) == (1, 3) else 1.0)
+
+    return spoilt
 
 
 def keeps_an_ema(subject: Subject) -> None:
@@ -209,11 +226,12 @@ def averages_buffers(subject: Subject) -> None:
     assert torch.equal(mixed[-1].buffers["count"], mixed[0].buffers["count"] + STEPS)
 
 
-def _assert_laws(subject: Subject, run: Run) -> None:
+def _assert_laws(subject: Subject, run: Run, spoil: Callable[[Batches], Batches] = lambda batches: batches) -> None:
     topology = subject.topology(subject.num_workers)
     for law in subject.laws:
-        batches = problem.batch if law.with_gradients else _without_gradients
-        history = [getattr(state, "inner", state) for state in ranks(subject, run, steps=20, batches=batches)]
+        batches = spoil(problem.batch if law.with_gradients else _without_gradients)
+        states = ranks(subject, run, steps=20, batches=batches)
+        history = [state._replace(memory=getattr(state.memory, "inner", state.memory)) for state in states]
         first = law.quantity(history[0], topology, 0)
         for t, state in enumerate(history):
             for bucket, was, is_now in zip(state.params, first, law.quantity(state, topology, t), strict=True):

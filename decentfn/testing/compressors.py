@@ -49,7 +49,9 @@ def _check(compressor: Compressor, x: Tensor, plan: BucketPlan, index: int) -> N
     assert torch.equal(there_and_back(x, t, me)[0], message), f"{name}: the same bucket and key give another message"
 
     _check_contraction(compressor, x, plan, there_and_back, name)
-    as_step = compile(lambda x, me, t: (x, there_and_back(x, t, me)), donate=False, backend="aot_eager")
+    as_step = compile(
+        lambda x, me, t: (x, there_and_back(x, torch.as_tensor(t), me)), donate=False, backend="aot_eager"
+    )
     _, traced = as_step(x, me, 3)
     rows = vmap(there_and_back, in_dims=(0, None, 0))(torch.stack([x, x.flip(0)]), t, torch.tensor([1, 2]))
     apart = [there_and_back(x, t, me), there_and_back(x.flip(0), t, torch.tensor(2))]

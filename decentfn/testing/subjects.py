@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from decentfn import compile_cache, trees
-from decentfn.algorithms.worker import Algorithm
 from decentfn.compilation import compile
+from decentfn.gradient import LossFn
+from decentfn.kit.state import Algorithm
 from decentfn.simulation import simulate
 from decentfn.testing import problem
 from decentfn.testing.ranks import alone_as_rank_of, on_kept_ranks
@@ -97,6 +98,8 @@ class Run(NamedTuple):
     local: int = 1  # workers of each process
     options: tuple[tuple[str, Any], ...] = ()
     with_buffers: bool = False
+    losses: tuple[Callable[[LossFn], LossFn], ...] = ()  # around the loss: accumulated, scaled
+    wrappers: tuple[Callable[[Algorithm], Algorithm], ...] = ()  # around the algorithm
 
 
 class Declined(ValueError):
@@ -112,12 +115,13 @@ class _Program(NamedTuple):
 
 @lru_cache(maxsize=16)
 def _program(subject: Subject, run: Run) -> _Program:
-    options = dict(run.options)
-    wrap = options.pop("wrap", lambda algorithm: algorithm)
-    if run.with_buffers:
-        options["loss_fn"] = problem.loss_with_buffers
+    loss_fn: LossFn = problem.loss_with_buffers if run.with_buffers else problem.loss_fn
+    for around in run.losses:
+        loss_fn = around(loss_fn)
     try:
-        algorithm = wrap(subject.build(**options))
+        algorithm = subject.build(loss_fn=loss_fn, **dict(run.options))
+        for wrap in run.wrappers:
+            algorithm = wrap(algorithm)
     except ValueError as reason:
         raise Declined(str(reason)) from reason
     step = algorithm.step if run.local == 1 else simulate(algorithm.step, run.local)
@@ -177,7 +181,7 @@ def ranks(
 def simulated(subject: Subject, run: Run = _PLAIN, *, batches: Batches = problem.batch) -> list[Any]:
     """The same, eagerly by the simulator."""
     n = subject.num_workers
-    program = _program(subject, Run(local=n, options=run.options, with_buffers=run.with_buffers))
+    program = _program(subject, run._replace(backend=None, donate=True, local=n))
     state = subject.start(program.algorithm, range(n), stacked=True, with_buffers=run.with_buffers)
     history = [state]
     for t in range(STEPS):
@@ -187,9 +191,9 @@ def simulated(subject: Subject, run: Run = _PLAIN, *, batches: Batches = problem
     return history
 
 
-def build_only(subject: Subject, option: tuple[str, Any]) -> None:
-    """Build the algorithm with this option, or raise `Declined`."""
-    _program(subject, Run(options=(option,)))
+def build_only(subject: Subject, run: Run) -> None:
+    """Build the algorithm for this run, or raise `Declined`."""
+    _program(subject, run)
 
 
 _CLOSE = {torch.float64: 1e-7, torch.float32: 2e-5, torch.bfloat16: 0.05, torch.float16: 0.005}

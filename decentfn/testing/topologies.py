@@ -7,7 +7,6 @@ from torch import Tensor
 from torch.func import vmap
 
 from decentfn import collectives, gossip
-from decentfn.buckets import BucketPlan, Buckets, Plan, Segment
 from decentfn.testing.ranks import on_ranks
 from decentfn.topologies import Topology, mixing_matrix
 
@@ -25,11 +24,10 @@ def check_topology(topology: Topology) -> None:
         AssertionError: a promise is broken.
     """
     n, name = topology.num_workers, topology.name
-    plan = Plan((BucketPlan(torch.float64, (Segment("x", (3,), 0, 3),), 3),), 0)
     start = torch.randn(n, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
     def mix(x: Tensor, t: Tensor) -> Tensor:
-        return gossip.collect(gossip.post(Buckets([x], plan), topology, t))[0]
+        return gossip.collect(gossip.post([x], topology, t))[0]
 
     def on_rank(rank: int) -> list[Tensor]:
         if topology.groups is not None:

@@ -11,7 +11,6 @@ from decentfn.transforms.basic import (
     scale_by_learning_rate,
     trace,
 )
-from decentfn.transforms.loss_scale import DynamicLossScale, LossScaleState, dynamic_loss_scale
 from decentfn.transforms.mix_aware import MixContext
 from decentfn.transforms.optimizers import (
     AccumAdamState,
@@ -39,8 +38,6 @@ from decentfn.transforms.transform import (
 __all__ = [
     "AccumAdamState",
     "AdamState",
-    "DynamicLossScale",
-    "LossScaleState",
     "MaskedTransform",
     "MixAware",
     "MixContext",
@@ -56,7 +53,6 @@ __all__ = [
     "chain",
     "clip_by_bucket_norm",
     "clip_by_global_norm",
-    "dynamic_loss_scale",
     "global_norm",
     "identity",
     "masked",

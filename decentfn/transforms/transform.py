@@ -64,16 +64,6 @@ def masks_of(*transforms: Any) -> tuple[Mask, ...]:
     return tuple(mask for transform in transforms for mask in getattr(transform, "masks", ()))
 
 
-def check_transform(call: str, transform: Any) -> None:
-    """`transform` must be a pair, and none that has to stand outermost."""
-    require_pair(call, transform)
-    if getattr(transform, "is_outermost", False):
-        raise ValueError(
-            f"{call}: a dynamic loss scale is read by the algorithm and must be the outermost transform; write "
-            "df.dynamic_loss_scale(df.chain(...))."
-        )
-
-
 def require_pair(call: str, transform: Any) -> None:
     """`transform` must have callable `init` and `update`."""
     kind = transform if isinstance(transform, type) else type(transform)
@@ -117,7 +107,7 @@ def chain(*transforms: Any) -> Transform:
     >>> optimizer = chain(clip_by_global_norm(1.0), adamw(3e-4, weight_decay=0.1))
     """
     for transform in transforms:
-        check_transform("chain(...)", transform)
+        require_pair("chain(...)", transform)
 
     def init(params: Buckets) -> tuple[PyTree, ...]:
         return tuple(transform.init(params) for transform in transforms)
@@ -152,7 +142,7 @@ def masked(transform: Any, mask: Mask) -> Transform:
         ValueError: `transform` has no `init` or `update`, or `mask` is not a function; when called, a bucket mixes
             leaves that the mask takes with others.
     """
-    check_transform("masked(transform, mask)", transform)
+    require_pair("masked(transform, mask)", transform)
     _check_unaware("masked(transform, mask)", transform)
     if not callable(mask):
         raise ValueError(f"masked(mask={brief(mask)}): a mask is a function (dotted name, shape) -> bool.")
@@ -214,7 +204,7 @@ def partition(transforms: Mapping[Hashable, Any], labels: Callable[[str, tuple[i
     ... )
     """
     for label, transform in transforms.items():
-        check_transform(f"partition(transforms[{label!r}])", transform)
+        require_pair(f"partition(transforms[{label!r}])", transform)
     if not callable(labels):
         raise ValueError(f"partition(labels={brief(labels)}): labels are a function (dotted name, shape) -> label.")
     # The groups are disjoint, and each lets the others' leaves pass, so one after another is all at once.
@@ -252,7 +242,7 @@ def by_leaf(transform: Any) -> Transform:
         ValueError: `transform` has no `init` or `update`, or has masks; when called, updates with other leaves than
             the parameters.
     """
-    check_transform("by_leaf(transform)", transform)
+    require_pair("by_leaf(transform)", transform)
     _check_unaware("by_leaf(transform)", transform)
     if masks_of(transform):
         raise ValueError(

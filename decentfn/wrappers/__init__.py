@@ -1,5 +1,6 @@
 """What works around any algorithm."""
 
+from decentfn.wrappers.averaged_buffers import average_buffers
 from decentfn.wrappers.moving_average import ema, ema_params, ema_state
 
-__all__ = ["ema", "ema_params", "ema_state"]
+__all__ = ["average_buffers", "ema", "ema_params", "ema_state"]

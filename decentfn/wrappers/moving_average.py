@@ -1,4 +1,4 @@
-"""An exponential moving average of the parameters, kept beside any algorithm's state."""
+"""An exponential moving average of the parameters, kept beside any algorithm's memory."""
 
 from __future__ import annotations
 
@@ -7,40 +7,23 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from decentfn.algorithms.expected import check, kind_of, marked
-from decentfn.algorithms.worker import Algorithm, Metrics
-from decentfn.buckets import Buckets, copy_wide, each
-from decentfn.consensus import params, restarted
+from decentfn.buckets import Buckets, cast_like, copy_wide, each
+from decentfn.consensus import params
+from decentfn.kit.expected import check, kind_of, marked
+from decentfn.kit.state import Algorithm, Local, Metrics, State, require_algorithm, restarted
 from decentfn.trees import PyTree
 from decentfn.words import brief
 
 
-class EMAState(NamedTuple):
-    """The algorithm's own state, and the average, in float32 or wider."""
+class EMAMemory(NamedTuple):
+    """The algorithm's own memory, and the average, in float32 or wider."""
 
     inner: Any
     ema: Buckets
 
-    @property
-    def params(self) -> Buckets:
-        """The parameters themselves, so that everything that reads a state's parameters reads them."""
-        return self.inner.params
-
-    @property
-    def buffers(self) -> PyTree:
-        """The algorithm's buffers."""
-        return self.inner.buffers
-
-    def with_params(self, x: Buckets) -> EMAState:
+    def restart(self, x: Buckets) -> EMAMemory:
         """The average starts anew, at the new parameters."""
-        return EMAState(restarted(self.inner, x), copy_wide(x))
-
-
-class AveragedState(NamedTuple):
-    """The EMA in the place of the parameters: what `ema_state` returns."""
-
-    params: Buckets
-    buffers: PyTree
+        return EMAMemory(restarted(self.inner, x), copy_wide(x))
 
 
 def ema(algorithm: Algorithm, decay: float = 0.999) -> Algorithm:
@@ -54,47 +37,46 @@ def ema(algorithm: Algorithm, decay: float = 0.999) -> Algorithm:
         decay: d in [0, 1).
     Source: torch.optim.swa_utils.get_ema_multi_avg_fn.
     """
-    if not isinstance(algorithm, tuple) or len(algorithm) != 2:
-        raise ValueError(
-            f"ema({brief(algorithm)}): expected an Algorithm(init, step), from df.adapt_while_communicate(...)."
-        )
+    require_algorithm("ema", algorithm)
     if not 0 <= decay < 1:
         raise ValueError(f"ema(decay={brief(decay)}): the decay lies in [0, 1); 0.999 is usual.")
     init, step = algorithm
 
-    def start(params: PyTree, buffers: PyTree = None) -> EMAState:
-        inner = init(params, buffers)
-        return EMAState(inner, copy_wide(inner.params))
+    def start(params: PyTree, buffers: PyTree = None) -> State:
+        state = init(params, buffers)
+        return state._replace(memory=EMAMemory(state.memory, copy_wide(state.params)))
 
     def look(state: Any, batch: PyTree, t: Any) -> None:
-        if not isinstance(state, EMAState):
+        if not _has_average(state):
             raise ValueError(
-                f"step(state, batch, t): the state is a {kind_of(state)}, and this step takes an EMAState; call the init "
-                "that df.ema(...) returned beside it."
+                f"step(state, batch, t): the state is a {kind_of(state)}, and this step takes one with an average; call the "
+                "init that df.ema(...) returned beside it."
             )
-        check(step, state.inner, batch, t)
+        check(step, state._replace(memory=state.memory.inner), batch, t)
 
     @wraps(step)
-    def averaged(state: EMAState, batch: PyTree, t: int | Tensor) -> tuple[EMAState, Metrics]:
-        if not isinstance(state, EMAState):
+    def averaged(state: State, batch: PyTree, t: int | Tensor) -> tuple[State, Metrics]:
+        if not _has_average(state):
             look(state, batch, t)
-        inner, metrics = step(state.inner, batch, t)
-        mean = each(lambda e, x: decay * e + (1 - decay) * x.to(e.dtype), state.ema, inner.params)
-        return EMAState(inner, mean), metrics
+        inner, average = state.memory
+        state, metrics = step(state._replace(memory=inner), batch, t)
+        average = each(lambda e, x: decay * e + (1 - decay) * x.to(e.dtype), average, state.params)
+        return state._replace(memory=EMAMemory(state.memory, average)), metrics
 
-    return Algorithm(start, marked(averaged, check=look))
-
-
-def ema_state(state: EMAState) -> AveragedState:
-    """A view of the state in which the EMA stands for the parameters: for `params`, `consensus_mean`, distances."""
-    if not isinstance(state, EMAState):
-        raise ValueError(
-            f"ema_state({type(state).__name__}): there is no average; make the algorithm with df.ema(...)."
-        )
-    x = state.params
-    return AveragedState(Buckets([e.to(b.dtype) for e, b in zip(state.ema, x, strict=True)], x.plan), state.buffers)
+    return Algorithm(start, marked(averaged, check=look), loss_fn=algorithm.loss_fn, topology=algorithm.topology)
 
 
-def ema_params(state: EMAState) -> PyTree:
+def ema_state(state: State) -> State:
+    """A state in which the average stands for the parameters, for `params`, `consensus_mean`, distances; not to train on."""
+    if not _has_average(state):
+        raise ValueError(f"ema_state({kind_of(state)}): there is no average; make the algorithm with df.ema(...).")
+    return State(cast_like(state.memory.ema, state.params), Local(None, state.buffers))
+
+
+def ema_params(state: State) -> PyTree:
     """This worker's averaged parameters as the user's tree, in the parameters' dtypes; copies. `[N, ...]` when stacked."""
     return params(ema_state(state))
+
+
+def _has_average(state: Any) -> bool:
+    return isinstance(getattr(state, "memory", None), EMAMemory)

@@ -44,16 +44,25 @@ def check(step: Callable[..., Any], state: Any, batch: PyTree, t: Any) -> None:
         look(state, batch, t)
 
 
-def checked(init: Callable[..., Any], step: Callable[..., Any], loss_fn: LossFn) -> tuple[Callable[..., Any], ...]:
-    """`init` and `step` that look at what they are given: the step once for each plan, at no cost from then on."""
+def checked(
+    init: Callable[..., Any], start: Callable[..., Any], step: Callable[..., Any], loss_fn: LossFn
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """`start` and `step` that look at what they are given: the step once for each plan, at no cost from then on.
+
+    Args:
+        init: lays a plan out without values.
+        start: `init` as the user calls it.
+        step: the step.
+        loss_fn: the loss.
+    """
     laid_out: list[Plan] = []
     known: WeakValueDictionary[int, Plan] = WeakValueDictionary()
 
-    @wraps(init)
-    def start(params: PyTree, buffers: PyTree = None) -> Any:
+    @wraps(start)
+    def start_checked(params: PyTree, buffers: PyTree = None) -> Any:
         _require_params(params)
         require_inputs("init(params, buffers)", loss_fn, params, buffers)
-        state = init(params, buffers)
+        state = start(params, buffers)
         if state.params.plan not in laid_out:
             laid_out.append(state.params.plan)
         return state
@@ -83,7 +92,7 @@ def checked(init: Callable[..., Any], step: Callable[..., Any], loss_fn: LossFn)
                 known[id(state.params.plan)] = state.params.plan
         return step(state, batch, t)
 
-    return start, marked(run, check=look)
+    return start_checked, marked(run, check=look)
 
 
 def is_state(value: Any) -> bool:
@@ -151,8 +160,13 @@ def _without_values(x: Tensor) -> Tensor:
 
 
 def kind_of(state: Any) -> str:
-    """The type of a state, with the module that tells one algorithm's `State` from another's."""
-    return f"{type(state).__module__.removeprefix('decentfn.').removeprefix('algorithms.')}.{type(state).__name__}"
+    """What a state is to its user: whose memory it holds."""
+    memory = getattr(state, "memory", None)
+    if memory is None:
+        return type(state).__name__
+    if memory == ():
+        return "State without memory"
+    return f"State with the memory of {type(memory).__module__.removeprefix('decentfn.algorithms.')}"
 
 
 def _lines(state: Any) -> list[str]:

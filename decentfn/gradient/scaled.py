@@ -1,0 +1,104 @@
+"""Dynamic loss scaling as pure state: torch.amp.GradScaler's rule.
+
+`dynamic_loss_scale(loss_fn)` is a loss too, of a type of its own: whoever takes a gradient scales it, divides by the scale
+again and finds out whether the gradient is finite.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from decentfn.gradient.loss import LossFn, require_loss
+from decentfn.transforms.basic import check_number
+from decentfn.words import brief
+
+
+class LossScale(NamedTuple):
+    """The scale, and how many gradients in a row were finite with it."""
+
+    scale: Tensor  # 0-d float32
+    growth_tracker: Tensor  # 0-d int64
+
+
+class DynamicLossScale:
+    """A loss whose gradient is taken scaled; called, it is the loss itself. Made by `dynamic_loss_scale`."""
+
+    def __init__(
+        self,
+        loss_fn: LossFn,
+        init_scale: float,
+        growth_factor: float,
+        backoff_factor: float,
+        growth_interval: int,
+        agree: bool,
+    ) -> None:
+        self.loss_fn = loss_fn
+        self.frozen: frozenset[str] = getattr(loss_fn, "frozen", frozenset())
+        self.init_scale, self.growth_factor, self.backoff_factor = init_scale, growth_factor, backoff_factor
+        self.growth_interval, self.agree = growth_interval, agree
+
+    def __call__(self, *arguments: Any) -> Any:
+        """The loss, unscaled."""
+        return self.loss_fn(*arguments)
+
+    def init(self, device: torch.device) -> LossScale:
+        """The scale at the start."""
+        scale = torch.full((), float(self.init_scale), dtype=torch.float32, device=device)
+        return LossScale(scale, torch.zeros((), dtype=torch.int64, device=device))
+
+    def advance(self, state: LossScale, good: Tensor) -> LossScale:
+        """The next scale: lower where the gradient was not `good` (0-d bool), higher after a row of good ones."""
+        streak = state.growth_tracker + 1
+        grows = streak == self.growth_interval
+        grown = state.scale * self.growth_factor
+        grown = torch.where(grows & torch.isfinite(grown), grown, state.scale)
+        scale = torch.where(good, grown, state.scale * self.backoff_factor)
+        return LossScale(scale, torch.where(good & ~grows, streak, torch.zeros_like(streak)))
+
+
+def dynamic_loss_scale(
+    loss_fn: LossFn,
+    init_scale: float = 2.0**16,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 2000,
+    agree: bool = False,
+) -> LossFn:
+    """Scale the loss for fp16 arithmetic; where a gradient overflows, skip the update and lower the scale.
+
+    The gradient is taken of `scale * loss` and unscaled before anything else sees it. A worker whose gradient is not
+    finite makes no update in that step and keeps its optimizer's state, but mixes as always; what the algorithm remembers
+    of gradients stays that of the last good one. `all_reduce` skips the update on all workers, as
+    DistributedDataParallel with a GradScaler does. The outermost of the losses: around `df.accumulate`.
+
+    Args:
+        loss_fn: as an algorithm takes it, perhaps accumulated.
+        init_scale: the scale at the start, > 0.
+        growth_factor: what the scale is multiplied with after `growth_interval` steps in a row without overflow, > 1.
+        backoff_factor: what it is multiplied with at an overflow, in (0, 1).
+        growth_interval: steps, >= 1.
+        agree: one scale for all workers, lowered where any of them overflows (one number averaged per step, which waits
+            for the slowest backward pass); otherwise every worker keeps its own.
+
+    Raises:
+        ValueError: a number out of its range; a `loss_fn` that is no function, or scaled already.
+    Source: torch.amp.GradScaler.
+    """
+    if hasattr(loss_fn, "init") and hasattr(loss_fn, "update"):
+        raise ValueError(
+            f"dynamic_loss_scale({brief(loss_fn)}): an optimizer, but what is scaled is the loss; write "
+            "df.adapt_while_communicate(df.dynamic_loss_scale(loss_fn), optimizer, topology)."
+        )
+    require_loss("dynamic_loss_scale(loss_fn)", loss_fn)
+    if isinstance(loss_fn, DynamicLossScale):
+        raise ValueError("dynamic_loss_scale(dynamic_loss_scale(loss_fn)): the loss is scaled already; scale it once.")
+    check = "dynamic_loss_scale"
+    check_number(check, "init_scale", init_scale, "positive and finite", lambda v: 0 < v < float("inf"))
+    check_number(check, "growth_factor", growth_factor, "finite and > 1", lambda v: 1 < v < float("inf"))
+    check_number(check, "backoff_factor", backoff_factor, "in (0, 1)", lambda v: 0 < v < 1)
+    if not isinstance(growth_interval, int) or growth_interval < 1:
+        raise ValueError(f"dynamic_loss_scale(growth_interval={growth_interval!r}): a number of steps, >= 1.")
+    return DynamicLossScale(loss_fn, init_scale, growth_factor, backoff_factor, growth_interval, agree)

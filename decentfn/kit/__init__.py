@@ -1,0 +1,87 @@
+"""What an algorithm is made of. Every file in `decentfn.algorithms` is made of this, and yours can be.
+
+from decentfn.kit import Algorithm, State, Worker, add, algorithm
+
+@algorithm
+def my_algorithm(loss_fn, optimizer, topology, **options) -> Algorithm:
+    worker = Worker(loss_fn, optimizer, topology, **options)
+
+    def step(state, batch, t):
+        x = state.params
+        g, local = worker.gradient(x, state.local, batch, t)
+        u, local = worker.update(g.grads, g, local, x)
+        return State(worker.mix(add(x, u), t), local), g.metrics
+
+    return worker.algorithm(step)
+"""
+
+from decentfn.buckets import (
+    Buckets,
+    Plan,
+    add,
+    cast_like,
+    copy_wide,
+    divide,
+    each,
+    global_norm,
+    scale,
+    where,
+    wide,
+    widen,
+    zeros_like,
+)
+from decentfn.gradient import LossFn
+from decentfn.kit.agreement import algorithm
+from decentfn.kit.exchange import Posted, collect, difference
+from decentfn.kit.hyperparameters import at, reciprocal, require_fractions, require_positive, require_whole
+from decentfn.kit.options import Options
+from decentfn.kit.preconditions import (
+    require_compressor,
+    require_contraction,
+    require_doubly_stochastic,
+    require_static,
+    require_static_symmetric,
+)
+from decentfn.kit.state import Algorithm, Local, Metrics, State, Step
+from decentfn.kit.worker import Gradient, Worker
+from decentfn.scalars import once
+
+__all__ = [
+    "Algorithm",
+    "Buckets",
+    "Gradient",
+    "Local",
+    "LossFn",
+    "Metrics",
+    "Options",
+    "Plan",
+    "Posted",
+    "State",
+    "Step",
+    "Worker",
+    "add",
+    "algorithm",
+    "at",
+    "cast_like",
+    "collect",
+    "copy_wide",
+    "difference",
+    "divide",
+    "each",
+    "global_norm",
+    "once",
+    "reciprocal",
+    "require_compressor",
+    "require_contraction",
+    "require_doubly_stochastic",
+    "require_fractions",
+    "require_positive",
+    "require_static",
+    "require_static_symmetric",
+    "require_whole",
+    "scale",
+    "where",
+    "wide",
+    "widen",
+    "zeros_like",
+]

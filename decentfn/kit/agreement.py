@@ -1,0 +1,66 @@
+"""What makes a function an algorithm: what its users give is looked at, and all ranks have called it alike."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, ParamSpec
+
+import torch
+from torch import Tensor
+
+from decentfn import collectives, noise
+from decentfn.fingerprint import agree, describe, structure
+from decentfn.kit.expected import checked, require_order
+from decentfn.kit.options import DEFAULTS
+from decentfn.kit.state import Algorithm, Metrics
+from decentfn.scalars import as_step
+from decentfn.torch_private import functorch
+from decentfn.trees import PyTree
+
+P = ParamSpec("P")
+
+
+def algorithm(function: Callable[P, Algorithm]) -> Callable[P, Algorithm]:
+    """Decorate a function that builds an algorithm.
+
+    The `init` of what it builds compares over all ranks, first of all, which algorithm this is, its hyperparameters and
+    its optimizer. Hyperparameters are all keyword-only arguments and the `Options`, as the call gives them or by default.
+    Numbers are compared as they are, functions by their values at some steps. The optimizer is compared by what it is made
+    of; the loss is not. The `step` refuses a state, a batch or a `t` that are not its own, takes `t` as an int or a tensor,
+    and what it draws from PyTorch's generators follows from torch's seed, `t` and the worker.
+
+    Args:
+        function: `(loss_fn, optimizer, topology, *, hyperparameters, **options) -> Algorithm`.
+    """
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def build(*args: P.args, **kwargs: P.kwargs) -> Algorithm:
+        built = function(*args, **kwargs)
+        call = signature.bind(*args, **kwargs)
+        call.apply_defaults()
+        loss_fn, optimizer, topology = (call.arguments[name] for name in ("loss_fn", "optimizer", "topology"))
+        own = [name for name, p in signature.parameters.items() if p.kind is p.KEYWORD_ONLY]
+        values = {name: call.arguments[name] for name in own} | DEFAULTS | call.arguments.get("options", {})
+
+        def start(params: PyTree, buffers: PyTree = None) -> Any:
+            lines = [describe(name, value) for name, value in values.items()]
+            agree([f"algorithm {function.__name__}", *lines, *structure("optimizer", optimizer)])
+            return built.init(params, buffers)
+
+        @functools.wraps(built.step)
+        def run(state: Any, batch: PyTree, t: int | Tensor) -> tuple[Any, Metrics]:
+            if not torch.compiler.is_compiling():
+                require_order(state, batch, t)
+            t = as_step(t)
+            if torch.compiler.is_compiling() or functorch.has_no_value(t):
+                return built.step(state, batch, t)
+            with noise.torch_draws(t, collectives.world().rank):
+                return built.step(state, batch, t)
+
+        init, step = checked(built.init, start, run, loss_fn)
+        return Algorithm(init, step, loss_fn=loss_fn, topology=built.topology or topology)
+
+    return build

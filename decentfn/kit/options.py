@@ -1,0 +1,48 @@
+"""What all algorithms take beside their own hyperparameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypedDict
+
+import torch
+
+from decentfn.buckets import Buckets, require_bucket_mb
+from decentfn.words import brief
+
+
+class Options(TypedDict, total=False):
+    """What all algorithms take beside their own hyperparameters."""
+
+    bucket_mb: float
+    """Largest bucket in MiB (25); one message travels per bucket and neighbour."""
+    wire_dtype: torch.dtype | None
+    """Dtype of what is exchanged, if narrower than the parameters' (None: as they are). Trackers, corrections and other
+    memory are kept in float32 or wider, but travel no wider than the parameters."""
+
+
+DEFAULTS = {"bucket_mb": 25.0, "wire_dtype": None}
+
+
+def require_options(options: Mapping[str, Any]) -> None:
+    """Known names and possible values, or an error says which is not."""
+    if "average_buffers" in options:
+        raise TypeError("average_buffers is a wrapper: df.average_buffers(df.adapt_while_communicate(...)).")
+    unknown = sorted(set(options) - set(Options.__annotations__))
+    if unknown:
+        raise TypeError(f"unknown options {unknown}; known: {sorted(Options.__annotations__)}.")
+    require_bucket_mb(options.get("bucket_mb", DEFAULTS["bucket_mb"]))
+    wire_dtype = options.get("wire_dtype")
+    if wire_dtype is not None and not (isinstance(wire_dtype, torch.dtype) and wire_dtype.is_floating_point):
+        raise ValueError(
+            f"wire_dtype={brief(wire_dtype)}: expected a floating-point torch.dtype narrower than the parameters', such as "
+            "torch.bfloat16, or None to send them as they are."
+        )
+
+
+def require_narrower(wire_dtype: torch.dtype | None, x: Buckets) -> None:
+    """Some bucket is wider than the wire's dtype."""
+    if wire_dtype is not None and all(bucket.dtype.itemsize < wire_dtype.itemsize for bucket in x):
+        raise ValueError(
+            f"wire_dtype={wire_dtype} is wider than every parameter ({x[0].dtype}), so all travel as they are; leave it out."
+        )

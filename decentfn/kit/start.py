@@ -1,0 +1,48 @@
+"""The start of a run, the same on all ranks or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from decentfn import collectives
+from decentfn.buckets import Buckets, flatten
+from decentfn.fingerprint import agree, fingerprint
+from decentfn.kit.options import require_narrower
+from decentfn.topologies import Topology
+from decentfn.trees import PyTree
+
+
+def lay_out(
+    params: PyTree,
+    optimizer: Any,
+    topologies: Sequence[Topology],
+    bucket_mb: float,
+    wire_dtype: torch.dtype | None,
+) -> Buckets:
+    """A copy of `params` in buckets; collective: makes the process groups and checks that all ranks agree.
+
+    Args:
+        params: the tree.
+        optimizer: its masks must not be mixed within a bucket.
+        topologies: all that the algorithm speaks through, its own schedule first.
+        bucket_mb: largest bucket in MiB.
+        wire_dtype: dtype of what is exchanged.
+    """
+    masks = getattr(optimizer, "masks", ())
+    x = flatten(params, bucket_mb=bucket_mb, masks=masks)
+    require_narrower(wire_dtype, x)
+    size, n = collectives.world().size, topologies[0].num_workers
+    if n % size:
+        raise ValueError(
+            f"init: the topology has num_workers={n}, but {size} processes run; use num_workers={size}, or a multiple of it "
+            "with df.simulate."
+        )
+    agree(fingerprint(x.plan, topologies[0], masks))
+    for topology in topologies:
+        if topology.groups is not None:
+            collectives.make_groups(topology.groups)
+    collectives.compare_steps()
+    return x

@@ -1,0 +1,189 @@
+"""What every algorithm is made of: the start, the gradient, the optimizer's update and the gossip of one worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from decentfn import gossip, trees
+from decentfn.buckets import Buckets, Plan, all_finite, each, global_norm
+from decentfn.gradient import DynamicLossScale, LossFn, evaluate, require_loss
+from decentfn.kit.exchange import Posted, collect
+from decentfn.kit.options import DEFAULTS, Options, require_options
+from decentfn.kit.start import lay_out
+from decentfn.kit.state import Algorithm, Local, Metrics, State
+from decentfn.replicas import require_equal
+from decentfn.topologies import Topology, complete
+from decentfn.transforms.transform import require_pair, wants_mix
+from decentfn.trees import PyTree
+from decentfn.words import brief
+
+
+class Gradient(NamedTuple):
+    """One evaluation of the loss and its gradient."""
+
+    grads: Buckets  # 0 where the gradient is bad
+    loss: Tensor
+    aux: PyTree
+    good: Tensor | None = None
+    """0-d bool, whether the gradient is finite; None where nobody asks: the loss is not scaled."""
+
+    @property
+    def metrics(self) -> Metrics:
+        """What a step reports. Ask last: where the norm is computed after the update, one loop does both."""
+        norm = global_norm(self.grads)
+        norm = norm if self.good is None else torch.where(self.good, norm, torch.full_like(norm, float("inf")))
+        return Metrics(self.loss, self.aux, norm)
+
+    def keep(self, new: PyTree, old: PyTree) -> PyTree:
+        """`new`, or `old` where the gradient is bad: what an algorithm remembers of gradients is that of good ones."""
+        return _where(self.good, new, old)
+
+
+class Worker:
+    """One worker's means. Holds no training state.
+
+    Args:
+        loss_fn: the loss, perhaps accumulated, perhaps scaled.
+        optimizer: a pair `(init, update)`.
+        topology: the schedule.
+        shows_mix: whether the algorithm collects before it updates and passes `posted` to `update`; without it a
+            mix-aware optimizer is refused.
+        options: see `Options`.
+
+    Raises:
+        ValueError, TypeError: an argument of another kind.
+    """
+
+    def __init__(
+        self,
+        loss_fn: LossFn,
+        optimizer: Any,
+        topology: Topology,
+        *,
+        shows_mix: bool = False,
+        **options: Unpack[Options],
+    ) -> None:
+        require_loss("loss_fn", loss_fn)
+        require_pair("optimizer", optimizer)
+        if not isinstance(topology, Topology):
+            raise ValueError(
+                f"topology={brief(topology)}: expected a Topology, for example df.topology('ring', num_workers=4)."
+            )
+        require_options(options)
+        if wants_mix(optimizer) and not shows_mix:
+            raise ValueError(
+                "optimizer=MixAware(...): this algorithm sends what the optimizer has updated, so at the update nothing has "
+                "arrived that it could look at; use adapt_while_communicate."
+            )
+        self.scaling = loss_fn if isinstance(loss_fn, DynamicLossScale) else None
+        self.loss_fn = loss_fn if self.scaling is None else self.scaling.loss_fn
+        self.optimizer = optimizer
+        self.topology = topology
+        self.everyone = complete(topology.num_workers)
+        self.bucket_mb = options.get("bucket_mb", DEFAULTS["bucket_mb"])
+        self.wire_dtype = options.get("wire_dtype")
+
+    def algorithm(
+        self,
+        step: Callable[[State, PyTree, Tensor], tuple[State, Metrics]],
+        memory: Callable[[Buckets], Any] | None = None,
+        *,
+        topology: Topology | None = None,
+        starts_equal: bool = False,
+    ) -> Algorithm:
+        """The pair of an `init` and this step.
+
+        Args:
+            step: of one worker, t 0-d int64 on the CPU.
+            memory: from the first parameters to what the algorithm remembers; None: nothing.
+            topology: `Algorithm.topology`, where it is another than the worker's.
+            starts_equal: refuse replicas that differ at the start by a bit.
+        """
+
+        def init(params: PyTree, buffers: PyTree = None) -> State:
+            x = self.start(params)
+            scale = None if self.scaling is None else self.scaling.init(x[0].device)
+            local = Local(self.optimizer.init(x), trees.map(torch.clone, buffers), scale)
+            state = State(x, local, () if memory is None else memory(x))
+            if starts_equal and not isinstance(params, Plan):
+                require_equal("init(params, buffers)", {"params": params, "buffers": buffers})
+            return state
+
+        return Algorithm(init, step, topology=topology or self.topology)
+
+    def start(self, params: PyTree) -> Buckets:
+        """Lay out a copy of `params`; collective: makes the process groups and checks that all ranks agree.
+
+        Of a plan, its buckets without values, and nothing is collective: what a state of that plan looks like.
+        """
+        if isinstance(params, Plan):
+            return Buckets([torch.empty(b.numel, dtype=b.dtype, device="meta") for b in params.buckets], params)
+        return lay_out(params, self.optimizer, (self.topology, self.everyone), self.bucket_mb, self.wire_dtype)
+
+    def gradient(
+        self, x: Buckets, local: Local, batch: PyTree, t: Tensor, *, together: bool = False
+    ) -> tuple[Gradient, Local]:
+        """The loss and its gradient at `x`, unscaled; and what is local with the loss's buffers and the next scale.
+
+        With `together`, a gradient that is bad on one worker counts as bad on all.
+        """
+        scaling, scale = self.scaling, local.scale
+        if scaling is None or scale is None:
+            e = evaluate(self.loss_fn, x, local.buffers, batch)
+            return Gradient(e.grads, e.loss, e.aux), local._replace(buffers=e.buffers)
+        e = evaluate(self.loss_fn, x, local.buffers, batch, scale.scale)
+        own = all_finite(e.grads)
+        common = self.everywhere(own, t) if together or scaling.agree else own
+        good, next_scale = common if together else own, scaling.advance(scale, common)
+        grads = _where(own, e.grads, each(torch.zeros_like, e.grads))
+        return Gradient(grads, e.loss, e.aux, good), local._replace(buffers=e.buffers, scale=next_scale)
+
+    def update(
+        self, direction: Buckets, g: Gradient, local: Local, x: Buckets, *, posted: Posted | None = None
+    ) -> tuple[Buckets, Local]:
+        """The optimizer's update at `x`, and what is local with its new state; 0 and the old one where `g` is bad.
+
+        Args:
+            direction: what the optimizer sees for a gradient, in the dtypes of `x`.
+            g: this step's gradient, or any whose `good` says whether this worker updates.
+            local: as `gradient` returned it.
+            x: where the optimizer sees the parameters.
+            posted: the parameters that were posted in this step, for optimizers that look at the mix.
+        """
+        mix = () if posted is None or not wants_mix(self.optimizer) else (gossip.mix_context(*posted),)
+        u, opt = self.optimizer.update(direction, local.opt, x, *mix)
+        return g.keep(u, each(torch.zeros_like, u)), local._replace(opt=g.keep(opt, local.opt))
+
+    def everywhere(self, claim: Tensor, t: Tensor) -> Tensor:
+        """Whether `claim` (0-d bool) holds on all workers, the same on each: one number travels, and all wait for it."""
+        denials = gossip.mean([(~claim).to(torch.float32).view(1)], self.everyone, t)
+        return denials[0][0] == 0
+
+    def post(self, x: Buckets, t: Tensor, *, when: Tensor | None = None) -> Posted:
+        """Start to send `x` to the neighbours of step `t`; where `when` (0-d bool) is False, rest instead.
+
+        What is kept wider than the parameters travels in their dtypes; the own share is mixed unrounded.
+        """
+        wire = [gossip.narrow(b, plan.dtype) for b, plan in zip(x, x.plan.buckets, strict=True)]
+        return Posted(gossip.post(wire, self.topology, t, wire_dtype=self.wire_dtype, when=when, own=list(x)), x.plan)
+
+    def mix(self, x: Buckets, t: Tensor, *, when: Tensor | None = None) -> Buckets:
+        """`W x` of step `t`; `x` itself where `when` is False."""
+        return collect(self.post(x, t, when=when))
+
+    def mean(self, x: Buckets, t: Tensor, *, when: Tensor | None = None) -> Buckets:
+        """The mean of `x` over all workers, the same on each (of the values rounded to the wire's dtype).
+
+        Where `when` is False nothing travels, and the result is `x`, rounded.
+        """
+        return Buckets(gossip.mean(list(x), self.everyone, t, wire_dtype=self.wire_dtype, when=when), x.plan)
+
+
+def _where(condition: Tensor | None, new: PyTree, old: PyTree) -> PyTree:
+    """`new` where the condition (0-d bool) holds or is None, else `old`, leaf by leaf."""
+    return new if condition is None else trees.map(lambda a, b: torch.where(condition, a, b), new, old)

@@ -1,0 +1,111 @@
+"""Buffers (BatchNorm's statistics) that are mixed as the parameters are, around any algorithm."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from decentfn import gossip, trees
+from decentfn.fingerprint import agree, describe
+from decentfn.kit.hyperparameters import at
+from decentfn.kit.state import Algorithm, Metrics, State, require_algorithm
+from decentfn.scalars import as_step
+from decentfn.trees import PyTree
+
+
+def average_buffers(
+    algorithm: Algorithm, gamma: float | Callable[[Tensor], Tensor] = 1.0, *, overlap: bool = True
+) -> Algorithm:
+    """The algorithm, whose floating-point buffers are mixed on its topology in every step, b' being the loss's:
+
+        b⁺ = b' + γ (W - I) b        overlap=True: b is posted before the step
+        b⁺ = b' + γ (W - I) b'       overlap=False: b' is posted after it, and all wait for it
+
+    Without it every worker keeps its own; `df.consensus_buffers` averages them for an evaluation. Frozen parameters of
+    `df.functional` are left alone. Sent per step: one message per dtype and neighbour. Around an algorithm that averages
+    over everyone, W is the mean of all in every step; with overlap=False and γ = 1 all workers' buffers are then equal.
+
+    Args:
+        algorithm: from any function of `decentfn.algorithms`, on a doubly stochastic topology.
+        gamma: γ in [0, 1], or a function of `t` (0-d int64 tensor) that returns it.
+        overlap: whether b travels while the gradient is computed.
+
+    Raises:
+        ValueError: γ out of its range, or a column-stochastic topology, on which buffers would drift away.
+    """
+    require_algorithm("average_buffers", algorithm)
+    if not callable(gamma) and not 0 <= gamma <= 1:
+        raise ValueError(f"average_buffers(gamma={gamma!r}): γ lies in [0, 1], or is a function of t.")
+    topology = algorithm.topology
+    if topology is None:
+        raise ValueError(
+            "average_buffers(algorithm): the algorithm does not say which topology it mixes on; decorate the function that "
+            "builds it with df.kit.algorithm."
+        )
+    if topology.is_column_stochastic:
+        raise ValueError(
+            f"average_buffers(algorithm): {topology.name!r} is column-stochastic only, so what is mixed without push-sum's "
+            "weight drifts away from the mean; average buffers where you evaluate, with df.consensus_buffers(state)."
+        )
+    init, step = algorithm
+    frozen: frozenset[str] = getattr(algorithm.loss_fn, "frozen", frozenset())
+
+    def start(params: PyTree, buffers: PyTree = None) -> State:
+        agree([describe("average_buffers gamma", gamma), describe("average_buffers overlap", overlap)])
+        return init(params, buffers)
+
+    @wraps(step)
+    def averaging(state: State, batch: PyTree, t: int | Tensor) -> tuple[State, Metrics]:
+        t = as_step(t)
+        which = _travel(state.buffers, frozen)
+        if not any(which):
+            return step(state, batch, t)
+        posted = gossip.post(_by_dtype(_chosen(state.buffers, which)), topology, t) if overlap else None
+        state, metrics = step(state, batch, t)
+        new = _chosen(state.buffers, which)
+        if posted is None:
+            posted = gossip.post(_by_dtype(new), topology, t)
+        moves = _pieces(gossip.difference(posted, at(gamma, t)), new)
+        mixed = iter([(b + move).to(b.dtype) for b, move in zip(new, moves, strict=True)])
+        pairs = zip(trees.leaves(state.buffers), which, strict=True)
+        leaves = [next(mixed) if travels else leaf for leaf, travels in pairs]
+        buffers = trees.fill(trees.enumerate_leaves(state.buffers), leaves)
+        return state._replace(local=state.local._replace(buffers=buffers)), metrics
+
+    return Algorithm(start, averaging, loss_fn=algorithm.loss_fn, topology=topology)
+
+
+def _travel(buffers: PyTree, frozen: frozenset[str]) -> list[bool]:
+    """For every leaf of the buffers whether it is averaged: floating point and not frozen."""
+    leaves: list[Any] = trees.leaves(buffers)
+    names: list[str | None] = [None] * len(leaves)
+    if frozen and isinstance(buffers, dict):
+        names = list(buffers) if isinstance(buffers, OrderedDict) else sorted(buffers)
+    return [leaf.is_floating_point() and name not in frozen for leaf, name in zip(leaves, names, strict=True)]
+
+
+def _chosen(buffers: PyTree, which: list[bool]) -> list[Tensor]:
+    return [leaf for leaf, travels in zip(trees.leaves(buffers), which, strict=True) if travels]
+
+
+def _by_dtype(tensors: list[Tensor]) -> list[Tensor]:
+    """One vector for each dtype, the tensors of it one after another: a message for each, not for each tensor."""
+    return [torch.cat([x.reshape(-1) for x in tensors if x.dtype == d]) for d in _dtypes(tensors)]
+
+
+def _pieces(vectors: list[Tensor], like: list[Tensor]) -> list[Tensor]:
+    """The tensors again that `_by_dtype(like)` put together."""
+    split = {
+        d: iter(vector.split([x.numel() for x in like if x.dtype == d]))
+        for d, vector in zip(_dtypes(like), vectors, strict=True)
+    }
+    return [next(split[x.dtype]).view(x.shape) for x in like]
+
+
+def _dtypes(tensors: list[Tensor]) -> list[torch.dtype]:
+    return list(dict.fromkeys(x.dtype for x in tensors))
