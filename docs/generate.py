@@ -242,7 +242,7 @@ STEPS, LEARNING_RATE, EXACT = 400, 0.05, 1e-3
 
 
 def algorithm_names() -> list[str]:
-    return [name for name in df.algorithms.__all__ if name.islower()]
+    return list(df.algorithms.__all__)
 
 
 def build(name: str, topology: df.Topology) -> df.Algorithm:

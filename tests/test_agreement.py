@@ -9,15 +9,15 @@ import torch
 
 import decentfn as df
 from decentfn import compressors
-from decentfn.algorithms import Options
 from decentfn.fingerprint import structure
+from decentfn.kit import Options
 from decentfn.testing import on_ranks
 
-ALGORITHMS = [name for name in df.algorithms.__all__ if name.islower()]
+ALGORITHMS = df.algorithms.__all__
 TOPOLOGY = "chain"
 NEEDED = {"compressor": (compressors.top_k(0.25), compressors.top_k(0.5)), "gamma": (0.3, 0.4)}
 """Two values of what has no default, or one that does not show its kind."""
-OPTIONS = {"bucket_mb": (25.0, 1.0), "wire_dtype": (None, torch.bfloat16), "average_buffers": (False, True)}
+OPTIONS = {"bucket_mb": (25.0, 1.0), "wire_dtype": (None, torch.bfloat16)}
 
 
 def loss_fn(params, batch):
@@ -85,7 +85,7 @@ def test_another_algorithm_is_named():
 
 def test_an_option_that_is_left_out_is_its_default():
     plain = build("adapt_then_combine")
-    spelt_out = build("adapt_then_combine", bucket_mb=25.0, wire_dtype=None, average_buffers=False)
+    spelt_out = build("adapt_then_combine", bucket_mb=25.0, wire_dtype=None)
     assert refused(plain, spelt_out) == "accepted"
 
 

@@ -188,10 +188,10 @@ def test_deep_squeeze_feeds_back_what_it_left_unsaid():
     algorithm = deep_squeeze(loss, Sgd(LR), schedule(VARYING), compressor=TOP[0], gamma=0.2)
     states = history(algorithm, 5)
     for before, after in zip(states, states[1:], strict=False):
-        x, delta = flat(before.params), flat(before.error)
+        x, delta = flat(before.params), flat(before.memory.error)
         v = x - LR * gradients(x) + delta
         said = np.stack([top(row, 6) for row in v])
-        np.testing.assert_allclose(flat(after.error) + said, v, atol=1e-14)
+        np.testing.assert_allclose(flat(after.memory.error) + said, v, atol=1e-14)
 
 
 # -- PowerGossip ----------------------------------------------------------------------------------------------------
@@ -245,7 +245,7 @@ def numpy_power_gossip(matrices, topology, first, rank, iterations):
 def test_power_gossip_is_its_equation(rank, iterations, matrices):
     topology = schedule(matrices)
     algorithm = power_gossip(loss, Sgd(LR), topology, rank=rank, iterations=iterations)
-    first = algorithm.init(tree(START[0])).directions[0].numpy()
+    first = algorithm.init(tree(START[0])).memory.directions[0].numpy()
     expected = numpy_power_gossip(matrices, topology, first, rank, iterations)
     # Nearly dependent columns amplify rounding: the loop itself, started 1e-15 away, differs by 1e-5 after 90 rounds.
     steps = 30 // iterations
@@ -358,7 +358,7 @@ def test_demo_uncompressed_is_sign_sgd_of_the_summed_gradients():
     x = START[0].copy()
     for state in states:
         np.testing.assert_allclose(flat(state.params), np.tile(x, (N, 1)), atol=1e-12)
-        assert all((bucket == 0).all() for bucket in state.momentum)
+        assert all((bucket == 0).all() for bucket in state.memory.momentum)
         x = x - 0.02 * np.sign(gradients(np.tile(x, (N, 1))).sum(0))
 
 

@@ -25,7 +25,7 @@ def first_step(step, state, how):
 
 
 def test_every_algorithm_is_tried():
-    named = {name for name in df.algorithms.__all__ if name.islower()}
+    named = set(df.algorithms.__all__)
     assert {case.algorithm for case in ONE_OF_EACH} == named
 
 
@@ -35,16 +35,18 @@ def test_a_state_of_another_optimizer_is_refused_with_the_way_out(case, how):
     old = algorithm(case, df.adam(0.1)).init(cases.params())
     _, step = algorithm(case, df.sgd(0.1, momentum=0.9))
     with pytest.raises(
-        ValueError, match=r"^step\(state, batch, t\): .*opt_state\.0\.count.*opt_state\.0\.momentum.*init"
+        ValueError, match=r"^step\(state, batch, t\): .*local\.opt\.0\.count.*local\.opt\.0\.momentum.*init"
     ):
         first_step(step, old, how)
 
 
 @pytest.mark.parametrize("case", ONE_OF_EACH, ids=str)
 def test_a_state_of_another_algorithm_is_refused(case):
-    other = next(other for other in ONE_OF_EACH if type(state_of(other)) is not type(state_of(case)))
+    other = next(other for other in ONE_OF_EACH if type(state_of(other).memory) is not type(state_of(case).memory))
     _, step = algorithm(case, df.sgd(0.1))
-    with pytest.raises(ValueError, match=r"^step\(state, batch, t\): the state is a \S+State, .* takes a \S+State"):
+    with pytest.raises(
+        ValueError, match=r"^step\(state, batch, t\): the state is a State with.*, .* takes a State with"
+    ):
         first_step(step, state_of(other), "simulated")
 
 
@@ -100,11 +102,11 @@ def test_ema_takes_its_own_states_only(how):
     plain, averaged = algorithm(case, df.sgd(0.1)), df.ema(algorithm(case, df.sgd(0.1)))
     of_adam = df.ema(algorithm(case, df.adam(0.1)))
     first_step(averaged.step, averaged.init(cases.params()), how)
-    with pytest.raises(ValueError, match=r"gradient_tracking\.State.*EMAState.*df\.ema"):
+    with pytest.raises(ValueError, match=r"memory of gradient_tracking.*with an average.*df\.ema"):
         first_step(averaged.step, plain.init(cases.params()), how)
-    with pytest.raises(ValueError, match=r"EMAState.*gradient_tracking\.State"):
+    with pytest.raises(ValueError, match=r"memory of decentfn\.wrappers.*memory of gradient_tracking"):
         first_step(plain.step, averaged.init(cases.params()), how)
-    with pytest.raises(ValueError, match=r"opt_state\.0\.count"):
+    with pytest.raises(ValueError, match=r"local\.opt\.0\.count"):
         first_step(averaged.step, of_adam.init(cases.params()), how)
 
 

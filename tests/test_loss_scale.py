@@ -28,8 +28,7 @@ def batches(t):
 
 
 def algorithm(name="adapt_while_communicate", agree=False):
-    optimizer = df.dynamic_loss_scale(df.adamw(0.01), agree=agree, **RULE)
-    return getattr(df, name)(loss_fn, optimizer, TOPOLOGY)
+    return getattr(df, name)(df.dynamic_loss_scale(loss_fn, agree=agree, **RULE), df.adamw(0.01), TOPOLOGY)
 
 
 def recorded(backend=None, **which):
@@ -40,7 +39,7 @@ def recorded(backend=None, **which):
     scales = []
     for t in range(STEPS):
         state, metrics = step(state, batches(t), t)
-        scales.append(state.opt_state.scale.clone())
+        scales.append(state.local.scale.scale.clone())
         torch.testing.assert_close(metrics.loss[0], metrics.loss[0].float())
     return torch.stack(scales), state
 
@@ -90,8 +89,7 @@ def test_a_worker_that_overflows_mixes_but_does_not_update():
     mixed = df.mixing_matrix(TOPOLOGY, 0).float() @ df.params(start)["w"]
     moved = (df.params(new)["w"] - mixed).abs().amax(1)
     assert moved[1] == 0 and (moved[[0, 2, 3]] > 1e-3).all()
-    inner = new.opt_state.inner
-    counts = [leaf for leaf in trees.leaves(inner) if leaf.dtype == torch.int64]
+    counts = [leaf for leaf in trees.leaves(new.local.opt) if leaf.dtype == torch.int64]
     assert counts and all(c.tolist() == [1, 0, 1, 1] for c in counts)
     assert all(torch.isfinite(leaf).all() for leaf in trees.leaves(new) if leaf.is_floating_point())
 
@@ -113,7 +111,7 @@ def on_this_rank(agree):
     state, scales = init({"w": torch.ones(3)}), []
     for t in range(STEPS):
         state, _ = step(state, batches(t)[here.rank], t)
-        scales.append(state.opt_state.scale.clone())
+        scales.append(state.local.scale.scale.clone())
     return torch.stack(scales), df.params(state)["w"]
 
 
@@ -125,17 +123,27 @@ def test_gloo_ranks_scale_as_vmap_does(ranks, agree):
         torch.testing.assert_close(w, df.params(state)["w"][rank])
 
 
-def test_a_scale_where_nobody_would_read_it_is_an_error():
-    scaled = df.dynamic_loss_scale(df.sgd(0.1))
-    # The one's optimizer sees a tracked gradient, the other's the worker's own: what is said holds for both.
-    for algorithm in (df.gradient_tracking, df.diloco):
-        with pytest.raises(ValueError, match="does not scale its loss yet.*adapt_while_communicate"):
-            algorithm(loss_fn, scaled, df.topology("static-ring", N))
-    for wrong in (lambda: df.chain(scaled), lambda: df.by_leaf(scaled), lambda: df.dynamic_loss_scale(scaled)):
-        with pytest.raises(ValueError, match="outermost"):
-            wrong()
+def test_what_cannot_be_scaled_is_an_error():
+    scaled = df.dynamic_loss_scale(loss_fn)
+    with pytest.raises(ValueError, match=r"an optimizer, but what is scaled is the loss; write df\.adapt_while"):
+        df.dynamic_loss_scale(df.sgd(0.1))
+    with pytest.raises(ValueError, match="scaled already"):
+        df.dynamic_loss_scale(scaled)
+    with pytest.raises(ValueError, match=r"the other way round, df\.dynamic_loss_scale\(df\.accumulate"):
+        df.accumulate(scaled)
     with pytest.raises(ValueError, match="backoff_factor"):
-        df.dynamic_loss_scale(df.sgd(0.1), backoff_factor=2.0)
+        df.dynamic_loss_scale(loss_fn, backoff_factor=2.0)
+
+
+def test_the_mean_of_micro_batches_is_scaled_and_judged_as_one_gradient():
+    accumulated = df.dynamic_loss_scale(df.accumulate(loss_fn), init_scale=4.0)
+    init, step = df.adapt_while_communicate(accumulated, df.sgd(1.0), df.topology("complete", 1))
+    good = torch.tensor([[1.0, 2, 3], [3.0, 2, 1]])
+    state, metrics = step(init({"w": torch.zeros(3)}), good, 0)
+    assert df.params(state)["w"].tolist() == [-2, -2, -2] and state.local.scale.scale == 4.0
+    state, metrics = step(state, torch.tensor([[1.0, 2, 3], [3.0, float("nan"), 1]]), 1)
+    assert df.params(state)["w"].tolist() == [-2, -2, -2] and state.local.scale.scale == 2.0
+    assert metrics.grad_norm == float("inf")
 
 
 # -- autocast ----------------------------------------------------------------------------------------------------------
@@ -159,8 +167,8 @@ def mixed_precision(dtype):
 
 def train(dtype, backend, steps=3):
     params, buffers, loss = mixed_precision(dtype)
-    optimizer = df.dynamic_loss_scale(df.chain(df.clip_by_global_norm(1.0), df.adamw(1e-2)))
-    init, step = df.adapt_while_communicate(loss, optimizer, TOPOLOGY)
+    optimizer = df.chain(df.clip_by_global_norm(1.0), df.adamw(1e-2))
+    init, step = df.adapt_while_communicate(df.dynamic_loss_scale(loss), optimizer, TOPOLOGY)
     state, step = df.stack(init(params, buffers), N), df.simulate(step, N)
     step = step if backend is None else df.compile(step, backend=backend)
     draw = torch.Generator().manual_seed(0)
@@ -190,7 +198,7 @@ def test_small_gradients_outlive_fp16_only_when_scaled():
         return (w * batch.to(torch.float16)).sum().float() * 1e-9
 
     grads = {}
-    for name, optimizer in (("plain", df.sgd(1.0)), ("scaled", df.dynamic_loss_scale(df.sgd(1.0)))):
-        init, step = df.all_reduce(tiny, optimizer, df.topology("complete", 1))
+    for name, loss in (("plain", tiny), ("scaled", df.dynamic_loss_scale(tiny))):
+        init, step = df.all_reduce(loss, df.sgd(1.0), df.topology("complete", 1))
         grads[name] = step(init({"w": torch.zeros(3)}), torch.ones(3), 0)[1].grad_norm
     assert grads["plain"] == 0 and abs(grads["scaled"] / (1e-9 * 3**0.5) - 1) < 1e-2

@@ -11,7 +11,7 @@ from tests.cases import CORE, Case
 
 N = 4
 BF16 = torch.bfloat16
-NAMES = sorted(set(algorithms.__all__) - {"Algorithm", "Metrics", "Options"})
+NAMES = sorted(algorithms.__all__)
 NO_SUMS = ("params", "start", "outboxes", "weight")
 """Fields of states in the parameters' own dtype: copies, messages, and push-sum's weight, which is mixed as they are."""
 
@@ -50,7 +50,7 @@ def test_memory_is_wide_and_dtypes_stay(case):
     before, after = dtypes(trained(case, 0)), dtypes(trained(case, 3))
     assert before == after
     for name, dtype in after.items():
-        field = name.split(".")[0]
+        field = name.removeprefix("memory.").removeprefix("local.").split(".")[0]
         assert dtype == (BF16 if field in NO_SUMS else torch.float32), name
 
 
@@ -94,7 +94,9 @@ def test_demo_forgets_in_bfloat16():
     state, step = df.stack(init(torch.ones(3, dtype=BF16)), 2), df.simulate(step, 2)
     for t in range(301):
         state, _ = step(state, torch.full((2,), float(t == 0)), t)
-    torch.testing.assert_close(state.momentum[0].double(), torch.full((2, 3), 0.999**300).double(), atol=0, rtol=1e-4)
+    torch.testing.assert_close(
+        state.memory.momentum[0].double(), torch.full((2, 3), 0.999**300).double(), atol=0, rtol=1e-4
+    )
 
 
 def mean(buckets):
@@ -102,13 +104,13 @@ def mean(buckets):
 
 
 INVARIANTS = {
-    "gradient_tracking": lambda s: (mean(s.y), mean(s.g)),
-    "push_diging": lambda s: (mean(s.y), mean(s.g)),
-    "momentum_tracking": lambda s: (mean(s.y), mean(s.u)),
-    "d2": lambda s: (mean(s.c), 0),
-    "exact_diffusion": lambda s: (mean(s.c), 0),
-    "extra": lambda s: (mean(s.p), 0),
-    "choco_sgd": lambda s: (mean(s.mixed), mean(s.public)),
+    "gradient_tracking": lambda s: (mean(s.memory.y), mean(s.memory.g)),
+    "push_diging": lambda s: (mean(s.memory.y), mean(s.memory.g)),
+    "momentum_tracking": lambda s: (mean(s.memory.y), mean(s.memory.u)),
+    "d2": lambda s: (mean(s.memory.c), 0),
+    "exact_diffusion": lambda s: (mean(s.memory.c), 0),
+    "extra": lambda s: (mean(s.memory.p), 0),
+    "choco_sgd": lambda s: (mean(s.memory.mixed), mean(s.memory.public)),
 }
 """What holds in exact arithmetic however messages are rounded, and accumulates where memory is."""
 
@@ -121,7 +123,7 @@ def test_what_memories_have_in_common_is_not_lost_in_rounding(case):
 
 def test_the_same_compiled():
     state = trained(of("d2")[0], 20, backend="aot_eager")
-    assert mean(state.c).abs().max() < 1e-5 < max(c.abs().max() for c in state.c)
+    assert mean(state.memory.c).abs().max() < 1e-5 < max(c.abs().max() for c in state.memory.c)
 
 
 def test_what_a_sixteen_bit_message_could_not_say_is_said_later():
@@ -135,13 +137,13 @@ def test_what_a_sixteen_bit_message_could_not_say_is_said_later():
     )
     state, step = df.stack(init(torch.ones(3, dtype=BF16)), N), df.simulate(step, N)
     x = torch.rand(N, 3, generator=torch.Generator().manual_seed(0))
-    state = state._replace(
-        params=df.Buckets([x.to(BF16)], state.params.plan), error=df.Buckets([x / 300], state.params.plan)
-    )
-    v = state.params[0].double() + state.error[0].double()
+    plan = state.params.plan
+    error = df.Buckets([x / 300], plan)
+    state = state._replace(params=df.Buckets([x.to(BF16)], plan), memory=state.memory._replace(error=error))
+    v = state.params[0].double() + state.memory.error[0].double()
     plan, key = state.params.plan.buckets[0], Key(torch.tensor(0), torch.tensor(0))
     said = torch.stack(
         [compressors.identity().decompress(compressors.identity().compress(row.to(BF16), plan, key), plan) for row in v]
     )
     after, _ = step(state, torch.zeros(N), 0)
-    torch.testing.assert_close(after.error[0].double() + said.double(), v, atol=1e-7, rtol=0)
+    torch.testing.assert_close(after.memory.error[0].double() + said.double(), v, atol=1e-7, rtol=0)

@@ -20,9 +20,10 @@ def batch_norm():
     return df.functional(module, nn.functional.mse_loss)
 
 
-def after_steps(algorithm, steps=3, topology="static-ring", backend=None, **options):
+def after_steps(algorithm, steps=3, topology="static-ring", backend=None, average=False):
     params, buffers, loss_fn = batch_norm()
-    init, step = getattr(df, algorithm)(loss_fn, df.sgd(0.05), df.topology(topology, N), **options)
+    built = getattr(df, algorithm)(loss_fn, df.sgd(0.05), df.topology(topology, N))
+    init, step = df.average_buffers(built, overlap=False) if average else built
     state, step = df.stack(init(params, buffers), N), df.simulate(step, N)
     step = step if backend is None else df.compile(step, backend=backend)
     draw = torch.Generator().manual_seed(0)
@@ -56,7 +57,7 @@ def spread(state, name="1.running_var"):
 
 @pytest.mark.parametrize("algorithm", ["adapt_while_communicate", "adapt_then_combine", "all_reduce"])
 def test_float_buffers_are_mixed_by_choice_and_all_others_left_alone(algorithm):
-    own, mixed = after_steps(algorithm), after_steps(algorithm, average_buffers=True)
+    own, mixed = after_steps(algorithm), after_steps(algorithm, average=True)
     assert spread(mixed) < 0.8 * spread(own) and spread(own) > 0.1
     assert algorithm != "all_reduce" or spread(mixed) < 1e-6
     start = batch_norm()[1]
@@ -76,9 +77,10 @@ def test_averaging_keeps_the_mean_of_statistics_that_do_not_depend_on_parameters
     for algorithm, average in (
         ("adapt_while_communicate", 0),
         ("adapt_while_communicate", 1),
-        ("adapt_then_combine", 1),
+        ("adapt_then_combine", 2),
     ):
-        init, step = getattr(df, algorithm)(loss_fn, df.sgd(0.1), df.topology("ring", N), average_buffers=bool(average))
+        built = getattr(df, algorithm)(loss_fn, df.sgd(0.1), df.topology("ring", N))
+        init, step = df.average_buffers(built, overlap=average == 1) if average else built
         state, step = df.stack(init(torch.ones(3), {"mean": torch.zeros(3)}), N), df.simulate(step, N)
         for t in range(5):
             state, _ = step(state, torch.arange(N * 6.0).view(N, 2, 3) * (t + 1), t)
@@ -88,8 +90,8 @@ def test_averaging_keeps_the_mean_of_statistics_that_do_not_depend_on_parameters
 
 
 def test_averaging_buffers_compiled_is_averaging_them_eagerly():
-    a = after_steps("adapt_while_communicate", average_buffers=True)
-    b = after_steps("adapt_while_communicate", average_buffers=True, backend="aot_eager")
+    a = after_steps("adapt_while_communicate", average=True)
+    b = after_steps("adapt_while_communicate", average=True, backend="aot_eager")
     for x, y in zip(trees.leaves(a), trees.leaves(b), strict=True):
         torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-5)
 
@@ -110,9 +112,9 @@ def falling(t):
     return 1 / (2 + t)
 
 
-def averaged(algorithm, topology, steps=4, backend=None, rank=None, copies=True, **options):
+def averaged(algorithm, topology, steps=4, backend=None, rank=None, copies=True, **how):
     """The buffers after some steps: `[N, ...]` simulated, or those of one rank."""
-    init, step = getattr(df, algorithm)(statistics, df.sgd(0.1), topology, average_buffers=True, **options)
+    init, step = df.average_buffers(getattr(df, algorithm)(statistics, df.sgd(0.1), topology), **how)
     state = init(torch.ones(3), running_means())
     if rank is None:
         state, step = df.stack(state, N), df.simulate(step, N)
@@ -168,13 +170,22 @@ def test_averaged_buffers_have_memory_of_their_own(algorithm):
 def test_averaging_no_buffers_changes_nothing():
     for algorithm in ("adapt_while_communicate", "adapt_then_combine", "all_reduce"):
         topology = df.topology("ring", N)
-        init, step = getattr(df, algorithm)(lambda p, b: (p * b).sum(), df.sgd(0.1), topology, average_buffers=True)
+        init, step = df.average_buffers(getattr(df, algorithm)(lambda p, b: (p * b).sum(), df.sgd(0.1), topology))
         state, _ = df.simulate(step, N)(df.stack(init(torch.ones(3)), N), torch.ones(N, 3), 0)
         assert state.buffers is None and df.params(state).shape == (N, 3)
 
 
-def test_an_algorithm_that_cannot_mix_buffers_says_so():
-    with pytest.raises(ValueError, match="average_buffers=True: this algorithm does not mix.*consensus_buffers"):
+def test_where_buffers_cannot_be_averaged_it_says_so():
+    directed = df.topology("one-peer-exp-directed", N)
+    push = df.stochastic_gradient_push(lambda p, b: p.sum(), df.sgd(0.1), directed)
+    column_stochastic = df.from_matrices("shares", [[[0.6, 0.3], [0.4, 0.7]]], is_column_stochastic=True)
+    pushed = df.stochastic_gradient_push(lambda p, b: p.sum(), df.sgd(0.1), column_stochastic)
+    assert df.average_buffers(push)
+    with pytest.raises(ValueError, match=r"'shares' is column-stochastic only.*df\.consensus_buffers"):
+        df.average_buffers(pushed)
+    with pytest.raises(ValueError, match=r"gamma=1\.5"):
+        df.average_buffers(push, gamma=1.5)
+    with pytest.raises(TypeError, match=r"wrapper: df\.average_buffers"):
         df.diloco(lambda p, b: p.sum(), df.sgd(0.1), df.topology("complete", N), average_buffers=True)
 
 
@@ -246,9 +257,10 @@ def recorder():
 @pytest.mark.parametrize("chained", [False, True])
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 def test_an_optimizer_sees_whom_it_is_mixed_with_and_what_they_said(chained, backend):
-    optimizer = df.dynamic_loss_scale(df.chain(df.scale(1.0), recorder())) if chained else recorder()
+    optimizer = df.chain(df.scale(1.0), recorder()) if chained else recorder()
+    loss_fn = df.dynamic_loss_scale(lambda p, b: (p * b).sum()) if chained else lambda p, b: (p * b).sum()
     topology = df.topology("one-peer-exp", N)
-    init, step = df.adapt_while_communicate(lambda p, b: (p * b).sum(), optimizer, topology)
+    init, step = df.adapt_while_communicate(loss_fn, optimizer, topology)
     state = df.stack(init(torch.zeros(2)), N)
     x = torch.tensor([[0.0, 0], [1, 10], [2, 20], [4, 40]])
     state = state._replace(params=df.Buckets([x.clone()], state.params.plan))
@@ -256,7 +268,7 @@ def test_an_optimizer_sees_whom_it_is_mixed_with_and_what_they_said(chained, bac
     step = step if backend is None else df.compile(step, backend=backend, donate=False)
     for t in range(2):
         new, _ = step(state, torch.ones(N, 2), t)
-        inner = new.opt_state.inner[1] if chained else new.opt_state
+        inner = new.local.opt[1] if chained else new.local.opt
         partners = inner["sources"][:, 0]
         W = df.mixing_matrix(topology, t)
         assert all(W[i, partners[i]] == 0.5 and partners[i] != i for i in range(N))
@@ -267,11 +279,11 @@ def test_an_optimizer_sees_its_group():
     init, step = df.adapt_while_communicate(lambda p, b: (p * b).sum(), recorder(), df.topology("complete", N))
     state = df.stack(init(torch.zeros(2)), N)
     new, _ = df.simulate(step, N)(state, torch.ones(N, 2), 0)
-    assert new.opt_state["members"].all()
+    assert new.local.opt["members"].all()
 
 
 def test_an_optimizer_that_wants_the_mix_where_there_is_none_yet_is_an_error():
-    with pytest.raises(ValueError, match="updates before it has heard"):
+    with pytest.raises(ValueError, match="sends what the optimizer has updated"):
         df.adapt_then_combine(lambda p, b: p.sum(), recorder(), df.topology("ring", N))
     with pytest.raises(ValueError, match="sees all buckets"):
         df.by_leaf(recorder())

@@ -245,8 +245,8 @@ def test_tracked_momentum_keeps_the_mean_of_momentum(n, period, seed, beta):
     p = problem(n, seed)
     built = build(momentum_tracking, p, random_symmetric(n, period, seed), 0.01, beta=beta)
     for state in states(built, p, steps=8):
-        scale = 1 + np.abs(flat(state.u)).max()
-        agree(flat(state.y).mean(0), flat(state.u).mean(0), atol=1e-12 * scale)
+        scale = 1 + np.abs(flat(state.memory.u)).max()
+        agree(flat(state.memory.y).mean(0), flat(state.memory.u).mean(0), atol=1e-12 * scale)
 
 
 @algorithms

@@ -281,7 +281,7 @@ def test_outer_parameters_are_the_same_on_all_workers(algorithm, n, seed, inner_
     options = {"num_fragments": 2, "delay": seed % 2} if algorithm is streaming_diloco else {}
     built = build(algorithm, p, static_ring(n), 0.01, inner_steps=inner_steps, **options)
     for state in states(built, p, steps=2 * inner_steps + 1):
-        for slow in (flat(state.phi), flat(state.b)):
+        for slow in (flat(state.memory.phi), flat(state.memory.b)):
             np.testing.assert_array_equal(slow, np.repeat(slow[:1], n, 0))
 
 
@@ -292,10 +292,10 @@ def test_noloco_moves_the_mean_as_if_all_workers_met(n, seed, inner_steps):
     built = build(noloco, p, random_symmetric(n, 2, seed), 0.01, inner_steps=inner_steps)
     history = states(built, p, steps=2 * inner_steps)
     for before, after in zip(history, history[1:], strict=False):
-        moved = flat(after.b) - 0.5 * flat(before.b)
-        if np.abs(flat(after.b) - flat(before.b)).max() > 0:
+        moved = flat(after.memory.b) - 0.5 * flat(before.memory.b)
+        if np.abs(flat(after.memory.b) - flat(before.memory.b)).max() > 0:
             theta = flat(before.params) - 0.01 * p.gradients(flat(before.params))
-            agree(moved.mean(0), 0.7 * (theta - flat(before.phi)).mean(0), atol=1e-12)
+            agree(moved.mean(0), 0.7 * (theta - flat(before.memory.phi)).mean(0), atol=1e-12)
 
 
 @given(**sizes)
@@ -389,9 +389,9 @@ def test_a_narrow_wire_rounds_what_was_learned_and_not_the_parameters(algorithm)
         for wire in (None, torch.bfloat16)
     )
     final, expected = states(rounded, p)[-1], states(exact, p)[-1]
-    moved = np.abs(flat(expected.phi) - 100).max()
-    assert np.abs(flat(final.phi) - flat(expected.phi)).max() < 0.02 * moved
-    np.testing.assert_array_equal(flat(final.phi), np.repeat(flat(final.phi)[:1], N, 0))
+    moved = np.abs(flat(expected.memory.phi) - 100).max()
+    assert np.abs(flat(final.memory.phi) - flat(expected.memory.phi)).max() < 0.02 * moved
+    np.testing.assert_array_equal(flat(final.memory.phi), np.repeat(flat(final.memory.phi)[:1], N, 0))
 
 
 @algorithms

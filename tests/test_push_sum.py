@@ -110,7 +110,7 @@ def test_push_diging_follows_its_equation(matrices):
 def in_flight(history, matrices, t, delay):
     """What has been given away and not yet been received before step t: (of x, of w)."""
     of_x, of_w = 0.0, 0.0
-    for age, outbox in enumerate(history[t].outboxes):
+    for age, outbox in enumerate(history[t].memory.outboxes):
         sent_at = t - delay + age
         if sent_at >= 0:
             given_away = 1 - np.diag(matrices[sent_at % len(matrices)])
@@ -134,7 +134,7 @@ def test_push_sum_conserves_mass(n, period, delay, rounds, seed):
     algorithm = build(stochastic_gradient_push, p, matrices, 0.0, delay=delay, rounds=1 if delay else rounds)
     history = states(algorithm, p, steps=8)
     for t, state in enumerate(history):
-        w = state.weight.numpy()
+        w = state.memory.weight.numpy()
         x_in_flight, w_in_flight = in_flight(history, matrices, t, delay)
         assert (w > 0).all()
         assert w.sum() + w_in_flight == pytest.approx(n, abs=1e-12)
@@ -155,14 +155,14 @@ def test_without_gradients_everyone_finds_the_mean_of_the_starts(delay):
 def test_push_digings_trackers_sum_to_the_gradients(n, seed):
     p = problem(n, seed)
     for state in states(build(push_diging, p, random_column_stochastic(n, 2, seed), LR), p, steps=6)[1:]:
-        np.testing.assert_allclose(flat(state.y).sum(0), flat(state.g).sum(0), rtol=0, atol=1e-11)
-        assert state.weight.sum() == pytest.approx(n, abs=1e-12)
+        np.testing.assert_allclose(flat(state.memory.y).sum(0), flat(state.memory.g).sum(0), rtol=0, atol=1e-11)
+        assert state.memory.weight.sum() == pytest.approx(n, abs=1e-12)
 
 
 def test_on_a_regular_graph_the_weight_stays_one_and_push_sum_is_plain_gossip():
     p, W = problem(N), static_ring(N)
     pushed = states(build(stochastic_gradient_push, p, W, LR), p)
-    np.testing.assert_allclose([s.weight.numpy() for s in pushed], 1.0, rtol=0, atol=1e-14)
+    np.testing.assert_allclose([s.memory.weight.numpy() for s in pushed], 1.0, rtol=0, atol=1e-14)
     np.testing.assert_allclose(
         flat(pushed[-1].params), run(build(adapt_then_combine, p, W, LR), p)[-1], rtol=0, atol=1e-12
     )
@@ -176,10 +176,13 @@ def test_a_narrow_wire_conserves_mass_too():
     for delay in (0, 1):
         algorithm = build(stochastic_gradient_push, p, matrices, 0.0, delay=delay, wire_dtype=torch.bfloat16)
         history = states(algorithm, p, steps=20)
-        w = history[-1].weight.numpy()
+        w = history[-1].memory.weight.numpy()
         x_in_flight, w_in_flight = 0.0, 0.0
         if delay:
-            wide = [s._replace(outboxes=trees.map(torch.Tensor.double, s.outboxes)) for s in history]
+            wide = [
+                s._replace(memory=s.memory._replace(outboxes=trees.map(torch.Tensor.double, s.memory.outboxes)))
+                for s in history
+            ]
             x_in_flight, w_in_flight = in_flight(wide, matrices, 20, delay)
         assert w.sum() + w_in_flight == pytest.approx(N, abs=1e-13)
         total = (w[:, None] * flat(history[-1].params)).sum(0) + x_in_flight
@@ -191,8 +194,8 @@ def test_the_weight_rides_in_the_widest_bucket():
         lambda p, b: (p["a"] ** 2).sum().float() + (p["b"] ** 2).sum(), Sgd(LR), df.topology("one-peer-exp", 4), delay=1
     )
     state = algorithm.init({"a": torch.ones(3, dtype=torch.bfloat16), "b": torch.ones(2)})
-    assert [(box.dtype, len(box)) for box in state.outboxes[0]] == [(torch.float32, 3), (torch.bfloat16, 3)]
-    assert state.weight.dtype == torch.float32
+    assert [(box.dtype, len(box)) for box in state.memory.outboxes[0]] == [(torch.float32, 3), (torch.bfloat16, 3)]
+    assert state.memory.weight.dtype == torch.float32
     after, _ = df.simulate(algorithm.step, 4)(df.stack(state, 4), torch.zeros(4), 0)
     assert [b.dtype for b in after.params] == [torch.float32, torch.bfloat16]
 

@@ -121,7 +121,7 @@ def test_the_start_of_the_run_is_counted_in_the_state_not_by_t():
 def test_sixteen_bit_models_are_relayed_in_float32_and_gradients_as_narrow_as_asked():
     chain = df.from_matrices("chain", matrices_of(nx.path_graph(3)))
     state = relay_sgd(loss, Sgd(LR), chain).init({"a": torch.ones(3, dtype=torch.bfloat16)})
-    assert state.messages[0].dtype == torch.float32 and state.params[0].dtype == torch.bfloat16
+    assert state.memory.messages[0].dtype == torch.float32 and state.params[0].dtype == torch.bfloat16
     p = problem(3)
     matrices = matrices_of(nx.path_graph(3))
     exact = run(build(relay_sgd, p, matrices, LR, relay="gradients"), p)

@@ -17,8 +17,10 @@ def params_mean(state):
 
 def mass(state):
     """Of push-sum on one-peer-exp-directed, where half of what was computed last is still on its way."""
-    biased = state.weight.double().view(-1, 1) * state.params[0].double()
-    return (torch.cat([biased, state.weight.double().view(-1, 1)], 1) + state.outboxes[0][0].double() / 2).mean(0)
+    biased = state.memory.weight.double().view(-1, 1) * state.params[0].double()
+    return (
+        torch.cat([biased, state.memory.weight.double().view(-1, 1)], 1) + state.memory.outboxes[0][0].double() / 2
+    ).mean(0)
 
 
 LAWS = {
@@ -108,6 +110,6 @@ def test_what_sixteen_bit_workers_make_of_a_message_are_sixteen_bit_numbers_comp
     start = torch.randn(N, 620, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     state = state._replace(params=trees.map(lambda x: start, state.params))
     state, _ = df.compile(df.simulate(step, N), donate=False)(state, torch.zeros(N), 0)
-    (x_hat,), (s,) = state.public, state.mixed
+    (x_hat,), (s,) = state.memory.public, state.memory.mixed
     assert torch.equal(x_hat, x_hat.to(torch.bfloat16).float()) and x_hat.any()
     assert (s.mean(0) - x_hat.mean(0)).abs().max() < 1e-6

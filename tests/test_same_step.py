@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 import decentfn as df
 from decentfn import gossip
-from decentfn.buckets import flatten
 from decentfn.collectives import World, exchange, use, wait
 from decentfn.collectives.steps import Steps
 from decentfn.testing import on_ranks
@@ -175,7 +174,7 @@ def test_the_tag_is_the_step_for_every_schedule():
         for t in (5, 2**20 + 5):
             recorder = Recorder()
             with use(World(recorder, 0, 2)):
-                gossip.collect(gossip.post(flatten(torch.ones(3)), df.topology(name, 2), torch.tensor(t)))
+                gossip.collect(gossip.post([torch.ones(3)], df.topology(name, 2), torch.tensor(t)))
             assert recorder.tags == [5, 5]
 
 

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 import decentfn as df
 from decentfn import gossip, trees
-from decentfn.buckets import flatten
 from tests import cases
 
 OPTIMIZERS = {
@@ -132,10 +131,9 @@ def test_gamma_may_be_a_schedule():
 def test_a_narrow_wire_keeps_the_mean_and_small_updates(name, wire, t, seed):
     n, schedule = 8, df.topology(name, 8)
     x = 1 + 1e-4 * torch.randn(n, 40, generator=torch.Generator().manual_seed(seed))
-    plan = flatten([x[0]]).plan
 
     def mix(row):
-        return gossip.collect(gossip.post(df.Buckets([row], plan), schedule, torch.tensor(t), wire_dtype=wire))[0]
+        return gossip.collect(gossip.post([row], schedule, torch.tensor(t), wire_dtype=wire))[0]
 
     mixed = torch.func.vmap(mix)(x)
     torch.testing.assert_close(mixed.mean(0), x.mean(0), atol=1e-6, rtol=0)

@@ -130,7 +130,7 @@ def test_the_mean_of_the_trackers_is_the_mean_of_the_gradients(form, n, period, 
     p = problem(n, seed)
     algorithm = build(gradient_tracking, p, random_symmetric(n, period, seed), LR, form=form)
     for state in states(algorithm, p, steps=6)[1:]:
-        np.testing.assert_allclose(flat(state.y).mean(0), flat(state.g).mean(0), rtol=0, atol=1e-12)
+        np.testing.assert_allclose(flat(state.memory.y).mean(0), flat(state.memory.g).mean(0), rtol=0, atol=1e-12)
 
 
 def left_after(name, steps, **options):
@@ -167,7 +167,7 @@ def test_d2_on_the_lazy_matrix_is_exact_diffusion(n, seed):
 def test_extra_keeps_the_correction_summing_to_zero(n, seed):
     p = problem(n, seed)
     for state in states(build(extra, p, random_symmetric(n, 1, seed), LR), p, steps=5):
-        np.testing.assert_allclose(flat(state.p).sum(0), 0, rtol=0, atol=1e-12)
+        np.testing.assert_allclose(flat(state.memory.p).sum(0), 0, rtol=0, atol=1e-12)
 
 
 ALL = {

@@ -61,7 +61,6 @@ CASES = [
     ("chain", lambda: chain(clip_by_global_norm(1.0), transforms.trace(0.5))),
     ("clip_by_bucket_norm", lambda: clip_by_bucket_norm(0.7)),
     ("clip_by_global_norm", lambda: clip_by_global_norm(0.7)),
-    ("dynamic_loss_scale", lambda: transforms.dynamic_loss_scale(adamw(0.1), growth_interval=2)),
     ("identity", lambda: identity()),
     ("masked", lambda: masked(transforms.trace(0.5), is_weight)),
     ("partition", lambda: partition({True: scale(0.3), False: transforms.scale_by_adam()}, is_weight)),
@@ -78,7 +77,6 @@ OTHER_NAMES = {
     "MaskedTransform",
     "MixAware",
     "MixContext",
-    "DynamicLossScale",
     "not_bias_or_norm",
     "global_norm",
 }
@@ -166,10 +164,7 @@ def test_no_two_tensors_of_a_state_share_memory(make):
         assert not own & {u.untyped_storage().data_ptr() for u in updates}
 
 
-OPTIMIZERS = [case for case in CASES if case[0] != "dynamic_loss_scale"]  # unscaled by the algorithm, not by itself
-
-
-@pytest.mark.parametrize(("name", "make"), OPTIMIZERS, ids=[name for name, _ in OPTIMIZERS])
+@pytest.mark.parametrize(("name", "make"), CASES, ids=[name for name, _ in CASES])
 def test_with_a_learning_rate_it_solves_a_parabola(name, make):
     transform = make() if name in DESCENDS else chain(make(), scale_by_learning_rate(0.05))
     x, target = lay_out(tree(0), transform), lay_out(tree(1), transform)
@@ -274,8 +269,7 @@ def test_masks_are_declared(make):
     """`lay_out` uses the declared masks only, so an undeclared one would meet a mixed bucket."""
     transform = make()
     transform.init(lay_out(tree(), transform))
-    if not isinstance(transform, transforms.DynamicLossScale):  # declares what it wraps, which may be nothing
-        assert isinstance(transform, MaskedTransform) == bool(getattr(transform, "masks", ()))
+    assert isinstance(transform, MaskedTransform) == bool(getattr(transform, "masks", ()))
 
 
 # Masks and shapes
