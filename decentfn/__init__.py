@@ -1,11 +1,37 @@
 """decentfn: decentralized data-parallel training for PyTorch, in functional style.
 
 >>> import decentfn as df
+
+The verbs, the algorithms and the common optimizers stand here; everything else is found by room: `df.topologies`,
+`df.transforms`, `df.schedules`, `df.compressors`, `df.data`, `df.kit` (what an algorithm is made of) and `df.testing`.
 """
 
+import warnings
+from typing import Any
+
 from decentfn import algorithms, compressors, kit, schedules, testing, topologies, transforms
-from decentfn.algorithms import *  # noqa: F403
-from decentfn.buckets import Buckets, Plan
+from decentfn.algorithms.adapt_then_combine import adapt_then_combine
+from decentfn.algorithms.adapt_while_communicate import adapt_while_communicate
+from decentfn.algorithms.all_reduce import all_reduce
+from decentfn.algorithms.choco_sgd import choco_sgd
+from decentfn.algorithms.d2 import d2
+from decentfn.algorithms.decentlam import decentlam
+from decentfn.algorithms.deep_squeeze import deep_squeeze
+from decentfn.algorithms.demo import demo
+from decentfn.algorithms.diloco import diloco
+from decentfn.algorithms.exact_diffusion import exact_diffusion
+from decentfn.algorithms.extra import extra
+from decentfn.algorithms.gradient_tracking import gradient_tracking
+from decentfn.algorithms.momentum_tracking import momentum_tracking
+from decentfn.algorithms.noloco import noloco
+from decentfn.algorithms.power_gossip import power_gossip
+from decentfn.algorithms.push_diging import push_diging
+from decentfn.algorithms.quasi_global_adam import quasi_global_adam
+from decentfn.algorithms.quasi_global_momentum import quasi_global_momentum
+from decentfn.algorithms.relay_sgd import relay_sgd
+from decentfn.algorithms.slowmo import slowmo
+from decentfn.algorithms.stochastic_gradient_push import stochastic_gradient_push
+from decentfn.algorithms.streaming_diloco import streaming_diloco
 from decentfn.compilation import compile
 from decentfn.consensus import (
     buffers,
@@ -16,97 +42,89 @@ from decentfn.consensus import (
     params,
     with_params,
 )
-from decentfn.gradient import accumulate, add_module_prefix, dynamic_loss_scale, functional, strip_module_prefix
+from decentfn.gradient import accumulate, dynamic_loss_scale, functional
 from decentfn.kit import Algorithm, Metrics, Options, State
-from decentfn.noise import worker_seed
 from decentfn.replicas import broadcast
-from decentfn.run import Shards, dirichlet_shards, fixed_shards, init, shards
-from decentfn.schedules import cosine_with_warmup, gamma_from_learning_rate
+from decentfn.run import data, init
 from decentfn.simulation import simulate, stack, worker
-from decentfn.topologies import (
-    Certificate,
-    Edge,
-    Topology,
-    alternate,
-    certificate,
-    consensus_steps,
-    every,
-    from_draw,
-    from_groups,
-    from_matrices,
-    from_permutations,
-    mixing_matrix,
-    pga,
-    register_topology,
-    spectral_gap,
-    topology,
-    topology_names,
-)
-from decentfn.transforms import *  # noqa: F403
+from decentfn.topologies import Topology, mixing_matrix, register_topology, topology
+from decentfn.transforms import Transform, adam, adamw, chain, clip_by_global_norm, sgd
 from decentfn.wrappers import average_buffers, ema, ema_params, ema_state
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Algorithm",
-    "Buckets",
-    "Certificate",
-    "Edge",
     "Metrics",
     "Options",
-    "Plan",
-    "Shards",
     "State",
     "Topology",
+    "Transform",
     "accumulate",
-    "add_module_prefix",
+    "adam",
+    "adamw",
+    "adapt_then_combine",
+    "adapt_while_communicate",
     "algorithms",
-    "alternate",
+    "all_reduce",
     "average_buffers",
     "broadcast",
     "buffers",
-    "certificate",
+    "chain",
+    "choco_sgd",
+    "clip_by_global_norm",
     "compile",
     "compressors",
     "consensus_buffers",
     "consensus_distance",
     "consensus_mean",
-    "consensus_steps",
-    "cosine_with_warmup",
-    "dirichlet_shards",
+    "d2",
+    "data",
+    "decentlam",
+    "deep_squeeze",
+    "demo",
+    "diloco",
     "distance_to_consensus",
     "dynamic_loss_scale",
     "ema",
     "ema_params",
     "ema_state",
-    "every",
-    "fixed_shards",
-    "from_draw",
-    "from_groups",
-    "from_matrices",
-    "from_permutations",
+    "exact_diffusion",
+    "extra",
     "functional",
-    "gamma_from_learning_rate",
+    "gradient_tracking",
     "init",
     "kit",
     "mixing_matrix",
+    "momentum_tracking",
+    "noloco",
     "params",
-    "pga",
+    "power_gossip",
+    "push_diging",
+    "quasi_global_adam",
+    "quasi_global_momentum",
     "register_topology",
+    "relay_sgd",
     "schedules",
-    "shards",
+    "sgd",
     "simulate",
-    "spectral_gap",
+    "slowmo",
     "stack",
-    "strip_module_prefix",
+    "stochastic_gradient_push",
+    "streaming_diloco",
     "testing",
     "topologies",
     "topology",
-    "topology_names",
     "transforms",
     "with_params",
     "worker",
-    "worker_seed",
 ]
-__all__ += algorithms.__all__
-__all__ += transforms.__all__
+
+
+def __getattr__(name: str) -> Any:
+    """What stood here before it moved to its room."""
+    for room in (topologies, transforms, schedules, data, kit):
+        if name in room.__all__:
+            warnings.warn(f"df.{name} is df.{room.__name__.rpartition('.')[2]}.{name} now.", DeprecationWarning, 2)
+            return getattr(room, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decentfn import collectives, compile_cache, noise, trees
+from decentfn import collectives, compile_cache, draws, trees
 from decentfn.kit.expected import check, marked
 from decentfn.kit.state import Step
 from decentfn.run.memory import give_back_freed_memory
@@ -76,7 +76,7 @@ def compile(step: Step, *, donate: bool = True, backend: Any = "inductor", **opt
         # Torch.compile drops what is written over a 0-d float64 input, so such a leaf goes in as [its view of shape [1]].
         given = [[x.view(1)] if getattr(x, "dtype", 0) == torch.float64 and x.dim() == 0 else x for x in leaves]
         t = as_step(t)
-        with noise.torch_draws(t, collectives.world().rank):
+        with draws.torch_draws(t, collectives.world().rank):
             result = run(given, batch, t)
         progress.end()
         if is_first:

@@ -70,7 +70,9 @@ def schedules(num_workers: int) -> dict[str, list[str]]:
     """A static one, and all that vary; with each the names of those that are the same with so many workers."""
     found: dict[str, list[str]] = {STATIC: []}
     seen: dict[str, torch.Tensor] = {}
-    names = sorted(set(df.topology_names()) - {"graph"}, key=lambda name: (not name.startswith("one-peer"), name))
+    names = sorted(
+        set(df.topologies.topology_names()) - {"graph"}, key=lambda name: (not name.startswith("one-peer"), name)
+    )
     for name in names:
         made = topology(name, num_workers)
         if made.period != 1:

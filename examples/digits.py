@@ -43,7 +43,7 @@ def main(steps: int = 300, topology: str = "one-peer-exp", seed: int = 0, simula
         who_meets_whom = df.topology(topology, num_workers)
         # Sorted by label, so that worker 0 of four sees zeros, ones and a few twos.
         sorted_rows = torch.tensor(train)[labels[train].argsort(stable=True)]
-        shards = df.fixed_shards(sorted_rows.tensor_split(num_workers), batch_size=32, seed=seed)
+        shards = df.data.fixed_shards(sorted_rows.tensor_split(num_workers), batch_size=32, seed=seed)
     except (TypeError, ValueError) as error:  # a name or a number that cannot work
         if world.rank == 0:
             print(f"digits: {error}", file=sys.stderr)

@@ -81,7 +81,7 @@ class Config:
             raise ValueError(f"--methods {' '.join(unknown)}: known are {', '.join(METHODS)}.")
         labels = digits()[0].labels
         for alpha in self.alphas:
-            df.dirichlet_shards(labels, self.num_workers, alpha)
+            df.data.dirichlet_shards(labels, self.num_workers, alpha)
 
 
 class Result(NamedTuple):
@@ -130,7 +130,7 @@ def train(method: Method, config: Config, alpha: float, seed: int, learning_rate
     data, held_out = digits()
     n = config.num_workers
     # Of a seed all methods get the same shards, batches and start.
-    shards = df.fixed_shards(df.dirichlet_shards(data.labels, n, alpha, seed), config.batch_size, seed)
+    shards = df.data.fixed_shards(df.data.dirichlet_shards(data.labels, n, alpha, seed), config.batch_size, seed)
     draw = torch.Generator().manual_seed(seed)
     start = {
         "w1": torch.randn(64, 32, generator=draw) / 8,

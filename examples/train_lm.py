@@ -44,7 +44,7 @@ ALGORITHMS = {name: algorithm for name, algorithm in named.items() if not needs_
 SPEAKS = os.environ.get("RANK", "0") == "0"
 """Whether this process is the one that says what all could say."""
 OPTIMIZERS = {
-    "adamw": lambda learning_rate: df.adamw(learning_rate, weight_decay=0.1, mask=df.not_bias_or_norm),
+    "adamw": lambda learning_rate: df.adamw(learning_rate, weight_decay=0.1, mask=df.transforms.not_bias_or_norm),
     "sgd": lambda learning_rate: df.sgd(learning_rate, momentum=0.9),
 }
 
@@ -205,7 +205,7 @@ def main(config: Config) -> dict[str, Any]:
         params, buffers, loss_fn = df.functional(Transformer(config).to(device), cross_entropy)
 
         warmup = config.warmup_steps
-        schedule = df.cosine_with_warmup(config.learning_rate, config.steps - warmup, warmup)
+        schedule = df.schedules.cosine_with_warmup(config.learning_rate, config.steps - warmup, warmup)
         optimizer = df.chain(df.clip_by_global_norm(config.clip), OPTIMIZERS[config.optimizer](schedule))
         topology = make_topology(config.topology, num_workers, local)
         init, decent_step = ALGORITHMS[config.algorithm](loss_fn, optimizer, topology)
@@ -214,14 +214,16 @@ def main(config: Config) -> dict[str, Any]:
             config.out.parent.mkdir(parents=True, exist_ok=True)
             config.out.write_text("")
     mixing = df.topology("complete", num_workers) if config.algorithm == "all-reduce" else topology
-    sent = df.certificate(mixing).bytes_per_step(state.params.plan.nbytes)  # planned, by each worker in a step
+    sent = df.topologies.certificate(mixing).bytes_per_step(
+        state.params.plan.nbytes
+    )  # planned, by each worker in a step
     if config.simulate:
         state, decent_step = df.stack(state, local), df.simulate(decent_step, local)
     if config.compile:
         decent_step = df.compile(decent_step)
 
     # Every worker has data of its own.
-    draws = [torch.Generator().manual_seed(df.worker_seed(config.seed, worker)) for worker in world.workers(local)]
+    draws = [torch.Generator().manual_seed(df.data.worker_seed(config.seed, worker)) for worker in world.workers(local)]
 
     def next_batch() -> tuple[Tensor, Tensor]:
         last = len(train) - config.seq_len

@@ -32,7 +32,7 @@ def unequal_shares(n: int) -> df.Topology:
     eye, right = np.eye(n), np.roll(np.eye(n), 1, 0)
     kept = np.linspace(0.3, 0.7, n)
     rounds = [eye * k + right * (1 - k) for k in (kept, kept[::-1])]
-    return df.from_matrices("unequal shares", np.stack(rounds), is_column_stochastic=True)
+    return df.topologies.from_matrices("unequal shares", np.stack(rounds), is_column_stochastic=True)
 
 
 # -- laws beside those of df.testing ------------------------------------------------------------------------------------
@@ -146,6 +146,7 @@ HEADS = {
     "scales_the_loss": "loss scale",
     "keeps_an_ema": "EMA",
     "averages_buffers": "buffers averaged",
+    "shows_the_mix": "mix-aware",
 }
 """The column of each promise."""
 

@@ -85,7 +85,7 @@ def run(algorithm: Any, given: Problem, steps: int = STEPS) -> np.ndarray:
 def build(function: Any, given: Problem, matrices: np.ndarray, lr: float = 0.1, **options: Any) -> Any:
     """The algorithm on a schedule given by its matrices; a bucket for each leaf."""
     column = not np.allclose(matrices.sum(-1), 1)
-    topology = df.from_matrices("given", matrices, is_column_stochastic=column)
+    topology = df.topologies.from_matrices("given", matrices, is_column_stochastic=column)
     return function(loss, Sgd(lr), topology, bucket_mb=1e-9, **options)
 
 

@@ -147,7 +147,7 @@ def test_micro_batches_of_different_numbers_are_an_error():
 def test_accum_adam_steps_on_every_micro_batch_beside_it():
     """Decent-DP's other way to use a large batch: a window of updates, each with an exchange of its own."""
     init, step = df.adapt_while_communicate(
-        cases.loss_fn, df.accum_adamw(0.01, accum_iter=4), df.topology("ring", N), bucket_mb=0.002
+        cases.loss_fn, df.transforms.accum_adamw(0.01, accum_iter=4), df.topology("ring", N), bucket_mb=0.002
     )
     state, step = df.stack(init(cases.params()), N), df.simulate(step, N)
     first = step(state, cases.batches(N, 0), 0)[1].loss

@@ -8,6 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import decentfn as df
 from decentfn import trees
+from decentfn.compat.ddp import add_module_prefix, strip_module_prefix
 
 STEPS, MICRO = 50, 2
 
@@ -65,7 +66,7 @@ def with_decentfn(name, backend):
 def test_all_reduce_is_ddp_with_batch_norm_and_accumulation(ranks, name, backend):
     theirs, ours = ranks(4).run(with_ddp, name), ranks(4).run(with_decentfn, name, backend)
     for ddp, mine in zip(theirs, ours, strict=True):
-        ddp = df.strip_module_prefix(ddp)
+        ddp = strip_module_prefix(ddp)
         assert ddp.keys() == mine.keys()
         for leaf, value in ddp.items():
             torch.testing.assert_close(mine[leaf], value, atol=1e-5, rtol=1e-5, msg=lambda m, leaf=leaf: f"{leaf}: {m}")
@@ -110,10 +111,10 @@ def test_parameters_unused_on_some_workers_or_in_some_steps_are_averaged_all_the
 
 def test_module_prefixes_are_stripped_and_added():
     names = model().state_dict()
-    assert df.strip_module_prefix(df.add_module_prefix(names)) == dict(names)
-    assert df.strip_module_prefix(names) == dict(names)
+    assert strip_module_prefix(add_module_prefix(names)) == dict(names)
+    assert strip_module_prefix(names) == dict(names)
     with pytest.raises(ValueError, match="'module.a' begins with 'module.', 'b' does not"):
-        df.strip_module_prefix({"module.a": 1, "b": 2})
+        strip_module_prefix({"module.a": 1, "b": 2})
 
 
 def start_unequal():

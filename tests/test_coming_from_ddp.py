@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import decentfn as df
+from decentfn.compat.ddp import strip_module_prefix
 
 PAGE = Path(__file__).parent.parent / "docs" / "coming_from_ddp.md"
 
@@ -24,7 +25,7 @@ def run_page():
     draw = torch.Generator().manual_seed(here.rank)
     inputs = torch.randn(20, 2, 8, 4, generator=draw)
     batches = list(zip(inputs, inputs.sum(-1, keepdim=True), strict=True))
-    before = df.strip_module_prefix(code["before"](model(), batches, here.rank))
+    before = strip_module_prefix(code["before"](model(), batches, here.rank))
     return (
         {k: v.clone() for k, v in before.items()},
         code["after"](model(), batches),

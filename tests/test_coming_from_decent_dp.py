@@ -65,7 +65,7 @@ def test_every_name_of_this_library_on_the_page_exists():
 def test_state_and_t_of_each_worker_are_all_that_a_resumed_run_needs(tmp_path):
     topology = df.topology("one-peer-exp", 4)
     init, step = df.adapt_while_communicate(
-        lambda params, batch: ((params["w"] - batch) ** 2).sum(), df.accum_adamw(0.1, accum_iter=3), topology
+        lambda params, batch: ((params["w"] - batch) ** 2).sum(), df.transforms.accum_adamw(0.1, accum_iter=3), topology
     )
     fresh = df.stack(init({"w": torch.ones(3)}), 4)
     step = df.simulate(step, 4)

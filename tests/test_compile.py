@@ -134,7 +134,7 @@ def run_of_200_steps():
     random = torch.Generator().manual_seed(3)
     sources = torch.stack([torch.randperm(here.size, generator=random) for _ in range(100)])[..., None]
     weights = torch.full((100, here.size, 2), 0.5, dtype=torch.float64)
-    topology = df.from_permutations("hundred phases", sources, weights)
+    topology = df.topologies.from_permutations("hundred phases", sources, weights)
     init, step = df.adapt_while_communicate(cases.loss_fn, df.sgd(0.01), topology)
     state, step = init(cases.params()), df.compile(step)
     batch = tuple(x[here.rank] for x in cases.batches(here.size, 0))

@@ -74,7 +74,7 @@ def run(algorithm, steps=STEPS):
 
 
 def schedule(matrices):
-    return df.from_matrices("given", matrices)
+    return df.topologies.from_matrices("given", matrices)
 
 
 def top(x, k):
@@ -450,8 +450,8 @@ def test_averages_within_groups_become_messages_with_the_same_matrices():
 
 
 RING, CHANGING = schedule(STATIC["ring"]), schedule(VARYING)
-DIRECTED = df.from_matrices("directed", (np.eye(N) + np.roll(np.eye(N), 1, 0)) / 2)
-PUSH = df.from_matrices("push", random_column_stochastic(N, 1, 0), is_column_stochastic=True)
+DIRECTED = df.topologies.from_matrices("directed", (np.eye(N) + np.roll(np.eye(N), 1, 0)) / 2)
+PUSH = df.topologies.from_matrices("push", random_column_stochastic(N, 1, 0), is_column_stochastic=True)
 
 
 @pytest.mark.parametrize(

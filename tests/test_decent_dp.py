@@ -152,5 +152,7 @@ def test_compiled_gloo_ranks_repeat_a_run_of_decent_dp(ranks, records):
 
 
 def test_a_schedule_of_random_rounds_is_refused():
-    with pytest.raises(ValueError, match="pairs or groups in a fixed order; use a topology of df.from_groups"):
+    with pytest.raises(
+        ValueError, match="pairs or groups in a fixed order; use a topology of df.topologies.from_groups"
+    ):
         decent_dp.schedule(df.topology("random-matching", num_workers=4))

@@ -100,11 +100,11 @@ def test_4_edges_whose_weights_differ_by_step_scale_nothing():
     pairs = [(0, 1), (2, 3)]
     crossed = [(0, 2), (1, 3)]
     phases = [
-        [df.Edge(pair, 0.9) for pair in pairs],
-        [df.Edge(pair, 0.6) for pair in crossed],
-        [df.Edge(range(4), 0.3)],
+        [df.topologies.Edge(pair, 0.9) for pair in pairs],
+        [df.topologies.Edge(pair, 0.6) for pair in crossed],
+        [df.topologies.Edge(range(4), 0.3)],
     ]
-    state, step = simulated(squared, start(), df.from_groups("custom", phases, 4), df.sgd(0.0))
+    state, step = simulated(squared, start(), df.topologies.from_groups("custom", phases, 4), df.sgd(0.0))
     for t in range(7):
         state, _ = step(state, data(t, 4), t)
         torch.testing.assert_close(df.params(state), df.stack(start(), 4))
@@ -236,15 +236,15 @@ ERRORS = [
     ),
     (lambda: df.topology("one-peer-epx", 4), r"topology\('one-peer-epx'\): no such topology; nearest: one-peer-exp"),
     (
-        lambda: df.from_groups("mine", [[df.Edge([0, 1]), df.Edge([1, 2])]], 3),
+        lambda: df.topologies.from_groups("mine", [[df.topologies.Edge([0, 1]), df.topologies.Edge([1, 2])]], 3),
         r"mine: phase 0 .* must be in exactly one",
     ),
     (
-        lambda: df.from_groups("mine", [[df.Edge([0, 1])]], 3),
+        lambda: df.topologies.from_groups("mine", [[df.topologies.Edge([0, 1])]], 3),
         r"mine: phase 0 .* \(a worker that rests has an edge of its",
     ),
     (
-        lambda: df.from_groups("mine", [[df.Edge([0, 1], 1.5)]], 2),
+        lambda: df.topologies.from_groups("mine", [[df.topologies.Edge([0, 1], 1.5)]], 2),
         r"mine: Edge\(\[0, 1\], weight=1.5\).*lies in \[0, 1\]",
     ),
     (lambda: df.register_topology("ring")(lambda num_workers: None), r"register_topology\('ring'\).*choose another"),

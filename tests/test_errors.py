@@ -26,11 +26,19 @@ def loss_fn(params, batch):
         (lambda: df.topology("alternating-exp-ring", 6, local_world_size=2), r"3 nodes.*power of two"),
         (lambda: df.topology("one-per-exp", 8), r"no such topology; nearest: one-peer-exp.*register_topology"),
         (lambda: df.topology("ring", 0), r"num_workers=0.*>= 1"),
-        (lambda: df.from_groups("mine", [[df.Edge([0, 1], 0.7), df.Edge([1, 2])]], 3), r"\[0, 1, 1, 2\].*exactly one"),
-        (lambda: df.from_groups("mine", [[df.Edge([0, 1], 1.4)]], 2), r"weight=1.4.*\[0, 1\]"),
-        (lambda: df.from_matrices("mine", [[0.5, 0.6], [0.5, 0.4]]), r"row 0 of phase 0 sums to 1.1"),
-        (lambda: df.from_permutations("mine", [[[1], [1]]], [[[0.5, 0.5]] * 2]), r"phase 0, slot 0.*not a permutation"),
-        (lambda: df.from_matrices("mine", torch.eye(3)), r"workers \[0, 1, 2\] hear nobody"),
+        (
+            lambda: df.topologies.from_groups(
+                "mine", [[df.topologies.Edge([0, 1], 0.7), df.topologies.Edge([1, 2])]], 3
+            ),
+            r"\[0, 1, 1, 2\].*exactly one",
+        ),
+        (lambda: df.topologies.from_groups("mine", [[df.topologies.Edge([0, 1], 1.4)]], 2), r"weight=1.4.*\[0, 1\]"),
+        (lambda: df.topologies.from_matrices("mine", [[0.5, 0.6], [0.5, 0.4]]), r"row 0 of phase 0 sums to 1.1"),
+        (
+            lambda: df.topologies.from_permutations("mine", [[[1], [1]]], [[[0.5, 0.5]] * 2]),
+            r"phase 0, slot 0.*not a permutation",
+        ),
+        (lambda: df.topologies.from_matrices("mine", torch.eye(3)), r"workers \[0, 1, 2\] hear nobody"),
         (
             lambda: df.adapt_while_communicate(loss_fn, object(), ring()),
             r"no init\(\).*pair \(init, update\).*df.adamw",
@@ -84,7 +92,7 @@ def mismatched_start(what):
         topology = df.topology("complete", 3)
     weight = 0.5 + 0.1 * here.rank if what == "weights" else 0.5
     if what == "weights":
-        topology = df.from_groups("mine", [[df.Edge([0, 1], weight)]], 2)
+        topology = df.topologies.from_groups("mine", [[df.topologies.Edge([0, 1], weight)]], 2)
     init, _ = df.adapt_then_combine(cases.loss_fn, df.sgd(0.1), topology)
     try:
         init(params)

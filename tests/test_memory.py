@@ -138,8 +138,8 @@ def test_what_a_sixteen_bit_message_could_not_say_is_said_later():
     state, step = df.stack(init(torch.ones(3, dtype=BF16)), N), df.simulate(step, N)
     x = torch.rand(N, 3, generator=torch.Generator().manual_seed(0))
     plan = state.params.plan
-    error = df.Buckets([x / 300], plan)
-    state = state._replace(params=df.Buckets([x.to(BF16)], plan), memory=state.memory._replace(error=error))
+    error = df.kit.Buckets([x / 300], plan)
+    state = state._replace(params=df.kit.Buckets([x.to(BF16)], plan), memory=state.memory._replace(error=error))
     v = state.params[0].double() + state.memory.error[0].double()
     plan, key = state.params.plan.buckets[0], Key(torch.tensor(0), torch.tensor(0))
     said = torch.stack(

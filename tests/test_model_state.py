@@ -178,7 +178,7 @@ def test_averaging_no_buffers_changes_nothing():
 def test_where_buffers_cannot_be_averaged_it_says_so():
     directed = df.topology("one-peer-exp-directed", N)
     push = df.stochastic_gradient_push(lambda p, b: p.sum(), df.sgd(0.1), directed)
-    column_stochastic = df.from_matrices("shares", [[[0.6, 0.3], [0.4, 0.7]]], is_column_stochastic=True)
+    column_stochastic = df.topologies.from_matrices("shares", [[[0.6, 0.3], [0.4, 0.7]]], is_column_stochastic=True)
     pushed = df.stochastic_gradient_push(lambda p, b: p.sum(), df.sgd(0.1), column_stochastic)
     assert df.average_buffers(push)
     with pytest.raises(ValueError, match=r"'shares' is column-stochastic only.*df\.consensus_buffers"):
@@ -249,21 +249,21 @@ def recorder():
         pull = [0.5 * (h[0] if mix.heard else h) - 0.5 * x for h, x in zip(heard, params, strict=True)]
         members = state["members"] if mix.members is None else mix.members
         new = {"sources": mix.sources[:1] if mix.heard else state["sources"] - 1, "members": members}
-        return df.Buckets(pull, grads.plan), new
+        return df.kit.Buckets(pull, grads.plan), new
 
-    return df.MixAware(init, update)
+    return df.transforms.MixAware(init, update)
 
 
 @pytest.mark.parametrize("chained", [False, True])
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 def test_an_optimizer_sees_whom_it_is_mixed_with_and_what_they_said(chained, backend):
-    optimizer = df.chain(df.scale(1.0), recorder()) if chained else recorder()
+    optimizer = df.chain(df.transforms.scale(1.0), recorder()) if chained else recorder()
     loss_fn = df.dynamic_loss_scale(lambda p, b: (p * b).sum()) if chained else lambda p, b: (p * b).sum()
     topology = df.topology("one-peer-exp", N)
     init, step = df.adapt_while_communicate(loss_fn, optimizer, topology)
     state = df.stack(init(torch.zeros(2)), N)
     x = torch.tensor([[0.0, 0], [1, 10], [2, 20], [4, 40]])
-    state = state._replace(params=df.Buckets([x.clone()], state.params.plan))
+    state = state._replace(params=df.kit.Buckets([x.clone()], state.params.plan))
     step = df.simulate(step, N)
     step = step if backend is None else df.compile(step, backend=backend, donate=False)
     for t in range(2):
@@ -283,28 +283,28 @@ def test_an_optimizer_sees_its_group():
 
 
 def test_an_optimizer_that_wants_the_mix_where_there_is_none_yet_is_an_error():
-    with pytest.raises(ValueError, match="sends what the optimizer has updated"):
+    with pytest.raises(ValueError, match="has no neighbours' parameters at hand"):
         df.adapt_then_combine(lambda p, b: p.sum(), recorder(), df.topology("ring", N))
     with pytest.raises(ValueError, match="sees all buckets"):
-        df.by_leaf(recorder())
+        df.transforms.by_leaf(recorder())
 
 
 # -- data --------------------------------------------------------------------------------------------------------------
 
 
 def test_an_epoch_shows_every_sample_once_to_one_worker_and_the_next_in_another_order():
-    dealt = df.shards(50, num_workers=4, batch_size=3, seed=5)
+    dealt = df.data.shards(50, num_workers=4, batch_size=3, seed=5)
     epochs = [torch.cat([dealt.stacked_at(e * 4 + k).flatten() for k in range(4)]) for e in range(2)]
     assert dealt.steps_per_epoch == 4
     assert all(epoch.unique().numel() == 48 for epoch in epochs) and not torch.equal(*epochs)
-    again = df.shards(50, num_workers=4, batch_size=3, seed=5)
+    again = df.data.shards(50, num_workers=4, batch_size=3, seed=5)
     assert torch.equal(again.batch_at(6, 2), dealt.batch_at(6, 2))
-    assert not torch.equal(df.shards(50, 4, 3, seed=6).batch_at(6, 2), dealt.batch_at(6, 2))
+    assert not torch.equal(df.data.shards(50, 4, 3, seed=6).batch_at(6, 2), dealt.batch_at(6, 2))
 
 
 def test_uneven_shards_give_every_worker_a_full_batch_in_every_step():
     parts = [torch.arange(2), torch.arange(2, 13), torch.arange(13, 100)]
-    read = df.fixed_shards(parts, batch_size=4, seed=1)
+    read = df.data.fixed_shards(parts, batch_size=4, seed=1)
     for worker, part in enumerate(parts):
         stream = torch.cat([read.batch_at(t, worker) for t in range(60)])
         assert stream.shape == (240,)
@@ -315,7 +315,7 @@ def test_uneven_shards_give_every_worker_a_full_batch_in_every_step():
 @pytest.mark.parametrize("alpha", [0.05, 1.0, 1000.0])
 def test_dirichlet_shards_are_a_partition_more_skewed_the_smaller_alpha(alpha):
     labels = torch.arange(1000) % 10
-    parts = df.dirichlet_shards(labels, 8, alpha, seed=3)
+    parts = df.data.dirichlet_shards(labels, 8, alpha, seed=3)
     assert torch.equal(torch.cat(parts).sort().values, torch.arange(1000)) and all(len(part) for part in parts)
     largest = torch.stack([torch.bincount(labels[p], minlength=10).max() / len(p) for p in parts]).mean()
     assert {0.05: largest > 0.5, 1.0: 0.15 < largest < 0.6, 1000.0: largest < 0.15}[alpha]
@@ -333,10 +333,10 @@ def test_torchs_distributed_sampler_serves_workers_too():
 
 def test_numbers_without_sense_are_errors():
     for wrong, message in [
-        (lambda: df.shards(10, 4, 3), "needs 12 samples"),
-        (lambda: df.fixed_shards([[1], []], 2), "part 1 has shape"),
-        (lambda: df.dirichlet_shards([1, 2, 3], 2, 0.0), "α is positive"),
-        (lambda: df.shards(10, 2, 2).batch_at(0, 2), "there are 2 workers"),
+        (lambda: df.data.shards(10, 4, 3), "needs 12 samples"),
+        (lambda: df.data.fixed_shards([[1], []], 2), "part 1 has shape"),
+        (lambda: df.data.dirichlet_shards([1, 2, 3], 2, 0.0), "α is positive"),
+        (lambda: df.data.shards(10, 2, 2).batch_at(0, 2), "there are 2 workers"),
         (lambda: df.ema(lambda: None), "expected an Algorithm"),
     ]:
         with pytest.raises(ValueError, match=message):
@@ -344,8 +344,8 @@ def test_numbers_without_sense_are_errors():
 
 
 def test_gamma_follows_the_learning_rate_inside_the_step():
-    rate = df.cosine_with_warmup(0.1, 20, 4)
-    gamma = df.gamma_from_learning_rate(rate, power=0.5, start=0.25, total=24)
+    rate = df.schedules.cosine_with_warmup(0.1, 20, 4)
+    gamma = df.schedules.gamma_from_learning_rate(rate, power=0.5, start=0.25, total=24)
     for t in (0, 5, 6, 15, 23):
         expected = 1.0 if t < 6 else float(rate(torch.tensor(t)) / 0.1) ** 0.5
         assert abs(float(gamma(torch.tensor(t))) - expected) < 1e-9

@@ -13,7 +13,8 @@ from decentfn.algorithms.adapt_then_combine import adapt_then_combine
 from decentfn.algorithms.decentlam import decentlam
 from decentfn.algorithms.gradient_tracking import gradient_tracking
 from decentfn.algorithms.momentum_tracking import momentum_tracking
-from decentfn.algorithms.quasi_global_momentum import quasi_global_adam, quasi_global_momentum
+from decentfn.algorithms.quasi_global_adam import quasi_global_adam
+from decentfn.algorithms.quasi_global_momentum import quasi_global_momentum
 from decentfn.transforms import sgd
 from tests.quadratics import (
     STEPS,
@@ -126,7 +127,7 @@ def test_quasi_global_momentum_follows_its_equation(matrices, nesterov):
 
 
 def with_rate(function, matrices, **options):
-    topology = df.from_matrices("given", matrices)
+    topology = df.topologies.from_matrices("given", matrices)
     return function(loss, sgd(decaying), topology, learning_rate=decaying, **options)
 
 
@@ -269,7 +270,7 @@ def test_a_learning_rate_of_zero_moves_no_momentum():
         return 0.05 * t
 
     for algorithm in (quasi_global_momentum, decentlam):
-        built = algorithm(loss, sgd(warmup), df.from_matrices("ring", static_ring(N)), learning_rate=warmup)
+        built = algorithm(loss, sgd(warmup), df.topologies.from_matrices("ring", static_ring(N)), learning_rate=warmup)
         assert np.isfinite(run(built, p)).all()
 
 

@@ -138,7 +138,7 @@ def test_slowmo_follows_its_equation(matrices):
 
 def test_slowmo_follows_a_learning_rate():
     p, matrices = problem(N), random_symmetric(N, 3, seed=1)
-    topology = df.from_matrices("given", matrices)
+    topology = df.topologies.from_matrices("given", matrices)
     built = slowmo(loss, sgd(decaying), topology, inner_steps=H, alpha=0.9, beta=0.6, learning_rate=decaying)
     agree(run(built, p), slowmo_loop(p, matrices, 0.9, 0.6, decaying))
 
@@ -223,7 +223,7 @@ def test_slowmo_on_an_idle_topology_is_local_sgd_without_slow_momentum():
 def test_diloco_with_a_plain_outer_step_is_the_combinator_counted_from_one():
     p = problem(N)
     plain = build(diloco, p, complete(N), LR, inner_steps=H, outer_learning_rate=1.0, outer_momentum=0.0)
-    averaged = adapt_then_combine(loss, Sgd(LR), df.every(H, df.topology("complete", num_workers=N)))
+    averaged = adapt_then_combine(loss, Sgd(LR), df.topologies.every(H, df.topology("complete", num_workers=N)))
     step, state = df.simulate(averaged.step, N), start(averaged, p)
     for t in range(STEPS):
         state, _ = step(state, batch(p), t + 1)

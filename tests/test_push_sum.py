@@ -223,7 +223,7 @@ def test_a_delay_needs_a_share_that_stays_at_home():
 
 
 def test_averages_in_groups_can_be_late_where_a_share_stays_at_home():
-    half = df.from_groups("half", [[df.Edge(range(4), 0.4)]], 4)
+    half = df.topologies.from_groups("half", [[df.topologies.Edge(range(4), 0.4)]], 4)
     p = problem(4)
     algorithm = stochastic_gradient_push(loss, Sgd(0.0), half, delay=1)
     state, step = start(algorithm, p), df.simulate(algorithm.step, 4)

@@ -99,7 +99,7 @@ def test_a_loss_that_fails_leaves_the_generator_as_it_was():
 
 def test_the_seeds_of_workers_steps_and_runs_are_all_different():
     keys = list(itertools.product(range(-8, 8), range(16), range(16)))
-    seeds = {df.worker_seed(seed, worker, t) for seed, worker, t in keys}
+    seeds = {df.data.worker_seed(seed, worker, t) for seed, worker, t in keys}
     assert len(seeds) == len(keys)
     assert len({seed % 2**32 for seed in seeds}) == len(keys)  # of which the CPU's generator takes 32 bits
     for seed in seeds:

@@ -75,7 +75,7 @@ def test_relay_sgd_follows_its_equation(tree, relay):
 @given(n=st.integers(1, 12), seed=st.integers(0, 999))
 def test_relay_counts_are_those_that_would_travel_and_reach_everyone(n, seed):
     tree = random_tree(n, seed)
-    counts = relay_counts(df.from_matrices("tree", matrices_of(tree)))
+    counts = relay_counts(df.topologies.from_matrices("tree", matrices_of(tree)))
     assert counts.shape[0] == max(1, nx.diameter(tree))
     assert (counts[-1] + 1 == n).all()
     expected = relay_loop(problem(n), tree, "models")[1]
@@ -119,7 +119,7 @@ def test_the_start_of_the_run_is_counted_in_the_state_not_by_t():
 
 
 def test_sixteen_bit_models_are_relayed_in_float32_and_gradients_as_narrow_as_asked():
-    chain = df.from_matrices("chain", matrices_of(nx.path_graph(3)))
+    chain = df.topologies.from_matrices("chain", matrices_of(nx.path_graph(3)))
     state = relay_sgd(loss, Sgd(LR), chain).init({"a": torch.ones(3, dtype=torch.bfloat16)})
     assert state.memory.messages[0].dtype == torch.float32 and state.params[0].dtype == torch.bfloat16
     p = problem(3)

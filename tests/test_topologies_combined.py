@@ -237,7 +237,7 @@ def by_count():
 @pytest.mark.parametrize("draw", [anew, by_count, only_late])
 def test_a_draw_that_says_something_else_when_it_is_asked_again_is_refused(draw):
     with pytest.raises(
-        ValueError, match=r"mine: the sources of step \d+ differ .* drawn twice.*noise.permutation\(seed, t"
+        ValueError, match=r"mine: the sources of step \d+ differ .* drawn twice.*draws.permutation\(seed, t"
     ):
         from_draw("mine", 8, draw())
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from decentfn import noise
+from decentfn import draws
 from decentfn.kit import (
     Algorithm,
     Buckets,
@@ -112,14 +112,14 @@ def decentlam(
         # x - η m⁺ = W (x - η g) - η β m, which for β = 0 is adapt-then-combine to the bit.
         new = each(lambda mixed, m: (mixed - eta * beta * m).to(mixed.dtype), mixed, m)
         m_new = each(lambda m, x, mixed: (beta * m + (x - mixed) * per_eta).to(m.dtype), m, x, mixed)
-        return State(g.keep(new, mixed), local, Memory(g.keep(m_new, m))), g.metrics
+        return State(new, local, Memory(m_new)), g.metrics
 
     return worker.algorithm(step, Memory.start)
 
 
 def require_stable(topology: Topology, beta: float) -> None:
     """Raise ValueError if DecentLaM without gradients, `(x, m) -> (W x - β m, β m + x - W x)`, goes on growing."""
-    x = noise.sign(0, 0, 0, (topology.num_workers, 4)).double()
+    x = draws.sign(0, 0, 0, (topology.num_workers, 4)).double()
     x = x - x.mean(0)
     m, size, sizes = torch.zeros_like(x), 0.0, []
     for t in range(_STEPS_TRIED):

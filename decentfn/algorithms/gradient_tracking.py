@@ -88,7 +88,7 @@ def gradient_tracking(
     Raises:
         ValueError: an unknown form, or a column-stochastic topology.
     """
-    worker = Worker(loss_fn, optimizer, topology, **options)
+    worker = Worker(loss_fn, optimizer, topology, shows_mix=form == "awc", **options)
     if form not in ("atc", "semi-atc", "awc"):
         raise ValueError(f"gradient_tracking(form={form!r}): choose 'atc', 'semi-atc' or 'awc'.")
     require_doubly_stochastic("gradient_tracking", topology)
@@ -114,7 +114,7 @@ def gradient_tracking(
             y = each(partial(torch.where, started), worker.mix(add(y, change), last), g_new)
             started = torch.ones_like(started)
 
-        u, local = worker.update(cast_like(y, x), gradient, local, x)
+        u, local = worker.update(cast_like(y, x), gradient, local, x, posted=x_posted)
         x = worker.mix(add(x, u), t) if x_posted is None else add(collect(x_posted), u)
         return State(x, local, Memory(y, g_new, started)), gradient.metrics
 

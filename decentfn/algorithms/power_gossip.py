@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from typing_extensions import Unpack
 
-from decentfn import collectives, gossip, noise
+from decentfn import collectives, draws, gossip
 from decentfn.buckets import BucketPlan
 from decentfn.compressors.shaped import matrix_shape, orthonormal
 from decentfn.compressors.wire import leaves
@@ -162,7 +162,7 @@ def _sizes(plan: BucketPlan, rank: int) -> list[int]:
 def _first(edges: Topology, plan: BucketPlan, rank: int, seed: int, bucket: int) -> Tensor:
     """Random directions, the same at both ends of an edge, `[P, K, V]`."""
     shape = (edges.sources.shape[0], edges.sources.shape[2], sum(_sizes(plan, rank)))
-    return (2 * noise.uniform(seed, 0, bucket, shape) - 1).to(wide(plan.dtype))
+    return (2 * draws.uniform(seed, 0, bucket, shape) - 1).to(wide(plan.dtype))
 
 
 def _post(

@@ -1,8 +1,8 @@
 """What the workers say to each other: the operators, their two interpreters, and how they are compiled."""
 
+from decentfn.collectives.membership import World, adopt_default_group, leave_default_group, use, world
 from decentfn.collectives.operators import exchange, group_mean, make_groups, wait, worker_index
 from decentfn.collectives.processes import compare_steps, gather_objects, process_broadcast, process_mean
-from decentfn.collectives.world import World, adopt_default_group, leave_default_group, use, world
 
 __all__ = [
     "World",

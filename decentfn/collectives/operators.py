@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from decentfn.collectives.membership import World, world
 from decentfn.collectives.steps import Call
-from decentfn.collectives.world import World, world
 from decentfn.scalars import once
 from decentfn.torch_private import inductor, lowering
 

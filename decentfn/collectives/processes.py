@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
-from decentfn.collectives.world import world
+from decentfn.collectives.membership import world
 
 
 def compare_steps() -> None:

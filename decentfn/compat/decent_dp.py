@@ -38,6 +38,8 @@ from decentfn.topologies import Round, Topology
 from decentfn.transforms import Transform, clip_by_global_norm, partition
 from decentfn.trees import PyTree
 
+__all__ = ["after_forgotten_revert", "buckets", "clip_by_buckets", "decays", "keep_average", "schedule"]
+
 _ALIGNED_TO = 32
 
 
@@ -65,7 +67,7 @@ def schedule(topology: Topology) -> Topology:
     if topology.draw is not None or topology.slots > 1:
         raise ValueError(
             f"decent_dp.schedule({topology!r}): Decent-DP's edges are pairs or groups in a fixed order; use a topology "
-            "of df.from_groups, or one of 'complete', 'ring', 'one-peer-exp', 'alternating-exp-ring'."
+            "of df.topologies.from_groups, or one of 'complete', 'ring', 'one-peer-exp', 'alternating-exp-ring'."
         )
     period = topology.sources.shape[0]
     edges = torch.tensor([0, 1, *range(3, 3 + period)]) % period  # the edge over which update t + 1 mixes
@@ -134,7 +136,7 @@ def clip_by_buckets(max_norm: float, buckets: Sequence[Sequence[str]]) -> Transf
 def decays(name: str, shape: tuple[int, ...]) -> bool:
     """The mask of the weight decay of Decent-DP's `optim_fn_...`: biases and batch norms decay, weights do not.
 
-    Inverted by mistake, there; `df.not_bias_or_norm` is the right way round.
+    Inverted by mistake, there; `df.transforms.not_bias_or_norm` is the right way round.
 
     >>> decays("0.bias", (8,)), decays("0.weight", (8, 4))
     (True, False)

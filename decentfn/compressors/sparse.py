@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from decentfn import noise
+from decentfn import draws
 from decentfn.buckets import BucketPlan
 from decentfn.compressors import wire
 from decentfn.compressors.compressor import Compressor, Key
@@ -70,7 +70,7 @@ def random_k(fraction: float = 0.01, *, k: int | None = None, seed: int = 0) -> 
         return (edges[:-1] + inside + (u[:1] * plan.numel).long()) % max(1, plan.numel)
 
     def compress(x: Tensor, plan: BucketPlan, key: Key) -> Tensor:
-        drawn = once(noise.bits(seed, key.t, key.bucket, (1,), worker=key.worker))
+        drawn = once(draws.bits(seed, key.t, key.bucket, (1,), worker=key.worker))
         return wire.join(drawn, x.gather(0, places(drawn, plan)))
 
     def decompress(message: Tensor, plan: BucketPlan) -> Tensor:

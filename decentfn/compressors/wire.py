@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from decentfn import noise
+from decentfn import draws
 from decentfn.buckets import BucketPlan, wide
 from decentfn.scalars import once
 
@@ -83,4 +83,4 @@ def place_dtype(size: int) -> torch.dtype:
 
 def uniform(seed: int, t: Tensor | int, stream: int, shape: tuple[int, ...], worker: Tensor) -> Tensor:
     """`shape` float64 in [0, 1) with 32 random bits, on the worker's device, stored (see `once`) before it is read."""
-    return once(noise.bits(seed, t, stream, shape, worker=worker).to(torch.float64) * 2.0**-32)
+    return once(draws.bits(seed, t, stream, shape, worker=worker).to(torch.float64) * 2.0**-32)

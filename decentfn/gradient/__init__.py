@@ -3,7 +3,7 @@
 from decentfn.gradient.accumulated import Accumulated, accumulate
 from decentfn.gradient.evaluation import evaluate, require_batch, require_inputs
 from decentfn.gradient.loss import LossFn, require_loss
-from decentfn.gradient.module import add_module_prefix, functional, strip_module_prefix
+from decentfn.gradient.module import functional
 from decentfn.gradient.scaled import DynamicLossScale, LossScale, dynamic_loss_scale
 from decentfn.gradient.traced import Evaluation
 
@@ -14,12 +14,10 @@ __all__ = [
     "LossFn",
     "LossScale",
     "accumulate",
-    "add_module_prefix",
     "dynamic_loss_scale",
     "evaluate",
     "functional",
     "require_batch",
     "require_inputs",
     "require_loss",
-    "strip_module_prefix",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +12,6 @@ from torch.func import functional_call
 from decentfn import trees
 from decentfn.trees import PyTree
 from decentfn.words import brief
-
-V = TypeVar("V")
-
-_PREFIX = "module."
 
 
 class ModuleLoss:
@@ -99,31 +95,3 @@ def functional(
     frozen = {name: p.detach().clone() for name, p in module.named_parameters() if not p.requires_grad}
     buffers = {name: b.detach().clone() for name, b in module.named_buffers()} | frozen
     return trainable, buffers, ModuleLoss(module, criterion, trainable, buffers, frozenset(frozen))
-
-
-def strip_module_prefix(state_dict: Mapping[str, V]) -> dict[str, V]:
-    """A state dict without the `module.` that DistributedDataParallel puts before every name; one without stays as it is.
-
-    Raises:
-        ValueError: some names have the prefix and others have not.
-
-    >>> strip_module_prefix({"module.weight": 1, "module.bias": 2})
-    {'weight': 1, 'bias': 2}
-    """
-    prefixed = [name for name in state_dict if name.startswith(_PREFIX)]
-    if prefixed and len(prefixed) < len(state_dict):
-        other = next(name for name in state_dict if not name.startswith(_PREFIX))
-        raise ValueError(
-            f"strip_module_prefix(state_dict): {prefixed[0]!r} begins with 'module.', {other!r} does not; a wrapped "
-            "model's names all do. If a submodule is called 'module', there is no prefix to strip."
-        )
-    return {name.removeprefix(_PREFIX): value for name, value in state_dict.items()}
-
-
-def add_module_prefix(state_dict: Mapping[str, V]) -> dict[str, V]:
-    """A state dict with `module.` before every name, as a model wrapped in DistributedDataParallel expects it.
-
-    >>> add_module_prefix({"weight": 1})
-    {'module.weight': 1}
-    """
-    return {_PREFIX + name: value for name, value in state_dict.items()}

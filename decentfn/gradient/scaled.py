@@ -71,8 +71,10 @@ def dynamic_loss_scale(
 
     The gradient is taken of `scale * loss` and unscaled before anything else sees it. A worker whose gradient is not
     finite makes no update in that step and keeps its optimizer's state, but mixes as always; what the algorithm remembers
-    of gradients stays that of the last good one. `all_reduce` skips the update on all workers, as
-    DistributedDataParallel with a GradScaler does. The outermost of the losses: around `df.accumulate`.
+    of gradients stays that of the last good one. What must be alike on all workers stays so: `all_reduce` skips the update
+    on all of them, as DistributedDataParallel with a GradScaler does; in `demo` and `relay_sgd` with relay="gradients" all
+    take the step that the good gradients give. Where momentum is one of mixing (`decentlam`, `quasi_global_momentum`) it goes
+    on without the gradient, or the workers' mean would be lost. The outermost of the losses: around `df.accumulate`.
 
     Args:
         loss_fn: as an algorithm takes it, perhaps accumulated.

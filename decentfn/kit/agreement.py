@@ -10,7 +10,7 @@ from typing import Any, ParamSpec
 import torch
 from torch import Tensor
 
-from decentfn import collectives, noise
+from decentfn import collectives, draws
 from decentfn.fingerprint import agree, describe, structure
 from decentfn.kit.expected import checked, require_order
 from decentfn.kit.options import DEFAULTS
@@ -57,7 +57,7 @@ def algorithm(function: Callable[P, Algorithm]) -> Callable[P, Algorithm]:
             t = as_step(t)
             if torch.compiler.is_compiling() or functorch.has_no_value(t):
                 return built.step(state, batch, t)
-            with noise.torch_draws(t, collectives.world().rank):
+            with draws.torch_draws(t, collectives.world().rank):
                 return built.step(state, batch, t)
 
         init, step = checked(built.init, start, run, loss_fn)

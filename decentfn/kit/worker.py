@@ -77,8 +77,8 @@ class Worker:
         require_options(options)
         if wants_mix(optimizer) and not shows_mix:
             raise ValueError(
-                "optimizer=MixAware(...): this algorithm sends what the optimizer has updated, so at the update nothing has "
-                "arrived that it could look at; use adapt_while_communicate."
+                "optimizer=MixAware(...): this algorithm has no neighbours' parameters at hand when it updates, for what it "
+                "sends comes after the update or is compressed; use adapt_while_communicate."
             )
         self.scaling = loss_fn if isinstance(loss_fn, DynamicLossScale) else None
         self.loss_fn = loss_fn if self.scaling is None else self.scaling.loss_fn

@@ -13,7 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decentfn.noise import worker_seed
+from decentfn.draws import worker_seed
+
+__all__ = ["Shards", "dirichlet_shards", "fixed_shards", "shards", "worker_seed"]
 
 
 class Shards:

@@ -10,8 +10,10 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from decentfn import trees
+from decentfn.buckets import Buckets
 from decentfn.compilation import compile
 from decentfn.consensus import params as params_of
 from decentfn.gradient import LossFn, accumulate, dynamic_loss_scale
@@ -31,6 +33,7 @@ from decentfn.testing.subjects import (
     simulated,
 )
 from decentfn.topologies import Topology
+from decentfn.transforms import MixAware, MixContext
 from decentfn.trees import PyTree
 from decentfn.wrappers import average_buffers, ema, ema_params
 
@@ -226,6 +229,24 @@ def averages_buffers(subject: Subject) -> None:
     assert torch.equal(mixed[-1].buffers["count"], mixed[0].buffers["count"] + STEPS)
 
 
+def shows_the_mix(subject: Subject) -> None:
+    """An optimizer that is `MixAware` is handed what arrived, with weights that sum to one: on ranks as in the simulator."""
+    build_only(subject, _MIX_AWARE)
+    end = simulated(subject, _MIX_AWARE)[-1]
+    assert_close(ranks(subject, _MIX_AWARE)[-1], end)
+    assert_close(end.local.opt, torch.ones(subject.num_workers, dtype=torch.float64))
+
+
+def _weighed(grads: Buckets, state: Tensor, params: Buckets, mix: MixContext) -> tuple[Buckets, Tensor]:
+    total = mix.weights.sum() if mix.mean_weight is None else mix.weights.sum() + mix.mean_weight
+    return trees.map(lambda g: -0.05 * g, grads), total
+
+
+_MIX_AWARE = Run(
+    options=(("optimizer", MixAware(lambda params: params[0].new_zeros((), dtype=torch.float64), _weighed)),)
+)
+
+
 def _assert_laws(subject: Subject, run: Run, spoil: Callable[[Batches], Batches] = lambda batches: batches) -> None:
     topology = subject.topology(subject.num_workers)
     for law in subject.laws:
@@ -261,6 +282,7 @@ PROMISES: dict[str, Callable[[Subject], None]] = {
         scales_the_loss,
         keeps_an_ema,
         averages_buffers,
+        shows_the_mix,
     )
 }
 

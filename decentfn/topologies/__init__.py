@@ -1,10 +1,10 @@
 """Topologies: one family a file, each a function that returns a checked `Topology`."""
 
-from decentfn.topologies.base import base, simple_base
-from decentfn.topologies.ceca import CecaRounds, ceca, ceca_consensus, ceca_rounds
-from decentfn.topologies.certificate import Certificate, certificate, consensus_steps, spectral_gap
+from decentfn.topologies.base_k import base, simple_base
+from decentfn.topologies.ceca_rounds import ceca
+from decentfn.topologies.certificates import Certificate, certificate, consensus_steps, spectral_gap
 from decentfn.topologies.combine import alternate, every, pga, relabel
-from decentfn.topologies.complete import complete
+from decentfn.topologies.complete_graph import complete
 from decentfn.topologies.construct import (
     from_draw,
     from_edges,
@@ -16,20 +16,19 @@ from decentfn.topologies.construct import (
 )
 from decentfn.topologies.equitopo import equitopo_d_static, equitopo_od_dyn, equitopo_ou_dyn, equitopo_u_static
 from decentfn.topologies.exponential import one_peer_exp, one_peer_exp_directed, p_peer_exp, static_exp
-from decentfn.topologies.graph import graph
-from decentfn.topologies.hierarchical import alternating_exp_ring, hierarchical
-from decentfn.topologies.hypercube import hyper_hypercube, hypercube
+from decentfn.topologies.graphs import graph
+from decentfn.topologies.hierarchies import alternating_exp_ring, hierarchical
+from decentfn.topologies.hypercubes import hyper_hypercube, hypercube
 from decentfn.topologies.lattices import grid, torus
 from decentfn.topologies.matching import random_matching, shift_one
 from decentfn.topologies.registry import register_topology, topology, topology_names
 from decentfn.topologies.rings import chain as chain
 from decentfn.topologies.rings import ring, static_ring
-from decentfn.topologies.topology import Edge, Round, Topology, mixed, mixing_matrix
+from decentfn.topologies.rounds import Edge, Round, Topology, mixed, mixing_matrix
 from decentfn.topologies.trees import binary_tree, double_binary_tree, star
 
 # `chain` stays out: in the package's namespace that name composes optimizers. topology("chain", N) makes it.
 __all__ = [
-    "CecaRounds",
     "Certificate",
     "Edge",
     "Round",
@@ -39,8 +38,6 @@ __all__ = [
     "base",
     "binary_tree",
     "ceca",
-    "ceca_consensus",
-    "ceca_rounds",
     "certificate",
     "complete",
     "consensus_steps",

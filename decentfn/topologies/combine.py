@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from decentfn.topologies.complete import complete
+from decentfn.topologies.complete_graph import complete
 from decentfn.topologies.construct import MOST_TABLE_ENTRIES, from_rounds, idle
-from decentfn.topologies.topology import Round, Topology
+from decentfn.topologies.rounds import Round, Topology
 
 
 def every(H: int, topology: Topology) -> Topology:

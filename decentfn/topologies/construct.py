@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from decentfn.topologies.matrices import edge_colours, weighted_permutations
-from decentfn.topologies.topology import Edge, Round, Topology, check, check_sums, with_silence
+from decentfn.topologies.rounds import Edge, Round, Topology, check, check_sums, with_silence
 
 MOST_MESSAGES = 64
 """A worker holds that many messages at once, at most, in an undirected graph."""
@@ -285,7 +285,7 @@ def _check_again(
                 raise ValueError(
                     f"{name}: the {part} of step {t} differ when they are drawn twice; every worker draws for itself, so a "
                     "round is a function of t (and a seed) alone: take its numbers from decentfn.noise, for example "
-                    f"noise.permutation(seed, t, {num_workers})."
+                    f"draws.permutation(seed, t, {num_workers})."
                 )
 
 

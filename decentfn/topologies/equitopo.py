@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decentfn import noise
+from decentfn import draws
 from decentfn.topologies.construct import from_draw, from_edges, from_shifts
 from decentfn.topologies.matching import pair_weights
 from decentfn.topologies.registry import register_topology
-from decentfn.topologies.topology import Topology
+from decentfn.topologies.rounds import Topology
 
 
 def _distances(call: str, n: int, m: int | None, seed: int) -> list[int]:
@@ -23,7 +23,7 @@ def _distances(call: str, n: int, m: int | None, seed: int) -> list[int]:
         raise ValueError(f"{call}(num_workers={n}, M={m}): M, the number of shifts, is at least 1.")
     distances: list[int] = []
     for attempt in itertools.count() if n > 1 else ():
-        distances = (1 + noise.integers(seed, 0, attempt, (count,), n - 1)).tolist()
+        distances = (1 + draws.integers(seed, 0, attempt, (count,), n - 1)).tolist()
         if math.gcd(n, *distances) == 1:
             break
     return distances
@@ -113,7 +113,7 @@ def equitopo_od_dyn(num_workers: int, *, eta: float = 0.5, seed: int = 0) -> Top
     weights = torch.tensor([1.0 - weight, weight], dtype=torch.float64).repeat(n, 1)
 
     def draw(t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        a = 1 + noise.integers(seed, t, 0, (), n - 1)
+        a = 1 + draws.integers(seed, t, 0, (), n - 1)
         return ((worker - a) % n)[:, None], ((worker + a) % n)[:, None], weights
 
     return from_draw("equitopo-od-dyn", n, draw)
@@ -143,8 +143,8 @@ def equitopo_ou_dyn(num_workers: int, *, eta: float = 0.5, seed: int = 0) -> Top
     n, weight = num_workers, _step_weight("equitopo_ou_dyn", num_workers, eta)
 
     def draw(t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        distance = 1 + noise.integers(seed, t, 0, (), n - 1)
-        start = noise.integers(seed, t, 1, (), n)
+        distance = 1 + draws.integers(seed, t, 0, (), n - 1)
+        start = draws.integers(seed, t, 1, (), n)
         return pair_weights(greedy_pairs(n, distance, start), weight)
 
     return from_draw("equitopo-ou-dyn", n, draw)

@@ -7,9 +7,9 @@ import math
 import numpy as np
 
 from decentfn.topologies.construct import from_edges
-from decentfn.topologies.graph import metropolis_hastings
+from decentfn.topologies.graphs import metropolis_hastings
 from decentfn.topologies.registry import register_topology
-from decentfn.topologies.topology import Topology
+from decentfn.topologies.rounds import Topology
 
 
 @register_topology("torus")

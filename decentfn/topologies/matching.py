@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from decentfn import noise
+from decentfn import draws
 from decentfn.topologies.construct import from_draw, from_rounds
 from decentfn.topologies.registry import register_topology
-from decentfn.topologies.topology import Round, Topology
+from decentfn.topologies.rounds import Round, Topology
 
 
 def pair_weights(partner: Tensor, weight: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -36,7 +36,7 @@ def random_matching(num_workers: int, *, seed: int = 0) -> Topology:
     other = torch.where((place ^ 1) < n, place ^ 1, place)
 
     def draw(t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        order = noise.permutation(seed, t, n)
+        order = draws.permutation(seed, t, n)
         return pair_weights(torch.zeros_like(order).scatter(0, order, order.index_select(0, other)), 0.5)
 
     return from_draw("random-matching", n, draw)

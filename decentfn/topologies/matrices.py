@@ -25,26 +25,6 @@ def spectral_gap(matrix: Tensor) -> float:
     return 1.0 - contraction(matrix)
 
 
-def largest_eigenvalue(diagonal: list[float], off: list[float]) -> float:
-    """Of a symmetric tridiagonal matrix, by bisection: x is above all eigenvalues iff all pivots of x - T are positive."""
-    reach = [0.0, *(abs(b) for b in off), 0.0]
-    high = max(d + reach[i] + reach[i + 1] for i, d in enumerate(diagonal))
-    low = max(diagonal)
-    squares = [b * b for b in off]
-    for _ in range(60):
-        middle = (low + high) / 2
-        pivot, is_above = middle - diagonal[0], True
-        for d, square in zip(diagonal[1:], squares, strict=False):
-            if pivot <= 0:
-                break
-            pivot = middle - d - square / pivot
-        is_above = pivot > 0
-        low, high = (low, middle) if is_above else (middle, high)
-        if high - low <= 1e-15 * high:
-            break
-    return high
-
-
 def weighted_permutations(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """`W = diag(w_0) + Σ_k diag(w_k) P_k`: the form in which messages carry a matrix (Birkhoff).
 

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from decentfn.topologies.topology import Topology
+from decentfn.topologies.rounds import Topology
 
 _registry: dict[str, Callable[..., Topology]] = {}
 Function = TypeVar("Function", bound=Callable[..., Topology])

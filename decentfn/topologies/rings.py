@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from decentfn.topologies.construct import from_edges, from_groups
-from decentfn.topologies.graph import metropolis_hastings
+from decentfn.topologies.graphs import metropolis_hastings
 from decentfn.topologies.registry import register_topology
-from decentfn.topologies.topology import Edge, Topology
+from decentfn.topologies.rounds import Edge, Topology
 
 
 @register_topology("ring")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from decentfn.topologies.construct import MOST_MESSAGES, from_edges
-from decentfn.topologies.graph import metropolis_hastings
+from decentfn.topologies.graphs import metropolis_hastings
 from decentfn.topologies.registry import register_topology
-from decentfn.topologies.topology import Topology
+from decentfn.topologies.rounds import Topology
 
 
 @register_topology("star")

@@ -217,7 +217,7 @@ def partition(transforms: Mapping[Hashable, Any], labels: Callable[[str, tuple[i
                 if label not in transforms:
                     raise ValueError(
                         f"partition: labels({segment.name!r}, {segment.shape}) is {label!r}, which has no transform; "
-                        f"known labels: {list(transforms)}. Add it; df.scale(0.0) freezes a group."
+                        f"known labels: {list(transforms)}. Add it; df.transforms.scale(0.0) freezes a group."
                     )
         return groups.init(params)
 

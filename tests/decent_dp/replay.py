@@ -26,7 +26,7 @@ class Replayed(NamedTuple):
 
 def edges_of(case: Case, n: int) -> df.Topology:
     if case.edges is not None:
-        return df.from_groups("custom", case.edges, n)
+        return df.topologies.from_groups("custom", case.edges, n)
     sizes = {"local_world_size": case.local_world_size} if case.topology == "alternating-exp-ring" else {}
     return df.topology(case.topology, n, **sizes)
 
@@ -35,22 +35,24 @@ def direction(case: Case, mistake: str | None) -> df.Transform:
     kind, lr, decay, window = case.optimizer
     rate: Any = lr
     if case.cosine:
-        rate = df.cosine_with_warmup(lr, *case.cosine)
+        rate = df.schedules.cosine_with_warmup(lr, *case.cosine)
     settings: dict[str, Any] = {"weight_decay": decay}
     if kind.endswith("_ready"):
-        settings["mask"] = df.not_bias_or_norm if mistake == "decay groups" else decent_dp.decays
+        settings["mask"] = df.transforms.not_bias_or_norm if mistake == "decay groups" else decent_dp.decays
     if kind == "sgdm":
         return df.sgd(rate, momentum=MOMENTUM, **settings)
     if window > 1:
         settings["accum_iter"] = window
     if mistake == "bias correction":
-        return df.chain(uncorrected_adam(), df.add_decayed_weights(decay), df.scale_by_learning_rate(rate))
+        return df.chain(
+            uncorrected_adam(), df.transforms.add_decayed_weights(decay), df.transforms.scale_by_learning_rate(rate)
+        )
     return getattr(df, kind.removesuffix("_ready"))(rate, **settings)
 
 
 def uncorrected_adam() -> df.Transform:
     """Adam's direction at count 10**9, where there is nothing left to correct."""
-    adam = df.scale_by_adam()
+    adam = df.transforms.scale_by_adam()
 
     def init(params):
         state = adam.init(params)

@@ -9,7 +9,7 @@ import numpy as np
 from decentfn.topologies import matrices
 from decentfn.topologies.construct import from_edges
 from decentfn.topologies.registry import register_topology
-from decentfn.topologies.topology import Topology
+from decentfn.topologies.rounds import Topology
 
 
 def metropolis_hastings(u: np.ndarray, v: np.ndarray, num_workers: int) -> np.ndarray:

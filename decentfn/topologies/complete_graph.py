@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from decentfn.topologies.construct import from_groups
 from decentfn.topologies.registry import register_topology
-from decentfn.topologies.topology import Edge, Topology
+from decentfn.topologies.rounds import Edge, Topology
 
 
 @register_topology("complete")

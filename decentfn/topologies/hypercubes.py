@@ -9,7 +9,7 @@ import numpy as np
 
 from decentfn.topologies.construct import from_edges, from_permutations
 from decentfn.topologies.registry import register_topology
-from decentfn.topologies.topology import Topology
+from decentfn.topologies.rounds import Topology
 
 Edges = tuple[np.ndarray, np.ndarray, np.ndarray]
 """`u, v, weights`, `[E]` each: one round of undirected edges."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from decentfn.topologies.construct import from_edges
-from decentfn.topologies.hypercube import Edges, check_peers, hyper_hypercube_rounds
+from decentfn.topologies.hypercubes import Edges, check_peers, hyper_hypercube_rounds
 from decentfn.topologies.registry import register_topology
-from decentfn.topologies.topology import Topology
+from decentfn.topologies.rounds import Topology
 
 
 @register_topology("base")

@@ -8,7 +8,7 @@ from decentfn.topologies.combine import across, alternate, blocks
 from decentfn.topologies.construct import from_groups
 from decentfn.topologies.exponential import is_power_of_two
 from decentfn.topologies.registry import register_topology, topology
-from decentfn.topologies.topology import Edge, Topology
+from decentfn.topologies.rounds import Edge, Topology
 
 
 @register_topology("hierarchical")
