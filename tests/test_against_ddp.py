@@ -142,7 +142,7 @@ def start_unequal():
 
 def test_all_reduce_demands_equal_replicas_and_broadcast_makes_them(ranks):
     for message, w, n, flag in ranks(2).run(start_unequal):
-        assert "all_reduce: init(params, buffers): ranks disagree" in message and "df.broadcast" in message
+        assert "init(params, buffers): ranks disagree" in message and "df.broadcast" in message
         assert "params" in message or "buffers" in message
         assert w == [0.0] * 3 and n == 0 and flag is True
 

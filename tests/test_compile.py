@@ -256,6 +256,25 @@ def test_many_steps_compiled_in_one_process_do_not_exhaust_dynamo():
         step(torch.ones(2), torch.ones(2), 0)
 
 
+def test_what_a_step_keeps_of_its_old_state_is_the_old_state():
+    """Plain torch.compile drops the clone, and reads a leaf that has been written over."""
+
+    def step(state, batch, t):
+        x, before, a, b, square = state
+        new = (1.5 * x - 0.5 * before + batch, x.clone(), b.clone(), a.clone(), square.t().contiguous())
+        return new, (a.clone(), x.sum())
+
+    def trained(step):
+        state = tuple(torch.arange(4.0) + 10 * i for i in range(4)) + (torch.arange(4.0).view(2, 2),)
+        for t in range(3):
+            state, metrics = step(state, torch.ones(4), t)
+        return trees.leaves((state, metrics))
+
+    expected = trained(step)
+    for leaf, other in zip(trained(df.compile(step)), expected, strict=True):
+        torch.testing.assert_close(leaf, other)
+
+
 def test_metrics_do_not_show_the_next_state():
     step = df.compile(lambda state, batch, t: (state + batch, state), backend="aot_eager")
     state = torch.zeros(3)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -360,20 +360,21 @@ class _Rounds(Sequence[_Round]):
 
 def _largest_singular_value(schedule: _Schedule) -> float:
     """Of the product over a period off the consensus: the root of the largest eigenvalue of MᵀM (ARPACK)."""
-    from scipy.sparse.linalg import LinearOperator, eigsh
+    from scipy.sparse import linalg
 
     n, rounds = schedule.num_workers, schedule.rounds
 
-    def squared(x: np.ndarray) -> np.ndarray:
-        x = x.reshape(n, 1) - x.mean()
-        for this in rounds:
-            x = this.apply(x)
-        x = x - x.mean()
-        for t in range(len(rounds) - 1, -1, -1):
-            x = rounds[t].apply_transposed(x)
-        return x[:, 0] - x.mean()
+    class Squared(linalg.LinearOperator):
+        def _matvec(self, x: np.ndarray) -> np.ndarray:
+            x = x.reshape(n, 1) - x.mean()
+            for this in rounds:
+                x = this.apply(x)
+            x = x - x.mean()
+            for t in range(len(rounds) - 1, -1, -1):
+                x = rounds[t].apply_transposed(x)
+            return x[:, 0] - x.mean()
 
     start = np.random.RandomState(0).standard_normal(n)
-    operator = LinearOperator((n, n), matvec=squared, dtype=np.float64)
-    [largest] = eigsh(operator, k=1, which="LA", v0=start - start.mean(), ncv=_KRYLOV, return_eigenvectors=False)
-    return math.sqrt(max(float(largest), 0.0))
+    squared: Any = Squared(np.dtype(np.float64), (n, n))
+    found: Any = linalg.eigsh(squared, 1, which="LA", v0=start - start.mean(), ncv=_KRYLOV, return_eigenvectors=False)
+    return math.sqrt(max(float(found[0]), 0.0))

@@ -93,6 +93,23 @@ def digest_of_sources() -> str:
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
 
 
+def _copy_what_is_kept(graph: torch.fx.Graph, stores: list[Any]) -> None:
+    """Where a new leaf is an old one, or a view of it, read it before another store writes over it.
+
+    The step has cloned it, but PyTorch drops such clones and reads the old leaf when it may be the new one already.
+    """
+    written = {store.args[0] for store in stores}
+    for store in stores:
+        source = origin = store.args[1]
+        while getattr(origin.target, "is_view", False):
+            origin = origin.args[0]
+        if origin in written and source is not store.args[0]:
+            with graph.inserting_before(stores[0]):
+                kept = graph.call_function(torch.ops.aten.clone.default, (source,))
+            kept.meta.update(source.meta)
+            store.args = (store.args[0], kept, *store.args[2:])
+
+
 class _StoreEarly(_GraphPass):  # pyright: ignore[reportGeneralTypeIssues]
     """Write the donated state as soon as all of it is computed, before what is left of the metrics.
 
@@ -106,6 +123,8 @@ class _StoreEarly(_GraphPass):  # pyright: ignore[reportGeneralTypeIssues]
         stores = [node for node in nodes if node.target is torch.ops.aten.copy_.default]
         if not stores:
             return
+        _copy_what_is_kept(graph, stores)
+        nodes = list(graph.nodes)
         needed = {node for store in stores for node in store.all_input_nodes}
         last = max(index for index, node in enumerate(nodes) if node in needed)
         written = {store.args[0] for store in stores}

@@ -24,7 +24,7 @@ class Transform(NamedTuple):
     """
 
     init: Callable[[Buckets], PyTree]
-    update: Callable[[Buckets, PyTree, Buckets], tuple[Buckets, PyTree]]
+    update: Callable[..., tuple[Buckets, PyTree]]
 
 
 class MaskedTransform(Transform):
