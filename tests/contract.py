@@ -172,7 +172,7 @@ def committed_cells() -> dict[tuple[str, str], str]:
 
 INTRODUCTION = """# The contract
 
-Every algorithm, tried as users run it. Each cell is a test of its own (`tests/test_contract.py`) on gloo ranks that are threads
+Every algorithm, tried as users run it. Each cell is a test of its own (`tests/algorithms/test_contract.py`) on gloo ranks that are threads
 of one process, and CI runs all of them; `python -m tests.contract` tries them again and writes this page. Your own algorithm
 passes the same promises with `df.testing.check_algorithm`.
 

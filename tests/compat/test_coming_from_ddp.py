@@ -9,7 +9,7 @@ from torch import nn
 import decentfn as df
 from decentfn.compat.ddp import strip_module_prefix
 
-PAGE = Path(__file__).parent.parent / "docs" / "coming_from_ddp.md"
+PAGE = Path(__file__).parents[2] / "docs" / "coming_from_ddp.md"
 
 
 def run_page():

@@ -9,7 +9,7 @@ import torch
 
 import decentfn as df
 
-PAGE = Path(__file__).parent.parent / "docs" / "write_your_own.md"
+PAGE = Path(__file__).parents[2] / "docs" / "write_your_own.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
 
 

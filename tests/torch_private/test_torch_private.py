@@ -50,7 +50,7 @@ def test_ranks_agree_with_vmap_without_private_api(piece, tmp_path):
     script = tmp_path / "without.py"
     removal, restoration = PIECES[piece]
     script.write_text(WITHOUT.format(removal=removal, restoration=restoration))
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parents[2]
     command = [sys.executable, str(script)]
     result = subprocess.run(command, capture_output=True, text=True, cwd=root, env=_environment(root), timeout=300)
     assert result.returncode == 0 and result.stdout == "agrees\n", result.stderr[-3000:]

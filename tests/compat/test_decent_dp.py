@@ -38,7 +38,7 @@ def records(tmp_path_factory):
                 capture_output=True,
                 text=True,
                 timeout=300,
-                cwd=Path(__file__).parent.parent,
+                cwd=Path(__file__).parents[2],
                 env=os.environ | {"OMP_NUM_THREADS": "1"},
             )
             assert finished.returncode == 0, finished.stderr

@@ -13,7 +13,7 @@ import torch
 import decentfn as df
 from decentfn import trees
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "coming_from_decent_dp.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
