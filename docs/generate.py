@@ -190,7 +190,7 @@ of what is mixed (the parameters), so bytes per step are payloads times their by
 hold the exact mean. **spectral gap**: 1 minus the second largest singular value of the product over one period. Random
 schedules are measured over their first 64 steps and have no gap, but an expected contraction **ρ**, the largest eigenvalue of
 E[(W - J)ᵀ(W - J)]: in expectation the squared disagreement shrinks at least by ρ in a step (estimated from 512 draws, with a
-standard error of at most 0.03; a matching's is 1/2 - 1/(2(N-1)) if N is even). `ceca`'s figures are of one buffer; its two are exact in
+standard error of at most 0.03; a matching's is 1/2 - 1/(2(N-1)) if N is even). `ceca`'s figures are of one buffer; CECA's two are exact in
 ⌈log2 N⌉ steps for every N. Examples: `local_world_size=4`; a circle with chords for `graph`.
 
 {numbers}

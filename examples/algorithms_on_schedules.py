@@ -57,7 +57,7 @@ class Config:
 
 def methods() -> dict[str, Method]:
     made = {
-        name: partial(getattr(df, name), **OPTIONS.get(name, {})) for name in df.algorithms.__all__ if name.islower()
+        name: partial(getattr(df, name), **OPTIONS.get(name, {})) for name in df.algorithms.__all__
     }
     made |= {f"gradient_tracking, {form}": partial(df.gradient_tracking, form=form) for form in ("semi-atc", "awc")}
     return {

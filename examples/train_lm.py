@@ -39,7 +39,7 @@ def needs_more(algorithm: Callable[..., df.Algorithm]) -> bool:
     return any(option.default is option.empty and option.kind is not option.VAR_KEYWORD for option in others)
 
 
-named = {name.replace("_", "-"): getattr(df.algorithms, name) for name in df.algorithms.__all__ if name.islower()}
+named = {name.replace("_", "-"): getattr(df, name) for name in df.algorithms.__all__}
 ALGORITHMS = {name: algorithm for name, algorithm in named.items() if not needs_more(algorithm)}
 SPEAKS = os.environ.get("RANK", "0") == "0"
 """Whether this process is the one that says what all could say."""

@@ -48,7 +48,7 @@ class MaskedTransform(Transform):
 class MixAware(MaskedTransform):
     """A transform that also sees the mix: `update(grads, state, params, mix)`, `mix` a `MixContext`.
 
-    For algorithms that have heard their neighbours when they update: `df.adapt_while_communicate`.
+    For algorithms that have the neighbours' parameters at hand when they update: `df.adapt_while_communicate`.
     """
 
     wants_mix: bool = True

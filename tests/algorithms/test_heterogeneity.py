@@ -58,7 +58,7 @@ def test_algorithms_on_schedules_keeps_its_runs_and_says_what_is_refused(experim
         schedules=("static-ring", "one-peer-exp"),
     )
     # Other tests register topologies in this process.
-    monkeypatch.setattr(df, "topology_names", lambda: ["one-peer-exp", "one-peer-hypercube", "static-ring"])
+    monkeypatch.setattr(df.topologies, "topology_names", lambda: ["one-peer-exp", "one-peer-hypercube", "static-ring"])
     script.main(config)
     said = capsys.readouterr().out
     heads, _, *rows = [

@@ -78,20 +78,20 @@ def quasi_global_momentum_loop(p, matrices, beta, mu, nesterov, eta):
     return np.stack(xs)
 
 
-def quasi_global_adam_loop(p, matrices, beta1, beta2, eps, weight):
+def quasi_global_adam_loop(p, matrices, b1, b2, eps, weight):
     x, xs = p.start, [p.start]
     m, v = np.zeros_like(x), np.zeros_like(x)
     for t in range(STEPS):
         g = p.gradients(x)
-        first = beta1 * m + weight * g
-        second = beta2 * v + (1 - beta2) * g**2
-        denominator = np.sqrt(second) / np.sqrt(1 - beta2 ** (t + 1)) + eps
-        half = x - LR / (1 - beta1 ** (t + 1)) * first / denominator
+        first = b1 * m + weight * g
+        second = b2 * v + (1 - b2) * g**2
+        denominator = np.sqrt(second) / np.sqrt(1 - b2 ** (t + 1)) + eps
+        half = x - LR / (1 - b1 ** (t + 1)) * first / denominator
         x_next = matrices[t % len(matrices)] @ half
         moved = x - x_next
         d = moved / (np.linalg.norm(moved, axis=1, keepdims=True) + 1e-8)
-        m = beta1 * m + (1 - beta1) * d
-        v = beta2 * v + (1 - beta2) * d**2
+        m = b1 * m + (1 - b1) * d
+        v = b2 * v + (1 - b2) * d**2
         x = x_next
         xs.append(x)
     return np.stack(xs)
@@ -141,7 +141,7 @@ def test_quasi_global_momentum_follows_a_learning_rate():
 @schedules
 def test_quasi_global_adam_follows_its_equation(matrices, weight):
     p = problem(N)
-    built = build(quasi_global_adam, p, matrices, LR, beta1=0.8, beta2=0.95, eps=1e-6, gradient_weight=weight)
+    built = build(quasi_global_adam, p, matrices, LR, b1=0.8, b2=0.95, eps=1e-6, gradient_weight=weight)
     agree(run(built, p), quasi_global_adam_loop(p, matrices, 0.8, 0.95, 1e-6, weight))
 
 
@@ -304,7 +304,7 @@ def test_preconditions_say_what_to_do(algorithm):
     p = problem(4)
     with pytest.raises(ValueError, match=rf"{algorithm.__name__}.*column-stochastic.*stochastic_gradient_push"):
         build(algorithm, p, random_column_stochastic(4, 1, seed=0))
-    name = "beta1" if algorithm is quasi_global_adam else "beta"
+    name = "b1" if algorithm is quasi_global_adam else "beta"
     with pytest.raises(ValueError, match=rf"{algorithm.__name__}\({name}=1.5\)"):
         build(algorithm, p, static_ring(4), **{name: 1.5})
 
@@ -315,8 +315,8 @@ def test_rates_are_checked():
         quasi_global_momentum(loss, Sgd(LR), topology, mu=-0.1)
     with pytest.raises(ValueError, match=r"decentlam\(learning_rate=0\)"):
         decentlam(loss, Sgd(LR), topology, learning_rate=0)
-    with pytest.raises(ValueError, match=r"quasi_global_adam\(.*beta2=1"):
-        quasi_global_adam(loss, Sgd(LR), topology, beta2=1)
+    with pytest.raises(ValueError, match=r"quasi_global_adam\(.*b2=1"):
+        quasi_global_adam(loss, Sgd(LR), topology, b2=1)
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def direction(case: Case, mistake: str | None) -> df.Transform:
         return df.chain(
             uncorrected_adam(), df.transforms.add_decayed_weights(decay), df.transforms.scale_by_learning_rate(rate)
         )
-    return getattr(df, kind.removesuffix("_ready"))(rate, **settings)
+    return getattr(df.transforms, kind.removesuffix("_ready"))(rate, **settings)
 
 
 def uncorrected_adam() -> df.Transform:
