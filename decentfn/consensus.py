@@ -24,7 +24,7 @@ def params(state: Any) -> PyTree:
 
 
 def buffers(state: Any) -> PyTree:
-    """This worker's own buffers, as the tree that the loss returned; copies. `[N, ...]` when stacked."""
+    """This worker's own buffers, as the tree that `init` was given or the loss last returned; copies. `[N, ...]` when stacked."""
     return trees.map(torch.clone, state.buffers)
 
 

@@ -56,9 +56,7 @@ class Config:
 
 
 def methods() -> dict[str, Method]:
-    made = {
-        name: partial(getattr(df, name), **OPTIONS.get(name, {})) for name in df.algorithms.__all__
-    }
+    made = {name: partial(getattr(df, name), **OPTIONS.get(name, {})) for name in df.algorithms.__all__}
     made |= {f"gradient_tracking, {form}": partial(df.gradient_tracking, form=form) for form in ("semi-atc", "awc")}
     return {
         name: Method(made[name], STATIC, RATES.get(name, 0.2), 0.0 if name in OWN_MOMENTUM else MOMENTUM)

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -72,21 +73,13 @@ def test_the_bare_exchange_posts_receives_first_and_as_many_bytes_as_there_are_p
     from benchmarking.by_hand import BareExchange
 
     posted = []
+    work = SimpleNamespace(wait=lambda: posted.append(("wait", 0)))
 
-    class Work:
-        def wait(self):
-            posted.append(("wait", 0))
+    def call(kind):
+        return lambda tensors, rank, tag: posted.append((kind, sum(x.nbytes for x in tensors))) or work
 
-    class Group:
-        def send(self, tensors, rank, tag):
-            posted.append(("send", sum(x.nbytes for x in tensors)))
-            return Work()
-
-        def recv(self, tensors, rank, tag):
-            posted.append(("recv", sum(x.nbytes for x in tensors)))
-            return Work()
-
-    exchange = BareExchange(4 * 10_000_000, rank=1, size=2, dtype=getattr(torch, dtype), group=Group())
+    group = SimpleNamespace(send=call("send"), recv=call("recv"))
+    exchange = BareExchange(4 * 10_000_000, rank=1, size=2, dtype=getattr(torch, dtype), group=group)
     exchange.post(0)
     exchange.wait()
     kinds = [kind for kind, _ in posted]

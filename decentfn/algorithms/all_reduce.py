@@ -41,4 +41,4 @@ def all_reduce(loss_fn: LossFn, optimizer: Any, topology: Topology, **options: U
         u, local = worker.update(worker.mean(g.grads, t), g, local, x)
         return State(add(x, u), local), g.metrics
 
-    return worker.algorithm(step, topology=worker.everyone, starts_equal=True)
+    return worker.algorithm(step, topology=worker.everyone, must_equal=("params", "buffers"))

@@ -38,7 +38,7 @@ from decentfn.kit import (
     reciprocal,
     require_doubly_stochastic,
     require_fractions,
-    require_positive,
+    require_rate,
     zeros_like,
 )
 from decentfn.topologies import Topology, mixed
@@ -98,7 +98,7 @@ def decentlam(
     """
     worker = Worker(loss_fn, optimizer, topology, **options)
     require_fractions("decentlam", beta=beta)
-    require_positive("decentlam", learning_rate=learning_rate)
+    require_rate("decentlam", learning_rate=learning_rate)
     require_doubly_stochastic("decentlam", topology)
     require_stable(topology, beta)
 

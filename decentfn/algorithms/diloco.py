@@ -79,20 +79,22 @@ def diloco(
     Args:
         loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.
         optimizer: a pair `(init, update)`, the inner optimizer (AdamW in the paper); its state stays the worker's own.
-        topology: only its `num_workers` counts: outer steps average over everyone (`noloco` averages over neighbours).
+        topology: only its `num_workers` counts for the mixing: outer steps average over everyone (`noloco` averages over neighbours).
         inner_steps: H; the outer step follows steps H-1, 2H-1, …
         outer_learning_rate: η > 0.
         outer_momentum: β in [0, 1], Nesterov's.
         options: `bucket_mb`, `wire_dtype`; see `Options`.
 
     Raises:
-        ValueError: H < 1, η not positive, β outside [0, 1].
+        ValueError: H < 1, η not positive, β outside [0, 1]; from `init`, a narrow `wire_dtype` and unequal parameters.
     """
     worker = Worker(loss_fn, optimizer, topology, **options)
     require_whole("diloco", inner_steps=inner_steps)
     require_positive("diloco", outer_learning_rate=outer_learning_rate)
     require_fractions("diloco", outer_momentum=outer_momentum)
     eta, beta, wire = outer_learning_rate, outer_momentum, worker.wire_dtype
+
+    must_equal = () if wire is None else ("params",)
 
     def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
         due = is_due(t + 1, inner_steps)
@@ -107,4 +109,4 @@ def diloco(
         memory = Memory(where(due, phi_new, phi), where(due, b_new, b))
         return State(where(due, phi_new, theta), local, memory), g.metrics
 
-    return worker.algorithm(step, Memory.start, topology=worker.everyone)
+    return worker.algorithm(step, Memory.start, topology=worker.everyone, must_equal=must_equal)

@@ -90,7 +90,7 @@ def noloco(
 
     Raises:
         ValueError: H < 1, α outside [0, 1], β or γ not positive, a topology that is column-stochastic only, or that
-            has phases in which nobody speaks.
+            has phases in which nothing is sent.
     """
     worker = Worker(loss_fn, optimizer, topology, **options)
     require_whole("noloco", inner_steps=inner_steps)
@@ -100,7 +100,7 @@ def noloco(
     rounds = range(min(topology.period or 0, 64)) if topology.num_workers > 1 else ()
     if any((topology.round(k).weights[:, 0] == 1).all() for k in rounds):
         raise ValueError(
-            f"noloco(topology={topology.name!r}): in some phases nobody speaks, but noloco itself rests for "
+            f"noloco(topology={topology.name!r}): in some phases nothing is sent, but noloco itself rests for "
             "inner_steps between two rounds; pass the topology of the outer steps alone."
         )
 

@@ -70,7 +70,7 @@ def push_diging(loss_fn: LossFn, optimizer: Any, topology: Topology, **options: 
     Args:
         loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.
         optimizer: a pair `(init, update)`; it sees y.
-        topology: any schedule, column-stochastic ones too; where few links speak in a step, at small learning rates.
+        topology: any schedule, column-stochastic ones too; where few links are used in a step, at small learning rates.
         options: `bucket_mb`, `wire_dtype`; see `Options`.
     """
     worker = Worker(loss_fn, optimizer, topology, **options)

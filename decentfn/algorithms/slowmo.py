@@ -35,6 +35,7 @@ from decentfn.kit import (
     require_doubly_stochastic,
     require_fractions,
     require_positive,
+    require_rate,
     require_whole,
     where,
     zeros_like,
@@ -97,7 +98,8 @@ def slowmo(
     worker = Worker(loss_fn, optimizer, topology, **options)
     require_whole("slowmo", inner_steps=inner_steps)
     require_fractions("slowmo", beta=beta)
-    require_positive("slowmo", alpha=alpha, learning_rate=learning_rate)
+    require_positive("slowmo", alpha=alpha)
+    require_rate("slowmo", learning_rate=learning_rate)
     require_doubly_stochastic("slowmo", topology)
 
     def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:

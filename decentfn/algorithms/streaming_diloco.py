@@ -15,12 +15,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
 from decentfn import gossip
-from decentfn.algorithms.outer import is_due, outer_gradient, to_send
+from decentfn.algorithms.outer import Fragments, outer_gradient, to_send
 from decentfn.kit import (
     Algorithm,
     Buckets,
@@ -83,7 +82,7 @@ def streaming_diloco(
     Args:
         loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.
         optimizer: a pair `(init, update)`, the inner optimizer; its state stays the worker's own.
-        topology: only its `num_workers` counts: outer steps average over everyone.
+        topology: only its `num_workers` counts for the mixing: outer steps average over everyone.
         inner_steps: H >= 1.
         num_fragments: P, from 1 to H, so that no two fragments travel in one step.
         delay: τ, from 0 to H - 1.
@@ -93,7 +92,7 @@ def streaming_diloco(
         options: `bucket_mb`, `wire_dtype`; see `Options`.
 
     Raises:
-        ValueError: a hyperparameter outside its range.
+        ValueError: a hyperparameter outside its range; from `init`, a narrow `wire_dtype` and unequal parameters.
     """
     worker = Worker(loss_fn, optimizer, topology, **options)
     require_whole("streaming_diloco", inner_steps=inner_steps, num_fragments=num_fragments)
@@ -107,33 +106,22 @@ def streaming_diloco(
             "delay < inner_steps; take more inner steps."
         )
     eta, beta, wire = outer_learning_rate, outer_momentum, worker.wire_dtype
-    offsets = [(p + 1) * inner_steps // num_fragments for p in range(num_fragments)]
+    fragments = Fragments(num_fragments, inner_steps)
 
     def start(x: Buckets) -> Memory:
         return Memory(copy_wide(x), zeros_like(x), zeros_like(x) if delay > 1 else None)
 
     def launch(theta: Buckets, phi: Buckets, t: Tensor, done: Tensor) -> list[gossip.Posted]:
-        """Send the fragment whose turn it is after `done` steps, if there is one."""
-        sent = [gossip.narrow(bucket, wire) for bucket in to_send(phi, theta, wire)]
-        fragments = zip(*[bucket.tensor_split(num_fragments) for bucket in sent], strict=True)
-        return [
-            gossip.post(fragment, worker.everyone, t, when=is_due(done, inner_steps, offset))
-            for fragment, offset in zip(fragments, offsets, strict=True)
-        ]
+        """Post the fragment whose turn it is after `done` steps, if there is one."""
+        sent = fragments.split([gossip.narrow(bucket, wire) for bucket in to_send(phi, theta, wire)])
+        pairs = zip(sent, fragments.dues(done), strict=True)
+        return [gossip.post(fragment, worker.everyone, t, when=due) for fragment, due in pairs]
 
     def collect(posted: list[gossip.Posted], phi: Buckets) -> Buckets:
         """The outer gradient of the fragments that have arrived."""
-        slices = zip(*[gossip.collect(fragment) for fragment in posted], strict=True)
-        return outer_gradient(phi, Buckets([torch.cat(s) for s in slices], phi.plan), wire)
+        return outer_gradient(phi, fragments.join([gossip.collect(f) for f in posted], phi.plan), wire)
 
-    def turn(like: Buckets, done: Tensor) -> Buckets:
-        """Per element, whether it belongs to the fragment whose turn it is after `done` steps."""
-        dues = [is_due(done, inner_steps, offset) for offset in offsets]
-        slices = [bucket.tensor_split(num_fragments) for bucket in like]
-        return Buckets(
-            [torch.cat([d.to(s.device).expand(s.shape) for d, s in zip(dues, ss, strict=True)]) for ss in slices],
-            like.plan,
-        )
+    must_equal = () if wire is None else ("params",)
 
     def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
         theta, (phi, b, waiting) = state.params, state.memory
@@ -146,12 +134,12 @@ def streaming_diloco(
             posted = launch(theta, phi, t, t + 1)
         delta = collect(posted, phi)
         if waiting is not None:
-            delta = waiting = where(turn(phi, t), delta, waiting)
+            delta = waiting = where(fragments.turn(phi, t), delta, waiting)
         b_new = each(lambda b, delta: beta * b + delta, b, delta)
         phi_new = each(lambda phi, delta, b: phi - eta * (delta + beta * b), phi, delta, b_new)
         theta_new = each(lambda phi, theta: (1 - alpha) * phi + alpha * theta, phi_new, theta)
-        due = turn(phi, t + 1 - delay)
+        due = fragments.turn(phi, t + 1 - delay)
         memory = Memory(where(due, phi_new, phi), where(due, b_new, b), waiting)
         return State(where(due, theta_new, theta), local, memory), g.metrics
 
-    return worker.algorithm(step, start, topology=worker.everyone)
+    return worker.algorithm(step, start, topology=worker.everyone, must_equal=must_equal)

@@ -51,13 +51,13 @@ def exchange(x: Tensor, peers: Tensor, t: Tensor, *, per_slot: bool = False) -> 
 
     Args:
         x: `[D]`, or `[K, D]` with `per_slot`; contiguous.
-        peers: `[P, 2, N, K]` int64 on the CPU. `peers[p, 0, i, k]` is the worker that i hears in slot k of phase p,
-            `peers[p, 1, i, k]` the one that hears i; -1 is nobody, and a worker that is its own peer copies locally.
+        peers: `[P, 2, N, K]` int64 on the CPU. `peers[p, 0, i, k]` is the worker that i receives from in slot k of phase p,
+            `peers[p, 1, i, k]` the one that i sends to; -1 is nobody, and a worker that is its own peer copies locally.
         t: 0-d int64 on the CPU; the phase is `t mod P`.
         per_slot: whether each slot has a message of its own.
 
     Returns:
-        `[K, D]` of x's dtype: what was heard in each slot, zeros where nobody spoke.
+        `[K, D]` of x's dtype: what arrived in each slot, zeros where nothing was sent.
     """
     return _ops.exchange(x, peers, t, per_slot)
 

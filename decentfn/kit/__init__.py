@@ -33,7 +33,15 @@ from decentfn.buckets import (
 from decentfn.gradient import LossFn
 from decentfn.kit.agreement import algorithm
 from decentfn.kit.exchange import Posted, collect, difference
-from decentfn.kit.hyperparameters import at, reciprocal, require_fractions, require_positive, require_whole
+from decentfn.kit.gradient import Gradient
+from decentfn.kit.hyperparameters import (
+    at,
+    reciprocal,
+    require_fractions,
+    require_positive,
+    require_rate,
+    require_whole,
+)
 from decentfn.kit.options import Options
 from decentfn.kit.preconditions import (
     require_compressor,
@@ -43,7 +51,7 @@ from decentfn.kit.preconditions import (
     require_static_symmetric,
 )
 from decentfn.kit.state import Algorithm, Local, Metrics, State, Step
-from decentfn.kit.worker import Gradient, Worker
+from decentfn.kit.worker import Worker
 from decentfn.scalars import once
 
 __all__ = [
@@ -76,6 +84,7 @@ __all__ = [
     "require_doubly_stochastic",
     "require_fractions",
     "require_positive",
+    "require_rate",
     "require_static",
     "require_static_symmetric",
     "require_whole",

@@ -1,13 +1,15 @@
-"""Buckets that travel: gossip's posts and collects, with the plan that says what lies in them."""
+"""Buckets that travel: `post` starts their messages, `collect` and `difference` wait for those of the neighbours and mix."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from decentfn import gossip
 from decentfn.buckets import Buckets, Plan
+from decentfn.topologies import Topology
 
 
 class Posted(NamedTuple):
@@ -15,6 +17,29 @@ class Posted(NamedTuple):
 
     messages: gossip.Posted
     plan: Plan
+
+
+def post(
+    x: Buckets, topology: Topology, t: Tensor, *, wire_dtype: torch.dtype | None = None, when: Tensor | None = None
+) -> Posted:
+    """Start to send `x` to the neighbours of step `t`; an algorithm calls it as `Worker.post`.
+
+    What is kept wider than the parameters travels in their dtypes; the own share is mixed unrounded.
+
+    Args:
+        x: what is sent, one message per bucket and neighbour.
+        topology: the schedule.
+        t: 0-d int64 on the CPU.
+        wire_dtype: what is wider than this travels rounded to it.
+        when: 0-d bool on the CPU, the same on all workers; where it is False nothing travels, and `collect` returns `x`.
+    """
+    messages = gossip.post(as_parameters(x), topology, t, wire_dtype=wire_dtype, when=when, own=list(x))
+    return Posted(messages, x.plan)
+
+
+def as_parameters(x: Buckets) -> list[Tensor]:
+    """The buckets' tensors in the parameters' dtypes, where they are kept wider."""
+    return [gossip.narrow(b, plan.dtype) for b, plan in zip(x, x.plan.buckets, strict=True)]
 
 
 def collect(posted: Posted, gamma: float | Tensor = 1.0) -> Buckets:

@@ -1,6 +1,6 @@
 """The state that a step takes is the one that its own `init` lays out; what else comes is refused at the first call.
 
-What is expected is computed, not remembered: `init` lays a plan out without values (`Worker.start` of a `Plan`), so a
+What is expected is computed, not remembered: `init` lays a plan out without values (`lay_out` of a `Plan`), so a
 state from another process or from an algorithm built alike is taken. What `init` was called with is remembered beside
 it, because a plain loss takes networks of any width.
 """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -28,11 +30,18 @@ def require_fractions(call: str, **values: float) -> None:
             raise ValueError(f"{call}({name}={value!r}): {name} is a share of what was there before, in [0, 1].")
 
 
-def require_positive(call: str, **scalars: Scalar) -> None:
-    """Each scalar is a function or a positive number, or a ValueError says which is not."""
-    for name, scalar in scalars.items():
-        if not callable(scalar) and not 0 < scalar < float("inf"):
-            raise ValueError(f"{call}({name}={scalar!r}): {name} is positive and finite.")
+def require_rate(call: str, **scalars: Scalar) -> None:
+    """Each scalar is a function of t or a positive number, or a ValueError says which is not."""
+    require_positive(call, **{name: scalar for name, scalar in scalars.items() if not callable(scalar)})
+
+
+def require_positive(call: str, **values: Any) -> None:
+    """Each value is a positive number, or a ValueError says which is not."""
+    for name, value in values.items():
+        if callable(value):
+            raise ValueError(f"{call}({name}=...): {name} is one number for the whole run, not a function of t.")
+        if not 0 < value < float("inf"):
+            raise ValueError(f"{call}({name}={value!r}): {name} is positive and finite.")
 
 
 def require_whole(call: str, at_least: int = 1, **values: int) -> None:

@@ -8,6 +8,9 @@ from typing import Any, TypedDict
 import torch
 
 from decentfn.buckets import Buckets, require_bucket_mb
+from decentfn.gradient import LossFn, require_loss
+from decentfn.topologies import Topology
+from decentfn.transforms.transform import require_pair, wants_mix
 from decentfn.words import brief
 
 
@@ -22,6 +25,24 @@ class Options(TypedDict, total=False):
 
 
 DEFAULTS = {"bucket_mb": 25.0, "wire_dtype": None}
+
+
+def require_arguments(
+    loss_fn: LossFn, optimizer: Any, topology: Topology, shows_mix: bool, options: Mapping[str, Any]
+) -> None:
+    """A loss, an optimizer that suits, a topology and known options, or an error says which is not."""
+    require_loss("loss_fn", loss_fn)
+    require_pair("optimizer", optimizer)
+    if not isinstance(topology, Topology):
+        raise ValueError(
+            f"topology={brief(topology)}: expected a Topology, for example df.topology('ring', num_workers=4)."
+        )
+    require_options(options)
+    if wants_mix(optimizer) and not shows_mix:
+        raise ValueError(
+            "optimizer=MixAware(...): this algorithm has no neighbours' parameters at hand when it updates, for what it "
+            "sends comes after the update or is compressed; use adapt_while_communicate."
+        )
 
 
 def require_options(options: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from decentfn import collectives
-from decentfn.buckets import Buckets, flatten
+from decentfn.buckets import Buckets, Plan, flatten
 from decentfn.fingerprint import agree, fingerprint
 from decentfn.kit.options import require_narrower
 from decentfn.topologies import Topology
@@ -16,7 +16,7 @@ from decentfn.trees import PyTree
 
 
 def lay_out(
-    params: PyTree,
+    params: PyTree | Plan,
     optimizer: Any,
     topologies: Sequence[Topology],
     bucket_mb: float,
@@ -24,13 +24,17 @@ def lay_out(
 ) -> Buckets:
     """A copy of `params` in buckets; collective: makes the process groups and checks that all ranks agree.
 
+    Of a plan, its buckets without values, and nothing is collective: what a state of that plan looks like.
+
     Args:
-        params: the tree.
+        params: the tree, or a plan.
         optimizer: its masks must not be mixed within a bucket.
-        topologies: all that the algorithm speaks through, its own schedule first.
+        topologies: all that the algorithm uses, its own schedule first.
         bucket_mb: largest bucket in MiB.
         wire_dtype: dtype of what is exchanged.
     """
+    if isinstance(params, Plan):
+        return Buckets([torch.empty(b.numel, dtype=b.dtype, device="meta") for b in params.buckets], params)
     masks = getattr(optimizer, "masks", ())
     x = flatten(params, bucket_mb=bucket_mb, masks=masks)
     require_narrower(wire_dtype, x)

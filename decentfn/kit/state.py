@@ -32,11 +32,11 @@ class State(NamedTuple):
     local: Local
     memory: Any = ()
     """What the algorithm itself remembers: trackers, slow copies, messages under way. A NamedTuple with a method
-    `restart(x: Buckets)`, which returns it as it is where a run starts anew at parameters x; or nothing, `()`."""
+    `restart(x: Buckets)`, which returns the memory of a run that starts at parameters x; or nothing, `()`."""
 
     @property
     def buffers(self) -> PyTree:
-        """The buffers, as the tree that the loss returned."""
+        """The buffers, as the tree that `init` was given or the loss last returned."""
         return self.local.buffers
 
 
@@ -45,7 +45,7 @@ class Metrics(NamedTuple):
 
     loss: Tensor  # 0-d, this worker's, at the parameters that the gradient was taken at
     aux: PyTree  # what the loss returned beside it, or None
-    grad_norm: Tensor  # 0-d, l2 norm of this worker's gradient over all parameters, before clipping
+    grad_norm: Tensor  # 0-d, l2 norm of this worker's gradient over all parameters, before clipping; inf where a scaled loss's gradient is bad
 
 
 class _Pair(NamedTuple):
@@ -77,17 +77,21 @@ class Algorithm(_Pair):
         pair.loss_fn, pair.topology = loss_fn, topology
         return pair
 
+    def _replace(self, **changes: Any) -> Algorithm:
+        """The same with another `init` or `step`."""
+        return Algorithm(*super()._replace(**changes), loss_fn=self.loss_fn, topology=self.topology)
+
 
 def require_algorithm(call: str, algorithm: Any) -> None:
     """`algorithm` is an `Algorithm`, or a ValueError says what `call` was given."""
     if not isinstance(algorithm, Algorithm):
         raise ValueError(
-            f"{call}({brief(algorithm)}): expected an Algorithm(init, step), from df.adapt_while_communicate(...)."
+            f"{call}({brief(algorithm)}): expected an Algorithm(init, step), such as df.adapt_while_communicate(...) returns."
         )
 
 
 def restarted(memory: Any, x: Buckets) -> Any:
-    """What an algorithm remembers where a run starts anew at parameters x, as the memory's own `restart` says.
+    """The memory of a run that starts at parameters x, as the memory's own `restart` says.
 
     Raises:
         ValueError: a memory without that method.
@@ -97,7 +101,7 @@ def restarted(memory: Any, x: Buckets) -> Any:
     method = getattr(memory, "restart", None)
     if method is None:
         raise ValueError(
-            f"with_params(state): the state's memory, a {type(memory).__name__}, does not say what becomes of it; give its "
+            f"with_params(state, params): the state's memory, a {type(memory).__name__}, does not say what becomes of it; give its "
             "class a method restart(self, x), as in df.kit.State's description, or call init(params) anew."
         )
     return method(x)

@@ -3,49 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
 from decentfn import gossip, trees
-from decentfn.buckets import Buckets, Plan, all_finite, each, global_norm
-from decentfn.gradient import DynamicLossScale, LossFn, evaluate, require_loss
-from decentfn.kit.exchange import Posted, collect
-from decentfn.kit.options import DEFAULTS, Options, require_options
+from decentfn.buckets import Buckets, Plan, all_finite, each
+from decentfn.gradient import DynamicLossScale, LossFn, evaluate
+from decentfn.kit.exchange import Posted, as_parameters, collect, post
+from decentfn.kit.gradient import Gradient, where_good
+from decentfn.kit.options import DEFAULTS, Options, require_arguments
 from decentfn.kit.start import lay_out
 from decentfn.kit.state import Algorithm, Local, Metrics, State
 from decentfn.replicas import require_equal
 from decentfn.topologies import Topology, complete
-from decentfn.transforms.transform import require_pair, wants_mix
+from decentfn.transforms.transform import wants_mix
 from decentfn.trees import PyTree
-from decentfn.words import brief
-
-
-class Gradient(NamedTuple):
-    """One evaluation of the loss and its gradient."""
-
-    grads: Buckets  # 0 where the gradient is bad
-    loss: Tensor
-    aux: PyTree
-    good: Tensor | None = None
-    """0-d bool, whether the gradient is finite; None where nobody asks: the loss is not scaled."""
-
-    @property
-    def metrics(self) -> Metrics:
-        """What a step reports. Ask last: where the norm is computed after the update, one loop does both."""
-        norm = global_norm(self.grads)
-        norm = norm if self.good is None else torch.where(self.good, norm, torch.full_like(norm, float("inf")))
-        return Metrics(self.loss, self.aux, norm)
-
-    def keep(self, new: PyTree, old: PyTree) -> PyTree:
-        """`new`, or `old` where the gradient is bad: what an algorithm remembers of gradients is that of good ones."""
-        return _where(self.good, new, old)
 
 
 class Worker:
-    """One worker's means. Holds no training state.
+    """What a step of one worker is made of. Holds no training state.
 
     Args:
         loss_fn: the loss, perhaps accumulated, perhaps scaled.
@@ -68,18 +47,7 @@ class Worker:
         shows_mix: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        require_loss("loss_fn", loss_fn)
-        require_pair("optimizer", optimizer)
-        if not isinstance(topology, Topology):
-            raise ValueError(
-                f"topology={brief(topology)}: expected a Topology, for example df.topology('ring', num_workers=4)."
-            )
-        require_options(options)
-        if wants_mix(optimizer) and not shows_mix:
-            raise ValueError(
-                "optimizer=MixAware(...): this algorithm has no neighbours' parameters at hand when it updates, for what it "
-                "sends comes after the update or is compressed; use adapt_while_communicate."
-            )
+        require_arguments(loss_fn, optimizer, topology, shows_mix, options)
         self.scaling = loss_fn if isinstance(loss_fn, DynamicLossScale) else None
         self.loss_fn = loss_fn if self.scaling is None else self.scaling.loss_fn
         self.optimizer = optimizer
@@ -94,7 +62,7 @@ class Worker:
         memory: Callable[[Buckets], Any] | None = None,
         *,
         topology: Topology | None = None,
-        starts_equal: bool = False,
+        must_equal: tuple[str, ...] = (),
     ) -> Algorithm:
         """The pair of an `init` and this step.
 
@@ -102,33 +70,25 @@ class Worker:
             step: of one worker, t 0-d int64 on the CPU.
             memory: from the first parameters to what the algorithm remembers; None: nothing.
             topology: `Algorithm.topology`, where it is another than the worker's.
-            starts_equal: refuse replicas that differ at the start by a bit.
+            must_equal: which of "params" and "buffers" must be bit for bit equal on all workers at the start.
         """
 
         def init(params: PyTree, buffers: PyTree = None) -> State:
-            x = self.start(params)
+            x = lay_out(params, self.optimizer, (self.topology, self.everyone), self.bucket_mb, self.wire_dtype)
             scale = None if self.scaling is None else self.scaling.init(x[0].device)
             local = Local(self.optimizer.init(x), trees.map(torch.clone, buffers), scale)
             state = State(x, local, () if memory is None else memory(x))
-            if starts_equal and not isinstance(params, Plan):
-                require_equal("init(params, buffers)", {"params": params, "buffers": buffers})
+            if must_equal and not isinstance(params, Plan):
+                given = {"params": params, "buffers": buffers}
+                require_equal("init(params, buffers)", {name: given[name] for name in must_equal})
             return state
 
         return Algorithm(init, step, topology=topology or self.topology)
 
-    def start(self, params: PyTree) -> Buckets:
-        """Lay out a copy of `params`; collective: makes the process groups and checks that all ranks agree.
-
-        Of a plan, its buckets without values, and nothing is collective: what a state of that plan looks like.
-        """
-        if isinstance(params, Plan):
-            return Buckets([torch.empty(b.numel, dtype=b.dtype, device="meta") for b in params.buckets], params)
-        return lay_out(params, self.optimizer, (self.topology, self.everyone), self.bucket_mb, self.wire_dtype)
-
     def gradient(
         self, x: Buckets, local: Local, batch: PyTree, t: Tensor, *, together: bool = False
     ) -> tuple[Gradient, Local]:
-        """The loss and its gradient at `x`, unscaled; and what is local with the loss's buffers and the next scale.
+        """The loss and its gradient at `x`, unscaled; and `local` with the loss's new buffers and the next scale.
 
         With `together`, a gradient that is bad on one worker counts as bad on all.
         """
@@ -140,13 +100,13 @@ class Worker:
         own = all_finite(e.grads)
         common = self.everywhere(own, t) if together or scaling.agree else own
         good, next_scale = common if together else own, scaling.advance(scale, common)
-        grads = _where(own, e.grads, each(torch.zeros_like, e.grads))
+        grads = where_good(own, e.grads, each(torch.zeros_like, e.grads))
         return Gradient(grads, e.loss, e.aux, good), local._replace(buffers=e.buffers, scale=next_scale)
 
     def update(
         self, direction: Buckets, g: Gradient, local: Local, x: Buckets, *, posted: Posted | None = None
     ) -> tuple[Buckets, Local]:
-        """The optimizer's update at `x`, and what is local with its new state; 0 and the old one where `g` is bad.
+        """The optimizer's update at `x`, and `local` with its new state; 0 and the old state where `g` is bad.
 
         Args:
             direction: what the optimizer sees for a gradient, in the dtypes of `x`.
@@ -165,25 +125,17 @@ class Worker:
         return denials[0][0] == 0
 
     def post(self, x: Buckets, t: Tensor, *, when: Tensor | None = None) -> Posted:
-        """Start to send `x` to the neighbours of step `t`; where `when` (0-d bool) is False, rest instead.
-
-        What is kept wider than the parameters travels in their dtypes; the own share is mixed unrounded.
-        """
-        wire = [gossip.narrow(b, plan.dtype) for b, plan in zip(x, x.plan.buckets, strict=True)]
-        return Posted(gossip.post(wire, self.topology, t, wire_dtype=self.wire_dtype, when=when, own=list(x)), x.plan)
+        """Start to send `x` to the neighbours of step `t`; see `decentfn.kit.exchange.post`."""
+        return post(x, self.topology, t, wire_dtype=self.wire_dtype, when=when)
 
     def mix(self, x: Buckets, t: Tensor, *, when: Tensor | None = None) -> Buckets:
         """`W x` of step `t`; `x` itself where `when` is False."""
         return collect(self.post(x, t, when=when))
 
     def mean(self, x: Buckets, t: Tensor, *, when: Tensor | None = None) -> Buckets:
-        """The mean of `x` over all workers, the same on each (of the values rounded to the wire's dtype).
+        """The mean of `x` over all workers, the same on each (of the values rounded as they travel), in the dtypes of `x`.
 
         Where `when` is False nothing travels, and the result is `x`, rounded.
         """
-        return Buckets(gossip.mean(list(x), self.everyone, t, wire_dtype=self.wire_dtype, when=when), x.plan)
-
-
-def _where(condition: Tensor | None, new: PyTree, old: PyTree) -> PyTree:
-    """`new` where the condition (0-d bool) holds or is None, else `old`, leaf by leaf."""
-    return new if condition is None else trees.map(lambda a, b: torch.where(condition, a, b), new, old)
+        mean = gossip.mean(as_parameters(x), self.everyone, t, wire_dtype=self.wire_dtype, when=when)
+        return Buckets([m.to(b.dtype) for m, b in zip(mean, x, strict=True)], x.plan)

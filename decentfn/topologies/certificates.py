@@ -155,7 +155,7 @@ class _Round:
         return bool(min(self.weights.min(), means) >= -_ROUNDING)
 
     def links(self) -> tuple[np.ndarray, np.ndarray]:
-        """Who hears whom with a weight, `i` and `j`; of a group its first member stands for all."""
+        """Who receives from whom with a weight, `i` and `j`; of a group its first member stands for all."""
         i, k = np.nonzero(~self.is_silent & (self.weights[:, 1:] != 0))
         j = self.sources[i, k]
         if self.mean_weights is None:

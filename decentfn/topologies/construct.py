@@ -52,7 +52,7 @@ def from_permutations(name: str, sources: object, weights: object, *, is_column_
         bad = (times_heard != 1).any(1).nonzero()[0].tolist()
         raise ValueError(
             f"{name}: phase {bad[0]}, slot {bad[1]}: sources {s[bad[0], :, bad[1]].tolist()} is not a permutation of "
-            f"the {s.shape[1]} workers; let a worker that hears nobody be its own source."
+            f"the {s.shape[1]} workers; let a worker that receives from nobody be its own source."
         )
     alone = s == workers[:, None]
     w[..., 0] += (w[..., 1:] * alone).sum(-1)
@@ -190,7 +190,7 @@ def from_edges(name: str, rounds: Sequence[tuple[ArrayLike, ArrayLike, ArrayLike
 
 
 def from_shifts(name: str, rounds: Sequence[Mapping[int, float]], num_workers: int) -> Topology:
-    """A schedule of circulant rounds `W = w_0 I + Σ_s w_s P^s`: worker i hears i - s with weight w_s.
+    """A schedule of circulant rounds `W = w_0 I + Σ_s w_s P^s`: worker i receives from i - s with weight w_s.
 
     Args:
         name: what errors and fingerprints call it.

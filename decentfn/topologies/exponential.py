@@ -22,7 +22,7 @@ def _digits(n: int, base: int) -> int:
 
 @register_topology("static-exp")
 def static_exp(num_workers: int) -> Topology:
-    """Hear the workers at distances 1, 2, 4, ... 2^(τ-1) in every step, τ = ⌈log2 N⌉, all weights 1/(τ+1).
+    """Receive from the workers at distances 1, 2, 4, ... 2^(τ-1) in every step, τ = ⌈log2 N⌉, all weights 1/(τ+1).
 
     Spectral gap 2/(1 + τ) for even N. Cost per step and worker: τ messages.
 

@@ -36,7 +36,7 @@ def weighted_permutations(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         matrix: `[N, N]` float64, `W[i, j]` the weight that i gives to j.
 
     Returns:
-        `sources [N, K]` int64, every column a permutation (a worker that hears nobody is its own source), and
+        `sources [N, K]` int64, every column a permutation (a worker that receives from nobody is its own source), and
         `weights [N, K+1]` float64, own weight first.
     """
     n = matrix.shape[0]

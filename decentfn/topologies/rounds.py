@@ -1,4 +1,4 @@
-"""What a topology is: whom each worker hears in step t and with which weights, and what is checked of it."""
+"""What a topology is: whom each worker receives from in step t and with which weights, and what is checked of it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Round(NamedTuple):
     `weights[i, 0] x_i + Σ_k weights[i, 1+k] x_sources[i, k] + mean_weights[i] · (mean of x over i's group)`.
     """
 
-    sources: Tensor  # [N, K] int64, whom i hears in slot k; -1: nobody
-    destinations: Tensor  # [N, K] int64, the inverse: who hears i; -1: nobody
+    sources: Tensor  # [N, K] int64, whom i receives from in slot k; -1: nobody
+    destinations: Tensor  # [N, K] int64, the inverse: whom i sends to; -1: nobody
     weights: Tensor  # [N, K+1] float64, own weight first
     groups: Tensor | None = None  # [N] int64
     mean_weights: Tensor | None = None  # [N] float64
@@ -36,7 +36,7 @@ class Edge(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Topology:
-    """A schedule of mixing matrices: whom each worker hears in step t, and with which weights.
+    """A schedule of mixing matrices: whom each worker receives from in step t, and with which weights.
 
     Made by the `from_...` functions of `decentfn.topologies.construct`, which check it; or by name with
     `decentfn.topology`. What it promises is computed by `decentfn.certificate`.
@@ -45,7 +45,7 @@ class Topology:
     name: str
     num_workers: int
     sources: Tensor
-    """`[P, N, K]` int64: the worker that i hears in slot k of phase p (itself: nobody)."""
+    """`[P, N, K]` int64: the worker that i receives from in slot k of phase p (itself: nobody)."""
     weights: Tensor
     """`[P, N, K+1]` float64: own weight first, then one per slot."""
     groups: Tensor | None = None
@@ -97,7 +97,7 @@ class Topology:
 
 
 def inverse(sources: Tensor) -> Tensor:
-    """Who hears whom -> who is heard by whom, `[..., N, K]`."""
+    """Sources -> destinations, `[..., N, K]`."""
     me = torch.arange(sources.shape[-2])[:, None].expand_as(sources)
     return torch.empty_like(sources).scatter_(-2, sources, me)
 
@@ -157,7 +157,7 @@ def _check_nobody_left_out(topology: Topology) -> None:
     if not talks.all():
         lonely = (~talks).nonzero()[:, 0].tolist()
         raise ValueError(
-            f"{topology.name}: workers {lonely[:8]} hear nobody in the whole period, so they would train alone; "
+            f"{topology.name}: workers {lonely[:8]} receive from nobody in the whole period, so they would train alone; "
             "give each a neighbour in some phase."
         )
 

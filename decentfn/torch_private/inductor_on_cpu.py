@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +16,12 @@ except ImportError:
     _CppScheduling = _VecISA = _FloorDiv = None
 
 
-def leave(note: Path) -> None:
-    """Make an empty file, or go on without."""
-    with contextlib.suppress(OSError):  # a note is a hint
-        note.parent.mkdir(parents=True, exist_ok=True)
-        note.touch()
-
-
 @contextlib.contextmanager
-def remembered_probes() -> Iterator[None]:
+def remembered_probes(leave: Callable[[Path], None]) -> Iterator[None]:
     """Let Inductor try once in a process of its own, and not in every run, whether what a compiler built can be loaded.
 
     It does so for every set of vector instructions, which takes a second of the first step; PyTorch 2.15 remembers it
-    by itself, in the same way. The path says what compiler with what flags.
+    by itself, in the same way. The path says what compiler with what flags; `leave` makes the file.
     """
     probe = getattr(_VecISA, "_probe_load", None)
     if _VecISA is None or probe is None:

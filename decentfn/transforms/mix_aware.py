@@ -1,4 +1,4 @@
-"""Optimizers that also see the mix that their update is added to: what was heard, from whom, with which weights."""
+"""Optimizers that also see the mix that their update is added to: what arrived, from whom, with which weights."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from decentfn.buckets import Plan
 
 
 class MixContext(NamedTuple):
-    """One worker's view of the mix of this step: `x̃ = weights[0] x + Σ_k weights[1 + k] heard_k + mean_weight mean`."""
+    """One worker's view of the mix of this step: `x̃ = weights[0] x + Σ_k weights[1 + k] inbox_k + mean_weight mean`."""
 
-    heard: tuple[
+    inboxes: tuple[
         Tensor, ...
-    ]  # per bucket [K, D] in the wire's dtype: slot k's message, zeros where nobody spoke; () if K = 0
-    sources: Tensor  # [K] int64, whom slot k heard; -1 is nobody, the own number a message to oneself
+    ]  # per bucket [K, D] in the wire's dtype: slot k's message, zeros where nothing was sent; () if K = 0
+    sources: Tensor  # [K] int64, whom slot k's message is from; -1 is nobody, the own number a message to oneself
     weights: Tensor  # [K+1] float64, own weight first
     means: tuple[Tensor, ...]  # per bucket [D]: the mean over this worker's group, itself included; () without groups
     members: Tensor | None  # [N] bool, who is in this worker's group; None without groups

@@ -146,6 +146,62 @@ def test_the_mean_of_micro_batches_is_scaled_and_judged_as_one_gradient():
     assert metrics.grad_norm == float("inf")
 
 
+# -- in every algorithm ----------------------------------------------------------------------------------------------------
+
+LR = 0.1
+REMEMBERING = {
+    "gradient_tracking": ("one-peer-exp", {}),
+    "d2": ("static-ring", {}),
+    "choco_sgd": ("static-ring", {"compressor": df.compressors.top_k(0.5), "gamma": 0.3}),
+    "diloco": ("complete", {"inner_steps": 4}),
+}
+"""Topology and hyperparameters."""
+
+
+def around_an_overflow(name):
+    """The states before and after step 5, in which worker 1's gradient overflows, and the last one."""
+    topology, hyperparameters = REMEMBERING[name]
+    scaled = df.dynamic_loss_scale(lambda p, b: ((p["w"] - b) ** 2).sum() / 2)
+    built = getattr(df, name)(scaled, df.sgd(LR), df.topology(topology, N), **hyperparameters)
+    state, step = df.stack(built.init({"w": torch.zeros(4, dtype=torch.float64)}), N), df.simulate(built.step, N)
+    states = [state]
+    for t in range(12):
+        batch = targets().clone()
+        batch[1] += float("inf") if t == 5 else 0.0
+        states.append(step(states[-1], batch, t)[0])
+    return states[5], states[6], states[-1]
+
+
+def targets():
+    return torch.arange(16.0, dtype=torch.float64).view(N, 4).sin()
+
+
+@pytest.mark.parametrize("name", REMEMBERING)
+def test_an_overflow_is_no_update_for_that_worker_and_leaves_the_invariants(name):
+    before, after, last = around_an_overflow(name)
+    direction = after.memory.y[0] if name == "gradient_tracking" else before.params[0] - targets()
+    moved = after.params[0].mean(0) - before.params[0].mean(0)
+    others = [0, 2, 3]
+    torch.testing.assert_close(moved, -LR * direction[others].sum(0) / N, atol=1e-12, rtol=0)
+    assert after.local.scale.scale.tolist() == [2.0**16, 2.0**15, 2.0**16, 2.0**16]
+    for state in (after, last):
+        m = {key: value[0] for key, value in state.memory._asdict().items() if isinstance(value, df.kit.Buckets)}
+        zero = {
+            "gradient_tracking": lambda m: m["y"].mean(0) - m["g"].mean(0),
+            "d2": lambda m: m["c"].mean(0),
+            "choco_sgd": lambda m: m["mixed"].mean(0) - m["public"].mean(0),
+            "diloco": lambda m: m["phi"] - m["phi"][:1],
+        }[name](m)
+        torch.testing.assert_close(zero, torch.zeros_like(zero), atol=1e-12, rtol=0)
+
+
+def test_in_a_tracker_the_last_good_gradient_counts_again():
+    before, after, _ = around_an_overflow("gradient_tracking")
+    g, g_new = before.memory.g[0], after.memory.g[0]
+    assert torch.equal(g_new[1], g[1]) and not torch.equal(g_new[0], g[0])
+    torch.testing.assert_close(g_new[[0, 2, 3]], (before.params[0] - targets())[[0, 2, 3]])
+
+
 # -- autocast ----------------------------------------------------------------------------------------------------------
 
 MODEL = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 2))

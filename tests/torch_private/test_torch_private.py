@@ -10,6 +10,7 @@ import torch
 from torch._inductor.cpu_vec_isa import VecISA
 
 import decentfn as df
+from decentfn import compile_cache
 from decentfn.buckets import flatten
 from decentfn.compressors import Key
 from decentfn.torch_private import inductor, inductor_on_cpu
@@ -101,12 +102,12 @@ def test_a_probe_that_passed_is_not_repeated_and_one_that_failed_is(tmp_path, mo
     monkeypatch.setattr(VecISA, "_probe_load", lambda self, path: probed.append(path) or outcome[Path(path).name])
     original, unit = VecISA._probe_load, VecISA()
     for _ in range(2):
-        with inductor_on_cpu.remembered_probes():
+        with inductor_on_cpu.remembered_probes(compile_cache.leave):
             found = {name: unit._probe_load(str(tmp_path / name)) for name in outcome}
         assert found == outcome
         assert VecISA._probe_load is original
     assert [Path(path).name for path in probed] == ["good", "bad", "other", "bad"]
-    with pytest.raises(KeyError), inductor_on_cpu.remembered_probes():
+    with pytest.raises(KeyError), inductor_on_cpu.remembered_probes(compile_cache.leave):
         unit._probe_load("unknown")
     assert VecISA._probe_load is original
 

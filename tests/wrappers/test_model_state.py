@@ -245,10 +245,10 @@ def recorder():
         return {"sources": torch.zeros(1, dtype=torch.int64), "members": torch.zeros(N, dtype=torch.bool)}
 
     def update(grads, state, params, mix):
-        heard = mix.heard or mix.means
-        pull = [0.5 * (h[0] if mix.heard else h) - 0.5 * x for h, x in zip(heard, params, strict=True)]
+        heard = mix.inboxes or mix.means
+        pull = [0.5 * (h[0] if mix.inboxes else h) - 0.5 * x for h, x in zip(heard, params, strict=True)]
         members = state["members"] if mix.members is None else mix.members
-        new = {"sources": mix.sources[:1] if mix.heard else state["sources"] - 1, "members": members}
+        new = {"sources": mix.sources[:1] if mix.inboxes else state["sources"] - 1, "members": members}
         return df.kit.Buckets(pull, grads.plan), new
 
     return df.transforms.MixAware(init, update)
