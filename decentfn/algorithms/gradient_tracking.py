@@ -20,7 +20,6 @@ workers of equal curvature, each with momentum 0.9 (without):
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -42,6 +41,7 @@ from decentfn.kit import (
     collect,
     each,
     require_doubly_stochastic,
+    where,
     widen,
     zeros_like,
 )
@@ -98,24 +98,36 @@ def gradient_tracking(
         started = torch.zeros((), dtype=torch.bool, device=x[0].device) if form == "atc" else None
         return Memory(zeros_like(x), zeros_like(x), started)
 
-    def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
-        last = (t - 1).clamp(min=0)
+    def atc(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
         x, (y, g, started) = state.params, state.memory
-        y_posted = worker.post(y, last) if started is None else None
-        x_posted = worker.post(x, t) if form == "awc" else None
-
         gradient, local = worker.gradient(x, state.local, batch, t)
         g_new = gradient.keep(widen(gradient.grads), g)
-        change = each(torch.sub, g_new, g)
-        if y_posted is not None:
-            y = add(collect(y_posted), change)
-        else:
-            assert started is not None
-            y = each(partial(torch.where, started), worker.mix(add(y, change), last), g_new)
-            started = torch.ones_like(started)
+        assert started is not None
+        y = where(started, worker.mix(add(y, each(torch.sub, g_new, g)), last(t)), g_new)
+        u, local = worker.update(cast_like(y, x), gradient, local, x)
+        return State(worker.mix(add(x, u), t), local, Memory(y, g_new, torch.ones_like(started))), gradient.metrics
 
+    def semi_atc(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
+        x, (y, g, _) = state.params, state.memory
+        y_posted = worker.post(y, last(t))
+        gradient, local = worker.gradient(x, state.local, batch, t)
+        g_new = gradient.keep(widen(gradient.grads), g)
+        y = add(collect(y_posted), each(torch.sub, g_new, g))
+        u, local = worker.update(cast_like(y, x), gradient, local, x)
+        return State(worker.mix(add(x, u), t), local, Memory(y, g_new, None)), gradient.metrics
+
+    def awc(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
+        x, (y, g, _) = state.params, state.memory
+        y_posted, x_posted = worker.post(y, last(t)), worker.post(x, t)
+        gradient, local = worker.gradient(x, state.local, batch, t)
+        g_new = gradient.keep(widen(gradient.grads), g)
+        y = add(collect(y_posted), each(torch.sub, g_new, g))
         u, local = worker.update(cast_like(y, x), gradient, local, x, posted=x_posted)
-        x = worker.mix(add(x, u), t) if x_posted is None else add(collect(x_posted), u)
-        return State(x, local, Memory(y, g_new, started)), gradient.metrics
+        return State(add(collect(x_posted), u), local, Memory(y, g_new, None)), gradient.metrics
 
-    return worker.algorithm(step, start)
+    return worker.algorithm({"atc": atc, "semi-atc": semi_atc, "awc": awc}[form], start)
+
+
+def last(t: Tensor) -> Tensor:
+    """The step before, whose mixing matrix y is completed with."""
+    return (t - 1).clamp(min=0)

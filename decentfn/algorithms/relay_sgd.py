@@ -87,25 +87,27 @@ def relay_sgd(
         relayed = [collectives.wait(inbox).to(m.dtype) for inbox, m in zip(inboxes, messages, strict=True)]
         return Buckets(relayed, own.plan)
 
-    def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
+    def models(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
         x, (messages, first, age) = state.params, state.memory
         g, local = worker.gradient(x, state.local, batch, t)
-        if first is not None:
-            u, local = worker.update(g.grads, g, local, x)
-            x_half = add(x, u)
-            messages = send(x_half, messages, t)
-            missing = n - 1 - _count(counts, age)
-            total = each(lambda x, m, r: x + m.sum(0) + once(missing.to(m.dtype)) * r, x_half, messages, first)
-            x = each(lambda total, x: (total / n).to(x.dtype), total, x)
-        else:
-            messages = send(g.grads, messages, t)
-            mean = each(lambda g, m: ((g + m.sum(0)) / n).to(g.dtype), g.grads, messages)
-            # What the others relayed is good, and comes but once.
-            u, local = worker.update(mean, g._replace(good=None), local, x)
-            x = add(x, u)
+        u, local = worker.update(g.grads, g, local, x)
+        x_half = add(x, u)
+        messages = send(x_half, messages, t)
+        missing = n - 1 - _count(counts, age)
+        total = each(lambda x, m, r: x + m.sum(0) + once(missing.to(m.dtype)) * r, x_half, messages, first)
+        x = each(lambda total, x: (total / n).to(x.dtype), total, x)
         return State(x, local, Memory(messages, first, age + 1)), g.metrics
 
-    return worker.algorithm(step, start)
+    def gradients(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
+        x, (messages, _, age) = state.params, state.memory
+        g, local = worker.gradient(x, state.local, batch, t)
+        messages = send(g.grads, messages, t)
+        mean = each(lambda g, m: ((g + m.sum(0)) / n).to(g.dtype), g.grads, messages)
+        # What the others relayed is good, and comes but once.
+        u, local = worker.update(mean, g._replace(good=None), local, x)
+        return State(add(x, u), local, Memory(messages, None, age + 1)), g.metrics
+
+    return worker.algorithm(models if relay == "models" else gradients, start)
 
 
 def _count(counts: Tensor, age: Tensor) -> Tensor:

@@ -1,6 +1,8 @@
 """`df.init` chooses by what is there, says so, and never makes silent single workers."""
 
 import json
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -62,14 +64,14 @@ def test_one_process_takes_the_gpu_that_is_there(environment, monkeypatch, backe
     assert df.init(backend=backend).device == torch.device(expected)
 
 
-# Two ranks on a machine that seems to have GPUs, without NCCL: what they would start is noted instead.
-ON_A_MACHINE = """
-import json, sys, warnings
+# Two ranks on machines that seem to have GPUs, without NCCL: what they would start is noted instead.
+ON_MACHINES = """
+import json, os, sys, warnings
 import torch
 import torch.distributed as dist
+import decentfn as df
+from decentfn import collectives
 
-gpus, asked = int(sys.argv[1]), None if sys.argv[2] == "None" else sys.argv[2]
-torch.cuda.is_available, torch.cuda.device_count = lambda: gpus > 0, lambda: gpus
 chosen, group = [], {}
 torch.cuda.set_device = lambda device: chosen.append(str(device))
 start = dist.init_process_group
@@ -79,53 +81,74 @@ def note(backend, *, device_id=None, **options):
     start("gloo", **options)
 
 dist.init_process_group = note
-import decentfn as df
-
-with warnings.catch_warnings(record=True) as said:
-    warnings.simplefilter("always")
-    try:
-        world = df.init(backend=asked)
-        result = {"device": str(world.device), "rank": world.rank, "workers": list(world.workers(3)), **group}
-    except ValueError as error:
-        result = {"error": str(error)}
-    result |= {"chosen": chosen, "said": [str(w.message) for w in said if "init()" in str(w.message)]}
-print("\\n" + json.dumps(result) + "\\n", end="", flush=True)
+results = []
+for port, gpus, backend in json.loads(sys.argv[1]):
+    os.environ["MASTER_PORT"] = str(port)
+    torch.cuda.is_available, torch.cuda.device_count = lambda: gpus > 0, lambda: gpus
+    chosen.clear(), group.clear()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            world = df.init(backend=backend)
+            result = {"device": str(world.device), "rank": world.rank, "workers": list(world.workers(3)), **group}
+        except ValueError as error:
+            result = {"error": str(error)}
+    results.append(result | {"chosen": [*chosen], "said": [str(w.message) for w in said if "init()" in str(w.message)]})
+    collectives.leave_default_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+print(json.dumps(results), flush=True)
 """
+MACHINES = {"a GPU for each": (2, None), "too few GPUs": (1, None), "too few for NCCL": (1, "nccl")}
 
 
-def on_a_machine(tmp_path, gpus, backend=None):
-    script = tmp_path / "start.py"
-    script.write_text(ON_A_MACHINE)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    finished = subprocess.run(
-        [*command, str(script), str(gpus), str(backend)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=Path(df.__file__).parent.parent,
-    )
-    assert finished.returncode == 0, finished.stderr
-    results = [json.loads(line) for line in finished.stdout.splitlines() if line.startswith("{")]
-    return sorted(results, key=lambda result: result.get("rank", 0))
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
-def test_with_a_gpu_for_each_rank_nccl_joins_them(tmp_path):
-    for rank, result in enumerate(on_a_machine(tmp_path, gpus=2)):
+@pytest.fixture(scope="module")
+def found():
+    """What the two ranks found on each machine."""
+    runs = json.dumps([(free_port(), *machine) for machine in MACHINES.values()])
+    ranks = []
+    for rank in ("0", "1"):
+        place = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+        }
+        root = str(Path(df.__file__).parent.parent)
+        command = [sys.executable, "-c", ON_MACHINES, runs]
+        environment = os.environ | place | {"MASTER_PORT": "0"}
+        ranks.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root, env=environment))
+    outputs = [json.loads(process.communicate(timeout=240)[0]) for process in ranks]
+    return dict(zip(MACHINES, zip(*outputs, strict=True), strict=True))
+
+
+pytestmark = pytest.mark.xdist_group("process group")
+
+
+def test_with_a_gpu_for_each_rank_nccl_joins_them(found):
+    for rank, result in enumerate(found["a GPU for each"]):
         assert result["backend"] == "cpu:gloo,cuda:nccl" and result["said"] == []
         assert result["device"] == result["device_id"] == f"cuda:{rank}" and result["chosen"] == [f"cuda:{rank}"]
         assert result["workers"] == list(range(3 * rank, 3 * rank + 3))
 
 
-def test_with_too_few_gpus_all_ranks_take_the_cpu_and_one_says_so(tmp_path):
-    results = on_a_machine(tmp_path, gpus=1)
+def test_with_too_few_gpus_all_ranks_take_the_cpu_and_one_says_so(found):
+    results = found["too few GPUs"]
     for result in results:
         assert (result["backend"], result["device_id"], result["device"], result["chosen"]) == ("gloo", None, "cpu", [])
     [said] = results[0]["said"] + results[1]["said"]
     assert "rank 1 has LOCAL_RANK=1, but its machine shows 1 GPUs (1 such ranks)" in said
 
 
-def test_too_few_gpus_for_nccl_are_an_error_on_every_rank(tmp_path):
-    for result in on_a_machine(tmp_path, gpus=1, backend="nccl"):
+def test_too_few_gpus_for_nccl_are_an_error_on_every_rank(found):
+    for result in found["too few for NCCL"]:
         assert result["error"].startswith("init(backend='nccl'): rank 1 has LOCAL_RANK=1, but its machine shows 1 GPUs")
         assert result["chosen"] == []
 

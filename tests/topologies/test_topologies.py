@@ -53,7 +53,10 @@ DEGREES = {
     "torus": 4,
 }
 
-every_name = pytest.mark.parametrize("name", NAMES)
+every_name = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.xdist_group(f"topology {name}")) for name in NAMES]
+)
+"""Of one name in one process, where its facts are computed once."""
 sizes = st.integers(1, 33)
 
 
