@@ -32,6 +32,7 @@ from decentfn.algorithms.relay_sgd import relay_sgd
 from decentfn.algorithms.slowmo import slowmo
 from decentfn.algorithms.stochastic_gradient_push import stochastic_gradient_push
 from decentfn.algorithms.streaming_diloco import streaming_diloco
+from decentfn.compat import ddp
 from decentfn.compilation import compile
 from decentfn.consensus import (
     buffers,
@@ -123,8 +124,9 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """What stood here before it moved to its room."""
-    for room in (topologies, transforms, schedules, data, kit):
+    for room in (topologies, transforms, schedules, data, kit, ddp):
         if name in room.__all__:
-            warnings.warn(f"df.{name} is df.{room.__name__.rpartition('.')[2]}.{name} now.", DeprecationWarning, 2)
+            place = "decentfn.compat.ddp" if room is ddp else f"df.{room.__name__.rpartition('.')[2]}"
+            warnings.warn(f"df.{name} is {place}.{name} now.", DeprecationWarning, 2)
             return getattr(room, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

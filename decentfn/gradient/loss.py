@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, TypeGuard
 
@@ -48,7 +49,7 @@ def call(loss_fn: LossFn, params: PyTree, buffers: PyTree, batch: PyTree) -> tup
     if buffers is None:
         new_buffers, aux = None, beside
     elif _is_pair(beside):
-        new_buffers, aux = beside
+        new_buffers, aux = _as_given(buffers, beside[0]), beside[1]
     else:
         raise ValueError(
             f"loss_fn(params, buffers, batch) returned {brief(trees.map(type, returned))}: with buffers a loss returns "
@@ -60,6 +61,21 @@ def call(loss_fn: LossFn, params: PyTree, buffers: PyTree, batch: PyTree) -> tup
             f"loss_fn returned {shape}: the loss is a 0-d floating-point tensor, or (loss, aux); take its mean."
         )
     return loss, new_buffers, aux
+
+
+def _as_given(old: PyTree, new: PyTree) -> PyTree:
+    """The new buffers in the old ones' containers: a dict and an OrderedDict have their leaves in another order."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        if old.keys() != new.keys():
+            raise ValueError(
+                f"loss_fn(params, buffers, batch) returned buffers {brief(list(new))} where it was given {brief(list(old))}; "
+                "return all of them, changed or not."
+            )
+        pairs = [(key, _as_given(old[key], new[key])) for key in old]
+        return OrderedDict(pairs) if isinstance(old, OrderedDict) else dict(pairs)
+    if type(old) in (list, tuple) and isinstance(new, (list, tuple)) and len(old) == len(new):
+        return type(old)([_as_given(o, n) for o, n in zip(old, new, strict=True)])
+    return new
 
 
 def _is_pair(value: Any) -> TypeGuard[tuple[Any, Any]]:

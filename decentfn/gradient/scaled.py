@@ -15,6 +15,8 @@ from decentfn.gradient.loss import LossFn, require_loss
 from decentfn.transforms.basic import check_number
 from decentfn.words import brief
 
+_SMALLEST = 2.0**-100
+
 
 class LossScale(NamedTuple):
     """The scale, and how many gradients in a row were finite with it."""
@@ -55,7 +57,9 @@ class DynamicLossScale:
         grows = streak == self.growth_interval
         grown = state.scale * self.growth_factor
         grown = torch.where(grows & torch.isfinite(grown), grown, state.scale)
-        scale = torch.where(good, grown, state.scale * self.backoff_factor)
+        # Of a scale that reached 0 nothing would ever be finite again.
+        lowered = (state.scale * self.backoff_factor).clamp(min=_SMALLEST)
+        scale = torch.where(good, grown, lowered)
         return LossScale(scale, torch.where(good & ~grows, streak, torch.zeros_like(streak)))
 
 
@@ -70,7 +74,7 @@ def dynamic_loss_scale(
     """Scale the loss for fp16 arithmetic; where a gradient overflows, skip the update and lower the scale.
 
     The gradient is taken of `scale * loss` and unscaled before anything else sees it. A worker whose gradient is not
-    finite makes no update in that step and keeps its optimizer's state, but mixes as always; what the algorithm remembers
+    finite makes no update in that step and keeps its optimizer's state and its buffers, but mixes as always; what the algorithm remembers
     of gradients stays that of the last good one. What must be alike on all workers stays so: `all_reduce` skips the update
     on all of them, as DistributedDataParallel with a GradScaler does; in `demo` and `relay_sgd` with relay="gradients" all
     take the step that the good gradients give. Where momentum is one of mixing (`decentlam`, `quasi_global_momentum`) it goes
@@ -78,7 +82,7 @@ def dynamic_loss_scale(
 
     Args:
         loss_fn: as an algorithm takes it, perhaps accumulated.
-        init_scale: the scale at the start, > 0.
+        init_scale: the scale at the start, from 2^-100 to 2^127.
         growth_factor: what the scale is multiplied with after `growth_interval` steps in a row without overflow, > 1.
         backoff_factor: what it is multiplied with at an overflow, in (0, 1).
         growth_interval: steps, >= 1.
@@ -98,9 +102,17 @@ def dynamic_loss_scale(
     if isinstance(loss_fn, DynamicLossScale):
         raise ValueError("dynamic_loss_scale(dynamic_loss_scale(loss_fn)): the loss is scaled already; scale it once.")
     check = "dynamic_loss_scale"
-    check_number(check, "init_scale", init_scale, "positive and finite", lambda v: 0 < v < float("inf"))
+    check_number(
+        check,
+        "init_scale",
+        init_scale,
+        "in [2^-100, 2^127], as float32 and its inverse",
+        lambda v: _SMALLEST <= v <= 2.0**127,
+    )
     check_number(check, "growth_factor", growth_factor, "finite and > 1", lambda v: 1 < v < float("inf"))
     check_number(check, "backoff_factor", backoff_factor, "in (0, 1)", lambda v: 0 < v < 1)
     if not isinstance(growth_interval, int) or growth_interval < 1:
         raise ValueError(f"dynamic_loss_scale(growth_interval={growth_interval!r}): a number of steps, >= 1.")
+    if not isinstance(agree, bool):
+        raise ValueError(f"dynamic_loss_scale(agree={brief(agree)}): True for one scale on all workers, or False.")
     return DynamicLossScale(loss_fn, init_scale, growth_factor, backoff_factor, growth_interval, agree)

@@ -18,6 +18,7 @@ from decentfn.kit.state import Algorithm, Metrics
 from decentfn.scalars import as_step
 from decentfn.torch_private import functorch
 from decentfn.trees import PyTree
+from decentfn.words import brief
 
 P = ParamSpec("P")
 
@@ -35,10 +36,20 @@ def algorithm(function: Callable[P, Algorithm]) -> Callable[P, Algorithm]:
         function: `(loss_fn, optimizer, topology, *, hyperparameters, **options) -> Algorithm`.
     """
     signature = inspect.signature(function)
+    if list(signature.parameters)[:3] != ["loss_fn", "optimizer", "topology"]:
+        raise ValueError(
+            f"@kit.algorithm on {function.__name__}{signature}: its first arguments are loss_fn, optimizer, topology, and its "
+            "hyperparameters stand after a *."
+        )
 
     @functools.wraps(function)
     def build(*args: P.args, **kwargs: P.kwargs) -> Algorithm:
         built = function(*args, **kwargs)
+        if not isinstance(built, Algorithm):
+            raise ValueError(
+                f"{function.__name__}(...) returned {brief(built)}; a function under @kit.algorithm returns an Algorithm: "
+                "`return worker.algorithm(step)`."
+            )
         call = signature.bind(*args, **kwargs)
         call.apply_defaults()
         loss_fn, optimizer, topology = (call.arguments[name] for name in ("loss_fn", "optimizer", "topology"))

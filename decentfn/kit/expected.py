@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from decentfn import trees
 from decentfn.buckets import Buckets, Plan
 from decentfn.gradient import LossFn, require_batch, require_inputs
+from decentfn.kit.state import Metrics, State
 from decentfn.trees import PyTree
 from decentfn.words import brief
 
@@ -89,10 +90,30 @@ def checked(
             plan = state.params.plan if is_state(state) else None
             if plan is None or known.get(id(plan)) is not plan:
                 look(state, batch, t)
+                result = step(state, batch, t)
+                _require_result(state, result)
                 known[id(state.params.plan)] = state.params.plan
+                return result
         return step(state, batch, t)
 
     return start_checked, marked(run, check=look)
+
+
+def _require_result(state: Any, result: Any) -> None:
+    """What a step returns: a state like the one that it was given, and metrics."""
+    is_pair = isinstance(result, tuple) and len(result) == 2
+    if not is_pair or not isinstance(result[0], State) or not isinstance(result[1], Metrics):
+        found = [type(part).__name__ for part in result] if isinstance(result, tuple) else type(result).__name__
+        raise ValueError(
+            f"{_CALL}: the step returned {found}; it returns (State(params, local, memory), metrics), the metrics as "
+            "worker.gradient's g.metrics, or Metrics(loss, aux, grad_norm)."
+        )
+    if kind_of(result[0]) != kind_of(state) or _lines(result[0]) != _lines(state):
+        found, expected = _difference([kind_of(result[0]), *_lines(result[0])], [kind_of(state), *_lines(state)])
+        raise ValueError(
+            f"{_CALL}: the step returned a state with {found} where it was given one with {expected}; a new state has the "
+            "fields, shapes and dtypes of the old one."
+        )
 
 
 def is_state(value: Any) -> bool:

@@ -48,6 +48,7 @@ class Worker:
         **options: Unpack[Options],
     ) -> None:
         require_arguments(loss_fn, optimizer, topology, shows_mix, options)
+        self.given_loss_fn = loss_fn
         self.scaling = loss_fn if isinstance(loss_fn, DynamicLossScale) else None
         self.loss_fn = loss_fn if self.scaling is None else self.scaling.loss_fn
         self.optimizer = optimizer
@@ -83,7 +84,7 @@ class Worker:
                 require_equal("init(params, buffers)", {name: given[name] for name in must_equal})
             return state
 
-        return Algorithm(init, step, topology=topology or self.topology)
+        return Algorithm(init, step, loss_fn=self.given_loss_fn, topology=topology or self.topology)
 
     def gradient(
         self, x: Buckets, local: Local, batch: PyTree, t: Tensor, *, together: bool = False
@@ -101,7 +102,8 @@ class Worker:
         common = self.everywhere(own, t) if together or scaling.agree else own
         good, next_scale = common if together else own, scaling.advance(scale, common)
         grads = where_good(own, e.grads, each(torch.zeros_like, e.grads))
-        return Gradient(grads, e.loss, e.aux, good), local._replace(buffers=e.buffers, scale=next_scale)
+        buffers = where_good(own, e.buffers, local.buffers)
+        return Gradient(grads, e.loss, e.aux, good), local._replace(buffers=buffers, scale=next_scale)
 
     def update(
         self, direction: Buckets, g: Gradient, local: Local, x: Buckets, *, posted: Posted | None = None

@@ -202,6 +202,30 @@ def test_in_a_tracker_the_last_good_gradient_counts_again():
     torch.testing.assert_close(g_new[[0, 2, 3]], (before.params[0] - targets())[[0, 2, 3]])
 
 
+def test_a_bad_step_leaves_the_buffers_too_so_averaging_spreads_nothing():
+    def loss(params, buffers, batch):
+        return ((params - batch) ** 2).mean(), ({"mean": 0.9 * buffers["mean"] + 0.1 * batch}, None)
+
+    scaled = df.adapt_while_communicate(df.dynamic_loss_scale(loss), df.sgd(0.1), df.topology("static-ring", N))
+    init, step = df.average_buffers(scaled)
+    state, step = df.stack(init(torch.zeros(3), {"mean": torch.zeros(3)}), N), df.simulate(step, N)
+    for t in range(4):
+        batch = torch.ones(N, 3)
+        batch[1] *= float("inf") if t == 1 else 1.0
+        state, _ = step(state, batch, t)
+    assert all(torch.isfinite(leaf).all() for leaf in trees.leaves(state) if leaf.is_floating_point())
+
+
+def test_a_scale_never_becomes_so_small_that_nothing_is_finite_any_more():
+    init, step = df.all_reduce(
+        df.dynamic_loss_scale(loss_fn, init_scale=2.0**-98), df.sgd(0.1), df.topology("complete", 1)
+    )
+    state = init({"w": torch.ones(3)})
+    for t in range(6):
+        state, metrics = step(state, torch.full((3,), float("nan") if t < 5 else 1.0), t)
+    assert state.local.scale.scale == 2.0**-100 and torch.isfinite(metrics.grad_norm)
+
+
 # -- autocast ----------------------------------------------------------------------------------------------------------
 
 MODEL = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 2))

@@ -1,5 +1,7 @@
 """Buffers, averages over time and over workers, optimizers that see the mix, and who reads which sample."""
 
+from collections import OrderedDict
+
 import pytest
 import torch
 from torch import nn
@@ -353,3 +355,39 @@ def test_gamma_follows_the_learning_rate_inside_the_step():
         lambda p, b: (p * b).sum(), df.sgd(rate), df.topology("ring", N), gamma=gamma
     )
     df.compile(df.simulate(step, N), backend="eager")(df.stack(init(torch.ones(3)), N), torch.ones(N, 3), 7)
+
+
+# -- buffers in an OrderedDict -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled", "accumulated", "averaged"])
+def test_buffers_keep_their_names_where_the_loss_returns_another_kind_of_dict(how):
+    """A dict has its leaves in the order of its keys, an OrderedDict as they were put in."""
+
+    def loss(params, buffers, batch):
+        return ((params - batch) ** 2).mean(), ({"a": buffers["a"] + 100, "b": buffers["b"] + 1}, None)
+
+    algorithm = df.adapt_while_communicate(
+        df.accumulate(loss) if how == "accumulated" else loss, df.sgd(0.1), df.topology("complete", 2)
+    )
+    init, step = df.average_buffers(algorithm) if how == "averaged" else algorithm
+    state = df.stack(init(torch.zeros(2), OrderedDict(b=torch.zeros(1), a=torch.zeros(1))), 2)
+    step = df.simulate(step, 2)
+    step = df.compile(step, backend="aot_eager") if how == "compiled" else step
+    micro = 2 if how == "accumulated" else 1
+    for t in range(3):
+        state, _ = step(state, torch.zeros(2, 2, 2) if how == "accumulated" else torch.zeros(2, 2), t)
+    got = df.buffers(state)
+    assert got["a"].tolist() == [[300.0 * micro]] * 2 and got["b"].tolist() == [[3.0 * micro]] * 2
+
+
+def test_a_loss_returns_the_buffers_that_it_was_given():
+    def loss(params, buffers, batch):
+        return params.sum(), ({"mean": buffers["mean"]}, None)
+
+    init, step = df.adapt_while_communicate(loss, df.sgd(0.1), df.topology("complete", 1))
+    state = init(torch.zeros(2), {"mean": torch.zeros(1), "count": torch.zeros(1)})
+    with pytest.raises(
+        ValueError, match=r"returned buffers \['mean'\] where it was given .*'count'.*return all of them"
+    ):
+        step(state, torch.zeros(1), 0)

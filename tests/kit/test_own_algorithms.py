@@ -1,0 +1,83 @@
+"""What goes wrong in an algorithm of one's own gets a sentence, at the first step or before."""
+
+import pytest
+import torch
+
+import decentfn as df
+from decentfn import kit
+
+
+def loss_fn(params, batch):
+    return ((params - batch) ** 2).mean()
+
+
+def first_step(returned):
+    """The first step of an algorithm that returns `returned(state, x, local, g)`."""
+
+    @kit.algorithm
+    def mine(loss_fn, optimizer, topology, **options):
+        worker = kit.Worker(loss_fn, optimizer, topology, **options)
+
+        def step(state, batch, t):
+            g, local = worker.gradient(state.params, state.local, batch, t)
+            return returned(state, state.params, local, g)
+
+        return worker.algorithm(step)
+
+    init, step = mine(loss_fn, df.sgd(0.1), df.topology("complete", 1))
+    return step(init(torch.zeros(3)), torch.ones(3), 0)
+
+
+WRONG = {
+    "no metrics": (
+        lambda state, x, local, g: kit.State(x, local),
+        r"returned \['Buckets', 'Local', 'tuple'\]; it returns",
+    ),
+    "nothing": (lambda state, x, local, g: None, r"returned NoneType; it returns"),
+    "the gradient for metrics": (
+        lambda state, x, local, g: (kit.State(x, local), g),
+        r"\['State', 'Gradient'\].*g\.metrics",
+    ),
+    "other dtypes": (
+        lambda state, x, local, g: (kit.State(kit.each(torch.Tensor.double, x), local), g.metrics),
+        r"params\.0 torch\.float64 \[3\] where it was given one with params\.0 torch\.float32 \[3\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", WRONG)
+def test_what_a_step_returns_is_looked_at_once(mistake):
+    returned, message = WRONG[mistake]
+    with pytest.raises(ValueError, match=message):
+        first_step(returned)
+
+
+def test_a_sound_step_passes():
+    _, metrics = first_step(lambda state, x, local, g: (kit.State(x, local), g.metrics))
+    assert metrics.loss == 1
+
+
+def test_the_decorator_says_what_it_decorates():
+    with pytest.raises(ValueError, match=r"@kit\.algorithm on mine\(loss, opt.*loss_fn, optimizer, topology"):
+
+        @kit.algorithm
+        def mine(loss, opt, topo):
+            return None
+
+    @kit.algorithm
+    def nothing(loss_fn, optimizer, topology):
+        return None
+
+    with pytest.raises(ValueError, match=r"nothing\(\.\.\.\) returned None.*return worker\.algorithm\(step\)"):
+        nothing(loss_fn, df.sgd(0.1), df.topology("complete", 1))
+
+
+@pytest.mark.parametrize("name", ["from_matrices", "MixAware", "cosine_with_warmup", "Shards", "strip_module_prefix"])
+def test_a_name_that_moved_says_where_it_is(name):
+    with pytest.warns(DeprecationWarning, match=rf"df\.{name} is .*\.{name} now"):
+        assert callable(getattr(df, name))
+
+
+def test_a_name_that_never_was_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'gossip_sgd'"):
+        _ = df.gossip_sgd
