@@ -7,6 +7,7 @@ python examples/digits.py                     one worker alone
 
 import os
 import sys
+import time
 
 import torch
 import torch.nn.functional as F
@@ -47,6 +48,8 @@ def main(steps: int = 300, topology: str = "one-peer-exp", seed: int = 0, simula
     except (TypeError, ValueError) as error:  # a name or a number that cannot work
         if world.rank == 0:
             print(f"digits: {error}", file=sys.stderr)
+        else:
+            time.sleep(30)  # torchrun ends all when the first has ended: that shall be the one that says why
         sys.exit(2)
 
     draw = torch.Generator().manual_seed(seed)  # the same start on every worker

@@ -187,6 +187,8 @@ def told_in_a_sentence() -> Iterator[None]:
     except (OSError, ValueError) as error:
         if SPEAKS:
             print(f"train_lm: {error}", file=sys.stderr)
+        else:
+            time.sleep(30)  # torchrun ends all when the first has ended: that shall be the one that says why
         sys.exit(2)
 
 
