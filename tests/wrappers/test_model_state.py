@@ -191,6 +191,16 @@ def test_where_buffers_cannot_be_averaged_it_says_so():
         df.diloco(lambda p, b: p.sum(), df.sgd(0.1), df.topology("complete", N), average_buffers=True)
 
 
+def test_on_a_column_stochastic_graph_averaging_would_drive_equal_buffers_apart():
+    """Why it is refused there: b⁺ = b + (A - I) b keeps the mean, but A 1 is not 1."""
+    topology = df.topologies.from_matrices("shares", [[[0.6, 0.3], [0.4, 0.7]]], is_column_stochastic=True)
+    A, b = df.mixing_matrix(topology, 0), torch.ones(2, dtype=torch.float64)
+    for _ in range(50):
+        b = b + (A - torch.eye(2)) @ b
+    torch.testing.assert_close(b.mean(), torch.ones((), dtype=torch.float64))
+    assert b.max() - b.min() > 0.25
+
+
 def consensus_on_this_rank():
     here = df.init()
     buffers = {"mean": torch.tensor([float(here.rank), 1 / 3]), "count": torch.tensor(7 + here.rank)}
