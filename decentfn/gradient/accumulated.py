@@ -6,14 +6,12 @@ leading axis of micro-batches.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from decentfn import trees
 from decentfn.buckets import Buckets, wide
-from decentfn.gradient.loss import LossFn, call, require_loss
+from decentfn.gradient.loss import LossFn, WrappedLoss, call, require_loss
 from decentfn.gradient.scaled import DynamicLossScale
 from decentfn.gradient.traced import Evaluation, gradient_of
 from decentfn.torch_private import scan
@@ -21,16 +19,8 @@ from decentfn.trees import PyTree
 from decentfn.words import brief
 
 
-class Accumulated:
+class Accumulated(WrappedLoss):
     """A loss whose batches are micro-batches; called, it is the loss of one micro-batch. Made by `accumulate`."""
-
-    def __init__(self, loss_fn: LossFn) -> None:
-        self.loss_fn = loss_fn
-        self.frozen: frozenset[str] = getattr(loss_fn, "frozen", frozenset())
-
-    def __call__(self, *arguments: Any) -> Any:
-        """The loss of one micro-batch."""
-        return self.loss_fn(*arguments)
 
 
 def accumulate(loss_fn: LossFn) -> LossFn:

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from decentfn.buckets import Buckets
 from decentfn.gradient.accumulated import Accumulated, mean_gradient_of, micro_batches
-from decentfn.gradient.loss import LossFn, takes
-from decentfn.gradient.scaled import DynamicLossScale
+from decentfn.gradient.loss import LossFn, WrappedLoss, takes
 from decentfn.gradient.traced import Evaluation, gradient_of
 from decentfn.stacking import in_chunks
 from decentfn.trees import PyTree
@@ -17,7 +16,7 @@ from decentfn.trees import PyTree
 
 def require_inputs(call: str, loss_fn: LossFn, params: PyTree, buffers: PyTree) -> None:
     """The loss takes these parameters, and buffers where there are any; `call` is what the user called."""
-    if isinstance(loss_fn, (Accumulated, DynamicLossScale)):
+    if isinstance(loss_fn, WrappedLoss):
         return require_inputs(call, loss_fn.loss_fn, params, buffers)
     own = getattr(loss_fn, "require_inputs", None)
     if own is not None:
@@ -36,12 +35,9 @@ def require_inputs(call: str, loss_fn: LossFn, params: PyTree, buffers: PyTree) 
 
 def require_batch(loss_fn: LossFn, batch: PyTree) -> None:
     """The batch is of the kind that the loss unpacks, where it says so."""
-    if isinstance(loss_fn, DynamicLossScale):
-        require_batch(loss_fn.loss_fn, batch)
-        return
-    if isinstance(loss_fn, Accumulated):
-        require_batch(loss_fn.loss_fn, micro_batches(batch))
-        return
+    if isinstance(loss_fn, WrappedLoss):
+        inside = micro_batches(batch) if isinstance(loss_fn, Accumulated) else batch
+        return require_batch(loss_fn.loss_fn, inside)
     own = getattr(loss_fn, "require_batch", None)
     if own is not None:
         own(batch)

@@ -18,6 +18,18 @@ LossFn = Callable[..., Any]
 """`(params, batch) -> loss` or `(loss, aux)`; with buffers `(params, buffers, batch) -> (loss, (buffers, aux))`."""
 
 
+class WrappedLoss:
+    """A loss around another one, of a type that says how its gradient is taken; called, it is the loss inside."""
+
+    def __init__(self, loss_fn: LossFn) -> None:
+        self.loss_fn = loss_fn
+        self.frozen: frozenset[str] = getattr(loss_fn, "frozen", frozenset())
+
+    def __call__(self, *arguments: Any) -> Any:
+        """The loss inside."""
+        return self.loss_fn(*arguments)
+
+
 def require_loss(call: str, loss_fn: Any) -> None:
     """`loss_fn` is a function, and no module."""
     if isinstance(loss_fn, torch.nn.Module):

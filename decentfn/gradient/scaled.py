@@ -6,12 +6,12 @@ again (in `traced`) and finds out whether the gradient is finite (in `Worker.gra
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from decentfn.gradient.loss import LossFn, require_loss
+from decentfn.gradient.loss import LossFn, WrappedLoss, require_loss
 from decentfn.transforms.basic import check_number
 from decentfn.words import brief
 
@@ -25,7 +25,7 @@ class LossScale(NamedTuple):
     growth_tracker: Tensor  # 0-d int64
 
 
-class DynamicLossScale:
+class DynamicLossScale(WrappedLoss):
     """A loss whose gradient is taken scaled; called, it is the loss itself. Made by `dynamic_loss_scale`."""
 
     def __init__(
@@ -37,14 +37,9 @@ class DynamicLossScale:
         growth_interval: int,
         agree: bool,
     ) -> None:
-        self.loss_fn = loss_fn
-        self.frozen: frozenset[str] = getattr(loss_fn, "frozen", frozenset())
+        super().__init__(loss_fn)
         self.init_scale, self.growth_factor, self.backoff_factor = init_scale, growth_factor, backoff_factor
         self.growth_interval, self.agree = growth_interval, agree
-
-    def __call__(self, *arguments: Any) -> Any:
-        """The loss, unscaled."""
-        return self.loss_fn(*arguments)
 
     def init(self, device: torch.device) -> LossScale:
         """The scale at the start."""

@@ -108,8 +108,9 @@ def _require_result(state: Any, result: Any) -> None:
             f"{_CALL}: the step returned {found}; it returns (State(params, local, memory), metrics), the metrics as "
             "worker.gradient's g.metrics, or Metrics(loss, aux, grad_norm)."
         )
-    if kind_of(result[0]) != kind_of(state) or _lines(result[0]) != _lines(state):
-        found, expected = _difference([kind_of(result[0]), *_lines(result[0])], [kind_of(state), *_lines(state)])
+    returned, given = ([kind_of(s), *_lines(s)] for s in (result[0], state))
+    if returned != given:
+        found, expected = _difference(returned, given)
         raise ValueError(
             f"{_CALL}: the step returned a state with {found} where it was given one with {expected}; a new state has the "
             "fields, shapes and dtypes of the old one."

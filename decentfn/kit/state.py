@@ -45,7 +45,8 @@ class Metrics(NamedTuple):
 
     loss: Tensor  # 0-d, this worker's, at the parameters that the gradient was taken at
     aux: PyTree  # what the loss returned beside it, or None
-    grad_norm: Tensor  # 0-d, l2 norm of this worker's gradient over all parameters, before clipping; inf where a scaled loss's gradient is bad
+    grad_norm: Tensor
+    """0-d, l2 norm of this worker's gradient over all parameters, before clipping; inf where a scaled loss's is bad."""
 
 
 class _Pair(NamedTuple):

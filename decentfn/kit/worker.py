@@ -48,7 +48,6 @@ class Worker:
         **options: Unpack[Options],
     ) -> None:
         require_arguments(loss_fn, optimizer, topology, shows_mix, options)
-        self.given_loss_fn = loss_fn
         self.scaling = loss_fn if isinstance(loss_fn, DynamicLossScale) else None
         self.loss_fn = loss_fn if self.scaling is None else self.scaling.loss_fn
         self.optimizer = optimizer
@@ -84,7 +83,7 @@ class Worker:
                 require_equal("init(params, buffers)", {name: given[name] for name in must_equal})
             return state
 
-        return Algorithm(init, step, loss_fn=self.given_loss_fn, topology=topology or self.topology)
+        return Algorithm(init, step, loss_fn=self.scaling or self.loss_fn, topology=topology or self.topology)
 
     def gradient(
         self, x: Buckets, local: Local, batch: PyTree, t: Tensor, *, together: bool = False

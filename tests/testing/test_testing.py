@@ -47,13 +47,13 @@ def ring(n):
     ("fault", "promise", "message"),
     [
         ("loses a hundredth", "laws_hold", "mean preserved: off by"),
-        ("widens", "dtypes_stay", "float32"),
+        ("widens", "dtypes_stay", "returned a state with params.2 torch.float32"),
         ("writes over its input", "dtypes_stay", "params.0"),
         ("no collective order", "interpreters_agree", "params.0"),
     ],
 )
 def test_a_fault_of_an_algorithm_breaks_its_promise(fault, promise, message):
-    with pytest.raises(AssertionError, match=message):
+    with pytest.raises((AssertionError, ValueError), match=message):
         PROMISES[promise](testing.Subject(my_algorithm(fault), ring))
 
 
