@@ -43,7 +43,7 @@ from decentfn.consensus import (
     params,
     with_params,
 )
-from decentfn.gradient import accumulate, dynamic_loss_scale, functional
+from decentfn.gradient import accumulate, autograd, dynamic_loss_scale, functional
 from decentfn.kit import Algorithm, Metrics, Options, State
 from decentfn.replicas import broadcast
 from decentfn.run import data, init
@@ -68,6 +68,7 @@ __all__ = [
     "adapt_while_communicate",
     "algorithms",
     "all_reduce",
+    "autograd",
     "average_buffers",
     "broadcast",
     "buffers",

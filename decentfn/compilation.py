@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from decentfn import collectives, compile_cache, draws, trees
+from decentfn.gradient.beside import passing_beside
 from decentfn.kit.expected import check, marked
 from decentfn.kit.state import Step
 from decentfn.run.memory import give_back_freed_memory
@@ -62,6 +63,8 @@ def compile(step: Step, *, donate: bool = True, backend: Any = "inductor", **opt
         kwargs["options"] = inductor.compile_options() | {"guard_filter_fn": _worth_guarding} | options
     prepared: list[tuple[Any, Callable[..., Any]]] = []
 
+    by_autograd = getattr(step, "by_autograd", False)
+
     def compiled(state: Any, batch: PyTree, t: int | Tensor) -> tuple[Any, Any]:
         leaves, structure = trees.flatten(state)
         run = next((run for known, run in prepared if known == structure), None)
@@ -76,13 +79,18 @@ def compile(step: Step, *, donate: bool = True, backend: Any = "inductor", **opt
         # Torch.compile drops what is written over a 0-d float64 input, so such a leaf goes in as [its view of shape [1]].
         given = [[x.view(1)] if getattr(x, "dtype", 0) == torch.float64 and x.dim() == 0 else x for x in leaves]
         t = as_step(t)
-        with draws.torch_draws(t, collectives.world().rank):
+
+        def call(batch: PyTree) -> tuple[Any, Any]:
             result = run(given, batch, t)
+            return (state, result) if donate else result
+
+        with draws.torch_draws(t, collectives.world().rank):
+            result = passing_beside(call, batch) if by_autograd else call(trees.plain(batch))
         progress.end()
         if is_first:
             prepared.append((structure, run))
             give_back_freed_memory()
-        return (state, result) if donate else result
+        return result
 
     return marked(compiled, made_by="compile")
 

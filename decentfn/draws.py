@@ -12,6 +12,7 @@ PyTorch's own generators, which a loss draws from, are seeded in the same spirit
 from __future__ import annotations
 
 import operator
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -113,22 +114,34 @@ def worker_seed(seed: int, worker: int, t: int = 0) -> int:
     return _mixed(seed, t, worker)
 
 
+class _Base(threading.local):
+    seed: int | None = None
+
+
+_base = _Base()
+"""`.seed`: torch's seed outside of `torch_draws`, or None."""
+
+
 @contextmanager
-def torch_draws(t: int | Tensor, rank: int) -> Iterator[None]:
-    """Within, PyTorch's default generators draw by (torch's seed, t, rank); afterwards they are as they were before.
+def torch_draws(t: int | Tensor, worker: int, part: int = 0) -> Iterator[None]:
+    """Within, PyTorch's default generators draw by (torch's seed, t, worker, part); afterwards they are as they were before.
 
     So where every rank has said `torch.manual_seed(0)`, ranks and steps draw differently, and the same in every run.
+    One within another draws by the seed that was torch's outside both.
     """
     generators = [torch.default_generator]
     if torch.cuda.is_initialized():
         generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
-    seed = _mixed(torch.initial_seed(), int(t), rank, 1)  # 1: never what `worker_seed` gives
+    outer = _base.seed
+    _base.seed = torch.initial_seed() if outer is None else outer
+    seed = _mixed(_base.seed, int(t), worker, part, 1)  # 1: never what `worker_seed` gives
     before = list(map(torch.Generator.get_state, generators))
     for generator in generators:
         generator.manual_seed(seed)
     try:
         yield
     finally:
+        _base.seed = outer
         for generator, state in zip(generators, before, strict=True):
             generator.set_state(state)
 

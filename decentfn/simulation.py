@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from decentfn import trees
+from decentfn.gradient.beside import Beside, passing_beside
 from decentfn.kit.expected import check, marked, require_order
 from decentfn.kit.state import Step
 from decentfn.scalars import as_step
@@ -58,6 +59,7 @@ def simulate(step: Step, num_workers: int, *, chunk_size: int | None = None) -> 
     def look(state: Any, batch: PyTree, t: Any) -> None:
         require_order(state, batch, t)
         _check_rows("state", state, num_workers)
+        batch = trees.plain(batch)
         _check_rows("batch", batch, num_workers)
         first, its_batch = trees.map(lambda leaf: leaf[0], (state, batch))
         check(step, first, its_batch, t)
@@ -68,10 +70,15 @@ def simulate(step: Step, num_workers: int, *, chunk_size: int | None = None) -> 
             require_order(state, batch, t)
         t = as_step(t)
         _check_rows("state", state, num_workers)
-        _check_rows("batch", batch, num_workers)
-        return over_workers(
-            lambda state, batch: step(state, batch, t), num_workers, state, batch, chunk_size=chunk_size
-        )
+        if not getattr(step, "by_autograd", False):
+            batch = trees.plain(batch)
+            _check_rows("batch", batch, num_workers)
+            return over_workers(
+                lambda state, batch: step(state, batch, t), num_workers, state, batch, chunk_size=chunk_size
+            )
+        if isinstance(batch, Beside):
+            return over_workers(lambda state: step(state, batch, t), num_workers, state, chunk_size=chunk_size)
+        return passing_beside(lambda batch: simulated(state, batch, t), batch)
 
     return marked(simulated, check=look, made_by="simulate")
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import optree
@@ -17,6 +18,8 @@ PyTree = Any
 
 _LEAVES = (torch.Tensor, int)
 """Known at a glance, so that Dynamo has less to trace."""
+
+_DICTS = (dict, OrderedDict, defaultdict)
 
 flatten: Callable[..., tuple[list[Any], Any]] = optree.tree_flatten
 
@@ -91,6 +94,15 @@ def register_node(
         namespace=registry.__dict__["__GLOBAL_NAMESPACE"],
     )
     pytrees.register_node(cls, flatten, unflatten)
+
+
+def plain(tree: PyTree) -> PyTree:
+    """The tree with dicts in place of other mappings, which are no nodes to pytrees."""
+    if isinstance(tree, Mapping) and type(tree) not in _DICTS:
+        return {key: plain(value) for key, value in tree.items()}
+    if type(tree) in _DICTS or type(tree) in (list, tuple) or hasattr(tree, "_fields"):
+        return optree.tree_map(plain, tree, is_leaf=lambda node: node is not tree)
+    return tree
 
 
 def named_leaves(tree: PyTree) -> list[tuple[str, Any]]:

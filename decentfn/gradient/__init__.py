@@ -1,6 +1,7 @@
 """The loss and its gradient: of one batch, or averaged over micro-batches, of a module."""
 
 from decentfn.gradient.accumulated import Accumulated, accumulate
+from decentfn.gradient.by_autograd import autograd, is_by_autograd
 from decentfn.gradient.evaluation import evaluate, require_batch, require_inputs
 from decentfn.gradient.loss import LossFn, require_loss
 from decentfn.gradient.module import functional
@@ -14,9 +15,11 @@ __all__ = [
     "LossFn",
     "LossScale",
     "accumulate",
+    "autograd",
     "dynamic_loss_scale",
     "evaluate",
     "functional",
+    "is_by_autograd",
     "require_batch",
     "require_inputs",
     "require_loss",

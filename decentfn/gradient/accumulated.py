@@ -75,7 +75,7 @@ def mean_gradient_of(
 ) -> Evaluation:
     """The mean over micro-batches: `[M, ...]` in every leaf of `batch`."""
     stacks = trees.leaves(batch)
-    count = _count(stacks)
+    count = micro_batch_count(stacks)
     batch_template, buffer_template = trees.enumerate_leaves(batch), trees.enumerate_leaves(buffers)
     # A compiled loop returns tensors only, so what stands around aux is learnt from a call whose values nobody reads.
     loss, _, aux = call(loss_fn, params.tree(), buffers, trees.fill(batch_template, [x[0] for x in stacks]))
@@ -100,7 +100,7 @@ def mean_gradient_of(
     return Evaluation(Buckets(grads, params.plan), new_buffers, mean_loss, trees.fill(aux_template, stacked))
 
 
-def _count(stacks: list[Tensor]) -> int:
+def micro_batch_count(stacks: list[Tensor]) -> int:
     """M, the length of every leaf's first axis."""
     shapes = [list(x.shape) for x in stacks]
     if not shapes or any(not shape or shape[0] != shapes[0][0] or not shape[0] for shape in shapes):

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from decentfn.buckets import Buckets
 from decentfn.gradient.accumulated import Accumulated, mean_gradient_of, micro_batches
+from decentfn.gradient.beside import Beside
+from decentfn.gradient.by_autograd import ByAutograd, gradient_by_autograd
 from decentfn.gradient.loss import LossFn, WrappedLoss, takes
 from decentfn.gradient.traced import Evaluation, gradient_of
 from decentfn.stacking import in_chunks
@@ -35,16 +37,17 @@ def require_inputs(call: str, loss_fn: LossFn, params: PyTree, buffers: PyTree) 
 
 def require_batch(loss_fn: LossFn, batch: PyTree) -> None:
     """The batch is of the kind that the loss unpacks, where it says so."""
+    if isinstance(batch, Beside):
+        return None  # it was looked at before it left
     if isinstance(loss_fn, WrappedLoss):
         inside = micro_batches(batch) if isinstance(loss_fn, Accumulated) else batch
         return require_batch(loss_fn.loss_fn, inside)
     own = getattr(loss_fn, "require_batch", None)
-    if own is not None:
-        own(batch)
+    return None if own is None else own(batch)
 
 
 def evaluate(
-    loss_fn: LossFn, params: Buckets, buffers: PyTree, batch: PyTree, scale: Tensor | None = None
+    loss_fn: LossFn, params: Buckets, buffers: PyTree, batch: PyTree, t: Tensor, scale: Tensor | None = None
 ) -> Evaluation:
     """The loss and its gradient at `params`, which the loss sees as the user's tree.
 
@@ -53,9 +56,14 @@ def evaluate(
         params: buckets.
         buffers: the tree that the loss takes and returns; None for a loss without.
         batch: what the loss takes.
+        t: the step, 0-d int64 on the CPU: what an operator draws its random numbers by.
         scale: 0-d, positive: the gradient is taken of `scale * loss` and divided by it, so that small gradients outlive
             sixteen-bit arithmetic within the loss; where large ones do not, it is infinite or NaN.
     """
-    if not isinstance(loss_fn, Accumulated):
-        return in_chunks(partial(gradient_of, loss_fn), params, buffers, batch, scale)
-    return in_chunks(partial(mean_gradient_of, loss_fn.loss_fn), params, buffers, micro_batches(batch), scale)
+    many = isinstance(loss_fn, Accumulated)
+    one = loss_fn.loss_fn if many else loss_fn
+    if isinstance(one, ByAutograd):
+        return gradient_by_autograd(one, params, buffers, batch, t, scale, many)
+    if many:
+        return in_chunks(partial(mean_gradient_of, one), params, buffers, micro_batches(batch), scale)
+    return in_chunks(partial(gradient_of, one), params, buffers, batch, scale)

@@ -57,10 +57,10 @@ def takes(function: Callable[..., Any], count: int) -> bool:
 def call(loss_fn: LossFn, params: PyTree, buffers: PyTree, batch: PyTree) -> tuple[Tensor, PyTree, PyTree]:
     """The loss, its new buffers and its aux."""
     returned = loss_fn(params, batch) if buffers is None else loss_fn(params, buffers, batch)
-    loss, beside = returned if _is_pair(returned) else (returned, None)
+    loss, beside = returned if is_pair(returned) else (returned, None)
     if buffers is None:
         new_buffers, aux = None, beside
-    elif _is_pair(beside):
+    elif is_pair(beside):
         new_buffers, aux = _as_given(buffers, beside[0]), beside[1]
     else:
         raise ValueError(
@@ -90,5 +90,6 @@ def _as_given(old: PyTree, new: PyTree) -> PyTree:
     return new
 
 
-def _is_pair(value: Any) -> TypeGuard[tuple[Any, Any]]:
+def is_pair(value: Any) -> TypeGuard[tuple[Any, Any]]:
+    """Whether something was returned beside the first thing."""
     return isinstance(value, tuple) and len(value) == 2

@@ -1,43 +1,104 @@
-"""From an `nn.Module` to the three things a step is made of, and back to its names."""
+"""From an `nn.Module` to the three things a step is made of."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
+from torch.nn.parameter import is_lazy
 
 from decentfn import trees
+from decentfn.gradient.loss import is_pair
+from decentfn.torch_private.autograd import weights
 from decentfn.trees import PyTree
 from decentfn.words import brief
 
 
 class ModuleLoss:
-    """`loss_fn(params, buffers, batch) -> (loss, (buffers, None))` of a module; made by `functional`."""
+    """`loss_fn(params, buffers, batch) -> (loss, (buffers, aux))` of a module; made by `functional`."""
 
     def __init__(
         self,
         module: nn.Module,
-        criterion: Callable[..., Tensor],
+        criterion: Callable[..., Tensor] | None,
+        forward: Callable[[nn.Module, Any], Any] | None,
         params: Mapping[str, Tensor],
         buffers: Mapping[str, Tensor],
         frozen: frozenset[str],
     ) -> None:
         self.module = module
         self.criterion = criterion
+        self.forward = forward
         self.frozen = frozen
         """Which of the buffers are frozen parameters."""
         self._shapes = _shapes(params), _shapes(buffers)
+        self._has_run = False
 
-    def __call__(self, params: PyTree, buffers: PyTree, batch: Any) -> tuple[Tensor, tuple[PyTree, None]]:
-        """Run the module with these parameters and buffers."""
+    def __call__(self, params: PyTree, buffers: PyTree, batch: Any) -> tuple[Tensor, tuple[PyTree, PyTree]]:
+        """Run the module with these parameters and copies of these buffers."""
         self.require_batch(batch)
-        inputs, *targets = batch
-        kept = {name: torch.clone(buffer) for name, buffer in buffers.items()}
-        output = functional_call(self.module, {**params, **kept}, (inputs,))
-        return self.criterion(output, *targets), (kept, None)
+        kept = {name: b if name in self.frozen else torch.clone(b) for name, b in buffers.items()}
+        with self.held(params, kept) as new:
+            loss, aux = self.of(batch)
+        return loss, (new, aux)
+
+    @contextmanager
+    def held(self, params: dict[str, Tensor], buffers: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+        """Within, the module has these parameters and buffers; what becomes of the buffers is known afterwards.
+
+        Afterwards the module is as it was, and so are the tensors among its attributes.
+        """
+        tensors = {**params, **buffers}
+        new = trees.map(lambda b: b, buffers)
+        before = None if torch.compiler.is_compiling() else _tensor_attributes(self.module)
+        try:
+            with weights(self.module, tensors):
+                yield new
+        finally:
+            if before is not None:
+                _restore_tensor_attributes(self.module, before)
+                self._refuse_new_buffers()
+        new.update({name: tensors[name] for name in buffers})
+
+    def of(self, batch: Any) -> tuple[Tensor, PyTree]:
+        """The loss of a batch and its aux, with the weights that the module has now."""
+        self.require_batch(batch)
+        if self.forward is not None:
+            returned = self.forward(self.module, batch)
+            return returned if is_pair(returned) else (returned, None)
+        if not isinstance(batch, Mapping):
+            inputs, *targets = batch
+            assert self.criterion is not None
+            return self.criterion(self.module(inputs), *targets), None
+        output = self.module(**batch)
+        if self.criterion is not None:
+            return self.criterion(output, batch), None
+        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        if loss is None:
+            raise ValueError(
+                f"df.functional({type(self.module).__name__}): without a criterion the module's output has the loss, as "
+                f"output.loss; this is a {type(output).__name__} without. Put the labels into the batch, or give a criterion, "
+                "or forward=lambda module, batch: ..."
+            )
+        return loss, None
+
+    def _refuse_new_buffers(self) -> None:
+        if self._has_run:
+            return
+        self._has_run = True
+        known = self._shapes[1].keys()
+        new = [name for name, _ in self.module.named_buffers() if name not in known]
+        if new:
+            for name in new:
+                owner, _, own = name.rpartition(".")
+                delattr(self.module.get_submodule(owner), own)
+            raise ValueError(
+                f"df.functional({type(self.module).__name__}): its first call made the buffers {brief(new)}, which the state "
+                "does not have; run the module once on a batch before df.functional."
+            )
 
     def require_inputs(self, call: str, params: PyTree, buffers: PyTree) -> None:
         """The module's names and shapes, or an error says which are not."""
@@ -64,13 +125,30 @@ class ModuleLoss:
         )
 
     def require_batch(self, batch: Any) -> None:
-        """A tuple or a list of inputs and targets: the rows of a tensor or the keys of a dict would unpack as well."""
-        if not isinstance(batch, (tuple, list)):
+        """A tuple or a list of inputs and targets, or keyword arguments: a tensor's rows would unpack as well."""
+        if self.forward is not None or isinstance(batch, Mapping):
+            return
+        if not isinstance(batch, (tuple, list)) or self.criterion is None:
+            expected = "a tuple (inputs, *targets), or a dict of keyword arguments of the module"
+            if self.criterion is None:
+                expected = "a dict of keyword arguments of the module, whose output has the loss: there is no criterion"
             raise ValueError(
-                f"loss_fn from df.functional: the batch is a {type(batch).__name__}, expected a tuple (inputs, *targets); "
-                "pass (batch['inputs'], batch['targets']), or write loss_fn(params, buffers, batch) with "
-                "torch.func.functional_call."
+                f"loss_fn from df.functional: the batch is a {type(batch).__name__}, expected {expected}; pass "
+                "df.functional(module, forward=lambda module, batch: ...), which returns the loss, for anything else."
             )
+
+
+def _tensor_attributes(module: nn.Module) -> list[dict[str, Tensor]]:
+    """Of every submodule, the tensors among its plain attributes."""
+    return [{name: x for name, x in m.__dict__.items() if isinstance(x, torch.Tensor)} for m in module.modules()]
+
+
+def _restore_tensor_attributes(module: nn.Module, before: list[dict[str, Tensor]]) -> None:
+    for own, old in zip(module.modules(), before, strict=False):
+        for name in [name for name, x in own.__dict__.items() if isinstance(x, torch.Tensor)]:
+            if name not in old:
+                del own.__dict__[name]
+        own.__dict__.update(old)
 
 
 def _shapes(tree: PyTree) -> dict[str, list[int]]:
@@ -78,20 +156,40 @@ def _shapes(tree: PyTree) -> dict[str, list[int]]:
 
 
 def functional(
-    module: nn.Module, criterion: Callable[..., Tensor]
+    module: nn.Module,
+    criterion: Callable[..., Tensor] | None = None,
+    *,
+    forward: Callable[[nn.Module, Any], Any] | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], ModuleLoss]:
     """`params, buffers, loss_fn = functional(module, criterion)`.
 
+    A batch is `(inputs, *targets)`, and the loss `criterion(module(inputs), *targets)`. Or it is a mapping of keyword
+    arguments, and the loss `criterion(module(**batch), batch)`, or without a criterion `module(**batch).loss`. For
+    anything else, `forward` says what the loss of a batch is.
+
     Args:
         module: any module; parameters that do not require a gradient are frozen: they come with the buffers.
-        criterion: `(output, *targets) -> 0-d loss`.
+        criterion: `(output, *targets) -> loss` or `(output, batch) -> loss`, 0-d; it may use the module's parameters.
+        forward: in place of a criterion, `(module, batch) -> loss` or `(loss, aux)`, for batches of any kind.
 
     Returns:
         Three things: `params`, name -> parameter, copies, a tied parameter once; `buffers`, name -> buffer or frozen
-        parameter, copies (perhaps none); and `loss_fn(params, buffers, batch) -> (loss, (buffers, None))` for batches
-        `(inputs, *targets)`, which leaves the module and the buffers that it is given as they are.
+        parameter, copies (perhaps none); and `loss_fn(params, buffers, batch) -> (loss, (buffers, aux))`, which leaves the
+        module and the buffers that it is given as they are.
+
+    Raises:
+        ValueError: both a criterion and `forward`; a lazy module that has not seen a batch.
     """
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"functional(module={brief(module)}): expected an nn.Module.")
+    if criterion is not None and forward is not None:
+        raise ValueError("functional(module, criterion, forward=...): forward returns the loss itself; leave one out.")
+    lazy = [name for name, x in (*module.named_parameters(), *module.named_buffers()) if is_lazy(x)]
+    if lazy:
+        raise ValueError(
+            f"functional({type(module).__name__}): {brief(lazy)} have no shape yet; run the module once on a batch first."
+        )
     trainable = {name: p.detach().clone() for name, p in module.named_parameters() if p.requires_grad}
     frozen = {name: p.detach().clone() for name, p in module.named_parameters() if not p.requires_grad}
     buffers = {name: b.detach().clone() for name, b in module.named_buffers()} | frozen
-    return trainable, buffers, ModuleLoss(module, criterion, trainable, buffers, frozenset(frozen))
+    return trainable, buffers, ModuleLoss(module, criterion, forward, trainable, buffers, frozenset(frozen))

@@ -38,9 +38,10 @@ def gradient_of(loss_fn: LossFn, params: Buckets, buffers: PyTree, batch: PyTree
 
     grads, (_, (loss, extras)) = grad_and_value(loss_of, has_aux=True)(params, buffers, batch)
     new_buffers, aux = trees.fill(templates[0], extras)
-    return Evaluation(grads if scale is None else _unscaled(grads, scale), new_buffers, loss, aux)
+    return Evaluation(grads if scale is None else unscaled(grads, scale), new_buffers, loss, aux)
 
 
-def _unscaled(grads: Buckets, scale: Tensor) -> Buckets:
+def unscaled(grads: Buckets, scale: Tensor) -> Buckets:
+    """The gradient of a loss from that of `scale` times it."""
     inverse = scale.double().reciprocal().float()  # torch.amp.GradScaler's arithmetic
     return each(lambda g: (g.to(wide(g.dtype)) * inverse).to(g.dtype), grads)

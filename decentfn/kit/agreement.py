@@ -12,7 +12,9 @@ from torch import Tensor
 
 from decentfn import collectives, draws
 from decentfn.fingerprint import agree, describe, structure
-from decentfn.kit.expected import checked, require_order
+from decentfn.gradient import is_by_autograd
+from decentfn.gradient.beside import Beside, passing_beside
+from decentfn.kit.expected import checked, marked, require_order
 from decentfn.kit.options import DEFAULTS
 from decentfn.kit.state import Algorithm, Metrics
 from decentfn.scalars import as_step
@@ -53,6 +55,7 @@ def algorithm(function: Callable[P, Algorithm]) -> Callable[P, Algorithm]:
         call = signature.bind(*args, **kwargs)
         call.apply_defaults()
         loss_fn, optimizer, topology = (call.arguments[name] for name in ("loss_fn", "optimizer", "topology"))
+        by_autograd = is_by_autograd(loss_fn)
         own = [name for name, p in signature.parameters.items() if p.kind is p.KEYWORD_ONLY]
         values = {name: call.arguments[name] for name in own} | DEFAULTS | call.arguments.get("options", {})
 
@@ -69,9 +72,12 @@ def algorithm(function: Callable[P, Algorithm]) -> Callable[P, Algorithm]:
             if torch.compiler.is_compiling() or functorch.has_no_value(t):
                 return built.step(state, batch, t)
             with draws.torch_draws(t, collectives.world().rank):
+                if by_autograd and not isinstance(batch, Beside) and not functorch.has_no_value(state.params[0]):
+                    return passing_beside(lambda batch: built.step(state, batch, t), batch)
                 return built.step(state, batch, t)
 
         init, step = checked(built.init, start, run, loss_fn)
+        step = marked(step, by_autograd=by_autograd)
         return Algorithm(init, step, loss_fn=loss_fn, topology=built.topology or topology)
 
     return build

@@ -94,9 +94,9 @@ class Worker:
         """
         scaling, scale = self.scaling, local.scale
         if scaling is None or scale is None:
-            e = evaluate(self.loss_fn, x, local.buffers, batch)
+            e = evaluate(self.loss_fn, x, local.buffers, batch, t)
             return Gradient(e.grads, e.loss, e.aux), local._replace(buffers=e.buffers)
-        e = evaluate(self.loss_fn, x, local.buffers, batch, scale.scale)
+        e = evaluate(self.loss_fn, x, local.buffers, batch, t, scale.scale)
         own = all_finite(e.grads)
         common = self.everywhere(own, t) if together or scaling.agree else own
         good, next_scale = common if together else own, scaling.advance(scale, common)

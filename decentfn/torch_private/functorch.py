@@ -22,8 +22,9 @@ except ImportError:
 
 try:
     from torch._C._functorch import is_batchedtensor as _is_batched
+    from torch._C._functorch import is_gradtrackingtensor as _is_differentiated
 except ImportError:
-    _is_batched = None
+    _is_batched = _is_differentiated = None
 
 
 def vmap_with_level(
@@ -43,6 +44,11 @@ def batched(x: Tensor, level: int) -> Tensor:
 def unbatched(x: Tensor, level: int, size: int) -> Tensor:
     """What a function under this level of `vmap` sees as `[...]`, as the `[N, ...]` that it is."""
     return _remove_batch_dim(x, level, size, 0)
+
+
+def is_differentiated(x: Tensor) -> bool:
+    """Whether `torch.func.grad` follows what becomes of a tensor."""
+    return _is_differentiated is not None and _is_differentiated(x)
 
 
 def has_no_value(x: Tensor) -> bool:

@@ -1,0 +1,81 @@
+"""What travels beside the graph: a value of this thread, known inside by a number."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from decentfn import trees
+
+
+class Beside:
+    """A value that is not in the graph: a pytree node of one leaf, the number under which `value` finds it."""
+
+    def __init__(self, number: Tensor) -> None:
+        self.number = number  # 0-d int64 on the CPU; [N], all equal, of N workers
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise AttributeError(
+            f"batch.{name}: within a step whose loss is df.autograd(loss_fn) the batch cannot be looked at; pass it to "
+            "worker.gradient as it came."
+        )
+
+
+trees.register_node(Beside, lambda node: ((node.number,), None), lambda _, children: Beside(*children))
+
+
+class _Here(threading.local):
+    values: dict[int, Any] | None = None
+
+
+_here = _Here()
+_numbers = itertools.count()
+
+
+def put(value: Any) -> int:
+    """The number of a value, which is kept until the step ends."""
+    assert _here.values is not None
+    number = next(_numbers)
+    _here.values[number] = value
+    return number
+
+
+def value(number: Tensor) -> Any:
+    """What was put under this number, in this thread and step."""
+    return (_here.values or {})[int(number.view(-1)[0])]
+
+
+@contextmanager
+def step() -> Iterator[None]:
+    """What is put within is forgotten at the end."""
+    outer = _here.values
+    _here.values = {}
+    try:
+        yield
+    finally:
+        _here.values = outer
+
+
+def passing_beside(function: Callable[[Beside], tuple[Any, Any]], batch: Any) -> tuple[Any, Any]:
+    """`(state, metrics)` of a function of the batch, which goes in beside the graph, as `aux` comes out."""
+    with step():
+        state, metrics = function(travelling(batch))
+        return state, metrics._replace(aux=arrived(metrics.aux))
+
+
+def travelling(batch: Any) -> Beside:
+    """The batch, put beside the graph."""
+    return Beside(torch.tensor(put(batch)))
+
+
+def arrived(tree: Any) -> Any:
+    """The tree in which `Beside` is what it stands for, where that can be read here."""
+    return value(tree.number) if isinstance(tree, Beside) else tree

@@ -1,0 +1,38 @@
+"""Autograd inside an operator, and a module's weights while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.stateless import _reparametrize_module
+
+
+@contextmanager
+def enabled() -> Iterator[None]:
+    """Autograd sees what an operator's kernel does, which runs below it."""
+    keys = torch._C.DispatchKey
+    excluded: Any = torch._C._dispatch_tls_local_exclude_set()
+    for key in (
+        keys.AutogradFunctionality,
+        keys.AutogradOther,
+        keys.AutogradCPU,
+        keys.AutogradCUDA,
+        keys.ADInplaceOrView,
+    ):
+        excluded = excluded.remove(key)
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded), torch.enable_grad():
+        yield
+
+
+@contextmanager
+def weights(module: nn.Module, tensors: dict[str, Tensor]) -> Iterator[None]:
+    """Within, the module has `tensors` for its parameters and buffers, by name, also where one stands in several places.
+
+    Afterwards it has its own again, and where it put another tensor in a place, that one is in `tensors`.
+    """
+    with _reparametrize_module(module, tensors, tie_weights=True, stack_weights=True):
+        yield
