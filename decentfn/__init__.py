@@ -48,6 +48,7 @@ from decentfn.kit import Algorithm, Metrics, Options, State
 from decentfn.replicas import broadcast
 from decentfn.run import data, init
 from decentfn.simulation import simulate, stack, worker
+from decentfn.state_dicts import load_state_dict, state_dict
 from decentfn.topologies import Topology, mixing_matrix, register_topology, topology
 from decentfn.transforms import Transform, adam, adamw, chain, clip_by_global_norm, sgd
 from decentfn.wrappers import average_buffers, ema, ema_params, ema_state
@@ -97,6 +98,7 @@ __all__ = [
     "gradient_tracking",
     "init",
     "kit",
+    "load_state_dict",
     "mixing_matrix",
     "momentum_tracking",
     "noloco",
@@ -112,6 +114,7 @@ __all__ = [
     "simulate",
     "slowmo",
     "stack",
+    "state_dict",
     "stochastic_gradient_push",
     "streaming_diloco",
     "testing",

@@ -21,10 +21,15 @@ from decentfn.torch_private import inductor
 from decentfn.trees import PyTree
 from decentfn.words import brief
 
+_GRAPHS = 32
+"""A step is compiled at most so often: for batches of other structures, dtypes and kinds of shapes."""
+
 _log = logging.getLogger("decentfn")
 
 
-def compile(step: Step, *, donate: bool = True, backend: Any = "inductor", **options: Any) -> Step:
+def compile(
+    step: Step, *, donate: bool = True, dynamic: bool | None = None, backend: Any = "inductor", **options: Any
+) -> Step:
     """Compile `step(state, batch, t)` into one graph that serves every `t`.
 
     Communication is posted first and waited for last. What the step closes over (hyperparameters, topology) is taken as
@@ -37,11 +42,13 @@ def compile(step: Step, *, donate: bool = True, backend: Any = "inductor", **opt
         step: a step of this library, a simulated step, or any pure function of the same form. `t` may be an int or a
             0-d tensor.
         donate: write over the state that is passed in (as an optimizer in place would); False keeps the step pure.
+        dynamic: as of torch.compile: None compiles once more for the second shape of a batch and from then on for any, True
+            for any from the start, False anew for each. A loss by `df.autograd` needs one graph for all.
         backend: of torch.compile.
         options: further options for torch.compile's `options=` (Inductor's).
 
     Returns:
-        A function of the same form. The batch must keep its structure; another shape of batch compiles once more.
+        A function of the same form. A batch of another structure compiles once more.
 
     Raises:
         ValueError: `step` is no function, or compiled already; at the first call, a state that another algorithm or
@@ -57,7 +64,7 @@ def compile(step: Step, *, donate: bool = True, backend: Any = "inductor", **opt
     if getattr(step, "made_by", None) == "compile":
         raise ValueError("compile(compile(step)): the step is compiled already; compile it once.")
     progress = _Progress(step)
-    kwargs: dict[str, Any] = {"fullgraph": True, "dynamic": False, "backend": backend}
+    kwargs: dict[str, Any] = {"fullgraph": True, "dynamic": dynamic, "recompile_limit": _GRAPHS, "backend": backend}
     if backend == "inductor":
         kwargs["backend"] = progress.inductor
         kwargs["options"] = inductor.compile_options() | {"guard_filter_fn": _worth_guarding} | options
@@ -84,7 +91,7 @@ def compile(step: Step, *, donate: bool = True, backend: Any = "inductor", **opt
             result = run(given, batch, t)
             return (state, result) if donate else result
 
-        with draws.torch_draws(t, collectives.world().rank):
+        with collectives.whole_step(t), draws.torch_draws(t, collectives.world().rank):
             result = passing_beside(call, batch) if by_autograd else call(trees.plain(batch))
         progress.end()
         if is_first:

@@ -1,5 +1,6 @@
 """What the workers say to each other: the operators, their two interpreters, and how they are compiled."""
 
+from decentfn.collectives.interruption import whole_step
 from decentfn.collectives.membership import World, adopt_default_group, leave_default_group, use, world
 from decentfn.collectives.operators import exchange, group_mean, make_groups, wait, worker_index
 from decentfn.collectives.processes import compare_steps, gather_objects, process_broadcast, process_mean
@@ -17,6 +18,7 @@ __all__ = [
     "process_mean",
     "use",
     "wait",
+    "whole_step",
     "worker_index",
     "world",
 ]

@@ -42,7 +42,7 @@ _YIELDS = 5
 Where the ranks keep all cores busy, it would else come to that when the compute is over.
 """
 
-_in_flight: dict[int, tuple[list[Any], Call, Tensor]] = {}
+in_flight: dict[int, tuple[list[Any], Call, Tensor]] = {}
 """Address of a tensor that is being received -> the works to wait for, who posted them, and the tensor."""
 
 
@@ -152,7 +152,7 @@ def _post(here: World, inbox: Tensor, receives: list[tuple[Tensor, int]], sends:
 
 
 def _track(tensor: Tensor, works: list[Any], call: Call) -> None:
-    _in_flight[tensor.data_ptr()] = (works, call, tensor)
+    in_flight[tensor.data_ptr()] = (works, call, tensor)
     if tensor.device.type == "cpu":
         for _ in range(_YIELDS):
             _sched_yield()
@@ -161,7 +161,7 @@ def _track(tensor: Tensor, works: list[Any], call: Call) -> None:
 
 
 def _complete(x: Tensor) -> None:
-    if (posted := _in_flight.pop(x.data_ptr(), None)) is not None:
+    if (posted := in_flight.pop(x.data_ptr(), None)) is not None:
         works, call, _ = posted
         _finish(works, call)
 

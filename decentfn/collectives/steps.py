@@ -34,15 +34,30 @@ class Steps:
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
-        self._calls = 0
+        self.calls = 0
+        self.cut_short: tuple[int, BaseException] | None = None
+        """The step that raised after it had posted, and what it raised."""
         self._last = 0
         self._changes: deque[tuple[int, int]] = deque(maxlen=32)  # the calls in which t changed, and to what
         self._board: Any = None  # a store of torch.distributed
 
     def begin(self, board: Any) -> None:
         """Count from here; all ranks at once, with a board on which nothing is written yet."""
-        self._calls, self._board = 0, board
+        self.calls, self._board, self.cut_short = 0, board, None
         self._changes.clear()
+
+    def require_whole(self) -> None:
+        """No step has been cut short.
+
+        Raises:
+            RuntimeError: one has, which names it.
+        """
+        if self.cut_short is not None:
+            t, error = self.cut_short
+            raise RuntimeError(
+                f"step(state, batch, t): rank {self.rank} cannot go on, because its step t={t} raised "
+                f"{type(error).__name__}: {error}; the other ranks have its messages and are ahead. Start the run again, on all ranks."
+            ) from error
 
     def count(self, t: Tensor) -> int:
         """Note that an operator is called; `t` as a number.
@@ -50,7 +65,7 @@ class Steps:
         Raises:
             RuntimeError: another rank made the same call at another step.
         """
-        self._calls = calls = self._calls + 1
+        self.calls = calls = self.calls + 1
         step = int(t)
         if step != self._last or not self._changes:
             self._last = step
@@ -68,7 +83,7 @@ class Steps:
         """What to raise where `what` has failed; tells the others this rank's steps, and asks for theirs."""
         why = "a peer has died, or is later than the timeout of df.init"
         for rank, (calls, changes) in self._failed_elsewhere().items():
-            common = min(self._calls, calls)
+            common = min(self.calls, calls)
             mine, theirs = _step_of(common, self._changes), _step_of(common, changes)
             if mine is not None and theirs is not None and mine != theirs:
                 why = self._different(mine, rank, theirs)
@@ -76,9 +91,9 @@ class Steps:
 
     def _compare(self, board: Any) -> None:
         try:
-            first = board.compare_set(f"call {self._calls}", "", f"{self.rank} {self._last}")
-            if self._calls > _KEPT:
-                board.delete_key(f"call {self._calls - _KEPT}")
+            first = board.compare_set(f"call {self.calls}", "", f"{self.rank} {self._last}")
+            if self.calls > _KEPT:
+                board.delete_key(f"call {self.calls - _KEPT}")
         except RuntimeError as error:
             # The process that held it is done, or has died: then messages fail.
             _log.info("t is no longer compared between ranks: the store does not answer (%s)", error)
@@ -90,7 +105,7 @@ class Steps:
             raise RuntimeError(self._different(self._last, rank, step))
 
     def _tell(self, board: Any) -> None:
-        numbers = (self.rank, self._calls, *(number for change in self._changes for number in change))
+        numbers = (self.rank, self.calls, *(number for change in self._changes for number in change))
         board.append("failed", " ".join(map(str, numbers)) + ";")
 
     def _failed_elsewhere(self) -> dict[int, tuple[int, list[tuple[int, int]]]]:

@@ -42,11 +42,12 @@ class ByAutograd(WrappedLoss):
 
     def __init__(self, loss_fn: LossFn) -> None:
         super().__init__(loss_fn)
-        self.number = next(_numbers)
-        self.handle = torch.tensor(self.number)  # data to the graph, so that code is shared between losses
+        number = next(_numbers)
+        self.name = str(number)  # a constant to the compiler, as a number would not be
+        self.handle = torch.tensor(number)  # data to the graph, so that code is shared between losses
         self.layouts: list[_Layout] = []
         self.lock = threading.RLock()  # of the module: ranks may be threads that share it
-        _losses[self.number] = self
+        _losses[number] = self
 
 
 _numbers = itertools.count()
@@ -109,7 +110,7 @@ def gradient_by_autograd(
             "and torch.func.vmap, and decorate the function that builds the algorithm with df.kit.algorithm."
         )
     template = trees.enumerate_leaves(buffers)
-    layout, changing = _remember(loss_fn.number, params.plan, template)
+    layout, changing = _remember(loss_fn.name, params.plan, template)
     old = trees.leaves(buffers)
     out = _gradient(loss_fn.handle, layout, changing, many, 0, t, scale, batch.number, list(params), old)
     size = len(params)
@@ -119,9 +120,9 @@ def gradient_by_autograd(
 
 
 @torch.compiler.assume_constant_result
-def _remember(number: int, plan: Plan, buffers: PyTree) -> tuple[int, tuple[int, ...]]:
+def _remember(name: str, plan: Plan, buffers: PyTree) -> tuple[int, tuple[int, ...]]:
     """The number of a layout, and which of the buffers the loss may change; runs while the step is traced."""
-    loss_fn = _losses[number]
+    loss_fn = _losses[int(name)]
     for index, layout in enumerate(loss_fn.layouts):
         if layout.buffers == buffers and (layout.plan is plan or layout.plan == plan):
             return index, layout.changing

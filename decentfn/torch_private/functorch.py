@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -25,6 +26,25 @@ try:
     from torch._C._functorch import is_gradtrackingtensor as _is_differentiated
 except ImportError:
     _is_batched = _is_differentiated = None
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """What functorch does with `torch.nn.functional.linear`, for sizes that are symbols to the compiler, too.
+
+    functorch's own reads the input's sizes as numbers, so a step would be compiled again for every length of sequences.
+    """
+    if bias is not None and input.dim() == 2:
+        return torch.addmm(bias, input, weight.t())
+    if bias is not None and input.dim() == 3 and input.is_contiguous():
+        rows, columns, features = input.shape
+        flat = torch.addmm(bias, input.view(rows * columns, features), weight.t())
+        return flat.view(rows, columns, weight.shape[0])
+    output = torch.matmul(input, weight.t())
+    return output if bias is None else output + bias
+
+
+with suppress(AttributeError, RuntimeError):  # Heard by the compiler alone, while it traces through functorch.
+    torch.ops.aten.linear.default.py_impl(torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode)(_linear)
 
 
 def vmap_with_level(

@@ -1,0 +1,327 @@
+"""`df.autograd`: any model, as plain PyTorch trains it, in every mode; what it returns, what it leaves, what it refuses."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.utils.checkpoint import checkpoint
+
+import decentfn as df
+from decentfn import compile_cache, testing, trees
+from decentfn.collectives.operators import in_flight
+from decentfn.draws import torch_draws
+
+
+class Checkpointed(nn.Module):
+    """A block used twice, computed again in the backward pass, with dropout and batch norm."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.reentrant = reentrant
+        self.start, self.end = nn.Linear(5, 8), nn.Linear(8, 1)
+        self.block = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Tanh())
+
+    def forward(self, x):
+        h = self.start(x)
+        for _ in range(2):
+            h = checkpoint(self.block, h, use_reentrant=self.reentrant)
+        return self.end(h)
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.end = nn.LSTM(5, 8, 2, dropout=0.2), nn.Linear(8, 1)
+
+    def forward(self, x):
+        h = self.rnn(x[None])[0][0]
+        return self.end(h) if h.sum().item() > -1e9 else h
+
+
+class Routed(nn.Module):
+    """Rows go where they like; some experts get none."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.experts = nn.Linear(5, 3), nn.ModuleList(nn.Linear(5, 1) for _ in range(3))
+
+    def forward(self, x):
+        choice = self.gate(x).softmax(1)
+        out = x.new_zeros(len(x), 1)
+        for i, expert in enumerate(self.experts):
+            rows = choice.argmax(1) == i
+            if rows.any():
+                out[rows] = choice[rows, i : i + 1] * expert(x[rows])
+        return out
+
+
+class Sparse(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.end = nn.Embedding(20, 8, sparse=True), nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.end(self.table((x[:, 0].abs() * 5).long() % 20))
+
+
+NETS = {
+    "checkpointed, reentrant": lambda: Checkpointed(True),
+    "checkpointed": lambda: Checkpointed(False),
+    "LSTM": Recurrent,
+    "routed": Routed,
+    "sparse": Sparse,
+    "spectral norm": lambda: nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(5, 8)), nn.Linear(8, 1)),
+    "old spectral norm": lambda: nn.Sequential(nn.utils.spectral_norm(nn.Linear(5, 8)), nn.Linear(8, 1)),
+    "compiled inside": lambda: nn.Sequential(torch.compile(nn.Linear(5, 8), backend="aot_eager"), nn.Linear(8, 1)),
+}
+
+
+def batches(worker, steps=4):
+    draw = torch.Generator().manual_seed(worker)
+    return [(torch.randn(6, 5, generator=draw), torch.randn(6, 1, generator=draw)) for _ in range(steps)]
+
+
+def plain_loop(net, workers=1, steps=4):
+    """The gradients' mean over workers, one optimizer: what all-reduce computes; buffers are the first worker's."""
+    nets = [copy.deepcopy(net) for _ in range(workers)]
+    opts = [torch.optim.SGD(n.parameters(), 0.1, momentum=0.9) for n in nets]
+    data = [batches(i) for i in range(workers)]
+    for t in range(steps):
+        for i, n in enumerate(nets):
+            n.zero_grad()
+            with torch_draws(t, i):
+                mse_loss(n(data[i][t][0]), data[i][t][1]).backward()
+        for group in zip(*(n.parameters() for n in nets), strict=True):
+            grads = [p.grad.to_dense() for p in group if p.grad is not None]
+            for p in group:
+                p.grad = None if not grads else sum(grads) / workers
+        for opt in opts:
+            opt.step()
+    return nets[0].state_dict()
+
+
+def bits(net):
+    return {name: x.clone() for name, x in net.state_dict().items()}
+
+
+def assert_as_before(net, before):
+    assert all(torch.equal(x, before[name]) for name, x in net.state_dict().items())
+    assert all(p.grad is None and p.is_leaf and type(p) is nn.Parameter for p in net.parameters())
+    copy.deepcopy(net)
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_a_net_trains_as_in_a_plain_loop_in_every_mode(name):
+    torch.manual_seed(3)
+    net = NETS[name]()
+    before = bits(net)
+    expected = {1: plain_loop(net), 2: plain_loop(net, 2)}
+    params, buffers, loss_fn = df.functional(net, mse_loss)
+    for n in (1, 2):
+        init, step = df.all_reduce(df.autograd(loss_fn), df.sgd(0.1, momentum=0.9), df.topology("complete", n))
+        for compiled in (False, True):
+            state, run = init(params, buffers), step
+            if n > 1:
+                state, run = df.stack(state, n), df.simulate(step, n)
+            graphs = []
+            if compiled:
+                run = df.compile(run, backend=compile_cache.counted("aot_eager", graphs))
+            for t in range(4):
+                batch = batches(0)[t]
+                if n > 1:
+                    batch = trees.map(lambda *rows: torch.stack(rows), *(batches(i)[t] for i in range(n)))
+                state, metrics = run(state, batch, t)
+            first = state if n == 1 else df.worker(state, 0)
+            got = df.state_dict(net, first)
+            assert got.keys() == expected[n].keys()
+            for key, x in expected[n].items():
+                torch.testing.assert_close(got[key], x, atol=1e-6, rtol=1e-5, msg=lambda m, key=key: f"{key}: {m}")
+            assert not compiled or len(graphs) == 1
+    assert_as_before(net, before)
+
+
+def on_a_rank():
+    rank = df.init().rank
+    torch.manual_seed(3)
+    net = Checkpointed(False)
+    params, buffers, loss_fn = df.functional(net, mse_loss)
+    topology = df.topology("ring", 2)
+    init, step = df.adapt_while_communicate(df.autograd(loss_fn), df.sgd(0.1, momentum=0.9), topology)
+    ends = []
+    for run in (step, df.compile(step, backend="aot_eager")):
+        state = init(params, buffers)
+        for t, batch in enumerate(batches(rank)):
+            state, metrics = run(state, batch, t)
+        ends.append((df.params(state), df.buffers(state), metrics.loss))
+    return ends
+
+
+def test_ranks_draw_what_the_simulator_draws(ranks):
+    """Dropout included: random numbers follow from the seed, t and the worker, simulated, on ranks, compiled."""
+    by_rank = ranks(2).run(on_a_rank)
+    torch.manual_seed(3)
+    net = Checkpointed(False)
+    params, buffers, loss_fn = df.functional(net, mse_loss)
+    init, step = df.adapt_while_communicate(df.autograd(loss_fn), df.sgd(0.1, momentum=0.9), df.topology("ring", 2))
+    state, step = df.stack(init(params, buffers), 2), df.simulate(step, 2)
+    for t in range(4):
+        batch = trees.map(lambda *rows: torch.stack(rows), *(batches(i)[t] for i in range(2)))
+        state, metrics = step(state, batch, t)
+    for rank, ends in enumerate(by_rank):
+        for end in ends:
+            expected = trees.map(lambda x, rank=rank: x[rank], (df.params(state), df.buffers(state), metrics.loss))
+            for got, want in zip(trees.leaves(end), trees.leaves(expected), strict=True):
+                torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-5)
+
+
+def quadratic(params, batch):
+    return ((params - batch["x"]) ** 2).mean(), {"text": batch["text"], "twice": (params * 2).detach(), "x": batch["x"]}
+
+
+def built(loss_fn, **kwargs):
+    return df.all_reduce(loss_fn, df.sgd(0.1), df.topology("complete", 1), **kwargs)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_batch_of_any_kind_goes_in_and_aux_comes_out_and_share_nothing(compiled):
+    init, step = built(df.autograd(quadratic))
+    state = init(torch.zeros(3))
+    graphs = []
+    if compiled:
+        step = df.compile(step, backend=compile_cache.counted("aot_eager", graphs))
+    for t in range(12):
+        batch = {"x": torch.full((t, 3) if t else (3,), float(t)), "text": f"step {t}", "count": t}
+        new, metrics = step(state, batch, t)
+        assert metrics.aux["text"] == f"step {t}" and torch.equal(metrics.aux["x"], batch["x"])
+        kept = metrics.aux["twice"].clone()
+        batch["x"].zero_()
+        state, _ = step(new, {"x": torch.ones(3), "text": "", "count": 0}, t)
+        assert torch.equal(metrics.aux["twice"], kept) and (not t or metrics.aux["x"].eq(t).all())
+    assert not compiled or len(graphs) == 1
+
+
+def test_accumulated_and_scaled_as_when_traced():
+    net = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
+    params, buffers, loss_fn = df.functional(net, mse_loss)
+    micro = trees.map(lambda *rows: torch.stack(rows), *batches(0, 3))
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        ends = []
+        for around in (lambda f: f, df.autograd):
+            scaled = df.dynamic_loss_scale(df.accumulate(around(loss_fn)), init_scale=2.0**8)
+            init, step = built(scaled)
+            cast = [
+                trees.map(lambda x, d=dtype: x.to(d) if x.is_floating_point() else x, tree)
+                for tree in (params, buffers, micro)
+            ]
+            state = init(*cast[:2])
+            for t in range(3):
+                state, metrics = step(state, cast[2], t)
+            ends.append((df.params(state), df.buffers(state), metrics.loss.double(), metrics.grad_norm.double()))
+        close = {torch.float32: 1e-6, torch.float64: 1e-12, torch.bfloat16: 0.02}[dtype]
+        for a, b in zip(*map(trees.leaves, ends), strict=True):
+            torch.testing.assert_close(a, b, atol=close, rtol=close)
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, g):
+        raise ArithmeticError("in the backward pass")
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_an_exception_comes_out_as_itself_and_leaves_the_state(compiled):
+    def loss_fn(params, batch):
+        return (Twice.apply(params) if batch["bad"] else params).square().mean()
+
+    init, step = built(df.autograd(loss_fn))
+    if compiled:
+        step = df.compile(step, backend="aot_eager")
+    state = init(torch.ones(3))
+    state, _ = step(state, {"bad": False}, 0)
+    before = [x.clone() for x in trees.leaves(state)]
+    with pytest.raises(ArithmeticError, match="in the backward pass") as caught:
+        step(state, {"bad": True}, 1)
+    assert "backward" in [entry.name for entry in caught.traceback]
+    assert all(torch.equal(a, b) for a, b in zip(before, trees.leaves(state), strict=True))
+    step(state, {"bad": False}, 1)
+
+
+def test_an_exception_on_one_rank_drains_its_messages_and_the_next_step_names_it():
+    def fails_once(rank):
+        def loss_fn(params, batch):
+            if batch["t"] == 1 and rank == 0:
+                raise ArithmeticError("a bad sample")
+            return (params - rank).square().mean()
+
+        said = []
+        for around in (df.autograd, lambda f: f):
+            init, step = df.adapt_while_communicate(around(loss_fn), df.sgd(0.1), df.topology("ring", 2))
+            state = init(torch.ones(3))
+            for t in range(2 if rank else 3):
+                before = [x.clone() for x in trees.leaves(state)]
+                try:
+                    state, _ = step(state, {"t": torch.tensor(t) if around is not df.autograd else t}, t)
+                except (ArithmeticError, RuntimeError) as error:
+                    said.append(str(error))
+                    assert all(torch.equal(a, b) for a, b in zip(before, trees.leaves(state), strict=True))
+        return said
+
+    said, others = testing.on_ranks(2, fails_once)
+    assert not others and not in_flight
+    for first, second in (said[:2], said[2:]):
+        assert "a bad sample" in first
+        assert "t=1 raised" in second and "a bad sample" in second and "Start the run again" in second
+
+
+def test_what_cannot_be_is_refused_with_a_sentence():
+    loss_fn = df.autograd(lambda p, batch: (p - batch).square().mean())
+    with pytest.raises(ValueError, match="the other way round, df.accumulate"):
+        df.autograd(df.accumulate(lambda p, b: p.sum()))
+    with pytest.raises(ValueError, match="once is enough"):
+        df.autograd(loss_fn)
+    init, step = built(loss_fn)
+    state = init(torch.ones(3))
+    with pytest.raises(RuntimeError, match="cannot be differentiated"):
+        torch.func.grad(
+            lambda x: step(state._replace(params=df.kit.Buckets([x], state.params.plan)), torch.zeros(3), 0)[1].loss
+        )(state.params[0])
+    with pytest.raises(RuntimeError, match="does not depend on the parameters"):
+        built(df.autograd(lambda p, batch: batch.sum()))[1](state, torch.zeros(3), 0)
+
+    def writes(p, batch):
+        with torch.no_grad():
+            p.mul_(0.5)
+        return p.square().sum()
+
+    with pytest.raises(RuntimeError, match="wrote over its parameters"):
+        built(df.autograd(writes))[1](init(torch.ones(3)), torch.zeros(3), 0)
+
+
+def test_a_handle_goes_with_its_step_and_nothing_grows():
+    def life():
+        params, buffers, loss_fn = df.functional(nn.Linear(4, 1), mse_loss)
+        by_autograd = df.autograd(loss_fn)
+        init, step = built(by_autograd)
+        state, run = init(params, buffers), df.compile(step, backend="aot_eager")
+        batch = (torch.ones(2, 4), torch.ones(2, 1))
+        counts = []
+        for t in range(1101):
+            state, _ = run(state, batch, t)
+            if t % 1000 == 100:
+                gc.collect()
+                counts.append(len(gc.get_objects()))
+        assert counts[1] - counts[0] < 50
+        return weakref.ref(by_autograd)
+
+    handle = life()
+    torch._dynamo.reset()
+    gc.collect()
+    assert handle() is None
