@@ -18,8 +18,9 @@ from decentfn.kit.state import Step
 from decentfn.run.memory import give_back_freed_memory
 from decentfn.scalars import as_step
 from decentfn.torch_private import inductor
+from decentfn.torch_private.dynamo import NOT_COMPILED, TOO_MANY_GRAPHS
 from decentfn.trees import PyTree
-from decentfn.words import brief
+from decentfn.words import brief, brief_error
 
 _GRAPHS = 32
 """A step is compiled at most so often: for batches of other structures, dtypes and kinds of shapes."""
@@ -69,7 +70,6 @@ def compile(
         kwargs["backend"] = progress.inductor
         kwargs["options"] = inductor.compile_options() | {"guard_filter_fn": _worth_guarding} | options
     prepared: list[tuple[Any, Callable[..., Any]]] = []
-
     by_autograd = getattr(step, "by_autograd", False)
 
     def compiled(state: Any, batch: PyTree, t: int | Tensor) -> tuple[Any, Any]:
@@ -91,8 +91,20 @@ def compile(
             result = run(given, batch, t)
             return (state, result) if donate else result
 
-        with collectives.whole_step(t), draws.torch_draws(t, collectives.world().rank):
-            result = passing_beside(call, batch) if by_autograd else call(trees.plain(batch))
+        try:
+            with collectives.whole_step(t), draws.torch_draws(t, collectives.world().rank):
+                result = passing_beside(call, batch) if by_autograd else call(trees.plain(batch))
+        except TOO_MANY_GRAPHS as error:
+            raise RuntimeError(
+                f"df.compile(step): the batches came in more than {_GRAPHS} kinds (structures, dtypes, shapes that the compiler "
+                "takes for different ones), each of which is compiled; pad them to a few shapes, leave dynamic=None, or write "
+                "df.autograd(loss_fn), which needs one graph for all."
+            ) from error
+        except NOT_COMPILED as error:
+            raise RuntimeError(
+                f"df.compile(step): torch.compile could not trace the step: {brief_error(error)}. Where the loss runs in a plain "
+                "PyTorch loop, let PyTorch's autograd take the gradient: df.autograd(loss_fn); the rest of the step is compiled."
+            ) from error
         progress.end()
         if is_first:
             prepared.append((structure, run))

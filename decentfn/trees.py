@@ -101,7 +101,7 @@ def plain(tree: PyTree) -> PyTree:
     if isinstance(tree, Mapping) and type(tree) not in _DICTS:
         return {key: plain(value) for key, value in tree.items()}
     if type(tree) in _DICTS or type(tree) in (list, tuple) or hasattr(tree, "_fields"):
-        return optree.tree_map(plain, tree, is_leaf=lambda node: node is not tree)
+        return optree.tree_map(plain, cast(Any, tree), is_leaf=lambda node: node is not tree)
     return tree
 
 

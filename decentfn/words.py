@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_LONGEST = 60
+_LONGEST, _LONGEST_ERROR = 60, 300
 
 
 def brief(value: object) -> str:
@@ -13,3 +13,14 @@ def brief(value: object) -> str:
     """
     text = " ".join(repr(value).split())
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+
+
+def brief_error(error: BaseException) -> str:
+    """An error's type and the first line of what it says.
+
+    >>> brief_error(KeyError("labels"))
+    "KeyError: 'labels'"
+    """
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    first = first if len(first) <= _LONGEST_ERROR else f"{first[: _LONGEST_ERROR - 3]}..."
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__

@@ -143,6 +143,7 @@ HEADS = {
     "laws_hold_on_a_narrow_wire": "bfloat16 wire",
     "nothing_in_flight_is_written_over": "late messages",
     "accumulates": "accumulation",
+    "works_by_autograd": "by autograd",
     "scales_the_loss": "loss scale",
     "keeps_an_ema": "EMA",
     "averages_buffers": "buffers averaged",

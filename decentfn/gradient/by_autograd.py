@@ -160,6 +160,7 @@ def _kernel(
     if not workers:
         one = _of_worker(loss_fn, form, many, step_number, world().rank, scale, params, buffers, data)
         return [*one.grads, one.loss, torch.tensor(put(one.aux)), *one.buffers]
+    data = trees.plain(data)
     _require_rows(data, workers)
     first = world().rank * workers
     grads = [torch.empty_like(b) for b in params]

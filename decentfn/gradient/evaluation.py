@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import traceback
 from functools import partial
+from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from decentfn.buckets import Buckets
@@ -13,7 +16,11 @@ from decentfn.gradient.by_autograd import ByAutograd, gradient_by_autograd
 from decentfn.gradient.loss import LossFn, WrappedLoss, takes
 from decentfn.gradient.traced import Evaluation, gradient_of
 from decentfn.stacking import in_chunks
+from decentfn.torch_private import functorch
 from decentfn.trees import PyTree
+from decentfn.words import brief_error
+
+_LIBRARY = Path(__file__).parent.parent
 
 
 def require_inputs(call: str, loss_fn: LossFn, params: PyTree, buffers: PyTree) -> None:
@@ -64,6 +71,35 @@ def evaluate(
     one = loss_fn.loss_fn if many else loss_fn
     if isinstance(one, ByAutograd):
         return gradient_by_autograd(one, params, buffers, batch, t, scale, many)
-    if many:
-        return in_chunks(partial(mean_gradient_of, one), params, buffers, micro_batches(batch), scale)
-    return in_chunks(partial(gradient_of, one), params, buffers, batch, scale)
+    traced = partial(mean_gradient_of if many else gradient_of, one)
+    batch = micro_batches(batch) if many else batch
+    if torch.compiler.is_compiling():
+        return in_chunks(traced, params, buffers, batch, scale)
+    try:
+        return in_chunks(traced, params, buffers, batch, scale)
+    except Exception as error:
+        if _is_ours(error):
+            raise
+        raise RuntimeError(_not_traced(error, functorch.is_batched(params[0]))) from error
+
+
+def _is_ours(error: Exception) -> bool:
+    """Whether this library raised it, in a sentence."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return isinstance(error, ValueError) and bool(frames) and Path(frames[-1].filename).is_relative_to(_LIBRARY)
+
+
+def _not_traced(error: Exception, simulated: bool) -> str:
+    how = "torch.func traced its gradient"
+    way_out = "df.autograd(loss_fn)"
+    if simulated:
+        how += ", for all workers at once (df.simulate)"
+        way_out += ", which goes through the workers one after another"
+    if "memory" in str(error) and simulated:
+        way_out += "; or take fewer at a time, df.simulate(step, N, chunk_size=1)"
+    if "randomness" in str(error):
+        way_out += "; or leave chunk_size out, with which a traced loss draws no random numbers"
+    return (
+        f"step(state, batch, t): the loss raised {brief_error(error)} while {how}. Where it runs in a plain PyTorch loop, let "
+        f"PyTorch's autograd take the gradient: {way_out}."
+    )

@@ -49,17 +49,17 @@ class ModuleLoss:
     def held(self, params: dict[str, Tensor], buffers: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         """Within, the module has these parameters and buffers; what becomes of the buffers is known afterwards.
 
-        Afterwards the module is as it was, and so are the tensors among its attributes.
+        Afterwards the module is as it was, and no tensor is left among its attributes that was not there.
         """
         tensors = {**params, **buffers}
         new = trees.map(lambda b: b, buffers)
-        before = None if torch.compiler.is_compiling() else _tensor_attributes(self.module)
+        before = None if torch.compiler.is_compiling() else [dict(m.__dict__) for m in self.module.modules()]
         try:
             with weights(self.module, tensors):
                 yield new
         finally:
             if before is not None:
-                _restore_tensor_attributes(self.module, before)
+                _restore_tensors(self.module, before)
                 self._refuse_new_buffers()
         new.update({name: tensors[name] for name in buffers})
 
@@ -138,17 +138,15 @@ class ModuleLoss:
             )
 
 
-def _tensor_attributes(module: nn.Module) -> list[dict[str, Tensor]]:
-    """Of every submodule, the tensors among its plain attributes."""
-    return [{name: x for name, x in m.__dict__.items() if isinstance(x, torch.Tensor)} for m in module.modules()]
-
-
-def _restore_tensor_attributes(module: nn.Module, before: list[dict[str, Tensor]]) -> None:
+def _restore_tensors(module: nn.Module, before: list[dict[str, Any]]) -> None:
+    """Tensors that a call left among the plain attributes go, and what stood there is back."""
     for own, old in zip(module.modules(), before, strict=False):
-        for name in [name for name, x in own.__dict__.items() if isinstance(x, torch.Tensor)]:
-            if name not in old:
-                del own.__dict__[name]
-        own.__dict__.update(old)
+        now = own.__dict__
+        for name in [name for name, x in now.items() if isinstance(x, torch.Tensor) and x is not old.get(name)]:
+            if name in old:
+                now[name] = old[name]
+            else:
+                del now[name]
 
 
 def _shapes(tree: PyTree) -> dict[str, list[int]]:

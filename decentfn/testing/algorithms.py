@@ -16,7 +16,7 @@ from decentfn import trees
 from decentfn.buckets import Buckets
 from decentfn.compilation import compile
 from decentfn.consensus import params as params_of
-from decentfn.gradient import LossFn, accumulate, dynamic_loss_scale
+from decentfn.gradient import LossFn, accumulate, autograd, dynamic_loss_scale
 from decentfn.kit.state import Algorithm
 from decentfn.simulation import simulate
 from decentfn.testing import problem
@@ -178,13 +178,26 @@ def nothing_in_flight_is_written_over(subject: Subject) -> None:
 
 def accumulates(subject: Subject) -> None:
     """Two micro-batches are one batch of both, simulated and on ranks."""
-
-    def halves(worker: int, t: int) -> PyTree:
-        return trees.map(lambda x: x.unflatten(0, (2, 2)), problem.batch(worker, t))
-
     run = Run(losses=(accumulate,))
-    assert_close(simulated(subject, run, batches=halves)[-1], simulated(subject)[-1])
-    assert_close(ranks(subject, run, batches=halves)[-1], simulated(subject)[-1])
+    assert_close(simulated(subject, run, batches=_halves)[-1], simulated(subject)[-1])
+    assert_close(ranks(subject, run, batches=_halves)[-1], simulated(subject)[-1])
+
+
+def _halves(worker: int, t: int) -> PyTree:
+    return trees.map(lambda x: x.unflatten(0, (2, 2)), problem.batch(worker, t))
+
+
+def works_by_autograd(subject: Subject) -> None:
+    """With `df.autograd` it computes what it computes traced, in one graph, with every feature, on ranks, donated; its invariants hold where one worker overflows, too; accumulated, two workers a process."""
+    traced = _full(subject)
+    run = traced._replace(losses=(autograd, *traced.losses))
+    expected = simulated(subject, traced)[-1]
+    assert_close(simulated(subject, run)[-1], expected)
+    assert_close(ranks(subject, run)[-1], expected)
+    assert graphs(subject, run) == 1, f"{graphs(subject, run)} graphs for {STEPS} steps"
+    _assert_laws(subject, run, _overflowing)
+    accumulated = Run(local=2, losses=(autograd, accumulate))
+    assert_close(ranks(subject, accumulated, batches=_halves)[-1], simulated(subject)[-1])
 
 
 def scales_the_loss(subject: Subject) -> None:
@@ -279,6 +292,7 @@ PROMISES: dict[str, Callable[[Subject], None]] = {
         laws_hold_on_a_narrow_wire,
         nothing_in_flight_is_written_over,
         accumulates,
+        works_by_autograd,
         scales_the_loss,
         keeps_an_ema,
         averages_buffers,
@@ -303,7 +317,7 @@ def try_promise(promise: Callable[[Subject], None], subject: Subject) -> str | N
 def check_algorithm(
     algorithm: Callable[..., Algorithm], topology: Callable[[int], Topology], **how: Any
 ) -> dict[str, str | None]:
-    """Try every promise on an algorithm: some 14, with two compilations by Inductor, in half a minute.
+    """Try every promise on an algorithm: some 15, with two compilations by Inductor, in half a minute.
 
     Args:
         algorithm: as the functions of `decentfn.algorithms`.

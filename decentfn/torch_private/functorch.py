@@ -66,6 +66,11 @@ def unbatched(x: Tensor, level: int, size: int) -> Tensor:
     return _remove_batch_dim(x, level, size, 0)
 
 
+def is_batched(x: Tensor) -> bool:
+    """Whether this is one tensor for each worker, under `vmap`."""
+    return _is_batched is not None and _is_batched(x)
+
+
 def is_differentiated(x: Tensor) -> bool:
     """Whether `torch.func.grad` follows what becomes of a tensor."""
     return _is_differentiated is not None and _is_differentiated(x)
@@ -73,4 +78,4 @@ def is_differentiated(x: Tensor) -> bool:
 
 def has_no_value(x: Tensor) -> bool:
     """Whether a 0-d tensor cannot be read here: it is being compiled, fake, or one for each worker under `vmap`."""
-    return torch.compiler.is_compiling() or type(x) is _FakeTensor or (_is_batched is not None and _is_batched(x))
+    return torch.compiler.is_compiling() or type(x) is _FakeTensor or is_batched(x)

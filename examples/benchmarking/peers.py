@@ -43,7 +43,8 @@ class Peer(NamedTuple):
 def build(spec: str, workload: Workload, rank: int, size: int) -> Peer:
     """The peer that `spec` names.
 
-    decentfn:algorithm=adapt_while_communicate,topology=one-peer-exp,mode=compiled|eager,wire=bfloat16,…hyperparameters
+    decentfn:algorithm=adapt_while_communicate,topology=one-peer-exp,mode=compiled|eager,gradient=traced|autograd|regions,
+        wire=bfloat16,…hyperparameters    (regions: by autograd, of a module that is compiled by itself)
     ddp:mode=…,bucket_mb=25,view=False,hook=bf16    decent-dp:topology=one-peer-exp,mode=…,bucket_mb=25
     fsdp2    periodic:every=8,mode=…    alone:mode=eager (fused AdamW)    floor:kind=overlap,wire=bfloat16
     """
@@ -80,20 +81,25 @@ def _decentfn(
     algorithm: str = "adapt_while_communicate",
     topology: str = "one-peer-exp",
     mode: str = "compiled",
+    gradient: str = "traced",
     wire: str | None = None,
     **hyperparameters: Any,
 ) -> Peer:
     module = workload.module()
-    params = {name: p.detach() for name, p in module.named_parameters()}
+    if gradient == "regions":
+        module.compile()
+    params, buffers, loss_fn = df.functional(module, workload.criterion)
+    if gradient != "traced":
+        loss_fn = df.autograd(loss_fn)
     if "compressor" in hyperparameters:
         hyperparameters["compressor"] = _compressor(hyperparameters["compressor"])
     if wire is not None:
         hyperparameters["wire_dtype"] = getattr(torch, wire)
     schedule = df.topology(topology, num_workers=size)
     optimizer = df.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY)
-    init, step = getattr(df, algorithm)(workload.loss_fn(module), optimizer, schedule, **hyperparameters)
+    init, step = getattr(df, algorithm)(loss_fn, optimizer, schedule, **hyperparameters)
     step = df.compile(step) if mode == "compiled" else step
-    held, batches = [init(params)], workload.batches(rank)
+    held, batches = [init(params, buffers)], workload.batches(rank)
     params.clear()
     module.to("meta")  # the state holds the parameters; the module is a template from here on
 

@@ -1,4 +1,4 @@
-"""What is trained: four networks of different shapes, on random data that changes from step to step."""
+"""What is trained: six networks of different shapes, on random data that changes from step to step."""
 
 from __future__ import annotations
 
@@ -74,6 +74,47 @@ class MLP(nn.Module):
         return self.layers[-1](x)
 
 
+class Residual(nn.Module):
+    """Two convolutions with batch norm, and the input."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = (nn.Conv2d(channels, channels, 3, padding=1, bias=False) for _ in range(2))
+        self.norm1, self.norm2 = nn.BatchNorm2d(channels), nn.BatchNorm2d(channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(x + self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x))))))
+
+
+class ConvNet(nn.Module):
+    """A small residual network for images of 32 x 32."""
+
+    def __init__(self, channels: int, blocks: int) -> None:
+        super().__init__()
+        self.start = nn.Conv2d(3, channels, 3, stride=2, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(channels)
+        self.blocks = nn.ModuleList(Residual(channels) for _ in range(blocks))
+        self.head = nn.Linear(channels, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.norm(self.start(x)))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean((2, 3)))
+
+
+class Recurrent(nn.Module):
+    """A two-layer LSTM that reads a sequence and says what it was."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(width, hidden, 2, batch_first=True)
+        self.head = nn.Linear(hidden, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.rnn(x)[0][:, -1])
+
+
 @dataclass(frozen=True)
 class Workload:
     """A network, its loss and its data."""
@@ -108,6 +149,10 @@ def _classes(width: int, classes: int) -> Callable[[int, torch.Generator], tuple
     return lambda n, g: (torch.randn(n, width, generator=g), torch.randint(classes, (n,), generator=g))
 
 
+def _labelled(*shape: int) -> Callable[[int, torch.Generator], tuple[Tensor, Tensor]]:
+    return lambda n, g: (torch.randn(n, *shape, generator=g), torch.randint(10, (n,), generator=g))
+
+
 def _vectors(width: int) -> Callable[[int, torch.Generator], tuple[Tensor, Tensor]]:
     return lambda n, g: (torch.randn(n, width, generator=g), torch.randn(n, width, generator=g))
 
@@ -121,7 +166,8 @@ def _tokens(vocabulary: int, length: int) -> Callable[[int, torch.Generator], tu
 
 
 def workload(name: str, *, small: bool = False, batch_size: int | None = None) -> Workload:
-    """One of `mlp` (10.5M parameters), `gpt` (13.9M), `thousand` (1M in 1,000 tensors) and `tiny` (9.6e3).
+    """One of `mlp` (10.5M parameters), `gpt` (13.9M), `conv` (0.08M), `lstm` (1.1M), `thousand` (1M in 1,000 tensors) and
+    `tiny` (9.6e3).
 
     `small`: a hundredth of the size, for trying out. `batch_size`: per worker, None for the workload's own.
     """
@@ -141,6 +187,16 @@ def workload(name: str, *, small: bool = False, batch_size: int | None = None) -
             2,
         ),
         "thousand": Workload("thousand", lambda: Thousand(tensors, width), _vectors(width), mse, 16),
+        "conv": Workload(
+            "conv",
+            lambda: ConvNet(8 if small else 32, 1 if small else 4),
+            _labelled(3, 32, 32),
+            cross_entropy,
+            4 if small else 16,
+        ),
+        "lstm": Workload(
+            "lstm", lambda: Recurrent(64, 16 if small else 256), _labelled(32, 64), cross_entropy, 4 if small else 16
+        ),
         "tiny": Workload("tiny", lambda: MLP(64, 128, 10), _classes(64, 10), cross_entropy, 32),
     }[name]
     if batch_size is not None:

@@ -1,0 +1,214 @@
+"""Try the networks of tests/models one by one, and write models.md: what works traced, and what with df.autograd.
+
+python docs/models.py                       tries what has no result yet, and writes the page
+python docs/models.py --only gpt-2 --again  tries this case anew
+python docs/models.py --seconds-in-all 0    only writes the page
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from tests.models.cases import CASES  # noqa: E402
+from tests.models.trial import COLUMNS, RATE, STEPS, WAYS  # noqa: E402
+
+RESULTS, PAGE = HERE / "models.jsonl", HERE / "models.md"
+LONGEST = 200
+ROUNDING = 2e-5
+PACKAGES = ("torch", "torchvision", "timm", "transformers", "peft", "x-transformers", "torch_geometric")
+
+Key = tuple[str, str, str]  # case, way, column
+
+
+# -- trying -----------------------------------------------------------------------------------------------------------
+
+
+def stored() -> dict[Key, dict[str, Any]]:
+    """The latest result of each."""
+    lines = RESULTS.read_text(encoding="utf-8").splitlines() if RESULTS.exists() else []
+    results = [json.loads(line) for line in lines]
+    return {(r["case"], r["way"], r["column"]): r for r in results if r["case"] in CASES}
+
+
+def store(case: str, way: str, found: dict[str, Any]) -> None:
+    with RESULTS.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"case": case, "way": way, **found}) + "\n")
+    print(f"{case}, {way}, {found['column']}: {found['outcome']} after {found['seconds']:.0f} s", flush=True)
+
+
+def attempt(case: str, way: str, columns: list[str], limit: float, backend: str) -> Iterator[dict[str, Any]]:
+    """What a process of its own finds, column by column; the one in which it ended is the last."""
+    command = [sys.executable, "-m", "tests.models.trial", case, way, backend, *columns]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    began, left = time.monotonic(), list(columns)
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
+        process = subprocess.Popen(command, cwd=HERE.parent, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            process.wait(limit)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            process.kill()
+            process.wait()
+        output.seek(0)
+        printed = output.read()
+    for line in re.findall(r"^RESULT (.*)$", printed, re.MULTILINE):
+        found = json.loads(line)
+        left.remove(found["column"])
+        if "sentence" in found:
+            found["sentence"] = short(found["sentence"])
+        yield found | ({"backend": backend} if "compiled" in found["column"] else {})
+    if left:
+        took = time.monotonic() - began
+        if took >= limit:
+            found = {"outcome": "time", "sentence": f"not done within {limit:.0f} s"}
+        else:
+            last = (printed.strip().splitlines() or [""])[-1]
+            found = {"outcome": "error", "sentence": short(f"the process ended with {process.returncode}: {last}")}
+        yield {"column": left[0], **found, "seconds": round(took, 1)}
+
+
+def short(sentence: str) -> str:
+    """In one line, without paths and addresses, cut to its beginning."""
+    sentence = re.sub(r"(?:/[\w.+-]+)+/site-packages/", "", sentence)
+    sentence = re.sub(r"(?<![\w.:/])/(?:tmp|home|root|work|usr|opt)/\S*", "...", sentence)
+    sentence = " ".join(re.sub(r"0x[0-9a-f]{6,}", "0x...", sentence).split())
+    return sentence if len(sentence) <= LONGEST else sentence[:LONGEST].rsplit(" ", 1)[0] + " ..."
+
+
+def try_all(arguments: argparse.Namespace) -> None:
+    began = time.monotonic()
+    known = {} if arguments.again else stored()
+    for way in arguments.ways:
+        for case in arguments.only or CASES:
+            missing = [c for c in arguments.columns if (case, way, c) not in known]
+            while missing and time.monotonic() - began < arguments.seconds_in_all:
+                for found in attempt(case, way, missing, arguments.limit, arguments.backend):
+                    store(case, way, found)
+                    missing.remove(found["column"])
+
+
+# -- the page ---------------------------------------------------------------------------------------------------------
+
+HEADER = """# Models that were tried
+
+Every row is a small network with random weights, most of them from another package. It is tried in five ways of running
+a step, each traced (the loss as `df.functional` returns it) and with `df.autograd(loss_fn)`. Made with
+
+```bash
+pip install -c constraints.txt -e '.[models]'
+python docs/models.py
+```
+
+which keeps each result in `docs/models.jsonl` as soon as it has it. Stopped and called again, it goes on;
+`--only NAME --again` tries one anew. Each case and way has a process of its own, with {limit} s at the most.
+
+Versions: {versions}. On a CPU, one thread. Compiled is `df.compile(step)` with {backends}.
+
+**What is compared.** Parameters, buffers and losses after {steps} steps with those of a plain PyTorch loop:
+`torch.optim.SGD(lr={rate}, momentum=0.9)`, the same batches, and gradients of zero where a parameter has none. *Eager* and
+*compiled* are `df.adapt_while_communicate` of one worker. *Simulated* is `df.all_reduce` of two workers with
+`df.simulate`; *2 ranks* is the same on two gloo ranks, which are threads. There the plain loop takes the mean of
+two workers' gradients, and each worker has its own buffers.
+
+| | |
+|---|---|
+| yes | each tensor differs by less than {rounding} of its update |
+| yes (4e-05) | the largest difference, where it is more; the limit is 1e-4, or 5e-2 in bfloat16 |
+| runs | the loss draws random numbers, and here not those of the plain loop: all numbers are finite, more is not compared |
+| [1](#what-was-said) | it does not work; the sentence is in the list below the table |
+| – | not tried |
+
+{summary}
+
+"""
+
+
+def cell(result: dict[str, Any] | None, sentences: list[str]) -> str:
+    if result is None:
+        return "–"
+    if result["outcome"] == "yes":
+        worst = result["worst"]
+        return "runs" if worst is None else "yes" if worst < ROUNDING else f"yes ({worst:.0e})"
+    sentence = result["sentence"]
+    if sentence not in sentences:
+        sentences.append(sentence)
+    return f"[{sentences.index(sentence) + 1}](#what-was-said)"
+
+
+def page(results: dict[Key, dict[str, Any]], limit: float) -> str:
+    sentences: list[str] = []
+    heads = ["2 ranks" if c == "2 gloo ranks" else c for c in COLUMNS]
+    rows = [
+        "| case | package | " + " | ".join(f"{head}, {way}" for way in WAYS for head in heads) + " |",
+        "|---|---|" + "---|" * (len(WAYS) * len(COLUMNS)),
+    ]
+    for case in sorted(CASES.values(), key=lambda case: PACKAGES.index(case.package)):
+        cells = [cell(results.get((case.name, way, column)), sentences) for way in WAYS for column in COLUMNS]
+        rows.append(f"| {case.name} | {case.package} | " + " | ".join(cells) + " |")
+    said = [f"{i}. {escaped(sentence)}" for i, sentence in enumerate(sentences, 1)]
+    backends = sorted({r["backend"] for r in results.values() if "backend" in r})
+    header = HEADER.format(
+        limit=f"{limit:.0f}",
+        versions=", ".join(f"{name} {version(name)}" for name in PACKAGES),
+        backends=" and ".join(f'`backend="{name}"`' for name in backends) or "no backend yet",
+        steps=STEPS,
+        rate=RATE,
+        rounding=f"{ROUNDING:.0e}".replace("e-0", "e-"),
+        summary=" ".join(counted(results, way) for way in WAYS),
+    )
+    return header + "\n".join(rows) + "\n\n## What was said\n\n" + "\n".join(said) + "\n"
+
+
+def counted(results: dict[Key, dict[str, Any]], way: str) -> str:
+    """How many of the cells of one way are good."""
+    outcomes = [r["outcome"] for r in results.values() if r["way"] == way]
+    name = "With `df.autograd`" if way == "autograd" else "Traced"
+    return f"{name}, {outcomes.count('yes')} of the {len(outcomes)} cells that were tried work."
+
+
+def escaped(sentence: str) -> str:
+    return re.sub(r"([|*_<>\[\]`$])", r"\\\1", sentence)
+
+
+def version(name: str) -> str:
+    try:
+        return metadata.version(name).partition("+")[0]
+    except metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=CASES, metavar="NAME", help="these cases")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    parser.add_argument("--columns", nargs="+", choices=COLUMNS, default=COLUMNS)
+    parser.add_argument("--limit", type=float, default=240, help="seconds for each process")
+    parser.add_argument("--seconds-in-all", type=float, default=float("inf"), help="start nothing after them")
+    parser.add_argument("--backend", default="inductor", help="of the compiled columns")
+    parser.add_argument("--again", action="store_true", help="also what has a result")
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the process that tries a case ends with this one
+    try:
+        try_all(arguments)
+    finally:
+        PAGE.write_text(page(stored(), arguments.limit), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,241 @@
+"""Modules as people have them: batches and outputs of any kind, tied and frozen and lazy, and their state dicts."""
+
+import copy
+from collections import UserDict
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, mse_loss
+
+import decentfn as df
+from decentfn import compile_cache, trees
+
+
+@dataclass
+class Output:
+    logits: torch.Tensor
+    loss: torch.Tensor | None = None
+
+
+class Labelled(nn.Module):
+    """As transformers' models: keyword arguments, and the loss in the output."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)
+        self.head.weight = self.table.weight
+        self.register_buffer("scale", torch.ones(1), persistent=False)
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, tokens, labels=None):
+        self.count += 1
+        logits = self.head(self.table(tokens) * self.scale)
+        return Output(logits, None if labels is None else cross_entropy(logits.flatten(0, -2), labels.flatten()))
+
+
+def tokens(*shape):
+    return torch.randint(7, shape, generator=torch.Generator().manual_seed(0))
+
+
+def trained(loss_fn, params, buffers, batch, *, compiled=False, n=1, steps=3):
+    init, step = df.all_reduce(loss_fn, df.sgd(0.1), df.topology("complete", n))
+    state = init(params, buffers)
+    if n > 1:
+        state, step = df.stack(state, n), df.simulate(step, n)
+    if compiled:
+        step = df.compile(step, backend="aot_eager")
+    for t in range(steps):
+        state, metrics = step(state, batch, t)
+    return state, metrics
+
+
+WAYS = pytest.mark.parametrize("around", [lambda f: f, df.autograd], ids=["traced", "autograd"])
+
+
+@WAYS
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_keyword_batches_and_outputs_with_a_loss(around, compiled):
+    torch.manual_seed(0)
+    net, batch = Labelled(), {"tokens": tokens(3, 5), "labels": tokens(3, 5)}
+    plain = copy.deepcopy(net)
+    opt = torch.optim.SGD(plain.parameters(), 0.1)
+    for _ in range(3):
+        opt.zero_grad()
+        plain(**batch).loss.backward()
+        opt.step()
+
+    def with_criterion(output, batch):
+        return cross_entropy(output.logits.flatten(0, -2), batch["labels"].flatten())
+
+    def forward(module, batch):
+        output = module(batch["tokens"], labels=batch["labels"])
+        return output.loss, output.logits.detach()
+
+    for how in ({}, {"criterion": with_criterion}, {"forward": forward}):
+        params, buffers, loss_fn = df.functional(net, **how)
+        for n in (1, 2):
+            given = batch if n == 1 else df.stack(batch, n)
+            if not compiled:
+                given = UserDict(given)
+            state, metrics = trained(around(loss_fn), params, buffers, given, compiled=compiled, n=n)
+            got = df.state_dict(net, state if n == 1 else df.worker(state, 1))
+            assert list(got) == list(net.state_dict()) and "scale" not in got
+            copy.deepcopy(net).load_state_dict(got, strict=True)
+            for name, x in plain.state_dict().items():
+                torch.testing.assert_close(got[name], x, atol=1e-6, rtol=1e-5)
+            assert (metrics.aux is not None) == ("forward" in how)
+    assert float(net.count) == 0
+
+
+@WAYS
+def test_a_criterion_may_use_the_modules_own_parameters(around):
+    net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+    batch = (torch.randn(5, 3), torch.randn(5, 1))
+
+    def criterion(output, y):
+        return mse_loss(output, y) + sum(p.square().sum() for p in net.parameters())
+
+    plain = copy.deepcopy(net)
+    (mse_loss(plain(batch[0]), batch[1]) + sum(p.square().sum() for p in plain.parameters())).backward()
+    params, buffers, loss_fn = df.functional(net, criterion)
+    for compiled in (False, True):
+        state, _ = trained(around(loss_fn), params, buffers, batch, steps=1, compiled=compiled)
+        for (name, p), q in zip(net.named_parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(df.params(state)[name], p - 0.1 * q.grad)
+    assert all(p.grad is None for p in net.parameters())
+
+
+class Caching(nn.Module):
+    """Keeps what it computed last among its attributes, and uses a block twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.block, self.last = nn.Linear(3, 3), None
+        self.again = self.block
+
+    def forward(self, x):
+        self.last = self.again(self.block(x))
+        return self.last
+
+
+@WAYS
+def test_the_module_is_left_as_it_was(around):
+    net = Caching()
+    before = {name: x.clone() for name, x in net.state_dict().items()}
+    params, buffers, loss_fn = df.functional(net, mse_loss)
+    batch = (torch.randn(5, 3), torch.randn(5, 3))
+    trained(around(loss_fn), params, buffers, batch)
+    trained(around(loss_fn), params, buffers, df.stack(batch, 2), n=2)
+    with pytest.raises((ValueError, RuntimeError)):
+        trained(around(loss_fn), params, buffers, (torch.randn(5, 4), torch.randn(5, 3)))
+    assert type(net.block.weight) is nn.Parameter and net.block is net.again and net.last is None
+    assert all(torch.equal(x, before[name]) for name, x in net.state_dict().items())
+    torch.compile(copy.deepcopy(net), backend="eager")(batch[0])
+
+
+def test_what_functional_cannot_take_is_refused():
+    with pytest.raises(ValueError, match="forward returns the loss itself"):
+        df.functional(nn.Linear(2, 2), mse_loss, forward=lambda m, b: 0)
+    with pytest.raises(ValueError, match="expected an nn.Module"):
+        df.functional(mse_loss, mse_loss)
+    with pytest.raises(ValueError, match="run the module once on a batch first"):
+        df.functional(nn.LazyLinear(3), mse_loss)
+
+    class MakesABuffer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2))
+
+        def forward(self, x):
+            if not hasattr(self, "table"):
+                self.register_buffer("table", torch.arange(2.0))
+            return x * self.weight + self.table
+
+    net = MakesABuffer()
+    params, buffers, loss_fn = df.functional(net, mse_loss)
+    for around in (lambda f: f, df.autograd):
+        with pytest.raises(ValueError, match=r"made the buffers \['table'\].*run the module once"):
+            trained(around(df.functional(net, mse_loss)[2]), params, buffers, (torch.ones(2), torch.ones(2)))
+    assert not hasattr(net, "table")
+    params, buffers, loss_fn = df.functional(nn.Linear(2, 2), mse_loss)
+    for batch in (torch.ones(2, 2), "text"):
+        for around in (lambda f: f, df.autograd):
+            with pytest.raises(ValueError, match="expected a tuple"):
+                trained(around(loss_fn), params, buffers, batch)
+    params, buffers, loss_fn = df.functional(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="there is no criterion"):
+        trained(loss_fn, params, buffers, (torch.ones(2, 2), torch.ones(2, 2)))
+    with pytest.raises(ValueError, match="without a criterion the module's output has the loss"):
+        trained(loss_fn, params, buffers, {"input": torch.ones(2, 2)})
+
+
+def test_a_state_dict_comes_back():
+    net, batch = Labelled(), {"tokens": tokens(3, 5), "labels": tokens(3, 5)}
+    params, buffers, loss_fn = df.functional(net)
+    init, step = df.all_reduce(loss_fn, df.adamw(1e-2), df.topology("complete", 2))
+    state = df.stack(init(params, buffers), 2)
+    step = df.simulate(step, 2)
+    state, _ = step(state, {name: torch.stack([x, x.flip(0)]) for name, x in batch.items()}, 0)
+    with pytest.raises(ValueError, match="the state is stacked"):
+        df.state_dict(net, state)
+    mean = df.state_dict(net, state, consensus=True)
+    torch.testing.assert_close(mean["table.weight"], df.consensus_mean(state)["table.weight"])
+    start = init(params, buffers)
+    loaded = df.load_state_dict(net, start, mean)
+    for got, want in zip(df.state_dict(net, loaded).values(), mean.values(), strict=True):
+        assert torch.equal(got, want) and got.data_ptr() != want.data_ptr()
+    for got, want in zip(trees.leaves(df.params(start)), trees.leaves(params), strict=True):
+        assert torch.equal(got, want)
+    with pytest.raises(RuntimeError, match="Missing key"):
+        df.load_state_dict(net, start, {"count": torch.zeros(1)})
+
+
+class Tokens(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(50, 8), nn.Linear(8, 50)
+
+    def forward(self, x):
+        return self.head(self.table(x)).flatten(0, 1)
+
+
+@WAYS
+def test_a_hundred_lengths_and_a_short_last_batch_train_in_one_run(around):
+    params, buffers, loss_fn = df.functional(Tokens(), lambda out, y: cross_entropy(out, y.flatten()))
+    init, step = df.adapt_while_communicate(around(loss_fn), df.sgd(0.1), df.topology("complete", 1))
+    graphs = []
+    run = df.compile(step, backend=compile_cache.counted("aot_eager", graphs))
+    state, eager = init(params, buffers), init(params, buffers)
+    for t, (rows, length) in enumerate([*((4, n) for n in range(2, 102)), (3, 17), (1, 17)]):
+        batch = (tokens(rows, length), tokens(rows, length))
+        state, _ = run(state, batch, t)
+        if t % 20 == 0 or length == 17:
+            eager, _ = step(init(df.params(state), buffers), batch, t)
+    assert len(graphs) == 1 if around is df.autograd else len(graphs) <= 5
+
+
+def asks(params, batch):
+    return (params * batch).square().mean() if (params * batch).sum() > -1e9 else params.sum()
+
+
+def test_what_cannot_be_traced_is_answered_with_a_way_out():
+    x = torch.ones(3)
+    for n, compiled, words in (
+        (1, True, "torch.compile could not trace"),
+        (2, False, "for all workers at once"),
+        (2, True, "torch.compile could not trace"),
+    ):
+        with pytest.raises(RuntimeError, match=f"{words}.*df.autograd\\(loss_fn\\)") as caught:
+            trained(asks, x, None, df.stack(x, n) if n > 1 else x, compiled=compiled, n=n)
+        assert caught.value.__cause__ is not None
+        trained(df.autograd(asks), x, None, df.stack(x, n) if n > 1 else x, compiled=compiled, n=n)
+    with pytest.raises(RuntimeError, match="the loss raised KeyError: 'y' while torch.func traced") as caught:
+        trained(lambda p, b: p.sum() + b["y"], x, None, {"x": x})
+    assert isinstance(caught.value.__cause__, KeyError)
+    init, step = df.all_reduce(lambda p, b: (p - b).square().mean(), df.sgd(0.1), df.topology("complete", 1))
+    state, run = init(x), df.compile(step, dynamic=False, backend="eager")
+    with pytest.raises(RuntimeError, match="more than 32 kinds.*df.autograd"):
+        for t in range(40):
+            state, _ = run(state, torch.ones(t + 1, 3), t)
