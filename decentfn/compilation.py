@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 import time
@@ -20,12 +21,14 @@ from decentfn.scalars import as_step
 from decentfn.torch_private import inductor
 from decentfn.torch_private.dynamo import NOT_COMPILED, TOO_MANY_GRAPHS
 from decentfn.trees import PyTree
-from decentfn.words import brief, brief_error
+from decentfn.words import brief, brief_error, root
 
 _GRAPHS = 32
 """A step is compiled at most so often: for batches of other structures, dtypes and kinds of shapes."""
 
 _log = logging.getLogger("decentfn")
+
+_numbers = itertools.count()
 
 
 def compile(
@@ -102,7 +105,7 @@ def compile(
             ) from error
         except NOT_COMPILED as error:
             raise RuntimeError(
-                f"df.compile(step): torch.compile could not trace the step: {brief_error(error)}. Where the loss runs in a plain "
+                f"df.compile(step): torch.compile could not trace the step: {brief_error(root(error))}. Where the loss runs in a plain "
                 "PyTorch loop, let PyTorch's autograd take the gradient: df.autograd(loss_fn); the rest of the step is compiled."
             ) from error
         progress.end()
@@ -166,8 +169,8 @@ def _on_leaves(step: Step, template: PyTree, donate: bool) -> Callable[..., Any]
         return metrics
 
     run = donated if donate else pure
-    # Dynamo counts recompilations per code object, which all closures of a function share.
-    run.__code__ = run.__code__.replace(co_name=f"{run.__name__}_{getattr(step, '__name__', 'step')}")
+    # By code and name Dynamo counts recompilations and remembers which sizes change: not those of another step.
+    run.__code__ = run.__code__.replace(co_name=f"{run.__name__}_{getattr(step, '__name__', 'step')}_{next(_numbers)}")
     return run
 
 

@@ -15,6 +15,13 @@ def brief(value: object) -> str:
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
+def root(error: BaseException) -> BaseException:
+    """The first of the errors that led to this one."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
 def brief_error(error: BaseException) -> str:
     """An error's type and the first line of what it says.
 

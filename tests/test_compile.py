@@ -229,11 +229,11 @@ def library_calls(tensors):
     sys.setprofile(note)
     step(state, x, 3)
     sys.setprofile(None)
-    return calls
+    return [name for name in calls if not name.startswith("donated_")]
 
 
 def test_a_step_is_a_dozen_python_calls_however_many_tensors_there_are(ranks):
-    assert library_calls(1) == library_calls(10) and len(library_calls(1)) <= 24
+    assert library_calls(1) == library_calls(10) and len(library_calls(1)) <= 23
     for calls in ranks(2).run(library_calls, 10):
         assert len(calls) <= 50, calls
 

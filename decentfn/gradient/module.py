@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -85,6 +86,17 @@ class ModuleLoss:
             )
         return loss, None
 
+    def _require_keywords(self, batch: Mapping[str, Any]) -> None:
+        try:
+            inspect.signature(self.module.forward).bind(**batch)
+        except TypeError as error:
+            name = type(self.module).__name__
+            raise ValueError(
+                f"loss_fn from df.functional: the batch is a {type(batch).__name__} of keyword arguments, but {name}.forward does "
+                f"not take {brief(sorted(batch))}: {error}. Pass a tuple (inputs, *targets), the module's own keywords, or "
+                "df.functional(module, forward=lambda module, batch: ...), which returns the loss."
+            ) from error
+
     def _refuse_new_buffers(self) -> None:
         if self._has_run:
             return
@@ -126,7 +138,11 @@ class ModuleLoss:
 
     def require_batch(self, batch: Any) -> None:
         """A tuple or a list of inputs and targets, or keyword arguments: a tensor's rows would unpack as well."""
-        if self.forward is not None or isinstance(batch, Mapping):
+        if self.forward is not None:
+            return
+        if isinstance(batch, Mapping):
+            if not torch.compiler.is_compiling():
+                self._require_keywords(batch)
             return
         if not isinstance(batch, (tuple, list)) or self.criterion is None:
             expected = "a tuple (inputs, *targets), or a dict of keyword arguments of the module"

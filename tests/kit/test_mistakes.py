@@ -67,7 +67,7 @@ MISTAKES = {
     "a module as the parameters": (lambda: build().init(net()), r"^init\(params=Sequential.*df\.functional"),
     "a dict as the batch": (
         lambda: one_step({"x": torch.ones(8, 3), "y": torch.ones(8, 2)}),
-        r"batch is a dict, expected a tuple \(inputs, \*targets\)",
+        r"batch is a dict of keyword arguments, but Sequential\.forward does not take \['x', 'y'\]",
     ),
     "a tensor as the batch": (lambda: one_step(torch.ones(2, 8, 3)), r"batch is a Tensor, expected a tuple"),
     "buffers forgotten": (
