@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decentfn.scalars import once
+from decentfn.scalars import moved, once
 from decentfn.torch_private import lowering
 
 _32_BITS = 0xFFFFFFFF
@@ -190,7 +190,7 @@ def _keys(seed: int, t: int | Tensor, stream: int, worker: int | Tensor, count: 
     """
     where = worker.device if isinstance(worker, Tensor) else t.device if isinstance(t, Tensor) else "cpu"
     words = (seed & _32_BITS, seed >> 32 & _32_BITS, stream & _32_BITS, worker, t & _32_BITS, t >> 32 & _32_BITS)
-    starts = torch.tensor(_STARTS, device=where)[: 2 * count].unbind(1)
+    starts = moved(torch.tensor(_STARTS)[: 2 * count], where).unbind(1)
     mixed = torch.stack([start ^ word for start, word in zip(starts, words, strict=True)])
     return once(_scramble(_scramble(mixed).sum(0) & _32_BITS))
 

@@ -51,6 +51,11 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.ops.decentfn.rounded(x, dtype)
 
 
+def moved(x: Tensor, device: Any) -> Tensor:
+    """`x` on the device; nobody waits for a few numbers to get there."""
+    return x.to(device, non_blocking=True)
+
+
 def _once_vmap(info: Any, in_dims: tuple[int | None], x: Tensor) -> tuple[Tensor, int | None]:
     return once(x), in_dims[0]
 

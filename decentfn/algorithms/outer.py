@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from decentfn.kit import Buckets, Plan, each, once
+from decentfn.kit import Buckets, Plan, each, moved, once
 
 
 def is_due(done: Tensor, inner_steps: int, offset: int = 0) -> Tensor:
@@ -54,7 +54,7 @@ class Fragments:
     def turn(self, like: Buckets, done: Tensor) -> Buckets:
         """Per element, whether its fragment's turn follows after `done` steps."""
         slices = [
-            [due.to(piece.device).expand(piece.shape) for piece in fragment]
+            [moved(due, piece.device).expand(piece.shape) for piece in fragment]
             for due, fragment in zip(self.dues(done), self.split(list(like)), strict=True)
         ]
         return self.join(slices, like.plan)

@@ -20,7 +20,21 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from decentfn import collectives, gossip, trees
-from decentfn.kit import Algorithm, Buckets, LossFn, Metrics, Options, State, Worker, add, algorithm, each, once, wide
+from decentfn.kit import (
+    Algorithm,
+    Buckets,
+    LossFn,
+    Metrics,
+    Options,
+    State,
+    Worker,
+    add,
+    algorithm,
+    each,
+    moved,
+    once,
+    wide,
+)
 from decentfn.topologies import Topology
 from decentfn.trees import PyTree
 
@@ -114,7 +128,7 @@ def _count(counts: Tensor, age: Tensor) -> Tensor:
     """This worker's `Σ_j c_{j→i}` at `age` (0-d int64)."""
     last, n = counts.shape[0] - 1, counts.shape[1]
     index = age.clamp(max=last) * n + collectives.worker_index(age)
-    return counts.to(age.device).view(-1).index_select(0, index.view(1))[0]
+    return moved(counts, age.device).view(-1).index_select(0, index.view(1))[0]
 
 
 def relay_counts(topology: Topology) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from decentfn.buckets.plan import Buckets
-from decentfn.scalars import once
+from decentfn.scalars import moved, once
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -70,7 +70,7 @@ def where(condition: Tensor | Buckets, new: Buckets, old: Buckets) -> Buckets:
     """`new` where `condition` (0-d bool, or bool buckets: one answer per element), else `old`; in the dtypes of `old`."""
     answers = [condition] * len(old) if isinstance(condition, torch.Tensor) else condition
     triples = zip(answers, new, old, strict=True)
-    return Buckets([torch.where(c.to(b.device), a.to(b.dtype), b) for c, a, b in triples], old.plan)
+    return Buckets([torch.where(moved(c, b.device), a.to(b.dtype), b) for c, a, b in triples], old.plan)
 
 
 def global_norm(x: Buckets) -> Tensor:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from decentfn.collectives.membership import World, world
 from decentfn.collectives.steps import Call
-from decentfn.scalars import once
+from decentfn.scalars import moved, once
 from decentfn.torch_private import inductor, lowering
 
 _library = torch.library.Library("decentfn", "DEF")
@@ -222,7 +222,7 @@ def _exchange_vmap(
     here, _ = _place(x.shape[0], peers.shape[2], "exchange")
     if here.size > 1:
         return _ops.exchange_stacked(x.contiguous(), peers, t, per_slot), 0
-    hears = peers.index_select(0, (t % peers.shape[0]).view(1))[0, 0].to(x.device)
+    hears = moved(peers.index_select(0, (t % peers.shape[0]).view(1))[0, 0], x.device)
     slots = peers.shape[3]
     # Looked up once, and not again for every element of a row.
     rows = once(hears.clamp(min=0).reshape(-1))
@@ -260,7 +260,7 @@ def _group_mean_stacked(x: Tensor, groups: Tensor, t: Tensor) -> Tensor:
     else:
         mean, index = torch.empty_like(x), torch.tensor(row[here.rank * local : (here.rank + 1) * local])
         for group in index.unique().tolist():
-            members = (index == group).nonzero()[:, 0].to(x.device)
+            members = moved((index == group).nonzero()[:, 0], x.device)
             share = (x.index_select(0, members) / row.count(group)).sum(0)
             _reduce(here, share, ranks[group], works)
             _finish(works, Call(here.steps, "group_mean", ranks[group]))
@@ -288,7 +288,7 @@ def _group_mean_vmap(
     here, _ = _place(x.shape[0], groups.shape[1], "group_mean")
     if here.size > 1:
         return _ops.group_mean_stacked(x.contiguous(), groups, t), 0
-    row = groups.index_select(0, (t % groups.shape[0]).view(1))[0].to(x.device)
+    row = moved(groups.index_select(0, (t % groups.shape[0]).view(1))[0], x.device)
     size = torch.zeros_like(row).index_add(0, row, torch.ones_like(row)).index_select(0, row)
     share = x / size.view(-1, *[1] * (x.dim() - 1)).to(x.dtype)
     return torch.zeros_like(x).index_add(0, row, share).index_select(0, row), 0

@@ -15,7 +15,7 @@ from decentfn import collectives
 from decentfn.buckets import BucketPlan, Buckets, wide
 from decentfn.compressors import Compressor, Key
 from decentfn.gossip.plain import Posted, post
-from decentfn.scalars import once, rounded
+from decentfn.scalars import moved, once, rounded
 from decentfn.topologies import Topology, from_permutations
 
 
@@ -70,7 +70,7 @@ def sum_compressed(posted: Compressed) -> Buckets:
     if not inboxes:
         return posted.sent
     me = collectives.worker_index(own[0]).view(1)
-    sources = posted.messages.round.sources.to(me.device).index_select(0, me)[0]
+    sources = moved(posted.messages.round.sources, me.device).index_select(0, me)[0]
     order = torch.cat([me, sources]).argsort()
     totals = []
     for message, inbox, plan in zip(own, inboxes, posted.sent.plan.buckets, strict=True):

@@ -21,6 +21,7 @@ from decentfn.buckets import BucketPlan, Buckets, wide
 from decentfn.compressors.shaped import matrix_shape, orthonormal
 from decentfn.compressors.wire import leaves
 from decentfn.gossip.plain import row
+from decentfn.scalars import moved
 from decentfn.topologies import Topology
 
 Directions = tuple[Tensor, ...]
@@ -42,11 +43,11 @@ class LowRankGossip:
 
     def first(self, x: Buckets) -> Directions:
         """Random directions, the same at both ends of an edge."""
-        return tuple(self._first(plan, b).to(x[b].device) for b, plan in enumerate(x.plan.buckets))
+        return tuple(self._first(plan, b, x[b].device) for b, plan in enumerate(x.plan.buckets))
 
-    def _first(self, plan: BucketPlan, bucket: int) -> Tensor:
+    def _first(self, plan: BucketPlan, bucket: int, device: torch.device) -> Tensor:
         shape = (self.edges.sources.shape[0], self.edges.sources.shape[2], sum(_sizes(plan, self.rank)))
-        return (2 * draws.uniform(self.seed, 0, bucket, shape) - 1).to(wide(plan.dtype))
+        return (2 * draws.uniform(self.seed, 0, bucket, shape, device=device) - 1).to(wide(plan.dtype))
 
     def post(self, x: Buckets, directions: Directions, t: Tensor, i: int) -> list[_Posted]:
         """Start round i of step t: orthonormal p and the messages X p, for each bucket."""
@@ -55,8 +56,8 @@ class LowRankGossip:
         even = (met * self.iterations + i) % 2 == 0  # by the edge's own rounds: it meets once a period
         posted = []
         for bucket, plan, p in zip(x, x.plan.buckets, directions, strict=True):
-            now = p.index_select(0, phase.to(p.device).view(1))[0]
-            posted.append(_post(bucket, plan, self.rank, now, even.to(p.device), last, self.edges, t))
+            now = p.index_select(0, moved(phase, p.device).view(1))[0]
+            posted.append(_post(bucket, plan, self.rank, now, moved(even, p.device), last, self.edges, t))
         return posted
 
     def collect(
@@ -66,17 +67,17 @@ class LowRankGossip:
         this = self.edges.round(t)
         me = collectives.worker_index(x[0]).view(1)
         # + at the end that is i > j, - at the other: q is (X_i - X_j) p at both.
-        side = torch.where(this.sources.to(me.device).index_select(0, me)[0] < me, 1.0, -1.0)
+        side = torch.where(moved(this.sources, me.device).index_select(0, me)[0] < me, 1.0, -1.0)
         weights = row(this, x[0]).weights[1:]
-        moved, turned = [], []
+        changed, turned = [], []
         for b, (bucket, plan, p) in enumerate(zip(x, x.plan.buckets, directions, strict=True)):
-            fresh = self._first(plan, b).to(p.device)
-            here = (torch.arange(p.shape[0]) == t % p.shape[0]).to(p.device)[:, None, None]
+            fresh = self._first(plan, b, p.device)
+            here = moved(torch.arange(p.shape[0]) == t % p.shape[0], p.device)[:, None, None]
             x_next, q = _collect(posted[b], bucket, plan, self.rank, weights, side)
             q_or_fresh = torch.where(_spread(q != 0, plan, self.rank), q, fresh)
-            moved.append(x_next)
+            changed.append(x_next)
             turned.append(torch.where(here, q_or_fresh, p))
-        return Buckets(moved, x.plan), tuple(turned)
+        return Buckets(changed, x.plan), tuple(turned)
 
 
 class _Posted(NamedTuple):
@@ -128,11 +129,11 @@ def _collect(
     dtype = wide(x.dtype)
     difference = posted.own.to(dtype) - collectives.wait(posted.inbox).to(dtype)
     weights = weights.to(dtype)
-    moved, turned, start = [], [], 0
+    changed, turned, start = [], [], 0
     p = iter(posted.p)
     for leaf, matrix in zip(leaves(x, plan), _matrices(plan, rank), strict=True):
         if not matrix and not posted.last:
-            moved.append(leaf)
+            changed.append(leaf)
             continue
         size = max(matrix[:2]) * matrix[2] if matrix else leaf.shape[0]
         d = difference[:, start : start + size]
@@ -146,8 +147,8 @@ def _collect(
             move = torch.einsum("kmr,knr->mn", left, right).reshape(-1)
         else:
             move = (weights[:, None] * d).sum(0)
-        moved.append((leaf.to(dtype) - move).to(x.dtype))
-    return torch.cat(moved), torch.cat(turned, 1) if turned else difference[:, :0]
+        changed.append((leaf.to(dtype) - move).to(x.dtype))
+    return torch.cat(changed), torch.cat(turned, 1) if turned else difference[:, :0]
 
 
 def _spread(different: Tensor, plan: BucketPlan, rank: int) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from decentfn import collectives
 from decentfn.buckets import Plan, wide
-from decentfn.scalars import once, rounded
+from decentfn.scalars import moved, once, rounded
 from decentfn.topologies import Round, Topology
 from decentfn.transforms.mix_aware import MixContext
 
@@ -71,10 +71,10 @@ def post(
 def row(this: Round, token: Tensor) -> Row:
     """This worker's row of one round's mixing matrix, on the device of `token` (a tensor of this worker's)."""
     me = collectives.worker_index(token).view(1)
-    weights = this.weights.to(token.device).index_select(0, me)[0]
+    weights = moved(this.weights, token.device).index_select(0, me)[0]
     mean_weight = this.mean_weights
     if mean_weight is not None:
-        mean_weight = mean_weight.to(token.device).index_select(0, me)[0]
+        mean_weight = moved(mean_weight, token.device).index_select(0, me)[0]
     return Row(weights, mean_weight)
 
 
@@ -137,11 +137,11 @@ def mix_context(posted: Posted, plan: Plan) -> MixContext:
     me = collectives.worker_index(token).view(1)
     members = None
     if posted.round.groups is not None:
-        groups = posted.round.groups.to(token.device)
+        groups = moved(posted.round.groups, token.device)
         members = groups == groups.index_select(0, me)
     return MixContext(
         tuple(collectives.wait(inbox) for inbox in posted.inboxes),
-        posted.round.sources.to(token.device).index_select(0, me)[0],
+        moved(posted.round.sources, token.device).index_select(0, me)[0],
         posted.row.weights,
         tuple(collectives.wait(mean) for mean in posted.means),
         members,

@@ -52,7 +52,7 @@ from decentfn.kit.preconditions import (
 )
 from decentfn.kit.state import Algorithm, Local, Metrics, State, Step
 from decentfn.kit.worker import Worker
-from decentfn.scalars import once
+from decentfn.scalars import moved, once
 
 __all__ = [
     "Algorithm",
@@ -77,6 +77,7 @@ __all__ = [
     "divide",
     "each",
     "global_norm",
+    "moved",
     "once",
     "reciprocal",
     "require_compressor",

@@ -61,23 +61,6 @@ def _environment(root):
     return {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("compiled", [False, True])
-def test_the_simulator_agrees_with_itself_on_a_gpu(compiled):
-    from decentfn import trees
-    from tests import cases
-
-    for case in cases.CASES:
-        init, step = cases.build(case, 4)
-        state = df.stack(init(trees.map(lambda p: p.cuda(), cases.params())), 4)
-        step = df.compile(df.simulate(step, 4)) if compiled else df.simulate(step, 4)
-        for t in range(3):
-            state, _ = step(state, tuple(x.cuda() for x in cases.batches(4, t)), t)
-        expected, _ = cases.simulated(case, 4, 3)
-        for got, wanted in zip(trees.leaves(state), expected, strict=True):
-            torch.testing.assert_close(got.cpu(), wanted, atol=1e-4, rtol=1e-3)
-
-
 @pytest.mark.parametrize("how", ["not sent", "itself", "a view of it"])
 def test_donated_state_is_stored_early_except_while_it_may_be_on_its_way(how):
     """FX: `y = x - g; waited = wait(exchange(x)); metric = sum(waited); copy_(x, y)`: the copy moves up or stays last."""

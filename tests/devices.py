@@ -1,0 +1,117 @@
+"""What a step would copy to a GPU, and what it would wait for, counted without one; writes docs/gpu.md.
+
+python -m tests.devices
+
+The state and the batch are on PyTorch's meta device, which has no values: what reads a value of it raises, as it would
+wait on a GPU, and what goes there from the CPU is seen.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import decentfn as df
+from decentfn import trees
+from decentfn.testing import Subject, problem
+from tests import contract
+
+TESTS = Path(__file__).parent
+PAGE = TESTS.parent / "docs" / "gpu.md"
+
+
+class Copy(NamedTuple):
+    """One copy between devices."""
+
+    numbers: int
+    waits: bool
+
+
+class Copies(TorchDispatchMode):
+    """Notes every copy between devices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Copy] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = function(*args, **kwargs)
+        name = function.overloadpacket.__name__
+        if not isinstance(result, Tensor) or not result.numel():
+            return result
+        if name == "_to_copy" and result.device != args[0].device:
+            self.seen.append(Copy(result.numel(), not kwargs.get("non_blocking", False)))
+        if name == "copy_" and args[0].device != args[1].device:
+            self.seen.append(Copy(args[1].numel(), not (args[2:] or [kwargs.get("non_blocking", False)])[0]))
+        return result
+
+
+def on_meta(x: Tensor) -> Tensor:
+    return torch.empty_like(x, device="meta")
+
+
+def copies(subject: Subject, *, simulated: bool) -> tuple[list[Copy], Any]:
+    """The copies of one step at t = 3, of all workers or of one alone, and the new state."""
+    n = subject.num_workers if simulated else 1
+    algorithm = subject.build(num_workers=n)
+    state = subject.start(algorithm, range(n), stacked=simulated)
+    batch = problem.stacked([problem.batch(i, 0) for i in range(n)]) if simulated else problem.batch(0, 0)
+    step = df.simulate(algorithm.step, n) if simulated else algorithm.step
+    state, batch, t = trees.map(on_meta, state), trees.map(on_meta, batch), torch.tensor(3)
+    with Copies() as seen:
+        new, _ = step(state, batch, t)
+    return seen.seen, new
+
+
+def tests_that_need_a_gpu() -> list[str]:
+    """The names of tests that skip where there is none."""
+    found = []
+    for path in sorted(TESTS.rglob("test_*.py")):
+        for match in re.finditer(r"@needs_gpu\n(?:@.*\n)*def (test_\w+)", path.read_text()):
+            found.append(f"{path.relative_to(TESTS.parent)}::{match.group(1)}")
+    return found
+
+
+def page() -> str:
+    lines = []
+    for row, subject in contract.ROWS.items():
+        cells = []
+        for simulated in (False, True):
+            seen, _ = copies(subject, simulated=simulated)
+            cells.append(f"{len(seen)} ({sum(copy.numbers for copy in seen)})" if seen else "0")
+        lines.append(f"| `{row}` | {cells[0]} | {cells[1]} |")
+    waiting = "\n".join(f"* `{name}`" for name in tests_that_need_a_gpu())
+    return f"""# On a GPU
+
+Nothing here has been run on a GPU yet. What can be counted without one is counted: `python -m tests.devices` takes an
+eager step of every algorithm with its state on another device, and notes what crosses over.
+
+* **Nothing waits.** No step reads a value of the state (`.item()`, a Python `if`): `t`, the tables of peers and the
+  random choices of a round are on the CPU, where the operators read them.
+* **What crosses** are a round's few weights and numbers, from the CPU to the device, copied without waiting.
+* With the gradient by `df.autograd` there is one wait more where the loss itself reads a value, and none otherwise: the
+  loss, the gradients and the metrics stay on the device.
+
+Copies to the device in one step, and how many numbers they are in all:
+
+| algorithm | one worker, nothing travels | four workers in one process |
+|---|---|---|
+{chr(10).join(lines)}
+
+## Tests that wait for a GPU
+
+They are skipped without one; `pytest tests/test_gpu.py --durations=0` runs them all and prints absolute times.
+
+{waiting}
+"""
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
+    print(f"wrote {PAGE.name}")
