@@ -23,6 +23,7 @@ def calls_in_order(code):
         r"decentfn\.exchange\.default\(": "post",
         r"decentfn\.group_mean\.default\(": "post",
         r"decentfn\.complete\.default\(": "wait",
+        r"decentfn\.gradient\.default\(": "gradient",
         r"extern_kernels\.\w*mm\(": "mm",
         r"cpp_fused_\w+\(": "kernel",
     }
@@ -30,7 +31,7 @@ def calls_in_order(code):
     return [name for line in body.splitlines() for pattern, name in names.items() if re.search(pattern, line)]
 
 
-def generated_code(topology):
+def generated_code(topology, algorithm="adapt_while_communicate", around=lambda f: f, hyperparameters=None):
     """On a rank: the code of every graph that a compiled step took, and the number of its buckets."""
     from torch._inductor.utils import run_and_get_code
 
@@ -43,7 +44,8 @@ def generated_code(topology):
     counters.clear()
     here = df.init()
     schedule = df.topology(topology, num_workers=here.size)
-    init, step = df.adapt_while_communicate(loss_fn, df.adamw(1e-3), schedule, bucket_mb=0.05)
+    build = getattr(df, algorithm)
+    init, step = build(around(loss_fn), df.adamw(1e-3), schedule, bucket_mb=0.05, **hyperparameters or {})
     sizes = {"a": (40, 50), "b": (50, 50), "c": (50, 50), "d": (50, 40)}  # two of the same shape
     state = init({name: torch.full(size, 0.1) for name, size in sizes.items()})
     _, codes = run_and_get_code(df.compile(step), state, torch.ones(3, 40), 0)
@@ -63,6 +65,29 @@ def test_adapt_while_communicate_posts_first_and_waits_for_each_bucket_last(rank
     # What was posted first is waited for first.
     posted = re.findall(r"(buf\d+) = torch\.ops\.decentfn\.(?:exchange|group_mean)\.default", code)
     assert re.findall(r"decentfn\.complete\.default\((buf\d+)\)", code) == posted
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "topology", "hyperparameters"),
+    [
+        ("adapt_while_communicate", "one-peer-exp", {}),
+        ("gradient_tracking", "static-exp", {"form": "awc"}),
+        ("extra", "static-ring", {}),
+    ],
+)
+def test_by_autograd_posts_come_before_the_operator_and_waits_after_it_in_one_graph(
+    ranks, algorithm, topology, hyperparameters
+):
+    (code,), buckets = ranks(4).run(generated_code, topology, algorithm, df.autograd, hyperparameters)[0]
+    calls = calls_in_order(code)
+    gradient = calls.index("gradient")
+    assert calls.count("gradient") == 1 and "mm" not in calls
+    posts, waits = ([i for i, call in enumerate(calls) if call == kind] for kind in ("post", "wait"))
+    assert len(posts) == len(waits) >= buckets and max(posts) < gradient < min(waits)
+    # Every bucket of the parameters is written where it was: an argument of the last kernels, and never returned.
+    body = code[code.index("def call(") :]
+    returned = body[body.index("return (") :].split(")")[0]
+    assert not re.search(r"arg\d+_1", returned) and "aten.copy_" not in body
 
 
 def test_the_generated_code_is_the_same_on_every_rank(ranks):

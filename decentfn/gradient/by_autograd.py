@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -29,12 +30,15 @@ from decentfn.trees import PyTree
 from decentfn.words import brief
 
 
-class _Layout(NamedTuple):
+@dataclass
+class _Layout:
     """What the operator gives to the loss, apart from values."""
 
     plan: Plan
     buffers: PyTree  # template
     changing: tuple[int, ...]  # which of the buffers' leaves are not frozen
+    is_tried: bool = False
+    """Whether the loss has been seen to leave the rest alone."""
 
 
 class ByAutograd(WrappedLoss):
@@ -199,14 +203,16 @@ def _of_worker(
     batch: Any,
 ) -> _One:
     plan, changing = form.plan, form.changing
-    flat = [b.detach() for b in params]
-    kept = [b.clone() if i in changing else b for i, b in enumerate(buffers)]
+    trial = not form.is_tried  # what is written through `.data` shows in the values alone
+    flat = [b.detach().clone() if trial else b.detach() for b in params]
+    kept = [b.clone() if trial or i in changing else b for i, b in enumerate(buffers)]
     in_place = all(wide(b.dtype) == b.dtype for b in flat)  # else sums of gradients would lose what they add
     sums: list[Tensor] = []
     losses, auxes = [], []
     with loss_fn.lock, torch_autograd.enabled():
         leaves = [leaf.detach().requires_grad_() for leaf in Buckets(flat, plan).leaves()]
-        versions = [b._version for b in flat]
+        constants = [*flat, *(b for i, b in enumerate(kept) if i not in changing)]
+        versions = [b._version for b in constants]
         micros = _rows(micro_batches(batch)) if many else [batch]
         for index, data in enumerate(micros):
             with draws.torch_draws(t, worker, index):
@@ -220,11 +226,13 @@ def _of_worker(
                 sums = (
                     [s + g for s, g in zip(sums, parts, strict=True)] if sums else [g.to(wide(g.dtype)) for g in parts]
                 )
-        if [b._version for b in flat] != versions:
+        given = [*params, *(b for i, b in enumerate(buffers) if i not in changing)]
+        if [b._version for b in constants] != versions or (trial and not _alike(constants, given)):
             raise RuntimeError(
-                "df.autograd(loss_fn): the loss wrote over its parameters; a step is a function of them, so let the loss work "
-                "on copies."
+                "df.autograd(loss_fn): the loss wrote over its parameters, or over frozen ones; a step is a function of them. Let "
+                "it work on copies, and keep what changes from step to step in buffers (register_buffer)."
             )
+        form.is_tried = True
     with torch.no_grad():
         grads = sums or _collect(plan, leaves)
         if many:
@@ -280,6 +288,10 @@ def _collect(plan: Plan, leaves: list[Tensor]) -> list[Tensor]:
 def _rows(batch: PyTree) -> list[PyTree]:
     """Micro-batches one by one."""
     return [trees.map(lambda x, i=i: x[i], batch) for i in range(micro_batch_count(trees.leaves(batch)))]
+
+
+def _alike(xs: list[Tensor], ys: list[Tensor]) -> bool:
+    return all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(xs, ys, strict=True))
 
 
 def _apart(new: Tensor, own: Tensor) -> Tensor:

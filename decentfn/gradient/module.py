@@ -54,7 +54,7 @@ class ModuleLoss:
         """
         tensors = {**params, **buffers}
         new = trees.map(lambda b: b, buffers)
-        before = None if torch.compiler.is_compiling() else [dict(m.__dict__) for m in self.module.modules()]
+        before = None if torch.compiler.is_compiling() else _attributes(self.module)
         try:
             with weights(self.module, tensors):
                 yield new
@@ -154,15 +154,32 @@ class ModuleLoss:
             )
 
 
-def _restore_tensors(module: nn.Module, before: list[dict[str, Any]]) -> None:
-    """Tensors that a call left among the plain attributes go, and what stood there is back."""
-    for own, old in zip(module.modules(), before, strict=False):
-        now = own.__dict__
-        for name in [name for name, x in now.items() if isinstance(x, torch.Tensor) and x is not old.get(name)]:
-            if name in old:
-                now[name] = old[name]
-            else:
-                del now[name]
+def _attributes(module: nn.Module) -> list[tuple[dict[str, Any], dict[str, int]]]:
+    """Of every submodule its plain attributes, and how often those that are tensors were written to."""
+    owns = [m.__dict__ for m in module.modules()]
+    return [(dict(own), {n: x._version for n, x in own.items() if isinstance(x, torch.Tensor)}) for own in owns]
+
+
+def _restore_tensors(module: nn.Module, before: list[tuple[dict[str, Any], dict[str, int]]]) -> None:
+    """Tensors that a call left among the plain attributes go, and what stood there is back; one that lives on is refused."""
+    lives_on = []
+    for own, (old, versions) in zip((m.__dict__ for m in module.modules()), before, strict=False):
+        for name in [name for name, x in own.items() if isinstance(x, torch.Tensor)]:
+            is_new, was_tensor = own[name] is not old.get(name), name in versions
+            if is_new and was_tensor and not own[name].requires_grad:
+                lives_on.append(name)
+            if not is_new and own[name]._version != versions[name]:
+                lives_on.append(name)
+            if is_new and name in old:
+                own[name] = old[name]
+            elif is_new:
+                del own[name]
+    if lives_on:
+        raise ValueError(
+            f"df.functional({type(module).__name__}): the module keeps tensors from one call to the next as attributes, "
+            f"{brief(sorted(set(lives_on)))}; the state would not have them. Make buffers of them: "
+            "self.register_buffer(name, tensor)."
+        )
 
 
 def _shapes(tree: PyTree) -> dict[str, list[int]]:

@@ -10,19 +10,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 
+_KEYS = [
+    getattr(torch._C.DispatchKey, name)
+    for name in dir(torch._C.DispatchKey)
+    if name.startswith("Autograd") or name == "ADInplaceOrView"
+]
+
 
 @contextmanager
 def enabled() -> Iterator[None]:
     """Autograd sees what an operator's kernel does, which runs below it."""
-    keys = torch._C.DispatchKey
     excluded: Any = torch._C._dispatch_tls_local_exclude_set()
-    for key in (
-        keys.AutogradFunctionality,
-        keys.AutogradOther,
-        keys.AutogradCPU,
-        keys.AutogradCUDA,
-        keys.ADInplaceOrView,
-    ):
+    for key in _KEYS:
         excluded = excluded.remove(key)
     with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded), torch.enable_grad():
         yield

@@ -3,6 +3,7 @@
 import copy
 import gc
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -325,3 +326,21 @@ def test_a_handle_goes_with_its_step_and_nothing_grows():
     torch._dynamo.reset()
     gc.collect()
     assert handle() is None
+
+
+@pytest.mark.slow
+def test_ten_thousand_steps_leave_memory_and_module_as_they_were():
+    net = Checkpointed(False)
+    before = bits(net)
+    params, buffers, loss_fn = df.functional(net, mse_loss)
+    init, step = df.adapt_while_communicate(df.autograd(loss_fn), df.adamw(1e-3), df.topology("complete", 1))
+    for run in (step, df.compile(step)):
+        state, batch, resident = init(params, buffers), batches(0)[0], []
+        for t in range(10_000):
+            state, _ = run(state, batch, t)
+            if t % 3000 == 999:
+                gc.collect()
+                resident.append(int(Path("/proc/self/statm").read_text().split()[1]) * 4096)
+        assert max(resident) - resident[0] < 2 * 2**20, resident
+    assert_as_before(net, before)
+    torch.compile(copy.deepcopy(net), backend="eager")(batch[0])
