@@ -211,6 +211,7 @@ def _of_worker(
     losses, auxes = [], []
     with loss_fn.lock, torch_autograd.enabled():
         leaves = [leaf.detach().requires_grad_() for leaf in Buckets(flat, plan).leaves()]
+        places = [leaf.data_ptr() for leaf in leaves]
         constants = [*flat, *(b for i, b in enumerate(kept) if i not in changing)]
         versions = [b._version for b in constants]
         micros = _rows(micro_batches(batch)) if many else [batch]
@@ -226,8 +227,9 @@ def _of_worker(
                 sums = (
                     [s + g for s, g in zip(sums, parts, strict=True)] if sums else [g.to(wide(g.dtype)) for g in parts]
                 )
+        moved_away = any(leaf.data_ptr() != place for leaf, place in zip(leaves, places, strict=True))
         given = [*params, *(b for i, b in enumerate(buffers) if i not in changing)]
-        if [b._version for b in constants] != versions or (trial and not _alike(constants, given)):
+        if [b._version for b in constants] != versions or moved_away or (trial and not _alike(constants, given)):
             raise RuntimeError(
                 "df.autograd(loss_fn): the loss wrote over its parameters, or over frozen ones; a step is a function of them. Let "
                 "it work on copies, and keep what changes from step to step in buffers (register_buffer)."

@@ -165,8 +165,8 @@ def _restore_tensors(module: nn.Module, before: list[tuple[dict[str, Any], dict[
     lives_on = []
     for own, (old, versions) in zip((m.__dict__ for m in module.modules()), before, strict=False):
         for name in [name for name, x in own.items() if isinstance(x, torch.Tensor)]:
-            is_new, was_tensor = own[name] is not old.get(name), name in versions
-            if is_new and was_tensor and not own[name].requires_grad:
+            is_new, had_value = own[name] is not old.get(name), isinstance(old.get(name), (torch.Tensor, int, float))
+            if is_new and had_value and not own[name].requires_grad:
                 lives_on.append(name)
             if not is_new and own[name]._version != versions[name]:
                 lives_on.append(name)

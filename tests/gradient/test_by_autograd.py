@@ -302,8 +302,19 @@ def test_what_cannot_be_is_refused_with_a_sentence():
             p.mul_(0.5)
         return p.square().sum()
 
-    with pytest.raises(RuntimeError, match="wrote over its parameters"):
-        built(df.autograd(writes))[1](init(torch.ones(3)), torch.zeros(3), 0)
+    def writes_data(p, batch):
+        p.data.mul_(0.5)
+        return p.square().sum()
+
+    def moves_data(p, batch):
+        p.data = p.data * 0.5
+        return p.square().sum()
+
+    for loss_fn in (writes, writes_data, moves_data):
+        state = init(torch.ones(3))
+        with pytest.raises(RuntimeError, match="wrote over its parameters"):
+            built(df.autograd(loss_fn))[1](state, torch.zeros(3), 0)
+        assert loss_fn is writes or torch.equal(df.params(state), torch.ones(3))
 
 
 def test_a_handle_goes_with_its_step_and_nothing_grows():

@@ -135,6 +135,26 @@ def test_the_module_is_left_as_it_was(around):
     torch.compile(copy.deepcopy(net), backend="eager")(batch[0])
 
 
+class Running(nn.Module):
+    """A running mean that is no buffer."""
+
+    def __init__(self, start):
+        super().__init__()
+        self.weight, self.mean = nn.Parameter(torch.ones(2)), start
+
+    def forward(self, x):
+        self.mean = 0.9 * self.mean + 0.1 * x.mean()
+        return x * self.weight - self.mean
+
+
+@WAYS
+@pytest.mark.parametrize("start", [0.0, torch.zeros(())], ids=["number", "tensor"])
+def test_a_tensor_that_lives_on_as_an_attribute_is_refused(around, start):
+    params, buffers, loss_fn = df.functional(Running(start), mse_loss)
+    with pytest.raises(ValueError, match=r"keeps tensors.*\['mean'\].*register_buffer"):
+        trained(around(loss_fn), params, buffers, (torch.ones(3, 2), torch.ones(3, 2)))
+
+
 def test_what_functional_cannot_take_is_refused():
     with pytest.raises(ValueError, match="forward returns the loss itself"):
         df.functional(nn.Linear(2, 2), mse_loss, forward=lambda m, b: 0)
