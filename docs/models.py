@@ -51,9 +51,18 @@ def store(case: str, way: str, found: dict[str, Any]) -> None:
     print(f"{case}, {way}, {found['column']}: {found['outcome']} after {found['seconds']:.0f} s", flush=True)
 
 
-def attempt(case: str, way: str, columns: list[str], limit: float, backend: str) -> Iterator[dict[str, Any]]:
+def backend_of(way: str, column: str) -> str | None:
+    """Inductor needs minutes for a traced step of two workers, whose every operation is one of many tensors."""
+    if "compiled" not in column:
+        return None
+    return "aot_eager" if way == "traced" and "simulated" in column else "inductor"
+
+
+def attempt(case: str, way: str, columns: list[str], limit: float) -> Iterator[dict[str, Any]]:
     """What a process of its own finds, column by column; the one in which it ended is the last."""
-    command = [sys.executable, "-m", "tests.models.trial", case, way, backend, *columns]
+    backends = {column: backend_of(way, column) for column in columns}
+    asked = [f"{column}:{backend or ''}" for column, backend in backends.items()]
+    command = [sys.executable, "-m", "tests.models.trial", case, way, *asked]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     began, left = time.monotonic(), list(columns)
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
@@ -71,24 +80,26 @@ def attempt(case: str, way: str, columns: list[str], limit: float, backend: str)
         found = json.loads(line)
         left.remove(found["column"])
         if "sentence" in found:
-            found["sentence"] = short(found["sentence"])
-        yield found | ({"backend": backend} if "compiled" in found["column"] else {})
+            found["sentence"] = in_one_line(found["sentence"])
+        yield found | {"backend": backends[found["column"]]}
     if left:
         took = time.monotonic() - began
         if took >= limit:
             found = {"outcome": "time", "sentence": f"not done within {limit:.0f} s"}
         else:
             last = (printed.strip().splitlines() or [""])[-1]
-            found = {"outcome": "error", "sentence": short(f"the process ended with {process.returncode}: {last}")}
-        yield {"column": left[0], **found, "seconds": round(took, 1)}
+            found = {
+                "outcome": "error",
+                "sentence": in_one_line(f"the process ended with {process.returncode}: {last}"),
+            }
+        yield {"column": left[0], **found, "seconds": round(took, 1), "backend": backends[left[0]]}
 
 
-def short(sentence: str) -> str:
-    """In one line, without paths and addresses, cut to its beginning."""
+def in_one_line(sentence: str) -> str:
+    """Without paths and addresses."""
     sentence = re.sub(r"(?:/[\w.+-]+)+/site-packages/", "", sentence)
     sentence = re.sub(r"(?<![\w.:/])/(?:tmp|home|root|work|usr|opt)/\S*", "...", sentence)
-    sentence = " ".join(re.sub(r"0x[0-9a-f]{6,}", "0x...", sentence).split())
-    return sentence if len(sentence) <= LONGEST else sentence[:LONGEST].rsplit(" ", 1)[0] + " ..."
+    return " ".join(re.sub(r"0x[0-9a-f]{6,}", "0x...", sentence).split())[:2000]
 
 
 def try_all(arguments: argparse.Namespace) -> None:
@@ -98,7 +109,7 @@ def try_all(arguments: argparse.Namespace) -> None:
         for case in arguments.only or CASES:
             missing = [c for c in arguments.columns if (case, way, c) not in known]
             while missing and time.monotonic() - began < arguments.seconds_in_all:
-                for found in attempt(case, way, missing, arguments.limit, arguments.backend):
+                for found in attempt(case, way, missing, arguments.limit):
                     store(case, way, found)
                     missing.remove(found["column"])
 
@@ -118,7 +129,10 @@ python docs/models.py
 which keeps each result in `docs/models.jsonl` as soon as it has it. Stopped and called again, it goes on;
 `--only NAME --again` tries one anew. Each case and way has a process of its own, with {limit} s at the most.
 
-Versions: {versions}. On a CPU, one thread. Compiled is `df.compile(step)` with {backends}.
+Versions: {versions}.
+
+On a CPU, one thread. Compiled is `df.compile(step)` with its default backend, Inductor; it needs minutes for a traced step
+of two simulated workers, which is compiled with `backend="aot_eager"` instead.
 
 **What is compared.** Parameters, buffers and losses after {steps} steps with those of a plain PyTorch loop:
 `torch.optim.SGD(lr={rate}, momentum=0.9)`, the same batches, and gradients of zero where a parameter has none. *Eager* and
@@ -131,8 +145,11 @@ two workers' gradients, and each worker has its own buffers.
 | yes | each tensor differs by less than {rounding} of its update |
 | yes (4e-05) | the largest difference, where it is more; the limit is 1e-4, or 5e-2 in bfloat16 |
 | runs | the loss draws random numbers, and here not those of the plain loop: all numbers are finite, more is not compared |
-| [1](#what-was-said) | it does not work; the sentence is in the list below the table |
+| (1) | it does not work; the sentence is in the list below the table |
 | – | not tried |
+
+Where tracing fails, the error goes on: "Where it runs in a plain PyTorch loop, let PyTorch's autograd take the gradient:
+df.autograd(loss_fn)." The list leaves that out.
 
 {summary}
 
@@ -145,10 +162,19 @@ def cell(result: dict[str, Any] | None, sentences: list[str]) -> str:
     if result["outcome"] == "yes":
         worst = result["worst"]
         return "runs" if worst is None else "yes" if worst < ROUNDING else f"yes ({worst:.0e})"
-    sentence = result["sentence"]
+    sentence = short(result["sentence"])
     if sentence not in sentences:
         sentences.append(sentence)
-    return f"[{sentences.index(sentence) + 1}](#what-was-said)"
+    return f"({sentences.index(sentence) + 1})"
+
+
+def short(sentence: str) -> str:
+    """What PyTorch said in it, cut to its beginning."""
+    inside = re.search(
+        r"(?:the loss raised|could not trace the step:) (.*?) ?(?:while torch.func traced|Where the loss)", sentence
+    )
+    sentence = re.sub(r"\bj\d+", "j", inside[1] if inside else sentence)
+    return sentence if len(sentence) <= LONGEST else sentence[:LONGEST].rsplit(" ", 1)[0] + " ..."
 
 
 def page(results: dict[Key, dict[str, Any]], limit: float) -> str:
@@ -162,11 +188,9 @@ def page(results: dict[Key, dict[str, Any]], limit: float) -> str:
         cells = [cell(results.get((case.name, way, column)), sentences) for way in WAYS for column in COLUMNS]
         rows.append(f"| {case.name} | {case.package} | " + " | ".join(cells) + " |")
     said = [f"{i}. {escaped(sentence)}" for i, sentence in enumerate(sentences, 1)]
-    backends = sorted({r["backend"] for r in results.values() if "backend" in r})
     header = HEADER.format(
         limit=f"{limit:.0f}",
         versions=", ".join(f"{name} {version(name)}" for name in PACKAGES),
-        backends=" and ".join(f'`backend="{name}"`' for name in backends) or "no backend yet",
         steps=STEPS,
         rate=RATE,
         rounding=f"{ROUNDING:.0e}".replace("e-0", "e-"),
@@ -200,7 +224,6 @@ def main() -> None:
     parser.add_argument("--columns", nargs="+", choices=COLUMNS, default=COLUMNS)
     parser.add_argument("--limit", type=float, default=240, help="seconds for each process")
     parser.add_argument("--seconds-in-all", type=float, default=float("inf"), help="start nothing after them")
-    parser.add_argument("--backend", default="inductor", help="of the compiled columns")
     parser.add_argument("--again", action="store_true", help="also what has a result")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the process that tries a case ends with this one

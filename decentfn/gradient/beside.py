@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from decentfn import trees
+from decentfn.torch_private.autograd import surroundings
 
 
 class Beside:
@@ -34,6 +35,7 @@ trees.register_node(Beside, lambda node: ((node.number,), None), lambda _, child
 
 class _Here(threading.local):
     values: dict[int, Any] | None = None
+    around: tuple[Any, Any] | None = None  # see torch_private.autograd
 
 
 _here = _Here()
@@ -56,12 +58,18 @@ def value(number: Tensor) -> Any:
 @contextmanager
 def step() -> Iterator[None]:
     """What is put within is forgotten at the end."""
-    outer = _here.values
-    _here.values = {}
+    outer = _here.values, _here.around
+    _here.values, _here.around = {}, surroundings()
     try:
         yield
     finally:
-        _here.values = outer
+        _here.values, _here.around = outer
+
+
+def around() -> tuple[Any, Any]:
+    """What surrounded the step, where it was called."""
+    assert _here.around is not None
+    return _here.around
 
 
 def passing_beside(function: Callable[[Beside], tuple[Any, Any]], batch: Any) -> tuple[Any, Any]:

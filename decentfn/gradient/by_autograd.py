@@ -20,7 +20,7 @@ from decentfn import draws, trees
 from decentfn.buckets import Buckets, Plan, wide
 from decentfn.collectives import world
 from decentfn.gradient.accumulated import Accumulated, micro_batch_count, micro_batches
-from decentfn.gradient.beside import Beside, arrived, put, step, travelling, value
+from decentfn.gradient.beside import Beside, around, arrived, put, step, travelling, value
 from decentfn.gradient.loss import LossFn, WrappedLoss, call, require_loss
 from decentfn.gradient.scaled import DynamicLossScale
 from decentfn.gradient.traced import Evaluation, unscaled
@@ -209,7 +209,7 @@ def _of_worker(
     in_place = all(wide(b.dtype) == b.dtype for b in flat)  # else sums of gradients would lose what they add
     sums: list[Tensor] = []
     losses, auxes = [], []
-    with loss_fn.lock, torch_autograd.enabled():
+    with loss_fn.lock, torch_autograd.enabled(around()):
         leaves = [leaf.detach().requires_grad_() for leaf in Buckets(flat, plan).leaves()]
         places = [leaf.data_ptr() for leaf in leaves]
         constants = [*flat, *(b for i, b in enumerate(kept) if i not in changing)]

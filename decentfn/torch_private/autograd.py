@@ -10,28 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 
-_KEYS = [
-    key
-    for name in dir(torch._C.DispatchKey)
-    if isinstance(key := getattr(torch._C.DispatchKey, name), torch._C.DispatchKey) and not name.startswith("Autocast")
-]
-"""What a kernel's surroundings switch off, and PyTorch outside of one does not: autograd, torch.func, nested tensors."""
 
-
-_without_keys: dict[int, Any] = {}
+def surroundings() -> tuple[Any, Any]:
+    """What PyTorch's dispatcher does here: autograd, autocast, torch.func. Compiled code switches most of it off inside."""
+    return torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
 
 
 @contextmanager
-def enabled() -> Iterator[None]:
-    """Autograd sees what an operator's kernel does, which runs below it."""
-    around: Any = torch._C._dispatch_tls_local_exclude_set()
-    excluded = _without_keys.get(around.raw_repr())
-    if excluded is None:
-        excluded = around
-        for key in _KEYS:
-            excluded = excluded.remove(key)
-        _without_keys[around.raw_repr()] = excluded
-    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded), torch.enable_grad():
+def enabled(around: tuple[Any, Any]) -> Iterator[None]:
+    """Within an operator's kernel, autograd and all else is as it was `around`."""
+    with torch._C._ForceDispatchKeyGuard(*around), torch.enable_grad():
         yield
 
 

@@ -339,6 +339,24 @@ def test_a_handle_goes_with_its_step_and_nothing_grows():
     assert handle() is None
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_loss_runs_as_where_the_step_was_called(compiled):
+    """Autocast around the step, torch.func and nested tensors inside."""
+
+    def loss_fn(params, batch):
+        product = batch @ params["w"]
+        slopes = torch.func.vmap(torch.func.grad(lambda w, x: (x @ w).square().sum()), (None, 0))(params["w"], batch)
+        rows = torch.nested.nested_tensor([batch[:1], batch[1:]], layout=torch.jagged)
+        return product.float().square().mean() + slopes.var() + (rows @ params["w"]).values().mean(), str(product.dtype)
+
+    init, step = built(df.autograd(loss_fn))
+    step = df.compile(step, backend="aot_eager") if compiled else step
+    state = init({"w": torch.ones(3, 2)})
+    with torch.autocast("cpu", torch.bfloat16):
+        assert step(state, torch.randn(4, 3), 0)[1].aux == "torch.bfloat16"
+    assert step(state, torch.randn(4, 3), 1)[1].aux == "torch.float32"
+
+
 @pytest.mark.slow
 def test_ten_thousand_steps_leave_memory_and_module_as_they_were():
     net = Checkpointed(False)
