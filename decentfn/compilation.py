@@ -104,6 +104,8 @@ def compile(
                 "df.autograd(loss_fn), which needs one graph for all."
             ) from error
         except NOT_COMPILED as error:
+            if by_autograd:
+                raise
             raise RuntimeError(
                 f"df.compile(step): torch.compile could not trace the step: {brief_error(root(error))}. Where the loss runs in a plain "
                 "PyTorch loop, let PyTorch's autograd take the gradient: df.autograd(loss_fn); the rest of the step is compiled."

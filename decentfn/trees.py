@@ -105,6 +105,19 @@ def plain(tree: PyTree) -> PyTree:
     return tree
 
 
+def map_nodes(kind: type[T], function: Callable[..., T], tree: PyTree, *others: PyTree) -> PyTree:
+    """`tree` with `function` of each node of this kind and of what stands in its place in `others`; the rest stays."""
+    if isinstance(tree, kind):
+        return function(tree, *others)
+    node = _open(tree)
+    if node is None:
+        return tree
+    children, close = node
+    opened = [_open(other) for other in others]
+    rest = [() if other is None else other[0] for other in opened]
+    return close([map_nodes(kind, function, *parts) for parts in zip(children, *rest, strict=True)])
+
+
 def named_leaves(tree: PyTree) -> list[tuple[str, Any]]:
     """The leaves with their dotted paths, in flattening order.
 

@@ -21,6 +21,8 @@ class Evaluation(NamedTuple):
     buffers: PyTree
     loss: Tensor  # 0-d
     aux: PyTree  # [M, ...] of M micro-batches
+    used: Buckets | None = None
+    """Bool, for each element whether its leaf has a gradient; None where nobody asks."""
 
 
 def gradient_of(loss_fn: LossFn, params: Buckets, buffers: PyTree, batch: PyTree, scale: Tensor | None) -> Evaluation:

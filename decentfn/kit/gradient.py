@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from decentfn import trees
-from decentfn.buckets import Buckets, global_norm
+from decentfn.buckets import Buckets, each, global_norm, where
 from decentfn.kit.state import Metrics
 from decentfn.trees import PyTree
 
@@ -21,6 +21,8 @@ class Gradient(NamedTuple):
     aux: PyTree
     good: Tensor | None = None
     """0-d bool, whether the gradient is finite; None where nobody asks: the loss is not scaled."""
+    used: Buckets | None = None
+    """Bool, for each element whether its leaf has a gradient; None where nobody asks: `df.autograd` with `skip_unused`."""
 
     @property
     def metrics(self) -> Metrics:
@@ -32,6 +34,14 @@ class Gradient(NamedTuple):
     def keep(self, new: PyTree, old: PyTree) -> PyTree:
         """`new`, or `old` where the gradient is bad: what an algorithm remembers of gradients is that of good ones."""
         return where_good(self.good, new, old)
+
+    def move(self, u: Buckets, opt: PyTree, old: PyTree) -> tuple[Buckets, PyTree]:
+        """The optimizer's update and new state; 0 and the old state where the gradient is bad, or a leaf has none."""
+        nothing = each(torch.zeros_like, u)
+        u, opt = self.keep(u, nothing), self.keep(opt, old)
+        if (used := self.used) is None:
+            return u, opt
+        return where(used, u, nothing), trees.map_nodes(Buckets, lambda new, old: where(used, new, old), opt, old)
 
 
 def where_good(condition: Tensor | None, new: PyTree, old: PyTree) -> PyTree:

@@ -95,19 +95,19 @@ class Worker:
         scaling, scale = self.scaling, local.scale
         if scaling is None or scale is None:
             e = evaluate(self.loss_fn, x, local.buffers, batch, t)
-            return Gradient(e.grads, e.loss, e.aux), local._replace(buffers=e.buffers)
+            return Gradient(e.grads, e.loss, e.aux, None, e.used), local._replace(buffers=e.buffers)
         e = evaluate(self.loss_fn, x, local.buffers, batch, t, scale.scale)
         own = all_finite(e.grads)
         common = self.everywhere(own, t) if together or scaling.agree else own
         good, next_scale = common if together else own, scaling.advance(scale, common)
         grads = where_good(own, e.grads, each(torch.zeros_like, e.grads))
         buffers = where_good(own, e.buffers, local.buffers)
-        return Gradient(grads, e.loss, e.aux, good), local._replace(buffers=buffers, scale=next_scale)
+        return Gradient(grads, e.loss, e.aux, good, e.used), local._replace(buffers=buffers, scale=next_scale)
 
     def update(
         self, direction: Buckets, g: Gradient, local: Local, x: Buckets, *, posted: Posted | None = None
     ) -> tuple[Buckets, Local]:
-        """The optimizer's update at `x`, and `local` with its new state; 0 and the old state where `g` is bad.
+        """The optimizer's update at `x`, and `local` with its new state; 0 and the old state where `g` is bad or a leaf has none.
 
         Args:
             direction: what the optimizer sees for a gradient, in the dtypes of `x`.
@@ -118,7 +118,8 @@ class Worker:
         """
         mix = () if posted is None or not wants_mix(self.optimizer) else (gossip.mix_context(*posted),)
         u, opt = self.optimizer.update(direction, local.opt, x, *mix)
-        return g.keep(u, each(torch.zeros_like, u)), local._replace(opt=g.keep(opt, local.opt))
+        u, opt = g.move(u, opt, local.opt)
+        return u, local._replace(opt=opt)
 
     def everywhere(self, claim: Tensor, t: Tensor) -> Tensor:
         """Whether `claim` (0-d bool) holds on all workers, the same on each: one number travels, and all wait for it."""

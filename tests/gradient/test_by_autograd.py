@@ -179,6 +179,40 @@ def test_ranks_draw_what_the_simulator_draws(ranks):
                 torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_unused_parameters_are_skipped_as_torch_does_or_move_on(compiled):
+    torch.manual_seed(0)
+    net = Routed()
+    net.gate.bias.data = torch.tensor([0.0, 1.0, -9.0])  # the third expert gets nothing
+    params, buffers, loss_fn = df.functional(net, mse_loss)
+    data, ends = batches(0, 6), {}
+    for skips in (True, False):
+        optimizer = df.sgd(0.1, momentum=0.9, weight_decay=0.1)
+        init, step = df.all_reduce(df.autograd(loss_fn, skip_unused=skips), optimizer, df.topology("complete", 1))
+        state = init(params, buffers)
+        step = df.compile(step, backend="aot_eager") if compiled else step
+        for t, batch in enumerate(data):
+            state, _ = step(state, batch, t)
+        ends[skips] = df.params(state)
+    for skips, end in ends.items():
+        plain = copy.deepcopy(net)
+        opt = torch.optim.SGD(plain.parameters(), 0.1, momentum=0.9, weight_decay=0.1)
+        for x, y in data:
+            opt.zero_grad()
+            mse_loss(plain(x), y).backward()
+            for p in plain.parameters():
+                p.grad = torch.zeros_like(p) if p.grad is None and not skips else p.grad
+            opt.step()
+        for name, p in plain.named_parameters():
+            torch.testing.assert_close(end[name], p.detach(), atol=1e-6, rtol=1e-5)
+    assert torch.equal(ends[True]["experts.2.weight"], params["experts.2.weight"])
+    assert not torch.equal(ends[False]["experts.2.weight"], params["experts.2.weight"])
+    init, step = df.adapt_then_combine(df.autograd(loss_fn, skip_unused=True), df.adamw(0.1), df.topology("ring", 2))
+    state, step = df.stack(init(params, buffers), 2), df.simulate(step, 2)
+    state, _ = step(state, df.stack(data[0], 2), 0)
+    assert torch.equal(df.params(state)["experts.2.weight"][1], params["experts.2.weight"])
+
+
 def quadratic(params, batch):
     return ((params - batch["x"]) ** 2).mean(), {"text": batch["text"], "twice": (params * 2).detach(), "x": batch["x"]}
 

@@ -1,0 +1,181 @@
+"""One worker's gradient by PyTorch's own autograd: forward, backward, and the leaves' gradients in their buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from decentfn import draws, trees
+from decentfn.buckets import Buckets, Plan, wide
+from decentfn.gradient.accumulated import micro_batch_count, micro_batches
+from decentfn.gradient.beside import around
+from decentfn.gradient.loss import LossFn, call
+from decentfn.gradient.traced import unscaled
+from decentfn.scalars import moved
+from decentfn.torch_private import autograd as torch_autograd
+from decentfn.trees import PyTree
+
+
+@dataclass
+class Layout:
+    """What the operator gives to the loss, apart from values."""
+
+    plan: Plan
+    buffers: PyTree  # template
+    changing: tuple[int, ...]  # which of the buffers' leaves are not frozen
+    is_tried: bool = False
+    """Whether the loss has been seen to leave the rest alone."""
+
+
+class Backward(NamedTuple):
+    """What the loss of one worker gives."""
+
+    grads: list[Tensor]
+    loss: Tensor
+    used: Tensor  # bool [leaves], which of them have a gradient
+    buffers: list[Tensor]  # the changing ones
+    aux: PyTree
+
+
+def backward(
+    loss_fn: LossFn,
+    form: Layout,
+    many: bool,
+    t: int,
+    worker: int,
+    scale: Tensor | None,
+    params: Sequence[Tensor],
+    buffers: Sequence[Tensor],
+    batch: Any,
+) -> Backward:
+    """The loss of worker number `worker` in step `t`, and its gradient, unscaled.
+
+    Args:
+        loss_fn: the loss of one batch.
+        form: what is known of it.
+        many: whether the batch is micro-batches, `[M, ...]` in every leaf: the gradient's mean is taken over them.
+        t: the step.
+        worker: draws its own random numbers.
+        scale: 0-d; the gradient is taken of `scale * loss`.
+        params: the buckets.
+        buffers: the leaves of the loss's buffers.
+        batch: what the loss takes.
+    """
+    plan, changing = form.plan, form.changing
+    trial = not form.is_tried  # what is written through `.data` shows in the values alone
+    flat = [b.detach().clone() if trial else b.detach() for b in params]
+    kept = [b.clone() if trial or i in changing else b for i, b in enumerate(buffers)]
+    in_place = all(wide(b.dtype) == b.dtype for b in flat)  # else sums of gradients would lose what they add
+    sums: list[Tensor] = []
+    used = set[int]()
+    losses, auxes = [], []
+    with torch_autograd.enabled(around()):
+        leaves = [leaf.detach().requires_grad_() for leaf in Buckets(flat, plan).leaves()]
+        places = [leaf.data_ptr() for leaf in leaves]
+        constants = [*flat, *(b for i, b in enumerate(kept) if i not in changing)]
+        versions = [b._version for b in constants]
+        micros = _rows(micro_batches(batch)) if many else [batch]
+        for index, data in enumerate(micros):
+            with draws.torch_draws(t, worker, index):
+                tree, old = trees.fill(plan.template, leaves), trees.fill(form.buffers, kept)
+                loss, new, aux = _forward_backward(loss_fn, tree, old, data, scale)
+            kept = [_apart(b, k) if i in changing else k for i, (b, k) in enumerate(zip(new, kept, strict=True))]
+            losses.append(loss)
+            auxes.append(aux)
+            if many and not in_place:
+                used.update(i for i, leaf in enumerate(leaves) if leaf.grad is not None)
+                parts = _collect(plan, leaves)
+                sums = (
+                    [s + g for s, g in zip(sums, parts, strict=True)] if sums else [g.to(wide(g.dtype)) for g in parts]
+                )
+        moved_away = any(leaf.data_ptr() != place for leaf, place in zip(leaves, places, strict=True))
+        given = [*params, *(b for i, b in enumerate(buffers) if i not in changing)]
+        if [b._version for b in constants] != versions or moved_away or (trial and not _alike(constants, given)):
+            raise RuntimeError(
+                "df.autograd(loss_fn): the loss wrote over its parameters, or over frozen ones; a step is a function of them. Let "
+                "it work on copies, and keep what changes from step to step in buffers (register_buffer)."
+            )
+        form.is_tried = True
+    with torch.no_grad():
+        used.update(i for i, leaf in enumerate(leaves) if leaf.grad is not None)
+        grads = sums or _collect(plan, leaves)
+        flags = torch.tensor([i in used for i in range(len(leaves))])
+        if many:
+            grads = [(g / len(micros)).to(b.dtype) for g, b in zip(grads, flat, strict=True)]
+        if scale is not None:
+            grads = list(unscaled(Buckets(grads, plan), scale))
+        loss_dtype = torch.float64 if any(b.dtype == torch.float64 for b in flat) else torch.float32
+        mean = torch.stack([loss.to(loss_dtype) for loss in losses]).mean()
+    aux = trees.map(lambda *rows: stacked(rows), *auxes) if many else auxes[0]
+    return Backward(grads, mean, moved(flags, mean.device), [kept[i] for i in changing], aux)
+
+
+def _forward_backward(
+    loss_fn: LossFn, params: PyTree, buffers: PyTree, batch: Any, scale: Tensor | None
+) -> tuple[Tensor, list[Tensor], PyTree]:
+    """The loss, the leaves of its new buffers, and aux; the gradients are added to `.grad`."""
+    held = getattr(loss_fn, "held", None)
+    if held is None:
+        loss, new, aux = call(loss_fn, params, buffers, batch)
+        _backward(loss, scale)
+    else:
+        # What is computed again while gradients are taken (activation checkpointing) must meet the same weights.
+        with held(params, buffers) as new:
+            loss, aux = loss_fn.of(batch)  # type: ignore[attr-defined]
+            _backward(loss, scale)
+    aux = trees.map(_beyond, trees.plain(aux))
+    return loss.detach(), trees.leaves(new), aux
+
+
+def _backward(loss: Tensor, scale: Tensor | None) -> None:
+    if not loss.requires_grad:
+        raise RuntimeError(
+            "df.autograd(loss_fn): the loss does not depend on the parameters that it was given; compute it from `params` "
+            "(torch.func.functional_call(module, params, ...), or df.functional), and not under torch.no_grad."
+        )
+    (loss if scale is None else loss.to(wide(loss.dtype)) * scale).backward()
+
+
+def _collect(plan: Plan, leaves: list[Tensor]) -> list[Tensor]:
+    """The buckets of the leaves' gradients, which are given up: that of a leaf alone in its bucket is the bucket."""
+    grads, rest = [], iter(leaves)
+    for bucket in plan.buckets:
+        parts = []
+        for _ in bucket.segments:
+            leaf = next(rest)
+            part, leaf.grad = leaf.grad, None
+            part = torch.zeros_like(leaf) if part is None else part.to_dense() if part.is_sparse else part
+            parts.append(part.reshape(-1))
+        grads.append(parts[0] if len(parts) == 1 else torch.cat(parts))
+    return grads
+
+
+def _rows(batch: PyTree) -> list[PyTree]:
+    """Micro-batches one by one."""
+    return [trees.map(lambda x, i=i: x[i], batch) for i in range(micro_batch_count(trees.leaves(batch)))]
+
+
+def _alike(xs: list[Tensor], ys: list[Tensor]) -> bool:
+    return all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(xs, ys, strict=True))
+
+
+def _apart(new: Tensor, own: Tensor) -> Tensor:
+    """A new buffer in memory of its own, of the old one's dtype."""
+    new = new.detach()
+    return new if new is own else new.to(own.dtype, copy=True)
+
+
+def _beyond(x: Any) -> Any:
+    """A leaf of aux in memory of its own: what was not computed may be the batch's, or the state's."""
+    if not isinstance(x, torch.Tensor):
+        return torch.as_tensor(x) if isinstance(x, (bool, int, float)) else x
+    return x.detach().clone() if x.grad_fn is None or x._is_view() else x.detach()
+
+
+def stacked(rows: Sequence[Any]) -> Any:
+    """One leaf of many rows' trees: a tensor `[N, ...]`, or a list of what are none."""
+    return torch.stack(list(rows)) if isinstance(rows[0], torch.Tensor) else list(rows)
