@@ -309,8 +309,9 @@ def test_an_exception_on_one_rank_drains_its_messages_and_the_next_step_names_it
                     assert all(torch.equal(a, b) for a, b in zip(before, trees.leaves(state), strict=True))
         return said
 
+    before = set(in_flight)
     said, others = testing.on_ranks(2, fails_once)
-    assert not others and not in_flight
+    assert not others and set(in_flight) <= before
     for first, second in (said[:2], said[2:]):
         assert "a bad sample" in first
         assert "t=1 raised" in second and "a bad sample" in second and "Start the run again" in second
