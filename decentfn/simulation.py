@@ -13,7 +13,7 @@ from decentfn.gradient.beside import Beside, passing_beside
 from decentfn.kit.expected import check, marked, require_order
 from decentfn.kit.state import Step
 from decentfn.scalars import as_step
-from decentfn.stacking import over_workers
+from decentfn.stacking import over_workers, require_rows
 from decentfn.trees import PyTree
 from decentfn.words import brief
 
@@ -58,9 +58,9 @@ def simulate(step: Step, num_workers: int, *, chunk_size: int | None = None) -> 
 
     def look(state: Any, batch: PyTree, t: Any) -> None:
         require_order(state, batch, t)
-        _check_rows("state", state, num_workers)
+        require_rows("state", state, num_workers)
         batch = trees.plain(batch)
-        _check_rows("batch", batch, num_workers)
+        require_rows("batch", batch, num_workers)
         first, its_batch = trees.map(lambda leaf: leaf[0], (state, batch))
         check(step, first, its_batch, t)
 
@@ -69,10 +69,10 @@ def simulate(step: Step, num_workers: int, *, chunk_size: int | None = None) -> 
         if not torch.compiler.is_compiling():
             require_order(state, batch, t)
         t = as_step(t)
-        _check_rows("state", state, num_workers)
+        require_rows("state", state, num_workers)
         if not getattr(step, "by_autograd", False):
             batch = trees.plain(batch)
-            _check_rows("batch", batch, num_workers)
+            require_rows("batch", batch, num_workers)
             return over_workers(
                 lambda state, batch: step(state, batch, t), num_workers, state, batch, chunk_size=chunk_size
             )
@@ -81,18 +81,6 @@ def simulate(step: Step, num_workers: int, *, chunk_size: int | None = None) -> 
         return passing_beside(lambda batch: simulated(state, batch, t), batch)
 
     return marked(simulated, check=look, made_by="simulate")
-
-
-def _check_rows(what: str, tree: PyTree, num_workers: int) -> None:
-    for index, leaf in enumerate(trees.leaves(tree)):
-        if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0 or leaf.shape[0] != num_workers:
-            name = trees.named_leaves(tree)[index][0]  # Dynamo cannot trace optree's names through a dict
-            shape = list(leaf.shape) if isinstance(leaf, torch.Tensor) else type(leaf).__name__
-            way_out = "df.stack(state, num_workers)" if what == "state" else "stack one batch per worker"
-            raise ValueError(
-                f"simulate(num_workers={num_workers}): leaf {name!r} of the {what} is {shape}; its first axis must be "
-                f"the {num_workers} workers: {way_out}."
-            )
 
 
 def stack(state: PyTree, num_workers: int) -> PyTree:

@@ -29,6 +29,19 @@ _here = _Here()
 """`.chunks`: how this thread's simulation chunks, or None."""
 
 
+def require_rows(what: str, tree: PyTree, num_workers: int) -> None:
+    """Every leaf of the state or the batch, `what`, has a row for each worker."""
+    for index, leaf in enumerate(trees.leaves(tree)):
+        if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0 or leaf.shape[0] != num_workers:
+            name = trees.named_leaves(tree)[index][0]  # Dynamo cannot trace optree's names through a dict
+            shape = list(leaf.shape) if isinstance(leaf, torch.Tensor) else type(leaf).__name__
+            way_out = "df.stack(state, num_workers)" if what == "state" else "stack one batch per worker"
+            raise ValueError(
+                f"simulate(num_workers={num_workers}): leaf {name!r} of the {what} is {shape}; its first axis must be "
+                f"the {num_workers} workers: {way_out}."
+            )
+
+
 def over_workers(
     function: Callable[..., PyTree], num_workers: int, *arguments: PyTree, chunk_size: int | None = None
 ) -> PyTree:

@@ -3,7 +3,10 @@
 import pytest
 import torch
 
-from decentfn import trees
+from decentfn import buckets, trees
+from decentfn.gradient import beside
+from decentfn.gradient.backward import Layout, backward
+from decentfn.testing import problem
 from tests import contract, devices
 
 
@@ -14,6 +17,16 @@ def test_a_step_waits_for_nothing_and_copies_a_rounds_numbers(row):
         assert {leaf.device.type for leaf in trees.leaves(new)} == {"meta"}
         assert not any(copy.waits for copy in seen), seen
         assert sum(copy.numbers for copy in seen) <= 200 and len(seen) <= 16, seen
+
+
+def test_the_gradient_by_autograd_waits_for_nothing_and_copies_nothing():
+    params = trees.map(devices.on_meta, buckets.flatten(problem.params(0)))
+    batch = trees.map(devices.on_meta, problem.batch(0, 0))
+    with beside.step(), devices.Copies() as copies:
+        one = backward(
+            problem.loss_fn, Layout(params.plan, None, (), is_tried=True), False, 3, 0, None, list(params), [], batch
+        )
+    assert copies.seen == [] and {g.device.type for g in [*one.grads, one.loss]} == {"meta"}
 
 
 def test_what_waits_and_what_copies_is_seen():

@@ -15,7 +15,6 @@ from decentfn.gradient.accumulated import micro_batch_count, micro_batches
 from decentfn.gradient.beside import around
 from decentfn.gradient.loss import LossFn, call
 from decentfn.gradient.traced import unscaled
-from decentfn.scalars import moved
 from decentfn.torch_private import autograd as torch_autograd
 from decentfn.trees import PyTree
 
@@ -36,7 +35,7 @@ class Backward(NamedTuple):
 
     grads: list[Tensor]
     loss: Tensor
-    used: Tensor  # bool [leaves], which of them have a gradient
+    used: list[bool]  # of each leaf, whether it has a gradient
     buffers: list[Tensor]  # the changing ones
     aux: PyTree
 
@@ -103,15 +102,19 @@ def backward(
     with torch.no_grad():
         used.update(i for i, leaf in enumerate(leaves) if leaf.grad is not None)
         grads = sums or _collect(plan, leaves)
-        flags = torch.tensor([i in used for i in range(len(leaves))])
         if many:
             grads = [(g / len(micros)).to(b.dtype) for g, b in zip(grads, flat, strict=True)]
         if scale is not None:
             grads = list(unscaled(Buckets(grads, plan), scale))
-        loss_dtype = torch.float64 if any(b.dtype == torch.float64 for b in flat) else torch.float32
-        mean = torch.stack([loss.to(loss_dtype) for loss in losses]).mean()
+        mean = torch.stack([loss.to(dtype_of_loss(flat)) for loss in losses]).mean()
     aux = trees.map(lambda *rows: stacked(rows), *auxes) if many else auxes[0]
-    return Backward(grads, mean, moved(flags, mean.device), [kept[i] for i in changing], aux)
+    flags = [i in used for i in range(len(leaves))]
+    return Backward(grads, mean, flags, [kept[i] for i in changing], aux)
+
+
+def dtype_of_loss(params: Sequence[Tensor]) -> torch.dtype:
+    """In which the loss is reported: it is not known before the loss has run, and a graph must know it."""
+    return torch.float64 if any(b.dtype == torch.float64 for b in params) else torch.float32
 
 
 def _forward_backward(

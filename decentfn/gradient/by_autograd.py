@@ -20,11 +20,13 @@ from decentfn import trees
 from decentfn.buckets import Buckets, Plan
 from decentfn.collectives import world
 from decentfn.gradient.accumulated import Accumulated
-from decentfn.gradient.backward import Backward, Layout, backward, stacked
+from decentfn.gradient.backward import Backward, Layout, backward, dtype_of_loss, stacked
 from decentfn.gradient.beside import Beside, arrived, put, step, travelling, value
 from decentfn.gradient.loss import LossFn, WrappedLoss, require_loss
 from decentfn.gradient.scaled import DynamicLossScale
 from decentfn.gradient.traced import Evaluation
+from decentfn.scalars import moved
+from decentfn.stacking import require_rows
 from decentfn.torch_private import functorch
 from decentfn.trees import PyTree
 from decentfn.words import brief
@@ -115,7 +117,7 @@ def gradient_by_autograd(
     template = trees.enumerate_leaves(buffers)
     layout, changing = _remember(loss_fn.name, params.plan, template)
     old = trees.leaves(buffers)
-    leaves = sum(len(bucket.segments) for bucket in params.plan.buckets)
+    leaves = sum(len(bucket.segments) for bucket in params.plan.buckets) if loss_fn.skip_unused else 0
     out = _gradient(loss_fn.handle, layout, leaves, changing, many, 0, t, scale, batch.number, list(params), old)
     size = len(params)
     loss, aux, used, *new = out[size:]
@@ -171,14 +173,18 @@ def _kernel(
     params: Sequence[Tensor],
     buffers: Sequence[Tensor],
 ) -> list[Tensor]:
-    """`[*grads, loss, number of aux, used, *changing buffers]`, each with a first axis of workers where there are any."""
+    """`[*grads, loss, number of aux, used, *changing buffers]`, each with a first axis of workers where there are any.
+
+    `used` is asked for the first so many `leaves`: all of them, or none.
+    """
     loss_fn, data, step_number = _losses[int(handle)], value(batch), int(t)
     run = partial(loss_fn.run, loss_fn.layouts[layout], many, step_number)
     if not workers:
         one = run(world().rank, scale, params, buffers, data)
-        return [*one.grads, one.loss, torch.tensor(put(one.aux)), one.used, *one.buffers]
+        used = torch.tensor(one.used[:leaves], dtype=torch.bool)
+        return [*one.grads, one.loss, torch.tensor(put(one.aux)), moved(used, one.loss.device), *one.buffers]
     data = trees.plain(data)
-    _require_rows(data, workers)
+    require_rows("batch", data, workers)
     first = world().rank * workers
     grads = [torch.empty_like(b) for b in params]
     ones = []
@@ -192,42 +198,20 @@ def _kernel(
         ones.append(one._replace(grads=[]))
     aux = trees.map(lambda *rows: stacked(rows), *(one.aux for one in ones))
     new = [torch.stack(rows) for rows in zip(*(one.buffers for one in ones), strict=True)]
-    return [
-        *grads,
-        torch.stack([one.loss for one in ones]),
-        torch.full((workers,), put(aux)),
-        torch.stack([one.used for one in ones]),
-        *new,
-    ]
-
-
-def _require_rows(batch: Any, workers: int) -> None:
-    shapes = [list(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__ for x in trees.leaves(batch)]
-    if any(type(shape) is not list or shape[:1] != [workers] for shape in shapes):
-        raise ValueError(
-            f"simulate(num_workers={workers}): the batch's leaves are {shapes}; the first axis of each must be the {workers} "
-            "workers: stack one batch per worker."
-        )
+    loss = torch.stack([one.loss for one in ones])
+    used = torch.tensor([one.used[:leaves] for one in ones], dtype=torch.bool)
+    return [*grads, loss, torch.full((workers,), put(aux)), moved(used, loss.device), *new]
 
 
 @torch.library.register_fake("decentfn::gradient", lib=_library)
-def _fake(
-    handle: Tensor,
-    layout: int,
-    leaves: int,
-    changing: Sequence[int],
-    many: bool,
-    workers: int,
-    t: Tensor,
-    scale: Tensor | None,
-    batch: Tensor,
-    params: Sequence[Tensor],
-    buffers: Sequence[Tensor],
-) -> list[Tensor]:
+def _fake(*arguments: Any) -> list[Tensor]:
+    _, _, leaves, changing, _, workers, _, _, _, params, buffers = arguments
     shape = (workers,) if workers else ()
-    dtype = torch.float64 if any(b.dtype == torch.float64 for b in params) else torch.float32
     grads = [torch.empty_like(b) for b in params]
-    loss, aux = params[0].new_empty(shape, dtype=dtype), torch.empty(shape, dtype=torch.int64, device="cpu")
+    loss, aux = (
+        params[0].new_empty(shape, dtype=dtype_of_loss(params)),
+        torch.empty(shape, dtype=torch.int64, device="cpu"),
+    )
     used = params[0].new_empty((*shape, leaves), dtype=torch.bool)
     return [*grads, loss, aux, used, *(torch.empty_like(buffers[i]) for i in changing)]
 

@@ -40,7 +40,6 @@ class ModuleLoss:
 
     def __call__(self, params: PyTree, buffers: PyTree, batch: Any) -> tuple[Tensor, tuple[PyTree, PyTree]]:
         """Run the module with these parameters and copies of these buffers."""
-        self.require_batch(batch)
         kept = {name: b if name in self.frozen else torch.clone(b) for name, b in buffers.items()}
         with self.held(params, kept) as new:
             loss, aux = self.of(batch)
@@ -62,6 +61,8 @@ class ModuleLoss:
             if before is not None:
                 _restore_tensors(self.module, before)
                 self._refuse_new_buffers()
+        if before is not None:
+            self._has_run = True
         new.update({name: tensors[name] for name in buffers})
 
     def of(self, batch: Any) -> tuple[Tensor, PyTree]:
@@ -100,7 +101,6 @@ class ModuleLoss:
     def _refuse_new_buffers(self) -> None:
         if self._has_run:
             return
-        self._has_run = True
         known = self._shapes[1].keys()
         new = [name for name, _ in self.module.named_buffers() if name not in known]
         if new:
