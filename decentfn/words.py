@@ -23,11 +23,14 @@ def root(error: BaseException) -> BaseException:
 
 
 def brief_error(error: BaseException) -> str:
-    """An error's type and the first line of what it says.
+    """An error's type and the first line of what it says, with the next one where that ends in a colon.
 
     >>> brief_error(KeyError("labels"))
     "KeyError: 'labels'"
+    >>> brief_error(RuntimeError("the backend raised:\\nValueError: no kernel\\n\\nand a page more"))
+    'RuntimeError: the backend raised: ValueError: no kernel'
     """
-    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    first = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1]).rstrip(".")
     first = first if len(first) <= _LONGEST_ERROR else f"{first[: _LONGEST_ERROR - 3]}..."
     return f"{type(error).__name__}: {first}" if first else type(error).__name__

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
+from torch.utils.checkpoint import checkpoint
 
 import decentfn as df
 from decentfn import compile_cache, trees
@@ -254,6 +255,8 @@ def test_what_cannot_be_traced_is_answered_with_a_way_out():
     with pytest.raises(RuntimeError, match="the loss raised KeyError: 'y' while torch.func traced") as caught:
         trained(lambda p, b: p.sum() + b["y"], x, None, {"x": x})
     assert isinstance(caught.value.__cause__, KeyError)
+    with pytest.raises(RuntimeError, match="backend='aot_eager' raised: RuntimeError: .* saved tensor hooks"):
+        trained(lambda p, b: checkpoint(torch.tanh, p, use_reentrant=False).sum(), x, None, x, compiled=True)
     init, step = df.all_reduce(lambda p, b: (p - b).square().mean(), df.sgd(0.1), df.topology("complete", 1))
     state, run = init(x), df.compile(step, dynamic=False, backend="eager")
     with pytest.raises(RuntimeError, match="more than 32 kinds.*df.autograd"):
