@@ -23,11 +23,11 @@ def root(error: BaseException) -> BaseException:
 
 
 def brief_error(error: BaseException) -> str:
-    """An error's type and the first line of what it says, with the next one where that ends in a colon.
+    r"""An error's type and the first line of what it says, with the next one where that ends in a colon.
 
     >>> brief_error(KeyError("labels"))
     "KeyError: 'labels'"
-    >>> brief_error(RuntimeError("the backend raised:\\nValueError: no kernel\\n\\nand a page more"))
+    >>> brief_error(RuntimeError("the backend raised:\nValueError: no kernel\n\nand a page more"))
     'RuntimeError: the backend raised: ValueError: no kernel'
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

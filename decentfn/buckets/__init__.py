@@ -15,7 +15,7 @@ from decentfn.buckets.arithmetic import (
     widen,
     zeros_like,
 )
-from decentfn.buckets.plan import BucketPlan, Buckets, Mask, Plan, Segment, flatten, require_bucket_mb
+from decentfn.buckets.plan import BucketPlan, Buckets, Mask, Plan, Segment, elements, flatten, require_bucket_mb
 
 __all__ = [
     "BucketPlan",
@@ -29,6 +29,7 @@ __all__ = [
     "copy_wide",
     "divide",
     "each",
+    "elements",
     "flatten",
     "global_norm",
     "multiply",

@@ -26,12 +26,26 @@ _OWN_BUCKET = 8
 
 @dataclass(frozen=True)
 class Segment:
-    """Where one leaf lies: elements `start : start + numel` of its bucket, read as `shape`."""
+    """Where one leaf lies: elements `start : start + numel` of its bucket, read as `shape`.
+
+    Of a complex leaf they are the real and imaginary parts in turn, as in `torch.view_as_real`.
+    """
 
     name: str
     shape: tuple[int, ...]
     start: int
     numel: int
+    is_complex: bool = False
+
+    def leaf(self, numbers: Tensor) -> Tensor:
+        """The leaf, `[*workers, *shape]`, a view of its elements `[*workers, numel]`."""
+        shape = (*numbers.shape[:-1], *self.shape)
+        return torch.view_as_complex(numbers.view((*shape, 2))) if self.is_complex else numbers.view(shape)
+
+
+def elements(leaf: Tensor, workers: tuple[int, ...] = ()) -> Tensor:
+    """What of a leaf `[*workers, *shape]` lies in a bucket, `[*workers, numel]`: see `Segment.leaf`."""
+    return (torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf).reshape(*workers, -1)
 
 
 @dataclass(frozen=True)
@@ -77,14 +91,14 @@ class Plan:
         vectors, first = [], 0
         for bucket in self.buckets:
             segments = range(first, first + len(bucket.segments))
-            vectors.append(torch.cat([leaf[k].reshape(*workers, -1) for k in segments], dim=-1))
+            vectors.append(torch.cat([elements(leaf[k], workers) for k in segments], dim=-1))
             first = segments.stop
         return vectors
 
     def describe(self) -> list[str]:
         """One line per leaf: bucket, dtype, name, shape and place. Equal on two workers iff their plans are."""
         return [
-            f"bucket {index} {bucket.dtype}: {s.name} {list(s.shape)} at {s.start}"
+            f"bucket {index} {bucket.dtype}: {s.name} {list(s.shape)}{' complex' * s.is_complex} at {s.start}"
             for index, bucket in enumerate(self.buckets)
             for s in bucket.segments
         ]
@@ -119,8 +133,7 @@ class Buckets:
         views: list[Tensor] = []
         for tensor, bucket in zip(self.tensors, self.plan.buckets, strict=True):
             pieces = tensor.split([segment.numel for segment in bucket.segments], dim=-1)
-            for piece, segment in zip(pieces, bucket.segments, strict=True):
-                views.append(piece.view((*tensor.shape[:-1], *segment.shape)))
+            views += [segment.leaf(piece) for piece, segment in zip(pieces, bucket.segments, strict=True)]
         return views
 
     def tree(self) -> PyTree:
@@ -132,10 +145,10 @@ trees.register_node(Buckets, lambda node: (node.tensors, node.plan), lambda plan
 
 
 def flatten(params: PyTree, *, bucket_mb: float = 25.0, masks: Sequence[Mask] = ()) -> Buckets:
-    """Copy a tree of floating-point tensors into flat buckets.
+    """Copy a tree of floating-point or complex tensors into flat buckets.
 
     A bucket holds leaves of one dtype, one device and one answer to every mask, in their order and at most `bucket_mb`
-    MiB of them. A leaf of more than an eighth of that has a bucket of its own: its gradient then is the bucket's,
+    MiB of them; complex ones as real numbers, as torch.optim treats them. A leaf of more than an eighth of that has a bucket of its own: its gradient then is the bucket's,
     while those of smaller leaves are copied together (once, in one pass). The largest bucket comes first, so that
     little is left to update when the last message is in.
 
@@ -145,7 +158,7 @@ def flatten(params: PyTree, *, bucket_mb: float = 25.0, masks: Sequence[Mask] = 
         masks: the choices by name and shape that a bucket must not mix.
 
     Raises:
-        ValueError: no leaf, a leaf that is not a floating-point tensor, or `bucket_mb` not positive.
+        ValueError: no leaf, a leaf that is not a floating-point or complex tensor, or `bucket_mb` not positive.
     """
     named = trees.named_leaves(params)
     if not named:
@@ -199,9 +212,9 @@ def _check_leaf(name: str, leaf: object) -> None:
         raise ValueError(
             f"init(params): leaf {name!r} is {type(leaf).__name__}, not a tensor; parameters are trees of tensors."
         )
-    if not leaf.is_floating_point():
+    if not leaf.is_floating_point() and not leaf.is_complex():
         raise ValueError(
-            f"init(params): leaf {name!r} has dtype {leaf.dtype}; parameters must be floating point. "
+            f"init(params): leaf {name!r} has dtype {leaf.dtype}; parameters must be floating point or complex. "
             "Pass integer and boolean tensors as buffers: init(params, buffers)."
         )
 
@@ -210,6 +223,7 @@ def _plan_bucket(named: list[tuple[str, Tensor]]) -> BucketPlan:
     segments, start = [], 0
     for name, leaf in named:
         shape = tuple(leaf.shape)
-        segments.append(Segment(name, shape, start, prod(shape)))
-        start += prod(shape)
-    return BucketPlan(named[0][1].dtype, tuple(segments), start)
+        numel = prod(shape) * (1 + leaf.is_complex())
+        segments.append(Segment(name, shape, start, numel, leaf.is_complex()))
+        start += numel
+    return BucketPlan(named[0][1].dtype.to_real(), tuple(segments), start)

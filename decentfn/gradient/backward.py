@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from decentfn import draws, trees
-from decentfn.buckets import Buckets, Plan, wide
+from decentfn.buckets import Buckets, Plan, elements, wide
 from decentfn.gradient.accumulated import micro_batch_count, micro_batches
 from decentfn.gradient.beside import around
 from decentfn.gradient.loss import LossFn, call
@@ -152,7 +152,7 @@ def _collect(plan: Plan, leaves: list[Tensor]) -> list[Tensor]:
             leaf = next(rest)
             part, leaf.grad = leaf.grad, None
             part = torch.zeros_like(leaf) if part is None else part.to_dense() if part.is_sparse else part
-            parts.append(part.reshape(-1))
+            parts.append(elements(part))
         grads.append(parts[0] if len(parts) == 1 else torch.cat(parts))
     return grads
 

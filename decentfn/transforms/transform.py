@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from decentfn import trees
-from decentfn.buckets import Buckets, Mask, Plan
+from decentfn.buckets import Buckets, Mask, Plan, elements
 from decentfn.trees import PyTree
 from decentfn.words import brief
 
@@ -233,7 +233,8 @@ def by_leaf(transform: Any) -> Transform:
 
     For transforms that need shapes, and for those written for trees (optax-like ones). It costs one concatenation of
     the updates. A tied leaf is seen in all its places; the update in the first of them counts. A transform with
-    masks (`masked`, `partition`, a `mask=`) needs buckets: put it outside, `masked(by_leaf(transform), mask)`.
+    masks (`masked`, `partition`, a `mask=`) needs buckets: put it outside, `masked(by_leaf(transform), mask)`. A complex
+    leaf is shown as it is; everything else here computes with its real and imaginary parts.
 
     Args:
         transform: `init(tree) -> state`, `update(grads, state, params) -> (updates, state)` on trees of tensors.
@@ -275,8 +276,8 @@ def _flatten_like(x: Buckets, tree: PyTree) -> Buckets:
     tensors, first = [], 0
     for tensor, bucket in zip(x, x.plan.buckets, strict=True):
         pieces = [
-            leaf[first + index].reshape((*tensor.shape[:-1], segment.numel)).to(tensor.dtype)
-            for index, segment in enumerate(bucket.segments)
+            elements(leaf[first + index], tuple(tensor.shape[:-1])).to(tensor.dtype)
+            for index in range(len(bucket.segments))
         ]
         tensors.append(torch.cat(pieces, dim=-1))
         first += len(pieces)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from decentfn import trees
 from decentfn.buckets import flatten
 
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128]
 
 
 class Layer(NamedTuple):
@@ -22,7 +22,9 @@ class Layer(NamedTuple):
 def tensors(draw):
     shape = draw(st.lists(st.integers(0, 5), max_size=3))
     random = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
-    tensor = torch.randn(shape, generator=random).to(draw(st.sampled_from(DTYPES)))
+    dtype = draw(st.sampled_from(DTYPES))
+    wide = torch.complex64 if dtype.is_complex else torch.float32
+    tensor = torch.randn(shape, dtype=wide, generator=random).to(dtype).conj()
     return tensor.mT if tensor.dim() >= 2 and draw(st.booleans()) else tensor
 
 
@@ -51,7 +53,12 @@ def test_a_tree_comes_back_as_it_went(tree, bucket_mb):
 def test_buckets_hold_one_dtype_and_at_most_their_size(tree, bucket_mb):
     buckets = flatten(tree, bucket_mb=bucket_mb)
     for vector, plan in zip(buckets, buckets.plan.buckets, strict=True):
-        assert vector.dim() == 1 and vector.dtype == plan.dtype and vector.numel() == plan.numel
+        assert (
+            vector.dim() == 1
+            and vector.dtype == plan.dtype
+            and plan.dtype.is_floating_point
+            and vector.numel() == plan.numel
+        )
         assert plan.nbytes <= bucket_mb * 2**20 or len(plan.segments) == 1
         ends = [segment.start + segment.numel for segment in plan.segments]
         assert [segment.start for segment in plan.segments] == [0, *ends[:-1]] and ends[-1] == plan.numel
@@ -85,15 +92,22 @@ def test_flattening_copies():
 
 
 def test_a_stacked_tree_is_read_with_its_worker_axis():
-    stacked = trees.map(lambda vector: vector.repeat(5, 1), flatten({"w": torch.ones(2, 3), "s": torch.tensor(2.0)}))
-    assert stacked.tree()["w"].shape == (5, 2, 3) and stacked.tree()["s"].shape == (5,)
+    stacked = trees.map(
+        lambda vector: vector.repeat(5, 1),
+        flatten({"w": torch.ones(2, 3), "s": torch.tensor(2.0), "z": torch.tensor([1j])}),
+    )
+    tree = stacked.tree()
+    assert tree["w"].shape == (5, 2, 3) and tree["s"].shape == (5,) and tree["z"].tolist() == [[1j]] * 5
 
 
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
         ({}, "no leaves"),
-        ({"n": torch.tensor([1, 2])}, "'n' has dtype torch.int64; parameters must be floating point.*buffers"),
+        (
+            {"n": torch.tensor([1, 2])},
+            "'n' has dtype torch.int64; parameters must be floating point or complex.*buffers",
+        ),
         ({"x": 1.5}, "'x' is float, not a tensor"),
     ],
 )
