@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import wraps
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -48,9 +49,9 @@ def simulate(step: Step, num_workers: int, *, chunk_size: int | None = None) -> 
         raise ValueError(
             "simulate(simulate(step, N)): the step has its workers already; simulate once, N of them in all."
         )
-    if not isinstance(num_workers, int) or num_workers < 1:
+    if not isinstance(num_workers, Integral) or num_workers < 1:
         raise ValueError(f"simulate(num_workers={brief(num_workers)}): the number of workers is an integer >= 1.")
-
+    num_workers = int(num_workers)
     if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
         raise ValueError(
             f"simulate(chunk_size={brief(chunk_size)}): workers at a time, an integer >= 1, or None for all."

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from numbers import Integral
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from decentfn.draws import worker_seed
+from decentfn.words import brief
 
 __all__ = ["Shards", "dirichlet_shards", "fixed_shards", "shards", "worker_seed"]
 
@@ -94,13 +96,19 @@ def fixed_shards(parts: Sequence[Tensor | Sequence[int]], batch_size: int, seed:
     Raises:
         ValueError: no part, an empty one, or a number below one.
     """
-    lists = [torch.as_tensor(part, dtype=torch.int64) for part in parts]
+    lists = [torch.as_tensor(part) for part in parts]
     _check_counts("fixed_shards", batch_size=batch_size, parts=len(lists))
     for worker, part in enumerate(lists):
         if part.dim() != 1 or not part.numel():
             raise ValueError(
                 f"fixed_shards(parts): part {worker} has shape {list(part.shape)}; every worker needs at least one sample."
             )
+        if not _are_integers(part) or part.min() < 0:
+            raise ValueError(
+                f"fixed_shards(parts): part {worker} is {brief(part)}; a part is sample indices >= 0, integers. Of a mask "
+                "take mask.nonzero()[:, 0]."
+            )
+    lists = [part.long() for part in lists]
 
     @lru_cache(maxsize=4 * len(lists))
     def order(worker: int, epoch: int) -> Tensor:
@@ -138,6 +146,10 @@ def dirichlet_shards(labels: Tensor | Sequence[int], num_workers: int, alpha: fl
         raise ValueError(
             f"dirichlet_shards(labels): shape {list(y.shape)}; one label per sample, at least num_workers={num_workers}."
         )
+    if not _are_integers(y):
+        raise ValueError(
+            f"dirichlet_shards(labels): {y.dtype}; labels are integers, the number of each sample's class."
+        )
     if not 0 < alpha < float("inf"):
         raise ValueError(f"dirichlet_shards(alpha={alpha!r}): α is positive and finite; 0.1 is skewed, 100 is even.")
     random = torch.Generator().manual_seed(worker_seed(seed, 0))
@@ -164,5 +176,9 @@ def _permutation(size: int, seed: int, epoch: int, worker: int) -> Tensor:
 
 def _check_counts(call: str, **counts: int) -> None:
     for name, count in counts.items():
-        if not isinstance(count, int) or count < 1:
-            raise ValueError(f"{call}({name}={count!r}): a whole number >= 1.")
+        if not isinstance(count, Integral) or count < 1:
+            raise ValueError(f"{call}({name}={brief(count)}): a whole number >= 1.")
+
+
+def _are_integers(x: Tensor) -> bool:
+    return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
+from numbers import Integral
 from typing import Any, TypeVar
 
 from decentfn.topologies.rounds import Topology
+from decentfn.words import brief
 
 _registry: dict[str, Callable[..., Topology]] = {}
 Function = TypeVar("Function", bound=Callable[..., Topology])
@@ -55,11 +57,18 @@ def topology(name: str, num_workers: int, **options: Any) -> Topology:
     Raises:
         ValueError: an unknown name, or a size that the topology does not have.
     """
+    if not isinstance(name, str):
+        raise ValueError(
+            f"topology({brief(name)}, {brief(num_workers)}): the name comes first, then the number of workers: "
+            "df.topology('ring', 4)."
+        )
     if name not in _registry:
         near = difflib.get_close_matches(name, _registry, n=3, cutoff=0.5) or topology_names()
         raise ValueError(
             f"topology({name!r}): no such topology; nearest: {', '.join(near)}. register_topology(name) adds your own."
         )
-    if not isinstance(num_workers, int) or num_workers < 1:
-        raise ValueError(f"topology({name!r}, num_workers={num_workers!r}): the number of workers is an integer >= 1.")
-    return _registry[name](num_workers, **options)
+    if not isinstance(num_workers, Integral) or num_workers < 1:
+        raise ValueError(
+            f"topology({name!r}, num_workers={brief(num_workers)}): the number of workers is an integer >= 1."
+        )
+    return _registry[name](int(num_workers), **options)

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from decentfn.words import brief
+
 _TOLERANCE = 1e-12
 
 
@@ -181,6 +183,10 @@ def mixed(topology: Topology, t: int, x: Tensor) -> Tensor:
 
 def mixing_matrix(topology: Topology, t: int) -> Tensor:
     """The mixing matrix of step `t`: `[N, N]` float64, `W[i, j]` the weight that worker i gives to worker j."""
+    if not isinstance(topology, Topology):
+        raise ValueError(
+            f"mixing_matrix({brief(topology)}, t): expected a topology: mixing_matrix(df.topology('ring', 4), t)."
+        )
     n = topology.num_workers
     sources, _, weights, groups, mean_weights = topology.round(t)
     matrix = torch.diag(weights[:, 0])

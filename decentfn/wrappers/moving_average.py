@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import wraps
+from numbers import Real
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -38,7 +39,7 @@ def ema(algorithm: Algorithm, decay: float = 0.999) -> Algorithm:
     Source: torch.optim.swa_utils.get_ema_multi_avg_fn.
     """
     require_algorithm("ema", algorithm)
-    if not 0 <= decay < 1:
+    if not isinstance(decay, Real) or not 0 <= decay < 1:
         raise ValueError(f"ema(decay={brief(decay)}): the decay lies in [0, 1); 0.999 is usual.")
     init, step = algorithm
 

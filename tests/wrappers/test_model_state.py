@@ -347,9 +347,14 @@ def test_numbers_without_sense_are_errors():
     for wrong, message in [
         (lambda: df.data.shards(10, 4, 3), "needs 12 samples"),
         (lambda: df.data.fixed_shards([[1], []], 2), "part 1 has shape"),
+        (lambda: df.data.fixed_shards([torch.tensor([True, False])], 2), r"mask\.nonzero"),
+        (lambda: df.data.fixed_shards([[0.5, 1.5]], 2), "sample indices"),
+        (lambda: df.data.dirichlet_shards([1.0, float("nan")], 2, 0.1), "labels are integers"),
         (lambda: df.data.dirichlet_shards([1, 2, 3], 2, 0.0), "α is positive"),
         (lambda: df.data.shards(10, 2, 2).batch_at(0, 2), "there are 2 workers"),
         (lambda: df.ema(lambda: None), "expected an Algorithm"),
+        (lambda: df.topology(4, "ring"), r"topology\('ring', 4\)"),
+        (lambda: df.mixing_matrix("ring", 0), r"mixing_matrix\('ring', t\): expected a topology"),
     ]:
         with pytest.raises(ValueError, match=message):
             wrong()
