@@ -3,7 +3,7 @@
 >>> import decentfn as df
 
 The verbs, the algorithms and the common optimizers stand here; everything else is found by room: `df.topologies`,
-`df.transforms`, `df.schedules`, `df.compressors`, `df.data`, `df.errors`, `df.kit` (what an algorithm is made of) and
+`df.transforms`, `df.schedules`, `df.compressors`, `df.data`, `df.checkpoint`, `df.errors`, `df.kit` (what an algorithm is made of) and
 `df.testing`.
 """
 
@@ -47,7 +47,7 @@ from decentfn.consensus import (
 from decentfn.gradient import accumulate, autograd, dynamic_loss_scale, functional
 from decentfn.kit import Algorithm, Metrics, Options, State
 from decentfn.replicas import broadcast
-from decentfn.run import data, init
+from decentfn.run import checkpoint, data, init
 from decentfn.simulation import simulate, stack, worker
 from decentfn.state_dicts import load_state_dict, state_dict
 from decentfn.topologies import Topology, mixing_matrix, register_topology, topology
@@ -75,6 +75,7 @@ __all__ = [
     "broadcast",
     "buffers",
     "chain",
+    "checkpoint",
     "choco_sgd",
     "clip_by_global_norm",
     "compile",

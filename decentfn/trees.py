@@ -118,13 +118,15 @@ def map_nodes(kind: type[T], function: Callable[..., T], tree: PyTree, *others: 
     return close([map_nodes(kind, function, *parts) for parts in zip(children, *rest, strict=True)])
 
 
-def named_leaves(tree: PyTree) -> list[tuple[str, Any]]:
-    """The leaves with their dotted paths, in flattening order.
+def named_leaves(tree: PyTree, kind: type | None = None) -> list[tuple[str, Any]]:
+    """The leaves with their dotted paths, in flattening order; a node of this `kind` counts as a leaf.
 
     >>> named_leaves({"layer": {"weight": 1, "bias": 2}})
     [('layer.bias', 2), ('layer.weight', 1)]
     """
-    accessors, values, _ = optree.tree_flatten_with_accessor(tree)
+    accessors, values, _ = optree.tree_flatten_with_accessor(
+        tree, is_leaf=None if kind is None else lambda node: isinstance(node, kind)
+    )
     paths = (".".join(str(getattr(entry, "field", entry.entry)) for entry in accessor) for accessor in accessors)
     return list(zip(paths, values, strict=True))
 

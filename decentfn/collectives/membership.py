@@ -58,6 +58,12 @@ class World:
             raise ValueError(f"world.workers(local={local!r}): the number of workers in a process is an integer >= 1.")
         return range(self.rank * local, (self.rank + 1) * local)
 
+    def apart(self) -> World:
+        """The same processes with a group of its own, for another thread; collective."""
+        if self.size == 1:
+            return self
+        return World(self._new_group(tuple(range(self.size))), self.rank, self.size, self.timeout, self.device)
+
     def inbox(self, like: Tensor, shape: Sequence[int]) -> Tensor:
         """An empty tensor of `like`'s dtype and device for what arrives; on the CPU where an earlier one was.
 

@@ -1,6 +1,6 @@
 """What surrounds a training run."""
 
-from decentfn.run import data
+from decentfn.run import checkpoint, data
 from decentfn.run.process_group import init
 
-__all__ = ["data", "init"]
+__all__ = ["checkpoint", "data", "init"]

@@ -106,7 +106,7 @@ class ThreadWorld(World):
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, delay: float = 0.0) -> None:
         self._store, self._delay = store, delay
-        self.rank, self.timeout = rank, timeout
+        self.rank, self.timeout, self._made = rank, timeout, 0
         super().__init__(self._group("all", tuple(range(size))), rank, size, timeout)
 
     @property
@@ -115,7 +115,8 @@ class ThreadWorld(World):
         return self._store
 
     def _new_group(self, ranks: tuple[int, ...]) -> Any:
-        return self._group(f"group {ranks}", ranks) if self.rank in ranks else None
+        self._made += 1  # all make the same groups in the same order
+        return self._group(f"group {self._made}", ranks) if self.rank in ranks else None
 
     def _group(self, name: str, ranks: tuple[int, ...]) -> Any:
         store = PrefixStore(name, self._store)

@@ -1,0 +1,75 @@
+"""Weights for others, and from others: plain state dicts in safetensors files."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from decentfn.errors import CheckpointCorrupt
+from decentfn.kit.state import State
+from decentfn.run.checkpoint import files
+from decentfn.run.checkpoint.layout import DTYPES, encoded
+from decentfn.run.checkpoint.together import on_first
+from decentfn.state_dicts import state_dict
+
+_PREFIX = "module."
+
+
+def export(path: str | Path, module: nn.Module, state: State) -> None:
+    """Write the mean over all workers as a safetensors file that `module.load_state_dict` takes, strictly. Collective.
+
+    Process 0 writes it, over an older file of that name when it is complete.
+
+    Args:
+        path: of the file.
+        module: the module of `df.functional`; it stays as it is.
+        state: a training state, of one worker or stacked; of `df.ema`'s average, `df.ema_state(state)`.
+
+    Raises:
+        ValueError: the module's `state_dict` has what is no tensor (`get_extra_state`).
+        OSError: on all processes, it cannot be written.
+    """
+    named = {
+        name: x.cpu() if isinstance(x, torch.Tensor) else x
+        for name, x in state_dict(module, state, consensus=True).items()
+    }
+    for name, x in named.items():
+        if not isinstance(x, torch.Tensor) or x.dtype not in DTYPES:
+            raise ValueError(
+                f"export({str(path)!r}): {name!r} is {getattr(x, 'dtype', type(x).__name__)}, which safetensors files do not hold; "
+                "store df.state_dict(module, state, consensus=True) in a way of your own."
+            )
+    on_first(_write, Path(path), named)
+
+
+def import_(path: str | Path) -> dict[str, Tensor]:
+    """A state dict from a safetensors file; `module.` before all names (DistributedDataParallel's) is taken away.
+
+    `df.load_state_dict(module, state, df.checkpoint.import_(path))` starts from it.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CheckpointCorrupt: it is no safetensors file, or cut short. A bit that has flipped goes unnoticed: it has no digest.
+    """
+    try:
+        named: dict[str, Any] = load_file(path)
+    except SafetensorError as error:
+        raise CheckpointCorrupt(f"{path}: {error}; write it again.") from error
+    if named and all(name.startswith(_PREFIX) for name in named):
+        return {name.removeprefix(_PREFIX): x for name, x in named.items()}
+    return named
+
+
+def _write(path: Path, named: dict[str, Tensor]) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        files.write(temporary, encoded(named))
+        files.publish(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,135 @@
+"""A state as named leaves with their places among all workers, and the safetensors file of those of one process.
+
+A leaf of a bucket is stored by the parameter's name, so that other buckets can read it. Every leaf has the workers as its
+first axis: its shape is that over all workers, its offset where the part of this file begins.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from decentfn import trees
+from decentfn.buckets import Buckets, Plan
+from decentfn.consensus import is_stacked
+
+DTYPES = {
+    torch.complex64: "C64",
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""What a safetensors file can hold, by its own names."""
+
+_LEAVES = "leaves"
+
+
+class Place(NamedTuple):
+    """Where a part of a leaf lies in the whole, which has a first axis of all workers."""
+
+    shape: tuple[int, ...]  # of the whole
+    offset: tuple[int, ...]
+
+
+class Leaf(NamedTuple):
+    """A leaf's part in this process, `[L, ...]` for L workers: a view of the state."""
+
+    name: str
+    values: Tensor
+    is_by_bucket: bool  # what a state keeps for each bucket, not for each parameter
+
+
+def local_workers(state: Any) -> int:
+    """How many workers' state this is."""
+    return state.params[0].shape[0] if is_stacked(state) else 1
+
+
+def leaves_of(state: Any) -> list[Leaf]:
+    """The state's leaves, by name; of complex ones the real and imaginary parts, `[..., 2]`.
+
+    Raises:
+        ValueError: two leaves of one name, or a leaf that is no tensor of a dtype that can be stored.
+    """
+    stacked, found = is_stacked(state), []
+    for path, node in trees.named_leaves(state, Buckets):
+        if isinstance(node, Buckets):
+            names = [f"{path}/{segment.name}" for bucket in node.plan.buckets for segment in bucket.segments]
+            pairs = list(zip(names, node.leaves(), strict=True))
+        else:
+            pairs = [(path, node)]
+        for name, x in pairs:
+            if isinstance(x, torch.Tensor) and x.is_complex():
+                x = torch.view_as_real(x)
+            if not isinstance(x, torch.Tensor) or x.dtype not in DTYPES:
+                kind = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
+                raise ValueError(
+                    f"checkpoint: leaf {name!r} of the state is {kind}, which safetensors files do not hold."
+                )
+            values = x if stacked else x[None]
+            by_bucket = not isinstance(node, Buckets) and values.dim() > 1 and not path.startswith("local.buffers")
+            found.append(Leaf(name, values, by_bucket))
+    known: set[str] = set()
+    for leaf in found:
+        if leaf.name in known:
+            raise ValueError(
+                f"checkpoint: two leaves of the state are called {leaf.name!r}; rename a key of the parameters."
+            )
+        known.add(leaf.name)
+    return found
+
+
+def place(leaf: Tensor, first: int, num_workers: int) -> Place:
+    """Where `[L, ...]` of the workers from `first` on lies."""
+    return Place((num_workers, *leaf.shape[1:]), (first, *[0] * (leaf.dim() - 1)))
+
+
+def digest_of_plan(plan: Plan) -> str:
+    """Equal for two plans iff their buckets are."""
+    return hashlib.sha256("\n".join(plan.describe()).encode()).hexdigest()[:16]
+
+
+def encoded(tensors: Mapping[str, Tensor], places: Mapping[str, Place] | None = None) -> Iterator[bytes | memoryview]:
+    """A safetensors file, piece by piece and without copying; tensors on the CPU."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    if places is not None:
+        header["__metadata__"][_LEAVES] = json.dumps({name: place._asdict() for name, place in places.items()})
+    start = 0
+    for name, x in tensors.items():
+        stop = start + x.nbytes
+        header[name] = {"dtype": DTYPES[x.dtype], "shape": list(x.shape), "data_offsets": [start, stop]}
+        start = stop
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for x in tensors.values():
+        yield from _bytes(x)
+
+
+def places_in(metadata: Mapping[str, str]) -> dict[str, Place]:
+    """The places of a file's leaves, from its metadata."""
+    told = json.loads(metadata[_LEAVES])
+    return {name: Place(tuple(place["shape"]), tuple(place["offset"])) for name, place in told.items()}
+
+
+def _bytes(x: Tensor) -> Iterator[memoryview]:
+    if not x.numel():
+        return
+    if x.is_contiguous():
+        yield x.detach().view(-1).view(torch.uint8).numpy().data
+    else:
+        for row in x:
+            yield from _bytes(row)

@@ -1,0 +1,110 @@
+"""What a checkpoint says of itself, and which checkpoints a run's directory has.
+
+    run/checkpoint-000002-step-100/manifest.json
+                                   process-00000.safetensors
+                                   process-00001.safetensors
+
+The first number counts the checkpoints of the directory: the newest has the highest, whatever its step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from decentfn.errors import CheckpointCorrupt
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+UNFINISHED = ".unfinished-"
+
+_NAME = re.compile(r"checkpoint-(\d{6,})-step-(\d+)")
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether this is the directory of one checkpoint, by its name or its manifest."""
+    return _NAME.fullmatch(path.name) is not None or (path / MANIFEST).exists()
+
+
+def saved(directory: Path) -> list[Path]:
+    """The checkpoints of a run's directory, the oldest first."""
+    if not directory.is_dir():
+        return []
+    found = [(int(match[1]), path) for path in directory.iterdir() if (match := _NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(found)]
+
+
+def latest(directory: str | Path) -> Path | None:
+    """The newest checkpoint of a run's directory, or None. It is whole, unless its files were changed later.
+
+    >>> latest("no such directory") is None
+    True
+    """
+    return next(reversed(saved(Path(directory))), None)
+
+
+def best(directory: str | Path) -> Path | None:
+    """The checkpoint with the lowest `score`, of several the newest; None where none was saved with one."""
+    scores = [(score, path) for path in reversed(saved(Path(directory))) if (score := _score(path)) is not None]
+    return min(scores, key=lambda pair: pair[0])[1] if scores else None
+
+
+def next_name(directory: Path, step: int) -> str:
+    """The name of the next checkpoint."""
+    newest = latest(directory)
+    match = _NAME.fullmatch(newest.name) if newest else None
+    return f"checkpoint-{int(match[1]) + 1 if match else 1:06}-step-{step}"
+
+
+def encode(content: dict[str, Any]) -> bytes:
+    """A manifest as a file, with its own digest."""
+    return _text(content | {"digest": hashlib.sha256(_text(content)).hexdigest()})
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint.
+
+    Raises:
+        CheckpointCorrupt: it is missing or not as it was written.
+        ValueError: a newer version of the library has written it.
+    """
+    file = path / MANIFEST
+    try:
+        raw = file.read_bytes()
+        content = json.loads(raw)
+        digest = content.pop("digest")
+        whole = digest == hashlib.sha256(_text(content)).hexdigest() and raw == encode(content)
+    except OSError as error:
+        raise CheckpointCorrupt(f"{file}: cannot be read ({error}); {_WAY_OUT}.") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        whole = False
+    if not whole:
+        raise CheckpointCorrupt(f"{file}: its content does not have the digest that it names; {_WAY_OUT}.")
+    if content["format"] > FORMAT:
+        raise ValueError(
+            f"{file}: format {content['format']}, written by decentfn {content['versions']['decentfn']}; this version reads "
+            f"formats up to {FORMAT}: update decentfn."
+        )
+    return content
+
+
+_WAY_OUT = "restore an earlier checkpoint of the run's directory by its own path"
+
+
+def corrupt(file: Path, reason: str) -> CheckpointCorrupt:
+    """What to raise where a file is not what the manifest says."""
+    return CheckpointCorrupt(f"{file}: {reason}; {_WAY_OUT}.")
+
+
+def _score(path: Path) -> float | None:
+    try:
+        return read(path)["score"]
+    except ValueError:
+        return None
+
+
+def _text(content: dict[str, Any]) -> bytes:
+    return json.dumps(content, indent=1, sort_keys=True).encode()

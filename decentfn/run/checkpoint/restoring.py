@@ -1,0 +1,198 @@
+"""Restore: check every file, then every leaf, and only then hand out a state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from decentfn import collectives, trees
+from decentfn.run.checkpoint import files, manifest
+from decentfn.run.checkpoint.layout import (
+    DTYPES,
+    Leaf,
+    Place,
+    digest_of_plan,
+    leaves_of,
+    local_workers,
+    place,
+    places_in,
+)
+from decentfn.run.checkpoint.together import on_first, together
+from decentfn.run.checkpoint.writing import GENERATOR
+
+
+class Restored(NamedTuple):
+    """What a checkpoint held."""
+
+    state: Any
+    step: int  # the t of the next step
+    extra: Any  # what this process saved; with another number of processes, what the one of its first worker did
+    config: Any
+
+
+def restore(source: str | Path, state: Any) -> Restored:
+    """Read a checkpoint; torch's generators go on where they were. Collective.
+
+    Every file is compared with its digest, every leaf with the template's. Other buckets (`bucket_mb`) and another number
+    of processes for the same workers are fine.
+
+    Args:
+        source: a run's directory, of which the newest checkpoint is read, or a checkpoint's own.
+        state: the template, `init(params)` of the same algorithm, stacked where this process holds several workers; it
+            stays as it is.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint.
+        CheckpointCorrupt: on all processes, naming the file and what is wrong with it.
+        ValueError: on all processes, naming the first rank and leaf that does not fit, or another number of workers.
+    """
+    found = on_first(_newest, Path(source))
+    if found is None:
+        raise FileNotFoundError(f"restore({str(source)!r}, state): no checkpoint is there; start with init(params).")
+    read: list[tuple[Restored, dict[str, Tensor]]] = []
+    together(lambda: read.append(_read(Path(found), state)))
+    restored, generators = read[0]
+    torch.set_rng_state(generators["cpu"])
+    device = state.params[0].device
+    if device.type == "cuda" and "cuda" in generators:
+        torch.cuda.set_rng_state(generators["cuda"], device)
+    return restored
+
+
+def worker_means(checkpoint: str | Path) -> Iterator[tuple[str, Tensor]]:
+    """Of every leaf its name and its mean over all workers, `[...]` float64; of integers and flags worker 0's own.
+
+    One leaf at a time is in memory. Names are `params/NAME` for a parameter, `local.opt.PATH/NAME` for what the optimizer
+    keeps beside it, and so on; what is no bucket has the path alone.
+
+    Raises:
+        CheckpointCorrupt: a file is not as it was written.
+    """
+    about = manifest.read(Path(checkpoint))
+    parts = [_Part(Path(checkpoint), process) for process in about["processes"]]
+    for name, (shape, _) in {name: its for part in parts for name, its in part.places.items()}.items():
+        total: Tensor | None = None
+        for part in parts:
+            if name not in part.places:
+                continue
+            offset = part.places[name].offset
+            values = part.tensor(name)
+            if not values.is_floating_point():
+                total = values[0] if offset[0] == 0 else total
+                continue
+            total = torch.zeros(shape[1:], dtype=torch.float64) if total is None else total
+            where = tuple(slice(o, o + s) for o, s in zip(offset[1:], values.shape[1:], strict=True))
+            total[where] += values.sum(0, dtype=torch.float64) / shape[0]
+        assert total is not None
+        yield name, total
+
+
+def _newest(source: Path) -> str | None:
+    found = source if manifest.is_checkpoint(source) else manifest.latest(source)
+    return None if found is None else str(found)
+
+
+def _read(path: Path, template: Any) -> tuple[Restored, dict[str, Tensor]]:
+    about = manifest.read(path)
+    here, local = collectives.world(), local_workers(template)
+    first, num_workers = here.rank * local, here.size * local
+    if about["num_workers"] != num_workers:
+        raise ValueError(
+            f"restore: {path} holds {about['num_workers']} workers, and this run has {num_workers}; start it with as many, or "
+            "restore them all in one process and give its state to df.resize."
+        )
+    parts = [
+        _Part(path, process)
+        for process in about["processes"]
+        if process["workers"][0] < first + local and first < process["workers"][1]
+    ]
+    state = trees.map(torch.empty_like, template)
+    leaves = leaves_of(state)
+    by_bucket = [leaf.name for leaf in leaves if leaf.is_by_bucket]
+    if by_bucket and about["buckets"] != digest_of_plan(template.params.plan):
+        raise ValueError(
+            f"restore: leaf {by_bucket[0]!r} is kept for each bucket, and {path} has other buckets; build the algorithm with "
+            "the bucket_mb that it was saved with."
+        )
+    _compare_names(leaves, parts, path)
+    for leaf in leaves:
+        _fill(leaf, place(leaf.values, first, num_workers), parts, path)
+    generators = {name.removeprefix(GENERATOR): parts[0].tensor(name) for name in parts[0].generators}
+    return Restored(state, about["step"], parts[0].extra, about["config"]), generators
+
+
+class _Part:
+    """The file of one process: compared with its digest, then open."""
+
+    def __init__(self, path: Path, process: dict[str, Any]) -> None:
+        file = path / process["file"]
+        try:
+            size = file.stat().st_size
+            if size != process["bytes"]:
+                raise manifest.corrupt(file, f"it has {size} bytes where the manifest says {process['bytes']}")
+            if files.digest_of(file) != process["sha256"]:
+                raise manifest.corrupt(file, "its content does not have the digest that the manifest names")
+        except OSError as error:
+            raise manifest.corrupt(file, f"cannot be read ({error})") from error
+        self._open = safe_open(file, framework="pt")
+        self.places = places_in(self._open.metadata())
+        stored = self._open.keys()
+        self.generators = [name for name in stored if name not in self.places]
+        self.extra = process["extra"]
+
+    def tensor(self, name: str) -> Tensor:
+        return self._open.get_tensor(name)
+
+    def kind(self, name: str) -> tuple[str, list[int]]:
+        """The leaf's dtype, as the file calls it, and its shape over all workers."""
+        return self._open.get_slice(name).get_dtype(), list(self.places[name].shape)
+
+    def copy(self, name: str, wanted: Place, into: Tensor) -> int:
+        """Copy what this file has of the wanted part; how many values that is."""
+        part = self._open.get_slice(name)
+        spans = [
+            (max(mine, theirs), min(mine + count, theirs + wide), mine, theirs)
+            for mine, count, theirs, wide in zip(
+                self.places[name].offset, part.get_shape(), wanted.offset, into.shape, strict=True
+            )
+        ]
+        if any(start >= stop for start, stop, _, _ in spans):
+            return 0
+        source = tuple(slice(start - mine, stop - mine) for start, stop, mine, _ in spans)
+        target = tuple(slice(start - theirs, stop - theirs) for start, stop, _, theirs in spans)
+        into[target].copy_(part[source])
+        return math.prod(stop - start for start, stop, _, _ in spans)
+
+
+def _compare_names(leaves: Sequence[Leaf], parts: Sequence[_Part], path: Path) -> None:
+    own, theirs = {leaf.name for leaf in leaves}, {name for part in parts for name in part.places}
+    for names, has, lacks in ((own - theirs, "the state", str(path)), (theirs - own, str(path), "the state")):
+        if names:
+            raise ValueError(
+                f"restore: {has} has the leaf {min(names)!r}, which {lacks} does not have; build the same algorithm, optimizer "
+                "and network as when it was saved."
+            )
+
+
+def _fill(leaf: Leaf, wanted: Place, parts: Sequence[_Part], path: Path) -> None:
+    """Read one leaf, which all files describe alike and together hold."""
+    mine = (DTYPES[leaf.values.dtype], list(wanted.shape))
+    filled = 0
+    for part in parts:
+        if leaf.name not in part.places:
+            continue
+        theirs = part.kind(leaf.name)
+        if theirs != mine:
+            raise ValueError(
+                f"restore: leaf {leaf.name!r} is {theirs[0]} {theirs[1]} in {path} (workers first) and {mine[0]} {mine[1]} in the "
+                "state; build the same algorithm, optimizer and network as when it was saved."
+            )
+        filled += part.copy(leaf.name, wanted, leaf.values)
+    if filled != leaf.values.numel():
+        raise manifest.corrupt(path, f"of leaf {leaf.name!r} it holds {filled} of {leaf.values.numel()} values")

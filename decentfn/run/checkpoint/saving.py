@@ -1,0 +1,152 @@
+"""Save: at once, or by a thread that writes while the run goes on."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from decentfn import collectives, trees
+from decentfn.run.checkpoint import files, manifest
+from decentfn.run.checkpoint.together import on_first
+from decentfn.run.checkpoint.writing import Content, content_of, plain, write
+from decentfn.topologies import Topology
+from decentfn.words import brief
+
+_log = logging.getLogger("decentfn")
+
+
+def save(
+    directory: str | Path,
+    state: Any,
+    step: int,
+    *,
+    topology: Topology | None = None,
+    config: Any = None,
+    extra: Any = None,
+    score: float | None = None,
+) -> Path:
+    """Save one checkpoint, and return when it is on the disk; earlier ones stay. Collective.
+
+    Arguments and errors are those of `Saver` and its `save`; during a run, a `Saver` costs a step less.
+
+    Returns:
+        The checkpoint's own directory, in the run's.
+    """
+    on_cpu = trees.map(lambda x: x.detach().cpu(), state)
+    content = content_of(state, on_cpu, step, topology, plain("save(config=...)", config), extra, score)
+    locks: list[files.Lock] = []
+    on_first(_claim, Path(directory), locks)
+    try:
+        return write(Path(directory), content, None)
+    finally:
+        for lock in locks:
+            lock.release()
+
+
+class Saver:
+    """Saves checkpoints of a run to its directory while the run goes on. A context manager; collective.
+
+    `save` copies the state and returns; a thread writes the copy. All processes see the directory, which is this run's
+    alone until `close`, or the end of the `with`, has waited for the last checkpoint.
+
+    Args:
+        directory: the run's; made, for its owner only, where it does not exist.
+        topology: of all workers; each checkpoint tells its name, period and phase.
+        config: what else each checkpoint tells, anything that JSON holds.
+        keep: so many of the newest checkpoints stay, >= 1, and the one with the lowest score; None: all.
+
+    Raises:
+        ValueError: `keep` is no positive number; JSON does not hold `config`.
+        RuntimeError: on all processes, where another run has the directory.
+    """
+
+    def __init__(
+        self, directory: str | Path, *, topology: Topology | None = None, config: Any = None, keep: int | None = 3
+    ) -> None:
+        if keep is not None and (not isinstance(keep, int) or keep < 1):
+            raise ValueError(f"Saver(keep={brief(keep)}): so many checkpoints stay, an integer >= 1; None keeps all.")
+        self.directory = Path(directory)
+        self._topology, self._config, self._keep = topology, plain("Saver(config=...)", config), keep
+        self._copies: list[Tensor] = []
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._locks: list[files.Lock] = []
+        on_first(_claim, self.directory, self._locks)
+        self._world = collectives.world().apart()
+
+    def save(self, state: Any, step: int, *, extra: Any = None, score: float | None = None) -> None:
+        """Save the state as it is now, as soon as the checkpoint before is written. Collective, in the same step.
+
+        Args:
+            state: of one worker, or stacked.
+            step: the `t` of the next step, which is the number of steps taken.
+            extra: this process's own, anything that JSON holds: where it is in its data, for example.
+            score: the lower the better, for `keep` and `best`; the mean over the processes counts, NaN does not.
+
+        Raises:
+            ValueError: a leaf or an argument that cannot be saved.
+            OSError, RuntimeError: on all processes, the checkpoint before was not written; those before it are whole.
+        """
+        self.wait()
+        content = content_of(state, self._copy(state), step, self._topology, self._config, extra, score)
+        self._thread = threading.Thread(target=self._write, args=(content,), name="decentfn checkpoint")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Return when what was saved is on the disk, or raise what went wrong."""
+        if self._thread is not None:
+            self._thread.join()
+        error, self._thread, self._error = self._error, None, None
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        """Wait, and give the directory back."""
+        try:
+            self.wait()
+        finally:
+            while self._locks:
+                self._locks.pop().release()
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except Exception:
+            if error is None:
+                raise  # else what ended the run is raised, and the log has this
+
+    def _copy(self, state: Any) -> Any:
+        """The state on the CPU, in the memory of the copy before."""
+        leaves: list[Tensor] = trees.leaves(state)
+        if [(x.shape, x.dtype) for x in leaves] != [(x.shape, x.dtype) for x in self._copies]:
+            self._copies = [torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda) for x in leaves]
+        for copy, x in zip(self._copies, leaves, strict=True):
+            copy.copy_(x.detach(), non_blocking=True)
+        if any(x.is_cuda for x in leaves):
+            torch.cuda.synchronize()
+        return trees.fill(trees.enumerate_leaves(state), self._copies)
+
+    def _write(self, content: Content) -> None:
+        try:
+            with collectives.use(self._world):
+                write(self.directory, content, self._keep)
+        except BaseException as error:
+            _log.error("the checkpoint of step %d was not written: %s", content.about["step"], error)
+            self._error = error
+
+
+def _claim(directory: Path, locks: list[files.Lock]) -> None:
+    """Lock the run's directory, and remove what a run that was killed has left in it."""
+    locks.append(files.Lock(directory))
+    files.sweep(directory, manifest.UNFINISHED)

@@ -1,0 +1,167 @@
+"""Write one checkpoint: every process its own workers, into one directory that gets its name when all is on the disk."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import platform
+from pathlib import Path
+from typing import Any, NamedTuple
+from uuid import uuid4
+
+import torch
+from torch import Tensor
+
+import decentfn
+from decentfn import collectives
+from decentfn.run.checkpoint import files, manifest
+from decentfn.run.checkpoint.layout import Place, digest_of_plan, encoded, leaves_of, local_workers, place
+from decentfn.run.checkpoint.together import on_first, together
+from decentfn.topologies import Topology
+from decentfn.words import brief
+
+GENERATOR = "generator/"
+"""How the names of the states of torch's generators begin."""
+
+
+class Content(NamedTuple):
+    """What this process writes."""
+
+    tensors: dict[str, Tensor]
+    places: dict[str, Place]
+    workers: tuple[int, int]  # from, to
+    about: dict[str, Any]  # what all processes say alike
+    own: dict[str, Any]
+
+
+def content_of(
+    state: Any, on_cpu: Any, step: int, topology: Topology | None, config: Any, extra: Any, score: float | None
+) -> Content:
+    """What to write of a state, of its copy `on_cpu` the values.
+
+    Raises:
+        ValueError: a leaf or an argument that cannot be saved.
+    """
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        raise ValueError(f"save(step={brief(step)}): the t of the next step, an integer >= 0.")
+    here, local = collectives.world(), local_workers(state)
+    first, num_workers = here.rank * local, here.size * local
+    if topology is not None and topology.num_workers != num_workers:
+        raise ValueError(
+            f"save(state, step): the topology has {topology.num_workers} workers, but {here.size} processes hold {local} each; "
+            "pass the topology of the algorithm."
+        )
+    leaves = leaves_of(on_cpu)
+    tensors = {leaf.name: leaf.values for leaf in leaves}
+    places = {leaf.name: place(leaf.values, first, num_workers) for leaf in leaves}
+    tensors[f"{GENERATOR}cpu"] = torch.get_rng_state()
+    device = state.params[0].device
+    if device.type == "cuda":
+        tensors[f"{GENERATOR}cuda"] = torch.cuda.get_rng_state(device)
+    about = {
+        "step": step,
+        "num_workers": num_workers,
+        "topology": _phase(topology, step),
+        "buckets": digest_of_plan(state.params.plan),
+        "config": config,
+    }
+    own = {
+        "extra": plain("save(extra=...)", extra),
+        "score": None if score is None or not math.isfinite(score) else float(score),
+    }
+    return Content(tensors, places, (first, first + local), about, own)
+
+
+def write(directory: Path, content: Content, keep: int | None) -> Path:
+    """Write a checkpoint to the run's directory and remove those that are too many; where it lies. Collective."""
+    temporary = Path(on_first(_begin, directory, content.about["step"]))
+    try:
+        told = together(_write_own, temporary, content)
+        path = Path(on_first(_finish, directory, temporary, told))
+    except BaseException:
+        if collectives.world().rank == 0:
+            with contextlib.suppress(OSError):
+                files.remove(temporary)
+        raise
+    together(_see, path)  # all of them do, before an older one goes
+    on_first(_prune, directory, keep)
+    return path
+
+
+def plain(what: str, value: Any) -> Any:
+    """The value as JSON gives it back.
+
+    Raises:
+        ValueError: JSON does not hold it.
+    """
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{what}: JSON holds numbers, strings, lists and dicts, and this is {brief(value)}."
+        ) from error
+
+
+def _begin(directory: Path, step: int) -> str:
+    path = directory / f"{manifest.UNFINISHED}{step}-{uuid4().hex[:8]}"
+    files.private_directory(path)
+    return str(path)
+
+
+def _write_own(path: Path, content: Content) -> dict[str, Any]:
+    name = f"process-{collectives.world().rank:05}.safetensors"
+    size, digest = files.write(path / name, encoded(content.tensors, content.places))
+    its = {"file": name, "bytes": size, "sha256": digest, "workers": content.workers}
+    return {"process": its | {"extra": content.own["extra"]}, "score": content.own["score"], "about": content.about}
+
+
+def _finish(directory: Path, path: Path, told: list[dict[str, Any]]) -> str:
+    """Write the manifest of what all processes have written, and give the checkpoint its name."""
+    about = told[0]["about"]
+    for rank, its in enumerate(told):
+        if its["about"] != about:
+            raise ValueError(
+                f"save(state, step): rank {rank} saves {its['about']}, rank 0 {about}; save the same step."
+            )
+        file = path / its["process"]["file"]
+        if not file.exists():
+            raise OSError(
+                f"{file}: written by rank {rank}, and not to be seen by rank 0; choose a directory that all share."
+            )
+    scores = [its["score"] for its in told if its["score"] is not None]
+    versions = {"decentfn": decentfn.__version__, "torch": str(torch.__version__), "python": platform.python_version()}
+    content = {
+        "format": manifest.FORMAT,
+        **about,
+        "score": sum(scores) / len(scores) if scores else None,
+        "versions": versions,
+        "processes": [its["process"] for its in told],
+    }
+    files.write(path / manifest.MANIFEST, [manifest.encode(content)])
+    files.sync_directory(path)
+    name = directory / manifest.next_name(directory, about["step"])
+    files.publish(path, name)
+    return str(name)
+
+
+def _see(path: Path) -> None:
+    if not (path / manifest.MANIFEST).exists():
+        raise OSError(f"{path}: written, and not to be seen by this process; choose a directory that all share.")
+
+
+def _prune(directory: Path, keep: int | None) -> None:
+    found = manifest.saved(directory)
+    if keep is None or len(found) <= keep:
+        return
+    kept = {*found[-keep:], manifest.best(directory)}
+    for path in found:
+        if path not in kept:
+            files.remove(path)
+
+
+def _phase(topology: Topology | None, step: int) -> dict[str, Any] | None:
+    if topology is None:
+        return None
+    phase = None if topology.period is None else step % topology.period
+    return {"name": topology.name, "period": topology.period, "phase": phase}
