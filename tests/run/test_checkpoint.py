@@ -1,13 +1,22 @@
 """A checkpoint is the whole state, bit for bit: of every algorithm, for other buckets and other processes."""
 
+import json
+import os
+import stat
+from pathlib import Path
+
 import pytest
+import safetensors.torch
 import torch
+from torch import nn
 
 import decentfn as df
 from decentfn import trees
 from decentfn.buckets import Buckets
+from decentfn.run.checkpoint import manifest
 from decentfn.run.checkpoint.layout import leaves_of
 from decentfn.testing import problem
+from decentfn.testing.ranks import on_kept_ranks
 from tests.contract import ROWS
 
 N = 4
@@ -67,3 +76,300 @@ def test_what_is_restored_is_what_was_saved_and_goes_on_alike(row, tmp_path):
 def test_what_is_kept_for_each_bucket_is_little():
     by_bucket = {row: [x.name for x in leaves_of(start(row, built(row))) if x.is_by_bucket] for row in ROWS}
     assert {row for row, names in by_bucket.items() if names} == {"stochastic_gradient_push, delayed", "power_gossip"}
+
+
+# -- processes, runs and what goes with a state -------------------------------------------------------------------------
+
+
+def test_another_number_of_processes_reads_the_same_workers(tmp_path):
+    """4 workers: saved by 2 processes of 2, read by 4 of one and by one of all, and the other way round."""
+    row = "gradient_tracking, atc"
+    dtypes = (torch.bfloat16, torch.float64)
+
+    def of(workers):
+        algorithm = ROWS[row].build()
+        states = [algorithm.init(problem.params(i, dtypes)) for i in workers]
+        states = [
+            s._replace(memory=trees.map(lambda x, i=i: x + i, s.memory)) for i, s in zip(workers, states, strict=True)
+        ]
+        return problem.stacked(states) if len(workers) > 1 else states[0]
+
+    def save(rank, local):
+        df.checkpoint.save(tmp_path / f"by {local}", of(range(rank * local, rank * local + local)), 1, extra=rank)
+
+    def restore(rank, local, saved_by):
+        zeros = trees.map(torch.zeros_like, of(range(local)))
+        restored = df.checkpoint.restore(tmp_path / f"by {saved_by}", zeros)
+        assert restored.extra == rank * local // saved_by  # that of the process which had its first worker
+        return restored.state if local > 1 else trees.map(lambda x: x[None], restored.state)
+
+    for saved_by in (4, 2, 1):
+        on_kept_ranks(N // saved_by, lambda rank, n=saved_by: save(rank, n))
+        for local in (4, 2, 1):
+            parts = on_kept_ranks(N // local, lambda rank, n=local, s=saved_by: restore(rank, n, s))
+            assert_same(trees.map(lambda *rows: torch.cat(rows), *parts), of(range(N)))
+
+
+def net(seed=0, wide=3):
+    draw = torch.Generator().manual_seed(seed)
+    return {"layer": {"weight": torch.randn(5, wide, generator=draw), "bias": torch.randn(wide, generator=draw)}}
+
+
+def loss(params, batch):
+    return ((batch @ params["layer"]["weight"] + params["layer"]["bias"]) ** 2).mean()
+
+
+def algorithm_of(num_workers, optimizer=None):
+    return df.adapt_then_combine(loss, optimizer or df.adamw(0.1), df.topology("complete", num_workers))
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (
+            lambda: algorithm_of(2).init(net(wide=4)),
+            r"rank 1: .*leaf 'params/layer.bias' is F32 \[2, 3\].* F32 \[2, 4\]",
+        ),
+        (
+            lambda: algorithm_of(2).init(trees.map(torch.Tensor.double, net())),
+            r"rank 1: .*leaf 'params/layer.bias' is F32 \[2, 3\].* F64 \[2, 3\]",
+        ),
+        (
+            lambda: algorithm_of(2, df.sgd(0.1)).init(net()),
+            r"rank 1: .* has the leaf 'local.opt.0.count'.*same algorithm",
+        ),
+        (lambda: df.ema(algorithm_of(2)).init(net()), r"rank 1: .*the state has the leaf 'memory.ema/layer.bias'"),
+    ],
+)
+def test_a_leaf_that_does_not_fit_is_named_on_all_ranks(template, words, tmp_path):
+    other = template()
+
+    def job(rank):
+        state = algorithm_of(2).init(net())
+        df.checkpoint.save(tmp_path, state, 1)
+        with pytest.raises(ValueError, match=words):
+            df.checkpoint.restore(tmp_path, other if rank else state)
+
+    on_kept_ranks(2, job)
+
+
+def test_another_number_of_workers_is_refused_with_a_way_out(tmp_path):
+    df.checkpoint.save(tmp_path, df.stack(algorithm_of(3).init(net()), 3), 1)
+    with pytest.raises(ValueError, match="holds 3 workers, and this run has 2.*df.resize"):
+        df.checkpoint.restore(tmp_path, df.stack(algorithm_of(2).init(net()), 2))
+
+
+def test_the_mean_of_each_leaf_is_read_file_by_file(tmp_path):
+    states = [algorithm_of(4).init(trees.map(lambda x, i=i: 10**i * x, net(i))) for i in range(4)]
+    on_kept_ranks(2, lambda rank: df.checkpoint.save(tmp_path, problem.stacked(states[2 * rank : 2 * rank + 2]), 1))
+    means = dict(df.checkpoint.worker_means(df.checkpoint.latest(tmp_path)))
+    expected = torch.stack([df.params(s)["layer"]["weight"].double() for s in states]).mean(0)
+    torch.testing.assert_close(means["params/layer.weight"], expected, rtol=1e-15, atol=0)
+    assert means["local.opt.0.mu/layer.bias"].shape == (3,) and means["local.opt.0.count"].dtype == torch.int64
+
+
+def test_a_saver_keeps_the_newest_and_the_best_and_what_it_was_given_then(tmp_path):
+    """Its copy: the state is written over after `save`, as a donated step does."""
+    state = df.stack(algorithm_of(2).init(net()), 2)
+    scores = [0.4, 0.1, float("nan"), None, 0.3]
+    with df.checkpoint.Saver(tmp_path, topology=df.topology("ring", 2), config={"lr": 0.1}, keep=2) as saver:
+        for step, score in enumerate(scores):
+            trees.map(lambda x, step=step: x.fill_(step), state)
+            saver.save(state, step, score=score)
+            trees.map(lambda x: x.fill_(-1), state)
+    names = sorted(path.name for path in tmp_path.iterdir() if path.is_dir())
+    assert names == [f"checkpoint-{s + 1:06}-step-{s}" for s in (1, 3, 4)]
+    assert df.checkpoint.best(tmp_path).name == names[0] and df.checkpoint.latest(tmp_path).name == names[2]
+    for name, step in zip(names, (1, 3, 4), strict=True):
+        restored = df.checkpoint.restore(tmp_path / name, state)
+        assert restored.step == step and restored.config == {"lr": 0.1}
+        assert all(bool((x == step).all()) for x in trees.leaves(restored.state))
+    said = json.loads((tmp_path / names[2] / "manifest.json").read_bytes())
+    assert said["topology"]["phase"] == 4 % said["topology"]["period"]
+    # The newest is the one saved last, whatever its step.
+    df.checkpoint.save(tmp_path, state, 2)
+    assert df.checkpoint.latest(tmp_path).name == "checkpoint-000006-step-2"
+
+
+def test_only_its_owner_can_enter_a_directory_of_checkpoints(tmp_path):
+    path = df.checkpoint.save(tmp_path / "run", algorithm_of(1).init(net()), 0)
+    assert {stat.S_IMODE(os.stat(p).st_mode) for p in (path, path.parent)} == {0o700}
+
+
+def test_a_directory_is_one_runs_at_a_time(tmp_path):
+    with (
+        df.checkpoint.Saver(tmp_path),
+        pytest.raises(RuntimeError, match=f"process {os.getpid()} on .* holds the lock"),
+    ):
+        df.checkpoint.save(tmp_path, algorithm_of(1).init(net()), 0)
+    df.checkpoint.save(tmp_path, algorithm_of(1).init(net()), 0)
+
+    def second(rank):
+        with pytest.raises(RuntimeError, match=r"rank 0: .* holds the lock"):
+            df.checkpoint.Saver(tmp_path)
+
+    with df.checkpoint.Saver(tmp_path):
+        on_kept_ranks(2, second)
+
+
+def test_an_error_of_the_thread_comes_out_once_at_the_next_call_and_the_run_goes_on(tmp_path):
+    state = algorithm_of(1).init(net())
+    with df.checkpoint.Saver(tmp_path / "run") as saver:
+        (tmp_path / "run").rename(tmp_path / "away")
+        (tmp_path / "run").touch()
+        saver.save(state, 1)
+        with pytest.raises(OSError, match="Not a directory"):
+            saver.save(state, 2)
+        (tmp_path / "run").unlink()
+        saver.save(state, 3)
+        saver.wait()
+        (tmp_path / "run").rename(tmp_path / "again")
+        (tmp_path / "run").touch()
+        saver.save(state, 4)
+        with pytest.raises(OSError, match="Not a directory"):
+            saver.close()
+    assert [path.name for path in manifest.saved(tmp_path / "again")] == ["checkpoint-000001-step-3"]
+
+
+def test_ranks_that_save_different_steps_are_told(tmp_path):
+    def job(rank):
+        with pytest.raises(ValueError, match="rank 1 saves .*'step': 2.*rank 0 .*'step': 1"):
+            df.checkpoint.save(tmp_path, algorithm_of(2).init(net()), 1 + rank)
+
+    on_kept_ranks(2, job)
+    assert df.checkpoint.latest(tmp_path) is None and {p.name for p in tmp_path.iterdir()} == {"lock", "lock.json"}
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda d, s: df.checkpoint.save(d, s, -1), r"save\(step=-1\)"),
+        (lambda d, s: df.checkpoint.save(d, s, 1.0), r"save\(step=1.0\)"),
+        (lambda d, s: df.checkpoint.save(d, s, 1, extra={1, 2}), r"save\(extra=...\): JSON holds"),
+        (lambda d, s: df.checkpoint.Saver(d, config=object()), r"Saver\(config=...\): JSON holds"),
+        (lambda d, s: df.checkpoint.Saver(d, keep=0), r"Saver\(keep=0\)"),
+        (lambda d, s: df.checkpoint.save(d, s, 1, topology=df.topology("ring", 4)), "the topology has 4 workers"),
+        (lambda d, s: df.checkpoint.save(d, df.params(s), 1), "is not a training state"),
+        (lambda d, s: df.checkpoint.restore(d, s), "no checkpoint is there"),
+    ],
+)
+def test_what_cannot_be_saved_is_refused(call, words, tmp_path):
+    with pytest.raises((ValueError, FileNotFoundError), match=words):
+        call(tmp_path / "run", algorithm_of(1).init(net()))
+
+
+def test_keys_that_make_one_name_are_refused(tmp_path):
+    init, _ = df.adapt_then_combine(loss, df.sgd(0.1), df.topology("complete", 1))
+    with pytest.raises(ValueError, match="two leaves of the state are called 'params/a.b'"):
+        df.checkpoint.save(tmp_path, init({"a.b": torch.zeros(1), "a": {"b": torch.ones(2)}}), 0)
+
+
+def test_numbers_from_torchs_generator_go_on(tmp_path):
+    state = algorithm_of(1).init(net())
+    torch.manual_seed(3)
+    torch.rand(5)
+    df.checkpoint.save(tmp_path, state, 1)
+    expected = torch.initial_seed(), torch.rand(4)
+    torch.manual_seed(4)
+    df.checkpoint.restore(tmp_path, state)
+    assert torch.initial_seed() == expected[0] and torch.equal(torch.rand(4), expected[1])
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.norm, self.head = nn.Embedding(7, 4), nn.BatchNorm1d(4), nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        return self.head(self.norm(self.embed(tokens)))
+
+
+def test_the_consensus_mean_is_exported_for_load_state_dict_and_comes_back(tmp_path):
+    torch.manual_seed(0)
+    module, file = Tied(), tmp_path / "model.safetensors"
+    params, buffers, loss_fn = df.functional(module, nn.functional.cross_entropy)
+    algorithm = df.adapt_then_combine(loss_fn, df.sgd(0.1), df.topology("complete", 2))
+
+    def job(rank):
+        state = algorithm.init(trees.map(lambda x: x + rank, params), trees.map(lambda x: x + rank, buffers))
+        df.checkpoint.export(file, module, state)
+        return df.state_dict(module, state, consensus=True)
+
+    expected = on_kept_ranks(2, job)[0]
+    fresh = Tied()
+    fresh.load_state_dict(safetensors.torch.load_file(file), strict=True)
+    for name, x in fresh.state_dict().items():
+        assert torch.equal(x, expected[name]) and x.dtype == expected[name].dtype, name
+    assert [p.name for p in tmp_path.iterdir()] == [file.name]
+
+    safetensors.torch.save_file({f"module.{name}": x for name, x in expected.items()}, tmp_path / "ddp.safetensors")
+    for path in (file, tmp_path / "ddp.safetensors"):
+        one = df.load_state_dict(
+            module,
+            df.all_reduce(loss_fn, df.sgd(0.1), df.topology("complete", 1)).init(params, buffers),
+            df.checkpoint.import_(path),
+        )
+        assert_same(df.state_dict(module, one), expected)
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(df.errors.CheckpointCorrupt, match="model.safetensors"):
+        df.checkpoint.import_(file)
+
+
+def test_what_is_no_tensor_is_not_exported(tmp_path):
+    class WithExtra(nn.Linear):
+        def get_extra_state(self):
+            return {"version": 3}
+
+        def set_extra_state(self, state):
+            pass
+
+    module = WithExtra(2, 2)
+    params, buffers, loss_fn = df.functional(module, nn.functional.mse_loss)
+    init, _ = df.all_reduce(loss_fn, df.sgd(0.1), df.topology("complete", 1))
+    with pytest.raises(ValueError, match="'_extra_state' is dict"):
+        df.checkpoint.export(tmp_path / "model.safetensors", module, init(params, buffers))
+
+
+# -- the format ---------------------------------------------------------------------------------------------------------
+
+FORMAT_1 = Path(__file__).parent.parent / "data" / "checkpoint-000001-step-5"
+
+
+def state_of_format_1(value):
+    """That of the file: two workers in two processes, with an average, a loss scale and buffers."""
+    row = "gradient_tracking, atc"
+    state = start(row, built(row), range(2))
+    leaves = trees.leaves(state)
+    values = [torch.arange(x.numel()).view(x.shape) * value + i for i, x in enumerate(leaves)]
+    return trees.fill(trees.enumerate_leaves(state), [v.to(x.dtype) for v, x in zip(values, leaves, strict=True)])
+
+
+def test_a_checkpoint_of_format_1_is_read():
+    restored = df.checkpoint.restore(FORMAT_1, state_of_format_1(0))
+    assert_same(restored.state, state_of_format_1(3))
+    assert (restored.step, restored.extra, restored.config) == (5, {"epoch": 1, "rank": 0}, {"learning_rate": 0.05})
+
+
+def test_a_newer_format_is_refused_by_its_version(tmp_path):
+    path = df.checkpoint.save(tmp_path, algorithm_of(1).init(net()), 0)
+    said = manifest.read(path) | {"format": 2, "versions": {"decentfn": "9.9"}}
+    (path / "manifest.json").write_bytes(manifest.encode(said))
+    with pytest.raises(ValueError, match="format 2, written by decentfn 9.9.*update decentfn"):
+        df.checkpoint.restore(path, algorithm_of(1).init(net()))
+
+
+if __name__ == "__main__":  # writes the file of today's format
+    whole = state_of_format_1(3)
+    on_kept_ranks(
+        2,
+        lambda rank: df.checkpoint.save(
+            FORMAT_1.parent,
+            df.worker(whole, rank),
+            5,
+            topology=df.topology("one-peer-exp", 2),
+            config={"learning_rate": 0.05},
+            extra={"epoch": 1, "rank": rank},
+            score=0.5,
+        ),
+    )

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from decentfn import collectives
-from decentfn.errors import CheckpointCorrupt
+from decentfn.errors import CheckpointCorrupt, PeerLost
 
 _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind for kind in (CheckpointCorrupt, OSError, ValueError, RuntimeError)
@@ -19,6 +19,7 @@ def together(function: Callable[..., Any], *arguments: Any) -> list[Any]:
 
     Raises:
         CheckpointCorrupt, OSError, ValueError, RuntimeError: on every process what the first has raised.
+        PeerLost: a process is gone.
     """
     told, own = {}, None
     try:
@@ -27,7 +28,13 @@ def together(function: Callable[..., Any], *arguments: Any) -> list[Any]:
         own = error
         told["kind"] = next(name for name, kind in _KINDS.items() if isinstance(error, kind))
         told["error"] = str(error)
-    everyone = collectives.gather_objects(told)
+    try:
+        everyone = collectives.gather_objects(told)
+    except RuntimeError as error:
+        raise PeerLost(
+            f"checkpoint: another process has died, or is later than the timeout of df.init ({error})",
+            process=collectives.world().rank,
+        ) from error
     for rank, its in enumerate(everyone):
         if "error" in its:
             if len(everyone) == 1 and own is not None:
