@@ -47,6 +47,7 @@ from decentfn.consensus import (
 from decentfn.gradient import accumulate, autograd, dynamic_loss_scale, functional
 from decentfn.kit import Algorithm, Metrics, Options, State
 from decentfn.replicas import broadcast
+from decentfn.resizing import resize
 from decentfn.run import checkpoint, data, init
 from decentfn.simulation import simulate, stack, worker
 from decentfn.state_dicts import load_state_dict, state_dict
@@ -112,6 +113,7 @@ __all__ = [
     "quasi_global_momentum",
     "register_topology",
     "relay_sgd",
+    "resize",
     "schedules",
     "sgd",
     "simulate",

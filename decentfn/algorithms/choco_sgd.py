@@ -45,10 +45,12 @@ class Memory(NamedTuple):
 
     public: Buckets  # x̂, this worker's public copy
     mixed: Buckets  # s = Σ_j W[i,j] x̂_j, its own included
+    averaged = ("public", "mixed")  # over the workers, by df.resize
 
-    def restart(self, x: Buckets) -> Memory:
+    @classmethod
+    def restart(cls, x: Buckets) -> Memory:
         """Public copies and their sum start again from 0, where all workers' agree."""
-        return Memory(zeros_like(x), zeros_like(x))
+        return cls(zeros_like(x), zeros_like(x))
 
 
 @algorithm
@@ -87,7 +89,7 @@ def choco_sgd(
 
     def start(x: Buckets) -> Memory:
         require_contraction("choco_sgd", compressor, x.plan)
-        return Memory(zeros_like(x), zeros_like(x))
+        return Memory.restart(x)
 
     def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
         x, (x_hat, s) = state.params, state.memory

@@ -43,13 +43,9 @@ class Memory(NamedTuple):
     c: Buckets
 
     @classmethod
-    def start(cls, x: Buckets) -> Memory:
-        """At the first parameters."""
-        return cls(zeros_like(x))
-
-    def restart(self, x: Buckets) -> Memory:
+    def restart(cls, x: Buckets) -> Memory:
         """The correction starts anew."""
-        return self.start(x)
+        return cls(zeros_like(x))
 
 
 @algorithm
@@ -83,7 +79,7 @@ def d2(loss_fn: LossFn, optimizer: Any, topology: Topology, **options: Unpack[Op
         x_next = each(lambda half, d, x: (half + d).to(x.dtype), half, pull, x)
         return State(x_next, local, Memory(add(c, pull))), g.metrics
 
-    return worker.algorithm(step, Memory.start)
+    return worker.algorithm(step, Memory.restart)
 
 
 def require_stable(topology: Topology, tolerance: float = 1e-9) -> None:

@@ -55,15 +55,12 @@ class Memory(NamedTuple):
     """The momentum m, in units of a gradient (of an update where learning_rate is left at 1)."""
 
     m: Buckets
+    averaged = ("m",)  # over the workers, by df.resize
 
     @classmethod
-    def start(cls, x: Buckets) -> Memory:
-        """At the first parameters."""
-        return cls(zeros_like(x))
-
-    def restart(self, x: Buckets) -> Memory:
+    def restart(cls, x: Buckets) -> Memory:
         """The momentum starts anew."""
-        return self.start(x)
+        return cls(zeros_like(x))
 
 
 @algorithm
@@ -114,7 +111,7 @@ def decentlam(
         m_new = each(lambda m, x, mixed: (beta * m + (x - mixed) * per_eta).to(m.dtype), m, x, mixed)
         return State(new, local, Memory(m_new)), g.metrics
 
-    return worker.algorithm(step, Memory.start)
+    return worker.algorithm(step, Memory.restart)
 
 
 def require_stable(topology: Topology, beta: float) -> None:

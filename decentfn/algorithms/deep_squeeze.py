@@ -43,9 +43,10 @@ class Memory(NamedTuple):
 
     error: Buckets  # δ
 
-    def restart(self, x: Buckets) -> Memory:
+    @classmethod
+    def restart(cls, x: Buckets) -> Memory:
         """Nothing of the new parameters is left out."""
-        return Memory(zeros_like(x))
+        return cls(zeros_like(x))
 
 
 @algorithm
@@ -84,7 +85,7 @@ def deep_squeeze(
 
     def start(x: Buckets) -> Memory:
         require_contraction("deep_squeeze", compressor, x.plan)
-        return Memory(zeros_like(x))
+        return Memory.restart(x)
 
     def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
         x, (error,) = state.params, state.memory

@@ -42,10 +42,12 @@ class Memory(NamedTuple):
     """What a worker remembers."""
 
     momentum: Buckets  # δ
+    averaged = ("momentum",)  # over the workers, by df.resize
 
-    def restart(self, x: Buckets) -> Memory:
+    @classmethod
+    def restart(cls, x: Buckets) -> Memory:
         """The momentum starts anew."""
-        return Memory(zeros_like(x))
+        return cls(zeros_like(x))
 
 
 @algorithm
@@ -103,4 +105,4 @@ def demo(
         u, local = worker.update(direction, g._replace(good=None), local, theta)
         return State(add(theta, u), local, Memory(delta)), g.metrics
 
-    return worker.algorithm(step, lambda x: Memory(zeros_like(x)), topology=worker.everyone)
+    return worker.algorithm(step, Memory.restart, topology=worker.everyone)

@@ -46,15 +46,12 @@ class Memory(NamedTuple):
 
     phi: Buckets  # outer parameters, the same on all workers
     b: Buckets  # outer momentum, likewise
+    averaged = ("phi", "b")  # over the workers, by df.resize
 
     @classmethod
-    def start(cls, x: Buckets) -> Memory:
-        """At the first parameters."""
-        return cls(copy_wide(x), zeros_like(x))
-
-    def restart(self, x: Buckets) -> Memory:
+    def restart(cls, x: Buckets) -> Memory:
         """The outer parameters are the new ones; the outer momentum starts anew."""
-        return self.start(x)
+        return cls(copy_wide(x), zeros_like(x))
 
 
 @algorithm
@@ -109,4 +106,4 @@ def diloco(
         memory = Memory(where(due, phi_new, phi), where(due, b_new, b))
         return State(where(due, phi_new, theta), local, memory), g.metrics
 
-    return worker.algorithm(step, Memory.start, topology=worker.everyone, must_equal=must_equal)
+    return worker.algorithm(step, Memory.restart, topology=worker.everyone, must_equal=must_equal)

@@ -42,13 +42,9 @@ class Memory(NamedTuple):
     c: Buckets
 
     @classmethod
-    def start(cls, x: Buckets) -> Memory:
-        """At the first parameters."""
-        return cls(zeros_like(x))
-
-    def restart(self, x: Buckets) -> Memory:
+    def restart(cls, x: Buckets) -> Memory:
         """The correction starts anew."""
-        return self.start(x)
+        return cls(zeros_like(x))
 
 
 @algorithm
@@ -80,4 +76,4 @@ def exact_diffusion(loss_fn: LossFn, optimizer: Any, topology: Topology, **optio
         x_next = each(lambda phi, d, x: (phi + d).to(x.dtype), phi, pull, x)
         return State(x_next, local, Memory(add(c, pull))), g.metrics
 
-    return worker.algorithm(step, Memory.start)
+    return worker.algorithm(step, Memory.restart)

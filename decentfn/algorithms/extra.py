@@ -42,13 +42,9 @@ class Memory(NamedTuple):
     p: Buckets
 
     @classmethod
-    def start(cls, x: Buckets) -> Memory:
-        """At the first parameters."""
-        return cls(zeros_like(x))
-
-    def restart(self, x: Buckets) -> Memory:
+    def restart(cls, x: Buckets) -> Memory:
         """The sum starts anew."""
-        return self.start(x)
+        return cls(zeros_like(x))
 
 
 @algorithm
@@ -80,4 +76,4 @@ def extra(loss_fn: LossFn, optimizer: Any, topology: Topology, **options: Unpack
         x_next = each(lambda x, d, u, p: (x.to(d.dtype) + d + u - p).to(x.dtype), x, pull, u, p)
         return State(x_next, local, Memory(p_next)), g.metrics
 
-    return worker.algorithm(step, Memory.start)
+    return worker.algorithm(step, Memory.restart)

@@ -46,15 +46,12 @@ class Memory(NamedTuple):
 
     u: Buckets  # own momentum
     y: Buckets  # tracked momentum, the last direction; the paper's c is W y subtracted from u
+    averaged = ("u", "y")  # over the workers, by df.resize
 
     @classmethod
-    def start(cls, x: Buckets) -> Memory:
-        """At the first parameters."""
-        return cls(zeros_like(x), zeros_like(x))
-
-    def restart(self, x: Buckets) -> Memory:
+    def restart(cls, x: Buckets) -> Memory:
         """Momentum and tracker start anew."""
-        return self.start(x)
+        return cls(zeros_like(x), zeros_like(x))
 
 
 @algorithm
@@ -97,4 +94,4 @@ def momentum_tracking(
         x = add(collect(x_posted), update)
         return State(x, local, Memory(u_new, y)), g.metrics
 
-    return worker.algorithm(step, Memory.start)
+    return worker.algorithm(step, Memory.restart)

@@ -48,15 +48,12 @@ class Memory(NamedTuple):
 
     phi: Buckets  # slow parameters, this worker's own
     b: Buckets  # outer momentum, likewise
+    averaged = ("phi", "b")  # over the workers, by df.resize
 
     @classmethod
-    def start(cls, x: Buckets) -> Memory:
-        """At the first parameters."""
-        return cls(copy_wide(x), zeros_like(x))
-
-    def restart(self, x: Buckets) -> Memory:
+    def restart(cls, x: Buckets) -> Memory:
         """The slow parameters are the new ones; the outer momentum starts anew."""
-        return self.start(x)
+        return cls(copy_wide(x), zeros_like(x))
 
 
 @algorithm
@@ -116,4 +113,4 @@ def noloco(
         memory = Memory(where(due, phi_new, phi), where(due, b_new, b))
         return State(where(due, phi_new, theta), local, memory), g.metrics
 
-    return worker.algorithm(step, Memory.start)
+    return worker.algorithm(step, Memory.restart)

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from decentfn import trees
 from decentfn.kit import (
     Algorithm,
     Buckets,
@@ -48,15 +47,12 @@ class Memory(NamedTuple):
     m: Buckets  # the first
     v: Buckets  # the second
     count: Tensor  # 0-d int64, steps taken
+    averaged = ("m", "v", "count")  # over the workers, by df.resize
 
     @classmethod
-    def start(cls, x: Buckets) -> Memory:
-        """At the first parameters."""
-        return cls(zeros_like(x), zeros_like(x), torch.zeros((), dtype=torch.int64, device=x[0].device))
-
-    def restart(self, x: Buckets) -> Memory:
+    def restart(cls, x: Buckets) -> Memory:
         """The moments start anew, and the count that corrects their bias."""
-        return trees.map(torch.zeros_like, self)
+        return cls(zeros_like(x), zeros_like(x), torch.zeros((), dtype=torch.int64, device=x[0].device))
 
 
 @algorithm
@@ -118,4 +114,4 @@ def quasi_global_adam(
         memory = g.keep(Memory(m_new, v_new, count + 1), state.memory)
         return State(mixed, local, memory), g.metrics
 
-    return worker.algorithm(step, Memory.start)
+    return worker.algorithm(step, Memory.restart)

@@ -42,15 +42,12 @@ class Memory(NamedTuple):
     """Quasi-global momentum, in units of a gradient (of an update where learning_rate is left at 1)."""
 
     m: Buckets
+    averaged = ("m",)  # over the workers, by df.resize
 
     @classmethod
-    def start(cls, x: Buckets) -> Memory:
-        """At the first parameters."""
-        return cls(zeros_like(x))
-
-    def restart(self, x: Buckets) -> Memory:
+    def restart(cls, x: Buckets) -> Memory:
         """The momentum starts anew."""
-        return self.start(x)
+        return cls(zeros_like(x))
 
 
 @algorithm
@@ -102,4 +99,4 @@ def quasi_global_momentum(
         m_new = each(lambda m, x, mixed: (mu * m + (1 - mu) * (x - mixed) * per_eta).to(m.dtype), m, x, mixed)
         return State(mixed, local, Memory(m_new)), g.metrics
 
-    return worker.algorithm(step, Memory.start)
+    return worker.algorithm(step, Memory.restart)

@@ -50,15 +50,12 @@ class Memory(NamedTuple):
 
     x0: Buckets  # parameters after the last slow step
     u: Buckets  # slow momentum, in units of a gradient (of an update where learning_rate is left at 1)
+    averaged = ("x0", "u")  # over the workers, by df.resize
 
     @classmethod
-    def start(cls, x: Buckets) -> Memory:
-        """At the first parameters."""
-        return cls(copy_wide(x), zeros_like(x))
-
-    def restart(self, x: Buckets) -> Memory:
+    def restart(cls, x: Buckets) -> Memory:
         """The slow parameters are the new ones; the slow momentum starts anew."""
-        return self.start(x)
+        return cls(copy_wide(x), zeros_like(x))
 
 
 @algorithm
@@ -117,4 +114,4 @@ def slowmo(
         memory = Memory(where(due, slow, x0), where(due, u_new, u))
         return State(where(due, slow, x), local, memory), g.metrics
 
-    return worker.algorithm(step, Memory.start)
+    return worker.algorithm(step, Memory.restart)

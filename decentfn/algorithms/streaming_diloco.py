@@ -48,6 +48,7 @@ class Memory(NamedTuple):
     phi: Buckets  # outer parameters, the same on all workers
     b: Buckets  # outer momentum, likewise
     delta: Buckets | None  # outer gradients that have arrived and wait to be applied; None where delay <= 1
+    averaged = ("phi", "b", "delta")  # over the workers, by df.resize
 
     def restart(self, x: Buckets) -> Memory:
         """The outer parameters are the new ones; the outer momentum and gradients start anew."""

@@ -32,7 +32,8 @@ class State(NamedTuple):
     local: Local
     memory: Any = ()
     """What the algorithm itself remembers: trackers, slow copies, messages under way. A NamedTuple with a method
-    `restart(x: Buckets)`, which returns the memory of a run that starts at parameters x; or nothing, `()`."""
+    `restart(x: Buckets)`, which returns the memory of a run that starts at parameters x; or nothing, `()`. Its attribute
+    `averaged`, names of fields, says whose means over the workers `df.resize` keeps; what it does not name starts anew."""
 
     @property
     def buffers(self) -> PyTree:
@@ -102,7 +103,7 @@ def restarted(memory: Any, x: Buckets) -> Any:
     method = getattr(memory, "restart", None)
     if method is None:
         raise ValueError(
-            f"with_params(state, params): the state's memory, a {type(memory).__name__}, does not say what becomes of it; give its "
+            f"with_params, resize: the state's memory, a {type(memory).__name__}, does not say what becomes of it; give its "
             "class a method restart(self, x), as in df.kit.State's description, or call init(params) anew."
         )
     return method(x)

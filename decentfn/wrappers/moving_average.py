@@ -22,6 +22,8 @@ class EMAMemory(NamedTuple):
     inner: Any
     ema: Buckets
 
+    averaged = ("ema",)
+
     def restart(self, x: Buckets) -> EMAMemory:
         """The average starts anew, at the new parameters."""
         return EMAMemory(restarted(self.inner, x), copy_wide(x))
