@@ -95,7 +95,7 @@ def compile(
             return (state, result) if donate else result
 
         try:
-            with collectives.whole_step(t), draws.torch_draws(t, collectives.world().rank):
+            with collectives.whole_step(t, donated=donate), draws.torch_draws(t, collectives.world().rank):
                 result = passing_beside(call, batch) if by_autograd else call(trees.plain(batch))
         except TOO_MANY_GRAPHS as error:
             raise RuntimeError(

@@ -22,6 +22,8 @@ class RunError(Exception):
         process: the rank of its process.
         step: the step `t`.
         peer: the rank of the other process.
+        next_step: the step to be taken next with the state that was passed to the step that raised, which is whole: `step`
+            where it was left as it was, `step + 1` where the step (donated) has written over it.
     """
 
     def __init__(
@@ -32,9 +34,11 @@ class RunError(Exception):
         process: int | None = None,
         step: int | None = None,
         peer: int | None = None,
+        next_step: int | None = None,
     ) -> None:
         super().__init__(message)
         self.worker, self.process, self.step, self.peer = worker, process, step, peer
+        self.next_step = next_step
 
 
 class PlanMismatch(RunError, ValueError):

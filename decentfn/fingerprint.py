@@ -13,6 +13,7 @@ from torch import Tensor
 
 from decentfn import collectives
 from decentfn.buckets import Mask, Plan
+from decentfn.errors import PlanMismatch
 from decentfn.topologies import Topology
 
 _STEPS_COMPARED = 4
@@ -27,7 +28,9 @@ def fingerprint(plan: Plan, topology: Topology, masks: Sequence[Mask] = ()) -> l
         tables = [table for t in range(_STEPS_COMPARED) for table in topology.round(t)]
     return [
         f"torch {torch.__version__}",
-        f"topology {topology.name!r}, num_workers {topology.num_workers}, tables {_digest(tables)}",
+        f"topology={topology.name!r}",
+        f"num_workers={topology.num_workers}",
+        f"the topology's tables have digest {_digest(tables)}",
         *plan.describe(),
         *(
             f"mask {index} takes {segment.name}"
@@ -79,7 +82,7 @@ def agree(lines: list[str]) -> None:
     """Compare what ranks are about to train; collective.
 
     Raises:
-        ValueError: on every rank, naming the first rank and line that differ from rank 0's.
+        PlanMismatch: on every rank, naming the first rank and line that differ from most.
     """
     compare("init(params)", lines, "every rank must build the same algorithm, model and topology")
 
@@ -88,15 +91,21 @@ def compare(call: str, lines: list[str], rule: str) -> None:
     """Compare `lines` over all ranks; collective.
 
     Raises:
-        ValueError: on every rank, naming the first rank and line that differ from rank 0's, and the `rule`.
+        PlanMismatch: on every rank, naming the first rank and line that differ from most, and the `rule`.
     """
     everyone = collectives.gather_objects(lines)
+    usual = max(everyone, key=everyone.count)
+    here, first = collectives.world().rank, everyone.index(usual)
     for rank, theirs in enumerate(everyone):
-        if theirs != everyone[0]:
-            width = max(len(theirs), len(everyone[0]))
-            pairs = zip(_padded(everyone[0], width), _padded(theirs, width), strict=True)
-            mine, other = next(pair for pair in pairs if pair[0] != pair[1])
-            raise ValueError(f"{call}: ranks disagree. Rank 0 has {mine!r}, rank {rank} has {other!r}; {rule}.")
+        if theirs != usual:
+            width = max(len(theirs), len(usual))
+            pairs = zip(_padded(usual, width), _padded(theirs, width), strict=True)
+            one, other = next(pair for pair in pairs if pair[0] != pair[1])
+            raise PlanMismatch(
+                f"{call}: ranks disagree. Rank {first} has {one!r}, rank {rank} has {other!r}; {rule}.",
+                process=here,
+                peer=first if here == rank else rank,
+            )
 
 
 def _padded(lines: list[str], width: int) -> list[str]:

@@ -1,5 +1,7 @@
 """Bad input: an error at construction that names the call, the value, the rule and the way out."""
 
+import re
+import time
 from datetime import timedelta
 
 import pytest
@@ -82,36 +84,89 @@ def test_a_simulation_of_another_size_is_refused():
         step(init({"w": torch.ones(2)}), None, 0)
 
 
-def mismatched_start(what):
-    here = df.init()
-    params = {"w": torch.ones(3 + here.rank if what == "shape" else 3)}
-    if what == "dtype" and here.rank:
-        params = {"w": torch.ones(3, dtype=torch.float64)}
-    topology = df.topology("ring", 4 if what == "size" else here.size)
-    if what == "size":
-        topology = df.topology("complete", 3)
-    weight = 0.5 + 0.1 * here.rank if what == "weights" else 0.5
-    if what == "weights":
-        topology = df.topologies.from_groups("mine", [[df.topologies.Edge([0, 1], weight)]], 2)
-    init, _ = df.adapt_then_combine(cases.loss_fn, df.sgd(0.1), topology)
-    try:
-        init(params)
-    except ValueError as error:
-        return str(error)
-    return "no error"
+def mean_of(*weights):
+    return df.topologies.from_groups(
+        "mine", [[df.topologies.Edge([i, i ^ 1], w) for i, w in zip((0, 2), weights, strict=True)]], 4
+    )
 
 
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        ("shape", r"Rank 0 has 'bucket 0 torch.float32: w \[3\] at 0', rank 1 has 'bucket 0 torch.float32: w \[4\]"),
-        ("dtype", r"rank 1 has 'bucket 0 torch.float64"),
-        ("weights", r"topology 'mine', num_workers 2, tables"),
-        ("size", r"num_workers=3, but 2 processes run"),
-    ],
-)
-def test_ranks_that_disagree_are_told_before_anything_travels(ranks, what, message):
-    import re
+LEAVES = {"a": torch.ones(3), "b": torch.ones(3)}
+FIELDS = {
+    # Of the call: what most ranks have, what one has, and how the two are named.
+    "algorithm": ({}, {"build": "all_reduce"}, "algorithm adapt_while_communicate", "algorithm all_reduce"),
+    "hyperparameter": ({"gamma": 0.5}, {"gamma": 0.6}, "gamma=0.5", "gamma=0.6"),
+    "schedule": (
+        {"gamma": df.schedules.linear(1.0, 0.5, 100)},
+        {"gamma": df.schedules.linear(1.0, 0.4, 100)},
+        "gamma(t)=1 at 0.*0.5 at 100,",
+        "gamma(t)=1 at 0.*0.4 at 100,",
+    ),
+    "bucket_mb": ({}, {"bucket_mb": 1.0}, "bucket_mb=25.0", "bucket_mb=1.0"),
+    "wire_dtype": ({}, {"wire_dtype": torch.bfloat16}, "wire_dtype=None", "wire_dtype=torch.bfloat16"),
+    "learning rate": ({}, {"optimizer": df.sgd(0.2)}, "optimizer.*0.1", "optimizer.*0.2"),
+    "optimizer": ({}, {"optimizer": df.adamw(0.1)}, "optimizer.*", "optimizer.*adam.*"),
+    "mask": (
+        {"optimizer": df.adamw(0.1, weight_decay=0.1, mask=lambda name, shape: name == "a")},
+        {"optimizer": df.adamw(0.1, weight_decay=0.1, mask=lambda name, shape: name == "b")},
+        "mask 0 takes a",
+        "mask 0 takes b",
+    ),
+    "torch": ({}, {"torch": "1.0"}, f"torch {torch.__version__}", "torch 1.0"),
+    "topology": ({}, {"topology": ("static-ring", 4)}, "topology='ring'", "topology='static-ring'"),
+    "num_workers": ({}, {"topology": ("ring", 8)}, "num_workers=4", "num_workers=8"),
+    "number of workers that do not fit": (
+        {},
+        {"topology": ("complete", 3)},
+        "torch .*",
+        "ValueError: .*num_workers=3.*",
+    ),
+    "weights": ({"tables": (0.5, 0.5)}, {"tables": (0.5, 0.6)}, "the topology's tables .*", "the topology's tables .*"),
+    "seed of a random topology": (
+        {"topology": ("random-matching", 4), "seed": 0},
+        {"topology": ("random-matching", 4), "seed": 1},
+        ".*",
+        ".*",
+    ),
+    "name": ({}, {"params": {"a": torch.ones(3), "c": torch.ones(3)}}, r"bucket 0 .*: b .*", r"bucket 0 .*: c .*"),
+    "shape": ({}, {"params": {**LEAVES, "b": torch.ones(3, 1)}}, r".*: b [3] at .*", r".*: b [3, 1] at .*"),
+    "dtype": ({}, {"params": {**LEAVES, "b": torch.ones(3).double()}}, r".*float32: .*", r".*float64: b .*"),
+    "place": ({}, {"params": {**LEAVES, "a": torch.ones(70)}}, r".*: a [3] at 0", r".*: a [70] at 0"),
+    "one leaf more": ({}, {"params": {**LEAVES, "c": torch.ones(3)}}, "nothing", r"bucket 0 .*: c [3] at .*"),
+    "leaf": ({}, {"params": {**LEAVES, "b": "text"}}, "torch .*", ".*Error: .*"),
+}
 
-    for text in ranks(2).run(mismatched_start, what):
-        assert re.search(message, text), text
+
+def start_with_a_field_changed(culprit):
+    """For each field what `init` raises on this rank, its peer, and how long it takes."""
+    here, answers = df.init(), {}
+    torch_version = torch.__version__
+    for name, (usual, changed, *_) in FIELDS.items():
+        given = {"build": "adapt_while_communicate", "topology": ("ring", here.size), "params": LEAVES}
+        given |= {**usual, **(changed if here.rank == culprit else {})}
+        make, params, optimizer = given.pop("build"), given.pop("params"), given.pop("optimizer", df.sgd(0.1))
+        tables, schedule = given.pop("tables", None), given.pop("topology")
+        seed = {"seed": given.pop("seed")} if "seed" in given else {}
+        topology = df.topology(*schedule, **seed) if tables is None else mean_of(*tables)
+        torch.__version__ = given.pop("torch", torch_version)
+        init, _ = getattr(df, make)(cases.loss_fn, optimizer, topology, **given)
+        since = time.perf_counter()
+        try:
+            init(params)
+        except df.errors.PlanMismatch as error:
+            answers[name] = (str(error), error.process, error.peer, time.perf_counter() - since)
+        torch.__version__ = torch_version
+    return answers
+
+
+def test_one_rank_of_four_that_differs_is_named_with_the_field_and_both_values(ranks):
+    for culprit in (2, 0):
+        usual_rank = 0 if culprit else 1
+        for rank, answers in enumerate(ranks(4).run(start_with_a_field_changed, culprit)):
+            assert answers.keys() == FIELDS.keys()
+            for name, (_, _, usual, changed) in FIELDS.items():
+                message, process, peer, seconds = answers[name]
+                usual_line, changed_line = (".*".join(map(re.escape, line.split(".*"))) for line in (usual, changed))
+                said = rf"Rank {usual_rank} has ['\"]{usual_line}['\"], rank {culprit} has ['\"]{changed_line}['\"]; every rank"
+                assert re.search(said, message), (name, message)
+                assert (process, peer) == (rank, usual_rank if rank == culprit else culprit)
+                assert seconds < 1, (name, seconds)

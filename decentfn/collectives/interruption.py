@@ -1,4 +1,4 @@
-"""A step that is cut short leaves nothing in flight, and no other step follows it unaware."""
+"""A step ends whole: with all of its messages, or with an error after which no other step follows it unaware."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from decentfn.collectives.membership import World, world
-from decentfn.collectives.operators import in_flight
+from decentfn.collectives.messages import in_flight
+from decentfn.collectives.reports import report
 
 _PATIENCE_S = 5.0
 """How long the messages of a step that was cut short are waited for, all together."""
@@ -21,35 +22,45 @@ _abandoned: list[Any] = []
 
 
 @contextmanager
-def whole_step(t: int | Tensor) -> Iterator[None]:
-    """A step at `t`: where it raises after it has posted, its messages are waited for, and the next step is refused.
+def whole_step(t: int | Tensor, *, donated: bool = False) -> Iterator[None]:
+    """A step at `t`. Where a message was lost, raises when the step is done; where the step raises, its messages are waited for.
 
-    The other ranks have taken this step, or wait for its messages; what this rank would post next, they would take for
-    something else.
+    In both cases the next step is refused: the other ranks have taken this one, or wait for its messages; what this rank
+    would post next, they would take for something else.
+
+    Args:
+        t: the step.
+        donated: whether it writes over the state that it is given.
     """
     here = world()
     if here.size == 1:
         yield
         return
-    here.steps.require_whole()
-    before = here.steps.calls
+    steps = here.steps
+    steps.enter()
     try:
         yield
     except BaseException as error:
-        if here.steps.calls != before:
+        if steps.has_posted:
             _drain(here)
-            here.steps.cut_short = (int(t), error)
+            steps.cut_short = (int(t), error)
         raise
+    finally:
+        steps.is_inside = False
+    if steps.lost is not None:
+        error = report(here, steps.lost, int(t) + donated)
+        steps.cut_short = (int(t), error)
+        raise error from steps.lost.error
 
 
 def _drain(here: World) -> None:
     end = time.monotonic() + _PATIENCE_S
-    for address, (works, call, _) in list(in_flight.items()):
-        if call.steps is not here.steps:
+    for address, flight in list(in_flight.items()):
+        if flight.here is not here:
             continue
         posted = in_flight.pop(address)
         try:
-            for work in works:
+            for work in flight.works:
                 work.wait(timedelta(seconds=max(0.01, end - time.monotonic())))
         except RuntimeError:
             _abandoned.append(posted)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from decentfn.collectives.steps import Steps
+from decentfn.collectives.steps import TAGS, Steps
 from decentfn.torch_private import storages
 
 _CPU = torch.device("cpu")
@@ -98,6 +98,22 @@ class World:
         for ranks in groups:
             if 1 < len(ranks) < self.size and ranks not in self._subgroups:
                 self._subgroups[ranks] = self._new_group(ranks)
+
+    def hang_up(self) -> None:
+        """Close the connections to all others, so that they notice now, and nothing of theirs is written here any more.
+
+        gloo closes a connection on which a message is late.
+        """
+        groups = [(tuple(range(self.size)), self.group), *self._subgroups.items()]
+        works = []
+        for ranks, group in groups:
+            for index, rank in enumerate(ranks):
+                if self.rank in ranks and rank != self.rank:
+                    with suppress(RuntimeError):
+                        works.append(cast(Any, group).recv([torch.empty(1)], index, TAGS))  # no step has this tag
+        for work in works:
+            with suppress(RuntimeError):
+                work.wait(timedelta(milliseconds=1))
 
     def _new_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         return cast(dist.ProcessGroup, dist.new_group(list(ranks), timeout=self.timeout))

@@ -12,18 +12,16 @@ rank. All four must be called outside `torch.func.grad`.
 
 from __future__ import annotations
 
-import os
 from math import prod
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from decentfn.collectives.membership import World, world
-from decentfn.collectives.steps import Call
+from decentfn.collectives.messages import Part, begin, complete, post, reduce, track
 from decentfn.scalars import moved, once
-from decentfn.torch_private import inductor, lowering
+from decentfn.torch_private import lowering
 
 _library = torch.library.Library("decentfn", "DEF")
 _library.define("exchange(Tensor x, Tensor peers, Tensor t, bool per_slot) -> Tensor")
@@ -34,16 +32,6 @@ _library.define("wait(Tensor x) -> Tensor")
 _library.define("complete(Tensor x) -> ()")
 _library.define("worker_index(Tensor token, int[] local) -> Tensor")
 _ops = torch.ops.decentfn
-
-_sched_yield = getattr(os, "sched_yield", int)
-_YIELDS = 5
-"""How often a rank makes way after it posted, so that gloo's thread can tell the peers that they may send.
-
-Where the ranks keep all cores busy, it would else come to that when the compute is over.
-"""
-
-in_flight: dict[int, tuple[list[Any], Call, Tensor]] = {}
-"""Address of a tensor that is being received -> the works to wait for, who posted them, and the tensor."""
 
 
 def exchange(x: Tensor, peers: Tensor, t: Tensor, *, per_slot: bool = False) -> Tensor:
@@ -108,11 +96,13 @@ def _exchange_stacked(x: Tensor, peers: Tensor, t: Tensor, per_slot: bool) -> Te
     """`x` `[L, (K,) D]` of the L workers here -> `[L, K, D]` in flight."""
     here, local = _place(x.shape[0], peers.shape[2], "exchange")
     first = here.rank * local
-    hears, tells = peers[here.steps.count(t) % peers.shape[0], :, first : first + local].tolist()
+    call = begin(here, "exchange", t, local)
+    hears, tells = peers[call.step % peers.shape[0], :, first : first + local].tolist()
     slots = range(peers.shape[3])
+    call.hears, call.tells, call.nbytes = hears, tells, x[0].nbytes // (len(slots) if per_slot else 1)
     inbox = here.inbox(x, (local, len(slots), *x.shape[2 if per_slot else 1 :]))
-    receives: list[tuple[Tensor, int]] = []
-    sends: list[tuple[Tensor, int]] = []
+    receives: list[Part] = []
+    sends: list[Part] = []
     if inbox.numel():
         # Both lists are ordered by (slot, receiving worker): the order in which one process meets another's messages.
         for slot in slots:
@@ -123,59 +113,16 @@ def _exchange_stacked(x: Tensor, peers: Tensor, t: Tensor, per_slot: bool) -> Te
                 elif source // local == here.rank:
                     target.copy_(x[source - first, slot] if per_slot else x[source - first])
                 else:
-                    receives.append((target, source // local))
+                    receives.append(Part(target, x[i, slot] if per_slot else x[i], source // local, slot))
             for listener, i in sorted((tells[i][slot], i) for i in range(local)):
                 if listener >= 0 and listener // local != here.rank:
-                    sends.append((x[i, slot] if per_slot else x[i], listener // local))
-    _post(here, inbox, receives, sends)
+                    sends.append(Part(x[i, slot] if per_slot else x[i], None, listener // local, slot))
+    post(here, call, inbox, receives, sends)
     return inbox
 
 
-def _post(here: World, inbox: Tensor, receives: list[tuple[Tensor, int]], sends: list[tuple[Tensor, int]]) -> None:
-    if not receives and not sends:
-        return
-    group, tag = here.group, here.steps.tag
-    assert group is not None
-    call = Call(here.steps, "exchange", [rank for _, rank in (*receives, *sends)])
-    try:
-        # Receives first: with sends first, gloo exchanges at half speed.
-        if inbox.device.type == "cpu":
-            works = [group.recv([tensor], rank, tag) for tensor, rank in receives]
-            works += [group.send([tensor], rank, tag) for tensor, rank in sends]
-        else:
-            receiving = [dist.P2POp(dist.irecv, x, group=group, tag=tag, group_peer=rank) for x, rank in receives]
-            sending = [dist.P2POp(dist.isend, x, group=group, tag=tag, group_peer=rank) for x, rank in sends]
-            works = dist.batch_isend_irecv(receiving + sending)
-    except RuntimeError as error:
-        raise call.failed(error) from error
-    _track(inbox, works, call)
-
-
-def _track(tensor: Tensor, works: list[Any], call: Call) -> None:
-    in_flight[tensor.data_ptr()] = (works, call, tensor)
-    if tensor.device.type == "cpu":
-        for _ in range(_YIELDS):
-            _sched_yield()
-    if not inductor.OVERLAPS:
-        _complete(tensor)
-
-
-def _complete(x: Tensor) -> None:
-    if (posted := in_flight.pop(x.data_ptr(), None)) is not None:
-        works, call, _ = posted
-        _finish(works, call)
-
-
-def _finish(works: list[Any], call: Call) -> None:
-    try:
-        for work in works:
-            work.wait()
-    except RuntimeError as error:
-        raise call.failed(error) from error
-
-
 def _wait(x: Tensor) -> Tensor:
-    _complete(x)
+    complete(x)
     return x.clone()  # an operator must not return its input; compiled code calls `complete` and copies nothing
 
 
@@ -195,10 +142,12 @@ def _exchange(x: Tensor, peers: Tensor, t: Tensor, per_slot: bool) -> Tensor:
     """The common case of one worker here, without a detour: a small network's step takes as long as ten of its lines."""
     phases, _, workers, slots = peers.shape
     here, _ = _place(1, workers, "exchange")
-    sources, listeners = peers[here.steps.count(t) % phases, :, here.rank].tolist()
+    call = begin(here, "exchange", t, 1)
+    sources, listeners = peers[call.step % phases, :, here.rank].tolist()
+    call.hears, call.tells, call.nbytes = sources, listeners, x.nbytes // (slots if per_slot else 1)
     inbox = here.inbox(x, (slots, *x.shape[1 if per_slot else 0 :]))
-    receives: list[tuple[Tensor, int]] = []
-    sends: list[tuple[Tensor, int]] = []
+    receives: list[Part] = []
+    sends: list[Part] = []
     if inbox.numel():
         for slot, (source, listener) in enumerate(zip(sources, listeners, strict=True)):
             message = x[slot] if per_slot else x
@@ -207,10 +156,10 @@ def _exchange(x: Tensor, peers: Tensor, t: Tensor, per_slot: bool) -> Tensor:
             elif source == here.rank:
                 inbox[slot].copy_(message)
             else:
-                receives.append((inbox[slot], source))
+                receives.append(Part(inbox[slot], message, source, slot))
             if listener >= 0 and listener != here.rank:
-                sends.append((message, listener))
-    _post(here, inbox, receives, sends)
+                sends.append(Part(message, None, listener, slot))
+    post(here, call, inbox, receives, sends)
     return inbox
 
 
@@ -250,30 +199,27 @@ def _ranks_by_group(row: list[int], local: int) -> dict[int, list[int]]:
 def _group_mean_stacked(x: Tensor, groups: Tensor, t: Tensor) -> Tensor:
     """`x` `[L, D]` -> `[L, D]` in flight: every worker's row is the mean over its group."""
     here, local = _place(x.shape[0], groups.shape[1], "group_mean")
-    row = groups[here.steps.count(t) % groups.shape[0]].tolist()
+    call = begin(here, "group_mean", t, local)
+    row = groups[call.step % groups.shape[0]].tolist()
     ranks = _ranks_by_group(row, local)
-    works: list[Any] = []
+    call.nbytes = x[0].nbytes
     if local == 1:
         group = row[here.rank]
+        call.hears = ranks[group]
         mean = torch.div(x.detach(), row.count(group), out=here.inbox(x, x.shape))
-        _reduce(here, mean, ranks[group], works)
-    else:
-        mean, index = torch.empty_like(x), torch.tensor(row[here.rank * local : (here.rank + 1) * local])
-        for group in index.unique().tolist():
-            members = moved((index == group).nonzero()[:, 0], x.device)
-            share = (x.index_select(0, members) / row.count(group)).sum(0)
-            _reduce(here, share, ranks[group], works)
-            _finish(works, Call(here.steps, "group_mean", ranks[group]))
-            works.clear()
-            mean[members] = share
-    if works:
-        _track(mean, works, Call(here.steps, "group_mean", ranks[row[here.rank]]))
+        flight = reduce(here, call, mean, x, ranks[group])
+        if flight.works:
+            track(mean, flight)
+        return mean
+    mean, index = torch.empty_like(x), torch.tensor(row[here.rank * local : (here.rank + 1) * local])
+    for group in index.unique().tolist():
+        members = moved((index == group).nonzero()[:, 0], x.device)
+        own = x.index_select(0, members)
+        share = (own / row.count(group)).sum(0)
+        call.hears = ranks[group]
+        has_arrived = reduce(here, call, share, None, ranks[group]).land()
+        mean[members] = share if has_arrived else own
     return mean
-
-
-def _reduce(here: World, x: Tensor, ranks: list[int], works: list[Any]) -> None:
-    if len(ranks) > 1 and x.numel():
-        works.append(here.subgroup(tuple(ranks)).allreduce([x]))
 
 
 def _group_mean(x: Tensor, groups: Tensor, t: Tensor) -> Tensor:
@@ -330,7 +276,7 @@ _library.impl("exchange_stacked", _exchange_stacked, _KEY)
 _library.impl("group_mean", _group_mean, _KEY)
 _library.impl("group_mean_stacked", _group_mean_stacked, _KEY)
 _library.impl("wait", _wait, _KEY)
-_library.impl("complete", _complete, _KEY)
+_library.impl("complete", complete, _KEY)
 _library.impl("worker_index", _worker_index, _KEY)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from uuid import uuid4
 
@@ -10,7 +12,9 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
-from decentfn.collectives.membership import world
+from decentfn.collectives.membership import World, world
+from decentfn.collectives.reports import has_timed_out
+from decentfn.errors import ExchangeTimeout, PeerLost
 
 
 def compare_steps() -> None:
@@ -28,7 +32,8 @@ def process_mean(x: Tensor) -> Tensor:
         return x
     mean = (x / here.size).contiguous()
     assert here.group is not None
-    here.group.allreduce([mean]).wait()
+    with _named(here, "a mean over all processes"):
+        here.group.allreduce([mean]).wait()
     return mean
 
 
@@ -39,7 +44,8 @@ def process_broadcast(x: Tensor) -> Tensor:
     if here.size > 1 and copy.numel():
         assert here.group is not None
         # As bytes, since not every backend knows every dtype; a view, so it arrives in `copy`.
-        here.group.broadcast(copy.view(-1).view(torch.uint8), 0).wait()
+        with _named(here, "a broadcast from process 0"):
+            here.group.broadcast(copy.view(-1).view(torch.uint8), 0).wait()
     return copy
 
 
@@ -51,9 +57,26 @@ def gather_objects(value: object) -> list[Any]:
         return [json.loads(told.numpy().tobytes())]
     assert here.group is not None
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(here.size)]
-    here.group.allgather([sizes], [torch.tensor([told.numel()])]).wait()
-    padded = told.new_zeros(int(max(sizes)))
-    padded[: told.numel()] = told
-    heard = [torch.empty_like(padded) for _ in range(here.size)]
-    here.group.allgather([heard], [padded]).wait()
+    with _named(here, "gathering from all processes"):
+        here.group.allgather([sizes], [torch.tensor([told.numel()])]).wait()
+        padded = told.new_zeros(int(max(sizes)))
+        padded[: told.numel()] = told
+        heard = [torch.empty_like(padded) for _ in range(here.size)]
+        here.group.allgather([heard], [padded]).wait()
     return [json.loads(h[: int(n)].numpy().tobytes()) for h, n in zip(heard, sizes, strict=True)]
+
+
+@contextmanager
+def _named(here: World, what: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        timed_out = has_timed_out(error)
+        why = (
+            f"a process is later than the timeout of df.init ({here.timeout})"
+            if timed_out
+            else "a process has died, or has left"
+        )
+        raise (ExchangeTimeout if timed_out else PeerLost)(
+            f"{what} failed on process {here.rank}; {why}: {error}", process=here.rank
+        ) from error

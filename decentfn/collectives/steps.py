@@ -1,7 +1,8 @@
-"""Are all ranks at the same step? Compared in some calls of the operators, and told to the others where one fails."""
+"""Which calls of the operators this rank has made, and at which steps: compared with the others', and told to them in a failure."""
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections import deque
@@ -12,7 +13,7 @@ from torch import Tensor
 
 _log = logging.getLogger("decentfn")
 
-_TAGS = 2**20
+TAGS = 2**20
 """A message's tag is its step modulo this, so that messages of different steps never meet (NCCL knows no tags)."""
 
 _EVERY = 256
@@ -21,8 +22,58 @@ _EVERY = 256
 _KEPT = 64 * _EVERY
 """No rank is so many calls behind another: what was compared before is forgotten."""
 
-_PATIENCE = 1.0
-"""Seconds that a rank whose message has failed gives the others to fail, too, and to tell their steps."""
+_RECORDED = 64
+"""The last calls of a rank, which are written down in a failure."""
+
+
+class Call:
+    """One call of an operator: what travels, between whom, and when."""
+
+    __slots__ = ("arrived", "hears", "index", "local", "lost", "nbytes", "number", "posted", "step", "tells", "what")
+
+    def __init__(self, what: str, number: int, step: int, index: int, local: int) -> None:
+        self.what = what
+        self.number = number
+        self.step = step
+        self.index = index
+        """Which of its step's calls this is, from 1: a step makes the same ones in the same order, bucket by bucket."""
+        self.local = local
+        """Workers in this process."""
+        self.hears: Any = ()
+        """The worker in each slot that is heard, -1 for nobody; of `local` workers a row each. In a mean: the ranks of the group."""
+        self.tells: Any = ()
+        self.nbytes = 0
+        self.posted = time.time()
+        self.arrived: float | None = None
+        self.lost: str | None = None
+        """Why it never arrived."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        names = ("number", "step", "index", "what", "hears", "tells", "nbytes", "posted", "arrived", "lost")
+        return {name: getattr(self, name) for name in names}
+
+
+class Loss(NamedTuple):
+    """The first failure of a call."""
+
+    call: Call
+    error: Exception
+    peer: int | None = None
+    """The rank at the other end, where there is one."""
+    slot: int | None = None
+
+
+class Note(NamedTuple):
+    """What a rank whose call has failed tells the others."""
+
+    rank: int
+    calls: int
+    changes: list[tuple[int, int]]
+    """The calls in which its t changed, and to what."""
+    peer: int | None
+    """Whose message it waited for."""
+    timed_out: bool
 
 
 class Steps:
@@ -35,22 +86,28 @@ class Steps:
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self.calls = 0
+        self.is_inside = False
+        """Whether a step runs, at whose end a loss is raised."""
+        self.lost: Loss | None = None
         self.cut_short: tuple[int, BaseException] | None = None
         """The step that raised after it had posted, and what it raised."""
+        self.record: deque[Call] = deque(maxlen=_RECORDED)
+        self._before = 0  # calls before this step
         self._last = 0
-        self._changes: deque[tuple[int, int]] = deque(maxlen=32)  # the calls in which t changed, and to what
+        self._changes: deque[tuple[int, int]] = deque(maxlen=32)
         self._board: Any = None  # a store of torch.distributed
 
     def begin(self, board: Any) -> None:
         """Count from here; all ranks at once, with a board on which nothing is written yet."""
-        self.calls, self._board, self.cut_short = 0, board, None
+        self.calls = self._before = 0
+        self._board, self.lost, self.cut_short = board, None, None
         self._changes.clear()
 
-    def require_whole(self) -> None:
-        """No step has been cut short.
+    def enter(self) -> None:
+        """A step begins.
 
         Raises:
-            RuntimeError: one has, which names it.
+            RuntimeError: an earlier one has been cut short; it names that.
         """
         if self.cut_short is not None:
             t, error = self.cut_short
@@ -58,38 +115,32 @@ class Steps:
                 f"step(state, batch, t): rank {self.rank} cannot go on, because its step t={t} raised "
                 f"{type(error).__name__}: {error}; the other ranks have its messages and are ahead. Start the run again, on all ranks."
             ) from error
+        self.is_inside, self._before = True, self.calls
 
-    def count(self, t: Tensor) -> int:
-        """Note that an operator is called; `t` as a number.
+    @property
+    def has_posted(self) -> bool:
+        """Whether this step has called an operator."""
+        return self.calls != self._before
 
-        Raises:
-            RuntimeError: another rank made the same call at another step.
-        """
+    @property
+    def tag(self) -> int:
+        """That of the messages of this call."""
+        return self._last % TAGS
+
+    def call(self, what: str, t: Tensor, local: int = 1) -> tuple[Call, tuple[int, int] | None]:
+        """Note that an operator is called; and another rank that made the same call at another step, with that step."""
         self.calls = calls = self.calls + 1
         step = int(t)
         if step != self._last or not self._changes:
             self._last = step
             self._changes.append((calls, step))
+        call = Call(what, calls, step, calls - self._before, local)
+        self.record.append(call)
         if self._board is not None and (calls % _EVERY == 0 or calls & (calls - 1) == 0):
-            self._compare(self._board)
-        return step
+            return call, self._compare(self._board)
+        return call, None
 
-    @property
-    def tag(self) -> int:
-        """That of the messages of this call."""
-        return self._last % _TAGS
-
-    def failure(self, what: str, error: Exception) -> RuntimeError:
-        """What to raise where `what` has failed; tells the others this rank's steps, and asks for theirs."""
-        why = "a peer has died, or is later than the timeout of df.init"
-        for rank, (calls, changes) in self._failed_elsewhere().items():
-            common = min(self.calls, calls)
-            mine, theirs = _step_of(common, self._changes), _step_of(common, changes)
-            if mine is not None and theirs is not None and mine != theirs:
-                why = self._different(mine, rank, theirs)
-        return RuntimeError(f"{what} failed; {why}: {error}")
-
-    def _compare(self, board: Any) -> None:
+    def _compare(self, board: Any) -> tuple[int, int] | None:
         try:
             first = board.compare_set(f"call {self.calls}", "", f"{self.rank} {self._last}")
             if self.calls > _KEPT:
@@ -98,51 +149,39 @@ class Steps:
             # The process that held it is done, or has died: then messages fail.
             _log.info("t is no longer compared between ranks: the store does not answer (%s)", error)
             self._board = None
-            return
+            return None
         rank, step = map(int, first.split())
-        if step != self._last:
-            self._tell(board)
-            raise RuntimeError(self._different(self._last, rank, step))
+        return None if step == self._last else (rank, step)
 
-    def _tell(self, board: Any) -> None:
-        numbers = (self.rank, self.calls, *(number for change in self._changes for number in change))
-        board.append("failed", " ".join(map(str, numbers)) + ";")
-
-    def _failed_elsewhere(self) -> dict[int, tuple[int, list[tuple[int, int]]]]:
-        """Rank -> its number of calls, and when its t changed: of all ranks that have failed, or soon do."""
-        told = {}
-        end = time.monotonic() + _PATIENCE
+    def tell(self, peer: int | None, *, timed_out: bool) -> None:
+        """Let the others know that a call of this rank has failed."""
+        note = Note(self.rank, self.calls, list(self._changes), peer, timed_out)
         try:
             if self._board is not None:
-                self._tell(self._board)
-                while len(told) < self.size - 1 and time.monotonic() < end:
-                    time.sleep(0.05)
-                    for note in self._board.get("failed").decode().split(";")[:-1]:
-                        rank, calls, *changes = map(int, note.split())
-                        if rank != self.rank:
-                            told[rank] = (calls, list(zip(changes[::2], changes[1::2], strict=True)))
+                self._board.append("failed", json.dumps(note) + "\n")
         except RuntimeError:
-            pass  # the store is gone as well: there is nobody to ask
-        return told
+            self._board = None  # the store is gone as well: there is nobody to tell
 
-    def _different(self, mine: int, rank: int, theirs: int) -> str:
-        here = f"rank {self.rank} is at t={mine}, rank {rank} at t={theirs}"
-        return f"{here}; every rank must call the step with the same t"
+    def told(self) -> dict[int, Note]:
+        """What the others have told, by rank."""
+        notes = {}
+        try:
+            if self._board is not None:
+                for line in self._board.get("failed").decode().splitlines():
+                    rank, calls, changes, peer, timed_out = json.loads(line)
+                    if rank != self.rank:
+                        notes.setdefault(rank, Note(rank, calls, [(a, b) for a, b in changes], peer, timed_out))
+        except RuntimeError:
+            self._board = None
+        return notes
+
+    def different(self, note: Note) -> tuple[int, int] | None:
+        """This rank's step and the other's in the last call that both have made, where they differ."""
+        common = min(self.calls, note.calls)
+        mine, theirs = _step_of(common, self._changes), _step_of(common, note.changes)
+        return None if mine is None or theirs is None or mine == theirs else (mine, theirs)
 
 
 def _step_of(call: int, changes: Iterable[tuple[int, int]]) -> int | None:
     """T in that call; None if it was too long ago."""
     return max(((first, t) for first, t in changes if first <= call), default=(0, None))[1]
-
-
-class Call(NamedTuple):
-    """One call of an operator, while its messages are on their way."""
-
-    steps: Steps
-    what: str
-    ranks: Iterable[int]
-
-    def failed(self, error: Exception) -> RuntimeError:
-        """What to raise where a message has failed."""
-        me = self.steps.rank
-        return self.steps.failure(f"{self.what} of rank {me} with ranks {sorted({*self.ranks} - {me})}", error)

@@ -36,17 +36,25 @@ def lay_out(
     if isinstance(params, Plan):
         return Buckets([torch.empty(b.numel, dtype=b.dtype, device="meta") for b in params.buckets], params)
     masks = getattr(optimizer, "masks", ())
-    x = flatten(params, bucket_mb=bucket_mb, masks=masks)
-    require_narrower(wire_dtype, x)
-    size, n = collectives.world().size, topologies[0].num_workers
-    if n % size:
-        raise ValueError(
-            f"init: the topology has num_workers={n}, but {size} processes run; use num_workers={size}, or a multiple of it "
-            "with df.simulate."
-        )
+    try:
+        x = flatten(params, bucket_mb=bucket_mb, masks=masks)
+        require_narrower(wire_dtype, x)
+        _require_divisible(topologies[0].num_workers)
+    except Exception as error:
+        agree([f"{type(error).__name__}: {error}"])  # or ranks without an error would wait for this one
+        raise
     agree(fingerprint(x.plan, topologies[0], masks))
     for topology in topologies:
         if topology.groups is not None:
             collectives.make_groups(topology.groups)
     collectives.compare_steps()
     return x
+
+
+def _require_divisible(n: int) -> None:
+    size = collectives.world().size
+    if n % size:
+        raise ValueError(
+            f"init: the topology has num_workers={n}, but {size} processes run; use num_workers={size}, or a multiple of it "
+            "with df.simulate."
+        )

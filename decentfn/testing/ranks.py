@@ -160,11 +160,11 @@ class _LateWork:
     def __init__(self, work: queue.SimpleQueue[Any]) -> None:
         self._work = work
 
-    def wait(self) -> Any:
+    def wait(self, *timeout: timedelta) -> Any:
         work = self._work.get()
         if isinstance(work, Exception):
             raise work
-        return work.wait()
+        return work.wait(*timeout)
 
 
 class _Nowhere(World):

@@ -160,14 +160,18 @@ def test_a_dead_peer_is_named():
 
         send = recv
 
-        def wait(self):
+        def wait(self, *timeout):
             raise RuntimeError("Connection closed by peer [10.0.0.1]:1")
 
     with (
         collectives.use(collectives.World(Dead(), 0, 2)),
-        pytest.raises(RuntimeError, match=r"exchange of rank 0 with ranks \[1\] failed.*df.init.*Connection closed"),
+        pytest.raises(
+            df.errors.PeerLost, match=r"t=5 on worker 0: exchange 1 .*\(12 bytes\) with worker 1 in slot 0"
+        ) as caught,
     ):
-        wait(exchange(torch.ones(3), table, torch.tensor(0)))
+        wait(exchange(torch.ones(3), table, torch.tensor(5)))
+    assert caught.match("worker 1 has died, or has left: Connection closed")
+    assert (caught.value.worker, caught.value.step, caught.value.peer) == (0, 5, 1)
 
 
 def test_a_world_of_another_size_is_refused():

@@ -1,0 +1,178 @@
+"""What is on its way. A message that is lost inside a step ends no step: one's own payload takes its place, and the step goes on.
+
+The state is then whole when the step is done, and `whole_step` raises.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+
+from decentfn.collectives.membership import World
+from decentfn.collectives.reports import different_steps, has_timed_out, report
+from decentfn.collectives.steps import Call, Loss
+from decentfn.torch_private import inductor
+
+_sched_yield = getattr(os, "sched_yield", int)
+_YIELDS = 5
+"""How often a rank makes way after it posted, so that gloo's thread can tell the peers that they may send.
+
+Where the ranks keep all cores busy, it would else come to that when the compute is over.
+"""
+
+_PATIENCE = timedelta(seconds=5)
+"""So long what is left of a step that has lost a message is waited for; its connections are closed, so it fails at once."""
+
+
+class Part(NamedTuple):
+    """A message from or to another process."""
+
+    tensor: Tensor
+    """What is sent, or where it is received."""
+    own: Tensor | None
+    """What is put in the place of a message that is lost; None where it is sent."""
+    rank: int = -1
+    """The other end; -1 where that is a group."""
+    slot: int | None = None
+
+
+class Flight:
+    """What one call of an operator has on its way."""
+
+    __slots__ = ("call", "here", "parts", "works")
+
+    def __init__(self, here: World, call: Call, parts: list[Part]) -> None:
+        self.here, self.call, self.parts = here, call, parts
+        self.works: list[Any] = []
+
+    def land(self) -> bool:
+        """Wait for all of it; whether it arrived. If not, each message is this worker's own payload.
+
+        Raises:
+            RunError: it did not arrive, and no step runs that could be finished first.
+        """
+        one_by_one = len(self.works) == len(self.parts)  # else the backend has put them together
+        for index, work in enumerate(self.works):
+            try:
+                if self.here.steps.lost is None:
+                    work.wait()
+                else:
+                    work.wait(_PATIENCE)
+            except RuntimeError as error:
+                self.lose(error, self.parts[index] if one_by_one else None)
+        if self.call.lost is None:
+            self.call.arrived = time.time()
+            return True
+        self.substitute()
+        return False
+
+    def lose(self, error: RuntimeError, part: Part | None) -> None:
+        """Note that a message of this call was lost."""
+        where = (None, None) if part is None or part.rank < 0 else (part.rank, part.slot)
+        lose(self.here, Loss(self.call, error, *where))
+
+    def cancel(self) -> None:
+        """Send nothing, since the connections are closed."""
+        self.call.lost = "not sent, because an earlier message was lost"
+        self.substitute()
+
+    def substitute(self) -> None:
+        """Put one's own payload in the place of what was to arrive."""
+        for part in self.parts:
+            if part.own is not None:
+                part.tensor.copy_(part.own)
+
+
+in_flight: dict[int, Flight] = {}
+"""Address of a tensor that is being received -> what it waits for."""
+
+
+def begin(here: World, what: str, t: Tensor, local: int) -> Call:
+    """A call of an operator begins; where another rank made it at another step, all messages of this step are lost.
+
+    Raises:
+        RunError: an earlier one has failed, or another rank is at another step, and no step runs.
+    """
+    if here.steps.lost is not None and not here.steps.is_inside:
+        raise report(here, here.steps.lost)
+    call, different = here.steps.call(what, t, local)
+    if different is not None:
+        rank, step = different
+        lose(here, Loss(call, different_steps(here, call, call.step, rank, step), rank))
+    return call
+
+
+def lose(here: World, loss: Loss) -> None:
+    """Note a loss. The first one ends the exchanges of this process: it tells the others, and closes its connections."""
+    loss.call.lost = str(loss.error)
+    if here.steps.lost is None:
+        here.steps.lost = loss
+        here.steps.tell(loss.peer, timed_out=has_timed_out(loss.error))
+        here.hang_up()
+    if not here.steps.is_inside:
+        raise report(here, here.steps.lost) from loss.error
+
+
+def post(here: World, call: Call, inbox: Tensor, receives: list[Part], sends: list[Part]) -> None:
+    """Start to receive and to send."""
+    if not receives and not sends:
+        return
+    flight, group, tag = Flight(here, call, receives + sends), here.group, here.steps.tag
+    assert group is not None
+    if here.steps.lost is not None:
+        flight.cancel()
+        return
+    try:
+        # Receives first: with sends first, gloo exchanges at half speed.
+        if inbox.device.type == "cpu":
+            for x, _, rank, _ in receives:
+                flight.works.append(group.recv([x], rank, tag))
+            for x, _, rank, _ in sends:
+                flight.works.append(group.send([x], rank, tag))
+        else:
+            receiving = [dist.P2POp(dist.irecv, x, group=group, tag=tag, group_peer=rank) for x, _, rank, _ in receives]
+            sending = [dist.P2POp(dist.isend, x, group=group, tag=tag, group_peer=rank) for x, _, rank, _ in sends]
+            flight.works += dist.batch_isend_irecv(receiving + sending)
+    except RuntimeError as error:
+        flight.lose(error, flight.parts[len(flight.works)])
+        flight.land()
+        return
+    track(inbox, flight)
+
+
+def reduce(here: World, call: Call, x: Tensor, own: Tensor | None, ranks: list[int]) -> Flight:
+    """Start to add `x` up over the group; `own` is what takes the place of the sum where that is lost."""
+    others = [rank for rank in ranks if rank != here.rank]
+    flight = Flight(here, call, [Part(x, own, others[0] if len(others) == 1 else -1)])
+    if others and x.numel():
+        group = here.subgroup(tuple(ranks))
+        if here.steps.lost is not None:
+            flight.cancel()
+            return flight
+        try:
+            flight.works.append(group.allreduce([x]))
+        except RuntimeError as error:
+            flight.lose(error, flight.parts[0])
+            flight.land()
+    return flight
+
+
+def track(tensor: Tensor, flight: Flight) -> None:
+    """Let `complete(tensor)` wait for what was posted."""
+    in_flight[tensor.data_ptr()] = flight
+    if tensor.device.type == "cpu":
+        for _ in range(_YIELDS):
+            _sched_yield()
+    if not inductor.OVERLAPS:
+        complete(tensor)
+
+
+def complete(x: Tensor) -> None:
+    """Wait for `x`, if it is on its way."""
+    if (flight := in_flight.pop(x.data_ptr(), None)) is not None:
+        flight.land()

@@ -1,0 +1,276 @@
+"""A message that is lost, wherever it is lost: the state is whole, the error has names, and nobody waits for long."""
+
+import contextlib
+import functools
+import itertools
+import json
+import os
+import signal
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+
+import decentfn as df
+from decentfn import compressors, trees
+from decentfn.collectives import world
+from decentfn.testing import on_ranks
+from decentfn.testing.ranks import alone_as_rank_of
+from tests.ranks import Ranks
+
+BROKEN = "Connection closed by peer [10.0.0.1]:1"
+AT = 2
+"""The step in which a message is lost."""
+
+
+class Breaks:
+    """A group of which call `k` breaks: when it is posted, or when it is waited for. Counts its calls."""
+
+    def __init__(self, group, k, where):
+        self.group, self.k, self.where, self.calls = group, k, where, 0
+
+    def __getattr__(self, name):
+        return getattr(self.group, name)
+
+    def _call(self, name, *args):
+        is_it, self.calls = self.calls == self.k, self.calls + 1
+        if is_it and self.where == "post":
+            raise RuntimeError(BROKEN)
+        work = getattr(self.group, name)(*args)
+        return BrokenWork() if is_it else work
+
+    recv = functools.partialmethod(_call, "recv")
+    send = functools.partialmethod(_call, "send")
+    allreduce = functools.partialmethod(_call, "allreduce")
+
+
+class BrokenWork:
+    def wait(self, *timeout):
+        raise RuntimeError(BROKEN)
+
+
+def loss_fn(params, batch):
+    return sum(((p - batch) ** 2).sum() * (i + 1) for i, p in enumerate(params.values()))
+
+
+def params(rank):
+    return {name: torch.arange(6.0).view(3, 2) * (i + 1) + rank for i, name in enumerate("abcd")}
+
+
+def build(name, topology="ring", n=2, **hyperparameters):
+    optimizer = df.adamw(0.1) if name.startswith("adapt") else df.sgd(0.1, momentum=0.9)
+    init, step = getattr(df, name)(loss_fn, optimizer, df.topology(topology, n), bucket_mb=1e-5, **hyperparameters)
+    return init, step, n
+
+
+KINDS = {
+    "messages": functools.partial(build, "adapt_while_communicate"),
+    "messages after the update": functools.partial(build, "adapt_then_combine"),
+    "means": functools.partial(build, "adapt_then_combine", "complete", 4),
+    "choco": functools.partial(build, "choco_sgd", compressor=compressors.top_k(0.5), gamma=0.5),
+    "low rank": functools.partial(build, "power_gossip"),
+    "push-sum": functools.partial(build, "stochastic_gradient_push", "one-peer-exp-directed"),
+}
+
+
+class Case:
+    """An algorithm on ranks that have taken AT steps."""
+
+    def __init__(self, kind, backend):
+        self.init, self.pure, self.n = KINDS[kind]()
+        self.is_donated = backend is not None
+        self.step = df.compile(self.pure, backend=backend) if backend else self.pure
+        self.held = on_ranks(self.n, self._start)
+        assert len(self.held[0].params) == 4
+        if backend:
+            with alone_as_rank_of(self.n):
+                self.step(trees.map(torch.clone, self.held[0]), torch.ones(()), 0)
+
+    def _start(self, rank):
+        state = self.init(params(rank))
+        for t in range(AT):
+            state, _ = self.pure(state, torch.ones(()) * rank, t)
+        return state
+
+    def take(self, *, lost=(-1, ""), everyone_is=None):
+        """Step AT, and the next one, on all ranks: of each its state after step AT, its calls in it, and what it raised.
+
+        Args:
+            lost: (k, where), what rank 1 loses.
+            everyone_is: the rank whose state and batch all have, so that they hear themselves.
+        """
+
+        def run(rank):
+            self.init(params(rank))
+            me = rank if everyone_is is None else everyone_is
+            state = trees.map(torch.clone, self.held[me])
+            group = world().group = Breaks(world().group, *(lost if rank == 1 else (-1, "")))
+            try:
+                after, _ = self.step(state, torch.ones(()) * me, AT)
+            except df.errors.RunError as error:
+                return state, group.calls, error
+            whole, calls = trees.map(torch.clone, after), group.calls
+            if lost[1]:
+                with contextlib.suppress(df.errors.RunError):
+                    self.step(after, torch.ones(()) * me, AT + 1)
+            return whole, calls, None
+
+        return on_ranks(self.n, run, timeout=timedelta(seconds=20))
+
+
+def same(one, other):
+    return [torch.equal(a, b) for a, b in zip(trees.leaves(one), trees.leaves(other), strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "backend"),
+    [
+        ("messages", None),
+        ("means", None),
+        *((kind, "aot_eager") for kind in KINDS),
+        *(pytest.param(kind, "inductor", marks=pytest.mark.slow) for kind in KINDS),
+    ],
+)
+def test_wherever_a_message_is_lost_the_state_is_whole(kind, backend, tmp_path, monkeypatch):
+    """Pure: bitwise as it was. Donated: every leaf is that of a step with the others, or that of a step with oneself."""
+    monkeypatch.setenv("DECENTFN_FAILURES", str(tmp_path))
+    case = Case(kind, backend)
+    healthy = case.take()
+    alone = [case.take(everyone_is=rank)[rank][0] for rank in range(case.n)]
+    places = range(healthy[1][1])
+    assert len(places) >= 4
+    for lost in itertools.product(places, ("post", "wait")):
+        answers = case.take(lost=lost)
+        error = answers[1][2]
+        assert isinstance(error, df.errors.PeerLost), (lost, error)
+        assert (error.worker, error.process, error.step) == (1, 1, AT)
+        assert str(error.__cause__) == BROKEN and str(tmp_path) in str(error)
+        if case.n == 2:
+            assert error.peer == 0 and "with worker 0 in slot 0" in str(error)
+            assert f"exchange {lost[0] // 2 + 1} of the step" in str(error)
+        for rank, (state, _, raised) in enumerate(answers):
+            if raised is not None and not case.is_donated:
+                assert raised.next_step == AT and all(same(state, case.held[rank])), (lost, rank)
+                continue
+            as_healthy, as_alone = same(state, healthy[rank][0]), same(state, alone[rank])
+            assert all(a or b for a, b in zip(as_healthy, as_alone, strict=True)), (lost, rank)
+            if raised is None:
+                assert all(as_healthy), (lost, rank)
+            else:
+                assert raised.next_step == AT + 1
+        if case.is_donated:
+            assert not any(same(answers[1][0].params, case.held[1].params))
+    assert all(x.isfinite().all() for x in trees.leaves(answers[1][0]))
+
+
+def test_the_last_exchanges_are_written_down(tmp_path, monkeypatch):
+    folder = tmp_path / "of this run"
+    monkeypatch.setenv("DECENTFN_FAILURES", str(folder))
+
+    def run(rank):
+        init, step, _ = KINDS["messages"]()
+        state = init(params(rank))
+        for t in range(40):
+            if rank == 1 and t == 30:
+                world().group = Breaks(world().group, 4, "wait")  # of the third bucket
+            try:
+                state, _ = step(state, torch.ones(()), t)
+            except df.errors.PeerLost as error:
+                with pytest.raises(RuntimeError, match=r"its step t=3\d raised PeerLost: .* Start the run again"):
+                    step(state, torch.ones(()), t + 1)
+                return str(error), t
+
+    said, t = on_ranks(2, run)[1]
+    path = next(path for path in folder.iterdir() if str(path) in said)
+    assert (folder.stat().st_mode & 0o777, path.stat().st_mode & 0o777) == (0o700, 0o600)
+    written = json.loads(path.read_text())
+    assert written["error"] | {"message": ""} == {
+        "type": "PeerLost", "message": "", "worker": 1, "process": 1, "step": 30, "peer": 0, "next_step": 30,
+    }  # fmt: skip
+    exchanges = written["exchanges"]
+    assert len(exchanges) == 64
+    assert [call["number"] for call in exchanges] == list(range(61, 125))
+    assert [(call["step"], call["index"]) for call in exchanges[-5:]] == [(29, 4), (30, 1), (30, 2), (30, 3), (30, 4)]
+    third = exchanges[-2]
+    assert (third["lost"], third["hears"], third["tells"], third["nbytes"], third["arrived"]) == (
+        BROKEN,
+        [0],
+        [0],
+        24,
+        None,
+    )
+    assert all(call["posted"] <= call["arrived"] for call in exchanges[:-4])
+
+
+def test_after_the_first_loss_no_bucket_waits_for_its_own_timeout():
+    done = threading.Event()
+
+    def run(rank):
+        init, step, _ = KINDS["messages"]()
+        state = init(params(rank))
+        if rank == 0:
+            return done.wait(60)
+        since = time.monotonic()
+        with pytest.raises(
+            df.errors.ExchangeTimeout, match="within the timeout of df.init.*worker 0 is late"
+        ) as caught:
+            step(state, torch.ones(()), 0)
+        done.set()
+        assert caught.value.peer == 0
+        return time.monotonic() - since
+
+    assert on_ranks(2, run, timeout=timedelta(seconds=4))[1] < 2 * 4
+
+
+def test_a_loss_goes_around_the_ranks_at_once():
+    """Of a mean over four only two speak with rank 0, which is gone; nobody waits for the timeout of a minute."""
+
+    def run(rank):
+        init, step, _ = build("adapt_then_combine", "complete", 4)
+        state = init(params(rank))
+        if rank == 0:
+            return world().hang_up()
+        since = time.monotonic()
+        with pytest.raises(df.errors.PeerLost) as caught:
+            step(state, torch.ones(()), 0)
+        return caught.value.peer, time.monotonic() - since < 30
+
+    assert on_ranks(4, run)[1:] == [(0, True)] * 3
+
+
+def train_until_killed(victim, at):
+    """What ends the run, how long that step took, and which leaves are as they were before."""
+    here = df.init()
+    init, step, _ = build("adapt_while_communicate", "static-ring", here.size)
+    step = df.compile(step, backend="eager")
+    state = init(params(here.rank))
+    for t in range(100):
+        if (here.rank, t) == (victim, at):
+            os.kill(os.getpid(), signal.SIGKILL)
+        before, since = trees.map(torch.clone, state), time.monotonic()
+        try:
+            state, _ = step(state, torch.ones(()), t)
+        except df.errors.RunError as error:
+            took = time.monotonic() - since
+            with pytest.raises(RuntimeError, match=f"its step t={t} raised PeerLost"):
+                step(state, torch.ones(()), t + 1)
+            names = type(error).__name__, error.worker, error.step - t, error.peer, error.next_step - t
+            return names, took, any(same(state, before))
+    return None
+
+
+def test_a_killed_process_is_named_by_all_others():
+    processes = Ranks(3)
+    for pipe in processes.pipes:
+        pipe.send((train_until_killed, (2, 4)))
+    for rank, pipe in enumerate(processes.pipes[:2]):
+        assert pipe.poll(300)
+        kind, answer = pipe.recv()
+        assert kind == "ok", answer
+        names, took, is_torn = answer
+        assert names == ("PeerLost", rank, 0, 2, 1), answer
+        assert took < 10 and not is_torn
+    for process in processes.processes:
+        process.kill()
