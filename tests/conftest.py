@@ -1,4 +1,5 @@
 import os
+import tempfile
 
 import hypothesis
 import pytest
@@ -9,6 +10,8 @@ from tests.ranks import Ranks
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, max_examples=25, print_blob=True)
 hypothesis.settings.register_profile("deep", deadline=None, max_examples=1000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+os.environ.setdefault("DECENTFN_FAILURES", tempfile.mkdtemp())  # where ranks that fail on purpose write
 
 torch.set_num_threads(1)  # many small workers on few cores
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import decentfn as df
 from decentfn import compile_cache, testing, trees
-from decentfn.collectives.operators import in_flight
+from decentfn.collectives.messages import in_flight
 from decentfn.draws import torch_draws
 
 
