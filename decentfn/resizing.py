@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from decentfn import collectives, trees
+from decentfn.buckets import all_finite
 from decentfn.consensus import is_stacked
+from decentfn.errors import NonFinite
 from decentfn.gradient import LossScale
 from decentfn.kit.state import Algorithm, State, require_algorithm, restarted
 from decentfn.simulation import stack
@@ -41,6 +43,7 @@ def resize(state: State, algorithm: Algorithm) -> State:
     Raises:
         ValueError: a state that is not stacked, or not of this algorithm, optimizer and options; an algorithm without
             `topology`; several processes.
+        NonFinite: a worker's parameters are infinite or NaN, and their mean with them.
     """
     require_algorithm("resize", algorithm)
     if not is_stacked(state):
@@ -71,9 +74,17 @@ def resized(fresh: State, rows: State) -> State:
         fresh: what the new algorithm's `init` lays out; its values stand for nothing but what starts anew.
         rows: a tree like it; in the place of each leaf an iterable of the W workers' values, such as a tensor `[W, ...]`.
             It is gone through once, and not at all where a leaf starts anew.
+
+    Raises:
+        NonFinite: the parameters' mean is infinite or NaN.
     """
     rules = _rules(fresh)
     x = trees.map(lambda rule, values: rule(values), rules.params, rows.params)
+    if not bool(all_finite(x)):
+        raise NonFinite(
+            "resize: a worker's parameters are infinite or NaN, and so would their mean be, from which all start; give it its "
+            "neighbour's with df.with_params, or go back to an earlier checkpoint."
+        )
     anew = (fresh.local, restarted(fresh.memory, x))
     local, memory = trees.map(_apply, rules[1:], rows[1:], anew)
     return State(x, local, memory)

@@ -57,6 +57,12 @@ def assert_same(a, b):
         assert x.dtype == y.dtype and torch.equal(x, y), name
 
 
+def assert_near(a, b):
+    for (name, x), y in zip(trees.named_leaves(a), trees.leaves(b), strict=True):
+        bound = 2e-5 if x.dtype == torch.float32 else 1e-7
+        torch.testing.assert_close(x, y, atol=bound, rtol=bound, msg=lambda text, name=name: f"{name}: {text}")
+
+
 def expected_mean(tree, n):
     """n times the mean of the rows in float64, or of integers the largest, written without the code's help."""
 
@@ -119,6 +125,18 @@ def test_as_many_workers_as_before_go_on_bit_for_bit(row):
     state = ROWS[row].start(algorithm, range(4), stacked=True, with_buffers=True)
     state = train(algorithm, state, range(3), batches)
     assert_same(df.resize(state, with_everything(row, 4)), state)
+
+
+@each_row
+def test_a_checkpoint_of_four_workers_is_restored_as_what_resize_makes_of_them(row, tmp_path):
+    four = with_everything(row, 4)
+    state = ROWS[row].start(four, range(4), stacked=True, with_buffers=True)
+    state = train(four, state, range(3), batches)
+    df.checkpoint.save(tmp_path, state, 3)
+    for n in SIZES[1:]:
+        algorithm = with_everything(row, n)
+        template = ROWS[row].start(algorithm, range(n), stacked=True, with_buffers=True)
+        assert_same(df.checkpoint.restore(tmp_path, template).state, df.resize(state, algorithm))
 
 
 NOT_OF_THE_MEAN_ALONE = (
@@ -210,9 +228,49 @@ def test_a_resized_state_trains_on_compiled_donated_and_on_ranks(row, backend):
     for t in range(5, 9):
         state, _ = compiled(state, batches(3, t), t)
     for end in (state, on_ranks):
-        for (name, mine), theirs in zip(trees.named_leaves(end), trees.leaves(expected), strict=True):
-            bound = 2e-5 if mine.dtype == torch.float32 else 1e-7
-            torch.testing.assert_close(mine, theirs, atol=bound, rtol=bound, msg=lambda m, name=name: f"{name}: {m}")
+        assert_near(end, expected)
+
+
+@pytest.mark.parametrize("row", ["noloco", "relay_sgd, models"])
+def test_ranks_go_on_as_more_and_as_fewer_ranks_from_a_checkpoint(row, tmp_path):
+    """4 -> 3 -> 5 gloo ranks, other buckets from the second on, against the simulator."""
+    ended, t = None, 0
+    for k, n in enumerate(SIZES):
+        options = {"bucket_mb": 1e-4} if k else {}
+        algorithm = df.ema(build(row, n, problem.loss_with_buffers, df.adam(0.01), **options), 0.8)
+
+        def job(i, algorithm=algorithm, first=t, goes_on=k > 0):
+            own = ROWS[row].start(algorithm, range(i, i + 1), stacked=False, with_buffers=True)
+            if goes_on:
+                own, first, *_ = df.checkpoint.restore(tmp_path, own)
+            start = trees.map(torch.clone, own)
+            for t in range(first, first + 3):
+                own, _ = algorithm.step(own, problem.batch(i, t), t)
+            df.checkpoint.save(tmp_path, own, first + 3)
+            return start, own
+
+        starts, ends = zip(*on_kept_ranks(n, job), strict=True)
+        start = problem.stacked(starts)
+        if ended is not None:
+            assert_same(df.params(start), expected_mean(df.params(ended), n))
+        ended = problem.stacked(ends)
+        assert_near(ended, train(algorithm, start, range(t, t + 3), batches))
+        t += 3
+
+
+def test_a_worker_that_is_not_finite_does_not_spread_over_all(tmp_path):
+    algorithm = alike(3)
+    state = df.stack(alike(4).init(problem.params()), 4)
+    state.params[0][1, 2] = float("nan")
+    with pytest.raises(df.errors.NonFinite, match="give it its neighbour's"):
+        df.resize(state, algorithm)
+    df.checkpoint.save(tmp_path, state, 0)
+
+    def refused(rank):
+        with pytest.raises(df.errors.NonFinite, match="give it its neighbour's"):
+            df.checkpoint.restore(tmp_path, algorithm.init(problem.params()))
+
+    on_kept_ranks(3, refused)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

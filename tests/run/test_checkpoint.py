@@ -153,21 +153,6 @@ def test_a_leaf_that_does_not_fit_is_named_on_all_ranks(template, words, tmp_pat
     on_kept_ranks(2, job)
 
 
-def test_another_number_of_workers_is_refused_with_a_way_out(tmp_path):
-    df.checkpoint.save(tmp_path, df.stack(algorithm_of(3).init(net()), 3), 1)
-    with pytest.raises(ValueError, match="holds 3 workers, and this run has 2.*df.resize"):
-        df.checkpoint.restore(tmp_path, df.stack(algorithm_of(2).init(net()), 2))
-
-
-def test_the_mean_of_each_leaf_is_read_file_by_file(tmp_path):
-    states = [algorithm_of(4).init(trees.map(lambda x, i=i: 10**i * x, net(i))) for i in range(4)]
-    on_kept_ranks(2, lambda rank: df.checkpoint.save(tmp_path, problem.stacked(states[2 * rank : 2 * rank + 2]), 1))
-    means = dict(df.checkpoint.worker_means(df.checkpoint.latest(tmp_path)))
-    expected = torch.stack([df.params(s)["layer"]["weight"].double() for s in states]).mean(0)
-    torch.testing.assert_close(means["params/layer.weight"], expected, rtol=1e-15, atol=0)
-    assert means["local.opt.0.mu/layer.bias"].shape == (3,) and means["local.opt.0.count"].dtype == torch.int64
-
-
 def test_a_saver_keeps_the_newest_and_the_best_and_what_it_was_given_then(tmp_path):
     """Its copy: the state is written over after `save`, as a donated step does."""
     state = df.stack(algorithm_of(2).init(net()), 2)

@@ -2,7 +2,7 @@
 
 from decentfn.run.checkpoint.exchange import export, import_
 from decentfn.run.checkpoint.manifest import best, latest
-from decentfn.run.checkpoint.restoring import Restored, restore, worker_means
+from decentfn.run.checkpoint.restoring import Restored, restore
 from decentfn.run.checkpoint.saving import Saver, save
 
-__all__ = ["Restored", "Saver", "best", "export", "import_", "latest", "restore", "save", "worker_means"]
+__all__ = ["Restored", "Saver", "best", "export", "import_", "latest", "restore", "save"]

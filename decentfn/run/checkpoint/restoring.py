@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +13,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from decentfn import collectives, trees
+from decentfn.buckets import Buckets
+from decentfn.consensus import is_stacked
+from decentfn.resizing import resized
 from decentfn.run.checkpoint import files, manifest
 from decentfn.run.checkpoint.layout import (
     DTYPES,
@@ -25,6 +29,7 @@ from decentfn.run.checkpoint.layout import (
 )
 from decentfn.run.checkpoint.together import on_first, together
 from decentfn.run.checkpoint.writing import GENERATOR
+from decentfn.simulation import stack
 
 
 class Restored(NamedTuple):
@@ -32,7 +37,8 @@ class Restored(NamedTuple):
 
     state: Any
     step: int  # the t of the next step
-    extra: Any  # what this process saved; with another number of processes, what the one of its first worker did
+    extra: Any
+    """What this process saved; with another number of processes, what the one of its first worker did; of workers, process 0."""
     config: Any
 
 
@@ -40,17 +46,19 @@ def restore(source: str | Path, state: Any) -> Restored:
     """Read a checkpoint; torch's generators go on where they were. Collective.
 
     Every file is compared with its digest, every leaf with the template's. Other buckets (`bucket_mb`) and another number
-    of processes for the same workers are fine.
+    of processes for the same workers are fine. With another number of workers every one of them starts from what `df.resize`
+    makes of those that were saved; a process then reads all files, a bucket of one worker at a time.
 
     Args:
         source: a run's directory, of which the newest checkpoint is read, or a checkpoint's own.
-        state: the template, `init(params)` of the same algorithm, stacked where this process holds several workers; it
-            stays as it is.
+        state: the template, `init(params)` of the same algorithm on its topology of today, stacked where this process holds
+            several workers; it stays as it is.
 
     Raises:
         FileNotFoundError: there is no checkpoint.
         CheckpointCorrupt: on all processes, naming the file and what is wrong with it.
-        ValueError: on all processes, naming the first rank and leaf that does not fit, or another number of workers.
+        ValueError: on all processes, naming the first rank and leaf that does not fit.
+        NonFinite: on all processes, another number of workers would start from parameters that are infinite or NaN.
     """
     found = on_first(_newest, Path(source))
     if found is None:
@@ -65,34 +73,6 @@ def restore(source: str | Path, state: Any) -> Restored:
     return restored
 
 
-def worker_means(checkpoint: str | Path) -> Iterator[tuple[str, Tensor]]:
-    """Of every leaf its name and its mean over all workers, `[...]` float64; of integers and flags worker 0's own.
-
-    One leaf at a time is in memory. Names are `params/NAME` for a parameter, `local.opt.PATH/NAME` for what the optimizer
-    keeps beside it, and so on; what is no bucket has the path alone.
-
-    Raises:
-        CheckpointCorrupt: a file is not as it was written.
-    """
-    about = manifest.read(Path(checkpoint))
-    parts = [_Part(Path(checkpoint), process) for process in about["processes"]]
-    for name, (shape, _) in {name: its for part in parts for name, its in part.places.items()}.items():
-        total: Tensor | None = None
-        for part in parts:
-            if name not in part.places:
-                continue
-            offset = part.places[name].offset
-            values = part.tensor(name)
-            if not values.is_floating_point():
-                total = values[0] if offset[0] == 0 else total
-                continue
-            total = torch.zeros(shape[1:], dtype=torch.float64) if total is None else total
-            where = tuple(slice(o, o + s) for o, s in zip(offset[1:], values.shape[1:], strict=True))
-            total[where] += values.sum(0, dtype=torch.float64) / shape[0]
-        assert total is not None
-        yield name, total
-
-
 def _newest(source: Path) -> str | None:
     found = source if manifest.is_checkpoint(source) else manifest.latest(source)
     return None if found is None else str(found)
@@ -102,17 +82,14 @@ def _read(path: Path, template: Any) -> tuple[Restored, dict[str, Tensor]]:
     about = manifest.read(path)
     here, local = collectives.world(), local_workers(template)
     first, num_workers = here.rank * local, here.size * local
-    if about["num_workers"] != num_workers:
-        raise ValueError(
-            f"restore: {path} holds {about['num_workers']} workers, and this run has {num_workers}; start it with as many, or "
-            "restore them all in one process and give its state to df.resize."
-        )
+    as_many = about["num_workers"] == num_workers
     parts = [
         _Part(path, process)
         for process in about["processes"]
-        if process["workers"][0] < first + local and first < process["workers"][1]
+        if not as_many or process["workers"][0] < first + local and first < process["workers"][1]
     ]
-    state = trees.map(torch.empty_like, template)
+    one = trees.map(lambda x: x[0], template) if is_stacked(template) else template
+    state = trees.map(torch.empty_like, template if as_many else one)
     leaves = leaves_of(state)
     by_bucket = [leaf.name for leaf in leaves if leaf.is_by_bucket]
     if by_bucket and about["buckets"] != digest_of_plan(template.params.plan):
@@ -121,8 +98,12 @@ def _read(path: Path, template: Any) -> tuple[Restored, dict[str, Tensor]]:
             "the bucket_mb that it was saved with."
         )
     _compare_names(leaves, parts, path)
-    for leaf in leaves:
-        _fill(leaf, place(leaf.values, first, num_workers), parts, path)
+    saved = _Saved(path, parts, about["num_workers"])
+    if as_many:
+        saved.fill(leaves, first)
+    else:
+        state = resized(one, saved.rows(state, leaves))
+        state = stack(state, local) if is_stacked(template) else state
     generators = {name.removeprefix(GENERATOR): parts[0].tensor(name) for name in parts[0].generators}
     return Restored(state, about["step"], parts[0].extra, about["config"]), generators
 
@@ -180,19 +161,43 @@ def _compare_names(leaves: Sequence[Leaf], parts: Sequence[_Part], path: Path) -
             )
 
 
-def _fill(leaf: Leaf, wanted: Place, parts: Sequence[_Part], path: Path) -> None:
-    """Read one leaf, which all files describe alike and together hold."""
-    mine = (DTYPES[leaf.values.dtype], list(wanted.shape))
-    filled = 0
-    for part in parts:
-        if leaf.name not in part.places:
-            continue
-        theirs = part.kind(leaf.name)
-        if theirs != mine:
-            raise ValueError(
-                f"restore: leaf {leaf.name!r} is {theirs[0]} {theirs[1]} in {path} (workers first) and {mine[0]} {mine[1]} in the "
-                "state; build the same algorithm, optimizer and network as when it was saved."
-            )
-        filled += part.copy(leaf.name, wanted, leaf.values)
-    if filled != leaf.values.numel():
-        raise manifest.corrupt(path, f"of leaf {leaf.name!r} it holds {filled} of {leaf.values.numel()} values")
+class _Saved(NamedTuple):
+    """What the files hold together."""
+
+    path: Path
+    parts: Sequence[_Part]
+    num_workers: int
+
+    def fill(self, leaves: Sequence[Leaf], first: int) -> None:
+        """Read what the workers from `first` on have in these leaves, which all files describe alike and together hold."""
+        for leaf in leaves:
+            wanted = place(leaf.values, first, self.num_workers)
+            mine, filled = (DTYPES[leaf.values.dtype], list(wanted.shape)), 0
+            for part in self.parts:
+                if leaf.name not in part.places:
+                    continue
+                theirs = part.kind(leaf.name)
+                if theirs != mine:
+                    raise ValueError(
+                        f"restore: leaf {leaf.name!r} is {theirs[0]} {theirs[1]} in {self.path} (workers first) and {mine[0]} "
+                        f"{mine[1]} in the state; build the same algorithm, optimizer and network as when it was saved."
+                    )
+                filled += part.copy(leaf.name, wanted, leaf.values)
+            if filled != leaf.values.numel():
+                held = f"of leaf {leaf.name!r} it holds {filled} of {leaf.values.numel()} values"
+                raise manifest.corrupt(self.path, held)
+
+    def rows(self, one: Any, leaves: Sequence[Leaf]) -> Any:
+        """In the place of each tensor of one worker's state its values on all workers, read when they are asked for."""
+        counts = []
+        for _, node in trees.named_leaves(one, Buckets):
+            counts += [len(b.segments) for b in node.plan.buckets] if isinstance(node, Buckets) else [1]
+        rest = iter(leaves)
+        pieces = [list(islice(rest, count)) for count in counts]
+        pairs = zip(trees.leaves(one), pieces, strict=True)
+        return trees.fill(trees.enumerate_leaves(one), [self._row_by_row(*pair) for pair in pairs])
+
+    def _row_by_row(self, tensor: Tensor, pieces: Sequence[Leaf]) -> Iterator[Tensor]:
+        for worker in range(self.num_workers):
+            self.fill(pieces, worker)
+            yield tensor.clone()

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from decentfn import collectives
-from decentfn.errors import CheckpointCorrupt, PeerLost
+from decentfn.errors import CheckpointCorrupt, NonFinite, PeerLost
 
 _KINDS: dict[str, type[Exception]] = {
-    kind.__name__: kind for kind in (CheckpointCorrupt, OSError, ValueError, RuntimeError)
+    kind.__name__: kind for kind in (CheckpointCorrupt, NonFinite, OSError, ValueError, RuntimeError)
 }
 """The first that an error is of is what the others raise."""
 
@@ -18,7 +18,7 @@ def together(function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """`function(*arguments)` on every process; what each returned, by rank, as JSON gives it back. Collective.
 
     Raises:
-        CheckpointCorrupt, OSError, ValueError, RuntimeError: on every process what the first has raised.
+        CheckpointCorrupt, NonFinite, OSError, ValueError, RuntimeError: on every process what the first has raised.
         PeerLost: a process is gone.
     """
     told, own = {}, None
