@@ -7,6 +7,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from decentfn import collectives, compile_cache, draws, trees
 from decentfn.gradient.beside import passing_beside
-from decentfn.kit.expected import check, marked
+from decentfn.kit.expected import check, is_state, left_alone, marked
 from decentfn.kit.state import Step
 from decentfn.run.memory import give_back_freed_memory
 from decentfn.scalars import as_step
@@ -95,7 +96,9 @@ def compile(
             return (state, result) if donate else result
 
         try:
-            with collectives.whole_step(t, donated=donate), draws.torch_draws(t, collectives.world().rank):
+            alone = left_alone(state) if is_first and not donate and is_state(state) else nullcontext()
+            randomness = draws.torch_draws(t, collectives.world().rank)
+            with alone, collectives.whole_step(t, donated=donate), randomness:
                 result = passing_beside(call, batch) if by_autograd else call(trees.plain(batch))
         except TOO_MANY_GRAPHS as error:
             raise RuntimeError(

@@ -2,7 +2,7 @@
 
 from decentfn.gradient.accumulated import Accumulated, accumulate
 from decentfn.gradient.by_autograd import autograd, is_by_autograd
-from decentfn.gradient.evaluation import evaluate, require_batch, require_inputs
+from decentfn.gradient.evaluation import evaluate, learn, require_batch, require_inputs
 from decentfn.gradient.loss import LossFn, require_loss
 from decentfn.gradient.module import functional
 from decentfn.gradient.scaled import DynamicLossScale, LossScale, dynamic_loss_scale
@@ -20,6 +20,7 @@ __all__ = [
     "evaluate",
     "functional",
     "is_by_autograd",
+    "learn",
     "require_batch",
     "require_inputs",
     "require_loss",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,9 +15,15 @@ from decentfn.buckets import Buckets, Plan, elements, wide
 from decentfn.gradient.accumulated import micro_batch_count, micro_batches
 from decentfn.gradient.beside import around
 from decentfn.gradient.loss import LossFn, call
+from decentfn.gradient.others import no_other_weights
 from decentfn.gradient.traced import unscaled
 from decentfn.torch_private import autograd as torch_autograd
 from decentfn.trees import PyTree
+
+WROTE = (
+    "df.autograd(loss_fn): the loss wrote over parameters, or over frozen ones, that it left alone in its first evaluation, where "
+    "is learnt what it writes over; let it write in every step, or make buffers of what changes (register_buffer)."
+)
 
 
 @dataclass
@@ -25,9 +32,16 @@ class Layout:
 
     plan: Plan
     buffers: PyTree  # template
-    changing: tuple[int, ...]  # which of the buffers' leaves are not frozen
+    changing: tuple[
+        int, ...
+    ]  # which of the buffers' leaves the loss changes: all but the frozen ones, and those it writes over
+    writes: bool = False  # whether the loss writes over its parameters
     is_tried: bool = False
     """Whether the loss has been seen to leave the rest alone."""
+
+
+class Learnt(RuntimeError):
+    """The loss was seen to write over what its layout does not say; now it does."""
 
 
 class Backward(NamedTuple):
@@ -36,6 +50,7 @@ class Backward(NamedTuple):
     grads: list[Tensor]
     loss: Tensor
     used: list[bool]  # of each leaf, whether it has a gradient
+    written: list[Tensor]  # the buckets as the loss left them, where it writes over its parameters
     buffers: list[Tensor]  # the changing ones
     aux: PyTree
 
@@ -63,10 +78,13 @@ def backward(
         params: the buckets.
         buffers: the leaves of the loss's buffers.
         batch: what the loss takes.
+
+    Raises:
+        Learnt: the loss writes over more than `form` said; called again, it is right.
     """
     plan, changing = form.plan, form.changing
     trial = not form.is_tried  # what is written through `.data` shows in the values alone
-    flat = [b.detach().clone() if trial else b.detach() for b in params]
+    flat = [b.detach().clone() if trial or form.writes else b.detach() for b in params]
     kept = [b.clone() if trial or i in changing else b for i, b in enumerate(buffers)]
     in_place = all(wide(b.dtype) == b.dtype for b in flat)  # else sums of gradients would lose what they add
     sums: list[Tensor] = []
@@ -74,14 +92,13 @@ def backward(
     losses, auxes = [], []
     with torch_autograd.enabled(around()):
         leaves = [leaf.detach().requires_grad_() for leaf in Buckets(flat, plan).leaves()]
-        places = [leaf.data_ptr() for leaf in leaves]
-        constants = [*flat, *(b for i, b in enumerate(kept) if i not in changing)]
-        versions = [b._version for b in constants]
+        constant = [i for i in range(len(kept)) if i not in changing]
+        marks = [(x, x._version, x.data_ptr()) for x in (*leaves, *(kept[i] for i in constant))]
         micros = _rows(micro_batches(batch)) if many else [batch]
         for index, data in enumerate(micros):
             with draws.torch_draws(t, worker, index):
                 tree, old = trees.fill(plan.template, leaves), trees.fill(form.buffers, kept)
-                loss, new, aux = _forward_backward(loss_fn, tree, old, data, scale)
+                loss, new, aux = _forward_backward(loss_fn, tree, old, data, scale, trial)
             kept = [_apart(b, k) if i in changing else k for i, (b, k) in enumerate(zip(new, kept, strict=True))]
             losses.append(loss)
             auxes.append(aux)
@@ -91,14 +108,18 @@ def backward(
                 sums = (
                     [s + g for s, g in zip(sums, parts, strict=True)] if sums else [g.to(wide(g.dtype)) for g in parts]
                 )
-        moved_away = any(leaf.data_ptr() != place for leaf, place in zip(leaves, places, strict=True))
-        given = [*params, *(b for i, b in enumerate(buffers) if i not in changing)]
-        if [b._version for b in constants] != versions or moved_away or (trial and not _alike(constants, given)):
-            raise RuntimeError(
-                "df.autograd(loss_fn): the loss wrote over its parameters, or over frozen ones; a step is a function of them. Let "
-                "it work on copies, and keep what changes from step to step in buffers (register_buffer)."
-            )
-        form.is_tried = True
+        touched = [x._version != version or x.data_ptr() != place for x, version, place in marks]
+        if trial:
+            given = (*Buckets(params, plan).leaves(), *(buffers[i] for i in constant))
+            touched = [t or not _equal(x, y) for t, (x, *_), y in zip(touched, marks, given, strict=True)]
+        writes, over = (
+            any(touched[: len(leaves)]),
+            [i for i, t in zip(constant, touched[len(leaves) :], strict=True) if t],
+        )
+        if over or writes > form.writes:
+            if trial:
+                form.changing, form.writes = tuple(sorted((*changing, *over))), form.writes or writes
+            raise (Learnt if trial else RuntimeError)(WROTE)
     with torch.no_grad():
         used.update(i for i, leaf in enumerate(leaves) if leaf.grad is not None)
         grads = sums or _collect(plan, leaves)
@@ -109,7 +130,8 @@ def backward(
         mean = torch.stack([loss.to(dtype_of_loss(flat)) for loss in losses]).mean()
     aux = trees.map(lambda *rows: stacked(rows), *auxes) if many else auxes[0]
     flags = [i in used for i in range(len(leaves))]
-    return Backward(grads, mean, flags, [kept[i] for i in changing], aux)
+    written = _in_buckets(plan, [leaf.detach() for leaf in leaves]) if form.writes else []
+    return Backward(grads, mean, flags, written, [kept[i] for i in changing], aux)
 
 
 def dtype_of_loss(params: Sequence[Tensor]) -> torch.dtype:
@@ -118,13 +140,14 @@ def dtype_of_loss(params: Sequence[Tensor]) -> torch.dtype:
 
 
 def _forward_backward(
-    loss_fn: LossFn, params: PyTree, buffers: PyTree, batch: Any, scale: Tensor | None
+    loss_fn: LossFn, params: PyTree, buffers: PyTree, batch: Any, scale: Tensor | None, trial: bool
 ) -> tuple[Tensor, list[Tensor], PyTree]:
     """The loss, the leaves of its new buffers, and aux; the gradients are added to `.grad`."""
     held = getattr(loss_fn, "held", None)
     if held is None:
         loss, new, aux = call(loss_fn, params, buffers, batch)
-        _backward(loss, scale)
+        with no_other_weights(loss) if trial else nullcontext():
+            _backward(loss, scale)
     else:
         # What is computed again while gradients are taken (activation checkpointing) must meet the same weights.
         with held(params, buffers) as new:
@@ -144,17 +167,19 @@ def _backward(loss: Tensor, scale: Tensor | None) -> None:
 
 
 def _collect(plan: Plan, leaves: list[Tensor]) -> list[Tensor]:
-    """The buckets of the leaves' gradients, which are given up: that of a leaf alone in its bucket is the bucket."""
-    grads, rest = [], iter(leaves)
-    for bucket in plan.buckets:
-        parts = []
-        for _ in bucket.segments:
-            leaf = next(rest)
-            part, leaf.grad = leaf.grad, None
-            part = torch.zeros_like(leaf) if part is None else part.to_dense() if part.is_sparse else part
-            parts.append(elements(part))
-        grads.append(parts[0] if len(parts) == 1 else torch.cat(parts))
-    return grads
+    """The buckets of the leaves' gradients, which are given up."""
+    grads = []
+    for leaf in leaves:
+        grad, leaf.grad = leaf.grad, None
+        grads.append(torch.zeros_like(leaf) if grad is None else grad.to_dense() if grad.is_sparse else grad)
+    return _in_buckets(plan, grads)
+
+
+def _in_buckets(plan: Plan, leaves: list[Tensor]) -> list[Tensor]:
+    """The leaves' buckets: that of a leaf alone in its bucket is the leaf itself."""
+    rest = iter(leaves)
+    parts = [[elements(next(rest)) for _ in bucket.segments] for bucket in plan.buckets]
+    return [one[0] if len(one) == 1 else torch.cat(one) for one in parts]
 
 
 def _rows(batch: PyTree) -> list[PyTree]:
@@ -162,8 +187,8 @@ def _rows(batch: PyTree) -> list[PyTree]:
     return [trees.map(lambda x, i=i: x[i], batch) for i in range(micro_batch_count(trees.leaves(batch)))]
 
 
-def _alike(xs: list[Tensor], ys: list[Tensor]) -> bool:
-    return all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(xs, ys, strict=True))
+def _equal(x: Tensor, y: Tensor) -> bool:
+    return torch.equal(x.nan_to_num(), y.nan_to_num())
 
 
 def _apart(new: Tensor, own: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from decentfn import trees
 from decentfn.buckets import Buckets, Plan
 from decentfn.collectives import world
 from decentfn.gradient.accumulated import Accumulated
-from decentfn.gradient.backward import Backward, Layout, backward, dtype_of_loss, stacked
+from decentfn.gradient.backward import WROTE, Backward, Layout, Learnt, backward, dtype_of_loss, stacked
 from decentfn.gradient.beside import Beside, arrived, put, step, travelling, value
 from decentfn.gradient.loss import LossFn, WrappedLoss, require_loss
 from decentfn.gradient.scaled import DynamicLossScale
@@ -114,17 +114,19 @@ def gradient_by_autograd(
             "df.autograd(loss_fn): the batch must travel beside the graph; use df.compile and df.simulate, not torch.compile "
             "and torch.func.vmap, and decorate the function that builds the algorithm with df.kit.algorithm."
         )
-    template = trees.enumerate_leaves(buffers)
-    layout, changing = _remember(loss_fn.name, params.plan, template)
-    old = trees.leaves(buffers)
+    template, old, size = trees.enumerate_leaves(buffers), trees.leaves(buffers), len(params)
     leaves = sum(len(bucket.segments) for bucket in params.plan.buckets) if loss_fn.skip_unused else 0
-    out = _gradient(loss_fn.handle, layout, leaves, changing, many, 0, t, scale, batch.number, list(params), old)
-    size = len(params)
-    loss, aux, used, *new = out[size:]
+    layout, changing, writes = _remember(loss_fn.name, params.plan, template)
+    known = (loss_fn.handle, layout, leaves, changing, writes, many, 0)
+    try:
+        loss, aux, used, *rest = _gradient(*known, t, scale, batch.number, list(params), old)
+    except Learnt:
+        return gradient_by_autograd(loss_fn, params, buffers, batch, t, scale, many)
+    grads, written, new = rest[:size], rest[size : size * (1 + writes)], rest[size * (1 + writes) :]
     buffers = trees.fill(template, [new[changing.index(i)] if i in changing else b for i, b in enumerate(old)])
-    grads = Buckets(out[:size], params.plan)
     flags = _by_element(used, params) if loss_fn.skip_unused else None
-    return Evaluation(grads, buffers, loss, Beside(aux), flags)
+    moves = Buckets([w - b for w, b in zip(written, params, strict=True)], params.plan) if writes else None
+    return Evaluation(Buckets(grads, params.plan), buffers, loss, Beside(aux), flags, moves)
 
 
 def _by_element(used: Tensor, params: Buckets) -> Buckets:
@@ -138,24 +140,24 @@ def _by_element(used: Tensor, params: Buckets) -> Buckets:
 
 
 @torch.compiler.assume_constant_result
-def _remember(name: str, plan: Plan, buffers: PyTree) -> tuple[int, tuple[int, ...]]:
-    """The number of a layout, and which of the buffers the loss may change; runs while the step is traced."""
+def _remember(name: str, plan: Plan, buffers: PyTree) -> tuple[int, tuple[int, ...], bool]:
+    """The number of a layout, which of the buffers the loss changes and whether its parameters; while the step is traced."""
     loss_fn = _losses[int(name)]
     for index, layout in enumerate(loss_fn.layouts):
         if layout.buffers == buffers and (layout.plan is plan or layout.plan == plan):
-            return index, layout.changing
+            return index, layout.changing, layout.writes
     named = trees.named_leaves(buffers)
     changing = tuple(i for name, i in named if name not in loss_fn.frozen)
     loss_fn.layouts.append(Layout(plan, buffers, changing))
-    return len(loss_fn.layouts) - 1, changing
+    return len(loss_fn.layouts) - 1, changing, False
 
 
 # -- the operator ---------------------------------------------------------------------------------------------------
 
 _library = torch.library.Library("decentfn", "FRAGMENT")
 _library.define(
-    "gradient(Tensor loss_fn, int layout, int leaves, int[] changing, bool many, int workers, Tensor t, Tensor? scale, Tensor batch, "
-    "Tensor[] params, Tensor[] buffers) -> Tensor[]"
+    "gradient(Tensor loss_fn, int layout, int leaves, int[] changing, bool writes, bool many, int workers, Tensor t, Tensor? scale, "
+    "Tensor batch, Tensor[] params, Tensor[] buffers) -> Tensor[]"
 )
 _gradient = torch.ops.decentfn.gradient
 
@@ -165,6 +167,7 @@ def _kernel(
     layout: int,
     leaves: int,
     changing: Sequence[int],
+    writes: bool,
     many: bool,
     workers: int,
     t: Tensor,
@@ -173,16 +176,21 @@ def _kernel(
     params: Sequence[Tensor],
     buffers: Sequence[Tensor],
 ) -> list[Tensor]:
-    """`[*grads, loss, number of aux, used, *changing buffers]`, each with a first axis of workers where there are any.
+    """`[loss, number of aux, used, *grads, *written, *changing buffers]`, each with a first axis of workers where there are any.
 
-    `used` is asked for the first so many `leaves`: all of them, or none.
+    `used` is asked for the first so many `leaves`: all of them, or none; `written`, the parameters, where the loss writes.
     """
     loss_fn, data, step_number = _losses[int(handle)], value(batch), int(t)
-    run = partial(loss_fn.run, loss_fn.layouts[layout], many, step_number)
+    form = loss_fn.layouts[layout]
+    if (form.changing, form.writes) != (tuple(changing), writes):
+        raise Learnt(WROTE)
+    run = partial(loss_fn.run, form, many, step_number)
     if not workers:
         one = run(world().rank, scale, params, buffers, data)
+        form.is_tried = True
         used = torch.tensor(one.used[:leaves], dtype=torch.bool)
-        return [*one.grads, one.loss, torch.tensor(put(one.aux)), moved(used, one.loss.device), *one.buffers]
+        number, used = torch.tensor(put(one.aux)), moved(used, one.loss.device)
+        return [one.loss, number, used, *one.grads, *one.written, *one.buffers]
     data = trees.plain(data)
     require_rows("batch", data, workers)
     first = world().rank * workers
@@ -196,28 +204,27 @@ def _kernel(
         for rows, row in zip(grads, one.grads, strict=True):
             rows[i] = row
         ones.append(one._replace(grads=[]))
+    form.is_tried = True
     aux = trees.map(lambda *rows: stacked(rows), *(one.aux for one in ones))
-    new = [torch.stack(rows) for rows in zip(*(one.buffers for one in ones), strict=True)]
+    new = [torch.stack(rows) for rows in zip(*((*one.written, *one.buffers) for one in ones), strict=True)]
     loss = torch.stack([one.loss for one in ones])
     used = torch.tensor([one.used[:leaves] for one in ones], dtype=torch.bool)
-    return [*grads, loss, torch.full((workers,), put(aux)), moved(used, loss.device), *new]
+    return [loss, torch.full((workers,), put(aux)), moved(used, loss.device), *grads, *new]
 
 
 @torch.library.register_fake("decentfn::gradient", lib=_library)
 def _fake(*arguments: Any) -> list[Tensor]:
-    _, _, leaves, changing, _, workers, _, _, _, params, buffers = arguments
+    _, _, leaves, changing, writes, _, workers, _, _, _, params, buffers = arguments
     shape = (workers,) if workers else ()
-    grads = [torch.empty_like(b) for b in params]
-    loss, aux = (
-        params[0].new_empty(shape, dtype=dtype_of_loss(params)),
-        torch.empty(shape, dtype=torch.int64, device="cpu"),
-    )
+    loss = params[0].new_empty(shape, dtype=dtype_of_loss(params))
+    aux = torch.empty(shape, dtype=torch.int64, device="cpu")
     used = params[0].new_empty((*shape, leaves), dtype=torch.bool)
-    return [*grads, loss, aux, used, *(torch.empty_like(buffers[i]) for i in changing)]
+    like = (*params, *(params if writes else ()), *(buffers[i] for i in changing))
+    return [loss, aux, used, *(torch.empty_like(x) for x in like)]
 
 
 def _vmap(info: Any, in_dims: Any, *arguments: Any) -> tuple[list[Tensor], list[int]]:
-    handle, layout, leaves, changing, many, _, t, scale, batch, params, buffers = arguments
+    *known, _, t, scale, batch, params, buffers = arguments
     *_, scale_dim, _, param_dims, buffer_dims = in_dims
 
     def first(x: Tensor, dim: int | None) -> Tensor:
@@ -228,7 +235,7 @@ def _vmap(info: Any, in_dims: Any, *arguments: Any) -> tuple[list[Tensor], list[
     stacked = [
         [first(x, d) for x, d in zip(*pair, strict=True)] for pair in ((params, param_dims), (buffers, buffer_dims))
     ]
-    out = _gradient(handle, layout, leaves, changing, many, info.batch_size, t, scale, batch, *stacked)
+    out = _gradient(*known, info.batch_size, t, scale, batch, *stacked)
     return out, [0] * len(out)
 
 

@@ -12,8 +12,9 @@ from torch import Tensor
 from decentfn.buckets import Buckets
 from decentfn.gradient.accumulated import Accumulated, mean_gradient_of, micro_batches
 from decentfn.gradient.beside import Beside
-from decentfn.gradient.by_autograd import ByAutograd, gradient_by_autograd
+from decentfn.gradient.by_autograd import ByAutograd, gradient_by_autograd, is_by_autograd
 from decentfn.gradient.loss import LossFn, WrappedLoss, takes
+from decentfn.gradient.scaled import DynamicLossScale
 from decentfn.gradient.traced import Evaluation, gradient_of
 from decentfn.stacking import in_chunks
 from decentfn.torch_private import functorch
@@ -51,6 +52,14 @@ def require_batch(loss_fn: LossFn, batch: PyTree) -> None:
         return require_batch(loss_fn.loss_fn, inside)
     own = getattr(loss_fn, "require_batch", None)
     return None if own is None else own(batch)
+
+
+def learn(loss_fn: LossFn, params: Buckets, buffers: PyTree, batch: PyTree, t: Tensor) -> None:
+    """Evaluate the loss once where its gradient is an operator: a graph of it must know what it writes over."""
+    if isinstance(loss_fn, DynamicLossScale):
+        loss_fn = loss_fn.loss_fn
+    if is_by_autograd(loss_fn):
+        evaluate(loss_fn, params, buffers, batch, t)
 
 
 def evaluate(

@@ -23,6 +23,8 @@ class Evaluation(NamedTuple):
     aux: PyTree  # [M, ...] of M micro-batches
     used: Buckets | None = None
     """Bool, for each element whether its leaf has a gradient; None where nobody asks."""
+    moves: Buckets | None = None
+    """How far the loss itself moved the parameters before it took the gradient; None where it leaves them alone."""
 
 
 def gradient_of(loss_fn: LossFn, params: Buckets, buffers: PyTree, batch: PyTree, scale: Tensor | None) -> Evaluation:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from numbers import Number
 from typing import Any, NoReturn
@@ -20,8 +21,10 @@ from torch import Tensor, nn
 
 from decentfn import trees
 from decentfn.buckets import Buckets, Plan
-from decentfn.gradient import LossFn, require_batch, require_inputs
+from decentfn.gradient import LossFn, learn, require_batch, require_inputs
 from decentfn.kit.state import Metrics, State
+from decentfn.scalars import as_step
+from decentfn.torch_private import functorch
 from decentfn.trees import PyTree
 from decentfn.words import brief
 
@@ -90,13 +93,33 @@ def checked(
             plan = state.params.plan if is_state(state) else None
             if plan is None or known.get(id(plan)) is not plan:
                 look(state, batch, t)
-                result = step(state, batch, t)
+                with left_alone(state):
+                    result = step(state, batch, t)
                 _require_result(state, result)
                 known[id(state.params.plan)] = state.params.plan
                 return result
         return step(state, batch, t)
 
-    return start_checked, marked(run, check=look)
+    def look_before_compiling(state: Any, batch: PyTree, t: Any) -> None:
+        look(state, batch, t)
+        learn(loss_fn, state.params, state.buffers, batch, as_step(t))
+
+    return start_checked, marked(run, check=look_before_compiling)
+
+
+@contextmanager
+def left_alone(state: Any) -> Iterator[None]:
+    """Within, a step leaves the parameters and buffers that it is given as they are, or an error names one."""
+    held = {"params": state.params.tree(), "buffers": state.buffers}
+    before = [(name, torch.clone(leaf)) for name, leaf in trees.named_leaves(held)]
+    yield
+    for (name, old), leaf in zip(before, trees.leaves(held), strict=True):
+        if not functorch.are_equal(old, leaf):
+            raise RuntimeError(
+                f"{_CALL}: the loss wrote over {name!r} of the state that the step was given. A step that is traced is a function of "
+                "its state: let the loss work on copies, and return what changes as buffers; or write df.autograd(loss_fn), with "
+                "which what the loss writes over is part of the step."
+            )
 
 
 def _require_result(state: Any, result: Any) -> None:

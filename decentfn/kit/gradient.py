@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from decentfn import trees
-from decentfn.buckets import Buckets, each, global_norm, where
+from decentfn.buckets import Buckets, add, each, global_norm, where
 from decentfn.kit.state import Metrics
 from decentfn.trees import PyTree
 
@@ -23,6 +23,8 @@ class Gradient(NamedTuple):
     """0-d bool, whether the gradient is finite; None where nobody asks: the loss is not scaled."""
     used: Buckets | None = None
     """Bool, for each element whether its leaf has a gradient; None where nobody asks: `df.autograd` with `skip_unused`."""
+    moves: Buckets | None = None
+    """How far the loss itself moved the parameters before it took the gradient (`df.autograd`); None: it left them alone."""
 
     @property
     def metrics(self) -> Metrics:
@@ -36,12 +38,15 @@ class Gradient(NamedTuple):
         return where_good(self.good, new, old)
 
     def move(self, u: Buckets, opt: PyTree, old: PyTree) -> tuple[Buckets, PyTree]:
-        """The optimizer's update and new state; 0 and the old state where the gradient is bad, or a leaf has none."""
+        """The optimizer's update and new state; 0 and the old state where the gradient is bad, or a leaf has none.
+
+        Where the loss moved the parameters, that is part of the update.
+        """
         nothing = each(torch.zeros_like, u)
-        u, opt = self.keep(u, nothing), self.keep(opt, old)
-        if (used := self.used) is None:
-            return u, opt
-        return where(used, u, nothing), trees.map_nodes(Buckets, lambda new, old: where(used, new, old), opt, old)
+        if (used := self.used) is not None:
+            u, opt = where(used, u, nothing), trees.map_nodes(Buckets, lambda new, old: where(used, new, old), opt, old)
+        u = u if self.moves is None else add(u, self.moves)
+        return self.keep(u, nothing), self.keep(opt, old)
 
 
 def where_good(condition: Tensor | None, new: PyTree, old: PyTree) -> PyTree:

@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from decentfn import gossip, trees
-from decentfn.buckets import Buckets, Plan, all_finite, each
+from decentfn.buckets import Buckets, Plan, add, all_finite, each
 from decentfn.gradient import DynamicLossScale, LossFn, evaluate
 from decentfn.kit.exchange import Posted, as_parameters, collect, post
 from decentfn.kit.gradient import Gradient, where_good
@@ -95,14 +95,14 @@ class Worker:
         scaling, scale = self.scaling, local.scale
         if scaling is None or scale is None:
             e = evaluate(self.loss_fn, x, local.buffers, batch, t)
-            return Gradient(e.grads, e.loss, e.aux, None, e.used), local._replace(buffers=e.buffers)
+            return Gradient(e.grads, e.loss, e.aux, None, e.used, e.moves), local._replace(buffers=e.buffers)
         e = evaluate(self.loss_fn, x, local.buffers, batch, t, scale.scale)
         own = all_finite(e.grads)
         common = self.everywhere(own, t) if together or scaling.agree else own
         good, next_scale = common if together else own, scaling.advance(scale, common)
         grads = where_good(own, e.grads, each(torch.zeros_like, e.grads))
         buffers = where_good(own, e.buffers, local.buffers)
-        return Gradient(grads, e.loss, e.aux, good, e.used), local._replace(buffers=buffers, scale=next_scale)
+        return Gradient(grads, e.loss, e.aux, good, e.used, e.moves), local._replace(buffers=buffers, scale=next_scale)
 
     def update(
         self, direction: Buckets, g: Gradient, local: Local, x: Buckets, *, posted: Posted | None = None
@@ -113,11 +113,12 @@ class Worker:
             direction: what the optimizer sees for a gradient, in the dtypes of `x`.
             g: this step's gradient, or any whose `good` says whether this worker updates.
             local: as `gradient` returned it.
-            x: where the optimizer sees the parameters.
+            x: where the optimizer sees the parameters, as far as the loss has not moved them (`Gradient.moves`).
             posted: the parameters that were posted in this step, for optimizers that look at the mix.
         """
         mix = () if posted is None or not wants_mix(self.optimizer) else (gossip.mix_context(*posted),)
-        u, opt = self.optimizer.update(direction, local.opt, x, *mix)
+        seen = x if g.moves is None else add(x, g.moves)
+        u, opt = self.optimizer.update(direction, local.opt, seen, *mix)
         u, opt = g.move(u, opt, local.opt)
         return u, local._replace(opt=opt)
 

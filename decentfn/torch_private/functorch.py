@@ -22,10 +22,11 @@ except ImportError:
     _FakeTensor = None
 
 try:
+    from torch._C._functorch import get_unwrapped as _unwrapped
     from torch._C._functorch import is_batchedtensor as _is_batched
     from torch._C._functorch import is_gradtrackingtensor as _is_differentiated
 except ImportError:
-    _is_batched = _is_differentiated = None
+    _is_batched = _is_differentiated = _unwrapped = None
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -79,3 +80,10 @@ def is_differentiated(x: Tensor) -> bool:
 def has_no_value(x: Tensor) -> bool:
     """Whether a 0-d tensor cannot be read here: it is being compiled, fake, or one for each worker under `vmap`."""
     return torch.compiler.is_compiling() or type(x) is _FakeTensor or is_batched(x)
+
+
+def are_equal(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors hold the same values, for all workers where `vmap` goes through them at once; NaN equals NaN."""
+    while _unwrapped is not None and is_batched(x) and is_batched(y):
+        x, y = _unwrapped(x), _unwrapped(y)
+    return bool((x.eq(y) | (x.ne(x) & y.ne(y))).all())

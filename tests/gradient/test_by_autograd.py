@@ -69,12 +69,37 @@ class Sparse(nn.Module):
         return self.end(self.table((x[:, 0].abs() * 5).long() % 20))
 
 
+class Following(nn.Module):
+    """Weights that it clips and scales itself, beside frozen ones that follow them by momentum."""
+
+    def __init__(self, by_data):
+        super().__init__()
+        self.own, self.frozen, self.still = (nn.Linear(5, 1) for _ in range(3))
+        self.table = nn.Embedding(9, 1, max_norm=0.5)
+        self.by_data = by_data
+        for layer in (self.frozen, self.still):
+            layer.requires_grad_(False)
+
+    def forward(self, x):
+        if self.by_data:
+            self.own.weight.data.clamp_(-0.3, 0.3)
+            self.own.bias.data = self.own.bias.data * 0.9
+            self.frozen.weight.data = 0.9 * self.frozen.weight.data + 0.1 * self.own.weight.data
+        else:
+            with torch.no_grad():
+                self.frozen.weight.mul_(0.9).add_(self.own.weight, alpha=0.1)
+        looked_up = self.table((x[:, 0].abs() * 5).long() % 9)
+        return self.own(x) - 0.5 * self.frozen(x) + self.still(x) + looked_up
+
+
 NETS = {
     "checkpointed, reentrant": lambda: Checkpointed(True),
     "checkpointed": lambda: Checkpointed(False),
     "LSTM": Recurrent,
     "routed": Routed,
     "sparse": Sparse,
+    "following": lambda: Following(False),
+    "following by data": lambda: Following(True),
     "spectral norm": lambda: nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(5, 8)), nn.Linear(8, 1)),
     "old spectral norm": lambda: nn.Sequential(nn.utils.spectral_norm(nn.Linear(5, 8)), nn.Linear(8, 1)),
     "compiled inside": lambda: nn.Sequential(torch.compile(nn.Linear(5, 8), backend="aot_eager"), nn.Linear(8, 1)),
@@ -332,24 +357,105 @@ def test_what_cannot_be_is_refused_with_a_sentence():
     with pytest.raises(RuntimeError, match="does not depend on the parameters"):
         built(df.autograd(lambda p, batch: batch.sum()))[1](state, torch.zeros(3), 0)
 
-    def writes(p, batch):
+
+def writes(p, batch):
+    with torch.no_grad():
+        p["w"].mul_(0.5)
+    return p["w"].square().sum()
+
+
+def writes_data(p, batch):
+    p["w"].data.mul_(0.5)
+    return p["w"].square().sum()
+
+
+def moves_data(p, batch):
+    p["w"].data = p["w"].data * 0.5
+    return p["w"].square().sum()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("loss_fn", [writes, writes_data, moves_data])
+def test_what_the_loss_writes_over_counts_before_the_update_and_the_old_state_stays(loss_fn, compiled):
+    """w = 0.5 w, then decay and momentum at the new w; a bad gradient undoes both; accumulated, one after another."""
+    start, data = {"w": torch.ones(3), "rest": torch.ones(2)}, torch.ones(3)
+    plain, rest = torch.ones(3, requires_grad=True), torch.ones(2, requires_grad=True)
+    optimizer = torch.optim.SGD([plain, rest], 0.1, momentum=0.9, weight_decay=0.1)
+
+    def whole(p, batch):
+        return loss_fn(p, batch) * batch[0] + p["rest"].sum()
+
+    momentum = df.sgd(0.1, momentum=0.9, weight_decay=0.1)
+    for accumulated in (False, True):
+        around = df.accumulate if accumulated else lambda f: f
+        init, step = df.all_reduce(
+            df.dynamic_loss_scale(around(df.autograd(whole))), momentum, df.topology("complete", 1)
+        )
+        step = df.compile(step, backend="aot_eager", donate=False) if compiled else step
         with torch.no_grad():
-            p.mul_(0.5)
-        return p.square().sum()
+            plain.fill_(1), rest.fill_(1)
+        optimizer.state.clear()
+        state, batch = init(start), df.stack(data, 2) if accumulated else data
+        for t in range(3):
+            optimizer.zero_grad()
+            for _ in range(2 if accumulated else 1):
+                (whole({"w": plain, "rest": rest}, data) / (2 if accumulated else 1)).backward()
+            optimizer.step()
+            before = [x.clone() for x in trees.leaves(state)]
+            new, _ = step(state, batch, t)
+            assert all(torch.equal(x, y) for x, y in zip(before, trees.leaves(state), strict=True))
+            state = new
+            torch.testing.assert_close(df.params(state), {"w": plain.detach(), "rest": rest.detach()})
+        bad, _ = step(state, batch * float("inf"), 3)
+        torch.testing.assert_close(df.params(bad), df.params(state), rtol=0, atol=0)
 
-    def writes_data(p, batch):
-        p.data.mul_(0.5)
-        return p.square().sum()
 
-    def moves_data(p, batch):
-        p.data = p.data * 0.5
-        return p.square().sum()
+@pytest.mark.parametrize("loss_fn", [writes, moves_data])
+def test_a_loss_that_begins_to_write_later_is_refused(loss_fn):
+    init, step = built(df.autograd(lambda p, batch: loss_fn(p, batch) if batch else p["w"].sum()))
+    state, _ = step(init({"w": torch.ones(3)}), False, 0)
+    with pytest.raises(RuntimeError, match="left alone in its first evaluation"):
+        step(state, True, 1)
 
-    for loss_fn in (writes, writes_data, moves_data):
-        state = init(torch.ones(3))
-        with pytest.raises(RuntimeError, match="wrote over its parameters"):
-            built(df.autograd(loss_fn))[1](state, torch.zeros(3), 0)
-        assert loss_fn is writes or torch.equal(df.params(state), torch.ones(3))
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_weights_that_the_loss_was_not_given_are_answered_with_a_sentence(reentrant):
+    """Recomputed by a functional_call of the user's own, or added to the loss; nothing stays behind."""
+    net = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    class Net(nn.Module):
+        def __init__(self, checkpointed):
+            super().__init__()
+            self.net, self.checkpointed = net, checkpointed
+
+        def forward(self, x):
+            return (
+                checkpoint(self.net, x.requires_grad_(), use_reentrant=reentrant) if self.checkpointed else self.net(x)
+            )
+
+    def loss_of(module, also=0.0):
+        def loss_fn(params, batch):
+            out = torch.func.functional_call(module, params, (batch[0],))
+            loss = mse_loss(out, batch[1])
+            return loss + also * sum(p.sum() for p in module.parameters()) if also else loss
+
+        return df.autograd(loss_fn)
+
+    params = {name: p.detach().clone() for name, p in Net(False).named_parameters()}
+    hooks = len(torch.nn.modules.module._global_forward_pre_hooks)
+    for loss_fn in (loss_of(Net(True)), loss_of(Net(False), 0.1)):
+        init, step = built(loss_fn)
+        for run in (step, df.compile(step, backend="aot_eager")):
+            with pytest.raises(RuntimeError, match=r"a module's own parameters, of shapes .*\[8, 5\].*df.functional"):
+                run(init(params), batches(0)[0], 0)
+            assert len(torch.nn.modules.module._global_forward_pre_hooks) == hooks
+    init, step = built(loss_of(Net(False)))
+    step(init(params), batches(0)[0], 0)
+    for p in net.parameters():
+        p.requires_grad_(False)
+    net.zero_grad()
+    init, step = built(loss_of(Net(False), 0.1))
+    step(init(params), batches(0)[0], 0)
 
 
 def test_a_handle_goes_with_its_step_and_nothing_grows():
