@@ -18,6 +18,7 @@ from decentfn.gradient.loss import LossFn, call
 from decentfn.gradient.others import no_other_weights
 from decentfn.gradient.traced import unscaled
 from decentfn.torch_private import autograd as torch_autograd
+from decentfn.torch_private import functorch
 from decentfn.trees import PyTree
 
 WROTE = (
@@ -111,7 +112,7 @@ def backward(
         touched = [x._version != version or x.data_ptr() != place for x, version, place in marks]
         if trial:
             given = (*Buckets(params, plan).leaves(), *(buffers[i] for i in constant))
-            touched = [t or not _equal(x, y) for t, (x, *_), y in zip(touched, marks, given, strict=True)]
+            touched = [t or not functorch.are_equal(x, y) for t, (x, *_), y in zip(touched, marks, given, strict=True)]
         writes, over = (
             any(touched[: len(leaves)]),
             [i for i, t in zip(constant, touched[len(leaves) :], strict=True) if t],
@@ -185,10 +186,6 @@ def _in_buckets(plan: Plan, leaves: list[Tensor]) -> list[Tensor]:
 def _rows(batch: PyTree) -> list[PyTree]:
     """Micro-batches one by one."""
     return [trees.map(lambda x, i=i: x[i], batch) for i in range(micro_batch_count(trees.leaves(batch)))]
-
-
-def _equal(x: Tensor, y: Tensor) -> bool:
-    return torch.equal(x.nan_to_num(), y.nan_to_num())
 
 
 def _apart(new: Tensor, own: Tensor) -> Tensor:
