@@ -95,8 +95,8 @@ eager step of every algorithm with its state on another device, and notes what c
 * **Nothing waits.** No step reads a value of the state (`.item()`, a Python `if`): `t`, the tables of peers and the
   random choices of a round are on the CPU, where the operators read them.
 * **What crosses** are a round's few weights and numbers, from the CPU to the device, copied without waiting.
-* With the gradient by `df.autograd` it is the same, but for what the loss itself reads, and for its first step: there
-  the parameters are compared with what the loss left of them.
+* With the gradient by `df.autograd` it is the same, but for what the loss itself reads.
+* The first eager step of a run is another: parameters and buffers are compared with what the loss left of them.
 
 Copies to the device in one step, and how many numbers they are in all:
 

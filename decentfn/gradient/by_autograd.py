@@ -64,6 +64,9 @@ def autograd(loss_fn: LossFn, *, skip_unused: bool = False) -> LossFn:
     the workers one after another (N in a row need no more memory than one, so `chunk_size` is of no use). Random numbers
     follow from (torch's seed, t, worker, micro-batch), the same simulated and on ranks.
 
+    What the loss writes over is learnt in its first evaluation (a compiled step makes one before it is compiled): parameters
+    that it moves have moved before the update, and frozen ones are kept as buffers are.
+
     Args:
         loss_fn: as an algorithm takes it. Around it may stand `df.accumulate` and `df.dynamic_loss_scale`.
         skip_unused: what torch.optim does with a parameter that got no gradient: the optimizer leaves it and its state
