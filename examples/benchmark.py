@@ -3,7 +3,7 @@
     python examples/benchmark.py --workload mlp                             2 ranks of this machine
     sudo python examples/benchmark.py --workload gpt --workers 4 --link-mbit 1000     behind rate-limited links
     torchrun --nnodes 2 --nproc-per-node 1 ... examples/benchmark.py        on real hosts
-    python examples/benchmark.py --memory | --compile-times | --scaling 1 2 4 | --overhead | --simulator
+    python examples/benchmark.py --memory | --compile-times | --scaling 1 2 4 | --overhead | --simulator | --checkpoints
 
 All peers run in one launch, in drained blocks that take turns (A B A B ...), so that their ratios hold on a noisy
 machine too. Beside them stand the floors, written by hand without any library: compute alone, exchange alone (bare
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarking import lab, measure, peers, report, simulator
+from benchmarking import lab, measure, peers, report, saving, simulator
 from benchmarking.workloads import workload
 
 import decentfn as df
@@ -56,6 +56,12 @@ def arguments() -> argparse.ArgumentParser:
     add("--scaling", type=int, nargs="+", metavar="N", help="strong and weak scaling over these numbers of workers")
     add("--overhead", action="store_true", help="tiny model, one worker: microseconds over the step by hand")
     add("--simulator", action="store_true", help="many workers in one process")
+    add(
+        "--checkpoints",
+        action="store_true",
+        help="what a save adds to --steps steps (50), and how long a restore takes",
+    )
+    add("--folder", help="where the checkpoints are written; default: the system's for temporary files")
     add("--json", metavar="FILE")
     add("--plot", metavar="FILE")
     add("--single", help=argparse.SUPPRESS)  # one peer in a process of its own, for --memory and --compile-times
@@ -68,6 +74,9 @@ def as_rank(args: argparse.Namespace) -> None:
     chosen = workload(args.workload, small=args.small, batch_size=args.batch_size)
     if args.single:
         result = measure.memory(args.single, chosen, world.rank, world.size, steps=8)
+    elif args.checkpoints:
+        blocks = {"blocks": args.blocks, "steps": args.steps or 50, "folder": args.folder}
+        result = saving.measure(chosen, world.rank, world.size, **blocks)
     elif args.memory or args.compile_times or args.scaling:
         raise SystemExit("--memory, --compile-times and --scaling start processes of their own: run without torchrun.")
     else:
@@ -79,7 +88,11 @@ def as_rank(args: argparse.Namespace) -> None:
         if "BENCHMARK_RESULT" in os.environ:
             Path(os.environ["BENCHMARK_RESULT"]).write_text(json.dumps(result))
         else:
-            show(args, result, report.table(result))
+            show(args, result, summary(args, result))
+
+
+def summary(args: argparse.Namespace, result: Any) -> str:
+    return saving.table(result) if args.checkpoints else report.table(result)
 
 
 def show(args: argparse.Namespace, result: Any, text: str) -> None:
@@ -100,7 +113,8 @@ def forwarded(args: argparse.Namespace) -> list[str]:
     passed = ["--workload", args.workload, "--blocks", str(args.blocks), "--seconds", str(args.seconds)]
     passed += ["--small"] if args.small else []
     passed += ["--no-floors"] if args.no_floors else []
-    for name in ("batch_size", "steps", "threads", "link_mbit"):
+    passed += ["--checkpoints"] if args.checkpoints else []
+    for name in ("batch_size", "steps", "threads", "link_mbit", "folder"):
         if getattr(args, name) is not None:
             passed += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
     return passed
@@ -175,7 +189,7 @@ def main(argv: list[str] | None = None) -> None:
         overhead(args)
     else:
         result = compare(args)
-        show(args, result, report.table(result))
+        show(args, result, summary(args, result))
 
 
 if __name__ == "__main__":
