@@ -76,8 +76,8 @@ def require_layout(call: str, old: Sequence[Tensor], new: Sequence[Tensor]) -> N
     after = [(leaf.shape, leaf.dtype) for leaf in new]
     if before != after:
         raise ValueError(
-            f"{call}(step): the step turned a state of {before} into one of {after}; a new state that is written over the "
-            "old one has its shapes and dtypes."
+            f"{call}(step): the step turned a state of {before} into one of {after}; a state that is written over "
+            "the old one must have the old one's shapes and dtypes."
         )
 
 
