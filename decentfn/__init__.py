@@ -44,12 +44,11 @@ from decentfn.consensus import (
     params,
     with_params,
 )
-from decentfn.donation import donate
 from decentfn.gradient import accumulate, autograd, dynamic_loss_scale, functional
 from decentfn.kit import Algorithm, Metrics, Options, State
 from decentfn.replicas import broadcast
 from decentfn.resizing import resize
-from decentfn.run import checkpoint, data, init
+from decentfn.run import checkpoint, data, init, preemption
 from decentfn.simulation import simulate, stack, worker
 from decentfn.state_dicts import load_state_dict, state_dict
 from decentfn.topologies import Topology, mixing_matrix, register_topology, topology
@@ -92,7 +91,6 @@ __all__ = [
     "demo",
     "diloco",
     "distance_to_consensus",
-    "donate",
     "dynamic_loss_scale",
     "ema",
     "ema_params",
@@ -110,6 +108,7 @@ __all__ = [
     "noloco",
     "params",
     "power_gossip",
+    "preemption",
     "push_diging",
     "quasi_global_adam",
     "quasi_global_momentum",

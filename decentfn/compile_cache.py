@@ -7,7 +7,6 @@ import functools
 import hashlib
 import logging
 import os
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -58,15 +57,14 @@ def counted(backend: str, graphs: list[torch.fx.GraphModule]) -> Callable[..., A
 def leave(note: Path) -> None:
     """Make an empty file, or go on without."""
     with contextlib.suppress(OSError):  # a note is a hint
-        note.parent.mkdir(parents=True, exist_ok=True)
+        note.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         note.touch()
 
 
 @contextlib.contextmanager
 def _turn() -> Iterator[None]:
     """For one rank at once; the others wait until it is done, and then go on together."""
-    user = getattr(os, "getuid", int)()
-    lock = FileLock(Path(tempfile.gettempdir(), f"decentfn-{user}-{os.environ['MASTER_PORT']}.lock"))
+    lock = FileLock(Path(cache_dir(), f"decentfn-{os.environ['MASTER_PORT']}.lock"))
     try:
         lock.acquire(timeout=0)
     except Timeout:

@@ -1,12 +1,16 @@
 """Ranks of one machine share what Inductor compiled."""
 
 import contextlib
+import os
+import stat
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from decentfn import compile_cache
+from decentfn.torch_private import inductor
 
 
 def traced(constant=2.0, shape=(3, 4), dtype=torch.float32):
@@ -39,7 +43,6 @@ class Compiler:
 
     def __init__(self, monkeypatch, folder):
         monkeypatch.setenv("MASTER_PORT", "29400")
-        monkeypatch.setattr(compile_cache.tempfile, "gettempdir", lambda: str(folder))
         monkeypatch.setattr(compile_cache, "cache_dir", lambda: str(folder))
         monkeypatch.setattr(compile_cache, "lookup_backend", lambda name: self)
         monkeypatch.setattr(compile_cache, "remembered_probes", contextlib.nullcontext)  # ranks are threads here
@@ -84,3 +87,20 @@ def test_a_compilation_that_fails_leaves_no_note_and_frees_the_lock(monkeypatch,
         with pytest.raises(ZeroDivisionError):
             compile_cache.inductor(traced(), [])
     assert not (tmp_path / "decentfn").exists()
+
+
+def test_the_cache_is_its_owners_alone_unless_somebody_chose_its_place(monkeypatch, tmp_path):
+    def mode(path):
+        return stat.S_IMODE(os.stat(path).st_mode)
+
+    chosen = tmp_path / "chosen"
+    chosen.mkdir(mode=0o750)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(chosen))
+    assert inductor.cache_dir() == str(chosen) and mode(chosen) == 0o750
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    own = inductor.cache_dir()
+    assert own.startswith(str(tmp_path)) and mode(own) == 0o700
+    monkeypatch.setattr(inductor, "os", SimpleNamespace(stat=lambda path: SimpleNamespace(st_uid=7), getuid=lambda: 8))
+    with pytest.warns(UserWarning, match="belongs to another user.*TORCHINDUCTOR_CACHE_DIR"):
+        inductor.cache_dir()

@@ -28,7 +28,7 @@ from decentfn.kit import (
     Worker,
     add,
     algorithm,
-    elementwise,
+    each,
     require_compressor,
     require_contraction,
     require_doubly_stochastic,
@@ -94,9 +94,9 @@ def deep_squeeze(
         x_half = add(x, u)
         v = add(error, x_half)
         c = post_compressed(v, compressor, neighbours, t)
-        error = elementwise(torch.sub, v, c.sent)
+        error = each(torch.sub, v, c.sent)
         mixed = mix_compressed(c)
-        x = elementwise(lambda x, mixed, own: (x + gamma * (mixed - own)).to(x.dtype), x_half, mixed, c.sent)
+        x = each(lambda x, mixed, own: (x + gamma * (mixed - own)).to(x.dtype), x_half, mixed, c.sent)
         return State(x, local, Memory(error)), g.metrics
 
     return worker.algorithm(step, start)

@@ -21,8 +21,12 @@ def compare_steps() -> None:
     """From here on compare `t` over the ranks in some of the operators' calls; collective."""
     here = world()
     if here.size > 1:
-        # A name of its own each time: what an earlier run left in the store must not be read.
-        here.steps.begin(PrefixStore(f"decentfn {gather_objects(uuid4().hex)[0]}", here.store))
+        here.steps.begin(fresh_board())
+
+
+def fresh_board() -> PrefixStore:
+    """A part of the store on which nothing is written yet, the same for all of several processes; collective."""
+    return PrefixStore(f"decentfn {gather_objects(uuid4().hex)[0]}", world().store)
 
 
 def process_mean(x: Tensor) -> Tensor:

@@ -2,5 +2,6 @@
 
 from decentfn.run import checkpoint, data
 from decentfn.run.process_group import init
+from decentfn.run.signals import preemption
 
-__all__ = ["checkpoint", "data", "init"]
+__all__ = ["checkpoint", "data", "init", "preemption"]

@@ -15,6 +15,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from decentfn import collectives
 from decentfn.collectives import World
+from decentfn.run.generation import fresh_part
 from decentfn.run.memory import keep_freed_memory
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -28,7 +29,8 @@ _LAUNCHERS = {
 def init(*, backend: str | None = None, timeout: timedelta = timedelta(minutes=10)) -> World:
     """Set up the process group that torchrun describes: NCCL where every process has a GPU of its own, else gloo.
 
-    Without torchrun there is one process and no group. Calling it twice is harmless. On the CPU the process also keeps
+    Without torchrun there is one process and no group. Calling it twice is harmless. Processes that torchrun has started again
+    join each other, whatever the dead ones left in its store (`docs/restarts.md`). On the CPU the process also keeps
     the memory that it frees (`keep_freed_memory`).
 
     Args:
@@ -43,6 +45,7 @@ def init(*, backend: str | None = None, timeout: timedelta = timedelta(minutes=1
     Raises:
         ValueError: the timeout is not positive; torchrun's environment is incomplete, or another launcher's (srun,
             mpirun) with several processes stands in its place; NCCL was asked for, and a rank has no GPU of its own.
+        df.errors.ExchangeTimeout: a process did not come within the timeout.
     """
     if timeout <= timedelta(0):
         raise ValueError(f"init(timeout={timeout}): the timeout is positive; minutes are usual.")
@@ -93,9 +96,10 @@ def _start(backend: str | None, gpus: int, timeout: timedelta) -> None:
     """Make the default group, of the backend that all ranks can take."""
     store, rank, size = next(rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)
+    store = fresh_part(store, rank, size, timeout)
     local_rank = _local_rank(gpus, size)
     # They ask each other first: on some machines there may be GPUs enough.
-    places = PrefixStore("decentfn", store)
+    places = PrefixStore("places", store)
     places.set(str(rank), f"{local_rank} {gpus}")
     everyone = [tuple(map(int, place.split())) for place in places.multi_get([str(i) for i in range(size)])]
     without = {i: place for i, place in enumerate(everyone) if place[0] >= place[1]}

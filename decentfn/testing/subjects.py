@@ -13,7 +13,6 @@ from torch import Tensor
 
 from decentfn import compile_cache, trees
 from decentfn.compilation import compile
-from decentfn.donation import donate
 from decentfn.gradient import LossFn
 from decentfn.kit.state import Algorithm
 from decentfn.simulation import simulate
@@ -94,7 +93,7 @@ class Subject:
 class Run(NamedTuple):
     """How an algorithm is run."""
 
-    backend: str | None = None  # of torch.compile; "donate": eager, over its state
+    backend: str | None = None
     donate: bool = True
     local: int = 1  # workers of each process
     options: tuple[tuple[str, Any], ...] = ()
@@ -127,9 +126,7 @@ def _program(subject: Subject, run: Run) -> _Program:
         raise Declined(str(reason)) from reason
     step = algorithm.step if run.local == 1 else simulate(algorithm.step, run.local)
     graphs: list[Any] = []
-    if run.backend == "donate":
-        step = donate(step)
-    elif run.backend is not None:
+    if run.backend is not None:
         backend = run.backend if run.backend == "inductor" else compile_cache.counted(run.backend, graphs)
         step = compile(step, backend=backend, donate=run.donate)
     return _Program(algorithm, step, threading.Event(), graphs)
@@ -171,7 +168,7 @@ def ranks(
         return history
 
     starts = on_kept_ranks(size, start, delay=delay)
-    if run.backend not in (None, "donate") and not program.is_compiled.is_set():
+    if run.backend is not None and not program.is_compiled.is_set():
         with alone_as_rank_of(size):
             program.step(trees.map(torch.clone, starts[0]), batch(0, 0), 0)
         program.is_compiled.set()

@@ -6,7 +6,9 @@ import functools
 import hashlib
 import heapq
 import operator
+import os
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +32,26 @@ except ImportError:
     _GraphPass = object
 
 try:
-    from torch._inductor.runtime.cache_dir_utils import cache_dir as cache_dir
+    from torch._inductor.runtime.cache_dir_utils import cache_dir as _cache_dir
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir as _default_cache_dir
 except ImportError:
-    cache_dir = tempfile.gettempdir
+    _cache_dir, _default_cache_dir = tempfile.gettempdir, str
+
+
+def cache_dir() -> str:
+    """Inductor's cache, which holds code that will run: the directory that nobody has chosen is made its owner's only."""
+    path = _cache_dir()
+    if hasattr(os, "getuid"):
+        owner = os.stat(path).st_uid
+        if owner not in (0, os.getuid()):
+            warnings.warn(
+                f"df.compile: Inductor's cache {path} belongs to another user, who can change the code that runs here; set "
+                "TORCHINDUCTOR_CACHE_DIR to a directory of your own.",
+                stacklevel=2,
+            )
+        elif owner == os.getuid() and path == _default_cache_dir():
+            os.chmod(path, 0o700)
+    return path
 
 
 def compile_options() -> dict[str, Any]:

@@ -17,6 +17,7 @@ from torch._dynamo.utils import counters
 
 from benchmarking.peers import Peer, build
 from benchmarking.workloads import Workload
+from decentfn.collectives import gather_objects
 
 
 def machine() -> dict[str, Any]:
@@ -36,15 +37,6 @@ def _read(path: str) -> str:
         return Path(path).read_text()
     except OSError:
         return ""
-
-
-def gather(value: Any) -> list[Any]:
-    """What every rank passed."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [value]
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, value)
-    return gathered
 
 
 def barrier() -> None:
@@ -103,7 +95,7 @@ class Contender:
             if os.environ.get("BENCHMARK_TRACE"):
                 traceback.print_exc()
         self.cache_hits = counters["inductor"]["fxgraph_cache_hit"] - before
-        failures = [failure for failure in gather(self.failure) if failure]
+        failures = [failure for failure in gather_objects(self.failure) if failure]
         self.failure = failures[0] if failures else None
 
     def run(self, steps: int) -> None:
@@ -131,7 +123,7 @@ class Contender:
     def row(self) -> dict[str, Any]:
         """Collective. A step takes as long as it takes the slowest rank; CPU and bytes are means over ranks."""
         row: dict[str, Any] = {"peer": self.spec, "failure": self.failure}
-        walls, cpus, sents = (gather(values) for values in (self.walls, self.cpus, self.sent))
+        walls, cpus, sents = (gather_objects(values) for values in (self.walls, self.cpus, self.sent))
         if self.failure or not self.walls:
             return row
         row["step_s"] = spread([max(of_ranks) for of_ranks in zip(*walls, strict=True)])
@@ -140,7 +132,11 @@ class Contender:
             row["wire_bytes"] = median(sum(of_ranks) / len(walls) for of_ranks in zip(*sents, strict=True))
         row["payload_bytes"] = self.peer.payload
         row["blocks_s"] = [max(of_ranks) for of_ranks in zip(*walls, strict=True)]
-        row |= {"first_s": gather(self.first_s), "graphs": self.graphs, "cache_hits": gather(self.cache_hits)}
+        row |= {
+            "first_s": gather_objects(self.first_s),
+            "graphs": self.graphs,
+            "cache_hits": gather_objects(self.cache_hits),
+        }
         return row
 
 
@@ -162,7 +158,7 @@ def compare(
             contender.run(8)
             taken = (time.perf_counter() - trial) / 8
             # Whole rounds of 8, so that every block of periodic averaging holds as many averages.
-            lengths[contender.spec] = max(8, int(max(gather(seconds / taken))) // 8 * 8)
+            lengths[contender.spec] = max(8, int(max(gather_objects(seconds / taken))) // 8 * 8)
         else:
             lengths[contender.spec] = steps
     for _ in range(blocks):
@@ -184,11 +180,11 @@ def memory(spec: str, workload: Workload, rank: int, size: int, *, steps: int) -
     with torch.device("meta"):
         parameters = sum(p.nbytes for p in workload.module().parameters())
     row = {"peer": spec, "failure": contender.failure, "parameter_bytes": parameters}
-    row["peak_bytes"] = gather(peak_memory())
-    row["added_bytes"] = gather(peak_memory() - before)
+    row["peak_bytes"] = gather_objects(peak_memory())
+    row["added_bytes"] = gather_objects(peak_memory() - before)
     row |= {
-        "first_s": gather(contender.first_s),
-        "cache_hits": gather(contender.cache_hits),
+        "first_s": gather_objects(contender.first_s),
+        "cache_hits": gather_objects(contender.cache_hits),
         "graphs": contender.graphs,
     }
     return row

@@ -1,0 +1,97 @@
+"""torchrun starts processes again, and `df.init` joins them, whatever the dead ones left in the store."""
+
+import threading
+from collections import Counter
+from datetime import timedelta
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+import decentfn as df
+from decentfn.run.generation import fresh_part
+from tests.run.agents import STEPS
+
+
+def at_once(calls):
+    """What each call returns or raises, made in threads."""
+    results = [None] * len(calls)
+
+    def run(i):
+        try:
+            results[i] = calls[i]()
+        except Exception as error:
+            results[i] = error
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def parts(store, size, ranks=None, timeout=timedelta(seconds=10)):
+    return at_once([lambda r=rank: fresh_part(store, r, size, timeout) for rank in ranks or range(size)])
+
+
+def test_every_generation_has_a_part_of_the_store_of_its_own():
+    """Also after one whose ranks died while they were looking for each other, and with other numbers of ranks."""
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=10))
+    seen = set()
+    for size, without in [(4, None), (2, None), (4, 0), (4, 3), (4, None), (1, None)]:
+        if without is not None:
+            store.set_timeout(timedelta(seconds=0.1))
+            raised = parts(store, size, [r for r in range(size) if r != without], timedelta(seconds=0.1))
+            assert isinstance(raised[0], df.errors.ExchangeTimeout) and raised[0].peer == without
+            store.set_timeout(timedelta(seconds=10))
+            continue
+        found = parts(store, size)
+        for rank, part in enumerate(found):
+            part.set(f"name {rank}", str(size))
+        assert all(part.check([f"name {rank}" for rank in range(size)]) for part in found)
+        for rank in range(4):
+            seen.add((found[0].check([f"name {rank}"]), rank < size))
+    assert seen == {(True, True), (False, False)}
+
+
+def test_who_is_missing_is_named():
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=0.1))
+    [zero, two] = parts(store, 4, [0, 2], timedelta(seconds=0.1))
+    assert "rank 0 heard nothing of ranks 1, 3" in str(zero) and (zero.process, zero.peer) == (0, 1)
+    assert isinstance(two, dist.PrefixStore)  # rank 0 was there
+    [alone] = parts(store, 2, [1])
+    assert "rank 1 heard nothing of rank 0" in str(alone) and "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in str(alone)
+
+
+def trained(num_workers, steps=STEPS, x=None):
+    """x ← mean(x) − 0.1 ∇(x − i)², in float64."""
+    x = np.zeros(num_workers) if x is None else x
+    for _ in range(steps):
+        x = x.mean() - 0.2 * (x - np.arange(num_workers))
+    return x
+
+
+pytestmark = pytest.mark.xdist_group("restarts")
+
+
+@pytest.mark.parametrize(("job", "size"), [("one node", 2), ("two nodes", 4)])
+def test_a_job_whose_processes_die_ends_as_one_whose_do_not(jobs, job, size):
+    *events, (_, *codes) = jobs[job]
+    assert codes == [0] * (size // 2)
+    ends = {rank: x for what, rank, _, x in events if what == "end"}
+    assert [ends[rank] for rank in range(size)] == pytest.approx(trained(size), rel=1e-5)
+    started = Counter(first for what, _, _, first in events if what == "start")
+    assert started[0] == size and started[3] >= size  # it died at 3, and went on there
+
+
+@pytest.mark.parametrize(("job", "codes"), [("the first node is lost", [-9, 0]), ("the last node is lost", [0, -9])])
+def test_after_the_loss_of_a_node_the_other_goes_on(jobs, job, codes):
+    *events, (_, *ended) = jobs[job]
+    assert ended == codes
+    [first] = {first for what, _, size, first in events if what == "start" and size == 2}
+    assert first in (4, 5)  # it died at 5, when 5 was being written
+    ends = {rank: x for what, rank, _, x in events if what == "end"}
+    assert [ends[0], ends[1]] == pytest.approx(trained(2, STEPS - first, trained(4, first)[:2]), rel=1e-5)
