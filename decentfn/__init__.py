@@ -44,6 +44,7 @@ from decentfn.consensus import (
     params,
     with_params,
 )
+from decentfn.donation import donate
 from decentfn.gradient import accumulate, autograd, dynamic_loss_scale, functional
 from decentfn.kit import Algorithm, Metrics, Options, State
 from decentfn.replicas import broadcast
@@ -91,6 +92,7 @@ __all__ = [
     "demo",
     "diloco",
     "distance_to_consensus",
+    "donate",
     "dynamic_loss_scale",
     "ema",
     "ema_params",

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from decentfn import collectives, compile_cache, draws, trees
+from decentfn.donation import require_distinct, require_layout
 from decentfn.gradient.beside import passing_beside
 from decentfn.kit.expected import check, is_state, left_alone, marked
 from decentfn.kit.state import Step
@@ -68,6 +69,8 @@ def compile(
         raise ValueError(f"compile({brief(step)}): expected a step; init, step = df.adapt_while_communicate(...).")
     if getattr(step, "made_by", None) == "compile":
         raise ValueError("compile(compile(step)): the step is compiled already; compile it once.")
+    if getattr(step, "made_by", None) == "donate":
+        raise ValueError("compile(donate(step)): compile(step) donates by itself; leave df.donate out.")
     progress = _Progress(step)
     kwargs: dict[str, Any] = {"fullgraph": True, "dynamic": dynamic, "recompile_limit": _GRAPHS, "backend": backend}
     if backend == "inductor":
@@ -83,7 +86,7 @@ def compile(
         if run is None:
             check(step, state, batch, t)
             if donate:
-                _check_distinct(state)
+                require_distinct("compile", state)
             run = torch.compile(_on_leaves(step, trees.enumerate_leaves(state), donate), **kwargs)
             give_back_freed_memory()
             progress.begin()
@@ -165,7 +168,7 @@ def _on_leaves(step: Step, template: PyTree, donate: bool) -> Callable[..., Any]
         leaves = [_as_it_was(leaf) for leaf in given]
         new, metrics = step(trees.fill(template, leaves), batch, t)
         new_leaves = trees.leaves(new)
-        _check_layout(leaves, new_leaves)
+        require_layout("compile", leaves, new_leaves)
         # Metrics must not show the next state through a view of it.
         metrics = trees.map(torch.clone, metrics)
         for old, leaf, place in zip(leaves, new_leaves, given, strict=True):
@@ -181,34 +184,3 @@ def _on_leaves(step: Step, template: PyTree, donate: bool) -> Callable[..., Any]
 
 def _as_it_was(place: Any) -> Tensor:
     return place[0].view(()) if isinstance(place, list) else place
-
-
-def _check_layout(old: list[Tensor], new: list[Tensor]) -> None:
-    before = [(leaf.shape, leaf.dtype) for leaf in old]
-    after = [(leaf.shape, leaf.dtype) for leaf in new]
-    if before != after:
-        raise ValueError(
-            f"compile(step): the step turned a state of {before} into one of {after}; with donate=True the new state "
-            "must have the old one's shapes and dtypes."
-        )
-
-
-def _check_distinct(state: Any) -> None:
-    """No two leaves of a donated state may share memory."""
-    spans = []
-    for name, leaf in trees.named_leaves(state):
-        if not isinstance(leaf, torch.Tensor):
-            raise ValueError(
-                f"compile(step): leaf {name!r} of the state is {type(leaf).__name__}; states hold tensors."
-            )
-        if leaf.numel():
-            last = sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True))
-            start = leaf.data_ptr()
-            spans.append((start, start + (last + 1) * leaf.element_size(), name))
-    spans.sort()
-    for (_, end, first), (start, _, second) in zip(spans, spans[1:], strict=False):
-        if start < end:
-            raise ValueError(
-                f"compile(step): leaves {first!r} and {second!r} of the state share memory, so a donated step would "
-                "update it twice; clone one of them, or use donate=False."
-            )

@@ -87,11 +87,11 @@ def consensus_buffers(state: Any) -> PyTree:
     stacked = is_stacked(state)
 
     def mean(b: Tensor) -> Tensor:
-        # Around worker 0's, so that equal ones have no rounding.
+        # Around worker 0's, so that equal ones have no rounding, and masks of -inf are no NaN.
         first = collectives.process_broadcast(b[0] if stacked else b)
         if not b.is_floating_point():
             return first
-        away = b.double() - first.double()
+        away = torch.where(b == first, 0.0, b.double() - first.double())
         return (first.double() + collectives.process_mean(away.mean(0) if stacked else away)).to(b.dtype)
 
     return trees.map(mean, state.buffers)

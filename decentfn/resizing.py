@@ -13,7 +13,6 @@ from decentfn import collectives, trees
 from decentfn.buckets import all_finite
 from decentfn.consensus import is_stacked
 from decentfn.errors import NonFinite
-from decentfn.gradient import LossScale
 from decentfn.kit.state import Algorithm, State, require_algorithm, restarted
 from decentfn.simulation import stack
 from decentfn.trees import PyTree
@@ -120,8 +119,9 @@ def _anew(rows: Iterable[Tensor]) -> Tensor:
 
 def _rules(state: State) -> State:
     """The rule of each leaf, in its place."""
-    local = trees.map(_by_dtype, state.local)
-    local = trees.map_nodes(LossScale, lambda scale: trees.map(lambda leaf: smallest, scale), local)
+    opt, buffers = trees.map(_by_dtype, (state.local.opt, state.local.buffers))
+    scale = trees.map(lambda leaf: smallest, state.local.scale)
+    local = trees.map(lambda leaf: _anew, state.local)._replace(opt=opt, buffers=buffers, scale=scale)
     return State(trees.map(_by_dtype, state.params), local, _rules_of_memory(state.memory))
 
 

@@ -45,6 +45,10 @@ def simulate(step: Step, num_workers: int, *, chunk_size: int | None = None) -> 
             "simulate(compile(step), N): a compiled step is one worker's graph, over which nothing is batched; the other "
             "way round, df.compile(df.simulate(step, N))."
         )
+    if getattr(step, "made_by", None) == "donate":
+        raise ValueError(
+            "simulate(donate(step), N): the other way round, df.donate(df.simulate(step, N)): the state of all workers is one."
+        )
     if getattr(step, "made_by", None) == "simulate":
         raise ValueError(
             "simulate(simulate(step, N)): the step has its workers already; simulate once, N of them in all."

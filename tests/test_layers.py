@@ -17,7 +17,7 @@ LAYERS = [
     {"gossip", "gradient", "fingerprint", "replicas"},
     {"kit"},
     {"algorithms"},
-    {"compat", "compilation", "simulation", "consensus", "resizing", "state_dicts", "wrappers", "run"},
+    {"compat", "compilation", "donation", "simulation", "consensus", "resizing", "state_dicts", "wrappers", "run"},
     {"testing"},
     {"cli"},
 ]

@@ -171,7 +171,7 @@ def test_the_mean_of_the_workers_takes_the_path_that_it_would_have_taken(row):
         torch.testing.assert_close(a.mean(0), b.mean(0), atol=1e-12, rtol=0)
 
 
-EXACT = ("gradient_tracking", "momentum_tracking", "extra", "exact_diffusion", "d2", "push_diging", "all_reduce")
+EXACT = ("gradient_tracking", "momentum_tracking", "extra", "exact_diffusion", "d2", "push_diging")
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.split(",")[0] in EXACT])
@@ -212,7 +212,7 @@ def test_exact_methods_reach_the_new_workers_optimum(row):
     ],
 )
 def test_a_resized_state_trains_on_compiled_donated_and_on_ranks(row, backend):
-    four, three = (df.ema(build(row, n, problem.loss_fn, df.adam(0.01)), 0.8) for n in (4, 3))
+    four, three = (df.ema(build(row, n, problem.loss_fn, df.sgd(0.05)), 0.8) for n in (4, 3))
     state = ROWS[row].start(four, range(4), stacked=True)
     state = df.resize(train(four, state, range(5), batches), three)
     expected = train(three, state, range(5, 9), batches)

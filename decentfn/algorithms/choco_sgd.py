@@ -29,7 +29,7 @@ from decentfn.kit import (
     Worker,
     add,
     algorithm,
-    each,
+    elementwise,
     require_compressor,
     require_contraction,
     require_doubly_stochastic,
@@ -96,10 +96,10 @@ def choco_sgd(
         g, local = worker.gradient(x, state.local, batch, t)
         u, local = worker.update(g.grads, g, local, x)
         x_half = add(x, u)
-        q = post_compressed(each(torch.sub, x_half, x_hat), compressor, neighbours, t)
+        q = post_compressed(elementwise(torch.sub, x_half, x_hat), compressor, neighbours, t)
         x_hat = add(x_hat, q.sent)
         s = add(s, mix_compressed(q))
-        x = each(lambda x, s, x_hat: (x + gamma * (s - x_hat)).to(x.dtype), x_half, s, x_hat)
+        x = elementwise(lambda x, s, x_hat: (x + gamma * (s - x_hat)).to(x.dtype), x_half, s, x_hat)
         return State(x, local, Memory(x_hat, s)), g.metrics
 
     return worker.algorithm(step, start)

@@ -34,7 +34,7 @@ from decentfn.kit import (
     add,
     algorithm,
     at,
-    each,
+    elementwise,
     reciprocal,
     require_doubly_stochastic,
     require_fractions,
@@ -107,8 +107,8 @@ def decentlam(
         u, local = worker.update(g.grads, g, local, x)
         mixed = worker.mix(add(x, u), t)
         # x - η m⁺ = W (x - η g) - η β m, which for β = 0 is adapt-then-combine to the bit.
-        new = each(lambda mixed, m: (mixed - eta * beta * m).to(mixed.dtype), mixed, m)
-        m_new = each(lambda m, x, mixed: (beta * m + (x - mixed) * per_eta).to(m.dtype), m, x, mixed)
+        new = elementwise(lambda mixed, m: (mixed - eta * beta * m).to(mixed.dtype), mixed, m)
+        m_new = elementwise(lambda m, x, mixed: (beta * m + (x - mixed) * per_eta).to(m.dtype), m, x, mixed)
         return State(new, local, Memory(m_new)), g.metrics
 
     return worker.algorithm(step, Memory.restart)

@@ -28,7 +28,7 @@ from decentfn.kit import (
     Worker,
     add,
     algorithm,
-    each,
+    elementwise,
     require_compressor,
     require_contraction,
     require_doubly_stochastic,
@@ -94,9 +94,9 @@ def deep_squeeze(
         x_half = add(x, u)
         v = add(error, x_half)
         c = post_compressed(v, compressor, neighbours, t)
-        error = each(torch.sub, v, c.sent)
+        error = elementwise(torch.sub, v, c.sent)
         mixed = mix_compressed(c)
-        x = each(lambda x, mixed, own: (x + gamma * (mixed - own)).to(x.dtype), x_half, mixed, c.sent)
+        x = elementwise(lambda x, mixed, own: (x + gamma * (mixed - own)).to(x.dtype), x_half, mixed, c.sent)
         return State(x, local, Memory(error)), g.metrics
 
     return worker.algorithm(step, start)

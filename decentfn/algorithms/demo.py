@@ -30,7 +30,7 @@ from decentfn.kit import (
     add,
     algorithm,
     cast_like,
-    each,
+    elementwise,
     require_compressor,
     zeros_like,
 )
@@ -96,11 +96,11 @@ def demo(
         theta, (delta,) = state.params, state.memory
         eta = learning_rate(t) if callable(learning_rate) else learning_rate
         g, local = worker.gradient(theta, state.local, batch, t)
-        grown = each(lambda delta, g: (decay * delta + eta * g).to(delta.dtype), delta, g.grads)
+        grown = elementwise(lambda delta, g: (decay * delta + eta * g).to(delta.dtype), delta, g.grads)
         delta = g.keep(grown, delta)
         q = post_compressed(delta, compressor, others, t)
-        delta = each(torch.sub, delta, q.sent)
-        direction = cast_like(each(torch.sign, sum_compressed(q)), theta)
+        delta = elementwise(torch.sub, delta, q.sent)
+        direction = cast_like(elementwise(torch.sign, sum_compressed(q)), theta)
         # All take the same step, a worker with a bad gradient too, or replicas would part.
         u, local = worker.update(direction, g._replace(good=None), local, theta)
         return State(add(theta, u), local, Memory(delta)), g.metrics

@@ -30,7 +30,7 @@ from decentfn.kit import (
     add,
     algorithm,
     copy_wide,
-    each,
+    elementwise,
     require_fractions,
     require_positive,
     require_whole,
@@ -101,8 +101,8 @@ def diloco(
         theta = add(theta, u)
         mean = worker.mean(to_send(phi, theta, wire), t, when=due)
         delta = outer_gradient(phi, mean, wire)
-        b_new = each(lambda b, delta: beta * b + delta, b, delta)
-        phi_new = each(lambda phi, delta, b: phi - eta * (delta + beta * b), phi, delta, b_new)
+        b_new = elementwise(lambda b, delta: beta * b + delta, b, delta)
+        phi_new = elementwise(lambda phi, delta, b: phi - eta * (delta + beta * b), phi, delta, b_new)
         memory = Memory(where(due, phi_new, phi), where(due, b_new, b))
         return State(where(due, phi_new, theta), local, memory), g.metrics
 

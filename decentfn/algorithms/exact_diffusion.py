@@ -28,7 +28,7 @@ from decentfn.kit import (
     add,
     algorithm,
     difference,
-    each,
+    elementwise,
     require_static_symmetric,
     zeros_like,
 )
@@ -71,9 +71,9 @@ def exact_diffusion(loss_fn: LossFn, optimizer: Any, topology: Topology, **optio
         x, (c,) = state.params, state.memory
         g, local = worker.gradient(x, state.local, batch, t)
         u, local = worker.update(g.grads, g, local, x)
-        phi = each(lambda x, u, c: x.to(c.dtype) + u + c, x, u, c)
+        phi = elementwise(lambda x, u, c: x.to(c.dtype) + u + c, x, u, c)
         pull = difference(worker.post(phi, t), gamma=0.5)  # W̄ φ - φ
-        x_next = each(lambda phi, d, x: (phi + d).to(x.dtype), phi, pull, x)
+        x_next = elementwise(lambda phi, d, x: (phi + d).to(x.dtype), phi, pull, x)
         return State(x_next, local, Memory(add(c, pull))), g.metrics
 
     return worker.algorithm(step, Memory.restart)

@@ -39,7 +39,7 @@ from decentfn.kit import (
     algorithm,
     cast_like,
     collect,
-    each,
+    elementwise,
     require_doubly_stochastic,
     where,
     widen,
@@ -103,7 +103,7 @@ def gradient_tracking(
         gradient, local = worker.gradient(x, state.local, batch, t)
         g_new = gradient.keep(widen(gradient.grads), g)
         assert started is not None
-        y = where(started, worker.mix(add(y, each(torch.sub, g_new, g)), last(t)), g_new)
+        y = where(started, worker.mix(add(y, elementwise(torch.sub, g_new, g)), last(t)), g_new)
         u, local = worker.update(cast_like(y, x), gradient, local, x)
         return State(worker.mix(add(x, u), t), local, Memory(y, g_new, torch.ones_like(started))), gradient.metrics
 
@@ -112,7 +112,7 @@ def gradient_tracking(
         y_posted = worker.post(y, last(t))
         gradient, local = worker.gradient(x, state.local, batch, t)
         g_new = gradient.keep(widen(gradient.grads), g)
-        y = add(collect(y_posted), each(torch.sub, g_new, g))
+        y = add(collect(y_posted), elementwise(torch.sub, g_new, g))
         u, local = worker.update(cast_like(y, x), gradient, local, x)
         return State(worker.mix(add(x, u), t), local, Memory(y, g_new, None)), gradient.metrics
 
@@ -121,7 +121,7 @@ def gradient_tracking(
         y_posted, x_posted = worker.post(y, last(t)), worker.post(x, t)
         gradient, local = worker.gradient(x, state.local, batch, t)
         g_new = gradient.keep(widen(gradient.grads), g)
-        y = add(collect(y_posted), each(torch.sub, g_new, g))
+        y = add(collect(y_posted), elementwise(torch.sub, g_new, g))
         u, local = worker.update(cast_like(y, x), gradient, local, x, posted=x_posted)
         return State(add(collect(x_posted), u), local, Memory(y, g_new, None)), gradient.metrics
 

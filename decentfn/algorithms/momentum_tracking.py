@@ -32,7 +32,7 @@ from decentfn.kit import (
     algorithm,
     cast_like,
     collect,
-    each,
+    elementwise,
     require_doubly_stochastic,
     require_fractions,
     zeros_like,
@@ -88,8 +88,8 @@ def momentum_tracking(
         x, (u, y) = state.params, state.memory
         x_posted, y_posted = worker.post(x, t), worker.post(y, (t - 1).clamp(min=0))
         g, local = worker.gradient(x, state.local, batch, t)
-        u_new = g.keep(each(lambda u, g: beta * u + g, u, g.grads), u)
-        y = each(lambda mixed, new, u: (mixed + (new - u)).to(mixed.dtype), collect(y_posted), u_new, u)
+        u_new = g.keep(elementwise(lambda u, g: beta * u + g, u, g.grads), u)
+        y = elementwise(lambda mixed, new, u: (mixed + (new - u)).to(mixed.dtype), collect(y_posted), u_new, u)
         update, local = worker.update(cast_like(y, x), g, local, x, posted=x_posted)
         x = add(collect(x_posted), update)
         return State(x, local, Memory(u_new, y)), g.metrics

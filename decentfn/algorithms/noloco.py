@@ -31,7 +31,7 @@ from decentfn.kit import (
     add,
     algorithm,
     copy_wide,
-    each,
+    elementwise,
     require_doubly_stochastic,
     require_fractions,
     require_positive,
@@ -107,9 +107,9 @@ def noloco(
         g, local = worker.gradient(theta, state.local, batch, t)
         u, local = worker.update(g.grads, g, local, theta)
         theta = add(theta, u)
-        mixed = worker.mix(each(lambda theta, phi: beta * (theta - phi) + gamma * phi, theta, phi), k, when=due)
-        b_new = each(lambda b, mixed, phi: alpha * b + (mixed - gamma * phi), b, mixed, phi)
-        phi_new = each(torch.add, phi, b_new)
+        mixed = worker.mix(elementwise(lambda theta, phi: beta * (theta - phi) + gamma * phi, theta, phi), k, when=due)
+        b_new = elementwise(lambda b, mixed, phi: alpha * b + (mixed - gamma * phi), b, mixed, phi)
+        phi_new = elementwise(torch.add, phi, b_new)
         memory = Memory(where(due, phi_new, phi), where(due, b_new, b))
         return State(where(due, phi_new, theta), local, memory), g.metrics
 

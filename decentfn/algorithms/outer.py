@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from decentfn.kit import Buckets, Plan, each, moved, once
+from decentfn.kit import Buckets, Plan, elementwise, moved, once
 
 
 def is_due(done: Tensor, inner_steps: int, offset: int = 0) -> Tensor:
@@ -24,12 +24,12 @@ def to_send(phi: Buckets, theta: Buckets, wire_dtype: torch.dtype | None) -> Buc
 
     The mean of θ also brings φ together where they started apart; but rounded, it would drown what was learned.
     """
-    return theta if wire_dtype is None else each(torch.sub, phi, theta)
+    return theta if wire_dtype is None else elementwise(torch.sub, phi, theta)
 
 
 def outer_gradient(phi: Buckets, mean: Buckets, wire_dtype: torch.dtype | None) -> Buckets:
     """`Δ = φ - mean_i θ_i` from the mean of what was sent."""
-    return each(lambda phi, mean: phi - mean if wire_dtype is None else mean.to(phi.dtype), phi, mean)
+    return elementwise(lambda phi, mean: phi - mean if wire_dtype is None else mean.to(phi.dtype), phi, mean)
 
 
 class Fragments:

@@ -33,7 +33,7 @@ from decentfn.kit import (
     cast_like,
     collect,
     divide,
-    each,
+    elementwise,
     scale,
     widen,
     zeros_like,
@@ -80,7 +80,7 @@ def push_diging(loss_fn: LossFn, optimizer: Any, topology: Topology, **options: 
         y_posted = worker.post(y, (t - 1).clamp(min=0))
         gradient, local = worker.gradient(x, state.local, batch, t)
         g_new = gradient.keep(widen(gradient.grads), g)
-        y = each(lambda ay, new, old: ay + new - old, collect(y_posted), g_new, g)
+        y = elementwise(lambda ay, new, old: ay + new - old, collect(y_posted), g_new, g)
         update, local = worker.update(cast_like(y, x), gradient, local, x)
         u_and_v = pack(add(scale(x, v), update), v)
         posted = gossip.post(u_and_v, topology, t, wire_dtype=worker.wire_dtype)

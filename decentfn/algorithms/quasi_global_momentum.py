@@ -26,7 +26,7 @@ from decentfn.kit import (
     Worker,
     algorithm,
     at,
-    each,
+    elementwise,
     reciprocal,
     require_doubly_stochastic,
     require_fractions,
@@ -94,9 +94,9 @@ def quasi_global_momentum(
         per_eta = reciprocal(eta)
         x, (m,) = state.params, state.memory
         g, local = worker.gradient(x, state.local, batch, t)
-        u, local = worker.update(each(lambda g: of_g * g, g.grads), g, local, x)
-        mixed = worker.mix(each(lambda x, u, m: (x + u - eta * of_m * m).to(x.dtype), x, u, m), t)
-        m_new = each(lambda m, x, mixed: (mu * m + (1 - mu) * (x - mixed) * per_eta).to(m.dtype), m, x, mixed)
+        u, local = worker.update(elementwise(lambda g: of_g * g, g.grads), g, local, x)
+        mixed = worker.mix(elementwise(lambda x, u, m: (x + u - eta * of_m * m).to(x.dtype), x, u, m), t)
+        m_new = elementwise(lambda m, x, mixed: (mu * m + (1 - mu) * (x - mixed) * per_eta).to(m.dtype), m, x, mixed)
         return State(mixed, local, Memory(m_new)), g.metrics
 
     return worker.algorithm(step, Memory.restart)

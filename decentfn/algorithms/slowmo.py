@@ -30,7 +30,7 @@ from decentfn.kit import (
     algorithm,
     at,
     copy_wide,
-    each,
+    elementwise,
     reciprocal,
     require_doubly_stochastic,
     require_fractions,
@@ -109,8 +109,8 @@ def slowmo(
         # The mean of all W x is the mean of all x, so a step that averages need not mix.
         x = worker.mix(add(x, v), t, when=~due)
         x_h = worker.mean(x, t, when=due)
-        u_new = each(lambda u, x0, x_h: beta * u + (x0 - x_h) * per_eta, u, x0, x_h)
-        slow = each(lambda x0, u: x0 - alpha * eta * u, x0, u_new)
+        u_new = elementwise(lambda u, x0, x_h: beta * u + (x0 - x_h) * per_eta, u, x0, x_h)
+        slow = elementwise(lambda x0, u: x0 - alpha * eta * u, x0, u_new)
         memory = Memory(where(due, slow, x0), where(due, u_new, u))
         return State(where(due, slow, x), local, memory), g.metrics
 

@@ -31,7 +31,7 @@ from decentfn.kit import (
     add,
     algorithm,
     copy_wide,
-    each,
+    elementwise,
     require_fractions,
     require_positive,
     require_whole,
@@ -136,9 +136,9 @@ def streaming_diloco(
         delta = collect(posted, phi)
         if waiting is not None:
             delta = waiting = where(fragments.turn(phi, t), delta, waiting)
-        b_new = each(lambda b, delta: beta * b + delta, b, delta)
-        phi_new = each(lambda phi, delta, b: phi - eta * (delta + beta * b), phi, delta, b_new)
-        theta_new = each(lambda phi, theta: (1 - alpha) * phi + alpha * theta, phi_new, theta)
+        b_new = elementwise(lambda b, delta: beta * b + delta, b, delta)
+        phi_new = elementwise(lambda phi, delta, b: phi - eta * (delta + beta * b), phi, delta, b_new)
+        theta_new = elementwise(lambda phi, theta: (1 - alpha) * phi + alpha * theta, phi_new, theta)
         due = fragments.turn(phi, t + 1 - delay)
         memory = Memory(where(due, phi_new, phi), where(due, b_new, b), waiting)
         return State(where(due, theta_new, theta), local, memory), g.metrics

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from decentfn import trees
+from decentfn.buckets.blocks import Part, evaluated
 from decentfn.trees import PyTree
 from decentfn.words import brief
 
@@ -107,20 +108,26 @@ class Plan:
 class Buckets:
     """A tree of tensors as flat vectors, `[D]` each (`[N, D]` when stacked), with its plan as static context.
 
-    A pytree whose leaves are the bucket tensors: `trees.map` and `vmap` go through it.
+    A pytree whose leaves are the bucket tensors: `trees.map` and `vmap` go through it. In an eager step some may be put
+    off (see `decentfn.buckets.blocks`); they are computed for whoever looks at them.
     """
 
-    __slots__ = ("plan", "tensors")
+    __slots__ = ("parts", "plan")
 
-    def __init__(self, tensors: Iterable[Tensor], plan: Plan) -> None:
-        self.tensors = tuple(tensors)
+    def __init__(self, parts: Iterable[Part], plan: Plan) -> None:
+        self.parts = tuple(parts)
         self.plan = plan
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The vectors."""
+        return evaluated(self.parts)
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self.tensors)
 
     def __len__(self) -> int:
-        return len(self.tensors)
+        return len(self.parts)
 
     def __getitem__(self, index: int) -> Tensor:
         return self.tensors[index]
@@ -132,7 +139,9 @@ class Buckets:
         """Every segment as a view of its bucket, `[*shape]`, or `[N, *shape]` when stacked."""
         views: list[Tensor] = []
         for tensor, bucket in zip(self.tensors, self.plan.buckets, strict=True):
-            pieces = tensor.split([segment.numel for segment in bucket.segments], dim=-1)
+            sizes = [segment.numel for segment in bucket.segments]
+            # A leaf alone in its bucket is the bucket, and so is its gradient: the derivative of a split copies.
+            pieces = tensor.split(sizes, dim=-1) if len(sizes) > 1 else [tensor]
             views += [segment.leaf(piece) for piece, segment in zip(pieces, bucket.segments, strict=True)]
         return views
 
@@ -142,6 +151,12 @@ class Buckets:
 
 
 trees.register_node(Buckets, lambda node: (node.tensors, node.plan), lambda plan, children: Buckets(children, plan))
+
+
+def parts_of(tree: PyTree) -> list[Part]:
+    """The leaves of a tree, those of buckets as they are, perhaps put off."""
+    nodes = trees.flatten(tree, is_leaf=lambda node: isinstance(node, Buckets))[0]
+    return [part for node in nodes for part in (node.parts if isinstance(node, Buckets) else [node])]
 
 
 def flatten(params: PyTree, *, bucket_mb: float = 25.0, masks: Sequence[Mask] = ()) -> Buckets:

@@ -21,7 +21,7 @@ from torch import Tensor
 from decentfn.collectives.membership import World, world
 from decentfn.collectives.messages import Part, begin, complete, post, reduce, track
 from decentfn.scalars import moved, once
-from decentfn.torch_private import lowering
+from decentfn.torch_private import functorch, lowering
 
 _library = torch.library.Library("decentfn", "DEF")
 _library.define("exchange(Tensor x, Tensor peers, Tensor t, bool per_slot) -> Tensor")
@@ -68,6 +68,9 @@ def group_mean(x: Tensor, groups: Tensor, t: Tensor) -> Tensor:
 
 def wait(x: Tensor) -> Tensor:
     """Complete what `exchange` or `group_mean` posted and return it. Nothing to do for other tensors."""
+    if not functorch.has_no_value(x):
+        complete(x)
+        return x
     return _ops.wait(x)
 
 

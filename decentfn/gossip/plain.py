@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from decentfn import collectives
-from decentfn.buckets import Plan, wide
+from decentfn.buckets import Part, Plan, defer, evaluated, wide
 from decentfn.scalars import moved, once, rounded
 from decentfn.topologies import Round, Topology
 from decentfn.transforms.mix_aware import MixContext
@@ -89,11 +89,16 @@ def collect(posted: Posted, gamma: float | Tensor = 1.0) -> list[Tensor]:
         posted: from `post`.
         gamma: γ in [0, 1], a number or a 0-d tensor.
     """
+    return list(evaluated(mixed(posted, gamma)))
+
+
+def mixed(posted: Posted, gamma: float | Tensor = 1.0) -> list[Part]:
+    """`collect`, the arithmetic perhaps put off."""
     return [_mixed(posted, index, gamma) for index in range(len(posted.own))]
 
 
-def difference(posted: Posted, gamma: float | Tensor = 1.0) -> list[Tensor]:
-    """Wait for what was posted and return what mixing adds: `γ (W - I) Q(x) = γ Σ_j W[i,j] (Q(x_j) - Q(x_i))`.
+def difference(posted: Posted, gamma: float | Tensor = 1.0) -> list[Part]:
+    """Wait for what was posted and return what mixing adds, perhaps put off: `γ (W - I) Q(x) = γ Σ_j W[i,j] (Q(x_j) - Q(x_i))`.
 
     In float32 or float64. Two workers get the same difference with opposite signs, so that the mean over workers is 0 to
     a rounding of the differences and not of x: what is added up over many steps must not gather the roundings of x.
@@ -102,12 +107,7 @@ def difference(posted: Posted, gamma: float | Tensor = 1.0) -> list[Tensor]:
         posted: from `post`.
         gamma: γ in [0, 1], a number or a 0-d tensor.
     """
-    differences = []
-    for index in range(len(posted.own)):
-        sent = posted.sent[index].to(wide(posted.own[index].dtype))
-        terms = [weight * (x - sent) for weight, x in _arrived(posted, index, gamma)]
-        differences.append(sum(terms, torch.zeros_like(sent)))
-    return differences
+    return [_moved(posted, index, gamma) for index in range(len(posted.own))]
 
 
 def neighbours_sum(posted: Posted, dtypes: Sequence[torch.dtype]) -> list[Tensor]:
@@ -122,7 +122,8 @@ def neighbours_sum(posted: Posted, dtypes: Sequence[torch.dtype]) -> list[Tensor
     sums = []
     for index, dtype in enumerate(dtypes):
         zeros = torch.zeros_like(posted.sent[index], dtype=wide(dtype))
-        sums.append(sum((w * x for w, x in _arrived(posted, index, 1.0, wide(dtype))), zeros).to(dtype))
+        arrived = zip(*_arrived(posted, index, 1.0, wide(dtype)), strict=True)
+        sums.append(sum((w * x.to(w.dtype) for w, x in arrived), zeros).to(dtype))
     return sums
 
 
@@ -187,29 +188,47 @@ def _resting_unless(when: Tensor, this: Round) -> Round:
 
 
 def _arrived(
-    posted: Posted, index: int, gamma: float | Tensor, dtype: torch.dtype | None = None
-) -> list[tuple[Tensor, Tensor]]:
-    """Wait for one tensor's inbox: the weight and the value of each message, and of the group's mean."""
-    # Weights are exact to 1e-12; sixteen-bit values are mixed in float32.
-    dtype = wide(posted.own[index].dtype) if dtype is None else dtype
-    arrived = []
+    posted: Posted, index: int, gamma: float | Tensor, dtype: torch.dtype
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Wait for one tensor's inbox: the weights, in this dtype, and the messages; the last may be the group's mean."""
+    weights, messages = [], []
     if posted.inboxes:
-        weights = once((posted.row.weights * gamma).to(dtype))
-        inbox = collectives.wait(posted.inboxes[index]).to(dtype)
-        arrived += [(weights[1 + slot], inbox[slot]) for slot in range(inbox.shape[0])]
+        inbox = collectives.wait(posted.inboxes[index])
+        its_weights = once((posted.row.weights * gamma).to(dtype))
+        weights += [its_weights[1 + slot] for slot in range(inbox.shape[0])]
+        messages += [inbox[slot] for slot in range(inbox.shape[0])]
     if posted.means and posted.row.mean_weight is not None:
-        arrived.append(
-            (once((posted.row.mean_weight * gamma).to(dtype)), collectives.wait(posted.means[index]).to(dtype))
-        )
-    return arrived
+        weights.append(once((posted.row.mean_weight * gamma).to(dtype)))
+        messages.append(collectives.wait(posted.means[index]))
+    return weights, messages
 
 
-def _mixed(posted: Posted, index: int, gamma: float | Tensor) -> Tensor:
+def _mixed(posted: Posted, index: int, gamma: float | Tensor) -> Part:
     own, sent = posted.own[index], posted.sent[index]
-    dtype = wide(own.dtype)
+    dtype = wide(own.dtype)  # sixteen-bit values are mixed in float32; weights are exact to 1e-12
     kept = once((posted.row.weights[0] * gamma + (1.0 - gamma)).to(dtype))
-    terms = [weight * x for weight, x in _arrived(posted, index, gamma)]
-    others = sum(terms[1:], terms[0]) if terms else torch.zeros((), dtype=dtype)
-    if sent is own:
-        return (kept * own.to(dtype) + others).to(own.dtype)
-    return (own.to(dtype) + (others - (1.0 - kept) * sent.to(dtype))).to(own.dtype)
+    weights, messages = _arrived(posted, index, gamma, dtype)
+
+    def others(messages: Sequence[Tensor]) -> Tensor:
+        terms = [weight * x.to(dtype) for weight, x in zip(weights, messages, strict=True)]
+        return sum(terms[1:], terms[0]) if terms else torch.zeros((), dtype=dtype)
+
+    def plain(own: Tensor, *messages: Tensor) -> Tensor:
+        return (kept * own.to(dtype) + others(messages)).to(own.dtype)
+
+    def rounded(own: Tensor, sent: Tensor, *messages: Tensor) -> Tensor:
+        return (own.to(dtype) + (others(messages) - (1.0 - kept) * sent.to(dtype))).to(own.dtype)
+
+    return defer(plain, own, *messages) if sent is own else defer(rounded, own, sent, *messages)
+
+
+def _moved(posted: Posted, index: int, gamma: float | Tensor) -> Part:
+    dtype = wide(posted.own[index].dtype)
+    weights, messages = _arrived(posted, index, gamma, dtype)
+
+    def moved(sent: Tensor, *messages: Tensor) -> Tensor:
+        sent = sent.to(dtype)
+        terms = [weight * (x.to(dtype) - sent) for weight, x in zip(weights, messages, strict=True)]
+        return sum(terms, torch.zeros_like(sent))
+
+    return defer(moved, posted.sent[index], *messages)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.func import grad_and_value
 
 from decentfn import trees
-from decentfn.buckets import Buckets, each, wide
+from decentfn.buckets import Buckets, elementwise, wide
 from decentfn.gradient.loss import LossFn, call
 from decentfn.trees import PyTree
 
@@ -48,4 +48,4 @@ def gradient_of(loss_fn: LossFn, params: Buckets, buffers: PyTree, batch: PyTree
 def unscaled(grads: Buckets, scale: Tensor) -> Buckets:
     """The gradient of a loss from that of `scale` times it."""
     inverse = scale.double().reciprocal().float()  # torch.amp.GradScaler's arithmetic
-    return each(lambda g: (g.to(wide(g.dtype)) * inverse).to(g.dtype), grads)
+    return elementwise(lambda g: (g.to(wide(g.dtype)) * inverse).to(g.dtype), grads)

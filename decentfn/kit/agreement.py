@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from decentfn import collectives, draws
+from decentfn.buckets import deferring, evaluated, parts_of
 from decentfn.fingerprint import agree, describe, structure
 from decentfn.gradient import is_by_autograd
 from decentfn.gradient.beside import Beside, passing_beside
@@ -71,10 +72,14 @@ def algorithm(function: Callable[P, Algorithm]) -> Callable[P, Algorithm]:
             t = as_step(t)
             if torch.compiler.is_compiling() or functorch.has_no_value(t):
                 return built.step(state, batch, t)
-            with collectives.whole_step(t), draws.torch_draws(t, collectives.world().rank):
+            with collectives.whole_step(t), draws.torch_draws(t, collectives.world().rank), deferring() as outermost:
                 if by_autograd and not isinstance(batch, Beside) and not functorch.has_no_value(state.params[0]):
-                    return passing_beside(lambda batch: built.step(state, batch, t), batch)
-                return built.step(state, batch, t)
+                    result = passing_beside(lambda batch: built.step(state, batch, t), batch)
+                else:
+                    result = built.step(state, batch, t)
+                if outermost:
+                    evaluated(parts_of(result))
+                return result
 
         init, step = checked(built.init, start, run, loss_fn)
         step = marked(step, by_autograd=by_autograd)

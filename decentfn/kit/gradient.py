@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from decentfn import trees
-from decentfn.buckets import Buckets, add, each, global_norm, where
+from decentfn.buckets import Buckets, add, elementwise, global_norm, where
 from decentfn.kit.state import Metrics
 from decentfn.trees import PyTree
 
@@ -42,7 +42,7 @@ class Gradient(NamedTuple):
 
         Where the loss moved the parameters, that is part of the update.
         """
-        nothing = each(torch.zeros_like, u)
+        nothing = elementwise(torch.zeros_like, u)
         if (used := self.used) is not None:
             u, opt = where(used, u, nothing), trees.map_nodes(Buckets, lambda new, old: where(used, new, old), opt, old)
         u = u if self.moves is None else add(u, self.moves)

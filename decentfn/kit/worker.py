@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from decentfn import gossip, trees
-from decentfn.buckets import Buckets, Plan, add, all_finite, each
+from decentfn.buckets import Buckets, Plan, add, all_finite, elementwise
 from decentfn.gradient import DynamicLossScale, LossFn, evaluate
 from decentfn.kit.exchange import Posted, as_parameters, collect, post
 from decentfn.kit.gradient import Gradient, where_good
@@ -100,7 +100,7 @@ class Worker:
         own = all_finite(e.grads)
         common = self.everywhere(own, t) if together or scaling.agree else own
         good, next_scale = common if together else own, scaling.advance(scale, common)
-        grads = where_good(own, e.grads, each(torch.zeros_like, e.grads))
+        grads = where_good(own, e.grads, elementwise(torch.zeros_like, e.grads))
         buffers = where_good(own, e.buffers, local.buffers)
         return Gradient(grads, e.loss, e.aux, good, e.used, e.moves), local._replace(buffers=buffers, scale=next_scale)
 

@@ -59,10 +59,12 @@ def compiled_ranks_agree(subject: Subject) -> None:
 
 
 def donated_is_pure(subject: Subject) -> None:
-    """On ranks: the state written over by a traced step is, bit for bit, the state that the eager, pure step returns."""
+    """On ranks: the state written over by a step, traced or eager, is, bit for bit, what the eager, pure step returns."""
     donated = _full(subject)
-    for mine, theirs in zip(ranks(subject, donated), ranks(subject, donated._replace(backend=None)), strict=True):
-        assert_close(mine, theirs, within={})
+    pure = ranks(subject, donated._replace(backend=None))
+    for run in (donated, donated._replace(backend="donate")):
+        for mine, theirs in zip(ranks(subject, run), pure, strict=True):
+            assert_close(mine, theirs, within={})
 
 
 def one_graph(subject: Subject) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from decentfn import compile_cache, trees
 from decentfn.compilation import compile
+from decentfn.donation import donate
 from decentfn.gradient import LossFn
 from decentfn.kit.state import Algorithm
 from decentfn.simulation import simulate
@@ -93,7 +94,7 @@ class Subject:
 class Run(NamedTuple):
     """How an algorithm is run."""
 
-    backend: str | None = None
+    backend: str | None = None  # of torch.compile; "donate": eager, over its state
     donate: bool = True
     local: int = 1  # workers of each process
     options: tuple[tuple[str, Any], ...] = ()
@@ -126,7 +127,9 @@ def _program(subject: Subject, run: Run) -> _Program:
         raise Declined(str(reason)) from reason
     step = algorithm.step if run.local == 1 else simulate(algorithm.step, run.local)
     graphs: list[Any] = []
-    if run.backend is not None:
+    if run.backend == "donate":
+        step = donate(step)
+    elif run.backend is not None:
         backend = run.backend if run.backend == "inductor" else compile_cache.counted(run.backend, graphs)
         step = compile(step, backend=backend, donate=run.donate)
     return _Program(algorithm, step, threading.Event(), graphs)
@@ -168,7 +171,7 @@ def ranks(
         return history
 
     starts = on_kept_ranks(size, start, delay=delay)
-    if run.backend is not None and not program.is_compiled.is_set():
+    if run.backend not in (None, "donate") and not program.is_compiled.is_set():
         with alone_as_rank_of(size):
             program.step(trees.map(torch.clone, starts[0]), batch(0, 0), 0)
         program.is_compiled.set()

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from decentfn.buckets import Buckets, Mask, each, global_norm, multiply, wide, zeros_like
+from decentfn.buckets import Buckets, Mask, each, elementwise, global_norm, multiply, wide, zeros_like
 from decentfn.scalars import once
 from decentfn.transforms.transform import Transform, masked
 from decentfn.trees import PyTree
@@ -110,7 +110,7 @@ def add_decayed_weights(weight_decay: Scalar, mask: Mask | None = None) -> Trans
             f = number.to(w) if isinstance(number, torch.Tensor) else number
             return (g.to(w) + f * x.to(w)).to(g.dtype)
 
-        return each(one, grads, params)
+        return elementwise(one, grads, params)
 
     transform = _scheduled(weight_decay, decay)
     return transform if mask is None else masked(transform, mask)
@@ -129,11 +129,13 @@ def trace(decay: float, nesterov: bool = False) -> Transform:
         return TraceState(zeros_like(params))
 
     def update(grads: Buckets, state: TraceState, params: Buckets) -> tuple[Buckets, TraceState]:
-        momentum = each(lambda m, g: decay * m + g.to(m.dtype), state.momentum, grads)
+        momentum = elementwise(lambda m, g: decay * m + g.to(m.dtype), state.momentum, grads)
         if nesterov:
-            return each(lambda g, m: (g.to(m.dtype) + decay * m).to(g.dtype), grads, momentum), TraceState(momentum)
+            return elementwise(lambda g, m: (g.to(m.dtype) + decay * m).to(g.dtype), grads, momentum), TraceState(
+                momentum
+            )
         # Copies: the caller's updates and the state are never one tensor.
-        return each(lambda g, m: m.to(g.dtype, copy=True), grads, momentum), TraceState(momentum)
+        return elementwise(lambda g, m: m.to(g.dtype, copy=True), grads, momentum), TraceState(momentum)
 
     return Transform(init, update)
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from decentfn.buckets import Buckets, Mask, each, zeros_like
+from decentfn.buckets import Buckets, Mask, elementwise, zeros_like
 from decentfn.scalars import once
 from decentfn.transforms.basic import (
     Scalar,
@@ -185,8 +185,8 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Tran
 
     def update(grads: Buckets, state: AdamState, params: Buckets) -> tuple[Buckets, AdamState]:
         k = state.count + 1
-        mu = each(lambda m, g: b1 * m + (1 - b1) * g.to(m.dtype), state.mu, grads)
-        nu = each(lambda v, g: b2 * v + (1 - b2) * g.to(v.dtype) ** 2, state.nu, grads)
+        mu = elementwise(lambda m, g: torch.lerp(m, g.to(m.dtype), 1 - b1), state.mu, grads)
+        nu = elementwise(lambda v, g: _moving_square(v, g.to(v.dtype), b2), state.nu, grads)
         return _direction(grads, mu, nu, k, b1, b2, eps), AdamState(k, mu, nu)
 
     return Transform(init, update)
@@ -214,17 +214,21 @@ def scale_by_accum_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, a
         k = state.count + 1
         window = (k + accum_iter - 1) // accum_iter
         is_last = once(k % accum_iter == 0)
-        mu = each(lambda m, g: m + (1 - b1) * g.to(m.dtype), state.mu, grads)
-        nu = each(lambda v, g: v + (1 - b2) * g.to(v.dtype) ** 2, state.nu, grads)
+        mu = elementwise(lambda m, g: m + (1 - b1) * g.to(m.dtype), state.mu, grads)
+        nu = elementwise(lambda v, g: v + (1 - b2) * g.to(v.dtype) ** 2, state.nu, grads)
         direction = _direction(grads, mu, nu, window, b1, b2, eps)
 
-        mean = each(lambda a, g: a + g.to(a.dtype) / accum_iter, state.accumulated, grads)
-        new_mu = each(lambda m, a: torch.where(is_last, b1 * (m + (1 - b1) * a), m), state.mu, mean)
-        new_nu = each(lambda v, a: torch.where(is_last, b2 * (v + (1 - b2) * a**2), v), state.nu, mean)
-        accumulated = each(lambda a: torch.where(is_last, torch.zeros_like(a), a), mean)
+        mean = elementwise(lambda a, g: a + g.to(a.dtype) / accum_iter, state.accumulated, grads)
+        new_mu = elementwise(lambda m, a: torch.where(is_last, b1 * (m + (1 - b1) * a), m), state.mu, mean)
+        new_nu = elementwise(lambda v, a: torch.where(is_last, b2 * (v + (1 - b2) * a**2), v), state.nu, mean)
+        accumulated = elementwise(lambda a: torch.where(is_last, torch.zeros_like(a), a), mean)
         return direction, AccumAdamState(k, new_mu, new_nu, accumulated)
 
     return Transform(init, update)
+
+
+def _moving_square(v: Tensor, g: Tensor, b2: float) -> Tensor:
+    return torch.addcmul(b2 * v, g, g, value=1 - b2)
 
 
 def _direction(grads: Buckets, mu: Buckets, nu: Buckets, k: Tensor, b1: float, b2: float, eps: float) -> Buckets:
@@ -235,7 +239,7 @@ def _direction(grads: Buckets, mu: Buckets, nu: Buckets, k: Tensor, b1: float, b
         root = torch.sqrt(v) * correction2.to(v.dtype) + eps
         return (m * correction1.to(m.dtype) / root).to(g.dtype)
 
-    return each(one, grads, mu, nu)
+    return elementwise(one, grads, mu, nu)
 
 
 def _l2(direction: Transform, learning_rate: Scalar, weight_decay: Scalar, mask: Mask | None) -> Transform:

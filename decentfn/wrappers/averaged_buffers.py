@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from decentfn import gossip, trees
+from decentfn.buckets import evaluated
 from decentfn.fingerprint import agree, describe
 from decentfn.kit.hyperparameters import at
 from decentfn.kit.state import Algorithm, Metrics, State, require_algorithm
@@ -70,7 +71,7 @@ def average_buffers(
         new = _chosen(state.buffers, which)
         if posted is None:
             posted = gossip.post(_by_dtype(new), topology, t)
-        moves = _pieces(gossip.difference(posted, at(gamma, t)), new)
+        moves = _pieces(evaluated(gossip.difference(posted, at(gamma, t))), new)
         mixed = iter([(b + move).to(b.dtype) for b, move in zip(new, moves, strict=True)])
         pairs = zip(trees.leaves(state.buffers), which, strict=True)
         leaves = [next(mixed) if travels else leaf for leaf, travels in pairs]
@@ -98,7 +99,7 @@ def _by_dtype(tensors: list[Tensor]) -> list[Tensor]:
     return [torch.cat([x.reshape(-1) for x in tensors if x.dtype == d]) for d in _dtypes(tensors)]
 
 
-def _pieces(vectors: list[Tensor], like: list[Tensor]) -> list[Tensor]:
+def _pieces(vectors: Sequence[Tensor], like: list[Tensor]) -> list[Tensor]:
     """The tensors again that `_by_dtype(like)` put together."""
     split = {
         d: iter(vector.split([x.numel() for x in like if x.dtype == d]))

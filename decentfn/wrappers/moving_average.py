@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from decentfn.buckets import Buckets, cast_like, copy_wide, each
+from decentfn.buckets import Buckets, cast_like, copy_wide, elementwise
 from decentfn.consensus import params
 from decentfn.kit.expected import check, kind_of, marked
 from decentfn.kit.state import Algorithm, Local, Metrics, State, require_algorithm, restarted
@@ -63,7 +63,7 @@ def ema(algorithm: Algorithm, decay: float = 0.999) -> Algorithm:
             look(state, batch, t)
         inner, average = state.memory
         state, metrics = step(state._replace(memory=inner), batch, t)
-        average = each(lambda e, x: decay * e + (1 - decay) * x.to(e.dtype), average, state.params)
+        average = elementwise(lambda e, x: decay * e + (1 - decay) * x.to(e.dtype), average, state.params)
         return state._replace(memory=EMAMemory(state.memory, average)), metrics
 
     return Algorithm(start, marked(averaged, check=look), loss_fn=algorithm.loss_fn, topology=algorithm.topology)

@@ -43,8 +43,8 @@ class Peer(NamedTuple):
 def build(spec: str, workload: Workload, rank: int, size: int) -> Peer:
     """The peer that `spec` names.
 
-    decentfn:algorithm=adapt_while_communicate,topology=one-peer-exp,mode=compiled|eager,gradient=traced|autograd|regions,
-        wire=bfloat16,…hyperparameters    (regions: by autograd, of a module that is compiled by itself)
+    decentfn:algorithm=adapt_while_communicate,topology=one-peer-exp,mode=compiled|donated|eager,gradient=traced|autograd|regions,
+        wire=bfloat16,…hyperparameters    (donated: eager, over its state; regions: by autograd, of a module that is compiled by itself)
     ddp:mode=…,bucket_mb=25,view=False,hook=bf16    decent-dp:topology=one-peer-exp,mode=…,bucket_mb=25
     fsdp2    periodic:every=8,mode=…    alone:mode=eager (fused AdamW)    floor:kind=overlap,wire=bfloat16
     """
@@ -98,7 +98,7 @@ def _decentfn(
     schedule = df.topology(topology, num_workers=size)
     optimizer = df.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY)
     init, step = getattr(df, algorithm)(loss_fn, optimizer, schedule, **hyperparameters)
-    step = df.compile(step) if mode == "compiled" else step
+    step = {"compiled": df.compile, "donated": df.donate, "eager": lambda step: step}[mode](step)
     held, batches = [init(params, buffers)], workload.batches(rank)
     params.clear()
     module.to("meta")  # the state holds the parameters; the module is a template from here on

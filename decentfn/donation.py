@@ -1,0 +1,101 @@
+"""A state that a step writes over: what such a state must be, and `donate`, for steps that are not compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from decentfn import trees
+from decentfn.buckets import deferring, evaluated, parts_of, write_over
+from decentfn.kit.expected import check, marked
+from decentfn.kit.state import Step
+from decentfn.trees import PyTree
+from decentfn.words import brief
+
+
+def donate(step: Step) -> Step:
+    """The same step, eager, which writes the new state over the one that it is given: no second state is allocated.
+
+    As an optimizer in place does: the state that was passed in *is* the new state. What is elementwise in the step, the
+    optimizer's update and the mixing, is computed in blocks that stay in the cache. A compiled step is faster still and
+    donates by itself; this is for runs too short to compile, and for looking at a step.
+
+    Args:
+        step: a step of this library, a simulated step, or any pure function of the same form.
+
+    Returns:
+        A function of the same form. A step that raises leaves the state as it was.
+
+    Raises:
+        ValueError: `step` is no function, or is compiled or donated already; at the first call, a state that another
+            algorithm or optimizer made, one in which one tensor stands in two places (it would be updated twice), or a
+            step whose new state is not laid out as the old one.
+
+    >>> step = donate(lambda state, batch, t: (state + batch * t, state.sum()))
+    >>> state = torch.ones(2)
+    >>> step(state, torch.ones(2), 3)
+    (tensor([4., 4.]), tensor(2.))
+    >>> state
+    tensor([4., 4.])
+    """
+    if not callable(step):
+        raise ValueError(f"donate({brief(step)}): expected a step; init, step = df.adapt_while_communicate(...).")
+    made_by = getattr(step, "made_by", None)
+    if made_by in ("compile", "donate"):
+        raise ValueError(f"donate({made_by}(step)): the step writes over its state already, unless compiled otherwise.")
+    known: list[Any] = []  # structures of states
+
+    @wraps(step)
+    def donated(state: Any, batch: PyTree, t: int | Tensor) -> tuple[Any, Any]:
+        old, structure = trees.flatten(state)
+        is_known = structure in known
+        if not is_known:
+            check(step, state, batch, t)
+            require_distinct("donate", state)
+        with deferring():
+            new, metrics = step(state, batch, t)
+            # Metrics must not show the next state through a view of it.
+            metrics = trees.map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, metrics)
+            parts = parts_of(new)
+            if not is_known:
+                require_layout("donate", old, evaluated(parts))
+                known.append(structure)
+            write_over(old, parts)
+        return state, metrics
+
+    return marked(donated, made_by="donate")
+
+
+def require_layout(call: str, old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
+    """The new state has the old one's shapes and dtypes."""
+    before = [(leaf.shape, leaf.dtype) for leaf in old]
+    after = [(leaf.shape, leaf.dtype) for leaf in new]
+    if before != after:
+        raise ValueError(
+            f"{call}(step): the step turned a state of {before} into one of {after}; a state that is written over "
+            "the old one must have the old one's shapes and dtypes."
+        )
+
+
+def require_distinct(call: str, state: Any) -> None:
+    """No two leaves of a state that is written over share memory."""
+    spans = []
+    for name, leaf in trees.named_leaves(state):
+        if not isinstance(leaf, torch.Tensor):
+            raise ValueError(f"{call}(step): leaf {name!r} of the state is {type(leaf).__name__}; states hold tensors.")
+        if leaf.numel():
+            last = sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True))
+            start = leaf.data_ptr()
+            spans.append((start, start + (last + 1) * leaf.element_size(), name))
+    spans.sort()
+    for (_, end, first), (start, _, second) in zip(spans, spans[1:], strict=False):
+        if start < end:
+            way_out = "clone one of them" + (", or use donate=False" if call == "compile" else "")
+            raise ValueError(
+                f"{call}(step): leaves {first!r} and {second!r} of the state share memory, so a donated step would "
+                f"update it twice; {way_out}."
+            )
