@@ -115,7 +115,9 @@ def lose(here: World, loss: Loss) -> None:
         here.steps.tell(loss.peer, timed_out=has_timed_out(loss.error))
         here.hang_up()
     if not here.steps.is_inside:
-        raise report(here, here.steps.lost) from loss.error
+        named = report(here, here.steps.lost)
+        here.steps.cut_short = (loss.call.step, named)
+        raise named from loss.error
 
 
 def post(here: World, call: Call, inbox: Tensor, receives: list[Part], sends: list[Part]) -> None:
@@ -139,7 +141,7 @@ def post(here: World, call: Call, inbox: Tensor, receives: list[Part], sends: li
             sending = [dist.P2POp(dist.isend, x, group=group, tag=tag, group_peer=rank) for x, _, rank, _ in sends]
             flight.works += dist.batch_isend_irecv(receiving + sending)
     except RuntimeError as error:
-        flight.lose(error, flight.parts[len(flight.works)])
+        flight.lose(error, flight.parts[len(flight.works)] if inbox.device.type == "cpu" else None)
         flight.land()
         return
     track(inbox, flight)
