@@ -80,11 +80,13 @@ class Case:
 
     def __init__(self, kind, backend):
         self.init, self.pure, self.n = KINDS[kind]()
-        self.is_donated = backend is not None
-        self.step = df.compile(self.pure, backend=backend) if backend else self.pure
+        self.is_donated = backend not in (None, "donate")
+        self.step = df.donate(self.pure) if backend == "donate" else self.pure
+        if self.is_donated:
+            self.step = df.compile(self.pure, backend=backend)
         self.held = on_ranks(self.n, self._start)
         assert len(self.held[0].params) == 4
-        if backend:
+        if self.is_donated:
             with alone_as_rank_of(self.n):
                 self.step(trees.map(torch.clone, self.held[0]), torch.ones(()), 0)
 
@@ -129,12 +131,13 @@ def same(one, other):
     [
         ("messages", None),
         ("means", None),
+        ("messages after the update", "donate"),
         *((kind, "aot_eager") for kind in KINDS),
         *(pytest.param(kind, "inductor", marks=pytest.mark.slow) for kind in KINDS),
     ],
 )
 def test_wherever_a_message_is_lost_the_state_is_whole(kind, backend, tmp_path, monkeypatch):
-    """Pure: bitwise as it was. Donated: every leaf is that of a step with the others, or that of a step with oneself."""
+    """Pure, or by df.donate: bitwise as it was. Compiled: every leaf is that of a step with the others, or that of a step with oneself."""
     monkeypatch.setenv("DECENTFN_FAILURES", str(tmp_path))
     case = Case(kind, backend)
     healthy = case.take()
