@@ -45,10 +45,12 @@ class ByAutograd(WrappedLoss):
         self.lock = threading.RLock()  # of the module: ranks may be threads that share it
         _losses[number] = self
 
-    def run(self, *arguments: Any) -> Backward:
-        """`backward` of this loss, alone at its module."""
+    def run(self, form: Layout, changing: Sequence[int], writes: bool, *arguments: Any) -> Backward:
+        """`backward` of this loss, alone at its module, where the layout still says what the caller knows of it."""
         with self.lock:
-            return backward(self.loss_fn, *arguments)
+            if (form.changing, form.writes) != (tuple(changing), writes):
+                raise Learnt(WROTE)
+            return backward(self.loss_fn, form, *arguments)
 
 
 _numbers = itertools.count()
@@ -185,9 +187,7 @@ def _kernel(
     """
     loss_fn, data, step_number = _losses[int(handle)], value(batch), int(t)
     form = loss_fn.layouts[layout]
-    if (form.changing, form.writes) != (tuple(changing), writes):
-        raise Learnt(WROTE)
-    run = partial(loss_fn.run, form, many, step_number)
+    run = partial(loss_fn.run, form, changing, writes, many, step_number)
     if not workers:
         one = run(world().rank, scale, params, buffers, data)
         form.is_tried = True

@@ -8,6 +8,8 @@ from torch.utils.checkpoint import checkpoint
 
 import decentfn as df
 from decentfn import trees
+from decentfn.testing.algorithms import Run, assert_close, ranks, simulated
+from tests import contract
 
 BATCH = (torch.linspace(-1, 1, 30).view(6, 5), torch.linspace(0, 1, 6)[:, None])
 
@@ -66,6 +68,31 @@ def test_what_the_loss_writes_over_counts_before_the_update_and_the_old_state_st
             torch.testing.assert_close(df.params(state), {"w": plain.detach(), "rest": rest.detach()})
         bad, _ = step(state, batch * float("inf"), 3)
         torch.testing.assert_close(df.params(bad), df.params(state), rtol=0, atol=0)
+
+
+def shrinking(loss_fn):
+    def shrinks(params, *rest):
+        with torch.no_grad():
+            for x in trees.leaves(params):
+                x.mul_(0.97)
+        return loss_fn(params, *rest)
+
+    return shrinks
+
+
+ROWS = [
+    pytest.param(row, marks=() if row in ("adapt_then_combine", "demo") else pytest.mark.slow) for row in contract.ROWS
+]
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_ranks_write_over_what_the_simulator_does(row):
+    """Every algorithm, on ranks that share a loss and learn of it at the same time."""
+    run = Run(losses=(shrinking, df.autograd))
+    end = simulated(contract.ROWS[row], run)[-1]
+    assert_close(ranks(contract.ROWS[row], run)[-1], end)
+    still = simulated(contract.ROWS[row])[-1]
+    assert any(not torch.equal(x, y) for x, y in zip(end.params, still.params, strict=True))
 
 
 @pytest.mark.parametrize("way", ["eager", "simulated", "compiled, not donated"])
