@@ -54,7 +54,7 @@ from decentfn.simulation import simulate, stack, worker
 from decentfn.state_dicts import load_state_dict, state_dict
 from decentfn.topologies import Topology, mixing_matrix, register_topology, topology
 from decentfn.transforms import Transform, adam, adamw, chain, clip_by_global_norm, sgd
-from decentfn.wrappers import average_buffers, ema, ema_params, ema_state
+from decentfn.wrappers import average_buffers, ema, ema_params, ema_state, guard
 
 __version__ = "0.1.0"
 
@@ -102,6 +102,7 @@ __all__ = [
     "extra",
     "functional",
     "gradient_tracking",
+    "guard",
     "init",
     "kit",
     "load_state_dict",

@@ -16,7 +16,7 @@ from torch import Tensor
 from decentfn import collectives, compile_cache, draws, trees
 from decentfn.donation import require_distinct, require_layout
 from decentfn.gradient.beside import passing_beside
-from decentfn.kit.expected import check, is_state, left_alone, marked
+from decentfn.kit.expected import check, is_state, left_alone, marked, watch
 from decentfn.kit.state import Step
 from decentfn.run.memory import give_back_freed_memory
 from decentfn.scalars import as_step
@@ -120,6 +120,7 @@ def compile(
         if is_first:
             prepared.append((structure, run))
             give_back_freed_memory()
+        watch(step, result[0], t)
         return result
 
     return marked(compiled, made_by="compile")

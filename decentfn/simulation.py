@@ -11,7 +11,7 @@ from torch import Tensor
 
 from decentfn import trees
 from decentfn.gradient.beside import Beside, passing_beside
-from decentfn.kit.expected import check, marked, require_order
+from decentfn.kit.expected import check, marked, require_order, watch
 from decentfn.kit.state import Step
 from decentfn.scalars import as_step
 from decentfn.stacking import over_workers, require_rows
@@ -78,11 +78,15 @@ def simulate(step: Step, num_workers: int, *, chunk_size: int | None = None) -> 
         if not getattr(step, "by_autograd", False):
             batch = trees.plain(batch)
             require_rows("batch", batch, num_workers)
-            return over_workers(
+            result = over_workers(
                 lambda state, batch: step(state, batch, t), num_workers, state, batch, chunk_size=chunk_size
             )
+            watch(step, result[0], t)
+            return result
         if isinstance(batch, Beside):
-            return over_workers(lambda state: step(state, batch, t), num_workers, state, chunk_size=chunk_size)
+            result = over_workers(lambda state: step(state, batch, t), num_workers, state, chunk_size=chunk_size)
+            watch(step, result[0], t)
+            return result
         return passing_beside(lambda batch: simulated(state, batch, t), batch)
 
     return marked(simulated, check=look, made_by="simulate")

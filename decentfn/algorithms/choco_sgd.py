@@ -34,6 +34,7 @@ from decentfn.kit import (
     require_contraction,
     require_doubly_stochastic,
     require_static,
+    unless_bad,
     zeros_like,
 )
 from decentfn.topologies import Topology
@@ -95,7 +96,7 @@ def choco_sgd(
         x, (x_hat, s) = state.params, state.memory
         g, local = worker.gradient(x, state.local, batch, t)
         u, local = worker.update(g.grads, g, local, x)
-        x_half = add(x, u)
+        x_half = unless_bad(add(x, u), lambda: x_hat)
         q = post_compressed(elementwise(torch.sub, x_half, x_hat), compressor, neighbours, t)
         x_hat = add(x_hat, q.sent)
         s = add(s, mix_compressed(q))

@@ -30,6 +30,7 @@ from decentfn.kit import (
     algorithm,
     difference,
     elementwise,
+    repaired,
     require_doubly_stochastic,
     zeros_like,
 )
@@ -75,7 +76,8 @@ def d2(loss_fn: LossFn, optimizer: Any, topology: Topology, **options: Unpack[Op
         g, local = worker.gradient(x, state.local, batch, t)
         u, local = worker.update(g.grads, g, local, x)
         half = elementwise(lambda x, u, c: x.to(c.dtype) + u + c, x, u, c)
-        pull = difference(worker.post(half, t))  # (W - I)(x + u + c)
+        posted = worker.post(half, t)
+        pull, half = difference(posted), repaired(posted, half)  # (W - I)(x + u + c)
         x_next = elementwise(lambda half, d, x: (half + d).to(x.dtype), half, pull, x)
         return State(x_next, local, Memory(add(c, pull))), g.metrics
 

@@ -34,6 +34,7 @@ from decentfn.kit import (
     require_fractions,
     require_positive,
     require_whole,
+    unless_bad,
     where,
     zeros_like,
 )
@@ -98,7 +99,7 @@ def diloco(
         theta, (phi, b) = state.params, state.memory
         g, local = worker.gradient(theta, state.local, batch, t)
         u, local = worker.update(g.grads, g, local, theta)
-        theta = add(theta, u)
+        theta = unless_bad(add(theta, u), lambda: phi)
         mean = worker.mean(to_send(phi, theta, wire), t, when=due)
         delta = outer_gradient(phi, mean, wire)
         b_new = elementwise(lambda b, delta: beta * b + delta, b, delta)

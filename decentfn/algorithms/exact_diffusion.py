@@ -29,6 +29,7 @@ from decentfn.kit import (
     algorithm,
     difference,
     elementwise,
+    repaired,
     require_static_symmetric,
     zeros_like,
 )
@@ -72,7 +73,8 @@ def exact_diffusion(loss_fn: LossFn, optimizer: Any, topology: Topology, **optio
         g, local = worker.gradient(x, state.local, batch, t)
         u, local = worker.update(g.grads, g, local, x)
         phi = elementwise(lambda x, u, c: x.to(c.dtype) + u + c, x, u, c)
-        pull = difference(worker.post(phi, t), gamma=0.5)  # W̄ φ - φ
+        posted = worker.post(phi, t)
+        pull, phi = difference(posted, gamma=0.5), repaired(posted, phi)  # W̄ φ - φ
         x_next = elementwise(lambda phi, d, x: (phi + d).to(x.dtype), phi, pull, x)
         return State(x_next, local, Memory(add(c, pull))), g.metrics
 

@@ -29,6 +29,7 @@ from decentfn.kit import (
     algorithm,
     difference,
     elementwise,
+    repaired,
     require_static_symmetric,
     zeros_like,
 )
@@ -71,7 +72,7 @@ def extra(loss_fn: LossFn, optimizer: Any, topology: Topology, **options: Unpack
         posted = worker.post(x, t)
         g, local = worker.gradient(x, state.local, batch, t)
         u, local = worker.update(g.grads, g, local, x, posted=posted)
-        pull = difference(posted)  # W x - x
+        pull, x = difference(posted), repaired(posted, x)  # W x - x
         p_next = elementwise(lambda p, d: p - d / 2, p, pull)
         x_next = elementwise(lambda x, d, u, p: (x.to(d.dtype) + d + u - p).to(x.dtype), x, pull, u, p)
         return State(x_next, local, Memory(p_next)), g.metrics

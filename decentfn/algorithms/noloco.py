@@ -36,6 +36,7 @@ from decentfn.kit import (
     require_fractions,
     require_positive,
     require_whole,
+    unless_bad,
     where,
     zeros_like,
 )
@@ -106,7 +107,7 @@ def noloco(
         theta, (phi, b) = state.params, state.memory
         g, local = worker.gradient(theta, state.local, batch, t)
         u, local = worker.update(g.grads, g, local, theta)
-        theta = add(theta, u)
+        theta = unless_bad(add(theta, u), lambda: phi)
         mixed = worker.mix(elementwise(lambda theta, phi: beta * (theta - phi) + gamma * phi, theta, phi), k, when=due)
         b_new = elementwise(lambda b, mixed, phi: alpha * b + (mixed - gamma * phi), b, mixed, phi)
         phi_new = elementwise(torch.add, phi, b_new)

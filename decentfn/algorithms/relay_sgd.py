@@ -33,6 +33,7 @@ from decentfn.kit import (
     each,
     moved,
     once,
+    unless_bad,
     wide,
 )
 from decentfn.topologies import Topology
@@ -97,15 +98,20 @@ def relay_sgd(
         """To each neighbour: `own` and what the others relayed. Returns what they relay to us."""
         outgoing = each(lambda x, m: x.to(m.dtype) + (m.sum(0) - m), own, messages)
         sent = [gossip.narrow(message, worker.wire_dtype) for message in outgoing]
-        inboxes = [collectives.exchange(message, topology.peers, t, per_slot=True) for message in sent]
-        relayed = [collectives.wait(inbox).to(m.dtype) for inbox, m in zip(inboxes, messages, strict=True)]
-        return Buckets(relayed, own.plan)
+        relayed = gossip.arrived(gossip.exchange(sent, topology.peers, t), list(messages))
+        return Buckets([r.to(m.dtype) for r, m in zip(relayed, messages, strict=True)], own.plan)
+
+    def heard_last(messages: Buckets, first: Buckets, age: Tensor) -> Buckets:
+        """The mean of the others, as it was heard in the last step."""
+        missing = n - 1 - torch.where(age > 0, _count(counts, (age - 1).clamp(min=0)), 0)
+        total = each(lambda m, r: m.sum(0) + once(missing.to(m.dtype)) * r, messages, first)
+        return each(lambda total: total / max(1, n - 1), total)
 
     def models(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
         x, (messages, first, age) = state.params, state.memory
         g, local = worker.gradient(x, state.local, batch, t)
         u, local = worker.update(g.grads, g, local, x)
-        x_half = add(x, u)
+        x_half = unless_bad(add(x, u), lambda: heard_last(*state.memory))
         messages = send(x_half, messages, t)
         missing = n - 1 - _count(counts, age)
         total = each(lambda x, m, r: x + m.sum(0) + once(missing.to(m.dtype)) * r, x_half, messages, first)

@@ -97,7 +97,9 @@ def stochastic_gradient_push(
 
         g, local = worker.gradient(z, state.local, batch, t)
         u, local = worker.update(g.grads, g, local, z)
+        # Bad mass is no mass: what is left is weighed by what is left of w.
         x_and_w = pack(add(scale(z, w), u), w)
+        x_and_w = gossip.unless_bad(x_and_w, lambda: [torch.zeros_like(b) for b in x_and_w])
 
         if late is None:
             for k in range(rounds):

@@ -35,6 +35,7 @@ from decentfn.kit import (
     require_fractions,
     require_positive,
     require_whole,
+    unless_bad,
     where,
     zeros_like,
 )
@@ -130,7 +131,7 @@ def streaming_diloco(
             posted = launch(theta, phi, t, t)
         g, local = worker.gradient(theta, state.local, batch, t)
         u, local = worker.update(g.grads, g, local, theta)
-        theta = add(theta, u)
+        theta = unless_bad(add(theta, u), lambda: phi)
         if not delay:
             posted = launch(theta, phi, t, t + 1)
         delta = collect(posted, phi)

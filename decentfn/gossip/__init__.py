@@ -1,5 +1,7 @@
 """Meeting the neighbours: `post` starts what travels, `collect` waits for it and mixes. Plain, compressed, and push-sum's."""
 
+from decentfn.gossip.guarding import Noted, guarded, is_finite, is_guarded, noted, unless_bad
+from decentfn.gossip.per_slot import arrived, exchange
 from decentfn.gossip.plain import (
     Posted,
     Row,
@@ -11,19 +13,29 @@ from decentfn.gossip.plain import (
     narrow,
     neighbours_sum,
     post,
+    repaired,
     row,
 )
 
 __all__ = [
+    "Noted",
     "Posted",
     "Row",
+    "arrived",
     "collect",
     "difference",
+    "exchange",
+    "guarded",
+    "is_finite",
+    "is_guarded",
     "mean",
     "mix_context",
     "mixed",
     "narrow",
     "neighbours_sum",
+    "noted",
     "post",
+    "repaired",
     "row",
+    "unless_bad",
 ]

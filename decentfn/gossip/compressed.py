@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from decentfn import collectives
-from decentfn.buckets import BucketPlan, Buckets, wide
+from decentfn.buckets import BucketPlan, Buckets, cast_like, where, wide
 from decentfn.compressors import Compressor, Key
-from decentfn.gossip.plain import Posted, post
+from decentfn.gossip.guarding import is_finite, is_guarded
+from decentfn.gossip.plain import Posted, heard, post
 from decentfn.scalars import moved, once, rounded
 from decentfn.topologies import Topology, from_permutations
 
@@ -40,15 +41,27 @@ def post_compressed(x: Buckets, compressor: Compressor, topology: Topology, t: T
     pairs = [(b.to(plan.dtype), plan) for b, plan in zip(x, x.plan.buckets, strict=True)]
     # Stored, or what is sent and what is decoded here would be computed apart, and might be rounded apart.
     messages = tuple(once(compressor.compress(b, plan, Key(t, me, index))) for index, (b, plan) in enumerate(pairs))
-    posted = post(messages, topology, t)
+    good = None
+    if is_guarded():
+        # A message of zeros stands for zeros.
+        decoded = [_decoded(compressor, m, plan) for m, plan in zip(messages, x.plan.buckets, strict=True)]
+        good = is_finite([*(b for b, _ in pairs), *decoded])
+        messages = tuple(once(torch.where(good, m, torch.zeros_like(m))) for m in messages)
+    posted = post(messages, topology, t, good=good)
     sent = [_decoded(compressor, m, plan) for m, plan in zip(messages, x.plan.buckets, strict=True)]
     return Compressed(Buckets(sent, x.plan), posted, compressor)
+
+
+def repaired_compressed(posted: Compressed, x: Buckets, mixed: Buckets) -> Buckets:
+    """`x`, or where a guarded step finds this worker's own message bad, the neighbours' mix (from `mix_compressed`) in its place."""
+    flags = posted.messages.flags
+    return x if flags is None else where(flags.own, x, cast_like(mixed, x))
 
 
 def mix_compressed(posted: Compressed) -> Buckets:
     """Wait for what was posted and mix it: `W C(x)`, in float32 or wider."""
     mixed, inboxes = [], posted.messages.inboxes
-    weights = once(posted.messages.row.weights)
+    weights = once(heard(posted.messages).row.weights)
     for index, (own, plan) in enumerate(zip(posted.sent, posted.sent.plan.buckets, strict=True)):
         dtype = own.dtype
         total = weights[0].to(dtype) * own

@@ -20,6 +20,7 @@ from decentfn import collectives, draws
 from decentfn.buckets import BucketPlan, Buckets, wide
 from decentfn.compressors.shaped import matrix_shape, orthonormal
 from decentfn.compressors.wire import leaves
+from decentfn.gossip.per_slot import Exchange, arrived, exchange
 from decentfn.gossip.plain import row
 from decentfn.scalars import moved
 from decentfn.topologies import Topology
@@ -84,8 +85,7 @@ class _Posted(NamedTuple):
     """One bucket's round on its way."""
 
     p: list[Tensor]  # per leaf that is a matrix [K, L, r], orthonormal, zero below the side it stands for
-    own: Tensor  # [K, B], this worker's messages
-    inbox: Tensor  # [K, B], its neighbours'
+    messages: Exchange  # [K, B]
     even: Tensor  # 0-d bool: the round of X, not of its transpose
     last: bool  # the round in which the leaves of one dimension travel, too
 
@@ -119,7 +119,7 @@ def _post(
         elif last:
             message.append(leaf.expand(p.shape[0], -1))
     own = torch.cat(message, 1) if message else x.new_empty(p.shape[0], 0)
-    return _Posted(orthonormals, own, collectives.exchange(own, edges.peers, t, per_slot=True), even, last)
+    return _Posted(orthonormals, exchange([own], edges.peers, t), even, last)
 
 
 def _collect(
@@ -127,7 +127,10 @@ def _collect(
 ) -> tuple[Tensor, Tensor]:
     """The bucket after the round, and q `[K, V]`."""
     dtype = wide(x.dtype)
-    difference = posted.own.to(dtype) - collectives.wait(posted.inbox).to(dtype)
+    own, flags = posted.messages.own[0], posted.messages.flags
+    difference = own.to(dtype) - arrived(posted.messages, [own])[0].to(dtype)
+    if flags is not None:
+        difference = torch.where(flags.own, difference, torch.zeros_like(difference))
     weights = weights.to(dtype)
     changed, turned, start = [], [], 0
     p = iter(posted.p)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from decentfn import collectives
 from decentfn.buckets import Part, Plan, defer, evaluated, wide
+from decentfn.gossip import guarding
 from decentfn.scalars import moved, once, rounded
 from decentfn.topologies import Round, Topology
 from decentfn.transforms.mix_aware import MixContext
@@ -34,6 +35,8 @@ class Posted(NamedTuple):
     means: tuple[Tensor, ...]  # for each [D]; empty when the schedule has no groups
     round: Round
     row: Row
+    flags: guarding.Flags | None = None  # in a guarded step, which of the messages are good
+    scale: Tensor | None = None  # once the flags are in, of the means
 
 
 def post(
@@ -44,6 +47,7 @@ def post(
     wire_dtype: torch.dtype | None = None,
     when: Tensor | None = None,
     own: Sequence[Tensor] | None = None,
+    good: Tensor | None = None,
 ) -> Posted:
     """Start to send `x` to the neighbours that `topology` names for step `t`.
 
@@ -54,6 +58,7 @@ def post(
         wire_dtype: floating vectors wider than this dtype travel rounded to it (half the bytes for bfloat16).
         when: 0-d bool on the CPU, the same on all workers; where it is False nothing travels and `W` is the identity.
         own: the own share, where it is mixed in a wider dtype than `x`.
+        good: 0-d bool, whether the message is good, where that cannot be seen from `x`; only a guarded step asks.
     """
     sent = [narrow(tensor, wire_dtype) for tensor in x]
     this = topology.round(t)
@@ -63,9 +68,13 @@ def post(
     if when is not None or topology.draw is not None:
         peers = torch.stack([this.sources, this.destinations])[None]
         groups = None if this.groups is None else this.groups[None]
+    own = x if own is None else own
+    if guarding.is_guarded():
+        own, sent, good = guarding.screened(own, sent, good, whole=groups is not None)
     inboxes = tuple(collectives.exchange(tensor, peers, t) for tensor in sent) if topology.degree else ()
     means = () if groups is None else tuple(collectives.group_mean(tensor, groups, t) for tensor in sent)
-    return Posted(x if own is None else own, sent, inboxes, means, this, row(this, x[0]))
+    flags = None if good is None else guarding.post_flags(good, peers if topology.degree else None, groups, t)
+    return Posted(own, sent, inboxes, means, this, row(this, x[0]), flags)
 
 
 def row(this: Round, token: Tensor) -> Row:
@@ -94,6 +103,7 @@ def collect(posted: Posted, gamma: float | Tensor = 1.0) -> list[Tensor]:
 
 def mixed(posted: Posted, gamma: float | Tensor = 1.0) -> list[Part]:
     """`collect`, the arithmetic perhaps put off."""
+    posted = heard(posted)
     return [_mixed(posted, index, gamma) for index in range(len(posted.own))]
 
 
@@ -107,7 +117,31 @@ def difference(posted: Posted, gamma: float | Tensor = 1.0) -> list[Part]:
         posted: from `post`.
         gamma: γ in [0, 1], a number or a 0-d tensor.
     """
+    posted = heard(posted)
     return [_moved(posted, index, gamma) for index in range(len(posted.own))]
+
+
+def repaired(posted: Posted, x: Sequence[Tensor]) -> list[Tensor]:
+    """`x`, or where a guarded step finds this worker's own message bad, the neighbours' mix in its place.
+
+    For what is computed beside the mix, as with `difference`, which is 0 for such a worker.
+
+    Args:
+        posted: from `post`.
+        x: in the shapes of what was posted.
+    """
+    if posted.flags is None:
+        return list(x)
+    good, mixed = posted.flags.own, collect(posted)
+    return [torch.where(good, a, m.to(a.dtype)) for a, m in zip(x, mixed, strict=True)]
+
+
+def heard(posted: Posted) -> Posted:
+    """In a guarded step wait for the flags, and give the weights of bad messages to others."""
+    if posted.flags is None:
+        return posted
+    found = guarding.hear(posted.flags, posted.round, *posted.row)
+    return posted._replace(row=Row(found.weights, found.mean_weight), scale=found.scale)
 
 
 def neighbours_sum(posted: Posted, dtypes: Sequence[torch.dtype]) -> list[Tensor]:
@@ -119,7 +153,7 @@ def neighbours_sum(posted: Posted, dtypes: Sequence[torch.dtype]) -> list[Tensor
         posted: from `post`.
         dtypes: of the sums, at least as wide as what travelled.
     """
-    sums = []
+    posted, sums = heard(posted), []
     for index, dtype in enumerate(dtypes):
         zeros = torch.zeros_like(posted.sent[index], dtype=wide(dtype))
         arrived = zip(*_arrived(posted, index, 1.0, wide(dtype)), strict=True)
@@ -134,7 +168,7 @@ def mix_context(posted: Posted, plan: Plan) -> MixContext:
         posted: from `post`.
         plan: what lies in the tensors that were posted.
     """
-    token = posted.own[0]
+    posted, token = heard(posted), posted.own[0]
     me = collectives.worker_index(token).view(1)
     members = None
     if posted.round.groups is not None:
@@ -144,7 +178,7 @@ def mix_context(posted: Posted, plan: Plan) -> MixContext:
         tuple(collectives.wait(inbox) for inbox in posted.inboxes),
         moved(posted.round.sources, token.device).index_select(0, me)[0],
         posted.row.weights,
-        tuple(collectives.wait(mean) for mean in posted.means),
+        tuple(_mean(posted, index) for index in range(len(posted.means))),
         members,
         posted.row.mean_weight,
         plan,
@@ -192,6 +226,7 @@ def _arrived(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Wait for one tensor's inbox: the weights, in this dtype, and the messages; the last may be the group's mean."""
     weights, messages = [], []
+    gamma = _own_gamma(posted, gamma)
     if posted.inboxes:
         inbox = collectives.wait(posted.inboxes[index])
         its_weights = once((posted.row.weights * gamma).to(dtype))
@@ -199,13 +234,31 @@ def _arrived(
         messages += [inbox[slot] for slot in range(inbox.shape[0])]
     if posted.means and posted.row.mean_weight is not None:
         weights.append(once((posted.row.mean_weight * gamma).to(dtype)))
-        messages.append(collectives.wait(posted.means[index]))
+        messages.append(_mean(posted, index))
     return weights, messages
+
+
+def _mean(posted: Posted, index: int) -> Tensor:
+    """A group's mean; in a guarded step that of its good members."""
+    mean = collectives.wait(posted.means[index])
+    if posted.scale is None:
+        return mean
+    dtype = wide(mean.dtype)
+    return (mean.to(dtype) * posted.scale.to(dtype)).to(mean.dtype)
+
+
+def _own_gamma(posted: Posted, gamma: float | Tensor) -> float | Tensor:
+    """A worker whose own message is bad takes all of the mix."""
+    if posted.flags is None:
+        return gamma
+    one = torch.ones_like(posted.row.weights[0])
+    return torch.where(posted.flags.own, one * gamma, one)
 
 
 def _mixed(posted: Posted, index: int, gamma: float | Tensor) -> Part:
     own, sent = posted.own[index], posted.sent[index]
     dtype = wide(own.dtype)  # sixteen-bit values are mixed in float32; weights are exact to 1e-12
+    good, gamma = None if posted.flags is None else posted.flags.own, _own_gamma(posted, gamma)
     kept = once((posted.row.weights[0] * gamma + (1.0 - gamma)).to(dtype))
     weights, messages = _arrived(posted, index, gamma, dtype)
 
@@ -217,7 +270,8 @@ def _mixed(posted: Posted, index: int, gamma: float | Tensor) -> Part:
         return (kept * own.to(dtype) + others(messages)).to(own.dtype)
 
     def rounded(own: Tensor, sent: Tensor, *messages: Tensor) -> Tensor:
-        return (own.to(dtype) + (others(messages) - (1.0 - kept) * sent.to(dtype))).to(own.dtype)
+        mixed = (own.to(dtype) + (others(messages) - (1.0 - kept) * sent.to(dtype))).to(own.dtype)
+        return mixed if good is None else torch.where(good, mixed, plain(own, *messages))
 
     return defer(plain, own, *messages) if sent is own else defer(rounded, own, sent, *messages)
 
@@ -225,10 +279,12 @@ def _mixed(posted: Posted, index: int, gamma: float | Tensor) -> Part:
 def _moved(posted: Posted, index: int, gamma: float | Tensor) -> Part:
     dtype = wide(posted.own[index].dtype)
     weights, messages = _arrived(posted, index, gamma, dtype)
+    good = None if posted.flags is None else posted.flags.own
 
     def moved(sent: Tensor, *messages: Tensor) -> Tensor:
         sent = sent.to(dtype)
         terms = [weight * (x.to(dtype) - sent) for weight, x in zip(weights, messages, strict=True)]
-        return sum(terms, torch.zeros_like(sent))
+        total = sum(terms, torch.zeros_like(sent))
+        return total if good is None else torch.where(good, total, torch.zeros_like(total))
 
     return defer(moved, posted.sent[index], *messages)

@@ -33,7 +33,7 @@ from decentfn.buckets import (
 )
 from decentfn.gradient import LossFn
 from decentfn.kit.agreement import algorithm
-from decentfn.kit.exchange import Posted, collect, difference
+from decentfn.kit.exchange import Posted, collect, difference, repaired, unless_bad
 from decentfn.kit.gradient import Gradient
 from decentfn.kit.hyperparameters import (
     at,
@@ -82,6 +82,7 @@ __all__ = [
     "moved",
     "once",
     "reciprocal",
+    "repaired",
     "require_compressor",
     "require_contraction",
     "require_doubly_stochastic",
@@ -92,6 +93,7 @@ __all__ = [
     "require_static_symmetric",
     "require_whole",
     "scale",
+    "unless_bad",
     "where",
     "wide",
     "widen",

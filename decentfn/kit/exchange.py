@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -50,6 +51,26 @@ def collect(posted: Posted, gamma: float | Tensor = 1.0) -> Buckets:
         gamma: γ in [0, 1], a number or a 0-d tensor.
     """
     return Buckets(gossip.mixed(posted.messages, gamma), posted.plan)
+
+
+def repaired(posted: Posted, x: Buckets) -> Buckets:
+    """`x`, or where a guarded step finds that what this worker posted is bad, the neighbours' mix in its place.
+
+    For what is added to a `difference`, which is 0 for such a worker. Without `df.guard` it is `x`.
+
+    Args:
+        posted: from `Worker.post`.
+        x: buckets of the same plan.
+    """
+    return Buckets(gossip.repaired(posted.messages, list(x)), x.plan)
+
+
+def unless_bad(x: Buckets, other: Callable[[], Buckets]) -> Buckets:
+    """`x`, or `other()` in its place where a guarded step finds something in `x` that is infinite or NaN.
+
+    For what a method falls back to that sends no parameters. Without `df.guard` it is `x`, and `other` is not called.
+    """
+    return Buckets(gossip.unless_bad(list(x), lambda: list(other())), x.plan)
 
 
 def difference(posted: Posted, gamma: float | Tensor = 1.0) -> Buckets:

@@ -35,7 +35,7 @@ _log = logging.getLogger("decentfn")
 
 
 def marked(function: Callable[..., Any], **marks: Any) -> Callable[..., Any]:
-    """The function with attributes: `check(state, batch, t)` of a step, which raises what the step would, `made_by`."""
+    """The function with attributes: `check(state, batch, t)` of a step, which raises what the step would, `watch`, `made_by`."""
     function.__dict__.update(marks)
     return function
 
@@ -46,6 +46,13 @@ def check(step: Callable[..., Any], state: Any, batch: PyTree, t: Any) -> None:
     look = getattr(step, "check", None)
     if look is not None:
         look(state, batch, t)
+
+
+def watch(step: Callable[..., Any], state: Any, t: Tensor) -> None:
+    """Show the state after a step to the step's own `watch(state, t)`, which may raise."""
+    look = None if torch.compiler.is_compiling() else getattr(step, "watch", None)
+    if look is not None:
+        look(state, t)
 
 
 def checked(

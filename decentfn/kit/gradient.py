@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from decentfn import trees
+from decentfn import gossip, trees
 from decentfn.buckets import Buckets, add, elementwise, global_norm, where
 from decentfn.kit.state import Metrics
 from decentfn.trees import PyTree
@@ -52,3 +53,49 @@ class Gradient(NamedTuple):
 def where_good(condition: Tensor | None, new: PyTree, old: PyTree) -> PyTree:
     """`new` where the condition (0-d bool) holds or is None, else `old`, leaf by leaf."""
     return new if condition is None else trees.map(lambda a, b: torch.where(condition, a, b), new, old)
+
+
+def good_update(u: Buckets, opt: PyTree, old: PyTree, first: PyTree, noted: gossip.Noted) -> tuple[Buckets, PyTree]:
+    """An optimizer's update and new state without what is infinite or NaN in them, element by element.
+
+    Where the update or any of an element's moments is bad, it is not updated and its moments stay as they were; they start
+    anew, all of them, where they were bad before.
+
+    Args:
+        u: the update.
+        opt: the new state.
+        old: the state before.
+        first: the state at a start.
+        noted: is told whether anything was bad.
+    """
+    shapes = [b.shape for b in u]
+
+    def moments(state: PyTree) -> list[Buckets]:
+        found: list[Buckets] = []
+        trees.map_nodes(Buckets, lambda node: found.append(node) or node, state)
+        return [node for node in found if [b.shape for b in node] == shapes]
+
+    good, was_good = _all_finite(u, *moments(opt)), _all_finite(*moments(old), like=u)
+    noted.skipped.append(~gossip.is_finite(list(u)))
+
+    def settle(node: Buckets, new: Buckets, old: Buckets, first: Buckets) -> Buckets:
+        return where(good, new, where(was_good, old, first)) if [b.shape for b in new] == shapes else node
+
+    others = trees.map(finite_or, opt, old, first)
+    opt = trees.map_nodes(Buckets, settle, others, opt, old, first)
+    return where(good, u, elementwise(torch.zeros_like, u)), opt
+
+
+def finite_or(new: Tensor, old: Tensor, first: Tensor) -> Tensor:
+    """`new`, where it is infinite or NaN `old`, and where that is, too, `first`; what is no floating-point number stays."""
+    if not new.is_floating_point():
+        return new
+    return torch.where(torch.isfinite(new), new, torch.where(torch.isfinite(old), old, first))
+
+
+def _all_finite(*several: Buckets, like: Buckets | None = None) -> Buckets:
+    """For each element whether it is finite in all of these."""
+    if not several:
+        assert like is not None
+        return elementwise(lambda b: torch.ones_like(b, dtype=torch.bool), like)
+    return elementwise(lambda *tensors: functools.reduce(torch.logical_and, map(torch.isfinite, tensors)), *several)

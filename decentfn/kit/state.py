@@ -17,12 +17,21 @@ Step = Callable[[Any, PyTree, "int | Tensor"], tuple[Any, Any]]
 """`(state, batch, t) -> (state, metrics)`, pure."""
 
 
+class Guarded(NamedTuple):
+    """How many steps of this worker `df.guard` had to do with; 0-d int64 each."""
+
+    skipped: Tensor  # whose gradient or update was bad, so that it made none, or not all of it
+    replaced: Tensor  # in which what it would have sent was bad, and did not travel
+    in_a_row: Tensor  # the last ones, either way, without a good one between them
+
+
 class Local(NamedTuple):
     """What a worker keeps for itself beside its parameters, in every algorithm alike."""
 
     opt: PyTree  # the optimizer's state
     buffers: PyTree = None
     scale: LossScale | None = None  # None: the loss is not scaled
+    guard: Guarded | None = None  # None: nobody guards against bad values
 
 
 class State(NamedTuple):
@@ -48,6 +57,8 @@ class Metrics(NamedTuple):
     aux: PyTree  # what the loss returned beside it, or None
     grad_norm: Tensor
     """0-d, l2 norm of this worker's gradient over all parameters, before clipping; inf where a scaled loss's is bad."""
+    guard: Guarded | None = None
+    """What `df.guard` has counted so far; None without it."""
 
 
 class _Pair(NamedTuple):

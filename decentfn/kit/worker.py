@@ -11,9 +11,9 @@ from typing_extensions import Unpack
 
 from decentfn import gossip, trees
 from decentfn.buckets import Buckets, Plan, add, all_finite, elementwise
-from decentfn.gradient import DynamicLossScale, LossFn, evaluate
+from decentfn.gradient import DynamicLossScale, Evaluation, LossFn, evaluate
 from decentfn.kit.exchange import Posted, as_parameters, collect, post
-from decentfn.kit.gradient import Gradient, where_good
+from decentfn.kit.gradient import Gradient, good_update, where_good
 from decentfn.kit.options import DEFAULTS, Options, require_arguments
 from decentfn.kit.start import lay_out
 from decentfn.kit.state import Algorithm, Local, Metrics, State
@@ -95,14 +95,28 @@ class Worker:
         scaling, scale = self.scaling, local.scale
         if scaling is None or scale is None:
             e = evaluate(self.loss_fn, x, local.buffers, batch, t)
+            if (noted := gossip.noted()) is not None:
+                return self._guarded(e, local, noted, together)
             return Gradient(e.grads, e.loss, e.aux, None, e.used, e.moves), local._replace(buffers=e.buffers)
         e = evaluate(self.loss_fn, x, local.buffers, batch, t, scale.scale)
         own = all_finite(e.grads)
+        if (noted := gossip.noted()) is not None:
+            noted.skipped.append(~own)
         common = self.everywhere(own, t) if together or scaling.agree else own
         good, next_scale = common if together else own, scaling.advance(scale, common)
         grads = where_good(own, e.grads, elementwise(torch.zeros_like, e.grads))
         buffers = where_good(own, e.buffers, local.buffers)
         return Gradient(grads, e.loss, e.aux, good, e.used, e.moves), local._replace(buffers=buffers, scale=next_scale)
+
+    def _guarded(self, e: Evaluation, local: Local, noted: gossip.Noted, together: bool) -> tuple[Gradient, Local]:
+        """An evaluation that is good or bad. Where gradients are averaged a bad one is left out, and good is what is left."""
+        good = all_finite(e.grads)
+        noted.skipped.append(~good)
+        local = local._replace(buffers=where_good(good, e.buffers, local.buffers))
+        if together:
+            return Gradient(e.grads, e.loss, e.aux, None, e.used, e.moves), local
+        grads = where_good(good, e.grads, elementwise(torch.zeros_like, e.grads))
+        return Gradient(grads, e.loss, e.aux, good, e.used, e.moves), local
 
     def update(
         self, direction: Buckets, g: Gradient, local: Local, x: Buckets, *, posted: Posted | None = None
@@ -119,6 +133,8 @@ class Worker:
         mix = () if posted is None or not wants_mix(self.optimizer) else (gossip.mix_context(*posted),)
         seen = x if g.moves is None else add(x, g.moves)
         u, opt = self.optimizer.update(direction, local.opt, seen, *mix)
+        if (noted := gossip.noted()) is not None:
+            u, opt = good_update(u, opt, local.opt, self.optimizer.init(seen), noted)
         u, opt = g.move(u, opt, local.opt)
         return u, local._replace(opt=opt)
 

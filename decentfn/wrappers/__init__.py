@@ -1,6 +1,7 @@
 """What works around any algorithm."""
 
 from decentfn.wrappers.averaged_buffers import average_buffers
+from decentfn.wrappers.guarding import guard
 from decentfn.wrappers.moving_average import ema, ema_params, ema_state
 
-__all__ = ["average_buffers", "ema", "ema_params", "ema_state"]
+__all__ = ["average_buffers", "ema", "ema_params", "ema_state", "guard"]

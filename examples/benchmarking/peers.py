@@ -44,7 +44,7 @@ def build(spec: str, workload: Workload, rank: int, size: int) -> Peer:
     """The peer that `spec` names.
 
     decentfn:algorithm=adapt_while_communicate,topology=one-peer-exp,mode=compiled|donated|eager,gradient=traced|autograd|regions,
-        wire=bfloat16,…hyperparameters    (donated: eager, over its state; regions: by autograd, of a module that is compiled by itself)
+        guard=False,wire=bfloat16,…hyperparameters    (donated: eager, over its state; regions: by autograd, of a module that is compiled by itself)
     ddp:mode=…,bucket_mb=25,view=False,hook=bf16    decent-dp:topology=one-peer-exp,mode=…,bucket_mb=25
     fsdp2    periodic:every=8,mode=…    alone:mode=eager (fused AdamW)    floor:kind=overlap,wire=bfloat16
     """
@@ -82,6 +82,7 @@ def _decentfn(
     topology: str = "one-peer-exp",
     mode: str = "compiled",
     gradient: str = "traced",
+    guard: bool = False,
     wire: str | None = None,
     **hyperparameters: Any,
 ) -> Peer:
@@ -97,7 +98,8 @@ def _decentfn(
         hyperparameters["wire_dtype"] = getattr(torch, wire)
     schedule = df.topology(topology, num_workers=size)
     optimizer = df.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY)
-    init, step = getattr(df, algorithm)(loss_fn, optimizer, schedule, **hyperparameters)
+    built = getattr(df, algorithm)(loss_fn, optimizer, schedule, **hyperparameters)
+    init, step = df.guard(built) if guard else built
     step = {"compiled": df.compile, "donated": df.donate, "eager": lambda step: step}[mode](step)
     held, batches = [init(params, buffers)], workload.batches(rank)
     params.clear()

@@ -1,0 +1,146 @@
+"""What a guarded step does where values are infinite or NaN: they do not travel, and nobody is pulled by what stands for them.
+
+Within `guarded()` every message is judged before it leaves. What is not finite in it travels as 0, and a flag for the whole
+message beside it; with v_j = 1 where j's message is good, i's row of W becomes
+
+    v_i = 1:  W[i,j] v_j  for the neighbours,  W[i,i] + Σ_j W[i,j] (1 - v_j)  for itself
+    v_i = 0:  W[i,j] v_j / Σ_j W[i,j] v_j      for the neighbours,  0  for itself
+
+and a mean over a group is that of its good members. Where W is symmetric, the good workers' part of it stays doubly stochastic.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from decentfn import collectives
+from decentfn.scalars import moved, once
+from decentfn.topologies import Round
+
+
+class Noted(NamedTuple):
+    """What a step has met: 0-d bools, one for each place where it looked."""
+
+    skipped: list[Tensor]  # a gradient or an update was bad
+    replaced: list[Tensor]  # what this worker would have sent was bad
+
+
+class _Here(threading.local):
+    noted: Noted | None = None  # of the class, so that compiled code finds it in every thread
+
+
+_here = _Here()
+"""`.noted`: of the guarded step that this thread is in, or None."""
+
+
+@contextmanager
+def guarded() -> Iterator[Noted]:
+    """Within, messages and gradients are judged, and what was bad is noted."""
+    outer, _here.noted = _here.noted, Noted([], [])
+    try:
+        yield _here.noted
+    finally:
+        _here.noted = outer
+
+
+def noted() -> Noted | None:
+    """Of the guarded step that runs, or None outside of one."""
+    return _here.noted
+
+
+def is_guarded() -> bool:
+    """Whether the step that runs is guarded."""
+    return _here.noted is not None
+
+
+class Flags(NamedTuple):
+    """Which messages of a post are good."""
+
+    own: Tensor  # 0-d bool, this worker's
+    inbox: Tensor | None  # [K, 1] float32 in flight, 1 for each good message
+    mean: Tensor | None  # [1] float32 in flight, which part of the group's are good
+
+
+class Heard(NamedTuple):
+    """This worker's row of the mixing matrix once the flags are in."""
+
+    weights: Tensor  # [K+1] float64, own weight first; NaN where a bad worker hears nothing good
+    mean_weight: Tensor | None  # 0-d float64
+    scale: Tensor | None  # 0-d float64, from the sum over the good members / r to their mean
+
+
+def is_finite(x: Sequence[Tensor]) -> Tensor:
+    """Whether nothing in the tensors is infinite or NaN, 0-d bool."""
+    # Counted in floating point, as a norm is: Inductor does both in the loop that writes the values.
+    bad = [torch.where(torch.isfinite(b), 0.0, 1.0).sum() for b in x]
+    return once(torch.stack(bad).sum() == 0)
+
+
+def screened(
+    own: Sequence[Tensor], sent: Sequence[Tensor], good: Tensor | None = None, *, whole: bool = False
+) -> tuple[Sequence[Tensor], Sequence[Tensor], Tensor]:
+    """Of a message as it is here and as it travels: both finite, and whether they were (0-d bool; `good` where it is known).
+
+    With `whole` a message of which anything is bad is 0, so that it adds nothing to a sum.
+    """
+    known = good is not None
+    good = is_finite(sent) if good is None else good
+    seen = noted()
+    assert seen is not None
+    seen.replaced.append(~good)
+    if known:
+        return own, sent, good
+    clean = [torch.where(good, s, torch.zeros_like(s)) if whole else finite_or_zero(s) for s in sent]
+    pairs = zip(own, sent, clean, strict=True)
+    return [c if o is s else finite_or_zero(o) for o, s, c in pairs], clean, good
+
+
+def finite_or_zero(x: Tensor) -> Tensor:
+    """`x` with 0 for what is infinite or NaN."""
+    return torch.where(torch.isfinite(x), x, torch.zeros_like(x))
+
+
+def post_flags(good: Tensor, peers: Tensor | None, groups: Tensor | None, t: Tensor) -> Flags:
+    """Start to tell the neighbours of step `t` whether this worker's message is good."""
+    flag = good.to(torch.float32).view(1)
+    inbox = None if peers is None else collectives.exchange(flag, peers, t)
+    return Flags(good, inbox, None if groups is None else collectives.group_mean(flag, groups, t))
+
+
+def hear(flags: Flags, this: Round, weights: Tensor, mean_weight: Tensor | None) -> Heard:
+    """Wait for the flags: what becomes of this worker's row of the round `this`."""
+    good, others = flags.own, weights[1:]
+    if flags.inbox is not None:
+        others = others * collectives.wait(flags.inbox)[:, 0].to(weights.dtype)
+    share = others.sum()
+    scale = None
+    if flags.mean is not None and mean_weight is not None and this.groups is not None:
+        groups = moved(this.groups, weights.device)
+        me = collectives.worker_index(weights).view(1)
+        size = (groups == groups.index_select(0, me)).sum()
+        count = torch.round(collectives.wait(flags.mean)[0] * size).to(weights.dtype)
+        scale = once(size / count.clamp(min=1))
+        mean_weight = torch.where(count > 0, mean_weight, torch.zeros_like(mean_weight))
+        share = share + mean_weight
+    kept = (weights[0] + (weights[1:] - others).sum())[None]
+    alone = torch.where(share > 0, 0.0, float("nan")).to(kept.dtype)[None]
+    row = torch.where(good, torch.cat([kept, others]), torch.cat([alone, others / share]))
+    if mean_weight is not None:
+        mean_weight = torch.where(good, mean_weight, mean_weight / share)
+    return Heard(once(row), mean_weight, scale)
+
+
+def unless_bad(x: Sequence[Tensor], other: Callable[[], Sequence[Tensor]]) -> list[Tensor]:
+    """`x`, or `other()` in its place where a guarded step finds something in `x` that is infinite or NaN."""
+    seen = noted()
+    if seen is None:
+        return list(x)
+    good = is_finite(x)
+    seen.replaced.append(~good)
+    return [torch.where(good, a, b.to(a.dtype)) for a, b in zip(x, other(), strict=True)]

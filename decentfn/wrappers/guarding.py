@@ -1,0 +1,140 @@
+"""A guard against values that are infinite or NaN, around any algorithm."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from decentfn import collectives, gossip, trees
+from decentfn.buckets import Buckets
+from decentfn.errors import NonFinite
+from decentfn.fingerprint import agree, describe
+from decentfn.kit.expected import check, kind_of, marked, watch
+from decentfn.kit.gradient import finite_or
+from decentfn.kit.state import Algorithm, Guarded, Metrics, State, require_algorithm
+from decentfn.scalars import as_step
+from decentfn.torch_private import functorch
+from decentfn.trees import PyTree
+from decentfn.words import brief
+
+
+def guard(algorithm: Algorithm, limit: int = 20) -> Algorithm:
+    """The algorithm, in which no worker sends anything that is infinite or NaN, and one that has it is helped by its neighbours.
+
+    * A bad gradient is no update for that worker in that step; it mixes as always. A bad update (of an overflow, or of bad
+      moments) is none for those elements, whose moments stay, or start anew where they were bad before.
+    * What a worker would send is looked at before it leaves. If anything in it is bad, nothing of it counts: a flag says so to
+      the neighbours, each of whom keeps for itself the weight that it had for it, and the worker takes the mix of its neighbours
+      in the place of its own. A mean over a group is that of its good members.
+    * An element of what the algorithm remembers that would become bad stays as it was.
+
+    `metrics.guard` counts the steps of each worker with a bad gradient or update (`skipped`), with bad messages (`replaced`),
+    and how many either way came last `in_a_row`. With nothing bad the state is what it is without the guard.
+    Sent beside: one number per message and neighbour. What it costs, and what it cannot mend, says docs/bad_values.md.
+
+    Args:
+        algorithm: from any function of `decentfn.algorithms`, perhaps within other wrappers.
+        limit: after so many bad steps in a row of one worker `df.errors.NonFinite` is raised, >= 1. On a GPU this is looked at in
+            every `limit`-th step, so that no other waits for the GPU.
+
+    Raises:
+        ValueError: no algorithm, or one that is guarded already; `limit` no integer >= 1.
+    """
+    require_algorithm("guard", algorithm)
+    if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
+        raise ValueError(f"guard(limit={brief(limit)}): a number of steps in a row, >= 1.")
+    if hasattr(algorithm.step, "watch"):
+        raise ValueError("guard(guard(algorithm)): the algorithm is guarded already; guard it once.")
+    init, step = algorithm
+
+    def start(params: PyTree, buffers: PyTree = None) -> State:
+        agree([describe("guard limit", limit)])
+        state = init(params, buffers)
+        zeros = [torch.zeros((), dtype=torch.int64, device=state.params[0].device) for _ in range(3)]
+        return _with(state, Guarded(*zeros))
+
+    def look(state: Any, batch: PyTree, t: Any) -> None:
+        if not _is_guarded(state):
+            raise ValueError(
+                f"step(state, batch, t): the state is a {kind_of(state)} that is not guarded, and this step takes one that is; call "
+                "the init that df.guard(...) returned beside it."
+            )
+        check(step, _with(state, None), batch, t)
+
+    @wraps(step)
+    def guarded(state: State, batch: PyTree, t: int | Tensor) -> tuple[State, Metrics]:
+        if not _is_guarded(state):
+            look(state, batch, t)
+        t = as_step(t)
+        counts, old = state.local.guard, _with(state, None)
+        assert counts is not None
+        with gossip.guarded() as noted:
+            new, metrics = step(old, batch, t)
+        counts = _counted(counts, noted)
+        new = _with(_finite(new, old), counts)
+        watch(guarded, new, t)
+        return new, metrics._replace(guard=trees.map(torch.clone, counts))
+
+    def stop(state: State, t: Tensor) -> None:
+        in_a_row = state.local.guard.in_a_row.view(-1)  # pyright: ignore[reportOptionalMemberAccess]
+        if functorch.has_no_value(in_a_row) or (in_a_row.is_cuda and int(t) % limit):
+            return
+        if int(in_a_row.max()) >= limit:
+            raise _error(state, int(t), limit)
+
+    return Algorithm(
+        start, marked(guarded, check=look, watch=stop), loss_fn=algorithm.loss_fn, topology=algorithm.topology
+    )
+
+
+def _is_guarded(state: Any) -> bool:
+    return getattr(getattr(state, "local", None), "guard", None) is not None
+
+
+def _with(state: State, counts: Guarded | None) -> State:
+    return state._replace(local=state.local._replace(guard=counts))
+
+
+def _counted(counts: Guarded, noted: gossip.Noted) -> Guarded:
+    skipped, replaced = _any(noted.skipped, counts.skipped), _any(noted.replaced, counts.skipped)
+    bad = skipped | replaced
+    streak = torch.where(bad, counts.in_a_row + 1, torch.zeros_like(counts.in_a_row))
+    return Guarded(counts.skipped + skipped, counts.replaced + replaced, streak)
+
+
+def _any(claims: Sequence[Tensor], like: Tensor) -> Tensor:
+    return torch.stack(list(claims)).any() if claims else torch.zeros_like(like, dtype=torch.bool)
+
+
+def _finite(new: State, old: State) -> State:
+    """The new state; an element that would be infinite or NaN stays as it was, and where it was so before, memory starts anew."""
+    memory = new.memory
+    first = memory.restart(new.params) if hasattr(memory, "restart") else memory
+
+    def stays(new: PyTree, old: PyTree) -> PyTree:
+        return trees.map(lambda n, o: finite_or(n, o, o), new, old)
+
+    return State(
+        Buckets(stays(list(new.params), list(old.params)), new.params.plan),
+        new.local._replace(buffers=stays(new.local.buffers, old.local.buffers)),
+        trees.map(finite_or, memory, old.memory, first),
+    )
+
+
+def _error(state: State, t: int, limit: int) -> NonFinite:
+    assert state.local.guard is not None
+    skipped, replaced, in_a_row = (count.view(-1) for count in state.local.guard)
+    row, here = int(in_a_row.argmax()), collectives.world()
+    worker = here.workers(len(in_a_row))[row]
+    return NonFinite(
+        f"step(state, batch, t): worker {worker} has had infinite values or NaN in {int(in_a_row[row])} steps in a row, the last at "
+        f"t={t} (df.guard(limit={limit})): in all {int(skipped[row])} steps with a bad gradient or update, {int(replaced[row])} with "
+        "bad messages. Look at its data and the learning rate; parameters that no neighbour can mend are set by df.with_params.",
+        worker=worker,
+        process=here.rank,
+        step=t,
+    )

@@ -1,0 +1,180 @@
+"""The guard against values that are infinite or NaN: nothing of them is sent, and nobody is pulled by what stands in their place."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import decentfn as df
+from decentfn import trees
+from decentfn.testing import problem
+from decentfn.testing.ranks import on_kept_ranks
+from tests import bad_values, contract
+from tests.bad_values import NAN_PARAMETER, STEPS, N
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize("row", contract.ROWS)
+def test_a_bad_value_stays_with_its_worker_and_the_page_says_what_becomes_of_it(row):
+    history, metrics = bad_values.run(row)
+    healthy = torch.tensor([True, False, True, True])
+    assert all(bad_values.finite(state)[healthy].all() for state in history)
+    said = next(line for line in bad_values.lines_of_page() if line.startswith(f"| `{row}` |"))
+    assert bad_values.line(row, history) == said
+    mended = bad_values.MENDED.get(row) != "not mended"
+    assert metrics.guard.skipped.tolist() == [0, 2 if mended else 1 + STEPS - NAN_PARAMETER, 1, 1]
+    assert metrics.guard.replaced[1] >= mended and metrics.guard.replaced[[0, 3]].sum() == 0
+    if mended:
+        leaves = [leaf for leaf in trees.leaves(history[-1]) if leaf.is_floating_point()]
+        assert all(torch.isfinite(leaf).all() for leaf in leaves)
+
+
+class Sent(TorchDispatchMode):
+    """Notes whether all that is handed to the network is finite."""
+
+    def __init__(self):
+        super().__init__()
+        self.messages, self.finite = 0, True
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "decentfn" and function.overloadpacket.__name__ in ("exchange", "group_mean"):
+            self.messages += 1
+            self.finite = self.finite and bool(torch.isfinite(args[0]).all())
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        "adapt_while_communicate",
+        "all_reduce",
+        "d2",
+        "stochastic_gradient_push, delayed",
+        "deep_squeeze",
+        "power_gossip",
+        "relay_sgd, models",
+        "streaming_diloco",
+    ],
+)
+def test_on_ranks_nothing_bad_is_posted_and_all_is_as_the_simulator_says(row):
+    subject = contract.ROWS[row]
+    algorithm = df.guard(subject.build())
+
+    def train(rank):
+        state = subject.start(algorithm, range(rank, rank + 1), stacked=False)
+        with Sent() as sent:
+            for t in range(STEPS):
+                state = bad_values.spoilt(state, t, torch.tensor([rank]))
+                state, _ = algorithm.step(state, bad_values.batch(rank, t), t)
+        return state.params, sent.messages, sent.finite
+
+    history, _ = bad_values.run(row)
+    for rank, (params, messages, finite) in enumerate(on_kept_ranks(N, train)):
+        assert messages >= STEPS and finite
+        for mine, theirs in zip(params, history[-1].params, strict=True):
+            torch.testing.assert_close(mine, theirs[rank], atol=1e-5, rtol=1e-5, equal_nan=True)
+
+
+def without(w, bad):
+    """The mixing matrix among good workers, and what the bad one hears, written from the rule."""
+    w, good = w.clone(), [i for i in range(len(w)) if i != bad]
+    for i in good:
+        w[i, i], w[i, bad] = w[i, i] + w[i, bad], 0
+    w[bad, bad] = 0
+    w[bad] /= w[bad].sum()
+    return w
+
+
+@pytest.mark.parametrize("wire", [None, torch.bfloat16])
+@pytest.mark.parametrize("topology", ["static-ring", "one-peer-exp-directed", "random-matching"])
+def test_neighbours_keep_the_weight_of_a_bad_worker_which_takes_theirs(topology, wire):
+    schedule = df.topology(topology, N)
+    # By one step of size 0; every value is a bfloat16 number.
+    algorithm = df.guard(df.adapt_while_communicate(lambda p, b: (p * b).sum(), df.sgd(0.0), schedule, wire_dtype=wire))
+    x = torch.arange(N * 5.0).view(N, 5) / 4
+    state = problem.stacked([algorithm.init(row) for row in x])
+    state.params[0][1, 2] = NAN
+    clean = x.clone()
+    clean[1] = 0
+    new, metrics = df.simulate(algorithm.step, N)(state, torch.ones(N, 5), 0)
+    expected = without(df.mixing_matrix(schedule, 0), 1) @ clean.double()
+    torch.testing.assert_close(df.params(new).double(), expected, atol=1e-6, rtol=0)
+    assert metrics.guard.replaced.tolist() == [0, 1, 0, 0]
+
+
+def test_a_mean_over_a_group_is_that_of_its_good_members():
+    algorithm = df.guard(df.adapt_then_combine(lambda p, b: (p * b).sum(), df.sgd(0.0), df.topology("complete", N)))
+    state = problem.stacked([algorithm.init(torch.full((3,), float(i))) for i in range(N)])
+    state.params[0][1, 0] = float("inf")
+    new, _ = df.simulate(algorithm.step, N)(state, torch.ones(N, 3), 0)
+    torch.testing.assert_close(df.params(new), torch.full((N, 3), 5 / 3))
+
+
+def test_what_a_narrow_wire_would_make_infinite_does_not_travel():
+    options = {"wire_dtype": torch.float16}
+    algorithm = df.guard(
+        df.adapt_while_communicate(lambda p, b: (p * b).sum(), df.sgd(0.0), df.topology("static-ring", N), **options)
+    )
+    state = problem.stacked([algorithm.init(torch.full((3,), 1e6 if i == 1 else 1.0)) for i in range(N)])
+    new, metrics = df.simulate(algorithm.step, N)(state, torch.ones(N, 3), 0)
+    assert (df.params(new) == 1).all() and metrics.guard.replaced.tolist() == [0, 1, 0, 0]
+
+
+@pytest.mark.parametrize("around", ["scaled", "accumulated", "autograd", "ema", "buffers"])
+def test_it_goes_with_the_other_features(around):
+    losses = {"scaled": df.dynamic_loss_scale, "accumulated": df.accumulate, "autograd": df.autograd}
+    plain = problem.loss_with_buffers if around == "buffers" else problem.loss_fn
+    loss_fn = losses.get(around, lambda f: f)(plain)
+    subject = contract.ROWS["adapt_while_communicate"]
+    algorithm = subject.build(loss_fn=loss_fn)
+    if around == "buffers":
+        algorithm = df.average_buffers(algorithm)
+    guarded = df.ema(df.guard(df.ema(algorithm, 0.5)), 0.5) if around == "ema" else df.guard(algorithm)
+    state = subject.start(guarded, range(N), stacked=True, with_buffers=around == "buffers")
+    step = df.simulate(guarded.step, N)
+    for t in range(NAN_PARAMETER + 3):
+        state = bad_values.spoilt(state, t, torch.arange(N))
+        rows = [bad_values.batch(i, t) for i in range(N)]
+        batch = problem.stacked(rows)
+        batch = trees.map(lambda x: x.unflatten(1, (2, 2)), batch) if around == "accumulated" else batch
+        state, metrics = step(state, batch, t)
+    assert all(torch.isfinite(leaf).all() for leaf in trees.leaves(state) if leaf.is_floating_point())
+    assert metrics.guard.skipped.tolist() == [0, 2, 1, 0]
+
+
+def is_never_good(w, b):
+    return (w * b).sum()
+
+
+@pytest.mark.parametrize("how", ["eager", "simulated", "compiled"])
+def test_after_so_many_bad_steps_in_a_row_it_is_raised_which_worker_and_step(how):
+    n = 1 if how == "eager" else 2
+    algorithm = df.guard(df.all_reduce(is_never_good, df.sgd(0.1), df.topology("complete", n)), limit=3)
+    state, step = algorithm.init(torch.ones(3)), algorithm.step
+    batches = torch.ones(6, n, 3)
+    batches[0, -1] = batches[2:, -1] = NAN
+    if how == "eager":
+        batches = batches[:, 0]
+    else:
+        state, step = df.stack(state, n), df.simulate(step, n)
+    step = df.compile(step, backend="eager") if how == "compiled" else step
+    for t in range(4):
+        state, metrics = step(state, batches[t], t)
+    assert metrics.guard.in_a_row.view(-1)[-1] == 2
+    with pytest.raises(
+        df.errors.NonFinite, match=rf"worker {n - 1} has .* in 3 steps in a row, the last at t=4"
+    ) as raised:
+        step(state, batches[4], 4)
+    assert (raised.value.worker, raised.value.process, raised.value.step) == (n - 1, 0, 4)
+
+
+def test_what_is_no_algorithm_or_guarded_already_or_never_guarded_is_refused():
+    algorithm = df.all_reduce(is_never_good, df.sgd(0.1), df.topology("complete", 1))
+    with pytest.raises(ValueError, match=r"guard\(.*expected an Algorithm"):
+        df.guard(is_never_good)
+    with pytest.raises(ValueError, match="guarded already"):
+        df.guard(df.guard(algorithm))
+    with pytest.raises(ValueError, match=r"guard\(limit=0\)"):
+        df.guard(algorithm, limit=0)
+    with pytest.raises(ValueError, match="is not guarded"):
+        df.guard(algorithm).step(algorithm.init(torch.ones(2)), torch.ones(2), 0)
