@@ -98,3 +98,16 @@ def test_a_ratio_is_over_the_floor_of_the_same_bytes_or_none(monkeypatch):
     rows = [{"peer": peer, "step_s": {"median": median}} for peer, median in seconds.items()]
     rows = add_ratios({"workers": 2, "rows": rows}, None)["rows"]
     assert [row.get("over_floor") for row in rows[3:]] == [5 / 4, 3 / 2, 6 / 2, None]
+
+
+def test_what_a_checkpoint_costs_is_measured(tmp_path):
+    arguments = ["--workload", "tiny", "--checkpoints", "--blocks", "2", "--steps", "4", "--folder", str(tmp_path)]
+    shown, result = benchmark(tmp_path, *arguments)
+    assert "restore" in shown and result["workers"] == 2 and len(result["added"]) == 2
+    assert (
+        result["save_s"] > 0
+        and result["written_s"] > 0
+        and result["restore_s"] > 0
+        and result["bytes"] > 2 * 3 * 4 * 9000
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
