@@ -178,3 +178,17 @@ def test_what_is_no_algorithm_or_guarded_already_or_never_guarded_is_refused():
         df.guard(algorithm, limit=0)
     with pytest.raises(ValueError, match="is not guarded"):
         df.guard(algorithm).step(algorithm.init(torch.ones(2)), torch.ones(2), 0)
+
+
+@pytest.mark.parametrize(
+    "row", ["adapt_while_communicate", "all_reduce", "d2", "deep_squeeze", "push_diging", "slowmo"]
+)
+def test_with_nothing_bad_the_state_is_bit_for_bit_that_without_the_guard(row):
+    subject, ends = contract.ROWS[row], []
+    for wrap in (df.guard, lambda algorithm: algorithm):
+        algorithm = wrap(subject.build())
+        state, step = subject.start(algorithm, range(N), stacked=True), df.simulate(algorithm.step, N)
+        for t in range(4):
+            state, _ = step(state, problem.stacked([problem.batch(i, t) for i in range(N)]), t)
+        ends.append(trees.leaves(state._replace(local=state.local._replace(guard=None))))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(*ends, strict=True))
