@@ -6,6 +6,7 @@
 
 A decoder-only transformer learns the bytes of the standard library. Workers start equal and draw different data.
 Every `--log-every` steps a line of JSON goes to `--out`; the last line holds the bits per byte on held-out files.
+With `--checkpoint DIR` a run that was ended goes on where it was, also under `torchrun --max-restarts`.
 """
 
 import hashlib
@@ -18,7 +19,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -77,11 +78,15 @@ class Config:
     log_every: int = 20
     eval_bytes: int = 2**16
     """Held-out bytes that are predicted at the end."""
+    checkpoint: Path | None = None
+    """A directory to save in every --save-every steps and on SIGTERM and SIGUSR1, and to go on from."""
+    save_every: int = 100
     out: Path = Path("runs/train_lm.jsonl")
 
     def check(self) -> None:
         """What could only fail later, and less clearly."""
         least = {"steps": 1, "batch_size": 1, "seq_len": 1, "dim": 1, "layers": 0, "heads": 1, "log_every": 1}
+        least["save_every"] = 1
         for name, bound in (least | {"simulate": 0, "eval_bytes": 1}).items():
             if getattr(self, name) < bound:
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: it is at least {bound}.")
@@ -212,23 +217,26 @@ def main(config: Config) -> dict[str, Any]:
         topology = make_topology(config.topology, num_workers, local)
         init, decent_step = ALGORITHMS[config.algorithm](loss_fn, optimizer, topology)
         state = init(params, buffers)
+        if config.simulate:
+            state, decent_step = df.stack(state, local), df.simulate(decent_step, local)
+        first = 0
+        if config.checkpoint and df.checkpoint.latest(config.checkpoint):
+            state, first, *_ = df.checkpoint.restore(config.checkpoint, state)
         if world.rank == 0:
             config.out.parent.mkdir(parents=True, exist_ok=True)
-            config.out.write_text("")
+            config.out.open("a" if first else "w").close()
     mixing = df.topology("complete", num_workers) if config.algorithm == "all-reduce" else topology
     sent = df.topologies.certificate(mixing).bytes_per_step(
         state.params.plan.nbytes
     )  # planned, by each worker in a step
-    if config.simulate:
-        state, decent_step = df.stack(state, local), df.simulate(decent_step, local)
     if config.compile:
         decent_step = df.compile(decent_step)
 
-    # Every worker has data of its own.
-    draws = [torch.Generator().manual_seed(df.data.worker_seed(config.seed, worker)) for worker in world.workers(local)]
-
-    def next_batch() -> tuple[Tensor, Tensor]:
+    def batch_at(t: int) -> tuple[Tensor, Tensor]:
+        """Every worker has data of its own, a function of `t`."""
+        seeds = [df.data.worker_seed(config.seed, worker, t) for worker in world.workers(local)]
         last = len(train) - config.seq_len
+        draws = [torch.Generator().manual_seed(seed) for seed in seeds]
         starts = torch.stack([torch.randint(last, (config.batch_size,), generator=draw) for draw in draws])
         inputs, targets = windows(train, starts if config.simulate else starts[0], config.seq_len)
         return inputs.to(device), targets.to(device)
@@ -236,41 +244,53 @@ def main(config: Config) -> dict[str, Any]:
     def report(line: dict[str, Any]) -> None:
         if world.rank == 0:
             with config.out.open("a") as log:
-                log.write(json.dumps(line) + "\n")
+                log.write(json.dumps(line, default=str) + "\n")
 
     if world.rank == 0:
         logging.basicConfig(level="INFO", format="%(message)s")  # decentfn says when it compiles, and for how long
         numbers = sum(parameter.numel() for parameter in params.values())
         print(f"{num_workers} workers, {topology}, {numbers:,} parameters, {facts}", flush=True)
-    report({"config": asdict(config) | {"out": str(config.out), "warmup": warmup}, "num_workers": num_workers, **facts})
+    report({"config": asdict(config) | {"warmup": warmup}, "num_workers": num_workers, **facts})
 
     started = logged = time.perf_counter()
     since = 0  # steps since the last line
-    progress = tqdm(range(config.steps), disable=None if world.rank == 0 else True)  # None: off without a terminal
-    for t in progress:
-        state, metrics = decent_step(state, next_batch(), t)
-        since += 1
-        if t % config.log_every == 0 or t == config.steps - 1:
-            # Collective, on every rank: what is logged is over all workers.
-            mine = metrics.loss.view(-1).tolist(), metrics.grad_norm.view(-1).tolist()
-            losses, norms = (sum(of_ranks, []) for of_ranks in zip(*gather_objects(mine), strict=True))
-            distance = df.consensus_distance(state).item()
-            now = time.perf_counter()
-            tokens = since * num_workers * config.batch_size * config.seq_len
-            mean_loss = sum(losses) / num_workers
-            report(
-                {
-                    "step": t,
-                    "seconds": round(now - started, 3),
-                    "loss": {"min": min(losses), "mean": mean_loss, "max": max(losses)},
-                    "grad_norm": sum(norms) / num_workers,
-                    "consensus_distance": distance,
-                    "tokens_per_s": tokens / (now - logged),  # the first line's compiles
-                    "bytes_sent": round((t + 1) * sent),
-                }
-            )
-            progress.set_postfix(loss=f"{mean_loss:.3f}", distance=f"{distance:.2g}")
-            logged, since = now, 0
+    progress = tqdm(
+        range(first, config.steps), disable=None if world.rank == 0 else True
+    )  # None: off without a terminal
+    with ExitStack() as until_saved:
+        if config.checkpoint:
+            stop = until_saved.enter_context(df.preemption(config.checkpoint / "preempted.json"))
+            saver = until_saved.enter_context(df.checkpoint.Saver(config.checkpoint, topology=topology))
+        for t in progress:
+            state, metrics = decent_step(state, batch_at(t), t)
+            since += 1
+            if t % config.log_every == 0 or t == config.steps - 1:
+                # Collective, on every rank: what is logged is over all workers.
+                mine = metrics.loss.view(-1).tolist(), metrics.grad_norm.view(-1).tolist()
+                losses, norms = (sum(of_ranks, []) for of_ranks in zip(*gather_objects(mine), strict=True))
+                distance = df.consensus_distance(state).item()
+                now = time.perf_counter()
+                tokens = since * num_workers * config.batch_size * config.seq_len
+                mean_loss = sum(losses) / num_workers
+                report(
+                    {
+                        "step": t,
+                        "seconds": round(now - started, 3),
+                        "loss": {"min": min(losses), "mean": mean_loss, "max": max(losses)},
+                        "grad_norm": sum(norms) / num_workers,
+                        "consensus_distance": distance,
+                        "tokens_per_s": tokens / (now - logged),  # the first line's compiles
+                        "bytes_sent": round((t + 1) * sent),
+                    }
+                )
+                progress.set_postfix(loss=f"{mean_loss:.3f}", distance=f"{distance:.2g}")
+                logged, since = now, 0
+            if config.checkpoint:
+                is_told = stop(t)
+                if is_told or (t + 1) % config.save_every == 0:
+                    saver.save(state, t + 1)
+                if is_told:
+                    stop.leave()
 
     # Held-out bits per byte: of the mean of all workers, and of each worker's own replica.
     rows = max(1, config.eval_bytes // config.seq_len)

@@ -2,7 +2,9 @@
 
 import importlib.util
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -75,6 +77,30 @@ def test_the_language_model_logs_the_same_under_torchrun_and_simulated(algorithm
     assert end["bits_per_byte"]["bigram"] < end["bits_per_byte"]["unigram"] < 8
 
 
+def test_a_language_model_that_is_stopped_goes_on_as_if_it_had_not_been(language_model, tmp_path, monkeypatch):
+    def train(name, *arguments):
+        options = [*TINY, "--layers", "0", "--simulate", "2", "--out", str(tmp_path / name), *arguments]
+        end = language_model.main(tyro.cli(language_model.Config, args=options))
+        return end["bits_per_byte"], [(line["step"], line["loss"]) for line in lines(tmp_path / name) if "step" in line]
+
+    whole = train("whole")
+    options = ("--checkpoint", str(tmp_path / "run"), "--save-every", "4")
+    distance, shown = df.consensus_distance, []
+
+    def tell_at_the_second(state):
+        shown.append(state)
+        if len(shown) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return distance(state)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(df, "consensus_distance", tell_at_the_second)
+        with pytest.raises(SystemExit) as leaving:
+            train("parts", *options)
+    assert leaving.value.code == 0 and lines(tmp_path / "run" / "preempted.json") == [{"step": 3}]
+    assert train("parts", *options) == whole and not (tmp_path / "run" / "preempted.json").exists()
+
+
 def test_one_worker_alone_sends_nothing(tmp_path):
     run("train_lm.py", *TINY, "--out", str(tmp_path / "alone.jsonl"))
     *steps, end = lines(tmp_path / "alone.jsonl")[1:]
@@ -114,6 +140,7 @@ def ends(script, arguments, capsys):
         (["--seq-len", "1000000000"], "train_lm: --seq-len 1000000000: there are"),
         (["--batch-size", "0"], "train_lm: --batch-size 0: it is at least 1"),
         (["--layers", "-1"], "train_lm: --layers -1: it is at least 0"),
+        (["--save-every", "0"], "train_lm: --save-every 0: it is at least 1"),
         (["--log-every", "0"], "train_lm: --log-every 0: it is at least 1"),
         (["--eval-bytes", "0"], "train_lm: --eval-bytes 0: it is at least 1"),
         (["--simulate", "-1"], "train_lm: --simulate -1: it is at least 0"),
