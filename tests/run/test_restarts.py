@@ -77,9 +77,8 @@ def trained(num_workers, steps=STEPS, x=None):
 pytestmark = pytest.mark.xdist_group("restarts")
 
 
-@pytest.mark.parametrize(("job", "size"), [("one node", 2), ("two nodes", 4)])
-def test_a_job_whose_processes_die_ends_as_one_whose_do_not(jobs, job, size):
-    *events, (_, *codes) = jobs[job]
+def require_whole(events, size):
+    *events, (_, *codes) = events
     assert codes == [0] * (size // 2)
     ends = {rank: x for what, rank, _, x in events if what == "end"}
     assert [ends[rank] for rank in range(size)] == pytest.approx(trained(size), rel=1e-5)
@@ -87,9 +86,21 @@ def test_a_job_whose_processes_die_ends_as_one_whose_do_not(jobs, job, size):
     assert started[0] == size and started[3] >= size  # it died at 3, and went on there
 
 
+@pytest.mark.parametrize(("job", "size"), [("one node", 2), ("two nodes", 4)])
+def test_a_job_whose_processes_die_ends_as_one_whose_do_not(jobs, job, size):
+    require_whole(jobs[job], size)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("job", "size"), [("one node", 2), ("two nodes", 4)])
+def test_ten_deaths_of_ten_are_survived(jobs_of_ten, job, size):
+    require_whole(jobs_of_ten[job], size)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("job", "codes"), [("the first node is lost", [-9, 0]), ("the last node is lost", [0, -9])])
-def test_after_the_loss_of_a_node_the_other_goes_on(jobs, job, codes):
-    *events, (_, *ended) = jobs[job]
+def test_after_the_loss_of_a_node_the_other_goes_on(lost, job, codes):
+    *events, (_, *ended) = lost[job]
     assert ended == codes
     [first] = {first for what, _, size, first in events if what == "start" and size == 2}
     assert first in (4, 5)  # it died at 5, when 5 was being written
