@@ -42,8 +42,8 @@ def test_every_generation_has_a_part_of_the_store_of_its_own():
     seen = set()
     for size, without in [(4, None), (2, None), (4, 0), (4, 3), (4, None), (1, None)]:
         if without is not None:
-            store.set_timeout(timedelta(seconds=0.1))
-            raised = parts(store, size, [r for r in range(size) if r != without], timedelta(seconds=0.1))
+            store.set_timeout(timedelta(seconds=1))
+            raised = parts(store, size, [r for r in range(size) if r != without], timedelta(seconds=1))
             assert isinstance(raised[0], df.errors.ExchangeTimeout) and raised[0].peer == without
             store.set_timeout(timedelta(seconds=10))
             continue
@@ -58,8 +58,8 @@ def test_every_generation_has_a_part_of_the_store_of_its_own():
 
 def test_who_is_missing_is_named():
     store = dist.HashStore()
-    store.set_timeout(timedelta(seconds=0.1))
-    [zero, two] = parts(store, 4, [0, 2], timedelta(seconds=0.1))
+    store.set_timeout(timedelta(seconds=1))
+    [zero, two] = parts(store, 4, [0, 2], timedelta(seconds=1))
     assert "rank 0 heard nothing of ranks 1, 3" in str(zero) and (zero.process, zero.peer) == (0, 1)
     assert isinstance(two, dist.PrefixStore)  # rank 0 was there
     [alone] = parts(store, 2, [1])
