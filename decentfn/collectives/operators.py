@@ -102,7 +102,7 @@ def _exchange_stacked(x: Tensor, peers: Tensor, t: Tensor, per_slot: bool) -> Te
     call = begin(here, "exchange", t, local)
     hears, tells = peers[call.step % peers.shape[0], :, first : first + local].tolist()
     slots = range(peers.shape[3])
-    call.hears, call.tells, call.nbytes = hears, tells, x[0].nbytes // (len(slots) if per_slot else 1)
+    call.hears, call.tells, call.nbytes = hears, tells, x[0].nbytes // max(1, len(slots) if per_slot else 1)
     inbox = here.inbox(x, (local, len(slots), *x.shape[2 if per_slot else 1 :]))
     receives: list[Part] = []
     sends: list[Part] = []
@@ -147,7 +147,7 @@ def _exchange(x: Tensor, peers: Tensor, t: Tensor, per_slot: bool) -> Tensor:
     here, _ = _place(1, workers, "exchange")
     call = begin(here, "exchange", t, 1)
     sources, listeners = peers[call.step % phases, :, here.rank].tolist()
-    call.hears, call.tells, call.nbytes = sources, listeners, x.nbytes // (slots if per_slot else 1)
+    call.hears, call.tells, call.nbytes = sources, listeners, x.nbytes // max(1, slots if per_slot else 1)
     inbox = here.inbox(x, (slots, *x.shape[1 if per_slot else 0 :]))
     receives: list[Part] = []
     sends: list[Part] = []
