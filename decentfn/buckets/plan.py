@@ -139,9 +139,8 @@ class Buckets:
         """Every segment as a view of its bucket, `[*shape]`, or `[N, *shape]` when stacked."""
         views: list[Tensor] = []
         for tensor, bucket in zip(self.tensors, self.plan.buckets, strict=True):
-            sizes = [segment.numel for segment in bucket.segments]
-            # A leaf alone in its bucket is the bucket, and so is its gradient: the derivative of a split copies.
-            pieces = tensor.split(sizes, dim=-1) if len(sizes) > 1 else [tensor]
+            # Of a leaf alone in its bucket, too: a split's derivative is a vector of its own, with the strides of one.
+            pieces = tensor.split([segment.numel for segment in bucket.segments], dim=-1)
             views += [segment.leaf(piece) for piece, segment in zip(pieces, bucket.segments, strict=True)]
         return views
 
