@@ -16,7 +16,7 @@ from decentfn.errors import ExchangeTimeout, PeerLost, RunError, StepMismatch
 FOLDER = "DECENTFN_FAILURES"
 """The environment variable that names the folder for the last exchanges of a rank that fails."""
 
-_PATIENCE_S = 1.0
+_PATIENCE_S = 3.0
 """So long a rank whose message has failed gives the others to fail, too, and to tell."""
 
 
