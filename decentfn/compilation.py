@@ -16,11 +16,12 @@ from torch import Tensor
 from decentfn import collectives, compile_cache, draws, trees
 from decentfn.donation import require_distinct, require_layout
 from decentfn.gradient.beside import passing_beside
-from decentfn.kit.expected import check, is_state, left_alone, marked, watch
+from decentfn.kit.expected import check, is_state, left_alone, marked
 from decentfn.kit.state import Step
 from decentfn.run.memory import give_back_freed_memory
 from decentfn.scalars import as_step
 from decentfn.torch_private import inductor
+from decentfn.torch_private.autograd import allow_saved_tensors_hooks
 from decentfn.torch_private.dynamo import NOT_COMPILED, TOO_MANY_GRAPHS
 from decentfn.trees import PyTree
 from decentfn.words import brief, brief_error, root
@@ -77,7 +78,7 @@ def compile(
         kwargs["backend"] = progress.inductor
         kwargs["options"] = inductor.compile_options() | {"guard_filter_fn": _worth_guarding} | options
     prepared: list[tuple[Any, Callable[..., Any]]] = []
-    by_autograd = getattr(step, "by_autograd", False)
+    by_autograd, look = getattr(step, "by_autograd", False), getattr(step, "watch", None)
 
     def compiled(state: Any, batch: PyTree, t: int | Tensor) -> tuple[Any, Any]:
         leaves, structure = trees.flatten(state)
@@ -110,6 +111,7 @@ def compile(
                 "df.autograd(loss_fn), which needs one graph for all."
             ) from error
         except NOT_COMPILED as error:
+            allow_saved_tensors_hooks()
             if by_autograd:
                 raise
             raise RuntimeError(
@@ -120,7 +122,8 @@ def compile(
         if is_first:
             prepared.append((structure, run))
             give_back_freed_memory()
-        watch(step, result[0], t)
+        if look is not None:
+            look(result[0], t)
         return result
 
     return marked(compiled, made_by="compile")

@@ -81,13 +81,12 @@ def simulate(step: Step, num_workers: int, *, chunk_size: int | None = None) -> 
             result = over_workers(
                 lambda state, batch: step(state, batch, t), num_workers, state, batch, chunk_size=chunk_size
             )
-            watch(step, result[0], t)
-            return result
-        if isinstance(batch, Beside):
+        elif isinstance(batch, Beside):
             result = over_workers(lambda state: step(state, batch, t), num_workers, state, chunk_size=chunk_size)
-            watch(step, result[0], t)
-            return result
-        return passing_beside(lambda batch: simulated(state, batch, t), batch)
+        else:
+            return passing_beside(lambda batch: simulated(state, batch, t), batch)
+        watch(step, result[0], t)
+        return result
 
     return marked(simulated, check=look, made_by="simulate")
 

@@ -74,8 +74,9 @@ def _waits(part: Part, numel: int) -> bool:
 def evaluated(parts: Iterable[Part]) -> tuple[Tensor, ...]:
     """The vectors; what was put off is computed now."""
     parts = tuple(parts)
-    if not torch.compiler.is_compiling():
-        _evaluate([part for part in parts if isinstance(part, Deferred)])
+    if Deferred not in map(type, parts):
+        return parts  # type: ignore[return-value]
+    _evaluate([part for part in parts if isinstance(part, Deferred)])
     return tuple(_known(part) for part in parts)  # type: ignore[misc]
 
 

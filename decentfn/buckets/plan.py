@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from decentfn import trees
-from decentfn.buckets.blocks import Part, evaluated
+from decentfn.buckets.blocks import Deferred, Part, evaluated
 from decentfn.trees import PyTree
 from decentfn.words import brief
 
@@ -149,7 +149,12 @@ class Buckets:
         return trees.fill(self.plan.template, self.leaves())
 
 
-trees.register_node(Buckets, lambda node: (node.tensors, node.plan), lambda plan, children: Buckets(children, plan))
+# Every step looks at its state so: what is computed is handed out without a call.
+trees.register_node(
+    Buckets,
+    lambda node: (node.tensors if Deferred in map(type, node.parts) else node.parts, node.plan),
+    lambda plan, children: Buckets(children, plan),
+)
 
 
 def parts_of(tree: PyTree) -> list[Part]:

@@ -66,15 +66,20 @@ def _listen(here: World, loss: Loss) -> tuple[dict[int, Note], StepMismatch | No
         for note in notes.values():
             if (steps := here.steps.different(note)) is not None:
                 return notes, different_steps(here, loss.call, steps[0], note.rank, steps[1])
-        dead = set() if has_timed_out(loss.error) else _lost(loss, notes)
-        if others <= notes.keys() | dead or time.monotonic() > end:
+        if others <= notes.keys() | _dead(loss, notes) or time.monotonic() > end:
             return notes, None
         time.sleep(0.02)
 
 
 def _lost(loss: Loss, notes: dict[int, Note]) -> set[int | None]:
-    """The ranks that others have lost."""
+    """The ranks whose messages did not come."""
     return {loss.peer, *(note.peer for note in notes.values())}
+
+
+def _dead(loss: Loss, notes: dict[int, Note]) -> set[int | None]:
+    """Those whose connections broke: they tell nothing any more, while who was only late still may."""
+    broken = {note.peer for note in notes.values() if not note.timed_out}
+    return broken if has_timed_out(loss.error) else broken | {loss.peer}
 
 
 def _named(here: World, loss: Loss, notes: dict[int, Note], mismatch: StepMismatch | None) -> RunError:

@@ -33,10 +33,10 @@ class Layout:
 
     plan: Plan
     buffers: PyTree  # template
-    changing: tuple[
-        int, ...
-    ]  # which of the buffers' leaves the loss changes: all but the frozen ones, and those it writes over
-    writes: bool = False  # whether the loss writes over its parameters
+    changing: tuple[int, ...]
+    """Which of the buffers' leaves the loss changes: all but the frozen ones, and those it writes over."""
+    writes: bool = False
+    """Whether the loss writes over its parameters."""
     is_tried: bool = False
     """Whether the loss has been seen to leave the rest alone."""
 
@@ -113,10 +113,8 @@ def backward(
         if trial:
             given = (*Buckets(params, plan).leaves(), *(buffers[i] for i in constant))
             touched = [t or not functorch.are_equal(x, y) for t, (x, *_), y in zip(touched, marks, given, strict=True)]
-        writes, over = (
-            any(touched[: len(leaves)]),
-            [i for i, t in zip(constant, touched[len(leaves) :], strict=True) if t],
-        )
+        writes = any(touched[: len(leaves)])
+        over = [i for i, is_touched in zip(constant, touched[len(leaves) :], strict=True) if is_touched]
         if over or writes > form.writes:
             if trial:
                 form.changing, form.writes = tuple(sorted((*changing, *over))), form.writes or writes

@@ -123,9 +123,9 @@ def left_alone(state: Any) -> Iterator[None]:
     for (name, old), leaf in zip(before, trees.leaves(held), strict=True):
         if not functorch.are_equal(old, leaf):
             raise RuntimeError(
-                f"{_CALL}: the loss wrote over {name!r} of the state that the step was given. A step that is traced is a function of "
-                "its state: let the loss work on copies, and return what changes as buffers; or write df.autograd(loss_fn), with "
-                "which what the loss writes over is part of the step."
+                f"{_CALL}: the loss, or the algorithm, wrote over {name!r} of the state that the step was given. A step is a function "
+                "of its state: let both work on copies, and the loss return what changes as buffers; or write df.autograd(loss_fn), "
+                "with which what the loss writes over is part of the step."
             )
 
 

@@ -23,6 +23,11 @@ def enabled(around: tuple[Any, Any]) -> Iterator[None]:
         yield
 
 
+def allow_saved_tensors_hooks() -> None:
+    """Activation checkpointing works again on this thread: a compiler that fails while it traces torch.func.grad leaves it refused."""
+    torch._C._autograd._saved_tensors_hooks_enable()  # pyright: ignore[reportAttributeAccessIssue]
+
+
 @contextmanager
 def weights(module: nn.Module, tensors: dict[str, Tensor]) -> Iterator[None]:
     """Within, the module has `tensors` for its parameters and buffers, by name, also where one stands in several places.

@@ -7,7 +7,6 @@ from contextlib import suppress
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 try:
     from torch._functorch.predispatch import _add_batch_dim, _remove_batch_dim
@@ -87,4 +86,4 @@ def are_equal(x: Tensor, y: Tensor) -> bool:
     """Whether two tensors hold the same values, for all workers where `vmap` goes through them at once; NaN equals NaN."""
     while _unwrapped is not None and is_batched(x) and is_batched(y):
         x, y = _unwrapped(x), _unwrapped(y)
-    return x.is_meta or get_proxy_mode() is not None or bool((x.eq(y) | (x.ne(x) & y.ne(y))).all())
+    return x.is_meta or type(x) is _FakeTensor or bool((x.eq(y) | (x.ne(x) & y.ne(y))).all())

@@ -241,6 +241,10 @@ def asks(params, batch):
     return (params * batch).square().mean() if (params * batch).sum() > -1e9 else params.sum()
 
 
+def checkpointed(params, batch):
+    return checkpoint(torch.tanh, params, use_reentrant=False).sum()
+
+
 def test_what_cannot_be_traced_is_answered_with_a_way_out():
     x = torch.ones(3)
     for n, compiled, words in (
@@ -256,7 +260,8 @@ def test_what_cannot_be_traced_is_answered_with_a_way_out():
         trained(lambda p, b: p.sum() + b["y"], x, None, {"x": x})
     assert isinstance(caught.value.__cause__, KeyError)
     with pytest.raises(RuntimeError, match="backend='aot_eager' raised: RuntimeError: .* saved tensor hooks"):
-        trained(lambda p, b: checkpoint(torch.tanh, p, use_reentrant=False).sum(), x, None, x, compiled=True)
+        trained(checkpointed, x, None, x, compiled=True)
+    trained(df.autograd(checkpointed), x, None, x)
     init, step = df.all_reduce(lambda p, b: (p - b).square().mean(), df.sgd(0.1), df.topology("complete", 1))
     state, run = init(x), df.compile(step, dynamic=False, backend="eager")
     with pytest.raises(RuntimeError, match="more than 32 kinds.*df.autograd"):
