@@ -91,4 +91,9 @@ def global_norm(x: Buckets) -> Tensor:
 
 def all_finite(x: Buckets) -> Tensor:
     """Whether nothing in `x` is infinite or NaN, 0-d bool."""
-    return torch.stack([torch.isfinite(b).all() for b in x]).all()
+    return torch.stack([is_finite(b).all() for b in x]).all()
+
+
+def is_finite(x: Tensor) -> Tensor:
+    """For each element whether it is neither infinite nor NaN; one comparison, where compiled `torch.isfinite` makes two."""
+    return x.abs() < float("inf")

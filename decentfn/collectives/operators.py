@@ -24,17 +24,16 @@ from decentfn.scalars import moved, once
 from decentfn.torch_private import functorch, lowering
 
 _library = torch.library.Library("decentfn", "DEF")
-_library.define("exchange(Tensor x, Tensor peers, Tensor t, bool per_slot) -> Tensor")
-_library.define("exchange_stacked(Tensor x, Tensor peers, Tensor t, bool per_slot) -> Tensor")
-_library.define("group_mean(Tensor x, Tensor groups, Tensor t) -> Tensor")
-_library.define("group_mean_stacked(Tensor x, Tensor groups, Tensor t) -> Tensor")
+for _ending in ("", "_stacked"):
+    _library.define(f"exchange{_ending}(Tensor x, Tensor peers, Tensor t, bool per_slot, Tensor? good) -> Tensor")
+    _library.define(f"group_mean{_ending}(Tensor x, Tensor groups, Tensor t, Tensor? good) -> Tensor")
 _library.define("wait(Tensor x) -> Tensor")
 _library.define("complete(Tensor x) -> ()")
 _library.define("worker_index(Tensor token, int[] local) -> Tensor")
 _ops = torch.ops.decentfn
 
 
-def exchange(x: Tensor, peers: Tensor, t: Tensor, *, per_slot: bool = False) -> Tensor:
+def exchange(x: Tensor, peers: Tensor, t: Tensor, *, per_slot: bool = False, good: Tensor | None = None) -> Tensor:
     """Post `x` to this step's listeners and return the messages in flight; call `wait` on them before use.
 
     Args:
@@ -43,14 +42,15 @@ def exchange(x: Tensor, peers: Tensor, t: Tensor, *, per_slot: bool = False) -> 
             `peers[p, 1, i, k]` the one that i sends to; -1 is nobody, and a worker that is its own peer copies locally.
         t: 0-d int64 on the CPU; the phase is `t mod P`.
         per_slot: whether each slot has a message of its own.
+        good: 0-d bool; where it is False zeros are sent in the place of `x`.
 
     Returns:
         `[K, D]` of x's dtype: what arrived in each slot, zeros where nothing was sent.
     """
-    return _ops.exchange(x, peers, t, per_slot)
+    return _ops.exchange(x, peers, t, per_slot, good)
 
 
-def group_mean(x: Tensor, groups: Tensor, t: Tensor) -> Tensor:
+def group_mean(x: Tensor, groups: Tensor, t: Tensor, *, good: Tensor | None = None) -> Tensor:
     """Start the mean of `x` over this step's group and return it in flight; call `wait` on it before use.
 
     An all-reduce: 2(r-1)/r payloads for a group of r workers. Each worker divides by r before the sum.
@@ -59,11 +59,12 @@ def group_mean(x: Tensor, groups: Tensor, t: Tensor) -> Tensor:
         x: `[D]`.
         groups: `[P, N]` int64 on the CPU, the group (below N) that each worker belongs to in phase `t mod P`.
         t: 0-d int64 on the CPU.
+        good: 0-d bool; where it is False zeros count in the place of `x`.
 
     Returns:
         `[D]` of x's dtype: `x` itself in a group of one.
     """
-    return _ops.group_mean(x, groups, t)
+    return _ops.group_mean(x, groups, t, good)
 
 
 def wait(x: Tensor) -> Tensor:
@@ -92,12 +93,20 @@ def make_groups(groups: Tensor) -> None:
         here.make_subgroups(sorted(wanted))
 
 
+def _sent(x: Tensor, good: Tensor | None) -> Tensor:
+    """`x` `[(L,) ...]`, or zeros for those of whom `good` `[(L)]` is False; on a CPU nothing is copied where there are none."""
+    if good is None or (good.device.type == "cpu" and not functorch.has_no_value(good) and bool(good.all())):
+        return x
+    return torch.where(good.view(*good.shape, *[1] * (x.dim() - good.dim())), x, torch.zeros_like(x))
+
+
 # -- exchange: one implementation for the L workers that a process holds ----------------------------------------
 
 
-def _exchange_stacked(x: Tensor, peers: Tensor, t: Tensor, per_slot: bool) -> Tensor:
+def _exchange_stacked(x: Tensor, peers: Tensor, t: Tensor, per_slot: bool, good: Tensor | None) -> Tensor:
     """`x` `[L, (K,) D]` of the L workers here -> `[L, K, D]` in flight."""
     here, local = _place(x.shape[0], peers.shape[2], "exchange")
+    x = _sent(x, good)
     first = here.rank * local
     call = begin(here, "exchange", t, local)
     hears, tells = peers[call.step % peers.shape[0], :, first : first + local].tolist()
@@ -141,10 +150,11 @@ def _place(local: int, workers: int, what: str) -> tuple[World, int]:
     return here, local
 
 
-def _exchange(x: Tensor, peers: Tensor, t: Tensor, per_slot: bool) -> Tensor:
+def _exchange(x: Tensor, peers: Tensor, t: Tensor, per_slot: bool, good: Tensor | None) -> Tensor:
     """The common case of one worker here, without a detour: a small network's step takes as long as ten of its lines."""
     phases, _, workers, slots = peers.shape
     here, _ = _place(1, workers, "exchange")
+    x = _sent(x, good)
     call = begin(here, "exchange", t, 1)
     sources, listeners = peers[call.step % phases, :, here.rank].tolist()
     call.hears, call.tells, call.nbytes = sources, listeners, x.nbytes // max(1, slots if per_slot else 1)
@@ -167,13 +177,14 @@ def _exchange(x: Tensor, peers: Tensor, t: Tensor, per_slot: bool) -> Tensor:
 
 
 def _exchange_vmap(
-    info: Any, in_dims: tuple[int | None, ...], x: Tensor, peers: Tensor, t: Tensor, per_slot: bool
+    info: Any, in_dims: tuple[int | None, ...], x: Tensor, peers: Tensor, t: Tensor, per_slot: bool, good: Tensor | None
 ) -> tuple[Tensor, int]:
     _require_worker_axis("exchange", in_dims)
     x = x.movedim(in_dims[0] or 0, 0)
     here, _ = _place(x.shape[0], peers.shape[2], "exchange")
     if here.size > 1:
-        return _ops.exchange_stacked(x.contiguous(), peers, t, per_slot), 0
+        return _ops.exchange_stacked(x.contiguous(), peers, t, per_slot, good), 0
+    x = _sent(x, good)
     hears = moved(peers.index_select(0, (t % peers.shape[0]).view(1))[0, 0], x.device)
     slots = peers.shape[3]
     # Looked up once, and not again for every element of a row.
@@ -199,9 +210,10 @@ def _ranks_by_group(row: list[int], local: int) -> dict[int, list[int]]:
     return ranks
 
 
-def _group_mean_stacked(x: Tensor, groups: Tensor, t: Tensor) -> Tensor:
+def _group_mean_stacked(x: Tensor, groups: Tensor, t: Tensor, good: Tensor | None) -> Tensor:
     """`x` `[L, D]` -> `[L, D]` in flight: every worker's row is the mean over its group."""
     here, local = _place(x.shape[0], groups.shape[1], "group_mean")
+    x = _sent(x, good)
     call = begin(here, "group_mean", t, local)
     row = groups[call.step % groups.shape[0]].tolist()
     ranks = _ranks_by_group(row, local)
@@ -225,18 +237,19 @@ def _group_mean_stacked(x: Tensor, groups: Tensor, t: Tensor) -> Tensor:
     return mean
 
 
-def _group_mean(x: Tensor, groups: Tensor, t: Tensor) -> Tensor:
-    return _group_mean_stacked(x[None], groups, t)[0]
+def _group_mean(x: Tensor, groups: Tensor, t: Tensor, good: Tensor | None) -> Tensor:
+    return _group_mean_stacked(x[None], groups, t, None if good is None else good.view(1))[0]
 
 
 def _group_mean_vmap(
-    info: Any, in_dims: tuple[int | None, ...], x: Tensor, groups: Tensor, t: Tensor
+    info: Any, in_dims: tuple[int | None, ...], x: Tensor, groups: Tensor, t: Tensor, good: Tensor | None
 ) -> tuple[Tensor, int]:
     _require_worker_axis("group_mean", in_dims)
     x = x.movedim(in_dims[0] or 0, 0)
     here, _ = _place(x.shape[0], groups.shape[1], "group_mean")
     if here.size > 1:
-        return _ops.group_mean_stacked(x.contiguous(), groups, t), 0
+        return _ops.group_mean_stacked(x.contiguous(), groups, t, good), 0
+    x = _sent(x, good)
     row = moved(groups.index_select(0, (t % groups.shape[0]).view(1))[0], x.device)
     size = torch.zeros_like(row).index_add(0, row, torch.ones_like(row)).index_select(0, row)
     share = x / size.view(-1, *[1] * (x.dim() - 1)).to(x.dtype)
@@ -284,23 +297,25 @@ _library.impl("worker_index", _worker_index, _KEY)
 
 
 @torch.library.register_fake("decentfn::exchange", lib=_library)
-def _exchange_fake(x: Tensor, peers: Tensor, t: Tensor, per_slot: bool) -> Tensor:
+def _exchange_fake(x: Tensor, peers: Tensor, t: Tensor, per_slot: bool, good: Tensor | None) -> Tensor:
     _place(1, peers.shape[2], "exchange")
     return x.new_empty((peers.shape[3], *x.shape[1 if per_slot else 0 :]))
 
 
 @torch.library.register_fake("decentfn::exchange_stacked", lib=_library)
-def _exchange_stacked_fake(x: Tensor, peers: Tensor, t: Tensor, per_slot: bool) -> Tensor:
+def _exchange_stacked_fake(x: Tensor, peers: Tensor, t: Tensor, per_slot: bool, good: Tensor | None) -> Tensor:
     return x.new_empty((x.shape[0], peers.shape[3], *x.shape[2 if per_slot else 1 :]))
 
 
 @torch.library.register_fake("decentfn::group_mean", lib=_library)
-def _group_mean_fake(x: Tensor, groups: Tensor, t: Tensor) -> Tensor:
+def _group_mean_fake(x: Tensor, groups: Tensor, t: Tensor, good: Tensor | None) -> Tensor:
     _place(1, groups.shape[1], "group_mean")
     return torch.empty_like(x)
 
 
-torch.library.register_fake("decentfn::group_mean_stacked", lambda x, groups, t: torch.empty_like(x), lib=_library)
+torch.library.register_fake(
+    "decentfn::group_mean_stacked", lambda x, groups, t, good: torch.empty_like(x), lib=_library
+)
 torch.library.register_fake("decentfn::wait", torch.empty_like, lib=_library)
 torch.library.register_fake("decentfn::complete", lambda x: None, lib=_library)
 torch.library.register_fake(

@@ -1,7 +1,7 @@
 """What a guarded step does where values are infinite or NaN: they do not travel, and nobody is pulled by what stands for them.
 
-Within `guarded()` every message is judged before it leaves. What is not finite in it travels as 0, and a flag for the whole
-message beside it; with v_j = 1 where j's message is good, i's row of W becomes
+Within `guarded()` every message is judged before it leaves. Zeros travel in the place of a bad one, and beside each a flag;
+with v_j = 1 where j's message is good, i's row of W becomes
 
     v_i = 1:  W[i,j] v_j  for the neighbours,  W[i,i] + Σ_j W[i,j] (1 - v_j)  for itself
     v_i = 0:  W[i,j] v_j / Σ_j W[i,j] v_j      for the neighbours,  0  for itself
@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from decentfn import collectives
+from decentfn import buckets, collectives
 from decentfn.scalars import moved, once
 from decentfn.topologies import Round
 
@@ -78,32 +78,22 @@ class Heard(NamedTuple):
 def is_finite(x: Sequence[Tensor]) -> Tensor:
     """Whether nothing in the tensors is infinite or NaN, 0-d bool."""
     # Counted in floating point, as a norm is: Inductor does both in the loop that writes the values.
-    bad = [torch.where(torch.isfinite(b), 0.0, 1.0).sum() for b in x]
+    bad = [torch.where(buckets.is_finite(b), 0.0, 1.0).sum() for b in x]
     return once(torch.stack(bad).sum() == 0)
 
 
-def screened(
-    own: Sequence[Tensor], sent: Sequence[Tensor], good: Tensor | None = None, *, whole: bool = False
-) -> tuple[Sequence[Tensor], Sequence[Tensor], Tensor]:
-    """Of a message as it is here and as it travels: both finite, and whether they were (0-d bool; `good` where it is known).
+def judged(sent: Sequence[Tensor]) -> Tensor:
+    """Whether this worker's message is finite, 0-d bool; where it is not that is noted."""
+    good = is_finite(sent)
+    note_replaced(good)
+    return good
 
-    With `whole` a message of which anything is bad is 0, so that it adds nothing to a sum.
-    """
-    known = good is not None
-    good = is_finite(sent) if good is None else good
+
+def note_replaced(good: Tensor) -> None:
+    """Note where this worker's message is bad."""
     seen = noted()
     assert seen is not None
     seen.replaced.append(~good)
-    if known:
-        return own, sent, good
-    clean = [torch.where(good, s, torch.zeros_like(s)) if whole else finite_or_zero(s) for s in sent]
-    pairs = zip(own, sent, clean, strict=True)
-    return [c if o is s else finite_or_zero(o) for o, s, c in pairs], clean, good
-
-
-def finite_or_zero(x: Tensor) -> Tensor:
-    """`x` with 0 for what is infinite or NaN."""
-    return torch.where(torch.isfinite(x), x, torch.zeros_like(x))
 
 
 def post_flags(good: Tensor, peers: Tensor | None, groups: Tensor | None, t: Tensor) -> Flags:

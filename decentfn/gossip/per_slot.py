@@ -22,11 +22,9 @@ class Exchange(NamedTuple):
 
 def exchange(x: Sequence[Tensor], peers: Tensor, t: Tensor) -> Exchange:
     """Start to send `x[b][k]` to the listener of slot k, for each tensor `[K, D]`; `peers` as in `collectives.exchange`."""
-    flags = None
-    if guarding.is_guarded():
-        _, x, good = guarding.screened(x, x)
-        flags = guarding.post_flags(good, peers, None, t)
-    return Exchange(x, [collectives.exchange(message, peers, t, per_slot=True) for message in x], flags)
+    good = guarding.judged(x) if guarding.is_guarded() else None
+    inboxes = [collectives.exchange(message, peers, t, per_slot=True, good=good) for message in x]
+    return Exchange(x, inboxes, None if good is None else guarding.post_flags(good, peers, None, t))
 
 
 def arrived(posted: Exchange, otherwise: Sequence[Tensor]) -> list[Tensor]:

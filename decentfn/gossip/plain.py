@@ -69,10 +69,12 @@ def post(
         peers = torch.stack([this.sources, this.destinations])[None]
         groups = None if this.groups is None else this.groups[None]
     own = x if own is None else own
-    if guarding.is_guarded():
-        own, sent, good = guarding.screened(own, sent, good, whole=groups is not None)
-    inboxes = tuple(collectives.exchange(tensor, peers, t) for tensor in sent) if topology.degree else ()
-    means = () if groups is None else tuple(collectives.group_mean(tensor, groups, t) for tensor in sent)
+    if good is not None:
+        guarding.note_replaced(good)
+    elif guarding.is_guarded():
+        good = guarding.judged(sent)
+    inboxes = tuple(collectives.exchange(tensor, peers, t, good=good) for tensor in sent) if topology.degree else ()
+    means = () if groups is None else tuple(collectives.group_mean(tensor, groups, t, good=good) for tensor in sent)
     flags = None if good is None else guarding.post_flags(good, peers if topology.degree else None, groups, t)
     return Posted(own, sent, inboxes, means, this, row(this, x[0]), flags)
 
@@ -267,6 +269,7 @@ def _mixed(posted: Posted, index: int, gamma: float | Tensor) -> Part:
         return sum(terms[1:], terms[0]) if terms else torch.zeros((), dtype=dtype)
 
     def plain(own: Tensor, *messages: Tensor) -> Tensor:
+        own = own if good is None else torch.where(good, own, torch.zeros_like(own))
         return (kept * own.to(dtype) + others(messages)).to(own.dtype)
 
     def rounded(own: Tensor, sent: Tensor, *messages: Tensor) -> Tensor:

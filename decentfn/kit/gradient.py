@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from decentfn import gossip, trees
-from decentfn.buckets import Buckets, add, elementwise, global_norm, where
+from decentfn.buckets import Buckets, add, elementwise, global_norm, is_finite, where
 from decentfn.kit.state import Metrics
 from decentfn.trees import PyTree
 
@@ -27,10 +27,13 @@ class Gradient(NamedTuple):
     moves: Buckets | None = None
     """How far the loss itself moved the parameters before it took the gradient (`df.autograd`); None: it left them alone."""
 
+    norm: Tensor | None = None
+    """The gradient's own, 0-d, where it was computed to see whether it is finite."""
+
     @property
     def metrics(self) -> Metrics:
         """What a step reports. Ask last: where the norm is computed after the update, one loop does both."""
-        norm = global_norm(self.grads)
+        norm = global_norm(self.grads) if self.norm is None else self.norm
         norm = norm if self.good is None else torch.where(self.good, norm, torch.full_like(norm, float("inf")))
         return Metrics(self.loss, self.aux, norm)
 
@@ -90,7 +93,7 @@ def finite_or(new: Tensor, old: Tensor, first: Tensor) -> Tensor:
     """`new`, where it is infinite or NaN `old`, and where that is, too, `first`; what is no floating-point number stays."""
     if not new.is_floating_point():
         return new
-    return torch.where(torch.isfinite(new), new, torch.where(torch.isfinite(old), old, first))
+    return torch.where(is_finite(new), new, torch.where(is_finite(old), old, first))
 
 
 def _all_finite(*several: Buckets, like: Buckets | None = None) -> Buckets:
@@ -98,4 +101,4 @@ def _all_finite(*several: Buckets, like: Buckets | None = None) -> Buckets:
     if not several:
         assert like is not None
         return elementwise(lambda b: torch.ones_like(b, dtype=torch.bool), like)
-    return elementwise(lambda *tensors: functools.reduce(torch.logical_and, map(torch.isfinite, tensors)), *several)
+    return elementwise(lambda *tensors: functools.reduce(torch.logical_and, map(is_finite, tensors)), *several)

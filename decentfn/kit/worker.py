@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from decentfn import gossip, trees
-from decentfn.buckets import Buckets, Plan, add, all_finite, elementwise
+from decentfn.buckets import Buckets, Plan, add, all_finite, elementwise, global_norm
 from decentfn.gradient import DynamicLossScale, Evaluation, LossFn, evaluate
 from decentfn.kit.exchange import Posted, as_parameters, collect, post
 from decentfn.kit.gradient import Gradient, good_update, where_good
@@ -110,13 +110,14 @@ class Worker:
 
     def _guarded(self, e: Evaluation, local: Local, noted: gossip.Noted, together: bool) -> tuple[Gradient, Local]:
         """An evaluation that is good or bad. Where gradients are averaged a bad one is left out, and good is what is left."""
-        good = all_finite(e.grads)
+        norm = global_norm(e.grads)
+        good = torch.isfinite(norm)
         noted.skipped.append(~good)
         local = local._replace(buffers=where_good(good, e.buffers, local.buffers))
         if together:
-            return Gradient(e.grads, e.loss, e.aux, None, e.used, e.moves), local
+            return Gradient(e.grads, e.loss, e.aux, None, e.used, e.moves, norm), local
         grads = where_good(good, e.grads, elementwise(torch.zeros_like, e.grads))
-        return Gradient(grads, e.loss, e.aux, good, e.used, e.moves), local
+        return Gradient(grads, e.loss, e.aux, good, e.used, e.moves, norm), local
 
     def update(
         self, direction: Buckets, g: Gradient, local: Local, x: Buckets, *, posted: Posted | None = None

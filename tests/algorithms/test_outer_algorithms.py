@@ -322,10 +322,10 @@ def steps_that_speak(monkeypatch, built, p, steps):
         sent[-1] += int((peers[int(t) % len(peers), 1, 0] >= 0).sum()) * x.shape[-1]
         return exchange(x, peers, t, **options)
 
-    def spy_group_mean(x, groups, t):
+    def spy_group_mean(x, groups, t, **options):
         row = groups[int(t) % len(groups)]
         sent[-1] += int((row == row[0]).sum() > 1) * x.shape[-1]
-        return group_mean(x, groups, t)
+        return group_mean(x, groups, t, **options)
 
     monkeypatch.setattr(collectives, "exchange", spy_exchange)
     monkeypatch.setattr(collectives, "group_mean", spy_group_mean)

@@ -68,7 +68,7 @@ def test_donated_state_is_stored_early_except_while_it_may_be_on_its_way(how):
     x, g, peers, t = (graph.placeholder(name) for name in ("x", "g", "peers", "t"))
     sent = graph.call_function(torch.ops.aten.view.default, (x, [-1])) if how == "a view of it" else x
     sent = g if how == "not sent" else sent
-    inbox = graph.call_function(torch.ops.decentfn.exchange.default, (sent, peers, t, False))
+    inbox = graph.call_function(torch.ops.decentfn.exchange.default, (sent, peers, t, False, None))
     new = graph.call_function(torch.ops.aten.sub.Tensor, (x, g))
     waited = graph.call_function(torch.ops.decentfn.wait.default, (inbox,))
     metric = graph.call_function(torch.ops.aten.sum.default, (waited,))

@@ -157,7 +157,9 @@ def test_buffers_travel_in_one_message_for_each_dtype(algorithm, monkeypatch):
     calls = []
     for name in ("exchange", "group_mean"):
         plain = getattr(collectives, name)
-        monkeypatch.setattr(collectives, name, lambda x, *a, plain=plain: (calls.append(x.dtype), plain(x, *a))[1])
+        monkeypatch.setattr(
+            collectives, name, lambda x, *a, plain=plain, **k: (calls.append(x.dtype), plain(x, *a, **k))[1]
+        )
     averaged(algorithm, df.topology("ring", N), steps=1)
     assert sorted(map(str, calls)) == ["torch.float32", "torch.float32", "torch.float64"]  # parameters, and two dtypes
 
