@@ -22,7 +22,8 @@ class _Chunks(NamedTuple):
 
 
 class _Here(threading.local):
-    chunks: _Chunks | None = None  # of the class, so that compiled code finds it in every thread
+    def __init__(self) -> None:
+        self.chunks: _Chunks | None = None  # in every thread, for what torch.compile found in the one that compiled
 
 
 _here = _Here()

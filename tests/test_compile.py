@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -346,3 +347,17 @@ def test_few_guards_are_looked_at_in_each_call():
     step = df.compile(step, guard_filter_fn=counting)
     step(init(cases.params()), tuple(x[0] for x in cases.batches(1, 0)), 0)
     assert kept[-1][1] > 200 and kept[-1][0] < 80
+
+
+@pytest.mark.parametrize("kind", ["guarded", "chunked"])
+def test_it_compiles_in_a_thread_in_which_nothing_has_run(kind):
+    n = 1 if kind == "guarded" else 4
+    algorithm = df.adapt_then_combine(lambda x, b: ((x - b) ** 2).sum(), df.sgd(0.1), df.topology("complete", n))
+    init, step = df.guard(algorithm) if kind == "guarded" else algorithm
+    state, batch = init(torch.zeros(3)), torch.ones(3)
+    if kind == "chunked":
+        state, batch, step = df.stack(state, n), torch.ones(n, 3), df.simulate(step, n, chunk_size=2)
+    run = df.compile(step, backend="aot_eager")
+    with ThreadPoolExecutor(1) as thread:
+        new, _ = thread.submit(run, state, batch, 0).result()
+    torch.testing.assert_close(df.params(new), torch.full_like(batch, 0.2))

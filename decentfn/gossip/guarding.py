@@ -32,7 +32,8 @@ class Noted(NamedTuple):
 
 
 class _Here(threading.local):
-    noted: Noted | None = None  # of the class, so that compiled code finds it in every thread
+    def __init__(self) -> None:
+        self.noted: Noted | None = None  # in every thread, for what torch.compile found in the one that compiled
 
 
 _here = _Here()
