@@ -349,15 +349,10 @@ def test_few_guards_are_looked_at_in_each_call():
     assert kept[-1][1] > 200 and kept[-1][0] < 80
 
 
-@pytest.mark.parametrize("kind", ["guarded", "chunked"])
-def test_it_compiles_in_a_thread_in_which_nothing_has_run(kind):
-    n = 1 if kind == "guarded" else 4
-    algorithm = df.adapt_then_combine(lambda x, b: ((x - b) ** 2).sum(), df.sgd(0.1), df.topology("complete", n))
-    init, step = df.guard(algorithm) if kind == "guarded" else algorithm
-    state, batch = init(torch.zeros(3)), torch.ones(3)
-    if kind == "chunked":
-        state, batch, step = df.stack(state, n), torch.ones(n, 3), df.simulate(step, n, chunk_size=2)
-    run = df.compile(step, backend="aot_eager")
+def test_a_chunked_simulation_compiles_in_a_thread_in_which_nothing_has_run():
+    init, step = df.adapt_while_communicate(lambda x, b: ((x - b) ** 2).sum(), df.sgd(0.1), df.topology("complete", 4))
+    state, batch = df.stack(init(torch.zeros(3)), 4), torch.ones(4, 3)
+    run = df.compile(df.simulate(step, 4, chunk_size=2), backend="aot_eager")
     with ThreadPoolExecutor(1) as thread:
         new, _ = thread.submit(run, state, batch, 0).result()
     torch.testing.assert_close(df.params(new), torch.full_like(batch, 0.2))
