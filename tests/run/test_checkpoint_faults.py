@@ -163,3 +163,7 @@ def test_killed_at_every_point_of_writing_the_checkpoint_before_loads(tmp_path):
 def test_a_run_that_is_killed_at_random_steps_ends_in_the_same_bits(tmp_path, kills, backend):
     said = run_faults("resume", str(tmp_path), str(kills), *filter(None, [backend]))
     assert said.count(" killed at t=") == kills and "the same bits" in said
+
+
+def test_what_a_lost_message_leaves_is_rescued_bitwise_by_all(tmp_path):
+    assert int(run_faults("rescue", str(tmp_path)).split()[-2]) == 16

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from decentfn import collectives, trees
+from decentfn.errors import RunError
 from decentfn.run.checkpoint import files, manifest
 from decentfn.run.checkpoint.together import on_first
 from decentfn.run.checkpoint.writing import Content, content_of, plain, write
@@ -97,6 +98,34 @@ class Saver:
         content = content_of(state, self._copy(state), step, self._topology, self._config, extra, score)
         self._thread = threading.Thread(target=self._write, args=(content,), name="decentfn checkpoint")
         self._thread.start()
+
+    def rescue(self, state: Any, error: RunError, *, extra: Any = None) -> Path | None:
+        """Save what a step that failed has left, and return when it is on the disk. Collective, each with its own error.
+
+        Each worker's state is whole, but some may be a step further than others, and what they know of one another is off by
+        the message that was lost. So it lies apart, in the folder `rescued` of the run's directory, where `latest` does not
+        find it; `export` makes one network of it.
+
+        Args:
+            state: that was passed to the step.
+            error: what it raised.
+            extra: as for `save`.
+
+        Returns:
+            The checkpoint, whose step is the largest of the workers' next steps; None where there is none, because a process
+            is gone or does not know whether its state is whole. The log says why.
+        """
+        try:
+            self.wait()
+            with collectives.use(self._world):
+                steps = collectives.gather_objects(error.next_step)
+                if None in steps:
+                    raise RuntimeError(f"process {steps.index(None)} does not know whether its state is whole")
+                content = content_of(state, self._copy(state), max(steps), self._topology, self._config, extra, None)
+                return write(self.directory / "rescued", content, None)
+        except (OSError, RuntimeError) as reason:
+            _log.error("nothing was rescued: %s", reason)
+            return None
 
     def wait(self) -> None:
         """Return when what was saved is on the disk, or raise what went wrong."""
