@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import json
 import os
+import platform
 import warnings
 from collections.abc import Mapping
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -97,16 +100,17 @@ def _start(backend: str | None, gpus: int, timeout: timedelta) -> None:
     store, rank, size = next(rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)
     store = fresh_part(store, rank, size, timeout)
-    local_rank = _local_rank(gpus, size)
+    place = _place(_local_rank(gpus, size), gpus)
     # They ask each other first: on some machines there may be GPUs enough.
     places = PrefixStore("places", store)
-    places.set(str(rank), f"{local_rank} {gpus}")
-    everyone = [tuple(map(int, place.split())) for place in places.multi_get([str(i) for i in range(size)])]
-    without = {i: place for i, place in enumerate(everyone) if place[0] >= place[1]}
+    places.set(str(rank), json.dumps(place))
+    everyone = [_Place(*json.loads(told)) for told in places.multi_get([str(i) for i in range(size)])]
+    taken = [its.gpu for its in everyone]
+    without = {i: its for i, its in enumerate(everyone) if its.gpu is None or its.gpu in taken[:i]}
     if without and _takes_gpus(backend):
-        _say_who_has_none(without, backend, is_speaker=rank == 0 and any(gpus for _, gpus in everyone))
+        _say_who_has_none(without, backend, is_speaker=rank == 0 and any(its.gpus for its in everyone))
     on_gpu = _takes_gpus(backend) and not without
-    device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
+    device = torch.device("cuda", place.index) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
     dist.init_process_group(
@@ -123,6 +127,25 @@ def _start(backend: str | None, gpus: int, timeout: timedelta) -> None:
     atexit.register(collectives.leave_default_group)
 
 
+class _Place(NamedTuple):
+    """Where a process would compute."""
+
+    local_rank: int
+    gpus: int  # that it sees
+    index: int  # of the one that would be its own
+    gpu: str | None  # which one that is; None where there is none
+
+
+def _place(local_rank: int, gpus: int) -> _Place:
+    # A scheduler may show each process its own GPU alone: number 0 to all of them.
+    index = 0 if gpus == 1 else local_rank
+    if index >= gpus:
+        return _Place(local_rank, gpus, index, None)
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")  # tells the parts of a GPU apart
+    uuid = getattr(torch.cuda.get_device_properties(index), "uuid", index)
+    return _Place(local_rank, gpus, index, f"{platform.node()} {uuid} {shown[index] if index < len(shown) else ''}")
+
+
 def _local_rank(gpus: int, size: int) -> int:
     local_rank = os.environ.get("LOCAL_RANK")
     if local_rank is None and gpus > 1 and size > 1:
@@ -133,10 +156,10 @@ def _local_rank(gpus: int, size: int) -> int:
     return int(local_rank or 0)
 
 
-def _say_who_has_none(without: dict[int, tuple[int, ...]], backend: str | None, *, is_speaker: bool) -> None:
+def _say_who_has_none(without: dict[int, _Place], backend: str | None, *, is_speaker: bool) -> None:
     """Ranks lack a GPU of their own: an error where NCCL was asked for, else a warning where others have one."""
-    rank, (local_rank, gpus) = next(iter(without.items()))
-    fact = f"rank {rank} has LOCAL_RANK={local_rank}, but its machine shows {gpus} GPUs"
+    rank, place = next(iter(without.items()))
+    fact = f"rank {rank} has LOCAL_RANK={place.local_rank}, but its machine shows {place.gpus} GPUs"
     if backend is not None:
         raise ValueError(
             f"init(backend={backend!r}): {fact}, and NCCL needs one for each process; start fewer processes on a machine, "

@@ -13,6 +13,7 @@ from torch import Tensor
 from decentfn import gossip, trees
 from decentfn.buckets import evaluated
 from decentfn.fingerprint import agree, describe
+from decentfn.kit.expected import marked
 from decentfn.kit.hyperparameters import at
 from decentfn.kit.state import Algorithm, Metrics, State, require_algorithm
 from decentfn.scalars import as_step
@@ -37,11 +38,14 @@ def average_buffers(
         overlap: whether b travels while the gradient is computed.
 
     Raises:
-        ValueError: γ out of its range, or a column-stochastic topology, on which buffers would drift away.
+        ValueError: γ out of its range, a column-stochastic topology, on which buffers would drift away, or an algorithm
+            whose buffers are averaged already.
     """
     require_algorithm("average_buffers", algorithm)
     if not callable(gamma) and not 0 <= gamma <= 1:
         raise ValueError(f"average_buffers(gamma={gamma!r}): γ lies in [0, 1], or is a function of t.")
+    if hasattr(algorithm.step, "averages_buffers"):
+        raise ValueError("average_buffers(average_buffers(algorithm)): the buffers are mixed already; once is enough.")
     topology = algorithm.topology
     if topology is None:
         raise ValueError(
@@ -78,7 +82,7 @@ def average_buffers(
         buffers = trees.fill(trees.enumerate_leaves(state.buffers), leaves)
         return state._replace(local=state.local._replace(buffers=buffers)), metrics
 
-    return Algorithm(start, averaging, loss_fn=algorithm.loss_fn, topology=topology)
+    return Algorithm(start, marked(averaging, averages_buffers=True), loss_fn=algorithm.loss_fn, topology=topology)
 
 
 def _travel(buffers: PyTree, frozen: frozenset[str]) -> list[bool]:

@@ -66,7 +66,7 @@ def test_one_process_takes_the_gpu_that_is_there(environment, monkeypatch, backe
 
 # Two ranks on machines that seem to have GPUs, without NCCL: what they would start is noted instead.
 ON_MACHINES = """
-import json, os, sys, warnings
+import json, os, sys, types, warnings
 import torch
 import torch.distributed as dist
 import decentfn as df
@@ -82,8 +82,10 @@ def note(backend, *, device_id=None, **options):
 
 dist.init_process_group = note
 results = []
-for port, gpus, backend in json.loads(sys.argv[1]):
+for port, gpus, is_own, backend in json.loads(sys.argv[1]):
     os.environ["MASTER_PORT"] = str(port)
+    machine = os.environ["RANK"] if is_own else "shared"
+    torch.cuda.get_device_properties = lambda i, machine=machine: types.SimpleNamespace(uuid=f"{machine} {i}")
     torch.cuda.is_available, torch.cuda.device_count = lambda: gpus > 0, lambda: gpus
     chosen.clear(), group.clear()
     with warnings.catch_warnings(record=True) as said:
@@ -99,7 +101,12 @@ for port, gpus, backend in json.loads(sys.argv[1]):
         dist.destroy_process_group()
 print(json.dumps(results), flush=True)
 """
-MACHINES = {"a GPU for each": (2, None), "too few GPUs": (1, None), "too few for NCCL": (1, "nccl")}
+MACHINES = {  # GPUs that each sees, whether they are its own, backend
+    "a GPU for each": (2, False, None),
+    "each sees its own": (1, True, None),
+    "too few GPUs": (1, False, None),
+    "too few for NCCL": (1, False, "nccl"),
+}
 
 
 def free_port():
@@ -137,10 +144,11 @@ def found():
 pytestmark = pytest.mark.xdist_group("process group")
 
 
-def test_with_a_gpu_for_each_rank_nccl_joins_them(found):
-    for rank, result in enumerate(found["a GPU for each"]):
+@pytest.mark.parametrize(("machine", "indices"), [("a GPU for each", (0, 1)), ("each sees its own", (0, 0))])
+def test_with_a_gpu_for_each_rank_nccl_joins_them(found, machine, indices):
+    for rank, (result, index) in enumerate(zip(found[machine], indices, strict=True)):
         assert result["backend"] == "cpu:gloo,cuda:nccl" and result["said"] == []
-        assert result["device"] == result["device_id"] == f"cuda:{rank}" and result["chosen"] == [f"cuda:{rank}"]
+        assert result["device"] == result["device_id"] == f"cuda:{index}" and result["chosen"] == [f"cuda:{index}"]
         assert result["workers"] == list(range(3 * rank, 3 * rank + 3))
 
 

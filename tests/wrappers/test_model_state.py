@@ -185,6 +185,8 @@ def test_where_buffers_cannot_be_averaged_it_says_so():
     column_stochastic = df.topologies.from_matrices("shares", [[[0.6, 0.3], [0.4, 0.7]]], is_column_stochastic=True)
     pushed = df.stochastic_gradient_push(lambda p, b: p.sum(), df.sgd(0.1), column_stochastic)
     assert df.average_buffers(push)
+    with pytest.raises(ValueError, match="once is enough"):
+        df.average_buffers(df.ema(df.average_buffers(push)))
     with pytest.raises(ValueError, match=r"'shares' is column-stochastic only.*df\.consensus_buffers"):
         df.average_buffers(pushed)
     with pytest.raises(ValueError, match=r"gamma=1\.5"):
