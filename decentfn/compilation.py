@@ -22,9 +22,9 @@ from decentfn.run.memory import give_back_freed_memory
 from decentfn.scalars import as_step
 from decentfn.torch_private import inductor
 from decentfn.torch_private.autograd import allow_saved_tensors_hooks
-from decentfn.torch_private.dynamo import NOT_COMPILED, TOO_MANY_GRAPHS
+from decentfn.torch_private.dynamo import NOT_COMPILED, TOO_MANY_GRAPHS, first_error
 from decentfn.trees import PyTree
-from decentfn.words import brief, brief_error, root
+from decentfn.words import brief, brief_error
 
 _GRAPHS = 32
 """A step is compiled at most so often: for batches of other structures, dtypes and kinds of shapes."""
@@ -115,7 +115,7 @@ def compile(
             if by_autograd:
                 raise
             raise RuntimeError(
-                f"df.compile(step): torch.compile could not trace the step: {brief_error(root(error))}. Where the loss runs in a plain "
+                f"df.compile(step): torch.compile could not trace the step: {brief_error(first_error(error))}. Where the loss runs in a plain "
                 "PyTorch loop, let PyTorch's autograd take the gradient: df.autograd(loss_fn); the rest of the step is compiled."
             ) from error
         progress.end()
