@@ -37,6 +37,13 @@ class ModuleLoss:
         """Which of the buffers are frozen parameters."""
         self._shapes = _shapes(params), _shapes(buffers)
         self._has_run = False
+        self._computed = [
+            (m, n, x if x.is_leaf else x.detach())
+            for m in module.modules()
+            for n, x in m.__dict__.items()
+            if isinstance(x, torch.Tensor)
+        ]
+        """Plain attributes that are tensors: what spectral norm and pruning make of a weight before every call."""
 
     def __call__(self, params: PyTree, buffers: PyTree, batch: Any) -> tuple[Tensor, tuple[PyTree, PyTree]]:
         """Run the module with these parameters and copies of these buffers."""
@@ -58,7 +65,10 @@ class ModuleLoss:
             with weights(self.module, tensors):
                 yield new
         finally:
-            if before is not None:
+            if before is None:  # While a step is traced only what is known to be computed can be put back.
+                for owner, name, x in self._computed:
+                    setattr(owner, name, x)
+            else:
                 _restore_tensors(self.module, before)
                 self._refuse_new_buffers()
         if before is not None:

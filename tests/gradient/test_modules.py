@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import decentfn as df
@@ -271,3 +272,15 @@ def test_what_cannot_be_traced_is_answered_with_a_way_out():
     with pytest.raises(RuntimeError, match="more than 32 kinds.*df.autograd"):
         for t in range(40):
             state, _ = run(state, torch.ones(t + 1, 3), t)
+
+
+@pytest.mark.parametrize("around", [nn.utils.spectral_norm, lambda m: prune.l1_unstructured(m, "weight", 0.5)])
+def test_a_weight_that_a_hook_computes_is_computed_in_compiled_steps_too_and_put_back(around):
+    torch.manual_seed(0)
+    layer = around(nn.Linear(4, 4))
+    before, batch = layer.weight, (torch.randn(3, 4), torch.randn(3, 4))
+    params, buffers, loss_fn = df.functional(layer, mse_loss)
+    (eager, _), (compiled, _) = (trained(loss_fn, params, buffers, batch, compiled=is_it) for is_it in (False, True))
+    torch.testing.assert_close(df.params(compiled), df.params(eager))
+    torch.testing.assert_close(df.buffers(compiled), df.buffers(eager))
+    torch.testing.assert_close(layer.weight, before, rtol=0, atol=0)
