@@ -123,7 +123,7 @@ def compile(
             prepared.append((structure, run))
             give_back_freed_memory()
         if look is not None:
-            look(result[0], t)
+            look(result[0], t, donate)
         return result
 
     return marked(compiled, made_by="compile")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from decentfn import collectives, trees
-from decentfn.buckets import all_finite
+from decentfn.buckets import all_finite, is_finite
 from decentfn.consensus import is_stacked
 from decentfn.errors import NonFinite
 from decentfn.kit.state import Algorithm, State, require_algorithm, restarted
@@ -42,7 +42,7 @@ def resize(state: State, algorithm: Algorithm) -> State:
     Raises:
         ValueError: a state that is not stacked, or not of this algorithm, optimizer and options; an algorithm without
             `topology`; several processes.
-        NonFinite: a worker's parameters are infinite or NaN, and their mean with them.
+        NonFinite: a worker's parameters, or what else is averaged, are infinite or NaN, and the mean with them.
     """
     require_algorithm("resize", algorithm)
     if not is_stacked(state):
@@ -75,7 +75,7 @@ def resized(fresh: State, rows: State) -> State:
             It is gone through once, and not at all where a leaf starts anew.
 
     Raises:
-        NonFinite: the parameters' mean is infinite or NaN.
+        NonFinite: a mean is infinite or NaN.
     """
     rules = _rules(fresh)
     x = trees.map(lambda rule, values: rule(values), rules.params, rows.params)
@@ -86,6 +86,16 @@ def resized(fresh: State, rows: State) -> State:
         )
     anew = (fresh.local, restarted(fresh.memory, x))
     local, memory = trees.map(_apply, rules[1:], rows[1:], anew)
+    starts = trees.leaves((fresh.local, fresh.memory))
+    for (name, leaf), rule, start in zip(
+        trees.named_leaves((local, memory)), trees.leaves(rules[1:]), starts, strict=True
+    ):
+        # What a start has, too, is meant: a mask of -inf.
+        if rule is mean and bool((leaf.isnan() | (is_finite(start) & ~is_finite(leaf))).any()):
+            raise NonFinite(
+                f"resize: a worker's {name.partition('.')[2]} is infinite or NaN, and so would be the mean of all, from which all "
+                "start; go back to an earlier checkpoint."
+            )
     return State(x, local, memory)
 
 

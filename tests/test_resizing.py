@@ -382,3 +382,19 @@ def test_the_accuracy_on_digits_stays_within_a_point():
     stayed, resized = ([accuracy(sizes, seed) for seed in range(5)] for sizes in ((4,), SIZES))
     print(f"held-out accuracy, five seeds: 4 workers {stayed}, 4 -> 3 -> 5 {resized}")
     assert abs(sum(stayed) - sum(resized)) / 5 < 0.01
+
+
+@pytest.mark.parametrize("what", ["moment", "buffer"])
+def test_one_workers_bad_moments_or_buffers_are_refused_and_not_spread(what):
+    def build(n):
+        return df.adapt_while_communicate(
+            lambda p, b, x: (((p - x) ** 2).sum(), (b, None)),
+            df.adam(0.1),
+            df.topology("static-ring", n),
+        )
+
+    state = df.stack(build(4).init(torch.zeros(3), {"v": torch.zeros(2)}), 4)
+    leaf = state.buffers["v"] if what == "buffer" else state.local.opt[0].nu[0]
+    leaf[1, 0] = float("inf")
+    with pytest.raises(df.errors.NonFinite, match="buffers.v" if what == "buffer" else "nu.0"):
+        df.resize(state, build(3))

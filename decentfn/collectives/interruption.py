@@ -37,7 +37,7 @@ def whole_step(t: int | Tensor, *, donated: bool = False) -> Iterator[None]:
         yield
         return
     steps = here.steps
-    steps.enter()
+    steps.enter(int(t))
     try:
         yield
     except BaseException as error:

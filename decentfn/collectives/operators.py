@@ -109,7 +109,7 @@ def _exchange_stacked(x: Tensor, peers: Tensor, t: Tensor, per_slot: bool, good:
     x = _sent(x, good)
     first = here.rank * local
     call = begin(here, "exchange", t, local)
-    hears, tells = peers[call.step % peers.shape[0], :, first : first + local].tolist()
+    hears, tells = peers[call.t % peers.shape[0], :, first : first + local].tolist()
     slots = range(peers.shape[3])
     call.hears, call.tells, call.nbytes = hears, tells, x[0].nbytes // max(1, len(slots) if per_slot else 1)
     inbox = here.inbox(x, (local, len(slots), *x.shape[2 if per_slot else 1 :]))
@@ -156,7 +156,7 @@ def _exchange(x: Tensor, peers: Tensor, t: Tensor, per_slot: bool, good: Tensor 
     here, _ = _place(1, workers, "exchange")
     x = _sent(x, good)
     call = begin(here, "exchange", t, 1)
-    sources, listeners = peers[call.step % phases, :, here.rank].tolist()
+    sources, listeners = peers[call.t % phases, :, here.rank].tolist()
     call.hears, call.tells, call.nbytes = sources, listeners, x.nbytes // max(1, slots if per_slot else 1)
     inbox = here.inbox(x, (slots, *x.shape[1 if per_slot else 0 :]))
     receives: list[Part] = []
@@ -215,7 +215,7 @@ def _group_mean_stacked(x: Tensor, groups: Tensor, t: Tensor, good: Tensor | Non
     here, local = _place(x.shape[0], groups.shape[1], "group_mean")
     x = _sent(x, good)
     call = begin(here, "group_mean", t, local)
-    row = groups[call.step % groups.shape[0]].tolist()
+    row = groups[call.t % groups.shape[0]].tolist()
     ranks = _ranks_by_group(row, local)
     call.nbytes = x[0].nbytes
     if local == 1:

@@ -29,12 +29,28 @@ _RECORDED = 64
 class Call:
     """One call of an operator: what travels, between whom, and when."""
 
-    __slots__ = ("arrived", "hears", "index", "local", "lost", "nbytes", "number", "posted", "step", "tells", "what")
+    __slots__ = (
+        "arrived",
+        "hears",
+        "index",
+        "local",
+        "lost",
+        "nbytes",
+        "number",
+        "posted",
+        "step",
+        "t",
+        "tells",
+        "what",
+    )
 
-    def __init__(self, what: str, number: int, step: int, index: int, local: int) -> None:
+    def __init__(self, what: str, number: int, step: int, t: int, index: int, local: int) -> None:
         self.what = what
         self.number = number
         self.step = step
+        """In which it was called."""
+        self.t = t
+        """By which its peers are found: an algorithm may mix by an earlier step's matrix."""
         self.index = index
         """Which of its step's calls this is, from 1: a step makes the same ones in the same order, bucket by bucket."""
         self.local = local
@@ -92,6 +108,7 @@ class Steps:
         self.cut_short: tuple[int, BaseException] | None = None
         """The step that raised after it had posted, and what it raised."""
         self.record: deque[Call] = deque(maxlen=_RECORDED)
+        self._at = 0  # the step that runs
         self._before = 0  # calls before this step
         self._last = 0
         self._changes: deque[tuple[int, int]] = deque(maxlen=32)
@@ -103,7 +120,7 @@ class Steps:
         self._board, self.lost, self.cut_short = board, None, None
         self._changes.clear()
 
-    def enter(self) -> None:
+    def enter(self, t: int) -> None:
         """A step begins.
 
         Raises:
@@ -115,7 +132,7 @@ class Steps:
                 f"step(state, batch, t): rank {self.rank} cannot go on, because its step t={t} raised "
                 f"{type(error).__name__}: {error}; the other ranks have its messages and are ahead. Start the run again, on all ranks."
             ) from error
-        self.is_inside, self._before = True, self.calls
+        self.is_inside, self._at, self._before = True, t, self.calls
 
     @property
     def has_posted(self) -> bool:
@@ -130,11 +147,11 @@ class Steps:
     def call(self, what: str, t: Tensor, local: int = 1) -> tuple[Call, tuple[int, int] | None]:
         """Note that an operator is called; and another rank that made the same call at another step, with that step."""
         self.calls = calls = self.calls + 1
-        step = int(t)
+        step = self._at if self.is_inside else int(t)
         if step != self._last or not self._changes:
             self._last = step
             self._changes.append((calls, step))
-        call = Call(what, calls, step, calls - self._before, local)
+        call = Call(what, calls, step, int(t), calls - self._before, local)
         self.record.append(call)
         if self._board is not None and (calls % _EVERY == 0 or calls & (calls - 1) == 0):
             return call, self._compare(self._board)

@@ -20,8 +20,10 @@ def split(message: Tensor, fields: list[tuple[int, torch.dtype]]) -> list[Tensor
     """What `join` was given: `(count, dtype)` of each field, flat."""
     pieces = message.split([count * dtype.itemsize for count, dtype in fields])
     pairs = zip(pieces, fields, strict=True)
-    # A copy, because a view in another dtype must start at a multiple of its size; empty ones cannot be viewed.
-    return [once(piece).view(dtype) if count else piece.to(dtype) for piece, (count, dtype) in pairs]
+    # Copies, because a view in another dtype must start at a multiple of its size, and so must one worker's row alone; empty ones
+    # cannot be viewed.
+    fresh = ((once(piece.clone(memory_format=torch.contiguous_format)), *field) for piece, field in pairs)
+    return [piece.view(dtype) if count else piece.to(dtype) for piece, count, dtype in fresh]
 
 
 def nbytes(fields: list[tuple[int, torch.dtype]]) -> int:

@@ -91,7 +91,7 @@ def good_update(u: Buckets, opt: PyTree, old: PyTree, first: PyTree, noted: goss
 
 def finite_or(new: Tensor, old: Tensor, first: Tensor) -> Tensor:
     """`new`, where it is infinite or NaN `old`, and where that is, too, `first`; what is no floating-point number stays."""
-    if not new.is_floating_point():
+    if not (new.is_floating_point() or new.is_complex()):
         return new
     return torch.where(is_finite(new), new, torch.where(is_finite(old), old, first))
 

@@ -111,7 +111,10 @@ class Worker:
     def _guarded(self, e: Evaluation, local: Local, noted: gossip.Noted, together: bool) -> tuple[Gradient, Local]:
         """An evaluation that is good or bad. Where gradients are averaged a bad one is left out, and good is what is left."""
         norm = global_norm(e.grads)
-        good = torch.isfinite(norm)
+        good = all_finite(e.grads) if together else torch.isfinite(norm)
+        if e.moves is not None:
+            good = good & all_finite(e.moves)
+            e = e._replace(moves=where_good(good, e.moves, elementwise(torch.zeros_like, e.moves)))
         noted.skipped.append(~good)
         local = local._replace(buffers=where_good(good, e.buffers, local.buffers))
         if together:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from decentfn import collectives, gossip, trees
-from decentfn.buckets import Buckets
+from decentfn.buckets import Buckets, is_finite
 from decentfn.errors import NonFinite
 from decentfn.fingerprint import agree, describe
 from decentfn.kit.expected import check, kind_of, marked, watch
@@ -30,9 +30,9 @@ def guard(algorithm: Algorithm, limit: int = 20) -> Algorithm:
     * What a worker would send is looked at before it leaves. If anything in it is bad, nothing of it counts: a flag says so to
       the neighbours, each of whom keeps for itself the weight that it had for it, and the worker takes the mix of its neighbours
       in the place of its own. A mean over a group is that of its good members.
-    * An element of what the algorithm remembers that would become bad stays as it was.
+    * An element of the buffers, or of what the algorithm remembers, that would become bad stays as it was.
 
-    `metrics.guard` counts the steps of each worker with a bad gradient or update (`skipped`), with bad messages (`replaced`),
+    `metrics.guard` counts the steps of each worker with a bad gradient, update or buffer (`skipped`), with bad messages (`replaced`),
     and how many either way came last `in_a_row`. With nothing bad the state is what it is without the guard.
     Sent beside: one number per message and neighbour. What it costs, and what it cannot mend, says docs/bad_values.md.
 
@@ -74,17 +74,24 @@ def guard(algorithm: Algorithm, limit: int = 20) -> Algorithm:
         assert counts is not None
         with gossip.guarded() as noted:
             new, metrics = step(old, batch, t)
+        noted.skipped.extend(
+            (is_finite(before) & ~is_finite(after)).any()  # a mask of -inf is meant
+            for before, after in zip(trees.leaves(old.buffers), trees.leaves(new.buffers), strict=True)
+            if after.is_floating_point() or after.is_complex()
+        )
         counts = _counted(counts, noted)
         new = _with(_finite(new, old), counts)
         watch(guarded, new, t)
         return new, metrics._replace(guard=trees.map(torch.clone, counts))
 
-    def stop(state: State, t: Tensor) -> None:
+    def stop(state: State, t: Tensor, is_donated: bool = False) -> None:
         in_a_row = state.local.guard.in_a_row.view(-1)  # pyright: ignore[reportOptionalMemberAccess]
         if functorch.has_no_value(in_a_row) or (in_a_row.is_cuda and int(t) % limit):
             return
         if int(in_a_row.max()) >= limit:
-            raise _error(state, int(t), limit)
+            error = _error(state, int(t), limit)
+            error.next_step = int(t) + is_donated
+            raise error
 
     return Algorithm(
         start, marked(guarded, check=look, watch=stop), loss_fn=algorithm.loss_fn, topology=algorithm.topology

@@ -479,3 +479,15 @@ PUSH = df.topologies.from_matrices("push", random_column_stochastic(N, 1, 0), is
 def test_preconditions_are_checked_and_named(build, words):
     with pytest.raises(ValueError, match=words):
         build()
+
+
+@pytest.mark.parametrize("compressor", [compressors.top_k(0.5), compressors.quantize(4), compressors.sign()], ids=str)
+def test_one_simulated_worker_reads_its_own_message(compressor):
+    """Ten values make a message whose length is no multiple of a field's size."""
+    init, step = choco_sgd(
+        lambda x, b: ((x - b) ** 2).sum(), Sgd(LR), df.topology("complete", 1), compressor=compressor, gamma=0.3
+    )
+    state = init(torch.zeros(10))
+    alone, _ = step(state, torch.ones(10), 0)
+    simulated, _ = df.simulate(step, 1)(df.stack(state, 1), torch.ones(1, 10), 0)
+    torch.testing.assert_close(df.params(simulated)[0], df.params(alone), rtol=0, atol=0)

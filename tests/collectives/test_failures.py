@@ -277,3 +277,22 @@ def test_a_killed_process_is_named_by_all_others():
         assert took < 10 and not is_torn
     for process in processes.processes:
         process.kill()
+
+
+def test_an_error_names_the_step_that_ran_where_an_algorithm_mixes_by_an_earlier_ones_matrix(tmp_path, monkeypatch):
+    """Gradient tracking completes the last step's `W y` first."""
+    monkeypatch.setenv("DECENTFN_FAILURES", str(tmp_path))
+
+    def run(rank):
+        init, step = df.gradient_tracking(loss_fn, df.sgd(0.1), df.topology("ring", 2))
+        state = init(params(rank))
+        for t in range(AT + 1):
+            if t == AT and rank == 1:
+                world().group = Breaks(world().group, 0, "wait")
+            try:
+                state, _ = step(state, torch.ones(()), t)
+            except df.errors.RunError as error:
+                return error.step, error.next_step, str(error)
+
+    for step, next_step, said in on_ranks(2, run, timeout=timedelta(seconds=20)):
+        assert step == next_step == AT and "which the step has left as it was" in said

@@ -13,7 +13,7 @@ from torch import nn
 import decentfn as df
 from decentfn import trees
 from decentfn.buckets import Buckets
-from decentfn.run.checkpoint import manifest
+from decentfn.run.checkpoint import files, manifest
 from decentfn.run.checkpoint.layout import leaves_of
 from decentfn.testing import problem
 from decentfn.testing.ranks import on_kept_ranks
@@ -358,3 +358,30 @@ if __name__ == "__main__":  # writes the file of today's format
             score=0.5,
         ),
     )
+
+
+def test_a_directory_comes_back_after_a_start_that_failed_and_stray_files_do_no_harm(tmp_path, monkeypatch):
+    state = algorithm_of(1).init(net())
+    with monkeypatch.context() as broken:
+        broken.setattr(files, "sweep", lambda *_: json.loads("no JSON"))
+        with pytest.raises(ValueError):
+            df.checkpoint.Saver(tmp_path)
+    for name in (".unfinished-notes", "checkpoint-000009-step-3"):
+        (tmp_path / name).touch()
+    with df.checkpoint.Saver(tmp_path, keep=1) as saver:
+        for step in (1, 2):
+            saver.save(state, step)
+    assert df.checkpoint.latest(tmp_path).name == "checkpoint-000002-step-2"
+    with pytest.raises(ValueError, match="it is closed"):
+        saver.save(state, 3)
+
+
+def test_what_is_wrong_on_one_rank_is_raised_on_all_and_the_next_checkpoint_is_saved(tmp_path):
+    def job(rank):
+        state = algorithm_of(2).init(net())
+        with pytest.raises(ValueError, match=r"rank 1: save\(extra=...\): JSON"):
+            df.checkpoint.save(tmp_path, state, 1, extra={1, 2} if rank else None)
+        df.checkpoint.save(tmp_path, state, 2)
+
+    on_kept_ranks(2, job)
+    assert [path.name for path in manifest.saved(tmp_path)] == ["checkpoint-000001-step-2"]

@@ -79,7 +79,7 @@ def remove(path: Path) -> None:
 def sweep(directory: Path, unfinished: str) -> None:
     """Remove what a run that was killed has left: what begins with `unfinished`, or was about to be removed."""
     for path in directory.iterdir():
-        if path.name.startswith((unfinished, _REMOVED)):
+        if path.name.startswith((unfinished, _REMOVED)) and path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
 
 

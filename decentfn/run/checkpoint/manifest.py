@@ -34,7 +34,7 @@ def saved(directory: Path) -> list[Path]:
     if not directory.is_dir():
         return []
     found = [(int(match[1]), path) for path in directory.iterdir() if (match := _NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(found)]
+    return [path for _, path in sorted(found) if path.is_dir()]
 
 
 def latest(directory: str | Path) -> Path | None:

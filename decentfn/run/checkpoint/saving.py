@@ -39,8 +39,12 @@ def save(
     Returns:
         The checkpoint's own directory, in the run's.
     """
-    on_cpu = trees.map(lambda x: x.detach().cpu(), state)
-    content = content_of(state, on_cpu, step, topology, plain("save(config=...)", config), extra, score)
+    content: Content | ValueError
+    try:
+        on_cpu = trees.map(lambda x: x.detach().cpu(), state)
+        content = content_of(state, on_cpu, step, topology, plain("save(config=...)", config), extra, score)
+    except ValueError as error:
+        content = error
     locks: list[files.Lock] = []
     on_first(_claim, Path(directory), locks)
     try:
@@ -80,6 +84,7 @@ class Saver:
         self._locks: list[files.Lock] = []
         on_first(_claim, self.directory, self._locks)
         self._world = collectives.world().apart()
+        self._is_closed = False
 
     def save(self, state: Any, step: int, *, extra: Any = None, score: float | None = None) -> None:
         """Save the state as it is now, as soon as the checkpoint before is written. Collective, in the same step.
@@ -94,10 +99,20 @@ class Saver:
             ValueError: a leaf or an argument that cannot be saved.
             OSError, RuntimeError: on all processes, the checkpoint before was not written; those before it are whole.
         """
+        if self._is_closed:
+            raise ValueError(
+                f"Saver({str(self.directory)!r}).save: it is closed, and the directory given back; open another."
+            )
         self.wait()
-        content = content_of(state, self._copy(state), step, self._topology, self._config, extra, score)
+        content: Content | ValueError
+        try:
+            content = content_of(state, self._copy(state), step, self._topology, self._config, extra, score)
+        except ValueError as error:
+            content = error  # all processes raise it where they wait for this checkpoint
         self._thread = threading.Thread(target=self._write, args=(content,), name="decentfn checkpoint")
         self._thread.start()
+        if self._world.size == 1 and isinstance(content, ValueError):
+            self.wait()
 
     def rescue(self, state: Any, error: RunError, *, extra: Any = None) -> Path | None:
         """Save what a step that failed has left, and return when it is on the disk. Collective, each with its own error.
@@ -115,13 +130,20 @@ class Saver:
             The checkpoint, whose step is the largest of the workers' next steps; None where there is none, because a process
             is gone or does not know whether its state is whole. The log says why.
         """
+        collectives.world().hang_up()  # or whoever raised for another reason would let its neighbours wait
         try:
             self.wait()
             with collectives.use(self._world):
-                steps = collectives.gather_objects(error.next_step)
+                steps = collectives.gather_objects(getattr(error, "next_step", None))
                 if None in steps:
                     raise RuntimeError(f"process {steps.index(None)} does not know whether its state is whole")
-                content = content_of(state, self._copy(state), max(steps), self._topology, self._config, extra, None)
+                content: Content | ValueError
+                try:
+                    content = content_of(
+                        state, self._copy(state), max(steps), self._topology, self._config, extra, None
+                    )
+                except ValueError as wrong:
+                    content = wrong
                 return write(self.directory / "rescued", content, None)
         except (OSError, RuntimeError) as reason:
             _log.error("nothing was rescued: %s", reason)
@@ -140,6 +162,7 @@ class Saver:
         try:
             self.wait()
         finally:
+            self._is_closed = True
             while self._locks:
                 self._locks.pop().release()
 
@@ -166,16 +189,21 @@ class Saver:
             torch.cuda.synchronize()
         return trees.fill(trees.enumerate_leaves(state), self._copies)
 
-    def _write(self, content: Content) -> None:
+    def _write(self, content: Content | ValueError) -> None:
         try:
             with collectives.use(self._world):
                 write(self.directory, content, self._keep)
         except BaseException as error:
-            _log.error("the checkpoint of step %d was not written: %s", content.about["step"], error)
+            _log.error("a checkpoint was not written to %s: %s", self.directory, error)
             self._error = error
 
 
 def _claim(directory: Path, locks: list[files.Lock]) -> None:
     """Lock the run's directory, and remove what a run that was killed has left in it."""
-    locks.append(files.Lock(directory))
-    files.sweep(directory, manifest.UNFINISHED)
+    lock = files.Lock(directory)
+    try:
+        files.sweep(directory, manifest.UNFINISHED)
+    except BaseException:
+        lock.release()
+        raise
+    locks.append(lock)

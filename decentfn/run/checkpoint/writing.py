@@ -73,9 +73,16 @@ def content_of(
     return Content(tensors, places, (first, first + local), about, own)
 
 
-def write(directory: Path, content: Content, keep: int | None) -> Path:
-    """Write a checkpoint to the run's directory and remove those that are too many; where it lies. Collective."""
-    temporary = Path(on_first(_begin, directory, content.about["step"]))
+def write(directory: Path, content: Content | ValueError, keep: int | None) -> Path:
+    """Write a checkpoint to the run's directory and remove those that are too many; where it lies. Collective.
+
+    Args:
+        directory: the run's.
+        content: what this process writes; or why it has nothing, which all processes raise.
+        keep: as for `Saver`.
+    """
+    temporary = Path(together(_begin, directory, content)[0])
+    assert isinstance(content, Content)
     try:
         told = together(_write_own, temporary, content)
         path = Path(on_first(_finish, directory, temporary, told))
@@ -103,7 +110,12 @@ def plain(what: str, value: Any) -> Any:
         ) from error
 
 
-def _begin(directory: Path, step: int) -> str:
+def _begin(directory: Path, content: Content | ValueError) -> str | None:
+    if isinstance(content, ValueError):
+        raise content
+    if collectives.world().rank:
+        return None
+    step = content.about["step"]
     path = directory / f"{manifest.UNFINISHED}{step}-{uuid4().hex[:8]}"
     files.private_directory(path)
     return str(path)
