@@ -18,6 +18,7 @@ from torch import Tensor
 
 from decentfn import collectives
 from decentfn.errors import ExchangeTimeout, PeerLost
+from decentfn.run.paths import as_path
 from decentfn.words import brief
 
 _log = logging.getLogger("decentfn")
@@ -161,11 +162,13 @@ def preemption(marker: str | Path, *, every: int = 10) -> Iterator[Stop]:
     Raises:
         ValueError: `every` is no positive integer; or this is not the main thread, which alone receives signals.
     """
-    if not isinstance(every, int) or every < 1:
+    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
         raise ValueError(f"preemption(every={brief(every)}): an integer >= 1, the number of steps between two looks.")
     if threading.current_thread() is not threading.main_thread():
         raise ValueError("preemption(marker): Python hands signals to the main thread; enter the `with` there.")
-    marker = Path(marker)
+    marker = as_path("preemption(marker)", marker)
+    if marker.is_dir():
+        raise ValueError(f"preemption(marker={str(marker)!r}): that is a directory; the marker is a file in it.")
     if os.environ.get("LOCAL_RANK", "0") == "0":
         marker.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         marker.unlink(missing_ok=True)

@@ -234,7 +234,17 @@ def test_ranks_that_save_different_steps_are_told(tmp_path):
         (lambda d, s: df.checkpoint.Saver(d, config=object()), r"Saver\(config=...\): JSON holds"),
         (lambda d, s: df.checkpoint.Saver(d, keep=0), r"Saver\(keep=0\)"),
         (lambda d, s: df.checkpoint.save(d, s, 1, topology=df.topology("ring", 4)), "the topology has 4 workers"),
-        (lambda d, s: df.checkpoint.save(d, df.params(s), 1), "is not a training state"),
+        (lambda d, s: df.checkpoint.save(d, s, 1, topology="ring"), r"save\(topology='ring'\)"),
+        (lambda d, s: df.checkpoint.save(d, s, 1, score="low"), r"save\(score='low'\)"),
+        (lambda d, s: df.checkpoint.save(d, s, 1, score=10**400), r"save\(score=1000"),
+        (lambda d, s: df.checkpoint.save(d, s, 1, score=True), r"save\(score=True\)"),
+        (lambda d, s: df.checkpoint.save(d, df.params(s), 1), "expected a training state"),
+        (lambda d, s: df.checkpoint.save(d, 3, 1), "the state is 3; expected a training state"),
+        (lambda d, s: df.checkpoint.Saver(d, keep=True), r"Saver\(keep=True\)"),
+        (lambda d, s: df.checkpoint.Saver(""), r"Saver\(directory\): the path is ''"),
+        (lambda d, s: df.checkpoint.latest(None), r"latest\(directory\): the path is None"),
+        (lambda d, s: df.checkpoint.export(d, None, s), r"export\(module=None\)"),
+        (lambda d, s: df.checkpoint.import_(d.parent), "no such file"),
         (lambda d, s: df.checkpoint.restore(d, s), "no checkpoint is there"),
     ],
 )
@@ -299,6 +309,22 @@ def test_the_consensus_mean_is_exported_for_load_state_dict_and_comes_back(tmp_p
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(df.errors.CheckpointCorrupt, match="model.safetensors"):
         df.checkpoint.import_(file)
+
+
+def test_names_that_all_begin_with_module_come_back_as_they_are_and_another_modules_shapes_are_refused(tmp_path):
+    class Wrap(nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.module = nn.Linear(width, 2)
+
+    params, buffers, loss_fn = df.functional(Wrap(2), nn.functional.mse_loss)
+    state = df.all_reduce(loss_fn, df.sgd(0.1), df.topology("complete", 1)).init(params, buffers)
+    df.checkpoint.export(tmp_path / "x", Wrap(2), state)
+    Wrap(2).load_state_dict(df.checkpoint.import_(tmp_path / "x"), strict=True)
+    with pytest.raises(ValueError, match="give the module of df.functional"):
+        df.checkpoint.export(tmp_path / "x", Wrap(3), state)
+    with pytest.raises(FileNotFoundError, match="there is no directory"):
+        df.checkpoint.export(tmp_path / "none" / "x", Wrap(2), state)
 
 
 def test_what_is_no_tensor_is_not_exported(tmp_path):

@@ -7,16 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from decentfn.errors import CheckpointCorrupt
 from decentfn.kit.state import State
 from decentfn.run.checkpoint import files
-from decentfn.run.checkpoint.layout import DTYPES, encoded
+from decentfn.run.checkpoint.layout import DTYPES, EXPORTED, encoded
 from decentfn.run.checkpoint.together import on_first
+from decentfn.run.paths import as_path
 from decentfn.state_dicts import state_dict
+from decentfn.words import brief
 
 _PREFIX = "module."
 
@@ -35,6 +37,9 @@ def export(path: str | Path, module: nn.Module, state: State) -> None:
         ValueError: the module's `state_dict` has what is no tensor (`get_extra_state`).
         OSError: on all processes, it cannot be written.
     """
+    path = as_path("export(path, module, state)", path)
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"export(module={brief(module)}): expected the nn.Module of df.functional.")
     named = {
         name: x.cpu() if isinstance(x, torch.Tensor) else x
         for name, x in state_dict(module, state, consensus=True).items()
@@ -45,11 +50,19 @@ def export(path: str | Path, module: nn.Module, state: State) -> None:
                 f"export({str(path)!r}): {name!r} is {getattr(x, 'dtype', type(x).__name__)}, which safetensors files do not hold; "
                 "store df.state_dict(module, state, consensus=True) in a way of your own."
             )
-    on_first(_write, Path(path), named)
+    shapes = {name: getattr(x, "shape", None) for name, x in module.state_dict().items()}
+    for name, x in named.items():
+        if x.shape != shapes[name]:
+            raise ValueError(
+                f"export(path, module, state): {name!r} is {list(x.shape)} in the state and {list(shapes[name] or ())} in the module; "
+                "give the module of df.functional."
+            )
+    on_first(_write, path, named)
 
 
 def import_(path: str | Path) -> dict[str, Tensor]:
-    """A state dict from a safetensors file; `module.` before all names (DistributedDataParallel's) is taken away.
+    """A state dict from a safetensors file; `module.` before all names (DistributedDataParallel's) is taken away, but not if
+    `export` wrote it.
 
     `df.load_state_dict(module, state, df.checkpoint.import_(path))` starts from it.
 
@@ -57,16 +70,25 @@ def import_(path: str | Path) -> dict[str, Tensor]:
         FileNotFoundError: there is no such file.
         CheckpointCorrupt: it is no safetensors file, or cut short. A bit that has flipped goes unnoticed: it has no digest.
     """
+    path = as_path("import_(path)", path)
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"import_({str(path)!r}): no such file; a safetensors file, as df.checkpoint.export writes it."
+        )
     try:
         named: dict[str, Any] = load_file(path)
+        with safe_open(path, "pt") as file:
+            is_own = EXPORTED in (file.metadata() or {})
     except SafetensorError as error:
         raise CheckpointCorrupt(f"{path}: {error}; write it again.") from error
-    if named and all(name.startswith(_PREFIX) for name in named):
+    if named and not is_own and all(name.startswith(_PREFIX) for name in named):
         return {name.removeprefix(_PREFIX): x for name, x in named.items()}
     return named
 
 
 def _write(path: Path, named: dict[str, Tensor]) -> None:
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"export({str(path)!r}): there is no directory {path.parent}; make it first.")
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         files.write(temporary, encoded(named))

@@ -36,6 +36,8 @@ DTYPES = {
 """What a safetensors file can hold, by its own names."""
 
 _LEAVES = "leaves"
+EXPORTED = "decentfn_export"
+"""Marks a file whose names are a module\'s own."""
 
 
 class Place(NamedTuple):
@@ -105,7 +107,9 @@ def digest_of_plan(plan: Plan) -> str:
 def encoded(tensors: Mapping[str, Tensor], places: Mapping[str, Place] | None = None) -> Iterator[bytes | memoryview]:
     """A safetensors file, piece by piece and without copying; tensors on the CPU."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    if places is not None:
+    if places is None:
+        header["__metadata__"][EXPORTED] = "1"
+    else:
         header["__metadata__"][_LEAVES] = json.dumps({name: place._asdict() for name, place in places.items()})
     start = 0
     for name, x in tensors.items():

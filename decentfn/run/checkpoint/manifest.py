@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from decentfn.errors import CheckpointCorrupt
+from decentfn.run.paths import as_path
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -43,12 +44,16 @@ def latest(directory: str | Path) -> Path | None:
     >>> latest("no such directory") is None
     True
     """
-    return next(reversed(saved(Path(directory))), None)
+    return next(reversed(saved(as_path("latest(directory)", directory))), None)
 
 
 def best(directory: str | Path) -> Path | None:
     """The checkpoint with the lowest `score`, of several the newest; None where none was saved with one."""
-    scores = [(score, path) for path in reversed(saved(Path(directory))) if (score := _score(path)) is not None]
+    scores = [
+        (score, path)
+        for path in reversed(saved(as_path("best(directory)", directory)))
+        if (score := _score(path)) is not None
+    ]
     return min(scores, key=lambda pair: pair[0])[1] if scores else None
 
 

@@ -29,6 +29,7 @@ from decentfn.run.checkpoint.layout import (
 )
 from decentfn.run.checkpoint.together import on_first, together
 from decentfn.run.checkpoint.writing import GENERATOR
+from decentfn.run.paths import as_path
 from decentfn.simulation import stack
 
 
@@ -60,7 +61,7 @@ def restore(source: str | Path, state: Any) -> Restored:
         ValueError: on all processes, naming the first rank and leaf that does not fit.
         NonFinite: on all processes, another number of workers would start from parameters that are infinite or NaN.
     """
-    found = on_first(_newest, Path(source))
+    found = on_first(_newest, as_path("restore(source, state)", source))
     if found is None:
         raise FileNotFoundError(f"restore({str(source)!r}, state): no checkpoint is there; start with init(params).")
     read: list[tuple[Restored, dict[str, Tensor]]] = []

@@ -15,7 +15,8 @@ from decentfn import collectives, trees
 from decentfn.errors import RunError
 from decentfn.run.checkpoint import files, manifest
 from decentfn.run.checkpoint.together import on_first
-from decentfn.run.checkpoint.writing import Content, content_of, plain, write
+from decentfn.run.checkpoint.writing import Content, content_of, plain, require_state, write
+from decentfn.run.paths import as_path
 from decentfn.topologies import Topology
 from decentfn.words import brief
 
@@ -41,14 +42,16 @@ def save(
     """
     content: Content | ValueError
     try:
+        require_state(state)
         on_cpu = trees.map(lambda x: x.detach().cpu(), state)
         content = content_of(state, on_cpu, step, topology, plain("save(config=...)", config), extra, score)
     except ValueError as error:
         content = error
+    directory = as_path("save(directory, ...)", directory)
     locks: list[files.Lock] = []
-    on_first(_claim, Path(directory), locks)
+    on_first(_claim, directory, locks)
     try:
-        return write(Path(directory), content, None)
+        return write(directory, content, None)
     finally:
         for lock in locks:
             lock.release()
@@ -74,9 +77,9 @@ class Saver:
     def __init__(
         self, directory: str | Path, *, topology: Topology | None = None, config: Any = None, keep: int | None = 3
     ) -> None:
-        if keep is not None and (not isinstance(keep, int) or keep < 1):
+        if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
             raise ValueError(f"Saver(keep={brief(keep)}): so many checkpoints stay, an integer >= 1; None keeps all.")
-        self.directory = Path(directory)
+        self.directory = as_path("Saver(directory)", directory)
         self._topology, self._config, self._keep = topology, plain("Saver(config=...)", config), keep
         self._copies: list[Tensor] = []
         self._thread: threading.Thread | None = None
@@ -106,6 +109,7 @@ class Saver:
         self.wait()
         content: Content | ValueError
         try:
+            require_state(state)
             content = content_of(state, self._copy(state), step, self._topology, self._config, extra, score)
         except ValueError as error:
             content = error  # all processes raise it where they wait for this checkpoint
@@ -139,6 +143,7 @@ class Saver:
                     raise RuntimeError(f"process {steps.index(None)} does not know whether its state is whole")
                 content: Content | ValueError
                 try:
+                    require_state(state)
                     content = content_of(
                         state, self._copy(state), max(steps), self._topology, self._config, extra, None
                     )

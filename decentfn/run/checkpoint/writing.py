@@ -15,6 +15,7 @@ from torch import Tensor
 
 import decentfn
 from decentfn import collectives
+from decentfn.kit.expected import is_state
 from decentfn.run.checkpoint import files, manifest
 from decentfn.run.checkpoint.layout import Place, digest_of_plan, encoded, leaves_of, local_workers, place
 from decentfn.run.checkpoint.together import on_first, together
@@ -35,6 +36,14 @@ class Content(NamedTuple):
     own: dict[str, Any]
 
 
+def require_state(state: Any) -> None:
+    """An error where this is no training state."""
+    if not is_state(state):
+        raise ValueError(
+            f"save(state, step): the state is {brief(state)}; expected a training state, from init(params)."
+        )
+
+
 def content_of(
     state: Any, on_cpu: Any, step: int, topology: Topology | None, config: Any, extra: Any, score: float | None
 ) -> Content:
@@ -45,6 +54,8 @@ def content_of(
     """
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
         raise ValueError(f"save(step={brief(step)}): the t of the next step, an integer >= 0.")
+    if topology is not None and not isinstance(topology, Topology):
+        raise ValueError(f"save(topology={brief(topology)}): expected a df.topology(...); algorithm.topology is one.")
     here, local = collectives.world(), local_workers(state)
     first, num_workers = here.rank * local, here.size * local
     if topology is not None and topology.num_workers != num_workers:
@@ -68,9 +79,19 @@ def content_of(
     }
     own = {
         "extra": plain("save(extra=...)", extra),
-        "score": None if score is None or not math.isfinite(score) else float(score),
+        "score": _number(score),
     }
     return Content(tensors, places, (first, first + local), about, own)
+
+
+def _number(score: Any) -> float | None:
+    try:
+        number = math.nan if score is None or isinstance(score, bool) else float(score)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        number = None
+    if number is None or isinstance(score, bool):
+        raise ValueError(f"save(score={brief(score)}): a number, the lower the better; NaN does not count.")
+    return number if math.isfinite(number) else None
 
 
 def write(directory: Path, content: Content | ValueError, keep: int | None) -> Path:
@@ -104,7 +125,7 @@ def plain(what: str, value: Any) -> Any:
     """
     try:
         return json.loads(json.dumps(value))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(
             f"{what}: JSON holds numbers, strings, lists and dicts, and this is {brief(value)}."
         ) from error
