@@ -135,16 +135,14 @@ class Stop:
 
 @contextmanager
 def preemption(marker: str | Path, *, every: int = 10) -> Iterator[Stop]:
-    """Let SIGTERM and SIGUSR1, sent to any process, stop all of them after the same step. A context manager; collective.
+    """Let SIGTERM and SIGUSR1, sent to any process, stop all of them after the same step. A context manager; collective::
 
-    ```python
-    with df.preemption("runs/a/preempted.json") as stop, df.checkpoint.Saver("runs/a") as saver:
-        for t, batch in enumerate(batches):
-            state, metrics = decent_step(state, batch, t)
-            if stop(t):
-                saver.save(state, t + 1)
-                stop.leave()
-    ```
+        with df.preemption("runs/a/preempted.json") as stop, df.checkpoint.Saver("runs/a") as saver:
+            for t, batch in enumerate(batches):
+                state, metrics = decent_step(state, batch, t)
+                if stop(t):
+                    saver.save(state, t + 1)
+                    stop.leave()
 
     Processes leave with exit code 0, since torchrun takes any other for a failure and starts them again. What tells such a run
     from a finished one is the marker, `{"step": 41}`: it is written when all have left what stands inside the `with`, such as the
