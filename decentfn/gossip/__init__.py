@@ -1,6 +1,6 @@
 """Meeting the neighbours: `post` starts what travels, `collect` waits for it and mixes. Plain, compressed, and push-sum's."""
 
-from decentfn.gossip.guarding import Noted, guarded, is_finite, is_guarded, noted, unless_bad
+from decentfn.gossip.guarding import Noted, are_finite, guarded, is_guarded, noted, unless_bad
 from decentfn.gossip.per_slot import arrived, exchange
 from decentfn.gossip.plain import (
     Posted,
@@ -21,12 +21,12 @@ __all__ = [
     "Noted",
     "Posted",
     "Row",
+    "are_finite",
     "arrived",
     "collect",
     "difference",
     "exchange",
     "guarded",
-    "is_finite",
     "is_guarded",
     "mean",
     "mix_context",

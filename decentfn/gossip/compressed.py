@@ -14,7 +14,7 @@ from torch import Tensor
 from decentfn import collectives
 from decentfn.buckets import BucketPlan, Buckets, cast_like, where, wide
 from decentfn.compressors import Compressor, Key
-from decentfn.gossip.guarding import is_finite, is_guarded
+from decentfn.gossip.guarding import are_finite, is_guarded
 from decentfn.gossip.plain import Posted, heard, post
 from decentfn.scalars import moved, once, rounded
 from decentfn.topologies import Topology, from_permutations
@@ -45,7 +45,7 @@ def post_compressed(x: Buckets, compressor: Compressor, topology: Topology, t: T
     if is_guarded():
         # A message of zeros stands for zeros.
         decoded = [_decoded(compressor, m, plan) for m, plan in zip(messages, x.plan.buckets, strict=True)]
-        good = is_finite([*(b for b, _ in pairs), *decoded])
+        good = are_finite([*(b for b, _ in pairs), *decoded])
         messages = tuple(once(torch.where(good, m, torch.zeros_like(m))) for m in messages)
     posted = post(messages, topology, t, good=good)
     sent = [_decoded(compressor, m, plan) for m, plan in zip(messages, x.plan.buckets, strict=True)]

@@ -76,7 +76,7 @@ class Heard(NamedTuple):
     scale: Tensor | None  # 0-d float64, from the sum over the good members / r to their mean
 
 
-def is_finite(x: Sequence[Tensor]) -> Tensor:
+def are_finite(x: Sequence[Tensor]) -> Tensor:
     """Whether nothing in the tensors is infinite or NaN, 0-d bool."""
     # Counted in floating point, as a norm is: Inductor does both in the loop that writes the values.
     bad = [torch.where(buckets.is_finite(b), 0.0, 1.0).sum() for b in x]
@@ -85,7 +85,7 @@ def is_finite(x: Sequence[Tensor]) -> Tensor:
 
 def judged(sent: Sequence[Tensor]) -> Tensor:
     """Whether this worker's message is finite, 0-d bool; where it is not that is noted."""
-    good = is_finite(sent)
+    good = are_finite(sent)
     note_replaced(good)
     return good
 
@@ -129,9 +129,7 @@ def hear(flags: Flags, this: Round, weights: Tensor, mean_weight: Tensor | None)
 
 def unless_bad(x: Sequence[Tensor], other: Callable[[], Sequence[Tensor]]) -> list[Tensor]:
     """`x`, or `other()` in its place where a guarded step finds something in `x` that is infinite or NaN."""
-    seen = noted()
-    if seen is None:
+    if not is_guarded():
         return list(x)
-    good = is_finite(x)
-    seen.replaced.append(~good)
+    good = judged(x)
     return [torch.where(good, a, b.to(a.dtype)) for a, b in zip(x, other(), strict=True)]

@@ -79,7 +79,7 @@ def good_update(u: Buckets, opt: PyTree, old: PyTree, first: PyTree, noted: goss
         return [node for node in found if [b.shape for b in node] == shapes]
 
     good, was_good = _all_finite(u, *moments(opt)), _all_finite(*moments(old), like=u)
-    noted.skipped.append(~gossip.is_finite(list(u)))
+    noted.skipped.append(~gossip.are_finite(list(u)))
 
     def settle(node: Buckets, new: Buckets, old: Buckets, first: Buckets) -> Buckets:
         return where(good, new, where(was_good, old, first)) if [b.shape for b in new] == shapes else node

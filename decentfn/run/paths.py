@@ -1,4 +1,4 @@
-"""Paths as users give them."""
+"""Paths as users give them, and directories for their owner alone."""
 
 from __future__ import annotations
 
@@ -17,3 +17,8 @@ def as_path(call: str, path: Any) -> Path:
     if not isinstance(path, (str, Path)) or not str(path).strip():
         raise ValueError(f"{call}: the path is {brief(path)}; expected a str that is not empty, or a pathlib.Path.")
     return Path(path)
+
+
+def private_directory(path: Path) -> None:
+    """Make a directory that only its owner can enter; one that exists stays as it is."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)

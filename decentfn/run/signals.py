@@ -18,7 +18,7 @@ from torch import Tensor
 
 from decentfn import collectives
 from decentfn.errors import ExchangeTimeout, PeerLost
-from decentfn.run.paths import as_path
+from decentfn.run.paths import as_path, private_directory
 from decentfn.words import brief
 
 _log = logging.getLogger("decentfn")
@@ -168,7 +168,7 @@ def preemption(marker: str | Path, *, every: int = 10) -> Iterator[Stop]:
     if marker.is_dir():
         raise ValueError(f"preemption(marker={str(marker)!r}): that is a directory; the marker is a file in it.")
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        marker.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        private_directory(marker.parent)
         marker.unlink(missing_ok=True)
     stop = Stop(marker, every)
     before: dict[int, Any] = {number: signal.signal(number, stop._receive) for number in _SIGNALS}

@@ -34,7 +34,7 @@ def export(path: str | Path, module: nn.Module, state: State) -> None:
         state: a training state, of one worker or stacked; of `df.ema`'s average, `df.ema_state(state)`.
 
     Raises:
-        ValueError: the module's `state_dict` has what is no tensor (`get_extra_state`).
+        ValueError: the module's `state_dict` has what is no tensor (`get_extra_state`), or another shape than the state.
         OSError: on all processes, it cannot be written.
     """
     path = as_path("export(path, module, state)", path)
@@ -44,17 +44,16 @@ def export(path: str | Path, module: nn.Module, state: State) -> None:
         name: x.cpu() if isinstance(x, torch.Tensor) else x
         for name, x in state_dict(module, state, consensus=True).items()
     }
+    own = module.state_dict()
     for name, x in named.items():
         if not isinstance(x, torch.Tensor) or x.dtype not in DTYPES:
             raise ValueError(
                 f"export({str(path)!r}): {name!r} is {getattr(x, 'dtype', type(x).__name__)}, which safetensors files do not hold; "
                 "store df.state_dict(module, state, consensus=True) in a way of your own."
             )
-    shapes = {name: getattr(x, "shape", None) for name, x in module.state_dict().items()}
-    for name, x in named.items():
-        if x.shape != shapes[name]:
+        if x.shape != own[name].shape:
             raise ValueError(
-                f"export(path, module, state): {name!r} is {list(x.shape)} in the state and {list(shapes[name] or ())} in the module; "
+                f"export(path, module, state): {name!r} is {list(x.shape)} in the state and {list(own[name].shape)} in the module; "
                 "give the module of df.functional."
             )
     on_first(_write, path, named)

@@ -13,15 +13,12 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from decentfn.run.paths import private_directory
+
 _SLICE = 2**20
 """So many bytes are hashed while they are in the processor's cache, and written."""
 
 _REMOVED = ".removed-"
-
-
-def private_directory(path: Path) -> None:
-    """Make a directory that only its owner can enter; one that exists stays as it is."""
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 def write(path: Path, content: Iterable[memoryview | bytes]) -> tuple[int, str]:

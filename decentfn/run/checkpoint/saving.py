@@ -15,7 +15,7 @@ from decentfn import collectives, trees
 from decentfn.errors import RunError
 from decentfn.run.checkpoint import files, manifest
 from decentfn.run.checkpoint.together import on_first
-from decentfn.run.checkpoint.writing import Content, content_of, plain, require_state, write
+from decentfn.run.checkpoint.writing import Content, attempted, content_of, plain, write
 from decentfn.run.paths import as_path
 from decentfn.topologies import Topology
 from decentfn.words import brief
@@ -40,13 +40,9 @@ def save(
     Returns:
         The checkpoint's own directory, in the run's.
     """
-    content: Content | ValueError
-    try:
-        require_state(state)
-        on_cpu = trees.map(lambda x: x.detach().cpu(), state)
-        content = content_of(state, on_cpu, step, topology, plain("save(config=...)", config), extra, score)
-    except ValueError as error:
-        content = error
+    content = attempted(
+        lambda: content_of(state, _on_cpu, step, topology, plain("save(config=...)", config), extra, score)
+    )
     directory = as_path("save(directory, ...)", directory)
     locks: list[files.Lock] = []
     on_first(_claim, directory, locks)
@@ -107,14 +103,10 @@ class Saver:
                 f"Saver({str(self.directory)!r}).save: it is closed, and the directory given back; open another."
             )
         self.wait()
-        content: Content | ValueError
-        try:
-            require_state(state)
-            content = content_of(state, self._copy(state), step, self._topology, self._config, extra, score)
-        except ValueError as error:
-            content = error  # all processes raise it where they wait for this checkpoint
+        content = attempted(lambda: content_of(state, self._copy, step, self._topology, self._config, extra, score))
         self._thread = threading.Thread(target=self._write, args=(content,), name="decentfn checkpoint")
         self._thread.start()
+        # Of several processes all raise it where they wait for this checkpoint.
         if self._world.size == 1 and isinstance(content, ValueError):
             self.wait()
 
@@ -141,14 +133,9 @@ class Saver:
                 steps = collectives.gather_objects(getattr(error, "next_step", None))
                 if None in steps:
                     raise RuntimeError(f"process {steps.index(None)} does not know whether its state is whole")
-                content: Content | ValueError
-                try:
-                    require_state(state)
-                    content = content_of(
-                        state, self._copy(state), max(steps), self._topology, self._config, extra, None
-                    )
-                except ValueError as wrong:
-                    content = wrong
+                content = attempted(
+                    lambda: content_of(state, self._copy, max(steps), self._topology, self._config, extra, None)
+                )
                 return write(self.directory / "rescued", content, None)
         except (OSError, RuntimeError) as reason:
             _log.error("nothing was rescued: %s", reason)
@@ -201,6 +188,10 @@ class Saver:
         except BaseException as error:
             _log.error("a checkpoint was not written to %s: %s", self.directory, error)
             self._error = error
+
+
+def _on_cpu(state: Any) -> Any:
+    return trees.map(lambda x: x.detach().cpu(), state)
 
 
 def _claim(directory: Path, locks: list[files.Lock]) -> None:

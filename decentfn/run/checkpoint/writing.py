@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import platform
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
@@ -19,6 +20,7 @@ from decentfn.kit.expected import is_state
 from decentfn.run.checkpoint import files, manifest
 from decentfn.run.checkpoint.layout import Place, digest_of_plan, encoded, leaves_of, local_workers, place
 from decentfn.run.checkpoint.together import on_first, together
+from decentfn.run.paths import private_directory
 from decentfn.topologies import Topology
 from decentfn.words import brief
 
@@ -36,22 +38,32 @@ class Content(NamedTuple):
     own: dict[str, Any]
 
 
-def require_state(state: Any) -> None:
-    """An error where this is no training state."""
-    if not is_state(state):
-        raise ValueError(
-            f"save(state, step): the state is {brief(state)}; expected a training state, from init(params)."
-        )
+def attempted(make: Callable[[], Content]) -> Content | ValueError:
+    """The content, or why there is none, which `write` lets all processes raise."""
+    try:
+        return make()
+    except ValueError as error:
+        return error
 
 
 def content_of(
-    state: Any, on_cpu: Any, step: int, topology: Topology | None, config: Any, extra: Any, score: float | None
+    state: Any,
+    copy: Callable[[Any], Any],
+    step: int,
+    topology: Topology | None,
+    config: Any,
+    extra: Any,
+    score: float | None,
 ) -> Content:
-    """What to write of a state, of its copy `on_cpu` the values.
+    """What to write of a state; `copy` brings it to the CPU.
 
     Raises:
         ValueError: a leaf or an argument that cannot be saved.
     """
+    if not is_state(state):
+        raise ValueError(
+            f"save(state, step): the state is {brief(state)}; expected a training state, from init(params)."
+        )
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
         raise ValueError(f"save(step={brief(step)}): the t of the next step, an integer >= 0.")
     if topology is not None and not isinstance(topology, Topology):
@@ -63,7 +75,7 @@ def content_of(
             f"save(state, step): the topology has {topology.num_workers} workers, but {here.size} processes hold {local} each; "
             "pass the topology of the algorithm."
         )
-    leaves = leaves_of(on_cpu)
+    leaves = leaves_of(copy(state))
     tensors = {leaf.name: leaf.values for leaf in leaves}
     places = {leaf.name: place(leaf.values, first, num_workers) for leaf in leaves}
     tensors[f"{GENERATOR}cpu"] = torch.get_rng_state()
@@ -85,11 +97,13 @@ def content_of(
 
 
 def _number(score: Any) -> float | None:
+    if score is None:
+        return None
     try:
-        number = math.nan if score is None or isinstance(score, bool) else float(score)
+        number = None if isinstance(score, bool) else float(score)
     except (TypeError, ValueError, RuntimeError, OverflowError):
         number = None
-    if number is None or isinstance(score, bool):
+    if number is None:
         raise ValueError(f"save(score={brief(score)}): a number, the lower the better; NaN does not count.")
     return number if math.isfinite(number) else None
 
@@ -138,7 +152,7 @@ def _begin(directory: Path, content: Content | ValueError) -> str | None:
         return None
     step = content.about["step"]
     path = directory / f"{manifest.UNFINISHED}{step}-{uuid4().hex[:8]}"
-    files.private_directory(path)
+    private_directory(path)
     return str(path)
 
 
