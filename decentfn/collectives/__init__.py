@@ -1,6 +1,6 @@
 """What the workers say to each other: the operators, their two interpreters, and how they are compiled."""
 
-from decentfn.collectives.interruption import whole_step
+from decentfn.collectives.interruption import cut_short, whole_step
 from decentfn.collectives.membership import World, adopt_default_group, leave_default_group, use, world
 from decentfn.collectives.operators import exchange, group_mean, make_groups, wait, worker_index
 from decentfn.collectives.processes import compare_steps, fresh_board, gather_objects, process_broadcast, process_mean
@@ -9,6 +9,7 @@ __all__ = [
     "World",
     "adopt_default_group",
     "compare_steps",
+    "cut_short",
     "exchange",
     "fresh_board",
     "gather_objects",

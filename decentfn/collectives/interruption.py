@@ -53,6 +53,13 @@ def whole_step(t: int | Tensor, *, donated: bool = False) -> Iterator[None]:
         raise error from steps.lost.error
 
 
+def cut_short(t: int, error: BaseException) -> None:
+    """Let no step follow that at `t`, which raises `error` after its messages are sent; alone, any may."""
+    here = world()
+    if here.size > 1:
+        here.steps.cut_short = (t, error)
+
+
 def _drain(here: World) -> None:
     end = time.monotonic() + _PATIENCE_S
     for address, flight in list(in_flight.items()):

@@ -1,6 +1,6 @@
 """Meeting the neighbours: `post` starts what travels, `collect` waits for it and mixes. Plain, compressed, and push-sum's."""
 
-from decentfn.gossip.guarding import Noted, are_finite, guarded, is_guarded, noted, unless_bad
+from decentfn.gossip.guarding import Noted, are_finite, guarded, is_guarded, note_skipped, unless_bad
 from decentfn.gossip.per_slot import arrived, exchange
 from decentfn.gossip.plain import (
     Posted,
@@ -33,7 +33,7 @@ __all__ = [
     "mixed",
     "narrow",
     "neighbours_sum",
-    "noted",
+    "note_skipped",
     "post",
     "repaired",
     "row",

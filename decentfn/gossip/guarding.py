@@ -33,31 +33,38 @@ class Noted(NamedTuple):
 
 class _Here(threading.local):
     def __init__(self) -> None:
-        self.noted: Noted | None = None  # in every thread, for what torch.compile found in the one that compiled
+        # A list that is added to: of an attribute that is set, torch.compile forgets the value where it traces a loop.
+        self.steps: list[Noted] = []
 
 
 _here = _Here()
-"""`.noted`: of the guarded step that this thread is in, or None."""
+"""`.steps`: the guarded steps that this thread is in, the innermost last."""
 
 
 @contextmanager
 def guarded() -> Iterator[Noted]:
     """Within, messages and gradients are judged, and what was bad is noted."""
-    outer, _here.noted = _here.noted, Noted([], [])
+    noted = Noted([], [])
+    _here.steps.append(noted)
     try:
-        yield _here.noted
+        yield noted
     finally:
-        _here.noted = outer
-
-
-def noted() -> Noted | None:
-    """Of the guarded step that runs, or None outside of one."""
-    return _here.noted
+        _here.steps.pop()
 
 
 def is_guarded() -> bool:
     """Whether the step that runs is guarded."""
-    return _here.noted is not None
+    return bool(_here.steps)
+
+
+def note_skipped(bad: Tensor) -> None:
+    """In a guarded step, note where a gradient or an update is bad, 0-d bool."""
+    _here.steps[-1].skipped.append(bad)
+
+
+def note_replaced(bad: Tensor) -> None:
+    """In a guarded step, note where this worker's message is bad, 0-d bool."""
+    _here.steps[-1].replaced.append(bad)
 
 
 class Flags(NamedTuple):
@@ -86,15 +93,8 @@ def are_finite(x: Sequence[Tensor]) -> Tensor:
 def judged(sent: Sequence[Tensor]) -> Tensor:
     """Whether this worker's message is finite, 0-d bool; where it is not that is noted."""
     good = are_finite(sent)
-    note_replaced(good)
+    note_replaced(~good)
     return good
-
-
-def note_replaced(good: Tensor) -> None:
-    """Note where this worker's message is bad."""
-    seen = noted()
-    assert seen is not None
-    seen.replaced.append(~good)
 
 
 def post_flags(good: Tensor, peers: Tensor | None, groups: Tensor | None, t: Tensor) -> Flags:

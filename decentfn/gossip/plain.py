@@ -70,7 +70,7 @@ def post(
         groups = None if this.groups is None else this.groups[None]
     own = x if own is None else own
     if good is not None:
-        guarding.note_replaced(good)
+        guarding.note_replaced(~good)
     elif guarding.is_guarded():
         good = guarding.judged(sent)
     inboxes = tuple(collectives.exchange(tensor, peers, t, good=good) for tensor in sent) if topology.degree else ()

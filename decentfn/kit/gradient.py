@@ -58,18 +58,17 @@ def where_good(condition: Tensor | None, new: PyTree, old: PyTree) -> PyTree:
     return new if condition is None else trees.map(lambda a, b: torch.where(condition, a, b), new, old)
 
 
-def good_update(u: Buckets, opt: PyTree, old: PyTree, first: PyTree, noted: gossip.Noted) -> tuple[Buckets, PyTree]:
+def good_update(u: Buckets, opt: PyTree, old: PyTree, first: PyTree) -> tuple[Buckets, PyTree]:
     """An optimizer's update and new state without what is infinite or NaN in them, element by element.
 
     Where the update or any of an element's moments is bad, it is not updated and its moments stay as they were; they start
-    anew, all of them, where they were bad before.
+    anew, all of them, where they were bad before. Whether anything was bad is noted.
 
     Args:
         u: the update.
         opt: the new state.
         old: the state before.
         first: the state at a start.
-        noted: is told whether anything was bad.
     """
     shapes = [b.shape for b in u]
 
@@ -79,7 +78,7 @@ def good_update(u: Buckets, opt: PyTree, old: PyTree, first: PyTree, noted: goss
         return [node for node in found if [b.shape for b in node] == shapes]
 
     good, was_good = _all_finite(u, *moments(opt)), _all_finite(*moments(old), like=u)
-    noted.skipped.append(~gossip.are_finite(list(u)))
+    gossip.note_skipped(~gossip.are_finite(list(u)))
 
     def settle(node: Buckets, new: Buckets, old: Buckets, first: Buckets) -> Buckets:
         return where(good, new, where(was_good, old, first)) if [b.shape for b in new] == shapes else node

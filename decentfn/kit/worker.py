@@ -93,33 +93,17 @@ class Worker:
         With `together`, a gradient that is bad on one worker counts as bad on all.
         """
         scaling, scale = self.scaling, local.scale
-        if scaling is None or scale is None:
-            e = evaluate(self.loss_fn, x, local.buffers, batch, t)
-            if (noted := gossip.noted()) is not None:
-                return self._guarded(e, local, noted, together)
+        e = evaluate(self.loss_fn, x, local.buffers, batch, t, None if scale is None else scale.scale)
+        if scale is None and not gossip.is_guarded():
             return Gradient(e.grads, e.loss, e.aux, None, e.used, e.moves), local._replace(buffers=e.buffers)
-        e = evaluate(self.loss_fn, x, local.buffers, batch, t, scale.scale)
-        own = all_finite(e.grads)
-        if (noted := gossip.noted()) is not None:
-            noted.skipped.append(~own)
-        common = self.everywhere(own, t) if together or scaling.agree else own
-        good, next_scale = common if together else own, scaling.advance(scale, common)
-        grads = where_good(own, e.grads, elementwise(torch.zeros_like, e.grads))
-        buffers = where_good(own, e.buffers, local.buffers)
-        return Gradient(grads, e.loss, e.aux, good, e.used, e.moves), local._replace(buffers=buffers, scale=next_scale)
-
-    def _guarded(self, e: Evaluation, local: Local, noted: gossip.Noted, together: bool) -> tuple[Gradient, Local]:
-        """An evaluation that is good or bad. Where gradients are averaged a bad one is left out, and good is what is left."""
-        norm = global_norm(e.grads)
-        good = all_finite(e.grads) if together else torch.isfinite(norm)
-        if e.moves is not None:
-            good = good & all_finite(e.moves)
-            e = e._replace(moves=where_good(good, e.moves, elementwise(torch.zeros_like, e.moves)))
-        noted.skipped.append(~good)
-        local = local._replace(buffers=where_good(good, e.buffers, local.buffers))
-        if together:
+        e, own, norm = _judged(e, together)
+        good, local = own, local._replace(buffers=where_good(own, e.buffers, local.buffers))
+        if scaling is not None and scale is not None:
+            common = self.everywhere(own, t) if together or scaling.agree else own
+            good, local = common if together else own, local._replace(scale=scaling.advance(scale, common))
+        elif together:  # the bad ones are left out where they are averaged, and good is what is left
             return Gradient(e.grads, e.loss, e.aux, None, e.used, e.moves, norm), local
-        grads = where_good(good, e.grads, elementwise(torch.zeros_like, e.grads))
+        grads = where_good(own, e.grads, elementwise(torch.zeros_like, e.grads))
         return Gradient(grads, e.loss, e.aux, good, e.used, e.moves, norm), local
 
     def update(
@@ -137,8 +121,10 @@ class Worker:
         mix = () if posted is None or not wants_mix(self.optimizer) else (gossip.mix_context(*posted),)
         seen = x if g.moves is None else add(x, g.moves)
         u, opt = self.optimizer.update(direction, local.opt, seen, *mix)
-        if (noted := gossip.noted()) is not None:
-            u, opt = good_update(u, opt, local.opt, self.optimizer.init(seen), noted)
+        if gossip.is_guarded():
+            u, opt = good_update(u, opt, local.opt, self.optimizer.init(seen))
+            if g.good is None:
+                g = g._replace(good=torch.isfinite(global_norm(direction)))
         u, opt = g.move(u, opt, local.opt)
         return u, local._replace(opt=opt)
 
@@ -162,3 +148,16 @@ class Worker:
         """
         mean = gossip.mean(as_parameters(x), self.everyone, t, wire_dtype=self.wire_dtype, when=when)
         return Buckets([m.to(b.dtype) for m, b in zip(mean, x, strict=True)], x.plan)
+
+
+def _judged(e: Evaluation, together: bool) -> tuple[Evaluation, Tensor, Tensor | None]:
+    """An evaluation, whether it is good (0-d bool), and the gradient's norm where that tells: in a guarded step."""
+    if not gossip.is_guarded():
+        return e, all_finite(e.grads), None
+    norm = global_norm(e.grads)
+    good = all_finite(e.grads) if together else torch.isfinite(norm)
+    if e.moves is not None:
+        good = good & all_finite(e.moves)
+        e = e._replace(moves=where_good(good, e.moves, elementwise(torch.zeros_like, e.moves)))
+    gossip.note_skipped(~good)
+    return e, good, norm

@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
+from uuid import uuid4
 
 from torch import Tensor
 
@@ -98,7 +99,9 @@ class Stop:
             self._note("left")
             self._noted("left", is_hasty=False)
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            new = self._marker.with_name(f"{self._marker.name}.new")
+            new = self._marker.with_name(
+                f"{self._marker.name}.{uuid4().hex[:8]}"
+            )  # a node each, perhaps in one directory
             new.write_text(json.dumps({"step": self._next_step}) + "\n")
             new.replace(self._marker)
 

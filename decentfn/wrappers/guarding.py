@@ -91,6 +91,7 @@ def guard(algorithm: Algorithm, limit: int = 20) -> Algorithm:
         if int(in_a_row.max()) >= limit:
             error = _error(state, int(t), limit)
             error.next_step = int(t) + is_donated
+            collectives.cut_short(int(t), error)
             raise error
 
     return Algorithm(

@@ -3,6 +3,7 @@
 import json
 import os
 import stat
+import threading
 from pathlib import Path
 
 import pytest
@@ -218,7 +219,7 @@ def test_an_error_of_the_thread_comes_out_once_at_the_next_call_and_the_run_goes
 
 def test_ranks_that_save_different_steps_are_told(tmp_path):
     def job(rank):
-        with pytest.raises(ValueError, match="rank 1 saves .*'step': 2.*rank 0 .*'step': 1"):
+        with pytest.raises(ValueError, match="step is 2 on rank 1 and 1 on rank 0"):
             df.checkpoint.save(tmp_path, algorithm_of(2).init(net()), 1 + rank)
 
     on_kept_ranks(2, job)
@@ -302,7 +303,7 @@ def test_the_consensus_mean_is_exported_for_load_state_dict_and_comes_back(tmp_p
     for path in (file, tmp_path / "ddp.safetensors"):
         one = df.load_state_dict(
             module,
-            df.all_reduce(loss_fn, df.sgd(0.1), df.topology("complete", 1)).init(params, buffers),
+            df.all_reduce(problem.loss_fn, df.sgd(0.1), df.topology("complete", 1)).init(params, buffers),
             df.checkpoint.import_(path),
         )
         assert_same(df.state_dict(module, one), expected)
@@ -318,7 +319,7 @@ def test_names_that_all_begin_with_module_come_back_as_they_are_and_another_modu
             self.module = nn.Linear(width, 2)
 
     params, buffers, loss_fn = df.functional(Wrap(2), nn.functional.mse_loss)
-    state = df.all_reduce(loss_fn, df.sgd(0.1), df.topology("complete", 1)).init(params, buffers)
+    state = df.all_reduce(problem.loss_fn, df.sgd(0.1), df.topology("complete", 1)).init(params, buffers)
     df.checkpoint.export(tmp_path / "x", Wrap(2), state)
     Wrap(2).load_state_dict(df.checkpoint.import_(tmp_path / "x"), strict=True)
     with pytest.raises(ValueError, match="give the module of df.functional"):
@@ -370,20 +371,124 @@ def test_a_newer_format_is_refused_by_its_version(tmp_path):
         df.checkpoint.restore(path, algorithm_of(1).init(net()))
 
 
-if __name__ == "__main__":  # writes the file of today's format
-    whole = state_of_format_1(3)
-    on_kept_ranks(
-        2,
-        lambda rank: df.checkpoint.save(
-            FORMAT_1.parent,
-            df.worker(whole, rank),
-            5,
-            topology=df.topology("one-peer-exp", 2),
-            config={"learning_rate": 0.05},
-            extra={"epoch": 1, "rank": rank},
-            score=0.5,
+@pytest.mark.parametrize("wrap", [lambda algorithm: algorithm, lambda algorithm: df.ema(algorithm, 0.9)])
+def test_what_another_algorithm_remembers_is_refused_though_its_leaves_have_the_same_names(tmp_path, wrap):
+    topology = df.topology("static-ring", 4)
+    made = [
+        wrap(getattr(df, name)(problem.loss_fn, df.sgd(0.1), topology))
+        for name in ("quasi_global_momentum", "decentlam")
+    ]
+    states = [df.stack(algorithm.init({"w": torch.zeros(3)}), 4) for algorithm in made]
+    df.checkpoint.save(tmp_path, states[0], 1)
+    df.checkpoint.restore(tmp_path, states[0])
+    with pytest.raises(ValueError, match="what quasi_global_momentum remembers, and the state is decentlam's"):
+        df.checkpoint.restore(tmp_path, states[1])
+
+
+@pytest.mark.parametrize(
+    "forge",
+    [
+        lambda said: said["processes"][0].update(file="/dev/zero", bytes=0),
+        lambda said: said["processes"][0].update(file="../process-00000.safetensors"),
+        lambda said: said["processes"][0].pop("extra"),
+        lambda said: said["processes"][0].update(workers=[0]),
+        lambda said: said.update(processes=[]),
+        lambda said: said.update(num_workers="4"),
+        lambda said: said.update(format="x"),
+        lambda said: said.update(format=True),
+        lambda said: said.pop("config"),
+    ],
+)
+def test_a_forged_manifest_opens_no_other_file_and_is_answered_with_a_sentence(tmp_path, forge):
+    state = algorithm_of(1).init(net())
+    path = df.checkpoint.save(tmp_path, state, 0)
+    said = manifest.read(path)
+    forge(said)
+    (path / "manifest.json").write_bytes(manifest.encode(said))
+    with pytest.raises(df.errors.CheckpointCorrupt, match="does not say what the manifest"):
+        df.checkpoint.restore(path, state)
+
+
+def test_a_link_to_a_device_is_not_read(tmp_path):
+    state = algorithm_of(1).init(net())
+    path = df.checkpoint.save(tmp_path, state, 0)
+    (path / "process-00000.safetensors").unlink()
+    (path / "process-00000.safetensors").symlink_to("/dev/zero")
+    with pytest.raises(df.errors.CheckpointCorrupt, match="no regular file"):
+        df.checkpoint.restore(path, state)
+
+
+def test_links_and_files_of_others_in_the_directory_do_no_harm(tmp_path):
+    state, run, theirs = algorithm_of(1).init(net()), tmp_path / "run", tmp_path / "theirs"
+    theirs.write_text("theirs")
+    moved = df.checkpoint.save(run, state, 1).rename(tmp_path / "moved")
+    (run / "checkpoint-000001-step-1").symlink_to(moved)
+    (run / "manifest.json").write_text("of another program")
+    (run / "lock.json").unlink()
+    (run / "lock.json").symlink_to(theirs)
+    (run / "rescued" / ".unfinished-3-ab").mkdir(parents=True)
+    with df.checkpoint.Saver(run, keep=1) as saver:
+        saver.save(state, 2)
+    assert df.checkpoint.restore(run, state).step == 2
+    assert df.checkpoint.restore(moved, state).step == 1
+    assert [path.name for path in manifest.saved(run)] == ["checkpoint-000002-step-2"]
+    assert theirs.read_text() == "theirs" and not list((run / "rescued").iterdir())
+
+
+def test_threads_that_share_a_saver_take_turns(tmp_path):
+    init = df.all_reduce(problem.loss_fn, df.sgd(0.1), df.topology("complete", 1)).init
+    states = [init({"w": torch.full((200_000,), float(value))}) for value in (1, 2)]
+    with df.checkpoint.Saver(tmp_path, keep=None) as saver:
+        threads = [
+            threading.Thread(target=lambda state=state: [saver.save(state, step) for step in range(8)])
+            for state in states
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    found = [df.checkpoint.restore(path, states[0]).state.params[0] for path in manifest.saved(tmp_path)]
+    assert len(found) == 16 and all(len(x.unique()) == 1 for x in found)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda d, s, rank: df.checkpoint.save(d / str(rank), s, 1), ValueError, "on rank 1 and .*0' on rank 0"),
+        (lambda d, s, rank: df.checkpoint.restore(d / str(rank), s), ValueError, "on rank 1 and .*0' on rank 0"),
+        (lambda d, s, rank: df.checkpoint.Saver(d, keep=1 - rank), ValueError, r"rank 1: Saver\(keep=0\)"),
+        (
+            lambda d, s, rank: df.checkpoint.restore(d, s) if rank else df.checkpoint.Saver(d),
+            RuntimeError,
+            "rank 1 calls restore.*, rank 0 Saver",
         ),
-    )
+        (
+            lambda d, s, rank: df.checkpoint.save(d, s, 1, config={"rank": rank}),
+            ValueError,
+            "config is {'rank': 1} on rank 1 and {'rank': 0} on rank 0",
+        ),
+    ],
+)
+def test_where_ranks_disagree_all_of_them_are_told_how(tmp_path, call, error, words):
+    def job(rank):
+        with pytest.raises(error, match=words):
+            call(tmp_path, algorithm_of(2).init(net()), rank)
+
+    on_kept_ranks(2, job)
+
+
+def test_a_save_that_failed_before_does_not_keep_a_rescue_from_saving(tmp_path):
+    def job(rank):
+        state, error = algorithm_of(2).init(net()), df.errors.NonFinite("bad")
+        error.next_step = 3 + rank
+        with df.checkpoint.Saver(tmp_path) as saver:
+            saver.save(state, 1, extra={1, 2} if rank else None)
+            return saver.rescue(state, error)
+
+    rescued = df.testing.on_ranks(2, job)[0]
+    said = manifest.read(rescued)
+    assert said["step"] == 4 and [its["step"] for its in said["processes"]] == [3, 4]
+    assert df.checkpoint.latest(tmp_path) is None
 
 
 def test_a_directory_comes_back_after_a_start_that_failed_and_stray_files_do_no_harm(tmp_path, monkeypatch):
@@ -411,3 +516,19 @@ def test_what_is_wrong_on_one_rank_is_raised_on_all_and_the_next_checkpoint_is_s
 
     on_kept_ranks(2, job)
     assert [path.name for path in manifest.saved(tmp_path)] == ["checkpoint-000001-step-2"]
+
+
+if __name__ == "__main__":  # writes the file of today's format
+    whole = state_of_format_1(3)
+    on_kept_ranks(
+        2,
+        lambda rank: df.checkpoint.save(
+            FORMAT_1.parent,
+            df.worker(whole, rank),
+            5,
+            topology=df.topology("one-peer-exp", 2),
+            config={"learning_rate": 0.05},
+            extra={"epoch": 1, "rank": rank},
+            score=0.5,
+        ),
+    )

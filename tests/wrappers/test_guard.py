@@ -1,5 +1,7 @@
 """The guard against values that are infinite or NaN: nothing of them is sent, and nobody is pulled by what stands in their place."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from decentfn import trees
 from decentfn.collectives import operators
 from decentfn.testing import problem
 from decentfn.testing.ranks import alone_as_rank_of, on_kept_ranks
+from decentfn.testing.subjects import assert_close
 from tests import bad_values, contract
 from tests.bad_values import NAN_PARAMETER, STEPS, N
 
@@ -211,10 +214,11 @@ def with_a_buffer(p, buffers, b):
     return ((p["w"] - 1) ** 2).sum(), ({"f": buffers["f"] + b, "c": buffers["c"] + b}, None)
 
 
-@pytest.mark.parametrize("what", ["weights", "buffers"])
+@pytest.mark.parametrize("what", ["weights", "scaled weights", "buffers"])
 @pytest.mark.parametrize("name", ["adapt_while_communicate", "all_reduce", "gradient_tracking"])
 def test_what_a_loss_makes_bad_beside_its_gradient_is_counted_and_raised(name, what):
-    loss_fn = df.autograd(spoils_its_weights) if what == "weights" else with_a_buffer
+    loss_fn = with_a_buffer if what == "buffers" else df.autograd(spoils_its_weights)
+    loss_fn = df.dynamic_loss_scale(loss_fn) if what == "scaled weights" else loss_fn
     buffers = {"f": torch.zeros(2), "c": torch.zeros(2, dtype=torch.complex64)} if what == "buffers" else None
     algorithm = df.guard(getattr(df, name)(loss_fn, df.sgd(0.1), df.topology("static-ring", N)), limit=3)
     state, step = df.stack(algorithm.init({"w": torch.zeros(2)}, buffers), N), df.simulate(algorithm.step, N)
@@ -227,3 +231,64 @@ def test_what_a_loss_makes_bad_beside_its_gradient_is_counted_and_raised(name, w
     with pytest.raises(df.errors.NonFinite) as caught:
         step(state, batch, 2)
     assert (caught.value.worker, caught.value.step, caught.value.next_step) == (1, 2, 2)
+
+
+@pytest.mark.parametrize("with_buffers", [False, True])
+@pytest.mark.parametrize("row", ["adapt_while_communicate", "all_reduce", "gradient_tracking, atc"])
+def test_accumulated_simulated_and_compiled_it_counts_what_it_counts_eager(row, with_buffers):
+    loss_fn = problem.loss_with_buffers if with_buffers else problem.loss_fn
+    subject = contract.ROWS[row]
+    algorithm = df.guard(subject.build(loss_fn=df.accumulate(loss_fn)))
+    step, ends = df.simulate(algorithm.step, N), []
+    for run in (step, df.compile(step, backend="aot_eager")):
+        state = subject.start(algorithm, range(N), stacked=True, with_buffers=with_buffers)
+        for t in range(3):
+            batch = problem.stacked([problem.batch(i, t) for i in range(N)])
+            batch[1][1] = NAN if t == 1 else 1.0  # the weights of worker 1's samples
+            state, metrics = run(state, trees.map(lambda x: x.unflatten(1, (2, 2)), batch), t)
+        ends.append((state, metrics.guard))
+    (eager, counts), (compiled, its_counts) = ends
+    assert_close(compiled, eager)
+    assert counts.skipped.tolist() == its_counts.skipped.tolist() == [0, 1, 0, 0]
+    assert counts.replaced.tolist() == its_counts.replaced.tolist()
+
+
+@pytest.mark.parametrize("name", ["adapt_while_communicate", "all_reduce"])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_step_in_which_all_gradients_are_bad_is_none_for_the_optimizer(name, scaled):
+    loss_fn = df.dynamic_loss_scale(is_never_good, 2.0) if scaled else is_never_good
+    algorithm = df.guard(getattr(df, name)(loss_fn, df.adam(0.1), df.topology("complete", N)))
+    state, step = df.stack(algorithm.init(torch.zeros(3)), N), df.simulate(algorithm.step, N)
+    for t in range(5):
+        state, metrics = step(state, torch.full((N, 3), NAN), t)
+    assert metrics.guard.skipped.tolist() == [5] * N
+    state, _ = step(state, torch.ones(N, 3), 5)
+    torch.testing.assert_close(df.params(state), torch.full((N, 3), -0.1))  # Adam's first step
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_gradient_whose_norm_is_no_number_is_bad_with_a_scaled_loss_too(scaled):
+    loss_fn = df.dynamic_loss_scale(is_never_good, 2.0) if scaled else is_never_good
+    algorithm = df.guard(df.adapt_while_communicate(loss_fn, df.sgd(0.1), df.topology("static-ring", N)))
+    state, step = df.stack(algorithm.init(torch.zeros(3)), N), df.simulate(algorithm.step, N)
+    state, metrics = step(state, torch.tensor([1.0, 1.0, 3e30, 1.0]).view(N, 1).expand(N, 3), 0)
+    assert metrics.guard.skipped.tolist() == [0, 0, 1, 0] and metrics.grad_norm[2] == float("inf")
+    assert df.params(state).abs().max() <= 0.1
+
+
+@pytest.mark.parametrize("how", ["pure", "donated", "compiled"])
+def test_after_it_is_raised_a_rank_takes_no_other_step(how):
+    """The others have its messages of a step that it did not keep."""
+
+    def job(rank):
+        init, step = df.guard(df.gradient_tracking(is_never_good, df.sgd(0.1), df.topology("static-ring", N)), limit=1)
+        step = {"pure": lambda s: s, "donated": df.donate, "compiled": partial(df.compile, backend="aot_eager")}[how](
+            step
+        )
+        state = init(torch.ones(3))
+        with pytest.raises(df.errors.NonFinite):
+            step(state, torch.full((3,), NAN), 0)
+        with pytest.raises(RuntimeError, match=f"rank {rank} cannot go on, because its step t=0 raised NonFinite"):
+            step(state, torch.ones(3), 1)
+
+    df.testing.on_ranks(N, job)

@@ -56,7 +56,7 @@ def export(path: str | Path, module: nn.Module, state: State) -> None:
                 f"export(path, module, state): {name!r} is {list(x.shape)} in the state and {list(own[name].shape)} in the module; "
                 "give the module of df.functional."
             )
-    on_first(_write, path, named)
+    on_first("export", _write, path, named)
 
 
 def import_(path: str | Path) -> dict[str, Tensor]:

@@ -68,6 +68,9 @@ def publish(path: Path, name: Path) -> None:
 
 def remove(path: Path) -> None:
     """Take a directory's name away, then its files, so that no half of it is ever seen."""
+    if path.is_symlink():
+        path.unlink()
+        return
     gone = path.with_name(f"{_REMOVED}{path.name.lstrip('.')}")
     os.replace(path, gone)
     shutil.rmtree(gone)
@@ -75,7 +78,7 @@ def remove(path: Path) -> None:
 
 def sweep(directory: Path, unfinished: str) -> None:
     """Remove what a run that was killed has left: what begins with `unfinished`, or was about to be removed."""
-    for path in directory.iterdir():
+    for path in directory.iterdir() if directory.is_dir() else ():
         if path.name.startswith((unfinished, _REMOVED)) and path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
 
@@ -98,7 +101,8 @@ class Lock:
                 f"{directory}: {_said(holder)} holds the lock of this directory, and two runs would mix their checkpoints; "
                 "end that run first, or give this one a directory of its own."
             ) from error
-        holder.write_text(json.dumps({"host": socket.gethostname(), "pid": os.getpid()}), encoding="utf-8")
+        holder.unlink(missing_ok=True)  # never write through a link
+        write(holder, [json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode()])
 
     def release(self) -> None:
         """Give it back."""

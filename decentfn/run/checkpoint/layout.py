@@ -60,6 +60,15 @@ def local_workers(state: Any) -> int:
     return state.params[0].shape[0] if is_stacked(state) else 1
 
 
+def algorithm_of(state: Any) -> str | None:
+    """The algorithm of this library whose memory a state has; None where it has none, or another's."""
+    memory = state.memory
+    while hasattr(memory, "inner"):  # a wrapper's
+        memory = memory.inner
+    package, _, name = type(memory).__module__.rpartition(".")
+    return name if package == "decentfn.algorithms" else None
+
+
 def leaves_of(state: Any) -> list[Leaf]:
     """The state's leaves, by name; of complex ones the real and imaginary parts, `[..., 2]`.
 

@@ -22,12 +22,13 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 UNFINISHED = ".unfinished-"
 
+_FILE = re.compile(r"process-\d{5,}\.safetensors")
 _NAME = re.compile(r"checkpoint-(\d{6,})-step-(\d+)")
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether this is the directory of one checkpoint, by its name or its manifest."""
-    return _NAME.fullmatch(path.name) is not None or (path / MANIFEST).exists()
+    """Whether this is the directory of one checkpoint, by its name, or by its manifest where it holds no checkpoints."""
+    return _NAME.fullmatch(path.name) is not None or ((path / MANIFEST).exists() and not saved(path))
 
 
 def saved(directory: Path) -> list[Path]:
@@ -88,12 +89,34 @@ def read(path: Path) -> dict[str, Any]:
         whole = False
     if not whole:
         raise CheckpointCorrupt(f"{file}: its content does not have the digest that it names; {_WAY_OUT}.")
-    if content["format"] > FORMAT:
+    number, versions = content.get("format"), content.get("versions")
+    if isinstance(number, int) and number > FORMAT:
+        writer = f"decentfn {versions.get('decentfn')}" if isinstance(versions, dict) else "a newer decentfn"
         raise ValueError(
-            f"{file}: format {content['format']}, written by decentfn {content['versions']['decentfn']}; this version reads "
-            f"formats up to {FORMAT}: update decentfn."
+            f"{file}: format {number}, written by {writer}; this version reads formats up to {FORMAT}: update decentfn."
         )
+    if not _is_complete(content):
+        raise CheckpointCorrupt(f"{file}: it does not say what the manifest of a checkpoint says; {_WAY_OUT}.")
     return content
+
+
+def _is_complete(content: dict[str, Any]) -> bool:
+    """Whether every entry that is read is there, and what it must be: a forger can write a digest that fits."""
+    kinds = {"format": int, "step": int, "num_workers": int, "buckets": str, "processes": list}
+    if any(type(content.get(name)) is not kind for name, kind in kinds.items()):
+        return False
+    if not {"config", "score"} <= content.keys() or type(content["score"]) not in (int, float, type(None)):
+        return False
+    return content["num_workers"] > 0 and content["processes"] != [] and all(map(_is_process, content["processes"]))
+
+
+def _is_process(its: Any) -> bool:
+    try:
+        first, end = its["workers"]
+        kinds = [type(x) for x in (its["file"], its["sha256"], its["bytes"], first, end)]
+        return kinds == [str, str, int, int, int] and "extra" in its and _FILE.fullmatch(its["file"]) is not None
+    except (KeyError, TypeError, ValueError):
+        return False
 
 
 _WAY_OUT = "restore an earlier checkpoint of the run's directory by its own path"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import stat
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -21,15 +22,15 @@ from decentfn.run.checkpoint.layout import (
     DTYPES,
     Leaf,
     Place,
+    algorithm_of,
     digest_of_plan,
     leaves_of,
     local_workers,
     place,
     places_in,
 )
-from decentfn.run.checkpoint.together import on_first, together
+from decentfn.run.checkpoint.together import on_first, one_path, together
 from decentfn.run.checkpoint.writing import GENERATOR
-from decentfn.run.paths import as_path
 from decentfn.simulation import stack
 
 
@@ -61,11 +62,11 @@ def restore(source: str | Path, state: Any) -> Restored:
         ValueError: on all processes, naming the first rank and leaf that does not fit.
         NonFinite: on all processes, another number of workers would start from parameters that are infinite or NaN.
     """
-    found = on_first(_newest, as_path("restore(source, state)", source))
+    found = on_first("restore", _newest, one_path("restore(source, state)", source))
     if found is None:
         raise FileNotFoundError(f"restore({str(source)!r}, state): no checkpoint is there; start with init(params).")
     read: list[tuple[Restored, dict[str, Tensor]]] = []
-    together(lambda: read.append(_read(Path(found), state)))
+    together("restore", lambda: read.append(_read(Path(found), state)))
     restored, generators = read[0]
     torch.set_rng_state(generators["cpu"])
     device = state.params[0].device
@@ -81,6 +82,12 @@ def _newest(source: Path) -> str | None:
 
 def _read(path: Path, template: Any) -> tuple[Restored, dict[str, Tensor]]:
     about = manifest.read(path)
+    theirs, mine = about.get("algorithm"), algorithm_of(template)
+    if None not in (theirs, mine) and theirs != mine:
+        raise ValueError(
+            f"restore: {path} holds what {theirs} remembers, and the state is {mine}'s; build the algorithm that it was saved "
+            "with, and begin with another from its parameters: init(df.params(state))."
+        )
     here, local = collectives.world(), local_workers(template)
     first, num_workers = here.rank * local, here.size * local
     as_many = about["num_workers"] == num_workers
@@ -115,7 +122,9 @@ class _Part:
     def __init__(self, path: Path, process: dict[str, Any]) -> None:
         file = path / process["file"]
         try:
-            size = file.stat().st_size
+            size, mode = file.stat().st_size, file.stat().st_mode
+            if not stat.S_ISREG(mode):
+                raise manifest.corrupt(file, "it is no regular file")
             if size != process["bytes"]:
                 raise manifest.corrupt(file, f"it has {size} bytes where the manifest says {process['bytes']}")
             if files.digest_of(file) != process["sha256"]:

@@ -14,13 +14,15 @@ from torch import Tensor
 from decentfn import collectives, trees
 from decentfn.errors import RunError
 from decentfn.run.checkpoint import files, manifest
-from decentfn.run.checkpoint.together import on_first
+from decentfn.run.checkpoint.together import on_first, one_path, together
 from decentfn.run.checkpoint.writing import Content, attempted, content_of, plain, write
-from decentfn.run.paths import as_path
 from decentfn.topologies import Topology
 from decentfn.words import brief
 
 _log = logging.getLogger("decentfn")
+
+_RESCUED = "rescued"
+"""The folder of what `Saver.rescue` saves."""
 
 
 def save(
@@ -41,11 +43,11 @@ def save(
         The checkpoint's own directory, in the run's.
     """
     content = attempted(
-        lambda: content_of(state, _on_cpu, step, topology, plain("save(config=...)", config), extra, score)
+        lambda: content_of(state, _on_cpu, step, step, topology, plain("save(config=...)", config), extra, score)
     )
-    directory = as_path("save(directory, ...)", directory)
+    directory = one_path("save(directory, ...)", directory)
     locks: list[files.Lock] = []
-    on_first(_claim, directory, locks)
+    on_first("save", _claim, directory, locks)
     try:
         return write(directory, content, None)
     finally:
@@ -56,7 +58,7 @@ def save(
 class Saver:
     """Saves checkpoints of a run to its directory while the run goes on. A context manager; collective.
 
-    `save` copies the state and returns; a thread writes the copy. All processes see the directory, which is this run's
+    `save` copies the state and returns; a thread writes the copy. Threads of one process take turns. All processes see the directory, which is this run's
     alone until `close`, or the end of the `with`, has waited for the last checkpoint.
 
     Args:
@@ -73,15 +75,15 @@ class Saver:
     def __init__(
         self, directory: str | Path, *, topology: Topology | None = None, config: Any = None, keep: int | None = 3
     ) -> None:
-        if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
-            raise ValueError(f"Saver(keep={brief(keep)}): so many checkpoints stay, an integer >= 1; None keeps all.")
-        self.directory = as_path("Saver(directory)", directory)
-        self._topology, self._config, self._keep = topology, plain("Saver(config=...)", config), keep
+        self._config = together("Saver", _arguments, keep, config)[collectives.world().rank]
+        self.directory = one_path("Saver(directory)", directory)
+        self._topology, self._keep = topology, keep
+        self._one_at_a_time = threading.RLock()
         self._copies: list[Tensor] = []
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._locks: list[files.Lock] = []
-        on_first(_claim, self.directory, self._locks)
+        on_first("Saver", _claim, self.directory, self._locks)
         self._world = collectives.world().apart()
         self._is_closed = False
 
@@ -102,19 +104,22 @@ class Saver:
             raise ValueError(
                 f"Saver({str(self.directory)!r}).save: it is closed, and the directory given back; open another."
             )
-        self.wait()
-        content = attempted(lambda: content_of(state, self._copy, step, self._topology, self._config, extra, score))
-        self._thread = threading.Thread(target=self._write, args=(content,), name="decentfn checkpoint")
-        self._thread.start()
-        # Of several processes all raise it where they wait for this checkpoint.
-        if self._world.size == 1 and isinstance(content, ValueError):
+        with self._one_at_a_time:
             self.wait()
+            content = attempted(
+                lambda: content_of(state, self._copy, step, step, self._topology, self._config, extra, score)
+            )
+            self._thread = threading.Thread(target=self._write, args=(content,), name="decentfn checkpoint")
+            self._thread.start()
+            # Of several processes all raise it where they wait for this checkpoint.
+            if self._world.size == 1 and isinstance(content, ValueError):
+                self.wait()
 
     def rescue(self, state: Any, error: RunError, *, extra: Any = None) -> Path | None:
         """Save what a step that failed has left, and return when it is on the disk. Collective, each with its own error.
 
-        Each worker's state is whole, but some may be a step further than others, and what they know of one another is off by
-        the message that was lost. So it lies apart, in the folder `rescued` of the run's directory, where `latest` does not
+        Each worker's state is whole, but some may be steps further than others, and what they know of one another is off by
+        the messages that were lost. So it lies apart, in the folder `rescued` of the run's directory, where `latest` does not
         find it; `export` makes one network of it.
 
         Args:
@@ -123,29 +128,37 @@ class Saver:
             extra: as for `save`.
 
         Returns:
-            The checkpoint, whose step is the largest of the workers' next steps; None where there is none, because a process
+            The checkpoint, whose step is the largest of the processes' next steps, which the manifest has too; None where there is none, because a process
             is gone or does not know whether its state is whole. The log says why.
         """
         collectives.world().hang_up()  # or whoever raised for another reason would let its neighbours wait
-        try:
-            self.wait()
-            with collectives.use(self._world):
-                steps = collectives.gather_objects(getattr(error, "next_step", None))
-                if None in steps:
-                    raise RuntimeError(f"process {steps.index(None)} does not know whether its state is whole")
-                content = attempted(
-                    lambda: content_of(state, self._copy, max(steps), self._topology, self._config, extra, None)
-                )
-                return write(self.directory / "rescued", content, None)
-        except (OSError, RuntimeError) as reason:
-            _log.error("nothing was rescued: %s", reason)
-            return None
+        with self._one_at_a_time:
+            try:
+                self.wait()
+            except Exception as earlier:
+                _log.error("the checkpoint before was not written: %s", earlier)
+            try:
+                with collectives.use(self._world):
+                    own: Any = getattr(error, "next_step", None)
+                    steps = together("Saver.rescue", lambda: own)
+                    if None in steps:
+                        raise RuntimeError(f"process {steps.index(None)} does not know whether its state is whole")
+                    content = attempted(
+                        lambda: content_of(
+                            state, self._copy, max(steps), own, self._topology, self._config, extra, None
+                        )
+                    )
+                    return write(self.directory / _RESCUED, content, None)
+            except (OSError, RuntimeError) as reason:
+                _log.error("nothing was rescued: %s", reason)
+                return None
 
     def wait(self) -> None:
         """Return when what was saved is on the disk, or raise what went wrong."""
-        if self._thread is not None:
-            self._thread.join()
-        error, self._thread, self._error = self._error, None, None
+        with self._one_at_a_time:
+            if self._thread is not None:
+                self._thread.join()
+            error, self._thread, self._error = self._error, None, None
         if error is not None:
             raise error
 
@@ -190,6 +203,12 @@ class Saver:
             self._error = error
 
 
+def _arguments(keep: Any, config: Any) -> Any:
+    if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
+        raise ValueError(f"Saver(keep={brief(keep)}): so many checkpoints stay, an integer >= 1; None keeps all.")
+    return plain("Saver(config=...)", config)
+
+
 def _on_cpu(state: Any) -> Any:
     return trees.map(lambda x: x.detach().cpu(), state)
 
@@ -198,7 +217,8 @@ def _claim(directory: Path, locks: list[files.Lock]) -> None:
     """Lock the run's directory, and remove what a run that was killed has left in it."""
     lock = files.Lock(directory)
     try:
-        files.sweep(directory, manifest.UNFINISHED)
+        for place in (directory, directory / _RESCUED):
+            files.sweep(place, manifest.UNFINISHED)
     except BaseException:
         lock.release()
         raise

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from decentfn import collectives
 from decentfn.errors import CheckpointCorrupt, NonFinite, PeerLost
+from decentfn.run.paths import as_path
 
 _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind for kind in (CheckpointCorrupt, NonFinite, OSError, ValueError, RuntimeError)
@@ -14,14 +16,16 @@ _KINDS: dict[str, type[Exception]] = {
 """The first that an error is of is what the others raise."""
 
 
-def together(function: Callable[..., Any], *arguments: Any) -> list[Any]:
+def together(call: str, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """`function(*arguments)` on every process; what each returned, by rank, as JSON gives it back. Collective.
 
     Raises:
         CheckpointCorrupt, NonFinite, OSError, ValueError, RuntimeError: on every process what the first has raised.
+        RuntimeError: the processes are in different calls.
         PeerLost: a process is gone.
     """
-    told, own = {}, None
+    told: dict[str, Any] = {"call": call}
+    own = None
     try:
         told["value"] = function(*arguments)
     except tuple(_KINDS.values()) as error:
@@ -36,6 +40,11 @@ def together(function: Callable[..., Any], *arguments: Any) -> list[Any]:
             process=collectives.world().rank,
         ) from error
     for rank, its in enumerate(everyone):
+        if its["call"] != everyone[0]["call"]:
+            raise RuntimeError(
+                f"df.checkpoint: rank {rank} calls {its['call']}, rank 0 {everyone[0]['call']}; all ranks call the same, in the same "
+                "order, with a directory that all of them see."
+            )
         if "error" in its:
             if len(everyone) == 1 and own is not None:
                 raise own
@@ -43,6 +52,21 @@ def together(function: Callable[..., Any], *arguments: Any) -> list[Any]:
     return [its["value"] for its in everyone]
 
 
-def on_first(function: Callable[..., Any], *arguments: Any) -> Any:
+def on_first(call: str, function: Callable[..., Any], *arguments: Any) -> Any:
     """`function(*arguments)` on process 0; what it returned, on every process. Collective; raises as `together`."""
-    return together(function if collectives.world().rank == 0 else lambda *_: None, *arguments)[0]
+    return together(call, function if collectives.world().rank == 0 else lambda *_: None, *arguments)[0]
+
+
+def one_path(call: str, path: Any) -> Path:
+    """The path that all processes give. Collective.
+
+    Raises:
+        ValueError: on every process, it is no path, or another one on one of them.
+    """
+    told = together(call, lambda: str(as_path(call, path)))
+    for rank, its in enumerate(told):
+        if its != told[0]:
+            raise ValueError(
+                f"{call}: the path is {its!r} on rank {rank} and {told[0]!r} on rank 0; give one that all of them see."
+            )
+    return Path(told[0])

@@ -18,7 +18,7 @@ import decentfn
 from decentfn import collectives
 from decentfn.kit.expected import is_state
 from decentfn.run.checkpoint import files, manifest
-from decentfn.run.checkpoint.layout import Place, digest_of_plan, encoded, leaves_of, local_workers, place
+from decentfn.run.checkpoint.layout import Place, algorithm_of, digest_of_plan, encoded, leaves_of, local_workers, place
 from decentfn.run.checkpoint.together import on_first, together
 from decentfn.run.paths import private_directory
 from decentfn.topologies import Topology
@@ -50,12 +50,13 @@ def content_of(
     state: Any,
     copy: Callable[[Any], Any],
     step: int,
+    own_step: int,
     topology: Topology | None,
     config: Any,
     extra: Any,
     score: float | None,
 ) -> Content:
-    """What to write of a state; `copy` brings it to the CPU.
+    """What to write of a state; `copy` brings it to the CPU. `own_step` is this process's, where `step` is that of the furthest.
 
     Raises:
         ValueError: a leaf or an argument that cannot be saved.
@@ -86,11 +87,12 @@ def content_of(
         "step": step,
         "num_workers": num_workers,
         "topology": _phase(topology, step),
+        "algorithm": algorithm_of(state),
         "buckets": digest_of_plan(state.params.plan),
         "config": config,
     }
     own = {
-        "extra": plain("save(extra=...)", extra),
+        "process": {"step": own_step, "extra": plain("save(extra=...)", extra)},
         "score": _number(score),
     }
     return Content(tensors, places, (first, first + local), about, own)
@@ -116,18 +118,18 @@ def write(directory: Path, content: Content | ValueError, keep: int | None) -> P
         content: what this process writes; or why it has nothing, which all processes raise.
         keep: as for `Saver`.
     """
-    temporary = Path(together(_begin, directory, content)[0])
+    temporary = Path(together("save", _begin, directory, content)[0])
     assert isinstance(content, Content)
     try:
-        told = together(_write_own, temporary, content)
-        path = Path(on_first(_finish, directory, temporary, told))
+        told = together("save", _write_own, temporary, content)
+        path = Path(on_first("save", _finish, directory, temporary, told))
     except BaseException:
         if collectives.world().rank == 0:
             with contextlib.suppress(OSError):
                 files.remove(temporary)
         raise
-    together(_see, path)  # all of them do, before an older one goes
-    on_first(_prune, directory, keep)
+    together("save", _see, path)  # all of them do, before an older one goes
+    on_first("save", _prune, directory, keep)
     return path
 
 
@@ -160,7 +162,7 @@ def _write_own(path: Path, content: Content) -> dict[str, Any]:
     name = f"process-{collectives.world().rank:05}.safetensors"
     size, digest = files.write(path / name, encoded(content.tensors, content.places))
     its = {"file": name, "bytes": size, "sha256": digest, "workers": content.workers}
-    return {"process": its | {"extra": content.own["extra"]}, "score": content.own["score"], "about": content.about}
+    return {"process": its | content.own["process"], "score": content.own["score"], "about": content.about}
 
 
 def _finish(directory: Path, path: Path, told: list[dict[str, Any]]) -> str:
@@ -168,8 +170,10 @@ def _finish(directory: Path, path: Path, told: list[dict[str, Any]]) -> str:
     about = told[0]["about"]
     for rank, its in enumerate(told):
         if its["about"] != about:
+            name = next(name for name in about if its["about"][name] != about[name])
             raise ValueError(
-                f"save(state, step): rank {rank} saves {its['about']}, rank 0 {about}; save the same step."
+                f"save(state, step): {name} is {its['about'][name]!r} on rank {rank} and {about[name]!r} on rank 0; all ranks save the "
+                "same step of the same run, and what is a process's own goes into extra."
             )
         file = path / its["process"]["file"]
         if not file.exists():
