@@ -166,6 +166,10 @@ def reduce(here: World, call: Call, x: Tensor, own: Tensor | None, ranks: list[i
 
 def track(tensor: Tensor, flight: Flight) -> None:
     """Let `complete(tensor)` wait for what was posted."""
+    dropped = in_flight.get(tensor.data_ptr())
+    if dropped is not None:
+        # Nobody waits for it, and its memory was given out again, as it only sends: that goes on.
+        flight.works, flight.parts = dropped.works + flight.works, dropped.parts + flight.parts
     in_flight[tensor.data_ptr()] = flight
     if tensor.device.type == "cpu":
         for _ in range(_YIELDS):

@@ -140,7 +140,7 @@ def problem_of(nbytes, seed):
     return init({"w": torch.randn(nbytes // 4, generator=torch.Generator().manual_seed(seed))})
 
 
-def run_faults(*arguments, timeout=1500):
+def run_faults(*arguments, timeout=3600):
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.run.faults", *arguments]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
