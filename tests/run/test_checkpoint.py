@@ -303,7 +303,7 @@ def test_the_consensus_mean_is_exported_for_load_state_dict_and_comes_back(tmp_p
     for path in (file, tmp_path / "ddp.safetensors"):
         one = df.load_state_dict(
             module,
-            df.all_reduce(problem.loss_fn, df.sgd(0.1), df.topology("complete", 1)).init(params, buffers),
+            df.all_reduce(loss_fn, df.sgd(0.1), df.topology("complete", 1)).init(params, buffers),
             df.checkpoint.import_(path),
         )
         assert_same(df.state_dict(module, one), expected)
@@ -319,7 +319,7 @@ def test_names_that_all_begin_with_module_come_back_as_they_are_and_another_modu
             self.module = nn.Linear(width, 2)
 
     params, buffers, loss_fn = df.functional(Wrap(2), nn.functional.mse_loss)
-    state = df.all_reduce(problem.loss_fn, df.sgd(0.1), df.topology("complete", 1)).init(params, buffers)
+    state = df.all_reduce(loss_fn, df.sgd(0.1), df.topology("complete", 1)).init(params, buffers)
     df.checkpoint.export(tmp_path / "x", Wrap(2), state)
     Wrap(2).load_state_dict(df.checkpoint.import_(tmp_path / "x"), strict=True)
     with pytest.raises(ValueError, match="give the module of df.functional"):
