@@ -124,7 +124,7 @@ class Worker:
         if gossip.is_guarded():
             u, opt = good_update(u, opt, local.opt, self.optimizer.init(seen))
             if g.good is None:
-                g = g._replace(good=torch.isfinite(global_norm(direction)))
+                g = g._replace(good=all_finite(direction))
         u, opt = g.move(u, opt, local.opt)
         return u, local._replace(opt=opt)
 

@@ -276,6 +276,14 @@ def test_a_gradient_whose_norm_is_no_number_is_bad_with_a_scaled_loss_too(scaled
     assert df.params(state).abs().max() <= 0.1
 
 
+def test_where_gradients_are_averaged_large_finite_ones_are_an_update():
+    algorithm = df.guard(df.all_reduce(is_never_good, df.sgd(1e-30), df.topology("complete", N)))
+    state, step = df.stack(algorithm.init(torch.zeros(3)), N), df.simulate(algorithm.step, N)
+    state, metrics = step(state, torch.full((N, 3), 3e30), 0)
+    assert metrics.guard.skipped.tolist() == [0] * N
+    torch.testing.assert_close(df.params(state), torch.full((N, 3), -3.0))
+
+
 @pytest.mark.parametrize("how", ["pure", "donated", "compiled"])
 def test_after_it_is_raised_a_rank_takes_no_other_step(how):
     """The others have its messages of a step that it did not keep."""
