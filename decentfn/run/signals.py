@@ -99,9 +99,8 @@ class Stop:
             self._note("left")
             self._noted("left", is_hasty=False)
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            new = self._marker.with_name(
-                f"{self._marker.name}.{uuid4().hex[:8]}"
-            )  # a node each, perhaps in one directory
+            # Several nodes may write it, in one directory that all of them see.
+            new = self._marker.with_name(f"{self._marker.name}.{uuid4().hex[:8]}")
             new.write_text(json.dumps({"step": self._next_step}) + "\n")
             new.replace(self._marker)
 
@@ -138,7 +137,9 @@ class Stop:
 
 @contextmanager
 def preemption(marker: str | Path, *, every: int = 10) -> Iterator[Stop]:
-    """Let SIGTERM and SIGUSR1, sent to any process, stop all of them after the same step. A context manager; collective::
+    """Let SIGTERM and SIGUSR1, sent to any process, stop all of them after the same step. A context manager; collective.
+
+    In a training loop::
 
         with df.preemption("runs/a/preempted.json") as stop, df.checkpoint.Saver("runs/a") as saver:
             for t, batch in enumerate(batches):
