@@ -3,8 +3,8 @@
 >>> import decentfn as df
 
 The verbs, the algorithms and the common optimizers stand here; everything else is found by room: `df.topologies`,
-`df.transforms`, `df.schedules`, `df.compressors`, `df.data`, `df.checkpoint`, `df.errors`, `df.kit` (what an algorithm is made of) and
-`df.testing`.
+`df.transforms`, `df.schedules`, `df.compressors`, `df.data`, `df.checkpoint`, `df.logs`, `df.errors`, `df.kit` (what an algorithm is made of)
+and `df.testing`.
 """
 
 import warnings
@@ -45,11 +45,13 @@ from decentfn.consensus import (
     with_params,
 )
 from decentfn.donation import donate
+from decentfn.evaluation import evaluate, evaluate_replicas
+from decentfn.gathering import check_replicas, gather, mean
 from decentfn.gradient import accumulate, autograd, dynamic_loss_scale, functional
 from decentfn.kit import Algorithm, Metrics, Options, State
 from decentfn.replicas import broadcast
 from decentfn.resizing import resize
-from decentfn.run import checkpoint, data, init, preemption
+from decentfn.run import checkpoint, data, init, logs, preemption
 from decentfn.simulation import simulate, stack, worker
 from decentfn.state_dicts import load_state_dict, state_dict
 from decentfn.topologies import Topology, mixing_matrix, register_topology, topology
@@ -77,6 +79,7 @@ __all__ = [
     "broadcast",
     "buffers",
     "chain",
+    "check_replicas",
     "checkpoint",
     "choco_sgd",
     "clip_by_global_norm",
@@ -98,14 +101,19 @@ __all__ = [
     "ema_params",
     "ema_state",
     "errors",
+    "evaluate",
+    "evaluate_replicas",
     "exact_diffusion",
     "extra",
     "functional",
+    "gather",
     "gradient_tracking",
     "guard",
     "init",
     "kit",
     "load_state_dict",
+    "logs",
+    "mean",
     "mixing_matrix",
     "momentum_tracking",
     "noloco",

@@ -41,7 +41,7 @@ def compile(
 
     Communication is posted first and waited for last. What the step closes over (hyperparameters, topology) is taken as
     it is at the first call; only the loss function's own surroundings are looked at again in every call. The logger
-    "decentfn" says at level INFO when something is compiled and how long it took. With `donate`, the new state is
+    "decentfn" says at level DEBUG when something is compiled and how long it took. With `donate`, the new state is
     written over the old one by the kernel that computes it: the state that was passed in *is* the new state, and nothing
     else is allocated for it.
 
@@ -137,12 +137,12 @@ class _Progress:
         self.since: float | None = None
 
     def begin(self, why: str = "") -> None:
-        _log.info("compiling %s%s ...", self.name, why)
+        _log.debug("compiling %s%s ...", self.name, why)
         self.since = time.perf_counter()
 
     def end(self) -> None:
         if self.since is not None:
-            _log.info("compiled %s in %.1f s", self.name, time.perf_counter() - self.since)
+            _log.debug("compiled %s in %.1f s", self.name, time.perf_counter() - self.since)
             self.since = None
 
     def inductor(self, graph: torch.fx.GraphModule, inputs: Any, **kwargs: Any) -> Callable[..., Any]:

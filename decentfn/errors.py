@@ -8,6 +8,7 @@ __all__ = [
     "NonFinite",
     "PeerLost",
     "PlanMismatch",
+    "ReplicaMismatch",
     "RunError",
     "StepMismatch",
 ]
@@ -43,6 +44,10 @@ class RunError(Exception):
 
 class PlanMismatch(RunError, ValueError):
     """Processes are about to train different things; `peer` is the first that differs from process 0."""
+
+
+class ReplicaMismatch(RunError, ValueError):
+    """Replicas that should be equal are not; `peer` is the process of the first that differs from most."""
 
 
 class StepMismatch(RunError, RuntimeError):

@@ -31,7 +31,7 @@ def broadcast(tree: PyTree) -> PyTree:
 def require_equal(call: str, tree: PyTree) -> None:
     """Raise ValueError on every rank unless all hold the same tree, bit for bit. Collective."""
     if collectives.world().size > 1:
-        lines = [f"{_kind(name, leaf)} with digest {_digest(leaf)}" for name, leaf in trees.named_leaves(tree)]
+        lines = [f"{_kind(name, leaf)} with digest {digest(leaf)}" for name, leaf in trees.named_leaves(tree)]
         compare(
             call, lines, "replicas must start equal: `params, buffers = df.broadcast((params, buffers))` before init"
         )
@@ -43,6 +43,7 @@ def _kind(name: str, leaf: object) -> str:
     return f"{name or 'leaf'} {list(leaf.shape)} {leaf.dtype}"
 
 
-def _digest(leaf: Tensor) -> str:
+def digest(leaf: Tensor) -> str:
+    """Equal for two tensors iff their bytes are."""
     raw = leaf.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
     return hashlib.sha256(raw.numpy().data).hexdigest()[:16]

@@ -21,6 +21,7 @@ ROOMS: list[tuple[str, str, ModuleType]] = [
     ("df.compressors", "Compressors", df.compressors),
     ("df.data", "Data", df.data),
     ("df.checkpoint", "Checkpoints", df.checkpoint),
+    ("df.logs", "Logs", df.logs),
     ("df.errors", "Errors", df.errors),
     ("df.kit", "What an algorithm is made of", df.kit),
     ("df.testing", "Checks of what you write", df.testing),

@@ -3,7 +3,14 @@
 from decentfn.collectives.interruption import cut_short, whole_step
 from decentfn.collectives.membership import World, adopt_default_group, leave_default_group, use, world
 from decentfn.collectives.operators import exchange, group_mean, make_groups, wait, worker_index
-from decentfn.collectives.processes import compare_steps, fresh_board, gather_objects, process_broadcast, process_mean
+from decentfn.collectives.processes import (
+    compare_steps,
+    fresh_board,
+    gather_bytes,
+    gather_objects,
+    process_broadcast,
+    process_mean,
+)
 
 __all__ = [
     "World",
@@ -12,6 +19,7 @@ __all__ = [
     "cut_short",
     "exchange",
     "fresh_board",
+    "gather_bytes",
     "gather_objects",
     "group_mean",
     "leave_default_group",

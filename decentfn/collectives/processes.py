@@ -56,9 +56,14 @@ def process_broadcast(x: Tensor) -> Tensor:
 def gather_objects(value: object) -> list[Any]:
     """What every process passed, by rank, as JSON gives it back (tuples as lists). Not for use inside a step."""
     told = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    return [json.loads(heard.numpy().tobytes()) for heard in gather_bytes(told)]
+
+
+def gather_bytes(told: Tensor) -> list[Tensor]:
+    """What every process passed, by rank: uint8 vectors on the CPU, of any lengths. Not for use inside a step."""
     here = world()
     if here.size == 1:
-        return [json.loads(told.numpy().tobytes())]
+        return [told]
     assert here.group is not None
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(here.size)]
     with _named(here, "gathering from all processes"):
@@ -67,7 +72,7 @@ def gather_objects(value: object) -> list[Any]:
         padded[: told.numel()] = told
         heard = [torch.empty_like(padded) for _ in range(here.size)]
         here.group.allgather([heard], [padded]).wait()
-    return [json.loads(h[: int(n)].numpy().tobytes()) for h, n in zip(heard, sizes, strict=True)]
+    return [h[: int(n)] for h, n in zip(heard, sizes, strict=True)]
 
 
 @contextmanager

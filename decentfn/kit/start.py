@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,8 +12,10 @@ from decentfn import collectives
 from decentfn.buckets import Buckets, Plan, flatten
 from decentfn.fingerprint import agree, fingerprint
 from decentfn.kit.options import require_narrower
-from decentfn.topologies import Topology
+from decentfn.topologies import Topology, certificate
 from decentfn.trees import PyTree
+
+_log = logging.getLogger("decentfn")
 
 
 def lay_out(
@@ -48,7 +51,18 @@ def lay_out(
         if topology.groups is not None:
             collectives.make_groups(topology.groups)
     collectives.compare_steps()
+    if collectives.world().rank == 0 and _log.isEnabledFor(logging.INFO):
+        _say(x.plan, topologies[0])
     return x
+
+
+def _say(plan: Plan, topology: Topology) -> None:
+    """What was laid out, and what the topology promises of it."""
+    leaves = sum(len(bucket.segments) for bucket in plan.buckets)
+    sizes = ", ".join(f"{bucket.nbytes:,} of {bucket.dtype}" for bucket in plan.buckets)
+    _log.info("plan: %d leaves in %d buckets, bytes %s", leaves, len(plan.buckets), sizes)
+    facts = certificate(topology)
+    _log.info("certificate: %s, %s bytes per step and worker", facts, f"{facts.bytes_per_step(plan.nbytes):,.0f}")
 
 
 def _require_divisible(n: int) -> None:

@@ -6,18 +6,31 @@ has run out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
 from numbers import Integral
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import Sampler, default_collate
 
+from decentfn import trees
 from decentfn.draws import worker_seed
 from decentfn.words import brief
 
-__all__ = ["Shards", "dirichlet_shards", "fixed_shards", "shards", "worker_seed"]
+__all__ = [
+    "BatchSampler",
+    "Shards",
+    "batch_sampler",
+    "dirichlet_shards",
+    "fixed_shards",
+    "shards",
+    "stacked_collate",
+    "worker_seed",
+]
 
 
 class Shards:
@@ -46,6 +59,82 @@ class Shards:
     def stacked_at(self, t: int) -> Tensor:
         """The samples of all workers in step `t`: indices, `[N, batch_size]` int64."""
         return torch.stack([self.batch_at(t, worker) for worker in range(self.num_workers)])
+
+
+class BatchSampler(Sampler[list[int]]):
+    """The sample indices of one batch after the other, from a step on. Made by `batch_sampler`."""
+
+    def __init__(self, shards: Shards, workers: Sequence[int], first_step: int, steps: int | None) -> None:
+        self._shards, self._workers, self._steps = shards, workers, steps
+        self.first_step = first_step
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """From `first_step` on, each time anew."""
+        for t in itertools.count(self.first_step) if self._steps is None else range(self.first_step, self._steps):
+            yield [sample for worker in self._workers for sample in self._shards.batch_at(t, worker).tolist()]
+
+    def __len__(self) -> int:
+        """The number of batches, where `steps` is known."""
+        if self._steps is None:
+            raise TypeError("batch_sampler(...) without steps= has no length: it goes on for ever.")
+        return max(0, self._steps - self.first_step)
+
+
+def batch_sampler(
+    shards: Shards, worker: int | Sequence[int], first_step: int = 0, *, steps: int | None = None
+) -> BatchSampler:
+    """What torch's DataLoader takes as `batch_sampler=`: the batches of steps `first_step`, `first_step + 1`, ...
+
+    Who reads what is a function of (seed, t, worker), so nothing of it is saved: a run that goes on at step t makes it anew with
+    `first_step=t`, whatever the loader's workers had read ahead.
+
+    Args:
+        shards: whose samples, from `shards` or `fixed_shards`.
+        worker: the number of the worker that reads, `world.rank` under torchrun; or of several that this process simulates,
+            `world.workers(local)`, whose samples come one worker after the other: see `stacked_collate`.
+        first_step: t of the first batch, >= 0.
+        steps: the run's last batch is that of step `steps - 1`; None goes on for ever.
+
+    Raises:
+        ValueError: a worker that the shards do not know, or a negative step.
+
+    >>> dealt = shards(10, num_workers=2, batch_size=2)
+    >>> whole, rest = batch_sampler(dealt, 1, steps=5), batch_sampler(dealt, 1, first_step=3, steps=5)
+    >>> list(whole)[3:] == list(rest), len(rest)
+    (True, 2)
+    """
+    if not isinstance(shards, Shards):
+        raise ValueError(f"batch_sampler(shards={brief(shards)}): expected df.data.shards(...) or fixed_shards(...).")
+    workers = [worker] if isinstance(worker, Integral) else worker
+    known = range(shards.num_workers)
+    if not isinstance(workers, Sequence) or not workers or any(i not in known for i in workers):
+        raise ValueError(
+            f"batch_sampler(worker={brief(worker)}): there are {len(known)} workers, from 0; world.rank, or "
+            "world.workers(local) where a process simulates several."
+        )
+    for name, step in (("first_step", first_step), ("steps", steps)):
+        if step is not None and (not isinstance(step, Integral) or step < 0):
+            raise ValueError(f"batch_sampler({name}={brief(step)}): a step is a whole number >= 0.")
+    return BatchSampler(shards, [int(i) for i in workers], first_step, steps)  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
+
+
+def stacked_collate(
+    num_workers: int, collate: Callable[[list[Any]], Any] = default_collate
+) -> Callable[[list[Any]], Any]:
+    """A DataLoader's `collate_fn` for several simulated workers: each leaf is `[num_workers, B, ...]`, as `simulate` takes it.
+
+    Args:
+        num_workers: L, the workers of this process; their samples come one worker after the other, as from `batch_sampler`.
+        collate: makes a batch of one worker's samples.
+    """
+    _check_counts("stacked_collate", num_workers=num_workers)
+    return partial(_stacked, num_workers, collate)
+
+
+def _stacked(num_workers: int, collate: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
+    size = len(samples) // num_workers
+    batches = [collate(samples[i * size : (i + 1) * size]) for i in range(num_workers)]
+    return trees.map(lambda *rows: torch.stack(rows), *batches)
 
 
 def shards(num_samples: int, num_workers: int, batch_size: int, seed: int = 0) -> Shards:

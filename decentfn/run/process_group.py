@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import logging
 import os
 import platform
 import warnings
@@ -20,6 +21,8 @@ from decentfn import collectives
 from decentfn.collectives import World
 from decentfn.run.generation import fresh_part
 from decentfn.run.memory import keep_freed_memory
+
+_log = logging.getLogger("decentfn")
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _LAUNCHERS = {
@@ -123,6 +126,8 @@ def _start(backend: str | None, gpus: int, timeout: timedelta) -> None:
         device_id=device if on_gpu else None,  # communicators are made now, not by the first message
     )
     collectives.adopt_default_group(timeout, device)
+    if rank == 0:
+        _log.info("world: %d processes, %s, on %s, timeout %s", size, dist.get_backend_config(), device.type, timeout)
     # gloo's threads must end before the interpreter takes their memory away.
     atexit.register(collectives.leave_default_group)
 

@@ -1,6 +1,7 @@
 """`df.init` chooses by what is there, says so, and never makes silent single workers."""
 
 import json
+import logging
 import os
 import socket
 import subprocess
@@ -172,3 +173,15 @@ def test_workers_are_dealt_out_in_order_and_each_has_one_process():
     assert list(World(None, 0, 1).workers()) == [0] and World(None, 0, 1).device == torch.device("cpu")
     with pytest.raises(ValueError, match=r"world.workers\(local=0\).*>= 1"):
         World(None, 0, 1).workers(0)
+
+
+def test_process_0_says_the_world_once_at_level_info(environment, caplog):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+    with caplog.at_level(logging.INFO, "decentfn"):
+        df.init(backend="gloo")
+        df.init()
+    [said] = [record.getMessage() for record in caplog.records]
+    assert said.startswith("world: 1 processes, ") and "gloo" in said and said.endswith("on cpu, timeout 0:10:00")

@@ -1,0 +1,157 @@
+"""A metric over held-out batches, of the consensus or of every worker's own replica; exact for batches of unequal sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from decentfn import collectives, trees
+from decentfn.consensus import consensus_buffers, consensus_mean, is_stacked
+from decentfn.errors import RunError
+from decentfn.gradient.loss import WrappedLoss, is_pair
+from decentfn.gradient.module import ModuleLoss
+from decentfn.simulation import worker
+from decentfn.trees import PyTree
+from decentfn.words import brief, brief_error
+
+_Replica = tuple[PyTree, PyTree]
+_Sums = dict[str, Any]
+"""`samples`, and each value's sum over them by name; "" where the metric is one value."""
+
+
+def evaluate(metric: Callable[..., Any], state: Any, batches: Iterable[Any]) -> Any:
+    """The mean of a metric over all samples, of the consensus (`consensus_mean`, `consensus_buffers`). Collective.
+
+    No gradient is taken. A module that `df.functional` made the metric of is in eval mode meanwhile, and its buffers stay. The mean
+    is over the samples of all processes: a short last batch counts by its samples, and a process may have no batch at all.
+
+    Args:
+        metric: `(params, batch)`, or with buffers `(params, buffers, batch)`, returns the mean over the batch's samples: a 0-d
+            tensor or a number, or a dict of them. A loss will do; what it returns beside the loss is left out.
+        state: a training state, of one worker or stacked; `df.ema_state(state)` evaluates the average.
+        batches: this process's own share of the held-out data, of one worker's form; a batch's samples are counted on the first
+            axis of its first leaf. Where every process passes all of the data, the result is the same and takes longer.
+
+    Returns:
+        A 0-d float64 tensor, or a dict of them; the same on every rank.
+
+    Raises:
+        ValueError: no process has a sample, or the metric returns something else.
+        df.errors.RunError: on every other rank, where the metric or the batches of one have failed.
+    """
+    everyone = _of_workers("evaluate", metric, [(consensus_mean(state), consensus_buffers(state))], batches)
+    samples = sum(of["samples"] for of in everyone)
+    names = _names("evaluate", everyone)
+    totals = {name: sum(of["sums"][name] for of in everyone if of["samples"]) / samples for name in names}
+    return _as_returned({name: torch.tensor(total, dtype=torch.float64) for name, total in totals.items()})
+
+
+def evaluate_replicas(metric: Callable[..., Any], state: Any, batches: Iterable[Any]) -> Any:
+    """The mean of a metric over a process's samples, of each worker's own replica and buffers: `[N]` float64. Collective.
+
+    Everything else is as in `evaluate`. The workers of a process evaluate all of its batches. To compare replicas give every
+    process the same data; for their mean alone, `evaluate_replicas(...).nanmean()`, shares will do.
+
+    Returns:
+        `[N]` float64, NaN for the workers of a process without a batch, or a dict of such; the same on every rank.
+    """
+    if is_stacked(state):
+        replicas = [worker((state.params, state.buffers), i) for i in range(state.params[0].shape[0])]
+    else:
+        replicas = [(state.params, state.buffers)]
+    everyone = _of_workers("evaluate_replicas", metric, [(x.tree(), buffers) for x, buffers in replicas], batches)
+    names = _names("evaluate_replicas", everyone)
+
+    def means(name: str) -> Tensor:
+        values = [of["sums"][name] / of["samples"] if of["samples"] else float("nan") for of in everyone]
+        return torch.tensor(values, dtype=torch.float64)
+
+    return _as_returned({name: means(name) for name in names})
+
+
+def _of_workers(call: str, metric: Callable[..., Any], replicas: list[_Replica], batches: Iterable[Any]) -> list[_Sums]:
+    """The sums of every replica of every process; collective, and all processes come back from it."""
+    own: Exception | None = None
+    try:
+        told: Any = _sums(call, metric, replicas, batches)
+    except Exception as error:
+        own, told = error, brief_error(error)
+    everyone = collectives.gather_objects(told)  # in one place and the same order: the same answer on every rank
+    if own is not None:
+        raise own
+    for rank, theirs in enumerate(everyone):
+        if isinstance(theirs, str):
+            raise RunError(f"{call}: process {rank} has failed: {theirs}", process=collectives.world().rank, peer=rank)
+    return [of for theirs in everyone for of in theirs]
+
+
+@torch.no_grad()
+def _sums(call: str, metric: Callable[..., Any], replicas: list[_Replica], batches: Iterable[Any]) -> list[_Sums]:
+    while isinstance(metric, WrappedLoss):
+        metric = metric.loss_fn
+    of_module = _in_eval_mode(metric.module) if isinstance(metric, ModuleLoss) else nullcontext()
+    evaluated: Any = metric
+    samples, totals = 0, [dict[str, Tensor]() for _ in replicas]
+    with of_module:
+        for batch in batches:
+            size = _size(call, batch)
+            samples += size
+            for (params, buffers), total in zip(replicas, totals, strict=True):
+                value = evaluated(params, batch) if buffers is None else evaluated(params, buffers, batch)
+                for name, x in _values(call, value).items():
+                    total[name] = total.get(name, 0) + size * x
+    return [{"samples": samples, "sums": {name: x.item() for name, x in total.items()}} for total in totals]
+
+
+@contextmanager
+def _in_eval_mode(module: nn.Module) -> Iterator[None]:
+    """Within, the module and all inside it are in eval mode; afterwards each is as it was."""
+    were = [(inner, inner.training) for inner in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for inner, was in were:
+            inner.training = was
+
+
+def _size(call: str, batch: Any) -> int:
+    for leaf in trees.leaves(trees.plain(batch)):
+        if isinstance(leaf, torch.Tensor) and leaf.dim():
+            return len(leaf)
+    raise ValueError(
+        f"{call}(batches): {brief(batch)} has no tensor with an axis of samples; a batch is what the loss takes, of one worker."
+    )
+
+
+def _values(call: str, value: Any) -> dict[str, Tensor]:
+    value = value[0] if is_pair(value) else value
+    values = dict(value) if isinstance(value, Mapping) else {"": value}
+    for name, x in values.items():
+        x = torch.as_tensor(x) if isinstance(x, (Tensor, int, float)) else None
+        if x is None or x.dim() or x.is_complex() or not isinstance(name, str):
+            got = f"{name!r}: {brief(values[name])}" if name else brief(value)
+            raise ValueError(
+                f"{call}(metric): it returned {got}; a metric returns the mean over the batch's samples, a 0-d real tensor or a "
+                "number, or a dict of them by name."
+            )
+        values[name] = x.double()
+    return values
+
+
+def _names(call: str, everyone: list[_Sums]) -> list[str]:
+    found = [sorted(of["sums"]) for of in everyone if of["samples"]]
+    if not found:
+        raise ValueError(f"{call}(batches): no process has a sample; give at least one of them a batch.")
+    for names in found:
+        if names != found[0]:
+            raise ValueError(f"{call}(metric): it returned {names} on one process and {found[0]} on another.")
+    return found[0]
+
+
+def _as_returned(values: dict[str, Tensor]) -> Any:
+    return values[""] if list(values) == [""] else values

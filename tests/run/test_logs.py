@@ -1,0 +1,117 @@
+"""The run's log: one writer, whole lines, a second run beside the first, a resumed one in its place; and what decentfn says."""
+
+import json
+import logging
+import sys
+import types
+
+import pytest
+import torch
+
+import decentfn as df
+from decentfn.testing.ranks import on_kept_ranks
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_line_is_on_disk_when_write_returns_and_holds_tensors_and_paths(tmp_path):
+    with df.logs.JSONLines(tmp_path / "new" / "log.jsonl") as log:
+        log.write({"lr": 0.1, "out": tmp_path})
+        log.write({"loss": torch.tensor(1.5), "of": {"worker": torch.tensor([1, 2])}}, step=torch.tensor(3))
+        said = [{"lr": 0.1, "out": str(tmp_path)}, {"step": 3, "loss": 1.5, "of": {"worker": [1, 2]}}]
+        assert lines(log.path) == df.logs.read(log.path) == said
+    with pytest.raises(ValueError, match="the log is closed"):
+        log.write({})
+
+
+def test_a_second_run_does_not_write_over_the_first(tmp_path):
+    for number in range(3):
+        with df.logs.JSONLines(tmp_path / "log.jsonl") as log:
+            log.write({"run": number})
+    assert {path.name: lines(path) for path in tmp_path.iterdir()} == {
+        "log.jsonl": [{"run": 0}],
+        "log-2.jsonl": [{"run": 1}],
+        "log-3.jsonl": [{"run": 2}],
+    }
+
+
+@pytest.mark.parametrize("earlier", ["log.jsonl", "log-2.jsonl"])
+def test_a_run_that_goes_on_takes_up_its_log_at_its_step(tmp_path, earlier):
+    if earlier != "log.jsonl":
+        (tmp_path / "log.jsonl").write_text('{"another": "run"}\n')
+    with df.logs.JSONLines(tmp_path / "log.jsonl") as log:
+        log.write({"config": 1})
+        for step in range(6):
+            log.write({"loss": step}, step)
+    with (tmp_path / earlier).open("a") as file:
+        file.write('{"step": 6, "lo')  # a crash
+    with df.logs.JSONLines(tmp_path / "log.jsonl", first_step=4) as log:
+        log.write({"loss": -4}, 4)
+    assert log.path == tmp_path / earlier and sorted(p.name for p in tmp_path.iterdir())[-1] == "log.jsonl"
+    assert lines(log.path) == [{"config": 1}, *({"step": s, "loss": s} for s in range(4)), {"step": 4, "loss": -4}]
+
+
+def test_process_0_alone_writes_and_all_know_where(tmp_path):
+    def job(rank):
+        with df.logs.JSONLines(tmp_path / "log.jsonl") as log:
+            log.write({"rank": rank}, 0)
+            return str(log.path)
+
+    assert on_kept_ranks(2, job) == [str(tmp_path / "log.jsonl")] * 2
+    assert lines(tmp_path / "log.jsonl") == [{"step": 0, "rank": 0}]
+
+
+def test_a_log_that_cannot_be_is_refused_on_all_ranks(tmp_path):
+    (tmp_path / "file").write_text("no log\n")
+
+    def job(rank):
+        with pytest.raises(OSError, match="rank 0: .*File exists"):
+            df.logs.JSONLines(tmp_path / "file" / "log.jsonl")
+        with pytest.raises(ValueError, match="rank 0: .*file, line 1: .*not a log of JSON lines"):
+            df.logs.JSONLines(tmp_path / "file", first_step=1)
+
+    on_kept_ranks(2, job)
+    with pytest.raises(ValueError, match=r"first_step=-1\): .*integer >= 0"):
+        df.logs.JSONLines(tmp_path / "log", -1)
+    with df.logs.JSONLines(tmp_path / "log") as log, pytest.raises(ValueError, match="object is nothing that JSON"):
+        log.write({"x": object()})
+
+
+def test_tensorboard_gets_the_numbers_by_name_and_forgets_steps_that_come_again(tmp_path, monkeypatch):
+    written = []
+
+    class SummaryWriter:
+        def __init__(self, folder, purge_step):
+            written.append((folder, purge_step))
+
+        def add_scalar(self, *scalar):
+            written.append(scalar)
+
+        def close(self):
+            written.append("closed")
+
+    stub = types.SimpleNamespace(SummaryWriter=SummaryWriter)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", stub)
+    with df.logs.TensorBoard(tmp_path, first_step=7) as board:
+        board.write({"config": 1})
+        board.write({"loss": {"mean": 2.0, "max": torch.tensor(3.0)}, "is": True, "name": "x"}, step=7)
+    assert written == [(str(tmp_path), 7), ("loss/max", 3.0, 7), ("loss/mean", 2.0, 7), "closed"]
+
+
+def test_without_tensorboard_the_way_out_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ImportError, match=r"pip install 'decentfn\[tensorboard\]'"):
+        df.logs.TensorBoard(tmp_path)
+
+
+def test_init_says_the_plan_and_the_certificate_once_at_level_info(caplog):
+    init, _ = df.adapt_then_combine(lambda p, x: (p["w"] * x).sum(), df.sgd(0.1), df.topology("ring", 4))
+    init({"w": torch.zeros(3)})
+    assert not caplog.records
+    with caplog.at_level(logging.INFO, "decentfn"):
+        init({"w": torch.zeros(3)})
+    plan, certificate = [record.getMessage() for record in caplog.records]
+    assert plan == "plan: 1 leaves in 1 buckets, bytes 12 of torch.float32"
+    assert "name='ring', num_workers=4" in certificate and certificate.endswith(", 12 bytes per step and worker")

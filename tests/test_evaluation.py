@@ -1,0 +1,206 @@
+"""Metrics over workers: gathered, averaged, evaluated on held-out data; the same simulated and on ranks, whatever the shares."""
+
+import pytest
+import torch
+from torch import nn
+
+import decentfn as df
+from decentfn.errors import ReplicaMismatch, RunError
+from decentfn.testing.ranks import on_kept_ranks
+
+N = 4
+DATA = [torch.arange(0.0, 8.0), torch.arange(8.0, 13.0), torch.tensor([20.0])]  # 14 samples in three uneven batches
+W = torch.tensor([1.0, 3.0, -2.0, 0.5])
+
+
+def algorithm(num_workers=N):
+    topology = df.topology("complete", num_workers)
+    return df.adapt_then_combine(lambda p, x: (p["w"] * x).mean(), df.sgd(0.1), topology)
+
+
+def state_of(workers):
+    """The workers' states, their parameters told apart; stacked, if there are several."""
+    state = algorithm().init({"w": torch.zeros(())})
+    if len(workers) > 1:
+        state = df.stack(state, len(workers))
+    return df.with_params(state, {"w": W[list(workers)] if len(workers) > 1 else W[workers[0]]})
+
+
+def on_processes(size, job):
+    """What `job(rank, its workers)` returns on each of `size` processes that hold N workers together."""
+    local = N // size
+    if size == 1:
+        return [job(0, range(N))]
+    return on_kept_ranks(size, lambda rank: job(rank, range(rank * local, (rank + 1) * local)))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_everyone_has_what_every_worker_had_in_their_order(size):
+    tree = {"loss": torch.arange(4.0), "hits": torch.tensor([[1, 2], [3, 4], [5, 6], [7, 8]]), "is": W > 0}
+    tree["half"] = W.bfloat16()
+
+    def job(rank, workers):
+        own = {name: x[list(workers)] if len(workers) > 1 else x[workers[0]] for name, x in tree.items()}
+        return df.gather(state_of(workers), own), df.mean(state_of(workers), own)
+
+    for gathered, mean in on_processes(size, job):
+        assert all(torch.equal(gathered[name], x) and gathered[name].dtype == x.dtype for name, x in tree.items())
+        assert {name: x.tolist() for name, x in mean.items()} == {
+            "loss": 1.5,
+            "hits": [4.0, 5.0],
+            "is": 0.75,
+            "half": 0.625,
+        }
+
+
+def test_what_a_step_reports_is_gathered_as_it_is_and_numbers_too():
+    init, step = algorithm()
+    state, metrics = df.simulate(step, N)(df.stack(init({"w": torch.ones(())}), N), torch.arange(4.0)[:, None], 0)
+    assert df.gather(state, metrics).loss.tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert df.mean(state, metrics).loss == 1.5 and df.mean(state, metrics).aux is None
+
+    def job(rank):
+        return df.gather(state_of([rank]), {"seconds": 0.5 + rank, "of": (rank,)})
+
+    for got in on_kept_ranks(N, job):
+        assert got["seconds"].tolist() == [0.5, 1.5, 2.5, 3.5] and got["of"][0].tolist() == [0, 1, 2, 3]
+
+
+def test_a_tree_that_does_not_fit_is_refused_on_all_ranks():
+    def job(rank):
+        with pytest.raises(ValueError, match=r"ranks disagree. Rank . has 'leaf \[2\].*leaf \[3\]"):
+            df.gather(state_of([rank]), torch.zeros(3 if rank == 1 else 2))
+        with pytest.raises(ValueError, match="of type str, which is no tensor"):
+            df.gather(state_of([rank]), {"name": "x"})
+
+    on_kept_ranks(N, job)
+    with pytest.raises(ValueError, match=r"gather\(state, tree\): .*no row for each of the 4 workers"):
+        df.gather(state_of(range(N)), torch.zeros(3))
+
+
+def test_replicas_that_differ_in_a_bit_are_named():
+    start = {"a": torch.zeros(2), "layer": {"weight": torch.arange(6.0).view(2, 3)}}
+    away = {"a": torch.zeros(2), "layer": {"weight": torch.arange(6.0).view(2, 3).clone()}}
+    away["layer"]["weight"][1, 0] = torch.nextafter(torch.tensor(3.0), torch.tensor(4.0))
+    init, _ = df.adapt_then_combine(lambda p, x: p["a"].sum(), df.adam(0.1), df.topology("complete", N))
+    words = r"worker 2 differs from worker 0 in 1 of 2 leaves, first in 'layer.weight'; 1 of 4 workers .*\[2\]"
+
+    def job(rank):
+        df.check_replicas(init(start))
+        with pytest.raises(ReplicaMismatch, match=words) as raised:
+            df.check_replicas(init(away if rank == 2 else start))
+        df.check_replicas(init(start), {"opt": rank * 0})
+        with pytest.raises(ReplicaMismatch, match="in 1 of 1 leaves, first in 'count'"):
+            df.check_replicas(init(start), {"count": torch.tensor(rank)})
+        return raised.value.peer
+
+    assert on_kept_ranks(N, job) == [2] * N
+    state = df.stack(init(start), N)
+    df.check_replicas(state)
+    state.params[0][2, -1] += 1
+    with pytest.raises(ReplicaMismatch, match="worker 2 differs from worker 0 in 1 of 2 leaves"):
+        df.check_replicas(state)
+
+
+def test_all_reduce_keeps_replicas_equal_and_gossip_does_not():
+    batch = torch.arange(4.0)[:, None]
+    for make, is_equal in ((df.all_reduce, True), (df.adapt_while_communicate, False)):
+        init, step = make(lambda p, x: ((p["w"] - x) ** 2).mean(), df.sgd(0.1), df.topology("ring", N))
+        state, _ = df.simulate(step, N)(df.stack(init({"w": torch.ones(())}), N), batch, 0)
+        if is_equal:
+            df.check_replicas(state)
+        else:
+            with pytest.raises(ReplicaMismatch, match="replicas differ by design"):
+                df.check_replicas(state)
+
+
+def metric(params, batch):
+    return {"mean": (params["w"] * batch).mean(), "square": (params["w"] ** 2 * batch**2).mean()}
+
+
+def expected(w):
+    x = torch.cat(DATA).double()
+    return {"mean": (w * x).mean(), "square": (w**2 * x**2).mean()}
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])  # of four processes the last has no batch
+def test_the_consensus_is_evaluated_on_every_sample_once(size):
+    def job(rank, workers):
+        return df.evaluate(metric, state_of(workers), DATA[rank::size])
+
+    answers = on_processes(size, job)
+    for name, value in expected(W.double().mean()).items():
+        assert {answer[name].item() for answer in answers} == {answers[0][name].item()}  # bit for bit
+        torch.testing.assert_close(answers[0][name], value, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_every_worker_evaluates_its_own_replica(size):
+    def job(rank, workers):
+        same = df.evaluate_replicas(metric, state_of(workers), DATA)
+        return same, df.evaluate_replicas(lambda p, x: p["w"] * x.mean(), state_of(workers), DATA[rank::size])
+
+    for same, shares in on_processes(size, job):
+        of_each = torch.stack([expected(w)["square"] for w in W.double()])
+        torch.testing.assert_close(same["square"], of_each, rtol=1e-6, atol=0)
+        part = [torch.cat(DATA[rank::size]).mean() if DATA[rank::size] else torch.nan for rank in range(size)]
+        of_shares = torch.tensor(part).repeat_interleave(N // size) * W
+        torch.testing.assert_close(shares, of_shares.double(), rtol=1e-6, atol=0, equal_nan=True)
+
+
+def test_a_module_is_evaluated_in_eval_mode_with_its_buffers_and_left_as_it_was():
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5))
+    module[0].eval()
+    params, buffers, loss_fn = df.functional(module, nn.functional.mse_loss)
+    init, step = df.adapt_then_combine(df.autograd(loss_fn), df.sgd(0.1), df.topology("complete", 2))
+    state = df.stack(init(params, buffers), 2)
+    x = torch.randn(2, 8, 3)
+    state, _ = df.simulate(step, 2)(state, (x, x), 0)
+    before = df.buffers(state)
+    batches = [(x[0], x[0]), (x[1, :3], x[1, :3])]
+    got = df.evaluate(df.autograd(loss_fn), state, batches)  # the loss of a step, as it is
+    assert [m.training for m in module] == [False, True, True]
+    assert all(torch.equal(df.buffers(state)[name], b) for name, b in before.items())
+
+    module.eval()
+    together = df.consensus_mean(state) | df.consensus_buffers(state)
+    reference = sum(
+        (torch.func.functional_call(module, together, b[0]) - b[1]).square().sum(dtype=torch.float64) for b in batches
+    )
+    torch.testing.assert_close(got, reference / 33, rtol=1e-6, atol=0)
+    own = df.evaluate_replicas(loss_fn, state, batches)
+    assert own.shape == (2,) and own[0] != own[1]
+
+
+def test_nobody_waits_for_a_process_whose_evaluation_fails():
+    def fails(params, batch):
+        raise KeyError("labels")
+
+    def job(rank):
+        state = state_of([rank])
+        if rank == 1:
+            with pytest.raises(KeyError, match="labels"):
+                df.evaluate(fails, state, DATA)
+        else:
+            with pytest.raises(RunError, match="evaluate: process 1 has failed: KeyError: 'labels'"):
+                df.evaluate(metric, state, DATA)
+        with pytest.raises(ValueError, match="no process has a sample"):
+            df.evaluate(metric, state, [])
+        with pytest.raises(ValueError, match="no process has a sample"):
+            df.evaluate_replicas(metric, state, iter(()))
+
+    on_kept_ranks(N, job)
+
+
+@pytest.mark.parametrize(
+    ("evaluated", "batch", "words"),
+    [
+        (lambda p, x: x, torch.ones(2), r"evaluate\(metric\): it returned tensor.*0-d real tensor"),
+        (lambda p, x: {"accuracy": "high"}, torch.ones(2), r"it returned 'accuracy': 'high'"),
+        (metric, torch.tensor(1.0), r"evaluate\(batches\): .*no tensor with an axis of samples"),
+    ],
+)
+def test_what_is_no_metric_or_batch_gets_a_sentence(evaluated, batch, words):
+    with pytest.raises(ValueError, match=words):
+        df.evaluate(evaluated, state_of(range(N)), [batch])
