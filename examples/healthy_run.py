@@ -1,0 +1,195 @@
+"""What a healthy run looks like, and a sick one: the same small training, well and with one thing wrong at a time.
+
+python examples/healthy_run.py              the table of docs/healthy_run.md
+python examples/healthy_run.py --steps 50   quicker
+
+Eight simulated workers learn scikit-learn's digits. Every row reports what a run can watch while it trains.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+import tyro
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from torch import Tensor
+from torch.func import vmap
+
+import decentfn as df
+
+N, MOMENTUM = 8, 0.9
+RING = df.topology("static-ring", N)
+ONE_PEER = df.topology("one-peer-exp", N)
+
+
+def hardly_worker_7() -> df.Topology:
+    """A ring that gives worker 7's links almost no weight. (With none at all the library refuses it.)"""
+    weights = df.mixing_matrix(RING, 0)
+    weights[7], weights[:, 7] = weights[7] / 1e4, weights[:, 7] / 1e4
+    weights.fill_diagonal_(0.0)
+    return df.topologies.from_matrices("hardly-worker-7", (weights + torch.diag(1 - weights.sum(1)))[None])
+
+
+def two_rings() -> df.Topology:
+    """Workers 0 to 3 and 4 to 7 never meet."""
+    ring = df.mixing_matrix(df.topology("static-ring", 4), 0)
+    return df.topologies.from_matrices("two-rings", torch.block_diag(ring, ring)[None])
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run: by default D-PSGD on a one-peer schedule, data nearly equal."""
+
+    topology: df.Topology = ONE_PEER
+    algorithm: Callable[..., df.Algorithm] = df.adapt_while_communicate
+    learning_rate: float = 0.1  # of SGD with momentum 0.9
+    adamw: bool = False  # AdamW instead
+    alpha: float = 10.0
+    hyperparameters: dict[str, Any] = field(default_factory=dict)
+    step_number: Callable[[int], int] = lambda t: t  # the t that the loop passes
+    same_start: bool = True
+    random_labels: bool = False  # worker 7's
+
+
+HEALTHY = {
+    "equal data": Case(),
+    "equal data, on a ring": Case(RING),
+    "equal data, on a chain": Case(df.topology("chain", N)),
+    "equal data, AdamW": Case(learning_rate=1e-2, adamw=True),
+    "skewed data": Case(alpha=0.1),
+    "skewed data, on a ring": Case(RING, alpha=0.1),
+    "skewed data, gradient tracking": Case(alpha=0.1, algorithm=df.gradient_tracking),
+    "skewed data, AdamW, gradient tracking": Case(
+        learning_rate=1e-2, adamw=True, alpha=0.1, algorithm=df.gradient_tracking
+    ),
+    "skewed data, D² on a ring": Case(RING, alpha=0.1, algorithm=df.d2),
+}
+SICK = {
+    "worker 7 hardly mixes": Case(hardly_worker_7()),
+    "a topology in two parts": Case(two_rings()),
+    "t stays 0": Case(step_number=lambda t: 0),
+    "nobody mixes (gamma=0)": Case(hyperparameters={"gamma": 0.0}),
+    "nobody mixes, AdamW": Case(learning_rate=1e-2, adamw=True, hyperparameters={"gamma": 0.0}),
+    "learning rate x 20": Case(learning_rate=2.0),
+    "learning rate x 20, skewed data": Case(learning_rate=2.0, alpha=0.1),
+    "other starts": Case(same_start=False),
+    "other starts, nobody mixes": Case(same_start=False, hyperparameters={"gamma": 0.0}),
+    "skewed data, AdamW": Case(learning_rate=1e-2, adamw=True, alpha=0.1),
+    "worker 7 has random labels": Case(random_labels=True),
+}
+
+
+class Signs(NamedTuple):
+    """What a run can watch, over its last fifth, and what came of it."""
+
+    distance: float  # consensus distance / norm of the mean parameters
+    growth: float  # that distance, over what it was in the fifth before
+    steps_apart: float  # consensus distance / how far a worker goes in a step, see `one_step`
+    outlier: float  # the worker farthest from the mean, over the median worker
+    spread: float  # (highest - lowest worker's loss) / mean loss
+    loss: float  # mean over workers, over that of the first fifth
+    grad_norm: float  # mean over workers, over that of the first fifth
+    mean_model: float  # held-out accuracy of the mean parameters, in [0, 1]
+    worst: float  # held-out accuracy of the worst worker
+
+
+def predict(params: dict[str, Tensor], images: Tensor) -> Tensor:
+    hidden = torch.relu(images @ params["w1"] + params["b1"])
+    return hidden @ params["w2"] + params["b2"]
+
+
+def loss_fn(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(predict(params, batch[0]), batch[1])
+
+
+def start(seed: int) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    return {
+        "w1": torch.randn(64, 32, generator=draw) / 8,
+        "b1": torch.zeros(32),
+        "w2": torch.randn(32, 10, generator=draw) / 32**0.5,
+        "b2": torch.zeros(10),
+    }
+
+
+def one_step(case: Case, grad_norm: Tensor) -> Tensor:
+    """How far one worker goes in a step: SGD by η / (1 - momentum) of its gradient, AdamW by about η in each parameter."""
+    size = sum(leaf.numel() for leaf in start(0).values())
+    return (
+        torch.tensor(case.learning_rate * size**0.5) if case.adamw else case.learning_rate / (1 - MOMENTUM) * grad_norm
+    )
+
+
+def train(case: Case, steps: int = 300, seed: int = 0) -> Signs:
+    """One run of N workers, 16 images each per step."""
+    loaded = load_digits()
+    images, labels = torch.tensor(loaded.data / 16.0, dtype=torch.float32), torch.tensor(loaded.target)
+    rows, held_out = (
+        torch.tensor(part) for part in train_test_split(range(len(labels)), test_size=0.2, random_state=0)
+    )
+    parts = [rows[part] for part in df.data.dirichlet_shards(labels[rows], N, case.alpha, seed)]
+    shards = df.data.fixed_shards(parts, batch_size=16, seed=seed)
+
+    optimizer = df.adamw(case.learning_rate) if case.adamw else df.sgd(case.learning_rate, momentum=MOMENTUM)
+    init, step = case.algorithm(loss_fn, optimizer, case.topology, **case.hyperparameters)
+    state, step = df.stack(init(start(seed)), N), df.simulate(step, N)
+    if not case.same_start:
+        starts = [start(seed + worker) for worker in range(N)]
+        state = df.with_params(state, {name: torch.stack([one[name] for one in starts]) for name in starts[0]})
+
+    seen = []  # per step: losses, gradient norms and distances of the workers, norm of the mean
+    noise = torch.Generator().manual_seed(seed)
+    for t in range(steps):
+        sample = shards.stacked_at(t)
+        targets = labels[sample]
+        if case.random_labels:
+            targets[7] = torch.randint(0, 10, targets[7].shape, generator=noise)
+        state, metrics = step(state, (images[sample], targets), case.step_number(t))
+        mean = df.consensus_mean(state)
+        norm = torch.stack([leaf.double().norm() for leaf in mean.values()]).norm()
+        seen.append((metrics.loss, metrics.grad_norm, df.distance_to_consensus(state), norm))
+
+    losses, grads, away, norms = (torch.stack(column).double() for column in zip(*seen, strict=True))
+    _, _, _, before, last = torch.arange(steps).tensor_split(5)
+    first = slice(0, len(last))
+    distance = away.square().mean(1).sqrt()  # [steps], df.consensus_distance of each
+    loss, apart = losses[last].mean(0), away[last].mean(0)  # [N]
+    accuracies = (vmap(predict, (0, None))(df.params(state), images[held_out]).argmax(-1) == labels[held_out]).float()
+    known = predict(df.consensus_mean(state), images[held_out]).argmax(-1) == labels[held_out]
+    found = Signs(
+        distance=(distance[last] / norms[last]).mean(),
+        growth=distance[last].mean() / distance[before].mean(),
+        steps_apart=distance[last].mean() / one_step(case, grads[last].mean()),
+        outlier=apart.max() / apart.median(),
+        spread=(loss.max() - loss.min()) / loss.mean(),
+        loss=losses[last].mean() / losses[first].mean(),
+        grad_norm=grads[last].mean() / grads[first].mean(),
+        mean_model=known.float().mean(),
+        worst=accuracies.mean(1).min(),
+    )
+    return Signs(*(value.item() for value in found))
+
+
+def table(results: dict[str, Signs]) -> str:
+    """Markdown, a row for each run."""
+    heads = ["run", "distance / norm", "its growth", "distance in steps", "farthest / median worker", "loss spread"]
+    heads += ["loss, end / start", "gradient norm, end / start", "mean model, %", "worst worker, %"]
+    lines = ["| " + " | ".join(heads) + " |", "|---|" + "---:|" * (len(heads) - 1)]
+    for name, signs in results.items():
+        cells = [f"{value:.2g}" for value in signs[:-2]] + [f"{100 * value:.1f}" for value in signs[-2:]]
+        lines.append("| " + " | ".join([name, *cells]) + " |")
+    return "\n".join(lines)
+
+
+def main(steps: int = 300, seed: int = 0) -> None:
+    """Print both tables."""
+    for title, cases in (("Healthy", HEALTHY), ("Sick", SICK)):
+        print(f"{title}\n\n{table({name: train(case, steps, seed) for name, case in cases.items()})}\n", flush=True)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    tyro.cli(main)

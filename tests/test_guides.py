@@ -1,0 +1,57 @@
+"""The guides say what is so: quoted code stands in the sources, tables have a row for everything, thresholds hold."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import decentfn as df
+from tests.test_examples import load
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+ALGORITHMS = Path(df.algorithms.__file__).parent
+
+
+def page(name):
+    return (DOCS / f"{name}.md").read_text(encoding="utf-8")
+
+
+def test_the_step_that_is_explained_is_the_one_that_runs():
+    [quoted] = re.findall(r"```python\n( +def step.*?)```", page("how_it_works"), re.DOTALL)
+    assert quoted in (ALGORITHMS / "adapt_while_communicate.py").read_text(encoding="utf-8")
+
+
+def test_everything_that_is_somebodys_is_cited():
+    cited = page("citations")
+    compressors = [name for name in df.compressors.__all__ if name.islower()]
+    shipped = re.findall(r'@register_topology\("([^"]+)"\)', "".join(map(Path.read_text, topology_files())))
+    for name in [*(name for name in df.algorithms.__all__ if name.islower()), *shipped, *compressors]:
+        assert f"`{name}`" in cited, name
+
+
+def topology_files():
+    return [path for path in Path(df.topologies.__file__).parent.glob("*.py") if path.stem != "registry"]
+
+
+def test_the_citation_is_of_this_version():
+    said = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert re.findall(r"^version: (\S+)$", said, re.MULTILINE) == [df.__version__]
+    assert f"{{{df.__version__}}}" in page("citations")
+
+
+@pytest.fixture(scope="module")
+def healthy_run():
+    return load("healthy_run")
+
+
+def test_the_tables_of_healthy_and_sick_runs_are_of_the_script(healthy_run):
+    rows = re.findall(r"^\| ([^|]+?) \| [\d.]+ \|", page("healthy_run"), re.MULTILINE)
+    assert rows == [*healthy_run.HEALTHY, *healthy_run.SICK]
+
+
+@pytest.mark.parametrize("name", ["equal data", "t stays 0", "worker 7 has random labels"])
+def test_the_signs_tell_the_sick_from_the_healthy(healthy_run, name):
+    signs = healthy_run.train((healthy_run.HEALTHY | healthy_run.SICK)[name], steps=100)
+    assert (signs.steps_apart > 3) == (name == "t stays 0")
+    assert (signs.outlier > 2.5) == (name == "worker 7 has random labels")
