@@ -6,6 +6,7 @@ python examples/healthy_run.py --steps 50   quicker
 Eight simulated workers learn scikit-learn's digits. Every row reports what a run can watch while it trains.
 """
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -186,6 +187,12 @@ def table(results: dict[str, Signs]) -> str:
 
 def main(steps: int = 300, seed: int = 0) -> None:
     """Print both tables."""
+    if steps < 5:
+        print(
+            f"healthy_run: --steps {steps}: the signs are means over a fifth of the steps, so at least 5.",
+            file=sys.stderr,
+        )
+        sys.exit(2)
     for title, cases in (("Healthy", HEALTHY), ("Sick", SICK)):
         print(f"{title}\n\n{table({name: train(case, steps, seed) for name, case in cases.items()})}\n", flush=True)
 

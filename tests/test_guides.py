@@ -50,6 +50,12 @@ def test_the_tables_of_healthy_and_sick_runs_are_of_the_script(healthy_run):
     assert rows == [*healthy_run.HEALTHY, *healthy_run.SICK]
 
 
+def test_too_few_steps_get_a_sentence(healthy_run, capsys):
+    with pytest.raises(SystemExit) as left:
+        healthy_run.main(steps=4)
+    assert left.value.code == 2 and "--steps 4" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["equal data", "t stays 0", "worker 7 has random labels"])
 def test_the_signs_tell_the_sick_from_the_healthy(healthy_run, name):
     signs = healthy_run.train((healthy_run.HEALTHY | healthy_run.SICK)[name], steps=100)
