@@ -1,47 +1,40 @@
-"""Train a language model on Python's own sources, without a coordinator.
+"""Train a language model on Python's own sources, without a coordinator. A script to copy: the loop and all that stands around it.
 
     torchrun --standalone --nproc-per-node 4 examples/train_lm.py
     python examples/train_lm.py --simulate 4       the same four workers in one process
     python examples/train_lm.py --help             topology, algorithm, optimizer, sizes
+    python examples/train_lm.py --simulate 4 --algorithm choco-sgd --algorithm-args gamma=0.3 "compressor=top_k(0.1)"
 
-A decoder-only transformer learns the bytes of the standard library. Workers start equal and draw different data.
+A decoder-only transformer (`byte_transformer.py`) learns the bytes of the standard library. Workers start equal and draw different data.
 Every `--log-every` steps a line of JSON goes to `--out`; the last line holds the bits per byte on held-out files.
 With `--checkpoint DIR` a run that was ended goes on where it was, also under `torchrun --max-restarts`.
 """
 
-import hashlib
-import inspect
-import json
+import ast
 import logging
 import math
 import os
+import signal
 import sys
-import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 import tyro
+from byte_transformer import Transformer, Windows, baselines, read_corpus
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, default_collate
 from tqdm import tqdm
 
 import decentfn as df
-from decentfn.collectives import gather_objects
 
-
-def needs_more(algorithm: Callable[..., df.Algorithm]) -> bool:
-    """Whether it takes more than a loss, an optimizer and a topology; a compressor, for example."""
-    _, _, _, *others = inspect.signature(algorithm).parameters.values()
-    return any(option.default is option.empty and option.kind is not option.VAR_KEYWORD for option in others)
-
-
-named = {name.replace("_", "-"): getattr(df, name) for name in df.algorithms.__all__}
-ALGORITHMS = {name: algorithm for name, algorithm in named.items() if not needs_more(algorithm)}
+ALGORITHMS = {name.replace("_", "-"): getattr(df, name) for name in df.algorithms.__all__}
 SPEAKS = os.environ.get("RANK", "0") == "0"
 """Whether this process is the one that says what all could say."""
 OPTIMIZERS = {
@@ -57,7 +50,13 @@ class Config:
     steps: int = 500
     topology: str = "one-peer-exp"
     """A registered name: complete, ring, one-peer-exp, alternating-exp-ring, ..."""
+    topology_args: tuple[str, ...] = ()
+    """Its own keyword arguments, as name=value."""
     algorithm: Literal[tuple(ALGORITHMS)] = "adapt-while-communicate"
+    algorithm_args: tuple[str, ...] = ()
+    """Its own hyperparameters, as name=value: a number, a word, or a compressor such as compressor=top_k(0.1)."""
+    wire_dtype: Literal["bfloat16", "float16"] | None = None
+    """Of what is exchanged; None sends parameters as they are."""
     optimizer: Literal[tuple(OPTIMIZERS)] = "adamw"
     learning_rate: float = 3e-3
     """The peak, after --warmup steps; the cosine ends at zero."""
@@ -65,29 +64,48 @@ class Config:
     """None is a tenth of the steps, at most 50."""
     clip: float = 1.0
     """Largest gradient norm."""
+    ema: float | None = None
+    """Decay of an average of the parameters that is evaluated too, 0.999 for example."""
     batch_size: int = 8
-    """Sequences per worker and step."""
+    """Sequences per worker and micro-batch."""
+    accumulate: int = 1
+    """Micro-batches of a step."""
     seq_len: int = 128
     dim: int = 128
     layers: int = 3
     heads: int = 4
+    autocast: bool = False
+    """Compute in bfloat16 where that is enough; parameters stay float32."""
     compile: bool = True
+    device: Literal["cpu", "cuda"] | None = None
+    """None takes GPUs where every process has one."""
+    backend: Literal["gloo", "nccl"] | None = None
     seed: int = 0
     simulate: int = 0
     """Workers in this process; 0 is one, without the simulator."""
+    loader_workers: int = 0
+    """Processes that read ahead, for each process that trains."""
     log_every: int = 20
+    eval_every: int | None = None
+    """Evaluate after so many steps, and at the end; None: at the end only."""
     eval_bytes: int = 2**16
-    """Held-out bytes that are predicted at the end."""
+    """Held-out bytes that are predicted."""
     checkpoint: Path | None = None
-    """A directory to save in every --save-every steps and on SIGTERM and SIGUSR1, and to go on from."""
+    """A directory to save in every --save-every steps and on Ctrl-C, SIGTERM and SIGUSR1, and to go on from."""
     save_every: int = 100
-    out: Path = Path("runs/train_lm.jsonl")
+    out: Path | None = None
+    """The log; None is log.jsonl beside the checkpoints, or runs/train_lm.jsonl. A second run takes another name."""
+    tensorboard: Path | None = None
 
     def check(self) -> None:
         """What could only fail later, and less clearly."""
-        least = {"steps": 1, "batch_size": 1, "seq_len": 1, "dim": 1, "layers": 0, "heads": 1, "log_every": 1}
-        least["save_every"] = 1
-        for name, bound in (least | {"simulate": 0, "eval_bytes": 1}).items():
+        least = dict.fromkeys(
+            ["steps", "batch_size", "accumulate", "seq_len", "dim", "heads", "log_every", "save_every", "eval_bytes"], 1
+        )
+        least |= {"layers": 0, "simulate": 0, "loader_workers": 0} | (
+            {} if self.eval_every is None else {"eval_every": 1}
+        )
+        for name, bound in least.items():
             if getattr(self, name) < bound:
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: it is at least {bound}.")
         for name, known in (("algorithm", ALGORITHMS), ("optimizer", OPTIMIZERS)):
@@ -104,215 +122,249 @@ class Config:
     def warmup_steps(self) -> int:
         return min(50, self.steps // 10) if self.warmup is None else self.warmup
 
-
-class Block(nn.Module):
-    def __init__(self, dim: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
-        self.qkv, self.out = nn.Linear(dim, 3 * dim, bias=False), nn.Linear(dim, dim, bias=False)
-        self.up, self.down = nn.Linear(dim, 4 * dim, bias=False), nn.Linear(4 * dim, dim, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+    @property
+    def log(self) -> Path:
+        return self.out or (self.checkpoint / "log.jsonl" if self.checkpoint else Path("runs/train_lm.jsonl"))
 
 
-class Transformer(nn.Module):
-    """Bytes `[B, T]` -> logits `[B, T, 256]`; the embedding is the output layer too."""
-
-    def __init__(self, config: Config) -> None:
-        super().__init__()
-        self.embed, self.position = nn.Embedding(256, config.dim), nn.Embedding(config.seq_len, config.dim)
-        self.blocks = nn.ModuleList(Block(config.dim, config.heads) for _ in range(config.layers))
-        self.norm = nn.LayerNorm(config.dim)
-        for parameter in self.parameters():
-            if parameter.dim() == 2:
-                nn.init.normal_(parameter, std=0.02)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens) + self.position.weight[: tokens.shape[1]]
-        for block in self.blocks:
-            x = block(x)
-        return F.linear(self.norm(x), self.embed.weight)
-
-
-def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-def read_corpus() -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """The standard library as bytes (uint8): training files, every tenth file held out, and what it was."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-    paths = sorted(path.relative_to(root) for path in root.rglob("*.py"))
-    files = [(root / path).read_bytes() for path in paths if not left_out & set(path.parts)]
-    held_out = b"".join(files[::10])
-    train = b"".join(file for i, file in enumerate(files) if i % 10)
-    digest = hashlib.sha256(b"".join(files)).hexdigest()
-    facts = {"corpus_sha256": digest, "files": len(files), "train_bytes": len(train), "held_out_bytes": len(held_out)}
-    return *(torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in (train, held_out)), facts
+def keyword_arguments(flag: str, given: tuple[str, ...]) -> dict[str, Any]:
+    """`gamma=0.3 compressor=top_k(0.1)` as keyword arguments: Python's numbers and words, and calls of df.compressors."""
+    found = {}
+    for text in given:
+        name, _, value = text.partition("=")
+        if not name.isidentifier() or not value:
+            raise ValueError(f"{flag} {text}: expected name=value, for example gamma=0.3.")
+        try:
+            node = ast.parse(value, mode="eval").body
+            if isinstance(node, ast.Call) and getattr(node.func, "id", None) in df.compressors.__all__:
+                numbers = [ast.literal_eval(argument) for argument in node.args]
+                named = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords}
+                found[name] = getattr(df.compressors, node.func.id)(*numbers, **named)
+            else:
+                found[name] = ast.literal_eval(node)
+        except SyntaxError:
+            found[name] = value
+        except (TypeError, ValueError) as error:
+            if not value.isidentifier():
+                raise ValueError(f"{flag} {text}: {error}") from None
+            found[name] = value  # a word
+    return found
 
 
-def windows(text: Tensor, starts: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets `[*starts.shape, seq_len]`: each byte's target is the next one."""
-    rows = text[starts[..., None] + torch.arange(seq_len + 1)].long()
-    return rows[..., :-1], rows[..., 1:]
-
-
-def baselines(train: Tensor, inputs: Tensor, targets: Tensor) -> dict[str, float]:
-    """Bits per byte of the training split's byte frequencies, alone and given the byte before."""
-    train = train.long()
-    unigram = torch.bincount(train, minlength=256).double() + 1
-    unigram /= unigram.sum()
-    pairs = torch.bincount(train[:-1] * 256 + train[1:], minlength=256**2).view(256, 256).double()
-    bigram = (pairs + unigram) / (pairs.sum(1, keepdim=True) + 1)  # one pseudo-count, shared as the unigrams are
-    return {
-        "unigram": -unigram[targets].log2().mean().item(),
-        "bigram": -bigram[inputs, targets].log2().mean().item(),
-    }
-
-
-def make_topology(name: str, num_workers: int, local: int) -> df.Topology:
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", num_workers // local))  # of this node
-    has_nodes = name in ("alternating-exp-ring", "hierarchical")
+def make_topology(config: Config, num_workers: int, local: int) -> df.Topology:
+    options = keyword_arguments("--topology-args", config.topology_args)
+    if config.topology in ("alternating-exp-ring", "hierarchical"):
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", num_workers // local))  # of this node
+        options = {"local_world_size": processes * local} | options
     try:
-        return df.topology(name, num_workers, **({"local_world_size": processes * local} if has_nodes else {}))
+        return df.topology(config.topology, num_workers, **options)
     except TypeError as error:
-        raise ValueError(f"--topology {name}: {error}, which this script does not offer.") from None
+        raise ValueError(f"--topology {config.topology}: {error}; see --topology-args.") from None
+
+
+def make_algorithm(config: Config, loss_fn: Any, topology: df.Topology) -> df.Algorithm:
+    warmup = config.warmup_steps
+    schedule = df.schedules.cosine_with_warmup(config.learning_rate, config.steps - warmup, warmup)
+    optimizer = df.chain(df.clip_by_global_norm(config.clip), OPTIMIZERS[config.optimizer](schedule))
+    options = keyword_arguments("--algorithm-args", config.algorithm_args)
+    if config.wire_dtype:
+        options["wire_dtype"] = getattr(torch, config.wire_dtype)
+    loss_fn = df.accumulate(loss_fn) if config.accumulate > 1 else loss_fn
+    try:
+        algorithm = ALGORITHMS[config.algorithm](loss_fn, optimizer, topology, **options)
+    except TypeError as error:
+        raise ValueError(f"--algorithm {config.algorithm}: {error}; see --algorithm-args.") from None
+    return algorithm if config.ema is None else df.ema(algorithm, config.ema)
+
+
+def collate(config: Config, samples: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """`[B, T]`; first the simulated workers, then the micro-batches, where there are several."""
+    make = df.data.stacked_collate(config.simulate) if config.simulate else default_collate
+    micro = (config.accumulate, config.batch_size)
+    return [half.unflatten(-2, micro) if config.accumulate > 1 else half for half in make(samples)]
 
 
 @contextmanager
 def told_in_a_sentence() -> Iterator[None]:
-    """Around the set-up: what cannot work ends every process, and one of them says why."""
+    """Around the run: what cannot work ends every process, and one of them says why."""
     try:
         yield
-    except (OSError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:
         if SPEAKS:
             print(f"train_lm: {error}", file=sys.stderr)
         else:
             time.sleep(30)  # torchrun ends all when the first has ended: that shall be the one that says why
         sys.exit(2)
+    except KeyboardInterrupt:
+        if SPEAKS:
+            print("train_lm: interrupted; with --checkpoint DIR the run would go on from here.", file=sys.stderr)
+        sys.exit(130)
+
+
+class Shown(logging.Handler):
+    """What decentfn says: in a terminal "compiling ..." stands in the bar, everything else in lines."""
+
+    bar: tqdm | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self.bar is None or self.bar.disable or record.levelno > logging.DEBUG:
+            tqdm.write(record.getMessage())
+        else:
+            self.bar.set_description_str(record.getMessage())
 
 
 def main(config: Config) -> dict[str, Any]:
     """Train, and return the last line of the log."""
-    with told_in_a_sentence():
-        config.check()
-        world = df.init()
-        device, local = world.device, config.simulate or 1
-        num_workers = world.size * local
+    with told_in_a_sentence(), ExitStack() as until_the_end:
+        return train(config, until_the_end)
 
-        train, held_out, facts = read_corpus()
-        if config.seq_len >= len(held_out):
-            raise ValueError(f"--seq-len {config.seq_len}: there are {len(held_out)} bytes of held-out text.")
-        torch.manual_seed(config.seed)  # the same start for every worker
-        params, buffers, loss_fn = df.functional(Transformer(config).to(device), cross_entropy)
 
-        warmup = config.warmup_steps
-        schedule = df.schedules.cosine_with_warmup(config.learning_rate, config.steps - warmup, warmup)
-        optimizer = df.chain(df.clip_by_global_norm(config.clip), OPTIMIZERS[config.optimizer](schedule))
-        topology = make_topology(config.topology, num_workers, local)
-        init, decent_step = ALGORITHMS[config.algorithm](loss_fn, optimizer, topology)
-        state = init(params, buffers)
-        if config.simulate:
-            state, decent_step = df.stack(state, local), df.simulate(decent_step, local)
-        first = 0
-        if config.checkpoint and df.checkpoint.latest(config.checkpoint):
-            state, first, *_ = df.checkpoint.restore(config.checkpoint, state)
-        if world.rank == 0:
-            config.out.parent.mkdir(parents=True, exist_ok=True)
-            config.out.open("a" if first else "w").close()
-    mixing = df.topology("complete", num_workers) if config.algorithm == "all-reduce" else topology
-    sent = df.topologies.certificate(mixing).bytes_per_step(
-        state.params.plan.nbytes
-    )  # planned, by each worker in a step
+def train(config: Config, until_the_end: ExitStack) -> dict[str, Any]:
+    config.check()
+    world = df.init(backend=config.backend or ("gloo" if config.device == "cpu" else None))
+    device, local = world.device, config.simulate or 1
+    num_workers = world.size * local
+    if config.device not in (None, device.type):
+        raise ValueError(f"--device {config.device}: the processes compute on {device.type}; a GPU is needed for each.")
+    shown = Shown()
+    if SPEAKS:
+        said = logging.getLogger("decentfn")
+        said.setLevel(logging.DEBUG)
+        said.addHandler(shown)
+        until_the_end.callback(said.removeHandler, shown)
+
+    text, held_out_text, facts = read_corpus()
+    if config.seq_len >= len(held_out_text):
+        raise ValueError(f"--seq-len {config.seq_len}: there are {len(held_out_text)} bytes of held-out text.")
+    torch.manual_seed(config.seed)  # the same start for every worker
+
+    model = Transformer(config.seq_len, config.dim, config.layers, config.heads)
+
+    def forward(module: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16, enabled=config.autocast):
+            logits = module(batch[0])
+        return F.cross_entropy(logits.float().flatten(0, 1), batch[1].flatten())
+
+    params, buffers, loss_fn = df.functional(model.to(device), forward=forward)
+    topology = make_topology(config, num_workers, local)
+    init, decent_step = algorithm = make_algorithm(config, loss_fn, topology)
+    state = init(params, buffers)
+    if config.simulate:
+        state, decent_step = df.stack(state, local), df.simulate(decent_step, local)
+    first = 0
+    if config.checkpoint and df.checkpoint.latest(config.checkpoint):
+        state, first, *_ = df.checkpoint.restore(config.checkpoint, state)
     if config.compile:
         decent_step = df.compile(decent_step)
 
-    def batch_at(t: int) -> tuple[Tensor, Tensor]:
-        """Every worker has data of its own, a function of `t`."""
-        seeds = [df.data.worker_seed(config.seed, worker, t) for worker in world.workers(local)]
-        last = len(train) - config.seq_len
-        draws = [torch.Generator().manual_seed(seed) for seed in seeds]
-        starts = torch.stack([torch.randint(last, (config.batch_size,), generator=draw) for draw in draws])
-        inputs, targets = windows(train, starts if config.simulate else starts[0], config.seq_len)
-        return inputs.to(device), targets.to(device)
+    # Who reads what is a function of (seed, t, worker): nothing of it is saved.
+    pieces = Windows(text, config.seq_len)
+    shards = df.data.shards(len(pieces), num_workers, config.batch_size * config.accumulate, config.seed)
+    batches = DataLoader(
+        pieces,
+        batch_sampler=df.data.batch_sampler(shards, world.workers(local), first, steps=config.steps),
+        collate_fn=partial(collate, config),
+        num_workers=config.loader_workers,
+        pin_memory=device.type == "cuda",
+    )
+    held_out = Windows(held_out_text, config.seq_len)
+    chosen = torch.linspace(0, len(held_out) - 1, max(1, config.eval_bytes // config.seq_len)).long().unique()
+    inputs, targets = (torch.stack(half).to(device) for half in zip(*(held_out[int(i)] for i in chosen), strict=True))
+    test = list(zip(inputs.split(32), targets.split(32), strict=True))
 
-    def report(line: dict[str, Any]) -> None:
-        if world.rank == 0:
-            with config.out.open("a") as log:
-                log.write(json.dumps(line, default=str) + "\n")
+    def bits_per_byte() -> dict[str, Any]:
+        """Of the mean of all workers, evaluated in shares, and of each worker's own replica, on the same bytes."""
+        nats = {"consensus_mean": df.evaluate(loss_fn, state, test[world.rank :: world.size])}
+        nats["replicas"] = df.evaluate_replicas(loss_fn, state, test)
+        if config.ema is not None:
+            nats["ema"] = df.evaluate(loss_fn, df.ema_state(state), test[world.rank :: world.size])
+        return {name: (value / math.log(2)).tolist() for name, value in nats.items()}
 
-    if world.rank == 0:
-        logging.basicConfig(level="INFO", format="%(message)s")  # decentfn says when it compiles, and for how long
-        numbers = sum(parameter.numel() for parameter in params.values())
-        print(f"{num_workers} workers, {topology}, {numbers:,} parameters, {facts}", flush=True)
-    report({"config": asdict(config) | {"warmup": warmup}, "num_workers": num_workers, **facts})
+    # Planned, by each worker in a step; what is compressed or sent in some steps only is not planned here.
+    sends_all = config.algorithm in ("adapt-while-communicate", "adapt-then-combine", "all-reduce")
+    payload = sum(p.numel() for p in params.values()) * (2 if config.wire_dtype else 4)
+    sent = df.topologies.certificate(algorithm.topology).bytes_per_step(payload) if sends_all else None
+
+    log = until_the_end.enter_context(df.logs.JSONLines(config.log, first))
+    logs: list[Any] = [log]
+    if config.tensorboard:
+        logs.append(until_the_end.enter_context(df.logs.TensorBoard(config.tensorboard, first)))
+    log.write({"config": asdict(config) | {"warmup": config.warmup_steps}, "num_workers": num_workers, **facts})
+    if SPEAKS:
+        print(
+            f"{num_workers} workers on {device.type}, {topology}, {sum(p.numel() for p in params.values()):,} parameters"
+        )
+    if config.checkpoint:
+        stop = until_the_end.enter_context(df.preemption(config.checkpoint / "preempted.json"))
+        ctrl_c = signal.signal(signal.SIGINT, signal.getsignal(signal.SIGTERM))  # a signal like the others
+        until_the_end.callback(signal.signal, signal.SIGINT, ctrl_c)
+        saver = until_the_end.enter_context(df.checkpoint.Saver(config.checkpoint, topology=topology))
 
     started = logged = time.perf_counter()
-    since = 0  # steps since the last line
-    progress = tqdm(
-        range(first, config.steps), disable=None if world.rank == 0 else True
-    )  # None: off without a terminal
-    with ExitStack() as until_saved:
+    since, mean_loss = 0, math.nan  # steps since the last line
+    bar = tqdm(total=config.steps, initial=first, disable=None if SPEAKS else True)  # None: off without a terminal
+    shown.bar = until_the_end.enter_context(bar)
+    for t, batch in enumerate(batches, start=first):
+        batch = tuple(half.to(device, non_blocking=True) for half in batch)
+        state, metrics = decent_step(state, batch, t)
+        since += 1
+        bar.update()
+        if t % config.log_every == 0 or t == config.steps - 1:
+            # Collective, on every rank: what is logged is over all workers.
+            losses = df.gather(state, metrics.loss)
+            distance = df.consensus_distance(state).item()
+            now, mean_loss = time.perf_counter(), losses.mean().item()
+            speed = since * num_workers * config.batch_size * config.accumulate * config.seq_len / (now - logged)
+            line = {
+                "seconds": round(now - started, 3),
+                "loss": {"min": losses.min(), "mean": mean_loss, "max": losses.max()},
+                "losses": losses,
+                "grad_norm": df.mean(state, metrics.grad_norm),
+                "consensus_distance": distance,
+                "tokens_per_s": speed,  # the first line's compiles
+                "bytes_sent": None if sent is None else round((t + 1) * sent),
+            }
+            for place in logs:
+                place.write(line, t)
+            bar.set_postfix(loss=f"{mean_loss:.3f}", distance=f"{distance:.2g}")
+            if SPEAKS and bar.disable:
+                print(f"step {t}: loss {mean_loss:.3f}, distance {distance:.2g}, {speed:,.0f} tokens/s", flush=True)
+            logged, since = now, 0
+        if config.eval_every and (t + 1) % config.eval_every == 0 and t + 1 < config.steps:
+            for place in logs:
+                place.write({"bits_per_byte": bits_per_byte()}, t)
         if config.checkpoint:
-            stop = until_saved.enter_context(df.preemption(config.checkpoint / "preempted.json"))
-            saver = until_saved.enter_context(df.checkpoint.Saver(config.checkpoint, topology=topology))
-        for t in progress:
-            state, metrics = decent_step(state, batch_at(t), t)
-            since += 1
-            if t % config.log_every == 0 or t == config.steps - 1:
-                # Collective, on every rank: what is logged is over all workers.
-                mine = metrics.loss.view(-1).tolist(), metrics.grad_norm.view(-1).tolist()
-                losses, norms = (sum(of_ranks, []) for of_ranks in zip(*gather_objects(mine), strict=True))
-                distance = df.consensus_distance(state).item()
-                now = time.perf_counter()
-                tokens = since * num_workers * config.batch_size * config.seq_len
-                mean_loss = sum(losses) / num_workers
-                report(
-                    {
-                        "step": t,
-                        "seconds": round(now - started, 3),
-                        "loss": {"min": min(losses), "mean": mean_loss, "max": max(losses)},
-                        "grad_norm": sum(norms) / num_workers,
-                        "consensus_distance": distance,
-                        "tokens_per_s": tokens / (now - logged),  # the first line's compiles
-                        "bytes_sent": round((t + 1) * sent),
-                    }
-                )
-                progress.set_postfix(loss=f"{mean_loss:.3f}", distance=f"{distance:.2g}")
-                logged, since = now, 0
-            if config.checkpoint:
-                is_told = stop(t)
-                if is_told or (t + 1) % config.save_every == 0:
-                    saver.save(state, t + 1)
-                if is_told:
-                    stop.leave()
+            is_told = stop(t)
+            if is_told or (t + 1) % config.save_every == 0:
+                saver.save(state, t + 1)
+            if is_told:
+                stop.leave()
+    bar.close()
 
-    # Held-out bits per byte: of the mean of all workers, and of each worker's own replica.
-    rows = max(1, config.eval_bytes // config.seq_len)
-    starts = torch.linspace(0, len(held_out) - config.seq_len - 1, rows).long()
-    inputs, targets = (half.to(device) for half in windows(held_out, starts, config.seq_len))
-
-    @torch.no_grad()
-    def bits_per_byte(params: dict[str, Tensor]) -> float:
-        batches = zip(inputs.split(32), targets.split(32), strict=True)
-        nats = sum(len(batch[0]) * loss_fn(params, {}, batch)[0].item() for batch in batches)
-        return nats / len(inputs) / math.log(2)
-
-    own = df.params(state)
-    replicas = [{name: leaf[i] for name, leaf in own.items()} for i in range(local)] if config.simulate else [own]
-    bits = {"consensus_mean": bits_per_byte(df.consensus_mean(state))}
-    bits["replicas"] = [b for of_rank in gather_objects([bits_per_byte(r) for r in replicas]) for b in of_rank]
-    bits |= baselines(train, inputs.cpu(), targets.cpu())
-    line = {"bits_per_byte": bits, "seconds": round(time.perf_counter() - started, 3)}
-    report(line)
-    if world.rank == 0:
-        print(json.dumps(line, indent=2))
-    return line
+    bits = bits_per_byte() | baselines(text, inputs.cpu(), targets.cpu())
+    end = {"bits_per_byte": bits, "seconds": round(time.perf_counter() - started, 3)}
+    log.write(end)
+    if SPEAKS:
+        replicas = bits["replicas"]
+        rows = {
+            "training loss, mean": f"{mean_loss:.3f}",
+            "bits per byte, consensus": f"{bits['consensus_mean']:.3f}",
+            "bits per byte, local": f"{sum(replicas) / num_workers:.3f} ({min(replicas):.3f} to {max(replicas):.3f})",
+            **({"bits per byte, average": f"{bits['ema']:.3f}"} if "ema" in bits else {}),
+            "bits per byte, bigrams": f"{bits['bigram']:.3f}",
+            "time": f"{end['seconds']:.1f} s",
+            "bytes sent by a worker": "not planned" if sent is None else f"{config.steps * sent:,.0f}",
+            "log": str(log.path),
+        }
+        if hasattr(df, "plots"):
+            picture = log.path.with_suffix(".png")
+            try:
+                df.plots.training_curves(log.path, picture)
+                rows["picture"] = str(picture)
+            except ImportError as error:
+                rows["picture"] = f"none: {error}"
+        print("\n".join(f"{name:26}{value}" for name, value in rows.items()))
+    return end
 
 
 if __name__ == "__main__":

@@ -21,6 +21,8 @@ TINY += ["--seq-len", "32", "--log-every", "2", "--eval-bytes", "1024", "--no-co
 
 
 def load(name):
+    if str(ROOT / "examples") not in sys.path:  # as Python does for a script
+        sys.path.insert(0, str(ROOT / "examples"))
     spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
@@ -148,8 +150,30 @@ def ends(script, arguments, capsys):
         (["--clip", "0"], "train_lm: clip_by_global_norm(max_norm=0.0)"),
         (["--topology", "nope"], "train_lm: topology('nope'): no such topology"),
         (["--topology", "graph"], "train_lm: --topology graph: graph() missing 1 required keyword-only argument"),
+        (
+            ["--topology", "ring", "--topology-args", "foo=1"],
+            "train_lm: --topology ring: ring() got an unexpected keyword",
+        ),
+        (["--algorithm-args", "gamma"], "train_lm: --algorithm-args gamma: expected name=value"),
+        (["--algorithm-args", "gamma=2"], "train_lm: adapt_while_communicate(gamma=2)"),
+        (["--algorithm-args", "gama=0.5"], "train_lm: --algorithm adapt-while-communicate: unknown options ['gama']"),
+        (["--algorithm-args", "x=open('a')"], "train_lm: --algorithm-args x=open('a'): malformed"),
+        (
+            ["--algorithm", "choco-sgd", "--algorithm-args", "gamma=0.3", "compressor=top_k(2)"],
+            "train_lm: --algorithm-args compressor=top_k(2): top_k(2): the fraction lies",
+        ),
+        (["--algorithm", "choco-sgd", "--algorithm-args", "gamma=0.3", "compressor=none"], "train_lm: choco_sgd"),
+        (["--accumulate", "0"], "train_lm: --accumulate 0: it is at least 1"),
+        (["--loader-workers", "-1"], "train_lm: --loader-workers -1: it is at least 0"),
+        (["--eval-every", "0"], "train_lm: --eval-every 0: it is at least 1"),
+        (["--ema", "1"], "train_lm: ema(decay=1.0)"),
+        (["--wire-dtype", "int8"], "invalid choice 'int8'"),
+        (["--device", "cuda"], "train_lm: --device cuda: "),
+        (["--backend", "mpi"], "invalid choice 'mpi'"),
+        (["--batch-size", "10000000"], "train_lm: shards(num_samples="),
         (["--topology", "ring", "--simulate", "3"], "train_lm: ring(num_workers=3)"),
-        (["--algorithm", "choco-sgd"], "invalid choice 'choco-sgd'"),
+        (["--algorithm", "choco-sgd"], "train_lm: --algorithm choco-sgd: choco_sgd() missing 2 required"),
+        (["--algorithm", "nope"], "invalid choice 'nope'"),
         (["--algorithm", "extra", "--simulate", "4"], "train_lm: extra: 'one-peer-exp' has period 2"),
         (["--out", str(ROOT / "README.md" / "log")], "train_lm: [Errno"),
     ],
@@ -173,17 +197,86 @@ def test_a_run_of_any_length_has_a_warm_up_that_ends_before_it(language_model, s
         ["--seq-len", "64", "--eval-bytes", "1"],
         ["--layers", "0", "--seed", "-1"],
         ["--topology", "hierarchical", "--simulate", "4", "--layers", "0"],
+        ["--topology", "grid", "--topology-args", "rows=2", "--simulate", "4", "--layers", "0"],
+        [
+            "--algorithm",
+            "choco-sgd",
+            "--algorithm-args",
+            "gamma=0.3",
+            "compressor=top_k(0.1)",
+            "--simulate",
+            "2",
+            "--layers",
+            "0",
+        ],
+        [
+            "--accumulate",
+            "2",
+            "--autocast",
+            "--ema",
+            "0.9",
+            "--wire-dtype",
+            "bfloat16",
+            "--loader-workers",
+            "1",
+            "--eval-every",
+            "2",
+        ],
     ],
     ids=" ".join,
 )
 def test_what_is_small_or_odd_and_can_be_done_is_done(language_model, arguments, tmp_path, capsys):
     said, code = ends(language_model, [*TINY, "--out", str(tmp_path / "log"), *arguments], capsys)
-    assert code is None and "bits_per_byte" in said
+    assert code is None and "bits per byte, consensus" in said
 
 
-def test_every_algorithm_on_offer_needs_no_more_than_the_script_gives(language_model):
-    offered = {name.replace("-", "_") for name in language_model.ALGORITHMS}
-    assert set(df.algorithms.__all__) - offered == {"choco_sgd", "deep_squeeze"}
+def test_every_algorithm_is_on_offer(language_model):
+    assert {name.replace("-", "_") for name in language_model.ALGORITHMS} == set(df.algorithms.__all__)
+
+
+def test_a_second_run_does_not_write_over_the_first(language_model, tmp_path, capsys):
+    options = [*TINY, "--layers", "0", "--steps", "1", "--warmup", "0", "--out", str(tmp_path / "log.jsonl")]
+    for name in ("log.jsonl", "log-2.jsonl"):
+        said, _ = ends(language_model, options, capsys)
+        assert said.endswith(name) or f"{name} picture" in said
+        assert len(lines(tmp_path / name)) == 3
+
+
+def interrupted(tmp_path, *arguments):
+    """What the script says and how it ends when Ctrl-C comes after its first line of the loop."""
+    options = [
+        *TINY,
+        "--steps",
+        "100000",
+        "--log-every",
+        "1",
+        "--layers",
+        "0",
+        "--out",
+        str(tmp_path / "log"),
+        *arguments,
+    ]
+    command = [sys.executable, "-u", str(ROOT / "examples" / "train_lm.py"), *options]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    for line in process.stdout:
+        if line.startswith("step "):
+            process.send_signal(signal.SIGINT)
+            break
+    _, said = process.communicate(timeout=60)
+    return said, process.returncode
+
+
+def test_ctrl_c_ends_with_a_sentence(tmp_path):
+    said, code = interrupted(tmp_path)
+    assert code == 130 and said.splitlines()[-1].startswith("train_lm: interrupted; with --checkpoint")
+    assert "Traceback" not in said
+
+
+def test_ctrl_c_saves_where_there_is_a_place_to(tmp_path):
+    said, code = interrupted(tmp_path, "--checkpoint", str(tmp_path / "run"))
+    assert code == 0 and "Traceback" not in said
+    [stopped] = lines(tmp_path / "run" / "preempted.json")
+    assert df.checkpoint.latest(tmp_path / "run").name == f"checkpoint-000001-step-{stopped['step']}"
 
 
 def test_ranks_say_a_sentence_once():
