@@ -3,14 +3,14 @@
 >>> import decentfn as df
 
 The verbs, the algorithms and the common optimizers stand here; everything else is found by room: `df.topologies`,
-`df.transforms`, `df.schedules`, `df.compressors`, `df.data`, `df.checkpoint`, `df.logs`, `df.errors`, `df.kit` (what an algorithm is made of)
-and `df.testing`.
+`df.transforms`, `df.schedules`, `df.compressors`, `df.data`, `df.checkpoint`, `df.logs`, `df.profiling`, `df.errors`, `df.kit` (what an
+algorithm is made of) and `df.testing`.
 """
 
 import warnings
 from typing import Any
 
-from decentfn import algorithms, compressors, errors, kit, schedules, testing, topologies, transforms
+from decentfn import algorithms, compressors, errors, kit, profiling, schedules, testing, topologies, transforms
 from decentfn.algorithms.adapt_then_combine import adapt_then_combine
 from decentfn.algorithms.adapt_while_communicate import adapt_while_communicate
 from decentfn.algorithms.all_reduce import all_reduce
@@ -120,6 +120,7 @@ __all__ = [
     "params",
     "power_gossip",
     "preemption",
+    "profiling",
     "push_diging",
     "quasi_global_adam",
     "quasi_global_momentum",

@@ -22,6 +22,7 @@ ROOMS: list[tuple[str, str, ModuleType]] = [
     ("df.data", "Data", df.data),
     ("df.checkpoint", "Checkpoints", df.checkpoint),
     ("df.logs", "Logs", df.logs),
+    ("df.profiling", "Profiling", df.profiling),
     ("df.errors", "Errors", df.errors),
     ("df.kit", "What an algorithm is made of", df.kit),
     ("df.testing", "Checks of what you write", df.testing),

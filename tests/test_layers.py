@@ -29,6 +29,7 @@ LAYERS = [
         "state_dicts",
         "wrappers",
         "run",
+        "profiling",
     },
     {"testing"},
     {"cli"},

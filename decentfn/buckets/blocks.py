@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from decentfn.torch_private import functorch
+from decentfn.torch_private.profiler import is_profiled, nothing, span
 
 BLOCK = 2**16
 """Elements of a block: a dozen of them fit into a core's cache, and the calls cost little beside the work on them."""
@@ -116,7 +117,8 @@ def _evaluate(wanted: Sequence[Deferred], places: Sequence[Tensor] = ()) -> None
         groups.append((memory, members))
     for _, members in groups:
         if _is_block_by_block(members):
-            _run([deferred for deferred, _ in members], [place for _, place in members])
+            with span("update of", members[0][0].numel, "values") if is_profiled() else nothing:
+                _run([deferred for deferred, _ in members], [place for _, place in members])
         else:
             for deferred, _ in members:
                 _run([deferred], [None])

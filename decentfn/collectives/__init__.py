@@ -1,5 +1,6 @@
 """What the workers say to each other: the operators, their two interpreters, and how they are compiled."""
 
+from decentfn.collectives.counters import Communication, communication
 from decentfn.collectives.interruption import cut_short, whole_step
 from decentfn.collectives.membership import World, adopt_default_group, leave_default_group, use, world
 from decentfn.collectives.operators import exchange, group_mean, make_groups, wait, worker_index
@@ -13,8 +14,10 @@ from decentfn.collectives.processes import (
 )
 
 __all__ = [
+    "Communication",
     "World",
     "adopt_default_group",
+    "communication",
     "compare_steps",
     "cut_short",
     "exchange",

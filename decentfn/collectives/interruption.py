@@ -13,6 +13,7 @@ from torch import Tensor
 from decentfn.collectives.membership import World, world
 from decentfn.collectives.messages import in_flight
 from decentfn.collectives.reports import report
+from decentfn.torch_private.profiler import is_profiled, nothing, span
 
 _PATIENCE_S = 5.0
 """How long the messages of a step that was cut short are waited for, all together."""
@@ -33,13 +34,16 @@ def whole_step(t: int | Tensor, *, donated: bool = False) -> Iterator[None]:
         donated: whether it writes over the state that it is given.
     """
     here = world()
+    range_of_step = span("step", int(t)) if is_profiled() else nothing
     if here.size == 1:
-        yield
+        with range_of_step:
+            yield
         return
     steps = here.steps
     steps.enter(int(t))
     try:
-        yield
+        with range_of_step:
+            yield
     except BaseException as error:
         if steps.has_posted:
             _drain(here)

@@ -42,6 +42,8 @@ class World:
         self.steps = Steps(rank, size)
         self.device = device
         """Where this process computes: the GPU that is its own, or the CPU."""
+        self.counters: tuple[Any, ...] = ()
+        """Who counts what travels; see `communication`."""
         self._subgroups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._inboxes: dict[tuple[Sequence[int], torch.dtype], list[torch.UntypedStorage]] = {}
         self._lock = threading.Lock()

@@ -17,6 +17,7 @@ from decentfn.collectives.membership import World
 from decentfn.collectives.reports import different_steps, has_timed_out, report
 from decentfn.collectives.steps import Call, Loss
 from decentfn.torch_private import inductor
+from decentfn.torch_private.profiler import is_profiled, nothing, span
 
 _sched_yield = getattr(os, "sched_yield", int)
 _YIELDS = 5
@@ -57,14 +58,19 @@ class Flight:
             RunError: it did not arrive, and no step runs that could be finished first.
         """
         one_by_one = len(self.works) == len(self.parts)  # else the backend has put them together
-        for index, work in enumerate(self.works):
-            try:
-                if self.here.steps.lost is None:
-                    work.wait()
-                else:
-                    work.wait(_PATIENCE)
-            except RuntimeError as error:
-                self.lose(error, self.parts[index] if one_by_one else None)
+        since = time.perf_counter()
+        with span("wait", self.call.what, self.call.index) if is_profiled() else nothing:
+            for index, work in enumerate(self.works):
+                try:
+                    if self.here.steps.lost is None:
+                        work.wait()
+                    else:
+                        work.wait(_PATIENCE)
+                except RuntimeError as error:
+                    self.lose(error, self.parts[index] if one_by_one else None)
+        waited = time.perf_counter() - since
+        for counted in self.here.counters:
+            counted.seconds_waited += waited
         if self.call.lost is None:
             self.call.arrived = time.time()
             return True
@@ -130,20 +136,27 @@ def post(here: World, call: Call, inbox: Tensor, receives: list[Part], sends: li
         flight.cancel()
         return
     try:
-        # Receives first: with sends first, gloo exchanges at half speed.
-        if inbox.device.type == "cpu":
-            for x, _, rank, _ in receives:
-                flight.works.append(group.recv([x], rank, tag))
-            for x, _, rank, _ in sends:
-                flight.works.append(group.send([x], rank, tag))
-        else:
-            receiving = [dist.P2POp(dist.irecv, x, group=group, tag=tag, group_peer=rank) for x, _, rank, _ in receives]
-            sending = [dist.P2POp(dist.isend, x, group=group, tag=tag, group_peer=rank) for x, _, rank, _ in sends]
-            flight.works += dist.batch_isend_irecv(receiving + sending)
+        with span("post", call.what, call.index) if is_profiled() else nothing:
+            # Receives first: with sends first, gloo exchanges at half speed.
+            if inbox.device.type == "cpu":
+                for x, _, rank, _ in receives:
+                    flight.works.append(group.recv([x], rank, tag))
+                for x, _, rank, _ in sends:
+                    flight.works.append(group.send([x], rank, tag))
+            else:
+                receiving = [
+                    dist.P2POp(dist.irecv, x, group=group, tag=tag, group_peer=rank) for x, _, rank, _ in receives
+                ]
+                sending = [dist.P2POp(dist.isend, x, group=group, tag=tag, group_peer=rank) for x, _, rank, _ in sends]
+                flight.works += dist.batch_isend_irecv(receiving + sending)
     except RuntimeError as error:
         flight.lose(error, flight.parts[len(flight.works)] if inbox.device.type == "cpu" else None)
         flight.land()
         return
+    for counted in here.counters:
+        counted.messages += len(sends)
+        counted.bytes_sent += sum(part.tensor.nbytes for part in sends)
+        counted.bytes_received += sum(part.tensor.nbytes for part in receives)
     track(inbox, flight)
 
 
@@ -157,10 +170,16 @@ def reduce(here: World, call: Call, x: Tensor, own: Tensor | None, ranks: list[i
             flight.cancel()
             return flight
         try:
-            flight.works.append(group.allreduce([x]))
+            with span("post", call.what, call.index) if is_profiled() else nothing:
+                flight.works.append(group.allreduce([x]))
         except RuntimeError as error:
             flight.lose(error, flight.parts[0])
             flight.land()
+        else:
+            share = round(2 * len(others) / len(ranks) * x.nbytes)
+            for counted in here.counters:
+                counted.bytes_sent += share
+                counted.bytes_received += share
     return flight
 
 

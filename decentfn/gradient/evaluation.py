@@ -18,6 +18,7 @@ from decentfn.gradient.scaled import DynamicLossScale
 from decentfn.gradient.traced import Evaluation, gradient_of
 from decentfn.stacking import in_chunks
 from decentfn.torch_private import functorch
+from decentfn.torch_private.profiler import is_profiled, nothing, span
 from decentfn.trees import PyTree
 from decentfn.words import brief_error
 
@@ -85,7 +86,8 @@ def evaluate(
     if torch.compiler.is_compiling():
         return in_chunks(traced, params, buffers, batch, scale)
     try:
-        return in_chunks(traced, params, buffers, batch, scale)
+        with span("gradient") if is_profiled() else nothing:
+            return in_chunks(traced, params, buffers, batch, scale)
     except Exception as error:
         if _is_ours(error):
             raise

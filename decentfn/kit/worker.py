@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from decentfn.kit.start import lay_out
 from decentfn.kit.state import Algorithm, Local, Metrics, State
 from decentfn.replicas import require_equal
 from decentfn.topologies import Topology, complete
+from decentfn.torch_private.profiler import is_profiled, span
 from decentfn.transforms.transform import wants_mix
 from decentfn.trees import PyTree
 
@@ -120,7 +122,8 @@ class Worker:
         """
         mix = () if posted is None or not wants_mix(self.optimizer) else (gossip.mix_context(*posted),)
         seen = x if g.moves is None else add(x, g.moves)
-        u, opt = self.optimizer.update(direction, local.opt, seen, *mix)
+        with nullcontext() if torch.compiler.is_compiling() or not is_profiled() else span("update"):
+            u, opt = self.optimizer.update(direction, local.opt, seen, *mix)
         if gossip.is_guarded():
             u, opt = good_update(u, opt, local.opt, self.optimizer.init(seen))
             if g.good is None:

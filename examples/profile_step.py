@@ -1,0 +1,119 @@
+"""Where a compiled step spends its time: a trace for Perfetto (https://ui.perfetto.dev), a picture of it, and counters.
+
+torchrun --standalone --nproc-per-node 2 examples/profile_step.py
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import tyro
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile, schedule
+
+import decentfn as df
+
+
+def loss_fn(params: dict[str, Tensor], x: Tensor) -> Tensor:
+    for name in sorted(params):
+        x = torch.tanh(x @ params[name])
+    return (x**2).mean()
+
+
+def main(
+    width: int = 1024, batch_size: int = 64, compile: bool = True, out: Path = Path("trace")
+) -> df.profiling.Communication:
+    """Writes OUT-rank0.json and so on, and OUT.png; returns what the last step has sent.
+
+    Args:
+        width: of the network's four layers; each has a bucket of its own.
+    """
+    if min(width, batch_size) < 1:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"profile_step: --width {width} --batch-size {batch_size}: both are at least 1", file=sys.stderr)
+        sys.exit(2)
+    here = df.init()
+    topology = df.topology("one-peer-exp", here.size)
+    init, step = df.adapt_while_communicate(loss_fn, df.adamw(1e-3), topology, bucket_mb=width**2 * 4 / 2**20)
+    draw = torch.Generator().manual_seed(0)
+    state = init({f"w{i}": torch.randn(width, width, generator=draw) / width**0.5 for i in range(4)})
+    batch = torch.randn(batch_size, width, generator=draw)
+    # With this option of Inductor's, compiled kernels have names in the trace; everyday runs go without it.
+    step = df.compile(step, **{"cpp.enable_kernel_profile": True}) if compile else step
+
+    file = out.with_name(f"{out.name}-rank{here.rank}.json")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with profile(
+        activities=[ProfilerActivity.CPU],
+        schedule=schedule(wait=2, warmup=2, active=2, repeat=1),
+        on_trace_ready=lambda profiler: df.profiling.export(profiler, file),
+        acc_events=True,
+    ) as profiler:
+        for t in range(6):
+            with df.profiling.communication() as counted:
+                state, _ = step(state, batch, t)
+            profiler.step()
+    print(
+        f"rank {here.rank}, last step: {counted.messages} messages, {counted.bytes_sent:,} bytes sent, "
+        f"{1000 * counted.seconds_waited:.2f} ms waited; {file}"
+    )
+    if here.rank == 0:
+        draw_step(json.loads(file.read_text())["traceEvents"], out.with_name(f"{out.name}.png"))
+    return counted
+
+
+COLOURS = {
+    "post": "#08519c",
+    "gradient: forward and backward pass": "#238b45",
+    "wait: what nothing hides": "#cb181d",
+    "mixing and update of a bucket": "#fd8d3c",
+    "a bucket on its way, until a wait notices that it is here": "#c6dbef",
+}
+
+
+def draw_step(events: list[dict[str, Any]], path: Path) -> None:
+    """The last step of a trace, as this algorithm orders it: posts, gradient, then each bucket's wait, mixing and update."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    step = max((e for e in events if e["name"].startswith("decentfn::step ")), key=lambda e: e["ts"])
+    inside = [e for e in events if e.get("pid") == step["pid"] and 0 <= e.get("ts", -1) - step["ts"] <= step["dur"]]
+    buckets = sum(e["name"].startswith("decentfn::post ") for e in inside)
+    arrived = {e["id"]: e["ts"] for e in inside if e["ph"] == "e"}
+    post, gradient, wait, update, way = COLOURS.values()
+    figure = Figure(figsize=(11, 3.8), layout="constrained")
+    axes = figure.subplots()
+
+    def bar(row: int, e: dict[str, Any], end: float, colour: str) -> None:
+        axes.barh(row, (end - e["ts"]) / 1000, 0.75, (e["ts"] - step["ts"]) / 1000, color=colour, linewidth=0)
+
+    for e in inside:
+        name, end = e["name"], e["ts"] + e.get("dur", 0)
+        if e["ph"] == "b" and name.endswith("gloo:recv"):
+            bar(1 + int(name.split()[1].rstrip(":")), e, arrived[e["id"]], way)
+        elif name.startswith("decentfn::post "):
+            bar(0, e, end, post)
+        elif name.startswith("decentfn::wait "):
+            bar(0, e, end, wait)
+        elif name == f"after post exchange {buckets}":
+            bar(0, e, end, gradient)
+        elif name.startswith("after wait "):
+            bar(0, e, end, update)
+        elif name.startswith("aten::mm") or "cpp_fused" in name:
+            bar(1, e, end, "#969696" if "mm" in name else "#525252")
+    operators = "matrix products,\nfused kernels"
+    axes.set_yticks(range(2 + buckets), ["the step", operators, *(f"bucket {1 + k}" for k in range(buckets))])
+    axes.invert_yaxis()
+    axes.set_xlim(0, step["dur"] / 1000)
+    axes.set_xlabel("milliseconds since the step began")
+    axes.spines[["top", "right"]].set_visible(False)
+    patches = [Patch(color=colour, label=label) for label, colour in COLOURS.items()]
+    figure.legend(handles=patches, loc="outside upper center", ncols=3, frameon=False, fontsize=9)
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    tyro.cli(main, console_outputs=os.environ.get("RANK", "0") == "0")

@@ -1,0 +1,300 @@
+"""What is counted is what was planned and travelled; what is shown is where it happened; neither changes the step."""
+
+import gzip
+import importlib.util
+import json
+import re
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from torch.profiler import ProfilerActivity, profile
+
+import decentfn as df
+from decentfn import trees
+from decentfn.testing import on_ranks
+from decentfn.torch_private import profiler
+from tests import cases
+from tests.cases import Case
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "profile_step.py"
+
+
+def profiled():
+    return profile(activities=[ProfilerActivity.CPU])
+
+
+def batch_of(rank, num_workers, t):
+    return tuple(x[rank] for x in cases.batches(num_workers, t))
+
+
+# -- counters -------------------------------------------------------------------------------------------------------
+
+
+def payload_bytes(case, plan):
+    """What one worker's parameters are on the wire, from the plan alone."""
+    if "compressor" in case.hyperparameters:
+        return sum(df.compressors.top_k(0.25).nbytes(bucket) for bucket in plan.buckets)
+    wire = case.hyperparameters.get("wire_dtype", torch.float64)
+    return sum(bucket.numel * min(bucket.dtype.itemsize, wire.itemsize) for bucket in plan.buckets)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("adapt_while_communicate", "one-peer-exp"),
+        Case("adapt_then_combine", "ring"),
+        Case("adapt_while_communicate", "static-exp", {"wire_dtype": torch.bfloat16}),
+        Case("choco_sgd", "static-ring", {"compressor": "top_k", "gamma": 0.3}),
+        Case("adapt_while_communicate", "alternating-exp-ring"),
+        Case("all_reduce", "complete"),
+    ],
+    ids=str,
+)
+def test_the_bytes_of_every_worker_are_those_that_its_topology_plans(case):
+    n = 4
+    topology = df.topology(case.topology, n, **cases.CORE_TOPOLOGIES.get(case.topology, {}))
+    planned = df.topologies.certificate(topology)
+
+    def train(rank):
+        init, step = cases.build(case, n)
+        state = init(cases.params())
+        with df.profiling.communication() as whole:
+            for t in range(topology.period):
+                with df.profiling.communication() as one:
+                    state, _ = step(state, batch_of(rank, n, t), t)
+        step(state, batch_of(rank, n, 0), topology.period)  # nobody counts this one
+        return whole, one, state.params.plan
+
+    for whole, one, plan in on_ranks(n, train):
+        bytes_planned = topology.period * planned.bytes_per_step(payload_bytes(case, plan))
+        assert whole.bytes_sent == whole.bytes_received == pytest.approx(bytes_planned, rel=1e-12)
+        assert whole.messages == topology.period * planned.messages_per_step * len(plan.buckets)
+        assert one == whole if topology.period == 1 else one.bytes_sent < whole.bytes_sent
+
+
+def test_of_several_workers_in_a_process_only_what_leaves_it_is_counted():
+    def train(rank):
+        init, step = cases.build(Case("adapt_while_communicate", "static-exp"), 4)
+        state = df.stack(init(cases.params()), 2)
+        batch = tuple(x[2 * rank : 2 * rank + 2] for x in cases.batches(4, 0))
+        with df.profiling.communication() as counted:
+            df.simulate(step, 2)(state, batch, 0)
+        return counted, state.params.plan
+
+    sources = df.topology("static-exp", 4).sources[0]
+    for rank, (counted, plan) in enumerate(on_ranks(2, train)):
+        inside = range(2 * rank, 2 * rank + 2)
+        crossing = sum(int(source) not in inside for worker in inside for source in sources[worker])
+        assert counted.messages == crossing * len(plan.buckets)
+        assert counted.bytes_received == crossing * sum(b.numel * b.dtype.itemsize for b in plan.buckets)
+
+
+def test_who_waits_for_a_slow_peer_counts_the_wait_and_the_peer_does_not():
+    def train(rank):
+        init, step = cases.build(Case("adapt_while_communicate", "ring"), 2)
+        state, _ = step(init(cases.params()), batch_of(rank, 2, 0), 0)
+        time.sleep(0.4 * rank)
+        with df.profiling.communication() as counted:
+            step(state, batch_of(rank, 2, 1), 1)
+        return counted.seconds_waited
+
+    patient, slow = on_ranks(2, train)
+    assert patient > 0.3 and slow < 0.2
+
+
+def test_simulated_workers_send_nothing_and_wait_for_nothing():
+    with df.profiling.communication() as counted:
+        cases.simulated(Case("adapt_while_communicate", "ring"), 4, 2)
+    assert counted == df.profiling.Communication(0, 0, 0, 0.0)
+
+
+# -- neither changes the step ---------------------------------------------------------------------------------------
+
+
+def plain_and_observed():
+    """On a rank: the same compiled steps alone, and counted and profiled from the first on; and the graphs compiled."""
+    torch._dynamo.reset()
+    counters.clear()
+    here = df.init()
+    ends, hits = [], []
+    for observers in ([], [df.profiling.communication, profiled]):
+        topology = df.topology("one-peer-exp", here.size)
+        init, step = df.adapt_while_communicate(lambda p, x: ((x - p) ** 2).mean(), df.sgd(0.1), topology)
+        state, step, losses = init(torch.ones(7)), df.compile(step), []
+        with ExitStack() as stack:
+            for observe in observers:
+                stack.enter_context(observe())
+            for t in range(4):
+                state, metrics = step(state, torch.arange(7.0) + here.rank, t)
+                losses.append(metrics.loss.clone())
+        ends.append([x.clone() for x in trees.leaves((state, losses))])
+        hits.append(counters["inductor"]["fxgraph_cache_hit"])
+    return ends, counters["stats"]["unique_graphs"], hits[1] - hits[0]
+
+
+def test_a_step_that_is_counted_and_profiled_is_the_same_code_and_the_same_numbers(ranks):
+    for (alone, observed), graphs, known in ranks(2).run(plain_and_observed):
+        assert all(torch.equal(a, b) for a, b in zip(alone, observed, strict=True))
+        assert graphs == 2 and known == 1  # one each, and Inductor found the second one's code: it has the same graph
+
+
+def test_where_no_profiler_runs_no_range_is_made(monkeypatch):
+    def span(*words):
+        raise AssertionError(words)
+
+    from decentfn.buckets import blocks
+    from decentfn.collectives import interruption, messages
+    from decentfn.gradient import evaluation
+    from decentfn.kit import worker
+
+    for module in (blocks, interruption, messages, evaluation, worker):
+        assert module.span is profiler.span
+        monkeypatch.setattr(module, "span", span)
+    on_ranks(2, lambda rank: cases.on_this_rank(Case("adapt_while_communicate", "ring"), 2, 1, None))
+
+
+# -- ranges ---------------------------------------------------------------------------------------------------------
+
+
+def names(profiler):
+    return [event.name for event in sorted(profiler.events(), key=lambda event: event.time_range.start)]
+
+
+def test_an_eager_step_shows_its_gradient_and_update():
+    init, step = cases.build(Case("adapt_while_communicate", "ring"), 2)
+    state = df.stack(init(cases.params()), 2)
+    with profiled() as p:
+        df.simulate(step, 2)(state, cases.batches(2, 7), 7)
+    shown = [name for name in names(p) if re.match("decentfn::(step|gradient|update)", name)]
+    assert shown == ["decentfn::step 7", "decentfn::gradient", "decentfn::update"]
+
+
+def test_an_eager_step_shows_the_update_of_each_bucket_where_it_is_done_in_blocks():
+    topology = df.topology("complete", 1)
+    init, step = df.adapt_while_communicate(
+        lambda p, x: sum((w**2).sum() for w in p), df.adamw(0.1), topology, bucket_mb=1
+    )
+    state = init([torch.ones(300_000), torch.ones(200_000)])
+    step = df.donate(step)
+    state, _ = step(state, None, 0)  # the first one is looked at
+    with profiled() as p:
+        step(state, None, 1)
+    assert [n for n in names(p) if n.startswith("decentfn::update of")] == [
+        "decentfn::update of 300000 values",
+        "decentfn::update of 200000 values",
+    ]
+
+
+def test_a_gradient_by_autograd_is_shown_by_its_name():
+    init, step = df.adapt_while_communicate(
+        df.autograd(cases.loss_fn), df.sgd(0.1), df.topology("complete", 1), bucket_mb=0.002
+    )
+    state, batch = init(cases.params()), batch_of(0, 1, 0)
+    step = df.compile(step, backend="eager")
+    state, _ = step(state, batch, 0)
+    with profiled() as p:
+        step(state, batch, 1)
+    assert names(p).count("decentfn::gradient") == 1
+
+
+# -- the trace ------------------------------------------------------------------------------------------------------
+
+
+def load_example():
+    spec = importlib.util.spec_from_file_location("profile_step", EXAMPLE)
+    module = sys.modules["profile_step"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run_example(out):
+    return load_example().main(width=48, batch_size=3, out=out)
+
+
+def require_nested(slices):
+    """Slices of one thread lie in one another or beside one another; Perfetto drops others."""
+    ends = []
+    for event in sorted(slices, key=lambda event: (event["ts"], -event["dur"])):
+        end = event["ts"] + event["dur"]
+        while ends and ends[-1] <= event["ts"]:
+            ends.pop()
+        assert not ends or end <= ends[-1] + 1e-3, event  # a nanosecond of rounding
+        ends.append(end)
+
+
+def require_trace(trace):
+    """What Perfetto needs of a trace in JSON: slices that nest, other events that begin and end by their numbers."""
+    by_thread, begun = {}, {}
+    for event in trace["traceEvents"]:
+        assert event["ph"] in "XbeMisf", event
+        assert isinstance(event["name"], str) and "pid" in event and "tid" in event
+        if event["ph"] != "M":
+            assert isinstance(event["ts"], int | float)
+        if event["ph"] == "X":
+            assert event["dur"] >= 0
+            by_thread.setdefault((event["pid"], event["tid"]), []).append(event)
+        if event["ph"] == "b":
+            begun[event["id"], event["name"]] = event["ts"]
+        if event["ph"] == "e":
+            assert begun.pop((event["id"], event["name"])) <= event["ts"]
+    assert not begun
+    for slices in by_thread.values():
+        require_nested(slices)
+
+
+def test_the_example_s_compiled_step_is_a_trace_that_perfetto_shows_and_a_picture(ranks, tmp_path):
+    counted = ranks(2).run(run_example, tmp_path / "trace")
+    for rank, c in enumerate(counted):
+        assert (c.messages, c.bytes_sent, c.bytes_received) == (4, 4 * 48 * 48 * 4, 4 * 48 * 48 * 4)
+        trace = json.loads((tmp_path / f"trace-rank{rank}.json").read_text())
+        require_trace(trace)
+        events = sorted((e for e in trace["traceEvents"] if "ts" in e), key=lambda e: e["ts"])
+        steps = [e for e in events if e["name"].startswith("decentfn::step ")]
+        assert [e["name"] for e in steps] == ["decentfn::step 4", "decentfn::step 5"]
+        begin, end = steps[1]["ts"], steps[1]["ts"] + steps[1]["dur"]
+        inside = [e for e in events if begin <= e["ts"] <= end and e["pid"] == steps[1]["pid"]]
+        shown = [
+            e["name"]
+            for e in inside
+            if re.match("(decentfn::(post|wait)|after (post exchange 4|wait)|before)", e["name"])
+        ]
+        assert shown == [
+            "before posts",
+            *(f"decentfn::post exchange {k}" for k in (1, 2, 3, 4)),
+            "after post exchange 4",
+            *(f"{what} exchange {k}" for k in (1, 2, 3, 4) for what in ("decentfn::wait", "after wait")),
+        ]
+        [gradient] = [e for e in inside if e["name"] == "after post exchange 4"]
+        products = [e for e in inside if e["name"] == "aten::mm"]
+        assert len(products) >= 11
+        assert all(gradient["ts"] <= e["ts"] <= gradient["ts"] + gradient["dur"] for e in products)
+        for k in (1, 2, 3, 4):
+            [update] = [e for e in inside if e["name"] == f"after wait exchange {k}"]
+            kernels = [e["ts"] for e in inside if "cpp_fused" in e["name"]]
+            assert any(update["ts"] <= ts <= update["ts"] + update["dur"] for ts in kernels)
+            assert {f"exchange {k}: gloo:recv", f"exchange {k}: gloo:send"} <= {
+                e["name"] for e in inside if e["ph"] == "b"
+            }
+    assert (tmp_path / "trace.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_exported_trace_may_be_packed(tmp_path):
+    init, step = cases.build(Case("adapt_while_communicate", "complete"), 1)
+    with profiled() as p:
+        step(init(cases.params()), batch_of(0, 1, 0), 0)
+    df.profiling.export(p, tmp_path / "trace.json.gz")
+    with gzip.open(tmp_path / "trace.json.gz") as file:
+        trace = json.load(file)
+    require_trace(trace)
+    assert "decentfn::gradient" in {event["name"] for event in trace["traceEvents"]}
+
+
+def test_the_example_says_what_it_cannot_do(capsys):
+    with pytest.raises(SystemExit) as left:
+        load_example().main(width=0)
+    assert left.value.code == 2 and "profile_step: --width 0" in capsys.readouterr().err
