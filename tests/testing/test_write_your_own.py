@@ -37,7 +37,7 @@ def test_they_work_together(made):
 
     topology, n = df.topology("skip-ring", 8), 8
     targets = torch.linspace(-1, 1, n)[:, None].expand(n, 3)
-    optimizer = made.lion(df.schedules.linear(0.05, 0.0, 100)(torch.tensor(0)).item())
+    optimizer = made.signum(df.schedules.linear(0.05, 0.0, 100)(torch.tensor(0)).item())
     for init, step in (
         made.shift_register(loss_fn, optimizer, df.topology("static-ring", n)),
         df.deep_squeeze(loss_fn, df.sgd(0.1), topology, compressor=made.powers_of_two(), gamma=0.5),

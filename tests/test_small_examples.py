@@ -1,0 +1,193 @@
+"""The small examples do what they say: each shows a law or a figure."""
+
+import importlib
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import decentfn as df
+from decentfn.testing import PROMISES, Subject, check_algorithm, check_topology, check_transform, try_promise
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+pytestmark = pytest.mark.xdist_group("small examples")
+
+
+@pytest.fixture(scope="module")
+def example():
+    """`example(name)` is the example as a module."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.syspath_prepend(EXAMPLES)
+        yield importlib.import_module
+
+
+def distances(topology, steps):
+    """The consensus distance of x <- W x from x_i = i, in float64."""
+    x = torch.arange(topology.num_workers, dtype=torch.float64)
+    found = {}
+    for t in range(max(steps) + 1):
+        found[t] = float((x - x.mean()).square().mean().sqrt())
+        x = df.mixing_matrix(topology, t) @ x
+    return {t: found[t] for t in steps}
+
+
+def test_gossip_is_the_product_of_mixing_matrices_and_exact_after_log_n_phases(example):
+    average_consensus = example("average_consensus")
+    table = average_consensus.main(num_workers=16)
+    for name, errors in table.items():
+        assert errors == pytest.approx(distances(df.topology(name, 16), errors), abs=1e-12)
+    assert table["one-peer-exp"][3] > 1 and table["one-peer-exp"][4] == 0
+    assert table["static-ring"][32] > 0.5
+
+
+def test_gossip_says_the_same_in_two_processes():
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(EXAMPLES / "average_consensus.py"), "--num-workers", "8"]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert finished.returncode == 0, finished.stderr
+    heads, *rows = finished.stdout.splitlines()
+    for column, name in enumerate(heads.split()[1:], start=1):
+        shown = {int(row.split()[0]): float(row.split()[column]) for row in rows}
+        assert shown == pytest.approx(distances(df.topology(name, 8), shown), rel=0.1, abs=1e-12)
+
+
+@given(half=st.integers(2, 7), share=st.floats(0, 1))
+def test_two_racks_keep_the_mean_agree_and_spare_the_cable(example, half, share):
+    custom_topology, pairs = example("custom_topology"), 1 + round(share * (half - 1))
+    topology = df.topology("two-racks", 2 * half, pairs=pairs)
+    check_topology(topology)
+    certificate = df.topologies.certificate(topology)
+    assert certificate.is_doubly_stochastic and certificate.is_connected and certificate.spectral_gap > 0
+    assert topology.degree == 1
+    assert custom_topology.over_the_cable(topology) == 2 * pairs / topology.period
+
+
+@pytest.mark.parametrize(("num_workers", "pairs"), [(2, 1), (7, 1), (8, 0), (8, 5)])
+def test_two_racks_of_another_size_are_refused(example, num_workers, pairs):
+    example("custom_topology")
+    with pytest.raises(ValueError, match=rf"two_racks\(num_workers={num_workers}, pairs={pairs}\): two racks"):
+        df.topology("two-racks", num_workers, pairs=pairs)
+
+
+def test_a_pair_of_racks_sends_a_fifth_of_the_ring_over_the_cable(example):
+    table = example("custom_topology").main()
+    assert table["two-racks pairs=1"][0] == table["ring"][0] / 5
+
+
+def test_momentum_mixing_is_its_equation(example):
+    """In float64: m' = beta m + g, x+ = W (x - eta m'), m+ = W m', with gradients x - target."""
+    momentum_mixing, n, beta, eta = example("custom_algorithm").momentum_mixing, 4, 0.8, 0.1
+    topology = df.topology("ring", n)
+    target = torch.randn(n, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    init, step = momentum_mixing(lambda x, b: (x - b).square().sum() / 2, df.sgd(eta), topology, beta=beta)
+    state, step = df.stack(init(torch.zeros(3, dtype=torch.float64)), n), df.simulate(step, n)
+    x, m = torch.zeros_like(target), torch.zeros_like(target)
+    for t in range(9):
+        state, _ = step(state, target, t)
+        w, m = df.mixing_matrix(topology, t), beta * m + (x - target)
+        x, m = w @ (x - eta * m), w @ m
+        torch.testing.assert_close(df.params(state), x, rtol=1e-12, atol=1e-12)
+
+
+def ring(num_workers):
+    return df.topology("static-ring" if num_workers > 1 else "complete", num_workers)
+
+
+BETA = {"hyperparameters": {"beta": 0.2}}  # the checks' optimizer has momentum of its own
+QUICK = ("interpreters_agree", "traced_ranks_agree", "one_graph", "dtypes_stay", "works_alone", "accumulates")
+QUICK += ("donated_is_pure", "scales_the_loss", "averages_buffers")
+
+
+def test_momentum_mixing_promises_what_every_algorithm_does(example):
+    subject = Subject(example("custom_algorithm").momentum_mixing, ring, **BETA)
+    for name in QUICK:
+        assert try_promise(PROMISES[name], subject) is None, name
+
+
+@pytest.mark.slow
+def test_momentum_mixing_passes_all_checks(example):
+    check_algorithm(example("custom_algorithm").momentum_mixing, ring, **BETA)
+
+
+def test_workers_that_mix_their_momentum_stay_closer_together(example):
+    results = example("custom_algorithm").main(steps=100)
+    assert results["momentum mixed"].distance < 0.9 * results["momentum kept"].distance
+    assert min(result.mean for result in results.values()) > 0.9
+
+
+def lion_in_float64(params, gradients, rate, b1, b2, decay):
+    """Algorithm 2 of Chen et al., leaf by leaf, from the paper."""
+    m = {name: torch.zeros_like(x) for name, x in params.items()}
+    for count, grads in enumerate(gradients):
+        for name, g in grads.items():
+            c = b1 * m[name] + (1 - b1) * g
+            params[name] = params[name] - rate(count) * (c.sign() + decay[name] * params[name])
+            m[name] = b2 * m[name] + (1 - b2) * g
+    return params
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_lion_is_its_equation_eager_and_compiled(example, backend):
+    lion, b1, b2 = example("custom_optimizer").lion, 0.8, 0.95
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    params = {"w": draw(3, 4), "b": draw(4)}
+    gradients = [{"w": draw(3, 4), "b": draw(4)} for _ in range(12)]
+    optimizer = lion(df.schedules.cosine(0.1, 10), b1, b2, weight_decay=0.3, mask=df.transforms.not_bias_or_norm)
+
+    def loss_fn(params, batch):  # the batch is its gradient
+        return sum((params[name] * g).sum() for name, g in batch.items())
+
+    init, step = df.adapt_while_communicate(loss_fn, optimizer, df.topology("complete", 1))
+    state, step = init(params), step if backend is None else df.compile(step, backend=backend)
+    for t, batch in enumerate(gradients):
+        state, _ = step(state, batch, t)
+
+    def rate(count):  # in the float32 of the schedule
+        return df.schedules.cosine(0.1, 10)(torch.tensor(count)).double()
+
+    expected = lion_in_float64(dict(params), gradients, rate, b1, b2, {"w": 0.3, "b": 0.0})
+    torch.testing.assert_close(df.params(state), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_lion_promises_what_every_transform_does(example):
+    check_transform(lambda: example("custom_optimizer").lion(1e-3, weight_decay=0.1))
+
+
+def test_lion_trains(example):
+    assert min(example("custom_optimizer").main(steps=60).values()) > 0.85
+
+
+def test_a_third_of_the_bytes_trains_as_well(example):
+    table = example("compressed_gossip").main(steps=200)
+    d, neighbours = 64 * 32 + 32 + 32 * 10 + 10, 2
+    assert table["everything"][0] == pytest.approx(neighbours * 4 * d / 1e3)
+    assert table["top_k(0.25)"][0] == pytest.approx(neighbours * (4 + 2) * round(0.25 * d) / 1e3, rel=1e-3)
+    assert table["top_k(0.25)"][1] > table["everything"][1] - 0.03
+    assert table["sign"][0] < table["everything"][0] / 30 and table["sign"][1] > 0.8
+
+
+def test_sixty_four_workers_know_all_digits_compiled(example, monkeypatch):
+    monkeypatch.setattr(df, "compile", partial(df.compile, backend="aot_eager"))
+    compiled = example("sixty_four_workers").main(steps=100)
+    assert compiled > 0.9
+    assert compiled == pytest.approx(example("sixty_four_workers").main(steps=100, compile=False), abs=0.01)
+
+
+def test_a_run_is_resumed_to_the_bit_and_goes_on_with_half_its_workers(example, tmp_path, monkeypatch):
+    taken, simulate = [], df.simulate
+
+    def counted(step, num_workers):
+        taken.append((num_workers, []))
+        step, mine = simulate(step, num_workers), taken[-1][1]
+        return lambda state, batch, t: (mine.append(t), step(state, batch, t))[1]
+
+    monkeypatch.setattr(df, "simulate", counted)
+    seen = example("resume_and_resize").main(tmp_path / "run", steps=20)
+    assert seen["same"] and min(seen["four"], seen["two"]) > 0.8
+    expected = [(4, range(40)), (4, range(20)), (4, range(20, 40)), (2, range(40, 60))]
+    assert [(workers, steps) for workers, steps in taken] == [(workers, list(steps)) for workers, steps in expected]
