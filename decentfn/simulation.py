@@ -92,10 +92,29 @@ def simulate(step: Step, num_workers: int, *, chunk_size: int | None = None) -> 
 
 
 def stack(state: PyTree, num_workers: int) -> PyTree:
-    """`num_workers` copies of a state (or a batch): every leaf `[...]` becomes `[N, ...]`, memory of its own."""
+    """`num_workers` copies of a state (or a batch): every leaf `[...]` becomes `[N, ...]`, memory of its own.
+
+    Raises:
+        ValueError: `num_workers` is no integer >= 1.
+    """
+    if not isinstance(num_workers, Integral) or num_workers < 1:
+        raise ValueError(f"stack(num_workers={brief(num_workers)}): the number of workers is an integer >= 1.")
     return trees.map(lambda leaf: leaf.unsqueeze(0).repeat(num_workers, *[1] * leaf.dim()), state)
 
 
 def worker(state: PyTree, i: int) -> PyTree:
-    """Worker `i`'s own part of a stacked state, as copies."""
+    """Worker `i`'s own part of a stacked state, as copies.
+
+    Args:
+        state: stacked, every leaf `[N, ...]`.
+        i: from 0 to N - 1; of the workers that this process holds, where several processes hold some.
+
+    Raises:
+        ValueError: there is no such worker.
+    """
+    held = min((leaf.shape[0] if leaf.dim() else 0 for leaf in trees.leaves(state)), default=0)
+    if not -held <= i < held:
+        raise ValueError(
+            f"worker(state, {i}): the state has {held} workers here, from 0; a state that is not stacked has none."
+        )
     return trees.map(lambda leaf: leaf[i].clone(), state)

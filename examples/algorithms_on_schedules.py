@@ -54,6 +54,16 @@ class Config:
     schedules: tuple[str, ...] = ()
     """Columns of the tables; all, if none is named."""
 
+    def __post_init__(self) -> None:
+        Experiment(steps=self.steps, seeds=self.seeds)
+        if not self.runs.absolute().parent.is_dir():
+            raise ValueError(f"--runs {self.runs}: there is no folder {self.runs.parent}.")
+        known = {"algorithms": methods(), "schedules": df.topologies.topology_names()}
+        for option, names in known.items():
+            for name in getattr(self, option):
+                if name not in names:
+                    raise ValueError(f"--{option} {name}: known are {', '.join(names)}.")
+
 
 def methods() -> dict[str, Method]:
     made = {name: partial(getattr(df, name), **OPTIONS.get(name, {})) for name in df.algorithms.__all__}

@@ -68,6 +68,22 @@ def arguments() -> argparse.ArgumentParser:
     return parser
 
 
+def checked(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
+    """The arguments; what cannot work is said before any process starts."""
+    args = parser.parse_args(argv)
+    numbers = [(name, getattr(args, name)) for name in ("batch_size", "workers", "blocks", "steps", "threads")]
+    for name, value in numbers + [("scaling", n) for n in args.scaling or ()]:
+        if value is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')} {value}: it is at least 1.")
+    for name, value in (("seconds", args.seconds), ("link-mbit", args.link_mbit)):
+        if value is not None and not 0 < value < float("inf"):
+            parser.error(f"--{name} {value:g}: it is positive and finite.")
+    for spec in args.peers:
+        if spec.partition(":")[0] not in peers.BUILDERS:
+            parser.error(f"--peers {spec}: known are {', '.join(peers.BUILDERS)}.")
+    return args
+
+
 def as_rank(args: argparse.Namespace) -> None:
     """One rank's part, under torchrun or under our own launcher."""
     world = df.init()
@@ -169,7 +185,7 @@ def compare(args: argparse.Namespace) -> Any:
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = arguments().parse_args(argv)
+    args = checked(arguments(), argv)
     if args.threads or not args.simulator:
         torch.set_num_threads(args.threads or 1)
     torch.set_flush_denormal(True)  # Adam's moments decay into denormal numbers, which are ten times slower

@@ -41,9 +41,10 @@ def main(steps: int = 300, topology: str = "one-peer-exp", seed: int = 0, simula
     images, labels = torch.tensor(digits.data / 16.0, dtype=torch.float32), torch.tensor(digits.target)
     train, test = train_test_split(range(len(labels)), test_size=0.2, random_state=0)
     try:
+        if steps < 0:
+            raise ValueError(f"--steps {steps}: it is at least 0.")
         who_meets_whom = df.topology(topology, num_workers)
-        # Sorted by label, so that worker 0 of four sees zeros, ones and a few twos.
-        sorted_rows = torch.tensor(train)[labels[train].argsort(stable=True)]
+        sorted_rows = torch.tensor(train)[labels[train].argsort(stable=True)]  # worker 0 sees zeros, ones, a few twos
         shards = df.data.fixed_shards(sorted_rows.tensor_split(num_workers), batch_size=32, seed=seed)
     except (TypeError, ValueError) as error:  # a name or a number that cannot work
         if world.rank == 0:
@@ -68,9 +69,8 @@ def main(steps: int = 300, topology: str = "one-peer-exp", seed: int = 0, simula
         rows = rows if simulate else rows[0]
         state, metrics = decent_step(state, (images[rows], labels[rows]), t)
 
-    distance = df.consensus_distance(state).item()
-    mean = df.consensus_mean(state)  # collective: every rank asks for it
-    accuracy = (predict(mean, images[test]).argmax(1) == labels[test]).float().mean().item()
+    distance = df.consensus_distance(state).item()  # collective, as is the mean: every rank asks for it
+    accuracy = (predict(df.consensus_mean(state), images[test]).argmax(1) == labels[test]).float().mean().item()
     if world.rank == 0:
         print(f"{num_workers} workers: held-out accuracy {accuracy:.3f}, consensus distance {distance:.3g}")
     return accuracy

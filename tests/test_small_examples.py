@@ -191,3 +191,15 @@ def test_a_run_is_resumed_to_the_bit_and_goes_on_with_half_its_workers(example, 
     assert seen["same"] and min(seen["four"], seen["two"]) > 0.8
     expected = [(4, range(40)), (4, range(20)), (4, range(20, 40)), (2, range(40, 60))]
     assert [(workers, steps) for workers, steps in taken] == [(workers, list(steps)) for workers, steps in expected]
+
+
+def test_what_cannot_work_is_answered_as_the_page_of_mistakes_says(tmp_path):
+    written = tmp_path / "mistakes.md"
+    command = [sys.executable, "-m", "tests.mistakes", str(written)]
+    finished = subprocess.run(command, cwd=EXAMPLES.parent, capture_output=True, text=True, timeout=300)
+    assert finished.returncode == 0, finished.stderr
+    page = written.read_text(encoding="utf-8")
+    assert page == (EXAMPLES.parent / "docs" / "mistakes.md").read_text(encoding="utf-8"), (
+        "run `python -m tests.mistakes`"
+    )
+    assert page.count("\n| `") >= 60

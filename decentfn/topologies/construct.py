@@ -11,6 +11,7 @@ from torch import Tensor
 
 from decentfn.topologies.matrices import edge_colours, weighted_permutations
 from decentfn.topologies.rounds import Edge, Round, Topology, check, check_sums, with_silence
+from decentfn.words import brief
 
 MOST_MESSAGES = 64
 """A worker holds that many messages at once, at most, in an undirected graph."""
@@ -169,7 +170,13 @@ def from_edges(name: str, rounds: Sequence[tuple[ArrayLike, ArrayLike, ArrayLike
         ValueError: a worker with more than 64 edges in a round, or with none in all rounds; weights beyond 1.
     """
     tables = []
-    for p, (ends_u, ends_v, edge_weights) in enumerate(rounds):
+    for p, edges in enumerate(rounds):
+        if isinstance(edges, Mapping) or len(edges) != 3 or len({np.shape(column) for column in edges}) != 1:
+            raise ValueError(
+                f"{name}: round {p} is {brief(edges)}; a round is three columns of one length, (u, v, weights): "
+                "([0, 2], [1, 3], [0.5, 0.5]) joins 0 with 1 and 2 with 3."
+            )
+        ends_u, ends_v, edge_weights = edges
         u, v, w = np.asarray(ends_u, np.int64), np.asarray(ends_v, np.int64), np.asarray(edge_weights, np.float64)
         degrees = np.bincount(np.concatenate([u, v]), minlength=num_workers)
         if degrees.max(initial=0) > MOST_MESSAGES:

@@ -1,0 +1,173 @@
+"""Odd values and mistakes, and the sentence that each is answered with. `python -m tests.mistakes` writes docs/mistakes.md.
+
+With a path, that file. A process of its own: the calls register topologies.
+"""
+
+import contextlib
+import io
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import torch
+
+import decentfn as df
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "mistakes.md"
+
+LIBRARY = """
+df.topology("one-per-exp", 8)
+df.topology("one-peer-exp", 6)
+df.topology("ring", 5)
+df.topology("ring", 0)
+df.topologies.from_matrices("mine", [[0.5, 0.6], [0.5, 0.4]])
+df.topologies.from_edges("mine", [{(0, 1): 0.5}], 2)
+df.adapt_while_communicate(loss_fn, df.sgd(0.1), "ring")
+df.adapt_while_communicate(loss_fn, torch.optim.SGD, ring)
+df.adapt_while_communicate(None, df.sgd(0.1), ring)
+df.adapt_while_communicate(loss_fn, df.sgd(0.1), ring, gamma=1.5)
+df.adapt_while_communicate(loss_fn, df.sgd(0.1), ring, bucket_size=3)
+df.extra(loss_fn, df.sgd(0.1), ring)
+df.choco_sgd(loss_fn, df.sgd(0.1), df.topology("static-ring", 4), compressor="top_k", gamma=0.4)
+df.sgd(-0.1)
+df.adamw(1e-3, b1=1.0)
+df.clip_by_global_norm(0.0)
+df.schedules.cosine(0.1, 0)
+df.functional("net")
+df.simulate(step, 0)
+df.simulate(step, 4)(init(params), None, 0)
+step(init(params), None, 0)
+df.params(params)
+df.stack(init(params), 0)
+df.worker(df.stack(init(params), 4), 4)
+df.consensus_mean(params)
+df.data.shards(10, num_workers=4, batch_size=8)
+df.data.dirichlet_shards([0, 1], num_workers=4, alpha=1.0)
+df.data.fixed_shards([[0, 1], []], batch_size=1)
+df.compressors.top_k(0)
+df.checkpoint.restore("nowhere", init(params))
+df.resize(init(params), algorithm)
+df.ema(algorithm, 1.5)
+df.guard(algorithm, limit=0)
+df.nope
+""".strip().splitlines()
+
+COMMANDS = """
+digits.py --steps -1
+digits.py --steps ten
+digits.py --step 10
+digits.py --topology nope
+digits.py --topology hierarchical
+digits.py --topology ring --simulate 3
+digits.py --simulate -1
+digits.py --simulate 2048
+average_consensus.py --num-workers 6
+average_consensus.py --num-workers 0
+sixty_four_workers.py --num-workers -1
+sixty_four_workers.py --num-workers 48
+sixty_four_workers.py --steps 0
+sixty_four_workers.py --alpha 0
+sixty_four_workers.py --topology nope
+compressed_gossip.py --steps -1
+compressed_gossip.py --num-workers 0
+custom_algorithm.py --steps -1
+custom_algorithm.py --num-workers 5000
+custom_optimizer.py --steps 0
+resume_and_resize.py --steps 0
+resume_and_resize.py --folder examples
+heterogeneity.py --methods
+heterogeneity.py --methods foo
+heterogeneity.py --alphas -1
+heterogeneity.py --seeds 0
+heterogeneity.py --num-workers 5000
+algorithms_on_schedules.py --steps -1
+algorithms_on_schedules.py --algorithms foo
+algorithms_on_schedules.py --schedules foo
+algorithms_on_schedules.py --runs nowhere/runs.jsonl
+benchmark.py --workers 0
+benchmark.py --blocks 0
+benchmark.py --seconds -1
+benchmark.py --peers foo
+benchmark.py --scaling 2 0
+benchmark.py --link-mbit 0
+custom_topology.py --num-workers 7
+""".strip().splitlines()
+
+HEAD = """# Mistakes, and what they are answered with
+
+A value that cannot work is refused where it is given, with a sentence: the call, the value, the rule and the way out. Written by
+`python -m tests.mistakes`, which makes every mistake below; a test compares the page with what is said today.
+
+## In Python
+
+Here `ring` is `df.topology("ring", 4)`, `params` a dict of one tensor, and `init, step = algorithm` a D-PSGD on `ring`.
+
+| the call | the answer |
+|---|---|
+"""
+MIDDLE = """
+## On the command line of the examples
+
+Under torchrun one process says it. The exit code is 2, and no traceback is printed.
+
+| in `examples/` | the answer |
+|---|---|
+"""
+
+
+def loss_fn(params, batch):
+    return (params["w"] ** 2).sum()
+
+
+def answer(call: str) -> str:
+    """The exception's type and its sentence."""
+    ring = df.topology("ring", 4)
+    algorithm = df.adapt_while_communicate(loss_fn, df.sgd(0.1), ring)
+    here = {"df": df, "torch": torch, "loss_fn": loss_fn, "ring": ring, "params": {"w": torch.ones(2)}}
+    here |= {"algorithm": algorithm, "init": algorithm.init, "step": algorithm.step}
+    try:
+        eval(call, here)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError(f"{call}: no error")
+
+
+def command(line: str) -> str:
+    """What an example says when it is called so, before it ends with 2."""
+    script, *arguments = line.split()
+    said, code, path, argv = io.StringIO(), None, list(sys.path), sys.argv
+    sys.path.insert(0, str(ROOT / "examples"))
+    sys.argv = [script, *arguments]
+    try:
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            runpy.run_path(str(ROOT / "examples" / script), run_name="__main__")
+    except SystemExit as left:
+        code = left.code
+    finally:
+        sys.path[:], sys.argv = path, argv
+    assert code == 2 and "Traceback" not in said.getvalue(), f"{line}: ended with {code}, said {said.getvalue()}"
+    return sentence(said.getvalue())
+
+
+def sentence(said: str) -> str:
+    """Without the frames, usage and hints that the parsers of command lines put around it."""
+    said = " ".join(re.sub("[│╭╮╰╯─|+]|-{5,}", " ", said).split())
+    said = re.sub(r"^usage: .* (\S+\.py: error: )", r"\1", said)
+    return re.sub(r" For full helptext, (see|run) .*$", "", said)
+
+
+def row(typed: str, said: str) -> str:
+    said = said.replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
+    typed = typed.replace("|", "\\|")
+    return f"| `{typed}` | {said} |\n"
+
+
+def page() -> str:
+    calls = "".join(row(call, answer(call)) for call in LIBRARY)
+    return HEAD + calls + MIDDLE + "".join(row(line, command(line)) for line in COMMANDS)
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1] if len(sys.argv) > 1 else PAGE).write_text(page(), encoding="utf-8")
