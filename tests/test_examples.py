@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -306,6 +307,31 @@ def test_ranks_say_a_sentence_once():
 def test_what_the_experiments_cannot_do_they_say_in_a_sentence(example, arguments, sentence, capsys):
     said, code = ends(load(example), arguments, capsys)
     assert code == 2 and sentence in said
+
+
+def test_the_ddp_script_and_the_one_that_replaces_it_learn_the_digits_alike(tmp_path):
+    def said(script, folder):
+        options = ("--steps", "30", "--checkpoint", str(tmp_path / folder))
+        return run(f"from_ddp/{script}.py", *options, ranks=2).stdout.splitlines()
+
+    _, before = said("ddp", "before")
+    _, after = said("decent", "after")
+    for line in (before, after):
+        assert float(line.removeprefix("accuracy on the test set: ")) > 0.85
+    assert said("decent", "after") == [after]  # nothing is left to train
+
+
+def test_what_the_page_shows_of_both_scripts_is_in_them():
+    def code(text):  # ruff, which formats the page too, has other blank lines there
+        return "\n".join(line for line in text.splitlines() if line.strip())
+
+    page = (ROOT / "docs" / "coming_from_ddp.md").read_text()
+    scripts = [code((ROOT / "examples" / "from_ddp" / f"{name}.py").read_text()) for name in ("ddp", "decent")]
+    pairs = re.findall(r"```py\n(.*?)```\n\n```py\n(.*?)```", page, re.DOTALL)
+    assert len(pairs) >= 6 and page.count("```py\n") == 2 * len(pairs)
+    for pair in pairs:
+        for shown, script in zip(pair, scripts, strict=True):
+            assert code(textwrap.indent(shown, "    ")) in script, shown
 
 
 def test_the_readme_step_runs_as_it_stands_and_finds_the_weights():
