@@ -150,10 +150,10 @@ def ends(script, arguments, capsys):
         (["--learning-rate", "-1"], "train_lm: cosine_with_warmup(learning_rate=-1.0)"),
         (["--clip", "0"], "train_lm: clip_by_global_norm(max_norm=0.0)"),
         (["--topology", "nope"], "train_lm: topology('nope'): no such topology"),
-        (["--topology", "graph"], "train_lm: --topology graph: graph() missing 1 required keyword-only argument"),
+        (["--topology", "graph"], "train_lm: --topology graph: topology('graph', 1): missing a required argument: 'graph'"),
         (
             ["--topology", "ring", "--topology-args", "foo=1"],
-            "train_lm: --topology ring: ring() got an unexpected keyword",
+            "train_lm: --topology ring: topology('ring', 1): got an unexpected keyword",
         ),
         (["--algorithm-args", "gamma"], "train_lm: --algorithm-args gamma: expected name=value"),
         (["--algorithm-args", "gamma=2"], "train_lm: adapt_while_communicate(gamma=2)"),
@@ -291,7 +291,7 @@ def test_ranks_say_a_sentence_once():
     ("example", "arguments", "sentence"),
     [
         ("digits", ["--topology", "nope"], "digits: topology('nope')"),
-        ("digits", ["--topology", "hierarchical"], "digits: hierarchical() missing 1 required"),
+        ("digits", ["--topology", "hierarchical"], "digits: topology('hierarchical', 1): missing a required argument"),
         ("digits", ["--simulate", "-1"], "digits: topology('one-peer-exp', num_workers=-1)"),
         ("digits", ["--simulate", "2048"], "digits: fixed_shards(parts): part 1437"),
         ("heterogeneity", ["--methods", "foo"], "invalid choice 'foo'"),

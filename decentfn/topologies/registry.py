@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Callable
 from numbers import Integral
 from typing import Any, TypeVar
@@ -56,6 +57,7 @@ def topology(name: str, num_workers: int, **options: Any) -> Topology:
 
     Raises:
         ValueError: an unknown name, or a size that the topology does not have.
+        TypeError: an option that the topology does not have, or needs and did not get.
     """
     if not isinstance(name, str):
         raise ValueError(
@@ -71,4 +73,11 @@ def topology(name: str, num_workers: int, **options: Any) -> Topology:
         raise ValueError(
             f"topology({name!r}, num_workers={brief(num_workers)}): the number of workers is an integer >= 1."
         )
-    return _registry[name](int(num_workers), **options)
+    make = _registry[name]
+    try:
+        inspect.signature(make).bind(num_workers, **options)
+    except TypeError as error:
+        own = [p.name for p in list(inspect.signature(make).parameters.values())[1:]]
+        takes = f"its own options are {', '.join(own)}" if own else "it has no options of its own"
+        raise TypeError(f"topology({name!r}, {num_workers}): {error}; {takes}.") from None
+    return make(int(num_workers), **options)
