@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from decentfn.buckets.blocks import defer
+from decentfn.buckets import blocks
+from decentfn.buckets.blocks import defer, is_long, over_blocks
 from decentfn.buckets.plan import Buckets
 from decentfn.scalars import moved, once
 
@@ -29,6 +30,21 @@ def elementwise(function: Callable[..., Tensor], *buckets: Buckets) -> Buckets:
     """
     parts = zip(*(x.parts for x in buckets), strict=True)
     return Buckets([defer(function, *of_one) for of_one in parts], buckets[0].plan)
+
+
+def in_blocks(function: Callable[..., Tensor], results: Sequence[Buckets], *buckets: Buckets) -> tuple[Buckets, ...]:
+    """`results`, elementwise functions of `buckets`; where they are put off in an eager step, computed by `function` instead.
+
+    Args:
+        function: of a part `[d]` of each of the tensors. It writes over the first of them, and returns new memory.
+        results: what `function` returns, and what it leaves in each that it writes over, up to rounding.
+        buckets: what `function` reads.
+    """
+    parts = zip(
+        zip(*(x.parts for x in results), strict=True), zip(*(x.parts for x in buckets), strict=True), strict=True
+    )
+    computed = [over_blocks(function, of_results, *of_buckets) for of_results, of_buckets in parts]
+    return tuple(Buckets(of_one, x.plan) for of_one, x in zip(zip(*computed, strict=True), results, strict=True))
 
 
 def zeros_like(x: Buckets) -> Buckets:
@@ -85,8 +101,14 @@ def where(condition: Tensor | Buckets, new: Buckets, old: Buckets) -> Buckets:
 
 def global_norm(x: Buckets) -> Tensor:
     """The l2 norm over all buckets: 0-d, float32, or float64 where a bucket is."""
-    squares = [(b.to(wide(b.dtype)) ** 2).sum() for b in x]
+    squares = [_square(b.to(wide(b.dtype))) for b in x]
     return torch.sqrt(sum(squares[1:], squares[0])) if squares else torch.zeros(())
+
+
+def _square(x: Tensor) -> Tensor:
+    if not torch.compiler.is_compiling() and is_long(x):
+        return torch.stack([torch.dot(block, block) for block in x.split(blocks.BLOCK)]).sum()
+    return (x**2).sum()
 
 
 def all_finite(x: Buckets) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,18 +18,27 @@ from torch import Tensor
 from decentfn.torch_private import functorch
 from decentfn.torch_private.profiler import is_profiled, nothing, span
 
-BLOCK = 2**16
-"""Elements of a block: a dozen of them fit into a core's cache, and the calls cost little beside the work on them."""
+BLOCK = 2**17
+"""Elements of a block: it is in the cache from one call to the next, and calls cost little beside the work on it."""
+
+
+class Call(NamedTuple):
+    """A function, elementwise, of vectors of one length, that returns another one and writes over the first of them."""
+
+    function: Callable[..., Tensor]
+    inputs: Sequence[Part]
+    writes: int
+    """How many of the inputs it writes over: in a step's eyes copies, which become results beside what it returns."""
 
 
 class Deferred:
-    """A vector that is a function, elementwise, of vectors of its length; `value` once it was computed."""
+    """A vector that a call returns, or the n-th that it writes over (`result` 0, n); `value` once it was computed."""
 
-    __slots__ = ("function", "inputs", "numel", "value")
+    __slots__ = ("call", "numel", "result", "value")
 
-    def __init__(self, function: Callable[..., Tensor], inputs: Sequence[Part], numel: int) -> None:
-        self.function = function
-        self.inputs = inputs
+    def __init__(self, call: Call, result: int, numel: int) -> None:
+        self.call: Call | None = call  # None once the value is there
+        self.result = result
         self.numel = numel
         self.value: Tensor | None = None
 
@@ -61,15 +71,33 @@ def defer(function: Callable[..., Tensor], *parts: Part) -> Part:
         return function(*evaluated(parts))
     numel = parts[0].numel if isinstance(parts[0], Deferred) else parts[0].numel()
     if all(_waits(part, numel) for part in parts):
-        return Deferred(function, parts, numel)
+        return Deferred(Call(function, parts, 0), 0, numel)
     return function(*evaluated(parts))
 
 
+def over_blocks(function: Callable[..., Tensor], results: Sequence[Part], *parts: Part) -> tuple[Part, ...]:
+    """These results; where they are put off, `function` of the parts computes them all: what it returns, and what it writes over.
+
+    Args:
+        function: of blocks of the parts, elementwise. It returns new memory, and writes over the first of them.
+        results: what it computes, by other arithmetic: what it returns, and what it leaves in the parts that it writes over.
+        parts: what it reads.
+    """
+    if not all(isinstance(result, Deferred) and result.value is None for result in results):
+        return tuple(results)
+    call = Call(function, parts, len(results) - 1)
+    return tuple(Deferred(call, index, result.numel) for index, result in enumerate(results))  # type: ignore[union-attr]
+
+
 def _waits(part: Part, numel: int) -> bool:
-    if isinstance(part, Deferred):
-        return part.numel == numel
-    is_long = type(part) is Tensor and part.dim() == 1 and part.numel() == numel > BLOCK and part.device.type == "cpu"
-    return is_long and not functorch.is_batched(part) and not functorch.is_differentiated(part)
+    return part.numel == numel if isinstance(part, Deferred) else part.numel() == numel and is_long(part)
+
+
+def is_long(x: Tensor) -> bool:
+    """Whether this is a vector that is worked on block by block in an eager step, on the CPU and of one worker."""
+    if type(x) is not Tensor or x.dim() != 1 or x.numel() <= BLOCK or x.device.type != "cpu":
+        return False
+    return not functorch.is_batched(x) and not functorch.is_differentiated(x)
 
 
 def evaluated(parts: Iterable[Part]) -> tuple[Tensor, ...]:
@@ -136,58 +164,103 @@ def _is_block_by_block(members: Sequence[tuple[Deferred, Tensor | None]]) -> boo
     )
 
 
-def _order(wanted: Sequence[Deferred]) -> tuple[list[Tensor], list[Deferred]]:
-    """The vectors that are read, and what is computed of them, each after what it needs."""
+def _order(wanted: Sequence[Deferred]) -> tuple[list[Tensor], list[Call]]:
+    """The vectors that are read, and the calls that compute what is wanted, each after what it needs."""
     sources: dict[int, Tensor] = {}
-    computed: dict[int, Deferred] = {}
+    calls: dict[int, Call] = {}
 
     def visit(part: Part) -> None:
         part = _known(part)
         if isinstance(part, Tensor):
             sources[id(part)] = part
-        elif id(part) not in computed:
-            for needed in part.inputs:
+        elif part.call is not None and id(part.call) not in calls:
+            for needed in part.call.inputs:
                 visit(needed)
-            computed[id(part)] = part
+            calls[id(part.call)] = part.call
 
     for part in wanted:
         visit(part)
-    return list(sources.values()), list(computed.values())
+    return list(sources.values()), list(calls.values())
+
+
+class _Step(NamedTuple):
+    """A call, by the slots of a block's values."""
+
+    function: Callable[..., Tensor]
+    reads: Sequence[int]
+    returned: int
+    over: range  # what it leaves in the first of those that it reads
+    done: list[int]  # what nobody reads after it
 
 
 def _run(wanted: Sequence[Deferred], places: Sequence[Tensor | None]) -> None:
     """Compute vectors of one length, block by block, into their places, or into new memory where there is none."""
-    sources, computed = _order(wanted)
-    slots = {id(part): slot for slot, part in enumerate([*sources, *computed])}
-    calls = [(part.function, [slots[id(_known(needed))] for needed in part.inputs]) for part in computed]
-    results = [slots[id(part)] for part in wanted]
-    last_use = {slot: index for index, (_, inputs) in enumerate(calls) for slot in inputs}
-    done_with = [
-        [slot for slot in set(inputs) if last_use[slot] == i and slot not in results]
-        for i, (_, inputs) in enumerate(calls)
-    ]
+    sources, calls = _order(wanted)
+    keys = [_key(source) for source in sources] + [(id(call), i) for call in calls for i in range(1 + call.writes)]
+    slots = {key: slot for slot, key in enumerate(keys)}
+    results = [slots[_key(part)] for part in wanted]
+    steps = []
+    for call in calls:
+        reads, first = [slots[_key(_known(part))] for part in call.inputs], slots[id(call), 0]
+        steps.append(_Step(call.function, reads, first, range(first + 1, first + 1 + call.writes), []))
+    last_use = {slot: step for step in steps for slot in step.reads}
+    for slot, step in last_use.items():
+        if slot not in results:
+            step.done.append(slot)
+    to_come = [None] * (len(keys) - len(sources))
     written = {_memory(place) for place in places if place is not None}
     targets: list[Tensor] = []
     pieces: list[Sequence[Tensor]] = []
-    for index, values in enumerate(zip(*(x.split(BLOCK) for x in sources), strict=True)):
-        values = list(values)
-        for (function, inputs), done in zip(calls, done_with, strict=True):
-            values.append(function(*[values[slot] for slot in inputs]))
-            for slot in done:
+    homes: dict[int, int] = {}  # of what a step writes over, the slot -> the result in whose place it does that
+    shown: list[int] = []
+    for index, blocks in enumerate(zip(*(x.split(BLOCK) for x in sources), strict=True)):
+        values: list[Any] = [*blocks, *to_come]
+        for step in steps:
+            given = [values[slot] for slot in step.reads]
+            for i, slot in enumerate(step.over):
+                if index == 0 and (home := _home(step, i, values, results, places)) is not None:
+                    homes[slot] = home
+                # Of the first block in a copy: should a function raise, nothing is written yet.
+                in_place = index > 0 and slot in homes
+                given[i] = pieces[homes[slot]][index].copy_(given[i]) if in_place else given[i].clone()
+                values[slot] = given[i]
+            values[step.returned] = step.function(*given)
+            for slot in step.done:
                 values[slot] = None
-        # What a function returned as it is may show a place, which the block of another result is written to.
-        blocks = [values[slot] for slot in results]
-        blocks = [block.clone() if written and _memory(block) in written else block for block in blocks]
-        if not targets:
+        out = [values[slot] for slot in results]
+        if index == 0:
             targets = [
-                place if place is not None else block.new_empty(part.numel)
-                for part, place, block in zip(wanted, places, blocks, strict=True)
+                block.new_empty(part.numel) if place is None else place
+                for part, place, block in zip(wanted, places, out, strict=True)
             ]
             pieces = [target.split(BLOCK) for target in targets]
-        for piece, block in zip(pieces, blocks, strict=True):
-            piece[index].copy_(block)
+            # What a function returned as it is may show a place, which the block of another result is written to.
+            shown = [i for i, block in enumerate(out) if _memory(block) in written]
+        for i in shown:
+            out[i] = out[i].clone()
+        for block, of_one in zip(out, pieces, strict=True):
+            of_one[index].copy_(block)  # nothing, where it was written there
     for part, target in zip(wanted, targets, strict=True):
-        part.value, part.inputs = target, ()
+        part.value, part.call = target, None
+
+
+def _home(
+    step: _Step, i: int, values: Sequence[Any], results: Sequence[int], places: Sequence[Tensor | None]
+) -> int | None:
+    """The result in whose place a step may write over its i-th input: in new memory, or where nobody reads any more."""
+    read, slot = step.reads[i], step.over[i]
+    if results.count(slot) != 1:
+        return None
+    place = places[home := results.index(slot)]
+    if place is None:
+        return home
+    is_last = read in step.done and step.reads.count(read) == 1
+    others = [value for other, value in enumerate(values) if other != read and value is not None]
+    return home if is_last and all(_memory(value) != _memory(place) for value in others) else None
+
+
+def _key(part: Part) -> object:
+    return (id(part.call), part.result) if isinstance(part, Deferred) else id(part)
 
 
 def _known(part: Part) -> Part:
