@@ -12,14 +12,17 @@ import torch
 from torch import Tensor
 
 from decentfn import collectives, trees
-from decentfn.buckets import Buckets
+from decentfn.buckets import Buckets, sum_inside
 from decentfn.kit.state import State, restarted
 from decentfn.stacking import over_workers
 from decentfn.trees import PyTree
 
 
 def params(state: Any) -> PyTree:
-    """The parameters that one evaluates, as the tree that `init` was given; copies. `[N, ...]` when stacked."""
+    """The parameters that one evaluates, as the tree that `init` was given; copies. `[N, ...]` when stacked.
+
+    Where a worker is several processes, they are this one's shards; `df.state_dict(module, state)` gathers them.
+    """
     return trees.map(torch.clone, _buckets(state).tree())
 
 
@@ -104,8 +107,9 @@ def consensus_distance(state: Any) -> Tensor:
 
 def distance_to_consensus(state: Any) -> Tensor:
     """`‖x_i - x̄‖₂` of this worker (0-d float64), or of each (`[N]`) when stacked. Collective."""
-    squares = [((bucket.double() - _mean(bucket).double()) ** 2).sum(-1) for bucket in _buckets(state)]
-    return torch.stack(squares).sum(0).sqrt()
+    x = _buckets(state)
+    squares = [((bucket.double() - _mean(bucket).double()) ** 2).sum(-1) for bucket in x]
+    return sum_inside(torch.stack(squares).sum(0), x.plan.processes).sqrt()
 
 
 def _mean(bucket: Tensor) -> Tensor:

@@ -75,6 +75,12 @@ def evaluate_replicas(metric: Callable[..., Any], state: Any, batches: Iterable[
 
 def _of_workers(call: str, metric: Callable[..., Any], replicas: list[_Replica], batches: Iterable[Any]) -> list[_Sums]:
     """The sums of every replica of every process; collective, and all processes come back from it."""
+    size = collectives.processes_per_worker()
+    if size > 1:
+        raise ValueError(
+            f"{call}: a worker is {size} processes, and evaluations of shards are not there yet; call loss_fn(df.params(state), "
+            "df.buffers(state), batch) under torch.no_grad(), with as many batches on every process."
+        )
     own: Exception | None = None
     try:
         told: Any = _sums(call, metric, replicas, batches)

@@ -22,7 +22,7 @@ _TRIED = (0, 1, 10, 100, 1000, 10_000, 100_000)
 
 
 def fingerprint(plan: Plan, topology: Topology, masks: Sequence[Mask] = ()) -> list[str]:
-    """Lines that are equal on two ranks iff they can exchange: versions, leaves and their places, tables, masks."""
+    """Lines that are equal on two ranks iff they run the same schedule in the same version, and masks take the same leaves."""
     tables = [topology.sources, topology.weights, topology.groups, topology.mean_weights]
     if topology.draw is not None:
         tables = [table for t in range(_STEPS_COMPARED) for table in topology.round(t)]
@@ -31,8 +31,7 @@ def fingerprint(plan: Plan, topology: Topology, masks: Sequence[Mask] = ()) -> l
         f"topology={topology.name!r}",
         f"num_workers={topology.num_workers}",
         f"the topology's tables have digest {_digest(tables)}",
-        *plan.describe(),
-        *(
+        *sorted(
             f"mask {index} takes {segment.name}"
             for index, mask in enumerate(masks)
             for bucket in plan.buckets
@@ -78,34 +77,40 @@ def _value(function: Callable[[Tensor], Any], t: int) -> str:
         return type(error).__name__  # a table that ends before
 
 
-def agree(lines: list[str]) -> None:
-    """Compare what ranks are about to train; collective.
-
-    Raises:
-        PlanMismatch: on every rank, naming the first rank and line that differ from most.
-    """
-    compare("init(params)", lines, "every rank must build the same algorithm, model and topology")
+def agree(lines: list[str], of_shard: Sequence[str] = ()) -> None:
+    """Compare what ranks are about to train; collective. Arguments and errors as of `compare`."""
+    compare("init(params)", lines, "every rank must build the same algorithm, model and topology", of_shard)
 
 
-def compare(call: str, lines: list[str], rule: str) -> None:
-    """Compare `lines` over all ranks; collective.
+def compare(call: str, lines: list[str], rule: str, of_shard: Sequence[str] = ()) -> None:
+    """Compare `lines` over all ranks, and what is `of_shard` over those that hold the same shard; collective.
 
     Raises:
         PlanMismatch: on every rank, naming the first rank and line that differ from most, and the `rule`.
     """
-    everyone = collectives.gather_objects(lines)
-    usual = max(everyone, key=everyone.count)
-    here, first = collectives.world().rank, everyone.index(usual)
-    for rank, theirs in enumerate(everyone):
-        if theirs != usual:
-            width = max(len(theirs), len(usual))
-            pairs = zip(_padded(usual, width), _padded(theirs, width), strict=True)
-            one, other = next(pair for pair in pairs if pair[0] != pair[1])
-            raise PlanMismatch(
-                f"{call}: ranks disagree. Rank {first} has {one!r}, rank {rank} has {other!r}; {rule}.",
-                process=here,
-                peer=first if here == rank else rank,
-            )
+    world = collectives.everyone()
+    size, here = world.processes_per_worker, world.rank
+    told = collectives.gather_objects([lines, list(of_shard)], world)
+    groups = [[(rank, told[rank][0]) for rank in range(len(told))]]
+    groups += [[(rank, told[rank][1]) for rank in range(shard, len(told), size)] for shard in range(size)]
+    for group in groups:
+        everyone = [theirs for _, theirs in group]
+        usual = max(everyone, key=everyone.count)
+        first = next(rank for rank, theirs in group if theirs == usual)
+        for rank, theirs in group:
+            if theirs != usual:
+                width = max(len(theirs), len(usual))
+                pairs = zip(_padded(usual, width), _padded(theirs, width), strict=True)
+                one, other = next(pair for pair in pairs if pair[0] != pair[1])
+                raise PlanMismatch(
+                    f"{call}: ranks disagree. {_name(first, size)} has {one!r}, {_name(rank, size).lower()} has {other!r}; {rule}.",
+                    process=here,
+                    peer=first if here == rank else rank,
+                )
+
+
+def _name(rank: int, size: int) -> str:
+    return f"Rank {rank}" + f" (process {rank % size} of worker {rank // size})" * (size > 1)
 
 
 def _padded(lines: list[str], width: int) -> list[str]:

@@ -60,14 +60,16 @@ def check_replicas(state: Any, tree: PyTree = None) -> None:
     tree = params(state) if tree is None else tree
     rows = _rows("check_replicas(state)", state, tree)
     mine = [[digest(row) for row in leaf] for leaf in rows]
-    everyone = [list(worker) for told in collectives.gather_objects(mine) for worker in zip(*told, strict=True)]
+    here = collectives.everyone()
+    told, size = collectives.gather_objects(mine, here), here.processes_per_worker
+    shards = [[leaf for its in told[i : i + size] for leaf in its] for i in range(0, len(told), size)]
+    everyone = [list(worker) for leaves in shards for worker in zip(*leaves, strict=True)]
     usual = max(everyone, key=everyone.count)
     others = [worker for worker, theirs in enumerate(everyone) if theirs != usual]
     if not others:
         return
-    names = [name or "leaf" for name, _ in trees.named_leaves(tree)]
+    names = [name or "leaf" for name, _ in trees.named_leaves(tree)] * size
     differing = [name for name, one, most in zip(names, everyone[others[0]], usual, strict=True) if one != most]
-    here = collectives.world()
     raise ReplicaMismatch(
         f"check_replicas(state): worker {others[0]} differs from worker {everyone.index(usual)} in {len(differing)} of {len(names)} "
         f"leaves, first in {differing[0]!r}; {len(others)} of {len(everyone)} workers differ from most: {others[:8]}"
@@ -105,7 +107,7 @@ def _rows(call: str, state: Any, tree: PyTree) -> Sequence[Tensor]:
             break
         rows.append(x if local is not None else x[None])
         lines.append(f"{name or 'leaf'} {list(x.shape)} {x.dtype}")
-    compare(call, lines, "pass the same tree on every rank")
+    compare(call, [], "pass the same tree on every rank", lines)
     if len(lines) > len(rows):
         raise ValueError(f"{call}: a leaf is {lines[-1]}.")
     return rows

@@ -24,7 +24,8 @@ def broadcast(tree: PyTree) -> PyTree:
     Raises:
         ValueError: on every rank, if the trees differ in more than their values.
     """
-    compare("broadcast(tree)", [_kind(name, leaf) for name, leaf in trees.named_leaves(tree)], "pass the same tree")
+    kinds = [_kind(name, leaf) for name, leaf in trees.named_leaves(tree)]
+    compare("broadcast(tree)", [], "pass the same tree", kinds)
     return trees.map(collectives.process_broadcast, tree)
 
 
@@ -32,9 +33,8 @@ def require_equal(call: str, tree: PyTree) -> None:
     """Raise ValueError on every rank unless all hold the same tree, bit for bit. Collective."""
     if collectives.world().size > 1:
         lines = [f"{_kind(name, leaf)} with digest {digest(leaf)}" for name, leaf in trees.named_leaves(tree)]
-        compare(
-            call, lines, "replicas must start equal: `params, buffers = df.broadcast((params, buffers))` before init"
-        )
+        rule = "replicas must start equal: `params, buffers = df.broadcast((params, buffers))` before init"
+        compare(call, [], rule, lines)
 
 
 def _kind(name: str, leaf: object) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from decentfn import trees
+from decentfn import collectives, trees
 from decentfn.consensus import buffers, consensus_buffers, consensus_mean, is_stacked, params, with_params
 from decentfn.kit.state import State
 from decentfn.torch_private.autograd import weights
@@ -22,6 +22,10 @@ def state_dict(module: nn.Module, state: State, *, consensus: bool = False) -> d
         state: a training state whose parameters and buffers came from `df.functional`.
         consensus: the mean over all workers (collective: call it on every rank) in place of this worker's own replica.
 
+    Returns:
+        Names and tensors. Where a worker is several processes, shards are gathered one by one (collective) to its process 0, on the
+        CPU; its other processes get an empty dict.
+
     Raises:
         ValueError: a stacked state, of which one worker's is meant.
     """
@@ -31,9 +35,22 @@ def state_dict(module: nn.Module, state: State, *, consensus: bool = False) -> d
             "consensus=True."
         )
     own = (consensus_mean(state), consensus_buffers(state)) if consensus else (params(state), buffers(state))
+    if collectives.is_sharded(module):
+        return _gathered(module, _by_name(*own))
     with weights(module, _by_name(*own)):
         named = module.state_dict()
     return {name: x.detach().clone() if isinstance(x, torch.Tensor) else x for name, x in named.items()}
+
+
+def _gathered(module: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """`state_dict` of a sharded module on process 0 of the worker, nothing on the others; collective."""
+    parameters = dict(module.named_parameters())
+    wholes = collectives.whole((p, tensors[name]) for name, p in parameters.items())
+    values: dict[int, Any] = {id(b): tensors[name].detach().clone() for name, b in module.named_buffers()}
+    values |= {id(p): one for p, one in zip(parameters.values(), wholes, strict=True)}
+    if collectives.everyone().process:
+        return {}
+    return {name: values.get(id(x), x) for name, x in module.state_dict(keep_vars=True).items()}
 
 
 def load_state_dict(module: nn.Module, state: State, state_dict: Mapping[str, Any]) -> State:
@@ -47,13 +64,18 @@ def load_state_dict(module: nn.Module, state: State, state_dict: Mapping[str, An
         state_dict: as `module.state_dict()` or `df.state_dict(module, state)` gives it.
 
     Raises:
-        ValueError: a stacked state.
+        ValueError: a stacked state; a module whose parameters are sharded.
         RuntimeError: PyTorch's, where names or shapes do not fit.
     """
     if is_stacked(state):
         raise ValueError(
             "load_state_dict(module, state, state_dict): the state is stacked; df.stack(df.load_state_dict(module, one, ...), N) "
             "of one worker's."
+        )
+    if collectives.is_sharded(module):
+        raise ValueError(
+            "load_state_dict(module, state, state_dict): the module is sharded; load it into the module before df.functional, with "
+            "torch.distributed.checkpoint.state_dict.set_model_state_dict, and call init(params, buffers)."
         )
     x, b = params(state), buffers(state)
     tensors = _by_name(x, b)

@@ -19,6 +19,7 @@ from decentfn.buckets.arithmetic import (
     zeros_like,
 )
 from decentfn.buckets.blocks import Deferred, Part, defer, deferring, evaluated, write_over
+from decentfn.buckets.inside import everywhere_inside, sum_inside
 from decentfn.buckets.plan import (
     BucketPlan,
     Buckets,
@@ -50,6 +51,7 @@ __all__ = [
     "elements",
     "elementwise",
     "evaluated",
+    "everywhere_inside",
     "flatten",
     "global_norm",
     "in_blocks",
@@ -58,6 +60,7 @@ __all__ = [
     "parts_of",
     "require_bucket_mb",
     "scale",
+    "sum_inside",
     "where",
     "wide",
     "widen",

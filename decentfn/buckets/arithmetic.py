@@ -9,6 +9,7 @@ from torch import Tensor
 
 from decentfn.buckets import blocks
 from decentfn.buckets.blocks import defer, is_long, over_blocks
+from decentfn.buckets.inside import everywhere_inside, sum_inside
 from decentfn.buckets.plan import Buckets
 from decentfn.scalars import moved, once
 
@@ -100,9 +101,11 @@ def where(condition: Tensor | Buckets, new: Buckets, old: Buckets) -> Buckets:
 
 
 def global_norm(x: Buckets) -> Tensor:
-    """The l2 norm over all buckets: 0-d, float32, or float64 where a bucket is."""
+    """The l2 norm over all buckets, of all processes of the worker: 0-d, float32, or float64 where a bucket is."""
     squares = [_square(b.to(wide(b.dtype))) for b in x]
-    return torch.sqrt(sum(squares[1:], squares[0])) if squares else torch.zeros(())
+    if not squares:
+        return torch.zeros(())
+    return torch.sqrt(sum_inside(sum(squares[1:], squares[0]), x.plan.processes))
 
 
 def _square(x: Tensor) -> Tensor:
@@ -112,8 +115,8 @@ def _square(x: Tensor) -> Tensor:
 
 
 def all_finite(x: Buckets) -> Tensor:
-    """Whether nothing in `x` is infinite or NaN, 0-d bool."""
-    return torch.stack([is_finite(b).all() for b in x]).all()
+    """Whether nothing in `x` is infinite or NaN, on no process of the worker, 0-d bool."""
+    return everywhere_inside(torch.stack([is_finite(b).all() for b in x]).all(), x.plan.processes)
 
 
 def is_finite(x: Tensor) -> Tensor:

@@ -73,6 +73,8 @@ class Plan:
 
     buckets: tuple[BucketPlan, ...]
     template: PyTree
+    processes: int = 1
+    """So many processes of one worker hold a tree like this each, and their leaves together are the worker's."""
 
     @property
     def nbytes(self) -> int:
@@ -163,7 +165,7 @@ def parts_of(tree: PyTree) -> list[Part]:
     return [part for node in nodes for part in (node.parts if isinstance(node, Buckets) else [node])]
 
 
-def flatten(params: PyTree, *, bucket_mb: float = 25.0, masks: Sequence[Mask] = ()) -> Buckets:
+def flatten(params: PyTree, *, bucket_mb: float = 25.0, masks: Sequence[Mask] = (), processes: int = 1) -> Buckets:
     """Copy a tree of floating-point or complex tensors into flat buckets.
 
     A bucket holds leaves of one dtype, one device and one answer to every mask, in their order and at most `bucket_mb`
@@ -175,6 +177,7 @@ def flatten(params: PyTree, *, bucket_mb: float = 25.0, masks: Sequence[Mask] = 
         params: pytree of tensors, any shapes and strides; the same tensor in two places is stored once.
         bucket_mb: largest bucket in MiB, positive.
         masks: the choices by name and shape that a bucket must not mix.
+        processes: `Plan.processes`.
 
     Raises:
         ValueError: no leaf, a leaf that is not a floating-point or complex tensor, or `bucket_mb` not positive.
@@ -209,7 +212,7 @@ def flatten(params: PyTree, *, bucket_mb: float = 25.0, masks: Sequence[Mask] = 
     position = {key: index for index, key in enumerate(key for group in groups for key in group)}
     plans = tuple(_plan_bucket([distinct[key] for key in group]) for group in groups)
     template = trees.map(lambda leaf: position[_memory(leaf)], params)
-    plan = Plan(plans, template)
+    plan = Plan(plans, template, processes)
     return Buckets(plan.lay_out(params), plan)
 
 

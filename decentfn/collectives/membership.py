@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import Store
 
 from decentfn.collectives.steps import TAGS, Steps
@@ -24,8 +25,14 @@ _SIZES = 256
 class World:
     """The processes that hold the workers: this one's rank and device, their number, and groups of them.
 
-    Worker `i` lives in process `i // L` when each process holds `L` workers (`L = 1` under plain torchrun).
+    Worker `i` lives in process `i // L` when each process holds `L` workers (`L = 1` under plain torchrun), or in the
+    processes `i S` to `i S + S - 1` when each worker is `S` of them.
     """
+
+    mesh: DeviceMesh | None = None
+    """The processes as a mesh of ("worker", "shard"), where a worker is several."""
+    inside: dist.ProcessGroup | None = None
+    """The processes of this one's worker, where they are several."""
 
     def __init__(
         self,
@@ -38,6 +45,11 @@ class World:
         self.group = group
         self.rank = rank
         self.size = size
+        self.processes_per_worker = 1
+        self.whole: World = self
+        """All processes; of gossip's world, in which a worker has one, those of the other shards too."""
+        self.gossip: World = self
+        """The processes that exchange: one of each worker, those with this one's shard."""
         self.timeout = timeout
         self.steps = Steps(rank, size)
         self.device = device
@@ -49,6 +61,21 @@ class World:
         self._lock = threading.Lock()
 
     @property
+    def worker(self) -> int:
+        """The worker that this process belongs to; the first of those that it simulates is `workers(local)[0]`."""
+        return self.whole.rank // self.processes_per_worker
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers the processes are."""
+        return self.whole.size // self.processes_per_worker
+
+    @property
+    def process(self) -> int:
+        """Which of its worker's processes this one is, from 0."""
+        return self.whole.rank % self.processes_per_worker
+
+    @property
     def store(self) -> Store:
         """Where the processes can leave notes for one another."""
         assert self.group is not None
@@ -58,7 +85,7 @@ class World:
         """The numbers of the workers in this process, where each process has `local` of them (`df.simulate`)."""
         if not isinstance(local, int) or local < 1:
             raise ValueError(f"world.workers(local={local!r}): the number of workers in a process is an integer >= 1.")
-        return range(self.rank * local, (self.rank + 1) * local)
+        return range(self.worker * local, (self.worker + 1) * local)
 
     def apart(self) -> World:
         """The same processes with a group of its own, for another thread; collective."""
@@ -121,24 +148,75 @@ class World:
         return cast(dist.ProcessGroup, dist.new_group(list(ranks), timeout=self.timeout))
 
 
+class SameShard(World):
+    """One process of each worker, those that hold the same shard: the world in which workers exchange."""
+
+    def _new_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        size = self.processes_per_worker
+        made = [self.whole._new_group(tuple(i * size + shard for i in ranks)) for shard in range(size)]
+        return made[self.process]
+
+
 _current = threading.local()
 _default: list[World] = []  # the world of the current default group, or of one process, once it was asked for
 
 
 def world() -> World:
-    """The world of this thread: the one given to `use`, else torch.distributed's default group, else one process."""
+    """Whom this thread's operators talk to: the world given to `use`, else torch.distributed's default group, else nobody.
+
+    Where a worker is several processes it is gossip's.
+    """
     given = getattr(_current, "world", None)
     if given is not None:
-        return given
+        return given.gossip
     group = dist.group.WORLD if dist.is_initialized() else None
     if not _default or _default[0].group is not group:
         has_gpu = group is not None and "nccl" in str(dist.get_backend_config())
         return adopt_default_group(device=torch.device("cuda", torch.cuda.current_device()) if has_gpu else _CPU)
-    return _default[0]
+    return _default[0].gossip
+
+
+def everyone() -> World:
+    """All processes, of all workers."""
+    return world().whole
+
+
+@torch.compiler.assume_constant_result
+def processes_per_worker() -> int:
+    """How many processes a worker is, also while a step is traced."""
+    return world().processes_per_worker
+
+
+def split_workers(processes_per_worker: int) -> World:
+    """All processes again, of which each so many, by rank, are one worker from now on; collective.
+
+    Their number is divisible by it.
+    """
+    whole, size = everyone(), processes_per_worker
+    if getattr(_current, "world", None) is not None:
+        raise ValueError(
+            f"init(processes_per_worker={size}): ranks that are threads (df.testing.on_ranks) are a worker each; start processes, "
+            "with torchrun."
+        )
+    whole = World(whole.group, whole.rank, whole.size, whole.timeout, whole.device)
+    whole.processes_per_worker = size
+    if size > 1:
+        ranks = torch.arange(whole.size).view(-1, size)
+        rows = [whole._new_group(tuple(row)) for row in ranks.tolist()]
+        columns = [whole._new_group(tuple(column)) for column in ranks.T.tolist()]
+        group, whole.inside = columns[whole.process], rows[whole.worker]
+        whole.mesh = DeviceMesh.from_group(
+            [group, whole.inside], whole.device.type, mesh=ranks, mesh_dim_names=("worker", "shard")
+        )
+        gossip = SameShard(group, whole.worker, whole.num_workers, whole.timeout, whole.device)
+        gossip.processes_per_worker, gossip.inside, gossip.mesh = size, whole.inside, whole.mesh
+        gossip.whole, whole.gossip = whole, gossip
+    _default[:] = [whole]
+    return whole
 
 
 def adopt_default_group(timeout: timedelta | None = None, device: torch.device = _CPU) -> World:
-    """Take torch.distributed's default group as the world, or this process alone where there is none.
+    """Take torch.distributed's default group as the world, each process a worker, or this process alone where there is none.
 
     Groups made later wait as long as `timeout`.
     """

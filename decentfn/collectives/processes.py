@@ -24,9 +24,25 @@ def compare_steps() -> None:
         here.steps.begin(fresh_board())
 
 
-def fresh_board() -> PrefixStore:
-    """A part of the store on which nothing is written yet, the same for all of several processes; collective."""
-    return PrefixStore(f"decentfn {gather_objects(uuid4().hex)[0]}", world().store)
+def fresh_board(among: World | None = None) -> PrefixStore:
+    """A part of the store on which nothing is written yet, the same for all of several processes; collective.
+
+    Args:
+        among: whose it is; None: gossip's.
+    """
+    here = among or world()
+    return PrefixStore(f"decentfn {gather_objects(uuid4().hex, here)[0]}", here.store)
+
+
+def mean_inside(x: Tensor) -> Tensor:
+    """The mean of `x` over the processes of this worker, at once; `x` itself in one process."""
+    here = world()
+    if here.inside is None:
+        return x
+    mean = (x / here.processes_per_worker).contiguous()
+    with naming(here, "a mean over a worker's processes"):
+        here.inside.allreduce([mean]).wait()
+    return mean
 
 
 def process_mean(x: Tensor) -> Tensor:
@@ -36,7 +52,7 @@ def process_mean(x: Tensor) -> Tensor:
         return x
     mean = (x / here.size).contiguous()
     assert here.group is not None
-    with _named(here, "a mean over all processes"):
+    with naming(here, "a mean over all processes"):
         here.group.allreduce([mean]).wait()
     return mean
 
@@ -48,25 +64,30 @@ def process_broadcast(x: Tensor) -> Tensor:
     if here.size > 1 and copy.numel():
         assert here.group is not None
         # As bytes, since not every backend knows every dtype; a view, so it arrives in `copy`.
-        with _named(here, "a broadcast from process 0"):
+        with naming(here, "a broadcast from process 0"):
             here.group.broadcast(copy.view(-1).view(torch.uint8), 0).wait()
     return copy
 
 
-def gather_objects(value: object) -> list[Any]:
-    """What every process passed, by rank, as JSON gives it back (tuples as lists). Not for use inside a step."""
+def gather_objects(value: object, among: World | None = None) -> list[Any]:
+    """What every process passed, by rank, as JSON gives it back (tuples as lists). Not for use inside a step.
+
+    Args:
+        value: what JSON holds.
+        among: the processes; None: gossip's.
+    """
     told = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    return [json.loads(heard.numpy().tobytes()) for heard in gather_bytes(told)]
+    return [json.loads(heard.numpy().tobytes()) for heard in gather_bytes(told, among)]
 
 
-def gather_bytes(told: Tensor) -> list[Tensor]:
+def gather_bytes(told: Tensor, among: World | None = None) -> list[Tensor]:
     """What every process passed, by rank: uint8 vectors on the CPU, of any lengths. Not for use inside a step."""
-    here = world()
+    here = among or world()
     if here.size == 1:
         return [told]
     assert here.group is not None
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(here.size)]
-    with _named(here, "gathering from all processes"):
+    with naming(here, "gathering from all processes"):
         here.group.allgather([sizes], [torch.tensor([told.numel()])]).wait()
         padded = told.new_zeros(int(max(sizes)))
         padded[: told.numel()] = told
@@ -76,7 +97,8 @@ def gather_bytes(told: Tensor) -> list[Tensor]:
 
 
 @contextmanager
-def _named(here: World, what: str) -> Iterator[None]:
+def naming(here: World, what: str) -> Iterator[None]:
+    """Within, what PyTorch raises becomes this library's error, which says what failed."""
     try:
         yield
     except RuntimeError as error:
@@ -87,5 +109,5 @@ def _named(here: World, what: str) -> Iterator[None]:
             else "a process has died, or has left"
         )
         raise (ExchangeTimeout if timed_out else PeerLost)(
-            f"{what} failed on process {here.rank}; {why}: {error}", process=here.rank
+            f"{what} failed on process {here.whole.rank}; {why}: {error}", process=here.whole.rank
         ) from error

@@ -84,10 +84,10 @@ class Heard(NamedTuple):
 
 
 def are_finite(x: Sequence[Tensor]) -> Tensor:
-    """Whether nothing in the tensors is infinite or NaN, 0-d bool."""
+    """Whether nothing in the tensors is infinite or NaN, on no process of this worker, 0-d bool."""
     # Counted in floating point, as a norm is: Inductor does both in the loop that writes the values.
     bad = [torch.where(buckets.is_finite(b), 0.0, 1.0).sum() for b in x]
-    return once(torch.stack(bad).sum() == 0)
+    return once(buckets.sum_inside(torch.stack(bad).sum(), collectives.processes_per_worker()) == 0)
 
 
 def judged(sent: Sequence[Tensor]) -> Tensor:

@@ -3,6 +3,7 @@
 from decentfn.gradient.accumulated import Accumulated, accumulate
 from decentfn.gradient.by_autograd import autograd, is_by_autograd
 from decentfn.gradient.evaluation import evaluate, learn, require_batch, require_inputs
+from decentfn.gradient.inside import require_inside
 from decentfn.gradient.loss import LossFn, require_loss
 from decentfn.gradient.module import functional
 from decentfn.gradient.scaled import DynamicLossScale, LossScale, dynamic_loss_scale
@@ -23,5 +24,6 @@ __all__ = [
     "learn",
     "require_batch",
     "require_inputs",
+    "require_inside",
     "require_loss",
 ]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from decentfn import draws, trees
+from decentfn import collectives, draws, trees
 from decentfn.buckets import Buckets, Plan, elements, wide
 from decentfn.gradient.accumulated import micro_batch_count, micro_batches
 from decentfn.gradient.beside import around
@@ -49,7 +49,7 @@ class Backward(NamedTuple):
     """What the loss of one worker gives."""
 
     grads: list[Tensor]
-    loss: Tensor
+    loss: Tensor  # the mean over the processes of the worker
     used: list[bool]  # of each leaf, whether it has a gradient
     written: list[Tensor]  # the buckets as the loss left them, where it writes over its parameters
     buffers: list[Tensor]  # the changing ones
@@ -74,7 +74,7 @@ def backward(
         form: what is known of it.
         many: whether the batch is micro-batches, `[M, ...]` in every leaf: the gradient's mean is taken over them.
         t: the step.
-        worker: draws its own random numbers.
+        worker: draws its own random numbers, as each of its processes does.
         scale: 0-d; the gradient is taken of `scale * loss`.
         params: the buckets.
         buffers: the leaves of the loss's buffers.
@@ -83,7 +83,7 @@ def backward(
     Raises:
         Learnt: the loss writes over more than `form` said; called again, it is right.
     """
-    plan, changing = form.plan, form.changing
+    plan, changing, here = form.plan, form.changing, collectives.world()
     trial = not form.is_tried  # what is written through `.data` shows in the values alone
     flat = [b.detach().clone() if trial or form.writes else b.detach() for b in params]
     kept = [b.clone() if trial or i in changing else b for i, b in enumerate(buffers)]
@@ -97,7 +97,7 @@ def backward(
         marks = [(x, x._version, x.data_ptr()) for x in (*leaves, *(kept[i] for i in constant))]
         micros = _rows(micro_batches(batch)) if many else [batch]
         for index, data in enumerate(micros):
-            with draws.torch_draws(t, worker, index):
+            with draws.torch_draws(t, worker * here.processes_per_worker + here.process, index):
                 tree, old = trees.fill(plan.template, leaves), trees.fill(form.buffers, kept)
                 loss, new, aux = _forward_backward(loss_fn, tree, old, data, scale, trial)
             kept = [_apart(b, k) if i in changing else k for i, (b, k) in enumerate(zip(new, kept, strict=True))]
@@ -126,7 +126,7 @@ def backward(
             grads = [(g / len(micros)).to(b.dtype) for g, b in zip(grads, flat, strict=True)]
         if scale is not None:
             grads = list(unscaled(Buckets(grads, plan), scale))
-        mean = torch.stack([loss.to(dtype_of_loss(flat)) for loss in losses]).mean()
+        mean = collectives.mean_inside(torch.stack([loss.to(dtype_of_loss(flat)) for loss in losses]).mean())
     aux = trees.map(lambda *rows: stacked(rows), *auxes) if many else auxes[0]
     flags = [i in used for i in range(len(leaves))]
     written = _in_buckets(plan, [leaf.detach() for leaf in leaves]) if form.writes else []

@@ -27,7 +27,7 @@ from decentfn.gradient.scaled import DynamicLossScale
 from decentfn.gradient.traced import Evaluation
 from decentfn.scalars import moved
 from decentfn.stacking import require_rows
-from decentfn.torch_private import functorch
+from decentfn.torch_private import functorch, inductor
 from decentfn.trees import PyTree
 from decentfn.words import brief
 
@@ -124,7 +124,7 @@ def gradient_by_autograd(
     layout, changing, writes = _remember(loss_fn.name, params.plan, template)
     known = (loss_fn.handle, layout, leaves, changing, writes, many, 0)
     try:
-        loss, aux, used, *rest = _gradient(*known, t, scale, batch.number, list(params), old)
+        loss, aux, used, *rest = _gradient(*known, t, scale, batch.number, list(params), old, None)
     except Learnt:
         return gradient_by_autograd(loss_fn, params, buffers, batch, t, scale, many)
     grads, written, new = rest[:size], rest[size : size * (1 + writes)], rest[size * (1 + writes) :]
@@ -162,7 +162,7 @@ def _remember(name: str, plan: Plan, buffers: PyTree) -> tuple[int, tuple[int, .
 _library = torch.library.Library("decentfn", "FRAGMENT")
 _library.define(
     "gradient(Tensor loss_fn, int layout, int leaves, int[] changing, bool writes, bool many, int workers, Tensor t, Tensor? scale, "
-    "Tensor batch, Tensor[] params, Tensor[] buffers) -> Tensor[]"
+    "Tensor batch, Tensor[] params, Tensor[] buffers, Tensor? after) -> Tensor[]"
 )
 _gradient = torch.ops.decentfn.gradient
 
@@ -180,6 +180,7 @@ def _kernel(
     batch: Tensor,
     params: Sequence[Tensor],
     buffers: Sequence[Tensor],
+    after: Tensor | None,
 ) -> list[Tensor]:
     """`[loss, number of aux, used, *grads, *written, *changing buffers]`, each with a first axis of workers where there are any.
 
@@ -217,7 +218,7 @@ def _kernel(
 
 @torch.library.register_fake("decentfn::gradient", lib=_library)
 def _fake(*arguments: Any) -> list[Tensor]:
-    _, _, leaves, changing, writes, _, workers, _, _, _, params, buffers = arguments
+    _, _, leaves, changing, writes, _, workers, _, _, _, params, buffers, _ = arguments
     shape = (workers,) if workers else ()
     loss = params[0].new_empty(shape, dtype=dtype_of_loss(params))
     aux = torch.empty(shape, dtype=torch.int64, device="cpu")
@@ -227,8 +228,8 @@ def _fake(*arguments: Any) -> list[Tensor]:
 
 
 def _vmap(info: Any, in_dims: Any, *arguments: Any) -> tuple[list[Tensor], list[int]]:
-    *known, _, t, scale, batch, params, buffers = arguments
-    *_, scale_dim, _, param_dims, buffer_dims = in_dims
+    *known, _, t, scale, batch, params, buffers, after = arguments
+    *_, scale_dim, _, param_dims, buffer_dims, _ = in_dims
 
     def first(x: Tensor, dim: int | None) -> Tensor:
         x = x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
@@ -238,9 +239,10 @@ def _vmap(info: Any, in_dims: Any, *arguments: Any) -> tuple[list[Tensor], list[
     stacked = [
         [first(x, d) for x, d in zip(*pair, strict=True)] for pair in ((params, param_dims), (buffers, buffer_dims))
     ]
-    out = _gradient(*known, info.batch_size, t, scale, batch, *stacked)
+    out = _gradient(*known, info.batch_size, t, scale, batch, *stacked, after)
     return out, [0] * len(out)
 
 
 _library.impl("gradient", _kernel, "CompositeExplicitAutograd")
+inductor.keep_in_order("gradient")
 torch.library.register_vmap("decentfn::gradient", _vmap, lib=_library)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from decentfn import trees
+from decentfn import collectives, trees
 from decentfn.gradient.loss import is_pair
 from decentfn.torch_private.autograd import weights
 from decentfn.trees import PyTree
@@ -164,6 +164,34 @@ class ModuleLoss:
             )
 
 
+class ShardedLoss(ModuleLoss):
+    """`ModuleLoss` of a module whose parameters are cut over the processes of this worker; made by `functional`."""
+
+    @contextmanager
+    def held(self, params: dict[str, Tensor], buffers: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+        """Within, the module's shards are these; afterwards the gradients that arrived at them are added to `.grad`.
+
+        They stay in the module, which has its own storage for them; its buffers are its own again.
+        """
+        given, frozen = params | buffers, {name for name in buffers if name in self.frozen}
+        own = dict(self.module.named_parameters())
+        collectives.own_shards(self.module)
+        with torch.no_grad():
+            for name, p in own.items():
+                collectives.local(p).copy_(given[name])
+                p.grad = None
+        new = dict(buffers)
+        others = {name: b for name, b in buffers.items() if name not in frozen}
+        with super().held({}, others) as changed:
+            yield new
+        new.update(changed)
+        for name, leaf in params.items():
+            if (grad := own[name].grad) is not None:
+                own[name].grad = None
+                grad = _apart(collectives.local(grad))
+                leaf.grad = grad if leaf.grad is None else leaf.grad + grad
+
+
 def _attributes(module: nn.Module) -> list[tuple[dict[str, Any], dict[str, int]]]:
     """Of every submodule its plain attributes, and how often those that are tensors were written to."""
     owns = [m.__dict__ for m in module.modules()]
@@ -196,6 +224,11 @@ def _shapes(tree: PyTree) -> dict[str, list[int]]:
     return {name: list(getattr(leaf, "shape", ())) for name, leaf in trees.named_leaves(tree)}
 
 
+def _apart(shard: Tensor) -> Tensor:
+    """The shard in memory of its own: those of all parameters lie one after another."""
+    return shard if shard.untyped_storage().nbytes() == shard.nbytes else shard.clone()
+
+
 def functional(
     module: nn.Module,
     criterion: Callable[..., Tensor] | None = None,
@@ -214,23 +247,30 @@ def functional(
         forward: in place of a criterion, `(module, batch) -> loss` or `(loss, aux)`, for batches of any kind.
 
     Returns:
-        Three things: `params`, name -> parameter, copies, a tied parameter once; `buffers`, name -> buffer or frozen
+        Three things: `params`, name -> parameter, copies, a tied parameter once (of a module under PyTorch's `fully_shard`
+        this process's shards); `buffers`, name -> buffer or frozen
         parameter, copies (perhaps none); and `loss_fn(params, buffers, batch) -> (loss, (buffers, aux))`, which leaves the
         module and the buffers that it is given as they are.
 
     Raises:
-        ValueError: both a criterion and `forward`; a lazy module that has not seen a batch.
+        ValueError: both a criterion and `forward`; a lazy module that has not seen a batch; a module that is not sharded
+            over the processes of this worker, all of it, but over others or in part.
     """
     if not isinstance(module, nn.Module):
         raise ValueError(f"functional(module={brief(module)}): expected an nn.Module.")
     if criterion is not None and forward is not None:
         raise ValueError("functional(module, criterion, forward=...): forward returns the loss itself; leave one out.")
+    is_sharded = collectives.is_sharded(module)
+    if is_sharded:
+        collectives.require_shards(module)
     lazy = [name for name, x in (*module.named_parameters(), *module.named_buffers()) if is_lazy(x)]
     if lazy:
         raise ValueError(
             f"functional({type(module).__name__}): {brief(lazy)} have no shape yet; run the module once on a batch first."
         )
-    trainable = {name: p.detach().clone() for name, p in module.named_parameters() if p.requires_grad}
-    frozen = {name: p.detach().clone() for name, p in module.named_parameters() if not p.requires_grad}
+    own = {name: collectives.local(p).detach().clone() for name, p in module.named_parameters()}
+    trainable = {name: own[name] for name, p in module.named_parameters() if p.requires_grad}
+    frozen = {name: own[name] for name in own if name not in trainable}
     buffers = {name: b.detach().clone() for name, b in module.named_buffers()} | frozen
-    return trainable, buffers, ModuleLoss(module, criterion, forward, trainable, buffers, frozenset(frozen))
+    kind = ShardedLoss if is_sharded else ModuleLoss
+    return trainable, buffers, kind(module, criterion, forward, trainable, buffers, frozenset(frozen))

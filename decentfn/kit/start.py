@@ -40,18 +40,18 @@ def lay_out(
         return Buckets([torch.empty(b.numel, dtype=b.dtype, device="meta") for b in params.buckets], params)
     masks = getattr(optimizer, "masks", ())
     try:
-        x = flatten(params, bucket_mb=bucket_mb, masks=masks)
+        x = flatten(params, bucket_mb=bucket_mb, masks=masks, processes=collectives.processes_per_worker())
         require_narrower(wire_dtype, x)
         _require_divisible(topologies[0].num_workers)
     except Exception as error:
         agree([f"{type(error).__name__}: {error}"])  # or ranks without an error would wait for this one
         raise
-    agree(fingerprint(x.plan, topologies[0], masks))
+    agree(fingerprint(x.plan, topologies[0], masks), x.plan.describe())
     for topology in topologies:
         if topology.groups is not None:
             collectives.make_groups(topology.groups)
     collectives.compare_steps()
-    if collectives.world().rank == 0 and _log.isEnabledFor(logging.INFO):
+    if collectives.everyone().rank == 0 and _log.isEnabledFor(logging.INFO):
         _say(x.plan, topologies[0])
     return x
 

@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 
 from decentfn import gossip, trees
 from decentfn.buckets import Buckets, Plan, add, all_finite, elementwise, global_norm
-from decentfn.gradient import DynamicLossScale, Evaluation, LossFn, evaluate
+from decentfn.gradient import DynamicLossScale, Evaluation, LossFn, evaluate, require_inside
 from decentfn.kit.exchange import Posted, as_parameters, collect, post
 from decentfn.kit.gradient import Gradient, good_update, where_good
 from decentfn.kit.options import DEFAULTS, Options, require_arguments
@@ -50,6 +50,7 @@ class Worker:
         **options: Unpack[Options],
     ) -> None:
         require_arguments(loss_fn, optimizer, topology, shows_mix, options)
+        require_inside(loss_fn)
         self.scaling = loss_fn if isinstance(loss_fn, DynamicLossScale) else None
         self.loss_fn = loss_fn if self.scaling is None else self.scaling.loss_fn
         self.optimizer = optimizer

@@ -99,7 +99,7 @@ class TensorBoard:
                 f"df.logs.TensorBoard({str(directory)!r}): TensorBoard is not installed ({error}); "
                 "pip install 'decentfn[tensorboard]', or leave it out: a JSONLines log has the same numbers."
             ) from None
-        is_first = collectives.world().rank == 0
+        is_first = collectives.everyone().rank == 0
         self._writer = SummaryWriter(str(directory), purge_step=first_step or None) if is_first else None
 
     def write(self, values: Mapping[str, Any], step: int | None = None) -> None:

@@ -10,7 +10,7 @@ import platform
 import warnings
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,12 @@ _LAUNCHERS = {
 """What else starts processes, and its names for RANK, WORLD_SIZE and LOCAL_RANK."""
 
 
-def init(*, backend: str | None = None, timeout: timedelta = timedelta(minutes=10)) -> World:
+def init(
+    *,
+    backend: str | None = None,
+    timeout: timedelta = timedelta(minutes=10),
+    processes_per_worker: int | Literal["node"] | None = None,
+) -> World:
     """Set up the process group that torchrun describes: NCCL where every process has a GPU of its own, else gloo.
 
     Without torchrun there is one process and no group. Calling it twice is harmless. Processes that torchrun has started again
@@ -44,12 +49,17 @@ def init(*, backend: str | None = None, timeout: timedelta = timedelta(minutes=1
             are GPUs, but fewer than processes.
         timeout: how long a collective waits for the others before it fails. The first step must outlast the slowest
             compilation among the ranks, so minutes, not seconds.
+        processes_per_worker: S, so many processes, next to one another by rank, share a worker's parameters and data: a module
+            under `fully_shard(module, mesh=world.mesh["shard"])`, see docs/large_models.md. "node": all of a machine, as many
+            as torchrun says (LOCAL_WORLD_SIZE). None: what was said before, or 1. Said anew, states from before are of no use.
 
     Returns:
-        This process's world: `rank`, `size`, `device`, `workers(local)`.
+        This process's world: `rank` and `size` count processes, `worker` and `num_workers` workers, `process` is which of its
+        worker's `processes_per_worker` this one is; `device`, `workers(local)`, and where a worker is several processes, `mesh`,
+        with the axes "worker" and "shard".
 
     Raises:
-        ValueError: the timeout is not positive; torchrun's environment is incomplete, or another launcher's (srun,
+        ValueError: on all processes, S does not divide their number, or another one says another; the timeout is not positive; torchrun's environment is incomplete, or another launcher's (srun,
             mpirun) with several processes stands in its place; NCCL was asked for, and a rank has no GPU of its own.
         df.errors.ExchangeTimeout: a process did not come within the timeout.
     """
@@ -61,10 +71,35 @@ def init(*, backend: str | None = None, timeout: timedelta = timedelta(minutes=1
             _start(backend, gpus, timeout)
         else:
             collectives.adopt_default_group(device=_device_alone(gpus))
-    world = collectives.world()
+    world = collectives.everyone()
+    if processes_per_worker is not None:
+        size = _processes_per_worker(processes_per_worker, world)
+        if size != world.processes_per_worker:
+            world = collectives.split_workers(size)
     if world.device.type == "cpu":
         keep_freed_memory()
     return world
+
+
+def _processes_per_worker(said: int | str, world: World) -> int:
+    """How many processes a worker is, the same everywhere, or all of them raise. Collective."""
+    told = os.environ.get("LOCAL_WORLD_SIZE", "not set") if said == "node" else None
+    number = int(told) if told and told.isdecimal() else said
+    everyone = collectives.gather_objects([repr(said), number if type(number) is int else None, told], world)
+    for rank, (its, size, local) in enumerate(everyone):
+        call, way_out = (
+            f"init(processes_per_worker={its})",
+            f"a divisor of their number, {world.size}, on all of them alike",
+        )
+        if its == "'node'" and size is None:
+            raise ValueError(
+                f"{call}: LOCAL_WORLD_SIZE is {local} on rank {rank}; start with torchrun, or give the number."
+            )
+        if size is None or size < 1 or world.size % size:
+            raise ValueError(f"{call}: a worker is so many processes of {world.size}; give {way_out}.")
+        if size != everyone[0][1]:
+            raise ValueError(f"{call}: {size} on rank {rank}, but {everyone[0][1]} on rank 0; give {way_out}.")
+    return everyone[0][1]
 
 
 def _takes_gpus(backend: str | None) -> bool:

@@ -42,8 +42,8 @@ class Stop:
 
     def __init__(self, marker: Path, every: int) -> None:
         self._marker, self._every = marker, every
-        self._here = collectives.world()
-        self._board = collectives.fresh_board() if self._here.size > 1 else None
+        self._here = collectives.everyone()
+        self._board = collectives.fresh_board(self._here) if self._here.size > 1 else None
         self._process = os.getpid()
         self._received: dict[int, float] = {}  # signal -> when it first came
         self._calls = self._next_step = 0

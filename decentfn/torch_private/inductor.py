@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import heapq
+import itertools
 import operator
 import os
 import tempfile
@@ -112,6 +113,37 @@ def digest_of_sources() -> str:
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
 
 
+_in_order: set[str] = set()
+
+
+def keep_in_order(name: str) -> None:
+    """Calls of this library's operators of these names stay in the step's order: processes that wait for one another make them.
+
+    Its last argument, a tensor or None, is what the call comes after.
+    """
+    _in_order.add(name)
+
+
+def _chain(graph: torch.fx.Graph) -> None:
+    """Make each such call need the one before it, or Inductor would order them by what memory it saves."""
+    calls = [node for node in graph.nodes if _short_name(node.target) in _in_order]
+    for before, call in itertools.pairwise(calls):
+        last = before
+        if "val" in before.meta and isinstance(before.meta["val"], (list, tuple)):
+            first = [user for user in before.users if user.target is operator.getitem and user.args[1] == 0]
+            with graph.inserting_after(before):
+                last = first[0] if first else graph.call_function(operator.getitem, (before, 0))
+            last.meta.setdefault("val", before.meta["val"][0])
+        call.args = (*call.args[:-1], last)
+
+
+def _short_name(target: Any) -> str | None:
+    """The name of one of this library's operators."""
+    if getattr(target, "namespace", "") != "decentfn":
+        return None
+    return target._schema.name.removeprefix("decentfn::")
+
+
 def _copy_what_is_kept(graph: torch.fx.Graph, stores: list[Any]) -> None:
     """Where a new leaf is an old one, or a view of it, read it before another store writes over it.
 
@@ -138,6 +170,7 @@ class _StoreEarly(_GraphPass):  # pyright: ignore[reportGeneralTypeIssues]
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         """Move the writes at the end of `graph` up to the last value that they need."""
+        _chain(graph)
         nodes = list(graph.nodes)
         stores = [node for node in nodes if node.target is torch.ops.aten.copy_.default]
         if not stores:

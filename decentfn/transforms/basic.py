@@ -16,7 +16,7 @@ from torch import Tensor
 
 from decentfn.buckets import Buckets, Mask, each, elementwise, global_norm, multiply, wide, zeros_like
 from decentfn.scalars import once
-from decentfn.transforms.transform import Transform, masked
+from decentfn.transforms.transform import Transform, masked, require_one_process
 from decentfn.trees import PyTree
 from decentfn.words import brief
 
@@ -148,7 +148,11 @@ def clip_by_global_norm(max_norm: float) -> Transform:
     Source: `torch.nn.utils.clip_grad_norm_`.
     """
     check_number("clip_by_global_norm", "max_norm", max_norm, "positive", lambda v: v > 0)
-    return _stateless(lambda grads: multiply(grads, _clip_factor(global_norm(grads), max_norm)))
+
+    def update(grads: Buckets, state: PyTree, params: Buckets) -> tuple[Buckets, PyTree]:
+        return multiply(grads, _clip_factor(global_norm(grads), max_norm)), state
+
+    return Transform(lambda params: (), update)
 
 
 def clip_by_bucket_norm(max_norm: float) -> Transform:
@@ -166,15 +170,12 @@ def clip_by_bucket_norm(max_norm: float) -> Transform:
 
         return each(one, grads)
 
-    return _stateless(clip)
+    def init(params: Buckets) -> tuple[()]:
+        require_one_process("clip_by_bucket_norm", params, "a bucket's norm is not its processes'")
+        return ()
+
+    return Transform(init, lambda grads, state, params: (clip(grads), state))
 
 
 def _clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     return once(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
-
-
-def _stateless(function: Callable[[Buckets], Buckets]) -> Transform:
-    def update(grads: Buckets, state: PyTree, params: Buckets) -> tuple[Buckets, PyTree]:
-        return function(grads), state
-
-    return Transform(lambda params: (), update)

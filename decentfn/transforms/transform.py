@@ -183,7 +183,7 @@ def _take(x: Buckets, taken: list[bool]) -> Buckets:
     plans = [bucket for bucket, take in zip(x.plan.buckets, taken, strict=True) if take]
     names = [segment.name for bucket in plans for segment in bucket.segments]
     parts = [part for part, take in zip(x.parts, taken, strict=True) if take]
-    return Buckets(parts, Plan(tuple(plans), {name: index for index, name in enumerate(names)}))
+    return Buckets(parts, Plan(tuple(plans), {name: index for index, name in enumerate(names)}, x.plan.processes))
 
 
 def partition(transforms: Mapping[Hashable, Any], labels: Callable[[str, tuple[int, ...]], Hashable]) -> Transform:
@@ -243,7 +243,7 @@ def by_leaf(transform: Any) -> Transform:
 
     Raises:
         ValueError: `transform` has no `init` or `update`, or has masks; when called, updates with other leaves than
-            the parameters.
+            the parameters; in `init`, a worker of several processes, of which none has whole leaves.
     """
     require_pair("by_leaf(transform)", transform)
     _check_unaware("by_leaf(transform)", transform)
@@ -254,6 +254,7 @@ def by_leaf(transform: Any) -> Transform:
         )
 
     def init(params: Buckets) -> PyTree:
+        require_one_process("by_leaf(transform)", params, "it looks at whole leaves")
         # Copies: a state that keeps parameters must not share their memory, nor a tied leaf's twice.
         return transform.init(trees.map(torch.clone, params.tree()))
 
@@ -262,6 +263,15 @@ def by_leaf(transform: Any) -> Transform:
         return _flatten_like(grads, updates), state
 
     return Transform(init, update)
+
+
+def require_one_process(call: str, params: Buckets, why: str) -> None:
+    """Raise ValueError where the leaves are cut over the processes of a worker."""
+    if params.plan.processes > 1:
+        raise ValueError(
+            f"{call}: {why}, but a worker is {params.plan.processes} processes that hold a shard each; use a transform of "
+            "elements, such as df.adamw, or df.init() with one process per worker."
+        )
 
 
 def _flatten_like(x: Buckets, tree: PyTree) -> Buckets:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decentfn import gossip, trees
+from decentfn import collectives, gossip, trees
 from decentfn.buckets import evaluated
 from decentfn.fingerprint import agree, describe
 from decentfn.kit.expected import marked
@@ -56,6 +56,12 @@ def average_buffers(
         raise ValueError(
             f"average_buffers(algorithm): {topology.name!r} is column-stochastic only, so what is mixed without push-sum's "
             "weight drifts away from the mean; average buffers where you evaluate, with df.consensus_buffers(state)."
+        )
+    size = collectives.processes_per_worker()
+    if size > 1:
+        raise ValueError(
+            f"average_buffers(algorithm): a worker is {size} processes, and each has buffers of its own; leave it out, or use a "
+            "network without running statistics."
         )
     init, step = algorithm
     frozen: frozenset[str] = getattr(algorithm.loss_fn, "frozen", frozenset())

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from decentfn import collectives, gossip, trees
-from decentfn.buckets import Buckets, is_finite
+from decentfn.buckets import Buckets, everywhere_inside, is_finite
 from decentfn.errors import NonFinite
 from decentfn.fingerprint import agree, describe
 from decentfn.kit.expected import check, kind_of, marked, watch
@@ -115,7 +115,9 @@ def _counted(counts: Guarded, noted: gossip.Noted) -> Guarded:
 
 
 def _any(claims: Sequence[Tensor], like: Tensor) -> Tensor:
-    return torch.stack(list(claims)).any() if claims else torch.zeros_like(like, dtype=torch.bool)
+    if not claims:
+        return torch.zeros_like(like, dtype=torch.bool)
+    return ~everywhere_inside(~torch.stack(list(claims)).any(), collectives.processes_per_worker())
 
 
 def _finite(new: State, old: State) -> State:

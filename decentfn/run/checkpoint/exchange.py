@@ -15,7 +15,7 @@ from decentfn.errors import CheckpointCorrupt
 from decentfn.kit.state import State
 from decentfn.run.checkpoint import files
 from decentfn.run.checkpoint.layout import DTYPES, EXPORTED, encoded
-from decentfn.run.checkpoint.together import on_first
+from decentfn.run.checkpoint.together import on_first, require_one_process
 from decentfn.run.paths import as_path
 from decentfn.state_dicts import state_dict
 from decentfn.words import brief
@@ -37,6 +37,7 @@ def export(path: str | Path, module: nn.Module, state: State) -> None:
         ValueError: the module's `state_dict` has what is no tensor (`get_extra_state`), or another shape than the state.
         OSError: on all processes, it cannot be written.
     """
+    require_one_process("export(path, module, state)")
     path = as_path("export(path, module, state)", path)
     if not isinstance(module, nn.Module):
         raise ValueError(f"export(module={brief(module)}): expected the nn.Module of df.functional.")

@@ -29,7 +29,7 @@ from decentfn.run.checkpoint.layout import (
     place,
     places_in,
 )
-from decentfn.run.checkpoint.together import on_first, one_path, together
+from decentfn.run.checkpoint.together import on_first, one_path, require_one_process, together
 from decentfn.run.checkpoint.writing import GENERATOR
 from decentfn.simulation import stack
 
@@ -62,6 +62,7 @@ def restore(source: str | Path, state: Any) -> Restored:
         ValueError: on all processes, naming the first rank and leaf that does not fit.
         NonFinite: on all processes, another number of workers would start from parameters that are infinite or NaN.
     """
+    require_one_process("restore(source, state)")
     found = on_first("restore", _newest, one_path("restore(source, state)", source))
     if found is None:
         raise FileNotFoundError(f"restore({str(source)!r}, state): no checkpoint is there; start with init(params).")

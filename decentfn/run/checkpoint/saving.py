@@ -14,7 +14,7 @@ from torch import Tensor
 from decentfn import collectives, trees
 from decentfn.errors import RunError
 from decentfn.run.checkpoint import files, manifest
-from decentfn.run.checkpoint.together import on_first, one_path, together
+from decentfn.run.checkpoint.together import on_first, one_path, require_one_process, together
 from decentfn.run.checkpoint.writing import Content, attempted, content_of, plain, write
 from decentfn.topologies import Topology
 from decentfn.words import brief
@@ -42,6 +42,7 @@ def save(
     Returns:
         The checkpoint's own directory, in the run's.
     """
+    require_one_process("save(directory, state, step)")
     content = attempted(
         lambda: content_of(state, _on_cpu, step, step, topology, plain("save(config=...)", config), extra, score)
     )
@@ -75,6 +76,7 @@ class Saver:
     def __init__(
         self, directory: str | Path, *, topology: Topology | None = None, config: Any = None, keep: int | None = 3
     ) -> None:
+        require_one_process("Saver(directory)")
         self._config = together("Saver", _arguments, keep, config)[collectives.world().rank]
         self.directory = one_path("Saver(directory)", directory)
         self._topology, self._keep = topology, keep

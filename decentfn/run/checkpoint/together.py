@@ -16,6 +16,16 @@ _KINDS: dict[str, type[Exception]] = {
 """The first that an error is of is what the others raise."""
 
 
+def require_one_process(call: str) -> None:
+    """Raise ValueError where a worker is several processes."""
+    size = collectives.processes_per_worker()
+    if size > 1:
+        raise ValueError(
+            f"{call}: a worker is {size} processes (df.init(processes_per_worker={size})), and checkpoints of shards are not there yet; "
+            "store df.state_dict(module, state) on process 0 of a worker, or each process's own state."
+        )
+
+
 def together(call: str, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """`function(*arguments)` on every process; what each returned, by rank, as JSON gives it back. Collective.
 
@@ -33,7 +43,7 @@ def together(call: str, function: Callable[..., Any], *arguments: Any) -> list[A
         told["kind"] = next(name for name, kind in _KINDS.items() if isinstance(error, kind))
         told["error"] = str(error)
     try:
-        everyone = collectives.gather_objects(told)
+        everyone = collectives.gather_objects(told, collectives.everyone())
     except RuntimeError as error:
         raise PeerLost(
             f"checkpoint: another process has died, or is later than the timeout of df.init ({error})",
@@ -54,7 +64,7 @@ def together(call: str, function: Callable[..., Any], *arguments: Any) -> list[A
 
 def on_first(call: str, function: Callable[..., Any], *arguments: Any) -> Any:
     """`function(*arguments)` on process 0; what it returned, on every process. Collective; raises as `together`."""
-    return together(call, function if collectives.world().rank == 0 else lambda *_: None, *arguments)[0]
+    return together(call, function if collectives.everyone().rank == 0 else lambda *_: None, *arguments)[0]
 
 
 def one_path(call: str, path: Any) -> Path:

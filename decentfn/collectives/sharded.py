@@ -1,0 +1,74 @@
+"""Modules under PyTorch's `fully_shard` (FSDP2): which they are, and what of them this process holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+
+from decentfn.collectives.membership import everyone
+from decentfn.words import brief
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether a parameter of the module is cut over processes."""
+    return any(isinstance(p, DTensor) for p in module.parameters())
+
+
+def local(x: Tensor) -> Tensor:
+    """What this process holds of a parameter, a view; a plain tensor is held whole."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def require_shards(module: nn.Module) -> None:
+    """Raise ValueError unless `fully_shard` has cut every parameter over this worker's processes, and in no other way."""
+    here, call = everyone(), f"df.functional({type(module).__name__})"
+    way_out = 'world = df.init(processes_per_worker=S) and then fully_shard(module, mesh=world.mesh["shard"])'
+    if here.mesh is None:
+        raise ValueError(f"{call}: the module is sharded, but a worker is one process; call {way_out}.")
+    mine = here.mesh["shard"].mesh.flatten().tolist()
+    for name, p in module.named_parameters():
+        if not isinstance(p, DTensor):
+            raise ValueError(
+                f"{call}: parameter {name!r} is whole on every process and others are sharded; call fully_shard on the whole "
+                "module, too, not on its parts alone."
+            )
+        mesh, placements = p.device_mesh, p.placements
+        theirs = mesh.mesh.flatten().tolist()
+        if mesh.ndim != 1 or theirs != mine:
+            raise ValueError(
+                f"{call}: parameter {name!r} is sharded over processes {brief(theirs)} (a mesh of {mesh.ndim} axes), but this worker "
+                f"is processes {brief(mine)}; call {way_out}."
+            )
+        if [type(placement) for placement in placements] != [Shard] or not isinstance(module, FSDPModule):
+            raise ValueError(
+                f"{call}: parameter {name!r} is placed as {brief(placements)}, not by fully_shard on the whole module; tensor "
+                "parallelism within a worker is not there yet."
+            )
+
+
+def own_shards(module: nn.Module) -> None:
+    """Let the next forward pass gather the shards as they are now, and its backward pass bring the whole gradient."""
+    for m in module.modules():
+        if isinstance(m, FSDPModule):
+            m.reshard()
+    module.set_requires_gradient_sync(True)  # pyright: ignore[reportCallIssue]
+
+
+def whole(shards: Iterable[tuple[nn.Parameter, Tensor]]) -> list[Tensor | None]:
+    """The whole tensors of these shards of such parameters, on the CPU of process 0 of the worker; None on the others.
+
+    Gathered one by one. Collective, over the worker's processes.
+    """
+    tensors: list[Tensor | None] = []
+    with torch.no_grad():
+        for p, shard in shards:
+            assert isinstance(p, DTensor)
+            one = DTensor.from_local(
+                shard, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+            ).full_tensor()
+            tensors.append(one.cpu() if everyone().process == 0 else None)
+    return tensors
