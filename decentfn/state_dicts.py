@@ -44,6 +44,7 @@ def state_dict(module: nn.Module, state: State, *, consensus: bool = False) -> d
 
 def _gathered(module: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """`state_dict` of a sharded module on process 0 of the worker, nothing on the others; collective."""
+    collectives.own_shards(module)
     parameters = dict(module.named_parameters())
     wholes = collectives.whole((p, tensors[name]) for name, p in parameters.items())
     values: dict[int, Any] = {id(b): tensors[name].detach().clone() for name, b in module.named_buffers()}

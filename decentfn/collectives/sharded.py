@@ -14,8 +14,10 @@ from decentfn.words import brief
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether a parameter of the module is cut over processes."""
-    return any(isinstance(p, DTensor) for p in module.parameters())
+    """Whether a part of the module is cut over processes."""
+    return any(isinstance(m, FSDPModule) for m in module.modules()) or any(
+        isinstance(p, DTensor) for p in module.parameters()
+    )
 
 
 def local(x: Tensor) -> Tensor:
@@ -29,6 +31,7 @@ def require_shards(module: nn.Module) -> None:
     way_out = 'world = df.init(processes_per_worker=S) and then fully_shard(module, mesh=world.mesh["shard"])'
     if here.mesh is None:
         raise ValueError(f"{call}: the module is sharded, but a worker is one process; call {way_out}.")
+    own_shards(module)
     mine = here.mesh["shard"].mesh.flatten().tolist()
     for name, p in module.named_parameters():
         if not isinstance(p, DTensor):
@@ -51,11 +54,14 @@ def require_shards(module: nn.Module) -> None:
 
 
 def own_shards(module: nn.Module) -> None:
-    """Let the next forward pass gather the shards as they are now, and its backward pass bring the whole gradient."""
+    """Let the module have its shards for parameters, gather them in the next forward pass, and scatter the whole gradient.
+
+    After a forward pass without a backward pass some are whole.
+    """
     for m in module.modules():
         if isinstance(m, FSDPModule):
             m.reshard()
-    module.set_requires_gradient_sync(True)  # pyright: ignore[reportCallIssue]
+            m.set_requires_gradient_sync(True, recurse=False)
 
 
 def whole(shards: Iterable[tuple[nn.Parameter, Tensor]]) -> list[Tensor | None]:

@@ -174,8 +174,8 @@ class ShardedLoss(ModuleLoss):
         They stay in the module, which has its own storage for them; its buffers are its own again.
         """
         given, frozen = params | buffers, {name for name in buffers if name in self.frozen}
-        own = dict(self.module.named_parameters())
         collectives.own_shards(self.module)
+        own = dict(self.module.named_parameters())
         with torch.no_grad():
             for name, p in own.items():
                 collectives.local(p).copy_(given[name])
