@@ -22,7 +22,7 @@ from decentfn.run.memory import give_back_freed_memory
 from decentfn.scalars import as_step
 from decentfn.torch_private import inductor
 from decentfn.torch_private.autograd import allow_saved_tensors_hooks
-from decentfn.torch_private.dynamo import NOT_COMPILED, TOO_MANY_GRAPHS, first_error
+from decentfn.torch_private.dynamo import first_error, not_compiled, too_many_graphs
 from decentfn.trees import PyTree
 from decentfn.words import brief, brief_error
 
@@ -104,13 +104,13 @@ def compile(
             randomness = draws.torch_draws(t, collectives.world().rank)
             with alone, collectives.whole_step(t, donated=donate), randomness:
                 result = passing_beside(call, batch) if by_autograd else call(trees.plain(batch))
-        except TOO_MANY_GRAPHS as error:
+        except too_many_graphs() as error:
             raise RuntimeError(
                 f"df.compile(step): the batches came in more than {_GRAPHS} kinds (structures, dtypes, shapes that the compiler "
                 "takes for different ones), each of which is compiled; pad them to a few shapes, leave dynamic=None, or write "
                 "df.autograd(loss_fn), which needs one graph for all."
             ) from error
-        except NOT_COMPILED as error:
+        except not_compiled() as error:
             allow_saved_tensors_hooks()
             if by_autograd:
                 raise

@@ -171,7 +171,7 @@ def _scrambled(x: Any, constant: Callable[[int], Any], shifted: Callable[[Any, A
 _library = torch.library.Library("decentfn", "FRAGMENT")
 _library.define("scramble(Tensor x) -> Tensor")
 _library.impl("scramble", lambda x: _scrambled(x, int, operator.rshift), "CompositeExplicitAutograd")
-torch.library.register_fake("decentfn::scramble", torch.empty_like, lib=_library)
+lowering.register_fake("decentfn::scramble", torch.empty_like, _library)
 torch.library.register_vmap(
     "decentfn::scramble", lambda info, in_dims, x: (torch.ops.decentfn.scramble(x), in_dims[0]), lib=_library
 )

@@ -13,7 +13,7 @@ from decentfn.torch_private import functorch, lowering
 _library = torch.library.Library("decentfn", "FRAGMENT")
 _library.define("once(Tensor x) -> Tensor")
 _library.impl("once", torch.clone, "CompositeExplicitAutograd")
-torch.library.register_fake("decentfn::once", torch.empty_like, lib=_library)
+lowering.register_fake("decentfn::once", torch.empty_like, _library)
 
 
 def as_step(t: int | Tensor) -> Tensor:
@@ -65,7 +65,7 @@ lowering.lower_as_realized(torch.ops.decentfn.once)
 
 _library.define("rounded(Tensor x, ScalarType dtype) -> Tensor")
 _library.impl("rounded", lambda x, dtype: x.to(dtype, copy=True), "CompositeExplicitAutograd")
-torch.library.register_fake("decentfn::rounded", lambda x, dtype: torch.empty_like(x, dtype=dtype), lib=_library)
+lowering.register_fake("decentfn::rounded", lambda x, dtype: torch.empty_like(x, dtype=dtype), _library)
 torch.library.register_vmap(
     "decentfn::rounded", lambda info, in_dims, x, dtype: (rounded(x, dtype), in_dims[0]), lib=_library
 )

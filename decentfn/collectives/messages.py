@@ -18,6 +18,7 @@ from decentfn.collectives.reports import different_steps, has_timed_out, report
 from decentfn.collectives.steps import Call, Loss
 from decentfn.torch_private import inductor
 from decentfn.torch_private.profiler import is_profiled, nothing, span
+from decentfn.torch_private import lowering
 
 _sched_yield = getattr(os, "sched_yield", int)
 _YIELDS = 5
@@ -193,7 +194,7 @@ def track(tensor: Tensor, flight: Flight) -> None:
     if tensor.device.type == "cpu":
         for _ in range(_YIELDS):
             _sched_yield()
-    if not inductor.OVERLAPS:
+    if lowering.is_refused:
         complete(tensor)
 
 

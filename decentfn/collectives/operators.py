@@ -310,31 +310,31 @@ _library.impl("sum_inside", _sum_inside, _KEY)
 _library.impl("worker_index", _worker_index, _KEY)
 
 
-@torch.library.register_fake("decentfn::exchange", lib=_library)
 def _exchange_fake(x: Tensor, peers: Tensor, t: Tensor, per_slot: bool, good: Tensor | None) -> Tensor:
     _place(1, peers.shape[2], "exchange")
     return x.new_empty((peers.shape[3], *x.shape[1 if per_slot else 0 :]))
 
 
-@torch.library.register_fake("decentfn::exchange_stacked", lib=_library)
 def _exchange_stacked_fake(x: Tensor, peers: Tensor, t: Tensor, per_slot: bool, good: Tensor | None) -> Tensor:
     return x.new_empty((x.shape[0], peers.shape[3], *x.shape[2 if per_slot else 1 :]))
 
 
-@torch.library.register_fake("decentfn::group_mean", lib=_library)
 def _group_mean_fake(x: Tensor, groups: Tensor, t: Tensor, good: Tensor | None) -> Tensor:
     _place(1, groups.shape[1], "group_mean")
     return torch.empty_like(x)
 
 
-torch.library.register_fake(
-    "decentfn::group_mean_stacked", lambda x, groups, t, good: torch.empty_like(x), lib=_library
-)
-torch.library.register_fake("decentfn::wait", torch.empty_like, lib=_library)
-torch.library.register_fake("decentfn::complete", lambda x: None, lib=_library)
-torch.library.register_fake(
-    "decentfn::worker_index", lambda token, local: token.new_empty(local, dtype=torch.int64), lib=_library
-)
+_fakes = {
+    "exchange": _exchange_fake,
+    "exchange_stacked": _exchange_stacked_fake,
+    "group_mean": _group_mean_fake,
+    "group_mean_stacked": lambda x, groups, t, good: torch.empty_like(x),
+    "wait": torch.empty_like,
+    "complete": lambda x: None,
+    "worker_index": lambda token, local: token.new_empty(local, dtype=torch.int64),
+}
+for _name, _fake in _fakes.items():
+    lowering.register_fake(f"decentfn::{_name}", _fake, _library)
 torch.library.register_vmap("decentfn::exchange", _exchange_vmap, lib=_library)
 torch.library.register_vmap("decentfn::group_mean", _group_mean_vmap, lib=_library)
 torch.library.register_vmap("decentfn::wait", _wait_vmap, lib=_library)

@@ -28,6 +28,7 @@ from decentfn.gradient.traced import Evaluation
 from decentfn.scalars import moved
 from decentfn.stacking import require_rows
 from decentfn.torch_private import functorch, inductor
+from decentfn.torch_private.dynamo import constant_while_traced
 from decentfn.trees import PyTree
 from decentfn.words import brief
 
@@ -144,7 +145,7 @@ def _by_element(used: Tensor, params: Buckets) -> Buckets:
     return Buckets(flags, params.plan)
 
 
-@torch.compiler.assume_constant_result
+@constant_while_traced
 def _remember(name: str, plan: Plan, buffers: PyTree) -> tuple[int, tuple[int, ...], bool]:
     """The number of a layout, which of the buffers the loss changes and whether its parameters; while the step is traced."""
     loss_fn = _losses[int(name)]

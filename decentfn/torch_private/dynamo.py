@@ -1,31 +1,51 @@
-"""What torch.compile raises where it cannot compile."""
+"""What torch.compile is told of a function, and what it raises where it cannot compile."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 from decentfn.words import root
 
-try:
-    from torch._dynamo import exc
+F = TypeVar("F", bound=Callable[..., Any])
 
-    NOT_COMPILED: tuple[type[Exception], ...] = (
-        exc.Unsupported,
-        exc.TorchRuntimeError,
-        exc.UserError,
-        exc.ObservedException,
-        exc.BackendCompilerFailed,
-        exc.InternalTorchDynamoError,
-        exc.UncapturedHigherOrderOpError,
+
+def not_compiled() -> tuple[type[Exception], ...]:
+    """What it raises where it cannot compile."""
+    return _errors(
+        "Unsupported",
+        "TorchRuntimeError",
+        "UserError",
+        "ObservedException",
+        "BackendCompilerFailed",
+        "InternalTorchDynamoError",
+        "UncapturedHigherOrderOpError",
     )
-    TOO_MANY_GRAPHS: tuple[type[Exception], ...] = (exc.FailOnRecompileLimitHit,)
-    _FAILED_WHILE_TRACED: tuple[type[Exception], ...] = (exc.TorchRuntimeError,)
-except (ImportError, AttributeError):
-    NOT_COMPILED = TOO_MANY_GRAPHS = _FAILED_WHILE_TRACED = ()
+
+
+def too_many_graphs() -> tuple[type[Exception], ...]:
+    """What it raises where it would compile more often than it may."""
+    return _errors("FailOnRecompileLimitHit")
+
+
+def _errors(*names: str) -> tuple[type[Exception], ...]:
+    try:
+        from torch._dynamo import exc
+    except ImportError:
+        return ()
+    return tuple(getattr(exc, name) for name in names if hasattr(exc, name))
+
+
+def constant_while_traced(function: F) -> F:
+    """As torch.compiler.assume_constant_result, which imports Dynamo for it."""
+    function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+    return function
 
 
 def first_error(error: BaseException) -> BaseException:
     """The error with which it began; what an operator of the user's raised is only the context of Dynamo's own."""
     error = root(error)
-    if isinstance(error, _FAILED_WHILE_TRACED):
+    if isinstance(error, _errors("TorchRuntimeError")):
         while error.__context__ is not None:
             error = error.__context__
     return error

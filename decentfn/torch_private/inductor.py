@@ -10,38 +10,46 @@ import operator
 import os
 import tempfile
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch._dynamo import lookup_backend as lookup_backend
 
-try:
-    from torch._inductor import config, ir
-    from torch._inductor.custom_graph_pass import CustomGraphPass as _GraphPass
+# Dynamo and Inductor take seconds to import: only what compiles does.
 
-    # Tried here: without it `lowering` cannot overlap anything.
-    from torch._inductor.lowering import register_lowering as register_lowering
 
-    OVERLAPS = (
+def lookup_backend(name: str) -> Callable[..., Any]:
+    """The backend of torch.compile with this name."""
+    from torch import _dynamo
+
+    return _dynamo.lookup_backend(name)
+
+
+@functools.cache
+def overlaps() -> bool:
+    """Whether compiled code can post first and wait last."""
+    try:
+        from torch._inductor import config, ir
+
+        # Tried here: without it `lowering` cannot overlap anything.
+        from torch._inductor.lowering import register_lowering as register_lowering
+    except ImportError:
+        return False
+    return (
         hasattr(ir, "_CollectiveKernel")
         and hasattr(ir, "_WaitKernel")
         and hasattr(config, "reorder_for_compute_comm_overlap_passes")
     )
-except ImportError:
-    OVERLAPS = False
-    _GraphPass = object
-
-try:
-    from torch._inductor.runtime.cache_dir_utils import cache_dir as _cache_dir
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir as _default_cache_dir
-except ImportError:
-    _cache_dir, _default_cache_dir = tempfile.gettempdir, str
 
 
 def cache_dir() -> str:
     """Inductor's cache, which holds code that will run: the directory that nobody has chosen is made its owner's only."""
-    path = _cache_dir()
+    try:
+        from torch._inductor.runtime import cache_dir_utils
+    except ImportError:
+        return tempfile.gettempdir()
+    path = cache_dir_utils.cache_dir()
     if hasattr(os, "getuid"):
         owner = os.stat(path).st_uid
         if owner not in (0, os.getuid()):
@@ -50,7 +58,7 @@ def cache_dir() -> str:
                 "TORCHINDUCTOR_CACHE_DIR to a directory of your own.",
                 stacklevel=2,
             )
-        elif owner == os.getuid() and path == _default_cache_dir():
+        elif owner == os.getuid() and path == cache_dir_utils.default_cache_dir():
             os.chmod(path, 0o700)
     return path
 
@@ -61,8 +69,11 @@ def compile_options() -> dict[str, Any]:
     By default Inductor minimises peak memory and sinks a collective's start next to its wait. Its cache keeps what was
     compiled by graph and options and does not see how operators are implemented, so our sources are among the options.
     """
-    if not OVERLAPS:
+    if not overlaps():
         return {}
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    CustomGraphPass.register(_StoreEarly)  # whose code is cached by its uuid
     return {
         "post_grad_custom_post_pass": _StoreEarly(),
         "reorder_for_compute_comm_overlap": True,
@@ -80,6 +91,8 @@ def _wait_last(nodes: list[Any]) -> list[Any]:
     Its own pass `sink_waits` lets the order of waits follow from where the gradients come from: the first message is
     then often waited for last, and all that needs it comes after the last message is in.
     """
+    from torch._inductor import ir
+
     maker = {name: i for i, node in enumerate(nodes) for name in node.get_buffer_names()}
     needs = [{maker[d.name] for d in node.unmet_dependencies if d.name in maker} - {i} for i, node in enumerate(nodes)]
     users: dict[int, list[int]] = {}
@@ -161,7 +174,7 @@ def _copy_what_is_kept(graph: torch.fx.Graph, stores: list[Any]) -> None:
             store.args = (store.args[0], kept, *store.args[2:])
 
 
-class _StoreEarly(_GraphPass):  # pyright: ignore[reportGeneralTypeIssues]
+class _StoreEarly:
     """Write the donated state as soon as all of it is computed, before what is left of the metrics.
 
     PyTorch puts those writes last. What comes before them is a loop of its own, what comes after can be part of the
@@ -192,4 +205,5 @@ class _StoreEarly(_GraphPass):  # pyright: ignore[reportGeneralTypeIssues]
             nodes[last].append(store)
 
     def uuid(self) -> str:
+        """What its results depend on."""
         return digest_of_sources()

@@ -8,13 +8,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-try:
-    from torch._inductor.codegen.cpp import CppScheduling as _CppScheduling
-    from torch._inductor.cpu_vec_isa import VecISA as _VecISA
-    from torch.utils._sympy.functions import FloorDiv as _FloorDiv
-except ImportError:
-    _CppScheduling = _VecISA = _FloorDiv = None
-
 
 @contextlib.contextmanager
 def remembered_probes(leave: Callable[[Path], None]) -> Iterator[None]:
@@ -23,8 +16,11 @@ def remembered_probes(leave: Callable[[Path], None]) -> Iterator[None]:
     It does so for every set of vector instructions, which takes a second of the first step; PyTorch 2.15 remembers it
     by itself, in the same way. The path says what compiler with what flags; `leave` makes the file.
     """
-    probe = getattr(_VecISA, "_probe_load", None)
-    if _VecISA is None or probe is None:
+    try:
+        from torch._inductor.cpu_vec_isa import VecISA
+
+        probe = VecISA._probe_load  # PyTorch 2.15 has none
+    except (ImportError, AttributeError):
         yield
         return
 
@@ -37,29 +33,33 @@ def remembered_probes(leave: Callable[[Path], None]) -> Iterator[None]:
             leave(marker)
         return passed
 
-    with _in_place_of(_VecISA, "_probe_load", probe_load):
+    with _in_place_of(VecISA, "_probe_load", probe_load):
         yield
 
 
 @contextlib.contextmanager
 def even_splits() -> Iterator[None]:
     """Keep Inductor from splitting a loop by what does not divide it: on a CPU it forgets the rest (PyTorch's 195582)."""
-    split = getattr(_CppScheduling, "try_loop_split", None)
-    if split is None:
+    try:
+        from torch._inductor.codegen.cpp import CppScheduling
+        from torch.utils._sympy.functions import FloorDiv
+
+        split = CppScheduling.try_loop_split
+    except (ImportError, AttributeError):
         yield
         return
 
     def leaves_a_rest(node: Any) -> bool:
         body = node.node.get_default_sizes_body()[1]
         divisions = [
-            d for index in body.indexing_exprs.values() if hasattr(index, "find") for d in index.find(_FloorDiv)
+            d for index in body.indexing_exprs.values() if hasattr(index, "find") for d in index.find(FloorDiv)
         ]
         return any(body.var_ranges.get(d.args[0], 0) % d.args[1] != 0 for d in divisions)
 
     def checked(self: Any, nodes: list[Any]) -> list[Any]:
         return nodes if any(map(leaves_a_rest, nodes)) else split(self, nodes)
 
-    with _in_place_of(_CppScheduling, "try_loop_split", checked):
+    with _in_place_of(CppScheduling, "try_loop_split", checked):
         yield
 
 

@@ -17,14 +17,17 @@ from decentfn.torch_private import inductor, inductor_on_cpu
 
 WITHOUT = """
 import sys
+
 import torch
-{removal}
+
 import decentfn as df
-{restoration}
-from decentfn.torch_private import inductor
+from decentfn.torch_private import inductor, lowering
 from tests import cases
 
-assert not inductor.OVERLAPS and "reorder_for_compute_comm_overlap" not in inductor.compile_options()
+{removal}
+lowering.register_all()
+{restoration}
+assert lowering.is_refused and "reorder_for_compute_comm_overlap" not in inductor.compile_options()
 case = cases.Case("adapt_while_communicate", "ring")
 ranks = df.testing.on_ranks(2, lambda rank: cases.on_this_rank(case, steps=3, local=1, backend="inductor")[0])
 expected, _ = cases.simulated(case, 2, steps=3)
