@@ -22,7 +22,7 @@ from decentfn.run.memory import give_back_freed_memory
 from decentfn.scalars import as_step
 from decentfn.torch_private import inductor
 from decentfn.torch_private.autograd import allow_saved_tensors_hooks
-from decentfn.torch_private.dynamo import first_error, not_compiled, too_many_graphs
+from decentfn.torch_private.dynamo import first_error, not_compiled, not_loaded, too_many_graphs
 from decentfn.trees import PyTree
 from decentfn.words import brief, brief_error
 
@@ -112,6 +112,11 @@ def compile(
             ) from error
         except not_compiled() as error:
             allow_saved_tensors_hooks()
+            if (said := not_loaded(error)) is not None:
+                raise RuntimeError(
+                    f"df.compile(step): {brief_error(said)}. A file in Inductor's cache is damaged, as after a kill or on a full "
+                    f"disk; delete {inductor.cache_dir()} and start again."
+                ) from error
             if by_autograd:
                 raise
             raise RuntimeError(

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import decentfn as df
 from decentfn import compile_cache
 from decentfn.torch_private import inductor
 
@@ -104,3 +105,13 @@ def test_the_cache_is_its_owners_alone_unless_somebody_chose_its_place(monkeypat
     monkeypatch.setattr(inductor, "os", SimpleNamespace(stat=lambda path: SimpleNamespace(st_uid=7), getuid=lambda: 8))
     with pytest.warns(UserWarning, match="belongs to another user.*TORCHINDUCTOR_CACHE_DIR"):
         inductor.cache_dir()
+
+
+@pytest.mark.parametrize("wrap", [lambda loss_fn: loss_fn, df.autograd])
+def test_a_damaged_file_in_the_cache_is_named_with_the_way_out(wrap):
+    def backend(graph, inputs):
+        raise OSError("/cache/il/x.main.so: file too short")
+
+    init, step = df.all_reduce(wrap(lambda x, batch: (x - batch).sum()), df.sgd(0.1), df.topology("complete", 1))
+    with pytest.raises(RuntimeError, match="x.main.so: file too short. A file in Inductor's cache is damaged.*delete "):
+        df.compile(step, backend=backend)(init(torch.ones(2)), torch.ones(2), 0)

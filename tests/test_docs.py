@@ -68,3 +68,25 @@ def test_the_reference_has_every_public_name_and_is_what_its_generator_writes(tm
     assert (DOCS / "api.md").read_text(encoding="utf-8") == written, "run `python docs/generate_api.py`"
     for name in df.__all__:
         assert f"df.{name}` |" in written or inspect.ismodule(getattr(df, name)), name
+
+
+SAID = [  # of each message that the page quotes, what stands between its names and numbers
+    "so that workers x processes is the topology's size.",
+    " started several processes, but RANK is not set, so each would train alone; start them with torchrun, or export RANK=$",
+    " a process did not start, or was told of another store: where nodes come and go, start torchrun with",
+    "replicas must start equal: `params, buffers = df.broadcast((params, buffers))` before init",
+    "; every rank must call the step with the same t",
+    "nothing came within the timeout of df.init (",
+    "a process is later than the timeout of df.init (",
+    " has died, or has left",
+    ". A file in Inductor's cache is damaged, as after a kill or on a full disk; delete ",
+]
+
+
+def test_messages_that_the_troubleshooting_page_quotes_are_those_that_are_said():
+    sources = "".join(path.read_text(encoding="utf-8") for path in Path(df.__file__).parent.rglob("*.py"))
+    sources = re.sub(r'"\s*\n\s*f?"', "", sources)
+    page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+    quoted = re.findall(r"```text\n(.*?)\n```", page, re.DOTALL)
+    assert [message for message in quoted if not any(part in message for part in SAID)] == []
+    assert [part for part in SAID if part not in sources or part not in page] == []

@@ -36,6 +36,12 @@ def _errors(*names: str) -> tuple[type[Exception], ...]:
     return tuple(getattr(exc, name) for name in names if hasattr(exc, name))
 
 
+def not_loaded(error: BaseException) -> BaseException | None:
+    """What the system said of compiled code that it could not load, if that is why `error` was raised."""
+    said = getattr(error, "inner_exception", None)
+    return said if isinstance(said, (ImportError, OSError)) and ".so" in str(said) else None
+
+
 def constant_while_traced(function: F) -> F:
     """As torch.compiler.assume_constant_result, which imports Dynamo for it."""
     function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
