@@ -110,6 +110,16 @@ def looking(algorithm: df.Algorithm, state: df.State) -> None:
     state, _ = decent_step(one, (torch.ones(4, 3), torch.ones(4)), torch.tensor(0))
 
 
+def telling(state: df.State, metrics: df.Metrics, directory: Path) -> None:
+    everyone: df.Metrics = df.gather(state, metrics)
+    mean: Tensor = df.mean(state, everyone.loss)
+    held_out = [(torch.ones(4, 3), torch.ones(4))]
+    scores: list[Tensor] = [df.evaluate(loss_fn, state, held_out), df.evaluate_replicas(loss_fn, state, held_out)]
+    df.check_replicas(state)
+    with df.logs.JSONLines(directory / "log.jsonl") as log:
+        log.write({"loss": mean, "held_out": scores[0]}, step=0)
+
+
 def modules(topology: df.Topology, optimizer: df.Transform) -> dict[str, Any]:
     module = nn.Linear(3, 1)
     params, buffers, loss_fn = df.functional(module, nn.functional.mse_loss)
