@@ -139,4 +139,4 @@ def own_algorithm(topology: df.Topology) -> None:
         return rank + 1
 
     assert_type(df.testing.on_ranks(2, on_rank), list[int])
-    assert df.kit.Worker and df.algorithms.d2
+    assert df.profiling.communication and df.kit.Worker and df.algorithms.d2

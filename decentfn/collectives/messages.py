@@ -16,9 +16,8 @@ from torch import Tensor
 from decentfn.collectives.membership import World
 from decentfn.collectives.reports import different_steps, has_timed_out, report
 from decentfn.collectives.steps import Call, Loss
-from decentfn.torch_private import inductor
-from decentfn.torch_private.profiler import is_profiled, nothing, span
 from decentfn.torch_private import lowering
+from decentfn.torch_private.profiler import is_profiled, nothing, span
 
 _sched_yield = getattr(os, "sched_yield", int)
 _YIELDS = 5
