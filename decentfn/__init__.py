@@ -4,13 +4,13 @@
 
 The verbs, the algorithms and the common optimizers stand here; everything else is found by room: `df.topologies`,
 `df.transforms`, `df.schedules`, `df.compressors`, `df.data`, `df.checkpoint`, `df.logs`, `df.profiling`, `df.errors`, `df.kit` (what an
-algorithm is made of) and `df.testing`.
+algorithm is made of), `df.testing` and `df.plots` (pictures).
 """
 
 import warnings
 from typing import Any
 
-from decentfn import algorithms, compressors, errors, kit, profiling, schedules, testing, topologies, transforms
+from decentfn import algorithms, compressors, errors, kit, plots, profiling, schedules, testing, topologies, transforms
 from decentfn.algorithms.adapt_then_combine import adapt_then_combine
 from decentfn.algorithms.adapt_while_communicate import adapt_while_communicate
 from decentfn.algorithms.all_reduce import all_reduce
@@ -118,6 +118,7 @@ __all__ = [
     "momentum_tracking",
     "noloco",
     "params",
+    "plots",
     "power_gossip",
     "preemption",
     "profiling",

@@ -26,6 +26,7 @@ ROOMS: list[tuple[str, str, ModuleType]] = [
     ("df.errors", "Errors", df.errors),
     ("df.kit", "What an algorithm is made of", df.kit),
     ("df.testing", "Checks of what you write", df.testing),
+    ("df.plots", "Pictures", df.plots),
     ("decentfn.compat.ddp", "Coming from DistributedDataParallel", ddp),
     ("decentfn.compat.decent_dp", "Coming from Decent-DP", decent_dp),
 ]

@@ -31,7 +31,7 @@ LAYERS = [
         "run",
         "profiling",
     },
-    {"testing"},
+    {"testing", "plots"},
     {"cli"},
 ]
 LEVEL = {module: level for level, layer in enumerate(LAYERS) for module in layer}

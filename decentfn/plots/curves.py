@@ -1,0 +1,166 @@
+"""Runs: losses of all workers, and how far apart they are."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from decentfn.plots import paper
+from decentfn.words import brief
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_STYLES = ("-", "--", ":", "-.")
+
+
+def training_curves(
+    values: Any, *, steps: Any = None, name: str = "loss", axes: Axes | None = None, color: str = paper.BLUE
+) -> Figure:
+    """A thin line for every worker and a thick one for their mean.
+
+    Args:
+        values: `[T, N]`, a row per step: `torch.stack` of `metrics.loss`, a list of lists, an array. `[T]` is one worker.
+        steps: `[T]`, the steps of the rows; by default 0, 1, 2, ...
+        name: what the values are, for the axis; with its unit if it has one.
+        axes: where to draw; by default on a figure of its own.
+        color: of the mean; the workers' lines are paler.
+
+    Raises:
+        ValueError: values without rows, or not `[T, N]` numbers; steps of another length.
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    rows = _numbers("training_curves", "values", values, (1, 2))
+    rows = rows[:, None] if rows.ndim == 1 else rows
+    at = _steps("training_curves", steps, len(rows))
+    figure, axes = paper.place("training_curves", axes, 6, 3.6)
+    if rows.shape[1] > 1:
+        axes.plot(at, rows, color=color, linewidth=0.7, alpha=0.35)
+        axes.lines[-1].set_label(f"each of {rows.shape[1]} workers")
+    axes.plot(at, rows.mean(1), color=color, linewidth=2.2, label="their mean" if rows.shape[1] > 1 else None)
+    paper.label(axes, name)
+    if rows.shape[1] > 1:
+        axes.legend(frameon=False)
+    return figure
+
+
+def consensus(distances: Any, *, steps: Any = None, axes: Axes | None = None) -> Figure:
+    """How far the workers are from their mean, `df.consensus_distance(state)`, on a logarithmic scale.
+
+    Args:
+        distances: `[T]`, one per step; or a mapping from a name to such a curve, to compare several. Where all workers are
+            equal (0) a curve ends.
+        steps: `[T]`, the steps; by default 0, 1, 2, ...
+        axes: where to draw; by default on a figure of its own.
+
+    Raises:
+        ValueError: no curve, or one that is not `[T]` numbers; steps of another length.
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    named = distances if isinstance(distances, Mapping) else {None: distances}
+    if not named:
+        raise ValueError("df.plots.consensus({}): there is no curve to draw; give at least one, {'ring': [...]}.")
+    curves = {name: _numbers("consensus", "distances", curve, (1,)) for name, curve in named.items()}
+    places = {name: _steps("consensus", steps, len(curve)) for name, curve in curves.items()}
+    figure, axes = paper.place("consensus", axes, 6, 3.6)
+    for number, (name, curve) in enumerate(curves.items()):
+        shade, style = paper.COLORS[number % len(paper.COLORS)], _STYLES[number // len(paper.COLORS) % len(_STYLES)]
+        shown = np.where(curve > 0, curve, np.nan)
+        axes.plot(places[name], shown, style, color=shade, linewidth=2, label=None if name is None else str(name))
+    axes.set_yscale("log")
+    paper.label(axes, "distance from the mean\n(root mean square over workers)")
+    if None not in curves:
+        axes.legend(frameon=False)
+    return figure
+
+
+def run(log: str | os.PathLike[str] | Iterable[Mapping[str, Any]]) -> Figure:
+    """A run's log as a picture: the loss beside the consensus distance.
+
+    Args:
+        log: a file of JSON lines, as `examples/train_lm.py` writes it, or the same as dictionaries. Lines with a `step` and a
+            `loss` count: a number, a list with one per worker, or `{"min", "mean", "max"}` over the workers; with a
+            `consensus_distance` there is a second panel.
+
+    Raises:
+        ValueError: the file is not JSON lines, or has no line with a step and a loss.
+        OSError: there is no such file.
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    lines = [line for line in _read(log) if isinstance(line, Mapping) and "step" in line and "loss" in line]
+    if not lines:
+        raise ValueError(
+            f"df.plots.run({brief(log)}): no line has a step and a loss; lines look like "
+            '{"step": 0, "loss": {"min": 5.1, "mean": 5.2, "max": 5.3}, "consensus_distance": 0.1}.'
+        )
+    steps = [line["step"] for line in lines]
+    apart = [line["consensus_distance"] for line in lines if "consensus_distance" in line]
+    both = len(apart) == len(lines)
+    figure = paper.blank("run", 9 if both else 6, 3.4)
+    panels = figure.subplots(1, 2 if both else 1, squeeze=False)[0]
+    losses = [line["loss"] for line in lines]
+    if all(isinstance(loss, Mapping) and {"min", "mean", "max"} <= set(loss) for loss in losses):
+        least, mean, most = (
+            _numbers("run", "loss", [loss[key] for loss in losses], (1,)) for key in ("min", "mean", "max")
+        )
+        at = _steps("run", steps, len(losses))
+        panels[0].fill_between(
+            at, least, most, color=paper.BLUE, alpha=0.2, linewidth=0, label="workers, lowest to highest"
+        )
+        panels[0].plot(at, mean, color=paper.BLUE, linewidth=2.2, label="their mean")
+        paper.label(panels[0], "loss")
+        panels[0].legend(frameon=False)
+    else:
+        training_curves(losses, steps=steps, axes=panels[0])
+    if both:
+        consensus(apart, steps=steps, axes=panels[1])
+    return figure
+
+
+def _read(log: Any) -> list[Any]:
+    if not isinstance(log, (str, os.PathLike)):
+        if isinstance(log, Mapping) or not isinstance(log, Iterable):
+            raise ValueError(f"df.plots.run({brief(log)}): a path, or a list of dictionaries, one per line of the log.")
+        return list(log)
+    lines = []
+    for number, line in enumerate(Path(log).read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            lines += [json.loads(line)] if line.strip() else []
+        except ValueError:
+            raise ValueError(
+                f"df.plots.run({str(log)!r}): line {number} is not JSON: {brief(line)}; the log has one object a line."
+            ) from None
+    return lines
+
+
+def _numbers(call: str, what: str, values: Any, dimensions: Sequence[int]) -> np.ndarray:
+    shapes = " or ".join("[T, N]" if d == 2 else "[T]" for d in dimensions)
+    try:
+        if hasattr(values, "detach"):
+            values = values.detach().cpu().double()
+        elif isinstance(values, Sequence) and not isinstance(values, str):
+            values = [v.detach().cpu().double() if hasattr(v, "detach") else v for v in values]
+        found = np.asarray(values, dtype=np.float64)
+    except (TypeError, ValueError):
+        found = None
+    if found is None or found.ndim not in dimensions or not found.size:
+        raise ValueError(f"df.plots.{call}({what}={brief(values)}): expected numbers {shapes}, a row for every step.")
+    return found
+
+
+def _steps(call: str, steps: Any, length: int) -> np.ndarray:
+    if steps is None:
+        return np.arange(length)
+    at = _numbers(call, "steps", steps, (1,))
+    if len(at) != length or not all(math.isfinite(t) for t in at):
+        raise ValueError(
+            f"df.plots.{call}(steps={brief(steps)}): {length} rows need {length} steps, there are {len(at)}."
+        )
+    return at

@@ -1,0 +1,53 @@
+"""What all pictures share: the paper that they are drawn on, and colours."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from decentfn.words import brief
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+"""Okabe and Ito's, which colour-blind readers tell apart."""
+BLUE, GREY = COLORS[0], "#8A8F98"
+
+
+def blank(call: str, width: float, height: float) -> Figure:
+    """An empty figure, in inches; it belongs to no window."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError(
+            f"df.plots.{call}: pictures need matplotlib, which is not installed: pip install 'decentfn[plots]'."
+        ) from None
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def place(call: str, axes: Any, width: float, height: float) -> tuple[Figure, Axes]:
+    """The figure and the axes to draw on: the user's, or new ones."""
+    figure = blank(call, width, height)
+    if axes is None:
+        return figure, figure.add_subplot()
+    from matplotlib.axes import Axes
+
+    if not isinstance(axes, Axes):
+        raise ValueError(
+            f"df.plots.{call}(axes={brief(axes)}): axes are one matplotlib Axes, figure.add_subplot(); "
+            "leave them out for a figure of its own."
+        )
+    return axes.get_figure(root=True) or figure, axes
+
+
+def label(axes: Axes, y: str) -> None:
+    """Curves over the steps, of `y`."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_ylabel(y)
+    axes.grid(color="0.9", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,244 @@
+"""Topologies: who hears whom in each phase, as a graph and as the mixing matrix."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from decentfn import topologies
+from decentfn.plots import paper
+from decentfn.scalars import as_step
+from decentfn.words import brief
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_MOST_WORKERS, _MOST_PHASES, _COLUMNS = 256, 12, 4
+_NUMBERED, _WITH_VALUES = 32, 8
+"""Up to so many workers have their numbers in the graph, and their weights in the matrix."""
+
+
+def topology(topology: topologies.Topology, phases: Sequence[int] | None = None) -> Figure:
+    """A schedule's phases: who hears whom as a graph, and below it the mixing matrix.
+
+    Args:
+        topology: of at most 256 workers.
+        phases: the steps t to show, at most 12. By default the whole period, or its first 12 phases; of a random schedule the
+            first 4 steps.
+
+    Raises:
+        ValueError: no topology, too many workers or phases, or a phase that is no step.
+        ModuleNotFoundError: matplotlib is not installed.
+
+    >>> import decentfn as df
+    >>> figure = df.plots.topology(df.topology("one-peer-exp", 8))
+    >>> len(figure.axes)  # three graphs, three matrices
+    6
+    """
+    _check("topology", topology)
+    known = topology.period or 4
+    shown = range(min(known, _MOST_PHASES)) if phases is None else phases
+    if not isinstance(shown, Sequence) or isinstance(shown, str) or not 1 <= len(shown) <= _MOST_PHASES:
+        raise ValueError(
+            f"df.plots.topology(phases={brief(phases)}): a list of 1 to {_MOST_PHASES} steps, phases=[0, 1]; "
+            f"{topology.name!r} has {'no period' if topology.period is None else f'a period of {known}'}."
+        )
+    steps = [_step("topology", t) for t in shown]
+    columns, blocks = min(len(steps), _COLUMNS), math.ceil(len(steps) / _COLUMNS)
+    figure = paper.blank("topology", max(2.5 * columns, 3.4), 4.9 * blocks + 0.5)
+    rows = figure.subplots(2 * blocks, columns, squeeze=False)
+    largest = max(float(topologies.mixing_matrix(topology, t).max()) for t in steps)
+    for place in range(columns * blocks):
+        block, column = divmod(place, columns)
+        above, below = rows[2 * block, column], rows[2 * block + 1, column]
+        if place < len(steps):
+            _graph(topology, steps[place], above)
+            _matrix(topology, steps[place], below, largest)
+        else:
+            above.remove()
+            below.remove()
+    kind = "random" if topology.period is None else f"{_count(known, 'phase')}"
+    figure.suptitle(f"{topology.name}, {_count(topology.num_workers, 'worker')}, {kind}")
+    return figure
+
+
+def graph(topology: topologies.Topology, t: int, axes: Axes | None = None) -> Figure:
+    """The workers of step `t` on a circle: a line where two hear each other, an arrow from sender to receiver where one does.
+
+    Workers that average as a group stand on a coloured ground.
+
+    Args:
+        topology: of at most 256 workers.
+        t: the step.
+        axes: where to draw; by default on a figure of its own.
+
+    Raises:
+        ValueError: no topology, too many workers, or a `t` that is no step.
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    _check("graph", topology)
+    step = _step("graph", t)
+    figure, axes = paper.place("graph", axes, 3.4, 3.6)
+    _graph(topology, step, axes)
+    return figure
+
+
+def matrix(topology: topologies.Topology, t: int, axes: Axes | None = None) -> Figure:
+    """The mixing matrix of step `t`, `df.mixing_matrix(topology, t)`: row i holds the weights that worker i gives.
+
+    Args:
+        topology: of any number of workers.
+        t: the step.
+        axes: where to draw; by default on a figure of its own.
+
+    Raises:
+        ValueError: no topology, or a `t` that is no step.
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    _check("matrix", topology, most=None)
+    step, is_mine = _step("matrix", t), axes is None
+    figure, axes = paper.place("matrix", axes, 3.8, 3.4)
+    _matrix(topology, step, axes, None)
+    if is_mine and topology.num_workers > _WITH_VALUES:
+        bar = figure.colorbar(axes.images[0], ax=axes, label="weight")
+        bar.ax.set_ylim(0, float(topologies.mixing_matrix(topology, step).max()))
+    return figure
+
+
+def _check(call: str, topology: Any, most: int | None = _MOST_WORKERS) -> None:
+    if not isinstance(topology, topologies.Topology):
+        raise ValueError(f"df.plots.{call}({brief(topology)}): expected a topology: df.topology('ring', 8).")
+    if most and topology.num_workers > most:
+        raise ValueError(
+            f"df.plots.{call}({topology!r}): a graph of more than {most} workers cannot be read; draw the same schedule "
+            "with fewer, or df.plots.matrix."
+        )
+
+
+def _step(call: str, t: Any) -> int:
+    try:
+        return int(as_step(t))
+    except ValueError:
+        raise ValueError(f"df.plots.{call}(t={brief(t)}): a step is an integer, from 0.") from None
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _links(topology: topologies.Topology, t: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Pairs that hear each other, and (sender, receiver) where only one does; of the messages, not of groups."""
+    sources, _, weights, *_ = topology.round(t)
+    heard = {
+        (j, i)
+        for i, row in enumerate(sources.tolist())
+        for j, weight in zip(row, weights[i, 1:].tolist(), strict=True)
+        if j not in (-1, i) and weight
+    }
+    both = sorted((j, i) for j, i in heard if j < i and (i, j) in heard)
+    return both, sorted((j, i) for j, i in heard if (i, j) not in heard)
+
+
+def _groups(topology: topologies.Topology, t: int) -> list[list[int]]:
+    """The workers of each group that averages, two or more."""
+    *_, groups, mean_weights = topology.round(t)
+    if groups is None or mean_weights is None:
+        return []
+    members: dict[int, list[int]] = {}
+    for worker, (group, weight) in enumerate(zip(groups.tolist(), mean_weights.tolist(), strict=True)):
+        if weight:
+            members.setdefault(group, []).append(worker)
+    return [group for group in members.values() if len(group) > 1]
+
+
+def _graph(topology: topologies.Topology, t: int, axes: Axes) -> None:
+    from matplotlib.collections import LineCollection
+    from matplotlib.patches import Circle, FancyArrowPatch, Polygon
+
+    n = topology.num_workers
+    angles = [math.pi / 2 - 2 * math.pi * i / n for i in range(n)]  # worker 0 on top, then clockwise
+    at = [(math.cos(a), math.sin(a)) for a in angles] if n > 1 else [(0.0, 0.0)]
+    radius = min(0.16, 2.4 / n) if n <= _NUMBERED else 1.6 / n
+    both, single = _links(topology, t)
+    groups = _groups(topology, t)
+    colors = [paper.BLUE] * n
+    for number, group in enumerate(groups):
+        color = paper.COLORS[number % len(paper.COLORS)]
+        axes.add_patch(
+            Polygon(
+                [at[i] for i in group], facecolor=color, edgecolor=color, linewidth=8, joinstyle="round", alpha=0.22
+            )
+        )
+        for i in group:
+            colors[i] = color
+    width = 1.6 if len(both) + len(single) <= 64 else 0.7
+    axes.add_collection(LineCollection([(at[i], at[j]) for i, j in both], colors=paper.GREY, linewidths=width))
+    points = 72 * 2.2 / 2.5  # of a unit in the picture, about
+    for j, i in single:
+        axes.add_patch(
+            FancyArrowPatch(
+                at[j],
+                at[i],
+                arrowstyle="-|>",
+                mutation_scale=10 if n <= _NUMBERED else 5,
+                linewidth=width,
+                color=paper.GREY,
+                connectionstyle="arc3,rad=0.08",
+                shrinkA=radius * points,
+                shrinkB=radius * points,
+            )
+        )
+    for i, (x, y) in enumerate(at):
+        axes.add_patch(Circle((x, y), radius, facecolor=colors[i], edgecolor="white", linewidth=0.8, zorder=3))
+        if n <= _NUMBERED:
+            size = 9 if n <= 12 else 7 if n <= 20 else 5.5
+            axes.text(x, y, str(i), ha="center", va="center_baseline", color="white", fontsize=size, zorder=4)
+        elif i % (n // 8) == 0:
+            axes.text(1.14 * x, 1.14 * y, str(i), ha="center", va="center", fontsize=7, color="0.35")
+    axes.set(xlim=(-1.25, 1.25), ylim=(-1.25, 1.25), aspect="equal")
+    axes.axis("off")
+    name = f"step {t}" if topology.period is None else f"phase {t % topology.period}"
+    axes.set_title(f"{name}\n{_said(both, single, groups, n)}", fontsize=10)
+
+
+def _said(both: list[Any], single: list[Any], groups: list[list[int]], n: int) -> str:
+    """What happens, in a few words."""
+    parts = []
+    if groups:
+        sizes = {len(group) for group in groups}
+        size = str(sizes.pop()) if len(sizes) == 1 else f"{min(sizes)} to {max(sizes)}"
+        parts.append("all average" if len(groups[0]) == n else f"{_count(len(groups), 'group')} of {size}")
+    if both or single:
+        parts.append(_count(2 * len(both) + len(single), "message"))
+    return ", ".join(parts) or "nobody sends"
+
+
+def _matrix(topology: topologies.Topology, t: int, axes: Axes, largest: float | None) -> None:
+    weights = topologies.mixing_matrix(topology, t).numpy()
+    n = topology.num_workers
+    most = largest or float(weights.max())
+    shown = np.ma.masked_equal(weights, 0.0)  # white: only there is nothing
+    axes.imshow(shown, cmap="Blues", vmin=-0.3 * most, vmax=1.25 * most, interpolation="nearest")
+    axes.set_xlabel("hears worker j", fontsize=9)
+    axes.set_ylabel("worker i", fontsize=9)
+    every = max(1, math.ceil(n / 8))
+    axes.set_xticks(range(0, n, every))
+    axes.set_yticks(range(0, n, every))
+    axes.tick_params(labelsize=8, length=2)
+    axes.spines[:].set_color("0.7")
+    if n <= _WITH_VALUES:
+        for i, j in zip(*weights.nonzero(), strict=True):
+            value = float(weights[i, j])
+            ink = "white" if value > most / 2 else "black"
+            axes.text(j, i, _fraction(value), ha="center", va="center_baseline", fontsize=7.5, color=ink)
+
+
+def _fraction(weight: float) -> str:
+    """1/2 for 0.5; two digits where no small fraction fits."""
+    near = Fraction(weight).limit_denominator(64)
+    return str(near) if abs(near - weight) < 1e-9 else f"{weight:.2f}"
