@@ -6,7 +6,7 @@
     python examples/benchmark.py --memory | --compile-times | --scaling 1 2 4 | --overhead | --simulator | --checkpoints
 
 All peers run in one launch, in drained blocks that take turns (A B A B ...), so that their ratios hold on a noisy
-machine too. Beside them stand the floors, written by hand without any library: compute alone, exchange alone (bare
+machine too; a peer that cannot run is named and the exit code is 1. Beside them stand the floors, written by hand without any library: compute alone, exchange alone (bare
 receives and sends), and both overlapped. `df.init()` lets glibc keep freed memory; peers in the process gain alike.
 """
 
@@ -117,6 +117,11 @@ def show(args: argparse.Namespace, result: Any, text: str) -> None:
         Path(args.json).write_text(json.dumps(result, indent=1))
     if args.plot and isinstance(result, dict) and "rows" in result:
         report.plot(result, args.plot)
+    elif args.plot and args.scaling:
+        report.plot_scaling(result, args.plot)
+    failed = report.failures(result)
+    if failed:
+        raise SystemExit(f"benchmark: could not run {'; '.join(failed)}.")
 
 
 def single(args: argparse.Namespace, spec: str, **environment: str) -> Any:

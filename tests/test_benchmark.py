@@ -12,13 +12,15 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
-def benchmark(tmp_path, *arguments, launcher=()):
+def benchmark(tmp_path, *arguments, launcher=(), code=0):
     """Run the benchmark; what it printed and the JSON that it wrote."""
     out = tmp_path / "out.json"
     command = [sys.executable, *launcher, str(ROOT / "examples" / "benchmark.py"), "--json", str(out), *arguments]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == code, done.stderr
+    if code:
+        assert done.stderr.splitlines()[-1].startswith("benchmark: could not run ")
     return done.stdout, json.loads(out.read_text())
 
 
@@ -36,9 +38,9 @@ def test_every_peer_runs_beside_the_others_and_sends_what_it_says(tmp_path):
         "decentfn:algorithm=all_reduce,mode=eager",
     ]
     broken = "decentfn:mode=eager,topology=nowhere"
-    shown, result = benchmark(tmp_path, "--workload", "mlp", *QUICK, "--no-floors", "--peers", *peers, broken)
+    shown, result = benchmark(tmp_path, "--workload", "mlp", *QUICK, "--no-floors", "--peers", *peers, broken, code=1)
     rows = {row["peer"]: row for row in result["rows"]}
-    # A peer that cannot run is reported, and the others are measured.
+    # A peer that cannot run is reported, the others are measured, and the exit code is 1.
     assert "nowhere" in rows.pop(broken)["failure"] and "failed: ValueError" in shown
     assert list(rows) == peers and all(peer in shown for peer in peers)
     assert [row["failure"] for row in rows.values()] == [None] * len(peers)
@@ -48,6 +50,7 @@ def test_every_peer_runs_beside_the_others_and_sends_what_it_says(tmp_path):
     assert rows["decentfn:mode=eager,wire=bfloat16"]["payload_bytes"] == parameters / 2
     for row in rows.values():
         assert row["step_s"]["q1"] <= row["step_s"]["median"] <= row["step_s"]["q3"]
+        assert row["samples_per_s"] == 2 * result["batch_size"] / row["step_s"]["median"]
         assert row["block_steps"] == 8 and len(row["blocks_s"]) == 2
 
 
@@ -57,6 +60,8 @@ def test_torchrun_starts_it_too_and_it_draws_a_plot(tmp_path):
     shown, result = benchmark(tmp_path, *arguments, "--peers", "decentfn:mode=eager", launcher=launcher)
     rows = {row["peer"]: row for row in result["rows"]}
     assert result["workers"] == 2 and rows["decentfn:mode=eager"]["over_raw"] > 0 and "decentfn:mode=eager" in shown
+    compute, ours = rows["floor:kind=compute"]["step_s"]["median"], rows["decentfn:mode=eager"]
+    assert ours["efficiency"] == compute / ours["step_s"]["median"] and "samples/s" in shown
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -96,8 +101,66 @@ def test_a_ratio_is_over_the_floor_of_the_same_bytes_or_none(monkeypatch):
     seconds = {"floor:kind=compute": 1, "floor:kind=exchange": 4, "floor:kind=exchange,wire=bfloat16": 2}
     seconds |= {"decentfn": 5, "decentfn:wire=bfloat16": 3, "ddp:hook=bf16": 6, "decentfn:wire=float16": 3}
     rows = [{"peer": peer, "step_s": {"median": median}} for peer, median in seconds.items()]
-    rows = add_ratios({"workers": 2, "rows": rows}, None)["rows"]
+    rows = add_ratios({"workers": 2, "batch_size": 1, "rows": rows}, None)["rows"]
     assert [row.get("over_floor") for row in rows[3:]] == [5 / 4, 3 / 2, 6 / 2, None]
+
+
+def test_decent_dp_is_named_where_it_is_missing(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    monkeypatch.setitem(sys.modules, "decent_dp", None)  # as if it were not installed
+    from benchmarking import peers, report
+    from benchmarking.workloads import workload
+
+    with pytest.raises(ModuleNotFoundError, match="Decent-DP is not installed: pip install decent-dp"):
+        peers.build("decent-dp", workload("tiny"), 0, 1)
+    bad = {"peer": "decent-dp", "failure": "Decent-DP is not installed"}
+    result = {"rows": [{"peer": "alone", "failure": None}, bad]}
+    assert report.failures(result) == ["decent-dp (Decent-DP is not installed)"] == report.failures([bad])
+    assert report.failures([{"peer": "decent-dp", "cold": bad, "warm": bad}]) == report.failures(result)
+
+
+def test_scaling_says_samples_per_second_and_efficiency_and_draws_them(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    from benchmarking import report
+
+    def run(scaling, workers, step, samples):
+        row = {"peer": "decentfn", "step_s": {"median": step}, "samples_per_s": samples}
+        return {"scaling": scaling, "workers": workers, "rows": [row]}
+
+    runs = [run("weak", 1, 0.1, 80), run("weak", 4, 0.125, 256), run("strong", 1, 0.1, 80), run("strong", 4, 0.05, 160)]
+    assert report.scaling_table(runs).splitlines()[-1].split() == [
+        "decentfn",
+        "4",
+        "125",
+        "256",
+        "0.80",
+        "50",
+        "160",
+        "0.50",
+    ]
+    report.plot_scaling(runs, str(tmp_path / "plot.png"))
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("environment", "shared_by"),
+    [
+        ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, 2),  # one machine, over its loopback device
+        ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, None),  # two hosts, and nobody said which interface
+        ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "eth7"}, 2),
+        ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "GLOO_SOCKET_IFNAME": "eth7", "BENCHMARK_RESULT": "file"}, 1),
+    ],
+)
+def test_bytes_are_counted_where_they_travel(environment, shared_by, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    from benchmarking import measure
+
+    for name in ("GLOO_SOCKET_IFNAME", "BENCHMARK_RESULT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(measure, "_read", lambda path: "1000")
+    assert measure.Interface().sent() == (None if shared_by is None else 1000 / shared_by)
 
 
 def test_what_a_checkpoint_costs_is_measured(tmp_path):

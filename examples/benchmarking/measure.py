@@ -50,12 +50,16 @@ class Interface:
     def __init__(self) -> None:
         name = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
         self.path = f"/sys/class/net/{name}/statistics/tx_bytes"
-        # Ranks of one machine share the loopback device, and whatever else runs there.
-        self.shared_by = int(os.environ.get("WORLD_SIZE", "1")) if name == "lo" else 1
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        # Ranks of one machine share its device, and whatever else runs there; in namespaces each has its own.
+        self.shared_by = 1 if "BENCHMARK_RESULT" in os.environ and name != "lo" else here
+        # Between hosts nothing goes over the loopback device: GLOO_SOCKET_IFNAME says which one it is.
+        self.counts = name != "lo" or here == world
         self.name = name
 
     def sent(self) -> float | None:
-        text = _read(self.path)
+        text = _read(self.path) if self.counts else ""
         return int(text) / self.shared_by if text else None
 
 
@@ -165,7 +169,14 @@ def compare(
         for contender in running:
             contender.block(lengths[contender.spec], interface)
     rows = [contender.row() | {"block_steps": lengths.get(contender.spec)} for contender in contenders]
-    return {"machine": machine(), "interface": interface.name, "workers": size, "workload": workload.name, "rows": rows}
+    return {
+        "machine": machine(),
+        "interface": interface.name,
+        "workers": size,
+        "workload": workload.name,
+        "batch_size": workload.batch_size,
+        "rows": rows,
+    }
 
 
 def memory(spec: str, workload: Workload, rank: int, size: int, *, steps: int) -> dict[str, Any]:

@@ -181,8 +181,11 @@ def _decent_dp(
     mode: str = "eager",
     bucket_mb: int = 25,
 ) -> Peer:
-    from decent_dp.ddp import DecentralizedDataParallel
-    from loguru import logger
+    try:
+        from decent_dp.ddp import DecentralizedDataParallel
+        from loguru import logger
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError("Decent-DP is not installed: pip install decent-dp==0.2.3 loguru") from None
 
     logger.remove()
     module = workload.module()

@@ -37,6 +37,9 @@ def add_ratios(result: dict[str, Any], link_mbit: float | None) -> dict[str, Any
         step = row["step_s"]["median"]
         if compute is not None and (exchange is not None or result["workers"] == 1):
             row["over_floor"] = step / max(compute, exchange or 0.0)
+        row["samples_per_s"] = result["workers"] * result["batch_size"] / step
+        if compute is not None:
+            row["efficiency"] = compute / step
         if overlap is not None and update is not None:
             row["over_raw"] = step / (overlap + update)
         if rival is not None and row is not rival:
@@ -66,7 +69,20 @@ def _number(value: float | None, form: str) -> str:
 
 def table(result: dict[str, Any]) -> str:
     """The comparison, a line per peer."""
-    head = ("peer", "step ms", "quartiles", "CPU ms", "/floor", "/raw", "/decent-dp", "MB sent", "first s", "graphs")
+    head = (
+        "peer",
+        "step ms",
+        "quartiles",
+        "samples/s",
+        "efficiency",
+        "CPU ms",
+        "/floor",
+        "/raw",
+        "/decent-dp",
+        "MB sent",
+        "first s",
+        "graphs",
+    )
     lines = []
     for row in result["rows"]:
         if "step_s" not in row:
@@ -80,16 +96,17 @@ def table(result: dict[str, Any]) -> str:
         sent = _number(None if mega is None else mega / 1e6, ".3f")
         cpu = f"{1e3 * row['cpu_s']['median']:.4g}"
         first = f"{max(row['first_s']):.1f}"
-        lines.append(
-            (row["peer"], f"{1e3 * step['median']:.4g}", quartiles, cpu, *ratios, sent, first, str(row["graphs"]))
-        )
+        speed = "" if row["peer"].startswith("floor") else _number(row.get("samples_per_s"), ".4g")
+        rates = [speed, _number(row.get("efficiency"), ".2f") if speed else ""]
+        cells = (f"{1e3 * step['median']:.4g}", quartiles, *rates, cpu, *ratios, sent, first, str(row["graphs"]))
+        lines.append((row["peer"], *cells))
     m = result["machine"]
     link = f"{result['link_mbit']:g} Mbit/s links" if result.get("link_mbit") else "no limit on the links"
     title = (
         f"{result['workload']}, {result['workers']} workers, {link}; {m['cpu']}, {m['cores']} cores, load {m['load']}"
     )
     notes = (
-        "/floor: over max(compute, exchange) alone; /raw: over the bare overlap plus the update alone; /decent-dp: median "
+        "samples/s: of all workers; efficiency: of weak scaling, compute alone over the step; /floor: over max(compute, exchange) alone; /raw: over the bare overlap plus the update alone; /decent-dp: median "
         "ratio of blocks that ran side by side, over its better way, with the bootstrap's 95 %."
     )
     return "\n".join([title, *columns([head, *lines]), notes])
@@ -131,11 +148,22 @@ def compile_table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(columns(lines))
 
 
+def failures(result: Any) -> list[str]:
+    """What could not run, and why."""
+    found: dict[str, str] = {}
+    for part in result if isinstance(result, list) else [result]:
+        for row in part.get("rows", [part]):
+            for measured in (row, row.get("cold") or {}, row.get("warm") or {}):
+                if measured.get("failure"):
+                    found[row["peer"]] = measured["failure"]
+    return [f"{peer} ({reason})" for peer, reason in found.items()]
+
+
 def scaling_table(runs: list[dict[str, Any]]) -> str:
     """Efficiency by number of workers: weak t₁/t_N, strong t₁/(N t_N)."""
-    lines = [("peer", "workers", "weak ms", "efficiency", "strong ms", "efficiency")]
+    lines = [("peer", "workers", "weak ms", "samples/s", "efficiency", "strong ms", "samples/s", "efficiency")]
     found = {
-        (run["scaling"], run["workers"], row["peer"]): row["step_s"]["median"]
+        (run["scaling"], run["workers"], row["peer"]): (row["step_s"]["median"], row["samples_per_s"])
         for run in runs
         for row in run["rows"]
         if "step_s" in row and not row["peer"].startswith("floor")
@@ -147,19 +175,17 @@ def scaling_table(runs: list[dict[str, Any]]) -> str:
             for kind in ("weak", "strong"):
                 first, now = found.get((kind, smallest, peer)), found.get((kind, n, peer))
                 share = n / smallest if kind == "strong" else 1.0
-                cells += (
-                    ["", ""] if first is None or now is None else [f"{1e3 * now:.4g}", f"{first / now / share:.2f}"]
-                )
+                if first is None or now is None:
+                    cells += ["", "", ""]
+                else:
+                    cells += [f"{1e3 * now[0]:.4g}", f"{now[1]:.4g}", f"{first[0] / now[0] / share:.2f}"]
             lines.append((peer, str(n), *cells))
     return "\n".join(columns(lines))
 
 
 def plot(result: dict[str, Any], path: str) -> None:
-    """Bars of the step times with quartiles, and the floor as a line."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    """Bars of the step times with quartiles, and the step by hand as a line."""
+    from matplotlib.figure import Figure
 
     rows = [row for row in result["rows"] if "step_s" in row]
     values = [1e3 * row["step_s"]["median"] for row in rows]
@@ -167,13 +193,40 @@ def plot(result: dict[str, Any], path: str) -> None:
         [max(0.0, v - 1e3 * row["step_s"]["q1"]) for v, row in zip(values, rows, strict=True)],
         [max(0.0, 1e3 * row["step_s"]["q3"] - v) for v, row in zip(values, rows, strict=True)],
     ]
-    figure, axes = pyplot.subplots(figsize=(8, 0.4 * len(rows) + 1.5))
-    colors = ["0.7" if row["peer"].startswith("floor") else "C0" for row in rows]
-    axes.barh([row["peer"] for row in rows], values, xerr=errors, color=colors)
-    raw = [v for v, row in zip(values, rows, strict=True) if row["peer"] == "floor:kind=raw"]
-    for value in raw:
+    figure = Figure(figsize=(9, 0.4 * len(rows) + 1.5), layout="constrained")
+    axes = figure.add_subplot()
+    colors = ["0.75" if row["peer"].startswith("floor") else "#0072B2" for row in rows]
+    bars = axes.barh([row["peer"] for row in rows], values, xerr=errors, color=colors, ecolor="0.3")
+    axes.bar_label(bars, [f"{value:.3g}" for value in values], padding=6, fontsize=8)
+    for value in [v for v, row in zip(values, rows, strict=True) if row["peer"] == "floor:kind=raw"]:
         axes.axvline(value, color="0.3", linestyle="--", linewidth=1)
     axes.invert_yaxis()
-    axes.set_xlabel("ms per step (median, quartiles); dashed: the step by hand with bare messages")
+    axes.margins(x=0.12)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xlabel("ms per step (median, quartiles); grey: parts by hand; dashed: the whole step by hand")
     axes.set_title(f"{result['workload']}, {result['workers']} workers")
-    figure.savefig(path, bbox_inches="tight", dpi=150)
+    figure.savefig(path, dpi=150)
+
+
+def plot_scaling(runs: list[dict[str, Any]], path: str) -> None:
+    """Samples per second by number of workers, weak and strong; dotted: as many times the smallest."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.8), layout="constrained")
+    for axes, kind in zip(figure.subplots(1, 2), ("weak", "strong"), strict=True):
+        found: dict[str, list[tuple[int, float]]] = {}
+        for run in sorted((run for run in runs if run["scaling"] == kind), key=lambda run: run["workers"]):
+            for row in run["rows"]:
+                if "samples_per_s" in row:
+                    found.setdefault(row["peer"], []).append((run["workers"], row["samples_per_s"]))
+        for number, (peer, points) in enumerate(found.items()):
+            workers, rates = zip(*points, strict=True)
+            axes.plot(workers, rates, "o-", color=f"C{number}", label=peer)
+            axes.plot(workers, [rates[0] * n / workers[0] for n in workers], ":", color=f"C{number}", linewidth=1)
+        axes.set(
+            xlabel="workers", ylabel="samples per second", title=f"{kind} scaling; dotted: perfect", ylim=(0, None)
+        )
+        axes.set_xticks(sorted({run["workers"] for run in runs}))
+        if found:
+            axes.legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=150)
