@@ -10,8 +10,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
+
+import decentfn as df
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+import heterogeneity as digits  # noqa: E402
 
 FOLDER = Path(__file__).parent / "pictures"
 BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#8A8F98"
@@ -74,13 +80,101 @@ def posts_and_waits() -> Figure:
     return figure
 
 
-PICTURES = {make.__name__: make for make in (posts_and_waits,)}
+# -- what this library is -------------------------------------------------------------------------------------------------
+
+WORKERS, STEPS, EVERY, ALPHA = 8, 300, 5, 0.1
+
+
+def _accuracies(algorithm: Any, topology: df.Topology) -> torch.Tensor:
+    """`[T, N]`, in percent: every worker's own model on the held-out digits, every few steps of one run."""
+    data, held_out = digits.digits()
+    parts = df.data.dirichlet_shards(data.labels, WORKERS, ALPHA, 0)
+    shards = df.data.fixed_shards(parts, 16, 0)
+    draw = torch.Generator().manual_seed(0)
+    start = {
+        "w1": torch.randn(64, 32, generator=draw) / 8,
+        "b1": torch.zeros(32),
+        "w2": torch.randn(32, 10, generator=draw) / 32**0.5,
+        "b2": torch.zeros(10),
+    }
+    init, decent_step = algorithm(
+        digits.loss_fn, df.sgd(df.schedules.cosine_with_warmup(0.2, STEPS, 0), momentum=0.9), topology
+    )
+    state, decent_step = df.stack(init(start), WORKERS), df.simulate(decent_step, WORKERS)
+    rows = []
+    for t in range(STEPS):
+        chosen = shards.stacked_at(t)
+        state, _ = decent_step(state, digits.Data(data.images[chosen], data.labels[chosen]), t)
+        if t % EVERY == EVERY - 1:
+            logits = torch.func.vmap(digits.predict, in_dims=(0, None))(df.params(state), held_out.images)
+            rows.append(100 * (logits.argmax(-1) == held_out.labels).float().mean(-1))
+    return torch.stack(rows)
+
+
+def overview() -> Figure:
+    """Whom a worker meets, and what comes of it: decentralized, over everyone and alone, on labels that differ by worker."""
+    schedule = df.topology("one-peer-exp", WORKERS)
+    nobody = torch.zeros(1, WORKERS, 0, dtype=torch.int64)
+    alone = df.Topology("alone", WORKERS, nobody, torch.ones(1, WORKERS, 1, dtype=torch.float64))
+    figure = Figure(figsize=(10.5, 3.5), layout="constrained")
+    left, right = figure.subfigures(1, 2, width_ratios=(1.25, 1))
+    left.suptitle("In each step a worker meets one other", fontsize=12)
+    for t, axes in enumerate(left.subplots(1, 3)):
+        df.plots.graph(schedule, t, axes)
+        axes.set_title(f"step {t}, {t + 3}, {t + 6}, ...", fontsize=10)
+    left.supxlabel("After these three steps each has heard of all eight. There is no centre.", fontsize=10)
+    axes = right.subplots()
+    at = range(EVERY, STEPS + 1, EVERY)
+    runs = (
+        ("one peer in each step", df.adapt_while_communicate, schedule, BLUE, "-"),
+        ("all-reduce over everyone", df.all_reduce, df.topology("complete", WORKERS), "black", "--"),
+        ("each worker alone", df.adapt_while_communicate, alone, ORANGE, "-"),
+    )
+    for name, algorithm, topology, color, style in runs:
+        found = _accuracies(algorithm, topology)
+        axes.plot(at, found, color=color, linewidth=0.6, alpha=0.3)
+        axes.plot(at, found.mean(1), style, color=color, linewidth=2.2, label=name)
+    axes.set(xlabel="step", ylabel="held-out accuracy of a worker, %", ylim=(0, 100))
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(color="0.9")
+    axes.legend(frameon=False, loc="center right", bbox_to_anchor=(1.0, 0.62), fontsize=9)
+    right.suptitle("Eight workers, each with a few of ten digits", fontsize=12)
+    return figure
+
+
+def topologies() -> Figure:
+    """A gallery: sixteen workers, the first phases of eight schedules."""
+    figure = Figure(figsize=(10, 4.9), layout="constrained")
+    panels = figure.subplots(2, 5)
+    shown = [(name, 0) for name in ("static-ring", "torus", "binary-tree", "static-exp", "ring")]
+    shown += [("one-peer-exp", 1), ("one-peer-exp-directed", 2), ("base", 1), ("random-matching", 0)]
+    for (name, t), axes in zip([*shown, ("hierarchical", 0)], panels.flat, strict=True):
+        topology = digits.topology(name, 16)
+        df.plots.graph(topology, t, axes)
+        axes.set_title(f"{name}\n{axes.get_title().replace(chr(10), ', ')}", fontsize=10)
+    return figure
+
+
+def heterogeneity() -> Figure:
+    """The table of heterogeneity.md."""
+    config = digits.Config()
+    results = {
+        name: {
+            alpha: [digits.train(method, config, alpha, seed) for seed in range(config.seeds)]
+            for alpha in config.alphas
+        }
+        for name, method in digits.METHODS.items()
+    }
+    return digits.picture(results)
+
+
+PICTURES = {make.__name__: make for make in (posts_and_waits, overview, topologies, heterogeneity)}
 
 
 def main() -> None:
     FOLDER.mkdir(exist_ok=True)
     for name in sys.argv[1:] or PICTURES:
-        PICTURES[name]().savefig(FOLDER / f"{name}.png", dpi=130)
+        PICTURES[name]().savefig(FOLDER / f"{name}.png", dpi=105)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What label skew does to decentralized training: sixteen simulated workers on scikit-learn's digits.
 
-    python examples/heterogeneity.py                 the table of docs/heterogeneity.md
+    python examples/heterogeneity.py                 the table and the picture of docs/heterogeneity.md
     python examples/heterogeneity.py --tune          the learning rates that it uses, chosen again
     python examples/heterogeneity.py --help
 
@@ -11,12 +11,14 @@ every worker's contribution to all, do not (the ordering of RelaySGD's table: Vo
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 import tyro
+from matplotlib.figure import Figure
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor
@@ -68,6 +70,8 @@ class Config:
     """Images per worker and step."""
     tune: bool = False
     """Try the learning rates of GRID at α = 1 and print what is best, instead of the table."""
+    picture: Path = Path("runs/heterogeneity.png")
+    """Where the table is drawn."""
 
     def __post_init__(self) -> None:
         for name, least in {"steps": 0, "seeds": 1, "num_workers": 1, "batch_size": 1}.items():
@@ -79,6 +83,8 @@ class Config:
         unknown = set(self.methods) - set(METHODS)
         if unknown:
             raise ValueError(f"--methods {' '.join(unknown)}: known are {', '.join(METHODS)}.")
+        if self.picture.suffix != ".png":
+            raise ValueError(f"--picture {self.picture}: the name of a file that ends in .png.")
         labels = digits()[0].labels
         for alpha in self.alphas:
             df.data.dirichlet_shards(labels, self.num_workers, alpha)
@@ -186,6 +192,38 @@ def table(results: dict[str, dict[float, list[Result]]]) -> str:
     return "\n".join(lines)
 
 
+def picture(results: dict[str, dict[float, list[Result]]]) -> Figure:
+    """The table: a row per method, a dot per α, bars of one standard deviation over seeds."""
+    figure = Figure(figsize=(9, 1.4 + 0.42 * len(results)), layout="constrained")
+    panels = figure.subplots(1, 2, sharex=True, sharey=True)
+    alphas = list(next(iter(results.values())))
+    shades = ["#56B4E9", "#0072B2", "#D55E00", "#CC79A7", "#009E73", "#000000"]
+    for panel, field, title in zip(
+        panels, ("local", "consensus"), ("each worker's own model", "the mean model"), strict=True
+    ):
+        for number, alpha in enumerate(alphas):
+            cells = [[100 * getattr(result, field) for result in row[alpha]] for row in results.values()]
+            shift = 0.22 * (number - (len(alphas) - 1) / 2) if len(alphas) < 5 else 0.0
+            panel.errorbar(
+                [mean(cell) for cell in cells],
+                [row + shift for row in range(len(cells))],
+                xerr=[stdev(cell) if len(cell) > 1 else 0.0 for cell in cells],
+                fmt="o",
+                markersize=5,
+                linewidth=1.2,
+                color=shades[number % len(shades)],
+                label=f"α = {alpha:g}",
+            )
+        panel.set_title(title, fontsize=11)
+        panel.set_xlabel("held-out accuracy, %")
+        panel.grid(axis="x", color="0.9")
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[0].set_yticks(range(len(results)), [f"{name}, {METHODS[name].topology}" for name in results])
+    panels[0].invert_yaxis()
+    panels[1].legend(title="labels, less even as α falls", loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    return figure
+
+
 def main(config: Config) -> dict[str, Any]:
     """Run it all; returns the results (or, tuning, the learning rates) by method."""
     if config.tune:
@@ -197,6 +235,9 @@ def main(config: Config) -> dict[str, Any]:
     print(table(results))
     ordered = sorted(config.methods, key=lambda name: -mean(r.local for r in results[name][config.alphas[-1]]))
     print(f"\nBy the workers' accuracy at α = {config.alphas[-1]:g}: {' > '.join(ordered)}")
+    config.picture.parent.mkdir(parents=True, exist_ok=True)
+    picture(results).savefig(config.picture, dpi=130)
+    print(f"The picture: {config.picture}")
     return results
 
 

@@ -301,6 +301,7 @@ def test_ranks_say_a_sentence_once():
         ("heterogeneity", ["--seeds", "0"], "--seeds 0: it is at least 1"),
         ("heterogeneity", ["--batch-size", "0"], "--batch-size 0: it is at least 1"),
         ("heterogeneity", ["--num-workers", "5000"], "num_workers=5000"),
+        ("heterogeneity", ["--picture", "picture"], "--picture picture: the name of a file that ends in .png"),
         ("heterogeneity", ["--steps", "-1"], "--steps -1: it is at least 0"),
     ],
 )
@@ -334,10 +335,26 @@ def test_what_the_page_shows_of_both_scripts_is_in_them():
             assert code(textwrap.indent(shown, "    ")) in script, shown
 
 
-def test_the_readme_step_runs_as_it_stands_and_finds_the_weights():
+def test_heterogeneity_ends_with_a_picture_of_its_table(tmp_path, capsys):
+    script, path = load("heterogeneity"), tmp_path / "new" / "table.png"
+    few = {"steps": 2, "seeds": 2, "alphas": (10.0, 1.0), "methods": ("all-reduce", "D²"), "num_workers": 4}
+    results = script.main(script.Config(picture=path, **few))
+    assert path.read_bytes().startswith(b"\x89PNG") and f"The picture: {path}" in capsys.readouterr().out
+    own, mean_model = script.picture(results).axes
+    for axes, field in ((own, "local"), (mean_model, "consensus")):
+        for alpha, dots in zip(few["alphas"], axes.containers, strict=True):
+            values = [100 * sum(getattr(r, field) for r in results[name][alpha]) / 2 for name in few["methods"]]
+            assert dots.lines[0].get_xdata().tolist() == pytest.approx(values)
+
+
+def test_the_readme_step_runs_as_it_stands_and_finds_the_weights(capsys):
     [code] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     torch.manual_seed(0)
     namespace = {}
     exec(compile(code, "README.md", "exec"), namespace)
     assert namespace["params"]["w"].tolist() == pytest.approx([1, 2, 3], abs=0.3)
-    assert namespace["df"].consensus_distance(namespace["state"]) < 0.1
+    distance = namespace["df"].consensus_distance(namespace["state"])
+    assert (
+        distance < 0.1
+        and f"{namespace['params']['w']}, and the workers are {distance:.4f} away" in capsys.readouterr().out
+    )

@@ -163,7 +163,7 @@ def _graph(topology: topologies.Topology, t: int, axes: Axes) -> None:
     n = topology.num_workers
     angles = [math.pi / 2 - 2 * math.pi * i / n for i in range(n)]  # worker 0 on top, then clockwise
     at = [(math.cos(a), math.sin(a)) for a in angles] if n > 1 else [(0.0, 0.0)]
-    radius = min(0.16, 2.4 / n) if n <= _NUMBERED else 1.6 / n
+    radius = min(0.16, 1.9 / n) if n <= _NUMBERED else 1.6 / n
     both, single = _links(topology, t)
     groups = _groups(topology, t)
     colors = [paper.BLUE] * n
