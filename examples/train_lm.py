@@ -356,13 +356,12 @@ def train(config: Config, until_the_end: ExitStack) -> dict[str, Any]:
             "bytes sent by a worker": "not planned" if sent is None else f"{config.steps * sent:,.0f}",
             "log": str(log.path),
         }
-        if hasattr(df, "plots"):
+        try:
             picture = log.path.with_suffix(".png")
-            try:
-                df.plots.training_curves(log.path, picture)
-                rows["picture"] = str(picture)
-            except ImportError as error:
-                rows["picture"] = f"none: {error}"
+            df.plots.run(log.path).savefig(picture)
+            rows["picture"] = str(picture)
+        except ImportError as error:
+            rows["picture"] = f"none: {error}"
         print("\n".join(f"{name:26}{value}" for name, value in rows.items()))
     return end
 

@@ -150,7 +150,10 @@ def ends(script, arguments, capsys):
         (["--learning-rate", "-1"], "train_lm: cosine_with_warmup(learning_rate=-1.0)"),
         (["--clip", "0"], "train_lm: clip_by_global_norm(max_norm=0.0)"),
         (["--topology", "nope"], "train_lm: topology('nope'): no such topology"),
-        (["--topology", "graph"], "train_lm: --topology graph: topology('graph', 1): missing a required argument: 'graph'"),
+        (
+            ["--topology", "graph"],
+            "train_lm: --topology graph: topology('graph', 1): missing a required argument: 'graph'",
+        ),
         (
             ["--topology", "ring", "--topology-args", "foo=1"],
             "train_lm: --topology ring: topology('ring', 1): got an unexpected keyword",

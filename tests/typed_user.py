@@ -120,6 +120,11 @@ def telling(state: df.State, metrics: df.Metrics, directory: Path) -> None:
         log.write({"loss": mean, "held_out": scores[0]}, step=0)
 
 
+def drawing(topology: df.Topology, folder: Path) -> None:
+    pictures = [df.plots.topology(topology), df.plots.run(folder / "log.jsonl"), df.plots.consensus([0.5, 0.1])]
+    assert pictures[0].axes
+
+
 def modules(topology: df.Topology, optimizer: df.Transform) -> dict[str, Any]:
     module = nn.Linear(3, 1)
     params, buffers, loss_fn = df.functional(module, nn.functional.mse_loss)

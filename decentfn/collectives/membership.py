@@ -16,6 +16,7 @@ from torch.distributed.distributed_c10d import Store
 
 from decentfn.collectives.steps import TAGS, Steps
 from decentfn.torch_private import storages
+from decentfn.torch_private.dynamo import constant_while_traced
 
 _CPU = torch.device("cpu")
 _SIZES = 256
@@ -181,7 +182,7 @@ def everyone() -> World:
     return world().whole
 
 
-@torch.compiler.assume_constant_result
+@constant_while_traced
 def processes_per_worker() -> int:
     """How many processes a worker is, also while a step is traced."""
     return world().processes_per_worker

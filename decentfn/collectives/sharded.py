@@ -1,13 +1,15 @@
-"""Modules under PyTorch's `fully_shard` (FSDP2): which they are, and what of them this process holds."""
+"""Modules under PyTorch's `fully_shard` (FSDP2): which they are, and what of them this process holds.
+
+FSDP2 takes a second to import, so only what meets a sharded module does.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard
 
 from decentfn.collectives.membership import everyone
 from decentfn.words import brief
@@ -15,6 +17,11 @@ from decentfn.words import brief
 
 def is_sharded(module: nn.Module) -> bool:
     """Whether a part of the module is cut over processes."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return False
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
     return any(isinstance(m, FSDPModule) for m in module.modules()) or any(
         isinstance(p, DTensor) for p in module.parameters()
     )
@@ -22,11 +29,14 @@ def is_sharded(module: nn.Module) -> bool:
 
 def local(x: Tensor) -> Tensor:
     """What this process holds of a parameter, a view; a plain tensor is held whole."""
-    return x.to_local() if isinstance(x, DTensor) else x
+    return x.to_local() if hasattr(x, "to_local") else x  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def require_shards(module: nn.Module) -> None:
     """Raise ValueError unless `fully_shard` has cut every parameter over this worker's processes, and in no other way."""
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor, Shard
+
     here, call = everyone(), f"df.functional({type(module).__name__})"
     way_out = 'world = df.init(processes_per_worker=S) and then fully_shard(module, mesh=world.mesh["shard"])'
     if here.mesh is None:
@@ -58,6 +68,8 @@ def own_shards(module: nn.Module) -> None:
 
     After a forward pass without a backward pass some are whole.
     """
+    from torch.distributed.fsdp import FSDPModule
+
     for m in module.modules():
         if isinstance(m, FSDPModule):
             m.reshard()
@@ -69,6 +81,8 @@ def whole(shards: Iterable[tuple[nn.Parameter, Tensor]]) -> list[Tensor | None]:
 
     Gathered one by one. Collective, over the worker's processes.
     """
+    from torch.distributed.tensor import DTensor
+
     tensors: list[Tensor | None] = []
     with torch.no_grad():
         for p, shard in shards:

@@ -86,8 +86,8 @@ def run(log: str | os.PathLike[str] | Iterable[Mapping[str, Any]]) -> Figure:
 
     Args:
         log: a file of JSON lines, as `examples/train_lm.py` writes it, or the same as dictionaries. Lines with a `step` and a
-            `loss` count: a number, a list with one per worker, or `{"min", "mean", "max"}` over the workers; with a
-            `consensus_distance` there is a second panel.
+            `loss` count: a number, a list with one per worker, or `{"min", "mean", "max"}` over the workers, beside which
+            `losses` may have the list; with a `consensus_distance` there is a second panel.
 
     Raises:
         ValueError: the file is not JSON lines, or has no line with a step and a loss.
@@ -105,7 +105,7 @@ def run(log: str | os.PathLike[str] | Iterable[Mapping[str, Any]]) -> Figure:
     both = len(apart) == len(lines)
     figure = paper.blank("run", 9 if both else 6, 3.4)
     panels = figure.subplots(1, 2 if both else 1, squeeze=False)[0]
-    losses = [line["loss"] for line in lines]
+    losses = [line.get("losses", line["loss"]) for line in lines]
     if all(isinstance(loss, Mapping) and {"min", "mean", "max"} <= set(loss) for loss in losses):
         least, mean, most = (
             _numbers("run", "loss", [loss[key] for loss in losses], (1,)) for key in ("min", "mean", "max")
