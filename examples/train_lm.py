@@ -229,6 +229,7 @@ def train(config: Config, until_the_end: ExitStack) -> dict[str, Any]:
     shown = Shown()
     if SPEAKS:
         said = logging.getLogger("decentfn")
+        until_the_end.callback(said.setLevel, said.level)
         said.setLevel(logging.DEBUG)
         said.addHandler(shown)
         until_the_end.callback(said.removeHandler, shown)

@@ -107,7 +107,8 @@ def test_a_ratio_is_over_the_floor_of_the_same_bytes_or_none(monkeypatch):
 
 def test_decent_dp_is_named_where_it_is_missing(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "examples")
-    monkeypatch.setitem(sys.modules, "decent_dp", None)  # as if it were not installed
+    for name in ("decent_dp", "decent_dp.ddp"):
+        monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
     from benchmarking import peers, report
     from benchmarking.workloads import workload
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import decentfn
 
 ROOT = Path(decentfn.__file__).parent.parent
-SOURCES = sorted([*(ROOT / "decentfn").rglob("*.py"), *(ROOT / "examples").rglob("*.py")])
+BEFORE = ROOT / "examples" / "from_ddp" / "ddp.py"  # the script that decent.py replaces, as people write it
+SOURCES = sorted({*(ROOT / "decentfn").rglob("*.py"), *(ROOT / "examples").rglob("*.py")} - {BEFORE})
 UNPICKLES = r"\bpickle\b|torch\.(load|save)\b|_object(_list)?\(|\b(marshal|shelve|dill|joblib|cloudpickle)\b|torch\.hub|np\.load\("
 """What reads pickled bytes, and torch.distributed's collectives that send them."""
 RUNS = r"(?<![\w.])(eval|exec)\(|os\.system|shell=True"
