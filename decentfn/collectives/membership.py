@@ -47,10 +47,9 @@ class World:
         self.rank = rank
         self.size = size
         self.processes_per_worker = 1
-        self.whole: World = self
-        """All processes; of gossip's world, in which a worker has one, those of the other shards too."""
-        self.gossip: World = self
-        """The processes that exchange: one of each worker, those with this one's shard."""
+        # Others than this one where a worker is several. No world refers to itself: its groups must end when it is let go.
+        self._whole: World | None = None
+        self._gossip: World | None = None
         self.timeout = timeout
         self.steps = Steps(rank, size)
         self.device = device
@@ -60,6 +59,16 @@ class World:
         self._subgroups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._inboxes: dict[tuple[Sequence[int], torch.dtype], list[torch.UntypedStorage]] = {}
         self._lock = threading.Lock()
+
+    @property
+    def whole(self) -> World:
+        """All processes; of gossip's world, in which a worker has one, those of the other shards too."""
+        return self._whole or self
+
+    @property
+    def gossip(self) -> World:
+        """The processes that exchange: one of each worker, those with this one's shard."""
+        return self._gossip or self
 
     @property
     def worker(self) -> int:
@@ -211,7 +220,7 @@ def split_workers(processes_per_worker: int) -> World:
         )
         gossip = SameShard(group, whole.worker, whole.num_workers, whole.timeout, whole.device)
         gossip.processes_per_worker, gossip.inside, gossip.mesh = size, whole.inside, whole.mesh
-        gossip.whole, whole.gossip = whole, gossip
+        gossip._whole, whole._gossip = whole, gossip
     _default[:] = [whole]
     return whole
 
@@ -231,6 +240,8 @@ def adopt_default_group(timeout: timedelta | None = None, device: torch.device =
 
 def leave_default_group() -> None:
     """Destroy the default group and all groups made within it; no messages may be in flight."""
+    for world in _default:
+        world._gossip = None  # which refers to it
     _default.clear()
     if dist.is_initialized():
         dist.destroy_process_group()

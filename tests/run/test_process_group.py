@@ -185,3 +185,23 @@ def test_process_0_says_the_world_once_at_level_info(environment, caplog):
         df.init()
     [said] = [record.getMessage() for record in caplog.records]
     assert said.startswith("world: 1 processes, ") and "gloo" in said and said.endswith("on cpu, timeout 0:10:00")
+
+
+LEAVES = """
+import sys
+import torch.distributed as dist
+import decentfn as df
+from decentfn import collectives
+df.init()
+group = dist.group.WORLD
+import torch._dynamo
+collectives.leave_default_group()
+print(sys.getrefcount(group))
+"""
+
+
+def test_whoever_compiles_after_init_does_not_keep_the_group_past_its_end():
+    """A gloo thread that outlives the interpreter aborts the process."""
+    env = os.environ | {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    finished = subprocess.run([sys.executable, "-c", LEAVES], env=env, capture_output=True, text=True, timeout=120)
+    assert finished.stdout == "2\n", finished.stderr  # the variable, and the argument of getrefcount
