@@ -10,6 +10,10 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+
+# Its functions have the default group of the moment for a default argument: imported later, by the compiler, they would keep
+# the group, and a thread of gloo's would need the interpreter after its end.
+import torch.distributed.nn.functional
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import Store

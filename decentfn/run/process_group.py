@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import importlib
 import json
 import logging
 import os
@@ -152,9 +151,6 @@ def _start(backend: str | None, gpus: int, timeout: timedelta) -> None:
     device = torch.device("cuda", place.index) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
-    # Its functions have the default group of the moment for a default argument: imported later, by the compiler, they would keep
-    # the group, and a thread of gloo's would need the interpreter after its end.
-    importlib.import_module("torch.distributed.nn.functional")
     dist.init_process_group(
         # The CPU side serves metrics, fingerprints and the checks of a run on GPUs too.
         backend or ("cpu:gloo,cuda:nccl" if on_gpu else "gloo"),

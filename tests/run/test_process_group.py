@@ -192,6 +192,8 @@ import sys
 import torch.distributed as dist
 import decentfn as df
 from decentfn import collectives
+if sys.argv[1] == "own":
+    dist.init_process_group("gloo")
 df.init()
 group = dist.group.WORLD
 import torch._dynamo
@@ -200,8 +202,11 @@ print(sys.getrefcount(group))
 """
 
 
-def test_whoever_compiles_after_init_does_not_keep_the_group_past_its_end():
+@pytest.mark.parametrize("group", ["own", "of df.init"])
+def test_whoever_compiles_after_init_does_not_keep_the_group_past_its_end(group):
     """A gloo thread that outlives the interpreter aborts the process."""
     env = os.environ | {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-    finished = subprocess.run([sys.executable, "-c", LEAVES], env=env, capture_output=True, text=True, timeout=120)
+    finished = subprocess.run(
+        [sys.executable, "-c", LEAVES, group], env=env, capture_output=True, text=True, timeout=120
+    )
     assert finished.stdout == "2\n", finished.stderr  # the variable, and the argument of getrefcount
