@@ -17,7 +17,8 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 import decentfn as df
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
-import heterogeneity as digits  # noqa: E402
+import heterogeneity as experiment  # noqa: E402
+import skewed_digits as digits  # noqa: E402
 
 FOLDER = Path(__file__).parent / "pictures"
 BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#8A8F98"
@@ -87,24 +88,17 @@ WORKERS, STEPS, EVERY, ALPHA = 8, 300, 5, 0.1
 
 def _accuracies(algorithm: Any, topology: df.Topology) -> torch.Tensor:
     """`[T, N]`, in percent: every worker's own model on the held-out digits, every few steps of one run."""
-    data, held_out = digits.digits()
+    data, held_out = digits.load()
     parts = df.data.dirichlet_shards(data.labels, WORKERS, ALPHA, 0)
     shards = df.data.fixed_shards(parts, 16, 0)
-    draw = torch.Generator().manual_seed(0)
-    start = {
-        "w1": torch.randn(64, 32, generator=draw) / 8,
-        "b1": torch.zeros(32),
-        "w2": torch.randn(32, 10, generator=draw) / 32**0.5,
-        "b2": torch.zeros(10),
-    }
     init, decent_step = algorithm(
         digits.loss_fn, df.sgd(df.schedules.cosine_with_warmup(0.2, STEPS, 0), momentum=0.9), topology
     )
-    state, decent_step = df.stack(init(start), WORKERS), df.simulate(decent_step, WORKERS)
+    state, decent_step = df.stack(init(digits.start()), WORKERS), df.simulate(decent_step, WORKERS)
     rows = []
     for t in range(STEPS):
         chosen = shards.stacked_at(t)
-        state, _ = decent_step(state, digits.Data(data.images[chosen], data.labels[chosen]), t)
+        state, _ = decent_step(state, data.take(chosen), t)
         if t % EVERY == EVERY - 1:
             logits = torch.func.vmap(digits.predict, in_dims=(0, None))(df.params(state), held_out.images)
             rows.append(100 * (logits.argmax(-1) == held_out.labels).float().mean(-1))
@@ -149,7 +143,7 @@ def topologies() -> Figure:
     shown = [(name, 0) for name in ("static-ring", "torus", "binary-tree", "static-exp", "ring")]
     shown += [("one-peer-exp", 1), ("one-peer-exp-directed", 2), ("base", 1), ("random-matching", 0)]
     for (name, t), axes in zip([*shown, ("hierarchical", 0)], panels.flat, strict=True):
-        topology = digits.topology(name, 16)
+        topology = experiment.topology(name, 16)
         df.plots.graph(topology, t, axes)
         axes.set_title(f"{name}\n{axes.get_title().replace(chr(10), ', ')}", fontsize=10)
     return figure
@@ -157,15 +151,15 @@ def topologies() -> Figure:
 
 def heterogeneity() -> Figure:
     """The table of heterogeneity.md."""
-    config = digits.Config()
+    config = experiment.Config()
     results = {
         name: {
-            alpha: [digits.train(method, config, alpha, seed) for seed in range(config.seeds)]
+            alpha: [experiment.train(method, config, alpha, seed) for seed in range(config.seeds)]
             for alpha in config.alphas
         }
-        for name, method in digits.METHODS.items()
+        for name, method in experiment.METHODS.items()
     }
-    return digits.picture(results)
+    return experiment.picture(results)
 
 
 PICTURES = {make.__name__: make for make in (posts_and_waits, overview, topologies, heterogeneity)}

@@ -12,10 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 import tyro
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
+from skewed_digits import Data, load, loss_fn, predict, start
 from torch import Tensor
 from torch.func import vmap
 
@@ -97,25 +95,6 @@ class Signs(NamedTuple):
     worst: float  # held-out accuracy of the worst worker
 
 
-def predict(params: dict[str, Tensor], images: Tensor) -> Tensor:
-    hidden = torch.relu(images @ params["w1"] + params["b1"])
-    return hidden @ params["w2"] + params["b2"]
-
-
-def loss_fn(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
-    return F.cross_entropy(predict(params, batch[0]), batch[1])
-
-
-def start(seed: int) -> dict[str, Tensor]:
-    draw = torch.Generator().manual_seed(seed)
-    return {
-        "w1": torch.randn(64, 32, generator=draw) / 8,
-        "b1": torch.zeros(32),
-        "w2": torch.randn(32, 10, generator=draw) / 32**0.5,
-        "b2": torch.zeros(10),
-    }
-
-
 def one_step(case: Case, grad_norm: Tensor) -> Tensor:
     """How far one worker goes in a step: SGD by η / (1 - momentum) of its gradient, AdamW by about η in each parameter."""
     size = sum(leaf.numel() for leaf in start(0).values())
@@ -126,12 +105,8 @@ def one_step(case: Case, grad_norm: Tensor) -> Tensor:
 
 def train(case: Case, steps: int = 300, seed: int = 0) -> Signs:
     """One run of N workers, 16 images each per step."""
-    loaded = load_digits()
-    images, labels = torch.tensor(loaded.data / 16.0, dtype=torch.float32), torch.tensor(loaded.target)
-    rows, held_out = (
-        torch.tensor(part) for part in train_test_split(range(len(labels)), test_size=0.2, random_state=0)
-    )
-    parts = [rows[part] for part in df.data.dirichlet_shards(labels[rows], N, case.alpha, seed)]
+    data, held_out = load()
+    parts = df.data.dirichlet_shards(data.labels, N, case.alpha, seed)
     shards = df.data.fixed_shards(parts, batch_size=16, seed=seed)
 
     optimizer = df.adamw(case.learning_rate) if case.adamw else df.sgd(case.learning_rate, momentum=MOMENTUM)
@@ -145,10 +120,10 @@ def train(case: Case, steps: int = 300, seed: int = 0) -> Signs:
     noise = torch.Generator().manual_seed(seed)
     for t in range(steps):
         sample = shards.stacked_at(t)
-        targets = labels[sample]
+        targets = data.labels[sample]
         if case.random_labels:
             targets[7] = torch.randint(0, 10, targets[7].shape, generator=noise)
-        state, metrics = step(state, (images[sample], targets), case.step_number(t))
+        state, metrics = step(state, Data(data.images[sample], targets), case.step_number(t))
         mean = df.consensus_mean(state)
         norm = torch.stack([leaf.double().norm() for leaf in mean.values()]).norm()
         seen.append((metrics.loss, metrics.grad_norm, df.distance_to_consensus(state), norm))
@@ -158,8 +133,8 @@ def train(case: Case, steps: int = 300, seed: int = 0) -> Signs:
     first = slice(0, len(last))
     distance = away.square().mean(1).sqrt()  # [steps], df.consensus_distance of each
     loss, apart = losses[last].mean(0), away[last].mean(0)  # [N]
-    accuracies = (vmap(predict, (0, None))(df.params(state), images[held_out]).argmax(-1) == labels[held_out]).float()
-    known = predict(df.consensus_mean(state), images[held_out]).argmax(-1) == labels[held_out]
+    accuracies = (vmap(predict, (0, None))(df.params(state), held_out.images).argmax(-1) == held_out.labels).float()
+    known = predict(df.consensus_mean(state), held_out.images).argmax(-1) == held_out.labels
     found = Signs(
         distance=(distance[last] / norms[last]).mean(),
         growth=distance[last].mean() / distance[before].mean(),

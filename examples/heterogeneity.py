@@ -16,18 +16,15 @@ from statistics import mean, stdev
 from typing import Any, Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 import tyro
 from matplotlib.figure import Figure
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
+from skewed_digits import Data, accuracy, load, loss_fn, predict, start
 from torch import Tensor
 from torch.func import vmap
 from tqdm import tqdm
 
 import decentfn as df
 
-Params = dict[str, Tensor]
 MOMENTUM = 0.9
 GRID = (0.025, 0.05, 0.1, 0.2, 0.4)
 TUNED_AT = 1.0
@@ -85,7 +82,7 @@ class Config:
             raise ValueError(f"--methods {' '.join(unknown)}: known are {', '.join(METHODS)}.")
         if self.picture.suffix != ".png":
             raise ValueError(f"--picture {self.picture}: the name of a file that ends in .png.")
-        labels = digits()[0].labels
+        labels = load()[0].labels
         for alpha in self.alphas:
             df.data.dirichlet_shards(labels, self.num_workers, alpha)
 
@@ -99,57 +96,24 @@ class Result(NamedTuple):
     train: float  # as `local`, on the union of all shards
 
 
-class Data(NamedTuple):
-    images: Tensor  # [M, 64], in [0, 1]
-    labels: Tensor  # [M]
-
-
-def digits() -> tuple[Data, Data]:
-    """Training and held-out data."""
-    loaded = load_digits()
-    images, labels = torch.tensor(loaded.data / 16.0, dtype=torch.float32), torch.tensor(loaded.target)
-    train, test = train_test_split(range(len(labels)), test_size=0.2, random_state=0)
-    return Data(images[train], labels[train]), Data(images[test], labels[test])
-
-
 def topology(name: str, num_workers: int) -> df.Topology:
     """By name; where nodes matter, of four workers each."""
     nodes = {"local_world_size": 4} if name in ("alternating-exp-ring", "hierarchical") else {}
     return df.topology(name, num_workers, **nodes)
 
 
-def predict(params: Params, images: Tensor) -> Tensor:
-    hidden = torch.relu(images @ params["w1"] + params["b1"])
-    return hidden @ params["w2"] + params["b2"]
-
-
-def loss_fn(params: Params, batch: Data) -> Tensor:
-    return F.cross_entropy(predict(params, batch.images), batch.labels)
-
-
-def accuracy(params: Params, data: Data) -> float:
-    return (predict(params, data.images).argmax(-1) == data.labels).float().mean().item()
-
-
 def train(method: Method, config: Config, alpha: float, seed: int, learning_rate: float | None = None) -> Result:
     """One run."""
-    data, held_out = digits()
+    data, held_out = load()
     n = config.num_workers
     # Of a seed all methods get the same shards, batches and start.
     shards = df.data.fixed_shards(df.data.dirichlet_shards(data.labels, n, alpha, seed), config.batch_size, seed)
-    draw = torch.Generator().manual_seed(seed)
-    start = {
-        "w1": torch.randn(64, 32, generator=draw) / 8,
-        "b1": torch.zeros(32),
-        "w2": torch.randn(32, 10, generator=draw) / 32**0.5,
-        "b2": torch.zeros(10),
-    }
     optimizer = df.sgd(learning_rate or method.learning_rate, momentum=method.momentum)
     init, decent_step = method.algorithm(loss_fn, optimizer, topology(method.topology, n))
-    state, decent_step = df.stack(init(start), n), df.simulate(decent_step, n)
+    state, decent_step = df.stack(init(start(seed)), n), df.simulate(decent_step, n)
     for t in range(config.steps):
         rows = shards.stacked_at(t)
-        state, _ = decent_step(state, Data(data.images[rows], data.labels[rows]), t)
+        state, _ = decent_step(state, data.take(rows), t)
 
     def local(data: Data) -> Tensor:
         logits = vmap(predict, in_dims=(0, None))(df.params(state), data.images)

@@ -1,4 +1,4 @@
-"""What the small examples learn: scikit-learn's digits, 1,797 real images of 8 x 8, by a network of two layers.
+"""What the experiments and the small examples learn: scikit-learn's digits, 1,797 real images of 8 x 8, by a network of two layers.
 
 The workers' labels are skewed: with α = 0.1 each knows a few digits only, and together they know all.
 """
