@@ -182,12 +182,13 @@ def world() -> World:
     """
     given = getattr(_current, "world", None)
     if given is not None:
-        return given.gossip
+        return given._gossip or given
     group = dist.group.WORLD if dist.is_initialized() else None
     if not _default or _default[0].group is not group:
         has_gpu = group is not None and "nccl" in str(dist.get_backend_config())
         return adopt_default_group(device=torch.device("cuda", torch.cuda.current_device()) if has_gpu else _CPU)
-    return _default[0].gossip
+    found = _default[0]
+    return found._gossip or found
 
 
 def everyone() -> World:
