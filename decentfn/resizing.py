@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from decentfn import collectives, trees
-from decentfn.buckets import all_finite, is_finite
+from decentfn.buckets import is_finite
 from decentfn.consensus import is_stacked
 from decentfn.errors import NonFinite
 from decentfn.kit.state import Algorithm, State, require_algorithm, restarted
@@ -79,7 +79,7 @@ def resized(fresh: State, rows: State) -> State:
     """
     rules = _rules(fresh)
     x = trees.map(lambda rule, values: rule(values), rules.params, rows.params)
-    if not bool(all_finite(x)):
+    if not all(bool(is_finite(bucket).all()) for bucket in x):  # of this process: another may have raised
         raise NonFinite(
             "resize: a worker's parameters are infinite or NaN, and so would their mean be, from which all start; give it its "
             "neighbour's with df.with_params, or go back to an earlier checkpoint."

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +24,17 @@ Mask = Callable[[str, tuple[int, ...]], bool]
 
 
 _OWN_BUCKET = 8
+
+
+class Place(NamedTuple):
+    """Where a part of a tensor lies in the whole."""
+
+    shape: tuple[int, ...]  # of the whole
+    offset: tuple[int, ...]
+
+
+Places = tuple[tuple[str, Place], ...]
+"""Of what is a part of a worker's tensor, by name; what is not named is whole."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +87,8 @@ class Plan:
     template: PyTree
     processes: int = 1
     """So many processes of one worker hold a tree like this each, and their leaves together are the worker's."""
+    places: Places = ()
+    """Of this process's parts, of the parameters and of the buffers beside them."""
 
     @property
     def nbytes(self) -> int:
@@ -100,7 +114,8 @@ class Plan:
 
     def describe(self) -> list[str]:
         """One line per leaf: bucket, dtype, name, shape and place. Equal on two workers iff their plans are."""
-        return [
+        parts = [f"{name} is a part of {list(whole)} from {list(offset)} on" for name, (whole, offset) in self.places]
+        return parts + [
             f"bucket {index} {bucket.dtype}: {s.name} {list(s.shape)}{' complex' * s.is_complex} at {s.start}"
             for index, bucket in enumerate(self.buckets)
             for s in bucket.segments
@@ -165,7 +180,14 @@ def parts_of(tree: PyTree) -> list[Part]:
     return [part for node in nodes for part in (node.parts if isinstance(node, Buckets) else [node])]
 
 
-def flatten(params: PyTree, *, bucket_mb: float = 25.0, masks: Sequence[Mask] = (), processes: int = 1) -> Buckets:
+def flatten(
+    params: PyTree,
+    *,
+    bucket_mb: float = 25.0,
+    masks: Sequence[Mask] = (),
+    processes: int = 1,
+    places: Places = (),
+) -> Buckets:
     """Copy a tree of floating-point or complex tensors into flat buckets.
 
     A bucket holds leaves of one dtype, one device and one answer to every mask, in their order and at most `bucket_mb`
@@ -178,6 +200,7 @@ def flatten(params: PyTree, *, bucket_mb: float = 25.0, masks: Sequence[Mask] = 
         bucket_mb: largest bucket in MiB, positive.
         masks: the choices by name and shape that a bucket must not mix.
         processes: `Plan.processes`.
+        places: `Plan.places`.
 
     Raises:
         ValueError: no leaf, a leaf that is not a floating-point or complex tensor, or `bucket_mb` not positive.
@@ -212,7 +235,7 @@ def flatten(params: PyTree, *, bucket_mb: float = 25.0, masks: Sequence[Mask] = 
     position = {key: index for index, key in enumerate(key for group in groups for key in group)}
     plans = tuple(_plan_bucket([distinct[key] for key in group]) for group in groups)
     template = trees.map(lambda leaf: position[_memory(leaf)], params)
-    plan = Plan(plans, template, processes)
+    plan = Plan(plans, template, processes, places)
     return Buckets(plan.lay_out(params), plan)
 
 

@@ -22,7 +22,7 @@ from decentfn.collectives.processes import (
     process_broadcast,
     process_mean,
 )
-from decentfn.collectives.sharded import is_sharded, local, own_shards, require_shards, whole
+from decentfn.collectives.sharded import is_sharded, local, own_shards, places, require_shards, whole
 
 __all__ = [
     "Communication",
@@ -43,6 +43,7 @@ __all__ = [
     "make_groups",
     "mean_inside",
     "own_shards",
+    "places",
     "process_broadcast",
     "process_mean",
     "processes_per_worker",

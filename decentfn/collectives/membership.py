@@ -147,11 +147,15 @@ class World:
 
         gloo closes a connection on which a message is late.
         """
-        groups = [(tuple(range(self.size)), self.group), *self._subgroups.items()]
+        if self._whole is not None:
+            self._whole.hang_up()
+        groups = [(tuple(range(self.size)), self.rank, self.group)]
+        groups += [(ranks, self.rank, group) for ranks, group in self._subgroups.items()]
+        groups += [] if self.inside is None else [(tuple(range(self.processes_per_worker)), self.process, self.inside)]
         works = []
-        for ranks, group in groups:
+        for ranks, own, group in groups:
             for index, rank in enumerate(ranks):
-                if self.rank in ranks and rank != self.rank:
+                if own in ranks and rank != own:
                     with suppress(RuntimeError):
                         works.append(cast(Any, group).recv([torch.empty(1)], index, TAGS))  # no step has this tag
         for work in works:

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from decentfn.buckets import Place, Places
 from decentfn.collectives.membership import everyone
 from decentfn.words import brief
 
@@ -74,6 +75,18 @@ def own_shards(module: nn.Module) -> None:
         if isinstance(m, FSDPModule):
             m.reshard()
             m.set_requires_gradient_sync(True, recurse=False)
+
+
+def places(module: nn.Module) -> Places:
+    """Where the shards of this process lie in the module's parameters."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    def offset(p: DTensor) -> tuple[int, ...]:
+        return tuple(compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)[1])
+
+    shards = [(name, p) for name, p in module.named_parameters() if isinstance(p, DTensor)]
+    return tuple((name, Place(tuple(p.shape), offset(p))) for name, p in shards)
 
 
 def whole(shards: Iterable[tuple[nn.Parameter, Tensor]]) -> list[Tensor | None]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from decentfn import trees
+from decentfn.buckets import Places
 from decentfn.trees import PyTree
 from decentfn.words import brief
 
@@ -24,6 +25,7 @@ class WrappedLoss:
     def __init__(self, loss_fn: LossFn) -> None:
         self.loss_fn = loss_fn
         self.frozen: frozenset[str] = getattr(loss_fn, "frozen", frozenset())
+        self.places: Places = getattr(loss_fn, "places", ())
 
     def __call__(self, *arguments: Any) -> Any:
         """The loss inside."""

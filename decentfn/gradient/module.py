@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from decentfn import collectives, trees
+from decentfn.buckets import Places
 from decentfn.gradient.loss import is_pair
 from decentfn.torch_private.autograd import weights
 from decentfn.trees import PyTree
@@ -167,6 +168,9 @@ class ModuleLoss:
 class ShardedLoss(ModuleLoss):
     """`ModuleLoss` of a module whose parameters are cut over the processes of this worker; made by `functional`."""
 
+    places: Places = ()
+    """Of this process's shards of the parameters, the frozen ones too."""
+
     @contextmanager
     def held(self, params: dict[str, Tensor], buffers: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         """Within, the module's shards are these; afterwards the gradients that arrived at them are added to `.grad`.
@@ -273,4 +277,7 @@ def functional(
     frozen = {name: own[name] for name in own if name not in trainable}
     buffers = {name: b.detach().clone() for name, b in module.named_buffers()} | frozen
     kind = ShardedLoss if is_sharded else ModuleLoss
-    return trainable, buffers, kind(module, criterion, forward, trainable, buffers, frozenset(frozen))
+    loss_fn = kind(module, criterion, forward, trainable, buffers, frozenset(frozen))
+    if isinstance(loss_fn, ShardedLoss):
+        loss_fn.places = collectives.places(module)
+    return trainable, buffers, loss_fn

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from decentfn import collectives
-from decentfn.buckets import Buckets, Plan, flatten
+from decentfn.buckets import Buckets, Places, Plan, flatten
 from decentfn.fingerprint import agree, fingerprint
 from decentfn.kit.options import require_narrower
 from decentfn.topologies import Topology, certificate
@@ -24,6 +24,7 @@ def lay_out(
     topologies: Sequence[Topology],
     bucket_mb: float,
     wire_dtype: torch.dtype | None,
+    places: Places,
 ) -> Buckets:
     """A copy of `params` in buckets; collective: makes the process groups and checks that all ranks agree.
 
@@ -35,12 +36,14 @@ def lay_out(
         topologies: all that the algorithm uses, its own schedule first.
         bucket_mb: largest bucket in MiB.
         wire_dtype: dtype of what is exchanged.
+        places: where shards lie in the worker's parameters and buffers.
     """
     if isinstance(params, Plan):
         return Buckets([torch.empty(b.numel, dtype=b.dtype, device="meta") for b in params.buckets], params)
     masks = getattr(optimizer, "masks", ())
     try:
-        x = flatten(params, bucket_mb=bucket_mb, masks=masks, processes=collectives.processes_per_worker())
+        processes = collectives.processes_per_worker()
+        x = flatten(params, bucket_mb=bucket_mb, masks=masks, processes=processes, places=places)
         require_narrower(wire_dtype, x)
         _require_divisible(topologies[0].num_workers)
     except Exception as error:

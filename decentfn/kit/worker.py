@@ -77,7 +77,8 @@ class Worker:
         """
 
         def init(params: PyTree, buffers: PyTree = None) -> State:
-            x = lay_out(params, self.optimizer, (self.topology, self.everyone), self.bucket_mb, self.wire_dtype)
+            topologies, places = (self.topology, self.everyone), getattr(self.loss_fn, "places", ())
+            x = lay_out(params, self.optimizer, topologies, self.bucket_mb, self.wire_dtype, places)
             scale = None if self.scaling is None else self.scaling.init(x[0].device)
             local = Local(self.optimizer.init(x), trees.map(torch.clone, buffers), scale)
             state = State(x, local, () if memory is None else memory(x))

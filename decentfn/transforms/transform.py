@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Hashable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -183,7 +184,8 @@ def _take(x: Buckets, taken: list[bool]) -> Buckets:
     plans = [bucket for bucket, take in zip(x.plan.buckets, taken, strict=True) if take]
     names = [segment.name for bucket in plans for segment in bucket.segments]
     parts = [part for part, take in zip(x.parts, taken, strict=True) if take]
-    return Buckets(parts, Plan(tuple(plans), {name: index for index, name in enumerate(names)}, x.plan.processes))
+    tree = {name: index for index, name in enumerate(names)}
+    return Buckets(parts, replace(x.plan, buckets=tuple(plans), template=tree))
 
 
 def partition(transforms: Mapping[Hashable, Any], labels: Callable[[str, tuple[int, ...]], Hashable]) -> Transform:

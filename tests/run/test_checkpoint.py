@@ -365,9 +365,9 @@ def test_a_checkpoint_of_format_1_is_read():
 
 def test_a_newer_format_is_refused_by_its_version(tmp_path):
     path = df.checkpoint.save(tmp_path, algorithm_of(1).init(net()), 0)
-    said = manifest.read(path) | {"format": 2, "versions": {"decentfn": "9.9"}}
+    said = manifest.read(path) | {"format": 9, "versions": {"decentfn": "9.9"}}
     (path / "manifest.json").write_bytes(manifest.encode(said))
-    with pytest.raises(ValueError, match="format 2, written by decentfn 9.9.*update decentfn"):
+    with pytest.raises(ValueError, match="format 9, written by decentfn 9.9.*update decentfn"):
         df.checkpoint.restore(path, algorithm_of(1).init(net()))
 
 

@@ -440,10 +440,6 @@ def mistakes():
         algorithm = make(sharded_loss, df.sgd(0.1), ring)
         state = algorithm.init(params, buffers)
         note("buffers", df.average_buffers, algorithm)
-        note("save", df.checkpoint.save, "nowhere", state, 0)
-        note("saver", df.checkpoint.Saver, "nowhere")
-        note("restore", df.checkpoint.restore, "nowhere", state)
-        note("export", df.checkpoint.export, "nowhere", module, state)
         note("evaluate", df.evaluate, loss_fn, state, [])
         note("load", df.load_state_dict, module, state, {})
         note("resize", df.resize, df.stack(state, 1), algorithm)
@@ -468,10 +464,6 @@ def test_what_is_not_there_is_said_on_every_rank(four):
         "by_leaf": "by_leaf(transform): it looks at whole leaves, but a worker is 2 processes",
         "bucket": "clip_by_bucket_norm: a bucket's norm",
         "buffers": "average_buffers(algorithm): a worker is 2 processes",
-        "save": "checkpoints of shards are not there yet",
-        "saver": "checkpoints of shards are not there yet",
-        "restore": "checkpoints of shards are not there yet",
-        "export": "checkpoints of shards are not there yet",
         "evaluate": "evaluations of shards are not there yet",
         "load": "the module is sharded; load it into the module before df.functional",
         "resize": "4 processes hold a part",

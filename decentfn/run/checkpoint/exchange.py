@@ -15,7 +15,7 @@ from decentfn.errors import CheckpointCorrupt
 from decentfn.kit.state import State
 from decentfn.run.checkpoint import files
 from decentfn.run.checkpoint.layout import DTYPES, EXPORTED, encoded
-from decentfn.run.checkpoint.together import on_first, require_one_process
+from decentfn.run.checkpoint.together import on_first
 from decentfn.run.paths import as_path
 from decentfn.state_dicts import state_dict
 from decentfn.words import brief
@@ -37,7 +37,6 @@ def export(path: str | Path, module: nn.Module, state: State) -> None:
         ValueError: the module's `state_dict` has what is no tensor (`get_extra_state`), or another shape than the state.
         OSError: on all processes, it cannot be written.
     """
-    require_one_process("export(path, module, state)")
     path = as_path("export(path, module, state)", path)
     if not isinstance(module, nn.Module):
         raise ValueError(f"export(module={brief(module)}): expected the nn.Module of df.functional.")
@@ -45,7 +44,10 @@ def export(path: str | Path, module: nn.Module, state: State) -> None:
         name: x.cpu() if isinstance(x, torch.Tensor) else x
         for name, x in state_dict(module, state, consensus=True).items()
     }
-    own = module.state_dict()
+    on_first("export", _write, path, named, module.state_dict())  # where the whole is
+
+
+def _require_exportable(path: Path, named: dict[str, Any], own: dict[str, Any]) -> None:
     for name, x in named.items():
         if not isinstance(x, torch.Tensor) or x.dtype not in DTYPES:
             raise ValueError(
@@ -57,7 +59,6 @@ def export(path: str | Path, module: nn.Module, state: State) -> None:
                 f"export(path, module, state): {name!r} is {list(x.shape)} in the state and {list(own[name].shape)} in the module; "
                 "give the module of df.functional."
             )
-    on_first("export", _write, path, named)
 
 
 def import_(path: str | Path) -> dict[str, Tensor]:
@@ -86,7 +87,8 @@ def import_(path: str | Path) -> dict[str, Tensor]:
     return named
 
 
-def _write(path: Path, named: dict[str, Tensor]) -> None:
+def _write(path: Path, named: dict[str, Any], own: dict[str, Any]) -> None:
+    _require_exportable(path, named, own)
     if not path.parent.is_dir():
         raise FileNotFoundError(f"export({str(path)!r}): there is no directory {path.parent}; make it first.")
     temporary = path.with_name(f".{path.name}.{os.getpid()}")

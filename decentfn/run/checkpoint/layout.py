@@ -1,7 +1,8 @@
 """A state as named leaves with their places among all workers, and the safetensors file of those of one process.
 
 A leaf of a bucket is stored by the parameter's name, so that other buckets can read it. Every leaf has the workers as its
-first axis: its shape is that over all workers, its offset where the part of this file begins.
+first axis: its shape is that over all workers, its offset where the part of this file begins. Where a worker is several
+processes each stores its shards, whose places are those in the worker's whole tensors, and a copy of what is not cut.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from decentfn import trees
-from decentfn.buckets import Buckets, Plan
+from decentfn.buckets import Buckets, Place, Plan
 from decentfn.consensus import is_stacked
 
 DTYPES = {
@@ -36,15 +37,9 @@ DTYPES = {
 """What a safetensors file can hold, by its own names."""
 
 _LEAVES = "leaves"
+_BUFFERS = "local.buffers."
 EXPORTED = "decentfn_export"
 """Marks a file whose names are a module\'s own."""
-
-
-class Place(NamedTuple):
-    """Where a part of a leaf lies in the whole, which has a first axis of all workers."""
-
-    shape: tuple[int, ...]  # of the whole
-    offset: tuple[int, ...]
 
 
 class Leaf(NamedTuple):
@@ -53,6 +48,7 @@ class Leaf(NamedTuple):
     name: str
     values: Tensor
     is_by_bucket: bool  # what a state keeps for each bucket, not for each parameter
+    shard: Place | None  # where it lies in the worker's; None: it is the worker's whole, or the process's own
 
 
 def local_workers(state: Any) -> int:
@@ -75,7 +71,7 @@ def leaves_of(state: Any) -> list[Leaf]:
     Raises:
         ValueError: two leaves of one name, or a leaf that is no tensor of a dtype that can be stored.
     """
-    stacked, found = is_stacked(state), []
+    stacked, found, shards = is_stacked(state), [], dict(state.params.plan.places)
     for path, node in trees.named_leaves(state, Buckets):
         if isinstance(node, Buckets):
             names = [f"{path}/{segment.name}" for bucket in node.plan.buckets for segment in bucket.segments]
@@ -83,8 +79,11 @@ def leaves_of(state: Any) -> list[Leaf]:
         else:
             pairs = [(path, node)]
         for name, x in pairs:
+            own = name.removeprefix(f"{path}/" if isinstance(node, Buckets) else _BUFFERS)
+            shard = shards.get(own) if own != name else None
             if isinstance(x, torch.Tensor) and x.is_complex():
                 x = torch.view_as_real(x)
+                shard = shard and Place((*shard.shape, 2), (*shard.offset, 0))
             if not isinstance(x, torch.Tensor) or x.dtype not in DTYPES:
                 kind = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
                 raise ValueError(
@@ -92,7 +91,7 @@ def leaves_of(state: Any) -> list[Leaf]:
                 )
             values = x if stacked else x[None]
             by_bucket = not isinstance(node, Buckets) and values.dim() > 1 and not path.startswith("local.buffers")
-            found.append(Leaf(name, values, by_bucket))
+            found.append(Leaf(name, values, by_bucket, shard))
     known: set[str] = set()
     for leaf in found:
         if leaf.name in known:
@@ -103,9 +102,11 @@ def leaves_of(state: Any) -> list[Leaf]:
     return found
 
 
-def place(leaf: Tensor, first: int, num_workers: int) -> Place:
-    """Where `[L, ...]` of the workers from `first` on lies."""
-    return Place((num_workers, *leaf.shape[1:]), (first, *[0] * (leaf.dim() - 1)))
+def place(leaf: Leaf, first: int, num_workers: int) -> Place:
+    """Where `[L, ...]` of the workers from `first` on lies among all workers."""
+    shape = leaf.values.shape[1:]
+    whole, offset = leaf.shard or (shape, [0] * len(shape))
+    return Place((num_workers, *whole), (first, *offset))
 
 
 def digest_of_plan(plan: Plan) -> str:

@@ -18,7 +18,8 @@ from typing import Any
 from decentfn.errors import CheckpointCorrupt
 from decentfn.run.paths import as_path
 
-FORMAT = 1
+FORMAT = 2
+"""Of a checkpoint of workers of several processes; that of workers of one is 1."""
 MANIFEST = "manifest.json"
 UNFINISHED = ".unfinished-"
 
@@ -107,14 +108,18 @@ def _is_complete(content: dict[str, Any]) -> bool:
         return False
     if not {"config", "score"} <= content.keys() or type(content["score"]) not in (int, float, type(None)):
         return False
-    return content["num_workers"] > 0 and content["processes"] != [] and all(map(_is_process, content["processes"]))
+    size, processes = content.get("processes_per_worker", 1), content["processes"]
+    if type(size) is not int or size < 1 or not processes or len(processes) % size:
+        return False
+    return content["num_workers"] > 0 and all(map(_is_process, processes))
 
 
 def _is_process(its: Any) -> bool:
     try:
         first, end = its["workers"]
         kinds = [type(x) for x in (its["file"], its["sha256"], its["bytes"], first, end)]
-        return kinds == [str, str, int, int, int] and "extra" in its and _FILE.fullmatch(its["file"]) is not None
+        is_named = _FILE.fullmatch(its["file"]) is not None and type(its.get("buckets", "")) is str
+        return kinds == [str, str, int, int, int] and "extra" in its and is_named
     except (KeyError, TypeError, ValueError):
         return False
 

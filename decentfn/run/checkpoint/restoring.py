@@ -14,14 +14,13 @@ from safetensors import safe_open
 from torch import Tensor
 
 from decentfn import collectives, trees
-from decentfn.buckets import Buckets
+from decentfn.buckets import Buckets, Place
 from decentfn.consensus import is_stacked
 from decentfn.resizing import resized
 from decentfn.run.checkpoint import files, manifest
 from decentfn.run.checkpoint.layout import (
     DTYPES,
     Leaf,
-    Place,
     algorithm_of,
     digest_of_plan,
     leaves_of,
@@ -29,7 +28,7 @@ from decentfn.run.checkpoint.layout import (
     place,
     places_in,
 )
-from decentfn.run.checkpoint.together import on_first, one_path, require_one_process, together
+from decentfn.run.checkpoint.together import on_first, one_path, together
 from decentfn.run.checkpoint.writing import GENERATOR
 from decentfn.simulation import stack
 
@@ -48,7 +47,7 @@ def restore(source: str | Path, state: Any) -> Restored:
     """Read a checkpoint; torch's generators go on where they were. Collective.
 
     Every file is compared with its digest, every leaf with the template's. Other buckets (`bucket_mb`) and another number
-    of processes for the same workers are fine. With another number of workers every one of them starts from what `df.resize`
+    of processes for the same workers, each of which holds several workers or a part of one, are fine. With another number of workers every one of them starts from what `df.resize`
     makes of those that were saved; a process then reads all files, a bucket of one worker at a time.
 
     Args:
@@ -62,7 +61,6 @@ def restore(source: str | Path, state: Any) -> Restored:
         ValueError: on all processes, naming the first rank and leaf that does not fit.
         NonFinite: on all processes, another number of workers would start from parameters that are infinite or NaN.
     """
-    require_one_process("restore(source, state)")
     found = on_first("restore", _newest, one_path("restore(source, state)", source))
     if found is None:
         raise FileNotFoundError(f"restore({str(source)!r}, state): no checkpoint is there; start with init(params).")
@@ -90,18 +88,19 @@ def _read(path: Path, template: Any) -> tuple[Restored, dict[str, Tensor]]:
             "with, and begin with another from its parameters: init(df.params(state))."
         )
     here, local = collectives.world(), local_workers(template)
-    first, num_workers = here.rank * local, here.size * local
+    first, num_workers = here.worker * local, here.num_workers * local
     as_many = about["num_workers"] == num_workers
-    parts = [
-        _Part(path, process)
-        for process in about["processes"]
-        if not as_many or process["workers"][0] < first + local and first < process["workers"][1]
-    ]
+    buckets = digest_of_plan(template.params.plan)
+    entries, others = _of_process(about, range(first, first + local) if as_many else None)
+    are_mine = all(entry.get("buckets", about["buckets"]) == buckets for entry in entries)
+    if not are_mine or about.get("processes_per_worker", 1) != here.processes_per_worker:
+        entries += others  # which have shards of these leaves
+    parts = [_Part(path, entry) for entry in entries]
     one = trees.map(lambda x: x[0], template) if is_stacked(template) else template
     state = trees.map(torch.empty_like, template if as_many else one)
     leaves = leaves_of(state)
     by_bucket = [leaf.name for leaf in leaves if leaf.is_by_bucket]
-    if by_bucket and about["buckets"] != digest_of_plan(template.params.plan):
+    if by_bucket and not are_mine:
         raise ValueError(
             f"restore: leaf {by_bucket[0]!r} is kept for each bucket, and {path} has other buckets; build the algorithm with "
             "the bucket_mb that it was saved with."
@@ -115,6 +114,18 @@ def _read(path: Path, template: Any) -> tuple[Restored, dict[str, Tensor]]:
         state = stack(state, local) if is_stacked(template) else state
     generators = {name.removeprefix(GENERATOR): parts[0].tensor(name) for name in parts[0].generators}
     return Restored(state, about["step"], parts[0].extra, about["config"]), generators
+
+
+def _of_process(about: dict[str, Any], workers: range | None) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Of the processes that had these workers (None: any), those that had this process's own part of them, and the others."""
+    size, here = about.get("processes_per_worker", 1), collectives.world()
+    source = here.process * size // here.processes_per_worker
+    sides: tuple[list[dict[str, Any]], list[dict[str, Any]]] = [], []
+    for rank, entry in enumerate(about["processes"]):
+        start, stop = entry["workers"]
+        if workers is None or (start < workers.stop and workers.start < stop):
+            sides[rank % size != source].append(entry)
+    return sides
 
 
 class _Part:
@@ -145,8 +156,8 @@ class _Part:
         """The leaf's dtype, as the file calls it, and its shape over all workers."""
         return self._open.get_slice(name).get_dtype(), list(self.places[name].shape)
 
-    def copy(self, name: str, wanted: Place, into: Tensor) -> int:
-        """Copy what this file has of the wanted part; how many values that is."""
+    def copy(self, name: str, wanted: Place, into: Tensor, done: list[tuple[slice, ...]]) -> int:
+        """Copy what this file has of the wanted part, unless it is `done`; how many values that is."""
         part = self._open.get_slice(name)
         spans = [
             (max(mine, theirs), min(mine + count, theirs + wide), mine, theirs)
@@ -158,6 +169,9 @@ class _Part:
             return 0
         source = tuple(slice(start - mine, stop - mine) for start, stop, mine, _ in spans)
         target = tuple(slice(start - theirs, stop - theirs) for start, stop, _, theirs in spans)
+        if target in done:  # another process has a copy
+            return 0
+        done.append(target)
         into[target].copy_(part[source])
         return math.prod(stop - start for start, stop, _, _ in spans)
 
@@ -182,7 +196,7 @@ class _Saved(NamedTuple):
     def fill(self, leaves: Sequence[Leaf], first: int) -> None:
         """Read what the workers from `first` on have in these leaves, which all files describe alike and together hold."""
         for leaf in leaves:
-            wanted = place(leaf.values, first, self.num_workers)
+            wanted, done = place(leaf, first, self.num_workers), list[tuple[slice, ...]]()
             mine, filled = (DTYPES[leaf.values.dtype], list(wanted.shape)), 0
             for part in self.parts:
                 if leaf.name not in part.places:
@@ -193,7 +207,8 @@ class _Saved(NamedTuple):
                         f"restore: leaf {leaf.name!r} is {theirs[0]} {theirs[1]} in {self.path} (workers first) and {mine[0]} "
                         f"{mine[1]} in the state; build the same algorithm, optimizer and network as when it was saved."
                     )
-                filled += part.copy(leaf.name, wanted, leaf.values)
+                if filled < leaf.values.numel():
+                    filled += part.copy(leaf.name, wanted, leaf.values, done)
             if filled != leaf.values.numel():
                 held = f"of leaf {leaf.name!r} it holds {filled} of {leaf.values.numel()} values"
                 raise manifest.corrupt(self.path, held)

@@ -14,7 +14,7 @@ from torch import Tensor
 from decentfn import collectives, trees
 from decentfn.errors import RunError
 from decentfn.run.checkpoint import files, manifest
-from decentfn.run.checkpoint.together import on_first, one_path, require_one_process, together
+from decentfn.run.checkpoint.together import on_first, one_path, together
 from decentfn.run.checkpoint.writing import Content, attempted, content_of, plain, write
 from decentfn.topologies import Topology
 from decentfn.words import brief
@@ -42,7 +42,6 @@ def save(
     Returns:
         The checkpoint's own directory, in the run's.
     """
-    require_one_process("save(directory, state, step)")
     content = attempted(
         lambda: content_of(state, _on_cpu, step, step, topology, plain("save(config=...)", config), extra, score)
     )
@@ -76,8 +75,7 @@ class Saver:
     def __init__(
         self, directory: str | Path, *, topology: Topology | None = None, config: Any = None, keep: int | None = 3
     ) -> None:
-        require_one_process("Saver(directory)")
-        self._config = together("Saver", _arguments, keep, config)[collectives.world().rank]
+        self._config = together("Saver", _arguments, keep, config)[collectives.everyone().rank]
         self.directory = one_path("Saver(directory)", directory)
         self._topology, self._keep = topology, keep
         self._one_at_a_time = threading.RLock()
@@ -86,7 +84,7 @@ class Saver:
         self._error: BaseException | None = None
         self._locks: list[files.Lock] = []
         on_first("Saver", _claim, self.directory, self._locks)
-        self._world = collectives.world().apart()
+        self._world = collectives.everyone().apart()
         self._is_closed = False
 
     def save(self, state: Any, step: int, *, extra: Any = None, score: float | None = None) -> None:
@@ -140,16 +138,14 @@ class Saver:
             except Exception as earlier:
                 _log.error("the checkpoint before was not written: %s", earlier)
             try:
+                own: Any = getattr(error, "next_step", None)
                 with collectives.use(self._world):
-                    own: Any = getattr(error, "next_step", None)
                     steps = together("Saver.rescue", lambda: own)
-                    if None in steps:
-                        raise RuntimeError(f"process {steps.index(None)} does not know whether its state is whole")
-                    content = attempted(
-                        lambda: content_of(
-                            state, self._copy, max(steps), own, self._topology, self._config, extra, None
-                        )
-                    )
+                _require_whole(steps)
+                content = attempted(
+                    lambda: content_of(state, self._copy, max(steps), own, self._topology, self._config, extra, None)
+                )
+                with collectives.use(self._world):
                     return write(self.directory / _RESCUED, content, None)
             except (OSError, RuntimeError) as reason:
                 _log.error("nothing was rescued: %s", reason)
@@ -203,6 +199,16 @@ class Saver:
         except BaseException as error:
             _log.error("a checkpoint was not written to %s: %s", self.directory, error)
             self._error = error
+
+
+def _require_whole(steps: list[int | None]) -> None:
+    """Every process's state is whole, and so are the workers that they are parts of."""
+    if None in steps:
+        raise RuntimeError(f"process {steps.index(None)} does not know whether its state is whole")
+    size = collectives.processes_per_worker()
+    for first in range(0, len(steps), size):
+        if len(set(steps[first : first + size])) > 1:
+            raise RuntimeError(f"the processes of worker {first // size} are at steps {steps[first : first + size]}")
 
 
 def _arguments(keep: Any, config: Any) -> Any:

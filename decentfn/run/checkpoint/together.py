@@ -16,16 +16,6 @@ _KINDS: dict[str, type[Exception]] = {
 """The first that an error is of is what the others raise."""
 
 
-def require_one_process(call: str) -> None:
-    """Raise ValueError where a worker is several processes."""
-    size = collectives.processes_per_worker()
-    if size > 1:
-        raise ValueError(
-            f"{call}: a worker is {size} processes (df.init(processes_per_worker={size})), and checkpoints of shards are not there yet; "
-            "store df.state_dict(module, state) on process 0 of a worker, or each process's own state."
-        )
-
-
 def together(call: str, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """`function(*arguments)` on every process; what each returned, by rank, as JSON gives it back. Collective.
 
@@ -47,7 +37,7 @@ def together(call: str, function: Callable[..., Any], *arguments: Any) -> list[A
     except RuntimeError as error:
         raise PeerLost(
             f"checkpoint: another process has died, or is later than the timeout of df.init ({error})",
-            process=collectives.world().rank,
+            process=collectives.everyone().rank,
         ) from error
     for rank, its in enumerate(everyone):
         if its["call"] != everyone[0]["call"]:

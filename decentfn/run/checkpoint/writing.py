@@ -16,9 +16,10 @@ from torch import Tensor
 
 import decentfn
 from decentfn import collectives
+from decentfn.buckets import Place
 from decentfn.kit.expected import is_state
 from decentfn.run.checkpoint import files, manifest
-from decentfn.run.checkpoint.layout import Place, algorithm_of, digest_of_plan, encoded, leaves_of, local_workers, place
+from decentfn.run.checkpoint.layout import algorithm_of, digest_of_plan, encoded, leaves_of, local_workers, place
 from decentfn.run.checkpoint.together import on_first, together
 from decentfn.run.paths import private_directory
 from decentfn.topologies import Topology
@@ -70,15 +71,15 @@ def content_of(
     if topology is not None and not isinstance(topology, Topology):
         raise ValueError(f"save(topology={brief(topology)}): expected a df.topology(...); algorithm.topology is one.")
     here, local = collectives.world(), local_workers(state)
-    first, num_workers = here.rank * local, here.size * local
+    first, num_workers = here.worker * local, here.num_workers * local
     if topology is not None and topology.num_workers != num_workers:
         raise ValueError(
-            f"save(state, step): the topology has {topology.num_workers} workers, but {here.size} processes hold {local} each; "
+            f"save(state, step): the topology has {topology.num_workers} workers, but the processes hold {num_workers}; "
             "pass the topology of the algorithm."
         )
     leaves = leaves_of(copy(state))
     tensors = {leaf.name: leaf.values for leaf in leaves}
-    places = {leaf.name: place(leaf.values, first, num_workers) for leaf in leaves}
+    places = {leaf.name: place(leaf, first, num_workers) for leaf in leaves}
     tensors[f"{GENERATOR}cpu"] = torch.get_rng_state()
     device = state.params[0].device
     if device.type == "cuda":
@@ -86,6 +87,7 @@ def content_of(
     about = {
         "step": step,
         "num_workers": num_workers,
+        "processes_per_worker": here.processes_per_worker,
         "topology": _phase(topology, step),
         "algorithm": algorithm_of(state),
         "buckets": digest_of_plan(state.params.plan),
@@ -124,7 +126,7 @@ def write(directory: Path, content: Content | ValueError, keep: int | None) -> P
         told = together("save", _write_own, temporary, content)
         path = Path(on_first("save", _finish, directory, temporary, told))
     except BaseException:
-        if collectives.world().rank == 0:
+        if collectives.everyone().rank == 0:
             with contextlib.suppress(OSError):
                 files.remove(temporary)
         raise
@@ -150,7 +152,7 @@ def plain(what: str, value: Any) -> Any:
 def _begin(directory: Path, content: Content | ValueError) -> str | None:
     if isinstance(content, ValueError):
         raise content
-    if collectives.world().rank:
+    if collectives.everyone().rank:
         return None
     step = content.about["step"]
     path = directory / f"{manifest.UNFINISHED}{step}-{uuid4().hex[:8]}"
@@ -159,16 +161,18 @@ def _begin(directory: Path, content: Content | ValueError) -> str | None:
 
 
 def _write_own(path: Path, content: Content) -> dict[str, Any]:
-    name = f"process-{collectives.world().rank:05}.safetensors"
+    name, about = f"process-{collectives.everyone().rank:05}.safetensors", content.about
     size, digest = files.write(path / name, encoded(content.tensors, content.places))
-    its = {"file": name, "bytes": size, "sha256": digest, "workers": content.workers}
-    return {"process": its | content.own["process"], "score": content.own["score"], "about": content.about}
+    its = {"file": name, "bytes": size, "sha256": digest, "workers": content.workers, "buckets": about["buckets"]}
+    return {"process": its | content.own["process"], "score": content.own["score"], "about": about}
 
 
 def _finish(directory: Path, path: Path, told: list[dict[str, Any]]) -> str:
     """Write the manifest of what all processes have written, and give the checkpoint its name."""
     about = told[0]["about"]
+    size = about["processes_per_worker"]
     for rank, its in enumerate(told):
+        about = told[0]["about"] | {"buckets": told[rank % size]["about"]["buckets"]}  # shards of their own
         if its["about"] != about:
             name = next(name for name in about if its["about"][name] != about[name])
             raise ValueError(
@@ -183,15 +187,15 @@ def _finish(directory: Path, path: Path, told: list[dict[str, Any]]) -> str:
     scores = [its["score"] for its in told if its["score"] is not None]
     versions = {"decentfn": decentfn.__version__, "torch": str(torch.__version__), "python": platform.python_version()}
     content = {
-        "format": manifest.FORMAT,
-        **about,
+        "format": manifest.FORMAT if size > 1 else 1,
+        **told[0]["about"],
         "score": sum(scores) / len(scores) if scores else None,
         "versions": versions,
         "processes": [its["process"] for its in told],
     }
     files.write(path / manifest.MANIFEST, [manifest.encode(content)])
     files.sync_directory(path)
-    name = directory / manifest.next_name(directory, about["step"])
+    name = directory / manifest.next_name(directory, told[0]["about"]["step"])
     files.publish(path, name)
     return str(name)
 
