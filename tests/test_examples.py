@@ -261,7 +261,8 @@ def interrupted(tmp_path, *arguments):
         *arguments,
     ]
     command = [sys.executable, "-u", str(ROOT / "examples" / "train_lm.py"), *options]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    heeds = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731  # also where pytest does not
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heeds)
     for line in process.stdout:
         if line.startswith("step "):
             process.send_signal(signal.SIGINT)
