@@ -246,6 +246,11 @@ def test_a_second_run_does_not_write_over_the_first(language_model, tmp_path, ca
         assert len(lines(tmp_path / name)) == 3
 
 
+def heeding_ctrl_c():
+    """Also where the shell that started pytest in the background has it ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def interrupted(tmp_path, *arguments):
     """What the script says and how it ends when Ctrl-C comes after its first line of the loop."""
     options = [
@@ -261,8 +266,8 @@ def interrupted(tmp_path, *arguments):
         *arguments,
     ]
     command = [sys.executable, "-u", str(ROOT / "examples" / "train_lm.py"), *options]
-    heeds = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731  # also where pytest does not
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heeds)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, preexec_fn=heeding_ctrl_c, **pipes)
     for line in process.stdout:
         if line.startswith("step "):
             process.send_signal(signal.SIGINT)
