@@ -79,7 +79,6 @@ ROWS: dict[str, Subject] = {
     "adapt_while_communicate, Decent-DP": Subject(
         df.adapt_while_communicate, on("one-peer-exp"), {"update_at": "mixed"}
     ),
-    "adapt_while_communicate, random": Subject(df.adapt_while_communicate, on("random-matching")),
     "adapt_then_combine": Subject(df.adapt_then_combine, on("one-peer-exp")),
     "all_reduce": Subject(df.all_reduce, on("complete"), laws=(replicas_stay_equal,), starts_equal=True),
     "gradient_tracking, atc": Subject(df.gradient_tracking, on("one-peer-exp"), {"form": "atc"}, laws=_tracking),
