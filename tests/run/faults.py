@@ -111,7 +111,7 @@ def points(root: Path) -> int:
 
 STEPS = 7
 FAMILIES = (
-    "adapt_while_communicate, random",
+    "adapt_while_communicate, Decent-DP",
     "gradient_tracking, atc",
     "d2",
     "stochastic_gradient_push, delayed",
