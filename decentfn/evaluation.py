@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from decentfn import collectives, trees
 from decentfn.consensus import consensus_buffers, consensus_mean, is_stacked
 from decentfn.errors import RunError
 from decentfn.gradient.loss import WrappedLoss, is_pair
-from decentfn.gradient.module import ModuleLoss
+from decentfn.gradient.module import ModuleLoss, ShardedLoss
 from decentfn.simulation import worker
 from decentfn.trees import PyTree
 from decentfn.words import brief, brief_error
@@ -27,11 +27,14 @@ def evaluate(metric: Callable[..., Any], state: Any, batches: Iterable[Any]) -> 
     """The mean of a metric over all samples, of the consensus (`consensus_mean`, `consensus_buffers`). Collective.
 
     No gradient is taken. A module that `df.functional` made the metric of is in eval mode meanwhile, and its buffers stay. The mean
-    is over the samples of all processes: a short last batch counts by its samples, and a process may have no batch at all.
+    is over the samples of all processes: a short last batch counts by its samples, and a process may have no batch at all. Where a
+    worker is several processes they run the module together, on a batch of each: one that has fewer batches repeats its last one
+    meanwhile, which does not count, and one that has none is refused if others of its worker have some.
 
     Args:
         metric: `(params, batch)`, or with buffers `(params, buffers, batch)`, returns the mean over the batch's samples: a 0-d
-            tensor or a number, or a dict of them. A loss will do; what it returns beside the loss is left out.
+            tensor or a number, or a dict of them. A loss will do; what it returns beside the loss is left out. Of a sharded module
+            it is one of `df.functional`, such as `df.functional(module, forward=lambda module, batch: ...)[2]`.
         state: a training state, of one worker or stacked; `df.ema_state(state)` evaluates the average.
         batches: this process's own share of the held-out data, of one worker's form; a batch's samples are counted on the first
             axis of its first leaf. Where every process passes all of the data, the result is the same and takes longer.
@@ -40,12 +43,12 @@ def evaluate(metric: Callable[..., Any], state: Any, batches: Iterable[Any]) -> 
         A 0-d float64 tensor, or a dict of them; the same on every rank.
 
     Raises:
-        ValueError: no process has a sample, or the metric returns something else.
+        ValueError: no process has a sample, or the metric returns something else, or is not of the sharded module.
         df.errors.RunError: on every other rank, where the metric or the batches of one have failed.
     """
-    everyone = _of_workers("evaluate", metric, [(consensus_mean(state), consensus_buffers(state))], batches)
+    replicas = [(consensus_mean(state), consensus_buffers(state))]
+    names, everyone = _of_workers("evaluate", metric, replicas, batches, bool(state.params.plan.places))
     samples = sum(of["samples"] for of in everyone)
-    names = _names("evaluate", everyone)
     totals = {name: sum(of["sums"][name] for of in everyone if of["samples"]) / samples for name in names}
     return _as_returned({name: torch.tensor(total, dtype=torch.float64) for name, total in totals.items()})
 
@@ -53,7 +56,8 @@ def evaluate(metric: Callable[..., Any], state: Any, batches: Iterable[Any]) -> 
 def evaluate_replicas(metric: Callable[..., Any], state: Any, batches: Iterable[Any]) -> Any:
     """The mean of a metric over a process's samples, of each worker's own replica and buffers: `[N]` float64. Collective.
 
-    Everything else is as in `evaluate`. The workers of a process evaluate all of its batches. To compare replicas give every
+    Everything else is as in `evaluate`. The workers of a process evaluate all of its batches, a worker of several processes those of
+    all of them. To compare replicas give every
     process the same data; for their mean alone, `evaluate_replicas(...).nanmean()`, shares will do.
 
     Returns:
@@ -63,8 +67,8 @@ def evaluate_replicas(metric: Callable[..., Any], state: Any, batches: Iterable[
         replicas = [worker((state.params, state.buffers), i) for i in range(state.params[0].shape[0])]
     else:
         replicas = [(state.params, state.buffers)]
-    everyone = _of_workers("evaluate_replicas", metric, [(x.tree(), buffers) for x, buffers in replicas], batches)
-    names = _names("evaluate_replicas", everyone)
+    own = [(x.tree(), buffers) for x, buffers in replicas]
+    names, everyone = _of_workers("evaluate_replicas", metric, own, batches, bool(state.params.plan.places))
 
     def means(name: str) -> Tensor:
         values = [of["sums"][name] / of["samples"] if of["samples"] else float("nan") for of in everyone]
@@ -73,44 +77,98 @@ def evaluate_replicas(metric: Callable[..., Any], state: Any, batches: Iterable[
     return _as_returned({name: means(name) for name in names})
 
 
-def _of_workers(call: str, metric: Callable[..., Any], replicas: list[_Replica], batches: Iterable[Any]) -> list[_Sums]:
-    """The sums of every replica of every process; collective, and all processes come back from it."""
-    size = collectives.processes_per_worker()
-    if size > 1:
+def _of_workers(
+    call: str, metric: Callable[..., Any], replicas: list[_Replica], batches: Iterable[Any], is_cut: bool
+) -> tuple[list[str], list[_Sums]]:
+    """The values' names, and the sums of every replica of all workers; collective, and all processes come back from it.
+
+    `is_cut`: what a process has of a replica are shards.
+    """
+    while isinstance(metric, WrappedLoss):
+        metric = metric.loss_fn
+    if is_cut and not isinstance(metric, ShardedLoss):
         raise ValueError(
-            f"{call}: a worker is {size} processes, and evaluations of shards are not there yet; call loss_fn(df.params(state), "
-            "df.buffers(state), batch) under torch.no_grad(), with as many batches on every process."
+            f"{call}(metric={brief(metric)}): the state holds shards, and this is not of the sharded module; make it with "
+            "df.functional(module, criterion), or df.functional(module, forward=lambda module, batch: ...)."
         )
     own: Exception | None = None
     try:
-        told: Any = _sums(call, metric, replicas, batches)
+        told: Any = _sums(call, metric, replicas, batches, is_cut)
     except Exception as error:
         own, told = error, brief_error(error)
-    everyone = collectives.gather_objects(told)  # in one place and the same order: the same answer on every rank
+    # In one place and the same order: the same answer on every rank.
+    everyone = collectives.gather_objects(told, collectives.everyone())
     if own is not None:
         raise own
     for rank, theirs in enumerate(everyone):
         if isinstance(theirs, str):
-            raise RunError(f"{call}: process {rank} has failed: {theirs}", process=collectives.world().rank, peer=rank)
-    return [of for theirs in everyone for of in theirs]
+            here = collectives.everyone().rank
+            raise RunError(f"{call}: process {rank} has failed: {theirs}", process=here, peer=rank)
+    names, size = _names(call, [of for theirs in everyone for of in theirs]), collectives.processes_per_worker()
+    workers = [zip(*everyone[first : first + size], strict=True) for first in range(0, len(everyone), size)]
+    return names, [_added(names, parts) for worker in workers for parts in worker]
+
+
+def _added(names: list[str], parts: Sequence[_Sums]) -> _Sums:
+    """The sums of the processes of one worker as one."""
+    sums = {name: sum(of["sums"].get(name, 0.0) for of in parts) for name in names}
+    return {"samples": sum(of["samples"] for of in parts), "sums": sums}
 
 
 @torch.no_grad()
-def _sums(call: str, metric: Callable[..., Any], replicas: list[_Replica], batches: Iterable[Any]) -> list[_Sums]:
-    while isinstance(metric, WrappedLoss):
-        metric = metric.loss_fn
+def _sums(
+    call: str, metric: Callable[..., Any], replicas: list[_Replica], batches: Iterable[Any], is_cut: bool
+) -> list[_Sums]:
     of_module = _in_eval_mode(metric.module) if isinstance(metric, ModuleLoss) else nullcontext()
     evaluated: Any = metric
     samples, totals = 0, [dict[str, Tensor]() for _ in replicas]
-    with of_module:
-        for batch in batches:
+    with of_module, closing(_in_step(call, batches) if is_cut else ((batch, True) for batch in batches)) as rounds:
+        for batch, counts in rounds:
             size = _size(call, batch)
-            samples += size
+            samples += size if counts else 0
             for (params, buffers), total in zip(replicas, totals, strict=True):
                 value = evaluated(params, batch) if buffers is None else evaluated(params, buffers, batch)
-                for name, x in _values(call, value).items():
+                for name, x in _values(call, value).items() if counts else ():
                     total[name] = total.get(name, 0) + size * x
     return [{"samples": samples, "sums": {name: x.item() for name, x in total.items()}} for total in totals]
+
+
+def _in_step(call: str, batches: Iterable[Any]) -> Generator[tuple[Any, bool]]:
+    """The batches, as many as any process of this worker has: after its own the last one again, which does not count.
+
+    Ends where another process has failed, which raises its error; left by an error, it lets the others end.
+    """
+    own, last = iter(batches), None
+    while True:
+        try:
+            batch = next(own, None)
+        except Exception:
+            _told_inside("failed")
+            raise
+        others = _told_inside("none" if batch is None else "batch")
+        if others["failed"] or not others["batch"]:
+            return
+        if others["none"] and last is None:  # in the first round
+            if batch is not None:
+                return
+            here = collectives.everyone()
+            raise ValueError(
+                f"{call}(batches): process {here.process} of worker {here.worker} has no batch, and others of its worker have; they "
+                "run the module together: give each of them a batch, the same will do."
+            )
+        try:
+            yield (last, False) if batch is None else (batch, True)
+        except GeneratorExit:
+            _told_inside("failed")
+            raise
+        last = batch if batch is not None else last
+
+
+def _told_inside(what: str) -> dict[str, bool]:
+    """Whether any process of this worker tells of a "batch", of "none", or that it has "failed"; collective over them."""
+    kinds = ("batch", "none", "failed")
+    told = collectives.mean_inside(torch.tensor([float(kind == what) for kind in kinds]))
+    return {kind: bool(share > 0) for kind, share in zip(kinds, told, strict=True)}
 
 
 @contextmanager

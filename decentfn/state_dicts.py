@@ -12,6 +12,7 @@ from decentfn import collectives, trees
 from decentfn.consensus import buffers, consensus_buffers, consensus_mean, is_stacked, params, with_params
 from decentfn.kit.state import State
 from decentfn.torch_private.autograd import weights
+from decentfn.words import brief
 
 
 def state_dict(module: nn.Module, state: State, *, consensus: bool = False) -> dict[str, Any]:
@@ -62,32 +63,62 @@ def load_state_dict(module: nn.Module, state: State, state_dict: Mapping[str, An
     Args:
         module: the module of `df.functional`; it stays as it is.
         state: the state of one worker.
-        state_dict: as `module.state_dict()` or `df.state_dict(module, state)` gives it.
+        state_dict: as `module.state_dict()` or `df.state_dict(module, state)` gives it. Where a worker is several processes that of
+            its process 0 counts, which sends the others their shards, tensor by tensor (collective); `{}` will do on those. What
+            `get_extra_state` gave is left out there.
 
     Raises:
-        ValueError: a stacked state; a module whose parameters are sharded.
-        RuntimeError: PyTorch's, where names or shapes do not fit.
+        ValueError: a stacked state.
+        RuntimeError: PyTorch's, where names or shapes do not fit; of a sharded module on every process.
     """
     if is_stacked(state):
         raise ValueError(
             "load_state_dict(module, state, state_dict): the state is stacked; df.stack(df.load_state_dict(module, one, ...), N) "
             "of one worker's."
         )
-    if collectives.is_sharded(module):
-        raise ValueError(
-            "load_state_dict(module, state, state_dict): the module is sharded; load it into the module before df.functional, with "
-            "torch.distributed.checkpoint.state_dict.set_model_state_dict, and call init(params, buffers)."
-        )
     x, b = params(state), buffers(state)
     tensors = _by_name(x, b)
-    with torch.no_grad(), weights(module, tensors):
-        module.load_state_dict(state_dict, strict=True)
+    if collectives.is_sharded(module):
+        tensors |= _shards(module, state_dict)
+    else:
+        with torch.no_grad(), weights(module, tensors):
+            module.load_state_dict(state_dict, strict=True)
     new = with_params(state, {name: tensors[name] for name in x})
     if b is None:
         return new
     loaded = trees.map(lambda t: t, b)
     loaded.update({name: tensors[name] for name in b})
     return new._replace(local=new.local._replace(buffers=loaded))
+
+
+def _shards(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
+    """What this process holds of the state dict that process 0 of its worker has, by the module's own names; collective."""
+    collectives.own_shards(module)
+    own = module.state_dict(keep_vars=True)
+    has_it = collectives.everyone().process == 0
+    problems = _misfits(own, state_dict) if has_it else []
+    for told in collectives.gather_objects(problems, collectives.everyone()):
+        if told:
+            raise RuntimeError(f"Error(s) in loading state_dict for {type(module).__name__}: {'; '.join(told)}.")
+    wanted = {name: x for name, x in own.items() if isinstance(x, torch.Tensor)}
+    parts = collectives.cut((x, state_dict[name] if has_it else None) for name, x in wanted.items())
+    by_tensor = {
+        id(x): part for x, part in zip(wanted.values(), parts, strict=True)
+    }  # of a tied one the last name counts
+    named = (*module.named_parameters(), *module.named_buffers())
+    return {name: by_tensor[id(x)] for name, x in named if id(x) in by_tensor}
+
+
+def _misfits(own: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
+    """Why `load_state_dict` would refuse `given`, in lines."""
+    found = [f"Missing key(s): {sorted(own.keys() - given.keys())}"] if own.keys() - given.keys() else []
+    found += [f"Unexpected key(s): {sorted(given.keys() - own.keys())}"] if given.keys() - own.keys() else []
+    pairs = [(name, own[name], given[name]) for name in own if name in given and isinstance(own[name], torch.Tensor)]
+    return found + [
+        f"{name} is {list(x.shape) if isinstance(x, torch.Tensor) else brief(x)} there and {list(mine.shape)} in the module"
+        for name, mine, x in pairs
+        if not isinstance(x, torch.Tensor) or x.shape != mine.shape
+    ]
 
 
 def _by_name(params: Any, buffers: Any) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ from decentfn.collectives.processes import (
     process_broadcast,
     process_mean,
 )
-from decentfn.collectives.sharded import is_sharded, local, own_shards, places, require_shards, whole
+from decentfn.collectives.sharded import cut, is_sharded, local, own_shards, places, require_shards, whole
 
 __all__ = [
     "Communication",
@@ -30,6 +30,7 @@ __all__ = [
     "adopt_default_group",
     "communication",
     "compare_steps",
+    "cut",
     "cut_short",
     "everyone",
     "exchange",

@@ -79,14 +79,8 @@ def own_shards(module: nn.Module) -> None:
 
 def places(module: nn.Module) -> Places:
     """Where the shards of this process lie in the module's parameters."""
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    def offset(p: DTensor) -> tuple[int, ...]:
-        return tuple(compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)[1])
-
-    shards = [(name, p) for name, p in module.named_parameters() if isinstance(p, DTensor)]
-    return tuple((name, Place(tuple(p.shape), offset(p))) for name, p in shards)
+    found = [(name, _offset(p), p.shape) for name, p in module.named_parameters()]
+    return tuple((name, Place(tuple(shape), offset)) for name, offset, shape in found if offset is not None)
 
 
 def whole(shards: Iterable[tuple[nn.Parameter, Tensor]]) -> list[Tensor | None]:
@@ -105,3 +99,36 @@ def whole(shards: Iterable[tuple[nn.Parameter, Tensor]]) -> list[Tensor | None]:
             ).full_tensor()
             tensors.append(one.cpu() if everyone().process == 0 else None)
     return tensors
+
+
+def cut(wholes: Iterable[tuple[Tensor, Tensor | None]]) -> list[Tensor]:
+    """This process's part of each parameter or buffer, of a whole tensor that process 0 of the worker has; in its dtype.
+
+    Sent one by one. Collective, over the worker's processes.
+
+    Args:
+        wholes: the parameters or buffers, and on process 0 what they shall be.
+    """
+    here, parts = everyone(), []
+    assert here.inside is not None
+    for p, whole in wholes:
+        own = local(p.detach())
+        one = torch.empty(p.shape, dtype=own.dtype, device=own.device)
+        if here.process == 0:
+            assert whole is not None
+            one.copy_(whole)
+        if one.numel():
+            here.inside.broadcast(one.view(-1).view(torch.uint8), 0).wait()
+        offset = _offset(p) or (0,) * p.dim()
+        parts.append(one[tuple(slice(a, a + n) for a, n in zip(offset, own.shape, strict=True))].clone())
+    return parts
+
+
+def _offset(p: Tensor) -> tuple[int, ...] | None:
+    """Where this process's shard begins; None: the tensor is not cut."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    if not isinstance(p, DTensor):
+        return None
+    return tuple(compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)[1])

@@ -1,0 +1,132 @@
+"""Workers of several processes: what they hold is evaluated in shards, and loaded from a whole state dict."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import decentfn as df
+from tests.run.test_large_models import Network, batch, sharded, workers
+
+MSE = nn.functional.mse_loss
+
+
+@pytest.fixture
+def four(ranks):
+    """Four processes, which are two workers as soon as one of the functions below calls `workers`."""
+    return ranks(4).run
+
+
+def started(world):
+    module = sharded(world, Network())
+    params, buffers, loss_fn = df.functional(module, MSE)
+    algorithm = df.adapt_while_communicate(
+        df.autograd(loss_fn), df.sgd(0.1, momentum=0.9), df.topology("one-peer-exp", world.num_workers)
+    )
+    return module, loss_fn, algorithm, algorithm.init(params, buffers)
+
+
+def data(rank):
+    """Unequal shares: three batches, one and a short one, two, one."""
+    sizes = [[4, 4, 4], [4, 1], [2, 3], [4]][rank]
+    draw = torch.Generator().manual_seed(rank)
+    inputs = [torch.randn(n, 7, generator=draw) for n in sizes]
+    return [(x, torch.cos(x[:, :3])) for x in inputs]
+
+
+def of_whole(whole, ranks):
+    """The loss of a network with these weights over the shares of these processes."""
+    network = Network()
+    network.load_state_dict(whole)
+    x, y = (torch.cat(half) for half in zip(*[pair for rank in ranks for pair in data(rank)], strict=True))
+    with torch.no_grad():
+        return MSE(network(x), y).double()
+
+
+def evaluates():
+    with workers() as world:
+        module, loss_fn, algorithm, state = started(world)
+        for t in range(3):
+            state, _ = algorithm.step(state, batch(world.worker, world.process, t), t)
+        got = df.evaluate(loss_fn, state, iter(data(world.rank)))
+        each = df.evaluate_replicas(df.autograd(loss_fn), state, data(world.rank))
+        whole, own = (df.state_dict(module, state, consensus=is_mean) for is_mean in (True, False))
+        if world.process == 0:
+            torch.testing.assert_close(got, of_whole(whole, range(4)))
+            torch.testing.assert_close(each[world.worker], of_whole(own, [world.rank, world.rank + 1]))
+        errors = df.functional(
+            module, forward=lambda m, b: {"error": (m(b[0]) - b[1]).abs().mean(), "one": torch.ones(())}
+        )
+        named = df.evaluate(errors[2], state, data(world.rank))
+        assert sorted(named) == ["error", "one"] and named["one"] == 1
+        state, _ = algorithm.step(state, batch(world.worker, world.process, 3), 3)  # the module trains on
+        return got, each
+
+
+def test_shards_are_evaluated_together_on_unequal_shares(four):
+    told = four(evaluates)
+    for got, each in told:
+        assert torch.equal(got, told[0][0]) and torch.equal(each, told[0][1]) and each.shape == (2,)
+
+
+def fails_to_evaluate():
+    said = {}
+    with workers() as world:
+        _, loss_fn, _, state = started(world)
+
+        def note(name, batches):
+            began = time.perf_counter()
+            with pytest.raises(Exception) as caught:
+                df.evaluate(loss_fn, state, batches)
+            said[name] = str(caught.value), time.perf_counter() - began
+
+        def breaks():
+            yield data(0)[0]
+            if world.rank == 1:
+                raise ValueError("no such file")
+            yield data(0)[0]
+
+        x, y = data(0)[0]
+        note("none here", data(0) if world.rank != 3 else [])
+        note("none", [])
+        note("data", breaks())
+        note("targets", [(x, y), (x, y[:2] if world.rank == 2 else y), (x, y)])
+    return said
+
+
+def test_a_process_that_fails_in_an_evaluation_keeps_nobody_waiting(four):
+    for said in four(fails_to_evaluate):
+        assert "process 1 of worker 1 has no batch" in said["none here"][0]
+        assert "no process has a sample" in said["none"][0]
+        assert "no such file" in said["data"][0]
+        assert "process 2 has failed" in said["targets"][0] or "size of tensor" in said["targets"][0]
+        assert all(seconds < 5 for _, seconds in said.values())
+
+
+def loads():
+    """Worker i gets i + 1 times the numbers of the first network, from its process 0 alone."""
+    with workers() as world:
+        module, _, algorithm, state = started(world)
+        state, _ = algorithm.step(state, batch(world.worker, world.process, 0), 0)
+        before = [p.to_local().clone() for p in module.parameters()]
+        given = {name: (world.worker + 1) * x for name, x in Network().state_dict().items()}
+        new = df.load_state_dict(module, state, {} if world.process else given)
+        for name, x in df.state_dict(module, new).items():
+            assert torch.equal(x, given[name]), name
+        assert all(map(torch.equal, before, (p.to_local() for p in module.parameters())))
+        algorithm.step(new, batch(0, 0, 1), 1)
+        wrong = given | {"first.bias": torch.zeros(6), "second.bias": torch.zeros(5)}
+        wrong.pop("last.bias")
+        with pytest.raises(RuntimeError) as caught:
+            df.load_state_dict(module, state, wrong if world.rank == 2 else given)
+        return str(caught.value)
+
+
+def test_a_whole_state_dict_is_cut_into_shards(four):
+    told = four(loads)
+    assert len(set(told)) == 1
+    for words in ("['last.bias']", "['second.bias']", "first.bias is [6] there and [5] in the module"):
+        assert words in told[0]
