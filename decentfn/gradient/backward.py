@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from decentfn import collectives, draws, trees
-from decentfn.buckets import Buckets, Plan, elements, wide
+from decentfn.buckets import BucketPlan, Buckets, Plan, elements, wide
 from decentfn.gradient.accumulated import micro_batch_count, micro_batches
 from decentfn.gradient.beside import around
 from decentfn.gradient.loss import LossFn, call
@@ -19,6 +20,7 @@ from decentfn.gradient.others import no_other_weights
 from decentfn.gradient.traced import unscaled
 from decentfn.torch_private import autograd as torch_autograd
 from decentfn.torch_private import functorch
+from decentfn.torch_private.storages import joined
 from decentfn.trees import PyTree
 
 WROTE = (
@@ -50,7 +52,7 @@ class Backward(NamedTuple):
 
     grads: list[Tensor]
     loss: Tensor  # the mean over the processes of the worker
-    used: list[bool]  # of each leaf, whether it has a gradient
+    used: set[int]  # the leaves that have a gradient
     written: list[Tensor]  # the buckets as the loss left them, where it writes over its parameters
     buffers: list[Tensor]  # the changing ones
     aux: PyTree
@@ -91,10 +93,14 @@ def backward(
     sums: list[Tensor] = []
     used = set[int]()
     losses, auxes = [], []
+    with torch_autograd.unseen():
+        leaves = Buckets(flat, plan).leaves()
+    for leaf in leaves:
+        leaf.requires_grad_()
+    constant = [i for i in range(len(kept)) if i not in changing]
+    watched = [*leaves, *(kept[i] for i in constant)]
+    marks = _marks(watched)
     with torch_autograd.enabled(around()):
-        leaves = [leaf.detach().requires_grad_() for leaf in Buckets(flat, plan).leaves()]
-        constant = [i for i in range(len(kept)) if i not in changing]
-        marks = [(x, x._version, x.data_ptr()) for x in (*leaves, *(kept[i] for i in constant))]
         micros = _rows(micro_batches(batch)) if many else [batch]
         for index, data in enumerate(micros):
             with draws.torch_draws(t, worker * here.processes_per_worker + here.process, index):
@@ -104,15 +110,14 @@ def backward(
             losses.append(loss)
             auxes.append(aux)
             if many and not in_place:
-                used.update(i for i, leaf in enumerate(leaves) if leaf.grad is not None)
-                parts = _collect(plan, leaves)
+                parts = _collect(plan, leaves, used)
                 sums = (
                     [s + g for s, g in zip(sums, parts, strict=True)] if sums else [g.to(wide(g.dtype)) for g in parts]
                 )
-        touched = [x._version != version or x.data_ptr() != place for x, version, place in marks]
+        touched = list(map(operator.ne, marks, _marks(watched)))
         if trial:
             given = (*Buckets(params, plan).leaves(), *(buffers[i] for i in constant))
-            touched = [t or not functorch.are_equal(x, y) for t, (x, *_), y in zip(touched, marks, given, strict=True)]
+            touched = [t or not functorch.are_equal(x, y) for t, x, y in zip(touched, watched, given, strict=True)]
         writes = any(touched[: len(leaves)])
         over = [i for i, is_touched in zip(constant, touched[len(leaves) :], strict=True) if is_touched]
         if over or writes > form.writes:
@@ -120,17 +125,16 @@ def backward(
                 form.changing, form.writes = tuple(sorted((*changing, *over))), form.writes or writes
             raise (Learnt if trial else RuntimeError)(WROTE)
     with torch.no_grad():
-        used.update(i for i, leaf in enumerate(leaves) if leaf.grad is not None)
-        grads = sums or _collect(plan, leaves)
+        grads = sums or _collect(plan, leaves, used)
         if many:
             grads = [(g / len(micros)).to(b.dtype) for g, b in zip(grads, flat, strict=True)]
         if scale is not None:
             grads = list(unscaled(Buckets(grads, plan), scale))
-        mean = collectives.mean_inside(torch.stack([loss.to(dtype_of_loss(flat)) for loss in losses]).mean())
+        losses = [loss.to(dtype_of_loss(flat), copy=True) for loss in losses]  # it may be a parameter, or aux
+        mean = collectives.mean_inside(torch.stack(losses).mean() if many else losses[0])
     aux = trees.map(lambda *rows: stacked(rows), *auxes) if many else auxes[0]
-    flags = [i in used for i in range(len(leaves))]
     written = _in_buckets(plan, [leaf.detach() for leaf in leaves]) if form.writes else []
-    return Backward(grads, mean, flags, written, [kept[i] for i in changing], aux)
+    return Backward(grads, mean, used, written, [kept[i] for i in changing], aux)
 
 
 def dtype_of_loss(params: Sequence[Tensor]) -> torch.dtype:
@@ -152,7 +156,7 @@ def _forward_backward(
         with held(params, buffers) as new:
             loss, aux = loss_fn.of(batch)  # type: ignore[attr-defined]
             _backward(loss, scale)
-    aux = trees.map(_beyond, trees.plain(aux))
+    aux = None if aux is None else trees.map(_beyond, trees.plain(aux))
     return loss.detach(), trees.leaves(new), aux
 
 
@@ -165,20 +169,34 @@ def _backward(loss: Tensor, scale: Tensor | None) -> None:
     (loss if scale is None else loss.to(wide(loss.dtype)) * scale).backward()
 
 
-def _collect(plan: Plan, leaves: list[Tensor]) -> list[Tensor]:
-    """The buckets of the leaves' gradients, which are given up."""
-    grads = []
-    for leaf in leaves:
-        grad, leaf.grad = leaf.grad, None
-        grads.append(torch.zeros_like(leaf) if grad is None else grad.to_dense() if grad.is_sparse else grad)
-    return _in_buckets(plan, grads)
+def _marks(tensors: list[Tensor]) -> list[tuple[int, int]]:
+    """Of each tensor something that changes where it is written over, or comes to lie elsewhere."""
+    return [(x._version, x.data_ptr()) for x in tensors]
 
 
-def _in_buckets(plan: Plan, leaves: list[Tensor]) -> list[Tensor]:
-    """The leaves' buckets: that of a leaf alone in its bucket is the leaf itself."""
+def _collect(plan: Plan, leaves: list[Tensor], used: set[int]) -> list[Tensor]:
+    """The buckets of the leaves' gradients, which are given up; which leaves have one is noted."""
+    used.update(i for i, leaf in enumerate(leaves) if leaf.grad is not None)
+    return _in_buckets(plan, map(_given_up, leaves))
+
+
+def _given_up(leaf: Tensor) -> Tensor:
+    grad, leaf.grad = leaf.grad, None
+    return torch.zeros_like(leaf) if grad is None else grad.to_dense() if grad.is_sparse else grad
+
+
+def _in_buckets(plan: Plan, leaves: Iterable[Tensor]) -> list[Tensor]:
+    """The leaves' buckets, one after another: that of a leaf alone in its bucket is the leaf itself."""
     rest = iter(leaves)
-    parts = [[elements(next(rest)) for _ in bucket.segments] for bucket in plan.buckets]
-    return [one[0] if len(one) == 1 else torch.cat(one) for one in parts]
+    return [_in_bucket(bucket, [next(rest) for _ in bucket.segments]) for bucket in plan.buckets]
+
+
+def _in_bucket(bucket: BucketPlan, leaves: list[Tensor]) -> Tensor:
+    if len(leaves) == 1:
+        return elements(leaves[0])
+    if any(segment.is_complex for segment in bucket.segments):
+        return torch.cat([elements(leaf) for leaf in leaves])
+    return joined(leaves)
 
 
 def _rows(batch: PyTree) -> list[PyTree]:
@@ -188,8 +206,7 @@ def _rows(batch: PyTree) -> list[PyTree]:
 
 def _apart(new: Tensor, own: Tensor) -> Tensor:
     """A new buffer in memory of its own, of the old one's dtype."""
-    new = new.detach()
-    return new if new is own else new.to(own.dtype, copy=True)
+    return new if new is own and not new.requires_grad else new.detach().to(own.dtype, copy=True)
 
 
 def _beyond(x: Any) -> Any:

@@ -193,7 +193,7 @@ def _kernel(
     if not workers:
         one = run(world().rank, scale, params, buffers, data)
         form.is_tried = True
-        used = torch.tensor(one.used[:leaves], dtype=torch.bool)
+        used = torch.tensor([i in one.used for i in range(leaves)], dtype=torch.bool)
         number, used = torch.tensor(put(one.aux)), moved(used, one.loss.device)
         return [one.loss, number, used, *one.grads, *one.written, *one.buffers]
     data = trees.plain(data)
@@ -213,7 +213,7 @@ def _kernel(
     aux = trees.map(lambda *rows: stacked(rows), *(one.aux for one in ones))
     new = [torch.stack(rows) for rows in zip(*((*one.written, *one.buffers) for one in ones), strict=True)]
     loss = torch.stack([one.loss for one in ones])
-    used = torch.tensor([one.used[:leaves] for one in ones], dtype=torch.bool)
+    used = torch.tensor([[i in one.used for i in range(leaves)] for one in ones], dtype=torch.bool)
     return [loss, torch.full((workers,), put(aux)), moved(used, loss.device), *grads, *new]
 
 

@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from decentfn import collectives, trees
 from decentfn.buckets import Places
 from decentfn.gradient.loss import is_pair
-from decentfn.torch_private.autograd import weights
+from decentfn.torch_private.autograd import Weights, submodules
 from decentfn.trees import PyTree
 from decentfn.words import brief
 
@@ -37,6 +37,7 @@ class ModuleLoss:
         self.frozen = frozen
         """Which of the buffers are frozen parameters."""
         self._shapes = _shapes(params), _shapes(buffers)
+        self._weights, self._attributes = Weights(module), Attributes(module)
         self._has_run = False
         self._computed = [
             (m, n, x if x.is_leaf else x.detach())
@@ -61,16 +62,16 @@ class ModuleLoss:
         """
         tensors = {**params, **buffers}
         new = trees.map(lambda b: b, buffers)
-        before = None if torch.compiler.is_compiling() else _attributes(self.module)
+        before = None if torch.compiler.is_compiling() else self._attributes.now()
         try:
-            with weights(self.module, tensors):
+            with self._weights.are(tensors):
                 yield new
         finally:
             if before is None:  # While a step is traced only what is known to be computed can be put back.
                 for owner, name, x in self._computed:
                     setattr(owner, name, x)
             else:
-                _restore_tensors(self.module, before)
+                self._attributes.restore(before)
                 self._refuse_new_buffers()
         if before is not None:
             self._has_run = True
@@ -196,32 +197,51 @@ class ShardedLoss(ModuleLoss):
                 leaf.grad = grad if leaf.grad is None else leaf.grad + grad
 
 
-def _attributes(module: nn.Module) -> list[tuple[dict[str, Any], dict[str, int]]]:
-    """Of every submodule its plain attributes, and how often those that are tensors were written to."""
-    owns = [m.__dict__ for m in module.modules()]
-    return [(dict(own), {n: x._version for n, x in own.items() if isinstance(x, torch.Tensor)}) for own in owns]
+class Attributes:
+    """The plain attributes of a module and its submodules."""
 
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self._others: set[type] = set()
+        """Types that are no tensors': to look at a thousand attributes' types takes a tenth of asking each what it is."""
 
-def _restore_tensors(module: nn.Module, before: list[tuple[dict[str, Any], dict[str, int]]]) -> None:
-    """Tensors that a call left among the plain attributes go, and what stood there is back; one that lives on is refused."""
-    lives_on = []
-    for own, (old, versions) in zip((m.__dict__ for m in module.modules()), before, strict=False):
-        for name in [name for name, x in own.items() if isinstance(x, torch.Tensor)]:
-            is_new, had_value = own[name] is not old.get(name), isinstance(old.get(name), (torch.Tensor, int, float))
-            if is_new and had_value and not own[name].requires_grad:
-                lives_on.append(name)
-            if not is_new and own[name]._version != versions[name]:
-                lives_on.append(name)
-            if is_new and name in old:
-                own[name] = old[name]
-            elif is_new:
-                del own[name]
-    if lives_on:
-        raise ValueError(
-            f"df.functional({type(module).__name__}): the module keeps tensors from one call to the next as attributes, "
-            f"{brief(sorted(set(lives_on)))}; the state would not have them. Make buffers of them: "
-            "self.register_buffer(name, tensor)."
-        )
+    def now(self) -> list[tuple[dict[str, Any], dict[str, Any], dict[str, int]]]:
+        """Of every submodule where they are, what they are, and how often those that are tensors were written to."""
+        return [
+            (own, own.copy(), {name: own[name]._version for name in self._tensors(own)})
+            for own in map(vars, submodules(self.module))
+        ]
+
+    def restore(self, before: list[tuple[dict[str, Any], dict[str, Any], dict[str, int]]]) -> None:
+        """Tensors that a call left there go, and what stood there is back; one that lives on is refused."""
+        lives_on = []
+        for own, old, versions in before:
+            for name in self._tensors(own):
+                is_new, had_value = (
+                    own[name] is not old.get(name),
+                    isinstance(old.get(name), (torch.Tensor, int, float)),
+                )
+                if is_new and had_value and not own[name].requires_grad:
+                    lives_on.append(name)
+                if not is_new and own[name]._version != versions[name]:
+                    lives_on.append(name)
+                if is_new and name in old:
+                    own[name] = old[name]
+                elif is_new:
+                    del own[name]
+        if lives_on:
+            raise ValueError(
+                f"df.functional({type(self.module).__name__}): the module keeps tensors from one call to the next as attributes, "
+                f"{brief(sorted(set(lives_on)))}; the state would not have them. Make buffers of them: "
+                "self.register_buffer(name, tensor)."
+            )
+
+    def _tensors(self, own: dict[str, Any]) -> list[str]:
+        if self._others.issuperset(map(type, own.values())):
+            return []
+        found = [name for name, x in own.items() if isinstance(x, torch.Tensor)]
+        self._others |= {type(x) for name, x in own.items() if name not in found}
+        return found
 
 
 def _shapes(tree: PyTree) -> dict[str, list[int]]:

@@ -265,6 +265,12 @@ def test_a_batch_of_any_kind_goes_in_and_aux_comes_out_and_share_nothing(compile
     assert not compiled or len(graphs) == 1
 
 
+def test_a_loss_that_is_a_parameter_is_reported_as_it_was():
+    init, step = df.all_reduce(df.autograd(lambda p, batch: p), df.sgd(0.5), df.topology("complete", 1))
+    state, metrics = df.donate(step)(init(torch.ones(())), None, 0)
+    assert (float(df.params(state)), float(metrics.loss)) == (0.5, 1.0)
+
+
 def test_accumulated_and_scaled_as_when_traced():
     net = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
     params, buffers, loss_fn = df.functional(net, mse_loss)

@@ -137,6 +137,30 @@ def test_the_module_is_left_as_it_was(around):
     torch.compile(copy.deepcopy(net), backend="eager")(batch[0])
 
 
+@WAYS
+def test_a_module_that_has_changed_since_is_looked_at_again(around):
+    """Other submodules of the same names have the state's weights, too; what has no place any more is named."""
+    torch.manual_seed(0)
+    net, batch = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), (torch.randn(5, 3), torch.randn(5, 3))
+    params, buffers, loss_fn = df.functional(net, mse_loss)
+    init, step = df.all_reduce(around(loss_fn), df.sgd(0.1), df.topology("complete", 1))
+    state = init(params, buffers)
+    expected, _ = step(state, batch, 0)
+    net[0] = other = nn.Linear(3, 3)
+    own = other.weight
+    again, _ = step(state, batch, 0)
+    for x, y in zip(trees.leaves(df.params(again)), trees.leaves(df.params(expected)), strict=True):
+        assert torch.equal(x, y)
+    assert net[0].weight is own and own.grad is None
+    net[1].weight = net[0].weight
+    with pytest.raises(ValueError, match=r"has changed since, in \['0.weight'\]; call df.functional again"):
+        step(state, batch, 0)
+    net[1] = nn.Tanh()
+    with pytest.raises(ValueError, match=r"has changed since, in \['1.bias', '1.weight'\]"):
+        step(state, batch, 0)
+    assert net[0].weight is own
+
+
 class Running(nn.Module):
     """A running mean that is no buffer."""
 
