@@ -4,13 +4,11 @@ torchrun --standalone --nproc-per-node 2 examples/profile_step.py
 """
 
 import json
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-import tyro
+from command_line import at_least, run
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, schedule
 
@@ -31,10 +29,8 @@ def main(
     Args:
         width: of the network's four layers; each has a bucket of its own.
     """
-    if min(width, batch_size) < 1:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"profile_step: --width {width} --batch-size {batch_size}: both are at least 1", file=sys.stderr)
-        sys.exit(2)
+    at_least(1, width=width, batch_size=batch_size)
+    out.parent.mkdir(parents=True, exist_ok=True)
     here = df.init()
     topology = df.topology("one-peer-exp", here.size)
     init, step = df.adapt_while_communicate(loss_fn, df.adamw(1e-3), topology, bucket_mb=width**2 * 4 / 2**20)
@@ -45,7 +41,6 @@ def main(
     step = df.compile(step, **{"cpp.enable_kernel_profile": True}) if compile else step
 
     file = out.with_name(f"{out.name}-rank{here.rank}.json")
-    file.parent.mkdir(parents=True, exist_ok=True)
     with profile(
         activities=[ProfilerActivity.CPU],
         schedule=schedule(wait=2, warmup=2, active=2, repeat=1),
@@ -116,4 +111,4 @@ def draw_step(events: list[dict[str, Any]], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    tyro.cli(main, console_outputs=os.environ.get("RANK", "0") == "0")
+    run(main)

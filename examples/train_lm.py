@@ -173,7 +173,7 @@ def make_algorithm(config: Config, loss_fn: Any, topology: df.Topology) -> df.Al
     try:
         algorithm = ALGORITHMS[config.algorithm](loss_fn, optimizer, topology, **options)
     except TypeError as error:
-        raise ValueError(f"--algorithm {config.algorithm}: {error}; see --algorithm-args.") from None
+        raise ValueError(f"--algorithm {config.algorithm}: {str(error).rstrip('.')}; see --algorithm-args.") from None
     return algorithm if config.ema is None else df.ema(algorithm, config.ema)
 
 

@@ -93,6 +93,31 @@ benchmark.py --peers foo
 benchmark.py --scaling 2 0
 benchmark.py --link-mbit 0
 custom_topology.py --num-workers 7
+healthy_run.py --steps 0
+profile_step.py --width 0
+profile_step.py --batch-size 0
+profile_step.py --out README.md/trace
+from_ddp/ddp.py --steps 0
+from_ddp/decent.py --steps -1
+train_lm.py --steps -1
+train_lm.py --heads 3
+train_lm.py --heads 0
+train_lm.py --log-every 0
+train_lm.py --seq-len 0
+train_lm.py --seq-len 10000000
+train_lm.py --batch-size 0
+train_lm.py --layers -1
+train_lm.py --warmup 500
+train_lm.py --learning-rate -1
+train_lm.py --ema 1
+train_lm.py --topology nope
+train_lm.py --topology ring --simulate 3
+train_lm.py --topology hierarchical --topology-args local_world_size=3 --simulate 4
+train_lm.py --topology-args 3
+train_lm.py --algorithm choco-sgd
+train_lm.py --algorithm-args gamma=2
+train_lm.py --algorithm-args bta=2
+train_lm.py --device cuda
 """.strip().splitlines()
 
 HEAD = """# Mistakes, and what they are answered with
@@ -138,7 +163,7 @@ def command(line: str) -> str:
     """What an example says when it is called so, before it ends with 2."""
     script, *arguments = line.split()
     said, code, path, argv = io.StringIO(), None, list(sys.path), sys.argv
-    sys.path.insert(0, str(ROOT / "examples"))
+    sys.path.insert(0, str((ROOT / "examples" / script).parent))
     sys.argv = [script, *arguments]
     try:
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):

@@ -1,13 +1,10 @@
 """What is counted is what was planned and travelled; what is shown is where it happened; neither changes the step."""
 
 import gzip
-import importlib.util
 import json
 import re
-import sys
 import time
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,8 +17,7 @@ from decentfn.testing import on_ranks
 from decentfn.torch_private import profiler
 from tests import cases
 from tests.cases import Case
-
-EXAMPLE = Path(__file__).parent.parent / "examples" / "profile_step.py"
+from tests.test_examples import load
 
 
 def profiled():
@@ -205,15 +201,8 @@ def test_a_gradient_by_autograd_is_shown_by_its_name():
 # -- the trace ------------------------------------------------------------------------------------------------------
 
 
-def load_example():
-    spec = importlib.util.spec_from_file_location("profile_step", EXAMPLE)
-    module = sys.modules["profile_step"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def run_example(out):
-    return load_example().main(width=48, batch_size=3, out=out)
+    return load("profile_step").main(width=48, batch_size=3, out=out)
 
 
 def require_nested(slices):
@@ -292,9 +281,3 @@ def test_an_exported_trace_may_be_packed(tmp_path):
         trace = json.load(file)
     require_trace(trace)
     assert "decentfn::gradient" in {event["name"] for event in trace["traceEvents"]}
-
-
-def test_the_example_says_what_it_cannot_do(capsys):
-    with pytest.raises(SystemExit) as left:
-        load_example().main(width=0)
-    assert left.value.code == 2 and "profile_step: --width 0" in capsys.readouterr().err

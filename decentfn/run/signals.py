@@ -32,6 +32,8 @@ _SAME_S = 1.0
 _GRACE_S = 20.0
 """So long a process that has a signal waits for the others to come to where it is; torchrun kills it after 30 s."""
 
+_SHIELDED = {*_SIGNALS, signal.SIGINT}
+
 _POLL_S = 0.01
 _FLAG = 2**32
 """What a process that has a signal adds to the count of those that have come."""
@@ -135,6 +137,29 @@ class Stop:
             time.sleep(_POLL_S)
 
 
+def _shield_a_fork() -> None:
+    """Within the `with`, a fork (a data loader's worker) hears signals from its parent alone.
+
+    torchrun signals the whole group of a process, and a loader whose worker is gone ends the run before it can save.
+    """
+    if getattr(signal.getsignal(signal.SIGTERM), "__func__", None) is Stop._receive:
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SHIELDED)
+        for number in _SIGNALS:
+            signal.signal(number, signal.SIG_DFL)  # Python's handlers would wait for the main thread
+        threading.Thread(target=_hear_the_parent, daemon=True).start()
+
+
+def _hear_the_parent() -> None:
+    while (heard := signal.sigwaitinfo(_SHIELDED)).si_pid != os.getppid():
+        pass
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SHIELDED)
+    os.kill(os.getpid(), heard.si_signo)
+
+
+if hasattr(signal, "sigwaitinfo"):  # not on macOS
+    os.register_at_fork(after_in_child=_shield_a_fork)
+
+
 @contextmanager
 def preemption(marker: str | Path, *, every: int = 10) -> Iterator[Stop]:
     """Let SIGTERM and SIGUSR1, sent to any process, stop all of them after the same step. A context manager; collective.
@@ -151,7 +176,8 @@ def preemption(marker: str | Path, *, every: int = 10) -> Iterator[Stop]:
     Processes leave with exit code 0, since torchrun takes any other for a failure and starts them again. What tells such a run
     from a finished one is the marker, `{"step": 41}`: it is written when all have left what stands inside the `with`, such as the
     saver, and removed when the next run begins. The same signal again, after a second, ends a process at once. When the `with`
-    ends, the handlers from before are back.
+    ends, the handlers from before are back. Worker processes that a DataLoader forks within the `with` go on until it ends, though
+    torchrun signals them too (Linux).
 
     Args:
         marker: the file to write, by one process of each node; its directory is made, for its owner only.

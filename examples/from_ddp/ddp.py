@@ -36,6 +36,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--checkpoint", type=Path, default=Path("runs/from_ddp/ddp.pt"))
     config = parser.parse_args()
+    if config.steps < 1:
+        parser.error(f"--steps {config.steps}: it is at least 1.")
 
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()

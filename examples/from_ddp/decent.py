@@ -40,6 +40,8 @@ def main() -> None:
         "--algorithm", choices=["adapt_while_communicate", "all_reduce"], default="adapt_while_communicate"
     )
     config = parser.parse_args()
+    if config.steps < 1:
+        parser.error(f"--steps {config.steps}: it is at least 1.")
 
     world = df.init(backend="gloo")
     rank, size = world.rank, world.size

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from datetime import timedelta
@@ -114,6 +115,7 @@ def signalled(folder, *signals):
                     time.sleep(60)
                     os._exit(1)
                 os.read(its_end, 1)
+                subprocess.run(["kill", "-USR1", str(grandchild)], check=True)  # as torchrun does: not its parent
                 os.kill(grandchild, signal.SIGTERM)
                 tell(folder, "fork", os.waitstatus_to_exitcode(os.waitpid(grandchild, 0)[1]))
                 for number, seconds in signals:

@@ -112,5 +112,5 @@ def test_a_job_that_is_told_leaves_as_a_whole_and_is_not_started_again(jobs, job
     [("once", 0), ("at once from two sides", 0), ("two kinds", 0), ("again", -signal.SIGUSR1)],
 )
 def test_the_same_signal_again_ends_a_process_at_once(jobs, case, code):
-    """But not its echo from torchrun, nor SIGTERM after SIGUSR1; a fork of the process ends at the first."""
+    """But not its echo from torchrun, nor SIGTERM after SIGUSR1; a fork of the process hears its parent alone."""
     assert jobs[case] == [["fork", -signal.SIGTERM], ["code", code, code == 0]]
