@@ -2,6 +2,7 @@
 
     torchrun --standalone --nproc-per-node 4 examples/train_lm.py
     python examples/train_lm.py --simulate 4       the same four workers in one process
+    torchrun --standalone --nproc-per-node 4 examples/train_lm.py --processes-per-worker 2    two workers, each cut over two processes
     python examples/train_lm.py --help             topology, algorithm, optimizer, sizes
     python examples/train_lm.py --simulate 4 --algorithm choco-sgd --algorithm-args gamma=0.3 "compressor=top_k(0.1)"
 
@@ -37,6 +38,8 @@ import decentfn as df
 ALGORITHMS = {name.replace("_", "-"): getattr(df, name) for name in df.algorithms.__all__}
 SPEAKS = os.environ.get("RANK", "0") == "0"
 """Whether this process is the one that says what all could say."""
+NODES = ("alternating-exp-ring", "hierarchical")
+"""Topologies that know which workers a machine has."""
 OPTIMIZERS = {
     "adamw": lambda learning_rate: df.adamw(learning_rate, weight_decay=0.1, mask=df.transforms.not_bias_or_norm),
     "sgd": lambda learning_rate: df.sgd(learning_rate, momentum=0.9),
@@ -67,7 +70,7 @@ class Config:
     ema: float | None = None
     """Decay of an average of the parameters that is evaluated too, 0.999 for example."""
     batch_size: int = 8
-    """Sequences per worker and micro-batch."""
+    """Sequences per worker, or process of a worker, and micro-batch."""
     accumulate: int = 1
     """Micro-batches of a step."""
     seq_len: int = 128
@@ -83,6 +86,8 @@ class Config:
     seed: int = 0
     simulate: int = 0
     """Workers in this process; 0 is one, without the simulator."""
+    processes_per_worker: int = 1
+    """So many processes share a worker's parameters, under PyTorch's fully_shard, with a batch each."""
     loader_workers: int = 0
     """Processes that read ahead, for each process that trains."""
     log_every: int = 20
@@ -102,7 +107,7 @@ class Config:
         least = dict.fromkeys(
             ["steps", "batch_size", "accumulate", "seq_len", "dim", "heads", "log_every", "save_every", "eval_bytes"], 1
         )
-        least |= {"layers": 0, "simulate": 0, "loader_workers": 0} | (
+        least |= {"processes_per_worker": 1, "layers": 0, "simulate": 0, "loader_workers": 0} | (
             {} if self.eval_every is None else {"eval_every": 1}
         )
         for name, bound in least.items():
@@ -113,6 +118,10 @@ class Config:
                 raise ValueError(f"--{name} {getattr(self, name)}: this script offers {', '.join(known)}.")
         if self.dim % self.heads:
             raise ValueError(f"--dim {self.dim} --heads {self.heads}: the heads share dim evenly; 4 heads share 128.")
+        if self.processes_per_worker > 1 and (self.simulate or self.topology in NODES):
+            raise ValueError(
+                f"--processes-per-worker {self.processes_per_worker}: neither --simulate nor the topologies {', '.join(NODES)} go with it."
+            )
         if not 0 <= self.warmup_steps < self.steps:
             raise ValueError(
                 f"--warmup {self.warmup} --steps {self.steps}: the warm-up has 0 steps or more and ends before the run does."
@@ -153,7 +162,7 @@ def keyword_arguments(flag: str, given: tuple[str, ...]) -> dict[str, Any]:
 
 def make_topology(config: Config, num_workers: int, local: int) -> df.Topology:
     options = keyword_arguments("--topology-args", config.topology_args)
-    if config.topology in ("alternating-exp-ring", "hierarchical"):
+    if config.topology in NODES:
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", num_workers // local))  # of this node
         options = {"local_world_size": processes * local} | options
     try:
@@ -221,9 +230,10 @@ def main(config: Config) -> dict[str, Any]:
 
 def train(config: Config, until_the_end: ExitStack) -> dict[str, Any]:
     config.check()
-    world = df.init(backend=config.backend or ("gloo" if config.device == "cpu" else None))
+    backend = config.backend or ("gloo" if config.device == "cpu" else None)
+    world = df.init(backend=backend, processes_per_worker=config.processes_per_worker)
     device, local = world.device, config.simulate or 1
-    num_workers = world.size * local
+    num_workers, num_readers = world.num_workers * local, world.size * local
     if config.device not in (None, device.type):
         raise ValueError(f"--device {config.device}: the processes compute on {device.type}; a GPU is needed for each.")
     shown = Shown()
@@ -246,7 +256,16 @@ def train(config: Config, until_the_end: ExitStack) -> dict[str, Any]:
             logits = module(batch[0])
         return F.cross_entropy(logits.float().flatten(0, 1), batch[1].flatten())
 
-    params, buffers, loss_fn = df.functional(model.to(device), forward=forward)
+    model.to(device)
+    num_parameters = sum(p.numel() for p in model.parameters())
+    if world.mesh:
+        from torch.distributed.fsdp import fully_shard  # takes a second
+
+        for block in model.blocks:
+            fully_shard(block, mesh=world.mesh["shard"])
+        fully_shard(model, mesh=world.mesh["shard"])
+    params, buffers, loss_fn = df.functional(model, forward=forward)
+    loss_fn = df.autograd(loss_fn) if world.mesh else loss_fn
     topology = make_topology(config, num_workers, local)
     init, decent_step = algorithm = make_algorithm(config, loss_fn, topology)
     state = init(params, buffers)
@@ -258,12 +277,12 @@ def train(config: Config, until_the_end: ExitStack) -> dict[str, Any]:
     if config.compile:
         decent_step = df.compile(decent_step)
 
-    # Who reads what is a function of (seed, t, worker): nothing of it is saved.
-    pieces = Windows(text, config.seq_len)
-    shards = df.data.shards(len(pieces), num_workers, config.batch_size * config.accumulate, config.seed)
+    # Who reads what is a function of (seed, t, reader): nothing of it is saved.
+    pieces, readers = Windows(text, config.seq_len), range(world.rank * local, (world.rank + 1) * local)
+    shards = df.data.shards(len(pieces), num_readers, config.batch_size * config.accumulate, config.seed)
     batches = DataLoader(
         pieces,
-        batch_sampler=df.data.batch_sampler(shards, world.workers(local), first, steps=config.steps),
+        batch_sampler=df.data.batch_sampler(shards, readers, first, steps=config.steps),
         collate_fn=partial(collate, config),
         num_workers=config.loader_workers,
         pin_memory=device.type == "cuda",
@@ -271,19 +290,23 @@ def train(config: Config, until_the_end: ExitStack) -> dict[str, Any]:
     held_out = Windows(held_out_text, config.seq_len)
     chosen = torch.linspace(0, len(held_out) - 1, max(1, config.eval_bytes // config.seq_len)).long().unique()
     inputs, targets = (torch.stack(half).to(device) for half in zip(*(held_out[int(i)] for i in chosen), strict=True))
-    test = list(zip(inputs.split(32), targets.split(32), strict=True))
+
+    def share(first: int, of: int) -> list[tuple[Tensor, ...]]:
+        """Of the held-out sequences every so manyth, in batches."""
+        halves = [half[first::of].split(32) for half in (inputs, targets)]
+        return list(zip(*halves, strict=True)) if first < len(inputs) else []
 
     def bits_per_byte() -> dict[str, Any]:
         """Of the mean of all workers, evaluated in shares, and of each worker's own replica, on the same bytes."""
-        nats = {"consensus_mean": df.evaluate(loss_fn, state, test[world.rank :: world.size])}
-        nats["replicas"] = df.evaluate_replicas(loss_fn, state, test)
+        nats = {"consensus_mean": df.evaluate(loss_fn, state, share(world.rank, world.size))}
+        nats["replicas"] = df.evaluate_replicas(loss_fn, state, share(world.process, world.processes_per_worker))
         if config.ema is not None:
-            nats["ema"] = df.evaluate(loss_fn, df.ema_state(state), test[world.rank :: world.size])
+            nats["ema"] = df.evaluate(loss_fn, df.ema_state(state), share(world.rank, world.size))
         return {name: (value / math.log(2)).tolist() for name, value in nats.items()}
 
     # Planned, by each worker in a step; what is compressed or sent in some steps only is not planned here.
     sends_all = config.algorithm in ("adapt-while-communicate", "adapt-then-combine", "all-reduce")
-    payload = sum(p.numel() for p in params.values()) * (2 if config.wire_dtype else 4)
+    payload = num_parameters * (2 if config.wire_dtype else 4)
     sent = df.topologies.certificate(algorithm.topology).bytes_per_step(payload) if sends_all else None
 
     log = until_the_end.enter_context(df.logs.JSONLines(config.log, first))
@@ -292,9 +315,7 @@ def train(config: Config, until_the_end: ExitStack) -> dict[str, Any]:
         logs.append(until_the_end.enter_context(df.logs.TensorBoard(config.tensorboard, first)))
     log.write({"config": asdict(config) | {"warmup": config.warmup_steps}, "num_workers": num_workers, **facts})
     if SPEAKS:
-        print(
-            f"{num_workers} workers on {device.type}, {topology}, {sum(p.numel() for p in params.values()):,} parameters"
-        )
+        print(f"{num_workers} workers on {device.type}, {topology}, {num_parameters:,} parameters")
     if config.checkpoint:
         stop = until_the_end.enter_context(df.preemption(config.checkpoint / "preempted.json"))
         ctrl_c = signal.signal(signal.SIGINT, signal.getsignal(signal.SIGTERM))  # a signal like the others
@@ -315,7 +336,7 @@ def train(config: Config, until_the_end: ExitStack) -> dict[str, Any]:
             losses = df.gather(state, metrics.loss)
             distance = df.consensus_distance(state).item()
             now, mean_loss = time.perf_counter(), losses.mean().item()
-            speed = since * num_workers * config.batch_size * config.accumulate * config.seq_len / (now - logged)
+            speed = since * num_readers * config.batch_size * config.accumulate * config.seq_len / (now - logged)
             line = {
                 "seconds": round(now - started, 3),
                 "loss": {"min": losses.min(), "mean": mean_loss, "max": losses.max()},

@@ -80,6 +80,27 @@ def test_the_language_model_logs_the_same_under_torchrun_and_simulated(algorithm
     assert end["bits_per_byte"]["bigram"] < end["bits_per_byte"]["unigram"] < 8
 
 
+def trained_on_ranks(path, config):
+    """The last line of the log, and each step's mean loss."""
+    try:
+        module = load("train_lm")
+        end = module.main(tyro.cli(module.Config, args=[*config, "--out", path]))
+        steps = lines(Path(path))[1:-1] if df.init().rank == 0 else []
+        return end["bits_per_byte"], [line["loss"]["mean"] for line in steps]
+    finally:
+        df.init(processes_per_worker=1)
+
+
+def test_two_workers_in_shards_train_the_language_model_as_four_workers_do(ranks, tmp_path):
+    """By the mean gradient of the same four batches."""
+    options, four = [*TINY, "--algorithm", "all-reduce", "--clip", "1e9"], ranks(4).run
+    bits, losses = four(trained_on_ranks, str(tmp_path / "2"), [*options, "--processes-per-worker", "2"])[0]
+    expected, of_four = four(trained_on_ranks, str(tmp_path / "4"), options)[0]
+    assert losses == pytest.approx(of_four, rel=1e-5)
+    assert bits["consensus_mean"] == pytest.approx(expected["consensus_mean"], rel=1e-5)
+    assert bits["replicas"] == pytest.approx([bits["consensus_mean"]] * 2)
+
+
 def test_a_language_model_that_is_stopped_goes_on_as_if_it_had_not_been(language_model, tmp_path, monkeypatch):
     def train(name, *arguments):
         options = [*TINY, "--layers", "0", "--simulate", "2", "--out", str(tmp_path / name), *arguments]
@@ -147,6 +168,9 @@ def ends(script, arguments, capsys):
         (["--log-every", "0"], "train_lm: --log-every 0: it is at least 1"),
         (["--eval-bytes", "0"], "train_lm: --eval-bytes 0: it is at least 1"),
         (["--simulate", "-1"], "train_lm: --simulate -1: it is at least 0"),
+        (["--processes-per-worker", "0"], "train_lm: --processes-per-worker 0: it is at least 1"),
+        (["--processes-per-worker", "2", "--simulate", "2"], "train_lm: --processes-per-worker 2: neither --simulate"),
+        (["--processes-per-worker", "2"], "train_lm: init(processes_per_worker=2): a worker is so many processes of 1"),
         (["--learning-rate", "-1"], "train_lm: cosine_with_warmup(learning_rate=-1.0)"),
         (["--clip", "0"], "train_lm: clip_by_global_norm(max_norm=0.0)"),
         (["--topology", "nope"], "train_lm: topology('nope'): no such topology"),

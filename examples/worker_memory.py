@@ -1,0 +1,65 @@
+"""What a process of a worker holds from step to step: the state, and the module's own storage.
+
+torchrun --standalone --nproc-per-node 4 examples/worker_memory.py --processes-per-worker 2
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+import tyro
+from optree import tree_leaves
+from torch import nn
+
+import decentfn as df
+
+MB = 1e6
+
+
+@dataclass(frozen=True)
+class Config:
+    """One model of `layers` square layers."""
+
+    processes_per_worker: int = 1
+    width: int = 1024
+    layers: int = 12
+    steps: int = 3
+
+
+def main(config: Config) -> dict[str, float]:
+    """Train a few steps, and say what process 0 holds."""
+    world = df.init(processes_per_worker=config.processes_per_worker)
+    from torch.distributed.fsdp import fully_shard
+
+    with torch.device("meta"):
+        module = nn.Sequential(*(nn.Linear(config.width, config.width) for _ in range(config.layers)))
+    if world.mesh:
+        for layer in module:
+            fully_shard(layer, mesh=world.mesh["shard"])
+        fully_shard(module, mesh=world.mesh["shard"])
+    module.to_empty(device=world.device)  # nobody ever holds the whole model
+    torch.manual_seed(0)
+    for p in module.parameters():
+        nn.init.normal_((p.to_local() if world.mesh else p).detach(), std=0.02)
+    params, buffers, loss_fn = df.functional(module, F.mse_loss)
+    init, step = df.adapt_while_communicate(
+        df.autograd(loss_fn), df.adamw(1e-3), df.topology("one-peer-exp", world.num_workers)
+    )
+    state, step = init(params, buffers), df.donate(step)
+    del params
+    for t in range(config.steps):
+        x = torch.randn(8, config.width, device=world.device)
+        state, _ = step(state, (x, x), t)
+    found = {
+        "whole parameters": sum(p.numel() * p.element_size() for p in module.parameters()) / MB,
+        "state": sum(x.nbytes for x in tree_leaves(state)) / MB,
+        "module": sum((p.to_local() if world.mesh else p).nbytes for p in module.parameters()) / MB,
+    }
+    if world.rank == 0:
+        print(f"{world.num_workers} workers of {world.processes_per_worker}, MB of process 0:", end=" ")
+        print(", ".join(f"{name} {size:.1f}" for name, size in found.items()))
+    return found
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config))
