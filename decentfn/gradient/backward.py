@@ -14,6 +14,7 @@ from torch import Tensor
 from decentfn import collectives, draws, trees
 from decentfn.buckets import BucketPlan, Buckets, Plan, elements, wide
 from decentfn.gradient.accumulated import micro_batch_count, micro_batches
+from decentfn.gradient.attributes import At
 from decentfn.gradient.beside import around
 from decentfn.gradient.loss import LossFn, call
 from decentfn.gradient.others import no_other_weights
@@ -105,7 +106,7 @@ def backward(
         for index, data in enumerate(micros):
             with draws.torch_draws(t, worker * here.processes_per_worker + here.process, index):
                 tree, old = trees.fill(plan.template, leaves), trees.fill(form.buffers, kept)
-                loss, new, aux = _forward_backward(loss_fn, tree, old, data, scale, trial)
+                loss, new, aux = _forward_backward(loss_fn, tree, old, data, scale, trial, (worker, (t, index)))
             kept = [_apart(b, k) if i in changing else k for i, (b, k) in enumerate(zip(new, kept, strict=True))]
             losses.append(loss)
             auxes.append(aux)
@@ -143,7 +144,7 @@ def dtype_of_loss(params: Sequence[Tensor]) -> torch.dtype:
 
 
 def _forward_backward(
-    loss_fn: LossFn, params: PyTree, buffers: PyTree, batch: Any, scale: Tensor | None, trial: bool
+    loss_fn: LossFn, params: PyTree, buffers: PyTree, batch: Any, scale: Tensor | None, trial: bool, at: At
 ) -> tuple[Tensor, list[Tensor], PyTree]:
     """The loss, the leaves of its new buffers, and aux; the gradients are added to `.grad`."""
     held = getattr(loss_fn, "held", None)
@@ -153,7 +154,7 @@ def _forward_backward(
             _backward(loss, scale)
     else:
         # What is computed again while gradients are taken (activation checkpointing) must meet the same weights.
-        with held(params, buffers) as new:
+        with held(params, buffers, at) as new:
             loss, aux = loss_fn.of(batch)  # type: ignore[attr-defined]
             _backward(loss, scale)
     aux = None if aux is None else trees.map(_beyond, trees.plain(aux))

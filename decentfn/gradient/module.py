@@ -13,8 +13,9 @@ from torch.nn.parameter import is_lazy
 
 from decentfn import collectives, trees
 from decentfn.buckets import Places
+from decentfn.gradient.attributes import At, Attributes, put_back
 from decentfn.gradient.loss import is_pair
-from decentfn.torch_private.autograd import Weights, submodules
+from decentfn.torch_private.autograd import Weights
 from decentfn.trees import PyTree
 from decentfn.words import brief
 
@@ -38,7 +39,10 @@ class ModuleLoss:
         """Which of the buffers are frozen parameters."""
         self._shapes = _shapes(params), _shapes(buffers)
         self._weights, self._attributes = Weights(module), Attributes(module)
-        self._has_run = False
+        own = [(name, p) for name, p in module.named_parameters() if name in params]
+        self._hooks = [(name, hook) for name, p in own for hook in (p._backward_hooks or {}).values()]
+        self._late_hooks = [(name, hook) for name, p in own for hook in (p._post_accumulate_grad_hooks or {}).values()]
+        """The hooks of single parameters, by `register_hook` and `register_post_accumulate_grad_hook`."""
         self._computed = [
             (m, n, x if x.is_leaf else x.detach())
             for m in module.modules()
@@ -55,27 +59,45 @@ class ModuleLoss:
         return loss, (new, aux)
 
     @contextmanager
-    def held(self, params: dict[str, Tensor], buffers: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    def held(
+        self, params: dict[str, Tensor], buffers: dict[str, Tensor], at: At | None = None
+    ) -> Iterator[dict[str, Tensor]]:
         """Within, the module has these parameters and buffers; what becomes of the buffers is known afterwards.
 
-        Afterwards the module is as it was, and no tensor is left among its attributes that was not there.
+        Afterwards the module is as it was, and no tensor is left among its attributes that was not there. With `at`, which
+        worker calls it and when, the attributes that it leaves are there again in the worker's next call.
         """
         tensors = {**params, **buffers}
         new = trees.map(lambda b: b, buffers)
-        before = None if torch.compiler.is_compiling() else self._attributes.now()
-        try:
-            with self._weights.are(tensors):
-                yield new
-        finally:
-            if before is None:  # While a step is traced only what is known to be computed can be put back.
+        handles = self._hooked(params, is_traced=at is None)
+        if torch.compiler.is_compiling():
+            try:
+                with self._weights.are(tensors):
+                    yield new
+            finally:  # While a step is traced only what is known to be computed can be put back.
                 for owner, name, x in self._computed:
                     setattr(owner, name, x)
-            else:
-                self._attributes.restore(before)
-                self._refuse_new_buffers()
-        if before is not None:
-            self._has_run = True
+        else:
+            try:
+                with put_back(self.module) if at is None else self._attributes.of(at), self._weights.are(tensors):
+                    yield new
+            finally:
+                for handle in handles if at is not None else ():
+                    handle.remove()
         new.update({name: tensors[name] for name in buffers})
+
+    def _hooked(self, params: dict[str, Tensor], is_traced: bool) -> list[Any]:
+        """The hooks of the module's parameters, on these; returns what removes them."""
+        hooks = [(params[name], hook) for name, hook in self._hooks if name in params]
+        late = [(params[name], hook) for name, hook in self._late_hooks if name in params]
+        if is_traced and any(p.requires_grad for p, _ in late):
+            raise ValueError(
+                f"df.functional({type(self.module).__name__}): {brief(sorted({name for name, _ in self._late_hooks}))} have hooks by "
+                "register_post_accumulate_grad_hook, and a gradient that is traced does not accumulate; write "
+                "df.autograd(loss_fn)."
+            )
+        handles = [p.register_hook(hook) for p, hook in hooks if p.requires_grad]
+        return handles + [p.register_post_accumulate_grad_hook(hook) for p, hook in late if p.requires_grad]
 
     def of(self, batch: Any) -> tuple[Tensor, PyTree]:
         """The loss of a batch and its aux, with the weights that the module has now."""
@@ -109,20 +131,6 @@ class ModuleLoss:
                 f"not take {brief(sorted(batch))}: {error}. Pass a tuple (inputs, *targets), the module's own keywords, or "
                 "df.functional(module, forward=lambda module, batch: ...), which returns the loss."
             ) from error
-
-    def _refuse_new_buffers(self) -> None:
-        if self._has_run:
-            return
-        known = self._shapes[1].keys()
-        new = [name for name, _ in self.module.named_buffers() if name not in known]
-        if new:
-            for name in new:
-                owner, _, own = name.rpartition(".")
-                delattr(self.module.get_submodule(owner), own)
-            raise ValueError(
-                f"df.functional({type(self.module).__name__}): its first call made the buffers {brief(new)}, which the state "
-                "does not have; run the module once on a batch before df.functional."
-            )
 
     def require_inputs(self, call: str, params: PyTree, buffers: PyTree) -> None:
         """The module's names and shapes, or an error says which are not."""
@@ -173,7 +181,9 @@ class ShardedLoss(ModuleLoss):
     """Of this process's shards of the parameters, the frozen ones too."""
 
     @contextmanager
-    def held(self, params: dict[str, Tensor], buffers: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    def held(
+        self, params: dict[str, Tensor], buffers: dict[str, Tensor], at: At | None = None
+    ) -> Iterator[dict[str, Tensor]]:
         """Within, the module's shards are these; afterwards the gradients that arrived at them are added to `.grad`.
 
         They stay in the module, which has its own storage for them; its buffers are its own again.
@@ -195,53 +205,6 @@ class ShardedLoss(ModuleLoss):
                 own[name].grad = None
                 grad = _apart(collectives.local(grad))
                 leaf.grad = grad if leaf.grad is None else leaf.grad + grad
-
-
-class Attributes:
-    """The plain attributes of a module and its submodules."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self._others: set[type] = set()
-        """Types that are no tensors': to look at a thousand attributes' types takes a tenth of asking each what it is."""
-
-    def now(self) -> list[tuple[dict[str, Any], dict[str, Any], dict[str, int]]]:
-        """Of every submodule where they are, what they are, and how often those that are tensors were written to."""
-        return [
-            (own, own.copy(), {name: own[name]._version for name in self._tensors(own)})
-            for own in map(vars, submodules(self.module))
-        ]
-
-    def restore(self, before: list[tuple[dict[str, Any], dict[str, Any], dict[str, int]]]) -> None:
-        """Tensors that a call left there go, and what stood there is back; one that lives on is refused."""
-        lives_on = []
-        for own, old, versions in before:
-            for name in self._tensors(own):
-                is_new, had_value = (
-                    own[name] is not old.get(name),
-                    isinstance(old.get(name), (torch.Tensor, int, float)),
-                )
-                if is_new and had_value and not own[name].requires_grad:
-                    lives_on.append(name)
-                if not is_new and own[name]._version != versions[name]:
-                    lives_on.append(name)
-                if is_new and name in old:
-                    own[name] = old[name]
-                elif is_new:
-                    del own[name]
-        if lives_on:
-            raise ValueError(
-                f"df.functional({type(self.module).__name__}): the module keeps tensors from one call to the next as attributes, "
-                f"{brief(sorted(set(lives_on)))}; the state would not have them. Make buffers of them: "
-                "self.register_buffer(name, tensor)."
-            )
-
-    def _tensors(self, own: dict[str, Any]) -> list[str]:
-        if self._others.issuperset(map(type, own.values())):
-            return []
-        found = [name for name, x in own.items() if isinstance(x, torch.Tensor)]
-        self._others |= {type(x) for name, x in own.items() if name not in found}
-        return found
 
 
 def _shapes(tree: PyTree) -> dict[str, list[int]]:

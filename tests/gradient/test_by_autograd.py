@@ -93,7 +93,31 @@ class Following(nn.Module):
         return self.own(x) - 0.5 * self.frozen(x) + self.still(x) + looked_up
 
 
+class Remembering(nn.Module):
+    """What it keeps from one call to the next is no buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.end = nn.GRU(5, 4), nn.Linear(4, 1)
+        self.hidden, self.means, self.calls, self.ready, self.total = None, [], 0, False, torch.zeros(())
+
+    def forward(self, x):
+        if not self.ready:  # a flag of something that is done once
+            self.end.register_forward_hook(lambda layer, inputs, out: out * 1.5)
+            self.ready = True
+        if self.calls == 0:
+            self.register_buffer("shift", torch.linspace(-1, 1, 5), persistent=False)
+        self.calls += 1
+        h, last = self.rnn((x + self.shift)[None], None if self.hidden is None else self.hidden[0])
+        self.hidden = (last.detach(), x)
+        self.means.append(h.mean().detach())
+        with torch.no_grad():
+            self.total.mul_(0.9).add_(h.sum())
+        return self.end(h[0]) / self.calls + sum(self.means) + self.total
+
+
 NETS = {
+    "remembering": Remembering,
     "checkpointed, reentrant": lambda: Checkpointed(True),
     "checkpointed": lambda: Checkpointed(False),
     "LSTM": Recurrent,
@@ -169,6 +193,54 @@ def test_a_net_trains_as_in_a_plain_loop_in_every_mode(name):
                 torch.testing.assert_close(got[key], x, atol=1e-6, rtol=1e-5, msg=lambda m, key=key: f"{key}: {m}")
             assert not compiled or len(graphs) == 1
     assert_as_before(net, before)
+
+
+def test_another_run_and_another_try_begin_anew():
+    """What a module remembers follows from the steps of its run, not from how often it was evaluated."""
+    torch.manual_seed(3)
+    net = Remembering()
+    params, buffers, loss_fn = df.functional(net, mse_loss)
+    init, step = df.all_reduce(df.autograd(loss_fn), df.sgd(0.1), df.topology("complete", 1))
+    runs = []
+    for tries in (1, 2):
+        state, losses = init(params, buffers), []
+        for t, batch in enumerate(batches(0)):
+            for _ in range(tries):
+                new, metrics = step(state, batch, t)
+            state = new
+            losses.append(metrics.loss.item())
+        runs.append(losses)
+    assert runs[0] == runs[1]
+    assert (net.hidden, net.means, net.calls, net.total.item()) == (None, [], 0, 0.0) and not hasattr(net, "shift")
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_hooks_of_parameters_are_called(late):
+    def halved(p):
+        p.grad.mul_(0.5)
+
+    def made():
+        torch.manual_seed(3)
+        net = nn.Linear(5, 1)
+        if late:
+            net.weight.register_post_accumulate_grad_hook(halved)
+        else:
+            net.weight.register_hook(lambda slope: slope.clamp(-0.01, 0.01))
+        return net
+
+    net, plain = made(), made()
+    mse_loss(plain(batches(0)[0][0]), batches(0)[0][1]).backward()
+    expected = plain.weight - 0.1 * plain.weight.grad
+    params, buffers, loss_fn = df.functional(net, mse_loss)
+    for around in (df.autograd, lambda loss_fn: loss_fn):
+        init, step = df.all_reduce(around(loss_fn), df.sgd(0.1), df.topology("complete", 1))
+        for run in (step, df.compile(step, backend="aot_eager")):
+            if late and around is not df.autograd:
+                with pytest.raises((ValueError, RuntimeError), match=r"post_accumulate.*df\.autograd"):
+                    run(init(params, buffers), batches(0)[0], 0)
+                continue
+            state, _ = run(init(params, buffers), batches(0)[0], 0)
+            torch.testing.assert_close(df.params(state)["weight"], expected)
 
 
 def on_a_rank():
