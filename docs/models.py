@@ -1,7 +1,7 @@
 """Try the networks of tests/models one by one, and write models.md: what works traced, and what with df.autograd.
 
 python docs/models.py                       tries what has no result yet, and writes the page
-python docs/models.py --only gpt-2 --again  tries this case anew
+python docs/models.py --only gpt-2 --again  tries this case anew, where the library is another than then
 python docs/models.py --seconds-in-all 0    only writes the page
 """
 
@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -38,6 +39,20 @@ Key = tuple[str, str, str]  # case, way, column
 # -- trying -----------------------------------------------------------------------------------------------------------
 
 
+def commit() -> str:
+    """The last one that changed the library, or its version where there is no git; with a + where more has changed since."""
+    try:
+        said = [
+            subprocess.run(
+                ["git", *words, "--", "decentfn"], cwd=HERE.parent, capture_output=True, text=True, check=True
+            )
+            for words in (("log", "-1", "--format=%h"), ("status", "--porcelain"))
+        ]
+    except (OSError, subprocess.CalledProcessError):
+        return version("decentfn")
+    return said[0].stdout.strip() + "+" * bool(said[1].stdout)
+
+
 def stored() -> dict[Key, dict[str, Any]]:
     """The latest result of each."""
     lines = RESULTS.read_text(encoding="utf-8").splitlines() if RESULTS.exists() else []
@@ -45,9 +60,9 @@ def stored() -> dict[Key, dict[str, Any]]:
     return {(r["case"], r["way"], r["column"]): r for r in results if r["case"] in CASES}
 
 
-def store(case: str, way: str, found: dict[str, Any]) -> None:
+def store(case: str, way: str, found: dict[str, Any], at: str) -> None:
     with RESULTS.open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"case": case, "way": way, **found}) + "\n")
+        file.write(json.dumps({"case": case, "way": way, **found, "commit": at}) + "\n")
     print(f"{case}, {way}, {found['column']}: {found['outcome']} after {found['seconds']:.0f} s", flush=True)
 
 
@@ -103,14 +118,15 @@ def in_one_line(sentence: str) -> str:
 
 
 def try_all(arguments: argparse.Namespace) -> None:
-    began = time.monotonic()
-    known = {} if arguments.again else stored()
+    began, at = time.monotonic(), commit()
+    is_of_now = not at.endswith("+")
+    known = {k for k, r in stored().items() if not arguments.again or (is_of_now and r.get("commit") == at)}
     for way in arguments.ways:
         for case in arguments.only or CASES:
             missing = [c for c in arguments.columns if (case, way, c) not in known]
             while missing and time.monotonic() - began < arguments.seconds_in_all:
                 for found in attempt(case, way, missing, arguments.limit):
-                    store(case, way, found)
+                    store(case, way, found, at)
                     missing.remove(found["column"])
 
 
@@ -127,7 +143,8 @@ python docs/models.py
 ```
 
 which keeps each result in `docs/models.jsonl` as soon as it has it. Stopped and called again, it goes on;
-`--only NAME --again` tries one anew. Each case and way has a process of its own, with {limit} s at the most.
+`--again` tries anew
+what was tried with an older library. Each case and way has a process of its own, with {limit} s at the most.
 
 Versions: {versions}.
 
@@ -152,6 +169,8 @@ Where tracing fails, the error goes on: "Where it runs in a plain PyTorch loop, 
 df.autograd(loss_fn)." The list leaves that out.
 
 {summary}
+
+{commits}
 
 """
 
@@ -195,6 +214,7 @@ def page(results: dict[Key, dict[str, Any]], limit: float) -> str:
         rate=RATE,
         rounding=f"{ROUNDING:.0e}".replace("e-0", "e-"),
         summary=" ".join(counted(results, way) for way in WAYS),
+        commits=tried_at(results),
     )
     return header + "\n".join(rows) + "\n\n## What was said\n\n" + "\n".join(said) + "\n"
 
@@ -204,6 +224,14 @@ def counted(results: dict[Key, dict[str, Any]], way: str) -> str:
     outcomes = [r["outcome"] for r in results.values() if r["way"] == way]
     name = "With `df.autograd`" if way == "autograd" else "Traced"
     return f"{name}, {outcomes.count('yes')} of the {len(outcomes)} cells that were tried work."
+
+
+def tried_at(results: dict[Key, dict[str, Any]]) -> str:
+    """How many cells are of which state of the library, the latest last."""
+    count = Counter(r.get("commit", "") for r in results.values())
+    said = [f"{n} at commit {at}" if at else f"{n} at earlier ones" for at, n in count.items()]
+    missing = len(CASES) * len(WAYS) * len(COLUMNS) - len(results)
+    return f"Of the cells, {', '.join(said)}; {missing} were not tried."
 
 
 def escaped(sentence: str) -> str:
@@ -224,7 +252,7 @@ def main() -> None:
     parser.add_argument("--columns", nargs="+", choices=COLUMNS, default=COLUMNS)
     parser.add_argument("--limit", type=float, default=240, help="seconds for each process")
     parser.add_argument("--seconds-in-all", type=float, default=float("inf"), help="start nothing after them")
-    parser.add_argument("--again", action="store_true", help="also what has a result")
+    parser.add_argument("--again", action="store_true", help="also what has a result of another commit")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the process that tries a case ends with this one
     try:
