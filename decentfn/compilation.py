@@ -101,7 +101,7 @@ def compile(
 
         try:
             alone = left_alone(state) if is_first and not donate and is_state(state) else nullcontext()
-            randomness = draws.torch_draws(t, collectives.world().rank)
+            randomness = draws.torch_draws(t, collectives.world().place)
             with alone, collectives.whole_step(t, donated=donate), randomness:
                 result = passing_beside(call, batch) if by_autograd else call(trees.plain(batch))
         except too_many_graphs() as error:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from decentfn import collectives, trees
-from decentfn.buckets import Buckets, sum_inside
+from decentfn.buckets import Buckets, counted_once, part_of, sum_inside, whole, without_values
 from decentfn.kit.state import State, restarted
 from decentfn.stacking import over_workers
 from decentfn.trees import PyTree
@@ -21,9 +21,10 @@ from decentfn.trees import PyTree
 def params(state: Any) -> PyTree:
     """The parameters that one evaluates, as the tree that `init` was given; copies. `[N, ...]` when stacked.
 
-    Where a worker is several processes, they are this one's shards; `df.state_dict(module, state)` gathers them.
+    Of a sharded module they are this process's shards; `df.state_dict(module, state)` gathers them. Where a worker is several
+    processes and the loss wants whole parameters, they are gathered: collective, over the worker's processes.
     """
-    return trees.map(torch.clone, _buckets(state).tree())
+    return trees.map(torch.clone, whole(_buckets(state)).tree())
 
 
 def buffers(state: Any) -> PyTree:
@@ -50,7 +51,7 @@ def with_params(state: Any, params: PyTree) -> Any:
         ValueError: other leaves, shapes or dtypes than the state's, or a state whose memory has no `restart`.
     """
     x = _buckets(state)
-    expected = [(name, leaf.shape, leaf.dtype) for name, leaf in trees.named_leaves(x.tree())]
+    expected = [(name, leaf.shape, leaf.dtype) for name, leaf in trees.named_leaves(without_values(x).tree())]
     given = [(name, leaf.shape, leaf.dtype) for name, leaf in trees.named_leaves(params)]
     for want, got in itertools.zip_longest(expected, given):
         if want != got:
@@ -58,8 +59,11 @@ def with_params(state: Any, params: PyTree) -> Any:
                 f"with_params(state, params): found {got} where the state has {want} (name, shape, dtype); pass a tree "
                 "like df.params(state)."
             )
-    tensors = x.plan.lay_out(params, workers=tuple(x[0].shape[:-1]))
-    new = Buckets([new.to(old.device) for new, old in zip(tensors, x, strict=True)], x.plan)
+    plan = x.plan.whole or x.plan
+    new = Buckets(plan.lay_out(params, workers=tuple(x[0].shape[:-1])), plan)
+    if x.plan.whole is not None:
+        new = Buckets(part_of(new, collectives.everyone().process, x.plan.processes), x.plan)
+    new = Buckets([new.to(old.device) for new, old in zip(new, x, strict=True)], x.plan)
 
     def anew(state: State, x: Buckets) -> State:
         return state._replace(params=x, memory=restarted(state.memory, x))
@@ -79,7 +83,7 @@ def is_stacked(state: Any) -> bool:
 def consensus_mean(state: Any) -> PyTree:
     """The mean of the parameters over all workers, as the user's tree; the same on every rank. Collective."""
     x = _buckets(state)
-    return Buckets([_mean(bucket) for bucket in x], x.plan).tree()
+    return whole(Buckets([_mean(bucket) for bucket in x], x.plan)).tree()
 
 
 def consensus_buffers(state: Any) -> PyTree:
@@ -109,7 +113,7 @@ def distance_to_consensus(state: Any) -> Tensor:
     """`‖x_i - x̄‖₂` of this worker (0-d float64), or of each (`[N]`) when stacked. Collective."""
     x = _buckets(state)
     squares = [((bucket.double() - _mean(bucket).double()) ** 2).sum(-1) for bucket in x]
-    return sum_inside(torch.stack(squares).sum(0), x.plan.processes).sqrt()
+    return sum_inside(torch.stack(counted_once(squares, x.plan)).sum(0), x.plan.processes).sqrt()
 
 
 def _mean(bucket: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from decentfn import collectives, trees
+from decentfn.buckets import mean_inside, whole
 from decentfn.consensus import consensus_buffers, consensus_mean, is_stacked
 from decentfn.errors import RunError
 from decentfn.gradient.loss import WrappedLoss, is_pair
@@ -47,7 +48,7 @@ def evaluate(metric: Callable[..., Any], state: Any, batches: Iterable[Any]) -> 
         df.errors.RunError: on every other rank, where the metric or the batches of one have failed.
     """
     replicas = [(consensus_mean(state), consensus_buffers(state))]
-    names, everyone = _of_workers("evaluate", metric, replicas, batches, bool(state.params.plan.places))
+    names, everyone = _of_workers("evaluate", metric, replicas, batches, _is_cut(state))
     samples = sum(of["samples"] for of in everyone)
     totals = {name: sum(of["sums"][name] for of in everyone if of["samples"]) / samples for name in names}
     return _as_returned({name: torch.tensor(total, dtype=torch.float64) for name, total in totals.items()})
@@ -67,8 +68,8 @@ def evaluate_replicas(metric: Callable[..., Any], state: Any, batches: Iterable[
         replicas = [worker((state.params, state.buffers), i) for i in range(state.params[0].shape[0])]
     else:
         replicas = [(state.params, state.buffers)]
-    own = [(x.tree(), buffers) for x, buffers in replicas]
-    names, everyone = _of_workers("evaluate_replicas", metric, own, batches, bool(state.params.plan.places))
+    own = [(whole(x).tree(), buffers) for x, buffers in replicas]
+    names, everyone = _of_workers("evaluate_replicas", metric, own, batches, _is_cut(state))
 
     def means(name: str) -> Tensor:
         values = [of["sums"][name] / of["samples"] if of["samples"] else float("nan") for of in everyone]
@@ -91,6 +92,11 @@ def _of_workers(
             f"{call}(metric={brief(metric)}): the state holds shards, and this is not of the sharded module; make it with "
             "df.functional(module, criterion), or df.functional(module, forward=lambda module, batch: ...)."
         )
+    if getattr(metric, "shares_batch", False):
+        raise ValueError(
+            f"{call}(metric={brief(metric)}): of a tensor-parallel module, whose processes compute one batch together; call "
+            "loss_fn(df.params(state), df.buffers(state), batch) under torch.no_grad(), on every process."
+        )
     own: Exception | None = None
     try:
         told: Any = _sums(call, metric, replicas, batches, is_cut)
@@ -107,6 +113,12 @@ def _of_workers(
     names, size = _names(call, [of for theirs in everyone for of in theirs]), collectives.processes_per_worker()
     workers = [zip(*everyone[first : first + size], strict=True) for first in range(0, len(everyone), size)]
     return names, [_added(names, parts) for worker in workers for parts in worker]
+
+
+def _is_cut(state: Any) -> bool:
+    """Whether what a process has of a replica are shards, also for the loss."""
+    plan = state.params.plan
+    return bool(plan.places) and plan.whole is None
 
 
 def _added(names: list[str], parts: Sequence[_Sums]) -> _Sums:
@@ -167,7 +179,7 @@ def _in_step(call: str, batches: Iterable[Any]) -> Generator[tuple[Any, bool]]:
 def _told_inside(what: str) -> dict[str, bool]:
     """Whether any process of this worker tells of a "batch", of "none", or that it has "failed"; collective over them."""
     kinds = ("batch", "none", "failed")
-    told = collectives.mean_inside(torch.tensor([float(kind == what) for kind in kinds]))
+    told = mean_inside(torch.tensor([float(kind == what) for kind in kinds]), collectives.processes_per_worker())
     return {kind: bool(share > 0) for kind, share in zip(kinds, told, strict=True)}
 
 

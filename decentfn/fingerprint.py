@@ -82,17 +82,20 @@ def agree(lines: list[str], of_shard: Sequence[str] = ()) -> None:
     compare("init(params)", lines, "every rank must build the same algorithm, model and topology", of_shard)
 
 
-def compare(call: str, lines: list[str], rule: str, of_shard: Sequence[str] = ()) -> None:
-    """Compare `lines` over all ranks, and what is `of_shard` over those that hold the same shard; collective.
+def compare(
+    call: str, lines: list[str], rule: str, of_shard: Sequence[str] = (), of_worker: Sequence[str] = ()
+) -> None:
+    """Compare `lines` over all ranks, `of_shard` over those that hold the same shard, `of_worker` over each worker's; collective.
 
     Raises:
         PlanMismatch: on every rank, naming the first rank and line that differ from most, and the `rule`.
     """
     world = collectives.everyone()
     size, here = world.processes_per_worker, world.rank
-    told = collectives.gather_objects([lines, list(of_shard)], world)
+    told = collectives.gather_objects([lines, list(of_shard), list(of_worker)], world)
     groups = [[(rank, told[rank][0]) for rank in range(len(told))]]
     groups += [[(rank, told[rank][1]) for rank in range(shard, len(told), size)] for shard in range(size)]
+    groups += [[(rank, told[rank][2]) for rank in range(i, i + size)] for i in range(0, len(told), size)]
     for group in groups:
         everyone = [theirs for _, theirs in group]
         usual = max(everyone, key=everyone.count)

@@ -5,6 +5,7 @@ from decentfn.buckets.arithmetic import (
     all_finite,
     cast_like,
     copy_wide,
+    counted_once,
     divide,
     each,
     elementwise,
@@ -19,7 +20,8 @@ from decentfn.buckets.arithmetic import (
     zeros_like,
 )
 from decentfn.buckets.blocks import Deferred, Part, defer, deferring, evaluated, write_over
-from decentfn.buckets.inside import everywhere_inside, sum_inside
+from decentfn.buckets.inside import everywhere_inside, mean_inside, rows_of, sum_inside
+from decentfn.buckets.parts import mean_of_processes, part_of, part_shape, whole, without_values
 from decentfn.buckets.plan import (
     BucketPlan,
     Buckets,
@@ -48,6 +50,7 @@ __all__ = [
     "all_finite",
     "cast_like",
     "copy_wide",
+    "counted_once",
     "defer",
     "deferring",
     "divide",
@@ -60,14 +63,21 @@ __all__ = [
     "global_norm",
     "in_blocks",
     "is_finite",
+    "mean_inside",
+    "mean_of_processes",
     "multiply",
+    "part_of",
+    "part_shape",
     "parts_of",
     "require_bucket_mb",
+    "rows_of",
     "scale",
     "sum_inside",
     "where",
+    "whole",
     "wide",
     "widen",
+    "without_values",
     "write_over",
     "zeros_like",
 ]

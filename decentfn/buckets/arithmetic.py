@@ -10,7 +10,7 @@ from torch import Tensor
 from decentfn.buckets import blocks
 from decentfn.buckets.blocks import defer, is_long, over_blocks
 from decentfn.buckets.inside import everywhere_inside, sum_inside
-from decentfn.buckets.plan import Buckets
+from decentfn.buckets.plan import Buckets, Plan
 from decentfn.scalars import moved, once
 
 
@@ -102,10 +102,16 @@ def where(condition: Tensor | Buckets, new: Buckets, old: Buckets) -> Buckets:
 
 def global_norm(x: Buckets) -> Tensor:
     """The l2 norm over all buckets, of all processes of the worker: 0-d, float32, or float64 where a bucket is."""
-    squares = [_square(b.to(wide(b.dtype))) for b in x]
+    squares = counted_once([_square(b.to(wide(b.dtype))) for b in x], x.plan)
     if not squares:
         return torch.zeros(())
     return torch.sqrt(sum_inside(sum(squares[1:], squares[0]), x.plan.processes))
+
+
+def counted_once(of_buckets: Sequence[Tensor], plan: Plan) -> list[Tensor]:
+    """What is to be summed over the worker's processes, of each bucket; of one that all of them hold, a part."""
+    pairs = zip(of_buckets, plan.buckets, strict=True)
+    return [part / plan.processes if bucket.is_common else part for part, bucket in pairs]
 
 
 def _square(x: Tensor) -> Tensor:

@@ -68,6 +68,8 @@ class BucketPlan:
     dtype: torch.dtype
     segments: tuple[Segment, ...]
     numel: int
+    is_common: bool = False
+    """Whether every process of the worker holds these very leaves, with equal values, where it is several."""
 
     @property
     def nbytes(self) -> int:
@@ -89,6 +91,8 @@ class Plan:
     """So many processes of one worker hold a tree like this each, and their leaves together are the worker's."""
     places: Places = ()
     """Of this process's parts, of the parameters and of the buffers beside them."""
+    whole: Plan | None = None
+    """That of the leaves of which these are this process's rows, where the loss wants them whole."""
 
     @property
     def nbytes(self) -> int:
@@ -187,13 +191,15 @@ def flatten(
     masks: Sequence[Mask] = (),
     processes: int = 1,
     places: Places = (),
+    common: frozenset[str] = frozenset(),
 ) -> Buckets:
     """Copy a tree of floating-point or complex tensors into flat buckets.
 
     A bucket holds leaves of one dtype, one device and one answer to every mask, in their order and at most `bucket_mb`
     MiB of them; complex ones as real numbers, as torch.optim treats them. A leaf of more than an eighth of that has a bucket of its own: its gradient then is the bucket's,
     while those of smaller leaves are copied together (once, in one pass). The largest bucket comes first, so that
-    little is left to update when the last message is in.
+    little is left to update when the last message is in; but those that all processes of a worker hold come before all others,
+    in the same places, and so with the same draws, on each.
 
     Args:
         params: pytree of tensors, any shapes and strides; the same tensor in two places is stored once.
@@ -201,6 +207,7 @@ def flatten(
         masks: the choices by name and shape that a bucket must not mix.
         processes: `Plan.processes`.
         places: `Plan.places`.
+        common: the names of the leaves that each of them holds.
 
     Raises:
         ValueError: no leaf, a leaf that is not a floating-point or complex tensor, or `bucket_mb` not positive.
@@ -219,7 +226,7 @@ def flatten(
     open_bucket: dict[object, tuple[list[object], int]] = {}
     groups: list[list[object]] = []
     for key, (name, leaf) in distinct.items():
-        kind = (leaf.dtype, leaf.device, tuple(bool(mask(name, tuple(leaf.shape))) for mask in masks))
+        kind = (leaf.dtype, leaf.device, name in common, *(bool(mask(name, tuple(leaf.shape))) for mask in masks))
         size = leaf.numel() * leaf.element_size()
         if size > limit // _OWN_BUCKET:
             groups.append([key])
@@ -230,10 +237,10 @@ def flatten(
             groups.append(group)
         group.append(key)
         open_bucket[kind] = group, filled + size
-    groups.sort(key=lambda group: -sum(distinct[key][1].nbytes for key in group))
+    groups.sort(key=lambda group: (distinct[group[0]][0] not in common, -sum(distinct[key][1].nbytes for key in group)))
 
     position = {key: index for index, key in enumerate(key for group in groups for key in group)}
-    plans = tuple(_plan_bucket([distinct[key] for key in group]) for group in groups)
+    plans = tuple(_plan_bucket([distinct[key] for key in group], common) for group in groups)
     template = trees.map(lambda leaf: position[_memory(leaf)], params)
     plan = Plan(plans, template, processes, places)
     return Buckets(plan.lay_out(params), plan)
@@ -264,11 +271,11 @@ def _check_leaf(name: str, leaf: object) -> None:
         )
 
 
-def _plan_bucket(named: list[tuple[str, Tensor]]) -> BucketPlan:
+def _plan_bucket(named: list[tuple[str, Tensor]], common: frozenset[str]) -> BucketPlan:
     segments, start = [], 0
     for name, leaf in named:
         shape = tuple(leaf.shape)
         numel = prod(shape) * (1 + leaf.is_complex())
         segments.append(Segment(name, shape, start, numel, leaf.is_complex()))
         start += numel
-    return BucketPlan(named[0][1].dtype.to_real(), tuple(segments), start)
+    return BucketPlan(named[0][1].dtype.to_real(), tuple(segments), start, named[0][0] in common)

@@ -1,5 +1,6 @@
 """What the workers say to each other: the operators, their two interpreters, and how they are compiled."""
 
+from decentfn.collectives import inside as inside
 from decentfn.collectives.counters import Communication, communication
 from decentfn.collectives.interruption import cut_short, whole_step
 from decentfn.collectives.membership import (
@@ -18,11 +19,20 @@ from decentfn.collectives.processes import (
     fresh_board,
     gather_bytes,
     gather_objects,
-    mean_inside,
     process_broadcast,
     process_mean,
 )
-from decentfn.collectives.sharded import cut, is_sharded, local, own_shards, places, require_shards, whole
+from decentfn.collectives.sharded import (
+    cut,
+    is_fully_sharded,
+    is_sharded,
+    local,
+    own_shards,
+    placed_like,
+    places,
+    require_parts,
+    whole,
+)
 
 __all__ = [
     "Communication",
@@ -38,17 +48,18 @@ __all__ = [
     "gather_bytes",
     "gather_objects",
     "group_mean",
+    "is_fully_sharded",
     "is_sharded",
     "leave_default_group",
     "local",
     "make_groups",
-    "mean_inside",
     "own_shards",
     "places",
+    "placed_like",
     "process_broadcast",
     "process_mean",
     "processes_per_worker",
-    "require_shards",
+    "require_parts",
     "split_workers",
     "use",
     "wait",

@@ -50,6 +50,8 @@ class World:
         self.group = group
         self.rank = rank
         self.size = size
+        self.place = rank
+        """This process's rank among all, those of other shards too: what it draws random numbers by."""
         self.processes_per_worker = 1
         # Others than this one where a worker is several. No world refers to itself: its groups must end when it is let go.
         self._whole: World | None = None
@@ -229,6 +231,7 @@ def split_workers(processes_per_worker: int) -> World:
         )
         gossip = SameShard(group, whole.worker, whole.num_workers, whole.timeout, whole.device)
         gossip.processes_per_worker, gossip.inside, gossip.mesh = size, whole.inside, whole.mesh
+        gossip.place = whole.rank
         gossip._whole, whole._gossip = whole, gossip
     _default[:] = [whole]
     return whole

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from decentfn.collectives.membership import World, world
 from decentfn.collectives.messages import Part, begin, complete, post, reduce, track
-from decentfn.collectives.processes import naming
 from decentfn.scalars import moved, once
 from decentfn.torch_private import functorch, lowering
 
@@ -287,18 +286,6 @@ def _wait_vmap(info: Any, in_dims: tuple[int | None, ...], x: Tensor) -> tuple[T
     return (_ops.wait(x) if world().size > 1 else x), in_dims[0]
 
 
-# -- within a worker of several processes -----------------------------------------------------------------------
-
-
-def _sum_inside(x: Tensor, after: Tensor | None) -> Tensor:
-    here = world()
-    total = x.clone(memory_format=torch.contiguous_format)
-    if here.inside is not None:
-        with naming(here, "a sum over a worker's processes"):
-            here.inside.allreduce([total]).wait()
-    return total
-
-
 _KEY = "CompositeExplicitAutograd"
 _library.impl("exchange", _exchange, _KEY)
 _library.impl("exchange_stacked", _exchange_stacked, _KEY)
@@ -306,7 +293,6 @@ _library.impl("group_mean", _group_mean, _KEY)
 _library.impl("group_mean_stacked", _group_mean_stacked, _KEY)
 _library.impl("wait", _wait, _KEY)
 _library.impl("complete", complete, _KEY)
-_library.impl("sum_inside", _sum_inside, _KEY)
 _library.impl("worker_index", _worker_index, _KEY)
 
 

@@ -34,17 +34,6 @@ def fresh_board(among: World | None = None) -> PrefixStore:
     return PrefixStore(f"decentfn {gather_objects(uuid4().hex, here)[0]}", here.store)
 
 
-def mean_inside(x: Tensor) -> Tensor:
-    """The mean of `x` over the processes of this worker, at once; `x` itself in one process."""
-    here = world()
-    if here.inside is None:
-        return x
-    mean = (x / here.processes_per_worker).contiguous()
-    with naming(here, "a mean over a worker's processes"):
-        here.inside.allreduce([mean]).wait()
-    return mean
-
-
 def process_mean(x: Tensor) -> Tensor:
     """The mean of `x` over all processes, at once; `x` itself in one process. Not for use inside a step."""
     here = world()

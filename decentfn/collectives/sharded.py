@@ -1,4 +1,4 @@
-"""Modules under PyTorch's `fully_shard` (FSDP2): which they are, and what of them this process holds.
+"""Modules whose parameters PyTorch has cut over processes, by `fully_shard` (FSDP2) or `parallelize_module`: what of them is here.
 
 FSDP2 takes a second to import, so only what meets a sharded module does.
 """
@@ -33,35 +33,59 @@ def local(x: Tensor) -> Tensor:
     return x.to_local() if hasattr(x, "to_local") else x  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def require_shards(module: nn.Module) -> None:
-    """Raise ValueError unless `fully_shard` has cut every parameter over this worker's processes, and in no other way."""
+def is_fully_sharded(module: nn.Module) -> bool:
+    """Whether `fully_shard` has been called on it: its processes have a batch each, and gather what they need."""
     from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.tensor import DTensor, Shard
+
+    return isinstance(module, FSDPModule)
+
+
+def require_parts(module: nn.Module) -> frozenset[str]:
+    """The names of the parameters that every process of this worker holds whole; the others are cut over them.
+
+    Raises:
+        ValueError: a parameter that is cut over other processes, or in a way that is not known.
+    """
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor, Replicate, Shard
 
     here, call = everyone(), f"df.functional({type(module).__name__})"
-    way_out = 'world = df.init(processes_per_worker=S) and then fully_shard(module, mesh=world.mesh["shard"])'
+    way_out = (
+        'world = df.init(processes_per_worker=S) and then fully_shard or parallelize_module with world.mesh["shard"]'
+    )
     if here.mesh is None:
         raise ValueError(f"{call}: the module is sharded, but a worker is one process; call {way_out}.")
     own_shards(module)
     mine = here.mesh["shard"].mesh.flatten().tolist()
+    has_shards = any(isinstance(m, FSDPModule) for m in module.modules())
+    common = set[str]()
     for name, p in module.named_parameters():
         if not isinstance(p, DTensor):
-            raise ValueError(
-                f"{call}: parameter {name!r} is whole on every process and others are sharded; call fully_shard on the whole "
-                "module, too, not on its parts alone."
-            )
-        mesh, placements = p.device_mesh, p.placements
-        theirs = mesh.mesh.flatten().tolist()
+            if has_shards:
+                raise ValueError(
+                    f"{call}: parameter {name!r} is whole on every process and others are sharded; call fully_shard on the "
+                    "whole module, too, not on its parts alone."
+                )
+            common.add(name)
+            continue
+        mesh, theirs = p.device_mesh, p.device_mesh.mesh.flatten().tolist()
         if mesh.ndim != 1 or theirs != mine:
             raise ValueError(
                 f"{call}: parameter {name!r} is sharded over processes {brief(theirs)} (a mesh of {mesh.ndim} axes), but this worker "
                 f"is processes {brief(mine)}; call {way_out}."
             )
-        if [type(placement) for placement in placements] != [Shard] or not isinstance(module, FSDPModule):
+        kind = type(p.placements[0])
+        if kind not in (Shard, Replicate) or has_shards and (kind is Replicate or not is_fully_sharded(module)):
             raise ValueError(
-                f"{call}: parameter {name!r} is placed as {brief(placements)}, not by fully_shard on the whole module; tensor "
-                "parallelism within a worker is not there yet."
+                f"{call}: parameter {name!r} is placed as {brief(p.placements)}; fully_shard is called on the whole module, and "
+                "parallelize_module on no part of it, or on one without fully_shard."
             )
+        if kind is Replicate:
+            common.add(name)
+    strange = [name for name, b in module.named_buffers() if isinstance(b, DTensor)]
+    if strange:
+        raise ValueError(f"{call}: the buffers {brief(strange)} are DTensors; give their modules no parallel style.")
+    return frozenset(common)
 
 
 def own_shards(module: nn.Module) -> None:
@@ -83,6 +107,15 @@ def places(module: nn.Module) -> Places:
     return tuple((name, Place(tuple(shape), offset)) for name, offset, shape in found if offset is not None)
 
 
+def placed_like(grad: Tensor, p: nn.Parameter) -> Tensor:
+    """What this process holds of a parameter's gradient, which may be a sum that is still to be taken; a view."""
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(grad, DTensor) and isinstance(p, DTensor):
+        grad = grad.redistribute(placements=p.placements)
+    return local(grad)
+
+
 def whole(shards: Iterable[tuple[nn.Parameter, Tensor]]) -> list[Tensor | None]:
     """The whole tensors of these shards of such parameters, on the CPU of process 0 of the worker; None on the others.
 
@@ -93,10 +126,11 @@ def whole(shards: Iterable[tuple[nn.Parameter, Tensor]]) -> list[Tensor | None]:
     tensors: list[Tensor | None] = []
     with torch.no_grad():
         for p, shard in shards:
-            assert isinstance(p, DTensor)
-            one = DTensor.from_local(
-                shard, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
-            ).full_tensor()
+            one = shard
+            if isinstance(p, DTensor):
+                one = DTensor.from_local(
+                    shard, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+                ).full_tensor()
             tensors.append(one.cpu() if everyone().process == 0 else None)
     return tensors
 

@@ -3,7 +3,7 @@
 from decentfn.gradient.accumulated import Accumulated, accumulate
 from decentfn.gradient.by_autograd import autograd, is_by_autograd
 from decentfn.gradient.evaluation import evaluate, learn, require_batch, require_inputs
-from decentfn.gradient.inside import require_inside
+from decentfn.gradient.inside import Inside, inside_of
 from decentfn.gradient.loss import LossFn, require_loss
 from decentfn.gradient.module import functional
 from decentfn.gradient.scaled import DynamicLossScale, LossScale, dynamic_loss_scale
@@ -13,6 +13,7 @@ __all__ = [
     "Accumulated",
     "DynamicLossScale",
     "Evaluation",
+    "Inside",
     "LossFn",
     "LossScale",
     "accumulate",
@@ -20,10 +21,10 @@ __all__ = [
     "dynamic_loss_scale",
     "evaluate",
     "functional",
+    "inside_of",
     "is_by_autograd",
     "learn",
     "require_batch",
     "require_inputs",
-    "require_inside",
     "require_loss",
 ]

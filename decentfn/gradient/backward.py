@@ -13,12 +13,14 @@ from torch import Tensor
 
 from decentfn import collectives, draws, trees
 from decentfn.buckets import BucketPlan, Buckets, Plan, elements, wide
+from decentfn.fingerprint import compare
 from decentfn.gradient.accumulated import micro_batch_count, micro_batches
 from decentfn.gradient.attributes import At
 from decentfn.gradient.beside import around
 from decentfn.gradient.loss import LossFn, call
 from decentfn.gradient.others import no_other_weights
 from decentfn.gradient.traced import unscaled
+from decentfn.replicas import digest
 from decentfn.torch_private import autograd as torch_autograd
 from decentfn.torch_private import functorch
 from decentfn.torch_private.storages import joined
@@ -52,7 +54,7 @@ class Backward(NamedTuple):
     """What the loss of one worker gives."""
 
     grads: list[Tensor]
-    loss: Tensor  # the mean over the processes of the worker
+    loss: Tensor
     used: set[int]  # the leaves that have a gradient
     written: list[Tensor]  # the buckets as the loss left them, where it writes over its parameters
     buffers: list[Tensor]  # the changing ones
@@ -77,7 +79,7 @@ def backward(
         form: what is known of it.
         many: whether the batch is micro-batches, `[M, ...]` in every leaf: the gradient's mean is taken over them.
         t: the step.
-        worker: draws its own random numbers, as each of its processes does.
+        worker: draws its own random numbers, as each of its processes does that has a batch of its own.
         scale: 0-d; the gradient is taken of `scale * loss`.
         params: the buckets.
         buffers: the leaves of the loss's buffers.
@@ -87,7 +89,10 @@ def backward(
         Learnt: the loss writes over more than `form` said; called again, it is right.
     """
     plan, changing, here = form.plan, form.changing, collectives.world()
+    shares_batch = getattr(loss_fn, "shares_batch", False)
     trial = not form.is_tried  # what is written through `.data` shows in the values alone
+    if trial and shares_batch:
+        _require_one_batch(batch)
     flat = [b.detach().clone() if trial or form.writes else b.detach() for b in params]
     kept = [b.clone() if trial or i in changing else b for i, b in enumerate(buffers)]
     in_place = all(wide(b.dtype) == b.dtype for b in flat)  # else sums of gradients would lose what they add
@@ -104,7 +109,9 @@ def backward(
     with torch_autograd.enabled(around()):
         micros = _rows(micro_batches(batch)) if many else [batch]
         for index, data in enumerate(micros):
-            with draws.torch_draws(t, worker * here.processes_per_worker + here.process, index):
+            with draws.torch_draws(
+                t, worker * here.processes_per_worker + (0 if shares_batch else here.process), index
+            ):
                 tree, old = trees.fill(plan.template, leaves), trees.fill(form.buffers, kept)
                 loss, new, aux = _forward_backward(loss_fn, tree, old, data, scale, trial, (worker, (t, index)))
             kept = [_apart(b, k) if i in changing else k for i, (b, k) in enumerate(zip(new, kept, strict=True))]
@@ -132,10 +139,18 @@ def backward(
         if scale is not None:
             grads = list(unscaled(Buckets(grads, plan), scale))
         losses = [loss.to(dtype_of_loss(flat), copy=True) for loss in losses]  # it may be a parameter, or aux
-        mean = collectives.mean_inside(torch.stack(losses).mean() if many else losses[0])
+        mean = torch.stack(losses).mean() if many else losses[0]
     aux = trees.map(lambda *rows: stacked(rows), *auxes) if many else auxes[0]
     written = _in_buckets(plan, [leaf.detach() for leaf in leaves]) if form.writes else []
     return Backward(grads, mean, used, written, [kept[i] for i in changing], aux)
+
+
+def _require_one_batch(batch: Any) -> None:
+    """Raise ValueError on every rank unless the processes of each worker have one batch. Collective."""
+    tensors = [(name, x) for name, x in trees.named_leaves(trees.plain(batch)) if isinstance(x, torch.Tensor)]
+    lines = [f"{name or 'a batch'} {list(x.shape)} with digest {digest(x)}" for name, x in tensors]
+    rule = "a tensor-parallel worker's processes compute one batch together: draw it by world.worker, not by world.rank"
+    compare("step(state, batch, t)", [], rule, of_worker=lines)
 
 
 def dtype_of_loss(params: Sequence[Tensor]) -> torch.dtype:

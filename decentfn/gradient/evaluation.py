@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from decentfn.buckets import Buckets
+from decentfn.buckets import Buckets, elementwise, mean_inside, mean_of_processes, whole
 from decentfn.gradient.accumulated import Accumulated, mean_gradient_of, micro_batches
 from decentfn.gradient.beside import Beside
 from decentfn.gradient.by_autograd import ByAutograd, gradient_by_autograd, is_by_autograd
@@ -68,6 +68,8 @@ def evaluate(
 ) -> Evaluation:
     """The loss and its gradient at `params`, which the loss sees as the user's tree.
 
+    Where a worker is several processes, they are its worker's: the means over what its processes computed.
+
     Args:
         loss_fn: a loss, perhaps accumulated.
         params: buckets.
@@ -77,6 +79,26 @@ def evaluate(
         scale: 0-d, positive: the gradient is taken of `scale * loss` and divided by it, so that small gradients outlive
             sixteen-bit arithmetic within the loss; where large ones do not, it is infinite or NaN.
     """
+    plan = params.plan
+    if plan.processes == 1:
+        return _evaluate(loss_fn, params, buffers, batch, t, scale)
+    e = _evaluate(loss_fn, whole(params), buffers, batch, t, scale)
+    used, moves = e.used, e.moves
+    if used is not None:  # by any process
+        counts = mean_of_processes(elementwise(lambda flag: flag.to(torch.float32), used), plan)
+        used = elementwise(lambda count: count > 0, counts)
+    return e._replace(
+        grads=mean_of_processes(e.grads, plan),
+        loss=mean_inside(e.loss, plan.processes),
+        used=used,
+        moves=None if moves is None else mean_of_processes(moves, plan),
+    )
+
+
+def _evaluate(
+    loss_fn: LossFn, params: Buckets, buffers: PyTree, batch: PyTree, t: Tensor, scale: Tensor | None
+) -> Evaluation:
+    """`evaluate`, of this process."""
     many = isinstance(loss_fn, Accumulated)
     one = loss_fn.loss_fn if many else loss_fn
     if isinstance(one, ByAutograd):

@@ -1,6 +1,8 @@
-"""What a loss must be where a worker is several processes."""
+"""How the processes of one worker share its parameters: what the loss is made of says it."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from decentfn import collectives
 from decentfn.gradient.by_autograd import ByAutograd
@@ -9,22 +11,33 @@ from decentfn.gradient.module import ShardedLoss
 from decentfn.words import brief
 
 
-def require_inside(loss_fn: LossFn) -> None:
-    """Raise ValueError where a worker is several processes, unless the loss says what they share: a sharded module's."""
+class Inside(NamedTuple):
+    """What one of the processes of a worker is given for parameters, and what it holds."""
+
+    processes: int = 1
+    is_replicated: bool = False
+    """It is given whole leaves, and holds its part of them."""
+    common: frozenset[str] = frozenset()
+    """Of the leaves that it is given, and holds, those that every process holds whole."""
+
+
+def inside_of(loss_fn: LossFn) -> Inside:
+    """How a worker's processes share the parameters of this loss.
+
+    Raises:
+        ValueError: the gradient of a sharded module that is not `df.autograd`'s.
+    """
     size = collectives.processes_per_worker()
     if size == 1:
-        return
-    inside, by_autograd = loss_fn, False
-    while isinstance(inside, WrappedLoss):
-        by_autograd |= isinstance(inside, ByAutograd)
-        inside = inside.loss_fn
-    if not isinstance(inside, ShardedLoss):
-        raise ValueError(
-            f"loss_fn={brief(inside)}: df.init(processes_per_worker={size}) says that {size} processes share a worker's parameters, "
-            'but this loss is not of a module under fully_shard(module, mesh=world.mesh["shard"]); make it with '
-            "df.functional(module, criterion), or call df.init() for workers of one process."
-        )
+        return Inside()
+    inner, by_autograd = loss_fn, False
+    while isinstance(inner, WrappedLoss):
+        by_autograd |= isinstance(inner, ByAutograd)
+        inner = inner.loss_fn
+    if not isinstance(inner, ShardedLoss):
+        return Inside(size, is_replicated=True)
     if not by_autograd:
         raise ValueError(
-            f"loss_fn={brief(inside)}: the gradient of a module under fully_shard is PyTorch's own; write df.autograd(loss_fn)."
+            f"loss_fn={brief(inner)}: the gradient of a sharded module is PyTorch's own; write df.autograd(loss_fn)."
         )
+    return Inside(size, common=inner.common)

@@ -179,6 +179,10 @@ class ShardedLoss(ModuleLoss):
 
     places: Places = ()
     """Of this process's shards of the parameters, the frozen ones too."""
+    common: frozenset[str] = frozenset()
+    """Which of the parameters every process holds whole."""
+    shares_batch = False
+    """Whether a worker's processes compute one batch together (tensor parallel), or one each."""
 
     @contextmanager
     def held(
@@ -203,7 +207,7 @@ class ShardedLoss(ModuleLoss):
         for name, leaf in params.items():
             if (grad := own[name].grad) is not None:
                 own[name].grad = None
-                grad = _apart(collectives.local(grad))
+                grad = _apart(collectives.placed_like(grad, own[name]))
                 leaf.grad = grad if leaf.grad is None else leaf.grad + grad
 
 
@@ -234,22 +238,21 @@ def functional(
         forward: in place of a criterion, `(module, batch) -> loss` or `(loss, aux)`, for batches of any kind.
 
     Returns:
-        Three things: `params`, name -> parameter, copies, a tied parameter once (of a module under PyTorch's `fully_shard`
-        this process's shards); `buffers`, name -> buffer or frozen
+        Three things: `params`, name -> parameter, copies, a tied parameter once (of a module under PyTorch's `fully_shard` or
+        `parallelize_module` this process's shards); `buffers`, name -> buffer or frozen
         parameter, copies (perhaps none); and `loss_fn(params, buffers, batch) -> (loss, (buffers, aux))`, which leaves the
         module and the buffers that it is given as they are.
 
     Raises:
-        ValueError: both a criterion and `forward`; a lazy module that has not seen a batch; a module that is not sharded
-            over the processes of this worker, all of it, but over others or in part.
+        ValueError: both a criterion and `forward`; a lazy module that has not seen a batch; a module that is sharded
+            over other processes than this worker's.
     """
     if not isinstance(module, nn.Module):
         raise ValueError(f"functional(module={brief(module)}): expected an nn.Module.")
     if criterion is not None and forward is not None:
         raise ValueError("functional(module, criterion, forward=...): forward returns the loss itself; leave one out.")
     is_sharded = collectives.is_sharded(module)
-    if is_sharded:
-        collectives.require_shards(module)
+    common = collectives.require_parts(module) if is_sharded else frozenset()
     lazy = [name for name, x in (*module.named_parameters(), *module.named_buffers()) if is_lazy(x)]
     if lazy:
         raise ValueError(
@@ -263,4 +266,5 @@ def functional(
     loss_fn = kind(module, criterion, forward, trainable, buffers, frozenset(frozen))
     if isinstance(loss_fn, ShardedLoss):
         loss_fn.places = collectives.places(module)
+        loss_fn.common, loss_fn.shares_batch = common, not collectives.is_fully_sharded(module)
     return trainable, buffers, loss_fn

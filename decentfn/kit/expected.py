@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from decentfn import trees
-from decentfn.buckets import Buckets, Plan
+from decentfn.buckets import Buckets, Plan, without_values
 from decentfn.gradient import LossFn, learn, require_batch, require_inputs
 from decentfn.kit.state import Metrics, State
 from decentfn.scalars import as_step
@@ -90,7 +90,7 @@ def checked(
                 f"{_CALL}: the state holds {found!r} where init laid out {expected!r}; it is another network's: call "
                 "init(params) for this one."
             )
-        require_inputs(_CALL, loss_fn, x.tree(), state.buffers)
+        require_inputs(_CALL, loss_fn, without_values(x).tree(), state.buffers)
         require_batch(loss_fn, batch)
 
     @wraps(step)

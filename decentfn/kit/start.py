@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 
-from decentfn import collectives
-from decentfn.buckets import Buckets, Places, Plan, flatten
-from decentfn.fingerprint import agree, fingerprint
+from decentfn import collectives, trees
+from decentfn.buckets import Buckets, Mask, Places, Plan, flatten, part_of, part_shape
+from decentfn.fingerprint import agree, compare, fingerprint
+from decentfn.gradient import Inside
 from decentfn.kit.options import require_narrower
+from decentfn.replicas import digest
 from decentfn.topologies import Topology, certificate
 from decentfn.trees import PyTree
 
@@ -24,6 +26,7 @@ def lay_out(
     topologies: Sequence[Topology],
     bucket_mb: float,
     wire_dtype: torch.dtype | None,
+    inside: Inside,
     places: Places,
 ) -> Buckets:
     """A copy of `params` in buckets; collective: makes the process groups and checks that all ranks agree.
@@ -36,20 +39,23 @@ def lay_out(
         topologies: all that the algorithm uses, its own schedule first.
         bucket_mb: largest bucket in MiB.
         wire_dtype: dtype of what is exchanged.
+        inside: how the processes of a worker share the parameters.
         places: where shards lie in the worker's parameters and buffers.
     """
     if isinstance(params, Plan):
         return Buckets([torch.empty(b.numel, dtype=b.dtype, device="meta") for b in params.buckets], params)
     masks = getattr(optimizer, "masks", ())
     try:
-        processes = collectives.processes_per_worker()
-        x = flatten(params, bucket_mb=bucket_mb, masks=masks, processes=processes, places=places)
+        _require_as_built(inside)
+        x = _in_buckets(params, bucket_mb, masks, inside, places)
         require_narrower(wire_dtype, x)
         _require_divisible(topologies[0].num_workers)
     except Exception as error:
         agree([f"{type(error).__name__}: {error}"])  # or ranks without an error would wait for this one
         raise
     agree(fingerprint(x.plan, topologies[0], masks), x.plan.describe())
+    if inside.processes > 1:
+        _require_equal_inside(params, inside)
     for topology in topologies:
         if topology.groups is not None:
             collectives.make_groups(topology.groups)
@@ -57,6 +63,38 @@ def lay_out(
     if collectives.everyone().rank == 0 and _log.isEnabledFor(logging.INFO):
         _say(x.plan, topologies[0])
     return x
+
+
+def _in_buckets(params: PyTree, bucket_mb: float, masks: Sequence[Mask], inside: Inside, places: Places) -> Buckets:
+    """This process's part of the parameters."""
+    process, size = collectives.everyone().process, inside.processes
+    if not inside.is_replicated:
+        return flatten(params, bucket_mb=bucket_mb, masks=masks, processes=size, common=inside.common, places=places)
+
+    def of_part(mask: Mask) -> Mask:  # a transform will ask it of the parts
+        return lambda name, shape: mask(name, part_shape(shape, process, size))
+
+    return part_of(flatten(params, bucket_mb=bucket_mb, masks=[of_part(mask) for mask in masks]), process, size)
+
+
+def _require_as_built(inside: Inside) -> None:
+    size = collectives.processes_per_worker()
+    if size != inside.processes:
+        raise ValueError(
+            f"init(params): the algorithm was built for workers of {inside.processes} processes, and now they are of {size}; call "
+            "df.init(processes_per_worker=...) once, before it."
+        )
+
+
+def _require_equal_inside(params: PyTree, inside: Inside) -> None:
+    """The processes of a worker hold the same values of what all of them hold, or are given."""
+    lines = [
+        f"{name} with digest {digest(leaf)}"
+        for name, leaf in trees.named_leaves(params)
+        if inside.is_replicated or name in inside.common
+    ]
+    rule = "the processes of a worker start equal: make them after torch.manual_seed(0) on each"
+    compare("init(params)", [], rule, of_worker=lines)
 
 
 def _say(plan: Plan, topology: Topology) -> None:

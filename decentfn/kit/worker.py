@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 
 from decentfn import gossip, trees
 from decentfn.buckets import Buckets, Plan, add, all_finite, elementwise, global_norm
-from decentfn.gradient import DynamicLossScale, Evaluation, LossFn, evaluate, require_inside
+from decentfn.gradient import DynamicLossScale, Evaluation, LossFn, evaluate, inside_of
 from decentfn.kit.exchange import Posted, as_parameters, collect, post
 from decentfn.kit.gradient import Gradient, good_update, where_good
 from decentfn.kit.options import DEFAULTS, Options, require_arguments
@@ -50,7 +50,7 @@ class Worker:
         **options: Unpack[Options],
     ) -> None:
         require_arguments(loss_fn, optimizer, topology, shows_mix, options)
-        require_inside(loss_fn)
+        self.inside = inside_of(loss_fn)
         self.scaling = loss_fn if isinstance(loss_fn, DynamicLossScale) else None
         self.loss_fn = loss_fn if self.scaling is None else self.scaling.loss_fn
         self.optimizer = optimizer
@@ -78,7 +78,7 @@ class Worker:
 
         def init(params: PyTree, buffers: PyTree = None) -> State:
             topologies, places = (self.topology, self.everyone), getattr(self.loss_fn, "places", ())
-            x = lay_out(params, self.optimizer, topologies, self.bucket_mb, self.wire_dtype, places)
+            x = lay_out(params, self.optimizer, topologies, self.bucket_mb, self.wire_dtype, self.inside, places)
             scale = None if self.scaling is None else self.scaling.init(x[0].device)
             local = Local(self.optimizer.init(x), trees.map(torch.clone, buffers), scale)
             state = State(x, local, () if memory is None else memory(x))

@@ -49,8 +49,8 @@ def init(
             are GPUs, but fewer than processes.
         timeout: how long a collective waits for the others before it fails. The first step must outlast the slowest
             compilation among the ranks, so minutes, not seconds.
-        processes_per_worker: S, so many processes, next to one another by rank, share a worker's parameters and data: a module
-            under `fully_shard(module, mesh=world.mesh["shard"])`, see docs/large_models.md. "node": all of a machine, as many
+        processes_per_worker: S, so many processes, next to one another by rank, share a worker's parameters: row by row, or as
+            `fully_shard` or `parallelize_module` over `world.mesh["shard"]` say, see docs/large_models.md. "node": all of a machine, as many
             as torchrun says (LOCAL_WORLD_SIZE). None: what was said before, or 1. Said anew, states from before are of no use.
 
     Returns:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 import os
 import re
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,24 +15,35 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel, parallelize_module
 
 import decentfn as df
-from decentfn import collectives, compressors
+from decentfn import collectives, compressors, trees
+from decentfn.buckets import flatten
 from decentfn.collectives import World
 from decentfn.torch_private import inductor
+from tests.run.inside import (
+    ALL,
+    KINDS,
+    SMALL,
+    WORKERS,
+    Case,
+    Network,
+    assert_as_simulated,
+    batch,
+    expected_of,
+    made,
+    optimizer,
+    require_equal_copies,
+    sharded,
+    simulated,
+    trains,
+    whole_batch,
+    workers,
+)
 
-WORKERS, SHARDS, STEPS = 2, 2, 6
-CLIP = 0.1
+SHARDS, STEPS = 2, 6
 PAGE = Path(df.__file__).parent.parent / "docs" / "large_models.md"
-ALGORITHMS = {
-    "adapt_while_communicate": ("one-peer-exp", {}),
-    "stochastic_gradient_push": ("one-peer-exp", {}),
-    "gradient_tracking": ("static-ring", {}),
-    "choco_sgd": ("static-ring", {"compressor": compressors.top_k(0.3), "gamma": 0.3}),
-    "diloco": ("complete", {"inner_steps": 2}),
-    "relay_sgd": ("chain", {}),
-}
-"""One of each family."""
 
 
 @pytest.fixture
@@ -41,154 +52,40 @@ def four(ranks):
     return ranks(WORKERS * SHARDS).run
 
 
-@contextmanager
-def workers(size=SHARDS):
-    try:
-        yield df.init(processes_per_worker=size)
-    finally:
-        df.init(processes_per_worker=1)
+def test_the_small_product_tries_every_pair():
+    def pairs(cases):
+        return {(a, b, case[a], case[b]) for case in cases for a, b in itertools.combinations(range(len(case)), 2)}
+
+    fields = Case._fields
+    six_compiled = (fields.index("processes"), fields.index("compiled"), 3, True)
+    assert pairs(ALL) - pairs(SMALL) == {six_compiled}
 
 
-class Network(nn.Module):
-    """Five rows over two shards are three and two, one row is one and none; a tied weight, a frozen one and a buffer."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(3)
-        self.first, self.middle, self.last = nn.Linear(7, 5), nn.Linear(5, 1), nn.Linear(1, 3)
-        self.same = nn.Linear(5, 1)
-        self.same.weight = self.middle.weight
-        self.fixed = nn.Parameter(torch.randn(3), requires_grad=False)
-        self.register_buffer("seen", torch.zeros(()))
-
-    def forward(self, x):
-        self.seen += 1
-        h = torch.tanh(self.first(x))
-        return self.last(torch.tanh(self.middle(h)) + self.same(h)) + self.fixed
+def tried(ranks, case):
+    told = ranks(WORKERS * case.processes).run(trains, case, expected_of(case))
+    for graphs, sent, held in told:
+        assert len(graphs) == case.compiled
+        if case.algorithm == "adapt_while_communicate":
+            assert sent == held  # one message to one neighbour: a process sends what it holds
+            gradient = "gather_inside" if case.kind == "traced" else "gradient"
+            for graph in graphs:
+                where = [graph.index(call) for call in ("exchange", gradient, "wait")]
+                assert where == sorted(where) and "sum_inside" in graph
+    if case.kind != "tensor":  # of which no part is held twice
+        whole = sum(x.numel() * x.itemsize for x in Network().parameters() if x.requires_grad)
+        held = [held for *_, held in told]
+        assert sum(held[: case.processes]) == whole
 
 
-def sharded(world, module):
-    for part in list(module.children())[:1]:
-        fully_shard(part, mesh=world.mesh["shard"])
-    return fully_shard(module, mesh=world.mesh["shard"])
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: f"{case.kind}-{case.algorithm}")
+def test_workers_of_processes_are_the_simulated_ones(ranks, case):
+    tried(ranks, case)
 
 
-def batch(worker, process, t):
-    draw = torch.Generator().manual_seed(1000 * t + 10 * worker + process)
-    x = torch.randn(4, 7, generator=draw)
-    return x, torch.sin(x[:, :3]) + worker
-
-
-def both_batches(batch, t):
-    pairs = [[batch(w, s, t) for s in range(SHARDS)] for w in range(WORKERS)]
-    return tuple(torch.stack([torch.cat([pair[k] for pair in its]) for its in pairs]) for k in range(2))
-
-
-def cut(tree):
-    """The tree with every leaf in two, as `fully_shard` does it."""
-    parts = {name: [*leaf.chunk(SHARDS), *[leaf[:0]] * SHARDS][:SHARDS] for name, leaf in tree.items()}
-    return {str(s): {name: part[s].clone() for name, part in parts.items()} for s in range(SHARDS)}
-
-
-def joined(tree):
-    return {name: torch.cat([tree[str(s)][name] for s in range(SHARDS)]) for name in tree["0"]}
-
-
-def optimizer(masks=()):
-    parts = [df.transforms.masked(df.scale(1.0), mask) for mask in masks]
-    return df.chain(*parts, df.clip_by_global_norm(CLIP), df.sgd(0.1, momentum=0.9))
-
-
-def simulated(make, module, batch, steps=STEPS, is_cut=False, wrap=lambda loss_fn: loss_fn):
-    """Two workers of one process: the last metrics, their parameters and their distance."""
-    with collectives.use(World(None, 0, 1)):
-        params, buffers, whole_loss = df.functional(module, nn.functional.mse_loss)
-        loss_fn, masks = whole_loss, ()
-        if is_cut:
-            params, masks = cut(params), [lambda name, shape: name.startswith("0.")]
-
-            def loss_fn(tree, buffers, batch):
-                return whole_loss(joined(tree), buffers, batch)
-
-        init, step = make(wrap(df.autograd(loss_fn)), optimizer(masks))
-        state, step = df.stack(init(params, buffers), WORKERS), df.simulate(step, WORKERS)
-        for t in range(steps):
-            state, metrics = step(state, both_batches(batch, t), t)
-        tree = df.params(state)
-        return metrics, joined_rows(tree) if is_cut else tree, df.consensus_distance(state), state
-
-
-def joined_rows(tree):
-    return {name: torch.cat([tree[str(s)][name] for s in range(SHARDS)], 1) for name in tree["0"]}
-
-
-def assert_as_simulated(world, module, state, metrics, expected):
-    theirs, tree, distance, stacked = expected
-    i = world.worker
-    torch.testing.assert_close(metrics.loss, theirs.loss[i])
-    torch.testing.assert_close(metrics.grad_norm, theirs.grad_norm[i])
-    torch.testing.assert_close(df.consensus_distance(state), distance, atol=1e-6, rtol=1e-4)
-    whole = df.state_dict(module, state)
-    if world.process:
-        assert whole == {}
-    else:
-        for name, rows in tree.items():
-            torch.testing.assert_close(whole[name], rows[i], atol=1e-6, rtol=1e-5)
-    # On the process itself, what the worker's others do not have.
-    own = df.params(state)
-    for name, rows in tree.items():
-        torch.testing.assert_close(own[name], cut({name: rows[i]})[str(world.process)][name], atol=1e-6, rtol=1e-5)
-
-
-def made(name):
-    topology, hyperparameters = ALGORITHMS[name]
-
-    def make(loss_fn, optimizer, **options):
-        schedule = df.topology(topology, WORKERS)
-        return getattr(df, name)(loss_fn, optimizer, schedule, **hyperparameters, **options)
-
-    return make
-
-
-class Counting:
-    """A backend of torch.compile that keeps what it was given, and compiles by AOTAutograd."""
-
-    def __init__(self):
-        self.graphs = []
-
-    def __call__(self, graph, inputs):
-        self.graphs.append([str(node.target).removeprefix("decentfn.") for node in graph.graph.nodes])
-        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
-
-
-def trains_as_simulated(name, traced, backend="counting"):
-    with workers() as world:
-        module = sharded(world, Network())
-        params, buffers, loss_fn = df.functional(module, nn.functional.mse_loss)
-        init, step = made(name)(df.autograd(loss_fn), optimizer())
-        counting = Counting()
-        if traced:
-            step = df.compile(step, backend=counting if backend == "counting" else backend)
-        state = init(params, buffers)
-        for t in range(STEPS):
-            state, metrics = step(state, batch(world.worker, world.process, t), t)
-        expected = simulated(made(name), Network(), batch, is_cut=name == "choco_sgd")
-        assert_as_simulated(world, module, state, metrics, expected)
-        return counting.graphs
-
-
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_sharded_workers_are_the_simulated_ones(four, name):
-    four(trains_as_simulated, name, False)
-
-
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_traced_too_in_one_graph(four, name):
-    for graphs in four(trains_as_simulated, name, True):
-        assert len(graphs) == 1
-        if name == "adapt_while_communicate":
-            where = [graphs[0].index(call) for call in ("exchange", "gradient", "wait")]
-            assert where == sorted(where) and "sum_inside" in graphs[0]
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ALL, ids=str)
+def test_all_workers_of_processes_are_the_simulated_ones(ranks, case):
+    tried(ranks, case)
 
 
 def guarded_and_compiled(backend):
@@ -206,7 +103,7 @@ def guarded_and_compiled(backend):
         torch.manual_seed(5)
         return nn.Linear(7, 3)
 
-    with workers() as world:
+    with workers(SHARDS) as world:
         module = fully_shard(network(), mesh=world.mesh["shard"])
         params, buffers, loss_fn = df.functional(module, nn.functional.mse_loss)
         init, step = make(df.dynamic_loss_scale(df.autograd(loss_fn), 8.0), optimizer())
@@ -241,8 +138,8 @@ def seen_by_all(state, metrics, expected):
     df.check_replicas(state, df.broadcast(df.params(state)))
 
 
-def accumulates_and_draws():
-    with workers() as world:
+def accumulates():
+    with workers(SHARDS) as world:
         module = sharded(world, Network())
         params, buffers, loss_fn = df.functional(module, nn.functional.mse_loss)
         make = made("adapt_while_communicate")
@@ -252,8 +149,9 @@ def accumulates_and_draws():
             halves = tuple(x.view(2, 2, -1) for x in batch(world.worker, world.process, t))
             state, metrics = step(state, halves, t)
         # Micro-batches of equal size: their mean is the batch's.
-        expected = simulated(make, Network(), batch, 3)
-        assert_as_simulated(world, module, state, metrics, expected)
+        expected = simulated(make, "sharded", SHARDS, steps=3)
+        case = Case("sharded", "adapt_while_communicate", SHARDS, False, True, True)
+        assert_as_simulated(world, case, module, state, metrics, expected)
         seen_by_all(state, metrics, expected)
 
         with torch.no_grad():  # an evaluation
@@ -265,16 +163,106 @@ def accumulates_and_draws():
         state, _ = step(state, halves, t)  # though the module has gathered its parameters, and keeps them
         assert sorted(df.state_dict(module, state)) == ([] if world.process else sorted(Network().state_dict()))
 
+
+def test_gradients_accumulate_and_a_sharded_state_is_looked_at(four):
+    four(accumulates)
+
+
+def draws_of(kind):
+    """A random number that the loss draws."""
+    inside = KINDS[kind]
+    with workers(SHARDS) as world:
+        module = inside.place(world, inside.network())
         params, buffers, loss_fn = df.functional(
             module, forward=lambda m, b: (nn.functional.mse_loss(m(b[0]), b[1]), torch.rand(()))
         )
-        init, step = make(df.autograd(loss_fn), optimizer())
+        init, step = made("adapt_while_communicate")(inside.loss(loss_fn), optimizer())
         _, metrics = step(init(params, buffers), batch(0, 0, 0), 0)
         return float(metrics.aux)
 
 
-def test_gradients_accumulate_and_every_process_draws_numbers_of_its_own(four):
-    assert len(set(four(accumulates_and_draws))) == 4
+@pytest.mark.parametrize("kind", KINDS)
+def test_who_has_a_batch_of_its_own_draws_numbers_of_its_own(four, kind):
+    drawn = four(draws_of, kind)
+    assert drawn[0] != drawn[2]
+    assert (drawn[0] == drawn[1], drawn[2] == drawn[3]) == (kind == "tensor",) * 2
+
+
+def keeps_copies(name, number):
+    with workers(SHARDS) as world:
+        inside, compressor = KINDS["tensor"], getattr(compressors, name)(number)
+        module = inside.place(world, inside.network())
+        params, buffers, loss_fn = df.functional(module, nn.functional.mse_loss)
+        algorithm = df.choco_sgd(
+            df.autograd(loss_fn), optimizer(), df.topology("static-ring", WORKERS), compressor=compressor, gamma=0.2
+        )
+        state = algorithm.init(params, buffers)
+        for t in range(4):
+            state, _ = algorithm.step(state, whole_batch(world.worker, SHARDS, t), t)
+        require_equal_copies(state)
+
+
+@pytest.mark.parametrize("compressor", [("random_k", 0.3), ("qsgd", 64), ("low_rank", 1)])
+def test_what_all_processes_hold_stays_equal_whatever_is_compressed(four, compressor):
+    four(keeps_copies, *compressor)
+
+
+def test_what_all_processes_hold_comes_first():
+    """Whatever the other buckets' sizes, which differ between processes, so that its place, and what is drawn for it, do not."""
+    for numel in (1, 100):
+        x = flatten({"cut": torch.ones(numel), "norm": torch.ones(10)}, processes=2, common=frozenset({"norm"}))
+        assert [bucket.is_common for bucket in x.plan.buckets] == [True, False]
+
+
+def looked_at(kind):
+    """`with_params`, `consensus_mean` and `ema_params` of leaves that the loss wants whole."""
+    inside = KINDS[kind]
+    with workers(SHARDS) as world:
+        params, buffers, loss_fn = df.functional(inside.network(), nn.functional.mse_loss)
+        algorithm = df.ema(made("adapt_while_communicate")(inside.loss(loss_fn), optimizer()))
+        state = algorithm.init(params, buffers)
+        torch.testing.assert_close(df.params(state), params, atol=0, rtol=0)
+        torch.testing.assert_close(df.ema_params(state), params, atol=0, rtol=0)
+        other = {name: leaf + world.worker for name, leaf in params.items()}
+        state = df.with_params(state, other)
+        torch.testing.assert_close(df.params(state), other, atol=0, rtol=0)
+        torch.testing.assert_close(df.consensus_mean(state), {name: leaf + 0.5 for name, leaf in params.items()})
+        loss, _ = loss_fn(df.params(state), df.buffers(state), batch(0, 0, 0))
+        with pytest.raises(ValueError, match="with_params"):
+            df.with_params(state, state.params.tree())
+        return float(loss)
+
+
+@pytest.mark.parametrize("kind", ["replicated", "traced"])
+def test_a_replicated_state_is_looked_at_whole(four, kind):
+    told = four(looked_at, kind)
+    assert told[0] == told[1] != told[2] == told[3]
+
+
+def simulates_in_processes():
+    """Two workers of two processes, each of which simulates two: four in all."""
+    with workers(SHARDS) as world:
+        params, buffers, loss_fn = df.functional(Network(), nn.functional.mse_loss)
+        init, step = df.adapt_while_communicate(loss_fn, optimizer(), df.topology("one-peer-exp", 4))
+        state, step = df.stack(init(params, buffers), 2), df.simulate(step, 2)
+        for t in range(3):
+            rows = [batch(i, world.process, t) for i in world.workers(2)]
+            state, metrics = step(state, tuple(map(torch.stack, zip(*rows, strict=True))), t)
+        return df.params(state)
+
+
+def test_processes_simulate_workers_that_they_share(four):
+    told = four(simulates_in_processes)
+    with collectives.use(World(None, 0, 1)):
+        params, buffers, loss_fn = df.functional(Network(), nn.functional.mse_loss)
+        init, step = df.adapt_while_communicate(loss_fn, optimizer(), df.topology("one-peer-exp", 4))
+        state, step = df.stack(init(params, buffers), 4), df.simulate(step, 4)
+        for t in range(3):
+            rows = [whole_batch(i, SHARDS, t) for i in range(4)]
+            state, _ = step(state, tuple(map(torch.stack, zip(*rows, strict=True))), t)
+    for name, rows in df.params(state).items():
+        for rank, own in enumerate(told):
+            torch.testing.assert_close(own[name], rows[rank // 2 * 2 :][:2], atol=1e-6, rtol=1e-5)
 
 
 def as_torch_alone():
@@ -416,10 +404,23 @@ def mistakes():
 
     loss = nn.functional.mse_loss
     ring = df.topology("complete", WORKERS)
-    with workers() as world:
+    with workers(SHARDS) as world:
         make = df.adapt_while_communicate
-        note("whole", make, df.autograd(df.functional(Network(), loss)[2]), optimizer(), ring)
-        note("plain", make, lambda params, batch: params.sum(), optimizer(), ring)
+        params, buffers, loss_fn = df.functional(Network(), loss)
+        own = {name: leaf + world.process for name, leaf in params.items()}
+        note("start", make(loss_fn, optimizer(), ring).init, own, buffers)
+        whole = make(df.accumulate(loss_fn), df.transforms.by_leaf(df.transforms.identity()), ring)
+        note("whole", whole.init, params, buffers)
+
+        inside = KINDS["tensor"]
+        params, buffers, loss_fn = df.functional(inside.place(world, inside.network()), loss)
+        note("tensor", make, loss_fn, optimizer(), ring)
+        algorithm = make(df.autograd(loss_fn), optimizer(), ring)
+        note("evaluate tensor", df.evaluate, loss_fn, algorithm.init(params, buffers), [])
+        note("batch", algorithm.step, algorithm.init(params, buffers), batch(world.worker, world.process, 0), 0)
+        norm = {"0": ColwiseParallel(), "1": SequenceParallel()}
+        strange = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        note("strange", df.functional, parallelize_module(strange, world.mesh["shard"], norm), loss)
         everyone = init_device_mesh("cpu", (4,))
         note("mesh", df.functional, fully_shard(Network(), mesh=everyone), loss)
         rows = init_device_mesh("cpu", (2, 2), mesh_dim_names=("worker", "shard"))
@@ -448,14 +449,18 @@ def mistakes():
         uneven = df.functional(sharded(world, nn.Linear(3 + world.worker, 4)), loss)
         note("shapes", make(df.autograd(uneven[2]), df.sgd(0.1), ring).init, *uneven[:2])
     note("one", df.functional, module, loss)
+    note("built", algorithm.init, params, buffers)
     return said
 
 
 def test_what_is_not_there_is_said_on_every_rank(four):
     per_rank = four(mistakes)
     for name, words in {
-        "whole": "processes share a worker's parameters, but this loss is not of a module under fully_shard",
-        "plain": "processes share a worker's parameters, but this loss is not of a module under fully_shard",
+        "start": "the processes of a worker start equal",
+        "whole": "by_leaf(transform): it looks at whole leaves, but a worker is 2 processes",
+        "tensor": "the gradient of a sharded module is PyTorch's own; write df.autograd(loss_fn)",
+        "batch": "compute one batch together: draw it by world.worker",
+        "strange": "are DTensors",
         "mesh": "is sharded over processes [0, 1, 2, 3]",
         "2-D": "(a mesh of 2 axes)",
         "part": "is whole on every process and others are sharded",
@@ -464,6 +469,8 @@ def test_what_is_not_there_is_said_on_every_rank(four):
         "bucket": "clip_by_bucket_norm: a bucket's norm",
         "buffers": "average_buffers(algorithm): a worker is 2 processes",
         "evaluate": "the state holds shards, and this is not of the sharded module",
+        "built": "was built for workers of 2 processes, and now they are of 1",
+        "evaluate tensor": "a tensor-parallel module",
         "resize": "4 processes hold a part",
         "rate": "ranks disagree",
         "shapes": "Rank 0 (process 0 of worker 0) has",
@@ -489,3 +496,24 @@ def test_what_a_worker_waits_for_stays_in_one_order():
     graph.lint()
     assert first.args == (x, None) and gradient.args == (x, first)
     assert last.args[1].target is operator.getitem and last.args[1].args == (gradient, 0)
+
+
+# -- checkpoints --------------------------------------------------------------------------------------------------------
+
+
+def comes_back(kind, directory):
+    inside = KINDS[kind]
+    with workers(SHARDS) as world:
+        params, buffers, loss_fn = df.functional(inside.place(world, inside.network()), nn.functional.mse_loss)
+        algorithm = made("gradient_tracking")(inside.loss(loss_fn), optimizer())
+        state = algorithm.init(params, buffers)
+        state, _ = algorithm.step(state, whole_batch(world.worker, SHARDS, 0), 0)
+        with df.checkpoint.Saver(directory) as saver:
+            saver.save(state, 1)
+        back = df.checkpoint.restore(directory, algorithm.init(params, buffers)).state
+        torch.testing.assert_close(trees.leaves(back), trees.leaves(state), atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["replicated", "tensor"])
+def test_a_checkpoint_of_each_kind_comes_back(four, tmp_path, kind):
+    four(comes_back, kind, str(tmp_path))
