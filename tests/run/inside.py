@@ -32,7 +32,7 @@ ALGORITHMS = {
 
 
 @contextmanager
-def workers(size):
+def workers(size=2):
     try:
         yield df.init(processes_per_worker=size)
     finally:

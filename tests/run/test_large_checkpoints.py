@@ -18,7 +18,7 @@ from decentfn.errors import CheckpointCorrupt
 from decentfn.run.checkpoint import files
 from decentfn.run.checkpoint.layout import leaves_of
 from tests.ranks import Ranks
-from tests.run.test_large_models import Network, batch, sharded, workers
+from tests.run.inside import Network, batch, sharded, workers
 
 MSE = nn.functional.mse_loss
 

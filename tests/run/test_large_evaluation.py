@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import decentfn as df
-from tests.run.test_large_models import Network, batch, sharded, workers
+from tests.run.inside import Network, batch, sharded, workers
 
 MSE = nn.functional.mse_loss
 
