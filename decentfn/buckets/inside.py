@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decentfn.torch_private import inductor
+from decentfn.torch_private import functorch, inductor
 
 _library = torch.library.Library("decentfn", "FRAGMENT")
 _library.define("sum_inside(Tensor x, Tensor? after) -> Tensor")
@@ -75,16 +75,11 @@ def _vmap(info: Any, in_dims: tuple[int | None, ...], x: Tensor, *others: Any) -
 
 
 def _gather_vmap(info: Any, in_dims: tuple[int | None, ...], x: Tensor, *others: Any) -> tuple[Tensor, int]:
-    return _ops.gather_inside(_first(info, in_dims, x), *others), 0
+    return _ops.gather_inside(functorch.with_workers_first(x, in_dims[0], info.batch_size), *others), 0
 
 
 def _scatter_vmap(info: Any, in_dims: tuple[int | None, ...], x: Tensor, *others: Any) -> tuple[Tensor, int]:
-    return _ops.scatter_inside(_first(info, in_dims, x), *others), 0
-
-
-def _first(info: Any, in_dims: tuple[int | None, ...], x: Tensor) -> Tensor:
-    """`x` with the workers' axis first."""
-    return x.expand(info.batch_size, *x.shape) if in_dims[0] is None else x.movedim(in_dims[0], 0)
+    return _ops.scatter_inside(functorch.with_workers_first(x, in_dims[0], info.batch_size), *others), 0
 
 
 def _gather_fake(x: Tensor, rows: Sequence[int], widths: Sequence[int], after: Tensor | None) -> Tensor:

@@ -43,8 +43,7 @@ def whole(x: Buckets) -> Buckets:
 
 def without_values(x: Buckets) -> Buckets:
     """What `whole(x)` is like, on the meta device."""
-    plan, workers = x.plan.whole or x.plan, x[0].shape[:-1]
-    return Buckets([torch.empty((*workers, b.numel), dtype=b.dtype, device="meta") for b in plan.buckets], plan)
+    return (x.plan.whole or x.plan).without_values(x[0].shape[:-1])
 
 
 def mean_of_processes(x: Buckets, plan: Plan) -> Buckets:

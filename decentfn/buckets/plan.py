@@ -116,6 +116,10 @@ class Plan:
             first = segments.stop
         return vectors
 
+    def without_values(self, workers: Sequence[int] = ()) -> Buckets:
+        """What buckets `[*workers, D]` of this plan are like, on the meta device."""
+        return Buckets([torch.empty((*workers, b.numel), dtype=b.dtype, device="meta") for b in self.buckets], self)
+
     def describe(self) -> list[str]:
         """One line per leaf: bucket, dtype, name, shape and place. Equal on two workers iff their plans are."""
         parts = [f"{name} is a part of {list(whole)} from {list(offset)} on" for name, (whole, offset) in self.places]

@@ -20,10 +20,9 @@ def is_sharded(module: nn.Module) -> bool:
     """Whether a part of the module is cut over processes."""
     if "torch.distributed.tensor" not in sys.modules:
         return False
-    from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
-    return any(isinstance(m, FSDPModule) for m in module.modules()) or any(
+    return any(is_fully_sharded(m) for m in module.modules()) or any(
         isinstance(p, DTensor) for p in module.parameters()
     )
 
@@ -46,7 +45,6 @@ def require_parts(module: nn.Module) -> frozenset[str]:
     Raises:
         ValueError: a parameter that is cut over other processes, or in a way that is not known.
     """
-    from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     here, call = everyone(), f"df.functional({type(module).__name__})"
@@ -57,7 +55,7 @@ def require_parts(module: nn.Module) -> frozenset[str]:
         raise ValueError(f"{call}: the module is sharded, but a worker is one process; call {way_out}.")
     own_shards(module)
     mine = here.mesh["shard"].mesh.flatten().tolist()
-    has_shards = any(isinstance(m, FSDPModule) for m in module.modules())
+    has_shards = any(is_fully_sharded(m) for m in module.modules())
     common = set[str]()
     for name, p in module.named_parameters():
         if not isinstance(p, DTensor):

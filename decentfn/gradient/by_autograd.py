@@ -233,8 +233,7 @@ def _vmap(info: Any, in_dims: Any, *arguments: Any) -> tuple[list[Tensor], list[
     *_, scale_dim, _, param_dims, buffer_dims, _ = in_dims
 
     def first(x: Tensor, dim: int | None) -> Tensor:
-        x = x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
-        return x.contiguous()
+        return functorch.with_workers_first(x, dim, info.batch_size).contiguous()
 
     scale = None if scale is None else first(scale, scale_dim)
     stacked = [

@@ -15,7 +15,7 @@ from decentfn import collectives, trees
 from decentfn.buckets import Places
 from decentfn.gradient.attributes import At, Attributes, put_back
 from decentfn.gradient.loss import is_pair
-from decentfn.torch_private.autograd import Weights
+from decentfn.torch_private.autograd import Weights, weights
 from decentfn.trees import PyTree
 from decentfn.words import brief
 
@@ -72,7 +72,7 @@ class ModuleLoss:
         handles = self._hooked(params, is_traced=at is None)
         if torch.compiler.is_compiling():
             try:
-                with self._weights.are(tensors):
+                with weights(self.module, tensors):
                     yield new
             finally:  # While a step is traced only what is known to be computed can be put back.
                 for owner, name, x in self._computed:

@@ -43,7 +43,7 @@ def lay_out(
         places: where shards lie in the worker's parameters and buffers.
     """
     if isinstance(params, Plan):
-        return Buckets([torch.empty(b.numel, dtype=b.dtype, device="meta") for b in params.buckets], params)
+        return params.without_values()
     masks = getattr(optimizer, "masks", ())
     try:
         _require_as_built(inside)

@@ -67,6 +67,11 @@ def unbatched(x: Tensor, level: int, size: int) -> Tensor:
     return _remove_batch_dim(x, level, size, 0)
 
 
+def with_workers_first(x: Tensor, dim: int | None, size: int) -> Tensor:
+    """An argument of a rule of `vmap` as `[size, ...]`; `dim` is its axis of workers, None where all have the same."""
+    return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+
+
 def is_batched(x: Tensor) -> bool:
     """Whether this is one tensor for each worker, under `vmap`."""
     return _is_batched is not None and _is_batched(x)
