@@ -179,6 +179,7 @@ class SameShard(World):
 
 _current = threading.local()
 _default: list[World] = []  # the world of the current default group, or of one process, once it was asked for
+_split: dict[int, World] = {}  # the same, as workers of so many processes: each group has threads that never sleep
 
 
 def world() -> World:
@@ -219,6 +220,9 @@ def split_workers(processes_per_worker: int) -> World:
             f"init(processes_per_worker={size}): ranks that are threads (df.testing.on_ranks) are a worker each; start processes, "
             "with torchrun."
         )
+    if size in _split:
+        _default[:] = [_split[size]]
+        return _split[size]
     whole = World(whole.group, whole.rank, whole.size, whole.timeout, whole.device)
     whole.processes_per_worker = size
     if size > 1:
@@ -233,7 +237,7 @@ def split_workers(processes_per_worker: int) -> World:
         gossip.processes_per_worker, gossip.inside, gossip.mesh = size, whole.inside, whole.mesh
         gossip.place = whole.rank
         gossip._whole, whole._gossip = whole, gossip
-    _default[:] = [whole]
+    _default[:], _split[size] = [whole], whole
     return whole
 
 
@@ -246,17 +250,23 @@ def adopt_default_group(timeout: timedelta | None = None, device: torch.device =
         world = World(dist.group.WORLD, dist.get_rank(), dist.get_world_size(), timeout, device)
     else:
         world = World(None, 0, 1, timeout, device)
+    _forget()
     _default[:] = [world]
     return world
 
 
 def leave_default_group() -> None:
     """Destroy the default group and all groups made within it; no messages may be in flight."""
-    for world in _default:
-        world._gossip = None  # which refers to it
-    _default.clear()
+    _forget()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _forget() -> None:
+    for world in (*_default, *_split.values()):
+        world._gossip = None  # which refers to it
+    _default.clear()
+    _split.clear()
 
 
 @contextmanager

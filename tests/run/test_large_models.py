@@ -338,6 +338,20 @@ def test_ranks_of_a_worker_are_adjacent(four):
     assert four(places, 1) == [([r, 4, r, 4, 0, 1], [r]) for r in range(4)]
 
 
+def there_and_back():
+    with workers(2) as first:
+        pass
+    threads = len(os.listdir("/proc/self/task"))
+    with workers(2) as again:
+        assert again is first
+    return threads == len(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="threads are counted where Linux lists them")
+def test_the_groups_of_a_number_are_made_once(four):
+    assert four(there_and_back) == [True] * 4
+
+
 def init_raises(values, local="2"):
     os.environ.pop("LOCAL_WORLD_SIZE", None)
     if local:
