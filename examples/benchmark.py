@@ -2,6 +2,7 @@
 
     python examples/benchmark.py --workload mlp                             2 ranks of this machine
     sudo python examples/benchmark.py --workload gpt --workers 4 --link-mbit 1000     behind rate-limited links
+    sudo python examples/benchmark.py --workload gpt --workers 4 --link-mbit 100 --ranks-per-host 2    a worker is a host
     torchrun --nnodes 2 --nproc-per-node 1 ... examples/benchmark.py        on real hosts
     python examples/benchmark.py --memory | --compile-times | --scaling 1 2 4 | --overhead | --simulator | --checkpoints
 
@@ -36,17 +37,18 @@ def arguments() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--workload", choices=["mlp", "gpt", "conv", "lstm", "thousand", "tiny"], default="mlp")
     add("--small", action="store_true", help="a hundredth of the size, for trying out")
-    add("--batch-size", type=int, help="per worker; default: the workload's own")
+    add("--batch-size", type=int, help="per rank; default: the workload's own")
     add(
         "--peers",
         nargs="+",
-        default=list(peers.DEFAULT),
         metavar="SPEC",
         help=" ".join((peers.build.__doc__ or "").split()),
     )
+    add("--against", nargs="+", metavar="SPEC", help="peers or floors over which ratios are taken; a name: its fastest")
     add("--no-floors", action="store_true", help="only the peers named")
-    add("--workers", type=int, default=2, help="ranks to start here (under torchrun its own number counts)")
-    add("--link-mbit", type=float, help="each rank in a network namespace behind a link of this rate (needs root)")
+    add("--workers", type=int, default=2, help="to start here (under torchrun its own number of ranks counts)")
+    add("--ranks-per-host", type=int, default=1, help="of which a worker is made; between them no link is slow")
+    add("--link-mbit", type=float, help="each worker in a network namespace behind a link of this rate (needs root)")
     add("--blocks", type=int, default=9)
     add("--seconds", type=float, default=2.0, help="about as long is a block")
     add("--steps", type=int, help="steps in a block, in place of --seconds")
@@ -71,22 +73,40 @@ def arguments() -> argparse.ArgumentParser:
 def checked(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
     """The arguments; what cannot work is said before any process starts."""
     args = parser.parse_args(argv)
-    numbers = [(name, getattr(args, name)) for name in ("batch_size", "workers", "blocks", "steps", "threads")]
+    names = ("batch_size", "workers", "ranks_per_host", "blocks", "steps", "threads")
+    numbers = [(name, getattr(args, name)) for name in names]
     for name, value in numbers + [("scaling", n) for n in args.scaling or ()]:
         if value is not None and value < 1:
             parser.error(f"--{name.replace('_', '-')} {value}: it is at least 1.")
     for name, value in (("seconds", args.seconds), ("link-mbit", args.link_mbit)):
         if value is not None and not 0 < value < float("inf"):
             parser.error(f"--{name} {value:g}: it is positive and finite.")
+    if args.ranks_per_host > 1 and (args.overhead or args.simulator or args.checkpoints):
+        parser.error(
+            f"--ranks-per-host {args.ranks_per_host}: --overhead, --simulator and --checkpoints are of one rank each."
+        )
+    args.peers = args.peers or list(peers.PEERS if args.ranks_per_host == 1 else peers.PEERS_OF_HOSTS)
     for spec in args.peers:
         if spec.partition(":")[0] not in peers.BUILDERS:
             parser.error(f"--peers {spec}: known are {', '.join(peers.BUILDERS)}.")
+    compared = compared_peers(args, args.workers)
+    for spec in args.against or ():
+        if not any(report.is_named(spec, peer) for peer in compared):
+            parser.error(f"--against {spec}: it is none of the peers compared, {', '.join(compared)}.")
+    args.against = args.against or ["decent-dp" if args.ranks_per_host == 1 else "hsdp"]
     return args
+
+
+def compared_peers(args: argparse.Namespace, workers: int) -> list[str]:
+    return args.peers if args.no_floors else peers.with_floors(args.peers, workers)
 
 
 def as_rank(args: argparse.Namespace) -> None:
     """One rank's part, under torchrun or under our own launcher."""
-    world = df.init()
+    try:
+        world = df.init(processes_per_worker=args.ranks_per_host)
+    except ValueError as error:
+        raise SystemExit(f"benchmark: --ranks-per-host {args.ranks_per_host}: {error}") from None
     chosen = workload(args.workload, small=args.small, batch_size=args.batch_size)
     if args.single:
         result = measure.memory(args.single, chosen, world.rank, world.size, steps=8)
@@ -96,10 +116,10 @@ def as_rank(args: argparse.Namespace) -> None:
     elif args.memory or args.compile_times or args.scaling:
         raise SystemExit("--memory, --compile-times and --scaling start processes of their own: run without torchrun.")
     else:
-        specs = args.peers if args.no_floors else peers.with_floors(args.peers, world.size)
+        specs = compared_peers(args, world.num_workers)
         times = {"blocks": args.blocks, "seconds": args.seconds, "steps": args.steps}
         result = measure.compare(specs, chosen, world.rank, world.size, **times)
-        result = report.add_ratios(result, args.link_mbit)
+        result = report.add_ratios(result, args.link_mbit, args.against)
     if world.rank == 0:
         if "BENCHMARK_RESULT" in os.environ:
             Path(os.environ["BENCHMARK_RESULT"]).write_text(json.dumps(result))
@@ -126,8 +146,11 @@ def show(args: argparse.Namespace, result: Any, text: str) -> None:
 
 def single(args: argparse.Namespace, spec: str, **environment: str) -> Any:
     """One peer in processes of its own."""
-    passed = [*forwarded(args), "--single", spec]
-    return lab.launch(SCRIPT, passed, args.workers, mbit=args.link_mbit, **environment)
+    return launch(args, [*forwarded(args), "--single", spec], args.workers, **environment)
+
+
+def launch(args: argparse.Namespace, passed: list[str], workers: int, **environment: str) -> Any:
+    return lab.launch(SCRIPT, passed, workers, ranks_per_host=args.ranks_per_host, mbit=args.link_mbit, **environment)
 
 
 def forwarded(args: argparse.Namespace) -> list[str]:
@@ -135,10 +158,10 @@ def forwarded(args: argparse.Namespace) -> list[str]:
     passed += ["--small"] if args.small else []
     passed += ["--no-floors"] if args.no_floors else []
     passed += ["--checkpoints"] if args.checkpoints else []
-    for name in ("batch_size", "steps", "threads", "link_mbit", "folder"):
+    for name in ("batch_size", "ranks_per_host", "steps", "threads", "link_mbit", "folder"):
         if getattr(args, name) is not None:
             passed += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
-    return passed
+    return [*passed, "--against", *args.against]
 
 
 def memory(args: argparse.Namespace) -> None:
@@ -169,7 +192,7 @@ def scaling(args: argparse.Namespace) -> None:
                 continue
             batch = own if kind == "weak" else own // n
             passed = [*forwarded(args), "--no-floors", "--batch-size", str(batch), "--peers", *args.peers]
-            run = lab.launch(SCRIPT, passed, n, mbit=args.link_mbit)
+            run = launch(args, passed, n)
             runs.append(run | {"scaling": kind, "batch_size": batch})
     show(args, runs, report.scaling_table(runs))
 
@@ -185,8 +208,7 @@ def overhead(args: argparse.Namespace) -> None:
 
 
 def compare(args: argparse.Namespace) -> Any:
-    passed = [*forwarded(args), "--peers", *args.peers]
-    return lab.launch(SCRIPT, passed, args.workers, mbit=args.link_mbit)
+    return launch(args, [*forwarded(args), "--peers", *args.peers], args.workers)
 
 
 def main(argv: list[str] | None = None) -> None:

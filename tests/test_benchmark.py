@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -149,19 +150,77 @@ def test_scaling_says_samples_per_second_and_efficiency_and_draws_them(monkeypat
         ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, 2),  # one machine, over its loopback device
         ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, None),  # two hosts, and nobody said which interface
         ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "eth7"}, 2),
-        ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "GLOO_SOCKET_IFNAME": "eth7", "BENCHMARK_RESULT": "file"}, 1),
+        ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "eth7"}, 1),
     ],
 )
 def test_bytes_are_counted_where_they_travel(environment, shared_by, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "examples")
     from benchmarking import measure
 
-    for name in ("GLOO_SOCKET_IFNAME", "BENCHMARK_RESULT"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(measure, "_read", lambda path: "1000")
     assert measure.Interface().sent() == (None if shared_by is None else 1000 / shared_by)
+
+
+def can_make_hosts():
+    if os.geteuid() or not (shutil.which("ip") and shutil.which("tc")):
+        return False
+    probe = f"probe{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", probe], capture_output=True).returncode == 0
+    subprocess.run(["ip", "netns", "del", probe], capture_output=True)
+    return made
+
+
+def test_workers_of_several_ranks_send_what_workers_of_one_rank_do(tmp_path):
+    """A worker of two ranks sends its parameters once; HSDP 2 (H - 1) / H times as much, with H hosts."""
+    is_linked = can_make_hosts()
+    link = ["--link-mbit", "1000"] if is_linked else []
+    ours = ["decentfn:inside=sharded,mode=eager", "decentfn:mode=eager"]
+    floor, narrow = "floor:kind=overlap", "decentfn:inside=sharded,mode=donated,wire=bfloat16"
+    peers = [floor, *ours, narrow, "hsdp"]
+    arguments = ["--workload", "gpt", "--small", "--workers", "2", "--ranks-per-host", "2", *link, "--blocks", "2"]
+    arguments += ["--steps", "16", "--no-floors", "--against", "hsdp", floor, "--peers", *peers]
+    shown, result = benchmark(tmp_path, *arguments)
+    rows = {row["peer"]: row for row in result["rows"]}
+    assert (result["workers"], result["ranks_per_host"], result["batch_size"]) == (2, 2, 4) and list(rows) == peers
+    assert "2 workers of 2 ranks" in shown
+    parameters = 4 * (64 * 32 + 16 * 32 + 2 * (12 * 32 * 32 + 13 * 32) + 2 * 32 + 32 * 64)
+    assert [rows[peer]["payload_bytes"] for peer in peers[:4]] == [parameters] * 3 + [parameters / 2]
+    assert rows[narrow]["over"].keys() == {"hsdp", floor} and rows["hsdp"]["over"].keys() == {floor}
+    for peer in peers:  # between hosts alone: what two ranks of one gather and scatter is not counted
+        expected = rows[peer]["payload_bytes"] or parameters
+        assert ("wire_bytes" in rows[peer]) == is_linked
+        assert not is_linked or 1 < rows[peer]["wire_bytes"] / expected < (1.1 if peer == "hsdp" else 1.03)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--ranks-per-host", "0"], "--ranks-per-host 0: it is at least 1."),
+        (["--ranks-per-host", "2", "--overhead"], "--checkpoints are of one rank each."),
+        (["--peers", "hsdq"], "--peers hsdq: known are"),
+        (["--peers", "ddp", "--against", "hsdp"], "--against hsdp: it is none of the peers compared, floor:kind="),
+    ],
+)
+def test_what_cannot_be_measured_is_said_before_anything_starts(arguments, sentence, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    import benchmark
+
+    with pytest.raises(SystemExit, match="2"):
+        benchmark.checked(benchmark.arguments(), arguments)
+    assert sentence in capsys.readouterr().err
+
+
+def test_peers_of_hosts_say_that_a_host_is_one_rank(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    from benchmarking import peers
+    from benchmarking.workloads import workload
+
+    for spec in ("hsdp", "decentfn:inside=sharded"):
+        with pytest.raises(ValueError, match=f"peer {spec}: a worker is several ranks; say --ranks-per-host 2"):
+            peers.build(spec, workload("tiny"), 0, 1)
 
 
 def test_what_a_checkpoint_costs_is_measured(tmp_path):

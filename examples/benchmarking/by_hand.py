@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.func import grad_and_value
 
+import decentfn as df
 from benchmarking.workloads import LEARNING_RATE, WEIGHT_DECAY, Workload
 
 B1, B2, EPS = 0.9, 0.999, 1e-8
@@ -40,13 +41,16 @@ class ByHand:
             adamw(x, m, v, corrections, grads, None)
             return loss
 
-        self.x = [torch.cat([p.flatten() for p in params.values()])] if is_flat else list(params.values())
-        self.m, self.v = ([torch.zeros_like(p) for p in self.x] for _ in range(2))
-        self.count = 0
+        self._start([torch.cat([p.flatten() for p in params.values()])] if is_flat else list(params.values()))
         self.gradient = torch.compile(gradient, fullgraph=True)
-        self.update = torch.compile(adamw, fullgraph=True)
         self.step = torch.compile(step, fullgraph=True)
-        self.nbytes = sum(p.nbytes for p in self.x)
+
+    def _start(self, x: list[Tensor]) -> None:
+        self.x = x
+        self.m, self.v = ([torch.zeros_like(p) for p in x] for _ in range(2))
+        self.count = 0
+        self.update = torch.compile(adamw, fullgraph=True)
+        self.nbytes = sum(p.nbytes for p in x)
 
     def state(self) -> tuple[list[Tensor], list[Tensor], list[Tensor], Tensor]:
         """What the next update takes: parameters, moments, and the corrections of their bias.
@@ -55,6 +59,31 @@ class ByHand:
         """
         self.count += 1
         return self.x, self.m, self.v, torch.tensor([1 / (1 - B1**self.count), (1 - B2**self.count) ** -0.5])
+
+
+class ShardedByHand(ByHand):
+    """The same where a worker is several processes: FSDP2's gradient, and the update of the shards in FSDP2's own storage."""
+
+    def __init__(self, workload: Workload, mesh: Any) -> None:
+        module = workload.fully_sharded(mesh)
+        shards: list[Any] = list(module.parameters())
+
+        def gradient(leaves: list[Tensor], batch: Any) -> tuple[list[Tensor], Tensor]:
+            inputs, targets = batch
+            loss = workload.criterion(module(inputs), targets)
+            loss.backward()
+            grads = [p.grad.to_local() for p in shards]
+            for p in shards:
+                p.grad = None
+            return grads, loss.detach()
+
+        def step(x: list[Tensor], m: list[Tensor], v: list[Tensor], corrections: Tensor, batch: Any) -> Tensor:
+            grads, loss = gradient(x, batch)
+            self.update(x, m, v, corrections, grads, None)
+            return loss
+
+        self._start([p.detach().to_local() for p in shards])
+        self.gradient, self.step = gradient, step
 
 
 def adamw(
@@ -108,16 +137,19 @@ class BareExchange:
         self.works = []
 
 
-def floor(kind: str, workload: Workload, rank: int, size: int, wire: torch.dtype) -> tuple[Callable[[int], Any], float]:
+def floor(kind: str, workload: Workload, rank: int, wire: torch.dtype) -> tuple[Callable[[int], Any], float]:
     """`(step, payload bytes)` of a floor: gradient, update, compute (both), exchange, overlap or raw.
 
     overlap: post, gradient, wait. raw: post, gradient, wait, update with the mixing in it.
     """
-    hand, batches = ByHand(workload), workload.batches(rank)
-    exchange = BareExchange(hand.nbytes, rank, size, wire)
-    payload = (
-        0.0 if size == 1 or kind in ("gradient", "update", "compute") else float(sum(b.nbytes for b in exchange.out))
-    )
+    world, batches = df.init(), workload.batches(rank)
+    if world.mesh is None:
+        hand, exchange_among = ByHand(workload), None
+    else:
+        hand, exchange_among = ShardedByHand(workload, world.mesh["shard"]), world.mesh["worker"].get_group()
+    exchange = BareExchange(hand.nbytes, world.worker, world.num_workers, wire, exchange_among)
+    is_silent = world.num_workers == 1 or kind in ("gradient", "update", "compute")
+    payload = 0.0 if is_silent else float(sum(b.nbytes for b in exchange.out))
     grads = [torch.full_like(p, 1e-3) for p in hand.x]
     heard = [p.clone() for p in hand.x]
 

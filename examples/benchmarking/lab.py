@@ -1,4 +1,4 @@
-"""Start the ranks: as plain processes, or each in a network namespace of its own behind a rate-limited link."""
+"""Start the ranks: as plain processes, or on hosts, each a network namespace behind a rate-limited link."""
 
 from __future__ import annotations
 
@@ -73,22 +73,34 @@ def _free_port() -> int:
 
 
 def launch(
-    script: str, arguments: list[str], n: int, *, mbit: float | None = None, timeout: float = 3600, **environment: str
+    script: str,
+    arguments: list[str],
+    n: int,
+    *,
+    ranks_per_host: int = 1,
+    mbit: float | None = None,
+    timeout: float = 3600,
+    **environment: str,
 ) -> Any:
-    """Run `script` on `n` ranks and return what rank 0 wrote as JSON to $BENCHMARK_RESULT."""
+    """Run `script` on `n` hosts of so many ranks and return what rank 0 wrote as JSON to $BENCHMARK_RESULT.
+
+    Ranks of one host talk over its loopback device, which no link limits. Without `mbit` all are this machine's.
+    """
     # So that a polite kill ends the ranks and removes the namespaces too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     if mbit is None:
-        return _run(script, arguments, [[]] * n, "127.0.0.1", None, timeout, environment)
+        ranks = n * ranks_per_host
+        return _run(script, arguments, [[]] * ranks, ranks, "127.0.0.1", None, timeout, environment)
     with hosts(n, mbit) as names:
-        prefixes = [["ip", "netns", "exec", name] for name in names]
-        return _run(script, arguments, prefixes, "10.77.0.1", "eth0", timeout, environment)
+        prefixes = [["ip", "netns", "exec", name] for name in names for _ in range(ranks_per_host)]
+        return _run(script, arguments, prefixes, ranks_per_host, "10.77.0.1", "eth0", timeout, environment)
 
 
 def _run(
     script: str,
     arguments: list[str],
     prefixes: list[list[str]],
+    of_a_host: int,
     address: str,
     interface: str | None,
     timeout: float,
@@ -99,7 +111,7 @@ def _run(
         result = Path(folder, "result.json")
         shared = {
             "WORLD_SIZE": str(len(prefixes)),
-            "LOCAL_WORLD_SIZE": str(len(prefixes)),
+            "LOCAL_WORLD_SIZE": str(of_a_host),
             "MASTER_ADDR": address,
             "MASTER_PORT": str(_free_port()),
             "BENCHMARK_RESULT": str(result),
@@ -109,7 +121,7 @@ def _run(
         shared |= {"GLOO_SOCKET_IFNAME": interface} if interface else {}
         try:
             for rank, prefix in enumerate(prefixes):
-                place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                place = {"RANK": str(rank), "LOCAL_RANK": str(rank % of_a_host)}
                 command = [*prefix, sys.executable, script, *arguments]
                 processes.append(subprocess.Popen(command, env=os.environ | shared | place | environment))
             end = time.monotonic() + timeout

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
 
+import decentfn as df
 from benchmarking.peers import Peer, build
 from benchmarking.workloads import Workload
 from decentfn.collectives import gather_objects
@@ -44,21 +45,27 @@ def barrier() -> None:
         dist.barrier()
 
 
-class Interface:
-    """The counter of bytes sent through this rank's network interface, headers included."""
+def gathered(value: object) -> list[Any]:
+    """What every process passed, by rank; collective."""
+    return gather_objects(value, df.init())
 
-    def __init__(self) -> None:
+
+class Interface:
+    """The counter of bytes sent through this host's network interface, headers included."""
+
+    def __init__(self, ranks_per_host: int = 1) -> None:
         name = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
         self.path = f"/sys/class/net/{name}/statistics/tx_bytes"
         world = int(os.environ.get("WORLD_SIZE", "1"))
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-        # Ranks of one machine share its device, and whatever else runs there; in namespaces each has its own.
-        self.shared_by = 1 if "BENCHMARK_RESULT" in os.environ and name != "lo" else here
-        # Between hosts nothing goes over the loopback device: GLOO_SOCKET_IFNAME says which one it is.
-        self.counts = name != "lo" or here == world
+        # Ranks of one machine share its device, and whatever else runs there.
+        self.shared_by = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        # Between hosts nothing goes over the loopback device: GLOO_SOCKET_IFNAME says which one it is. And what goes over it
+        # where a host is several ranks is mostly what hosts keep to themselves.
+        self.counts = name != "lo" or self.shared_by == world and ranks_per_host == 1
         self.name = name
 
     def sent(self) -> float | None:
+        """Bytes so far, this rank's share of its host's."""
         text = _read(self.path) if self.counts else ""
         return int(text) / self.shared_by if text else None
 
@@ -99,7 +106,7 @@ class Contender:
             if os.environ.get("BENCHMARK_TRACE"):
                 traceback.print_exc()
         self.cache_hits = counters["inductor"]["fxgraph_cache_hit"] - before
-        failures = [failure for failure in gather_objects(self.failure) if failure]
+        failures = [failure for failure in gathered(self.failure) if failure]
         self.failure = failures[0] if failures else None
 
     def run(self, steps: int) -> None:
@@ -125,21 +132,22 @@ class Contender:
             self.sent.append((after - sent) / steps)
 
     def row(self) -> dict[str, Any]:
-        """Collective. A step takes as long as it takes the slowest rank; CPU and bytes are means over ranks."""
+        """Collective. A step takes as long as it takes the slowest rank; CPU is the mean over ranks, bytes over workers."""
         row: dict[str, Any] = {"peer": self.spec, "failure": self.failure}
-        walls, cpus, sents = (gather_objects(values) for values in (self.walls, self.cpus, self.sent))
+        walls, cpus, sents = (gathered(values) for values in (self.walls, self.cpus, self.sent))
         if self.failure or not self.walls:
             return row
         row["step_s"] = spread([max(of_ranks) for of_ranks in zip(*walls, strict=True)])
         row["cpu_s"] = spread([sum(of_ranks) / len(walls) for of_ranks in zip(*cpus, strict=True)])
+        workers, payloads = df.init().num_workers, gathered(self.peer.payload)
         if all(sents):
-            row["wire_bytes"] = median(sum(of_ranks) / len(walls) for of_ranks in zip(*sents, strict=True))
-        row["payload_bytes"] = self.peer.payload
+            row["wire_bytes"] = median(sum(of_ranks) / workers for of_ranks in zip(*sents, strict=True))
+        row["payload_bytes"] = None if None in payloads else sum(payloads) / workers
         row["blocks_s"] = [max(of_ranks) for of_ranks in zip(*walls, strict=True)]
         row |= {
-            "first_s": gather_objects(self.first_s),
+            "first_s": gathered(self.first_s),
             "graphs": self.graphs,
-            "cache_hits": gather_objects(self.cache_hits),
+            "cache_hits": gathered(self.cache_hits),
         }
         return row
 
@@ -148,7 +156,8 @@ def compare(
     specs: list[str], workload: Workload, rank: int, size: int, *, blocks: int, seconds: float, steps: int | None
 ) -> dict[str, Any]:
     """Measure the peers in turn: A B … A B …, `blocks` times, each block about `seconds` long."""
-    interface = Interface()
+    ranks_per_host = df.init().processes_per_worker
+    interface = Interface(ranks_per_host)
     contenders = []
     for spec in specs:
         contenders.append(Contender(spec, workload, rank, size))
@@ -162,7 +171,7 @@ def compare(
             contender.run(8)
             taken = (time.perf_counter() - trial) / 8
             # Whole rounds of 8, so that every block of periodic averaging holds as many averages.
-            lengths[contender.spec] = max(8, int(max(gather_objects(seconds / taken))) // 8 * 8)
+            lengths[contender.spec] = max(8, int(max(gathered(seconds / taken))) // 8 * 8)
         else:
             lengths[contender.spec] = steps
     for _ in range(blocks):
@@ -172,9 +181,10 @@ def compare(
     return {
         "machine": machine(),
         "interface": interface.name,
-        "workers": size,
+        "workers": size // ranks_per_host,
+        "ranks_per_host": ranks_per_host,
         "workload": workload.name,
-        "batch_size": workload.batch_size,
+        "batch_size": workload.batch_size * ranks_per_host,
         "rows": rows,
     }
 
@@ -191,11 +201,11 @@ def memory(spec: str, workload: Workload, rank: int, size: int, *, steps: int) -
     with torch.device("meta"):
         parameters = sum(p.nbytes for p in workload.module().parameters())
     row = {"peer": spec, "failure": contender.failure, "parameter_bytes": parameters}
-    row["peak_bytes"] = gather_objects(peak_memory())
-    row["added_bytes"] = gather_objects(peak_memory() - before)
+    row["peak_bytes"] = gathered(peak_memory())
+    row["added_bytes"] = gathered(peak_memory() - before)
     row |= {
-        "first_s": gather_objects(contender.first_s),
-        "cache_hits": gather_objects(contender.cache_hits),
+        "first_s": gathered(contender.first_s),
+        "cache_hits": gathered(contender.cache_hits),
         "graphs": contender.graphs,
     }
     return row

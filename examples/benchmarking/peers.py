@@ -16,7 +16,7 @@ from benchmarking import by_hand
 from benchmarking.workloads import LEARNING_RATE, WEIGHT_DECAY, Workload
 
 FLOORS = ("gradient", "update", "compute", "exchange", "overlap", "raw")
-DEFAULT = (
+PEERS = (
     "decentfn",
     "decentfn:wire=bfloat16",
     "decentfn:mode=eager",
@@ -29,7 +29,14 @@ DEFAULT = (
     "periodic:every=8",
     "alone:mode=eager",
 )
-"""Beside the floors."""
+PEERS_OF_HOSTS = (
+    "decentfn:inside=sharded",
+    "decentfn:inside=sharded,wire=bfloat16",
+    "hsdp",
+    "fsdp2",
+    "ddp:mode=compiled,view=True",
+)
+"""Compared beside the floors, where a worker is one rank and where it is a host of several."""
 
 
 class Peer(NamedTuple):
@@ -37,16 +44,17 @@ class Peer(NamedTuple):
 
     step: Callable[[int], Any]
     drain: Callable[[], None] = lambda: None
-    payload: float | None = None  # planned bytes sent per step and worker, where they are known
+    payload: float | None = None  # planned bytes sent to other workers per step and rank, where they are known
 
 
 def build(spec: str, workload: Workload, rank: int, size: int) -> Peer:
     """The peer that `spec` names.
 
     decentfn:algorithm=adapt_while_communicate,topology=one-peer-exp,mode=compiled|donated|eager,gradient=traced|autograd|regions,
-        guard=False,wire=bfloat16,…hyperparameters    (donated: eager, over its state; regions: by autograd, of a module that is compiled by itself)
+        guard=False,wire=bfloat16,inside=replicated|sharded,…hyperparameters    (donated: eager, over its state; regions: by autograd,
+        of a module that is compiled by itself; sharded: under fully_shard over a host's ranks)
     ddp:mode=…,bucket_mb=25,view=False,hook=bf16    decent-dp:topology=one-peer-exp,mode=…,bucket_mb=25
-    fsdp2    periodic:every=8,mode=…    alone:mode=eager (fused AdamW)    floor:kind=overlap,wire=bfloat16
+    fsdp2 (over all ranks)    hsdp (fully_shard within a host, gradients averaged over hosts)    periodic:every=8,mode=…    alone:mode=eager (fused AdamW)    floor:kind=overlap,wire=bfloat16
     """
     name, _, rest = spec.partition(":")
     options = dict(part.split("=", 1) for part in rest.split(",") if part)
@@ -84,26 +92,29 @@ def _decentfn(
     gradient: str = "traced",
     guard: bool = False,
     wire: str | None = None,
+    inside: str = "replicated",
     **hyperparameters: Any,
 ) -> Peer:
-    module = workload.module()
+    world, is_sharded = df.init(), inside == "sharded"
+    module = workload.fully_sharded(_mesh("decentfn:inside=sharded")["shard"]) if is_sharded else workload.module()
     if gradient == "regions":
         module.compile()
     params, buffers, loss_fn = df.functional(module, workload.criterion)
-    if gradient != "traced":
+    if gradient != "traced" or is_sharded:
         loss_fn = df.autograd(loss_fn)
     if "compressor" in hyperparameters:
         hyperparameters["compressor"] = _compressor(hyperparameters["compressor"])
     if wire is not None:
         hyperparameters["wire_dtype"] = getattr(torch, wire)
-    schedule = df.topology(topology, num_workers=size)
+    schedule = df.topology(topology, num_workers=world.num_workers)
     optimizer = df.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY)
     built = getattr(df, algorithm)(loss_fn, optimizer, schedule, **hyperparameters)
     init, step = df.guard(built) if guard else built
     step = {"compiled": df.compile, "donated": df.donate, "eager": lambda step: step}[mode](step)
     held, batches = [init(params, buffers)], workload.batches(rank)
     params.clear()
-    module.to("meta")  # the state holds the parameters; the module is a template from here on
+    if not is_sharded:
+        module.to("meta")  # the state holds the parameters; the module is a template from here on
 
     def run(t: int) -> None:
         held[0], _ = step(held[0], batches[t % len(batches)], t)
@@ -207,14 +218,21 @@ def _decent_dp(
 
 def _fsdp2(workload: Workload, rank: int, size: int) -> Peer:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
 
-    module = workload.module()
-    mesh = init_device_mesh("cpu", (size,))
-    for block in getattr(module, "blocks", ()):
-        fully_shard(block, mesh=mesh)
-    model = fully_shard(module, mesh=mesh)
+    model = workload.fully_sharded(init_device_mesh("cpu", (size,)))
     return Peer(_loop(workload, rank, model, _fused(model.parameters())))
+
+
+def _hsdp(workload: Workload, rank: int, size: int) -> Peer:
+    model = workload.fully_sharded(_mesh("hsdp"))
+    return Peer(_loop(workload, rank, model, _fused(model.parameters())))
+
+
+def _mesh(spec: str) -> Any:
+    mesh = df.init().mesh
+    if mesh is None:
+        raise ValueError(f"peer {spec}: a worker is several ranks; say --ranks-per-host 2 or more.")
+    return mesh
 
 
 def _periodic(workload: Workload, rank: int, size: int, *, every: int = 8, mode: str = "eager") -> Peer:
@@ -235,7 +253,7 @@ def _periodic(workload: Workload, rank: int, size: int, *, every: int = 8, mode:
 
 
 def _floor(workload: Workload, rank: int, size: int, *, kind: str, wire: str = "float32") -> Peer:
-    step, payload = by_hand.floor(kind, workload, rank, size, getattr(torch, wire))
+    step, payload = by_hand.floor(kind, workload, rank, getattr(torch, wire))
     return Peer(step, payload=payload)
 
 
@@ -244,6 +262,7 @@ BUILDERS: dict[str, Callable[..., Peer]] = {
     "ddp": _ddp,
     "decent-dp": _decent_dp,
     "fsdp2": _fsdp2,
+    "hsdp": _hsdp,
     "periodic": _periodic,
     "alone": _alone,
     "floor": _floor,

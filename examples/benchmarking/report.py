@@ -19,13 +19,22 @@ def _median(rows: dict[str, dict[str, Any]], spec: str) -> float | None:
     return row["step_s"]["median"] if row and "step_s" in row else None
 
 
-def add_ratios(result: dict[str, Any], link_mbit: float | None) -> dict[str, Any]:
-    """Beside each row: over the floor max(compute, exchange), over raw overlap + update, over bytes / rate, over the
-    better way of Decent-DP.
+def is_named(spec: str, peer: str) -> bool:
+    """Whether `spec` is this peer or its name, which stands for all its ways."""
+    return spec in (peer, peer.partition(":")[0])
+
+
+def add_ratios(
+    result: dict[str, Any], link_mbit: float | None, against: Sequence[str] = ("decent-dp",)
+) -> dict[str, Any]:
+    """Beside each row: over the floor max(compute, exchange), over raw overlap + update, over bytes / rate, and over the
+    peers of `against`, of which a name means the fastest way.
     """
     rows = {row["peer"]: row for row in result["rows"]}
-    rivals = [row for row in result["rows"] if row["peer"].startswith("decent-dp") and "step_s" in row]
-    rival = min(rivals, key=lambda row: row["step_s"]["median"], default=None)
+    rivals = {}
+    for spec in against:
+        found = [row for row in result["rows"] if is_named(spec, row["peer"]) and "blocks_s" in row]
+        rivals[spec] = min(found, key=lambda row: row["step_s"]["median"], default=None)
     compute, update = _median(rows, "floor:kind=compute"), _median(rows, "floor:kind=update")
     for row in result["rows"]:
         if "step_s" not in row:
@@ -42,15 +51,18 @@ def add_ratios(result: dict[str, Any], link_mbit: float | None) -> dict[str, Any
             row["efficiency"] = compute / step
         if overlap is not None and update is not None:
             row["over_raw"] = step / (overlap + update)
-        if rival is not None and row is not rival:
-            row["over_decent_dp"] = _ratio(row["blocks_s"], rival["blocks_s"])
+        row["over"] = {
+            spec: _ratio(row["blocks_s"], rival["blocks_s"])
+            for spec, rival in rivals.items()
+            if rival is not None and row is not rival
+        }
         if row.get("payload_bytes"):
             if link_mbit:
                 row["over_rate"] = step / (row["payload_bytes"] * FRAME / SEGMENT * 8 / (link_mbit * 1e6))
             if "wire_bytes" in row:
                 # Every full frame brings the headers; pure acknowledgements come on top.
                 row["wire_over_payload"] = row["wire_bytes"] / row["payload_bytes"]
-    result["link_mbit"] = link_mbit
+    result |= {"link_mbit": link_mbit, "against": list(against)}
     return result
 
 
@@ -69,6 +81,7 @@ def _number(value: float | None, form: str) -> str:
 
 def table(result: dict[str, Any]) -> str:
     """The comparison, a line per peer."""
+    against = [spec for spec in result["against"] if any(spec in row.get("over", ()) for row in result["rows"])]
     head = (
         "peer",
         "step ms",
@@ -78,7 +91,7 @@ def table(result: dict[str, Any]) -> str:
         "CPU ms",
         "/floor",
         "/raw",
-        "/decent-dp",
+        *(f"/{spec}" for spec in against),
         "MB sent",
         "first s",
         "graphs",
@@ -91,8 +104,8 @@ def table(result: dict[str, Any]) -> str:
         step, mega = row["step_s"], row.get("wire_bytes")
         quartiles = f"{1e3 * step['q1']:.4g}–{1e3 * step['q3']:.4g}"
         ratios = [_number(row.get(key), ".3f") for key in ("over_floor", "over_raw")]
-        over = row.get("over_decent_dp")
-        ratios.append("" if over is None else f"{over['median']:.3f} [{over['low']:.3f}, {over['high']:.3f}]")
+        for over in (row["over"].get(spec) for spec in against):
+            ratios.append("" if over is None else f"{over['median']:.3f} [{over['low']:.3f}, {over['high']:.3f}]")
         sent = _number(None if mega is None else mega / 1e6, ".3f")
         cpu = f"{1e3 * row['cpu_s']['median']:.4g}"
         first = f"{max(row['first_s']):.1f}"
@@ -102,12 +115,12 @@ def table(result: dict[str, Any]) -> str:
         lines.append((row["peer"], *cells))
     m = result["machine"]
     link = f"{result['link_mbit']:g} Mbit/s links" if result.get("link_mbit") else "no limit on the links"
-    title = (
-        f"{result['workload']}, {result['workers']} workers, {link}; {m['cpu']}, {m['cores']} cores, load {m['load']}"
-    )
+    of = f" of {result['ranks_per_host']} ranks" if result["ranks_per_host"] > 1 else ""
+    title = f"{result['workload']}, {result['workers']} workers{of}, {link}; {m['cpu']}, {m['cores']} cores, load {m['load']}"
     notes = (
-        "samples/s: of all workers; efficiency: of weak scaling, compute alone over the step; /floor: over max(compute, exchange) alone; /raw: over the bare overlap plus the update alone; /decent-dp: median "
-        "ratio of blocks that ran side by side, over its better way, with the bootstrap's 95 %."
+        "samples/s: of all workers; efficiency: of weak scaling, compute alone over the step; /floor: over max(compute, exchange) "
+        "alone; /raw: over the bare overlap plus the update alone; over a peer: the median ratio of blocks that ran side by side, "
+        "with the bootstrap's 95 %. MB sent: by a worker, at its host's interface."
     )
     return "\n".join([title, *columns([head, *lines]), notes])
 

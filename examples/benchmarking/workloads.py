@@ -58,7 +58,7 @@ class GPT(nn.Module):
         x = self.tokens(tokens) + self.positions
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x)).flatten(0, -2)
+        return self.head(self.norm(x).flatten(0, -2))
 
 
 class MLP(nn.Module):
@@ -130,6 +130,15 @@ class Workload:
         torch.manual_seed(0)
         return self.build()
 
+    def fully_sharded(self, mesh: Any) -> nn.Module:
+        """The module under PyTorch's `fully_shard`, block by block, over this mesh."""
+        from torch.distributed.fsdp import fully_shard  # takes a second
+
+        module = self.module()
+        for block in getattr(module, "blocks", ()):
+            fully_shard(block, mesh=mesh)
+        return fully_shard(module, mesh=mesh)
+
     def batches(self, rank: int) -> list[tuple[Tensor, Tensor]]:
         """Random batches of this rank's own, taken in turn."""
         generator = torch.Generator().manual_seed(1000 + rank)
@@ -169,7 +178,7 @@ def workload(name: str, *, small: bool = False, batch_size: int | None = None) -
     """One of `mlp` (10.5M parameters), `gpt` (13.9M), `conv` (0.08M), `lstm` (1.1M), `thousand` (1M in 1,000 tensors) and
     `tiny` (9.6e3).
 
-    `small`: a hundredth of the size, for trying out. `batch_size`: per worker, None for the workload's own.
+    `small`: a hundredth of the size, for trying out. `batch_size`: per rank, None for the workload's own.
     """
     cross_entropy, mse = F.cross_entropy, F.mse_loss
     wide = 128 if small else 2048
