@@ -93,7 +93,6 @@ def checked(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse
     for spec in args.against or ():
         if not any(report.is_named(spec, peer) for peer in compared):
             parser.error(f"--against {spec}: it is none of the peers compared, {', '.join(compared)}.")
-    args.against = args.against or ["decent-dp" if args.ranks_per_host == 1 else "hsdp"]
     return args
 
 
@@ -119,7 +118,8 @@ def as_rank(args: argparse.Namespace) -> None:
         specs = compared_peers(args, world.num_workers)
         times = {"blocks": args.blocks, "seconds": args.seconds, "steps": args.steps}
         result = measure.compare(specs, chosen, world.rank, world.size, **times)
-        result = report.add_ratios(result, args.link_mbit, args.against)
+        against = args.against or ["decent-dp" if args.ranks_per_host == 1 else "hsdp"]
+        result = report.add_ratios(result, args.link_mbit, against)
     if world.rank == 0:
         if "BENCHMARK_RESULT" in os.environ:
             Path(os.environ["BENCHMARK_RESULT"]).write_text(json.dumps(result))
@@ -161,7 +161,7 @@ def forwarded(args: argparse.Namespace) -> list[str]:
     for name in ("batch_size", "ranks_per_host", "steps", "threads", "link_mbit", "folder"):
         if getattr(args, name) is not None:
             passed += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
-    return [*passed, "--against", *args.against]
+    return passed
 
 
 def memory(args: argparse.Namespace) -> None:
@@ -208,7 +208,8 @@ def overhead(args: argparse.Namespace) -> None:
 
 
 def compare(args: argparse.Namespace) -> Any:
-    return launch(args, [*forwarded(args), "--peers", *args.peers], args.workers)
+    against = ["--against", *args.against] if args.against else []
+    return launch(args, [*forwarded(args), "--peers", *args.peers, *against], args.workers)
 
 
 def main(argv: list[str] | None = None) -> None:
