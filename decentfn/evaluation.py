@@ -17,7 +17,7 @@ from decentfn.gradient.loss import WrappedLoss, is_pair
 from decentfn.gradient.module import ModuleLoss, ShardedLoss
 from decentfn.simulation import worker
 from decentfn.trees import PyTree
-from decentfn.words import brief, brief_error
+from decentfn.words import brief
 
 _Replica = tuple[PyTree, PyTree]
 _Sums = dict[str, Any]
@@ -97,21 +97,17 @@ def _of_workers(
             f"{call}(metric={brief(metric)}): of a tensor-parallel module, whose processes compute one batch together; call "
             "loss_fn(df.params(state), df.buffers(state), batch) under torch.no_grad(), on every process."
         )
-    own: Exception | None = None
-    try:
-        told: Any = _sums(call, metric, replicas, batches, is_cut)
-    except Exception as error:
-        own, told = error, brief_error(error)
     # In one place and the same order: the same answer on every rank.
-    everyone = collectives.gather_objects(told, collectives.everyone())
+    everyone, own = collectives.attempt(call, _sums, call, metric, replicas, batches, is_cut)
     if own is not None:
         raise own
-    for rank, theirs in enumerate(everyone):
-        if isinstance(theirs, str):
+    for rank, its in enumerate(everyone):
+        if "error" in its:
             here = collectives.everyone().rank
-            raise RunError(f"{call}: process {rank} has failed: {theirs}", process=here, peer=rank)
-    names, size = _names(call, [of for theirs in everyone for of in theirs]), collectives.processes_per_worker()
-    workers = [zip(*everyone[first : first + size], strict=True) for first in range(0, len(everyone), size)]
+            raise RunError(f"{call}: process {rank} has failed: {its['brief']}", process=here, peer=rank)
+    told = [its["value"] for its in everyone]
+    names, size = _names(call, [of for theirs in told for of in theirs]), collectives.processes_per_worker()
+    workers = [zip(*told[first : first + size], strict=True) for first in range(0, len(told), size)]
     return names, [_added(names, parts) for worker in workers for parts in worker]
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import sysconfig
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
+
+# Under --simulate, on a CPU: PyTorch computes this operation one worker after the other, and warns. Nothing is wrong.
+warnings.filterwarnings("ignore", "There is a performance drop.*scaled_dot_product_flash_attention_for_cpu")
 
 
 class Block(nn.Module):

@@ -30,6 +30,8 @@ def main(
         width: of the network's four layers; each has a bucket of its own.
     """
     at_least(1, width=width, batch_size=batch_size)
+    if any(part.is_file() for part in out.parents):
+        raise ValueError(f"--out {out}: {out.parent} is a file; the traces are written into a directory.")
     out.parent.mkdir(parents=True, exist_ok=True)
     here = df.init()
     topology = df.topology("one-peer-exp", here.size)

@@ -116,6 +116,7 @@ class Config:
         for name, known in (("algorithm", ALGORITHMS), ("optimizer", OPTIMIZERS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"--{name} {getattr(self, name)}: this script offers {', '.join(known)}.")
+        df.checkpoint.latest(self.checkpoint or "runs")  # refuses a file
         if self.dim % self.heads:
             raise ValueError(f"--dim {self.dim} --heads {self.heads}: the heads share dim evenly; 4 heads share 128.")
         if self.processes_per_worker > 1 and (self.simulate or self.topology in NODES):

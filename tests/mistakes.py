@@ -48,6 +48,7 @@ df.data.dirichlet_shards([0, 1], num_workers=4, alpha=1.0)
 df.data.fixed_shards([[0, 1], []], batch_size=1)
 df.compressors.top_k(0)
 df.checkpoint.restore("nowhere", init(params))
+df.checkpoint.latest("README.md")
 df.resize(init(params), algorithm)
 df.ema(algorithm, 1.5)
 df.guard(algorithm, limit=0)
@@ -99,6 +100,7 @@ profile_step.py --batch-size 0
 profile_step.py --out README.md/trace
 from_ddp/ddp.py --steps 0
 from_ddp/decent.py --steps -1
+from_ddp/decent.py --checkpoint README.md
 train_lm.py --steps -1
 train_lm.py --heads 3
 train_lm.py --heads 0
@@ -118,6 +120,7 @@ train_lm.py --algorithm choco-sgd
 train_lm.py --algorithm-args gamma=2
 train_lm.py --algorithm-args bta=2
 train_lm.py --device cuda
+train_lm.py --checkpoint README.md
 """.strip().splitlines()
 
 HEAD = """# Mistakes, and what they are answered with

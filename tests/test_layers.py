@@ -83,3 +83,12 @@ def test_what_has_one_place_has_it(what, places):
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_no_file_hides_more_than_400_lines(path):
     assert len(path.read_text().splitlines()) <= 400
+
+
+EXAMPLES = sorted((ROOT.parent / "examples").rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: str(path.name))
+def test_an_example_imports_what_is_public(path):
+    public = {"decentfn", *(f"decentfn.{name}" for name in decentfn.__all__)}
+    assert {name for name in imports(path) if name.split(".")[0] == "decentfn"} <= public

@@ -15,6 +15,7 @@ from decentfn.collectives.membership import (
 )
 from decentfn.collectives.operators import exchange, group_mean, make_groups, wait, worker_index
 from decentfn.collectives.processes import (
+    attempt,
     compare_steps,
     fresh_board,
     gather_bytes,
@@ -38,6 +39,7 @@ __all__ = [
     "Communication",
     "World",
     "adopt_default_group",
+    "attempt",
     "communication",
     "compare_steps",
     "cut",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from uuid import uuid4
@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
-from decentfn.collectives.membership import World, world
+from decentfn.collectives.membership import World, everyone, world
 from decentfn.collectives.reports import has_timed_out
 from decentfn.errors import ExchangeTimeout, PeerLost
+from decentfn.words import brief_error
 
 
 def compare_steps() -> None:
@@ -83,6 +84,24 @@ def gather_bytes(told: Tensor, among: World | None = None) -> list[Tensor]:
         heard = [torch.empty_like(padded) for _ in range(here.size)]
         here.group.allgather([heard], [padded]).wait()
     return [h[: int(n)] for h, n in zip(heard, sizes, strict=True)]
+
+
+def attempt(call: str, function: Callable[..., Any], *arguments: Any) -> tuple[list[dict[str, Any]], Exception | None]:
+    """`function(*arguments)` on every process, and what became of it, so that nobody waits for one that fails. Collective.
+
+    Returns:
+        By rank its `call`, and the `value` as JSON gives it back, or the `error`'s text, `brief` with its type, and the `kinds` of
+        error that it is; then this process's own error.
+    """
+    told: dict[str, Any] = {"call": call}
+    own = None
+    try:
+        told["value"] = function(*arguments)
+    except Exception as error:
+        own = error
+        kinds = [kind.__name__ for kind in type(error).__mro__]
+        told |= {"error": str(error), "brief": brief_error(error), "kinds": kinds}
+    return gather_objects(told, everyone()), own
 
 
 @contextmanager

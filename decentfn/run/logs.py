@@ -12,6 +12,7 @@ import torch
 
 from decentfn import collectives, trees
 from decentfn.run.checkpoint.together import on_first, one_path
+from decentfn.run.paths import directory
 from decentfn.words import brief
 
 __all__ = ["JSONLines", "TensorBoard", "read"]
@@ -139,7 +140,7 @@ def read(path: str | Path) -> list[dict[str, Any]]:
 
 
 def _open(path: Path, first_step: int, opened: list[int]) -> str:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    directory(path.parent)
     last = path
     for candidate in _numbered(path):
         if first_step == 0 and _is_new(candidate):

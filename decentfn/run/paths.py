@@ -19,6 +19,24 @@ def as_path(call: str, path: Any) -> Path:
     return Path(path)
 
 
+def require_no_file(path: Path) -> None:
+    """A directory can be at the path.
+
+    Raises:
+        NotADirectoryError: a file is in its way.
+    """
+    for part in (path, *path.parents):
+        if part.is_file():
+            under = "" if part == path else f"{str(path)!r}: "
+            raise NotADirectoryError(f"{under}{str(part)!r} is a file, where a directory is needed; give another path.")
+
+
+def directory(path: Path, mode: int = 0o777) -> None:
+    """Make a directory; one that exists stays as it is. Raises as `require_no_file`."""
+    require_no_file(path)
+    path.mkdir(mode=mode, parents=True, exist_ok=True)
+
+
 def private_directory(path: Path) -> None:
-    """Make a directory that only its owner can enter; one that exists stays as it is."""
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    """Make a directory that only its owner can enter; one that exists stays as it is. Raises as `require_no_file`."""
+    directory(path, 0o700)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import json
 import logging
 import os
 import platform
@@ -20,6 +19,8 @@ from torch.distributed.rendezvous import rendezvous
 from decentfn import collectives
 from decentfn.collectives import World
 from decentfn.run.generation import fresh_part
+from decentfn.run.interrupts import say_interrupts_in_a_line
+from decentfn.run.machines import require_fit, told
 from decentfn.run.memory import keep_freed_memory
 
 _log = logging.getLogger("decentfn")
@@ -42,7 +43,7 @@ def init(
 
     Without torchrun there is one process and no group. Calling it twice is harmless. Processes that torchrun has started again
     join each other, whatever the dead ones left in its store (`docs/restarts.md`). On the CPU the process also keeps
-    the memory that it frees (`keep_freed_memory`).
+    the memory that it frees (`keep_freed_memory`). Under torchrun a Ctrl-C that nobody catches ends each process with a line.
 
     Args:
         backend: gloo, nccl or another of torch.distributed's; None chooses, the same for all ranks, and warns where there
@@ -60,7 +61,9 @@ def init(
 
     Raises:
         ValueError: on all processes, S does not divide their number, or another one says another; the timeout is not positive; torchrun's environment is incomplete, or another launcher's (srun,
-            mpirun) with several processes stands in its place; NCCL was asked for, and a rank has no GPU of its own.
+            mpirun) with several processes stands in its place; NCCL was asked for, and a rank has no GPU of its own;
+            GLOO_SOCKET_IFNAME names a network interface that a rank's machine does not have.
+        df.errors.PlanMismatch: on all processes, they run different versions of decentfn, torch or Python (3.11 and 3.12).
         df.errors.ExchangeTimeout: a process did not come within the timeout.
     """
     if timeout <= timedelta(0):
@@ -135,14 +138,15 @@ def _is_launched(environment: Mapping[str, str]) -> bool:
 
 def _start(backend: str | None, gpus: int, timeout: timedelta) -> None:
     """Make the default group, of the backend that all ranks can take."""
+    say_interrupts_in_a_line()
     store, rank, size = next(rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)
     store = fresh_part(store, rank, size, timeout)
+    notes = PrefixStore("machines", store)
+    require_fit(notes, rank, size, backend)
     place = _place(_local_rank(gpus, size), gpus)
     # They ask each other first: on some machines there may be GPUs enough.
-    places = PrefixStore("places", store)
-    places.set(str(rank), json.dumps(place))
-    everyone = [_Place(*json.loads(told)) for told in places.multi_get([str(i) for i in range(size)])]
+    everyone = [_Place(*its) for its in told(notes, "place", rank, size, place)]
     taken = [its.gpu for its in everyone]
     without = {i: its for i, its in enumerate(everyone) if its.gpu is None or its.gpu in taken[:i]}
     if without and _takes_gpus(backend):

@@ -9,9 +9,8 @@ from statistics import median
 from typing import Any
 
 import decentfn as df
-from benchmarking.measure import barrier, machine
+from benchmarking.measure import barrier, gathered, machine
 from benchmarking.workloads import LEARNING_RATE, WEIGHT_DECAY, Workload
-from decentfn.collectives import gather_objects
 
 
 def measure(workload: Workload, rank: int, size: int, *, blocks: int, steps: int, folder: str | None) -> dict[str, Any]:
@@ -39,7 +38,7 @@ def measure(workload: Workload, rank: int, size: int, *, blocks: int, steps: int
         return found
 
     with tempfile.TemporaryDirectory(dir=folder) as own:
-        run_folder = gather_objects(own)[0]
+        run_folder = gathered(own)[0]
         with df.checkpoint.Saver(run_folder, topology=topology, keep=2) as saver:
             run(saver)
             saver.wait()
@@ -58,7 +57,7 @@ def measure(workload: Workload, rank: int, size: int, *, blocks: int, steps: int
         df.checkpoint.restore(run_folder, state)
         restored = time.perf_counter() - restored
         barrier()
-    of_ranks = gather_objects({"with": with_, "without": without, "written_s": written, "restore_s": restored})
+    of_ranks = gathered({"with": with_, "without": without, "written_s": written, "restore_s": restored})
 
     def slowest(kind: str, what: str) -> list[float]:
         return [max(its[kind][block][what] for its in of_ranks) for block in range(blocks)]

@@ -42,6 +42,10 @@ def main() -> None:
     config = parser.parse_args()
     if config.steps < 1:
         parser.error(f"--steps {config.steps}: it is at least 1.")
+    try:
+        df.checkpoint.latest(config.checkpoint)
+    except OSError as error:
+        parser.error(f"--checkpoint {error}")
 
     world = df.init(backend="gloo")
     rank, size = world.rank, world.size

@@ -204,7 +204,7 @@ def test_an_error_of_the_thread_comes_out_once_at_the_next_call_and_the_run_goes
         (tmp_path / "run").rename(tmp_path / "away")
         (tmp_path / "run").touch()
         saver.save(state, 1)
-        with pytest.raises(OSError, match="Not a directory"):
+        with pytest.raises(OSError, match="is a file, where a directory is needed"):
             saver.save(state, 2)
         (tmp_path / "run").unlink()
         saver.save(state, 3)
@@ -212,7 +212,7 @@ def test_an_error_of_the_thread_comes_out_once_at_the_next_call_and_the_run_goes
         (tmp_path / "run").rename(tmp_path / "again")
         (tmp_path / "run").touch()
         saver.save(state, 4)
-        with pytest.raises(OSError, match="Not a directory"):
+        with pytest.raises(OSError, match="is a file, where a directory is needed"):
             saver.close()
     assert [path.name for path in manifest.saved(tmp_path / "again")] == ["checkpoint-000001-step-3"]
 

@@ -67,7 +67,7 @@ def test_a_log_that_cannot_be_is_refused_on_all_ranks(tmp_path):
     (tmp_path / "file").write_text("no log\n")
 
     def job(rank):
-        with pytest.raises(OSError, match="rank 0: .*File exists"):
+        with pytest.raises(OSError, match="rank 0: .*/file' is a file, where a directory is needed"):
             df.logs.JSONLines(tmp_path / "file" / "log.jsonl")
         with pytest.raises(ValueError, match="rank 0: .*file, line 1: .*not a log of JSON lines"):
             df.logs.JSONLines(tmp_path / "file", first_step=1)
@@ -98,6 +98,21 @@ def test_tensorboard_gets_the_numbers_by_name_and_forgets_steps_that_come_again(
         board.write({"config": 1})
         board.write({"loss": {"mean": 2.0, "max": torch.tensor(3.0)}, "is": True, "name": "x"}, step=7)
     assert written == [(str(tmp_path), 7), ("loss/max", 3.0, 7), ("loss/mean", 2.0, 7), "closed"]
+
+
+def test_tensorboard_itself_reads_what_was_written_and_not_what_was_taken_again(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for run, first in enumerate((0, 3)):
+        with df.logs.TensorBoard(tmp_path, first) as board:
+            for step in range(first, 5):
+                board.write({"loss": {"mean": torch.tensor(10.0 * run + step)}, "name": "x"}, step)
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert events.Tags()["scalars"] == ["loss/mean"]
+    shown = [(event.step, event.value) for event in events.Scalars("loss/mean")]
+    assert shown == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 13.0), (4, 14.0)]
 
 
 def test_without_tensorboard_the_way_out_is_named(tmp_path, monkeypatch):

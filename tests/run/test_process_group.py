@@ -83,8 +83,11 @@ def note(backend, *, device_id=None, **options):
 
 dist.init_process_group = note
 results = []
-for port, gpus, is_own, backend in json.loads(sys.argv[1]):
+for port, gpus, is_own, backend, odd in json.loads(sys.argv[1]):
     os.environ["MASTER_PORT"] = str(port)
+    is_odd = os.environ["RANK"] == "1"
+    df.__version__ = "0.0.9" if is_odd and odd == "version" else "0.1.0"
+    os.environ["GLOO_SOCKET_IFNAME"] = "nope0" if is_odd and odd == "interface" else ""
     machine = os.environ["RANK"] if is_own else "shared"
     torch.cuda.get_device_properties = lambda i, machine=machine: types.SimpleNamespace(uuid=f"{machine} {i}")
     torch.cuda.is_available, torch.cuda.device_count = lambda: gpus > 0, lambda: gpus
@@ -102,11 +105,13 @@ for port, gpus, is_own, backend in json.loads(sys.argv[1]):
         dist.destroy_process_group()
 print(json.dumps(results), flush=True)
 """
-MACHINES = {  # GPUs that each sees, whether they are its own, backend
-    "a GPU for each": (2, False, None),
-    "each sees its own": (1, True, None),
-    "too few GPUs": (1, False, None),
-    "too few for NCCL": (1, False, "nccl"),
+MACHINES = {  # GPUs that each sees, whether they are its own, backend, what is odd about rank 1
+    "a GPU for each": (2, False, None, None),
+    "each sees its own": (1, True, None, None),
+    "too few GPUs": (1, False, None, None),
+    "too few for NCCL": (1, False, "nccl", None),
+    "two versions": (0, False, None, "version"),
+    "no such interface": (0, False, None, "interface"),
 }
 
 
@@ -165,6 +170,48 @@ def test_too_few_gpus_for_nccl_are_an_error_on_every_rank(found):
     for result in found["too few for NCCL"]:
         assert result["error"].startswith("init(backend='nccl'): rank 1 has LOCAL_RANK=1, but its machine shows 1 GPUs")
         assert result["chosen"] == []
+
+
+def test_ranks_of_different_versions_say_which_has_which(found):
+    for result in found["two versions"]:
+        assert result["error"] == (
+            "init(): the ranks run different versions of decentfn: 0.1.0 on rank 0, 0.0.9 on rank 1; install the same everywhere."
+        )
+
+
+def test_a_network_interface_that_is_not_there_is_named_on_every_rank(found):
+    for result in found["no such interface"]:
+        assert result["error"].startswith(
+            "init(): GLOO_SOCKET_IFNAME says 'nope0' on rank 1, and its machine has no such"
+        )
+        assert " lo" in result["error"] and "unset GLOO_SOCKET_IFNAME" in result["error"]
+
+
+INTERRUPTED = """
+import os, signal, statistics
+import decentfn as df
+df.init()
+def press():
+    os.kill(os.getpid(), signal.SIGINT)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+statistics.mean(press() for _ in range(1))
+"""
+
+
+def test_ctrl_c_is_told_in_a_line_of_the_script_not_of_a_library(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(INTERRUPTED)
+    root = str(Path(df.__file__).parent.parent)
+    env = os.environ | {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "0",
+        "PYTHONPATH": root,
+    }
+    ended = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=120)
+    assert ended.returncode != 0
+    assert ended.stderr == (f"[rank0]: interrupted (Ctrl-C) in {script}, line 6: os.kill(os.getpid(), signal.SIGINT)\n")
 
 
 def test_workers_are_dealt_out_in_order_and_each_has_one_process():

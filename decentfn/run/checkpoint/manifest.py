@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from decentfn.errors import CheckpointCorrupt
-from decentfn.run.paths import as_path
+from decentfn.run.paths import as_path, require_no_file
 
 FORMAT = 2
 """Of a checkpoint of workers of several processes; that of workers of one is 1."""
@@ -43,20 +43,29 @@ def saved(directory: Path) -> list[Path]:
 def latest(directory: str | Path) -> Path | None:
     """The newest checkpoint of a run's directory, or None. It is whole, unless its files were changed later.
 
+    Raises:
+        NotADirectoryError: that is a file.
+
     >>> latest("no such directory") is None
     True
     """
-    return next(reversed(saved(as_path("latest(directory)", directory))), None)
+    return next(reversed(saved(_of_a_run("latest(directory)", directory))), None)
 
 
 def best(directory: str | Path) -> Path | None:
-    """The checkpoint with the lowest `score`, of several the newest; None where none was saved with one."""
+    """The checkpoint with the lowest `score`, of several the newest; None where none was saved with one. Raises as `latest`."""
     scores = [
         (score, path)
-        for path in reversed(saved(as_path("best(directory)", directory)))
+        for path in reversed(saved(_of_a_run("best(directory)", directory)))
         if (score := _score(path)) is not None
     ]
     return min(scores, key=lambda pair: pair[0])[1] if scores else None
+
+
+def _of_a_run(call: str, directory: str | Path) -> Path:
+    path = as_path(call, directory)
+    require_no_file(path)
+    return path
 
 
 def next_name(directory: Path, step: int) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from decentfn import collectives
-from decentfn.errors import CheckpointCorrupt, NonFinite, PeerLost
+from decentfn.errors import CheckpointCorrupt, NonFinite, PeerLost, RunError
 from decentfn.run.paths import as_path
 
 _KINDS: dict[str, type[Exception]] = {
@@ -21,19 +21,12 @@ def together(call: str, function: Callable[..., Any], *arguments: Any) -> list[A
 
     Raises:
         CheckpointCorrupt, NonFinite, OSError, ValueError, RuntimeError: on every process what the first has raised.
+        RunError: on every process, where the first has raised anything else.
         RuntimeError: the processes are in different calls.
         PeerLost: a process is gone.
     """
-    told: dict[str, Any] = {"call": call}
-    own = None
     try:
-        told["value"] = function(*arguments)
-    except tuple(_KINDS.values()) as error:
-        own = error
-        told["kind"] = next(name for name, kind in _KINDS.items() if isinstance(error, kind))
-        told["error"] = str(error)
-    try:
-        everyone = collectives.gather_objects(told, collectives.everyone())
+        everyone, own = collectives.attempt(call, function, *arguments)
     except RuntimeError as error:
         raise PeerLost(
             f"checkpoint: another process has died, or is later than the timeout of df.init ({error})",
@@ -48,7 +41,10 @@ def together(call: str, function: Callable[..., Any], *arguments: Any) -> list[A
         if "error" in its:
             if len(everyone) == 1 and own is not None:
                 raise own
-            raise _KINDS[its["kind"]](f"rank {rank}: {its['error']}") from own
+            kind = next((kind for name, kind in _KINDS.items() if name in its["kinds"]), None)
+            if kind is None:
+                raise RunError(f"{call}: rank {rank} has failed: {its['brief']}", peer=rank) from own
+            raise kind(f"rank {rank}: {its['error']}") from own
     return [its["value"] for its in everyone]
 
 
