@@ -70,7 +70,7 @@ class Config:
     ema: float | None = None
     """Decay of an average of the parameters that is evaluated too, 0.999 for example."""
     batch_size: int = 8
-    """Sequences per worker, or process of a worker, and micro-batch."""
+    """Sequences per micro-batch and worker, or process of a worker that has a batch of its own."""
     accumulate: int = 1
     """Micro-batches of a step."""
     seq_len: int = 128
@@ -87,7 +87,10 @@ class Config:
     simulate: int = 0
     """Workers in this process; 0 is one, without the simulator."""
     processes_per_worker: int = 1
-    """So many processes share a worker's parameters, under PyTorch's fully_shard, with a batch each."""
+    """So many processes share a worker's parameters."""
+    inside: Literal["sharded", "replicated", "tensor"] = "sharded"
+    """How: under PyTorch's fully_shard, or gathered whole in every step, with a batch each; or with one batch, each a part of the
+    feed-forward layers, by parallelize_module."""
     loader_workers: int = 0
     """Processes that read ahead, for each process that trains."""
     log_every: int = 20
@@ -122,6 +125,11 @@ class Config:
         if self.processes_per_worker > 1 and (self.simulate or self.topology in NODES):
             raise ValueError(
                 f"--processes-per-worker {self.processes_per_worker}: neither --simulate nor the topologies {', '.join(NODES)} go with it."
+            )
+        if self.inside == "tensor" and 4 * self.dim % self.processes_per_worker:
+            raise ValueError(
+                f"--inside tensor --dim {self.dim}: {self.processes_per_worker} processes share the {4 * self.dim} units of a "
+                "feed-forward layer evenly."
             )
         if not 0 <= self.warmup_steps < self.steps:
             raise ValueError(
@@ -194,6 +202,20 @@ def collate(config: Config, samples: list[tuple[Tensor, Tensor]]) -> list[Tensor
     return [half.unflatten(-2, micro) if config.accumulate > 1 else half for half in make(samples)]
 
 
+def share_inside(config: Config, model: Transformer, mesh: Any) -> None:
+    """Cut the model over the processes of this worker, as PyTorch does it."""
+    from torch.distributed.fsdp import fully_shard  # takes a second
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    for block in model.blocks:
+        if config.inside == "sharded":
+            fully_shard(block, mesh=mesh)
+        else:
+            parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    if config.inside == "sharded":
+        fully_shard(model, mesh=mesh)
+
+
 @contextmanager
 def told_in_a_sentence() -> Iterator[None]:
     """Around the run: what cannot work ends every process, and one of them says why."""
@@ -234,7 +256,8 @@ def train(config: Config, until_the_end: ExitStack) -> dict[str, Any]:
     backend = config.backend or ("gloo" if config.device == "cpu" else None)
     world = df.init(backend=backend, processes_per_worker=config.processes_per_worker)
     device, local = world.device, config.simulate or 1
-    num_workers, num_readers = world.num_workers * local, world.size * local
+    team = world.processes_per_worker if config.inside == "tensor" else 1  # processes that read the same
+    num_workers, num_readers = world.num_workers * local, world.size // team * local
     if config.device not in (None, device.type):
         raise ValueError(f"--device {config.device}: the processes compute on {device.type}; a GPU is needed for each.")
     shown = Shown()
@@ -259,14 +282,11 @@ def train(config: Config, until_the_end: ExitStack) -> dict[str, Any]:
 
     model.to(device)
     num_parameters = sum(p.numel() for p in model.parameters())
-    if world.mesh:
-        from torch.distributed.fsdp import fully_shard  # takes a second
-
-        for block in model.blocks:
-            fully_shard(block, mesh=world.mesh["shard"])
-        fully_shard(model, mesh=world.mesh["shard"])
+    is_cut = world.mesh is not None and config.inside != "replicated"
+    if world.mesh and is_cut:
+        share_inside(config, model, world.mesh["shard"])
     params, buffers, loss_fn = df.functional(model, forward=forward)
-    loss_fn = df.autograd(loss_fn) if world.mesh else loss_fn
+    loss_fn = df.autograd(loss_fn) if is_cut else loss_fn
     topology = make_topology(config, num_workers, local)
     init, decent_step = algorithm = make_algorithm(config, loss_fn, topology)
     state = init(params, buffers)
@@ -279,7 +299,7 @@ def train(config: Config, until_the_end: ExitStack) -> dict[str, Any]:
         decent_step = df.compile(decent_step)
 
     # Who reads what is a function of (seed, t, reader): nothing of it is saved.
-    pieces, readers = Windows(text, config.seq_len), range(world.rank * local, (world.rank + 1) * local)
+    pieces, readers = Windows(text, config.seq_len), range(world.rank // team * local, (world.rank // team + 1) * local)
     shards = df.data.shards(len(pieces), num_readers, config.batch_size * config.accumulate, config.seed)
     batches = DataLoader(
         pieces,
@@ -299,10 +319,12 @@ def train(config: Config, until_the_end: ExitStack) -> dict[str, Any]:
 
     def bits_per_byte() -> dict[str, Any]:
         """Of the mean of all workers, evaluated in shares, and of each worker's own replica, on the same bytes."""
-        nats = {"consensus_mean": df.evaluate(loss_fn, state, share(world.rank, world.size))}
-        nats["replicas"] = df.evaluate_replicas(loss_fn, state, share(world.process, world.processes_per_worker))
+        mine = share(world.rank // team, world.size // team)
+        of_worker = share(world.process // team, world.processes_per_worker // team)
+        nats = {"consensus_mean": df.evaluate(loss_fn, state, mine)}
+        nats["replicas"] = df.evaluate_replicas(loss_fn, state, of_worker)
         if config.ema is not None:
-            nats["ema"] = df.evaluate(loss_fn, df.ema_state(state), share(world.rank, world.size))
+            nats["ema"] = df.evaluate(loss_fn, df.ema_state(state), mine)
         return {name: (value / math.log(2)).tolist() for name, value in nats.items()}
 
     # Planned, by each worker in a step; what is compressed or sent in some steps only is not planned here.

@@ -1,15 +1,19 @@
-"""What a process of a worker holds from step to step: the state, and the module's own storage.
+"""What a process of a worker holds from step to step, the state and the module's own storage, and what a step needs beside it.
 
 torchrun --standalone --nproc-per-node 4 examples/worker_memory.py --processes-per-worker 2
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 import tyro
 from optree import tree_leaves
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 import decentfn as df
 
@@ -24,6 +28,15 @@ class Config:
     width: int = 1024
     layers: int = 12
     steps: int = 3
+
+
+def most_at_once(function: Callable[..., Any], *arguments: Any) -> tuple[Any, int]:
+    """What it returns, and the bytes on the CPU that it had taken, and not given back, when they were most."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        result = function(*arguments)
+    results = profiled.profiler.kineto_results if profiled.profiler else None
+    changes = [(e.start_ns(), e.nbytes()) for e in (results.events() if results else []) if e.name() == "[memory]"]
+    return result, max(accumulate((size for _, size in sorted(changes)), initial=0))
 
 
 def main(config: Config) -> dict[str, float]:
@@ -47,13 +60,17 @@ def main(config: Config) -> dict[str, float]:
     )
     state, step = init(params, buffers), df.donate(step)
     del params
+    x = torch.randn(8, config.width, device=world.device)
     for t in range(config.steps):
-        x = torch.randn(8, config.width, device=world.device)
         state, _ = step(state, (x, x), t)
+    _, in_step = most_at_once(step, state, (x, x), config.steps)
+    _, in_gradient = most_at_once(lambda: F.mse_loss(module(x), x).backward())
     found = {
         "whole parameters": sum(p.numel() * p.element_size() for p in module.parameters()) / MB,
         "state": sum(x.nbytes for x in tree_leaves(state)) / MB,
         "module": sum((p.to_local() if world.mesh else p).nbytes for p in module.parameters()) / MB,
+        "gradient alone": in_gradient / MB,
+        "step": in_step / MB,
     }
     if world.rank == 0:
         print(f"{world.num_workers} workers of {world.processes_per_worker}, MB of process 0:", end=" ")

@@ -102,6 +102,18 @@ def test_two_workers_in_shards_train_the_language_model_as_four_workers_do(ranks
     assert bits["replicas"] == pytest.approx([bits["consensus_mean"]] * 2)
 
 
+def test_the_language_model_is_shared_in_each_way(ranks, tmp_path):
+    """Replicated with a batch for each of four processes, tensor-parallel with one for each of two workers."""
+    options = [*TINY, "--algorithm", "all-reduce", "--clip", "1e9"]
+    for inside, readers in (("replicated", 4), ("tensor", 2)):
+        config = [*options, "--processes-per-worker", "2", "--inside", inside]
+        bits, losses = ranks(4).run(trained_on_ranks, str(tmp_path / inside), config)[0]
+        expected, of_alike = ranks(readers).run(trained_on_ranks, str(tmp_path / f"{inside} alike"), options)[0]
+        assert losses == pytest.approx(of_alike, rel=1e-5)
+        assert bits["consensus_mean"] == pytest.approx(expected["consensus_mean"], rel=1e-5)
+        assert bits["replicas"] == pytest.approx([bits["consensus_mean"]] * 2)
+
+
 def test_a_language_model_that_is_stopped_goes_on_as_if_it_had_not_been(language_model, tmp_path, monkeypatch):
     def train(name, *arguments):
         options = [*TINY, "--layers", "0", "--simulate", "2", "--out", str(tmp_path / name), *arguments]
@@ -171,6 +183,7 @@ def ends(script, arguments, capsys):
         (["--simulate", "-1"], "train_lm: --simulate -1: it is at least 0"),
         (["--processes-per-worker", "0"], "train_lm: --processes-per-worker 0: it is at least 1"),
         (["--processes-per-worker", "2", "--simulate", "2"], "train_lm: --processes-per-worker 2: neither --simulate"),
+        (["--processes-per-worker", "3", "--inside", "tensor"], "train_lm: --inside tensor --dim 16: 3 processes"),
         (["--processes-per-worker", "2"], "train_lm: init(processes_per_worker=2): a worker is so many processes of 1"),
         (["--learning-rate", "-1"], "train_lm: cosine_with_warmup(learning_rate=-1.0)"),
         (["--clip", "0"], "train_lm: clip_by_global_norm(max_norm=0.0)"),
