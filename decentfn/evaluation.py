@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from decentfn import collectives, trees
-from decentfn.buckets import mean_inside, whole
+from decentfn.buckets import sum_inside, whole
 from decentfn.consensus import consensus_buffers, consensus_mean, is_stacked
-from decentfn.errors import RunError
+from decentfn.errors import PeerLost, RunError
 from decentfn.gradient.loss import WrappedLoss, is_pair
 from decentfn.gradient.module import ModuleLoss, ShardedLoss
+from decentfn.replicas import digest
 from decentfn.simulation import worker
 from decentfn.trees import PyTree
 from decentfn.words import brief
@@ -30,7 +32,8 @@ def evaluate(metric: Callable[..., Any], state: Any, batches: Iterable[Any]) -> 
     No gradient is taken. A module that `df.functional` made the metric of is in eval mode meanwhile, and its buffers stay. The mean
     is over the samples of all processes: a short last batch counts by its samples, and a process may have no batch at all. Where a
     worker is several processes they run the module together, on a batch of each: one that has fewer batches repeats its last one
-    meanwhile, which does not count, and one that has none is refused if others of its worker have some.
+    meanwhile, which does not count, and one that has none is refused if others of its worker have some. Processes of a
+    tensor-parallel worker have the same batches. Where a sharded module fails on one process its worker's others lose it: start again.
 
     Args:
         metric: `(params, batch)`, or with buffers `(params, buffers, batch)`, returns the mean over the batch's samples: a 0-d
@@ -92,22 +95,24 @@ def _of_workers(
             f"{call}(metric={brief(metric)}): the state holds shards, and this is not of the sharded module; make it with "
             "df.functional(module, criterion), or df.functional(module, forward=lambda module, batch: ...)."
         )
-    if getattr(metric, "shares_batch", False):
-        raise ValueError(
-            f"{call}(metric={brief(metric)}): of a tensor-parallel module, whose processes compute one batch together; call "
-            "loss_fn(df.params(state), df.buffers(state), batch) under torch.no_grad(), on every process."
-        )
     # In one place and the same order: the same answer on every rank.
     everyone, own = collectives.attempt(call, _sums, call, metric, replicas, batches, is_cut)
-    if own is not None:
+    failed = {rank: its for rank, its in enumerate(everyone) if "error" in its}
+    lost = {rank for rank, its in failed.items() if "PeerLost" in its["kinds"]}
+    causes = failed.keys() - lost or lost
+    here = collectives.everyone().rank
+    if own is not None and here in causes:
         raise own
-    for rank, its in enumerate(everyone):
-        if "error" in its:
-            here = collectives.everyone().rank
-            raise RunError(f"{call}: process {rank} has failed: {its['brief']}", process=here, peer=rank)
+    if failed:
+        rank = min(causes)
+        over = ". A worker's processes have lost one another: start the run again" * bool(lost)
+        raise RunError(
+            f"{call}: process {rank} has failed: {failed[rank]['brief']}{over}", process=here, peer=rank
+        ) from own
     told = [its["value"] for its in everyone]
     names, size = _names(call, [of for theirs in told for of in theirs]), collectives.processes_per_worker()
-    workers = [zip(*told[first : first + size], strict=True) for first in range(0, len(told), size)]
+    team = getattr(metric, "team", 1)  # which counts once
+    workers = [zip(*told[first : first + size : team], strict=True) for first in range(0, len(told), size)]
     return names, [_added(names, parts) for worker in workers for parts in worker]
 
 
@@ -128,34 +133,55 @@ def _sums(
     call: str, metric: Callable[..., Any], replicas: list[_Replica], batches: Iterable[Any], is_cut: bool
 ) -> list[_Sums]:
     of_module = _in_eval_mode(metric.module) if isinstance(metric, ModuleLoss) else nullcontext()
-    evaluated: Any = metric
+    evaluated: Any = _together(metric) if isinstance(metric, ShardedLoss) else metric
     samples, totals = 0, [dict[str, Tensor]() for _ in replicas]
-    with of_module, closing(_in_step(call, batches) if is_cut else ((batch, True) for batch in batches)) as rounds:
-        for batch, counts in rounds:
-            size = _size(call, batch)
-            samples += size if counts else 0
+    sized = ((batch, _size(call, batch)) for batch in batches)
+    with of_module, closing(_in_step(call, sized, getattr(metric, "team", 1)) if is_cut else sized) as rounds:
+        for batch, size in rounds:
+            samples += size
             for (params, buffers), total in zip(replicas, totals, strict=True):
                 value = evaluated(params, batch) if buffers is None else evaluated(params, buffers, batch)
-                for name, x in _values(call, value).items() if counts else ():
+                for name, x in _values(call, value).items() if size else ():
                     total[name] = total.get(name, 0) + size * x
     return [{"samples": samples, "sums": {name: x.item() for name, x in total.items()}} for total in totals]
 
 
-def _in_step(call: str, batches: Iterable[Any]) -> Generator[tuple[Any, bool]]:
-    """The batches, as many as any process of this worker has: after its own the last one again, which does not count.
+def _together(metric: ShardedLoss) -> Callable[..., Any]:
+    """The metric; where it fails, the other processes that run its module with this one are let go."""
+
+    def evaluated(*arguments: Any) -> Any:
+        try:
+            return metric(*arguments)
+        except Exception as error:
+            collectives.leave(metric.module)
+            if not collectives.is_lost(error):
+                raise
+            here = collectives.everyone().rank
+            raise PeerLost(f"the module lost another process of its worker: {error}", process=here) from error
+
+    return evaluated
+
+
+def _in_step(call: str, batches: Iterator[tuple[Any, int]], team: int) -> Generator[tuple[Any, int]]:
+    """The batches and their sizes, as many as any process of this worker has: after its own the last one again, with size 0.
 
     Ends where another process has failed, which raises its error; left by an error, it lets the others end.
     """
-    own, last = iter(batches), None
+    last = None
     while True:
         try:
-            batch = next(own, None)
+            batch, size = next(batches, (None, 0))
         except Exception:
-            _told_inside("failed")
+            _told_inside("failed", None, team)
             raise
-        others = _told_inside("none" if batch is None else "batch")
+        others = _told_inside("none" if batch is None else "batch", batch, team)
         if others["failed"] or not others["batch"]:
             return
+        if others["different"]:
+            raise ValueError(
+                f"{call}(batches): the processes of a tensor-parallel worker run the module together on the same batches, and "
+                f"theirs differ; choose them by {'world.worker' if team == collectives.processes_per_worker() else f'world.rank // {team}'}."
+            )
         if others["none"] and last is None:  # in the first round
             if batch is not None:
                 return
@@ -165,18 +191,31 @@ def _in_step(call: str, batches: Iterable[Any]) -> Generator[tuple[Any, bool]]:
                 "run the module together: give each of them a batch, the same will do."
             )
         try:
-            yield (last, False) if batch is None else (batch, True)
+            yield (last, 0) if batch is None else (batch, size)
         except GeneratorExit:
-            _told_inside("failed")
+            with suppress(RunError):  # of others that are gone
+                _told_inside("failed", None, team)
             raise
         last = batch if batch is not None else last
 
 
-def _told_inside(what: str) -> dict[str, bool]:
-    """Whether any process of this worker tells of a "batch", of "none", or that it has "failed"; collective over them."""
-    kinds = ("batch", "none", "failed")
-    told = mean_inside(torch.tensor([float(kind == what) for kind in kinds]), collectives.processes_per_worker())
-    return {kind: bool(share > 0) for kind, share in zip(kinds, told, strict=True)}
+def _told_inside(what: str, batch: Any, team: int) -> dict[str, bool]:
+    """Whether any process of this worker tells of a "batch", of "none", or that it has "failed"; collective over them.
+
+    And whether the batches of those of a team are "different".
+    """
+    mark = torch.tensor(float(_mark(batch) if team > 1 else 0), dtype=torch.float64)
+    differs = bool(sum_inside(mark, team) != team * mark)
+    kinds = ("batch", "none", "failed", "different")
+    own = [float(kind == what or differs and kind == "different") for kind in kinds]
+    told = sum_inside(torch.tensor(own), collectives.processes_per_worker())
+    return {kind: bool(count > 0) for kind, count in zip(kinds, told, strict=True)}
+
+
+def _mark(batch: Any) -> int:
+    """A number, equal for two batches of equal tensors."""
+    tensors = [x for x in trees.leaves(trees.plain(batch)) if isinstance(x, torch.Tensor)]
+    return zlib.crc32(" ".join(f"{list(x.shape)} {digest(x)}" for x in tensors).encode())
 
 
 @contextmanager

@@ -83,19 +83,19 @@ def agree(lines: list[str], of_shard: Sequence[str] = ()) -> None:
 
 
 def compare(
-    call: str, lines: list[str], rule: str, of_shard: Sequence[str] = (), of_worker: Sequence[str] = ()
+    call: str, lines: list[str], rule: str, of_shard: Sequence[str] = (), of_team: Sequence[str] = (), team: int = 1
 ) -> None:
-    """Compare `lines` over all ranks, `of_shard` over those that hold the same shard, `of_worker` over each worker's; collective.
+    """Compare `lines` over all ranks, `of_shard` over those that hold the same shard, `of_team` over so many neighbours; collective.
 
     Raises:
         PlanMismatch: on every rank, naming the first rank and line that differ from most, and the `rule`.
     """
     world = collectives.everyone()
     size, here = world.processes_per_worker, world.rank
-    told = collectives.gather_objects([lines, list(of_shard), list(of_worker)], world)
+    told = collectives.gather_objects([lines, list(of_shard), list(of_team)], world)
     groups = [[(rank, told[rank][0]) for rank in range(len(told))]]
     groups += [[(rank, told[rank][1]) for rank in range(shard, len(told), size)] for shard in range(size)]
-    groups += [[(rank, told[rank][2]) for rank in range(i, i + size)] for i in range(0, len(told), size)]
+    groups += [[(rank, told[rank][2]) for rank in range(i, i + team)] for i in range(0, len(told), team)]
     for group in groups:
         everyone = [theirs for _, theirs in group]
         usual = max(everyone, key=everyone.count)

@@ -109,9 +109,9 @@ def global_norm(x: Buckets) -> Tensor:
 
 
 def counted_once(of_buckets: Sequence[Tensor], plan: Plan) -> list[Tensor]:
-    """What is to be summed over the worker's processes, of each bucket; of one that all of them hold, a part."""
+    """What is to be summed over the worker's processes, of each bucket; of one that a team holds alike, a part."""
     pairs = zip(of_buckets, plan.buckets, strict=True)
-    return [part / plan.processes if bucket.is_common else part for part, bucket in pairs]
+    return [part / plan.team if bucket.is_common else part for part, bucket in pairs]
 
 
 def _square(x: Tensor) -> Tensor:

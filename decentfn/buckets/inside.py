@@ -15,24 +15,24 @@ from torch import Tensor
 from decentfn.torch_private import functorch, inductor
 
 _library = torch.library.Library("decentfn", "FRAGMENT")
-_library.define("sum_inside(Tensor x, Tensor? after) -> Tensor")
+_library.define("sum_inside(Tensor x, int processes, Tensor? after) -> Tensor")
 _library.define("gather_inside(Tensor x, int[] rows, int[] widths, Tensor? after) -> Tensor")
 _library.define("scatter_inside(Tensor x, int[] rows, int[] widths, int numel, Tensor? after) -> Tensor")
 _ops = torch.ops.decentfn
 
 
 def sum_inside(x: Tensor, processes: int) -> Tensor:
-    """The sum of `x` over the processes of this worker, the same on each: `x` itself where it is one. All wait for the last.
+    """The sum of `x` over processes of this worker, the same on each: `x` itself where it is one. All wait for the last.
 
     Args:
         x: of any shape, the same on all.
-        processes: of the worker.
+        processes: so many, next to one another: all of the worker's, or a team.
     """
-    return x if processes == 1 else _ops.sum_inside(x, None)
+    return x if processes == 1 else _ops.sum_inside(x, processes, None)
 
 
 def mean_inside(x: Tensor, processes: int) -> Tensor:
-    """The mean of `x` over the processes of this worker; arguments as of `sum_inside`."""
+    """The mean of `x` over processes of this worker; arguments as of `sum_inside`."""
     return x if processes == 1 else sum_inside(x / processes, processes)
 
 
@@ -91,7 +91,7 @@ def _scatter_fake(x: Tensor, rows: Sequence[int], widths: Sequence[int], numel: 
 
 
 for _name, _fake, _rule in (
-    ("sum_inside", lambda x, after: torch.empty_like(x), _vmap),
+    ("sum_inside", lambda x, processes, after: torch.empty_like(x), _vmap),
     ("gather_inside", _gather_fake, _gather_vmap),
     ("scatter_inside", _scatter_fake, _scatter_vmap),
 ):

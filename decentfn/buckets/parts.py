@@ -30,7 +30,7 @@ def part_of(x: Buckets, process: int, processes: int) -> Buckets:
             start += numel
         plans.append(BucketPlan(bucket.dtype, tuple(segments), start))
         vectors.append(torch.cat(pieces, dim=-1))
-    return Buckets(vectors, Plan(tuple(plans), x.plan.template, processes, tuple(places), x.plan))
+    return Buckets(vectors, Plan(tuple(plans), x.plan.template, processes, places=tuple(places), whole=x.plan))
 
 
 def whole(x: Buckets) -> Buckets:
@@ -59,7 +59,7 @@ def mean_of_processes(x: Buckets, plan: Plan) -> Buckets:
     if not any(bucket.is_common for bucket in plan.buckets):
         return x
     pairs = zip(x, plan.buckets, strict=True)
-    return Buckets([mean_inside(b, plan.processes) if one.is_common else b for b, one in pairs], plan)
+    return Buckets([mean_inside(b, plan.team) if one.is_common else b for b, one in pairs], plan)
 
 
 def _rows(segment: Segment) -> tuple[int, int]:

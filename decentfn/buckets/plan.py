@@ -69,7 +69,7 @@ class BucketPlan:
     segments: tuple[Segment, ...]
     numel: int
     is_common: bool = False
-    """Whether every process of the worker holds these very leaves, with equal values, where it is several."""
+    """Whether all processes of a team hold these very leaves, with equal values."""
 
     @property
     def nbytes(self) -> int:
@@ -89,6 +89,8 @@ class Plan:
     template: PyTree
     processes: int = 1
     """So many processes of one worker hold a tree like this each, and their leaves together are the worker's."""
+    team: int = 1
+    """So many of them, next to one another, compute one batch together (tensor parallel)."""
     places: Places = ()
     """Of this process's parts, of the parameters and of the buffers beside them."""
     whole: Plan | None = None
@@ -194,6 +196,7 @@ def flatten(
     bucket_mb: float = 25.0,
     masks: Sequence[Mask] = (),
     processes: int = 1,
+    team: int = 1,
     places: Places = (),
     common: frozenset[str] = frozenset(),
 ) -> Buckets:
@@ -202,7 +205,7 @@ def flatten(
     A bucket holds leaves of one dtype, one device and one answer to every mask, in their order and at most `bucket_mb`
     MiB of them; complex ones as real numbers, as torch.optim treats them. A leaf of more than an eighth of that has a bucket of its own: its gradient then is the bucket's,
     while those of smaller leaves are copied together (once, in one pass). The largest bucket comes first, so that
-    little is left to update when the last message is in; but those that all processes of a worker hold come before all others,
+    little is left to update when the last message is in; but those that all processes of a team hold come before all others,
     in the same places, and so with the same draws, on each.
 
     Args:
@@ -210,8 +213,9 @@ def flatten(
         bucket_mb: largest bucket in MiB, positive.
         masks: the choices by name and shape that a bucket must not mix.
         processes: `Plan.processes`.
+        team: `Plan.team`.
         places: `Plan.places`.
-        common: the names of the leaves that each of them holds.
+        common: the names of the leaves that each process of a team holds.
 
     Raises:
         ValueError: no leaf, a leaf that is not a floating-point or complex tensor, or `bucket_mb` not positive.
@@ -246,7 +250,7 @@ def flatten(
     position = {key: index for index, key in enumerate(key for group in groups for key in group)}
     plans = tuple(_plan_bucket([distinct[key] for key in group], common) for group in groups)
     template = trees.map(lambda leaf: position[_memory(leaf)], params)
-    plan = Plan(plans, template, processes, places)
+    plan = Plan(plans, template, processes, team, places)
     return Buckets(plan.lay_out(params), plan)
 
 

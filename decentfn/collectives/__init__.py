@@ -23,10 +23,11 @@ from decentfn.collectives.processes import (
     process_broadcast,
     process_mean,
 )
+from decentfn.collectives.reports import is_lost
 from decentfn.collectives.sharded import (
     cut,
-    is_fully_sharded,
     is_sharded,
+    leave,
     local,
     own_shards,
     placed_like,
@@ -50,8 +51,9 @@ __all__ = [
     "gather_bytes",
     "gather_objects",
     "group_mean",
-    "is_fully_sharded",
+    "is_lost",
     "is_sharded",
+    "leave",
     "leave_default_group",
     "local",
     "make_groups",

@@ -15,12 +15,12 @@ from decentfn.collectives.processes import naming
 _library = torch.library.Library("decentfn", "FRAGMENT")
 
 
-def _sum_inside(x: Tensor, after: Tensor | None) -> Tensor:
+def _sum_inside(x: Tensor, processes: int, after: Tensor | None) -> Tensor:
     here = world()
     total = x.clone(memory_format=torch.contiguous_format)
     if here.inside is not None:
         with naming(here, "a sum over a worker's processes"):
-            here.inside.allreduce([total]).wait()
+            here.team(processes).allreduce([total]).wait()
     return total
 
 

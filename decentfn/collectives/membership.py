@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, cast
@@ -144,28 +144,39 @@ class World:
             if 1 < len(ranks) < self.size and ranks not in self._subgroups:
                 self._subgroups[ranks] = self._new_group(ranks)
 
-    def hang_up(self) -> None:
-        """Close the connections to all others, so that they notice now, and nothing of theirs is written here any more.
+    def team(self, size: int) -> dist.ProcessGroup:
+        """The group of this process's team, so many of its worker's processes next to one another, which `make_teams` has made."""
+        if size == self.processes_per_worker:
+            return cast(dist.ProcessGroup, self.inside)
+        first = self.whole.rank - self.whole.rank % size
+        return self.whole.subgroup(tuple(range(first, first + size)))
 
-        gloo closes a connection on which a message is late.
-        """
+    def make_teams(self, size: int) -> None:
+        """Make the groups of all teams of so many processes, where they are missing; collective over all processes."""
+        if size < self.processes_per_worker:
+            self.whole.make_subgroups([tuple(range(i, i + size)) for i in range(0, self.whole.size, size)])
+
+    def hang_up(self) -> None:
+        """Close the connections to all others, so that they notice now, and nothing of theirs is written here any more."""
         if self._whole is not None:
             self._whole.hang_up()
-        groups = [(tuple(range(self.size)), self.rank, self.group)]
-        groups += [(ranks, self.rank, group) for ranks, group in self._subgroups.items()]
-        groups += [] if self.inside is None else [(tuple(range(self.processes_per_worker)), self.process, self.inside)]
-        works = []
-        for ranks, own, group in groups:
-            for index, rank in enumerate(ranks):
-                if own in ranks and rank != own:
-                    with suppress(RuntimeError):
-                        works.append(cast(Any, group).recv([torch.empty(1)], index, TAGS))  # no step has this tag
-        for work in works:
-            with suppress(RuntimeError):
-                work.wait(timedelta(milliseconds=1))
+        own = [group for ranks, group in self._subgroups.items() if self.rank in ranks]
+        close([group for group in (self.group, *own, self.inside) if group is not None])
 
     def _new_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         return cast(dist.ProcessGroup, dist.new_group(list(ranks), timeout=self.timeout))
+
+
+def close(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Close these groups' connections: gloo does that where a message is late."""
+    works = []
+    for group in groups:
+        for rank in set(range(group.size())) - {group.rank()}:
+            with suppress(RuntimeError):
+                works.append(cast(Any, group).recv([torch.empty(1)], rank, TAGS))  # no step has this tag
+    for work in works:
+        with suppress(RuntimeError):
+            work.wait(timedelta(milliseconds=1))
 
 
 class SameShard(World):

@@ -25,6 +25,12 @@ def has_timed_out(error: Exception) -> bool:
     return "imed out" in str(error) or "imeout" in str(error)
 
 
+def is_lost(error: Exception) -> bool:
+    """Whether an error, perhaps of a collective of PyTorch's own, says that another process is gone or late."""
+    from_torch = isinstance(error, RuntimeError) and any(name in str(error) for name in ("gloo", "NCCL"))
+    return from_torch or isinstance(error, (ExchangeTimeout, PeerLost))
+
+
 def different_steps(here: World, call: Call, mine: int, rank: int, theirs: int) -> StepMismatch:
     """What to raise where another rank is at another step."""
     return StepMismatch(

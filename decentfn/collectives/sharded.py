@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from decentfn.buckets import Place, Places
-from decentfn.collectives.membership import everyone
+from decentfn.collectives.membership import close, everyone
 from decentfn.words import brief
 
 
@@ -39,13 +39,17 @@ def is_fully_sharded(module: nn.Module) -> bool:
     return isinstance(module, FSDPModule)
 
 
-def require_parts(module: nn.Module) -> frozenset[str]:
-    """The names of the parameters that every process of this worker holds whole; the others are cut over them.
+def require_parts(module: nn.Module) -> tuple[frozenset[str], int]:
+    """Which parameters several processes of this worker hold alike, by name, and how many do: a team.
+
+    Its processes, next to one another, compute one batch together: all of the worker's under tensor parallelism, one under
+    `fully_shard`, and under both as many as the inner axis of the mesh has.
 
     Raises:
         ValueError: a parameter that is cut over other processes, or in a way that is not known.
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
 
     here, call = everyone(), f"df.functional({type(module).__name__})"
     way_out = (
@@ -56,6 +60,9 @@ def require_parts(module: nn.Module) -> frozenset[str]:
     own_shards(module)
     mine = here.mesh["shard"].mesh.flatten().tolist()
     has_shards = any(is_fully_sharded(m) for m in module.modules())
+    meshes = [p.device_mesh for p in module.parameters() if isinstance(p, DTensor)]
+    team = max((mesh.shape[-1] for mesh in meshes if mesh.ndim == 2), default=1) if has_shards else len(mine)
+    of_other_teams = mine[here.process % team :: team]  # with what this one has in its own
     common = set[str]()
     for name, p in module.named_parameters():
         if not isinstance(p, DTensor):
@@ -67,23 +74,25 @@ def require_parts(module: nn.Module) -> frozenset[str]:
             common.add(name)
             continue
         mesh, theirs = p.device_mesh, p.device_mesh.mesh.flatten().tolist()
-        if mesh.ndim != 1 or theirs != mine:
+        is_one_axis, is_both = mesh.ndim == 1, has_shards and mesh.ndim == 2
+        if not (is_both or is_one_axis) or theirs != (of_other_teams if has_shards and is_one_axis else mine):
             raise ValueError(
                 f"{call}: parameter {name!r} is sharded over processes {brief(theirs)} (a mesh of {mesh.ndim} axes), but this worker "
                 f"is processes {brief(mine)}; call {way_out}."
             )
-        kind = type(p.placements[0])
-        if kind not in (Shard, Replicate) or has_shards and (kind is Replicate or not is_fully_sharded(module)):
+        first, *others = map(type, p.placements)
+        known = (Shard, _StridedShard) if has_shards else (Shard, Replicate)
+        if first not in known or not {*others} <= {Shard, Replicate} or has_shards and not is_fully_sharded(module):
             raise ValueError(
-                f"{call}: parameter {name!r} is placed as {brief(p.placements)}; fully_shard is called on the whole module, and "
-                "parallelize_module on no part of it, or on one without fully_shard."
+                f"{call}: parameter {name!r} is placed as {brief(p.placements)}; call fully_shard on the whole module, if on any part, "
+                "and parallelize_module before it, over the inner axis of one mesh."
             )
-        if kind is Replicate:
+        if Replicate in (first, *others) or has_shards and is_one_axis and team > 1:
             common.add(name)
     strange = [name for name, b in module.named_buffers() if isinstance(b, DTensor)]
     if strange:
         raise ValueError(f"{call}: the buffers {brief(strange)} are DTensors; give their modules no parallel style.")
-    return frozenset(common)
+    return frozenset(common), team
 
 
 def own_shards(module: nn.Module) -> None:
@@ -97,6 +106,12 @@ def own_shards(module: nn.Module) -> None:
         if isinstance(m, FSDPModule):
             m.reshard()
             m.set_requires_gradient_sync(True, recurse=False)
+
+
+def leave(module: nn.Module) -> None:
+    """Close the connections over which the module runs: the other processes fail in it now, and do not wait for this one."""
+    meshes = {p.device_mesh for p in module.parameters() if hasattr(p, "device_mesh")}  # pyright: ignore[reportAttributeAccessIssue]
+    close([group for mesh in meshes for group in mesh.get_all_groups()])
 
 
 def places(module: nn.Module) -> Places:

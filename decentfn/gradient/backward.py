@@ -79,7 +79,7 @@ def backward(
         form: what is known of it.
         many: whether the batch is micro-batches, `[M, ...]` in every leaf: the gradient's mean is taken over them.
         t: the step.
-        worker: draws its own random numbers, as each of its processes does that has a batch of its own.
+        worker: draws its own random numbers, as each team of its processes does.
         scale: 0-d; the gradient is taken of `scale * loss`.
         params: the buckets.
         buffers: the leaves of the loss's buffers.
@@ -89,10 +89,10 @@ def backward(
         Learnt: the loss writes over more than `form` said; called again, it is right.
     """
     plan, changing, here = form.plan, form.changing, collectives.world()
-    shares_batch = getattr(loss_fn, "shares_batch", False)
+    team = getattr(loss_fn, "team", 1)
     trial = not form.is_tried  # what is written through `.data` shows in the values alone
-    if trial and shares_batch:
-        _require_one_batch(batch)
+    if trial and team > 1:
+        _require_one_batch(batch, team)
     flat = [b.detach().clone() if trial or form.writes else b.detach() for b in params]
     kept = [b.clone() if trial or i in changing else b for i, b in enumerate(buffers)]
     in_place = all(wide(b.dtype) == b.dtype for b in flat)  # else sums of gradients would lose what they add
@@ -109,9 +109,7 @@ def backward(
     with torch_autograd.enabled(around()):
         micros = _rows(micro_batches(batch)) if many else [batch]
         for index, data in enumerate(micros):
-            with draws.torch_draws(
-                t, worker * here.processes_per_worker + (0 if shares_batch else here.process), index
-            ):
+            with draws.torch_draws(t, worker * here.processes_per_worker + here.process // team * team, index):
                 tree, old = trees.fill(plan.template, leaves), trees.fill(form.buffers, kept)
                 loss, new, aux = _forward_backward(loss_fn, tree, old, data, scale, trial, (worker, (t, index)))
             kept = [_apart(b, k) if i in changing else k for i, (b, k) in enumerate(zip(new, kept, strict=True))]
@@ -145,12 +143,13 @@ def backward(
     return Backward(grads, mean, used, written, [kept[i] for i in changing], aux)
 
 
-def _require_one_batch(batch: Any) -> None:
-    """Raise ValueError on every rank unless the processes of each worker have one batch. Collective."""
+def _require_one_batch(batch: Any, team: int) -> None:
+    """Raise ValueError on every rank unless the processes of each team have one batch. Collective."""
     tensors = [(name, x) for name, x in trees.named_leaves(trees.plain(batch)) if isinstance(x, torch.Tensor)]
     lines = [f"{name or 'a batch'} {list(x.shape)} with digest {digest(x)}" for name, x in tensors]
-    rule = "a tensor-parallel worker's processes compute one batch together: draw it by world.worker, not by world.rank"
-    compare("step(state, batch, t)", [], rule, of_worker=lines)
+    by = "world.worker" if team == collectives.processes_per_worker() else f"world.rank // {team}"
+    rule = f"a tensor-parallel worker's processes compute one batch together: draw it by {by}, not by world.rank"
+    compare("step(state, batch, t)", [], rule, of_team=lines, team=team)
 
 
 def dtype_of_loss(params: Sequence[Tensor]) -> torch.dtype:

@@ -17,8 +17,10 @@ class Inside(NamedTuple):
     processes: int = 1
     is_replicated: bool = False
     """It is given whole leaves, and holds its part of them."""
+    team: int = 1
+    """So many of them, next to one another, compute one batch together."""
     common: frozenset[str] = frozenset()
-    """Of the leaves that it is given, and holds, those that every process holds whole."""
+    """Of the leaves that it is given, and holds, those that every process of its team holds."""
 
 
 def inside_of(loss_fn: LossFn) -> Inside:
@@ -40,4 +42,4 @@ def inside_of(loss_fn: LossFn) -> Inside:
         raise ValueError(
             f"loss_fn={brief(inner)}: the gradient of a sharded module is PyTorch's own; write df.autograd(loss_fn)."
         )
-    return Inside(size, common=inner.common)
+    return Inside(size, team=inner.team, common=inner.common)

@@ -180,9 +180,9 @@ class ShardedLoss(ModuleLoss):
     places: Places = ()
     """Of this process's shards of the parameters, the frozen ones too."""
     common: frozenset[str] = frozenset()
-    """Which of the parameters every process holds whole."""
-    shares_batch = False
-    """Whether a worker's processes compute one batch together (tensor parallel), or one each."""
+    """Which of the parameters every process of a team holds."""
+    team = 1
+    """So many of a worker's processes, next to one another, compute one batch together (tensor parallel)."""
 
     @contextmanager
     def held(
@@ -252,7 +252,7 @@ def functional(
     if criterion is not None and forward is not None:
         raise ValueError("functional(module, criterion, forward=...): forward returns the loss itself; leave one out.")
     is_sharded = collectives.is_sharded(module)
-    common = collectives.require_parts(module) if is_sharded else frozenset()
+    common, team = collectives.require_parts(module) if is_sharded else (frozenset(), 1)
     lazy = [name for name, x in (*module.named_parameters(), *module.named_buffers()) if is_lazy(x)]
     if lazy:
         raise ValueError(
@@ -266,5 +266,5 @@ def functional(
     loss_fn = kind(module, criterion, forward, trainable, buffers, frozenset(frozen))
     if isinstance(loss_fn, ShardedLoss):
         loss_fn.places = collectives.places(module)
-        loss_fn.common, loss_fn.shares_batch = common, not collectives.is_fully_sharded(module)
+        loss_fn.common, loss_fn.team = common, team
     return trainable, buffers, loss_fn

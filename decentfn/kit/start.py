@@ -56,6 +56,7 @@ def lay_out(
     agree(fingerprint(x.plan, topologies[0], masks), x.plan.describe())
     if inside.processes > 1:
         _require_equal_inside(params, inside)
+        collectives.world().make_teams(inside.team)
     for topology in topologies:
         if topology.groups is not None:
             collectives.make_groups(topology.groups)
@@ -69,7 +70,15 @@ def _in_buckets(params: PyTree, bucket_mb: float, masks: Sequence[Mask], inside:
     """This process's part of the parameters."""
     process, size = collectives.everyone().process, inside.processes
     if not inside.is_replicated:
-        return flatten(params, bucket_mb=bucket_mb, masks=masks, processes=size, common=inside.common, places=places)
+        return flatten(
+            params,
+            bucket_mb=bucket_mb,
+            masks=masks,
+            processes=size,
+            team=inside.team,
+            places=places,
+            common=inside.common,
+        )
 
     def of_part(mask: Mask) -> Mask:  # a transform will ask it of the parts
         return lambda name, shape: mask(name, part_shape(shape, process, size))
@@ -87,14 +96,15 @@ def _require_as_built(inside: Inside) -> None:
 
 
 def _require_equal_inside(params: PyTree, inside: Inside) -> None:
-    """The processes of a worker hold the same values of what all of them hold, or are given."""
+    """The processes of a team hold the same values of what all of them hold, those of a worker of what all are given."""
     lines = [
         f"{name} with digest {digest(leaf)}"
         for name, leaf in trees.named_leaves(params)
         if inside.is_replicated or name in inside.common
     ]
     rule = "the processes of a worker start equal: make them after torch.manual_seed(0) on each"
-    compare("init(params)", [], rule, of_worker=lines)
+    team = inside.processes if inside.is_replicated else inside.team
+    compare("init(params)", [], rule, of_team=lines, team=team)
 
 
 def _say(plan: Plan, topology: Topology) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -93,8 +95,22 @@ def sharded(world, module):
     return fully_shard(module, mesh=world.mesh["shard"])
 
 
-def tensor_parallel(world, module):
-    return parallelize_module(module, world.mesh["shard"], {"first": ColwiseParallel(), "second": RowwiseParallel()})
+def tensor_parallel(world, module, mesh=None):
+    plan = {"first": ColwiseParallel(), "second": RowwiseParallel()}
+    return parallelize_module(module, mesh or world.mesh["shard"], plan)
+
+
+@cache
+def three_axes(*shape):
+    return init_device_mesh("cpu", shape, mesh_dim_names=("worker", "shard", "tensor"))
+
+
+def both(world, module):
+    """Tensor parallel over pairs of processes, and sharded over the pairs, as PyTorch's own page does it."""
+    mesh = three_axes(world.num_workers, world.processes_per_worker // 2, 2)
+    tensor_parallel(world, module, mesh["tensor"])
+    fully_shard(module.norm, mesh=mesh["shard"])
+    return fully_shard(module, mesh=mesh["shard"])
 
 
 class Inside(NamedTuple):
@@ -103,14 +119,21 @@ class Inside(NamedTuple):
     network: Callable[[], Any]
     place: Callable[[Any, nn.Module], nn.Module] = lambda world, module: module
     loss: Callable[[Any], Any] = df.autograd
+    team: int | None = 1
+    """So many processes compute one batch together; None: all of a worker's."""
+
+    def team_of(self, processes):
+        return self.team or processes
 
 
 KINDS = {
     "sharded": Inside(Network, sharded),
     "replicated": Inside(Network),
     "traced": Inside(Network, loss=lambda loss_fn: loss_fn),
-    "tensor": Inside(Hidden, tensor_parallel),
+    "tensor": Inside(Hidden, tensor_parallel, team=None),
 }
+"""Each on any number of processes."""
+ALL_KINDS = KINDS | {"both": Inside(Hidden, both, team=2)}
 
 
 class Case(NamedTuple):
@@ -122,6 +145,7 @@ class Case(NamedTuple):
     compiled: bool
     accumulates: bool
     clips: bool
+    num_workers: int = WORKERS
 
 
 SMALL = tuple(
@@ -141,6 +165,15 @@ ALL = tuple(
     Case(*values)
     for values in itertools.product(KINDS, ALGORITHMS, (2, 3), (False, True), (False, True), (False, True))
 )
+EIGHT = (
+    *(case._replace(processes=2, num_workers=4) for case in SMALL),
+    *(
+        Case("both", name, 4, compiled=compiled, accumulates=j % 3 == 0, clips=j in (0, 1, 5))
+        for j, name in enumerate(ALGORITHMS)
+        for compiled in (False, True)
+    ),
+)
+"""Of eight processes: four workers of two, and two of four that are sharded and tensor-parallel."""
 
 
 def batch(worker, process, t):
@@ -149,32 +182,54 @@ def batch(worker, process, t):
     return x, torch.sin(x[:, :3]) + worker
 
 
-def whole_batch(worker, processes, t):
-    """What the processes of a worker have together."""
-    return tuple(map(torch.cat, zip(*(batch(worker, s, t) for s in range(processes)), strict=True)))
+def whole_batch(worker, processes, t, batch=batch):
+    """What the processes of a worker, or those of them that are named, have together."""
+    named = range(processes) if isinstance(processes, int) else processes
+    return tuple(map(torch.cat, zip(*(batch(worker, s, t) for s in named), strict=True)))
 
 
-def cut(tree, processes, cut_at):
-    """The tree with every leaf in parts, as PyTorch cuts it, by process; and what is not cut."""
-    parts: dict[str, dict[str, Any]] = {str(s): {} for s in range(processes)}
+def batch_of(world, team, t, batch=batch):
+    """What this process is given: its own batch, or that of its team."""
+    first = world.process // team * team
+    return whole_batch(world.worker, range(first, first + team), t, batch)
+
+
+def chunks(leaf, n, dim=0):
+    return [*leaf.chunk(n, dim), *[leaf.narrow(dim, 0, 0)] * n][:n]
+
+
+def cut(tree, processes, inside):
+    """The tree with every leaf in parts, as PyTorch cuts it, by process; and what a team does not cut, by team.
+
+    First over a team's processes, then what each has of it over the teams.
+    """
+    team = inside.team_of(processes)
+    parts: dict[str, dict[str, Any]] = {f"{s}": {} for s in range(processes)}
+    parts |= {f"common {i}": {} for i in range(processes // team)} if None in inside.network.cut_at.values() else {}
     for name, leaf in tree.items():
-        if (dim := cut_at.get(name, 0)) is None:
-            parts.setdefault("common", {})[name] = leaf.clone()
-            continue
-        chunks = [*leaf.chunk(processes, dim), *[leaf.narrow(dim, 0, 0)] * processes][:processes]
-        for s, chunk in enumerate(chunks):
-            parts[str(s)][name] = chunk.clone()
+        dim = inside.network.cut_at.get(name, 0)
+        for j, piece in enumerate([leaf] if dim is None else chunks(leaf, team, dim)):
+            for i, part in enumerate(chunks(piece, processes // team)):
+                parts[f"common {i}" if dim is None else f"{i * team + j}"][name] = part.clone()
     return parts
 
 
-def joined(parts, processes, cut_at, first=0):
+def own_part(parts, process, team):
+    return parts[f"{process}"] | parts.get(f"common {process // team}", {})
+
+
+def joined(parts, processes, inside, first=0):
     """The tree that was cut; `first` is how many axes stand before a leaf's own."""
-    names = parts["0"]
-    cuts = {
-        name: torch.cat([parts[str(s)][name] for s in range(processes)], first + (cut_at.get(name) or 0))
-        for name in names
-    }
-    return cuts | parts.get("common", {})
+    team = inside.team_of(processes)
+
+    def over_teams(key, name):
+        return torch.cat([parts[key(i)][name] for i in range(processes // team)], first)
+
+    tree = {name: over_teams(lambda i: f"common {i}", name) for name in parts.get("common 0", ())}
+    for name in parts["0"]:
+        pieces = [over_teams(lambda i, j=j: f"{i * team + j}", name) for j in range(team)]
+        tree[name] = torch.cat(pieces, first + inside.network.cut_at.get(name, 0))
+    return tree
 
 
 def optimizer(clips=True, masks=()):
@@ -189,40 +244,37 @@ class Simulated(NamedTuple):
     distance: torch.Tensor
 
 
-def simulated(make, kind, processes, *, batch=batch, steps=STEPS, clips=True, is_cut=False):
+def simulated(make, kind, processes, *, batch=batch, steps=STEPS, clips=True, is_cut=False, num_workers=WORKERS):
     """Workers of one process on all batches: the last metrics, their parameters and their distance.
 
     With `is_cut` of the tree cut into parts, each in buckets of its own, as a compressor sees them.
     """
-    inside, cut_at = KINDS[kind], KINDS[kind].network.cut_at
+    inside = ALL_KINDS[kind]
     with collectives.use(World(None, 0, 1)):
         params, buffers, whole_loss = df.functional(inside.network(), nn.functional.mse_loss)
         loss_fn, masks = whole_loss, []
         if is_cut:
-            params = cut(params, processes, cut_at)
-            masks = [lambda name, shape, s=s: name.startswith(f"{s}.") for s in range(processes)]
+            params = cut(params, processes, inside)
+            masks = [lambda name, shape, key=key: name.startswith(f"{key}.") for key in params]
 
             def loss_fn(tree, buffers, batch):
-                return whole_loss(joined(tree, processes, cut_at), buffers, batch)
+                return whole_loss(joined(tree, processes, inside), buffers, batch)
 
         init, step = make(inside.loss(loss_fn), optimizer(clips, masks))
-        state, step = df.stack(init(params, buffers), WORKERS), df.simulate(step, WORKERS)
+        state, step = df.stack(init(params, buffers), num_workers), df.simulate(step, num_workers)
         for t in range(steps):
-            rows = [
-                [torch.cat(x) for x in zip(*(batch(w, s, t) for s in range(processes)), strict=True)]
-                for w in range(WORKERS)
-            ]
+            rows = [whole_batch(w, processes, t, batch) for w in range(num_workers)]
             state, metrics = step(state, tuple(map(torch.stack, zip(*rows, strict=True))), t)
         tree = df.params(state)
-        tree = joined(tree, processes, cut_at, 1) if is_cut else tree
+        tree = joined(tree, processes, inside, 1) if is_cut else tree
         return Simulated(metrics._replace(aux=None), tree, df.consensus_distance(state))
 
 
-def made(name):
+def made(name, num_workers=WORKERS):
     topology, hyperparameters = ALGORITHMS[name]
 
     def make(loss_fn, optimizer, **options):
-        schedule = df.topology(topology, WORKERS)
+        schedule = df.topology(topology, num_workers)
         return getattr(df, name)(loss_fn, optimizer, schedule, **hyperparameters, **options)
 
     return make
@@ -231,49 +283,68 @@ def made(name):
 def expected_of(case):
     """What `trains` must come to."""
     is_cut = case.algorithm == "choco_sgd"
-    return simulated(made(case.algorithm), case.kind, case.processes, clips=case.clips, is_cut=is_cut)
+    make = made(case.algorithm, case.num_workers)
+    return simulated(make, case.kind, case.processes, clips=case.clips, is_cut=is_cut, num_workers=case.num_workers)
 
 
 class Counting:
     """A backend of torch.compile that keeps what it was given, and compiles by AOTAutograd."""
 
     def __init__(self):
-        self.graphs = []
+        self.graphs, self.code = [], []
 
     def __call__(self, graph, inputs):
         self.graphs.append([str(node.target).removeprefix("decentfn.") for node in graph.graph.nodes])
+        self.code.append(graph.code)
         return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
 
+def told_code(step, counting, *arguments):
+    from torch._inductor.utils import run_and_get_code  # takes seconds
+
+    result, code = run_and_get_code(step, *arguments)
+    counting.code += code
+    return result
+
+
+class Told(NamedTuple):
+    """By one process."""
+
+    graphs: list[list[str]]
+    code: list[str]
+    sent: float  # bytes in a step
+    held: int  # bytes of the parameters
+
+
 def trains(case, expected, backend=None):
-    """On every process of workers of such: what the simulator expects. Returns the graphs, and bytes and values of the state."""
-    inside = KINDS[case.kind]
+    """On every process of workers of such: what the simulator expects."""
+    inside = ALL_KINDS[case.kind]
     with workers(case.processes) as world:
         module = inside.place(world, inside.network())
         params, buffers, loss_fn = df.functional(module, nn.functional.mse_loss)
         loss_fn = inside.loss(loss_fn)
         if case.accumulates:
             loss_fn = df.accumulate(loss_fn)
-        init, step = made(case.algorithm)(loss_fn, optimizer(case.clips))
+        init, step = made(case.algorithm, case.num_workers)(loss_fn, optimizer(case.clips))
         counting = Counting()
         if case.compiled:
             step = df.compile(step, backend=backend or counting)
+        if backend == "inductor":
+            step = partial(told_code, step, counting)
         state = init(params, buffers)
         with df.profiling.communication() as counted:
             for t in range(STEPS):
-                data = batch(world.worker, world.process, t)
-                if case.kind == "tensor":  # whose processes compute one batch together
-                    data = whole_batch(world.worker, case.processes, t)
+                data = batch_of(world, inside.team_of(case.processes), t)
                 if case.accumulates:
                     data = tuple(x.unflatten(0, (2, -1)) for x in data)
                 state, metrics = step(state, data, t)
         assert_as_simulated(world, case, module, state, metrics, expected)
-        return counting.graphs, counted.bytes_sent / STEPS, state.params.plan.nbytes
+        return Told(counting.graphs, counting.code, counted.bytes_sent / STEPS, state.params.plan.nbytes)
 
 
 def assert_as_simulated(world, case, module, state, metrics, expected):
     close = {"atol": 1e-6, "rtol": 1e-5}
-    i, cut_at = world.worker, KINDS[case.kind].network.cut_at
+    i, inside = world.worker, ALL_KINDS[case.kind]
     torch.testing.assert_close(metrics.loss, expected.metrics.loss[i])
     torch.testing.assert_close(metrics.grad_norm, expected.metrics.grad_norm[i], atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(df.consensus_distance(state), expected.distance, atol=1e-6, rtol=1e-4)
@@ -284,16 +355,15 @@ def assert_as_simulated(world, case, module, state, metrics, expected):
     else:
         torch.testing.assert_close({name: whole[name] for name in rows}, rows, **close)
     # On the process itself, what the worker's others do not have.
-    parts = cut(rows, case.processes, cut_at)
-    own = parts[str(world.process)] | parts.get("common", {})
+    own = own_part(cut(rows, case.processes, inside), world.process, inside.team_of(case.processes))
     torch.testing.assert_close(state.params.tree(), own, **close)
     torch.testing.assert_close(df.params(state), rows if replicated else own, **close)
     require_equal_copies(state)
 
 
 def require_equal_copies(state):
-    """What all processes of a worker hold is equal, bit for bit, the optimizer's state and the algorithm's memory too."""
+    """What all processes of a team hold is equal, bit for bit, the optimizer's state and the algorithm's memory too."""
     found = []
     trees.map_nodes(Buckets, lambda x: found.append(x) or x, state)
     common = [b for x in found for b, one in zip(x, x.plan.buckets, strict=True) if one.is_common]
-    compare("copies", [], "are equal", of_worker=[digest(b) for b in common])
+    compare("copies", [], "are equal", of_team=[digest(b) for b in common], team=state.params.plan.team)

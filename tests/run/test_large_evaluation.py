@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import decentfn as df
-from tests.run.inside import Network, batch, sharded, workers
+from tests.ranks import Ranks
+from tests.run.inside import ALL_KINDS, Network, batch, sharded, workers
 
 MSE = nn.functional.mse_loss
 
@@ -37,9 +38,9 @@ def data(rank):
     return [(x, torch.cos(x[:, :3])) for x in inputs]
 
 
-def of_whole(whole, ranks):
+def of_whole(whole, ranks, network=None):
     """The loss of a network with these weights over the shares of these processes."""
-    network = Network()
+    network = network or Network()
     network.load_state_dict(whole)
     x, y = (torch.cat(half) for half in zip(*[pair for rank in ranks for pair in data(rank)], strict=True))
     with torch.no_grad():
@@ -89,11 +90,9 @@ def fails_to_evaluate():
                 raise ValueError("no such file")
             yield data(0)[0]
 
-        x, y = data(0)[0]
         note("none here", data(0) if world.rank != 3 else [])
         note("none", [])
         note("data", breaks())
-        note("targets", [(x, y), (x, y[:2] if world.rank == 2 else y), (x, y)])
     return said
 
 
@@ -102,7 +101,6 @@ def test_a_process_that_fails_in_an_evaluation_keeps_nobody_waiting(four):
         assert "process 1 of worker 1 has no batch" in said["none here"][0]
         assert "no process has a sample" in said["none"][0]
         assert "no such file" in said["data"][0]
-        assert "process 2 has failed" in said["targets"][0] or "size of tensor" in said["targets"][0]
         assert all(seconds < 5 for _, seconds in said.values())
 
 
@@ -130,3 +128,67 @@ def test_a_whole_state_dict_is_cut_into_shards(four):
     assert len(set(told)) == 1
     for words in ("['last.bias']", "['second.bias']", "first.bias is [6] there and [5] in the module"):
         assert words in told[0]
+
+
+# -- a team that runs on one batch ----------------------------------------------------------------------------------------
+
+
+def evaluates_in_teams(kind, size):
+    """Unequal shares of the teams; the processes of one have the same batches."""
+    inside = ALL_KINDS[kind]
+    with workers(size) as world:
+        module = inside.place(world, inside.network())
+        params, buffers, loss_fn = df.functional(module, MSE)
+        algorithm = df.adapt_while_communicate(
+            df.autograd(loss_fn), df.sgd(0.1), df.topology("one-peer-exp", world.num_workers)
+        )
+        state = algorithm.init({name: x + world.worker for name, x in params.items()}, buffers)
+        team = world.rank // 2
+        got = df.evaluate(loss_fn, state, data(team))
+        each = df.evaluate_replicas(loss_fn, state, data(team))
+        whole, own = (df.state_dict(module, state, consensus=is_mean) for is_mean in (True, False))
+        if world.process == 0:
+            network = inside.network()
+            torch.testing.assert_close(got, of_whole(whole, range(2), network), rtol=1e-5, atol=0)
+            theirs = range(size // 2) if size == 4 else [team]
+            torch.testing.assert_close(each[world.worker], of_whole(own, theirs, network), rtol=1e-5, atol=0)
+        with pytest.raises(ValueError, match="the same batches, and theirs differ; choose them by world") as caught:
+            df.evaluate(loss_fn, state, data(world.rank))
+        return str(caught.value)
+
+
+@pytest.mark.parametrize(("kind", "size"), [("tensor", 2), ("both", 4)])
+def test_a_tensor_parallel_module_is_evaluated_by_teams(four, kind, size):
+    by = {2: "world.worker", 4: "world.rank // 2"}[size]
+    assert all(f"choose them by {by}." in said for said in four(evaluates_in_teams, kind, size))
+
+
+def fails_in_the_forward_pass(kind, size):
+    """On one process alone, before the module has gathered its next layer, or added up the last one."""
+    inside = ALL_KINDS[kind]
+    with workers(size) as world:
+        params, buffers, loss_fn = df.functional(inside.place(world, inside.network()), MSE)
+        algorithm = df.adapt_while_communicate(
+            df.autograd(loss_fn), df.sgd(0.1), df.topology("one-peer-exp", world.num_workers)
+        )
+        state = algorithm.init(params, buffers)
+        if world.rank == 1:
+            layer = getattr(loss_fn.module, "middle" if kind == "sharded" else "second")
+            layer.register_forward_pre_hook(lambda *_: 1 / 0)
+        began = time.perf_counter()
+        with pytest.raises((df.errors.RunError, ZeroDivisionError)) as caught:
+            df.evaluate(loss_fn, state, data(0))
+        return caught.type is ZeroDivisionError, str(caught.value), time.perf_counter() - began
+
+
+def test_an_error_in_one_forward_pass_ends_all():
+    """In processes of its own: PyTorch knows a mesh by its ranks, and would go on to use the connections that are closed."""
+    four = Ranks(4)
+    try:
+        for kind, size in (("both", 4), ("sharded", 2)):
+            for rank, (is_own, said, seconds) in enumerate(four.run(fails_in_the_forward_pass, kind, size)):
+                assert is_own == (rank == 1) and seconds < 10
+                if not is_own:
+                    assert "process 1 has failed: ZeroDivisionError" in said and "start the run again" in said
+    finally:
+        four.close()
