@@ -138,9 +138,10 @@ class BareExchange:
 
 
 def floor(kind: str, workload: Workload, rank: int, wire: torch.dtype) -> tuple[Callable[[int], Any], float]:
-    """`(step, payload bytes)` of a floor: gradient, update, compute (both), exchange, overlap or raw.
+    """`(step, payload bytes)` of a floor: gradient, update, compute (both), exchange, allreduce, overlap or raw.
 
-    overlap: post, gradient, wait. raw: post, gradient, wait, update with the mixing in it.
+    overlap: post, gradient, wait. raw: post, gradient, wait, update with the mixing in it. allreduce: of all parameters over
+    the workers and nothing else, what DDP or HSDP cannot undercut.
     """
     world, batches = df.init(), workload.batches(rank)
     if world.mesh is None:
@@ -150,12 +151,18 @@ def floor(kind: str, workload: Workload, rank: int, wire: torch.dtype) -> tuple[
     exchange = BareExchange(hand.nbytes, world.worker, world.num_workers, wire, exchange_among)
     is_silent = world.num_workers == 1 or kind in ("gradient", "update", "compute")
     payload = 0.0 if is_silent else float(sum(b.nbytes for b in exchange.out))
+    if kind == "allreduce":
+        payload *= 2 * (world.num_workers - 1) / world.num_workers
     grads = [torch.full_like(p, 1e-3) for p in hand.x]
     heard = [p.clone() for p in hand.x]
 
     def exchange_alone(t: int) -> None:
         exchange.post(t)
         exchange.wait()
+
+    def allreduce(t: int) -> None:
+        for tensor in exchange.out:
+            dist.all_reduce(tensor, group=exchange.group)
 
     def overlap(t: int) -> list[Tensor]:
         exchange.post(t)
@@ -168,6 +175,7 @@ def floor(kind: str, workload: Workload, rank: int, wire: torch.dtype) -> tuple[
         "update": lambda t: hand.update(*hand.state(), grads, heard),
         "compute": lambda t: hand.step(*hand.state(), batches[t % len(batches)]),
         "exchange": exchange_alone,
+        "allreduce": allreduce,
         "overlap": overlap,
         "raw": lambda t: hand.update(*hand.state(), overlap(t), heard),
     }

@@ -15,7 +15,6 @@ import decentfn as df
 from benchmarking import by_hand
 from benchmarking.workloads import LEARNING_RATE, WEIGHT_DECAY, Workload
 
-FLOORS = ("gradient", "update", "compute", "exchange", "overlap", "raw")
 PEERS = (
     "decentfn",
     "decentfn:wire=bfloat16",
@@ -54,7 +53,7 @@ def build(spec: str, workload: Workload, rank: int, size: int) -> Peer:
         guard=False,wire=bfloat16,inside=replicated|sharded,…hyperparameters    (donated: eager, over its state; regions: by autograd,
         of a module that is compiled by itself; sharded: under fully_shard over a host's ranks)
     ddp:mode=…,bucket_mb=25,view=False,hook=bf16    decent-dp:topology=one-peer-exp,mode=…,bucket_mb=25
-    fsdp2 (over all ranks)    hsdp (fully_shard within a host, gradients averaged over hosts)    periodic:every=8,mode=…    alone:mode=eager (fused AdamW)    floor:kind=overlap,wire=bfloat16
+    fsdp2 (over all ranks)    hsdp:wire=bfloat16 (fully_shard within a host, gradients averaged over hosts)    periodic:every=8,mode=…    alone:mode=eager (fused AdamW)    floor:kind=overlap,wire=bfloat16
     """
     name, _, rest = spec.partition(":")
     options = dict(part.split("=", 1) for part in rest.split(",") if part)
@@ -223,8 +222,10 @@ def _fsdp2(workload: Workload, rank: int, size: int) -> Peer:
     return Peer(_loop(workload, rank, model, _fused(model.parameters())))
 
 
-def _hsdp(workload: Workload, rank: int, size: int) -> Peer:
-    model = workload.fully_sharded(_mesh("hsdp"))
+def _hsdp(workload: Workload, rank: int, size: int, *, wire: str = "float32") -> Peer:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    model = workload.fully_sharded(_mesh("hsdp"), mp_policy=MixedPrecisionPolicy(reduce_dtype=getattr(torch, wire)))
     return Peer(_loop(workload, rank, model, _fused(model.parameters())))
 
 

@@ -130,14 +130,14 @@ class Workload:
         torch.manual_seed(0)
         return self.build()
 
-    def fully_sharded(self, mesh: Any) -> nn.Module:
-        """The module under PyTorch's `fully_shard`, block by block, over this mesh."""
+    def fully_sharded(self, mesh: Any, **options: Any) -> nn.Module:
+        """The module under PyTorch's `fully_shard`, block by block, over this mesh; with its options."""
         from torch.distributed.fsdp import fully_shard  # takes a second
 
         module = self.module()
         for block in getattr(module, "blocks", ()):
-            fully_shard(block, mesh=mesh)
-        return fully_shard(module, mesh=mesh)
+            fully_shard(block, mesh=mesh, **options)
+        return fully_shard(module, mesh=mesh, **options)
 
     def batches(self, rank: int) -> list[tuple[Tensor, Tensor]]:
         """Random batches of this rank's own, taken in turn."""
