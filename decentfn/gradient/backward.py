@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,18 +12,18 @@ import torch
 from torch import Tensor
 
 from decentfn import collectives, draws, trees
-from decentfn.buckets import BucketPlan, Buckets, Plan, elements, wide
+from decentfn.buckets import Buckets, Plan, wide
 from decentfn.fingerprint import compare
 from decentfn.gradient.accumulated import micro_batch_count, micro_batches
 from decentfn.gradient.attributes import At
 from decentfn.gradient.beside import around
+from decentfn.gradient.joining import Joining, in_buckets
 from decentfn.gradient.loss import LossFn, call
 from decentfn.gradient.others import no_other_weights
 from decentfn.gradient.traced import unscaled
 from decentfn.replicas import digest
 from decentfn.torch_private import autograd as torch_autograd
 from decentfn.torch_private import functorch
-from decentfn.torch_private.storages import joined
 from decentfn.trees import PyTree
 
 WROTE = (
@@ -103,6 +103,7 @@ def backward(
         leaves = Buckets(flat, plan).leaves()
     for leaf in leaves:
         leaf.requires_grad_()
+    joining = Joining(plan, leaves)
     constant = [i for i in range(len(kept)) if i not in changing]
     watched = [*leaves, *(kept[i] for i in constant)]
     marks = _marks(watched)
@@ -111,12 +112,15 @@ def backward(
         for index, data in enumerate(micros):
             with draws.torch_draws(t, worker * here.processes_per_worker + here.process // team * team, index):
                 tree, old = trees.fill(plan.template, leaves), trees.fill(form.buffers, kept)
-                loss, new, aux = _forward_backward(loss_fn, tree, old, data, scale, trial, (worker, (t, index)))
+                loss, new, aux = _forward_backward(
+                    loss_fn, tree, old, data, scale, trial, (worker, (t, index)), joining.watch
+                )
             kept = [_apart(b, k) if i in changing else k for i, (b, k) in enumerate(zip(new, kept, strict=True))]
             losses.append(loss)
             auxes.append(aux)
             if many and not in_place:
-                parts = _collect(plan, leaves, used)
+                used.update(_used(leaves))
+                parts = joining.collect()
                 sums = (
                     [s + g for s, g in zip(sums, parts, strict=True)] if sums else [g.to(wide(g.dtype)) for g in parts]
                 )
@@ -131,7 +135,8 @@ def backward(
                 form.changing, form.writes = tuple(sorted((*changing, *over))), form.writes or writes
             raise (Learnt if trial else RuntimeError)(WROTE)
     with torch.no_grad():
-        grads = sums or _collect(plan, leaves, used)
+        used.update(_used(leaves))
+        grads = sums or joining.collect()
         if many:
             grads = [(g / len(micros)).to(b.dtype) for g, b in zip(grads, flat, strict=True)]
         if scale is not None:
@@ -139,7 +144,7 @@ def backward(
         losses = [loss.to(dtype_of_loss(flat), copy=True) for loss in losses]  # it may be a parameter, or aux
         mean = torch.stack(losses).mean() if many else losses[0]
     aux = trees.map(lambda *rows: stacked(rows), *auxes) if many else auxes[0]
-    written = _in_buckets(plan, [leaf.detach() for leaf in leaves]) if form.writes else []
+    written = in_buckets(plan, [leaf.detach() for leaf in leaves]) if form.writes else []
     return Backward(grads, mean, used, written, [kept[i] for i in changing], aux)
 
 
@@ -158,18 +163,27 @@ def dtype_of_loss(params: Sequence[Tensor]) -> torch.dtype:
 
 
 def _forward_backward(
-    loss_fn: LossFn, params: PyTree, buffers: PyTree, batch: Any, scale: Tensor | None, trial: bool, at: At
+    loss_fn: LossFn,
+    params: PyTree,
+    buffers: PyTree,
+    batch: Any,
+    scale: Tensor | None,
+    trial: bool,
+    at: At,
+    before: Callable[[], None],
 ) -> tuple[Tensor, list[Tensor], PyTree]:
-    """The loss, the leaves of its new buffers, and aux; the gradients are added to `.grad`."""
+    """The loss, the leaves of its new buffers, and aux; the gradients are added to `.grad`, after `before` was called."""
     held = getattr(loss_fn, "held", None)
     if held is None:
         loss, new, aux = call(loss_fn, params, buffers, batch)
         with no_other_weights(loss) if trial else nullcontext():
+            before()
             _backward(loss, scale)
     else:
         # What is computed again while gradients are taken (activation checkpointing) must meet the same weights.
         with held(params, buffers, at) as new:
             loss, aux = loss_fn.of(batch)  # type: ignore[attr-defined]
+            before()
             _backward(loss, scale)
     aux = None if aux is None else trees.map(_beyond, trees.plain(aux))
     return loss.detach(), trees.leaves(new), aux
@@ -189,29 +203,9 @@ def _marks(tensors: list[Tensor]) -> list[tuple[int, int]]:
     return [(x._version, x.data_ptr()) for x in tensors]
 
 
-def _collect(plan: Plan, leaves: list[Tensor], used: set[int]) -> list[Tensor]:
-    """The buckets of the leaves' gradients, which are given up; which leaves have one is noted."""
-    used.update(i for i, leaf in enumerate(leaves) if leaf.grad is not None)
-    return _in_buckets(plan, map(_given_up, leaves))
-
-
-def _given_up(leaf: Tensor) -> Tensor:
-    grad, leaf.grad = leaf.grad, None
-    return torch.zeros_like(leaf) if grad is None else grad.to_dense() if grad.is_sparse else grad
-
-
-def _in_buckets(plan: Plan, leaves: Iterable[Tensor]) -> list[Tensor]:
-    """The leaves' buckets, one after another: that of a leaf alone in its bucket is the leaf itself."""
-    rest = iter(leaves)
-    return [_in_bucket(bucket, [next(rest) for _ in bucket.segments]) for bucket in plan.buckets]
-
-
-def _in_bucket(bucket: BucketPlan, leaves: list[Tensor]) -> Tensor:
-    if len(leaves) == 1:
-        return elements(leaves[0])
-    if any(segment.is_complex for segment in bucket.segments):
-        return torch.cat([elements(leaf) for leaf in leaves])
-    return joined(leaves)
+def _used(leaves: list[Tensor]) -> Iterator[int]:
+    """Which leaves have a gradient."""
+    return (i for i, leaf in enumerate(leaves) if leaf.grad is not None)
 
 
 def _rows(batch: PyTree) -> list[PyTree]:

@@ -95,10 +95,13 @@ class Weights:
         number = {name: n for n, name in enumerate(names) if dicts[places[n][0]][places[n][1]] is not None}
         missing = [name for name in tensors if name not in number]
         given = {same[number[name]]: name for name in tensors if name in number}
-        if missing or len(given) < len(tensors):
+        parameters = [n for n in number.values() if places[n][0] % 2 == 0]
+        is_whole = any(names[n] in tensors for n in parameters)  # of a sharded module its buffers alone are given
+        untied = [names[n] for n in parameters if is_whole and same[n] not in given]
+        if missing or untied or len(given) < len(tensors):
             raise ValueError(
                 f"df.functional({type(self.module).__name__}): the module has changed since, in "
-                f"{brief(sorted(missing or tensors.keys() - set(given.values())))}; call df.functional again."
+                f"{brief(sorted(missing or untied or tensors.keys() - set(given.values())))}; call df.functional again."
             )
         tied = [n for n in range(len(places)) if same[n] in given and names[n] not in tensors]
         return [

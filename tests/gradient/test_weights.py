@@ -167,3 +167,39 @@ def test_weights_that_the_loss_was_not_given_are_answered_with_a_sentence(reentr
     net.zero_grad()
     init, step = built(loss_of(Net(False), 0.1))
     step(init(params), BATCH, 0)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(6, 4), nn.Linear(4, 6, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, x):
+        return self.head(self.table(x))
+
+
+def emptied(module):
+    for p in module.parameters():
+        p.data = p.new_empty(0)
+
+
+def loss_after_two_steps(around, free):
+    torch.manual_seed(0)
+    module, batch = Tied(), (torch.arange(6), torch.arange(6))
+    params, buffers, loss_fn = df.functional(module, nn.functional.cross_entropy)
+    init, step = built(around(loss_fn))
+    state = init(params, buffers)
+    free(module)
+    for t in range(2):
+        state, metrics = step(state, batch, t)
+    return metrics.loss.item()
+
+
+@pytest.mark.parametrize("around", [lambda loss_fn: loss_fn, df.autograd], ids=["traced", "autograd"])
+def test_the_modules_own_weights_may_be_freed_and_tied_ones_stay_tied(around):
+    assert loss_after_two_steps(around, emptied) == loss_after_two_steps(around, lambda module: None)
+    with pytest.raises(
+        ValueError, match=r"the module has changed since, in \['head.weight'\]; call df.functional again"
+    ):
+        loss_after_two_steps(around, lambda module: module.to("meta"))

@@ -1,0 +1,92 @@
+"""The gradients of leaves that share a bucket, copied into it while the backward pass goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from decentfn.buckets import BucketPlan, Buckets, Plan, elements
+from decentfn.torch_private.storages import joined
+
+_LARGE = 2**17
+"""Bytes of a leaf whose gradient is copied as soon as it is there; for smaller ones the call takes longer than the copy."""
+
+
+class Joining:
+    """The buckets of the leaves' gradients; a large leaf's `.grad` becomes its place in the bucket, and is not held twice.
+
+    The hooks know the places and not the leaves, so that nothing is a cycle that waits for the garbage collector.
+    """
+
+    def __init__(self, plan: Plan, leaves: list[Tensor]) -> None:
+        self._plan, self._leaves = plan, leaves
+        self._started: dict[int, tuple[Tensor, list[Tensor]]] = {}  # a bucket's vector, and the leaves' places in it
+        self._is_watching = False
+
+    def watch(self) -> None:
+        """Copy from now on; called after the forward pass, so that what it does with gradients of its own is not seen."""
+        if self._is_watching:
+            return
+        self._is_watching = True
+        rest = iter(self._leaves)
+        for index, bucket in enumerate(self._plan.buckets):
+            for place, leaf in enumerate([next(rest) for _ in bucket.segments]):
+                if len(bucket.segments) > 1 and leaf.nbytes >= _LARGE:
+                    leaf.register_post_accumulate_grad_hook(_hook(self._started, bucket, index, place))
+
+    def collect(self) -> list[Tensor]:
+        """The buckets; the leaves give their gradients up. A leaf without one has 0."""
+        rest, found = iter(self._leaves), []
+        for index, bucket in enumerate(self._plan.buckets):
+            leaves = [next(rest) for _ in bucket.segments]
+            if index not in self._started:
+                found.append(in_bucket(bucket, [_given_up(leaf) for leaf in leaves]))
+                continue
+            vector, places = self._started.pop(index)
+            for leaf, place in zip(leaves, places, strict=True):
+                if leaf.grad is not place:
+                    place.copy_(_given_up(leaf))
+                leaf.grad = None
+            found.append(vector)
+        return found
+
+
+def _hook(
+    started: dict[int, tuple[Tensor, list[Tensor]]], bucket: BucketPlan, index: int, place: int
+) -> Callable[[Tensor], None]:
+    def copy(leaf: Tensor) -> None:
+        grad = leaf.grad
+        if grad is None or grad.layout != torch.strided:
+            return
+        if index not in started:
+            vector = torch.empty(bucket.numel, dtype=bucket.dtype, device=leaf.device)
+            one = Buckets([vector], Plan((bucket,), None))
+            started[index] = vector, one.leaves()
+        own = started[index][1][place]
+        if grad is not own:  # it is from the second time on that a gradient arrives, and is added in place
+            own.copy_(grad.detach())
+            leaf.grad = own
+
+    return copy
+
+
+def in_buckets(plan: Plan, leaves: Iterable[Tensor]) -> list[Tensor]:
+    """The leaves' buckets, one after another: that of a leaf alone in its bucket is the leaf itself."""
+    rest = iter(leaves)
+    return [in_bucket(bucket, [next(rest) for _ in bucket.segments]) for bucket in plan.buckets]
+
+
+def in_bucket(bucket: BucketPlan, leaves: list[Tensor]) -> Tensor:
+    """One bucket's leaves in a vector."""
+    if len(leaves) == 1:
+        return elements(leaves[0])
+    if any(segment.is_complex for segment in bucket.segments):
+        return torch.cat([elements(leaf) for leaf in leaves])
+    return joined(leaves)
+
+
+def _given_up(leaf: Tensor) -> Tensor:
+    grad, leaf.grad = leaf.grad, None
+    return torch.zeros_like(leaf) if grad is None else grad.to_dense() if grad.is_sparse else grad
