@@ -56,7 +56,8 @@ def require_fit(store: Store, rank: int, size: int, backend: str | None) -> None
 
 def _versions() -> dict[str, str]:
     python = ".".join(platform.python_version_tuple()[:2])
-    return {"decentfn": decentfn.__version__, "torch": str(torch.__version__), "Python": python}
+    release = str(torch.__version__).partition("+")[0]  # builds for the CPU and for GPUs may meet
+    return {"decentfn": decentfn.__version__, "torch": release, "Python": python}
 
 
 def _wrong_interface() -> tuple[str, list[str]] | None:

@@ -166,6 +166,12 @@ def test_a_dead_peer_is_named():
         def wait(self, *timeout):
             raise RuntimeError("Connection closed by peer [10.0.0.1]:1")
 
+        def size(self):
+            return 2
+
+        def rank(self):
+            return 0
+
     with (
         collectives.use(collectives.World(Dead(), 0, 2)),
         pytest.raises(
