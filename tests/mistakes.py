@@ -138,7 +138,8 @@ Here `ring` is `df.topology("ring", 4)`, `params` a dict of one tensor, and `ini
 MIDDLE = """
 ## On the command line of the examples
 
-Under torchrun one process says it. The exit code is 2, and no traceback is printed.
+Under torchrun one process says it; of the two scripts of `from_ddp`, which are plain argparse, each does. The exit code is 2, and no
+traceback is printed.
 
 | in `examples/` | the answer |
 |---|---|
