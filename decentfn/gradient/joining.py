@@ -81,15 +81,10 @@ def in_buckets(plan: Plan, leaves: Iterable[Tensor]) -> list[Tensor]:
 def in_bucket(bucket: BucketPlan, leaves: list[Tensor]) -> Tensor:
     """One bucket's leaves in a vector."""
     if len(leaves) == 1:
-        return _apart(elements(leaves[0]))
+        return elements(leaves[0])
     if any(segment.is_complex for segment in bucket.segments):
         return torch.cat([elements(leaf) for leaf in leaves])
     return joined(leaves)
-
-
-def _apart(vector: Tensor) -> Tensor:
-    """It, in memory of its own: the gradients that `fully_shard` gives to a layer's parameters lie one after another."""
-    return vector if vector.untyped_storage().nbytes() == vector.nbytes else vector.clone()
 
 
 def _given_up(leaf: Tensor) -> Tensor:

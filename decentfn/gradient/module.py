@@ -207,12 +207,17 @@ class ShardedLoss(ModuleLoss):
         for name, leaf in params.items():
             if (grad := own[name].grad) is not None:
                 own[name].grad = None
-                grad = collectives.placed_like(grad, own[name])
-                leaf.grad = grad if leaf.grad is None else leaf.grad.add_(grad)
+                grad = _apart(collectives.placed_like(grad, own[name]))
+                leaf.grad = grad if leaf.grad is None else leaf.grad + grad
 
 
 def _shapes(tree: PyTree) -> dict[str, list[int]]:
     return {name: list(getattr(leaf, "shape", ())) for name, leaf in trees.named_leaves(tree)}
+
+
+def _apart(shard: Tensor) -> Tensor:
+    """The shard in memory of its own: those of all parameters lie one after another."""
+    return shard if shard.untyped_storage().nbytes() == shard.nbytes else shard.clone()
 
 
 def functional(
