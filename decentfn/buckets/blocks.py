@@ -168,19 +168,20 @@ def _order(wanted: Sequence[Deferred]) -> tuple[list[Tensor], list[Call]]:
     """The vectors that are read, and the calls that compute what is wanted, each after what it needs."""
     sources: dict[int, Tensor] = {}
     calls: dict[int, Call] = {}
-
-    def visit(part: Part) -> None:
-        part = _known(part)
-        if isinstance(part, Tensor):
-            sources[id(part)] = part
-        elif part.call is not None and id(part.call) not in calls:
-            for needed in part.call.inputs:
-                visit(needed)
-            calls[id(part.call)] = part.call
-
     for part in wanted:
-        visit(part)
+        _visit(part, sources, calls)
     return list(sources.values()), list(calls.values())
+
+
+def _visit(part: Part, sources: dict[int, Tensor], calls: dict[int, Call]) -> None:
+    """A function of the module: one within `_order` would refer to itself, and keep all vectors until a garbage collection."""
+    part = _known(part)
+    if isinstance(part, Tensor):
+        sources[id(part)] = part
+    elif part.call is not None and id(part.call) not in calls:
+        for needed in part.call.inputs:
+            _visit(needed, sources, calls)
+        calls[id(part.call)] = part.call
 
 
 class _Step(NamedTuple):
