@@ -125,7 +125,8 @@ def _look(module: nn.Module) -> list[_Submodule]:
                 tensors.append((name, x, x._version))
         found.append(_Submodule(own, dict(own), containers, tensors))
         made = own["_buffers"]  # in a call, others than the state's
-        found.append(_Submodule(made, dict(made), [], []))
+        if isinstance(made, dict):  # a scripted module's are fixed, and no dict
+            found.append(_Submodule(made, dict(made), [], []))
     return found
 
 

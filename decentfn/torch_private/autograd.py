@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -34,6 +35,9 @@ def unseen() -> Iterator[None]:
 
 
 _VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+
+_keys = methodcaller("keys")
+"""Of a module's parameters or buffers; those of a scripted module cannot be iterated over."""
 
 
 def allow_saved_tensors_hooks() -> None:
@@ -70,7 +74,7 @@ class Weights:
                 places_of[key] = tensors[name]
             yield
         finally:
-            new = {name: places_of.get(key) for places_of, key, name in places[: len(tensors)]}
+            new = {name: places_of[key] for places_of, key, name in places[: len(tensors)] if key in places_of}
             for (places_of, key, _), x in zip(places, own, strict=True):
                 places_of[key] = x
             tensors.update({name: x for name, x in new.items() if x is not None})
@@ -81,7 +85,7 @@ class Weights:
         dicts: list[dict[str, Any]] = [places for m in modules for places in (m._parameters, m._buffers)]
         first: dict[int, int] = {}
         same = [first.setdefault(id(x), n) for n, x in enumerate(chain.from_iterable(d.values() for d in dicts))]
-        form = modules, [*chain.from_iterable(dicts)], same, [*tensors]
+        form = modules, [*chain.from_iterable(map(_keys, dicts))], same, [*tensors]
         if form != self._form:
             self._form, self._places = form, self._found(modules, dicts, same, tensors)
         return dicts
@@ -90,7 +94,7 @@ class Weights:
         self, modules: list[nn.Module], dicts: list[dict[str, Any]], same: list[int], tensors: dict[str, Tensor]
     ) -> list[tuple[int, str, str]]:
         prefixes = {m: f"{name}." if name else "" for name, m in self.module.named_modules()}
-        places = [(i, key) for i, places in enumerate(dicts) for key in places]
+        places = [(i, key) for i, keys in enumerate(map(_keys, dicts)) for key in keys]
         names = [prefixes[modules[i // 2]] + key for i, key in places]
         number = {name: n for n, name in enumerate(names) if dicts[places[n][0]][places[n][1]] is not None}
         missing = [name for name in tensors if name not in number]

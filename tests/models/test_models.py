@@ -1,4 +1,4 @@
-"""A handful of docs/models.md's cases with `df.autograd`, where their packages are installed."""
+"""Of docs/models.md's cases with `df.autograd` those of PyTorch alone, and a handful of others where their packages are installed."""
 
 import pytest
 
@@ -9,11 +9,7 @@ from tests.models.trial import attempt
 pytestmark = pytest.mark.filterwarnings("ignore")  # what other packages warn of
 
 CHEAP = (
-    "bidirectional-lstm-packed",
-    "hidden-state-kept-between-steps",
-    "spectral-norm-by-hook",
-    "sparse-embedding",
-    "checkpoint-with-dropout",
+    *(name for name, case in CASES.items() if case.package == "torch"),
     "gpt-2-checkpoints-reentrant",
     "lora-on-gpt-2",
     "timm-vit-with-checkpoints",
