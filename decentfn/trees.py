@@ -49,6 +49,15 @@ def map(function: Callable[..., Any], tree: PyTree, *others: PyTree) -> PyTree:
     return close([map(function, *parts) for parts in zip(children, *rest, strict=True)])
 
 
+def cloned(tree: PyTree) -> PyTree:
+    """The tree with every tensor in memory of its own; to autograd a leaf."""
+
+    def clone(x: Any) -> Any:
+        return x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
+
+    return map(clone, tree)
+
+
 def _open(tree: PyTree) -> tuple[Sequence[Any], Callable[[list[Any]], Any]] | None:
     """A node's children and the function that makes it again from others; None for a leaf.
 

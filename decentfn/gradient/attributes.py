@@ -6,6 +6,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
+from weakref import ReferenceType
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,8 @@ _others: set[type] = set()
 class Attributes:
     """The plain attributes of a module as each worker's calls leave them; the module itself keeps its own.
 
-    They are tensors, numbers, and containers of them. All else (flags, text, objects) stays in the module as a call leaves it.
+    They are tensors, numbers, and containers of them. All else (flags, text, objects) stays in the module as a call leaves it, but what
+    refers to the worker's weights (the list of them that an LSTM makes) ends with the call.
     The call of a later step goes on with what the worker's last one left. One of the same step and micro-batch begins with
     what that one began with, and one of an earlier step, in another run, with the module's own.
     """
@@ -42,8 +44,8 @@ class Attributes:
         self._written: set[tuple[int, str]] | None = None  # tensors that are changed in place, learnt in the first call
 
     @contextmanager
-    def of(self, at: At) -> Iterator[None]:
-        """Within, the module's attributes are this worker's."""
+    def of(self, at: At, weights: Iterable[Tensor]) -> Iterator[None]:
+        """Within, the module's attributes are this worker's, and its parameters and buffers are these."""
         worker, call = at
         last = self._last.get(worker)
         began = [] if last is None or call < last[0] else last[1] if call == last[0] else last[2]
@@ -66,9 +68,14 @@ class Attributes:
             untouched = {id(x) for _, _, x in clones if not x._version}
             left = []
         finally:
-            changes = _put_back(before, _is_kept)
+            given = set(map(id, weights))
+            changes = _put_back(before, lambda x: _is_kept(x) or _refers_to(x, given))
             if left is not None:
-                left = [(own, name, _without_graph(x)) for own, name, x in changes if id(x) not in untouched]
+                left = [
+                    (own, name, _without_graph(x))
+                    for own, name, x in changes
+                    if id(x) not in untouched and not _refers_to(x, given)
+                ]
                 self._last[worker] = (call, began, left)
         _require_untouched(self._module, before, ())
 
@@ -124,8 +131,8 @@ def _look(module: nn.Module) -> list[_Submodule]:
             elif not x.requires_grad and not x.is_inference():
                 tensors.append((name, x, x._version))
         found.append(_Submodule(own, dict(own), containers, tensors))
-        made = own["_buffers"]  # in a call, others than the state's
-        if isinstance(made, dict):  # a scripted module's are fixed, and no dict
+        made = own.get("_buffers")  # in a call, others than the state's
+        if isinstance(made, dict):  # TorchScript's are fixed, and no dict
             found.append(_Submodule(made, dict(made), [], []))
     return found
 
@@ -166,7 +173,12 @@ def _copied(x: Any) -> Any:
     """Containers anew, with what stands in them."""
     if type(x) not in _CONTAINERS:
         return x
-    return type(x)([(k, _copied(v)) for k, v in x.items()]) if isinstance(x, dict) else type(x)([_copied(v) for v in x])
+    return _like(x, [(k, _copied(v)) for k, v in x.items()] if isinstance(x, dict) else map(_copied, x))
+
+
+def _like(x: Any, content: Iterable[Any]) -> Any:
+    """A container as `x`, of this content."""
+    return deque(content, x.maxlen) if type(x) is deque else type(x)(content)
 
 
 def _are_same(x: Any, y: Any) -> bool:
@@ -186,8 +198,8 @@ def _without_graph(x: Any) -> Any:
         values = [_without_graph(v) for v in x]
         return type(x)(*values) if hasattr(x, "_fields") else tuple(values) if type(x) is tuple else x
     if type(x) in _CONTAINERS and not isinstance(x, set):
-        return type(x)(
-            [(k, _without_graph(v)) for k, v in x.items()] if isinstance(x, dict) else map(_without_graph, x)
+        return _like(
+            x, [(k, _without_graph(v)) for k, v in x.items()] if isinstance(x, dict) else map(_without_graph, x)
         )
     return x
 
@@ -201,8 +213,14 @@ def _values(x: Any) -> Iterator[Any]:
         yield x
 
 
+def _refers_to(x: Any, tensors: set[int]) -> bool:
+    """Whether one of these stands in it, or a weak reference to one."""
+    return any(id(v() if type(v) is ReferenceType else v) in tensors for v in _values(x))
+
+
 def _holds_tensors(x: Any) -> bool:
-    return any(isinstance(v, torch.Tensor) for v in _values(x))
+    """Whether a tensor stands in it, or a weak reference to one."""
+    return any(isinstance(v() if type(v) is ReferenceType else v, torch.Tensor) for v in _values(x))
 
 
 def _is_kept(x: Any) -> bool:

@@ -18,8 +18,8 @@ from decentfn.gradient.accumulated import micro_batch_count, micro_batches
 from decentfn.gradient.attributes import At
 from decentfn.gradient.beside import around
 from decentfn.gradient.joining import Joining, in_buckets
-from decentfn.gradient.loss import LossFn, call
-from decentfn.gradient.others import no_other_weights
+from decentfn.gradient.loss import LossFn, call, scalar
+from decentfn.gradient.others import no_other_weights, no_own_weights
 from decentfn.gradient.traced import unscaled
 from decentfn.replicas import digest
 from decentfn.torch_private import autograd as torch_autograd
@@ -112,6 +112,8 @@ def backward(
         for index, data in enumerate(micros):
             with draws.torch_draws(t, worker * here.processes_per_worker + here.process // team * team, index):
                 tree, old = trees.fill(plan.template, leaves), trees.fill(form.buffers, kept)
+                if trial:  # it may be thrown away, with what it does to the batch
+                    data = trees.cloned(data)
                 loss, new, aux = _forward_backward(
                     loss_fn, tree, old, data, scale, trial, (worker, (t, index)), joining.watch
                 )
@@ -181,10 +183,13 @@ def _forward_backward(
             _backward(loss, scale)
     else:
         # What is computed again while gradients are taken (activation checkpointing) must meet the same weights.
+        own = loss_fn.own_weights() if trial else []  # type: ignore[attr-defined]
         with held(params, buffers, at) as new:
             loss, aux = loss_fn.of(batch)  # type: ignore[attr-defined]
-            before()
-            _backward(loss, scale)
+            loss = scalar(loss)
+            with no_own_weights(loss, own) if trial else nullcontext():
+                before()
+                _backward(loss, scale)
     aux = None if aux is None else trees.map(_beyond, trees.plain(aux))
     return loss.detach(), trees.leaves(new), aux
 
@@ -214,8 +219,15 @@ def _rows(batch: PyTree) -> list[PyTree]:
 
 
 def _apart(new: Tensor, own: Tensor) -> Tensor:
-    """A new buffer in memory of its own, of the old one's dtype."""
-    return new if new is own and not new.requires_grad else new.detach().to(own.dtype, copy=True)
+    """A new buffer in memory of its own, laid out as the old one."""
+    if new is own and not new.requires_grad:
+        return new
+    if new.shape != own.shape or not torch.can_cast(new.dtype, own.dtype):
+        raise ValueError(
+            f"df.autograd(loss_fn): a buffer of shape {list(own.shape)}, {own.dtype}, became one of {list(new.shape)}, {new.dtype}; "
+            "a state's buffers keep both. What grows is a plain attribute of the module, without register_buffer."
+        )
+    return torch.empty_like(own).copy_(new.detach())
 
 
 def _beyond(x: Any) -> Any:

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from decentfn import trees
 from decentfn.buckets import Buckets, elementwise, mean_inside, mean_of_processes, whole
 from decentfn.gradient.accumulated import Accumulated, mean_gradient_of, micro_batches
 from decentfn.gradient.beside import Beside
@@ -56,11 +57,11 @@ def require_batch(loss_fn: LossFn, batch: PyTree) -> None:
 
 
 def learn(loss_fn: LossFn, params: Buckets, buffers: PyTree, batch: PyTree, t: Tensor) -> None:
-    """Evaluate the loss once where its gradient is an operator: a graph of it must know what it writes over."""
+    """Evaluate the loss once, on a copy, where its gradient is an operator: a graph of it must know what it writes over."""
     if isinstance(loss_fn, DynamicLossScale):
         loss_fn = loss_fn.loss_fn
     if is_by_autograd(loss_fn):
-        evaluate(loss_fn, params, buffers, batch, t)
+        evaluate(loss_fn, params, buffers, trees.cloned(batch), t)
 
 
 def evaluate(

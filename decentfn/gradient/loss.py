@@ -69,12 +69,20 @@ def call(loss_fn: LossFn, params: PyTree, buffers: PyTree, batch: PyTree) -> tup
             f"loss_fn(params, buffers, batch) returned {brief(trees.map(type, returned))}: with buffers a loss returns "
             "(loss, (buffers, aux))."
         )
-    if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.is_floating_point():
-        shape = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise ValueError(
-            f"loss_fn returned {shape}: the loss is a 0-d floating-point tensor, or (loss, aux); take its mean."
-        )
-    return loss, new_buffers, aux
+    return scalar(loss), new_buffers, aux
+
+
+def scalar(loss: Any) -> Tensor:
+    """The loss, 0-d: it is of one element."""
+    if isinstance(loss, torch.Tensor) and loss.is_floating_point():
+        if not loss.dim():
+            return loss
+        if loss.numel() == 1:
+            return loss.reshape(())
+    shape = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+    raise ValueError(
+        f"loss_fn returned {shape}: the loss is a 0-d floating-point tensor, or (loss, aux); take its mean."
+    )
 
 
 def _as_given(old: PyTree, new: PyTree) -> PyTree:

@@ -51,6 +51,10 @@ class ModuleLoss:
         ]
         """Plain attributes that are tensors: what spectral norm and pruning make of a weight before every call."""
 
+    def own_weights(self) -> list[Tensor]:
+        """Those that the module has, but not while others are lent to it."""
+        return list(self.module.parameters())
+
     def __call__(self, params: PyTree, buffers: PyTree, batch: Any) -> tuple[Tensor, tuple[PyTree, PyTree]]:
         """Run the module with these parameters and copies of these buffers."""
         kept = {name: b if name in self.frozen else torch.clone(b) for name, b in buffers.items()}
@@ -79,7 +83,10 @@ class ModuleLoss:
                     setattr(owner, name, x)
         else:
             try:
-                with put_back(self.module) if at is None else self._attributes.of(at), self._weights.are(tensors):
+                with (
+                    put_back(self.module) if at is None else self._attributes.of(at, list(tensors.values())),
+                    self._weights.are(tensors),
+                ):
                     yield new
             finally:
                 for handle in handles if at is not None else ():
@@ -184,6 +191,10 @@ class ShardedLoss(ModuleLoss):
     team = 1
     """So many of a worker's processes, next to one another, compute one batch together (tensor parallel)."""
 
+    def own_weights(self) -> list[Tensor]:
+        """None: the loss is one of them."""
+        return []
+
     @contextmanager
     def held(
         self, params: dict[str, Tensor], buffers: dict[str, Tensor], at: At | None = None
@@ -244,8 +255,8 @@ def functional(
         module and the buffers that it is given as they are.
 
     Raises:
-        ValueError: both a criterion and `forward`; a lazy module that has not seen a batch; a module that is sharded
-            over other processes than this worker's.
+        ValueError: both a criterion and `forward`; a lazy module that has not seen a batch; sparse buffers; a module that
+            is sharded over other processes than this worker's.
     """
     if not isinstance(module, nn.Module):
         raise ValueError(f"functional(module={brief(module)}): expected an nn.Module.")
@@ -257,6 +268,12 @@ def functional(
     if lazy:
         raise ValueError(
             f"functional({type(module).__name__}): {brief(lazy)} have no shape yet; run the module once on a batch first."
+        )
+    sparse = [name for name, b in module.named_buffers() if b.layout != torch.strided]
+    if sparse:
+        raise ValueError(
+            f"functional({type(module).__name__}): the buffers {brief(sparse)} are sparse, and a state holds dense tensors; keep them "
+            "as plain attributes of the module, which all workers share."
         )
     own = {name: collectives.local(p).detach().clone() for name, p in module.named_parameters()}
     trainable = {name: own[name] for name, p in module.named_parameters() if p.requires_grad}

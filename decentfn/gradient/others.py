@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from torch import Tensor, nn
@@ -32,6 +32,19 @@ def no_other_weights(loss: Tensor) -> Iterator[None]:
             "which are not those that the loss was given. A torch.func.functional_call holds the given ones in the forward pass only, "
             "and activation checkpointing computes anew in the backward pass: make the loss with df.functional(module, criterion), "
             "or forward=..., which holds them until it is over. Freeze what is not trained, with requires_grad_(False)."
+        )
+
+
+@contextmanager
+def no_own_weights(loss: Tensor, own: Iterable[Tensor]) -> Iterator[None]:
+    """Around the backward pass of a loss: raises where it takes part in a gradient of these, in whose places others stand."""
+    others = set(map(id, own)).intersection(map(id, filter(_is_trained, _leaves(loss))))
+    yield
+    if others:
+        raise RuntimeError(
+            f"df.autograd(loss_fn): the loss takes a gradient of {len(others)} of the module's own parameters, through a list or an "
+            "attribute that was made before; the worker's stand in their places while the loss is computed. Look them up in "
+            "the loss, as in forward=lambda module, batch: ... module.parameters()."
         )
 
 

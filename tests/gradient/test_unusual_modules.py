@@ -1,0 +1,178 @@
+"""With `df.autograd`, what few modules do: against a plain loop, or refused with a sentence."""
+
+import copy
+from collections import deque
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+import decentfn as df
+
+X, Y = torch.arange(12.0).view(3, 4) / 10, torch.ones(3, 2)
+
+
+def built(module, *, around=lambda loss_fn: loss_fn, lr=0.1, **how):
+    """A state of one worker and its step."""
+    params, buffers, loss_fn = df.functional(module, **(how or {"criterion": mse_loss}))
+    init, step = df.adapt_while_communicate(around(df.autograd(loss_fn)), df.sgd(lr), df.topology("complete", 1))
+    return init(params, buffers), step
+
+
+def compiled_by(backend, step):
+    return step if backend is None else df.compile(step, backend=backend)
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.rnn, self.end = kind(4, 8), nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.end(self.rnn(x)[0])
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
+def test_every_micro_batch_has_its_gradient_of_recurrent_weights(kind, backend):
+    torch.manual_seed(0)
+    net = Recurrent(kind)
+    micros = [(torch.randn(5, 2, 4), torch.randn(5, 2, 1)) for _ in range(4)]
+    plain = copy.deepcopy(net)
+    for x, y in micros:
+        (mse_loss(plain(x), y) / len(micros)).backward()
+    state, step = built(net, around=df.accumulate, lr=1.0)
+    before = {name: p.clone() for name, p in df.params(state).items()}
+    state, _ = compiled_by(backend, step)(state, micros, 0)
+    after = df.params(state)
+    for name, p in plain.named_parameters():
+        torch.testing.assert_close(before[name] - after[name], p.grad)
+
+
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
+def test_every_batch_is_evaluated_with_the_weights_that_are_given(kind):
+    torch.manual_seed(0)
+    net, trained = Recurrent(kind), Recurrent(kind)
+    batches = [(torch.randn(5, 2, 4), torch.randn(5, 2, 1)) for _ in range(3)]
+    plain = [mse_loss(trained(x), y).detach() for x, y in batches]
+    _, buffers, loss_fn = df.functional(net, mse_loss)
+    params = {name: p.detach().clone() for name, p in trained.named_parameters()}
+    torch.testing.assert_close([loss_fn(params, buffers, batch)[0] for batch in batches], plain)
+    state = df.all_reduce(df.autograd(loss_fn), df.sgd(0.1), df.topology("complete", 1)).init(params, buffers)
+    torch.testing.assert_close(df.evaluate(loss_fn, state, batches), torch.stack(plain).double().mean())
+
+
+class Assigned(nn.Module):
+    """A buffer that a call puts another tensor in the place of."""
+
+    def __init__(self, first, make):
+        super().__init__()
+        self.layer, self.make = nn.Linear(4, 2), make
+        self.register_buffer("kept", first)
+
+    def forward(self, x):
+        y = self.layer(x)
+        self.kept = self.make(self.kept, x, y.detach())
+        return y
+
+
+@pytest.mark.parametrize("backend", [None, "inductor"])
+def test_a_buffer_assigned_with_other_strides_is_the_same(backend):
+    state, step = built(Assigned(torch.zeros(4, 3), lambda old, x, y: x.t()))
+    state, _ = compiled_by(backend, step)(state, (X, Y), 0)
+    assert torch.equal(df.buffers(state)["kept"], X.t())
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.parametrize(
+    ("first", "make", "said"),
+    [
+        (torch.zeros(1, 2), lambda old, x, y: torch.cat([old, y]), r"\[1, 2\], torch.float32, became one of \[4, 2\]"),
+        (torch.tensor(1), lambda old, x, y: old * 0.9, "torch.int64, became one of .*torch.float32"),
+    ],
+)
+def test_a_buffer_that_becomes_another_is_refused(first, make, said, backend):
+    state, step = built(Assigned(first, make))
+    with pytest.raises(ValueError, match=said):
+        compiled_by(backend, step)(state, (X, Y), 0)
+
+
+def test_weights_reached_by_a_list_made_before_are_refused():
+    net = nn.Linear(4, 2)
+    listed = list(net.parameters())
+    state, step = built(
+        net, forward=lambda module, batch: mse_loss(module(X), Y) + sum(p.square().sum() for p in listed)
+    )
+    with pytest.raises(RuntimeError, match=r"2 of the module's own parameters, through a list"):
+        step(state, (X, Y), 0)
+    looked_up = built(net, forward=lambda module, batch: sum(p.square().sum() for p in module.parameters()))
+    state, _ = looked_up[1](looked_up[0], (X, Y), 0)
+    torch.testing.assert_close(df.params(state)["weight"], 0.8 * net.weight.detach())
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda module, batch: mse_loss(module(batch["x"].mul_(0.5)), batch["y"]),
+        lambda module, batch: mse_loss(module(batch["x"]), batch.pop("y")),
+    ],
+    ids=["in place", "popped"],
+)
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_a_loss_that_changes_its_batch_sees_it_once(forward, backend):
+    net = nn.Linear(4, 2)
+    state, step = built(net, forward=forward)
+    _, metrics = compiled_by(backend, step)(state, {"x": X.clone(), "y": Y}, 0)
+    torch.testing.assert_close(metrics.loss, forward(net, {"x": X.clone(), "y": Y}).detach())
+
+
+class Remembering(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.last = nn.Linear(4, 2), deque(maxlen=2)
+
+    def forward(self, x):
+        self.last.append(float(len(self.last)))
+        return self.layer(x) * sum(self.last)
+
+
+@pytest.mark.parametrize(
+    "make", [Remembering, lambda: torch.jit.script(nn.Linear(4, 2)), lambda: torch.jit.trace(nn.Linear(4, 2), X)]
+)
+def test_losses_are_those_of_a_plain_loop(make):
+    torch.manual_seed(1)
+    net = make()
+    state, step = built(net)
+    losses = []
+    for t in range(5):
+        state, metrics = step(state, (X, Y), t)
+        losses.append(metrics.loss)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for loss in losses:
+        optimizer.zero_grad()
+        plain = mse_loss(net(X), Y)
+        plain.backward()
+        optimizer.step()
+        torch.testing.assert_close(loss, plain.detach())
+
+
+def test_a_loss_of_one_element_is_a_number_and_others_are_refused():
+    net = nn.Linear(4, 2)
+    state, step = built(net, forward=lambda module, batch: mse_loss(module(X), Y).reshape(1))
+    _, metrics = step(state, (X, Y), 0)
+    torch.testing.assert_close(metrics.loss, mse_loss(net(X), Y).detach())
+    for wrong, said in (
+        (lambda module, batch: (mse_loss(module(X), Y), 1, 2), "loss_fn returned tuple"),
+        (lambda module, batch: module(X), r"loss_fn returned \[3, 2\]"),
+    ):
+        state, step = built(net, forward=wrong)
+        with pytest.raises(ValueError, match=said):
+            step(state, (X, Y), 0)
+
+
+def test_sparse_buffers_are_refused():
+    net = nn.Linear(4, 2)
+    net.register_buffer("adjacency", torch.eye(3).to_sparse())
+    with pytest.raises(ValueError, match=r"\['adjacency'\] are sparse"):
+        df.functional(net, mse_loss)
