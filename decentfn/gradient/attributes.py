@@ -22,6 +22,7 @@ Changes = list[tuple[dict[str, Any], str, Any]]
 
 _OF_PYTORCH = frozenset(vars(nn.Module())) - {"training"}
 _CONTAINERS = (list, dict, OrderedDict, set, deque)
+_NODES = (tuple, *_CONTAINERS)
 _MISSING = object()
 _others: set[type] = set()
 """Types that are no tensors': to ask each attribute what it is takes ten times as long."""
@@ -173,7 +174,8 @@ def _copied(x: Any) -> Any:
     """Containers anew, with what stands in them."""
     if type(x) not in _CONTAINERS:
         return x
-    return _like(x, [(k, _copied(v)) for k, v in x.items()] if isinstance(x, dict) else map(_copied, x))
+    copies = [_copied(v) if type(v) in _CONTAINERS else v for v in (x.values() if isinstance(x, dict) else x)]
+    return _like(x, zip(x, copies, strict=True) if isinstance(x, dict) else copies)
 
 
 def _like(x: Any, content: Iterable[Any]) -> Any:
@@ -186,9 +188,17 @@ def _are_same(x: Any, y: Any) -> bool:
         return x is y
     if len(x) != len(y) or type(x) is not type(y):
         return False
+    if isinstance(x, set):
+        return x == y
     if isinstance(x, dict):
-        return all(k in y and _are_same(v, y[k]) for k, v in x.items())
-    return x == y if isinstance(x, set) else all(_are_same(v, w) for v, w in zip(x, y, strict=True))
+        if x.keys() != y.keys():
+            return False
+        y = [y[k] for k in x]
+        x = x.values()
+    for v, w in zip(x, y, strict=True):
+        if v is not w and not _are_same(v, w):
+            return False
+    return True
 
 
 def _without_graph(x: Any) -> Any:
@@ -204,18 +214,19 @@ def _without_graph(x: Any) -> Any:
     return x
 
 
-def _values(x: Any) -> Iterator[Any]:
+def _values(x: Any) -> list[Any]:
     """What stands in a container, at any depth."""
-    if isinstance(x, (tuple, *_CONTAINERS)):
-        for v in x.values() if isinstance(x, dict) else x:
-            yield from _values(v)
-    else:
-        yield x
+    if not isinstance(x, _NODES):
+        return [x]
+    found = []
+    for v in x.values() if isinstance(x, dict) else x:
+        found += _values(v) if isinstance(v, _NODES) else [v]
+    return found
 
 
 def _refers_to(x: Any, tensors: set[int]) -> bool:
     """Whether one of these stands in it, or a weak reference to one."""
-    return any(id(v() if type(v) is ReferenceType else v) in tensors for v in _values(x))
+    return not tensors.isdisjoint([id(v() if type(v) is ReferenceType else v) for v in _values(x)])
 
 
 def _holds_tensors(x: Any) -> bool:
@@ -224,6 +235,6 @@ def _holds_tensors(x: Any) -> bool:
 
 
 def _is_kept(x: Any) -> bool:
-    if isinstance(x, (tuple, *_CONTAINERS)):
-        return all(v is None or isinstance(v, (torch.Tensor, int, float, str)) for v in _values(x))
+    if isinstance(x, _NODES):
+        return all([v is None or isinstance(v, (torch.Tensor, int, float, str)) for v in _values(x)])
     return isinstance(x, (torch.Tensor, int, float)) and not isinstance(x, bool)
