@@ -195,10 +195,7 @@ def _are_same(x: Any, y: Any) -> bool:
             return False
         y = [y[k] for k in x]
         x = x.values()
-    for v, w in zip(x, y, strict=True):
-        if v is not w and not _are_same(v, w):
-            return False
-    return True
+    return all([v is w or _are_same(v, w) for v, w in zip(x, y, strict=True)])
 
 
 def _without_graph(x: Any) -> Any:
