@@ -26,8 +26,8 @@ _YIELDS = 5
 Where the ranks keep all cores busy, it would else come to that when the compute is over.
 """
 
-_PATIENCE = timedelta(seconds=5)
-"""So long what is left of a step that has lost a message is waited for; its connections are closed, so it fails at once."""
+_PATIENCE = timedelta(seconds=1)
+"""So long each message that is left of a step which lost one is waited for: the connections are closed, so it has come or never will."""
 
 
 class Part(NamedTuple):
