@@ -21,7 +21,11 @@ _GLOO_INTERFACES = "GLOO_SOCKET_IFNAME"
 def told(store: Store, what: str, rank: int, size: int, value: Any) -> list[Any]:
     """What every rank says of itself, by rank, as JSON gives it back; collective."""
     store.set(f"{what} {rank}", json.dumps(value))
-    return [json.loads(said) for said in store.multi_get([f"{what} {i}" for i in range(size)])]
+    everyone = [json.loads(said) for said in store.multi_get([f"{what} {i}" for i in range(size)])]
+    store.set(f"{what} heard {rank}", "")
+    if rank == 0:  # its process may hold the store: if it left with an error first, the others would not hear which
+        store.wait([f"{what} heard {i}" for i in range(size)])
+    return everyone
 
 
 def require_fit(store: Store, rank: int, size: int, backend: str | None) -> None:
