@@ -27,7 +27,7 @@ def as_step(t: int | Tensor) -> Tensor:
             step = t.to("cpu", torch.int64)
             if functorch.has_no_value(step) or step >= 0:
                 return step
-    elif isinstance(t, Integral) and not isinstance(t, bool) and int(t) >= 0:
+    elif isinstance(t, (int, Integral)) and not isinstance(t, bool) and int(t) >= 0:
         return torch.tensor(int(t))
     raise ValueError(
         f"step(state, batch, t={t!r}): t numbers the steps, from 0; pass an int, or a 0-d tensor of integers."

@@ -96,9 +96,10 @@ def register_node(
     `flatten` returns (children, static context); `unflatten` takes (context, children).
     """
     _nodes[cls] = (flatten, unflatten)
+    children_of = cast(Callable[[Any], tuple[Sequence[Any], Hashable]], flatten)
     optree.register_pytree_node(
         cast(Any, cls),
-        lambda node: (*flatten(cast(Any, node)), None),
+        lambda node: (*children_of(node), None),
         cast(Any, unflatten),
         namespace=registry.__dict__["__GLOBAL_NAMESPACE"],
     )
@@ -151,4 +152,4 @@ def enumerate_leaves(tree: PyTree) -> PyTree:
 
 def fill(template: PyTree, values: Sequence[T]) -> PyTree:
     """The tree whose leaf positions `template` holds, with `values` at those positions."""
-    return map(lambda position: values[position], template)
+    return map(values.__getitem__, template)

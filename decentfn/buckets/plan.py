@@ -52,7 +52,7 @@ class Segment:
 
     def leaf(self, numbers: Tensor) -> Tensor:
         """The leaf, `[*workers, *shape]`, a view of its elements `[*workers, numel]`."""
-        shape = (*numbers.shape[:-1], *self.shape)
+        shape = self.shape if numbers.dim() == 1 else (*numbers.shape[:-1], *self.shape)
         return torch.view_as_complex(numbers.view((*shape, 2))) if self.is_complex else numbers.view(shape)
 
 

@@ -201,7 +201,7 @@ def world() -> World:
     given = getattr(_current, "world", None)
     if given is not None:
         return given._gossip or given
-    group = dist.group.WORLD if dist.is_initialized() else None
+    group = dist.group.WORLD  # None without one
     if not _default or _default[0].group is not group:
         has_gpu = group is not None and "nccl" in str(dist.get_backend_config())
         return adopt_default_group(device=torch.device("cuda", torch.cuda.current_device()) if has_gpu else _CPU)

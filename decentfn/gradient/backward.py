@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -30,6 +30,9 @@ WROTE = (
     "df.autograd(loss_fn): the loss wrote over parameters, or over frozen ones, that it left alone in its first evaluation, where "
     "is learnt what it writes over; let it write in every step, or make buffers of what changes (register_buffer)."
 )
+
+
+_version = operator.attrgetter("_version")
 
 
 @dataclass
@@ -97,7 +100,6 @@ def backward(
     kept = [b.clone() if trial or i in changing else b for i, b in enumerate(buffers)]
     in_place = all(wide(b.dtype) == b.dtype for b in flat)  # else sums of gradients would lose what they add
     sums: list[Tensor] = []
-    used = set[int]()
     losses, auxes = [], []
     with torch_autograd.unseen():
         leaves = Buckets(flat, plan).leaves()
@@ -121,7 +123,6 @@ def backward(
             losses.append(loss)
             auxes.append(aux)
             if many and not in_place:
-                used.update(_used(leaves))
                 parts = joining.collect()
                 sums = (
                     [s + g for s, g in zip(sums, parts, strict=True)] if sums else [g.to(wide(g.dtype)) for g in parts]
@@ -137,7 +138,6 @@ def backward(
                 form.changing, form.writes = tuple(sorted((*changing, *over))), form.writes or writes
             raise (Learnt if trial else RuntimeError)(WROTE)
     with torch.no_grad():
-        used.update(_used(leaves))
         grads = sums or joining.collect()
         if many:
             grads = [(g / len(micros)).to(b.dtype) for g, b in zip(grads, flat, strict=True)]
@@ -147,7 +147,7 @@ def backward(
         mean = torch.stack(losses).mean() if many else losses[0]
     aux = trees.map(lambda *rows: stacked(rows), *auxes) if many else auxes[0]
     written = in_buckets(plan, [leaf.detach() for leaf in leaves]) if form.writes else []
-    return Backward(grads, mean, used, written, [kept[i] for i in changing], aux)
+    return Backward(grads, mean, joining.used, written, [kept[i] for i in changing], aux)
 
 
 def _require_one_batch(batch: Any, team: int) -> None:
@@ -205,12 +205,7 @@ def _backward(loss: Tensor, scale: Tensor | None) -> None:
 
 def _marks(tensors: list[Tensor]) -> list[tuple[int, int]]:
     """Of each tensor something that changes where it is written over, or comes to lie elsewhere."""
-    return [(x._version, x.data_ptr()) for x in tensors]
-
-
-def _used(leaves: list[Tensor]) -> Iterator[int]:
-    """Which leaves have a gradient."""
-    return (i for i, leaf in enumerate(leaves) if leaf.grad is not None)
+    return list(zip(map(_version, tensors), map(torch.Tensor.data_ptr, tensors), strict=True))
 
 
 def _rows(batch: PyTree) -> list[PyTree]:

@@ -22,6 +22,8 @@ class Joining:
 
     def __init__(self, plan: Plan, leaves: list[Tensor]) -> None:
         self._plan, self._leaves = plan, leaves
+        self.used = set[int]()
+        """The leaves that had a gradient, of all that was collected."""
         self._started: dict[int, tuple[Tensor, list[Tensor]]] = {}  # a bucket's vector, and the leaves' places in it
         self._is_watching = False
 
@@ -38,17 +40,22 @@ class Joining:
 
     def collect(self) -> list[Tensor]:
         """The buckets; the leaves give their gradients up. A leaf without one has 0."""
-        rest, found = iter(self._leaves), []
+        first, found = 0, []
         for index, bucket in enumerate(self._plan.buckets):
-            leaves = [next(rest) for _ in bucket.segments]
+            leaves = self._leaves[first : first + len(bucket.segments)]
+            grads = [leaf.grad for leaf in leaves]
+            self.used.update([first + i for i, grad in enumerate(grads) if grad is not None])
+            first += len(leaves)
+            for leaf in leaves:
+                leaf.grad = None
+            grads = list(map(_whole, grads, leaves))
             if index not in self._started:
-                found.append(in_bucket(bucket, [_given_up(leaf) for leaf in leaves]))
+                found.append(in_bucket(bucket, grads))
                 continue
             vector, places = self._started.pop(index)
-            for leaf, place in zip(leaves, places, strict=True):
-                if leaf.grad is not place:
-                    place.copy_(_given_up(leaf))
-                leaf.grad = None
+            for grad, place in zip(grads, places, strict=True):
+                if grad is not place:
+                    place.copy_(grad)
             found.append(vector)
         return found
 
@@ -82,11 +89,10 @@ def in_bucket(bucket: BucketPlan, leaves: list[Tensor]) -> Tensor:
     """One bucket's leaves in a vector."""
     if len(leaves) == 1:
         return elements(leaves[0])
-    if any(segment.is_complex for segment in bucket.segments):
+    if any([segment.is_complex for segment in bucket.segments]):
         return torch.cat([elements(leaf) for leaf in leaves])
     return joined(leaves)
 
 
-def _given_up(leaf: Tensor) -> Tensor:
-    grad, leaf.grad = leaf.grad, None
+def _whole(grad: Tensor | None, leaf: Tensor) -> Tensor:
     return torch.zeros_like(leaf) if grad is None else grad.to_dense() if grad.is_sparse else grad

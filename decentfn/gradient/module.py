@@ -72,7 +72,7 @@ class ModuleLoss:
         worker calls it and when, the attributes that it leaves are there again in the worker's next call.
         """
         tensors = {**params, **buffers}
-        new = trees.map(lambda b: b, buffers)
+        new = dict(buffers)
         handles = self._hooked(params, is_traced=at is None)
         if torch.compiler.is_compiling():
             try:
@@ -112,7 +112,7 @@ class ModuleLoss:
         if self.forward is not None:
             returned = self.forward(self.module, batch)
             return returned if is_pair(returned) else (returned, None)
-        if not isinstance(batch, Mapping):
+        if isinstance(batch, (tuple, list)):
             inputs, *targets = batch
             assert self.criterion is not None
             return self.criterion(self.module(inputs), *targets), None
@@ -165,20 +165,19 @@ class ModuleLoss:
 
     def require_batch(self, batch: Any) -> None:
         """A tuple or a list of inputs and targets, or keyword arguments: a tensor's rows would unpack as well."""
-        if self.forward is not None:
+        if self.forward is not None or (isinstance(batch, (tuple, list)) and self.criterion is not None):
             return
         if isinstance(batch, Mapping):
             if not torch.compiler.is_compiling():
                 self._require_keywords(batch)
             return
-        if not isinstance(batch, (tuple, list)) or self.criterion is None:
-            expected = "a tuple (inputs, *targets), or a dict of keyword arguments of the module"
-            if self.criterion is None:
-                expected = "a dict of keyword arguments of the module, whose output has the loss: there is no criterion"
-            raise ValueError(
-                f"loss_fn from df.functional: the batch is a {type(batch).__name__}, expected {expected}; pass "
-                "df.functional(module, forward=lambda module, batch: ...), which returns the loss, for anything else."
-            )
+        expected = "a tuple (inputs, *targets), or a dict of keyword arguments of the module"
+        if self.criterion is None:
+            expected = "a dict of keyword arguments of the module, whose output has the loss: there is no criterion"
+        raise ValueError(
+            f"loss_fn from df.functional: the batch is a {type(batch).__name__}, expected {expected}; pass "
+            "df.functional(module, forward=lambda module, batch: ...), which returns the loss, for anything else."
+        )
 
 
 class ShardedLoss(ModuleLoss):

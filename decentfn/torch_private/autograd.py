@@ -84,7 +84,7 @@ class Weights:
         modules = submodules(self.module)
         dicts: list[dict[str, Any]] = [places for m in modules for places in (m._parameters, m._buffers)]
         first: dict[int, int] = {}
-        same = [first.setdefault(id(x), n) for n, x in enumerate(chain.from_iterable(d.values() for d in dicts))]
+        same = [first.setdefault(id(x), n) for n, x in enumerate([x for d in dicts for x in d.values()])]
         form = modules, [*chain.from_iterable(map(_keys, dicts))], same, [*tensors]
         if form != self._form:
             self._form, self._places = form, self._found(modules, dicts, same, tensors)
