@@ -127,4 +127,10 @@ def _buckets(state: Any) -> Buckets:
         raise ValueError(
             f"{type(state).__name__} is not a training state: expected a `.params` of buckets, from init(params)."
         )
+    size, now = found.plan.processes, collectives.processes_per_worker()
+    if size not in (1, now):
+        raise ValueError(
+            f"a state of workers of {size} processes, but df.init(processes_per_worker={now}) was said since; make it anew with "
+            f"init(params), restore it from a checkpoint, or say df.init(processes_per_worker={size}) again."
+        )
     return found

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from decentfn import collectives, trees
-from decentfn.buckets import sum_inside, whole
+from decentfn.buckets import Plan, sum_inside, whole
 from decentfn.consensus import consensus_buffers, consensus_mean, is_stacked
 from decentfn.errors import PeerLost, RunError
 from decentfn.gradient.loss import WrappedLoss, is_pair
@@ -51,7 +51,7 @@ def evaluate(metric: Callable[..., Any], state: Any, batches: Iterable[Any]) -> 
         df.errors.RunError: on every other rank, where the metric or the batches of one have failed.
     """
     replicas = [(consensus_mean(state), consensus_buffers(state))]
-    names, everyone = _of_workers("evaluate", metric, replicas, batches, _is_cut(state))
+    names, everyone = _of_workers("evaluate", metric, replicas, batches, state.params.plan)
     samples = sum(of["samples"] for of in everyone)
     totals = {name: sum(of["sums"][name] for of in everyone if of["samples"]) / samples for name in names}
     return _as_returned({name: torch.tensor(total, dtype=torch.float64) for name, total in totals.items()})
@@ -72,7 +72,7 @@ def evaluate_replicas(metric: Callable[..., Any], state: Any, batches: Iterable[
     else:
         replicas = [(state.params, state.buffers)]
     own = [(whole(x).tree(), buffers) for x, buffers in replicas]
-    names, everyone = _of_workers("evaluate_replicas", metric, own, batches, _is_cut(state))
+    names, everyone = _of_workers("evaluate_replicas", metric, own, batches, state.params.plan)
 
     def means(name: str) -> Tensor:
         values = [of["sums"][name] / of["samples"] if of["samples"] else float("nan") for of in everyone]
@@ -82,21 +82,23 @@ def evaluate_replicas(metric: Callable[..., Any], state: Any, batches: Iterable[
 
 
 def _of_workers(
-    call: str, metric: Callable[..., Any], replicas: list[_Replica], batches: Iterable[Any], is_cut: bool
+    call: str, metric: Callable[..., Any], replicas: list[_Replica], batches: Iterable[Any], plan: Plan
 ) -> tuple[list[str], list[_Sums]]:
-    """The values' names, and the sums of every replica of all workers; collective, and all processes come back from it.
-
-    `is_cut`: what a process has of a replica are shards.
-    """
+    """The values' names, and the sums of every replica of all workers; collective, and all processes come back from it."""
     while isinstance(metric, WrappedLoss):
         metric = metric.loss_fn
-    if is_cut and not isinstance(metric, ShardedLoss):
+    if plan.whole is not None and isinstance(metric, ShardedLoss):
+        raise ValueError(
+            f"{call}(metric={brief(metric)}): the state is of a plain module, and this of a sharded one; make it with "
+            "df.functional of a plain module."
+        )
+    if plan.is_cut and not isinstance(metric, ShardedLoss):
         raise ValueError(
             f"{call}(metric={brief(metric)}): the state holds shards, and this is not of the sharded module; make it with "
             "df.functional(module, criterion), or df.functional(module, forward=lambda module, batch: ...)."
         )
     # In one place and the same order: the same answer on every rank.
-    everyone, own = collectives.attempt(call, _sums, call, metric, replicas, batches, is_cut)
+    everyone, own = collectives.attempt(call, _sums, call, metric, replicas, batches, plan.is_cut)
     failed = {rank: its for rank, its in enumerate(everyone) if "error" in its}
     lost = {rank for rank, its in failed.items() if "PeerLost" in its["kinds"]}
     causes = failed.keys() - lost or lost
@@ -114,12 +116,6 @@ def _of_workers(
     team = getattr(metric, "team", 1)  # which counts once
     workers = [zip(*told[first : first + size : team], strict=True) for first in range(0, len(told), size)]
     return names, [_added(names, parts) for worker in workers for parts in worker]
-
-
-def _is_cut(state: Any) -> bool:
-    """Whether what a process has of a replica are shards, also for the loss."""
-    plan = state.params.plan
-    return bool(plan.places) and plan.whole is None
 
 
 def _added(names: list[str], parts: Sequence[_Sums]) -> _Sums:

@@ -28,19 +28,31 @@ def state_dict(module: nn.Module, state: State, *, consensus: bool = False) -> d
         CPU; its other processes get an empty dict.
 
     Raises:
-        ValueError: a stacked state, of which one worker's is meant.
+        ValueError: a stacked state, of which one worker's is meant; a sharded module and a state of a plain one, or the other way.
     """
     if is_stacked(state) and not consensus:
         raise ValueError(
             "state_dict(module, state): the state is stacked; take one worker's, df.worker(state, i), or the mean of all, "
             "consensus=True."
         )
+    _require_own("state_dict(module, state)", module, state)
     own = (consensus_mean(state), consensus_buffers(state)) if consensus else (params(state), buffers(state))
     if collectives.is_sharded(module):
         return _gathered(module, _by_name(*own))
     with weights(module, _by_name(*own)):
         named = module.state_dict()
     return {name: x.detach().clone() if isinstance(x, torch.Tensor) else x for name, x in named.items()}
+
+
+def _require_own(call: str, module: nn.Module, state: State) -> None:
+    """The state is of a module that is sharded as this one is, or not at all."""
+    plan, is_sharded = state.params.plan, collectives.is_sharded(module)
+    if plan.is_cut and not is_sharded or plan.whole is not None and is_sharded:
+        kinds = ("plain", "sharded") if is_sharded else ("sharded", "plain")
+        raise ValueError(
+            f"{call}: the state is of a {kinds[0]} module, and this {type(module).__name__} is {kinds[1]}; pass the module that "
+            "df.functional was given."
+        )
 
 
 def _gathered(module: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -68,7 +80,7 @@ def load_state_dict(module: nn.Module, state: State, state_dict: Mapping[str, An
             `get_extra_state` gave is left out there.
 
     Raises:
-        ValueError: a stacked state.
+        ValueError: a stacked state; a sharded module and a state of a plain one, or the other way.
         RuntimeError: PyTorch's, where names or shapes do not fit; of a sharded module on every process.
     """
     if is_stacked(state):
@@ -76,6 +88,7 @@ def load_state_dict(module: nn.Module, state: State, state_dict: Mapping[str, An
             "load_state_dict(module, state, state_dict): the state is stacked; df.stack(df.load_state_dict(module, one, ...), N) "
             "of one worker's."
         )
+    _require_own("load_state_dict(module, state, state_dict)", module, state)
     x, b = params(state), buffers(state)
     tensors = _by_name(x, b)
     if collectives.is_sharded(module):

@@ -97,6 +97,11 @@ class Plan:
     """That of the leaves of which these are this process's rows, where the loss wants them whole."""
 
     @property
+    def is_cut(self) -> bool:
+        """Whether the leaves are parts, also for the loss."""
+        return bool(self.places) and self.whole is None
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all buckets together."""
         return sum(bucket.nbytes for bucket in self.buckets)

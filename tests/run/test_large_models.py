@@ -583,6 +583,7 @@ def mistakes():
         note("start", make(loss_fn, optimizer(), ring).init, own, buffers)
         whole = make(df.accumulate(loss_fn), df.transforms.by_leaf(df.transforms.identity()), ring)
         note("whole", whole.init, params, buffers)
+        replicated = make(loss_fn, optimizer(), ring).init(params, buffers)
 
         inside = KINDS["tensor"]
         params, buffers, loss_fn = df.functional(inside.place(world, inside.network()), loss)
@@ -616,6 +617,10 @@ def mistakes():
         state = algorithm.init(params, buffers)
         note("buffers", df.average_buffers, algorithm)
         note("evaluate", df.evaluate, lambda params, buffers, batch: 0.0, state, [])
+        note("evaluate plain", df.evaluate, loss_fn, replicated, [])
+        note("weights", df.state_dict, Network(), state)
+        note("weights of plain", df.state_dict, module, replicated)
+        note("load", df.load_state_dict, Network(), state, {})
         note("resize", df.resize, df.stack(state, 1), algorithm)
 
         rate = 0.1 if world.process else 0.2
@@ -623,6 +628,8 @@ def mistakes():
         uneven = df.functional(sharded(world, nn.Linear(3 + world.worker, 4)), loss)
         note("shapes", make(df.autograd(uneven[2]), df.sgd(0.1), ring).init, *uneven[:2])
     note("one", df.functional, module, loss)
+    for name, function in {"params": df.params, "mean": df.consensus_mean, "distance": df.consensus_distance}.items():
+        note(name, function, state)
     note("built", algorithm.init, params, buffers)
     return said
 
@@ -644,6 +651,13 @@ def test_what_is_not_there_is_said_on_every_rank(four):
         "bucket": "clip_by_bucket_norm: a bucket's norm",
         "buffers": "average_buffers(algorithm): a worker is 2 processes",
         "evaluate": "the state holds shards, and this is not of the sharded module",
+        "evaluate plain": "the state is of a plain module, and this of a sharded one",
+        "weights": "the state is of a sharded module, and this Network is plain",
+        "weights of plain": "the state is of a plain module, and this FSDPNetwork is sharded",
+        "load": "the state is of a sharded module, and this Network is plain",
+        **dict.fromkeys(
+            ("params", "mean", "distance"), "a state of workers of 2 processes, but df.init(processes_per_worker=1)"
+        ),
         "built": "was built for workers of 2 processes, and now they are of 1",
         "resize": "4 processes hold a part",
         "rate": "ranks disagree",
