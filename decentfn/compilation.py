@@ -112,15 +112,17 @@ def compile(
             ) from error
         except not_compiled() as error:
             allow_saved_tensors_hooks()
-            if (said := not_loaded(error)) is not None:
+            if _is_own(said := first_error(error)):
+                raise said from None
+            if (unloaded := not_loaded(error)) is not None:
                 raise RuntimeError(
-                    f"df.compile(step): {brief_error(said)}. A file in Inductor's cache is damaged, as after a kill or on a full "
+                    f"df.compile(step): {brief_error(unloaded)}. A file in Inductor's cache is damaged, as after a kill or on a full "
                     f"disk; delete {inductor.cache_dir()} and start again."
                 ) from error
             if by_autograd:
                 raise
             raise RuntimeError(
-                f"df.compile(step): torch.compile could not trace the step: {brief_error(first_error(error))}. Where the loss runs in a plain "
+                f"df.compile(step): torch.compile could not trace the step: {brief_error(said)}. Where the loss runs in a plain "
                 "PyTorch loop, let PyTorch's autograd take the gradient: df.autograd(loss_fn); the rest of the step is compiled."
             ) from error
         progress.end()
@@ -132,6 +134,18 @@ def compile(
         return result
 
     return marked(compiled, made_by="compile")
+
+
+def _is_own(error: BaseException) -> bool:
+    """Whether this library has raised it, with a sentence that needs no other around it."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return (
+        isinstance(error, ValueError)
+        and trace is not None
+        and trace.tb_frame.f_globals["__name__"].startswith("decentfn.")
+    )
 
 
 class _Progress:

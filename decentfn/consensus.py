@@ -89,19 +89,23 @@ def consensus_mean(state: Any) -> PyTree:
 def consensus_buffers(state: Any) -> PyTree:
     """The mean of the floating-point buffers over all workers, the same on every rank; others are worker 0's. Collective.
 
-    Buffers that are equal on all workers (frozen parameters) come back bit for bit.
+    Buffers that are equal on all workers (frozen parameters) come back bit for bit. Where a worker is several processes the mean is
+    over all of them, and of a frozen parameter that is cut, over those that hold the same shard.
     """
-    stacked = is_stacked(state)
+    stacked, plan = is_stacked(state), _buckets(state).plan
+    shards = {name for name, _ in plan.places} if plan.whole is None else ()
 
-    def mean(b: Tensor) -> Tensor:
+    def mean(name: str, b: Tensor) -> Tensor:
+        among = collectives.world() if name in shards else collectives.everyone()
         # Around worker 0's, so that equal ones have no rounding, and masks of -inf are no NaN.
-        first = collectives.process_broadcast(b[0] if stacked else b)
+        first = collectives.process_broadcast(b[0] if stacked else b, among)
         if not b.is_floating_point():
             return first
         away = torch.where(b == first, 0.0, b.double() - first.double())
-        return (first.double() + collectives.process_mean(away.mean(0) if stacked else away)).to(b.dtype)
+        return (first.double() + collectives.process_mean(away.mean(0) if stacked else away, among)).to(b.dtype)
 
-    return trees.map(mean, state.buffers)
+    means = [mean(name, b) for name, b in trees.named_leaves(state.buffers)]
+    return trees.fill(trees.enumerate_leaves(state.buffers), means)
 
 
 def consensus_distance(state: Any) -> Tensor:
@@ -127,10 +131,5 @@ def _buckets(state: Any) -> Buckets:
         raise ValueError(
             f"{type(state).__name__} is not a training state: expected a `.params` of buckets, from init(params)."
         )
-    size, now = found.plan.processes, collectives.processes_per_worker()
-    if size not in (1, now):
-        raise ValueError(
-            f"a state of workers of {size} processes, but df.init(processes_per_worker={now}) was said since; make it anew with "
-            f"init(params), restore it from a checkpoint, or say df.init(processes_per_worker={size}) again."
-        )
+    collectives.require_workers_of(found.plan.processes)
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -76,12 +76,12 @@ def load_state_dict(module: nn.Module, state: State, state_dict: Mapping[str, An
         module: the module of `df.functional`; it stays as it is.
         state: the state of one worker.
         state_dict: as `module.state_dict()` or `df.state_dict(module, state)` gives it. Where a worker is several processes that of
-            its process 0 counts, which sends the others their shards, tensor by tensor (collective); `{}` will do on those. What
+            its process 0 counts, which sends it to the others, tensor by tensor (collective); `{}` will do on those. What
             `get_extra_state` gave is left out there.
 
     Raises:
         ValueError: a stacked state; a sharded module and a state of a plain one, or the other way.
-        RuntimeError: PyTorch's, where names or shapes do not fit; of a sharded module on every process.
+        RuntimeError: PyTorch's, where names or shapes do not fit; where a worker is several processes, on every process.
     """
     if is_stacked(state):
         raise ValueError(
@@ -94,8 +94,7 @@ def load_state_dict(module: nn.Module, state: State, state_dict: Mapping[str, An
     if collectives.is_sharded(module):
         tensors |= _shards(module, state_dict)
     else:
-        with torch.no_grad(), weights(module, tensors):
-            module.load_state_dict(state_dict, strict=True)
+        _load(module, tensors, state_dict, is_shared=state.params.plan.whole is not None)
     new = with_params(state, {name: tensors[name] for name in x})
     if b is None:
         return new
@@ -104,15 +103,38 @@ def load_state_dict(module: nn.Module, state: State, state_dict: Mapping[str, An
     return new._replace(local=new.local._replace(buffers=loaded))
 
 
+def _load(module: nn.Module, tensors: dict[str, Tensor], state_dict: Mapping[str, Any], is_shared: bool) -> None:
+    """Write the state dict over these tensors of a plain module; shared by a worker's processes, that of its process 0: collective."""
+    has_it = not is_shared or collectives.everyone().process == 0
+
+    def load() -> None:
+        if has_it:
+            with torch.no_grad(), weights(module, tensors):
+                module.load_state_dict(state_dict, strict=True)
+
+    if not is_shared:
+        return load()
+    told, own = collectives.attempt("load_state_dict(module, state, state_dict)", load)
+    _require_loaded([its.get("error") for its in told], own)
+    received = collectives.cut((x, x if has_it else None) for x in tensors.values())
+    tensors.update(zip(tensors, received, strict=True))
+
+
+def _require_loaded(told: Iterable[str | None], own: Exception | None = None) -> None:
+    """Raise on every process what one of them has told."""
+    for what in told:
+        if what:
+            raise RuntimeError(what) from own
+
+
 def _shards(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
     """What this process holds of the state dict that process 0 of its worker has, by the module's own names; collective."""
     collectives.own_shards(module)
     own = module.state_dict(keep_vars=True)
     has_it = collectives.everyone().process == 0
     problems = _misfits(own, state_dict) if has_it else []
-    for told in collectives.gather_objects(problems, collectives.everyone()):
-        if told:
-            raise RuntimeError(f"Error(s) in loading state_dict for {type(module).__name__}: {'; '.join(told)}.")
+    said = f"Error(s) in loading state_dict for {type(module).__name__}: {'; '.join(problems)}." * bool(problems)
+    _require_loaded(collectives.gather_objects(said, collectives.everyone()))
     wanted = {name: x for name, x in own.items() if isinstance(x, torch.Tensor)}
     parts = collectives.cut((x, state_dict[name] if has_it else None) for name, x in wanted.items())
     by_tensor = {

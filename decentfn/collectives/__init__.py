@@ -9,6 +9,7 @@ from decentfn.collectives.membership import (
     everyone,
     leave_default_group,
     processes_per_worker,
+    require_workers_of,
     split_workers,
     use,
     world,
@@ -33,6 +34,7 @@ from decentfn.collectives.sharded import (
     placed_like,
     places,
     require_parts,
+    require_unwrapped,
     whole,
 )
 
@@ -64,6 +66,8 @@ __all__ = [
     "process_mean",
     "processes_per_worker",
     "require_parts",
+    "require_unwrapped",
+    "require_workers_of",
     "split_workers",
     "use",
     "wait",

@@ -220,6 +220,16 @@ def processes_per_worker() -> int:
     return world().processes_per_worker
 
 
+def require_workers_of(processes: int) -> None:
+    """Raise ValueError where a state of workers of so many processes meets workers of another number; one is as good as any."""
+    now = processes_per_worker()
+    if processes not in (1, now):
+        raise ValueError(
+            f"a state of workers of {processes} processes, but df.init(processes_per_worker={now}) was said since; make it anew with "
+            f"init(params), restore it from a checkpoint, or say df.init(processes_per_worker={processes}) again."
+        )
+
+
 def split_workers(processes_per_worker: int) -> World:
     """All processes again, of which each so many, by rank, are one worker from now on; collective.
 

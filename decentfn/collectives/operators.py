@@ -142,6 +142,11 @@ def _place(local: int, workers: int, what: str) -> tuple[World, int]:
     """The world, once the workers of the table are known to be the workers that exist."""
     here = world()
     if local * here.size != workers:
+        if (each := here.processes_per_worker) > 1:
+            raise ValueError(
+                f"{what}: the topology has num_workers={workers}, but {here.size * each} processes run, {each} for each worker; make it "
+                f"with df.topology(name, world.num_workers), here {here.size}, or a multiple of that with df.simulate."
+            )
         raise ValueError(
             f"{what}: the topology has num_workers={workers}, but {here.size} process(es) hold {local} worker(s) each. "
             f"Start {workers} processes with torchrun, or df.simulate(step, {max(1, workers // here.size)}) "

@@ -35,9 +35,14 @@ def fresh_board(among: World | None = None) -> PrefixStore:
     return PrefixStore(f"decentfn {gather_objects(uuid4().hex, here)[0]}", here.store)
 
 
-def process_mean(x: Tensor) -> Tensor:
-    """The mean of `x` over all processes, at once; `x` itself in one process. Not for use inside a step."""
-    here = world()
+def process_mean(x: Tensor, among: World | None = None) -> Tensor:
+    """The mean of `x` over all processes, at once; `x` itself in one process. Not for use inside a step.
+
+    Args:
+        x: of the same shape and dtype on all.
+        among: the processes; None: gossip's.
+    """
+    here = among or world()
     if here.size == 1:
         return x
     mean = (x / here.size).contiguous()
@@ -47,9 +52,9 @@ def process_mean(x: Tensor) -> Tensor:
     return mean
 
 
-def process_broadcast(x: Tensor) -> Tensor:
-    """Process 0's `x`, bit for bit, a copy; shapes and dtypes must agree. Not for use inside a step."""
-    here = world()
+def process_broadcast(x: Tensor, among: World | None = None) -> Tensor:
+    """Process 0's `x`, bit for bit, a copy; arguments as of `process_mean`. Not for use inside a step."""
+    here = among or world()
     copy = x.detach().clone(memory_format=torch.contiguous_format)
     if here.size > 1 and copy.numel():
         assert here.group is not None

@@ -27,6 +27,20 @@ def is_sharded(module: nn.Module) -> bool:
     )
 
 
+def require_unwrapped(module: nn.Module) -> None:
+    """Raise ValueError for a module in a wrapper that talks to other processes by itself, or that hides `fully_shard`."""
+    for m in module.modules():
+        name, way_out = type(m).__name__, None
+        if isinstance(m, nn.parallel.DistributedDataParallel):
+            way_out = "averages the gradients of all processes by itself; pass the module that it wraps, its .module"
+        elif name == "FullyShardedDataParallel":
+            way_out = "is FSDP1; call torch.distributed.fsdp.fully_shard(module, mesh=world.mesh['shard']) in its place"
+        elif (inner := getattr(m, "_orig_mod", None)) is not None and is_sharded(inner):
+            way_out = "hides the module that fully_shard was called on; compile that in place, module.compile()"
+        if way_out is not None:
+            raise ValueError(f"df.functional({type(module).__name__}): {name} {way_out}.")
+
+
 def local(x: Tensor) -> Tensor:
     """What this process holds of a parameter, a view; a plain tensor is held whole."""
     return x.to_local() if hasattr(x, "to_local") else x  # pyright: ignore[reportAttributeAccessIssue]

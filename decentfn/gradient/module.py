@@ -254,13 +254,14 @@ def functional(
         module and the buffers that it is given as they are.
 
     Raises:
-        ValueError: both a criterion and `forward`; a lazy module that has not seen a batch; sparse buffers; a module that
-            is sharded over other processes than this worker's.
+        ValueError: both a criterion and `forward`; a lazy module that has not seen a batch; sparse buffers; a module in
+            DistributedDataParallel, or sharded over other processes than this worker's.
     """
     if not isinstance(module, nn.Module):
         raise ValueError(f"functional(module={brief(module)}): expected an nn.Module.")
     if criterion is not None and forward is not None:
         raise ValueError("functional(module, criterion, forward=...): forward returns the loss itself; leave one out.")
+    collectives.require_unwrapped(module)
     is_sharded = collectives.is_sharded(module)
     common, team = collectives.require_parts(module) if is_sharded else (frozenset(), 1)
     lazy = [name for name, x in (*module.named_parameters(), *module.named_buffers()) if is_lazy(x)]

@@ -19,7 +19,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from decentfn import trees
+from decentfn import collectives, trees
 from decentfn.buckets import Buckets, Plan, without_values
 from decentfn.gradient import LossFn, learn, require_batch, require_inputs
 from decentfn.kit.state import Metrics, State
@@ -83,6 +83,7 @@ def checked(
         if not is_state(state):
             _refuse_non_state(state, batch)
         x = state.params
+        collectives.require_workers_of(x.plan.processes)
         _compare_layouts(init, state)
         if laid_out and x.plan not in laid_out:
             found, expected = _difference(x.plan.describe(), laid_out[-1].describe())
@@ -105,6 +106,7 @@ def checked(
                 _require_result(state, result)
                 known[id(state.params.plan)] = state.params.plan
                 return result
+            collectives.require_workers_of(plan.processes)
         return step(state, batch, t)
 
     def look_before_compiling(state: Any, batch: PyTree, t: Any) -> None:

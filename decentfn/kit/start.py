@@ -117,9 +117,10 @@ def _say(plan: Plan, topology: Topology) -> None:
 
 
 def _require_divisible(n: int) -> None:
-    size = collectives.world().size
+    size, each = collectives.world().size, collectives.processes_per_worker()
     if n % size:
+        running = f"{size} processes run" if each == 1 else f"{size * each} processes run, {each} for each worker"
         raise ValueError(
-            f"init: the topology has num_workers={n}, but {size} processes run; use num_workers={size}, or a multiple of it "
+            f"init: the topology has num_workers={n}, but {running}; use world.num_workers={size}, or a multiple of it "
             "with df.simulate."
         )

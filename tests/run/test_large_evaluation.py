@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import decentfn as df
 from tests.ranks import Ranks
-from tests.run.inside import ALL_KINDS, Network, batch, sharded, workers
+from tests.run.inside import ALL_KINDS, Network, batch, workers
 
 MSE = nn.functional.mse_loss
 
@@ -21,13 +23,17 @@ def four(ranks):
     return ranks(4).run
 
 
-def started(world):
-    module = sharded(world, Network())
+def started(world, kind="sharded"):
+    module = ALL_KINDS[kind].place(world, Network())
     params, buffers, loss_fn = df.functional(module, MSE)
     algorithm = df.adapt_while_communicate(
         df.autograd(loss_fn), df.sgd(0.1, momentum=0.9), df.topology("one-peer-exp", world.num_workers)
     )
     return module, loss_fn, algorithm, algorithm.init(params, buffers)
+
+
+def local(p):
+    return p.to_local() if isinstance(p, DTensor) else p.detach()
 
 
 def data(rank):
@@ -104,17 +110,18 @@ def test_a_process_that_fails_in_an_evaluation_keeps_nobody_waiting(four):
         assert all(seconds < 5 for _, seconds in said.values())
 
 
-def loads():
+def loads(kind):
     """Worker i gets i + 1 times the numbers of the first network, from its process 0 alone."""
     with workers() as world:
-        module, _, algorithm, state = started(world)
+        module, _, algorithm, state = started(world, kind)
         state, _ = algorithm.step(state, batch(world.worker, world.process, 0), 0)
-        before = [p.to_local().clone() for p in module.parameters()]
+        before = [local(p).clone() for p in module.parameters()]
         given = {name: (world.worker + 1) * x for name, x in Network().state_dict().items()}
-        new = df.load_state_dict(module, state, {} if world.process else given)
+        unused = {} if kind == "sharded" else {name: x + 5 for name, x in given.items()}
+        new = df.load_state_dict(module, state, unused if world.process else given)
         for name, x in df.state_dict(module, new).items():
             assert torch.equal(x, given[name]), name
-        assert all(map(torch.equal, before, (p.to_local() for p in module.parameters())))
+        assert all(map(torch.equal, before, map(local, module.parameters())))
         algorithm.step(new, batch(0, 0, 1), 1)
         wrong = given | {"first.bias": torch.zeros(6), "second.bias": torch.zeros(5)}
         wrong.pop("last.bias")
@@ -123,11 +130,30 @@ def loads():
         return str(caught.value)
 
 
-def test_a_whole_state_dict_is_cut_into_shards(four):
-    told = four(loads)
+@pytest.mark.parametrize("kind", ["sharded", "replicated"])
+def test_the_state_dict_of_process_0_is_loaded_on_all(four, kind):
+    told = four(loads, kind)
     assert len(set(told)) == 1
-    for words in ("['last.bias']", "['second.bias']", "first.bias is [6] there and [5] in the module"):
-        assert words in told[0]
+    assert re.search(r"Missing key.*last\.bias", told[0], re.S) and re.search(
+        r"Unexpected key.*second\.bias", told[0], re.S
+    )
+    assert re.search(r"first\.bias.*\[6\].*\[5\]", told[0])
+
+
+def averages_buffers(kind):
+    """A running statistic that differs on every process, and a frozen parameter that differs between workers."""
+    with workers() as world:
+        module, _, _, state = started(world, kind)
+        own = df.buffers(state)
+        buffers = {"seen": torch.tensor(float(world.rank)), "fixed": own["fixed"] + 2 * world.worker}
+        mean = df.consensus_buffers(state._replace(local=state.local._replace(buffers=buffers)))
+        torch.testing.assert_close(mean["fixed"], own["fixed"] + 1)
+        return float(mean["seen"])
+
+
+@pytest.mark.parametrize("kind", ["sharded", "replicated"])
+def test_the_mean_of_buffers_is_over_all_processes(four, kind):
+    assert four(averages_buffers, kind) == [1.5] * 4
 
 
 # -- a team that runs on one batch ----------------------------------------------------------------------------------------

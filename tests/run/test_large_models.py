@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel, parallelize_module
 
 import decentfn as df
@@ -579,6 +579,7 @@ def mistakes():
     with workers(SHARDS) as world:
         make = df.adapt_while_communicate
         params, buffers, loss_fn = df.functional(Network(), loss)
+        plain, plain_loss = (params, buffers), loss_fn
         own = {name: leaf + world.process for name, leaf in params.items()}
         note("start", make(loss_fn, optimizer(), ring).init, own, buffers)
         whole = make(df.accumulate(loss_fn), df.transforms.by_leaf(df.transforms.identity()), ring)
@@ -622,6 +623,18 @@ def mistakes():
         note("weights of plain", df.state_dict, module, replicated)
         note("load", df.load_state_dict, Network(), state, {})
         note("resize", df.resize, df.stack(state, 1), algorithm)
+        note("DDP", df.functional, nn.parallel.DistributedDataParallel(Network(), process_group=world.inside), loss)
+        note("compiled", df.functional, torch.compile(module), loss)
+        note(
+            "FSDP1",
+            df.functional,
+            FullyShardedDataParallel(nn.Linear(4, 4), world.inside, device_id=world.device),
+            loss,
+        )
+        every = make(df.autograd(plain_loss), optimizer(), df.topology("one-peer-exp", world.size))
+        for name, step in {"size": every.step, "size compiled": df.compile(every.step, backend="eager")}.items():
+            note(name, step, every.init(*plain), batch(0, 0, 0), 0)
+        note("three", make(plain_loss, optimizer(), df.topology("complete", 3)).init, *plain)
 
         rate = 0.1 if world.process else 0.2
         note("rate", make(sharded_loss, df.sgd(rate), ring).init, params, buffers)
@@ -631,6 +644,13 @@ def mistakes():
     for name, function in {"params": df.params, "mean": df.consensus_mean, "distance": df.consensus_distance}.items():
         note(name, function, state)
     note("built", algorithm.init, params, buffers)
+    whole_loss = make(plain_loss, optimizer(), df.topology("complete", 4))
+    for name, step in {
+        "before": algorithm.step,
+        "others": whole_loss.step,
+        "others compiled": df.compile(whole_loss.step),
+    }.items():
+        note(name, step, state if name == "before" else replicated, batch(0, 0, 0), 0)
     return said
 
 
@@ -656,13 +676,20 @@ def test_what_is_not_there_is_said_on_every_rank(four):
         "weights of plain": "the state is of a plain module, and this FSDPNetwork is sharded",
         "load": "the state is of a sharded module, and this Network is plain",
         **dict.fromkeys(
-            ("params", "mean", "distance"), "a state of workers of 2 processes, but df.init(processes_per_worker=1)"
+            ("params", "mean", "distance", "before", "others", "others compiled"),
+            "a state of workers of 2 processes, but df.init(processes_per_worker=1)",
         ),
         "built": "was built for workers of 2 processes, and now they are of 1",
         "resize": "4 processes hold a part",
         "rate": "ranks disagree",
         "shapes": "Rank 0 (process 0 of worker 0) has",
         "one": "the module is sharded, but a worker is one process",
+        "DDP": "pass the module that it wraps",
+        "compiled": "compile that in place, module.compile()",
+        "FSDP1": "is FSDP1; call torch.distributed.fsdp.fully_shard",
+        "size": "num_workers=4, but 4 processes run, 2 for each worker; make it with df.topology(name, world.num_workers), here 2",
+        "size compiled": "num_workers=4, but 4 processes run, 2 for each worker; make it with df.topology(name, world.num_workers)",
+        "three": "num_workers=3, but 4 processes run, 2 for each worker; use world.num_workers=2",
     }.items():
         assert all(words in said[name] for said in per_rank), (name, per_rank)
 
