@@ -10,7 +10,7 @@ from torch import Tensor
 from decentfn.buckets import BucketPlan, Buckets, Plan, elements
 from decentfn.torch_private.storages import joined
 
-_LARGE = 2**17
+_LARGE = 2**19
 """Bytes of a leaf whose gradient is copied as soon as it is there; for smaller ones the call takes longer than the copy."""
 
 

@@ -10,7 +10,7 @@ import decentfn as df
 from decentfn.buckets import flatten
 from decentfn.gradient.evaluation import evaluate
 
-WIDTH = 192  # a weight of 147 kB is large enough
+WIDTH = 384  # a weight of 590 kB is large enough
 
 
 class Chain(nn.Module):
