@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ def _sum_inside(x: Tensor, processes: int, after: Tensor | None) -> Tensor:
 
 
 def _gather_inside(x: Tensor, rows: Sequence[int], widths: Sequence[int], after: Tensor | None) -> Tensor:
-    here, group = world(), cast(Any, world().inside)
+    here, group = world(), _group()
     sizes = _sizes(rows, widths, here.processes_per_worker)
     longest = max(map(sum, sizes))
     parts = x.new_empty((len(sizes), *x.shape[:-1], longest))
@@ -43,7 +43,7 @@ def _gather_inside(x: Tensor, rows: Sequence[int], widths: Sequence[int], after:
 
 
 def _scatter_inside(x: Tensor, rows: Sequence[int], widths: Sequence[int], numel: int, after: Tensor | None) -> Tensor:
-    here, group = world(), cast(Any, world().inside)
+    here, group = world(), _group()
     sizes = _sizes(rows, widths, here.processes_per_worker)
     longest = max(map(sum, sizes))
     parts = x.new_zeros((len(sizes), *x.shape[:-1], longest))
@@ -57,6 +57,17 @@ def _scatter_inside(x: Tensor, rows: Sequence[int], widths: Sequence[int], numel
         with naming(here, "averaging a worker's gradients"):
             group._reduce_scatter_base(mean.view(-1), parts.view(-1)).wait()
     return mean if numel == longest else mean[..., :numel].clone(memory_format=torch.contiguous_format)
+
+
+def _group() -> Any:
+    """The processes of this worker, of which the state that a step was given has several."""
+    group = world().inside
+    if group is None:
+        raise ValueError(
+            "a state of workers of several processes, but a worker is one process now; say df.init(processes_per_worker=...) as when "
+            "the state was made."
+        )
+    return group
 
 
 def _sizes(rows: Sequence[int], widths: Sequence[int], processes: int) -> list[list[int]]:

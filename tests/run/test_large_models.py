@@ -585,6 +585,10 @@ def mistakes():
         whole = make(df.accumulate(loss_fn), df.transforms.by_leaf(df.transforms.identity()), ring)
         note("whole", whole.init, params, buffers)
         replicated = make(loss_fn, optimizer(), ring).init(params, buffers)
+        compiled = df.compile(
+            df.all_reduce(df.autograd(loss_fn), optimizer(), ring).step, backend="eager", donate=False
+        )
+        compiled(replicated, batch(0, 0, 0), 0)
 
         inside = KINDS["tensor"]
         params, buffers, loss_fn = df.functional(inside.place(world, inside.network()), loss)
@@ -651,6 +655,7 @@ def mistakes():
         "others compiled": df.compile(whole_loss.step),
     }.items():
         note(name, step, state if name == "before" else replicated, batch(0, 0, 0), 0)
+    note("compiled before", compiled, replicated, batch(0, 0, 0), 0)
     return said
 
 
@@ -684,6 +689,7 @@ def test_what_is_not_there_is_said_on_every_rank(four):
         "rate": "ranks disagree",
         "shapes": "Rank 0 (process 0 of worker 0) has",
         "one": "the module is sharded, but a worker is one process",
+        "compiled before": "a worker is one process now",
         "DDP": "pass the module that it wraps",
         "compiled": "compile that in place, module.compile()",
         "FSDP1": "is FSDP1; call torch.distributed.fsdp.fully_shard",
