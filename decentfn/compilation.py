@@ -24,7 +24,7 @@ from decentfn.torch_private import inductor
 from decentfn.torch_private.autograd import allow_saved_tensors_hooks
 from decentfn.torch_private.dynamo import first_error, not_compiled, not_loaded, too_many_graphs
 from decentfn.trees import PyTree
-from decentfn.words import brief, brief_error
+from decentfn.words import brief, brief_error, is_ours
 
 _GRAPHS = 32
 """A step is compiled at most so often: for batches of other structures, dtypes and kinds of shapes."""
@@ -112,7 +112,7 @@ def compile(
             ) from error
         except not_compiled() as error:
             allow_saved_tensors_hooks()
-            if _is_own(said := first_error(error)):
+            if is_ours(said := first_error(error)):
                 raise said from None
             if (unloaded := not_loaded(error)) is not None:
                 raise RuntimeError(
@@ -134,18 +134,6 @@ def compile(
         return result
 
     return marked(compiled, made_by="compile")
-
-
-def _is_own(error: BaseException) -> bool:
-    """Whether this library has raised it, with a sentence that needs no other around it."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return (
-        isinstance(error, ValueError)
-        and trace is not None
-        and trace.tb_frame.f_globals["__name__"].startswith("decentfn.")
-    )
 
 
 class _Progress:

@@ -92,8 +92,8 @@ def consensus_buffers(state: Any) -> PyTree:
     Buffers that are equal on all workers (frozen parameters) come back bit for bit. Where a worker is several processes the mean is
     over all of them, and of a frozen parameter that is cut, over those that hold the same shard.
     """
-    stacked, plan = is_stacked(state), _buckets(state).plan
-    shards = {name for name, _ in plan.places} if plan.whole is None else ()
+    stacked, plan = is_stacked(state), state.params.plan
+    shards = {name for name, _ in plan.places} if plan.is_cut else ()
 
     def mean(name: str, b: Tensor) -> Tensor:
         among = collectives.world() if name in shards else collectives.everyone()

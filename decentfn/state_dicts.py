@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -93,8 +94,10 @@ def load_state_dict(module: nn.Module, state: State, state_dict: Mapping[str, An
     tensors = _by_name(x, b)
     if collectives.is_sharded(module):
         tensors |= _shards(module, state_dict)
+    elif state.params.plan.whole is not None:
+        tensors = _from_process_0(module, tensors, state_dict)
     else:
-        _load(module, tensors, state_dict, is_shared=state.params.plan.whole is not None)
+        _load(module, tensors, state_dict)
     new = with_params(state, {name: tensors[name] for name in x})
     if b is None:
         return new
@@ -103,38 +106,34 @@ def load_state_dict(module: nn.Module, state: State, state_dict: Mapping[str, An
     return new._replace(local=new.local._replace(buffers=loaded))
 
 
-def _load(module: nn.Module, tensors: dict[str, Tensor], state_dict: Mapping[str, Any], is_shared: bool) -> None:
-    """Write the state dict over these tensors of a plain module; shared by a worker's processes, that of its process 0: collective."""
-    has_it = not is_shared or collectives.everyone().process == 0
-
-    def load() -> None:
-        if has_it:
-            with torch.no_grad(), weights(module, tensors):
-                module.load_state_dict(state_dict, strict=True)
-
-    if not is_shared:
-        return load()
-    told, own = collectives.attempt("load_state_dict(module, state, state_dict)", load)
-    _require_loaded([its.get("error") for its in told], own)
-    received = collectives.cut((x, x if has_it else None) for x in tensors.values())
-    tensors.update(zip(tensors, received, strict=True))
+def _load(module: nn.Module, tensors: dict[str, Tensor], state_dict: Mapping[str, Any]) -> None:
+    """Write the state dict over these tensors of a plain module."""
+    with torch.no_grad(), weights(module, tensors):
+        module.load_state_dict(state_dict, strict=True)
 
 
-def _require_loaded(told: Iterable[str | None], own: Exception | None = None) -> None:
-    """Raise on every process what one of them has told."""
-    for what in told:
-        if what:
-            raise RuntimeError(what) from own
+def _from_process_0(module: nn.Module, tensors: dict[str, Tensor], state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
+    """These tensors of a plain module with the state dict that process 0 of this worker has; collective."""
+    has_it = _on_process_0(_load, module, tensors, state_dict)
+    return dict(zip(tensors, collectives.cut((x, x if has_it else None) for x in tensors.values()), strict=True))
+
+
+def _on_process_0(function: Callable[..., None], *arguments: Any) -> bool:
+    """Call the function on process 0 of each worker, and raise on all what it raises on one; whether this is such. Collective."""
+    is_first = collectives.everyone().process == 0
+    called = partial(function, *arguments) if is_first else lambda: None
+    told, own = collectives.attempt("load_state_dict(module, state, state_dict)", called)
+    for its in told:
+        if "error" in its:
+            raise RuntimeError(its["error"]) from own
+    return is_first
 
 
 def _shards(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
     """What this process holds of the state dict that process 0 of its worker has, by the module's own names; collective."""
     collectives.own_shards(module)
     own = module.state_dict(keep_vars=True)
-    has_it = collectives.everyone().process == 0
-    problems = _misfits(own, state_dict) if has_it else []
-    said = f"Error(s) in loading state_dict for {type(module).__name__}: {'; '.join(problems)}." * bool(problems)
-    _require_loaded(collectives.gather_objects(said, collectives.everyone()))
+    has_it = _on_process_0(_require_fit, module, own, state_dict)
     wanted = {name: x for name, x in own.items() if isinstance(x, torch.Tensor)}
     parts = collectives.cut((x, state_dict[name] if has_it else None) for name, x in wanted.items())
     by_tensor = {
@@ -144,16 +143,18 @@ def _shards(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Tenso
     return {name: by_tensor[id(x)] for name, x in named if id(x) in by_tensor}
 
 
-def _misfits(own: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
-    """Why `load_state_dict` would refuse `given`, in lines."""
+def _require_fit(module: nn.Module, own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Raise where `load_state_dict` would refuse `given`, in one line."""
     found = [f"Missing key(s): {sorted(own.keys() - given.keys())}"] if own.keys() - given.keys() else []
     found += [f"Unexpected key(s): {sorted(given.keys() - own.keys())}"] if given.keys() - own.keys() else []
     pairs = [(name, own[name], given[name]) for name in own if name in given and isinstance(own[name], torch.Tensor)]
-    return found + [
+    found += [
         f"{name} is {list(x.shape) if isinstance(x, torch.Tensor) else brief(x)} there and {list(mine.shape)} in the module"
         for name, mine, x in pairs
         if not isinstance(x, torch.Tensor) or x.shape != mine.shape
     ]
+    if found:
+        raise RuntimeError(f"Error(s) in loading state_dict for {type(module).__name__}: {'; '.join(found)}.")
 
 
 def _by_name(params: Any, buffers: Any) -> dict[str, Tensor]:

@@ -1,7 +1,11 @@
-"""How values are shown in errors."""
+"""How values are shown in errors, and which errors are this library's own."""
 
 from __future__ import annotations
 
+import traceback
+from pathlib import Path
+
+_LIBRARY = Path(__file__).parent
 _LONGEST, _LONGEST_ERROR = 60, 300
 
 
@@ -20,6 +24,12 @@ def root(error: BaseException) -> BaseException:
     while error.__cause__ is not None:
         error = error.__cause__
     return error
+
+
+def is_ours(error: BaseException) -> bool:
+    """Whether this library raised it, in a sentence."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return isinstance(error, ValueError) and bool(frames) and Path(frames[-1].filename).is_relative_to(_LIBRARY)
 
 
 def brief_error(error: BaseException) -> str:

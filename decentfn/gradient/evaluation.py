@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import traceback
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -21,9 +19,7 @@ from decentfn.stacking import in_chunks
 from decentfn.torch_private import functorch
 from decentfn.torch_private.profiler import is_profiled, nothing, span
 from decentfn.trees import PyTree
-from decentfn.words import brief_error
-
-_LIBRARY = Path(__file__).parent.parent
+from decentfn.words import brief_error, is_ours
 
 
 def require_inputs(call: str, loss_fn: LossFn, params: PyTree, buffers: PyTree) -> None:
@@ -112,15 +108,9 @@ def _evaluate(
         with span("gradient") if is_profiled() else nothing:
             return in_chunks(traced, params, buffers, batch, scale)
     except Exception as error:
-        if _is_ours(error):
+        if is_ours(error):
             raise
         raise RuntimeError(_not_traced(error, functorch.is_batched(params[0]))) from error
-
-
-def _is_ours(error: Exception) -> bool:
-    """Whether this library raised it, in a sentence."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return isinstance(error, ValueError) and bool(frames) and Path(frames[-1].filename).is_relative_to(_LIBRARY)
 
 
 def _not_traced(error: Exception, simulated: bool) -> str:
