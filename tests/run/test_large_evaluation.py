@@ -120,6 +120,8 @@ def loads(kind):
         algorithm.step(new, batch(0, 0, 1), 1)
         wrong = given | {"first.bias": torch.zeros(6), "second.bias": torch.zeros(5)}
         wrong.pop("last.bias")
+        with pytest.raises(RuntimeError, match="None"):
+            df.load_state_dict(module, state, None if world.rank == 2 else given)
         with pytest.raises(RuntimeError) as caught:
             df.load_state_dict(module, state, wrong if world.rank == 2 else given)
         return str(caught.value)
