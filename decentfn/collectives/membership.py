@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import Store
 
+from decentfn.collectives.forks import wait_for_gloo_before_forks
 from decentfn.collectives.steps import TAGS, Steps
 from decentfn.torch_private import storages
 from decentfn.torch_private.dynamo import constant_while_traced
@@ -268,6 +269,7 @@ def adopt_default_group(timeout: timedelta | None = None, device: torch.device =
     Groups made later wait as long as `timeout`.
     """
     if dist.is_initialized():
+        wait_for_gloo_before_forks()
         world = World(dist.group.WORLD, dist.get_rank(), dist.get_world_size(), timeout, device)
     else:
         world = World(None, 0, 1, timeout, device)

@@ -1,0 +1,54 @@
+"""Forks beside gloo's threads, as a DataLoader's workers are made, on a Python that can hang there."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+_CAN_HANG = sys.version_info < (3, 10, 15) or (3, 11) <= sys.version_info < (3, 11, 8)
+
+_GLOO = "pt_gloo_runloop"
+"""PyTorch's name of the threads that run a gloo group's collectives."""
+
+_PAUSE_S = 0.001
+_PATIENCE_S = 1.0
+
+
+@cache
+def wait_for_gloo_before_forks() -> None:
+    """From now on, a fork waits until gloo's threads rest, where Python needs it (Linux, before 3.11.8 or 3.10.15).
+
+    There the child hangs if, at that moment, another thread makes its Python thread state
+    (https://github.com/python/cpython/issues/112275). gloo's threads do, to let go of the tensors of a collective
+    that has ended; a DataLoader is often started right after one, and without this a start in a hundred hung.
+    """
+    if _CAN_HANG and sys.platform == "linux":
+        os.register_at_fork(before=_wait_for_gloo)
+
+
+def _wait_for_gloo() -> None:
+    """Until no thread of gloo has run during a pause: it would have, had it waited for the GIL, which is free there."""
+    end = time.monotonic() + _PATIENCE_S
+    before = None
+    while (now := _gloo_threads()) and (now != before or not _rest(now)) and time.monotonic() < end:
+        before = now
+        time.sleep(_PAUSE_S)
+
+
+def _rest(threads: list[tuple[str, ...]]) -> bool:
+    return all(state.startswith("State:\tS") for state, *_ in threads)
+
+
+def _gloo_threads() -> list[tuple[str, ...]]:
+    """Of each: its state, and how often it was put to sleep or off the core."""
+    threads = []
+    for status in Path("/proc/self/task").glob("*/status"):
+        with suppress(OSError):  # the thread has ended
+            name, *lines = status.read_text().splitlines()
+            if name.endswith(_GLOO):
+                threads.append(tuple(line for line in lines if line.startswith("State") or "ctxt_switches" in line))
+    return threads
