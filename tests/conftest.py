@@ -27,10 +27,12 @@ def pytest_collection_finish():
 
 @pytest.fixture(scope="session")
 def ranks():
-    """`ranks(n)`: n gloo processes, started once and kept for the session."""
+    """`ranks(n)`: n gloo processes, kept for the session, or until a test has failed on them."""
     started: dict[int, Ranks] = {}
 
     def of_size(n: int) -> Ranks:
+        if n in started and not started[n].is_intact:
+            started.pop(n).close()
         if n not in started:
             started[n] = Ranks(n)
         return started[n]

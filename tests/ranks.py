@@ -15,13 +15,20 @@ import torch
 import torch.distributed as dist
 
 TIMEOUT = timedelta(seconds=120)
+AT_ONCE = TIMEOUT.total_seconds() / 2
+"""Seconds: whoever hears sooner has not waited for the timeout, however slow the machine."""
 
 
 class Ranks:
     """`n` processes with a gloo group; `run(function, *args)` calls a module-level function on every rank at once.
 
     In between they are stopped: the threads of each gloo group wake a hundred times a second, half a core for ten processes.
+
+    Attributes:
+        is_intact: all have answered and none has failed; else they may no longer be at the same collective.
     """
+
+    is_intact = True
 
     def __init__(self, n: int) -> None:
         with socket.socket() as probe:
@@ -37,6 +44,7 @@ class Ranks:
             self.processes.append(process)
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        self.is_intact = False
         self._signal(signal.SIGCONT)
         for pipe in self.pipes:
             pipe.send((function, args))
@@ -49,14 +57,17 @@ class Ranks:
         errors = [f"rank {rank}: {answer[1]}" for rank, answer in enumerate(answers) if answer[0] == "error"]
         if errors:
             raise RuntimeError("\n".join(errors))
+        self.is_intact = True
         return [answer[1] for answer in answers]
 
     def close(self) -> None:
         self._signal(signal.SIGCONT)
-        for pipe in self.pipes:
-            pipe.send(None)
+        if self.is_intact:
+            for pipe in self.pipes:
+                pipe.send(None)
+            for process in self.processes:
+                process.join(10)
         for process in self.processes:
-            process.join(10)
             process.kill()
 
     def _signal(self, number: signal.Signals) -> None:

@@ -9,6 +9,7 @@ import torch
 
 import decentfn as df
 from tests import cases
+from tests.ranks import AT_ONCE
 
 
 def ring(n=4):
@@ -173,4 +174,4 @@ def test_one_rank_of_four_that_differs_is_named_with_the_field_and_both_values(r
             print(
                 f"culprit {culprit}, rank {rank}: median {seconds[len(seconds) // 2]:.3f} s, longest {seconds[-1]:.3f} s"
             )
-            assert seconds[len(seconds) // 2] < 1, seconds
+            assert seconds[-1] < AT_ONCE, seconds

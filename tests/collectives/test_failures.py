@@ -18,7 +18,7 @@ from decentfn import compressors, trees
 from decentfn.collectives import world
 from decentfn.testing import on_ranks
 from decentfn.testing.ranks import alone_as_rank_of
-from tests.ranks import Ranks
+from tests.ranks import AT_ONCE, Ranks
 
 BROKEN = "Connection closed by peer [10.0.0.1]:1"
 AT = 2
@@ -274,7 +274,7 @@ def test_a_killed_process_is_named_by_all_others():
         assert kind == "ok", answer
         names, took, is_torn = answer
         assert names == ("PeerLost", rank, 0, 2, 1), answer
-        assert took < 10 and not is_torn
+        assert took < AT_ONCE and not is_torn
     for process in processes.processes:
         process.kill()
 

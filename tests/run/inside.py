@@ -35,10 +35,8 @@ ALGORITHMS = {
 
 @contextmanager
 def workers(size=2):
-    try:
-        yield df.init(processes_per_worker=size)
-    finally:
-        df.init(processes_per_worker=1)
+    yield df.init(processes_per_worker=size)
+    df.init(processes_per_worker=1)
 
 
 class Network(nn.Module):
