@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from decentfn.run.memory import give_back_freed_memory
 from decentfn.scalars import as_step
 from decentfn.torch_private import inductor
 from decentfn.torch_private.autograd import allow_saved_tensors_hooks
-from decentfn.torch_private.dynamo import first_error, not_compiled, not_loaded, too_many_graphs
+from decentfn.torch_private.dynamo import directly, first_error, not_compiled, not_loaded, too_many_graphs
 from decentfn.trees import PyTree
 from decentfn.words import brief, brief_error, is_ours
 
@@ -88,7 +89,8 @@ def compile(
             check(step, state, batch, t)
             if donate:
                 require_distinct("compile", state)
-            run = torch.compile(_on_leaves(step, trees.enumerate_leaves(state), donate), **kwargs)
+            on_leaves = _on_leaves(step, trees.enumerate_leaves(state), donate)
+            run = directly(on_leaves, torch.compile(on_leaves, **kwargs))
             give_back_freed_memory()
             progress.begin()
         # Torch.compile drops what is written over a 0-d float64 input, so such a leaf goes in as [its view of shape [1]].
@@ -169,7 +171,7 @@ def _worth_guarding(guards: Sequence[Any]) -> list[bool]:
     return [guard.name == "" or kept.match(guard.name) is not None for guard in guards]
 
 
-def _on_leaves(step: Step, template: PyTree, donate: bool) -> Callable[..., Any]:
+def _on_leaves(step: Step, template: PyTree, donate: bool) -> FunctionType:
     """The step as a function of the state's leaves, so that what is guarded at each call is a list of tensors."""
 
     def pure(given: list[Any], batch: PyTree, t: Tensor) -> tuple[Any, Any]:

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -122,28 +121,37 @@ _base = _Base()
 """`.seed`: torch's seed outside of `torch_draws`, or None."""
 
 
-@contextmanager
-def torch_draws(t: int | Tensor, worker: int, part: int = 0) -> Iterator[None]:
+class torch_draws:
     """Within, PyTorch's default generators draw by (torch's seed, t, worker, part); afterwards they are as they were before.
 
     So where every rank has said `torch.manual_seed(0)`, ranks and steps draw differently, and the same in every run.
     One within another draws by the seed that was torch's outside both.
     """
-    generators = [torch.default_generator]
-    if torch.cuda.is_initialized():
-        generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
-    outer = _base.seed
-    _base.seed = torch.initial_seed() if outer is None else outer
-    seed = _mixed(_base.seed, int(t), worker, part, 1)  # 1: never what `worker_seed` gives
-    before = list(map(torch.Generator.get_state, generators))
-    for generator in generators:
-        generator.manual_seed(seed)
-    try:
-        yield
-    finally:
-        _base.seed = outer
-        for generator, state in zip(generators, before, strict=True):
+
+    __slots__ = ("_before", "_key", "_outer")
+
+    def __init__(self, t: int | Tensor, worker: int, part: int = 0) -> None:
+        self._key = int(t), worker, part, 1  # 1: never what `worker_seed` gives
+
+    def __enter__(self) -> None:
+        self._outer = _base.seed
+        _base.seed = torch.default_generator.initial_seed() if self._outer is None else self._outer
+        seed = _mixed(_base.seed, *self._key)
+        self._before = []
+        for generator in _generators():
+            self._before.append((generator, generator.get_state()))
+            generator.manual_seed(seed)
+
+    def __exit__(self, *error: object) -> None:
+        _base.seed = self._outer
+        for generator, state in self._before:
             generator.set_state(state)
+
+
+def _generators() -> tuple[torch.Generator, ...]:
+    if torch.cuda.is_initialized():
+        return torch.default_generator, torch.cuda.default_generators[torch.cuda.current_device()]
+    return (torch.default_generator,)
 
 
 def _mixed(*numbers: int) -> int:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -22,8 +20,7 @@ _abandoned: list[Any] = []
 """What may still be written to."""
 
 
-@contextmanager
-def whole_step(t: int | Tensor, *, donated: bool = False) -> Iterator[None]:
+class whole_step:
     """A step at `t`. Where a message was lost, raises when the step is done; where the step raises, its messages are waited for.
 
     In both cases the next step is refused: the other ranks have taken this one, or wait for its messages; what this rank
@@ -33,28 +30,33 @@ def whole_step(t: int | Tensor, *, donated: bool = False) -> Iterator[None]:
         t: the step.
         donated: whether it writes over the state that it is given.
     """
-    here = world()
-    range_of_step = span("step", int(t)) if is_profiled() else nothing
-    if here.size == 1:
-        with range_of_step:
-            yield
-        return
-    steps = here.steps
-    steps.enter(int(t))
-    try:
-        with range_of_step:
-            yield
-    except BaseException as error:
-        if steps.has_posted:
-            _drain(here)
-            steps.cut_short = (int(t), error)
-        raise
-    finally:
+
+    __slots__ = ("_donated", "_here", "_range", "_t")
+
+    def __init__(self, t: int | Tensor, *, donated: bool = False) -> None:
+        self._t, self._donated = int(t), donated
+
+    def __enter__(self) -> None:
+        self._here = world()
+        if self._here.size > 1:
+            self._here.steps.enter(self._t)
+        self._range = span("step", self._t) if is_profiled() else nothing
+        self._range.__enter__()
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self._range.__exit__(kind, error, traceback)
+        here, steps = self._here, self._here.steps
+        if here.size == 1:
+            return
         steps.is_inside = False
-    if steps.lost is not None:
-        error = report(here, steps.lost, int(t) + donated)
-        steps.cut_short = (int(t), error)
-        raise error from steps.lost.error
+        if error is not None:
+            if steps.has_posted:
+                _drain(here)
+                steps.cut_short = (self._t, error)
+        elif steps.lost is not None:
+            named = report(here, steps.lost, self._t + self._donated)
+            steps.cut_short = (self._t, named)
+            raise named from steps.lost.error
 
 
 def cut_short(t: int, error: BaseException) -> None:

@@ -274,6 +274,8 @@ def _require_worker_axis(what: str, in_dims: tuple[int | None, ...]) -> None:
 
 def _worker_index(token: Tensor, local: list[int]) -> Tensor:
     """The worker here, 0-d, or with `local` = [L] the L workers here."""
+    if not local:
+        return torch.full((), world().rank, dtype=torch.int64, device=token.device)
     first, count = world().rank * prod(local), prod(local)
     return torch.arange(first, first + count, device=token.device).view(local)
 

@@ -13,7 +13,7 @@ import decentfn as df
 from decentfn import compile_cache
 from decentfn.buckets import flatten
 from decentfn.compressors import Key
-from decentfn.torch_private import inductor, inductor_on_cpu
+from decentfn.torch_private import dynamo, inductor, inductor_on_cpu
 
 WITHOUT = """
 import sys
@@ -110,3 +110,22 @@ def test_a_loop_is_not_split_by_what_does_not_divide_it():
     (bucket,), (plan,) = x, x.plan.buckets
     _, heard = df.compile(there_and_back, donate=False)(bucket, torch.tensor(1), 3)
     torch.testing.assert_close(heard, there_and_back(bucket, torch.tensor(1), torch.tensor(3))[1])
+
+
+def test_what_is_compiled_is_called_without_its_wrapper_where_the_guards_hold():
+    """Another dtype, or a stance that forbids compiled code, goes through the wrapper; the arguments' values do not matter."""
+    asked = []
+    offset = torch.ones(3)
+
+    def function(x, y):
+        return x + y + offset
+
+    compiled = torch.compile(function, backend="eager", fullgraph=True)
+    run = dynamo.directly(function, lambda *arguments: asked.append(arguments) or compiled(*arguments))
+    wide, narrow = torch.ones(3), torch.ones(3, dtype=torch.float64)
+    for x, count in ((wide, 1), (wide * 2, 1), (narrow, 2), (wide * 3, 2), (narrow * 4, 2)):
+        assert torch.equal(run(x, x), x + x + offset) and len(asked) == count
+    with torch.compiler.set_stance("force_eager"):
+        assert torch.equal(run(wide, wide), wide + wide + offset) and len(asked) == 3
+    with torch.no_grad():
+        assert torch.equal(run(wide, wide), wide + wide + offset) and len(asked) == 4
