@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from decentfn import collectives, trees
 from decentfn.consensus import buffers, consensus_buffers, consensus_mean, is_stacked, params, with_params
 from decentfn.kit.state import State
-from decentfn.torch_private.autograd import weights
+from decentfn.torch_private.modules import weights
 from decentfn.words import brief
 
 

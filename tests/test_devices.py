@@ -5,7 +5,8 @@ import torch
 
 from decentfn import buckets, trees
 from decentfn.gradient import beside
-from decentfn.gradient.backward import Layout, backward
+from decentfn.gradient.backward import backward
+from decentfn.gradient.layout import Layout
 from decentfn.testing import problem
 from tests import contract, devices
 
@@ -22,7 +23,7 @@ def test_a_step_waits_for_nothing_and_copies_a_rounds_numbers(row):
 def test_the_gradient_by_autograd_waits_for_nothing_and_copies_nothing():
     params = trees.map(devices.on_meta, buckets.flatten(problem.params(0)))
     batch = trees.map(devices.on_meta, problem.batch(0, 0))
-    with beside.step(), devices.Copies() as copies:
+    with beside.Step(), devices.Copies() as copies:
         one = backward(
             problem.loss_fn, Layout(params.plan, None, (), is_tried=True), False, 3, 0, None, list(params), [], batch
         )

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any
 from weakref import ReferenceType
 
 import torch
 from torch import Tensor, nn
 
-from decentfn.torch_private.autograd import submodules
+from decentfn.torch_private.modules import Submodules, are_same
 from decentfn.words import brief
 
 At = tuple[int, tuple[int, int]]
@@ -24,8 +25,6 @@ _OF_PYTORCH = frozenset(vars(nn.Module())) - {"training"}
 _CONTAINERS = (list, dict, OrderedDict, set, deque)
 _NODES = (tuple, *_CONTAINERS)
 _MISSING = object()
-_others: set[type] = set()
-"""Types that are no tensors': to ask each attribute what it is takes ten times as long."""
 
 
 class Attributes:
@@ -37,8 +36,9 @@ class Attributes:
     what that one began with, and one of an earlier step, in another run, with the module's own.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    def __init__(self, submodules: Submodules) -> None:
+        self._submodules = submodules
+        self._seen: _Seen | None = None
         self._last: dict[
             int, tuple[tuple[int, int], Changes, Changes]
         ] = {}  # a call, what it began with and what it left
@@ -50,14 +50,13 @@ class Attributes:
         worker, call = at
         last = self._last.get(worker)
         began = [] if last is None or call < last[0] else last[1] if call == last[0] else last[2]
-        before = _look(self._module)
+        seen, versions = self._look()
         clones: Changes = []
         if self._written != set():
             clones = [
-                (m.own, name, x.clone())
-                for m in before
-                for name, x, _ in m.tensors
-                if self._written is None or (id(m.own), name) in self._written
+                (own, name, x.clone())
+                for own, name, x in seen.tensors
+                if self._written is None or (id(own), name) in self._written
             ]
         for own, name, x in (*clones, *began):
             own[name] = x.clone() if (id(own), name) in (self._written or ()) else _copied(x)
@@ -70,7 +69,7 @@ class Attributes:
             left = []
         finally:
             given = set(map(id, weights))
-            changes = _put_back(before, lambda x: _is_kept(x) or _refers_to(x, given))
+            changes = seen.put_back(lambda x: _is_kept(x) or _refers_to(x, given))
             if left is not None:
                 left = [
                     (own, name, _without_graph(x))
@@ -78,96 +77,117 @@ class Attributes:
                     if id(x) not in untouched and not _refers_to(x, given)
                 ]
                 self._last[worker] = (call, began, left)
-        _require_untouched(self._module, before, ())
+        self._require_nothing_else(seen.written(versions))
+
+    @contextmanager
+    def put_back(self) -> Iterator[None]:
+        """No tensor that is made within is left among the module's attributes; one that lives on is refused."""
+        seen, versions = self._look()
+        changes: Changes = []
+        try:
+            yield
+        finally:
+            changes = seen.put_back(_holds_tensors)
+        made = {id(own["_buffers"]) for own in seen.owners if "_buffers" in own}
+        new = [name for own, name, _ in changes if id(own) in made]
+        if new:
+            raise ValueError(
+                f"df.functional({self._name}): a call made the buffers {brief(sorted(new))}, which the state does not have; "
+                "run the module once on a batch before df.functional, or write df.autograd(loss_fn)."
+            )
+        values = {id(own): before for own, before in zip(seen.owners, seen.before, strict=True)}
+        lives_on = [
+            name
+            for own, name, x in changes
+            if isinstance(x, torch.Tensor)
+            and not x.requires_grad
+            and isinstance(values[id(own)].get(name), (torch.Tensor, int, float))
+        ]
+        self._require_nothing_else([*lives_on, *seen.written(versions)])
+
+    def _look(self) -> tuple[_Seen, list[int]]:
+        """What the attributes are now, and the versions of the tensors among them."""
+        modules, seen = self._submodules.look(), self._seen
+        if seen is None or not seen.is_still(modules):
+            self._seen = seen = _Seen(modules)
+        return seen, seen.versions()
+
+    def _require_nothing_else(self, lives_on: list[str]) -> None:
+        """No tensor lives on in the module itself."""
+        if lives_on:
+            raise ValueError(
+                f"df.functional({self._name}): the module keeps tensors from one call to the next as attributes, "
+                f"{brief(sorted({*lives_on}))}; the state would not have them. Make buffers of them, "
+                "self.register_buffer(name, tensor), or let them go on beside the state from the first call on, df.autograd(loss_fn)."
+            )
+
+    @property
+    def _name(self) -> str:
+        return type(self._submodules.module).__name__
 
 
-@contextmanager
-def put_back(module: nn.Module) -> Iterator[None]:
-    """No tensor that is made within is left among the module's attributes; one that lives on is refused."""
-    before = _look(module)
-    changes: Changes = []
-    try:
-        yield
-    finally:
-        changes = _put_back(before, _holds_tensors)
-    made = {id(m.own["_buffers"]) for m in before if "_buffers" in m.own}
-    new = [name for own, name, _ in changes if id(own) in made]
-    if new:
-        raise ValueError(
-            f"df.functional({type(module).__name__}): a call made the buffers {brief(sorted(new))}, which the state does not have; "
-            "run the module once on a batch before df.functional, or write df.autograd(loss_fn)."
+class _Seen:
+    """What a module's attributes are before a call."""
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self._own = list(map(vars, modules))
+        # In a call others than the state's buffers may be made. TorchScript's are fixed, and no dict.
+        buffers = [b for own in self._own if isinstance(b := own.get("_buffers"), dict)]
+        self.owners = self._own + buffers
+        self.before = [dict(own) for own in self.owners]
+        self.containers: list[tuple[dict[str, Any], str, Any, Any]] = []  # with a copy of each
+        self.tensors: list[tuple[dict[str, Any], str, Tensor]] = []
+        self._values = self._values_now()
+        for own in self._own:
+            for name in own.keys() - _OF_PYTORCH:
+                x = own[name]
+                if type(x) in _CONTAINERS:
+                    self.containers.append((own, name, x, _copied(x)))
+                elif isinstance(x, torch.Tensor) and not x.requires_grad and not x.is_inference():
+                    self.tensors.append((own, name, x))
+
+    def is_still(self, modules: list[nn.Module]) -> bool:
+        """Whether all is as it was, so that nothing has to be looked at anew."""
+        return (
+            are_same(list(map(vars, modules)), self._own)
+            and are_same(self._values_now(), self._values)
+            and all([_are_same(x, content) for _, _, x, content in self.containers])
         )
-    values = {id(m.own): m.values for m in before}
-    lives_on = [
-        name
-        for own, name, x in changes
-        if isinstance(x, torch.Tensor)
-        and not x.requires_grad
-        and isinstance(values[id(own)].get(name), (torch.Tensor, int, float))
-    ]
-    _require_untouched(module, before, lives_on)
 
+    def _values_now(self) -> list[Any]:
+        return [*chain.from_iterable(map(dict.values, self.owners))]
 
-class _Submodule(NamedTuple):
-    """Its attributes before a call."""
+    def versions(self) -> list[int]:
+        """Of the tensors: one that is written to has another."""
+        return [x._version for _, _, x in self.tensors]
 
-    own: dict[str, Any]
-    values: dict[str, Any]
-    containers: list[tuple[str, Any, Any]]  # with a copy of each
-    tensors: list[tuple[str, Tensor, int]]  # with the version of each
+    def written(self, versions: list[int]) -> list[str]:
+        """Names of the tensors that had these versions, and have others."""
+        return [name for (_, name, x), v in zip(self.tensors, versions, strict=True) if x._version != v]
 
-
-def _look(module: nn.Module) -> list[_Submodule]:
-    found = []
-    for own in map(vars, submodules(module)):
-        containers, tensors = [], []
-        for name in own.keys() - _OF_PYTORCH:
-            x = own[name]
-            if type(x) in _CONTAINERS:
-                containers.append((name, x, _copied(x)))
-            elif type(x) in _others:
-                continue
-            elif not isinstance(x, torch.Tensor):
-                _others.add(type(x))
-            elif not x.requires_grad and not x.is_inference():
-                tensors.append((name, x, x._version))
-        found.append(_Submodule(own, dict(own), containers, tensors))
-        made = own.get("_buffers")  # in a call, others than the state's
-        if isinstance(made, dict):  # TorchScript's are fixed, and no dict
-            found.append(_Submodule(made, dict(made), [], []))
-    return found
-
-
-def _put_back(before: list[_Submodule], which: Callable[[Any], bool]) -> Changes:
-    """What has changed of those `which`; the module has its own again."""
-    changes: Changes = []
-    for m in before:
-        for name, x, content in m.containers:
+    def put_back(self, which: Callable[[Any], bool]) -> Changes:
+        """What has changed of those `which`; the module has its own again."""
+        changes: Changes = []
+        for own, name, x, content in self.containers:
             if not _are_same(x, content) and which(x):
-                if m.own.get(name) is x:
-                    changes.append((m.own, name, _copied(x)))
+                if own.get(name) is x:
+                    changes.append((own, name, _copied(x)))
                 x.clear()
                 (x.update if hasattr(x, "update") else x.extend)(content)
-        for name in m.own.keys() - _OF_PYTORCH:
-            x, old = m.own[name], m.values.get(name, _MISSING)
-            if x is not old and which(x):
-                changes.append((m.own, name, x))
+        if are_same(self._values_now(), self._values):
+            return changes
+        both = zip(self.owners, self.before, strict=True)
+        others = [
+            (own, name, x, old) for own, b in both for name, x in own.items() if x is not (old := b.get(name, _MISSING))
+        ]
+        for own, name, x, old in others:
+            if name not in _OF_PYTORCH and which(x):
+                changes.append((own, name, x))
                 if old is _MISSING:
-                    del m.own[name]
+                    del own[name]
                 else:
-                    m.own[name] = old
-    return changes
-
-
-def _require_untouched(module: nn.Module, before: list[_Submodule], others: Iterable[str]) -> None:
-    """No tensor of the module's own has been written to."""
-    lives_on = {*others, *(name for m in before for name, x, version in m.tensors if x._version != version)}
-    if lives_on:
-        raise ValueError(
-            f"df.functional({type(module).__name__}): the module keeps tensors from one call to the next as attributes, "
-            f"{brief(sorted(lives_on))}; the state would not have them. Make buffers of them, "
-            "self.register_buffer(name, tensor), or let them go on beside the state from the first call on, df.autograd(loss_fn)."
-        )
+                    own[name] = old
+        return changes
 
 
 def _copied(x: Any) -> Any:
@@ -215,10 +235,8 @@ def _values(x: Any) -> list[Any]:
     """What stands in a container, at any depth."""
     if not isinstance(x, _NODES):
         return [x]
-    found = []
-    for v in x.values() if isinstance(x, dict) else x:
-        found += _values(v) if isinstance(v, _NODES) else [v]
-    return found
+    inside = [*x.values()] if isinstance(x, dict) else [*x]
+    return [w for v in inside for w in _values(v)] if any([isinstance(v, _NODES) for v in inside]) else inside
 
 
 def _refers_to(x: Any, tensors: set[int]) -> bool:

@@ -5,25 +5,25 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from decentfn import collectives, draws, trees
-from decentfn.buckets import Buckets, Plan, wide
+from decentfn.buckets import Buckets, wide
 from decentfn.fingerprint import compare
 from decentfn.gradient.accumulated import micro_batch_count, micro_batches
 from decentfn.gradient.attributes import At
 from decentfn.gradient.beside import around
 from decentfn.gradient.joining import Joining, in_buckets
+from decentfn.gradient.layout import Layout
 from decentfn.gradient.loss import LossFn, call, scalar
 from decentfn.gradient.others import no_other_weights, no_own_weights
 from decentfn.gradient.traced import unscaled
 from decentfn.replicas import digest
-from decentfn.torch_private import autograd as torch_autograd
 from decentfn.torch_private import functorch
+from decentfn.torch_private.autograd import Enabled
 from decentfn.trees import PyTree
 
 WROTE = (
@@ -33,20 +33,6 @@ WROTE = (
 
 
 _version = operator.attrgetter("_version")
-
-
-@dataclass
-class Layout:
-    """What the operator gives to the loss, apart from values."""
-
-    plan: Plan
-    buffers: PyTree  # template
-    changing: tuple[int, ...]
-    """Which of the buffers' leaves the loss changes: all but the frozen ones, and those it writes over."""
-    writes: bool = False
-    """Whether the loss writes over its parameters."""
-    is_tried: bool = False
-    """Whether the loss has been seen to leave the rest alone."""
 
 
 class Learnt(RuntimeError):
@@ -96,24 +82,21 @@ def backward(
     trial = not form.is_tried  # what is written through `.data` shows in the values alone
     if trial and team > 1:
         _require_one_batch(batch, team)
-    flat = [b.detach().clone() if trial or form.writes else b.detach() for b in params]
+    flat = [b.detach().clone() for b in params] if trial or form.writes else params
     kept = [b.clone() if trial or i in changing else b for i, b in enumerate(buffers)]
-    in_place = all(wide(b.dtype) == b.dtype for b in flat)  # else sums of gradients would lose what they add
+    in_place = all([wide(b.dtype) == b.dtype for b in flat])  # else sums of gradients would lose what they add
     sums: list[Tensor] = []
     losses, auxes = [], []
-    with torch_autograd.unseen():
-        leaves = Buckets(flat, plan).leaves()
-    for leaf in leaves:
-        leaf.requires_grad_()
-    joining = Joining(plan, leaves)
+    leaves = form.leaves(flat)
+    joining = Joining(form, leaves)
     constant = [i for i in range(len(kept)) if i not in changing]
     watched = [*leaves, *(kept[i] for i in constant)]
     marks = _marks(watched)
-    with torch_autograd.enabled(around()):
+    with Enabled(around()):
         micros = _rows(micro_batches(batch)) if many else [batch]
         for index, data in enumerate(micros):
             with draws.torch_draws(t, worker * here.processes_per_worker + here.process // team * team, index):
-                tree, old = trees.fill(plan.template, leaves), trees.fill(form.buffers, kept)
+                tree, old = form.arguments(leaves, kept)
                 if trial:  # it may be thrown away, with what it does to the batch
                     data = trees.cloned(data)
                 loss, new, aux = _forward_backward(
@@ -127,16 +110,17 @@ def backward(
                 sums = (
                     [s + g for s, g in zip(sums, parts, strict=True)] if sums else [g.to(wide(g.dtype)) for g in parts]
                 )
-        touched = list(map(operator.ne, marks, _marks(watched)))
-        if trial:
-            given = (*Buckets(params, plan).leaves(), *(buffers[i] for i in constant))
-            touched = [t or not functorch.are_equal(x, y) for t, x, y in zip(touched, watched, given, strict=True)]
-        writes = any(touched[: len(leaves)])
-        over = [i for i, is_touched in zip(constant, touched[len(leaves) :], strict=True) if is_touched]
-        if over or writes > form.writes:
+        if (now := _marks(watched)) != marks or trial:
+            touched = [x != y for x, y in zip(zip(*marks, strict=True), zip(*now, strict=True), strict=True)]
             if trial:
-                form.changing, form.writes = tuple(sorted((*changing, *over))), form.writes or writes
-            raise (Learnt if trial else RuntimeError)(WROTE)
+                given = (*Buckets(params, plan).leaves(), *(buffers[i] for i in constant))
+                touched = [t or not functorch.are_equal(x, y) for t, x, y in zip(touched, watched, given, strict=True)]
+            writes = any(touched[: len(leaves)])
+            over = [i for i, is_touched in zip(constant, touched[len(leaves) :], strict=True) if is_touched]
+            if over or writes > form.writes:
+                if trial:
+                    form.changing, form.writes = tuple(sorted((*changing, *over))), form.writes or writes
+                raise (Learnt if trial else RuntimeError)(WROTE)
     with torch.no_grad():
         grads = sums or joining.collect()
         if many:
@@ -191,7 +175,7 @@ def _forward_backward(
                 before()
                 _backward(loss, scale)
     aux = None if aux is None else trees.map(_beyond, trees.plain(aux))
-    return loss.detach(), trees.leaves(new), aux
+    return loss.detach(), trees.leaves(new) if new else [], aux
 
 
 def _backward(loss: Tensor, scale: Tensor | None) -> None:
@@ -203,9 +187,9 @@ def _backward(loss: Tensor, scale: Tensor | None) -> None:
     (loss if scale is None else loss.to(wide(loss.dtype)) * scale).backward()
 
 
-def _marks(tensors: list[Tensor]) -> list[tuple[int, int]]:
-    """Of each tensor something that changes where it is written over, or comes to lie elsewhere."""
-    return list(zip(map(_version, tensors), map(torch.Tensor.data_ptr, tensors), strict=True))
+def _marks(tensors: list[Tensor]) -> tuple[list[int], list[int]]:
+    """Of each tensor two numbers of which one changes where it is written over, or comes to lie elsewhere."""
+    return list(map(_version, tensors)), list(map(torch.Tensor.data_ptr, tensors))
 
 
 def _rows(batch: PyTree) -> list[PyTree]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -52,18 +51,20 @@ def put(value: Any) -> int:
 
 def value(number: Tensor) -> Any:
     """What was put under this number, in this thread and step."""
-    return (_here.values or {})[int(number.view(-1)[0])]
+    return (_here.values or {})[int(number if number.dim() == 0 else number[0])]
 
 
-@contextmanager
-def step() -> Iterator[None]:
+class Step:
     """What is put within is forgotten at the end."""
-    outer = _here.values, _here.around
-    _here.values, _here.around = {}, surroundings()
-    try:
-        yield
-    finally:
-        _here.values, _here.around = outer
+
+    __slots__ = ("_outer",)
+
+    def __enter__(self) -> None:
+        self._outer = _here.values, _here.around
+        _here.values, _here.around = {}, surroundings()
+
+    def __exit__(self, *error: object) -> None:
+        _here.values, _here.around = self._outer
 
 
 def around() -> tuple[Any, Any]:
@@ -74,7 +75,7 @@ def around() -> tuple[Any, Any]:
 
 def passing_beside(function: Callable[[Beside], tuple[Any, Any]], batch: Any) -> tuple[Any, Any]:
     """`(state, metrics)` of a function of the batch, which goes in beside the graph, as `aux` comes out."""
-    with step():
+    with Step():
         state, metrics = function(travelling(batch))
         return state, metrics._replace(aux=arrived(metrics.aux))
 

@@ -20,8 +20,9 @@ from decentfn import trees
 from decentfn.buckets import Buckets, Plan
 from decentfn.collectives import world
 from decentfn.gradient.accumulated import Accumulated
-from decentfn.gradient.backward import WROTE, Backward, Layout, Learnt, backward, dtype_of_loss, stacked
-from decentfn.gradient.beside import Beside, arrived, put, step, travelling, value
+from decentfn.gradient.backward import WROTE, Backward, Learnt, backward, dtype_of_loss, stacked
+from decentfn.gradient.beside import Beside, Step, arrived, put, travelling, value
+from decentfn.gradient.layout import Layout
 from decentfn.gradient.loss import LossFn, WrappedLoss, require_loss
 from decentfn.gradient.scaled import DynamicLossScale
 from decentfn.gradient.traced import Evaluation
@@ -112,7 +113,7 @@ def gradient_by_autograd(
                 "df.autograd(loss_fn): a step cannot be differentiated through its gradient operator; leave df.autograd out."
             )
         if not isinstance(batch, Beside) and not functorch.has_no_value(params[0]):
-            with step():
+            with Step():
                 e = gradient_by_autograd(loss_fn, params, buffers, travelling(batch), t, scale, many)
                 return e._replace(aux=arrived(e.aux))
     if not isinstance(batch, Beside):
@@ -125,12 +126,12 @@ def gradient_by_autograd(
     layout, changing, writes = _remember(loss_fn.name, params.plan, template)
     known = (loss_fn.handle, layout, leaves, changing, writes, many, 0)
     try:
-        loss, aux, used, *rest = _gradient(*known, t, scale, batch.number, list(params), old, None)
+        loss, aux, *rest = _gradient(*known, t, scale, batch.number, list(params), old, None)
     except Learnt:
         return gradient_by_autograd(loss_fn, params, buffers, batch, t, scale, many)
     grads, written, new = rest[:size], rest[size : size * (1 + writes)], rest[size * (1 + writes) :]
     buffers = trees.fill(template, [new[changing.index(i)] if i in changing else b for i, b in enumerate(old)])
-    flags = _by_element(used, params) if loss_fn.skip_unused else None
+    flags = _by_element(rest[-1], params) if loss_fn.skip_unused else None
     moves = Buckets([w - b for w, b in zip(written, params, strict=True)], params.plan) if writes else None
     return Evaluation(Buckets(grads, params.plan), buffers, loss, Beside(aux), flags, moves)
 
@@ -183,9 +184,9 @@ def _kernel(
     buffers: Sequence[Tensor],
     after: Tensor | None,
 ) -> list[Tensor]:
-    """`[loss, number of aux, used, *grads, *written, *changing buffers]`, each with a first axis of workers where there are any.
+    """`[loss, number of aux, *grads, *written, *changing buffers, *used]`, each with a first axis of workers where there are any.
 
-    `used` is asked for the first so many `leaves`: all of them, or none; `written`, the parameters, where the loss writes.
+    `written`, the parameters, where the loss writes; one vector `used` where it is asked for the first so many `leaves`: all of them.
     """
     loss_fn, data, step_number = _losses[int(handle)], value(batch), int(t)
     form = loss_fn.layouts[layout]
@@ -193,9 +194,7 @@ def _kernel(
     if not workers:
         one = run(world().rank, scale, params, buffers, data)
         form.is_tried = True
-        used = torch.tensor([i in one.used for i in range(leaves)], dtype=torch.bool)
-        number, used = torch.tensor(put(one.aux)), moved(used, one.loss.device)
-        return [one.loss, number, used, *one.grads, *one.written, *one.buffers]
+        return [one.loss, torch.tensor(put(one.aux)), *one.grads, *one.written, *one.buffers, *_used([one], leaves, ())]
     data = trees.plain(data)
     require_rows("batch", data, workers)
     first = world().rank * workers
@@ -213,8 +212,15 @@ def _kernel(
     aux = trees.map(lambda *rows: stacked(rows), *(one.aux for one in ones))
     new = [torch.stack(rows) for rows in zip(*((*one.written, *one.buffers) for one in ones), strict=True)]
     loss = torch.stack([one.loss for one in ones])
+    return [loss, torch.full((workers,), put(aux)), *grads, *new, *_used(ones, leaves, (workers,))]
+
+
+def _used(ones: Sequence[Backward], leaves: int, workers: tuple[int, ...]) -> list[Tensor]:
+    """Which of so many leaves have a gradient, `[*workers, leaves]` bool; nothing where there are none to ask for."""
+    if not leaves:
+        return []
     used = torch.tensor([[i in one.used for i in range(leaves)] for one in ones], dtype=torch.bool)
-    return [loss, torch.full((workers,), put(aux)), moved(used, loss.device), *grads, *new]
+    return [moved(used.view(*workers, leaves), ones[0].loss.device)]
 
 
 @torch.library.register_fake("decentfn::gradient", lib=_library)
@@ -223,9 +229,9 @@ def _fake(*arguments: Any) -> list[Tensor]:
     shape = (workers,) if workers else ()
     loss = params[0].new_empty(shape, dtype=dtype_of_loss(params))
     aux = torch.empty(shape, dtype=torch.int64, device="cpu")
-    used = params[0].new_empty((*shape, leaves), dtype=torch.bool)
+    used = [params[0].new_empty((*shape, leaves), dtype=torch.bool)] if leaves else []
     like = (*params, *(params if writes else ()), *(buffers[i] for i in changing))
-    return [loss, aux, used, *(torch.empty_like(x) for x in like)]
+    return [loss, aux, *(torch.empty_like(x) for x in like), *used]
 
 
 def _vmap(info: Any, in_dims: Any, *arguments: Any) -> tuple[list[Tensor], list[int]]:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor
 
-from decentfn.buckets import BucketPlan, Buckets, Plan, elements
-from decentfn.torch_private.storages import joined
-
-_LARGE = 2**19
-"""Bytes of a leaf whose gradient is copied as soon as it is there; for smaller ones the call takes longer than the copy."""
+from decentfn.buckets import BucketPlan, Plan, elements
+from decentfn.gradient.layout import Layout
+from decentfn.torch_private.storages import copy_each, joined
 
 
 class Joining:
@@ -20,11 +19,13 @@ class Joining:
     The hooks know the places and not the leaves, so that nothing is a cycle that waits for the garbage collector.
     """
 
-    def __init__(self, plan: Plan, leaves: list[Tensor]) -> None:
-        self._plan, self._leaves = plan, leaves
+    def __init__(self, form: Layout, leaves: list[Tensor]) -> None:
+        self._form, self._leaves = form, leaves
         self.used = set[int]()
         """The leaves that had a gradient, of all that was collected."""
-        self._started: dict[int, tuple[Tensor, list[Tensor]]] = {}  # a bucket's vector, and the leaves' places in it
+        self._started: dict[
+            int, tuple[Tensor, Sequence[Tensor]]
+        ] = {}  # a bucket's vector, and the leaves' places in it
         self._is_watching = False
 
     def watch(self) -> None:
@@ -32,45 +33,43 @@ class Joining:
         if self._is_watching:
             return
         self._is_watching = True
-        rest = iter(self._leaves)
-        for index, bucket in enumerate(self._plan.buckets):
-            for place, leaf in enumerate([next(rest) for _ in bucket.segments]):
-                if len(bucket.segments) > 1 and leaf.nbytes >= _LARGE:
-                    leaf.register_post_accumulate_grad_hook(_hook(self._started, bucket, index, place))
+        for number, index, place in self._form.large:
+            self._leaves[number].register_post_accumulate_grad_hook(_hook(self._started, self._form, index, place))
 
     def collect(self) -> list[Tensor]:
         """The buckets; the leaves give their gradients up. A leaf without one has 0."""
         first, found = 0, []
-        for index, bucket in enumerate(self._plan.buckets):
+        for index, bucket in enumerate(self._form.plan.buckets):
             leaves = self._leaves[first : first + len(bucket.segments)]
-            grads = [leaf.grad for leaf in leaves]
+            grads = list(map(_gradient, leaves))
             self.used.update([first + i for i, grad in enumerate(grads) if grad is not None])
             first += len(leaves)
             for leaf in leaves:
                 leaf.grad = None
-            grads = list(map(_whole, grads, leaves))
+            if not {torch.Tensor}.issuperset(map(type, grads)) or not {torch.strided}.issuperset(map(_layout, grads)):
+                grads = list(map(_whole, grads, leaves))
             if index not in self._started:
                 found.append(in_bucket(bucket, grads))
                 continue
             vector, places = self._started.pop(index)
-            for grad, place in zip(grads, places, strict=True):
-                if grad is not place:
-                    place.copy_(grad)
+            late = [i for i, place in enumerate(places) if grads[i] is not place]
+            if late:
+                copy_each([grads[i] for i in late], [places[i] for i in late])
             found.append(vector)
         return found
 
 
 def _hook(
-    started: dict[int, tuple[Tensor, list[Tensor]]], bucket: BucketPlan, index: int, place: int
+    started: dict[int, tuple[Tensor, Sequence[Tensor]]], form: Layout, index: int, place: int
 ) -> Callable[[Tensor], None]:
     def copy(leaf: Tensor) -> None:
         grad = leaf.grad
         if grad is None or grad.layout != torch.strided:
             return
         if index not in started:
+            bucket = form.plan.buckets[index]
             vector = torch.empty(bucket.numel, dtype=bucket.dtype, device=leaf.device)
-            one = Buckets([vector], Plan((bucket,), None))
-            started[index] = vector, one.leaves()
+            started[index] = vector, form.parts(index, vector)
         own = started[index][1][place]
         if grad is not own:  # it is from the second time on that a gradient arrives, and is added in place
             own.copy_(grad.detach())
@@ -92,6 +91,9 @@ def in_bucket(bucket: BucketPlan, leaves: list[Tensor]) -> Tensor:
     if any([segment.is_complex for segment in bucket.segments]):
         return torch.cat([elements(leaf) for leaf in leaves])
     return joined(leaves)
+
+
+_gradient, _layout = attrgetter("grad"), attrgetter("layout")
 
 
 def _whole(grad: Tensor | None, leaf: Tensor) -> Tensor:

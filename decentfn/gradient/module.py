@@ -13,9 +13,9 @@ from torch.nn.parameter import is_lazy
 
 from decentfn import collectives, trees
 from decentfn.buckets import Places
-from decentfn.gradient.attributes import At, Attributes, put_back
+from decentfn.gradient.attributes import At, Attributes
 from decentfn.gradient.loss import is_pair
-from decentfn.torch_private.autograd import Weights, weights
+from decentfn.torch_private.modules import Submodules, Weights, weights
 from decentfn.trees import PyTree
 from decentfn.words import brief
 
@@ -38,7 +38,8 @@ class ModuleLoss:
         self.frozen = frozen
         """Which of the buffers are frozen parameters."""
         self._shapes = _shapes(params), _shapes(buffers)
-        self._weights, self._attributes = Weights(module), Attributes(module)
+        submodules = Submodules(module)
+        self._weights, self._attributes = Weights(submodules), Attributes(submodules)
         own = [(name, p) for name, p in module.named_parameters() if name in params]
         self._hooks = [(name, hook) for name, p in own for hook in (p._backward_hooks or {}).values()]
         self._late_hooks = [(name, hook) for name, p in own for hook in (p._post_accumulate_grad_hooks or {}).values()]
@@ -84,7 +85,7 @@ class ModuleLoss:
         else:
             try:
                 with (
-                    put_back(self.module) if at is None else self._attributes.of(at, list(tensors.values())),
+                    self._attributes.put_back() if at is None else self._attributes.of(at, [*tensors.values()]),
                     self._weights.are(tensors),
                 ):
                     yield new

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch._utils import _flatten_dense_tensors
 
@@ -23,6 +25,11 @@ def _counts_users() -> bool:
 
 
 COUNTS_USERS = _counts_users()
+
+
+def copy_each(sources: Sequence[torch.Tensor], places: Sequence[torch.Tensor]) -> None:
+    """Each of the sources into its place."""
+    torch._foreach_copy_(list(places), list(sources))  # pyright: ignore[reportPrivateImportUsage]
 
 
 def joined(tensors: list[torch.Tensor]) -> torch.Tensor:

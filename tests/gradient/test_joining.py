@@ -10,7 +10,7 @@ import decentfn as df
 from decentfn.buckets import flatten
 from decentfn.gradient.evaluation import evaluate
 
-WIDTH = 384  # a weight of 590 kB is large enough
+WIDTH, LAYERS = 384, 15  # weights of 590 kB in a bucket of 8.9 MB are large enough
 
 
 class Chain(nn.Module):
@@ -51,10 +51,11 @@ def replace(p: Tensor) -> None:
 
 @pytest.mark.parametrize("hook", [None, triple_in_place, replace])
 @pytest.mark.parametrize("reentrant", [None, False, True])
-def test_the_gradient_is_that_of_a_plain_backward_pass(reentrant, hook):
+@pytest.mark.parametrize("layers", [3, LAYERS])
+def test_the_gradient_is_that_of_a_plain_backward_pass(layers, reentrant, hook):
     """Also where it arrives in two parts (reentrant checkpoints of a layer used twice), and a hook changes it between."""
     torch.manual_seed(0)
-    found, expected = step_and_plain(Chain(3, reentrant), 4, hook)
+    found, expected = step_and_plain(Chain(layers, reentrant), 4, hook)
     for name in expected:
         torch.testing.assert_close(found[name], expected[name], atol=2e-7, rtol=1e-5)
 
@@ -62,7 +63,7 @@ def test_the_gradient_is_that_of_a_plain_backward_pass(reentrant, hook):
 def test_gradients_are_not_held_twice():
     """Beside the parameters a gradient takes their size once, and one leaf more; joined at the end it would take it twice."""
     torch.manual_seed(0)
-    params, buffers, loss_fn = df.functional(Chain(12), nn.functional.mse_loss)
+    params, buffers, loss_fn = df.functional(Chain(LAYERS), nn.functional.mse_loss)
     loss_fn, batch = df.autograd(loss_fn), (torch.randn(2, WIDTH), torch.randn(2, WIDTH))
     x, t = flatten(params), torch.tensor(0)
     evaluate(loss_fn, x, buffers, batch, t)  # the first time what the loss writes over is learnt from copies

@@ -176,3 +176,61 @@ def test_sparse_buffers_are_refused():
     net.register_buffer("adjacency", torch.eye(3).to_sparse())
     with pytest.raises(ValueError, match=r"\['adjacency'\] are sparse"):
         df.functional(net, mse_loss)
+
+
+class End(nn.Module):
+    """Counts its calls in a list."""
+
+    def __init__(self, function=torch.relu):
+        super().__init__()
+        self.function, self.seen = function, []
+
+    def forward(self, x):
+        self.seen.append(len(self.seen))
+        return self.function(x)
+
+
+class Settable(nn.Module):
+    """Its call sees plain attributes, what stands in a container, and a submodule."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.end = nn.Linear(4, 2), End()
+        self.scale, self.shifts = 1.0, [[0.0]]
+
+    def forward(self, x):
+        return self.end(self.layer(x)) * self.scale + self.shifts[0][0]
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_what_is_set_between_two_steps_counts_and_stays(backend):
+    """The module is looked at once, and again where something is another."""
+    torch.manual_seed(0)
+    net = Settable()
+    state, step = built(net)
+    step, t = compiled_by(backend, step), 0
+
+    def loss():
+        nonlocal t, state
+        weight, bias = (df.params(state)[f"layer.{name}"] for name in ("weight", "bias"))
+        expected = mse_loss(net.end.function(X @ weight.T + bias) * net.scale + net.shifts[0][0], Y)
+        before = vars(net) | {"_modules": dict(net._modules)}, copy.deepcopy((net.shifts, net.end.seen))
+        state, metrics = step(state, (X, Y), t)
+        assert vars(net) | {"_modules": dict(net._modules)} == before[0] and (net.shifts, net.end.seen) == before[1]
+        t += 1
+        torch.testing.assert_close(metrics.loss, expected)
+
+    loss()
+    loss()
+    net.scale = 2.0
+    loss()
+    net.shifts[0][0] = 0.5
+    loss()
+    net.end = End(torch.tanh)
+    loss()
+    net.end, net.kept = End(torch.sigmoid), {"more": 1}
+    loss()
+    net.end.seen.append(7)
+    loss()
+    net.layer.weight, net.layer.bias = (nn.Parameter(p.detach().clone()) for p in (net.layer.weight, net.layer.bias))
+    loss()
