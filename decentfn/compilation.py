@@ -83,7 +83,11 @@ def compile(
 
     def compiled(state: Any, batch: PyTree, t: int | Tensor) -> tuple[Any, Any]:
         leaves, structure = trees.flatten(state)
-        run = next((run for known, run in prepared if known == structure), None)
+        run = None
+        for known, prepared_run in prepared:
+            if known == structure:
+                run = prepared_run
+                break
         is_first = run is None
         if run is None:
             check(step, state, batch, t)
@@ -127,7 +131,8 @@ def compile(
                 f"df.compile(step): torch.compile could not trace the step: {brief_error(said)}. Where the loss runs in a plain "
                 "PyTorch loop, let PyTorch's autograd take the gradient: df.autograd(loss_fn); the rest of the step is compiled."
             ) from error
-        progress.end()
+        if progress.since is not None:
+            progress.end(progress.since)
         if is_first:
             prepared.append((structure, run))
             give_back_freed_memory()
@@ -149,10 +154,9 @@ class _Progress:
         _log.debug("compiling %s%s ...", self.name, why)
         self.since = time.perf_counter()
 
-    def end(self) -> None:
-        if self.since is not None:
-            _log.debug("compiled %s in %.1f s", self.name, time.perf_counter() - self.since)
-            self.since = None
+    def end(self, since: float) -> None:
+        _log.debug("compiled %s in %.1f s", self.name, time.perf_counter() - since)
+        self.since = None
 
     def inductor(self, graph: torch.fx.GraphModule, inputs: Any, **kwargs: Any) -> Callable[..., Any]:
         """The backend, which is called for every graph: after the first one, because the batch or the loss is another."""

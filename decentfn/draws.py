@@ -137,8 +137,11 @@ class torch_draws:
         self._outer = _base.seed
         _base.seed = torch.default_generator.initial_seed() if self._outer is None else self._outer
         seed = _mixed(_base.seed, *self._key)
+        generators = [torch.default_generator]
+        if torch.cuda.is_initialized():
+            generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
         self._before = []
-        for generator in _generators():
+        for generator in generators:
             self._before.append((generator, generator.get_state()))
             generator.manual_seed(seed)
 
@@ -146,12 +149,6 @@ class torch_draws:
         _base.seed = self._outer
         for generator, state in self._before:
             generator.set_state(state)
-
-
-def _generators() -> tuple[torch.Generator, ...]:
-    if torch.cuda.is_initialized():
-        return torch.default_generator, torch.cuda.default_generators[torch.cuda.current_device()]
-    return (torch.default_generator,)
 
 
 def _mixed(*numbers: int) -> int:

@@ -84,7 +84,8 @@ def backward(
         _require_one_batch(batch, team)
     flat = [b.detach().clone() for b in params] if trial or form.writes else params
     kept = [b.clone() if trial or i in changing else b for i, b in enumerate(buffers)]
-    in_place = all([wide(b.dtype) == b.dtype for b in flat])  # else sums of gradients would lose what they add
+    # Sums of gradients in a narrow dtype would lose what they add.
+    in_place = not many or all(wide(b.dtype) == b.dtype for b in flat)
     sums: list[Tensor] = []
     losses, auxes = [], []
     leaves = form.leaves(flat)
@@ -105,7 +106,7 @@ def backward(
             kept = [_apart(b, k) if i in changing else k for i, (b, k) in enumerate(zip(new, kept, strict=True))]
             losses.append(loss)
             auxes.append(aux)
-            if many and not in_place:
+            if not in_place:
                 parts = joining.collect()
                 sums = (
                     [s + g for s, g in zip(sums, parts, strict=True)] if sums else [g.to(wide(g.dtype)) for g in parts]

@@ -1,4 +1,4 @@
-"""The gradients of leaves that share a bucket, copied into it while the backward pass goes on."""
+"""The gradients of leaves that share a bucket, joined in it: at the end, or in a large bucket while the backward pass goes on."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ class Joining:
         self._form, self._leaves = form, leaves
         self.used = set[int]()
         """The leaves that had a gradient, of all that was collected."""
-        self._started: dict[
-            int, tuple[Tensor, Sequence[Tensor]]
-        ] = {}  # a bucket's vector, and the leaves' places in it
+        self._started: dict[int, tuple[Tensor, Sequence[Tensor]]] = {}
+        """Of a bucket, its vector and the leaves' places in it."""
         self._is_watching = False
 
     def watch(self) -> None:

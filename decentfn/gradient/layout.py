@@ -13,7 +13,8 @@ from torch import Tensor
 
 from decentfn import trees
 from decentfn.buckets import Buckets, Plan
-from decentfn.torch_private.autograd import leaves_of, parts_of
+from decentfn.torch_private.autograd import leaves_of
+from decentfn.torch_private.storages import pieces
 from decentfn.trees import PyTree
 
 _LARGE, _LARGE_BUCKET = 2**19, 2**23
@@ -62,7 +63,7 @@ class Layout:
         """The leaves of one bucket, views of its vector."""
         if self._like is None:
             return Buckets([vector], Plan((self.plan.buckets[bucket],), None)).leaves()
-        return parts_of(vector, self._like[bucket])
+        return pieces(vector, self._like[bucket])
 
     @cached_property
     def _like(self) -> list[list[Tensor]] | None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._utils import _unflatten_dense_tensors
 
 
 def surroundings() -> tuple[Any, Any]:
@@ -42,11 +41,6 @@ def leaves_of(views: Callable[[], Iterable[Tensor]]) -> list[Tensor]:
 
 
 _VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
-
-
-def parts_of(vector: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
-    """What lies in a vector one after another, views in the shapes of these, of which none is empty."""
-    return _unflatten_dense_tensors(vector, like)
 
 
 def allow_saved_tensors_hooks() -> None:

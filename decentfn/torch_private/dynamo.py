@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from operator import attrgetter
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -55,8 +56,10 @@ def directly(function: FunctionType, compiled: F) -> F:
     known: list[tuple[Callable[[dict[str, Any]], bool], Callable[..., Any]]] = []
 
     def call(*arguments: Any) -> Any:
-        local = dict(zip(names, arguments, strict=True)) | {name: cell.cell_contents for name, cell in cells.items()}
-        if not _is_left_alone():
+        values = *arguments, *map(_content, cells.values())
+        local = dict(zip((*names, *cells), values, strict=True))
+        eval_frame = sys.modules.get("torch._dynamo.eval_frame")  # what `torch.compiler.set_stance` says
+        if getattr(getattr(eval_frame, "_stance", None), "stance", "") != "default":
             return compiled(*arguments)
         for holds, run in known:
             if holds(local):
@@ -66,6 +69,9 @@ def directly(function: FunctionType, compiled: F) -> F:
         return result
 
     return call  # pyright: ignore[reportReturnType]
+
+
+_content = attrgetter("cell_contents")
 
 
 def _cells(function: FunctionType) -> dict[str, Any]:
@@ -86,11 +92,6 @@ def _compiled(
     except (AttributeError, KeyError, TypeError, ValueError):
         return []
     return found
-
-
-def _is_left_alone() -> bool:
-    """Whether nobody has told Dynamo to do other than usual (`torch.compiler.set_stance`)."""
-    return getattr(getattr(sys.modules.get("torch._dynamo.eval_frame"), "_stance", None), "stance", "") == "default"
 
 
 def constant_while_traced(function: F) -> F:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch._utils import _flatten_dense_tensors
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 
 def is_unused(storage: torch.UntypedStorage) -> bool:
@@ -35,3 +35,8 @@ def copy_each(sources: Sequence[torch.Tensor], places: Sequence[torch.Tensor]) -
 def joined(tensors: list[torch.Tensor]) -> torch.Tensor:
     """One vector of many real tensors; of a thousand in a third of the time that `torch.cat` of their vectors takes."""
     return _flatten_dense_tensors(tensors)
+
+
+def pieces(vector: torch.Tensor, like: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """What lies in a vector one after another, views in the shapes of these, of which none is empty."""
+    return _unflatten_dense_tensors(vector, like)

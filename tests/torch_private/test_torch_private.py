@@ -129,3 +129,16 @@ def test_what_is_compiled_is_called_without_its_wrapper_where_the_guards_hold():
         assert torch.equal(run(wide, wide), wide + wide + offset) and len(asked) == 3
     with torch.no_grad():
         assert torch.equal(run(wide, wide), wide + wide + offset) and len(asked) == 4
+
+
+def test_without_dynamos_caches_every_call_goes_through_the_wrapper(monkeypatch):
+    asked = []
+
+    def function(x):
+        return x + 1
+
+    compiled = torch.compile(function, backend="eager", fullgraph=True)
+    monkeypatch.delattr(torch._C._dynamo.eval_frame, "_debug_get_cache_entry_list")
+    run = dynamo.directly(function, lambda *arguments: asked.append(arguments) or compiled(*arguments))
+    for count in (1, 2, 3):
+        assert torch.equal(run(torch.ones(2)), torch.full((2,), 2.0)) and len(asked) == count
