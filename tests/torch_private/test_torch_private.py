@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from torch._inductor.cpu_vec_isa import VecISA
+from torch._inductor.graph import GraphLowering
+from torch._inductor.utils import fresh_cache
 
 import decentfn as df
 from decentfn import compile_cache
@@ -110,6 +112,31 @@ def test_a_loop_is_not_split_by_what_does_not_divide_it():
     (bucket,), (plan,) = x, x.plan.buckets
     _, heard = df.compile(there_and_back, donate=False)(bucket, torch.tensor(1), 3)
     torch.testing.assert_close(heard, there_and_back(bucket, torch.tensor(1), torch.tensor(3))[1])
+
+
+@pytest.mark.parametrize(
+    ("norm", "options", "expected"),
+    [
+        (torch.nn.GroupNorm(2, 4), {}, False),
+        (torch.nn.BatchNorm2d(4), {}, False),
+        (torch.nn.LayerNorm(8), {}, True),
+        (torch.nn.MaxPool2d(2), {}, True),
+        (torch.nn.GroupNorm(2, 4), {"force_layout_optimization": True}, True),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, torch.nn.Module) else str(value),
+)
+def test_convolutions_are_channels_last_but_beside_norms_over_positions(norm, options, expected, monkeypatch):
+    chosen, run = [], GraphLowering.run
+    monkeypatch.setattr(GraphLowering, "run", lambda self, *args: chosen.append(self.layout_opt) or run(self, *args))
+    module = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3, padding=1), norm, torch.nn.Conv2d(4, 2, 3), torch.nn.Flatten())
+    params, buffers, loss_fn = df.functional(module, lambda output, target: (output.mean(1) - target).square().mean())
+    init, step = df.adapt_while_communicate(loss_fn, df.sgd(0.1), df.topology("ring", num_workers=1))
+    batch = torch.randn(2, 3, 8, 8), torch.randn(2)
+    expected_state, _ = step(init(params, buffers), batch, 0)
+    with fresh_cache():
+        state, _ = df.compile(step, **options)(init(params, buffers), batch, 0)
+    assert chosen == [expected]
+    torch.testing.assert_close(df.params(state), df.params(expected_state))
 
 
 def test_what_is_compiled_is_called_without_its_wrapper_where_the_guards_hold():
