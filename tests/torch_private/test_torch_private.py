@@ -128,7 +128,9 @@ def test_a_loop_is_not_split_by_what_does_not_divide_it():
 def test_convolutions_are_channels_last_but_beside_norms_over_positions(norm, options, expected, monkeypatch):
     chosen, run = [], GraphLowering.run
     monkeypatch.setattr(GraphLowering, "run", lambda self, *args: chosen.append(self.layout_opt) or run(self, *args))
-    module = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3, padding=1), norm, torch.nn.Conv2d(4, 2, 3), torch.nn.Flatten())
+    module = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 4, 3, padding=1), norm, torch.nn.Conv2d(4, 2, 3), torch.nn.Flatten()
+    )
     params, buffers, loss_fn = df.functional(module, lambda output, target: (output.mean(1) - target).square().mean())
     init, step = df.adapt_while_communicate(loss_fn, df.sgd(0.1), df.topology("ring", num_workers=1))
     batch = torch.randn(2, 3, 8, 8), torch.randn(2)
