@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from itertools import chain
 from operator import is_, methodcaller
 from typing import Any
+from weakref import ref
 
 from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
@@ -17,6 +18,9 @@ _keys = methodcaller("keys")
 """Of a module's parameters or buffers; those of a scripted module cannot be iterated over."""
 
 _values = methodcaller("values")
+
+_LIST, _REFS = "_flat_weights", "_flat_weight_refs"
+"""Where nn.RNNBase keeps its weights once more; where they are others than in the list, each call makes the list anew."""
 
 
 def are_same(x: list[Any], y: list[Any]) -> bool:
@@ -68,6 +72,8 @@ class Weights:
         self._names: tuple[list[str], list[str]] = [], []  # the keys of all places, and whose tensors are given
         self._ids: list[int] = []  # of what stands in all places
         self._places: tuple[list[tuple[dict[str, Any], str]], list[str]] = [], []
+        self._lists: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = []
+        """Of recurrent networks, which also keep a list of their weights: attributes, parameters, and names in the list's order."""
 
     @contextmanager
     def are(self, tensors: dict[str, Tensor]) -> Iterator[None]:
@@ -75,15 +81,21 @@ class Weights:
         places, tied = self._look(tensors)
         given = [*tensors.values(), *[tensors[name] for name in tied]]
         own = [place[key] for place, key in places]
+        lists = [(attributes, attributes[_LIST], attributes[_REFS]) for attributes, _, _ in self._lists]
         try:
             for (place, key), x in zip(places, given, strict=True):
                 place[key] = x
+            for attributes, parameters, names in self._lists:
+                attributes[_LIST] = listed = [parameters[name] for name in names]
+                attributes[_REFS] = list(map(ref, listed))
             yield
         finally:
             # A scripted module's places have no `get`.
             new = [place[key] if key in place else None for place, key in places]  # noqa: SIM401
             for (place, key), x in zip(places, own, strict=True):
                 place[key] = x
+            for attributes, listed, refs in lists:
+                attributes[_LIST], attributes[_REFS] = listed, refs
             if not are_same(new, given):
                 tensors.update({name: x for name, x in zip(tensors, new, strict=False) if x is not None})
 
@@ -120,4 +132,11 @@ class Weights:
             )
         tied = [n for n in range(len(places)) if same[n] in given and names[n] not in tensors]
         found = [places[n] for n in (*(number[name] for name in tensors), *tied)]
+        self._lists = [
+            (vars(m), m._parameters, m._flat_weights_names)
+            for m in modules
+            if is_whole and isinstance(m, nn.RNNBase) and _REFS in vars(m)
+            # Not where some are computed, by a parametrization or a hook: PyTorch then makes the list in the call.
+            if all([m._parameters.get(name) is not None for name in m._flat_weights_names])
+        ]
         return [(dicts[i], key) for i, key in found], [given[same[n]] for n in tied]

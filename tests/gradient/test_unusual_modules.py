@@ -63,6 +63,37 @@ def test_every_batch_is_evaluated_with_the_weights_that_are_given(kind):
     torch.testing.assert_close(df.evaluate(loss_fn, state, batches), torch.stack(plain).double().mean())
 
 
+def test_a_recurrent_network_has_its_own_list_of_weights_again_and_makes_none_in_a_call(monkeypatch):
+    net, made = Recurrent(nn.LSTM), []
+    own = net.rnn._flat_weights, net.rnn._flat_weight_refs
+    state, step = built(net)
+    monkeypatch.setattr(nn.RNNBase, "_init_flat_weights", lambda rnn: made.append(rnn))
+    for t in range(2):
+        state, _ = step(state, (torch.ones(5, 2, 4), torch.ones(5, 2, 1)), t)
+    assert made == []
+    assert net.rnn._flat_weights is own[0] and net.rnn._flat_weight_refs is own[1]
+    for listed, w in zip(net.rnn._flat_weights, net.rnn.parameters(), strict=True):
+        assert listed is w
+
+
+@pytest.mark.parametrize("norm", [nn.utils.parametrizations.weight_norm, nn.utils.spectral_norm])
+def test_recurrent_weights_that_a_call_computes(norm):
+    """By a parametrization, or by a hook that writes into the network's list of weights."""
+    torch.manual_seed(0)
+    net = Recurrent(nn.GRU)
+    norm(net.rnn, "weight_hh_l0")
+    plain, batch = copy.deepcopy(net), (torch.randn(5, 2, 4), torch.randn(5, 2, 1))
+    state, step = built(net)
+    optimizer = torch.optim.SGD(plain.parameters(), 0.1)
+    for t in range(3):
+        optimizer.zero_grad()
+        mse_loss(plain(batch[0]), batch[1]).backward()
+        optimizer.step()
+        state, _ = step(state, batch, t)
+    for name, p in plain.named_parameters():
+        torch.testing.assert_close(df.params(state)[name], p.detach())
+
+
 class Assigned(nn.Module):
     """A buffer that a call puts another tensor in the place of."""
 
