@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
 from types import FunctionType
 from typing import Any, TypeVar
@@ -64,11 +65,19 @@ def directly(function: FunctionType, compiled: F) -> F:
         for holds, run in known:
             if holds(local):
                 return run(*arguments)
-        result = compiled(*arguments)
+        with _without_records():
+            result = compiled(*arguments)
         known.extend(_compiled(function, local))
         return result
 
     return call  # pyright: ignore[reportReturnType]
+
+
+def _without_records() -> AbstractContextManager[None]:
+    """What is compiled within does not tell the profiler of Dynamo's own overhead, which it would look for in every call."""
+    from torch._dynamo import config
+
+    return config.patch(record_runtime_overhead=False) if hasattr(config, "record_runtime_overhead") else nullcontext()
 
 
 _content = attrgetter("cell_contents")
