@@ -130,19 +130,18 @@ def post(here: World, call: Call, inbox: Tensor, receives: list[Part], sends: li
     """Start to receive and to send."""
     if not receives and not sends:
         return
-    flight, group, tag = Flight(here, call, receives + sends), here.group, here.steps.tag
+    on_cpu = inbox.device.type == "cpu"
+    parts = sends + receives if on_cpu and here.sends_first else receives + sends
+    flight, group, tag = Flight(here, call, parts), here.group, here.steps.tag
     assert group is not None
     if here.steps.lost is not None:
         flight.cancel()
         return
     try:
         with span("post", call.what, call.index) if is_profiled() else nothing:
-            # Receives first: with sends first, gloo exchanges at half speed.
-            if inbox.device.type == "cpu":
-                for x, _, rank, _ in receives:
-                    flight.works.append(group.recv([x], rank, tag))
-                for x, _, rank, _ in sends:
-                    flight.works.append(group.send([x], rank, tag))
+            if on_cpu:
+                for x, own, rank, _ in parts:
+                    flight.works.append((group.send if own is None else group.recv)([x], rank, tag))
             else:
                 receiving = [
                     dist.P2POp(dist.irecv, x, group=group, tag=tag, group_peer=rank) for x, _, rank, _ in receives
@@ -150,7 +149,7 @@ def post(here: World, call: Call, inbox: Tensor, receives: list[Part], sends: li
                 sending = [dist.P2POp(dist.isend, x, group=group, tag=tag, group_peer=rank) for x, _, rank, _ in sends]
                 flight.works += dist.batch_isend_irecv(receiving + sending)
     except RuntimeError as error:
-        flight.lose(error, flight.parts[len(flight.works)] if inbox.device.type == "cpu" else None)
+        flight.lose(error, flight.parts[len(flight.works)] if on_cpu else None)
         flight.land()
         return
     for counted in here.counters:

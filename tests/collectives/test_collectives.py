@@ -118,8 +118,24 @@ def test_one_worker_exchanges_with_itself():
     assert torch.equal(wait(exchange(x, table, torch.tensor(5))), x[None])
 
 
-def test_receives_are_posted_before_sends():
+@pytest.mark.parametrize(
+    ("local", "size", "threads", "expected"),
+    [
+        (None, None, 64, ["receive", "send"]),
+        ("2", "2", 64, ["send", "receive"]),
+        ("2", "4", 64, ["receive", "send"]),
+        ("1", "1", 0, ["receive", "send"]),
+    ],
+    ids=["not by torchrun", "cores all busy", "other machines", "cores to spare"],
+)
+def test_what_is_posted_first(local, size, threads, expected, monkeypatch):
+    """Receives, or a link carries one way after the other; sends where all processes share this machine's cores."""
     order = []
+    for name, value in {"LOCAL_WORLD_SIZE": local, "WORLD_SIZE": size}.items():
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
 
     class Recorder:
         def recv(self, tensors, rank, tag):
@@ -137,7 +153,7 @@ def test_receives_are_posted_before_sends():
     table = df.topology("ring", 2).peers
     with collectives.use(collectives.World(Recorder(), 0, 2)):
         wait(exchange(torch.ones(3), table, torch.tensor(0)))
-    assert order == ["receive", "send"]
+    assert order == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.uint8])
