@@ -130,9 +130,8 @@ def post(here: World, call: Call, inbox: Tensor, receives: list[Part], sends: li
     """Start to receive and to send."""
     if not receives and not sends:
         return
-    on_cpu = inbox.device.type == "cpu"
-    parts = sends + receives if on_cpu and here.sends_first else receives + sends
-    flight, group, tag = Flight(here, call, parts), here.group, here.steps.tag
+    flight, group, tag = Flight(here, call, receives + sends), here.group, here.steps.tag
+    on_cpu, order = inbox.device.type == "cpu", sends + receives if here.sends_first else flight.parts
     assert group is not None
     if here.steps.lost is not None:
         flight.cancel()
@@ -140,8 +139,10 @@ def post(here: World, call: Call, inbox: Tensor, receives: list[Part], sends: li
     try:
         with span("post", call.what, call.index) if is_profiled() else nothing:
             if on_cpu:
-                for x, own, rank, _ in parts:
+                for x, own, rank, _ in order:
                     flight.works.append((group.send if own is None else group.recv)([x], rank, tag))
+                if here.sends_first:  # what is received is waited for first all the same
+                    flight.works = flight.works[len(sends) :] + flight.works[: len(sends)]
             else:
                 receiving = [
                     dist.P2POp(dist.irecv, x, group=group, tag=tag, group_peer=rank) for x, _, rank, _ in receives
@@ -149,7 +150,7 @@ def post(here: World, call: Call, inbox: Tensor, receives: list[Part], sends: li
                 sending = [dist.P2POp(dist.isend, x, group=group, tag=tag, group_peer=rank) for x, _, rank, _ in sends]
                 flight.works += dist.batch_isend_irecv(receiving + sending)
     except RuntimeError as error:
-        flight.lose(error, flight.parts[len(flight.works)] if on_cpu else None)
+        flight.lose(error, order[len(flight.works)] if on_cpu else None)
         flight.land()
         return
     for counted in here.counters:
