@@ -138,41 +138,24 @@ class _Seen:
         self.containers: list[tuple[dict[str, Any], str, Any, Any]] = []  # with a copy of each
         self.tensors: list[tuple[dict[str, Any], str, Tensor]] = []
         self._values = self._values_now()
-        self._lists: list[list[Any]] = []  # of the containers, those at any depth that have only lists in them
-        self._others: list[tuple[Any, Any]] = []  # all others, each with its copy
         for own in self._own:
             for name in own.keys() - _OF_PYTORCH:
                 x = own[name]
                 if type(x) in _CONTAINERS:
-                    self.containers.append((own, name, x, content := _copied(x)))
-                    if (lists := _lists_in(x)) is None:
-                        self._others.append((x, content))
-                    else:
-                        self._lists += lists
+                    self.containers.append((own, name, x, _copied(x)))
                 elif isinstance(x, torch.Tensor) and not x.requires_grad and not x.is_inference():
                     self.tensors.append((own, name, x))
-        self._content = self._content_now()
 
     def is_still(self, modules: list[nn.Module]) -> bool:
         """Whether all is as it was, so that nothing has to be looked at anew."""
         return (
             are_same(list(map(vars, modules)), self._own)
             and are_same(self._values_now(), self._values)
-            and self._has_same_content()
+            and all([_are_same(x, content) for _, _, x, content in self.containers])
         )
 
     def _values_now(self) -> list[Any]:
         return [*chain.from_iterable(map(dict.values, self.owners))]
-
-    def _content_now(self) -> tuple[list[int], list[Any]]:
-        return [*map(len, self._lists)], [*chain.from_iterable(self._lists)]
-
-    def _has_same_content(self) -> bool:
-        """Whether in all containers stands what stood there."""
-        (lengths, items), (lengths_now, items_now) = self._content, self._content_now()
-        return (
-            lengths_now == lengths and are_same(items_now, items) and all([_are_same(*both) for both in self._others])
-        )
 
     def versions(self) -> list[int]:
         """Of the tensors: one that is written to has another."""
@@ -185,7 +168,7 @@ class _Seen:
     def put_back(self, which: Callable[[Any], bool]) -> Changes:
         """What has changed of those `which`; the module has its own again."""
         changes: Changes = []
-        for own, name, x, content in () if self._has_same_content() else self.containers:
+        for own, name, x, content in self.containers:
             if not _are_same(x, content) and which(x):
                 if own.get(name) is x:
                     changes.append((own, name, _copied(x)))
@@ -213,14 +196,6 @@ def _copied(x: Any) -> Any:
         return x
     copies = [_copied(v) if type(v) in _CONTAINERS else v for v in (x.values() if isinstance(x, dict) else x)]
     return _like(x, zip(x, copies, strict=True) if isinstance(x, dict) else copies)
-
-
-def _lists_in(x: Any) -> list[list[Any]] | None:
-    """A list and those in it, at any depth; None where another container is one of them."""
-    if type(x) is not list:
-        return None
-    inside = [_lists_in(v) for v in x if type(v) in _CONTAINERS]
-    return None if None in inside else [x, *chain.from_iterable(filter(None, inside))]
 
 
 def _like(x: Any, content: Iterable[Any]) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
 from operator import is_, methodcaller
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 from torch import Tensor, nn
@@ -63,6 +63,17 @@ class Submodules:
         return [*chain.from_iterable([m._modules.values() for m in modules])]
 
 
+class _Places(NamedTuple):
+    """Where tensors go that are given by name."""
+
+    dicts: list[tuple[dict[str, Any], str]]
+    """A dict of a submodule's, and the key; in the order of the names, and then those that are tied to others."""
+    tied: list[str]
+    """Whose tensors stand in the last of these."""
+    lists: list[tuple[dict[str, Any], dict[str, Any], list[str]]]
+    """Of recurrent networks, which also keep a list of their weights: attributes, parameters, and names in the list's order."""
+
+
 class Weights:
     """Where a module keeps its parameters and buffers: found by name once, and again where the module has changed."""
 
@@ -71,21 +82,19 @@ class Weights:
         self._dicts: list[dict[str, Any]] = []  # of parameters and of buffers of all submodules
         self._names: tuple[list[str], list[str]] = [], []  # the keys of all places, and whose tensors are given
         self._ids: list[int] = []  # of what stands in all places
-        self._places: tuple[list[tuple[dict[str, Any], str]], list[str]] = [], []
-        self._lists: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = []
-        """Of recurrent networks, which also keep a list of their weights: attributes, parameters, and names in the list's order."""
+        self._places = _Places([], [], [])
 
     @contextmanager
     def are(self, tensors: dict[str, Tensor]) -> Iterator[None]:
         """As `weights`, which looks every name up in every step: 10 µs for each."""
-        places, tied = self._look(tensors)
+        places, tied, lists = self._look(tensors)
         given = [*tensors.values(), *[tensors[name] for name in tied]]
         own = [place[key] for place, key in places]
-        lists = [(attributes, attributes[_LIST], attributes[_REFS]) for attributes, _, _ in self._lists]
+        own_lists = [(attributes, attributes[_LIST], attributes[_REFS]) for attributes, _, _ in lists]
         try:
             for (place, key), x in zip(places, given, strict=True):
                 place[key] = x
-            for attributes, parameters, names in self._lists:
+            for attributes, parameters, names in lists:
                 attributes[_LIST] = listed = [parameters[name] for name in names]
                 attributes[_REFS] = list(map(ref, listed))
             yield
@@ -94,13 +103,12 @@ class Weights:
             new = [place[key] if key in place else None for place, key in places]  # noqa: SIM401
             for (place, key), x in zip(places, own, strict=True):
                 place[key] = x
-            for attributes, listed, refs in lists:
+            for attributes, listed, refs in own_lists:
                 attributes[_LIST], attributes[_REFS] = listed, refs
             if not are_same(new, given):
                 tensors.update({name: x for name, x in zip(tensors, new, strict=False) if x is not None})
 
-    def _look(self, tensors: dict[str, Tensor]) -> tuple[list[tuple[dict[str, Any], str]], list[str]]:
-        """Where these tensors go: a dict of a submodule's, and the key; and whose stand in the last of these places, tied to others."""
+    def _look(self, tensors: dict[str, Tensor]) -> _Places:
         modules = self._submodules.look()
         dicts: list[dict[str, Any]] = [place for m in modules for place in (m._parameters, m._buffers)]
         names = [*chain.from_iterable(map(_keys, dicts))], [*tensors]
@@ -114,7 +122,7 @@ class Weights:
 
     def _found(
         self, modules: list[nn.Module], dicts: list[dict[str, Any]], same: list[int], tensors: dict[str, Tensor]
-    ) -> tuple[list[tuple[dict[str, Any], str]], list[str]]:
+    ) -> _Places:
         whole = self._submodules.module
         prefixes = {m: f"{name}." if name else "" for name, m in whole.named_modules()}
         places = [(i, key) for i, keys in enumerate(map(_keys, dicts)) for key in keys]
@@ -132,11 +140,11 @@ class Weights:
             )
         tied = [n for n in range(len(places)) if same[n] in given and names[n] not in tensors]
         found = [places[n] for n in (*(number[name] for name in tensors), *tied)]
-        self._lists = [
+        lists = [
             (vars(m), m._parameters, m._flat_weights_names)
             for m in modules
             if is_whole and isinstance(m, nn.RNNBase) and _REFS in vars(m)
             # Not where some are computed, by a parametrization or a hook: PyTorch then makes the list in the call.
             if all([m._parameters.get(name) is not None for name in m._flat_weights_names])
         ]
-        return [(dicts[i], key) for i, key in found], [given[same[n]] for n in tied]
+        return _Places([(dicts[i], key) for i, key in found], [given[same[n]] for n in tied], lists)
