@@ -19,7 +19,7 @@ from decentfn.donation import require_distinct, require_layout
 from decentfn.gradient.beside import passing_beside
 from decentfn.kit.expected import check, is_state, left_alone, marked
 from decentfn.kit.state import Step
-from decentfn.run.memory import give_back_freed_memory
+from decentfn.run.memory import fill_holes, give_back_freed_memory, open_holes
 from decentfn.scalars import as_step
 from decentfn.torch_private import inductor
 from decentfn.torch_private.autograd import allow_saved_tensors_hooks
@@ -90,6 +90,8 @@ def compile(
                 break
         is_first = run is None
         if run is None:
+            open_holes()
+            give_back_freed_memory()
             check(step, state, batch, t)
             if donate:
                 require_distinct("compile", state)
@@ -136,6 +138,7 @@ def compile(
         if is_first:
             prepared.append((structure, run))
             give_back_freed_memory()
+            fill_holes()
         if look is not None:
             look(result[0], t, donate)
         return result

@@ -73,7 +73,8 @@ def _drain(here: World) -> None:
             continue
         posted = in_flight.pop(address)
         try:
-            for work in flight.works:
+            posted.settle()
+            for work in posted.works:
                 work.wait(timedelta(seconds=max(0.01, end - time.monotonic())))
         except RuntimeError:
             _abandoned.append(posted)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -73,6 +75,14 @@ class World:
         self._subgroups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._inboxes: dict[tuple[Sequence[int], torch.dtype], list[torch.UntypedStorage]] = {}
         self._lock = threading.Lock()
+
+    @cached_property
+    def poster(self) -> ThreadPoolExecutor:
+        """The thread that asks gloo for messages. Whoever asks may wait for milliseconds.
+
+        gloo's own threads hold a connection's lock while they copy, and where the cores are busy they lose theirs meanwhile.
+        """
+        return ThreadPoolExecutor(1, thread_name_prefix="decentfn-poster")
 
     @property
     def whole(self) -> World:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import time
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -45,11 +46,35 @@ class Part(NamedTuple):
 class Flight:
     """What one call of an operator has on its way."""
 
-    __slots__ = ("call", "here", "parts", "works")
+    __slots__ = ("asked", "call", "here", "parts", "refused", "works")
 
     def __init__(self, here: World, call: Call, parts: list[Part]) -> None:
         self.here, self.call, self.parts = here, call, parts
         self.works: list[Any] = []
+        self.asked: Future[None] | None = None
+        """While the world's `poster` asks gloo for it."""
+        self.refused: tuple[RuntimeError, Part | None] | None = None
+
+    def ask(self, group: Any, tag: int, sends: int) -> None:
+        """Ask gloo for all parts, of which the last so many are sends; what is received is first among `works`."""
+        first = len(self.parts) - sends if self.here.sends_first else 0
+        order, works, steps = self.parts[first:] + self.parts[:first], self.works, self.here.steps
+        if steps.refused is not None:  # or a message would arrive in the place of the one before it
+            self.refused = steps.refused, order[0]
+            return
+        try:
+            for x, own, rank, _ in order:
+                works.append((group.send if own is None else group.recv)([x], rank, tag))
+        except RuntimeError as error:
+            steps.refused = error
+            self.refused = error, order[len(works)]
+        self.works = works[len(order) - first :] + works[: len(order) - first]
+
+    def settle(self) -> None:
+        """Wait until gloo has been asked."""
+        if self.asked is not None:
+            self.asked.result()
+            self.asked = None
 
     def land(self) -> bool:
         """Wait for all of it; whether it arrived. If not, each message is this worker's own payload.
@@ -57,9 +82,12 @@ class Flight:
         Raises:
             RunError: it did not arrive, and no step runs that could be finished first.
         """
-        one_by_one = len(self.works) == len(self.parts)  # else the backend has put them together
         since = time.perf_counter()
         with span("wait", self.call.what, self.call.index) if is_profiled() else nothing:
+            self.settle()
+            if self.refused is not None:
+                self.lose(*self.refused)
+            one_by_one = len(self.works) == len(self.parts)  # else the backend has put them together
             for index, work in enumerate(self.works):
                 try:
                     if self.here.steps.lost is None:
@@ -131,33 +159,39 @@ def post(here: World, call: Call, inbox: Tensor, receives: list[Part], sends: li
     if not receives and not sends:
         return
     flight, group, tag = Flight(here, call, receives + sends), here.group, here.steps.tag
-    on_cpu, order = inbox.device.type == "cpu", sends + receives if here.sends_first else flight.parts
     assert group is not None
     if here.steps.lost is not None:
         flight.cancel()
         return
-    try:
+    if inbox.device.type != "cpu":
         with span("post", call.what, call.index) if is_profiled() else nothing:
-            if on_cpu:
-                for x, own, rank, _ in order:
-                    flight.works.append((group.send if own is None else group.recv)([x], rank, tag))
-                if here.sends_first:  # what is received is waited for first all the same
-                    flight.works = flight.works[len(sends) :] + flight.works[: len(sends)]
-            else:
-                receiving = [
-                    dist.P2POp(dist.irecv, x, group=group, tag=tag, group_peer=rank) for x, _, rank, _ in receives
-                ]
-                sending = [dist.P2POp(dist.isend, x, group=group, tag=tag, group_peer=rank) for x, _, rank, _ in sends]
-                flight.works += dist.batch_isend_irecv(receiving + sending)
-    except RuntimeError as error:
-        flight.lose(error, order[len(flight.works)] if on_cpu else None)
-        flight.land()
-        return
+            _post_at_once(flight, group, tag)
+    elif is_profiled():  # PyTorch shows what gloo does in this thread alone
+        for earlier in list(in_flight.values()):
+            if earlier.here is here:
+                earlier.settle()
+        with span("post", call.what, call.index):
+            flight.ask(group, tag, len(sends))
+    else:
+        flight.asked = here.poster.submit(flight.ask, group, tag, len(sends))
     for counted in here.counters:
         counted.messages += len(sends)
         counted.bytes_sent += sum(part.tensor.nbytes for part in sends)
         counted.bytes_received += sum(part.tensor.nbytes for part in receives)
     track(inbox, flight)
+
+
+def _post_at_once(flight: Flight, group: dist.ProcessGroup, tag: int) -> None:
+    """NCCL takes all messages of a call together."""
+    kinds = [dist.isend if own is None else dist.irecv for _, own, _, _ in flight.parts]
+    operations = [
+        dist.P2POp(kind, x, group=group, tag=tag, group_peer=rank)
+        for kind, (x, _, rank, _) in zip(kinds, flight.parts, strict=True)
+    ]
+    try:
+        flight.works += dist.batch_isend_irecv(operations)
+    except RuntimeError as error:
+        flight.refused = error, None
 
 
 def reduce(here: World, call: Call, x: Tensor, own: Tensor | None, ranks: list[int]) -> Flight:
@@ -188,6 +222,9 @@ def track(tensor: Tensor, flight: Flight) -> None:
     dropped = in_flight.get(tensor.data_ptr())
     if dropped is not None:
         # Nobody waits for it, and its memory was given out again, as it only sends: that goes on.
+        dropped.settle()
+        flight.settle()
+        flight.refused = dropped.refused or flight.refused
         flight.works, flight.parts = dropped.works + flight.works, dropped.parts + flight.parts
     in_flight[tensor.data_ptr()] = flight
     if tensor.device.type == "cpu":

@@ -6,6 +6,11 @@ import ctypes
 from typing import Any
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
+_LARGEST, _SMALLEST = 2**23, 2**16
+"""Bytes of what fills holes; smaller ones are left."""
+
+_filled: list[int] = []
+_keeps_freed = False
 
 
 def keep_freed_memory() -> bool:
@@ -17,8 +22,10 @@ def keep_freed_memory() -> bool:
     Returns:
         Whether the C library knows the settings (glibc does).
     """
+    global _keeps_freed
     mallopt = _from_c("mallopt")
-    return mallopt is not None and bool(mallopt(_M_MMAP_MAX, 0)) and bool(mallopt(_M_TRIM_THRESHOLD, -1))
+    _keeps_freed = mallopt is not None and bool(mallopt(_M_MMAP_MAX, 0)) and bool(mallopt(_M_TRIM_THRESHOLD, -1))
+    return _keeps_freed
 
 
 def give_back_freed_memory() -> None:
@@ -26,6 +33,57 @@ def give_back_freed_memory() -> None:
     malloc_trim = _from_c("malloc_trim")
     if malloc_trim is not None:
         malloc_trim(0)
+
+
+def fill_holes() -> None:
+    """Let what is allocated from now on lie together, above the holes that were freed so far.
+
+    glibc puts a block into the smallest hole that takes it. After setting up and compiling there are holes of all sizes, and a
+    process that keeps what it frees comes to use more and more of them from step to step. What fills them is never touched,
+    and takes no memory: the holes were given back before.
+    """
+    sbrk, malloc, free, mallinfo = (_from_c(name) for name in ("sbrk", "malloc", "free", "mallinfo2"))
+    if not _keeps_freed or mallinfo is None:
+        return
+    sbrk.restype = malloc.restype = ctypes.c_void_p
+    sbrk.argtypes, malloc.argtypes, free.argtypes = [ctypes.c_ssize_t], [ctypes.c_size_t], [ctypes.c_void_p]
+    mallinfo.restype = _Mallinfo
+    end, left, size = sbrk(0), mallinfo().fordblks, _LARGEST
+    while size >= _SMALLEST:
+        block = malloc(size) if left >= size else None
+        if block is not None and block + size <= end:
+            _filled.append(block)
+            left -= size
+        else:
+            free(block)
+            size //= 2
+
+
+def open_holes() -> None:
+    """Free what fills holes, before this process sets up and compiles again."""
+    free = _from_c("free")
+    while _filled:
+        free(ctypes.c_void_p(_filled.pop()))
+
+
+class _Mallinfo(ctypes.Structure):
+    """glibc's `struct mallinfo2`; `fordblks` is the number of free bytes."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in [
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        ]
+    )
 
 
 def _from_c(name: str) -> Any:

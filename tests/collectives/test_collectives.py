@@ -1,5 +1,6 @@
 """The operators against plain indexing, on real gloo ranks (threads) and under vmap."""
 
+import threading
 import time
 from datetime import timedelta
 
@@ -154,6 +155,33 @@ def test_what_is_posted_first(local, size, threads, expected, monkeypatch):
     with collectives.use(collectives.World(Recorder(), 0, 2)):
         wait(exchange(torch.ones(3), table, torch.tensor(0)))
     assert order == expected
+
+
+def test_who_posts_does_not_wait_for_gloo():
+    """Whose locks may be held for milliseconds; who takes the messages waits until they were posted, in their order."""
+    order, free = [], threading.Event()
+
+    class Busy:
+        def recv(self, tensors, rank, tag):
+            assert free.wait(60)
+            order.append(("receive", tensors[0].numel()))
+            return self
+
+        def send(self, tensors, rank, tag):
+            order.append(("send", tensors[0].numel()))
+            return self
+
+        def wait(self):
+            pass
+
+    table = df.topology("ring", 2).peers
+    with collectives.use(collectives.World(Busy(), 0, 2)):
+        posted = [exchange(torch.ones(size), table, torch.tensor(0)) for size in (3, 4)]
+        assert not order
+        free.set()
+        wait(posted[1])
+        assert order == [(kind, size) for size in (3, 4) for kind in ("receive", "send")]
+        wait(posted[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.uint8])
