@@ -21,7 +21,6 @@ df.init()
 set_up = [torch.ones(size) for size in sizes for _ in range(4)]
 between = [torch.ones(2**12) for _ in set_up]  # in holes of their own, or above
 kept = set_up[1::2]
-holes = [x.data_ptr() for x in set_up[::2]]
 end = max(x.data_ptr() + x.nbytes for x in set_up)
 del set_up
 
@@ -37,8 +36,8 @@ del later
 state, _ = step(state, torch.zeros(3), 1)
 memory.open_holes()
 memory.give_back_freed_memory()
-again = [torch.empty(size) for size in sizes]
-assert any(x.data_ptr() in holes for x in again), "before the next compilation they are open"
+again = [torch.empty(size) for size in sizes for _ in range(3)]  # more than was freed above
+assert any(x.data_ptr() < end for x in again), "before the next compilation they are open"
 """
 
 
