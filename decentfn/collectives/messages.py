@@ -56,19 +56,21 @@ class Flight:
         self.refused: tuple[RuntimeError, Part | None] | None = None
 
     def ask(self, group: Any, tag: int, sends: int) -> None:
-        """Ask gloo for all parts, of which the last so many are sends; what is received is first among `works`."""
-        first = len(self.parts) - sends if self.here.sends_first else 0
-        order, works, steps = self.parts[first:] + self.parts[:first], self.works, self.here.steps
-        if steps.refused is not None:  # or a message would arrive in the place of the one before it
-            self.refused = steps.refused, order[0]
-            return
-        try:
-            for x, own, rank, _ in order:
-                works.append((group.send if own is None else group.recv)([x], rank, tag))
-        except RuntimeError as error:
-            steps.refused = error
-            self.refused = error, order[len(works)]
-        self.works = works[len(order) - first :] + works[: len(order) - first]
+        """Ask the backend for all parts, of which the last so many are sends; what is received is first among `works`."""
+        steps, on_cpu = self.here.steps, self.parts[0].tensor.device.type == "cpu"
+        first = len(self.parts) - sends if on_cpu and self.here.sends_first else 0
+        order, works = self.parts[first:] + self.parts[:first], self.works
+        if steps.refused is None:  # else a message would arrive in the place of the one that was refused
+            try:
+                if on_cpu:
+                    for x, own, rank, _ in order:
+                        works.append((group.send if own is None else group.recv)([x], rank, tag))
+                else:
+                    works += dist.batch_isend_irecv([_operation(part, group, tag) for part in order])
+            except RuntimeError as error:
+                steps.refused = error, order[len(works)] if on_cpu else None
+            self.works = works[len(order) - first :] + works[: len(order) - first]
+        self.refused = steps.refused
 
     def settle(self) -> None:
         """Wait until gloo has been asked."""
@@ -163,17 +165,14 @@ def post(here: World, call: Call, inbox: Tensor, receives: list[Part], sends: li
     if here.steps.lost is not None:
         flight.cancel()
         return
-    if inbox.device.type != "cpu":
-        with span("post", call.what, call.index) if is_profiled() else nothing:
-            _post_at_once(flight, group, tag)
-    elif is_profiled():  # PyTorch shows what gloo does in this thread alone
+    if inbox.device.type == "cpu" and not is_profiled():
+        flight.asked = here.poster.submit(flight.ask, group, tag, len(sends))
+    else:  # PyTorch shows what gloo does in this thread alone
         for earlier in list(in_flight.values()):
             if earlier.here is here:
                 earlier.settle()
-        with span("post", call.what, call.index):
+        with span("post", call.what, call.index) if is_profiled() else nothing:
             flight.ask(group, tag, len(sends))
-    else:
-        flight.asked = here.poster.submit(flight.ask, group, tag, len(sends))
     for counted in here.counters:
         counted.messages += len(sends)
         counted.bytes_sent += sum(part.tensor.nbytes for part in sends)
@@ -181,17 +180,10 @@ def post(here: World, call: Call, inbox: Tensor, receives: list[Part], sends: li
     track(inbox, flight)
 
 
-def _post_at_once(flight: Flight, group: dist.ProcessGroup, tag: int) -> None:
-    """NCCL takes all messages of a call together."""
-    kinds = [dist.isend if own is None else dist.irecv for _, own, _, _ in flight.parts]
-    operations = [
-        dist.P2POp(kind, x, group=group, tag=tag, group_peer=rank)
-        for kind, (x, _, rank, _) in zip(kinds, flight.parts, strict=True)
-    ]
-    try:
-        flight.works += dist.batch_isend_irecv(operations)
-    except RuntimeError as error:
-        flight.refused = error, None
+def _operation(part: Part, group: Any, tag: int) -> dist.P2POp:
+    """For NCCL, which takes all messages of a call together."""
+    x, own, rank, _ = part
+    return dist.P2POp(dist.isend if own is None else dist.irecv, x, group=group, tag=tag, group_peer=rank)
 
 
 def reduce(here: World, call: Call, x: Tensor, own: Tensor | None, ranks: list[int]) -> Flight:

@@ -105,8 +105,8 @@ class Steps:
         self.is_inside = False
         """Whether a step runs, at whose end a loss is raised."""
         self.lost: Loss | None = None
-        self.refused: RuntimeError | None = None
-        """What gloo said when it did not take a message; it is asked for none after that."""
+        self.refused: tuple[RuntimeError, Any] | None = None
+        """What the backend said when it did not take a message, and which; it is asked for none after that."""
         self.cut_short: tuple[int, BaseException] | None = None
         """The step that raised after it had posted, and what it raised."""
         self.record: deque[Call] = deque(maxlen=_RECORDED)

@@ -13,6 +13,7 @@ from torch.func import vmap
 import decentfn as df
 from decentfn import collectives
 from decentfn.collectives import exchange, group_mean, wait, worker_index
+from decentfn.collectives.messages import Flight, Part
 from decentfn.testing import on_ranks
 
 
@@ -182,6 +183,24 @@ def test_who_posts_does_not_wait_for_gloo():
         wait(posted[1])
         assert order == [(kind, size) for size in (3, 4) for kind in ("receive", "send")]
         wait(posted[0])
+
+
+def test_no_message_is_asked_for_after_one_that_was_refused():
+    """Whichever is waited for first, it is the refused one's peer that is named."""
+    asked = []
+
+    class Refuses:
+        def send(self, tensors, rank, tag):
+            asked.append(rank)
+            if rank == 1:
+                raise RuntimeError("closed")
+
+    here = collectives.World(Refuses(), 0, 3)
+    flights = [Flight(here, None, [Part(torch.ones(1), None, rank)]) for rank in (2, 1, 2)]
+    for flight in flights:
+        flight.ask(here.group, 0, 1)
+    assert asked == [2, 1] and [len(flight.works) for flight in flights] == [1, 0, 0]
+    assert [flight.refused and flight.refused[1].rank for flight in flights] == [None, 1, 1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.uint8])
