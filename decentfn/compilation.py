@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -74,12 +75,13 @@ def compile(
     if getattr(step, "made_by", None) == "donate":
         raise ValueError("compile(donate(step)): compile(step) donates by itself; leave df.donate out.")
     progress = _Progress(step)
+    by_autograd, look = getattr(step, "by_autograd", False), getattr(step, "watch", None)
     kwargs: dict[str, Any] = {"fullgraph": True, "dynamic": dynamic, "recompile_limit": _GRAPHS, "backend": backend}
     if backend == "inductor":
         kwargs["backend"] = progress.inductor
-        kwargs["options"] = inductor.compile_options() | {"guard_filter_fn": _worth_guarding} | options
+        worth_guarding = partial(_worth_guarding, by_autograd)
+        kwargs["options"] = inductor.compile_options() | {"guard_filter_fn": worth_guarding} | options
     prepared: list[tuple[Any, Callable[..., Any]]] = []
-    by_autograd, look = getattr(step, "by_autograd", False), getattr(step, "watch", None)
 
     def compiled(state: Any, batch: PyTree, t: int | Tensor) -> tuple[Any, Any]:
         leaves, structure = trees.flatten(state)
@@ -168,14 +170,16 @@ class _Progress:
         return compile_cache.inductor(graph, inputs, **kwargs)
 
 
-def _worth_guarding(guards: Sequence[Any]) -> list[bool]:
+def _worth_guarding(by_autograd: bool, guards: Sequence[Any]) -> list[bool]:
     """Which of Dynamo's guards are looked at in each call: on state, batch, `t`, PyTorch's modes and the user's loss.
 
     The library's own objects (plans, tables, closures: hundreds of guards) never change once a step is built, and
-    looking at each of them takes longer than a small network's step.
+    looking at each of them takes longer than a small network's step. What hooks see of saved tensors matters to a graph
+    that is differentiated; one around a gradient operator is not.
     """
     kept = re.compile(r"(given|batch|t)\b|.*\bloss_fn\b")
-    return [guard.name == "" or kept.match(guard.name) is not None for guard in guards]
+    unseen = "AUTOGRAD_SAVED_TENSORS_HOOKS" if by_autograd else ""
+    return [guard.guard_type != unseen and (guard.name == "" or kept.match(guard.name) is not None) for guard in guards]
 
 
 def _on_leaves(step: Step, template: PyTree, donate: bool) -> FunctionType:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
@@ -96,10 +97,9 @@ def register_node(
     `flatten` returns (children, static context); `unflatten` takes (context, children).
     """
     _nodes[cls] = (flatten, unflatten)
-    children_of = cast(Callable[[Any], tuple[Sequence[Any], Hashable]], flatten)
     optree.register_pytree_node(
         cast(Any, cls),
-        lambda node: (*children_of(node), None),
+        cast(Any, flatten),
         cast(Any, unflatten),
         namespace=registry.__dict__["__GLOBAL_NAMESPACE"],
     )
@@ -153,14 +153,18 @@ def enumerate_leaves(tree: PyTree) -> PyTree:
 class Template:
     """A template of `enumerate_leaves` that is filled often: what kind of tree it is, is looked at once. Not for Dynamo."""
 
-    __slots__ = ("_positions", "_structure")
+    __slots__ = ("_structure", "_taken")
 
     def __init__(self, template: PyTree) -> None:
-        self._positions, self._structure = flatten(template)
+        positions, self._structure = flatten(template)
+        # In one call; of less than two `itemgetter` gives no tuple.
+        self._taken = (
+            operator.itemgetter(*positions) if len(positions) > 1 else lambda values: [values[i] for i in positions]
+        )
 
     def filled(self, values: Sequence[Any]) -> PyTree:
         """`fill(template, values)`."""
-        return self._structure.unflatten([values[i] for i in self._positions])
+        return self._structure.unflatten(self._taken(values))
 
 
 def fill(template: PyTree, values: Sequence[T]) -> PyTree:

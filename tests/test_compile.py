@@ -342,7 +342,7 @@ def test_few_guards_are_looked_at_in_each_call():
     kept = []
 
     def counting(guards):
-        answer = compilation._worth_guarding(guards)
+        answer = compilation._worth_guarding(False, guards)
         kept.append((sum(answer), len(answer)))
         return answer
 

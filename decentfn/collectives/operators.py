@@ -20,7 +20,7 @@ from torch import Tensor
 
 from decentfn.collectives.membership import World, world
 from decentfn.collectives.messages import Part, begin, complete, post, reduce, track
-from decentfn.scalars import moved, once
+from decentfn.scalars import integer, moved, once
 from decentfn.torch_private import functorch, lowering
 
 _library = torch.library.Library("decentfn", "DEF")
@@ -161,7 +161,7 @@ def _exchange(x: Tensor, peers: Tensor, t: Tensor, per_slot: bool, good: Tensor 
     here, _ = _place(1, workers, "exchange")
     x = _sent(x, good)
     call = begin(here, "exchange", t, 1)
-    sources, listeners = peers[call.t % phases, :, here.rank].tolist()
+    sources, listeners = peers.select(0, call.t % phases).select(1, here.rank).tolist()
     call.hears, call.tells, call.nbytes = sources, listeners, x.nbytes // max(1, slots if per_slot else 1)
     inbox = here.inbox(x, (slots, *x.shape[1 if per_slot else 0 :]))
     receives: list[Part] = []
@@ -275,7 +275,7 @@ def _require_worker_axis(what: str, in_dims: tuple[int | None, ...]) -> None:
 def _worker_index(token: Tensor, local: list[int]) -> Tensor:
     """The worker here, 0-d, or with `local` = [L] the L workers here."""
     if not local:
-        return torch.full((), world().rank, dtype=torch.int64, device=token.device)
+        return integer(world().rank, token.device)
     first, count = world().rank * prod(local), prod(local)
     return torch.arange(first, first + count, device=token.device).view(local)
 

@@ -39,50 +39,20 @@ class Attributes:
     def __init__(self, submodules: Submodules) -> None:
         self._submodules = submodules
         self._seen: _Seen | None = None
-        self._last: dict[
+        self.last: dict[
             int, tuple[tuple[int, int], Changes, Changes]
         ] = {}  # a call, what it began with and what it left
-        self._written: set[tuple[int, str]] | None = None  # tensors that are changed in place, learnt in the first call
+        self.written: set[tuple[int, str]] | None = None  # tensors that are changed in place, learnt in the first call
 
-    @contextmanager
-    def of(self, at: At, weights: Iterable[Tensor]) -> Iterator[None]:
-        """Within, the module's attributes are this worker's, and its parameters and buffers are these."""
-        worker, call = at
-        last = self._last.get(worker)
-        began = [] if last is None or call < last[0] else last[1] if call == last[0] else last[2]
-        seen, versions = self._look()
-        clones: Changes = []
-        if self._written != set():
-            clones = [
-                (own, name, x.clone())
-                for own, name, x in seen.tensors
-                if self._written is None or (id(own), name) in self._written
-            ]
-        for own, name, x in (*clones, *began):
-            own[name] = x.clone() if (id(own), name) in (self._written or ()) else _copied(x)
-        left: Changes | None = None
-        try:
-            yield
-            if self._written is None:
-                self._written = {(id(own), name) for own, name, x in clones if x._version}
-            untouched = {id(x) for _, _, x in clones if not x._version}
-            left = []
-        finally:
-            given = set(map(id, weights))
-            changes = seen.put_back(lambda x: _is_kept(x) or _refers_to(x, given))
-            if left is not None:
-                left = [
-                    (own, name, _without_graph(x))
-                    for own, name, x in changes
-                    if id(x) not in untouched and not _refers_to(x, given)
-                ]
-                self._last[worker] = (call, began, left)
-        self._require_nothing_else(seen.written(versions))
+    def of(self, at: At, weights: Iterable[Tensor], modules: list[nn.Module]) -> _Call:
+        """Within, the module's attributes are this worker's, its parameters and buffers are these, and its submodules these."""
+        return _Call(self, at, weights, self._look(modules))
 
     @contextmanager
     def put_back(self) -> Iterator[None]:
         """No tensor that is made within is left among the module's attributes; one that lives on is refused."""
-        seen, versions = self._look()
+        seen = self._look(self._submodules.look())
+        versions = seen.versions()
         changes: Changes = []
         try:
             yield
@@ -103,16 +73,16 @@ class Attributes:
             and not x.requires_grad
             and isinstance(values[id(own)].get(name), (torch.Tensor, int, float))
         ]
-        self._require_nothing_else([*lives_on, *seen.written(versions)])
+        self.require_nothing_else([*lives_on, *seen.written(versions)])
 
-    def _look(self) -> tuple[_Seen, list[int]]:
-        """What the attributes are now, and the versions of the tensors among them."""
-        modules, seen = self._submodules.look(), self._seen
+    def _look(self, modules: list[nn.Module]) -> _Seen:
+        """What the attributes are now."""
+        seen = self._seen
         if seen is None or not seen.is_still(modules):
             self._seen = seen = _Seen(modules)
-        return seen, seen.versions()
+        return seen
 
-    def _require_nothing_else(self, lives_on: list[str]) -> None:
+    def require_nothing_else(self, lives_on: list[str]) -> None:
         """No tensor lives on in the module itself."""
         if lives_on:
             raise ValueError(
@@ -126,6 +96,46 @@ class Attributes:
         return type(self._submodules.module).__name__
 
 
+class _Call:
+    """Within, the module's attributes are those that a worker's last call left."""
+
+    __slots__ = ("_at", "_attributes", "_began", "_clones", "_seen", "_versions", "_weights")
+
+    def __init__(self, attributes: Attributes, at: At, weights: Iterable[Tensor], seen: _Seen) -> None:
+        self._attributes, self._at, self._weights, self._seen = attributes, at, weights, seen
+
+    def __enter__(self) -> None:
+        (worker, call), seen, written = self._at, self._seen, self._attributes.written
+        last = self._attributes.last.get(worker)
+        began = [] if last is None or call < last[0] else last[1] if call == last[0] else last[2]
+        self._began, self._versions, self._clones = began, seen.versions(), []
+        if seen.tensors and written != set():
+            self._clones = [
+                (own, name, x.clone()) for own, name, x in seen.tensors if written is None or (id(own), name) in written
+            ]
+        for own, name, x in (*self._clones, *began):
+            own[name] = x.clone() if (id(own), name) in (written or ()) else _copied(x)
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        attributes, clones = self._attributes, self._clones
+        if kind is None and attributes.written is None:
+            attributes.written = {(id(own), name) for own, name, x in clones if x._version}
+        given = set(map(id, self._weights))
+        changes = self._seen.put_back(lambda x: _is_kept(x) or _refers_to(x, given))
+        if kind is None:
+            left: Changes = []
+            if changes:
+                untouched = {id(x) for _, _, x in clones if not x._version}
+                left = [
+                    (own, name, _without_graph(x))
+                    for own, name, x in changes
+                    if id(x) not in untouched and not _refers_to(x, given)
+                ]
+            worker, call = self._at
+            attributes.last[worker] = call, self._began, left
+            attributes.require_nothing_else(self._seen.written(self._versions))
+
+
 class _Seen:
     """What a module's attributes are before a call."""
 
@@ -137,25 +147,28 @@ class _Seen:
         self.before = [dict(own) for own in self.owners]
         self.containers: list[tuple[dict[str, Any], str, Any, Any]] = []  # with a copy of each
         self.tensors: list[tuple[dict[str, Any], str, Tensor]] = []
-        self._values = self._values_now()
+        self._nested: list[Any] = []  # containers, those within others too
         for own in self._own:
             for name in own.keys() - _OF_PYTORCH:
                 x = own[name]
                 if type(x) in _CONTAINERS:
                     self.containers.append((own, name, x, _copied(x)))
+                    self._nested += _nested(x)
                 elif isinstance(x, torch.Tensor) and not x.requires_grad and not x.is_inference():
                     self.tensors.append((own, name, x))
+        self._dicts = self.owners + [x for x in self._nested if isinstance(x, dict)]
+        self._all, self._sizes = self._all_now(), list(map(len, self._nested))
 
     def is_still(self, modules: list[nn.Module]) -> bool:
         """Whether all is as it was, so that nothing has to be looked at anew."""
-        return (
-            are_same(list(map(vars, modules)), self._own)
-            and are_same(self._values_now(), self._values)
-            and all([_are_same(x, content) for _, _, x, content in self.containers])
-        )
+        return are_same(list(map(vars, modules)), self._own) and self._is_unchanged()
 
-    def _values_now(self) -> list[Any]:
-        return [*chain.from_iterable(map(dict.values, self.owners))]
+    def _is_unchanged(self) -> bool:
+        """Whether the very same things stand in the same places, in containers at any depth too."""
+        return are_same(self._all_now(), self._all) and list(map(len, self._nested)) == self._sizes
+
+    def _all_now(self) -> list[Any]:
+        return [*chain.from_iterable(map(dict.values, self._dicts)), *chain.from_iterable(self._nested)]
 
     def versions(self) -> list[int]:
         """Of the tensors: one that is written to has another."""
@@ -168,14 +181,14 @@ class _Seen:
     def put_back(self, which: Callable[[Any], bool]) -> Changes:
         """What has changed of those `which`; the module has its own again."""
         changes: Changes = []
+        if self._is_unchanged():
+            return changes
         for own, name, x, content in self.containers:
             if not _are_same(x, content) and which(x):
                 if own.get(name) is x:
                     changes.append((own, name, _copied(x)))
                 x.clear()
                 (x.update if hasattr(x, "update") else x.extend)(content)
-        if are_same(self._values_now(), self._values):
-            return changes
         both = zip(self.owners, self.before, strict=True)
         others = [
             (own, name, x, old) for own, b in both for name, x in own.items() if x is not (old := b.get(name, _MISSING))
@@ -196,6 +209,12 @@ def _copied(x: Any) -> Any:
         return x
     copies = [_copied(v) if type(v) in _CONTAINERS else v for v in (x.values() if isinstance(x, dict) else x)]
     return _like(x, zip(x, copies, strict=True) if isinstance(x, dict) else copies)
+
+
+def _nested(x: Any) -> list[Any]:
+    """A container, and those in it."""
+    inside = [v for v in (x.values() if isinstance(x, dict) else x) if type(v) in _CONTAINERS]
+    return [x, *chain.from_iterable(map(_nested, inside))]
 
 
 def _like(x: Any, content: Iterable[Any]) -> Any:

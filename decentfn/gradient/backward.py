@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +22,8 @@ from decentfn.gradient.others import no_other_weights, no_own_weights
 from decentfn.gradient.traced import unscaled
 from decentfn.replicas import digest
 from decentfn.torch_private import functorch
-from decentfn.torch_private.autograd import Enabled
+from decentfn.torch_private.autograd import Enabled, NoGrad, run_backward
+from decentfn.torch_private.profiler import nothing
 from decentfn.trees import PyTree
 
 WROTE = (
@@ -122,13 +122,15 @@ def backward(
                 if trial:
                     form.changing, form.writes = tuple(sorted((*changing, *over))), form.writes or writes
                 raise (Learnt if trial else RuntimeError)(WROTE)
-    with torch.no_grad():
+    with NoGrad():
         grads = sums or joining.collect()
+        if flat is params and now == marks:
+            form.keep(leaves, params)
         if many:
             grads = [(g / len(micros)).to(b.dtype) for g, b in zip(grads, flat, strict=True)]
         if scale is not None:
             grads = list(unscaled(Buckets(grads, plan), scale))
-        losses = [loss.to(dtype_of_loss(flat), copy=True) for loss in losses]  # it may be a parameter, or aux
+        losses = [loss.to(form.dtype_of_loss, copy=True) for loss in losses]  # it may be a parameter, or aux
         mean = torch.stack(losses).mean() if many else losses[0]
     aux = trees.map(lambda *rows: stacked(rows), *auxes) if many else auxes[0]
     written = in_buckets(plan, [leaf.detach() for leaf in leaves]) if form.writes else []
@@ -142,11 +144,6 @@ def _require_one_batch(batch: Any, team: int) -> None:
     by = "world.worker" if team == collectives.processes_per_worker() else f"world.rank // {team}"
     rule = f"a tensor-parallel worker's processes compute one batch together: draw it by {by}, not by world.rank"
     compare("step(state, batch, t)", [], rule, of_team=lines, team=team)
-
-
-def dtype_of_loss(params: Sequence[Tensor]) -> torch.dtype:
-    """In which the loss is reported: it is not known before the loss has run, and a graph must know it."""
-    return torch.float64 if any(b.dtype == torch.float64 for b in params) else torch.float32
 
 
 def _forward_backward(
@@ -163,7 +160,7 @@ def _forward_backward(
     held = getattr(loss_fn, "held", None)
     if held is None:
         loss, new, aux = call(loss_fn, params, buffers, batch)
-        with no_other_weights(loss) if trial else nullcontext():
+        with no_other_weights(loss) if trial else nothing:
             before()
             _backward(loss, scale)
     else:
@@ -172,7 +169,7 @@ def _forward_backward(
         with held(params, buffers, at) as new:
             loss, aux = loss_fn.of(batch)  # type: ignore[attr-defined]
             loss = scalar(loss)
-            with no_own_weights(loss, own) if trial else nullcontext():
+            with no_own_weights(loss, own) if trial else nothing:
                 before()
                 _backward(loss, scale)
     aux = None if aux is None else trees.map(_beyond, trees.plain(aux))
@@ -185,7 +182,7 @@ def _backward(loss: Tensor, scale: Tensor | None) -> None:
             "df.autograd(loss_fn): the loss does not depend on the parameters that it was given; compute it from `params` "
             "(torch.func.functional_call(module, params, ...), or df.functional), and not under torch.no_grad."
         )
-    (loss if scale is None else loss.to(wide(loss.dtype)) * scale).backward()
+    run_backward(loss if scale is None else loss.to(wide(loss.dtype)) * scale)
 
 
 def _marks(tensors: list[Tensor]) -> tuple[list[int], list[int]]:

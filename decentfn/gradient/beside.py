@@ -7,10 +7,10 @@ import threading
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor
 
 from decentfn import trees
+from decentfn.scalars import integer
 from decentfn.torch_private.autograd import surroundings
 
 
@@ -82,7 +82,7 @@ def passing_beside(function: Callable[[Beside], tuple[Any, Any]], batch: Any) ->
 
 def travelling(batch: Any) -> Beside:
     """The batch, put beside the graph."""
-    return Beside(torch.tensor(put(batch)))
+    return Beside(integer(put(batch)))
 
 
 def arrived(tree: Any) -> Any:

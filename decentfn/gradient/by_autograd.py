@@ -20,13 +20,13 @@ from decentfn import trees
 from decentfn.buckets import Buckets, Plan
 from decentfn.collectives import world
 from decentfn.gradient.accumulated import Accumulated
-from decentfn.gradient.backward import WROTE, Backward, Learnt, backward, dtype_of_loss, stacked
+from decentfn.gradient.backward import WROTE, Backward, Learnt, backward, stacked
 from decentfn.gradient.beside import Beside, Step, arrived, put, travelling, value
-from decentfn.gradient.layout import Layout
+from decentfn.gradient.layout import Layout, dtype_of_loss
 from decentfn.gradient.loss import LossFn, WrappedLoss, require_loss
 from decentfn.gradient.scaled import DynamicLossScale
 from decentfn.gradient.traced import Evaluation
-from decentfn.scalars import moved
+from decentfn.scalars import integer, moved
 from decentfn.stacking import require_rows
 from decentfn.torch_private import functorch, inductor
 from decentfn.torch_private.dynamo import constant_while_traced
@@ -194,7 +194,7 @@ def _kernel(
     if not workers:
         one = run(world().rank, scale, params, buffers, data)
         form.is_tried = True
-        return [one.loss, torch.tensor(put(one.aux)), *one.grads, *one.written, *one.buffers, *_used([one], leaves, ())]
+        return [one.loss, integer(put(one.aux)), *one.grads, *one.written, *one.buffers, *_used([one], leaves, ())]
     data = trees.plain(data)
     require_rows("batch", data, workers)
     first = world().rank * workers
@@ -227,7 +227,7 @@ def _used(ones: Sequence[Backward], leaves: int, workers: tuple[int, ...]) -> li
 def _fake(*arguments: Any) -> list[Tensor]:
     _, _, leaves, changing, writes, _, workers, _, _, _, params, buffers, _ = arguments
     shape = (workers,) if workers else ()
-    loss = params[0].new_empty(shape, dtype=dtype_of_loss(params))
+    loss = params[0].new_empty(shape, dtype=dtype_of_loss(b.dtype for b in params))
     aux = torch.empty(shape, dtype=torch.int64, device="cpu")
     used = [params[0].new_empty((*shape, leaves), dtype=torch.bool)] if leaves else []
     like = (*params, *(params if writes else ()), *(buffers[i] for i in changing))

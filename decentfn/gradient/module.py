@@ -38,7 +38,7 @@ class ModuleLoss:
         self.frozen = frozen
         """Which of the buffers are frozen parameters."""
         self._shapes = _shapes(params), _shapes(buffers)
-        submodules = Submodules(module)
+        self._submodules = submodules = Submodules(module)
         self._weights, self._attributes = Weights(submodules), Attributes(submodules)
         own = [(name, p) for name, p in module.named_parameters() if name in params]
         self._hooks = [(name, hook) for name, p in own for hook in (p._backward_hooks or {}).values()]
@@ -74,8 +74,8 @@ class ModuleLoss:
         """
         tensors = {**params, **buffers}
         new = dict(buffers)
-        handles = self._hooked(params, is_traced=at is None)
-        if torch.compiler.is_compiling():
+        handles = self._hooked(params, is_traced=at is None) if self._hooks or self._late_hooks else []
+        if at is None and torch.compiler.is_compiling():
             try:
                 with weights(self.module, tensors):
                     yield new
@@ -83,10 +83,13 @@ class ModuleLoss:
                 for owner, name, x in self._computed:
                     setattr(owner, name, x)
         else:
+            modules = self._submodules.look()
             try:
                 with (
-                    self._attributes.put_back() if at is None else self._attributes.of(at, [*tensors.values()]),
-                    self._weights.are(tensors),
+                    self._attributes.put_back()
+                    if at is None
+                    else self._attributes.of(at, [*tensors.values()], modules),
+                    self._weights.are(tensors, modules),
                 ):
                     yield new
             finally:

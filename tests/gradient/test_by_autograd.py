@@ -1,5 +1,6 @@
 """`df.autograd`: any model, as plain PyTorch trains it, in every mode; what it returns, what it leaves, what it refuses."""
 
+import contextlib
 import copy
 import gc
 import multiprocessing
@@ -457,6 +458,60 @@ def test_a_handle_goes_with_its_step_and_nothing_grows():
     torch._dynamo.reset()
     gc.collect()
     assert handle() is None
+
+
+def over_its_state(step, compiled):
+    return df.compile(step, backend="aot_eager") if compiled else df.donate(step)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_step_over_its_state_sees_the_same_parameters_as_a_plain_loop_does(compiled):
+    """Also after an exception in the backward pass, and with hooks of one call; they end with the state."""
+    seen, heard = [], []
+
+    def loss_fn(params, batch):
+        w, b = params
+        seen.append((weakref.ref(w), w._version))
+        if batch["hook"]:
+            b.register_hook(heard.append)
+        loss = (w.square().sum() + b.sum()) / 2
+        return loss + 0 * Twice.apply(w).sum() if batch["bad"] else loss
+
+    init, step = df.all_reduce(df.autograd(loss_fn), df.sgd(1.0), df.topology("complete", 1))
+    step = over_its_state(step, compiled)
+    state = init((torch.full((3,), 2.0), torch.zeros(3)))
+    plain = {"bad": False, "hook": False}
+    for t, batch in enumerate([plain] * 3 + [plain | {"hook": True}] + [plain] * 2):
+        before = [x.clone() for x in df.params(state)]
+        state, _ = step(state, batch, t)
+        torch.testing.assert_close(df.params(state), (0 * before[0], before[1] - 0.5))
+    same = [a[0]() is b[0]() is not None for a, b in zip(seen[-2:], seen[-1:], strict=False)]
+    assert same == [True] and seen[-1][1] > seen[-2][1] and len(heard) == 1
+    with pytest.raises(ArithmeticError):
+        step(state, plain | {"bad": True}, 6)
+    before = df.params(state)[1].clone()
+    state, _ = step(state, plain, 7)
+    torch.testing.assert_close(df.params(state), (torch.zeros(3), before - 0.5))
+    leaf = seen[-1][0]
+    assert leaf() is not None
+    del state
+    assert leaf() is None
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_autocast_around_many_steps_casts_the_parameters_of_each(compiled):
+    ends = []
+    for around_all in (False, True):
+        init, step = df.all_reduce(
+            df.autograd(lambda w, x: (x @ w).float().square().mean()), df.sgd(0.1), df.topology("complete", 1)
+        )
+        state, step = init(torch.ones(3, 2)), over_its_state(step, compiled)
+        with torch.autocast("cpu", torch.bfloat16) if around_all else contextlib.nullcontext():
+            for t in range(4):
+                with torch.autocast("cpu", torch.bfloat16):
+                    state, _ = step(state, torch.eye(3) + t, t)
+        ends.append(df.params(state).clone())
+    assert torch.equal(*ends)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
