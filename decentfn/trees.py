@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import operator
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
@@ -153,18 +152,14 @@ def enumerate_leaves(tree: PyTree) -> PyTree:
 class Template:
     """A template of `enumerate_leaves` that is filled often: what kind of tree it is, is looked at once. Not for Dynamo."""
 
-    __slots__ = ("_structure", "_taken")
+    __slots__ = ("_positions", "_structure")
 
     def __init__(self, template: PyTree) -> None:
-        positions, self._structure = flatten(template)
-        # In one call; of less than two `itemgetter` gives no tuple.
-        self._taken = (
-            operator.itemgetter(*positions) if len(positions) > 1 else lambda values: [values[i] for i in positions]
-        )
+        self._positions, self._structure = flatten(template)
 
     def filled(self, values: Sequence[Any]) -> PyTree:
         """`fill(template, values)`."""
-        return self._structure.unflatten(self._taken(values))
+        return self._structure.unflatten([values[i] for i in self._positions])
 
 
 def fill(template: PyTree, values: Sequence[T]) -> PyTree:

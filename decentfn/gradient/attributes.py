@@ -12,7 +12,7 @@ from weakref import ReferenceType
 import torch
 from torch import Tensor, nn
 
-from decentfn.torch_private.modules import Submodules, are_same
+from decentfn.torch_private.modules import are_same
 from decentfn.words import brief
 
 At = tuple[int, tuple[int, int]]
@@ -36,8 +36,8 @@ class Attributes:
     what that one began with, and one of an earlier step, in another run, with the module's own.
     """
 
-    def __init__(self, submodules: Submodules) -> None:
-        self._submodules = submodules
+    def __init__(self, module: nn.Module) -> None:
+        self._name = type(module).__name__
         self._seen: _Seen | None = None
         self.last: dict[
             int, tuple[tuple[int, int], Changes, Changes]
@@ -45,13 +45,13 @@ class Attributes:
         self.written: set[tuple[int, str]] | None = None  # tensors that are changed in place, learnt in the first call
 
     def of(self, at: At, weights: Iterable[Tensor], modules: list[nn.Module]) -> _Call:
-        """Within, the module's attributes are this worker's, its parameters and buffers are these, and its submodules these."""
+        """Within, the attributes of these, a module and its submodules, are this worker's, and their parameters and buffers these."""
         return _Call(self, at, weights, self._look(modules))
 
     @contextmanager
-    def put_back(self) -> Iterator[None]:
-        """No tensor that is made within is left among the module's attributes; one that lives on is refused."""
-        seen = self._look(self._submodules.look())
+    def put_back(self, modules: list[nn.Module]) -> Iterator[None]:
+        """No tensor that is made within is left among these modules' attributes; one that lives on is refused."""
+        seen = self._look(modules)
         versions = seen.versions()
         changes: Changes = []
         try:
@@ -90,10 +90,6 @@ class Attributes:
                 f"{brief(sorted({*lives_on}))}; the state would not have them. Make buffers of them, "
                 "self.register_buffer(name, tensor), or let them go on beside the state from the first call on, df.autograd(loss_fn)."
             )
-
-    @property
-    def _name(self) -> str:
-        return type(self._submodules.module).__name__
 
 
 class _Call:

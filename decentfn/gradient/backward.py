@@ -22,7 +22,7 @@ from decentfn.gradient.others import no_other_weights, no_own_weights
 from decentfn.gradient.traced import unscaled
 from decentfn.replicas import digest
 from decentfn.torch_private import functorch
-from decentfn.torch_private.autograd import Enabled, NoGrad, run_backward
+from decentfn.torch_private.autograd import Enabled, run_backward
 from decentfn.torch_private.profiler import nothing
 from decentfn.trees import PyTree
 
@@ -122,7 +122,7 @@ def backward(
                 if trial:
                     form.changing, form.writes = tuple(sorted((*changing, *over))), form.writes or writes
                 raise (Learnt if trial else RuntimeError)(WROTE)
-    with NoGrad():
+    with torch.no_grad():
         grads = sums or joining.collect()
         if flat is params and now == marks:
             form.keep(leaves, params)
@@ -130,7 +130,7 @@ def backward(
             grads = [(g / len(micros)).to(b.dtype) for g, b in zip(grads, flat, strict=True)]
         if scale is not None:
             grads = list(unscaled(Buckets(grads, plan), scale))
-        losses = [loss.to(form.dtype_of_loss, copy=True) for loss in losses]  # it may be a parameter, or aux
+        losses = [loss.to(dtype_of_loss(flat), copy=True) for loss in losses]  # it may be a parameter, or aux
         mean = torch.stack(losses).mean() if many else losses[0]
     aux = trees.map(lambda *rows: stacked(rows), *auxes) if many else auxes[0]
     written = in_buckets(plan, [leaf.detach() for leaf in leaves]) if form.writes else []
@@ -144,6 +144,11 @@ def _require_one_batch(batch: Any, team: int) -> None:
     by = "world.worker" if team == collectives.processes_per_worker() else f"world.rank // {team}"
     rule = f"a tensor-parallel worker's processes compute one batch together: draw it by {by}, not by world.rank"
     compare("step(state, batch, t)", [], rule, of_team=lines, team=team)
+
+
+def dtype_of_loss(params: Sequence[Tensor]) -> torch.dtype:
+    """In which the loss is reported: it is not known before the loss has run, and a graph must know it."""
+    return torch.float64 if any(b.dtype == torch.float64 for b in params) else torch.float32
 
 
 def _forward_backward(

@@ -20,9 +20,9 @@ from decentfn import trees
 from decentfn.buckets import Buckets, Plan
 from decentfn.collectives import world
 from decentfn.gradient.accumulated import Accumulated
-from decentfn.gradient.backward import WROTE, Backward, Learnt, backward, stacked
+from decentfn.gradient.backward import WROTE, Backward, Learnt, backward, dtype_of_loss, stacked
 from decentfn.gradient.beside import Beside, Step, arrived, put, travelling, value
-from decentfn.gradient.layout import Layout, dtype_of_loss
+from decentfn.gradient.layout import Layout
 from decentfn.gradient.loss import LossFn, WrappedLoss, require_loss
 from decentfn.gradient.scaled import DynamicLossScale
 from decentfn.gradient.traced import Evaluation
@@ -227,7 +227,7 @@ def _used(ones: Sequence[Backward], leaves: int, workers: tuple[int, ...]) -> li
 def _fake(*arguments: Any) -> list[Tensor]:
     _, _, leaves, changing, writes, _, workers, _, _, _, params, buffers, _ = arguments
     shape = (workers,) if workers else ()
-    loss = params[0].new_empty(shape, dtype=dtype_of_loss(b.dtype for b in params))
+    loss = params[0].new_empty(shape, dtype=dtype_of_loss(params))
     aux = torch.empty(shape, dtype=torch.int64, device="cpu")
     used = [params[0].new_empty((*shape, leaves), dtype=torch.bool)] if leaves else []
     like = (*params, *(params if writes else ()), *(buffers[i] for i in changing))

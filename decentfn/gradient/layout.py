@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, count
@@ -28,11 +28,6 @@ joined at the end, which takes less time.
 _looked_at = attrgetter("requires_grad", "grad", "_backward_hooks", "_post_accumulate_grad_hooks", "__dict__")
 _AS_MADE = True, None, None, None, {}
 """What is seen so of a leaf that nobody has touched."""
-
-
-def dtype_of_loss(dtypes: Iterable[torch.dtype]) -> torch.dtype:
-    """In which the loss is reported where parameters have these: it is not known before the loss has run, and a graph must know it."""
-    return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
 class Large(NamedTuple):
@@ -109,11 +104,6 @@ class Layout:
         if any(not s.numel or s.is_complex for b in self.plan.buckets for s in b.segments):
             return None
         return [[torch.empty(s.shape, device="meta") for s in b.segments] for b in self.plan.buckets]
-
-    @cached_property
-    def dtype_of_loss(self) -> torch.dtype:
-        """In which the loss is reported."""
-        return dtype_of_loss(bucket.dtype for bucket in self.plan.buckets)
 
     def arguments(self, leaves: Sequence[Tensor], buffers: Sequence[Tensor]) -> tuple[PyTree, PyTree]:
         """The trees of parameters and buffers that the loss takes."""

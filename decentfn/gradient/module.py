@@ -38,8 +38,7 @@ class ModuleLoss:
         self.frozen = frozen
         """Which of the buffers are frozen parameters."""
         self._shapes = _shapes(params), _shapes(buffers)
-        self._submodules = submodules = Submodules(module)
-        self._weights, self._attributes = Weights(submodules), Attributes(submodules)
+        self._submodules, self._weights, self._attributes = Submodules(module), Weights(module), Attributes(module)
         own = [(name, p) for name, p in module.named_parameters() if name in params]
         self._hooks = [(name, hook) for name, p in own for hook in (p._backward_hooks or {}).values()]
         self._late_hooks = [(name, hook) for name, p in own for hook in (p._post_accumulate_grad_hooks or {}).values()]
@@ -83,12 +82,10 @@ class ModuleLoss:
                 for owner, name, x in self._computed:
                     setattr(owner, name, x)
         else:
-            modules = self._submodules.look()
             try:
+                modules, attributes = self._submodules.look(), self._attributes
                 with (
-                    self._attributes.put_back()
-                    if at is None
-                    else self._attributes.of(at, [*tensors.values()], modules),
+                    attributes.put_back(modules) if at is None else attributes.of(at, [*tensors.values()], modules),
                     self._weights.are(tensors, modules),
                 ):
                     yield new

@@ -111,8 +111,8 @@ class _Lent:
 class Weights:
     """Where a module keeps its parameters and buffers: found by name once, and again where the module has changed."""
 
-    def __init__(self, submodules: Submodules) -> None:
-        self._submodules = submodules
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
         self._dicts: list[dict[str, Any]] = []  # of parameters and of buffers of all submodules
         self._names: tuple[list[str], list[str]] = [], []  # the keys of all places, and whose tensors are given
         self._ids: list[int] = []  # of what stands in all places
@@ -136,7 +136,7 @@ class Weights:
     def _found(
         self, modules: list[nn.Module], dicts: list[dict[str, Any]], same: list[int], tensors: dict[str, Tensor]
     ) -> _Places:
-        whole = self._submodules.module
+        whole = self._module
         prefixes = {m: f"{name}." if name else "" for name, m in whole.named_modules()}
         places = [(i, key) for i, keys in enumerate(map(_keys, dicts)) for key in keys]
         names = [prefixes[modules[i // 2]] + key for i, key in places]

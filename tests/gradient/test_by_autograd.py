@@ -485,17 +485,37 @@ def test_a_step_over_its_state_sees_the_same_parameters_as_a_plain_loop_does(com
         before = [x.clone() for x in df.params(state)]
         state, _ = step(state, batch, t)
         torch.testing.assert_close(df.params(state), (0 * before[0], before[1] - 0.5))
-    same = [a[0]() is b[0]() is not None for a, b in zip(seen[-2:], seen[-1:], strict=False)]
-    assert same == [True] and seen[-1][1] > seen[-2][1] and len(heard) == 1
+    (leaf, version), (same, later) = seen[-2:]
+    assert same() is leaf() is not None and later > version and len(heard) == 1
     with pytest.raises(ArithmeticError):
         step(state, plain | {"bad": True}, 6)
     before = df.params(state)[1].clone()
     state, _ = step(state, plain, 7)
     torch.testing.assert_close(df.params(state), (torch.zeros(3), before - 0.5))
-    leaf = seen[-1][0]
+    leaf, _ = seen[-1]
     assert leaf() is not None
     del state
     assert leaf() is None
+
+
+def test_hooks_of_saved_tensors_are_called_whenever_they_come_and_nothing_is_compiled_anew():
+    """Also those that a compiler could take into its graph."""
+    init, step = built(df.autograd(lambda p, batch: p.square().sum()))
+    state, step = init(torch.ones(3)), df.compile(step)
+    state, _ = step(state, None, 0)
+    before = df.params(state).clone()
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    with torch.autograd.graph.saved_tensors_hooks(*map(torch.fx.symbolic_trace, (lambda x: x * 2, lambda x: x * 1))):
+        _, doubled = step(state, None, 1)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+    torch.testing.assert_close(doubled.grad_norm, 2 * (2 * before).norm())
+
+
+def test_pytorch_says_which_nodes_it_runs_where_it_is_asked(caplog):
+    init, step = built(df.autograd(lambda p, batch: p.square().sum()))
+    with caplog.at_level("DEBUG", "torch.autograd.graph"):
+        step(init(torch.ones(3)), None, 0)
+    assert any("PowBackward0" in record.getMessage() for record in caplog.records)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
