@@ -511,6 +511,22 @@ def test_hooks_of_saved_tensors_are_called_whenever_they_come_and_nothing_is_com
     torch.testing.assert_close(doubled.grad_norm, 2 * (2 * before).norm())
 
 
+def test_no_context_is_there_for_the_engine_to_copy_for_every_node():
+    found = []
+
+    def loss_fn(p, batch):
+        loss = p.square().sum()
+        loss.register_hook(lambda g: found.append(torch._C._is_key_in_tls("context")))
+        return loss
+
+    init, step = built(df.autograd(loss_fn))
+    step(init(torch.ones(3)), None, 0)
+    plain = torch.ones(3, requires_grad=True)
+    loss_fn(plain, None).backward()
+    *ours, pytorchs = found
+    assert pytorchs and ours and not any(ours)
+
+
 def test_pytorch_says_which_nodes_it_runs_where_it_is_asked(caplog):
     init, step = built(df.autograd(lambda p, batch: p.square().sum()))
     with caplog.at_level("DEBUG", "torch.autograd.graph"):
