@@ -63,6 +63,7 @@ def test_adapt_while_communicate_posts_first_and_waits_for_each_bucket_last(rank
     assert max(posts) < min(products) and max(products) < min(waits)
     # Every bucket is updated before the next one's messages are waited for.
     assert calls[waits[0] :] == ["wait", "kernel"] * 4
+    assert "worker_index" not in code, "all workers weigh alike, so none asks which one it is"
     # What was posted first is waited for first.
     posted = re.findall(r"(buf\d+) = torch\.ops\.decentfn\.(?:exchange|group_mean)\.default", code)
     assert re.findall(r"decentfn\.complete\.default\((buf\d+)\)", code) == posted

@@ -107,7 +107,7 @@ def stochastic_gradient_push(
                 x_and_w = gossip.collect(posted)
         else:
             sent = tuple(gossip.narrow(x, worker.wire_dtype) for x in x_and_w)
-            given_away = 1.0 - gossip.row(topology.round(t), z[0]).weights[0]
+            given_away = 1.0 - gossip.row(topology, topology.round(t), z[0]).weights[0]
             kept = [x - once(given_away.to(x.dtype)) * q.to(x.dtype) for x, q in zip(x_and_w, sent, strict=True)]
             received = gossip.neighbours_sum(late, [x.dtype for x in kept])
             x_and_w = [(x + r).to(x.dtype) for x, r in zip(kept, received, strict=True)]

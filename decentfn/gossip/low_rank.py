@@ -69,7 +69,7 @@ class LowRankGossip:
         me = collectives.worker_index(x[0]).view(1)
         # + at the end that is i > j, - at the other: q is (X_i - X_j) p at both.
         side = torch.where(moved(this.sources, me.device).index_select(0, me)[0] < me, 1.0, -1.0)
-        weights = row(this, x[0]).weights[1:]
+        weights = row(self.edges, this, x[0]).weights[1:]
         changed, turned = [], []
         for b, (bucket, plan, p) in enumerate(zip(x, x.plan.buckets, directions, strict=True)):
             fresh = self._first(plan, b, p.device)

@@ -76,17 +76,18 @@ def post(
     inboxes = tuple(collectives.exchange(tensor, peers, t, good=good) for tensor in sent) if topology.degree else ()
     means = () if groups is None else tuple(collectives.group_mean(tensor, groups, t, good=good) for tensor in sent)
     flags = None if good is None else guarding.post_flags(good, peers if topology.degree else None, groups, t)
-    return Posted(own, sent, inboxes, means, this, row(this, x[0]), flags)
+    return Posted(own, sent, inboxes, means, this, row(topology, this, x[0]), flags)
 
 
-def row(this: Round, token: Tensor) -> Row:
-    """This worker's row of one round's mixing matrix, on the device of `token` (a tensor of this worker's)."""
-    me = collectives.worker_index(token).view(1)
-    weights = moved(this.weights, token.device).index_select(0, me)[0]
-    mean_weight = this.mean_weights
-    if mean_weight is not None:
-        mean_weight = moved(mean_weight, token.device).index_select(0, me)[0]
-    return Row(weights, mean_weight)
+def row(topology: Topology, this: Round, token: Tensor) -> Row:
+    """This worker's row of the mixing matrix of one of its rounds, on the device of `token` (a tensor of this worker's)."""
+    me = None if topology.weighs_alike else collectives.worker_index(token).view(1)
+
+    def own(table: Tensor) -> Tensor:
+        table = moved(table, token.device)
+        return table[0] if me is None else table.index_select(0, me)[0]
+
+    return Row(own(this.weights), None if this.mean_weights is None else own(this.mean_weights))
 
 
 def collect(posted: Posted, gamma: float | Tensor = 1.0) -> list[Tensor]:

@@ -65,12 +65,17 @@ class Topology:
     """`[P, 2, N, K]` int64, what `exchange` reads: sources and destinations, -1 where nothing travels."""
     degree: int = field(init=False)
     """Messages that a worker sends in a step, at most; averages in groups are not messages. At most `slots`."""
+    weighs_alike: bool = field(init=False)
+    """Whether in each phase all workers have the same weights; of what `draw` gives this is not known."""
 
     def __post_init__(self) -> None:
         peers = with_silence(self.sources, inverse(self.sources))
         sent = (peers[:, 1] >= 0).sum(-1)
         object.__setattr__(self, "peers", peers)
         object.__setattr__(self, "degree", self.slots if self.draw else int(sent.max()))
+        tables = [self.weights] if self.mean_weights is None else [self.weights, self.mean_weights]
+        alike = not self.draw and all([torch.equal(x, x[:, :1].expand_as(x)) for x in tables])
+        object.__setattr__(self, "weighs_alike", alike)
 
     @property
     def period(self) -> int | None:
