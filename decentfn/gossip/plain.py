@@ -80,7 +80,7 @@ def post(
 
 
 def row(topology: Topology, this: Round, token: Tensor) -> Row:
-    """This worker's row of the mixing matrix of one of its rounds, on the device of `token` (a tensor of this worker's)."""
+    """This worker's row of the mixing matrix of a round of `topology`, on the device of `token` (a tensor of this worker's)."""
     me = None if topology.weighs_alike else collectives.worker_index(token).view(1)
 
     def own(table: Tensor) -> Tensor:

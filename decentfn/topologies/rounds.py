@@ -66,7 +66,7 @@ class Topology:
     degree: int = field(init=False)
     """Messages that a worker sends in a step, at most; averages in groups are not messages. At most `slots`."""
     weighs_alike: bool = field(init=False)
-    """Whether in each phase all workers have the same weights; of what `draw` gives this is not known."""
+    """Whether in each phase all workers have the same weights. False with `draw`, whose rounds are not known."""
 
     def __post_init__(self) -> None:
         peers = with_silence(self.sources, inverse(self.sources))
