@@ -16,7 +16,12 @@ from filelock import FileLock, Timeout
 from torch import Tensor
 
 from decentfn.torch_private.inductor import cache_dir, digest_of_sources, lookup_backend
-from decentfn.torch_private.inductor_on_cpu import even_splits, layouts_of_norms, remembered_probes
+from decentfn.torch_private.inductor_on_cpu import (
+    even_splits,
+    layouts_of_norms,
+    local_buffers_that_are_read,
+    remembered_probes,
+)
 
 _log = logging.getLogger("decentfn")
 
@@ -32,7 +37,7 @@ def inductor(
     Where a note in Inductor's cache says that this was compiled before, nobody waits for anybody.
     """
     compile_with = functools.partial(cast(Any, lookup_backend("inductor")), graph, inputs, config_patches=options)
-    with remembered_probes(leave), even_splits(), layouts_of_norms():
+    with remembered_probes(leave), even_splits(), local_buffers_that_are_read(), layouts_of_norms():
         if "MASTER_PORT" not in os.environ:
             return compile_with()
         note = note_of(graph, options or {})

@@ -66,6 +66,31 @@ def even_splits() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def local_buffers_that_are_read() -> Iterator[None]:
+    """Keep Inductor from failing where a loop could keep to itself a tensor that is written over (PyTorch's 196570).
+
+    It asks each user of the tensor in which order it reads it. A user that knows the tensor by another name says
+    KeyError; to say None is another order, and the tensor stays in memory.
+    """
+    try:
+        from torch._inductor.loop_body import LoopBody
+
+        read_expr = LoopBody.get_read_expr
+    except (ImportError, AttributeError):
+        yield
+        return
+
+    def read_expr_or_none(self: Any, buffer_name: str) -> Any:
+        try:
+            return read_expr(self, buffer_name)
+        except KeyError:
+            return None
+
+    with _in_place_of(LoopBody, "get_read_expr", read_expr_or_none):
+        yield
+
+
+@contextlib.contextmanager
 def layouts_of_norms() -> Iterator[None]:
     """Keep Inductor from computing convolutions channels last where norms go over each channel's positions.
 

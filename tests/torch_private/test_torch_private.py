@@ -114,6 +114,19 @@ def test_a_loop_is_not_split_by_what_does_not_divide_it():
     torch.testing.assert_close(heard, there_and_back(bucket, torch.tensor(1), torch.tensor(3))[1])
 
 
+def test_a_tensor_written_over_and_read_in_the_same_loop_is_compiled():
+    """Inductor on a CPU would fail with a KeyError, as it did in quasi-global Adam's update on two ranks."""
+
+    def written_over(x, batch, t):
+        mask = batch.clone()
+        mask[torch.arange(8).unsqueeze(0), torch.arange(8).unsqueeze(1)] = 0
+        return x, torch.softmax(x + mask, dim=-1)
+
+    x, batch = torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(0))
+    _, chances = df.compile(written_over, donate=False)(x, batch, 0)
+    torch.testing.assert_close(chances, torch.softmax(x, dim=-1))
+
+
 @pytest.mark.parametrize(
     ("norm", "options", "expected"),
     [
