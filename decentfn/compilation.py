@@ -104,6 +104,7 @@ def compile(
         # Torch.compile drops what is written over a 0-d float64 input, so such a leaf goes in as [its view of shape [1]].
         given = [[x.view(1)] if getattr(x, "dtype", 0) == torch.float64 and x.dim() == 0 else x for x in leaves]
         t = as_step(t)
+        number = int(t)
 
         def call(batch: PyTree) -> tuple[Any, Any]:
             result = run(given, batch, t)
@@ -111,8 +112,8 @@ def compile(
 
         try:
             alone = left_alone(state) if is_first and not donate and is_state(state) else nullcontext()
-            randomness = draws.torch_draws(t, collectives.world().place)
-            with alone, collectives.whole_step(t, donated=donate), randomness:
+            randomness = draws.torch_draws(number, collectives.world().place)
+            with alone, collectives.whole_step(number, donated=donate), randomness:
                 result = passing_beside(call, batch) if by_autograd else call(trees.plain(batch))
         except too_many_graphs() as error:
             raise RuntimeError(

@@ -125,7 +125,7 @@ class torch_draws:
     """Within, PyTorch's default generators draw by (torch's seed, t, worker, part); afterwards they are as they were before.
 
     So where every rank has said `torch.manual_seed(0)`, ranks and steps draw differently, and the same in every run.
-    One within another draws by the seed that was torch's outside both.
+    One within another draws by the seed that was torch's outside both, and the outer one goes on from there.
     """
 
     __slots__ = ("_before", "_key", "_outer")
@@ -142,7 +142,8 @@ class torch_draws:
             generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
         self._before = []
         for generator in generators:
-            self._before.append((generator, generator.get_state()))
+            if self._outer is None:
+                self._before.append((generator, generator.get_state()))
             generator.manual_seed(seed)
 
     def __exit__(self, *error: object) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from decentfn.buckets import rows_of
 from decentfn.collectives.membership import world
 from decentfn.collectives.processes import naming
+from decentfn.torch_private import lowering
 
 _library = torch.library.Library("decentfn", "FRAGMENT")
 
@@ -83,4 +84,4 @@ for _name, _kernel in (
     ("gather_inside", _gather_inside),
     ("scatter_inside", _scatter_inside),
 ):
-    _library.impl(_name, _kernel, "CompositeExplicitAutograd")
+    lowering.implement(_name, _kernel, _library)

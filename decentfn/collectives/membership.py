@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cached_property
@@ -22,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import Store
 
 from decentfn.collectives.forks import wait_for_gloo_before_forks
+from decentfn.collectives.poster import Poster
 from decentfn.collectives.steps import TAGS, Steps
 from decentfn.torch_private import storages
 from decentfn.torch_private.dynamo import constant_while_traced
@@ -77,12 +77,12 @@ class World:
         self._lock = threading.Lock()
 
     @cached_property
-    def poster(self) -> ThreadPoolExecutor:
+    def poster(self) -> Poster:
         """The thread that asks gloo for messages. Whoever asks may wait for milliseconds.
 
         gloo's own threads hold a connection's lock while they copy, and where the cores are busy they lose theirs meanwhile.
         """
-        return ThreadPoolExecutor(1, thread_name_prefix="decentfn-poster")
+        return Poster("decentfn-poster")
 
     @property
     def whole(self) -> World:

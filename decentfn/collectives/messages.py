@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import time
-from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from decentfn.collectives.membership import World
+from decentfn.collectives.poster import Asked
 from decentfn.collectives.reports import different_steps, has_timed_out, report
 from decentfn.collectives.steps import Call, Loss
 from decentfn.torch_private import lowering
@@ -51,7 +51,7 @@ class Flight:
     def __init__(self, here: World, call: Call, parts: list[Part]) -> None:
         self.here, self.call, self.parts = here, call, parts
         self.works: list[Any] = []
-        self.asked: Future[None] | None = None
+        self.asked: Asked | None = None
         """While the world's `poster` asks gloo for it."""
         self.refused: tuple[RuntimeError, Part | None] | None = None
 

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,13 @@ import torch
 from torch._inductor.cpu_vec_isa import VecISA
 from torch._inductor.graph import GraphLowering
 from torch._inductor.utils import fresh_cache
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import decentfn as df
 from decentfn import compile_cache
 from decentfn.buckets import flatten
 from decentfn.compressors import Key
-from decentfn.torch_private import dynamo, inductor, inductor_on_cpu
+from decentfn.torch_private import dynamo, inductor, inductor_on_cpu, lowering
 
 WITHOUT = """
 import sys
@@ -154,8 +156,8 @@ def test_convolutions_are_channels_last_but_beside_norms_over_positions(norm, op
     torch.testing.assert_close(df.params(state), df.params(expected_state))
 
 
-def test_what_is_compiled_is_called_without_its_wrapper_where_the_guards_hold():
-    """Another dtype, or a stance that forbids compiled code, goes through the wrapper; the arguments' values do not matter."""
+def test_what_is_compiled_is_called_without_its_wrapper_where_the_guards_hold(monkeypatch):
+    """Another dtype, a stance that forbids compiled code, or Dynamo around it goes through the wrapper; values do not matter."""
     asked = []
     offset = torch.ones(3)
 
@@ -171,6 +173,59 @@ def test_what_is_compiled_is_called_without_its_wrapper_where_the_guards_hold():
         assert torch.equal(run(wide, wide), wide + wide + offset) and len(asked) == 3
     with torch.no_grad():
         assert torch.equal(run(wide, wide), wide + wide + offset) and len(asked) == 4
+    called = []
+    sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_qualname))
+    run(wide, wide)
+    sys.setprofile(None)
+    assert "directly.<locals>.call" in called and not [name for name in called if "DisableContext" in name]
+    monkeypatch.setattr(dynamo, "_is_traced", lambda: "a callback of Dynamo's")
+    assert torch.equal(run(wide, wide), wide + wide + offset) and len(asked) == 5
+
+
+def test_compiled_code_calls_kernels_and_all_else_the_dispatcher():
+    """The dispatcher gives a kernel a list of its own; where operators are watched, or the code is not compiled, it is asked."""
+    library = torch.library.Library("decentfn", "FRAGMENT")
+    library.define("probe(Tensor[] xs) -> Tensor")
+    seen = []
+
+    def kernel(xs):
+        seen.append((xs, dynamo.within.compiled))
+        if xs[0].numel() == 7:
+            raise ValueError("seven")
+        return xs[0] + 1
+
+    lowering.implement("probe", kernel, library)
+    lowering.register_fake("decentfn::probe", lambda xs: torch.empty_like(xs[0]), library)
+    xs = [torch.ones(2)]
+    dynamo.within.compiled = True
+    try:
+        for watch in (nullcontext, torch.profiler.profile, Silent):
+            with watch():
+                torch.ops.decentfn.probe.default(xs)
+            assert (seen[-1][0] is xs) == (watch is nullcontext)
+    finally:
+        dynamo.within.compiled = False
+    torch.ops.decentfn.probe.default(xs)
+    assert seen[-1][0] is not xs
+
+    def function(x):
+        return torch.ops.decentfn.probe.default([x])
+
+    run = dynamo.directly(function, torch.compile(function, fullgraph=True))
+    for direct in (False, True, True):
+        assert torch.equal(run(torch.ones(3)), torch.full((3,), 2.0)) and seen[-1][1] == direct
+    with pytest.raises(ValueError, match="seven"):
+        run(torch.ones(7))
+    with pytest.raises(ValueError, match="seven"):
+        run(torch.ones(7))
+    assert not dynamo.within.compiled
+
+
+class Silent(TorchDispatchMode):
+    """Watches operators, and says nothing."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
 
 
 def test_without_dynamos_caches_every_call_goes_through_the_wrapper(monkeypatch):
