@@ -7,7 +7,6 @@ import logging
 import re
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -25,6 +24,7 @@ from decentfn.scalars import as_step
 from decentfn.torch_private import inductor
 from decentfn.torch_private.autograd import allow_saved_tensors_hooks
 from decentfn.torch_private.dynamo import directly, first_error, not_compiled, not_loaded, too_many_graphs
+from decentfn.torch_private.profiler import nothing
 from decentfn.trees import PyTree
 from decentfn.words import brief, brief_error, is_ours
 
@@ -111,9 +111,8 @@ def compile(
             return (state, result) if donate else result
 
         try:
-            alone = left_alone(state) if is_first and not donate and is_state(state) else nullcontext()
-            randomness = draws.torch_draws(number, collectives.world().place)
-            with alone, collectives.whole_step(number, donated=donate), randomness:
+            alone = left_alone(state) if is_first and not donate and is_state(state) else nothing
+            with alone, collectives.whole_step(number, donated=donate) as here, draws.torch_draws(number, here.place):
                 result = passing_beside(call, batch) if by_autograd else call(trees.plain(batch))
         except too_many_graphs() as error:
             raise RuntimeError(

@@ -26,6 +26,8 @@ class whole_step:
     In both cases the next step is refused: the other ranks have taken this one, or wait for its messages; what this rank
     would post next, they would take for something else.
 
+    `with` gives the world in which it runs.
+
     Args:
         t: the step.
         donated: whether it writes over the state that it is given.
@@ -36,12 +38,13 @@ class whole_step:
     def __init__(self, t: int | Tensor, *, donated: bool = False) -> None:
         self._t, self._donated = int(t), donated
 
-    def __enter__(self) -> None:
-        self._here = world()
-        if self._here.size > 1:
-            self._here.steps.enter(self._t)
+    def __enter__(self) -> World:
+        self._here = here = world()
+        if here.size > 1:
+            here.steps.enter(self._t)
         self._range = span("step", self._t) if is_profiled() else nothing
         self._range.__enter__()
+        return here
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._range.__exit__(kind, error, traceback)

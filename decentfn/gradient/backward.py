@@ -55,6 +55,7 @@ def backward(
     form: Layout,
     many: bool,
     t: int,
+    here: collectives.World,
     worker: int,
     scale: Tensor | None,
     params: Sequence[Tensor],
@@ -68,6 +69,7 @@ def backward(
         form: what is known of it.
         many: whether the batch is micro-batches, `[M, ...]` in every leaf: the gradient's mean is taken over them.
         t: the step.
+        here: the world that the operator was called in.
         worker: draws its own random numbers, as each team of its processes does.
         scale: 0-d; the gradient is taken of `scale * loss`.
         params: the buckets.
@@ -77,7 +79,7 @@ def backward(
     Raises:
         Learnt: the loss writes over more than `form` said; called again, it is right.
     """
-    plan, changing, here = form.plan, form.changing, collectives.world()
+    plan, changing = form.plan, form.changing
     team = getattr(loss_fn, "team", 1)
     trial = not form.is_tried  # what is written through `.data` shows in the values alone
     if trial and team > 1:
@@ -148,7 +150,7 @@ def _require_one_batch(batch: Any, team: int) -> None:
 
 def dtype_of_loss(params: Sequence[Tensor]) -> torch.dtype:
     """In which the loss is reported: it is not known before the loss has run, and a graph must know it."""
-    return torch.float64 if any(b.dtype == torch.float64 for b in params) else torch.float32
+    return torch.float64 if torch.float64 in [b.dtype for b in params] else torch.float32
 
 
 def _forward_backward(

@@ -190,14 +190,15 @@ def _kernel(
     """
     loss_fn, data, step_number = _losses[int(handle)], value(batch), int(t)
     form = loss_fn.layouts[layout]
-    run = partial(loss_fn.run, form, changing, writes, many, step_number)
+    here = world()
+    run = partial(loss_fn.run, form, changing, writes, many, step_number, here)
     if not workers:
-        one = run(world().rank, scale, params, buffers, data)
+        one = run(here.rank, scale, params, buffers, data)
         form.is_tried = True
         return [one.loss, integer(put(one.aux)), *one.grads, *one.written, *one.buffers, *_used([one], leaves, ())]
     data = trees.plain(data)
     require_rows("batch", data, workers)
-    first = world().rank * workers
+    first = here.rank * workers
     grads = [torch.empty_like(b) for b in params]
     ones = []
     for i in range(workers):

@@ -72,7 +72,7 @@ def algorithm(function: Callable[P, Algorithm]) -> Callable[P, Algorithm]:
             t = as_step(t)
             if torch.compiler.is_compiling() or functorch.has_no_value(t):
                 return built.step(state, batch, t)
-            with collectives.whole_step(t), draws.torch_draws(t, collectives.world().place), deferring() as outermost:
+            with collectives.whole_step(t) as here, draws.torch_draws(t, here.place), deferring() as outermost:
                 if by_autograd and not isinstance(batch, Beside) and not functorch.has_no_value(state.params[0]):
                     result = passing_beside(lambda batch: built.step(state, batch, t), batch)
                 else:
