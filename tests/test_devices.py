@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from decentfn import buckets, trees
+from decentfn import buckets, collectives, trees
 from decentfn.gradient import beside
 from decentfn.gradient.backward import backward
 from decentfn.gradient.layout import Layout
@@ -24,9 +24,8 @@ def test_the_gradient_by_autograd_waits_for_nothing_and_copies_nothing():
     params = trees.map(devices.on_meta, buckets.flatten(problem.params(0)))
     batch = trees.map(devices.on_meta, problem.batch(0, 0))
     with beside.Step(), devices.Copies() as copies:
-        one = backward(
-            problem.loss_fn, Layout(params.plan, None, (), is_tried=True), False, 3, 0, None, list(params), [], batch
-        )
+        form, here = Layout(params.plan, None, (), is_tried=True), collectives.world()
+        one = backward(problem.loss_fn, form, False, 3, here, 0, None, list(params), [], batch)
     assert copies.seen == [] and {g.device.type for g in [*one.grads, one.loss]} == {"meta"}
 
 
