@@ -115,10 +115,12 @@ def worker_seed(seed: int, worker: int, t: int = 0) -> int:
 
 class _Base(threading.local):
     seed: int | None = None
+    """Torch's outside of `torch_draws`, or None."""
+    kept: tuple[torch.Generator, ...] = ()
+    """The generators that are put back at the end of one outside."""
 
 
 _base = _Base()
-"""`.seed`: torch's seed outside of `torch_draws`, or None."""
 
 
 class torch_draws:
@@ -134,20 +136,19 @@ class torch_draws:
         self._key = int(t), worker, part, 1  # 1: never what `worker_seed` gives
 
     def __enter__(self) -> None:
-        self._outer = _base.seed
-        _base.seed = torch.default_generator.initial_seed() if self._outer is None else self._outer
-        seed = _mixed(_base.seed, *self._key)
+        self._outer = _base.seed, _base.kept
+        base = torch.default_generator.initial_seed() if _base.seed is None else _base.seed
+        seed = _mixed(base, *self._key)
         generators = [torch.default_generator]
         if torch.cuda.is_initialized():
             generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
-        self._before = []
+        self._before = [(g, g.get_state()) for g in generators if g not in _base.kept]
         for generator in generators:
-            if self._outer is None:
-                self._before.append((generator, generator.get_state()))
             generator.manual_seed(seed)
+        _base.seed, _base.kept = base, (*_base.kept, *[g for g, _ in self._before])
 
     def __exit__(self, *error: object) -> None:
-        _base.seed = self._outer
+        _base.seed, _base.kept = self._outer
         for generator, state in self._before:
             generator.set_state(state)
 

@@ -104,3 +104,38 @@ def test_the_seeds_of_workers_steps_and_runs_are_all_different():
     assert len({seed % 2**32 for seed in seeds}) == len(keys)  # of which the CPU's generator takes 32 bits
     for seed in seeds:
         assert 0 <= seed < 2**63
+
+
+def test_one_that_cannot_begin_leaves_nothing_behind(monkeypatch):
+    class Captured:
+        def get_state(self):
+            raise RuntimeError("a CUDA graph is captured")
+
+    def drawn():
+        with df.draws.torch_draws(2, 0):
+            return torch.rand(1).item()
+
+    torch.manual_seed(1)
+    before, first = torch.get_rng_state(), drawn()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", int)
+    monkeypatch.setattr(torch.cuda, "default_generators", (Captured(),))
+    with pytest.raises(RuntimeError, match="captured"):
+        drawn()
+    monkeypatch.undo()
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(2)
+    assert drawn() != first
+
+
+def test_a_gpu_that_the_loss_is_the_first_to_use_gets_its_generators_state_back(monkeypatch):
+    gpu, is_initialized = torch.Generator().manual_seed(5), []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: bool(is_initialized))
+    monkeypatch.setattr(torch.cuda, "current_device", int)
+    monkeypatch.setattr(torch.cuda, "default_generators", (gpu,))
+    before = gpu.get_state()
+    with df.draws.torch_draws(0, 0):
+        is_initialized.append(True)
+        with df.draws.torch_draws(0, 0, 1):
+            torch.rand(3, generator=gpu)
+    assert torch.equal(gpu.get_state(), before)

@@ -42,12 +42,15 @@ class Poster:
         self._things: SimpleQueue[tuple[Asked, Callable[..., None], tuple[Any, ...]] | None] = SimpleQueue()
         thread = threading.Thread(target=_work, args=(self._things,), name=name, daemon=True)
         thread.start()
-        weakref.finalize(self, _end, self._things, thread)
+        self._end = weakref.finalize(self, _end, self._things, thread)
 
     def submit(self, function: Callable[..., None], *arguments: Any) -> Asked:
-        """Let the thread call `function(*arguments)` after all that it was given before."""
+        """Let the thread call `function(*arguments)` after all that it was given before; once it has ended, call it here."""
         asked = Asked()
-        self._things.put((asked, function, arguments))
+        if self._end.alive:
+            self._things.put((asked, function, arguments))
+        else:
+            asked.do(function, arguments)
         return asked
 
 

@@ -228,6 +228,22 @@ class Silent(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+def test_operators_in_a_loss_by_autograd_see_its_own_vmap_in_compiled_code_too():
+    def loss_fn(params, batch):
+        each = torch.func.vmap(
+            lambda x: torch.func.vmap(lambda y: df.collectives.worker_index(x) + 0 * y)(torch.ones(3))
+        )
+        index = each(batch)
+        return (params * index.sum()).sum(), index
+
+    init, step = df.all_reduce(df.autograd(loss_fn), df.sgd(0.1), df.topology("complete", 1))
+    state, compiled = init(torch.ones(2)), df.compile(step, donate=False, backend="eager")
+    expected = torch.arange(4.0).expand(3, 4).T
+    for t in range(3):
+        state, metrics = compiled(state, torch.zeros(4), t)
+        assert torch.equal(metrics.aux, expected)
+
+
 def test_without_dynamos_caches_every_call_goes_through_the_wrapper(monkeypatch):
     asked = []
 
