@@ -175,3 +175,9 @@ def test_one_rank_of_four_that_differs_is_named_with_the_field_and_both_values(r
                 f"culprit {culprit}, rank {rank}: median {seconds[len(seconds) // 2]:.3f} s, longest {seconds[-1]:.3f} s"
             )
             assert seconds[-1] < AT_ONCE, seconds
+
+
+def test_more_workers_than_a_topology_of_one_are_refused():
+    init, step = df.adapt_while_communicate(lambda p, b: (p * b).sum(), df.sgd(0.1), df.topology("ring", 1))
+    with pytest.raises((RuntimeError, ValueError, IndexError)):
+        df.simulate(step, 3)(df.stack(init(torch.zeros(1)), 3), torch.ones(3, 1), 0)

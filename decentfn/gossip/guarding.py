@@ -113,7 +113,7 @@ def hear(flags: Flags, this: Round, weights: Tensor, mean_weight: Tensor | None)
     scale = None
     if flags.mean is not None and mean_weight is not None and this.groups is not None:
         groups = moved(this.groups, weights.device)
-        me = collectives.worker_index(weights).view(1)
+        me = collectives.worker_index(good).view(1)  # the weights may be all workers'
         size = (groups == groups.index_select(0, me)).sum()
         count = torch.round(collectives.wait(flags.mean)[0] * size).to(weights.dtype)
         scale = once(size / count.clamp(min=1))

@@ -29,6 +29,14 @@ except ImportError:
     _is_batched = _is_differentiated = _unwrapped = None
 
 
+_interpreters = getattr(torch._C._functorch, "peek_interpreter_stack", object)
+
+
+def is_transformed() -> bool:
+    """Whether a transform of torch.func looks at every operator that is called here."""
+    return _interpreters() is not None
+
+
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """What functorch does with `torch.nn.functional.linear`, for sizes that are symbols to the compiler, too.
 

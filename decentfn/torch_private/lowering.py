@@ -11,6 +11,7 @@ import torch
 
 from decentfn.torch_private import inductor
 from decentfn.torch_private.dynamo import within
+from decentfn.torch_private.functorch import is_transformed
 from decentfn.torch_private.profiler import is_profiled
 
 is_refused = False
@@ -35,6 +36,7 @@ def implement(name: str, kernel: Callable[..., Any], library: Any) -> None:
     """As torch.library's `impl`, for every device; within `dynamo.directly` the kernel is called without PyTorch's dispatcher.
 
     That takes the dispatcher some 50 µs for each operator of a step, whose network has driven all it needs out of the caches.
+    What a transform of torch.func, a mode or a profiler looks at goes through it.
     """
     library.impl(name, kernel, "CompositeExplicitAutograd")
     operator = getattr(torch.ops.decentfn, name).default
@@ -42,7 +44,7 @@ def implement(name: str, kernel: Callable[..., Any], library: Any) -> None:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         is_plain = within.compiled and not is_profiled() and not torch._C._len_torch_dispatch_stack()
-        return (kernel if is_plain else dispatched)(*args, **kwargs)
+        return (kernel if is_plain and not is_transformed() else dispatched)(*args, **kwargs)
 
     operator._op = call
 

@@ -244,6 +244,19 @@ def test_operators_in_a_loss_by_autograd_see_its_own_vmap_in_compiled_code_too()
         assert torch.equal(metrics.aux, expected)
 
 
+def test_operators_see_a_vmap_that_the_backend_runs_itself():
+    def step(state, batch, t):
+        def worker(x):
+            return torch.func.vmap(lambda y: (df.collectives.worker_index(x) + 1) * y)(batch)
+
+        return state + torch.func.vmap(worker)(state).sum(1), t + 0
+
+    compiled, state = df.compile(step, donate=False, backend="eager"), torch.zeros(3)
+    for t in range(3):
+        state, _ = compiled(state, torch.ones(2), t)
+    assert state.tolist() == [6, 12, 18]
+
+
 def test_without_dynamos_caches_every_call_goes_through_the_wrapper(monkeypatch):
     asked = []
 

@@ -302,3 +302,14 @@ def test_after_it_is_raised_a_rank_takes_no_other_step(how):
             step(state, torch.ones(3), 1)
 
     df.testing.on_ranks(N, job)
+
+
+def test_in_groups_of_unequal_size_a_bad_worker_leaves_the_mean_of_its_group():
+    edge = df.topologies.Edge
+    phases = [[edge([0, 1]), edge([2, 3, 4])], [edge([1, 2]), edge([0, 3, 4])]]
+    topology = df.topologies.from_groups("two and three", phases, 5)
+    init, step = df.guard(df.adapt_while_communicate(lambda p, b: (p * b).sum(), df.sgd(0.0), topology))
+    state = df.stack(init(torch.zeros(1)), 5)
+    state.params[0].copy_(torch.tensor([[10.0], [11.0], [12.0], [13.0], [float("nan")]]))
+    state, _ = df.simulate(step, 5)(state, torch.ones(5, 1), 0)
+    assert df.params(state)[:, 0].tolist() == pytest.approx([10.5, 10.5, 12.5, 12.5, 12.5])
