@@ -29,7 +29,7 @@ except ImportError:
     _is_batched = _is_differentiated = _unwrapped = None
 
 
-_interpreters = getattr(torch._C._functorch, "peek_interpreter_stack", object)
+_interpreters = getattr(torch._C._functorch, "peek_interpreter_stack", object)  # pyright: ignore
 
 
 def is_transformed() -> bool:
