@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decentfn import trees
+from decentfn import collectives, trees
 from decentfn.gradient.beside import Beside, passing_beside
 from decentfn.kit.expected import check, marked, require_order, watch
 from decentfn.kit.state import Step
@@ -61,8 +61,14 @@ def simulate(step: Step, num_workers: int, *, chunk_size: int | None = None) -> 
             f"simulate(chunk_size={brief(chunk_size)}): workers at a time, an integer >= 1, or None for all."
         )
 
+    def require_size() -> None:
+        size = getattr(step, "num_workers", None)
+        if size is not None:  # else a step of another kind
+            collectives.require_size(num_workers, size, "simulate")
+
     def look(state: Any, batch: PyTree, t: Any) -> None:
         require_order(state, batch, t)
+        require_size()
         require_rows("state", state, num_workers)
         batch = trees.plain(batch)
         require_rows("batch", batch, num_workers)
@@ -73,6 +79,7 @@ def simulate(step: Step, num_workers: int, *, chunk_size: int | None = None) -> 
     def simulated(state: Any, batch: PyTree, t: int | Tensor) -> tuple[Any, Any]:
         if not torch.compiler.is_compiling():
             require_order(state, batch, t)
+            require_size()
         t = as_step(t)
         require_rows("state", state, num_workers)
         if not getattr(step, "by_autograd", False):

@@ -14,7 +14,7 @@ from decentfn.collectives.membership import (
     use,
     world,
 )
-from decentfn.collectives.operators import exchange, group_mean, make_groups, wait, worker_index
+from decentfn.collectives.operators import exchange, group_mean, make_groups, require_size, wait, worker_index
 from decentfn.collectives.processes import (
     attempt,
     compare_steps,
@@ -66,6 +66,7 @@ __all__ = [
     "process_mean",
     "processes_per_worker",
     "require_parts",
+    "require_size",
     "require_unwrapped",
     "require_workers_of",
     "split_workers",

@@ -105,7 +105,7 @@ def _sent(x: Tensor, good: Tensor | None) -> Tensor:
 
 def _exchange_stacked(x: Tensor, peers: Tensor, t: Tensor, per_slot: bool, good: Tensor | None) -> Tensor:
     """`x` `[L, (K,) D]` of the L workers here -> `[L, K, D]` in flight."""
-    here, local = _place(x.shape[0], peers.shape[2], "exchange")
+    here, local = require_size(x.shape[0], peers.shape[2], "exchange")
     x = _sent(x, good)
     first = here.rank * local
     call = begin(here, "exchange", t, local)
@@ -138,8 +138,12 @@ def _wait(x: Tensor) -> Tensor:
     return x.clone()  # an operator must not return its input; compiled code calls `complete` and copies nothing
 
 
-def _place(local: int, workers: int, what: str) -> tuple[World, int]:
-    """The world, once the workers of the table are known to be the workers that exist."""
+def require_size(local: int, workers: int, what: str) -> tuple[World, int]:
+    """The world and `local`, once the topology's workers are known to be those that exist, so many in each process.
+
+    Raises:
+        ValueError: they are more, or fewer; `what` says who asks.
+    """
     here = world()
     if local * here.size != workers:
         if (each := here.processes_per_worker) > 1:
@@ -158,7 +162,7 @@ def _place(local: int, workers: int, what: str) -> tuple[World, int]:
 def _exchange(x: Tensor, peers: Tensor, t: Tensor, per_slot: bool, good: Tensor | None) -> Tensor:
     """The common case of one worker here, without a detour: a small network's step takes as long as ten of its lines."""
     phases, _, workers, slots = peers.shape
-    here, _ = _place(1, workers, "exchange")
+    here, _ = require_size(1, workers, "exchange")
     x = _sent(x, good)
     call = begin(here, "exchange", t, 1)
     sources, listeners = peers.select(0, call.t % phases).select(1, here.rank).tolist()
@@ -186,7 +190,7 @@ def _exchange_vmap(
 ) -> tuple[Tensor, int]:
     _require_worker_axis("exchange", in_dims)
     x = x.movedim(in_dims[0] or 0, 0)
-    here, _ = _place(x.shape[0], peers.shape[2], "exchange")
+    here, _ = require_size(x.shape[0], peers.shape[2], "exchange")
     if here.size > 1:
         return _ops.exchange_stacked(x.contiguous(), peers, t, per_slot, good), 0
     x = _sent(x, good)
@@ -217,7 +221,7 @@ def _ranks_by_group(row: list[int], local: int) -> dict[int, list[int]]:
 
 def _group_mean_stacked(x: Tensor, groups: Tensor, t: Tensor, good: Tensor | None) -> Tensor:
     """`x` `[L, D]` -> `[L, D]` in flight: every worker's row is the mean over its group."""
-    here, local = _place(x.shape[0], groups.shape[1], "group_mean")
+    here, local = require_size(x.shape[0], groups.shape[1], "group_mean")
     x = _sent(x, good)
     call = begin(here, "group_mean", t, local)
     row = groups[call.t % groups.shape[0]].tolist()
@@ -251,7 +255,7 @@ def _group_mean_vmap(
 ) -> tuple[Tensor, int]:
     _require_worker_axis("group_mean", in_dims)
     x = x.movedim(in_dims[0] or 0, 0)
-    here, _ = _place(x.shape[0], groups.shape[1], "group_mean")
+    here, _ = require_size(x.shape[0], groups.shape[1], "group_mean")
     if here.size > 1:
         return _ops.group_mean_stacked(x.contiguous(), groups, t, good), 0
     x = _sent(x, good)
@@ -303,7 +307,7 @@ lowering.implement("worker_index", _worker_index, _library)
 
 
 def _exchange_fake(x: Tensor, peers: Tensor, t: Tensor, per_slot: bool, good: Tensor | None) -> Tensor:
-    _place(1, peers.shape[2], "exchange")
+    require_size(1, peers.shape[2], "exchange")
     return x.new_empty((peers.shape[3], *x.shape[1 if per_slot else 0 :]))
 
 
@@ -312,7 +316,7 @@ def _exchange_stacked_fake(x: Tensor, peers: Tensor, t: Tensor, per_slot: bool, 
 
 
 def _group_mean_fake(x: Tensor, groups: Tensor, t: Tensor, good: Tensor | None) -> Tensor:
-    _place(1, groups.shape[1], "group_mean")
+    require_size(1, groups.shape[1], "group_mean")
     return torch.empty_like(x)
 
 

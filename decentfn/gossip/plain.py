@@ -81,9 +81,7 @@ def post(
 
 def row(topology: Topology, this: Round, token: Tensor) -> Row:
     """This worker's row of the mixing matrix of a round of `topology`, on the device of `token` (a tensor of this worker's)."""
-    # Where nothing is posted, looking the row up is what finds that there are more workers than the topology has.
-    is_known = topology.weighs_alike and (topology.degree or topology.groups is not None)
-    me = None if is_known else collectives.worker_index(token).view(1)
+    me = None if topology.weighs_alike else collectives.worker_index(token).view(1)
 
     def own(table: Tensor) -> Tensor:
         table = moved(table, token.device)

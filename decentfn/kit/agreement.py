@@ -82,7 +82,8 @@ def algorithm(function: Callable[P, Algorithm]) -> Callable[P, Algorithm]:
                 return result
 
         init, step = checked(built.init, start, run, loss_fn)
-        step = marked(step, by_autograd=by_autograd)
-        return Algorithm(init, step, loss_fn=loss_fn, topology=built.topology or topology)
+        topology = built.topology or topology
+        step = marked(step, by_autograd=by_autograd, num_workers=topology.num_workers)
+        return Algorithm(init, step, loss_fn=loss_fn, topology=topology)
 
     return build

@@ -234,6 +234,7 @@ def test_operators_in_a_loss_by_autograd_see_its_own_vmap_in_compiled_code_too()
             lambda x: torch.func.vmap(lambda y: df.collectives.worker_index(x) + 0 * y)(torch.ones(3))
         )
         index = each(batch)
+        assert not dynamo.within.compiled
         return (params * index.sum()).sum(), index
 
     init, step = df.all_reduce(df.autograd(loss_fn), df.sgd(0.1), df.topology("complete", 1))
