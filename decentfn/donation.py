@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from decentfn import trees
-from decentfn.buckets import deferring, evaluated, parts_of, write_over
+from decentfn.buckets import Part, deferring, layouts, parts_of, write_over
 from decentfn.kit.expected import check, marked
 from decentfn.kit.state import Step
+from decentfn.run.memory import fill_holes, give_back_freed_memory, open_holes
 from decentfn.trees import PyTree
 from decentfn.words import brief
 
@@ -54,26 +55,31 @@ def donate(step: Step) -> Step:
         old, structure = trees.flatten(state)
         is_known = structure in known
         if not is_known:
+            open_holes()
+            give_back_freed_memory()
             check(step, state, batch, t)
             require_distinct("donate", state)
+            give_back_freed_memory()
         with deferring():
             new, metrics = step(state, batch, t)
             # Metrics must not show the next state through a view of it.
             metrics = trees.map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, metrics)
             parts = parts_of(new)
             if not is_known:
-                require_layout("donate", old, evaluated(parts))
+                require_layout("donate", old, parts)
                 known.append(structure)
             write_over(old, parts)
+        if not is_known:
+            give_back_freed_memory()
+            fill_holes()
         return state, metrics
 
     return marked(donated, made_by="donate")
 
 
-def require_layout(call: str, old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
+def require_layout(call: str, old: Sequence[Tensor], new: Sequence[Part]) -> None:
     """The new state has the old one's shapes and dtypes."""
-    before = [(leaf.shape, leaf.dtype) for leaf in old]
-    after = [(leaf.shape, leaf.dtype) for leaf in new]
+    before, after = layouts(old), layouts(new)
     if before != after:
         raise ValueError(
             f"{call}(step): the step turned a state of {before} into one of {after}; a state that is written over "

@@ -19,7 +19,7 @@ from decentfn.buckets.arithmetic import (
     widen,
     zeros_like,
 )
-from decentfn.buckets.blocks import Deferred, Part, defer, deferring, evaluated, write_over
+from decentfn.buckets.blocks import Deferred, Part, defer, deferring, evaluated, layouts, write_over
 from decentfn.buckets.inside import everywhere_inside, mean_inside, rows_of, sum_inside
 from decentfn.buckets.parts import mean_of_processes, part_of, part_shape, whole, without_values
 from decentfn.buckets.plan import (
@@ -63,6 +63,7 @@ __all__ = [
     "global_norm",
     "in_blocks",
     "is_finite",
+    "layouts",
     "mean_inside",
     "mean_of_processes",
     "multiply",

@@ -50,7 +50,9 @@ def in_blocks(function: Callable[..., Tensor], results: Sequence[Buckets], *buck
 
 def zeros_like(x: Buckets) -> Buckets:
     """Zeros in the shapes of `x`, wide."""
-    return elementwise(lambda b: torch.zeros_like(b, dtype=wide(b.dtype)), x)
+    return elementwise(
+        lambda b: b.new_zeros(b.shape, dtype=wide(b.dtype)), x
+    )  # zeros_like on "meta" imports the compiler
 
 
 def widen(x: Buckets) -> Buckets:

@@ -109,6 +109,22 @@ def evaluated(parts: Iterable[Part]) -> tuple[Tensor, ...]:
     return tuple(_known(part) for part in parts)  # type: ignore[misc]
 
 
+def layouts(parts: Sequence[Part]) -> list[tuple[torch.Size, torch.dtype]]:
+    """Shape and dtype of each vector. What is put off stays so: of it the first element alone is computed."""
+    parts = list(map(_known, parts))
+    sources, calls = _order([part for part in parts if isinstance(part, Deferred)])
+    firsts: dict[object, Tensor] = {_key(x): x[:1] for x in sources}
+    for call in calls:
+        given = [firsts[_key(_known(part))] for part in call.inputs]
+        for i in range(call.writes):
+            firsts[id(call), 1 + i] = given[i] = given[i].clone()
+        firsts[id(call), 0] = call.function(*given)
+    return [
+        (part.shape, part.dtype) if isinstance(part, Tensor) else (torch.Size([part.numel]), firsts[_key(part)].dtype)
+        for part in parts
+    ]
+
+
 def write_over(old: Sequence[Tensor], new: Sequence[Part]) -> None:
     """Write every new vector over the old one in its place, of the same shape and dtype; no two of the old share memory.
 

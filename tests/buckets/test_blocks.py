@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.profiler import ProfilerActivity, profile
 
 import decentfn as df
 from decentfn import buckets, kit, trees
@@ -79,6 +80,24 @@ def test_a_donated_step_may_move_what_it_was_given_from_place_to_place(block, st
         expected, _ = step(expected, None, t)
     for got, wanted in zip(trees.leaves(over), trees.leaves(expected), strict=True):
         assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize(
+    ("way", "most"), [(lambda loss_fn: loss_fn, 2.1), (df.autograd, 3.1)], ids=["traced", "by autograd"]
+)
+def test_the_first_donated_step_needs_no_second_state(way, most):
+    """Beside the state a gradient, and what the loss computes; by autograd a copy of the parameters, to see what it writes over."""
+    loss_fn = way(lambda params, batch: (params["w"].mean() * batch) ** 2)
+    init, step = df.adapt_while_communicate(loss_fn, df.adamw(0.1), df.topology("ring", 1))
+    state, step = init({"w": torch.ones(8 * blocks.BLOCK)}), df.donate(step)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        step(state, torch.tensor(2.0), 0)
+    now = peak = 0
+    for event in sorted(profiled.profiler.kineto_results.events(), key=lambda e: e.start_ns()):
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            peak = max(peak, now)
+    assert peak < most * state.params.plan.nbytes
 
 
 def test_what_is_read_at_other_elements_than_are_written_is_read_first(block):
