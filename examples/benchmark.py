@@ -35,7 +35,7 @@ def arguments() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add = parser.add_argument
-    add("--workload", choices=["mlp", "gpt", "conv", "lstm", "thousand", "tiny"], default="mlp")
+    add("--workload", choices=["mlp", "gpt", "conv", "lstm", "lstm64", "thousand", "tiny"], default="mlp")
     add("--small", action="store_true", help="a hundredth of the size, for trying out")
     add("--batch-size", type=int, help="per rank; default: the workload's own")
     add(

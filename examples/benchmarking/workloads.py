@@ -175,8 +175,8 @@ def _tokens(vocabulary: int, length: int) -> Callable[[int, torch.Generator], tu
 
 
 def workload(name: str, *, small: bool = False, batch_size: int | None = None) -> Workload:
-    """One of `mlp` (10.5M parameters), `gpt` (13.9M), `conv` (0.08M), `lstm` (1.1M), `thousand` (1M in 1,000 tensors) and
-    `tiny` (9.6e3).
+    """One of `mlp` (10.5M parameters), `gpt` (13.9M), `conv` (0.08M), `lstm` (1.1M), `lstm64` (0.07M), `thousand` (1M in 1,000
+    tensors) and `tiny` (9.6e3).
 
     `small`: a hundredth of the size, for trying out. `batch_size`: per rank, None for the workload's own.
     """
@@ -205,6 +205,9 @@ def workload(name: str, *, small: bool = False, batch_size: int | None = None) -
         ),
         "lstm": Workload(
             "lstm", lambda: Recurrent(64, 16 if small else 256), _labelled(32, 64), cross_entropy, 4 if small else 16
+        ),
+        "lstm64": Workload(
+            "lstm64", lambda: Recurrent(64, 8 if small else 64), _labelled(32, 64), cross_entropy, 4 if small else 16
         ),
         "tiny": Workload("tiny", lambda: MLP(64, 128, 10), _classes(64, 10), cross_entropy, 32),
     }[name]
