@@ -110,17 +110,16 @@ def evaluated(parts: Iterable[Part]) -> tuple[Tensor, ...]:
 
 
 def layouts(parts: Sequence[Part]) -> list[tuple[torch.Size, torch.dtype]]:
-    """Shape and dtype of each vector. What is put off stays so: of it the first element alone is computed."""
+    """Shape and dtype of each vector. What is put off stays so: of it the first element alone is computed, from copies."""
     parts = list(map(_known, parts))
     sources, calls = _order([part for part in parts if isinstance(part, Deferred)])
-    firsts: dict[object, Tensor] = {_key(x): x[:1] for x in sources}
+    firsts: dict[object, Tensor] = {_key(x): x[:1].clone() for x in sources}
     for call in calls:
         given = [firsts[_key(_known(part))] for part in call.inputs]
-        for i in range(call.writes):
-            firsts[id(call), 1 + i] = given[i] = given[i].clone()
         firsts[id(call), 0] = call.function(*given)
+        firsts |= {(id(call), 1 + i): given[i] for i in range(call.writes)}
     return [
-        (part.shape, part.dtype) if isinstance(part, Tensor) else (torch.Size([part.numel]), firsts[_key(part)].dtype)
+        (torch.Size([part.numel]), firsts[_key(part)].dtype) if isinstance(part, Deferred) else (part.shape, part.dtype)
         for part in parts
     ]
 

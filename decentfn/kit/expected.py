@@ -32,6 +32,9 @@ from decentfn.words import brief
 _CALL = "step(state, batch, t)"
 _WAY_OUT = "call this algorithm's init(params) anew, or build the step as the one that made the state was"
 
+_LARGE = 2**16
+"""Elements of a tensor that is remembered by its digest."""
+
 _log = logging.getLogger("decentfn")
 
 
@@ -121,10 +124,10 @@ def checked(
 def left_alone(state: Any) -> Iterator[None]:
     """Within, a step leaves the parameters and buffers that it is given as they are, or an error names one."""
     held = {"params": state.params.tree(), "buffers": state.buffers}
-    before = [(name, _digest(leaf)) for name, leaf in trees.named_leaves(held)]
+    before = [(name, _remembered(leaf)) for name, leaf in trees.named_leaves(held)]
     yield
     for (name, old), leaf in zip(before, trees.leaves(held), strict=True):
-        if _digest(leaf) != old:
+        if not (functorch.are_equal(old, leaf) if isinstance(old, torch.Tensor) else old == _remembered(leaf)):
             raise RuntimeError(
                 f"{_CALL}: the loss, or the algorithm, wrote over {name!r} of the state that the step was given. A step is a function "
                 "of its state: let both work on copies, and the loss return what changes as buffers; or write df.autograd(loss_fn), "
@@ -132,9 +135,12 @@ def left_alone(state: Any) -> Iterator[None]:
             )
 
 
-def _digest(leaf: Tensor) -> str:
-    leaf = functorch.unwrapped(leaf)
-    return "" if leaf.is_meta or functorch.has_no_value(leaf) else digest(leaf)
+def _remembered(leaf: Tensor) -> Tensor | tuple[torch.Size, str]:
+    """A copy; of what is large and plain the shape and a digest, which need no memory."""
+    is_plain = type(leaf) is Tensor and leaf.device.type == "cpu" and not functorch.is_transformed()
+    if is_plain and leaf.numel() >= _LARGE and leaf.is_contiguous() and not leaf.is_conj():
+        return leaf.shape, digest(leaf)
+    return torch.clone(leaf)
 
 
 def _require_result(state: Any, result: Any) -> None:
@@ -232,9 +238,10 @@ def kind_of(state: Any) -> str:
 
 
 def _form(state: Any) -> tuple[Any, ...]:
-    """What `_lines` say, and perhaps more; nothing that is put off is computed for it."""
-    structure = trees.flatten(state, is_leaf=lambda node: isinstance(node, Buckets))[1]
-    return kind_of(state), structure, layouts(parts_of(state))
+    """What `_lines` say of it; nothing that is put off is computed."""
+    nodes = trees.named_leaves(state, Buckets)
+    counts = [(name, len(node.parts) if isinstance(node, Buckets) else None) for name, node in nodes]
+    return kind_of(state), counts, layouts(parts_of(state))
 
 
 def _lines(state: Any) -> list[str]:

@@ -95,14 +95,8 @@ def has_no_value(x: Tensor) -> bool:
     return torch.compiler.is_compiling() or type(x) is _FakeTensor or is_batched(x)
 
 
-def unwrapped(x: Tensor) -> Tensor:
-    """What `vmap` goes through, all workers' values; `x` itself where it goes through nothing."""
-    while _unwrapped is not None and is_batched(x):
-        x = _unwrapped(x)
-    return x
-
-
 def are_equal(x: Tensor, y: Tensor) -> bool:
     """Whether two tensors hold the same values, for all workers where `vmap` goes through them at once; NaN equals NaN."""
-    x, y = unwrapped(x), unwrapped(y)
+    while _unwrapped is not None and is_batched(x) and is_batched(y):
+        x, y = _unwrapped(x), _unwrapped(y)
     return x.is_meta or type(x) is _FakeTensor or bool((x.eq(y) | (x.ne(x) & y.ne(y))).all())

@@ -100,6 +100,14 @@ def test_the_first_donated_step_needs_no_second_state(way, most):
     assert peak < most * state.params.plan.nbytes
 
 
+def test_to_look_at_a_layout_changes_nothing(block):
+    x = buckets.flatten({"x": torch.ones(21)})
+    with blocks.deferring():
+        narrow = kit.elementwise(lambda a: a.mul_(2).to(torch.bfloat16), x)
+        assert buckets.layouts(buckets.parts_of((x, narrow))) == [((21,), torch.float32), ((21,), torch.bfloat16)]
+    assert torch.equal(x[0], torch.ones(21))
+
+
 def test_what_is_read_at_other_elements_than_are_written_is_read_first(block):
     whole = torch.arange(33.0)
     place = whole[1:]

@@ -109,6 +109,7 @@ def test_a_traced_step_that_wrote_over_its_state_says_so(way):
     for loss_fn, start, name in (
         (of_net, (params, buffers), "buffers.1.weight"),
         (writes_data, ({"w": torch.ones(3)},), "params.w"),
+        (writes_data, ({"w": torch.ones(2**16)},), "params.w"),
     ):
         init, step = (
             built(loss_fn) if way != "simulated" else df.all_reduce(loss_fn, df.sgd(0.1), df.topology("ring", 2))

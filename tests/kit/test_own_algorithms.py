@@ -1,5 +1,7 @@
 """What goes wrong in an algorithm of one's own gets a sentence, at the first step or before."""
 
+from typing import Any, NamedTuple
+
 import pytest
 import torch
 
@@ -11,7 +13,7 @@ def loss_fn(params, batch):
     return ((params - batch) ** 2).mean()
 
 
-def first_step(returned):
+def first_step(returned, memory=None):
     """The first step of an algorithm that returns `returned(state, x, local, g)`."""
 
     @kit.algorithm
@@ -22,10 +24,39 @@ def first_step(returned):
             g, local = worker.gradient(state.params, state.local, batch, t)
             return returned(state, state.params, local, g)
 
-        return worker.algorithm(step)
+        return worker.algorithm(step) if memory is None else worker.algorithm(step, memory)
 
     init, step = mine(loss_fn, df.sgd(0.1), df.topology("complete", 1))
     return step(init(torch.zeros(3)), torch.ones(3), 0)
+
+
+class Memory(NamedTuple):
+    a: Any
+    b: Any
+
+    def restart(self, x):
+        return self
+
+
+MOVED = {
+    "a tensor becomes buckets": (lambda x: (x[0].clone(), x), lambda a, b: (b, b)),
+    "buckets become a tensor": (lambda x: (x, x[0].clone()), lambda a, b: (b, b)),
+    "a tensor goes to other buckets": (
+        lambda x: (kit.Buckets([x[0], x[0]], x.plan), x),
+        lambda a, b: (b, a),
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MOVED)
+def test_what_is_remembered_stays_in_its_place(mistake):
+    """Also where all tensors, one after another, have the same shapes and dtypes."""
+    start, moved = MOVED[mistake]
+    with pytest.raises(ValueError, match=r"the step returned a state with memory\..* where it was given one with"):
+        first_step(
+            lambda state, x, local, g: (kit.State(x, local, Memory(*moved(*state.memory))), g.metrics),
+            lambda x: Memory(*start(x)),
+        )
 
 
 WRONG = {

@@ -199,3 +199,17 @@ def test_a_module_with_batch_norm_trains_in_functional_form():
     expected = module.state_dict()
     for name, value in {**df.params(state), **state.buffers}.items():
         torch.testing.assert_close(value, expected[name], atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("size", [3, 2**17])
+def test_what_follows_a_step_can_be_differentiated_from_its_first_one_on(size):
+    """m′ = m − 0.2 m b², and the loss after it (2m′)²: its derivative in b is −3.2 m m′ b."""
+    loss_fn = lambda params, batch: (params["w"].mean() * batch) ** 2  # noqa: E731
+    init, step = df.adapt_while_communicate(loss_fn, df.sgd(0.1 * size), df.topology("ring", 1))
+    state = init({"w": torch.ones(size)})
+
+    def after(b):
+        new, _ = step(state, b, 0)
+        return step(new, torch.tensor(2.0), 1)[1].loss
+
+    torch.testing.assert_close(torch.func.grad(after)(torch.tensor(0.1)), torch.tensor(-0.32 * 0.998))
