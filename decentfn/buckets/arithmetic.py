@@ -50,9 +50,8 @@ def in_blocks(function: Callable[..., Tensor], results: Sequence[Buckets], *buck
 
 def zeros_like(x: Buckets) -> Buckets:
     """Zeros in the shapes of `x`, wide."""
-    return elementwise(
-        lambda b: b.new_zeros(b.shape, dtype=wide(b.dtype)), x
-    )  # zeros_like on "meta" imports the compiler
+    # torch.zeros_like imports the compiler where a layout is made, on "meta".
+    return elementwise(lambda b: b.new_zeros(b.shape, dtype=wide(b.dtype)), x)
 
 
 def widen(x: Buckets) -> Buckets:

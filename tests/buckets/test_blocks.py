@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.profiler import ProfilerActivity, profile
 
 import decentfn as df
 from decentfn import buckets, kit, trees
@@ -14,6 +13,7 @@ from decentfn.buckets import blocks
 from decentfn.testing.algorithms import _full
 from decentfn.testing.subjects import assert_close, ranks, simulated
 from tests import contract
+from tests.allocations import peak_of
 
 
 @pytest.fixture
@@ -90,14 +90,7 @@ def test_the_first_donated_step_needs_no_second_state(way, most):
     loss_fn = way(lambda params, batch: (params["w"].mean() * batch) ** 2)
     init, step = df.adapt_while_communicate(loss_fn, df.adamw(0.1), df.topology("ring", 1))
     state, step = init({"w": torch.ones(8 * blocks.BLOCK)}), df.donate(step)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        step(state, torch.tensor(2.0), 0)
-    now = peak = 0
-    for event in sorted(profiled.profiler.kineto_results.events(), key=lambda e: e.start_ns()):
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            peak = max(peak, now)
-    assert peak < most * state.params.plan.nbytes
+    assert peak_of(lambda: step(state, torch.tensor(2.0), 0)) < most * state.params.plan.nbytes
 
 
 def test_to_look_at_a_layout_changes_nothing(block):

@@ -3,12 +3,12 @@
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 import decentfn as df
 from decentfn.buckets import flatten
 from decentfn.gradient.evaluation import evaluate
+from tests.allocations import peak_of
 
 WIDTH, LAYERS = 384, 15  # weights of 590 kB in a bucket of 8.9 MB are large enough
 
@@ -67,12 +67,6 @@ def test_gradients_are_not_held_twice():
     loss_fn, batch = df.autograd(loss_fn), (torch.randn(2, WIDTH), torch.randn(2, WIDTH))
     x, t = flatten(params), torch.tensor(0)
     evaluate(loss_fn, x, buffers, batch, t)  # the first time what the loss writes over is learnt from copies
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        evaluate(loss_fn, x, buffers, batch, t)
-    now = peak = 0
-    for event in sorted(profiled.profiler.kineto_results.events(), key=lambda e: e.start_ns()):
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            peak = max(peak, now)
+    peak = peak_of(lambda: evaluate(loss_fn, x, buffers, batch, t))
     size = sum(p.nbytes for p in params.values())
     assert size < peak < 1.5 * size

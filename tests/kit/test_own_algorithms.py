@@ -24,7 +24,7 @@ def first_step(returned, memory=None):
             g, local = worker.gradient(state.params, state.local, batch, t)
             return returned(state, state.params, local, g)
 
-        return worker.algorithm(step) if memory is None else worker.algorithm(step, memory)
+        return worker.algorithm(step, memory)
 
     init, step = mine(loss_fn, df.sgd(0.1), df.topology("complete", 1))
     return step(init(torch.zeros(3)), torch.ones(3), 0)

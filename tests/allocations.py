@@ -1,0 +1,17 @@
+"""What PyTorch allocates on the CPU."""
+
+from collections.abc import Callable
+
+from torch.profiler import ProfilerActivity, profile
+
+
+def peak_of(function: Callable[[], object]) -> int:
+    """Bytes that are allocated at most at one time while `function` runs, beside what was there before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        function()
+    now = peak = 0
+    for event in sorted(profiled.profiler.kineto_results.events(), key=lambda e: e.start_ns()):
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            peak = max(peak, now)
+    return peak
