@@ -19,7 +19,7 @@ from decentfn.donation import require_distinct, require_layout
 from decentfn.gradient.beside import passing_beside
 from decentfn.kit.expected import check, is_state, left_alone, marked
 from decentfn.kit.state import Step
-from decentfn.run.memory import fill_holes, give_back_freed_memory, open_holes
+from decentfn.run.memory import give_back_freed_memory, settling
 from decentfn.scalars import as_step
 from decentfn.torch_private import inductor
 from decentfn.torch_private.autograd import allow_saved_tensors_hooks
@@ -85,22 +85,25 @@ def compile(
 
     def compiled(state: Any, batch: PyTree, t: int | Tensor) -> tuple[Any, Any]:
         leaves, structure = trees.flatten(state)
-        run = None
-        for known, prepared_run in prepared:
+        for known, run in prepared:
             if known == structure:
-                run = prepared_run
-                break
-        is_first = run is None
-        if run is None:
-            open_holes()
-            give_back_freed_memory()
+                return stepped(run, leaves, state, batch, t)
+        with settling():
             check(step, state, batch, t)
             if donate:
                 require_distinct("compile", state)
+            give_back_freed_memory()  # of what a loss that is looked at needs
             on_leaves = _on_leaves(step, trees.enumerate_leaves(state), donate)
             run = directly(on_leaves, torch.compile(on_leaves, **kwargs))
-            give_back_freed_memory()
             progress.begin()
+            with nothing if donate or not is_state(state) else left_alone(state):
+                result = stepped(run, leaves, state, batch, t)
+            prepared.append((structure, run))
+        return result
+
+    def stepped(
+        run: Callable[..., Any], leaves: list[Tensor], state: Any, batch: PyTree, t: int | Tensor
+    ) -> tuple[Any, Any]:
         # Torch.compile drops what is written over a 0-d float64 input, so such a leaf goes in as [its view of shape [1]].
         given = [[x.view(1)] if getattr(x, "dtype", 0) == torch.float64 and x.dim() == 0 else x for x in leaves]
         t = as_step(t)
@@ -111,8 +114,7 @@ def compile(
             return (state, result) if donate else result
 
         try:
-            alone = left_alone(state) if is_first and not donate and is_state(state) else nothing
-            with alone, collectives.whole_step(number, donated=donate) as here, draws.torch_draws(number, here.place):
+            with collectives.whole_step(number, donated=donate) as here, draws.torch_draws(number, here.place):
                 result = passing_beside(call, batch) if by_autograd else call(trees.plain(batch))
         except too_many_graphs() as error:
             raise RuntimeError(
@@ -137,10 +139,6 @@ def compile(
             ) from error
         if progress.since is not None:
             progress.end(progress.since)
-        if is_first:
-            prepared.append((structure, run))
-            give_back_freed_memory()
-            fill_holes()
         if look is not None:
             look(result[0], t, donate)
         return result

@@ -13,7 +13,8 @@ from decentfn import trees
 from decentfn.buckets import Part, deferring, layouts, parts_of, write_over
 from decentfn.kit.expected import check, marked
 from decentfn.kit.state import Step
-from decentfn.run.memory import fill_holes, give_back_freed_memory, open_holes
+from decentfn.run.memory import give_back_freed_memory, settling
+from decentfn.torch_private.profiler import nothing
 from decentfn.trees import PyTree
 from decentfn.words import brief
 
@@ -54,24 +55,20 @@ def donate(step: Step) -> Step:
     def donated(state: Any, batch: PyTree, t: int | Tensor) -> tuple[Any, Any]:
         old, structure = trees.flatten(state)
         is_known = structure in known
-        if not is_known:
-            open_holes()
-            give_back_freed_memory()
-            check(step, state, batch, t)
-            require_distinct("donate", state)
-            give_back_freed_memory()
-        with deferring():
-            new, metrics = step(state, batch, t)
-            # Metrics must not show the next state through a view of it.
-            metrics = trees.map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, metrics)
-            parts = parts_of(new)
+        with nothing if is_known else settling():
             if not is_known:
-                require_layout("donate", old, parts)
-                known.append(structure)
-            write_over(old, parts)
-        if not is_known:
-            give_back_freed_memory()
-            fill_holes()
+                check(step, state, batch, t)
+                require_distinct("donate", state)
+                give_back_freed_memory()
+            with deferring():
+                new, metrics = step(state, batch, t)
+                # Metrics must not show the next state through a view of it.
+                metrics = trees.map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, metrics)
+                parts = parts_of(new)
+                if not is_known:
+                    require_layout("donate", old, parts)
+                    known.append(structure)
+                write_over(old, parts)
         return state, metrics
 
     return marked(donated, made_by="donate")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
@@ -28,20 +30,33 @@ def keep_freed_memory() -> bool:
     return _keeps_freed
 
 
+@contextmanager
+def settling() -> Iterator[None]:
+    """Around a first step: what setting up and compiling freed is given back to the system, and later steps leave its holes alone.
+
+    glibc puts a block into the smallest hole that takes it. After setting up and compiling there are holes of all sizes, and a
+    process that keeps what it frees comes to use more and more of them from step to step. So they are filled, and what is
+    allocated afterwards lies together above them. What fills them is never touched, and takes no memory.
+    """
+    free = _from_c("free")
+    while _filled:
+        free(ctypes.c_void_p(_filled.pop()))
+    give_back_freed_memory()
+    try:
+        yield
+    finally:
+        give_back_freed_memory()
+        _fill_holes()
+
+
 def give_back_freed_memory() -> None:
-    """Give back what this process has freed so far: what setting up and compiling needed, and training does not."""
+    """Give back to the system what this process has freed so far."""
     malloc_trim = _from_c("malloc_trim")
     if malloc_trim is not None:
         malloc_trim(0)
 
 
-def fill_holes() -> None:
-    """Let what is allocated from now on lie together, above the holes that were freed so far.
-
-    glibc puts a block into the smallest hole that takes it. After setting up and compiling there are holes of all sizes, and a
-    process that keeps what it frees comes to use more and more of them from step to step. What fills them is never touched,
-    and takes no memory: the holes were given back before.
-    """
+def _fill_holes() -> None:
     sbrk, malloc, free, mallinfo = (_from_c(name) for name in ("sbrk", "malloc", "free", "mallinfo2"))
     if not _keeps_freed or mallinfo is None:
         return
@@ -57,13 +72,6 @@ def fill_holes() -> None:
         else:
             free(block)
             size //= 2
-
-
-def open_holes() -> None:
-    """Free what fills holes, before this process sets up and compiles again."""
-    free = _from_c("free")
-    while _filled:
-        free(ctypes.c_void_p(_filled.pop()))
 
 
 class _Mallinfo(ctypes.Structure):
