@@ -92,7 +92,7 @@ def compile(
             check(step, state, batch, t)
             if donate:
                 require_distinct("compile", state)
-            give_back_freed_memory()  # of what a loss that is looked at needs
+            give_back_freed_memory()  # of the loss, which may have been evaluated
             on_leaves = _on_leaves(step, trees.enumerate_leaves(state), donate)
             run = directly(on_leaves, torch.compile(on_leaves, **kwargs))
             progress.begin()

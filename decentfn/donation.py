@@ -59,7 +59,7 @@ def donate(step: Step) -> Step:
             if not is_known:
                 check(step, state, batch, t)
                 require_distinct("donate", state)
-                give_back_freed_memory()
+                give_back_freed_memory()  # of the loss, which may have been evaluated
             with deferring():
                 new, metrics = step(state, batch, t)
                 # Metrics must not show the next state through a view of it.

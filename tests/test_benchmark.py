@@ -66,15 +66,17 @@ def test_torchrun_starts_it_too_and_it_draws_a_plot(tmp_path):
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_donated_step_by_autograd_takes_no_more_memory_than_decent_dp_in_processes_of_their_own(tmp_path):
+def test_memory_is_measured_in_processes_of_its_own(tmp_path):
+    _, rows = benchmark(tmp_path, "--memory", "--workload", "mlp", "--small", "--workers", "1", "--peers", "alone")
+    assert rows[0]["peak_bytes"][0] > rows[0]["added_bytes"][0] > 0 and rows[0]["failure"] is None
+
+
+def test_donated_and_by_autograd_a_rank_adds_no_more_memory_than_with_decent_dp(tmp_path):
     peers = ["decent-dp", "decentfn:mode=donated,gradient=autograd"]
     _, rows = benchmark(tmp_path, "--memory", "--workload", "mlp", "--peers", *peers)
     assert [row["failure"] for row in rows] == [None, None]
-    assert all(
-        peak > added > 0 for row in rows for peak, added in zip(row["peak_bytes"], row["added_bytes"], strict=True)
-    )
     theirs, ours = (max(row["added_bytes"]) for row in rows)
-    assert ours <= theirs
+    assert 0 < ours <= theirs
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
