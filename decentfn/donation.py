@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from decentfn import trees
-from decentfn.buckets import Part, deferring, layouts, parts_of, write_over
 from decentfn.kit.expected import check, marked
 from decentfn.kit.state import Step
 from decentfn.run.memory import give_back_freed_memory, settling
@@ -22,9 +21,8 @@ from decentfn.words import brief
 def donate(step: Step) -> Step:
     """The same step, eager, which writes the new state over the one that it is given: no second state is allocated.
 
-    As an optimizer in place does: the state that was passed in *is* the new state. What is elementwise in the step, the
-    optimizer's update and the mixing, is computed in blocks that stay in the cache. A compiled step is faster still and
-    donates by itself; this is for runs too short to compile, and for looking at a step.
+    As an optimizer in place does: the state that was passed in *is* the new state. A compiled step is faster and donates by
+    itself; this is for runs too short to compile, and for looking at a step.
 
     Args:
         step: a step of this library, a simulated step, or any pure function of the same form.
@@ -60,23 +58,34 @@ def donate(step: Step) -> Step:
                 check(step, state, batch, t)
                 require_distinct("donate", state)
                 give_back_freed_memory()  # of the loss, which may have been evaluated
-            with deferring():
-                new, metrics = step(state, batch, t)
-                # Metrics must not show the next state through a view of it.
-                metrics = trees.map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, metrics)
-                parts = parts_of(new)
-                if not is_known:
-                    require_layout("donate", old, parts)
-                    known.append(structure)
-                write_over(old, parts)
+            new, metrics = step(state, batch, t)
+            # Metrics must not show the next state through a view of it.
+            metrics = trees.map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, metrics)
+            leaves = trees.leaves(new)
+            if not is_known:
+                require_layout("donate", old, leaves)
+                known.append(structure)
+            _write_over(old, leaves)
         return state, metrics
 
     return marked(donated, made_by="donate")
 
 
-def require_layout(call: str, old: Sequence[Tensor], new: Sequence[Part]) -> None:
-    """The new state has the old one's shapes and dtypes."""
-    before, after = layouts(old), layouts(new)
+def _write_over(old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
+    """Write every new leaf over the old one in its place; one that shows another old leaf is read before that is written."""
+    own = {x.untyped_storage().data_ptr() for x in old}
+    pairs = [
+        (x, y.clone() if y.untyped_storage().data_ptr() in own else y)
+        for x, y in zip(old, new, strict=True)
+        if y is not x
+    ]
+    for x, y in pairs:
+        x.copy_(y)
+
+
+def require_layout(call: str, old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
+    """Raise ValueError unless the new state has the old one's shapes and dtypes."""
+    before, after = ([(x.shape, x.dtype) for x in leaves] for leaves in (old, new))
     if before != after:
         raise ValueError(
             f"{call}(step): the step turned a state of {before} into one of {after}; a state that is written over "

@@ -143,12 +143,11 @@ def test_where_no_profiler_runs_no_range_is_made(monkeypatch):
     def span(*words):
         raise AssertionError(words)
 
-    from decentfn.buckets import blocks
     from decentfn.collectives import interruption, messages
     from decentfn.gradient import evaluation
     from decentfn.kit import worker
 
-    for module in (blocks, interruption, messages, evaluation, worker):
+    for module in (interruption, messages, evaluation, worker):
         assert module.span is profiler.span
         monkeypatch.setattr(module, "span", span)
     on_ranks(2, lambda rank: cases.on_this_rank(Case("adapt_while_communicate", "ring"), 2, 1, None))
@@ -168,22 +167,6 @@ def test_an_eager_step_shows_its_gradient_and_update():
         df.simulate(step, 2)(state, cases.batches(2, 7), 7)
     shown = [name for name in names(p) if re.match("decentfn::(step|gradient|update)", name)]
     assert shown == ["decentfn::step 7", "decentfn::gradient", "decentfn::update"]
-
-
-def test_an_eager_step_shows_the_update_of_each_bucket_where_it_is_done_in_blocks():
-    topology = df.topology("complete", 1)
-    init, step = df.adapt_while_communicate(
-        lambda p, x: sum((w**2).sum() for w in p), df.adamw(0.1), topology, bucket_mb=1
-    )
-    state = init([torch.ones(300_000), torch.ones(200_000)])
-    step = df.donate(step)
-    state, _ = step(state, None, 0)  # the first one is looked at
-    with profiled() as p:
-        step(state, None, 1)
-    assert [n for n in names(p) if n.startswith("decentfn::update of")] == [
-        "decentfn::update of 300000 values",
-        "decentfn::update of 200000 values",
-    ]
 
 
 def test_a_gradient_by_autograd_is_shown_by_its_name():

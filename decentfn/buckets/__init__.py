@@ -10,7 +10,6 @@ from decentfn.buckets.arithmetic import (
     each,
     elementwise,
     global_norm,
-    in_blocks,
     is_finite,
     multiply,
     scale,
@@ -19,7 +18,6 @@ from decentfn.buckets.arithmetic import (
     widen,
     zeros_like,
 )
-from decentfn.buckets.blocks import Deferred, Part, defer, deferring, evaluated, layouts, write_over
 from decentfn.buckets.inside import everywhere_inside, mean_inside, rows_of, sum_inside
 from decentfn.buckets.parts import mean_of_processes, part_of, part_shape, whole, without_values
 from decentfn.buckets.plan import (
@@ -32,16 +30,13 @@ from decentfn.buckets.plan import (
     Segment,
     elements,
     flatten,
-    parts_of,
     require_bucket_mb,
 )
 
 __all__ = [
     "BucketPlan",
     "Buckets",
-    "Deferred",
     "Mask",
-    "Part",
     "Place",
     "Places",
     "Plan",
@@ -51,25 +46,19 @@ __all__ = [
     "cast_like",
     "copy_wide",
     "counted_once",
-    "defer",
-    "deferring",
     "divide",
     "each",
     "elements",
     "elementwise",
-    "evaluated",
     "everywhere_inside",
     "flatten",
     "global_norm",
-    "in_blocks",
     "is_finite",
-    "layouts",
     "mean_inside",
     "mean_of_processes",
     "multiply",
     "part_of",
     "part_shape",
-    "parts_of",
     "require_bucket_mb",
     "rows_of",
     "scale",
@@ -79,6 +68,5 @@ __all__ = [
     "wide",
     "widen",
     "without_values",
-    "write_over",
     "zeros_like",
 ]

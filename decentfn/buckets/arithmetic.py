@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from decentfn.buckets import blocks
-from decentfn.buckets.blocks import defer, is_long, over_blocks
 from decentfn.buckets.inside import everywhere_inside, sum_inside
 from decentfn.buckets.plan import Buckets, Plan
 from decentfn.scalars import moved, once
@@ -24,28 +22,8 @@ def each(function: Callable[..., Tensor], *buckets: Buckets) -> Buckets:
     return Buckets([function(*tensors) for tensors in zip(*buckets, strict=True)], buckets[0].plan)
 
 
-def elementwise(function: Callable[..., Tensor], *buckets: Buckets) -> Buckets:
-    """`each`, for a function that computes every element of its result from those in its place, and from nothing that changes.
-
-    It may be called later, on parts of the tensors (`[d]` of `[D]`), once for each part.
-    """
-    parts = zip(*(x.parts for x in buckets), strict=True)
-    return Buckets([defer(function, *of_one) for of_one in parts], buckets[0].plan)
-
-
-def in_blocks(function: Callable[..., Tensor], results: Sequence[Buckets], *buckets: Buckets) -> tuple[Buckets, ...]:
-    """`results`, elementwise functions of `buckets`; where they are put off in an eager step, computed by `function` instead.
-
-    Args:
-        function: of a part `[d]` of each of the tensors. It writes over the first of them, and returns new memory.
-        results: what `function` returns, and what it leaves in each that it writes over, up to rounding.
-        buckets: what `function` reads.
-    """
-    parts = zip(
-        zip(*(x.parts for x in results), strict=True), zip(*(x.parts for x in buckets), strict=True), strict=True
-    )
-    computed = [over_blocks(function, of_results, *of_buckets) for of_results, of_buckets in parts]
-    return tuple(Buckets(of_one, x.plan) for of_one, x in zip(zip(*computed, strict=True), results, strict=True))
+elementwise = each
+"""`each`, of a function that computes every element of its result from those in its place."""
 
 
 def zeros_like(x: Buckets) -> Buckets:
@@ -103,7 +81,7 @@ def where(condition: Tensor | Buckets, new: Buckets, old: Buckets) -> Buckets:
 
 def global_norm(x: Buckets) -> Tensor:
     """The l2 norm over all buckets, of all processes of the worker: 0-d, float32, or float64 where a bucket is."""
-    squares = counted_once([_square(b.to(wide(b.dtype))) for b in x], x.plan)
+    squares = counted_once([torch.linalg.vector_norm(b, dtype=wide(b.dtype)).square() for b in x], x.plan)
     if not squares:
         return torch.zeros(())
     return torch.sqrt(sum_inside(sum(squares[1:], squares[0]), x.plan.processes))
@@ -113,12 +91,6 @@ def counted_once(of_buckets: Sequence[Tensor], plan: Plan) -> list[Tensor]:
     """What is to be summed over the worker's processes, of each bucket; of one that a team holds alike, a part."""
     pairs = zip(of_buckets, plan.buckets, strict=True)
     return [part / plan.team if bucket.is_common else part for part, bucket in pairs]
-
-
-def _square(x: Tensor) -> Tensor:
-    if not torch.compiler.is_compiling() and is_long(x):
-        return torch.stack([torch.dot(block, block) for block in x.split(blocks.BLOCK)]).sum()
-    return (x**2).sum()
 
 
 def all_finite(x: Buckets) -> Tensor:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from decentfn import trees
-from decentfn.buckets.blocks import Deferred, Part, evaluated
 from decentfn.trees import PyTree
 from decentfn.words import brief
 
@@ -140,26 +139,20 @@ class Plan:
 class Buckets:
     """A tree of tensors as flat vectors, `[D]` each (`[N, D]` when stacked), with its plan as static context.
 
-    A pytree whose leaves are the bucket tensors: `trees.map` and `vmap` go through it. In an eager step some may be put
-    off (see `decentfn.buckets.blocks`); they are computed for whoever looks at them.
+    A pytree whose leaves are the bucket tensors: `trees.map` and `vmap` go through it.
     """
 
-    __slots__ = ("parts", "plan")
+    __slots__ = ("plan", "tensors")
 
-    def __init__(self, parts: Iterable[Part], plan: Plan) -> None:
-        self.parts = tuple(parts)
+    def __init__(self, tensors: Iterable[Tensor], plan: Plan) -> None:
+        self.tensors = tuple(tensors)
         self.plan = plan
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """The vectors."""
-        return evaluated(self.parts)
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self.tensors)
 
     def __len__(self) -> int:
-        return len(self.parts)
+        return len(self.tensors)
 
     def __getitem__(self, index: int) -> Tensor:
         return self.tensors[index]
@@ -181,18 +174,7 @@ class Buckets:
         return trees.fill(self.plan.template, self.leaves())
 
 
-# Every step looks at its state so: what is computed is handed out without a call.
-trees.register_node(
-    Buckets,
-    lambda node: (node.tensors if Deferred in map(type, node.parts) else node.parts, node.plan),
-    lambda plan, children: Buckets(children, plan),
-)
-
-
-def parts_of(tree: PyTree) -> list[Part]:
-    """The leaves of a tree, those of buckets as they are, perhaps put off."""
-    nodes = trees.flatten(tree, is_leaf=lambda node: isinstance(node, Buckets))[0]
-    return [part for node in nodes for part in (node.parts if isinstance(node, Buckets) else [node])]
+trees.register_node(Buckets, lambda node: (node.tensors, node.plan), lambda plan, tensors: Buckets(tensors, plan))
 
 
 def flatten(

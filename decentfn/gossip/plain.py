@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from decentfn import collectives
-from decentfn.buckets import Part, Plan, defer, evaluated, wide
+from decentfn.buckets import Plan, wide
 from decentfn.gossip import guarding
 from decentfn.scalars import moved, once, rounded
 from decentfn.topologies import Round, Topology
@@ -101,17 +101,12 @@ def collect(posted: Posted, gamma: float | Tensor = 1.0) -> list[Tensor]:
         posted: from `post`.
         gamma: γ in [0, 1], a number or a 0-d tensor.
     """
-    return list(evaluated(mixed(posted, gamma)))
-
-
-def mixed(posted: Posted, gamma: float | Tensor = 1.0) -> list[Part]:
-    """`collect`, the arithmetic perhaps put off."""
     posted = heard(posted)
     return [_mixed(posted, index, gamma) for index in range(len(posted.own))]
 
 
-def difference(posted: Posted, gamma: float | Tensor = 1.0) -> list[Part]:
-    """Wait for what was posted and return what mixing adds, perhaps put off: `γ (W - I) Q(x) = γ Σ_j W[i,j] (Q(x_j) - Q(x_i))`.
+def difference(posted: Posted, gamma: float | Tensor = 1.0) -> list[Tensor]:
+    """Wait for what was posted and return what mixing adds: `γ (W - I) Q(x) = γ Σ_j W[i,j] (Q(x_j) - Q(x_i))`.
 
     In float32 or float64. Two workers get the same difference with opposite signs, so that the mean over workers is 0 to
     a rounding of the differences and not of x: what is added up over many steps must not gather the roundings of x.
@@ -258,7 +253,7 @@ def _own_gamma(posted: Posted, gamma: float | Tensor) -> float | Tensor:
     return torch.where(posted.flags.own, one * gamma, one)
 
 
-def _mixed(posted: Posted, index: int, gamma: float | Tensor) -> Part:
+def _mixed(posted: Posted, index: int, gamma: float | Tensor) -> Tensor:
     own, sent = posted.own[index], posted.sent[index]
     dtype = wide(own.dtype)  # sixteen-bit values are mixed in float32; weights are exact to 1e-12
     good, gamma = None if posted.flags is None else posted.flags.own, _own_gamma(posted, gamma)
@@ -277,10 +272,10 @@ def _mixed(posted: Posted, index: int, gamma: float | Tensor) -> Part:
         mixed = (own.to(dtype) + (others(messages) - (1.0 - kept) * sent.to(dtype))).to(own.dtype)
         return mixed if good is None else torch.where(good, mixed, plain(own, *messages))
 
-    return defer(plain, own, *messages) if sent is own else defer(rounded, own, sent, *messages)
+    return plain(own, *messages) if sent is own else rounded(own, sent, *messages)
 
 
-def _moved(posted: Posted, index: int, gamma: float | Tensor) -> Part:
+def _moved(posted: Posted, index: int, gamma: float | Tensor) -> Tensor:
     dtype = wide(posted.own[index].dtype)
     weights, messages = _arrived(posted, index, gamma, dtype)
     good = None if posted.flags is None else posted.flags.own
@@ -291,4 +286,4 @@ def _moved(posted: Posted, index: int, gamma: float | Tensor) -> Part:
         total = sum(terms, torch.zeros_like(sent))
         return total if good is None else torch.where(good, total, torch.zeros_like(total))
 
-    return defer(moved, posted.sent[index], *messages)
+    return moved(posted.sent[index], *messages)

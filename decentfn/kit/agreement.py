@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from decentfn import collectives, draws
-from decentfn.buckets import deferring, evaluated, parts_of
 from decentfn.fingerprint import agree, describe, structure
 from decentfn.gradient import is_by_autograd
 from decentfn.gradient.beside import Beside, passing_beside
@@ -72,14 +71,10 @@ def algorithm(function: Callable[P, Algorithm]) -> Callable[P, Algorithm]:
             t = as_step(t)
             if torch.compiler.is_compiling() or functorch.has_no_value(t):
                 return built.step(state, batch, t)
-            with collectives.whole_step(t) as here, draws.torch_draws(t, here.place), deferring() as outermost:
+            with collectives.whole_step(t) as here, draws.torch_draws(t, here.place):
                 if by_autograd and not isinstance(batch, Beside) and not functorch.has_no_value(state.params[0]):
-                    result = passing_beside(lambda batch: built.step(state, batch, t), batch)
-                else:
-                    result = built.step(state, batch, t)
-                if outermost:
-                    evaluated(parts_of(result))
-                return result
+                    return passing_beside(lambda batch: built.step(state, batch, t), batch)
+                return built.step(state, batch, t)
 
         init, step = checked(built.init, start, run, loss_fn)
         topology = built.topology or topology

@@ -50,7 +50,7 @@ def collect(posted: Posted, gamma: float | Tensor = 1.0) -> Buckets:
         posted: from `Worker.post`.
         gamma: γ in [0, 1], a number or a 0-d tensor.
     """
-    return Buckets(gossip.mixed(posted.messages, gamma), posted.plan)
+    return Buckets(gossip.collect(posted.messages, gamma), posted.plan)
 
 
 def repaired(posted: Posted, x: Buckets) -> Buckets:

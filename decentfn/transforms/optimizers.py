@@ -5,15 +5,13 @@ An optimizer of elementwise parts fuses into one kernel per bucket when compiled
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from decentfn.buckets import Buckets, Mask, elementwise, in_blocks, zeros_like
+from decentfn.buckets import Buckets, Mask, elementwise, zeros_like
 from decentfn.scalars import once
-from decentfn.torch_private import fused
 from decentfn.transforms.basic import (
     Scalar,
     add_decayed_weights,
@@ -185,17 +183,11 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Tran
     def init(params: Buckets) -> AdamState:
         return AdamState(new_count(params), zeros_like(params), zeros_like(params))
 
-    def at_once(k: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        return lambda m, v, g: fused.adam(m, v, g.to(m.dtype), k, b1, b2, eps).to(g.dtype)
-
     def update(grads: Buckets, state: AdamState, params: Buckets) -> tuple[Buckets, AdamState]:
         k = state.count + 1
         mu = elementwise(lambda m, g: torch.lerp(m, g.to(m.dtype), 1 - b1), state.mu, grads)
         nu = elementwise(lambda v, g: _moving_square(v, g.to(v.dtype), b2), state.nu, grads)
-        direction = _direction(grads, mu, nu, k, b1, b2, eps)
-        if fused.HAS_ADAM:
-            direction, mu, nu = in_blocks(at_once(k), (direction, mu, nu), state.mu, state.nu, grads)
-        return direction, AdamState(k, mu, nu)
+        return _direction(grads, mu, nu, k, b1, b2, eps), AdamState(k, mu, nu)
 
     return Transform(init, update)
 

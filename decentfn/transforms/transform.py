@@ -154,10 +154,8 @@ def masked(transform: Any, mask: Mask) -> Transform:
     def update(grads: Buckets, state: PyTree, params: Buckets) -> tuple[Buckets, PyTree]:
         taken = _answers(params.plan, mask)
         updates, state = transform.update(_take(grads, taken), state, _take(params, taken))
-        own = iter(updates.parts)
-        return Buckets(
-            [next(own) if take else g for g, take in zip(grads.parts, taken, strict=True)], grads.plan
-        ), state
+        own = iter(updates)
+        return Buckets([next(own) if take else g for g, take in zip(grads, taken, strict=True)], grads.plan), state
 
     return MaskedTransform.declare(init, update, (mask, *masks_of(transform)))
 
@@ -183,9 +181,9 @@ def _take(x: Buckets, taken: list[bool]) -> Buckets:
     """The buckets taken, their tree a dict by dotted name."""
     plans = [bucket for bucket, take in zip(x.plan.buckets, taken, strict=True) if take]
     names = [segment.name for bucket in plans for segment in bucket.segments]
-    parts = [part for part, take in zip(x.parts, taken, strict=True) if take]
+    own = [tensor for tensor, take in zip(x, taken, strict=True) if take]
     tree = {name: index for index, name in enumerate(names)}
-    return Buckets(parts, replace(x.plan, buckets=tuple(plans), template=tree))
+    return Buckets(own, replace(x.plan, buckets=tuple(plans), template=tree))
 
 
 def partition(transforms: Mapping[Hashable, Any], labels: Callable[[str, tuple[int, ...]], Hashable]) -> Transform:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from decentfn import collectives, gossip, trees
-from decentfn.buckets import evaluated
 from decentfn.fingerprint import agree, describe
 from decentfn.kit.expected import marked
 from decentfn.kit.hyperparameters import at
@@ -81,7 +80,7 @@ def average_buffers(
         new = _chosen(state.buffers, which)
         if posted is None:
             posted = gossip.post(_by_dtype(new), topology, t)
-        moves = _pieces(evaluated(gossip.difference(posted, at(gamma, t))), new)
+        moves = _pieces(gossip.difference(posted, at(gamma, t)), new)
         mixed = iter([(b + move).to(b.dtype) for b, move in zip(new, moves, strict=True)])
         pairs = zip(trees.leaves(state.buffers), which, strict=True)
         leaves = [next(mixed) if travels else leaf for leaf, travels in pairs]

@@ -1,0 +1,62 @@
+"""An eager donated step computes what the pure step computes, in the memory of the state that it was given."""
+
+import pytest
+import torch
+
+import decentfn as df
+from decentfn import buckets, kit, trees
+
+
+def start():
+    return tuple(buckets.flatten({"x": torch.arange(21.0) + 100 * i}) for i in range(3))
+
+
+def swapped(state, batch, t):
+    a, b, c = state
+    return (b, kit.elementwise(torch.add, a, b), kit.elementwise(lambda a: a, a)), None
+
+
+def shifted(state, batch, t):
+    """One vector in two places, and one that is read through a view with another beginning."""
+    a, b, c = state
+    new = kit.elementwise(torch.mul, a, c)
+    late = kit.Buckets([torch.cat([b[0][5:], a[0][:5]])], b.plan)
+    return (new, kit.elementwise(torch.add, late, kit.Buckets([torch.roll(a[0], 3)], a.plan)), new), None
+
+
+def viewed(state, batch, t):
+    """Views of old leaves."""
+    a, b, c = state
+    return (kit.Buckets([c[0].flip(0).flip(0)], a.plan), kit.Buckets([a[0].view(3, 7).view(21)], a.plan), b), None
+
+
+@pytest.mark.parametrize("step", [swapped, shifted, viewed])
+def test_a_donated_step_may_move_leaves_from_place_to_place(step):
+    donated, over, expected = df.donate(step), start(), start()
+    for t in range(3):
+        assert donated(over, None, t)[0] is over
+        expected, _ = step(expected, None, t)
+    for got, wanted in zip(trees.leaves(over), trees.leaves(expected), strict=True):
+        assert torch.equal(got, wanted)
+
+
+def test_a_donated_step_that_raises_leaves_the_state():
+    def raises(state, batch, t):
+        (a, b, c), _ = shifted(state, batch, t)
+        if t:
+            raise RuntimeError("no")
+        return (a, b, c), None
+
+    state, donated = start(), df.donate(raises)
+    donated(state, None, 0)
+    kept = trees.map(torch.clone, state)
+    with pytest.raises(RuntimeError, match="no"):
+        donated(state, None, 1)
+    assert all(torch.equal(a, b) for a, b in zip(trees.leaves(state), trees.leaves(kept), strict=True))
+
+
+def test_metrics_do_not_show_the_next_state():
+    donated = df.donate(lambda state, batch, t: (state + 1, state[:1]))
+    state, first = donated(torch.zeros(3), None, 0)
+    donated(state, None, 1)
+    assert first == 0
