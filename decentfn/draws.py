@@ -1,4 +1,4 @@
-"""Draws that every worker can repeat: functions of (seed, t, stream, worker), evaluated inside the graph.
+"""Draws that every worker can repeat: functions of (seed, t, stream, worker), one operator in a graph.
 
 A `torch.Generator` does not trace, so numbers come from a counter-based integer hash: what is drawn in step t depends
 on nothing that was drawn before, the same on every machine, eager or compiled, on CPU or GPU. All arithmetic is int64
@@ -11,16 +11,12 @@ PyTorch's own generators, which a loss draws from, are seeded in the same spirit
 
 from __future__ import annotations
 
-import operator
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from math import prod
 
 import torch
 from torch import Tensor
-
-from decentfn.scalars import moved, once
-from decentfn.torch_private import lowering
 
 _32_BITS = 0xFFFFFFFF
 # Odd and below 2^31: times a number below 2^32, the product stays below 2^63.
@@ -52,15 +48,14 @@ def bits(
     >>> bits(0, 7, 0, (3,)).tolist() == bits(0, torch.tensor(7), 0, (3,)).tolist()
     True
     """
-    first, second = _keys(seed, t, stream, worker, 1).unbind()
-    return _hash(_index(shape, worker, device), first, second)
+    return _draw(seed, t, stream, shape, worker, device, is_wide=False)
 
 
 def uniform(
     seed: int, t: int | Tensor, stream: int, shape: Sequence[int], *, worker: int | Tensor = 0, device: object = None
 ) -> Tensor:
     """`shape` float64, uniform in [0, 1), with 53 random bits. Arguments as for `bits`."""
-    return (_wide(seed, t, stream, shape, worker, device) >> 10).to(torch.float64) * 2.0**-53
+    return (_draw(seed, t, stream, shape, worker, device, is_wide=True) >> 10).to(torch.float64) * 2.0**-53
 
 
 def sign(
@@ -91,7 +86,7 @@ def permutation(
     seed: int, t: int | Tensor, n: int, *, stream: int = 0, worker: int | Tensor = 0, device: object = None
 ) -> Tensor:
     """A random permutation of 0..n-1, `[n]` int64: the order of n draws of 63 bits. Arguments as for `bits`."""
-    return torch.argsort(_wide(seed, t, stream, (n,), worker, device), stable=True)
+    return torch.argsort(_draw(seed, t, stream, (n,), worker, device, is_wide=True), stable=True)
 
 
 # -- PyTorch's generators -------------------------------------------------------------------------------------------
@@ -167,57 +162,67 @@ def _mixed(*numbers: int) -> int:
 # -- the hash -------------------------------------------------------------------------------------------------------
 
 
-def _scrambled(x: Any, constant: Callable[[int], Any], shifted: Callable[[Any, Any], Any]) -> Any:
-    """A permutation of the 32-bit numbers in which each bit of `x` moves every bit (xorshift, multiply)."""
-    for shift, multiplier in _MULTIPLIERS:
-        x = ((x ^ shifted(x, constant(shift))) * constant(multiplier)) & constant(_32_BITS)
-    return x ^ shifted(x, constant(14))
+def _draw(
+    seed: int,
+    t: int | Tensor,
+    stream: int,
+    shape: Sequence[int],
+    worker: int | Tensor,
+    device: object,
+    *,
+    is_wide: bool,
+) -> Tensor:
+    """Return `shape` int64 of 32 random bits, or 63 if `is_wide`."""
+    seed = (seed + 2**63) % 2**64 - 2**63  # its low 64 bits, as an operator takes them
+    if not isinstance(worker, Tensor):
+        worker = torch.tensor(worker, device=device)  # pyright: ignore[reportArgumentType]
+    step = t if isinstance(t, Tensor) else None
+    return torch.ops.decentfn.draw(seed, step, 0 if step is not None else t, stream, list(shape), worker, is_wide)
 
 
-# An operator of its own: Inductor would compute x twice for every x ^ (x >> s), so compiling took 2^(all of them).
-_library = torch.library.Library("decentfn", "FRAGMENT")
-_library.define("scramble(Tensor x) -> Tensor")
-_library.impl("scramble", lambda x: _scrambled(x, int, operator.rshift), "CompositeExplicitAutograd")
-lowering.register_fake("decentfn::scramble", torch.empty_like, _library)
-torch.library.register_vmap(
-    "decentfn::scramble", lambda info, in_dims, x: (torch.ops.decentfn.scramble(x), in_dims[0]), lib=_library
-)
-lowering.lower_as_pointwise(torch.ops.decentfn.scramble, _scrambled)
+def _kernel(
+    seed: int, t: Tensor | None, at: int, stream: int, shape: Sequence[int], worker: Tensor, is_wide: bool
+) -> Tensor:
+    """Draw for one worker, 0-d, or for several, `[N]`: then the draws are `[N, *shape]`."""
+    step = at if t is None else int(t)
+    words = (seed & _32_BITS, seed >> 32 & _32_BITS, stream & _32_BITS, worker, step & _32_BITS, step >> 32 & _32_BITS)
+    keys = []
+    for starts in _STARTS[: 4 if is_wide else 2]:
+        key = sum(
+            _scramble(torch.as_tensor(start ^ word, device=worker.device))
+            for start, word in zip(starts, words, strict=True)
+        )
+        keys.append(_scramble(torch.as_tensor(key) & _32_BITS).view(*worker.shape, *[1] * len(shape)))
+    index = torch.arange(prod(shape), device=worker.device).view(tuple(shape))
+    if not is_wide:
+        return _hash(index, keys[0], keys[1])
+    return (_hash(index, keys[0], keys[1]) << 31) | (_hash(index, keys[2], keys[3]) >> 1)
 
 
 def _scramble(x: Tensor) -> Tensor:
-    return torch.ops.decentfn.scramble(x)
-
-
-def _keys(seed: int, t: int | Tensor, stream: int, worker: int | Tensor, count: int) -> Tensor:
-    """`[2 count]` int64: so many independent keys for (seed, stream, worker, t), each of two 32-bit halves.
-
-    Computed once, not once per entry that is drawn. Integers enter as operands of tensors only: Dynamo may make
-    symbols of them, and a hash of symbols grows without end.
-    """
-    where = worker.device if isinstance(worker, Tensor) else t.device if isinstance(t, Tensor) else "cpu"
-    words = (seed & _32_BITS, seed >> 32 & _32_BITS, stream & _32_BITS, worker, t & _32_BITS, t >> 32 & _32_BITS)
-    starts = moved(torch.tensor(_STARTS)[: 2 * count], where).unbind(1)
-    mixed = torch.stack([start ^ word for start, word in zip(starts, words, strict=True)])
-    return once(_scramble(_scramble(mixed).sum(0) & _32_BITS))
+    """Permute the 32-bit numbers such that each bit of `x` moves every bit (xorshift, multiply)."""
+    for shift, multiplier in _MULTIPLIERS:
+        x = ((x ^ (x >> shift)) * multiplier) & _32_BITS
+    return x ^ (x >> 14)
 
 
 def _hash(index: Tensor, first: Tensor, second: Tensor) -> Tensor:
     return _scramble((_scramble(index ^ first) + second) & _32_BITS)
 
 
-def _wide(
-    seed: int, t: int | Tensor, stream: int, shape: Sequence[int], worker: int | Tensor, device: object
-) -> Tensor:
-    """`shape` int64 of 63 random bits."""
-    index = _index(shape, worker, device)
-    keys = _keys(seed, t, stream, worker, 2).unbind()
-    return (_hash(index, keys[0], keys[1]) << 31) | (_hash(index, keys[2], keys[3]) >> 1)
-
-
-def _index(shape: Sequence[int], worker: int | Tensor, device: object) -> Tensor:
-    where = device if device is not None else worker.device if isinstance(worker, Tensor) else "cpu"
-    count = 1
-    for size in shape:
-        count *= size
-    return torch.arange(count, dtype=torch.int64, device=where).view(tuple(shape))  # type: ignore[arg-type]
+_library = torch.library.Library("decentfn", "FRAGMENT")
+_library.define("draw(int seed, Tensor? t, int at, int stream, int[] shape, Tensor worker, bool is_wide) -> Tensor")
+_library.impl("draw", _kernel, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "decentfn::draw",
+    lambda seed, t, at, stream, shape, worker, is_wide: worker.new_empty((*worker.shape, *shape), dtype=torch.int64),
+    lib=_library,
+)
+torch.library.register_vmap(
+    "decentfn::draw",
+    lambda info, in_dims, seed, t, at, stream, shape, worker, is_wide: (
+        torch.ops.decentfn.draw(seed, t, at, stream, shape, worker.movedim(in_dims[5], 0), is_wide),
+        0,
+    ),
+    lib=_library,
+)

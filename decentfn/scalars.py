@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decentfn.torch_private import functorch, lowering
+from decentfn.torch_private import functorch
 
 _library = torch.library.Library("decentfn", "FRAGMENT")
 _library.define("once(Tensor x) -> Tensor")
 _library.impl("once", torch.clone, "CompositeExplicitAutograd")
-lowering.register_fake("decentfn::once", torch.empty_like, _library)
+torch.library.register_fake("decentfn::once", torch.empty_like, lib=_library)
 
 
 def as_step(t: int | Tensor) -> Tensor:
@@ -56,22 +56,15 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.ops.decentfn.rounded(x, dtype)
 
 
-def moved(x: Tensor, device: Any) -> Tensor:
-    """`x` on the device; nobody waits for a few numbers to get there."""
-    return x.to(device, non_blocking=True)
-
-
 def _once_vmap(info: Any, in_dims: tuple[int | None], x: Tensor) -> tuple[Tensor, int | None]:
     return once(x), in_dims[0]
 
 
 torch.library.register_vmap("decentfn::once", _once_vmap, lib=_library)
-lowering.lower_as_realized(torch.ops.decentfn.once)
 
 _library.define("rounded(Tensor x, ScalarType dtype) -> Tensor")
 _library.impl("rounded", lambda x, dtype: x.to(dtype, copy=True), "CompositeExplicitAutograd")
-lowering.register_fake("decentfn::rounded", lambda x, dtype: torch.empty_like(x, dtype=dtype), _library)
+torch.library.register_fake("decentfn::rounded", lambda x, dtype: torch.empty_like(x, dtype=dtype), lib=_library)
 torch.library.register_vmap(
     "decentfn::rounded", lambda info, in_dims, x, dtype: (rounded(x, dtype), in_dims[0]), lib=_library
 )
-lowering.lower_as_realized(torch.ops.decentfn.rounded)

@@ -67,8 +67,8 @@ def adapt_while_communicate(
     def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
         x = state.params
         posted = worker.post(x, t)
-        g, local = worker.gradient(x, state.local, batch, t)
-        mixed = collect(posted, at(gamma, t))
+        g, local = worker.gradient(x, state.local, batch, t, after=posted)
+        mixed = collect(posted, at(gamma, t, x), after=g.grads)
         seen = mixed if update_at == "mixed" else x
         u, local = worker.update(g.grads, g, local, seen, posted=posted)
         return State(add(mixed, u), local), g.metrics

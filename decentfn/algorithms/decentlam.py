@@ -100,7 +100,7 @@ def decentlam(
     require_stable(topology, beta)
 
     def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
-        eta = at(learning_rate, t)
+        eta = at(learning_rate, t, state.params)
         per_eta = reciprocal(eta)
         x, (m,) = state.params, state.memory
         g, local = worker.gradient(x, state.local, batch, t)

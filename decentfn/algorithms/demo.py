@@ -29,6 +29,7 @@ from decentfn.kit import (
     Worker,
     add,
     algorithm,
+    at,
     cast_like,
     elementwise,
     require_compressor,
@@ -94,7 +95,7 @@ def demo(
 
     def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
         theta, (delta,) = state.params, state.memory
-        eta = learning_rate(t) if callable(learning_rate) else learning_rate
+        eta = at(learning_rate, t, theta)
         g, local = worker.gradient(theta, state.local, batch, t)
         grown = elementwise(lambda delta, g: (decay * delta + eta * g).to(delta.dtype), delta, g.grads)
         delta = g.keep(grown, delta)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from typing_extensions import Unpack
 
-from decentfn.algorithms.outer import is_due, outer_gradient, to_send
+from decentfn.algorithms.outer import after_steps, outer_gradient, to_send
 from decentfn.kit import (
     Algorithm,
     Buckets,
@@ -31,6 +31,7 @@ from decentfn.kit import (
     algorithm,
     copy_wide,
     elementwise,
+    is_active,
     require_fractions,
     require_positive,
     require_whole,
@@ -90,17 +91,18 @@ def diloco(
     require_whole("diloco", inner_steps=inner_steps)
     require_positive("diloco", outer_learning_rate=outer_learning_rate)
     require_fractions("diloco", outer_momentum=outer_momentum)
+    outer = after_steps(inner_steps, worker.everyone)
     eta, beta, wire = outer_learning_rate, outer_momentum, worker.wire_dtype
 
     must_equal = () if wire is None else ("params",)
 
     def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
-        due = is_due(t + 1, inner_steps)
         theta, (phi, b) = state.params, state.memory
         g, local = worker.gradient(theta, state.local, batch, t)
         u, local = worker.update(g.grads, g, local, theta)
         theta = unless_bad(add(theta, u), lambda: phi)
-        mean = worker.mean(to_send(phi, theta, wire), t, when=due)
+        due = is_active(outer, t, theta)
+        mean = worker.mean(to_send(phi, theta, wire), t, outer)
         delta = outer_gradient(phi, mean, wire)
         b_new = elementwise(lambda b, delta: beta * b + delta, b, delta)
         phi_new = elementwise(lambda phi, delta, b: phi - eta * (delta + beta * b), phi, delta, b_new)

@@ -70,9 +70,9 @@ def extra(loss_fn: LossFn, optimizer: Any, topology: Topology, **options: Unpack
     def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
         x, (p,) = state.params, state.memory
         posted = worker.post(x, t)
-        g, local = worker.gradient(x, state.local, batch, t)
+        g, local = worker.gradient(x, state.local, batch, t, after=posted)
         u, local = worker.update(g.grads, g, local, x, posted=posted)
-        pull, x = difference(posted), repaired(posted, x)  # W x - x
+        pull, x = difference(posted, after=g.grads), repaired(posted, x)  # W x - x
         p_next = elementwise(lambda p, d: p - d / 2, p, pull)
         x_next = elementwise(lambda x, d, u, p: (x.to(d.dtype) + d + u - p).to(x.dtype), x, pull, u, p)
         return State(x_next, local, Memory(p_next)), g.metrics

@@ -45,7 +45,7 @@ from decentfn.kit import (
     widen,
     zeros_like,
 )
-from decentfn.topologies import Topology
+from decentfn.topologies import Topology, later
 from decentfn.trees import PyTree
 
 
@@ -93,6 +93,8 @@ def gradient_tracking(
         raise ValueError(f"gradient_tracking(form={form!r}): choose 'atc', 'semi-atc' or 'awc'.")
     require_doubly_stochastic("gradient_tracking", topology)
 
+    late = later(1, topology)  # y is completed with the last step's matrix
+
     def start(x: Buckets) -> Memory:
         # From y = g = 0 the first y is W 0 + g - 0; in the form W (y + g⁺ - g) it would be W g.
         started = torch.zeros((), dtype=torch.bool, device=x[0].device) if form == "atc" else None
@@ -103,31 +105,26 @@ def gradient_tracking(
         gradient, local = worker.gradient(x, state.local, batch, t)
         g_new = gradient.keep(widen(gradient.grads), g)
         assert started is not None
-        y = where(started, worker.mix(add(y, elementwise(torch.sub, g_new, g)), last(t)), g_new)
+        y = where(started, worker.mix(add(y, elementwise(torch.sub, g_new, g)), t, late), g_new)
         u, local = worker.update(cast_like(y, x), gradient, local, x)
         return State(worker.mix(add(x, u), t), local, Memory(y, g_new, torch.ones_like(started))), gradient.metrics
 
     def semi_atc(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
         x, (y, g, _) = state.params, state.memory
-        y_posted = worker.post(y, last(t))
-        gradient, local = worker.gradient(x, state.local, batch, t)
+        y_posted = worker.post(y, t, late)
+        gradient, local = worker.gradient(x, state.local, batch, t, after=y_posted)
         g_new = gradient.keep(widen(gradient.grads), g)
-        y = add(collect(y_posted), elementwise(torch.sub, g_new, g))
+        y = add(collect(y_posted, after=gradient.grads), elementwise(torch.sub, g_new, g))
         u, local = worker.update(cast_like(y, x), gradient, local, x)
         return State(worker.mix(add(x, u), t), local, Memory(y, g_new, None)), gradient.metrics
 
     def awc(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
         x, (y, g, _) = state.params, state.memory
-        y_posted, x_posted = worker.post(y, last(t)), worker.post(x, t)
-        gradient, local = worker.gradient(x, state.local, batch, t)
+        y_posted, x_posted = worker.post(y, t, late), worker.post(x, t)
+        gradient, local = worker.gradient(x, state.local, batch, t, after=(y_posted, x_posted))
         g_new = gradient.keep(widen(gradient.grads), g)
-        y = add(collect(y_posted), elementwise(torch.sub, g_new, g))
+        y = add(collect(y_posted, after=gradient.grads), elementwise(torch.sub, g_new, g))
         u, local = worker.update(cast_like(y, x), gradient, local, x, posted=x_posted)
-        return State(add(collect(x_posted), u), local, Memory(y, g_new, None)), gradient.metrics
+        return State(add(collect(x_posted, after=gradient.grads), u), local, Memory(y, g_new, None)), gradient.metrics
 
     return worker.algorithm({"atc": atc, "semi-atc": semi_atc, "awc": awc}[form], start)
-
-
-def last(t: Tensor) -> Tensor:
-    """The step before, whose mixing matrix y is completed with."""
-    return (t - 1).clamp(min=0)

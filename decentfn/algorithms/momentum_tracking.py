@@ -37,7 +37,7 @@ from decentfn.kit import (
     require_fractions,
     zeros_like,
 )
-from decentfn.topologies import Topology
+from decentfn.topologies import Topology, later
 from decentfn.trees import PyTree
 
 
@@ -83,15 +83,17 @@ def momentum_tracking(
     worker = Worker(loss_fn, optimizer, topology, shows_mix=True, **options)
     require_fractions("momentum_tracking", beta=beta)
     require_doubly_stochastic("momentum_tracking", topology)
+    late = later(1, topology)
 
     def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
         x, (u, y) = state.params, state.memory
-        x_posted, y_posted = worker.post(x, t), worker.post(y, (t - 1).clamp(min=0))
-        g, local = worker.gradient(x, state.local, batch, t)
+        x_posted, y_posted = worker.post(x, t), worker.post(y, t, late)
+        g, local = worker.gradient(x, state.local, batch, t, after=(x_posted, y_posted))
         u_new = g.keep(elementwise(lambda u, g: beta * u + g, u, g.grads), u)
-        y = elementwise(lambda mixed, new, u: (mixed + (new - u)).to(mixed.dtype), collect(y_posted), u_new, u)
+        y_mixed = collect(y_posted, after=g.grads)
+        y = elementwise(lambda mixed, new, u: (mixed + (new - u)).to(mixed.dtype), y_mixed, u_new, u)
         update, local = worker.update(cast_like(y, x), g, local, x, posted=x_posted)
-        x = add(collect(x_posted), update)
+        x = add(collect(x_posted, after=g.grads), update)
         return State(x, local, Memory(u_new, y)), g.metrics
 
     return worker.algorithm(step, Memory.restart)

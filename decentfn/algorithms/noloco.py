@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from decentfn.algorithms.outer import is_due
+from decentfn.algorithms.outer import after_steps
 from decentfn.kit import (
     Algorithm,
     Buckets,
@@ -32,6 +32,7 @@ from decentfn.kit import (
     algorithm,
     copy_wide,
     elementwise,
+    is_active,
     require_doubly_stochastic,
     require_fractions,
     require_positive,
@@ -102,13 +103,15 @@ def noloco(
             "inner_steps between two rounds; pass the topology of the outer steps alone."
         )
 
+    outer = after_steps(inner_steps, topology)
+
     def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
-        due, k = is_due(t + 1, inner_steps), t // inner_steps
         theta, (phi, b) = state.params, state.memory
         g, local = worker.gradient(theta, state.local, batch, t)
         u, local = worker.update(g.grads, g, local, theta)
         theta = unless_bad(add(theta, u), lambda: phi)
-        mixed = worker.mix(elementwise(lambda theta, phi: beta * (theta - phi) + gamma * phi, theta, phi), k, when=due)
+        due = is_active(outer, t, theta)
+        mixed = worker.mix(elementwise(lambda theta, phi: beta * (theta - phi) + gamma * phi, theta, phi), t, outer)
         b_new = elementwise(lambda b, mixed, phi: alpha * b + (mixed - gamma * phi), b, mixed, phi)
         phi_new = elementwise(torch.add, phi, b_new)
         memory = Memory(where(due, phi_new, phi), where(due, b_new, b))

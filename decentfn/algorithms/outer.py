@@ -1,7 +1,7 @@
-"""What the algorithms with an outer loop share: when a round is due, what travels, what changes only then.
+"""Parts of the algorithms with an outer loop: when a round is due, what travels, what changes only then.
 
-Communication every H steps is `worker.mean(x, t, when=is_due(t + 1, H))`: in all other steps nothing travels, and one
-graph serves both kinds of step.
+Communication every H steps is a schedule that rests in between, `after_steps(H, topology)`: nothing travels then, its round is
+not active, and one graph serves both kinds of step.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from decentfn.kit import Buckets, Plan, elementwise, moved, once
+from decentfn.kit import Buckets, Plan, elementwise, is_active
+from decentfn.topologies import Topology, every, later
 
 
-def is_due(done: Tensor, inner_steps: int, offset: int = 0) -> Tensor:
-    """Whether a round follows after `done` steps: `offset` and every `inner_steps` from there, never before a step."""
-    return once((done > 0) & ((done - offset) % inner_steps == 0))
+def after_steps(inner_steps: int, topology: Topology) -> Topology:
+    """The schedule whose round k is in step (k + 1) H - 1, at the end of each H = `inner_steps` steps."""
+    return later(inner_steps - 1, every(inner_steps, topology))
 
 
 def to_send(phi: Buckets, theta: Buckets, wire_dtype: torch.dtype | None) -> Buckets:
@@ -33,11 +34,16 @@ def outer_gradient(phi: Buckets, mean: Buckets, wire_dtype: torch.dtype | None) 
 
 
 class Fragments:
-    """P equal slices of every bucket: fragment p is the p-th of each, and has its turn after `offsets[p]` steps of H."""
+    """P equal slices of every bucket: fragment p is the p-th of each, and has its turn after ⌊(p+1) H / P⌋ steps of H."""
 
-    def __init__(self, count: int, inner_steps: int) -> None:
-        self.count, self.inner_steps = count, inner_steps
-        self.offsets = [(p + 1) * inner_steps // count for p in range(count)]
+    def __init__(self, count: int, inner_steps: int, everyone: Topology) -> None:
+        self.count = count
+        self._offsets = [(p + 1) * inner_steps // count for p in range(count)]
+        self._every = every(inner_steps, everyone)
+
+    def schedules(self, steps: int) -> list[Topology]:
+        """Each fragment's schedule: its round is `steps` steps after the step in which its turn comes, counted from 0."""
+        return [later(offset + steps, self._every) for offset in self._offsets]
 
     def split(self, x: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
         """The slices of each fragment."""
@@ -47,14 +53,10 @@ class Fragments:
         """The buckets of which these are the slices."""
         return Buckets([torch.cat(slices) for slices in zip(*fragments, strict=True)], plan)
 
-    def dues(self, done: Tensor) -> list[Tensor]:
-        """For each fragment whether its turn follows after `done` steps, 0-d bool."""
-        return [is_due(done, self.inner_steps, offset) for offset in self.offsets]
-
-    def turn(self, like: Buckets, done: Tensor) -> Buckets:
-        """Per element, whether its fragment's turn follows after `done` steps."""
+    def turn(self, like: Buckets, schedules: Sequence[Topology], t: Tensor) -> Buckets:
+        """Per element, whether its fragment's schedule is active in step t."""
         slices = [
-            [moved(due, piece.device).expand(piece.shape) for piece in fragment]
-            for due, fragment in zip(self.dues(done), self.split(list(like)), strict=True)
+            [is_active(schedule, t, like).expand(piece.shape) for piece in fragment]
+            for schedule, fragment in zip(schedules, self.split(list(like)), strict=True)
         ]
         return self.join(slices, like.plan)

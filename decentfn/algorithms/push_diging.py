@@ -38,7 +38,7 @@ from decentfn.kit import (
     widen,
     zeros_like,
 )
-from decentfn.topologies import Topology
+from decentfn.topologies import Topology, later
 from decentfn.trees import PyTree
 
 
@@ -74,13 +74,15 @@ def push_diging(loss_fn: LossFn, optimizer: Any, topology: Topology, **options: 
         options: `bucket_mb`, `wire_dtype`; see `Options`.
     """
     worker = Worker(loss_fn, optimizer, topology, **options)
+    late = later(1, topology)
 
     def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
         x, (v, y, g) = state.params, state.memory
-        y_posted = worker.post(y, (t - 1).clamp(min=0))
-        gradient, local = worker.gradient(x, state.local, batch, t)
+        y_posted = worker.post(y, t, late)
+        gradient, local = worker.gradient(x, state.local, batch, t, after=y_posted)
         g_new = gradient.keep(widen(gradient.grads), g)
-        y = elementwise(lambda ay, new, old: ay + new - old, collect(y_posted), g_new, g)
+        ay = collect(y_posted, after=gradient.grads)
+        y = elementwise(lambda ay, new, old: ay + new - old, ay, g_new, g)
         update, local = worker.update(cast_like(y, x), gradient, local, x)
         u_and_v = pack(add(scale(x, v), update), v)
         posted = gossip.post(u_and_v, topology, t, wire_dtype=worker.wire_dtype)

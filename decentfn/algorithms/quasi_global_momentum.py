@@ -90,7 +90,7 @@ def quasi_global_momentum(
     of_g, of_m = (1 + beta, beta**2) if nesterov else (1, beta)
 
     def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
-        eta = at(learning_rate, t)
+        eta = at(learning_rate, t, state.params)
         per_eta = reciprocal(eta)
         x, (m,) = state.params, state.memory
         g, local = worker.gradient(x, state.local, batch, t)

@@ -31,7 +31,6 @@ from decentfn.kit import (
     add,
     algorithm,
     each,
-    moved,
     once,
     unless_bad,
     wide,
@@ -86,7 +85,7 @@ def relay_sgd(
             f"relay_sgd(wire_dtype={worker.wire_dtype}): sums of models rounded to it would lose small updates for good; "
             "leave it out, or use relay='gradients'."
         )
-    counts = relay_counts(topology)
+    counts = collectives.Constant(relay_counts(topology))
     n = topology.num_workers
 
     def start(x: Buckets) -> Memory:
@@ -94,26 +93,27 @@ def relay_sgd(
         first = each(torch.clone, x) if relay == "models" else None
         return Memory(messages, first, torch.zeros((), dtype=torch.int64, device=x[0].device))
 
-    def send(own: Buckets, messages: Buckets, t: Tensor) -> Buckets:
+    def send(own: Buckets, messages: Buckets, row: collectives.Row) -> Buckets:
         """To each neighbour: `own` and what the others relayed. Returns what they relay to us."""
         outgoing = each(lambda x, m: x.to(m.dtype) + (m.sum(0) - m), own, messages)
         sent = [gossip.narrow(message, worker.wire_dtype) for message in outgoing]
-        relayed = gossip.arrived(gossip.exchange(sent, topology.peers, t), list(messages))
+        relayed = gossip.arrived(gossip.exchange(sent, row), list(messages))
         return Buckets([r.to(m.dtype) for r, m in zip(relayed, messages, strict=True)], own.plan)
 
-    def heard_last(messages: Buckets, first: Buckets, age: Tensor) -> Buckets:
+    def heard_last(messages: Buckets, first: Buckets, age: Tensor, row: collectives.Row) -> Buckets:
         """The mean of the others, as it was heard in the last step."""
-        missing = n - 1 - torch.where(age > 0, _count(counts, (age - 1).clamp(min=0)), 0)
+        missing = n - 1 - torch.where(age > 0, _count(counts, (age - 1).clamp(min=0), row), 0)
         total = each(lambda m, r: m.sum(0) + once(missing.to(m.dtype)) * r, messages, first)
         return each(lambda total: total / max(1, n - 1), total)
 
     def models(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
         x, (messages, first, age) = state.params, state.memory
+        row = collectives.look_up(x[0], topology, t)
         g, local = worker.gradient(x, state.local, batch, t)
         u, local = worker.update(g.grads, g, local, x)
-        x_half = unless_bad(add(x, u), lambda: heard_last(*state.memory))
-        messages = send(x_half, messages, t)
-        missing = n - 1 - _count(counts, age)
+        x_half = unless_bad(add(x, u), lambda: heard_last(messages, first, age, row))
+        messages = send(x_half, messages, row)
+        missing = n - 1 - _count(counts, age, row)
         total = each(lambda x, m, r: x + m.sum(0) + once(missing.to(m.dtype)) * r, x_half, messages, first)
         x = each(lambda total, x: (total / n).to(x.dtype), total, x)
         return State(x, local, Memory(messages, first, age + 1)), g.metrics
@@ -121,7 +121,7 @@ def relay_sgd(
     def gradients(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
         x, (messages, _, age) = state.params, state.memory
         g, local = worker.gradient(x, state.local, batch, t)
-        messages = send(g.grads, messages, t)
+        messages = send(g.grads, messages, collectives.look_up(x[0], topology, t))
         mean = each(lambda g, m: ((g + m.sum(0)) / n).to(g.dtype), g.grads, messages)
         # What the others relayed is good, and comes but once.
         u, local = worker.update(mean, g._replace(good=None), local, x)
@@ -130,11 +130,11 @@ def relay_sgd(
     return worker.algorithm(models if relay == "models" else gradients, start)
 
 
-def _count(counts: Tensor, age: Tensor) -> Tensor:
-    """This worker's `Σ_j c_{j→i}` at `age` (0-d int64)."""
+def _count(counts: collectives.Constant, age: Tensor, row: collectives.Row) -> Tensor:
+    """Return this worker's `Σ_j c_{j→i}` at `age` (0-d int64)."""
     last, n = counts.shape[0] - 1, counts.shape[1]
-    index = age.clamp(max=last) * n + collectives.worker_index(age)
-    return moved(counts, age.device).view(-1).index_select(0, index.view(1))[0]
+    index = age.clamp(max=last) * n + row.worker
+    return counts.on(age).view(-1).index_select(0, index.view(1))[0]
 
 
 def relay_counts(topology: Topology) -> Tensor:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from typing_extensions import Unpack
 
-from decentfn.algorithms.outer import is_due
+from decentfn.algorithms.outer import after_steps
 from decentfn.kit import (
     Algorithm,
     Buckets,
@@ -31,6 +31,7 @@ from decentfn.kit import (
     at,
     copy_wide,
     elementwise,
+    is_active,
     reciprocal,
     require_doubly_stochastic,
     require_fractions,
@@ -40,7 +41,7 @@ from decentfn.kit import (
     where,
     zeros_like,
 )
-from decentfn.topologies import Topology
+from decentfn.topologies import Topology, paused
 from decentfn.transforms.basic import Scalar
 from decentfn.trees import PyTree
 
@@ -99,16 +100,19 @@ def slowmo(
     require_rate("slowmo", learning_rate=learning_rate)
     require_doubly_stochastic("slowmo", topology)
 
+    outer = after_steps(inner_steps, worker.everyone)
+    inner = paused(topology, outer)
+
     def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
-        due = is_due(t + 1, inner_steps)
-        eta = at(learning_rate, t)
+        eta = at(learning_rate, t, state.params)
         per_eta = reciprocal(eta)
         x, (x0, u) = state.params, state.memory
         g, local = worker.gradient(x, state.local, batch, t)
         v, local = worker.update(g.grads, g, local, x)
         # The mean of all W x is the mean of all x, so a step that averages need not mix.
-        x = worker.mix(add(x, v), t, when=~due)
-        x_h = worker.mean(x, t, when=due)
+        x = worker.mix(add(x, v), t, inner)
+        x_h = worker.mean(x, t, outer)
+        due = is_active(outer, t, x)
         u_new = elementwise(lambda u, x0, x_h: beta * u + (x0 - x_h) * per_eta, u, x0, x_h)
         slow = elementwise(lambda x0, u: x0 - alpha * eta * u, x0, u_new)
         memory = Memory(where(due, slow, x0), where(due, u_new, u))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from decentfn import gossip
+from decentfn import collectives, gossip
 from decentfn.gossip.push_sum import first_weight, pack, unpack
 from decentfn.kit import (
     Algorithm,
@@ -35,7 +35,7 @@ from decentfn.kit import (
     once,
     scale,
 )
-from decentfn.topologies import Topology
+from decentfn.topologies import Topology, later, nth_round
 from decentfn.trees import PyTree
 
 
@@ -85,6 +85,8 @@ def stochastic_gradient_push(
     """
     worker = Worker(loss_fn, optimizer, topology, **options)
     _check(topology, rounds, delay)
+    schedule = [nth_round(k, rounds, topology) for k in range(rounds)]
+    earlier = later(delay, topology)
 
     def start(z: Buckets) -> Memory:
         w = first_weight(z)
@@ -93,23 +95,22 @@ def stochastic_gradient_push(
 
     def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
         z, (w, outboxes) = state.params, state.memory
-        late = gossip.post(outboxes[0], topology, (t - delay).clamp(min=0)) if delay else None
+        late = gossip.post(outboxes[0], earlier, t) if delay else None
 
-        g, local = worker.gradient(z, state.local, batch, t)
+        g, local = worker.gradient(z, state.local, batch, t, after=late)
         u, local = worker.update(g.grads, g, local, z)
         # Bad mass is no mass: what is left is weighed by what is left of w.
         x_and_w = pack(add(scale(z, w), u), w)
         x_and_w = gossip.unless_bad(x_and_w, lambda: [torch.zeros_like(b) for b in x_and_w])
 
         if late is None:
-            for k in range(rounds):
-                posted = gossip.post(x_and_w, topology, rounds * t + k, wire_dtype=worker.wire_dtype)
-                x_and_w = gossip.collect(posted)
+            for this in schedule:
+                x_and_w = gossip.collect(gossip.post(x_and_w, this, t, wire_dtype=worker.wire_dtype))
         else:
             sent = tuple(gossip.narrow(x, worker.wire_dtype) for x in x_and_w)
-            given_away = 1.0 - gossip.row(topology, topology.round(t), z[0]).weights[0]
+            given_away = 1.0 - collectives.look_up(z[0], topology, t).weights[0]
             kept = [x - once(given_away.to(x.dtype)) * q.to(x.dtype) for x, q in zip(x_and_w, sent, strict=True)]
-            received = gossip.neighbours_sum(late, [x.dtype for x in kept])
+            received = gossip.neighbours_sum(late._replace(after=tuple(g.grads)), [x.dtype for x in kept])
             x_and_w = [(x + r).to(x.dtype) for x, r in zip(kept, received, strict=True)]
             outboxes = (*outboxes[1:], sent)
 

@@ -108,39 +108,39 @@ def streaming_diloco(
             "delay < inner_steps; take more inner steps."
         )
     eta, beta, wire = outer_learning_rate, outer_momentum, worker.wire_dtype
-    fragments = Fragments(num_fragments, inner_steps)
+    fragments = Fragments(num_fragments, inner_steps, worker.everyone)
+    launches, arrivals = fragments.schedules(0 if delay else -1), fragments.schedules(delay - 1)
 
     def start(x: Buckets) -> Memory:
         return Memory(copy_wide(x), zeros_like(x), zeros_like(x) if delay > 1 else None)
 
-    def launch(theta: Buckets, phi: Buckets, t: Tensor, done: Tensor) -> list[gossip.Posted]:
-        """Post the fragment whose turn it is after `done` steps, if there is one."""
+    def launch(theta: Buckets, phi: Buckets, t: Tensor) -> list[gossip.Posted]:
+        """Post the fragment whose turn it is, if there is one."""
         sent = fragments.split([gossip.narrow(bucket, wire) for bucket in to_send(phi, theta, wire)])
-        pairs = zip(sent, fragments.dues(done), strict=True)
-        return [gossip.post(fragment, worker.everyone, t, when=due) for fragment, due in pairs]
+        return [gossip.post(fragment, schedule, t) for fragment, schedule in zip(sent, launches, strict=True)]
 
-    def collect(posted: list[gossip.Posted], phi: Buckets) -> Buckets:
+    def collect(posted: list[gossip.Posted], phi: Buckets, after: Buckets) -> Buckets:
         """The outer gradient of the fragments that have arrived."""
-        return outer_gradient(phi, fragments.join([gossip.collect(f) for f in posted], phi.plan), wire)
+        means = [gossip.collect(fragment._replace(after=tuple(after))) for fragment in posted]
+        return outer_gradient(phi, fragments.join(means, phi.plan), wire)
 
     must_equal = () if wire is None else ("params",)
 
     def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
         theta, (phi, b, waiting) = state.params, state.memory
-        if delay:
-            posted = launch(theta, phi, t, t)
-        g, local = worker.gradient(theta, state.local, batch, t)
+        posted = launch(theta, phi, t) if delay else []
+        g, local = worker.gradient(theta, state.local, batch, t, after=posted)
         u, local = worker.update(g.grads, g, local, theta)
         theta = unless_bad(add(theta, u), lambda: phi)
         if not delay:
-            posted = launch(theta, phi, t, t + 1)
-        delta = collect(posted, phi)
+            posted = launch(theta, phi, t)
+        delta = collect(posted, phi, g.grads)
         if waiting is not None:
-            delta = waiting = where(fragments.turn(phi, t), delta, waiting)
+            delta = waiting = where(fragments.turn(phi, launches, t), delta, waiting)
         b_new = elementwise(lambda b, delta: beta * b + delta, b, delta)
         phi_new = elementwise(lambda phi, delta, b: phi - eta * (delta + beta * b), phi, delta, b_new)
         theta_new = elementwise(lambda phi, theta: (1 - alpha) * phi + alpha * theta, phi_new, theta)
-        due = fragments.turn(phi, t + 1 - delay)
+        due = fragments.turn(phi, arrivals, t)
         memory = Memory(where(due, phi_new, phi), where(due, b_new, b), waiting)
         return State(where(due, theta_new, theta), local, memory), g.metrics
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from decentfn.buckets.inside import everywhere_inside, sum_inside
 from decentfn.buckets.plan import Buckets, Plan
-from decentfn.scalars import moved, once
+from decentfn.scalars import once
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -75,7 +75,7 @@ def divide(x: Buckets, w: Tensor) -> Buckets:
 def where(condition: Tensor | Buckets, new: Buckets, old: Buckets) -> Buckets:
     """`new` where `condition` (0-d bool, or bool buckets: one answer per element), else `old`; in the dtypes of `old`."""
     if isinstance(condition, torch.Tensor):
-        return elementwise(lambda b, a: torch.where(moved(condition, b.device), a.to(b.dtype), b), old, new)
+        return elementwise(lambda b, a: torch.where(condition, a.to(b.dtype), b), old, new)
     return elementwise(lambda b, a, c: torch.where(c, a.to(b.dtype), b), old, new, condition)
 
 

@@ -14,7 +14,20 @@ from decentfn.collectives.membership import (
     use,
     world,
 )
-from decentfn.collectives.operators import exchange, group_mean, make_groups, require_size, wait, worker_index
+from decentfn.collectives.operators import (
+    Constant,
+    Flight,
+    Row,
+    after,
+    exchange,
+    group_mean,
+    look_up,
+    make_groups,
+    members,
+    on_device,
+    require_size,
+    wait,
+)
 from decentfn.collectives.processes import (
     attempt,
     compare_steps,
@@ -40,8 +53,12 @@ from decentfn.collectives.sharded import (
 
 __all__ = [
     "Communication",
+    "Constant",
+    "Flight",
+    "Row",
     "World",
     "adopt_default_group",
+    "after",
     "attempt",
     "communication",
     "compare_steps",
@@ -58,7 +75,10 @@ __all__ = [
     "leave",
     "leave_default_group",
     "local",
+    "look_up",
     "make_groups",
+    "members",
+    "on_device",
     "own_shards",
     "places",
     "placed_like",
@@ -74,6 +94,5 @@ __all__ = [
     "wait",
     "whole",
     "whole_step",
-    "worker_index",
     "world",
 ]

@@ -76,7 +76,6 @@ def _drain(here: World) -> None:
             continue
         posted = in_flight.pop(address)
         try:
-            posted.settle()
             for work in posted.works:
                 work.wait(timedelta(seconds=max(0.01, end - time.monotonic())))
         except RuntimeError:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -16,19 +14,14 @@ import torch.distributed as dist
 # Its functions have the default group of the moment for a default argument: imported later, by the compiler, they would keep
 # the group, and a thread of gloo's would need the interpreter after its end.
 import torch.distributed.nn.functional
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import Store
 
 from decentfn.collectives.forks import wait_for_gloo_before_forks
-from decentfn.collectives.poster import Poster
 from decentfn.collectives.steps import TAGS, Steps
-from decentfn.torch_private import storages
 from decentfn.torch_private.dynamo import constant_while_traced
 
 _CPU = torch.device("cpu")
-_SIZES = 256
-"""Of so many sizes of messages the memory is kept; a step has one for each bucket."""
 
 
 class World:
@@ -64,25 +57,9 @@ class World:
         self.steps = Steps(rank, size)
         self.device = device
         """Where this process computes: the GPU that is its own, or the CPU."""
-        self.sends_first = _is_crowded()
-        """Whether gloo is asked to send before it is asked to receive.
-
-        It then sends one way after the other. Over a link that takes twice as long; where the processes keep all cores busy with
-        computing, it takes 2 to 3 % off a step.
-        """
         self.counters: tuple[Any, ...] = ()
         """Who counts what travels; see `communication`."""
         self._subgroups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        self._inboxes: dict[tuple[Sequence[int], torch.dtype], list[torch.UntypedStorage]] = {}
-        self._lock = threading.Lock()
-
-    @cached_property
-    def poster(self) -> Poster:
-        """The thread that asks gloo for messages. Whoever asks may wait for milliseconds.
-
-        gloo's own threads hold a connection's lock while they copy, and where the cores are busy they lose theirs meanwhile.
-        """
-        return Poster("decentfn-poster")
 
     @property
     def whole(self) -> World:
@@ -126,24 +103,6 @@ class World:
         if self.size == 1:
             return self
         return World(self._new_group(tuple(range(self.size))), self.rank, self.size, self.timeout, self.device)
-
-    def inbox(self, like: Tensor, shape: Sequence[int]) -> Tensor:
-        """An empty tensor of `like`'s dtype and device for what arrives; on the CPU where an earlier one was.
-
-        The C allocator puts a large block back into its own hole only with luck, so it would take a new one now and then.
-        """
-        if self.size == 1 or like.device.type != "cpu" or not storages.COUNTS_USERS:
-            return like.new_empty(shape)
-        key = (tuple(shape), like.dtype)
-        with self._lock:
-            known = self._inboxes.get(key, [])
-            free = next((storage for storage in known if storages.is_unused(storage)), None)
-            if free is None:
-                if len(self._inboxes) >= _SIZES:
-                    self._inboxes.clear()
-                free = like.new_empty(shape).untyped_storage()
-                self._inboxes[key] = [*(storage for storage in known if not storage.is_shared()), free]
-            return like.new_empty(0).set_(free, 0, tuple(shape))  # pyright: ignore[reportCallIssue]
 
     def subgroup(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         """The process group of `ranks` (ascending), which `make_subgroups` has made."""
@@ -195,13 +154,6 @@ def close(groups: Iterable[dist.ProcessGroup]) -> None:
     for work in works:
         with suppress(RuntimeError):
             work.wait(timedelta(milliseconds=1))
-
-
-def _is_crowded() -> bool:
-    """Whether torchrun started all processes on this machine, and they have a thread for each of its cores."""
-    local, size = os.environ.get("LOCAL_WORLD_SIZE", ""), os.environ.get("WORLD_SIZE")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return local == size and local.isdigit() and int(local) * torch.get_num_threads() >= cores
 
 
 class SameShard(World):

@@ -1,11 +1,11 @@
-"""What is on its way. A message that is lost inside a step ends no step: one's own payload takes its place, and the step goes on.
+"""In-flight messages. A lost message does not abort the step: the worker's own payload replaces it.
 
-The state is then whole when the step is done, and `whole_step` raises.
+The state is then complete when the step is done, and `whole_step` raises.
 """
 
 from __future__ import annotations
 
-import os
+import itertools
 import time
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -14,21 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from decentfn.collectives.membership import World
-from decentfn.collectives.poster import Asked
 from decentfn.collectives.reports import different_steps, has_timed_out, report
 from decentfn.collectives.steps import Call, Loss
-from decentfn.torch_private import lowering
+from decentfn.scalars import integer
 from decentfn.torch_private.profiler import is_profiled, nothing, span
 
-_sched_yield = getattr(os, "sched_yield", int)
-_YIELDS = 5
-"""How often a rank makes way after it posted, so that gloo's thread can tell the peers that they may send.
-
-Where the ranks keep all cores busy, it would else come to that when the compute is over.
-"""
-
 _PATIENCE = timedelta(seconds=1)
-"""So long each message that is left of a step which lost one is waited for: the connections are closed, so it has come or never will."""
+"""How long each remaining message of a step that lost one is waited for: its connection is closed, so it has come or never will."""
 
 
 class Part(NamedTuple):
@@ -37,58 +29,29 @@ class Part(NamedTuple):
     tensor: Tensor
     """What is sent, or where it is received."""
     own: Tensor | None
-    """What is put in the place of a message that is lost; None where it is sent."""
+    """What replaces a lost message; None where it is sent."""
     rank: int = -1
     """The other end; -1 where that is a group."""
     slot: int | None = None
 
 
 class Flight:
-    """What one call of an operator has on its way."""
+    """What one call of an operator has in flight."""
 
-    __slots__ = ("asked", "call", "here", "parts", "refused", "works")
+    __slots__ = ("call", "here", "inbox", "parts", "works")
 
-    def __init__(self, here: World, call: Call, parts: list[Part]) -> None:
-        self.here, self.call, self.parts = here, call, parts
+    def __init__(self, here: World, call: Call, inbox: Tensor, parts: list[Part]) -> None:
+        self.here, self.call, self.inbox, self.parts = here, call, inbox, parts
         self.works: list[Any] = []
-        self.asked: Asked | None = None
-        """While the world's `poster` asks gloo for it."""
-        self.refused: tuple[RuntimeError, Part | None] | None = None
-
-    def ask(self, group: Any, tag: int, sends: int) -> None:
-        """Ask the backend for all parts, of which the last so many are sends; what is received is first among `works`."""
-        steps, on_cpu = self.here.steps, self.parts[0].tensor.device.type == "cpu"
-        first = len(self.parts) - sends if on_cpu and self.here.sends_first else 0
-        order, works = self.parts[first:] + self.parts[:first], self.works
-        if steps.refused is None:  # else a message would arrive in the place of the one that was refused
-            try:
-                if on_cpu:
-                    for x, own, rank, _ in order:
-                        works.append((group.send if own is None else group.recv)([x], rank, tag))
-                else:
-                    works += dist.batch_isend_irecv([_operation(part, group, tag) for part in order])
-            except RuntimeError as error:
-                steps.refused = error, order[len(works)] if on_cpu else None
-            self.works = works[len(order) - first :] + works[: len(order) - first]
-        self.refused = steps.refused
-
-    def settle(self) -> None:
-        """Wait until gloo has been asked."""
-        if self.asked is not None:
-            self.asked.result()
-            self.asked = None
 
     def land(self) -> bool:
-        """Wait for all of it; whether it arrived. If not, each message is this worker's own payload.
+        """Wait for all of it and return whether it arrived; if not, each message is this worker's own payload.
 
         Raises:
             RunError: it did not arrive, and no step runs that could be finished first.
         """
         since = time.perf_counter()
         with span("wait", self.call.what, self.call.index) if is_profiled() else nothing:
-            self.settle()
-            if self.refused is not None:
-                self.lose(*self.refused)
             one_by_one = len(self.works) == len(self.parts)  # else the backend has put them together
             for index, work in enumerate(self.works):
                 try:
@@ -118,18 +81,19 @@ class Flight:
         self.substitute()
 
     def substitute(self) -> None:
-        """Put one's own payload in the place of what was to arrive."""
+        """Put the worker's own payload in the place of what was to arrive."""
         for part in self.parts:
             if part.own is not None:
                 part.tensor.copy_(part.own)
 
 
 in_flight: dict[int, Flight] = {}
-"""Address of a tensor that is being received -> what it waits for."""
+"""The flights that nobody has waited for yet, by number."""
+_numbers = itertools.count()
 
 
 def begin(here: World, what: str, t: Tensor, local: int) -> Call:
-    """A call of an operator begins; where another rank made it at another step, all messages of this step are lost.
+    """Begin a call of an operator; where another rank made it at another step, all messages of this step are lost.
 
     Raises:
         RunError: an earlier one has failed, or another rank is at another step, and no step runs.
@@ -156,40 +120,60 @@ def lose(here: World, loss: Loss) -> None:
         raise named from loss.error
 
 
-def post(here: World, call: Call, inbox: Tensor, receives: list[Part], sends: list[Part]) -> None:
-    """Start to receive and to send."""
-    if not receives and not sends:
-        return
-    flight, group, tag = Flight(here, call, receives + sends), here.group, here.steps.tag
+def take_off(flight: Flight) -> Tensor:
+    """Keep the flight until `land`; return its number, 0-d int64 on the CPU."""
+    number = next(_numbers)
+    in_flight[number] = flight
+    return integer(number)
+
+
+def land(number: Tensor) -> Tensor:
+    """Wait for a flight and return its inbox."""
+    flight = in_flight.pop(int(number))
+    flight.land()
+    return flight.inbox
+
+
+def post(here: World, call: Call, inbox: Tensor, receives: list[Part], sends: list[Part]) -> Tensor:
+    """Start to receive and to send; return the flight's number."""
+    flight = Flight(here, call, inbox, receives + sends)
+    if flight.parts:
+        if here.steps.lost is not None:
+            flight.cancel()
+        else:
+            with span("post", call.what, call.index) if is_profiled() else nothing:
+                _ask(flight)
+            for counted in here.counters:
+                counted.messages += len(sends)
+                counted.bytes_sent += sum(part.tensor.nbytes for part in sends)
+                counted.bytes_received += sum(part.tensor.nbytes for part in receives)
+    return take_off(flight)
+
+
+def _ask(flight: Flight) -> None:
+    """Ask the backend for all parts. Receives come first: with sends first a link takes twice as long."""
+    group, tag = flight.here.group, flight.here.steps.tag
     assert group is not None
-    if here.steps.lost is not None:
-        flight.cancel()
-        return
-    if inbox.device.type == "cpu" and not is_profiled():
-        flight.asked = here.poster.submit(flight.ask, group, tag, len(sends))
-    else:  # PyTorch shows what gloo does in this thread alone
-        for earlier in list(in_flight.values()):
-            if earlier.here is here:
-                earlier.settle()
-        with span("post", call.what, call.index) if is_profiled() else nothing:
-            flight.ask(group, tag, len(sends))
-    for counted in here.counters:
-        counted.messages += len(sends)
-        counted.bytes_sent += sum(part.tensor.nbytes for part in sends)
-        counted.bytes_received += sum(part.tensor.nbytes for part in receives)
-    track(inbox, flight)
+    index = 0
+    try:
+        if flight.parts[0].tensor.device.type == "cpu":
+            for index, (x, own, rank, _) in enumerate(flight.parts):  # noqa: B007
+                flight.works.append((group.send if own is None else group.recv)([x], rank, tag))  # pyright: ignore
+        else:  # NCCL takes all messages of a call together
+            flight.works += dist.batch_isend_irecv([_operation(part, group, tag) for part in flight.parts])
+    except RuntimeError as error:
+        flight.lose(error, flight.parts[index])
 
 
 def _operation(part: Part, group: Any, tag: int) -> dist.P2POp:
-    """For NCCL, which takes all messages of a call together."""
     x, own, rank, _ = part
     return dist.P2POp(dist.isend if own is None else dist.irecv, x, group=group, tag=tag, group_peer=rank)
 
 
 def reduce(here: World, call: Call, x: Tensor, own: Tensor | None, ranks: list[int]) -> Flight:
-    """Start to add `x` up over the group; `own` is what takes the place of the sum where that is lost."""
+    """Start to add `x` up over the group; `own` replaces the sum if it is lost."""
     others = [rank for rank in ranks if rank != here.rank]
-    flight = Flight(here, call, [Part(x, own, others[0] if len(others) == 1 else -1)])
+    flight = Flight(here, call, x, [Part(x, own, others[0] if len(others) == 1 else -1)])
     if others and x.numel():
         group = here.subgroup(tuple(ranks))
         if here.steps.lost is not None:
@@ -200,33 +184,10 @@ def reduce(here: World, call: Call, x: Tensor, own: Tensor | None, ranks: list[i
                 flight.works.append(group.allreduce([x]))
         except RuntimeError as error:
             flight.lose(error, flight.parts[0])
-            flight.land()
+            flight.substitute()
         else:
             share = round(2 * len(others) / len(ranks) * x.nbytes)
             for counted in here.counters:
                 counted.bytes_sent += share
                 counted.bytes_received += share
     return flight
-
-
-def track(tensor: Tensor, flight: Flight) -> None:
-    """Let `complete(tensor)` wait for what was posted."""
-    dropped = in_flight.get(tensor.data_ptr())
-    if dropped is not None:
-        # Nobody waits for it, and its memory was given out again, as it only sends: that goes on.
-        dropped.settle()
-        flight.settle()
-        flight.refused = dropped.refused or flight.refused
-        flight.works, flight.parts = dropped.works + flight.works, dropped.parts + flight.parts
-    in_flight[tensor.data_ptr()] = flight
-    if tensor.device.type == "cpu":
-        for _ in range(_YIELDS):
-            _sched_yield()
-    if lowering.is_refused:
-        complete(tensor)
-
-
-def complete(x: Tensor) -> None:
-    """Wait for `x`, if it is on its way."""
-    if (flight := in_flight.pop(x.data_ptr(), None)) is not None:
-        flight.land()

@@ -105,8 +105,6 @@ class Steps:
         self.is_inside = False
         """Whether a step runs, at whose end a loss is raised."""
         self.lost: Loss | None = None
-        self.refused: tuple[RuntimeError, Any] | None = None
-        """What the backend said when it did not take a message, and which; it is asked for none after that."""
         self.cut_short: tuple[int, BaseException] | None = None
         """The step that raised after it had posted, and what it raised."""
         self.record: deque[Call] = deque(maxlen=_RECORDED)
@@ -119,7 +117,7 @@ class Steps:
     def begin(self, board: Any) -> None:
         """Count from here; all ranks at once, with a board on which nothing is written yet."""
         self.calls = self._before = 0
-        self._board, self.lost, self.refused, self.cut_short = board, None, None, None
+        self._board, self.lost, self.cut_short = board, None, None
         self._changes.clear()
 
     def enter(self, t: int) -> None:

@@ -4,7 +4,6 @@ from decentfn.gossip.guarding import Noted, are_finite, guarded, is_guarded, not
 from decentfn.gossip.per_slot import arrived, exchange
 from decentfn.gossip.plain import (
     Posted,
-    Row,
     collect,
     difference,
     mean,
@@ -13,13 +12,11 @@ from decentfn.gossip.plain import (
     neighbours_sum,
     post,
     repaired,
-    row,
 )
 
 __all__ = [
     "Noted",
     "Posted",
-    "Row",
     "are_finite",
     "arrived",
     "collect",
@@ -34,6 +31,5 @@ __all__ = [
     "note_skipped",
     "post",
     "repaired",
-    "row",
     "unless_bad",
 ]

@@ -15,8 +15,8 @@ from decentfn import collectives
 from decentfn.buckets import BucketPlan, Buckets, cast_like, where, wide
 from decentfn.compressors import Compressor, Key
 from decentfn.gossip.guarding import are_finite, is_guarded
-from decentfn.gossip.plain import Posted, heard, post
-from decentfn.scalars import moved, once, rounded
+from decentfn.gossip.plain import Posted, heard, inbox_of, post
+from decentfn.scalars import once, rounded
 from decentfn.topologies import Topology, from_permutations
 
 
@@ -37,7 +37,7 @@ def post_compressed(x: Buckets, compressor: Compressor, topology: Topology, t: T
         topology: a schedule of messages, without groups.
         t: 0-d int64 on the CPU.
     """
-    me = collectives.worker_index(x[0])
+    me = collectives.look_up(x[0], topology, t).worker
     pairs = [(b.to(plan.dtype), plan) for b, plan in zip(x, x.plan.buckets, strict=True)]
     # Stored, or what is sent and what is decoded here would be computed apart, and might be rounded apart.
     messages = tuple(once(compressor.compress(b, plan, Key(t, me, index))) for index, (b, plan) in enumerate(pairs))
@@ -60,13 +60,13 @@ def repaired_compressed(posted: Compressed, x: Buckets, mixed: Buckets) -> Bucke
 
 def mix_compressed(posted: Compressed) -> Buckets:
     """Wait for what was posted and mix it: `W C(x)`, in float32 or wider."""
-    mixed, inboxes = [], posted.messages.inboxes
-    weights = once(heard(posted.messages).row.weights)
+    mixed, messages = [], heard(posted.messages)
+    weights = messages.row.weights
     for index, (own, plan) in enumerate(zip(posted.sent, posted.sent.plan.buckets, strict=True)):
         dtype = own.dtype
         total = weights[0].to(dtype) * own
-        if inboxes:
-            inbox = collectives.wait(inboxes[index])
+        if messages.messages:
+            inbox = inbox_of(messages, index)
             for slot in range(inbox.shape[0]):
                 total = total + weights[1 + slot].to(dtype) * _decoded(posted.compressor, inbox[slot], plan)
         mixed.append(total)
@@ -79,15 +79,13 @@ def sum_compressed(posted: Compressed) -> Buckets:
     The order makes the sum the same on all workers to the last bit, so that what is computed from it keeps replicas
     identical.
     """
-    own, inboxes = posted.messages.own, posted.messages.inboxes
-    if not inboxes:
+    messages = posted.messages
+    if not messages.messages:
         return posted.sent
-    me = collectives.worker_index(own[0]).view(1)
-    sources = moved(posted.messages.round.sources, me.device).index_select(0, me)[0]
-    order = torch.cat([me, sources]).argsort()
+    order = torch.cat([messages.row.worker.view(1), messages.row.sources]).argsort()
     totals = []
-    for message, inbox, plan in zip(own, inboxes, posted.sent.plan.buckets, strict=True):
-        everything = torch.cat([message[None], collectives.wait(inbox)]).index_select(0, order)
+    for index, (message, plan) in enumerate(zip(messages.own, posted.sent.plan.buckets, strict=True)):
+        everything = torch.cat([message[None], inbox_of(messages, index)]).index_select(0, order)
         total = torch.zeros(plan.numel, dtype=wide(plan.dtype), device=message.device)
         for worker in range(everything.shape[0]):
             total = total + _decoded(posted.compressor, everything[worker], plan)

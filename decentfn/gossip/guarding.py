@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from decentfn import buckets, collectives
-from decentfn.scalars import moved, once
-from decentfn.topologies import Round
+from decentfn.scalars import once
 
 
 class Noted(NamedTuple):
@@ -71,16 +70,8 @@ class Flags(NamedTuple):
     """Which messages of a post are good."""
 
     own: Tensor  # 0-d bool, this worker's
-    inbox: Tensor | None  # [K, 1] float32 in flight, 1 for each good message
-    mean: Tensor | None  # [1] float32 in flight, which part of the group's are good
-
-
-class Heard(NamedTuple):
-    """This worker's row of the mixing matrix once the flags are in."""
-
-    weights: Tensor  # [K+1] float64, own weight first; NaN where a bad worker hears nothing good
-    mean_weight: Tensor | None  # 0-d float64
-    scale: Tensor | None  # 0-d float64, from the sum over the good members / r to their mean
+    inbox: collectives.Flight | None  # [K, 1] float32, 1 for each good message
+    mean: collectives.Flight | None  # [1] float32, which part of the group's are good
 
 
 def are_finite(x: Sequence[Tensor]) -> Tensor:
@@ -97,34 +88,35 @@ def judged(sent: Sequence[Tensor]) -> Tensor:
     return good
 
 
-def post_flags(good: Tensor, peers: Tensor | None, groups: Tensor | None, t: Tensor) -> Flags:
-    """Start to tell the neighbours of step `t` whether this worker's message is good."""
+def post_flags(good: Tensor, row: collectives.Row) -> Flags:
+    """Start to tell this round's neighbors whether this worker's message is good."""
     flag = good.to(torch.float32).view(1)
-    inbox = None if peers is None else collectives.exchange(flag, peers, t)
-    return Flags(good, inbox, None if groups is None else collectives.group_mean(flag, groups, t))
+    inbox = collectives.exchange(flag, row) if row.topology.degree else None
+    return Flags(good, inbox, collectives.group_mean(flag, row) if row.topology.has_groups else None)
 
 
-def hear(flags: Flags, this: Round, weights: Tensor, mean_weight: Tensor | None) -> Heard:
-    """Wait for the flags: what becomes of this worker's row of the round `this`."""
-    good, others = flags.own, weights[1:]
+def hear(flags: Flags, row: collectives.Row) -> tuple[collectives.Row, Tensor | None]:
+    """Wait for the flags; return the row without bad messages, and what the sum over a group's good members / r is multiplied by.
+
+    The weights are NaN where a bad worker hears nothing good.
+    """
+    good, weights, mean_weight = flags.own, row.weights, row.mean_weight
+    others = weights[1:]
     if flags.inbox is not None:
         others = others * collectives.wait(flags.inbox)[:, 0].to(weights.dtype)
     share = others.sum()
     scale = None
-    if flags.mean is not None and mean_weight is not None and this.groups is not None:
-        groups = moved(this.groups, weights.device)
-        me = collectives.worker_index(good).view(1)  # the weights may be all workers'
-        size = (groups == groups.index_select(0, me)).sum()
-        count = torch.round(collectives.wait(flags.mean)[0] * size).to(weights.dtype)
-        scale = once(size / count.clamp(min=1))
+    if flags.mean is not None and mean_weight is not None:
+        count = torch.round(collectives.wait(flags.mean)[0] * row.group_size).to(weights.dtype)
+        scale = once(row.group_size / count.clamp(min=1))
         mean_weight = torch.where(count > 0, mean_weight, torch.zeros_like(mean_weight))
         share = share + mean_weight
     kept = (weights[0] + (weights[1:] - others).sum())[None]
     alone = torch.where(share > 0, 0.0, float("nan")).to(kept.dtype)[None]
-    row = torch.where(good, torch.cat([kept, others]), torch.cat([alone, others / share]))
+    weights = once(torch.where(good, torch.cat([kept, others]), torch.cat([alone, others / share])))
     if mean_weight is not None:
         mean_weight = torch.where(good, mean_weight, mean_weight / share)
-    return Heard(once(row), mean_weight, scale)
+    return row._replace(weights=weights, mean_weight=mean_weight), scale
 
 
 def unless_bad(x: Sequence[Tensor], other: Callable[[], Sequence[Tensor]]) -> list[Tensor]:

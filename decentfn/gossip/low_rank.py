@@ -10,6 +10,7 @@ Leaves of one dimension travel as they are, in a step's last round.          (Vo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,8 +22,6 @@ from decentfn.buckets import BucketPlan, Buckets, wide
 from decentfn.compressors.shaped import matrix_shape, orthonormal
 from decentfn.compressors.wire import leaves
 from decentfn.gossip.per_slot import Exchange, arrived, exchange
-from decentfn.gossip.plain import row
-from decentfn.scalars import moved
 from decentfn.topologies import Topology
 
 Directions = tuple[Tensor, ...]
@@ -53,28 +52,28 @@ class LowRankGossip:
     def post(self, x: Buckets, directions: Directions, t: Tensor, i: int) -> list[_Posted]:
         """Start round i of step t: orthonormal p and the messages X p, for each bucket."""
         period, last = self.edges.sources.shape[0], i == self.iterations - 1
-        phase, met = t % period, t // period
+        row, step = collectives.look_up(x[0], self.edges, t), collectives.on_device(x[0], t)
+        phase, met = step % period, step // period
         even = (met * self.iterations + i) % 2 == 0  # by the edge's own rounds: it meets once a period
         posted = []
         for bucket, plan, p in zip(x, x.plan.buckets, directions, strict=True):
-            now = p.index_select(0, moved(phase, p.device).view(1))[0]
-            posted.append(_post(bucket, plan, self.rank, now, moved(even, p.device), last, self.edges, t))
+            now = p.index_select(0, phase.view(1))[0]
+            posted.append(_post(bucket, plan, self.rank, now, even, last, row))
         return posted
 
     def collect(
-        self, posted: list[_Posted], x: Buckets, directions: Directions, t: Tensor
+        self, posted: list[_Posted], x: Buckets, directions: Directions, t: Tensor, after: Sequence[Tensor] = ()
     ) -> tuple[Buckets, Directions]:
         """Finish a round: the parameters moved, and q in the place of p; where the ends agree, the first direction."""
-        this = self.edges.round(t)
-        me = collectives.worker_index(x[0]).view(1)
+        row, period = posted[0].row, self.edges.sources.shape[0]
+        phase = collectives.on_device(x[0], t) % period
         # + at the end that is i > j, - at the other: q is (X_i - X_j) p at both.
-        side = torch.where(moved(this.sources, me.device).index_select(0, me)[0] < me, 1.0, -1.0)
-        weights = row(self.edges, this, x[0]).weights[1:]
+        side = torch.where(row.sources < row.worker, 1.0, -1.0)
         changed, turned = [], []
         for b, (bucket, plan, p) in enumerate(zip(x, x.plan.buckets, directions, strict=True)):
             fresh = self._first(plan, b, p.device)
-            here = moved(torch.arange(p.shape[0]) == t % p.shape[0], p.device)[:, None, None]
-            x_next, q = _collect(posted[b], bucket, plan, self.rank, weights, side)
+            here = (torch.arange(period, device=p.device) == phase)[:, None, None]
+            x_next, q = _collect(posted[b], bucket, plan, self.rank, row.weights[1:], side, after)
             q_or_fresh = torch.where(_spread(q != 0, plan, self.rank), q, fresh)
             changed.append(x_next)
             turned.append(torch.where(here, q_or_fresh, p))
@@ -88,6 +87,12 @@ class _Posted(NamedTuple):
     messages: Exchange  # [K, B]
     even: Tensor  # 0-d bool: the round of X, not of its transpose
     last: bool  # the round in which the leaves of one dimension travel, too
+    row: collectives.Row
+
+    @property
+    def numbers(self) -> list[Tensor]:
+        """The flights' numbers."""
+        return self.messages.numbers
 
 
 def _matrices(plan: BucketPlan, rank: int) -> list[tuple[int, int, int] | None]:
@@ -100,9 +105,7 @@ def _sizes(plan: BucketPlan, rank: int) -> list[int]:
     return [max(m, n) * r for m, n, r in filter(None, _matrices(plan, rank))]
 
 
-def _post(
-    x: Tensor, plan: BucketPlan, rank: int, p: Tensor, even: Tensor, last: bool, edges: Topology, t: Tensor
-) -> _Posted:
+def _post(x: Tensor, plan: BucketPlan, rank: int, p: Tensor, even: Tensor, last: bool, row: collectives.Row) -> _Posted:
     columns, message = iter(p.split(_sizes(plan, rank), 1)), []
     orthonormals = []
     for leaf, matrix in zip(leaves(x, plan), _matrices(plan, rank), strict=True):
@@ -119,16 +122,16 @@ def _post(
         elif last:
             message.append(leaf.expand(p.shape[0], -1))
     own = torch.cat(message, 1) if message else x.new_empty(p.shape[0], 0)
-    return _Posted(orthonormals, exchange([own], edges.peers, t), even, last)
+    return _Posted(orthonormals, exchange([own], row), even, last, row)
 
 
 def _collect(
-    posted: _Posted, x: Tensor, plan: BucketPlan, rank: int, weights: Tensor, side: Tensor
+    posted: _Posted, x: Tensor, plan: BucketPlan, rank: int, weights: Tensor, side: Tensor, after: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """The bucket after the round, and q `[K, V]`."""
     dtype = wide(x.dtype)
     own, flags = posted.messages.own[0], posted.messages.flags
-    difference = own.to(dtype) - arrived(posted.messages, [own])[0].to(dtype)
+    difference = own.to(dtype) - arrived(posted.messages, [own], after)[0].to(dtype)
     if flags is not None:
         difference = torch.where(flags.own, difference, torch.zeros_like(difference))
     weights = weights.to(dtype)

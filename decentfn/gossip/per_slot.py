@@ -13,23 +13,28 @@ from decentfn.gossip import guarding
 
 
 class Exchange(NamedTuple):
-    """Messages on their way, one for each slot."""
+    """In-flight messages, one for each slot."""
 
     own: Sequence[Tensor]  # [K, D] each, as they travel
-    inboxes: Sequence[Tensor]  # [K, D] each, in flight
+    messages: Sequence[collectives.Flight]
     flags: guarding.Flags | None  # in a guarded step, which of the messages are good
 
+    @property
+    def numbers(self) -> list[Tensor]:
+        """The flights' numbers."""
+        return [flight.number for flight in self.messages]
 
-def exchange(x: Sequence[Tensor], peers: Tensor, t: Tensor) -> Exchange:
-    """Start to send `x[b][k]` to the listener of slot k, for each tensor `[K, D]`; `peers` as in `collectives.exchange`."""
+
+def exchange(x: Sequence[Tensor], row: collectives.Row) -> Exchange:
+    """Start to send `x[b][k]` to the listener of slot k in this round, for each tensor `[K, D]`."""
     good = guarding.judged(x) if guarding.is_guarded() else None
-    inboxes = [collectives.exchange(message, peers, t, per_slot=True, good=good) for message in x]
-    return Exchange(x, inboxes, None if good is None else guarding.post_flags(good, peers, None, t))
+    messages = [collectives.exchange(message, row, per_slot=True, good=good) for message in x]
+    return Exchange(x, messages, None if good is None else guarding.post_flags(good, row))
 
 
-def arrived(posted: Exchange, otherwise: Sequence[Tensor]) -> list[Tensor]:
+def arrived(posted: Exchange, otherwise: Sequence[Tensor], after: Sequence[Tensor] = ()) -> list[Tensor]:
     """Wait for the messages `[K, D]`, each in its own dtype; `otherwise` in the place of bad ones."""
-    inboxes = [collectives.wait(inbox) for inbox in posted.inboxes]
+    inboxes = [collectives.wait(message, (*posted.numbers, *after)) for message in posted.messages]
     if posted.flags is None or posted.flags.inbox is None:
         return inboxes
     good = collectives.wait(posted.flags.inbox) > 0

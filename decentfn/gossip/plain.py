@@ -6,7 +6,7 @@ Between the two nothing may be written over `x`; whatever stands between them ov
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,29 +14,28 @@ from torch import Tensor
 from decentfn import collectives
 from decentfn.buckets import Plan, wide
 from decentfn.gossip import guarding
-from decentfn.scalars import moved, once, rounded
-from decentfn.topologies import Round, Topology
+from decentfn.scalars import rounded
+from decentfn.topologies import Topology
 from decentfn.transforms.mix_aware import MixContext
 
 
-class Row(NamedTuple):
-    """This worker's row of the mixing matrix of one step."""
-
-    weights: Tensor  # [K+1] float64, own weight first
-    mean_weight: Tensor | None  # 0-d float64, the weight of the mean over this worker's group
-
-
 class Posted(NamedTuple):
-    """What is on its way: the tensors, as they are here and as they travel, and the inboxes for those of the others."""
+    """In-flight tensors: as they are here, as they travel, and the flights of their messages and means."""
 
     own: Sequence[Tensor]  # [D] each
     sent: Sequence[Tensor]  # `own` as it travels
-    inboxes: tuple[Tensor, ...]  # for each [K, D]; empty when no messages travel
-    means: tuple[Tensor, ...]  # for each [D]; empty when the schedule has no groups
-    round: Round
-    row: Row
+    messages: tuple[collectives.Flight, ...]  # empty when no messages travel
+    means: tuple[collectives.Flight, ...]  # empty when the schedule has no groups
+    row: collectives.Row
     flags: guarding.Flags | None = None  # in a guarded step, which of the messages are good
     scale: Tensor | None = None  # once the flags are in, of the means
+    after: tuple[Tensor, ...] = ()  # what compiled code computes before it waits
+    landed: dict[Any, Any] = {}  # what has arrived: nothing is waited for twice
+
+    @property
+    def numbers(self) -> list[Tensor]:
+        """The flights' numbers: what compiled code must compute after this post takes them as arguments."""
+        return [flight.number for flight in (*self.messages, *self.means)]
 
 
 def post(
@@ -45,7 +44,6 @@ def post(
     t: Tensor,
     *,
     wire_dtype: torch.dtype | None = None,
-    when: Tensor | None = None,
     own: Sequence[Tensor] | None = None,
     good: Tensor | None = None,
 ) -> Posted:
@@ -56,38 +54,19 @@ def post(
         topology: the schedule.
         t: 0-d int64 on the CPU.
         wire_dtype: floating vectors wider than this dtype travel rounded to it (half the bytes for bfloat16).
-        when: 0-d bool on the CPU, the same on all workers; where it is False nothing travels and `W` is the identity.
         own: the own share, where it is mixed in a wider dtype than `x`.
         good: 0-d bool, whether the message is good, where that cannot be seen from `x`; only a guarded step asks.
     """
     sent = [narrow(tensor, wire_dtype) for tensor in x]
-    this = topology.round(t)
-    peers, groups = topology.peers, topology.groups
-    if when is not None:
-        this = _resting_unless(when, this)
-    if when is not None or topology.draw is not None:
-        peers = torch.stack([this.sources, this.destinations])[None]
-        groups = None if this.groups is None else this.groups[None]
-    own = x if own is None else own
+    row, own = collectives.look_up(x[0], topology, t), x if own is None else own
     if good is not None:
         guarding.note_replaced(~good)
     elif guarding.is_guarded():
         good = guarding.judged(sent)
-    inboxes = tuple(collectives.exchange(tensor, peers, t, good=good) for tensor in sent) if topology.degree else ()
-    means = () if groups is None else tuple(collectives.group_mean(tensor, groups, t, good=good) for tensor in sent)
-    flags = None if good is None else guarding.post_flags(good, peers if topology.degree else None, groups, t)
-    return Posted(own, sent, inboxes, means, this, row(topology, this, x[0]), flags)
-
-
-def row(topology: Topology, this: Round, token: Tensor) -> Row:
-    """This worker's row of the mixing matrix of a round of `topology`, on the device of `token` (a tensor of this worker's)."""
-    me = None if topology.weighs_alike else collectives.worker_index(token).view(1)
-
-    def own(table: Tensor) -> Tensor:
-        table = moved(table, token.device)
-        return table[0] if me is None else table.index_select(0, me)[0]
-
-    return Row(own(this.weights), None if this.mean_weights is None else own(this.mean_weights))
+    messages = tuple(collectives.exchange(tensor, row, good=good) for tensor in sent) if topology.degree else ()
+    means = tuple(collectives.group_mean(tensor, row, good=good) for tensor in sent) if topology.has_groups else ()
+    flags = None if good is None else guarding.post_flags(good, row)
+    return Posted(own, sent, messages, means, row, flags, landed={})
 
 
 def collect(posted: Posted, gamma: float | Tensor = 1.0) -> list[Tensor]:
@@ -138,8 +117,10 @@ def heard(posted: Posted) -> Posted:
     """In a guarded step wait for the flags, and give the weights of bad messages to others."""
     if posted.flags is None:
         return posted
-    found = guarding.hear(posted.flags, posted.round, *posted.row)
-    return posted._replace(row=Row(found.weights, found.mean_weight), scale=found.scale)
+    if "flags" not in posted.landed:
+        posted.landed["flags"] = guarding.hear(posted.flags, posted.row)
+    row, scale = posted.landed["flags"]
+    return posted._replace(row=row, scale=scale)
 
 
 def neighbours_sum(posted: Posted, dtypes: Sequence[torch.dtype]) -> list[Tensor]:
@@ -166,36 +147,25 @@ def mix_context(posted: Posted, plan: Plan) -> MixContext:
         posted: from `post`.
         plan: what lies in the tensors that were posted.
     """
-    posted, token = heard(posted), posted.own[0]
-    me = collectives.worker_index(token).view(1)
-    members = None
-    if posted.round.groups is not None:
-        groups = moved(posted.round.groups, token.device)
-        members = groups == groups.index_select(0, me)
+    posted = heard(posted)
+    row, count = posted.row, len(posted.own)
     return MixContext(
-        tuple(collectives.wait(inbox) for inbox in posted.inboxes),
-        moved(posted.round.sources, token.device).index_select(0, me)[0],
-        posted.row.weights,
-        tuple(_mean(posted, index) for index in range(len(posted.means))),
-        members,
-        posted.row.mean_weight,
+        tuple(inbox_of(posted, index) for index in range(count)) if posted.messages else (),
+        row.sources,
+        row.weights,
+        tuple(_mean(posted, index) for index in range(count)) if posted.means else (),
+        collectives.members(row),
+        row.mean_weight,
         plan,
     )
 
 
-def mean(
-    x: Sequence[Tensor],
-    everyone: Topology,
-    t: Tensor,
-    *,
-    wire_dtype: torch.dtype | None = None,
-    when: Tensor | None = None,
-) -> list[Tensor]:
+def mean(x: Sequence[Tensor], everyone: Topology, t: Tensor, *, wire_dtype: torch.dtype | None = None) -> list[Tensor]:
     """The mean of Q(x) over all workers, bit for bit the same on each; `everyone` is the complete topology.
 
-    Where `when` (0-d bool) is False nothing travels and the result is Q(x).
+    In rounds in which `everyone` rests, the result is Q(x).
     """
-    total = collect(post([narrow(tensor, wire_dtype) for tensor in x], everyone, t, when=when))
+    total = collect(post([narrow(tensor, wire_dtype) for tensor in x], everyone, t))
     return [m.to(tensor.dtype) for m, tensor in zip(total, x, strict=True)]
 
 
@@ -204,19 +174,16 @@ def narrow(x: Tensor, wire_dtype: torch.dtype | None) -> Tensor:
     return rounded(x, wire_dtype) if wire_dtype is not None and x.dtype.itemsize > wire_dtype.itemsize else x
 
 
-def _resting_unless(when: Tensor, this: Round) -> Round:
-    """The round itself when `when` holds; else one in which everybody keeps what they have and nothing is posted."""
-    nobody = torch.full_like(this.sources, -1)
-    keep = torch.zeros_like(this.weights)
-    keep[:, 0] = 1.0
-    groups, mean_weights = this.groups, this.mean_weights
-    return Round(
-        torch.where(when, this.sources, nobody),
-        torch.where(when, this.destinations, nobody),
-        torch.where(when, this.weights, keep),
-        None if groups is None else torch.where(when, groups, torch.arange(groups.shape[0])),
-        None if mean_weights is None else torch.where(when, mean_weights, torch.zeros_like(mean_weights)),
-    )
+def inbox_of(posted: Posted, index: int) -> Tensor:
+    """Wait for one tensor's messages, `[K, D]`. Compiled code has then posted all of them."""
+    return _landed(posted, posted.messages[index], index)
+
+
+def _landed(posted: Posted, flight: collectives.Flight, index: int) -> Tensor:
+    key = "mean" if flight.is_mean else "messages", index
+    if key not in posted.landed:
+        posted.landed[key] = collectives.wait(flight, (*posted.numbers, *posted.after))
+    return posted.landed[key]
 
 
 def _arrived(
@@ -225,20 +192,20 @@ def _arrived(
     """Wait for one tensor's inbox: the weights, in this dtype, and the messages; the last may be the group's mean."""
     weights, messages = [], []
     gamma = _own_gamma(posted, gamma)
-    if posted.inboxes:
-        inbox = collectives.wait(posted.inboxes[index])
-        its_weights = once((posted.row.weights * gamma).to(dtype))
+    if posted.messages:
+        inbox = inbox_of(posted, index)
+        its_weights = (posted.row.weights * gamma).to(dtype)
         weights += [its_weights[1 + slot] for slot in range(inbox.shape[0])]
         messages += [inbox[slot] for slot in range(inbox.shape[0])]
     if posted.means and posted.row.mean_weight is not None:
-        weights.append(once((posted.row.mean_weight * gamma).to(dtype)))
+        weights.append((posted.row.mean_weight * gamma).to(dtype))
         messages.append(_mean(posted, index))
     return weights, messages
 
 
 def _mean(posted: Posted, index: int) -> Tensor:
     """A group's mean; in a guarded step that of its good members."""
-    mean = collectives.wait(posted.means[index])
+    mean = _landed(posted, posted.means[index], index)
     if posted.scale is None:
         return mean
     dtype = wide(mean.dtype)
@@ -257,7 +224,7 @@ def _mixed(posted: Posted, index: int, gamma: float | Tensor) -> Tensor:
     own, sent = posted.own[index], posted.sent[index]
     dtype = wide(own.dtype)  # sixteen-bit values are mixed in float32; weights are exact to 1e-12
     good, gamma = None if posted.flags is None else posted.flags.own, _own_gamma(posted, gamma)
-    kept = once((posted.row.weights[0] * gamma + (1.0 - gamma)).to(dtype))
+    kept = (posted.row.weights[0] * gamma + (1.0 - gamma)).to(dtype)
     weights, messages = _arrived(posted, index, gamma, dtype)
 
     def others(messages: Sequence[Tensor]) -> Tensor:

@@ -26,9 +26,9 @@ from decentfn.gradient.layout import Layout
 from decentfn.gradient.loss import LossFn, WrappedLoss, require_loss
 from decentfn.gradient.scaled import DynamicLossScale
 from decentfn.gradient.traced import Evaluation
-from decentfn.scalars import integer, moved
+from decentfn.scalars import integer
 from decentfn.stacking import require_rows
-from decentfn.torch_private import functorch, inductor, lowering
+from decentfn.torch_private import functorch, inductor
 from decentfn.torch_private.dynamo import constant_while_traced
 from decentfn.trees import PyTree
 from decentfn.words import brief
@@ -221,7 +221,7 @@ def _used(ones: Sequence[Backward], leaves: int, workers: tuple[int, ...]) -> li
     if not leaves:
         return []
     used = torch.tensor([[i in one.used for i in range(leaves)] for one in ones], dtype=torch.bool)
-    return [moved(used.view(*workers, leaves), ones[0].loss.device)]
+    return [used.view(*workers, leaves).to(ones[0].loss.device)]
 
 
 @torch.library.register_fake("decentfn::gradient", lib=_library)
@@ -250,6 +250,6 @@ def _vmap(info: Any, in_dims: Any, *arguments: Any) -> tuple[list[Tensor], list[
     return out, [0] * len(out)
 
 
-lowering.implement("gradient", _kernel, _library)
+_library.impl("gradient", _kernel, "CompositeExplicitAutograd")
 inductor.keep_in_order("gradient")
 torch.library.register_vmap("decentfn::gradient", _vmap, lib=_library)

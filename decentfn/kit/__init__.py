@@ -33,7 +33,7 @@ from decentfn.buckets import (
 )
 from decentfn.gradient import LossFn
 from decentfn.kit.agreement import algorithm
-from decentfn.kit.exchange import Posted, collect, difference, repaired, unless_bad
+from decentfn.kit.exchange import Posted, collect, difference, is_active, repaired, unless_bad
 from decentfn.kit.gradient import Gradient
 from decentfn.kit.hyperparameters import (
     at,
@@ -53,7 +53,7 @@ from decentfn.kit.preconditions import (
 )
 from decentfn.kit.state import Algorithm, Local, Metrics, State, Step
 from decentfn.kit.worker import Worker
-from decentfn.scalars import moved, once
+from decentfn.scalars import once
 
 __all__ = [
     "Algorithm",
@@ -79,7 +79,7 @@ __all__ = [
     "each",
     "elementwise",
     "global_norm",
-    "moved",
+    "is_active",
     "once",
     "reciprocal",
     "repaired",

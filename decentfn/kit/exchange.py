@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from decentfn import gossip
+from decentfn import collectives, gossip
 from decentfn.buckets import Buckets, Plan
 from decentfn.topologies import Topology
 
@@ -19,10 +19,18 @@ class Posted(NamedTuple):
     messages: gossip.Posted
     plan: Plan
 
+    @property
+    def is_active(self) -> Tensor:
+        """0-d bool, False where the schedule rests in this round."""
+        return self.messages.row.is_active
 
-def post(
-    x: Buckets, topology: Topology, t: Tensor, *, wire_dtype: torch.dtype | None = None, when: Tensor | None = None
-) -> Posted:
+    @property
+    def numbers(self) -> list[Tensor]:
+        """What must be computed after this post, in compiled code, takes these as arguments: `Worker.gradient(after=...)`."""
+        return self.messages.numbers
+
+
+def post(x: Buckets, topology: Topology, t: Tensor, *, wire_dtype: torch.dtype | None = None) -> Posted:
     """Start to send `x` to the neighbours of step `t`; an algorithm calls it as `Worker.post`.
 
     What is kept wider than the parameters travels in their dtypes; the own share is mixed unrounded.
@@ -32,9 +40,8 @@ def post(
         topology: the schedule.
         t: 0-d int64 on the CPU.
         wire_dtype: what is wider than this travels rounded to it.
-        when: 0-d bool on the CPU, the same on all workers; where it is False nothing travels, and `collect` returns `x`.
     """
-    messages = gossip.post(as_parameters(x), topology, t, wire_dtype=wire_dtype, when=when, own=list(x))
+    messages = gossip.post(as_parameters(x), topology, t, wire_dtype=wire_dtype, own=list(x))
     return Posted(messages, x.plan)
 
 
@@ -43,14 +50,20 @@ def as_parameters(x: Buckets) -> list[Tensor]:
     return [gossip.narrow(b, plan.dtype) for b, plan in zip(x, x.plan.buckets, strict=True)]
 
 
-def collect(posted: Posted, gamma: float | Tensor = 1.0) -> Buckets:
+def is_active(topology: Topology, t: Tensor, like: Buckets) -> Tensor:
+    """Whether `topology` has a round in step t or rests, 0-d bool on the device of `like`."""
+    return collectives.look_up(like[0], topology, t).is_active
+
+
+def collect(posted: Posted, gamma: float | Tensor = 1.0, *, after: Iterable[Tensor] = ()) -> Buckets:
     """Wait for what was posted and mix: `(1 - γ) x + γ W x`, each bucket as soon as its own messages are in.
 
     Args:
         posted: from `Worker.post`.
         gamma: γ in [0, 1], a number or a 0-d tensor.
+        after: what compiled code computes before it waits: the gradient, which then hides the communication.
     """
-    return Buckets(gossip.collect(posted.messages, gamma), posted.plan)
+    return Buckets(gossip.collect(_waiting(posted, after), gamma), posted.plan)
 
 
 def repaired(posted: Posted, x: Buckets) -> Buckets:
@@ -73,7 +86,7 @@ def unless_bad(x: Buckets, other: Callable[[], Buckets]) -> Buckets:
     return Buckets(gossip.unless_bad(list(x), lambda: list(other())), x.plan)
 
 
-def difference(posted: Posted, gamma: float | Tensor = 1.0) -> Buckets:
+def difference(posted: Posted, gamma: float | Tensor = 1.0, *, after: Iterable[Tensor] = ()) -> Buckets:
     """Wait for what was posted and return what mixing adds, `γ (W - I) x`, in float32 or wider; its mean over workers is 0.
 
     What is summed up over many steps must not gather the roundings of x: add this, and not `W x - x`.
@@ -81,5 +94,10 @@ def difference(posted: Posted, gamma: float | Tensor = 1.0) -> Buckets:
     Args:
         posted: from `Worker.post`.
         gamma: γ in [0, 1], a number or a 0-d tensor.
+        after: what compiled code computes before it waits.
     """
-    return Buckets(gossip.difference(posted.messages, gamma), posted.plan)
+    return Buckets(gossip.difference(_waiting(posted, after), gamma), posted.plan)
+
+
+def _waiting(posted: Posted, after: Iterable[Tensor]) -> gossip.Posted:
+    return posted.messages._replace(after=tuple(after))

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from decentfn import collectives
 from decentfn.scalars import once
 from decentfn.transforms.basic import Scalar
 
 
-def at(scalar: Scalar, t: Tensor) -> float | Tensor:
-    """The number itself, or what the function says of step `t`: 0-d float64."""
-    return once(torch.as_tensor(scalar(t), dtype=torch.float64)) if callable(scalar) else scalar
+def at(scalar: Scalar, t: Tensor, like: Iterable[Tensor]) -> float | Tensor:
+    """The number itself, or its value at step `t`: 0-d float64 on the device of `like`, such as the parameters."""
+    if not callable(scalar):
+        return scalar
+    return once(torch.as_tensor(scalar(collectives.on_device(next(iter(like)), t)), dtype=torch.float64))
 
 
 def reciprocal(rate: float | Tensor) -> float | Tensor:

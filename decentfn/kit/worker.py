@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from decentfn import gossip, trees
+from decentfn import collectives, gossip, trees
 from decentfn.buckets import Buckets, Plan, add, all_finite, elementwise, global_norm
 from decentfn.gradient import DynamicLossScale, Evaluation, LossFn, evaluate, inside_of
 from decentfn.kit.exchange import Posted, as_parameters, collect, post
@@ -90,12 +90,27 @@ class Worker:
         return Algorithm(init, step, loss_fn=self.scaling or self.loss_fn, topology=topology or self.topology)
 
     def gradient(
-        self, x: Buckets, local: Local, batch: PyTree, t: Tensor, *, together: bool = False
+        self,
+        x: Buckets,
+        local: Local,
+        batch: PyTree,
+        t: Tensor,
+        *,
+        after: InFlight | Sequence[InFlight] | None = None,
+        together: bool = False,
     ) -> tuple[Gradient, Local]:
         """The loss and its gradient at `x`, unscaled; and `local` with the loss's new buffers and the next scale.
 
-        With `together`, a gradient that is bad on one worker counts as bad on all.
+        Args:
+            x: where the gradient is taken.
+            local: the worker's own data.
+            batch: what the loss takes.
+            t: the step.
+            after: what was posted: compiled code posts it before it computes anything of the batch, so that the gradient
+                hides the communication.
+            together: a gradient that is bad on one worker counts as bad on all.
         """
+        batch = _after(batch, after)
         scaling, scale = self.scaling, local.scale
         e = evaluate(self.loss_fn, x, local.buffers, batch, t, None if scale is None else scale.scale)
         if scale is None and not gossip.is_guarded():
@@ -138,21 +153,49 @@ class Worker:
         denials = gossip.mean([(~claim).to(torch.float32).view(1)], self.everyone, t)
         return denials[0][0] == 0
 
-    def post(self, x: Buckets, t: Tensor, *, when: Tensor | None = None) -> Posted:
-        """Start to send `x` to the neighbours of step `t`; see `decentfn.kit.exchange.post`."""
-        return post(x, self.topology, t, wire_dtype=self.wire_dtype, when=when)
+    def post(self, x: Buckets, t: Tensor, topology: Topology | None = None) -> Posted:
+        """Start to send `x` to the neighbors of step `t`; see `decentfn.kit.exchange.post`.
 
-    def mix(self, x: Buckets, t: Tensor, *, when: Tensor | None = None) -> Buckets:
-        """`W x` of step `t`; `x` itself where `when` is False."""
-        return collect(self.post(x, t, when=when))
+        Args:
+            x: what is sent.
+            t: the step.
+            topology: a schedule made of the worker's own (`df.topologies.every`, ...), in place of it.
+        """
+        return post(x, topology or self.topology, t, wire_dtype=self.wire_dtype)
 
-    def mean(self, x: Buckets, t: Tensor, *, when: Tensor | None = None) -> Buckets:
+    def mix(self, x: Buckets, t: Tensor, topology: Topology | None = None) -> Buckets:
+        """`W x` of step `t`; arguments as of `post`."""
+        return collect(self.post(x, t, topology))
+
+    def mean(self, x: Buckets, t: Tensor, everyone: Topology | None = None) -> Buckets:
         """The mean of `x` over all workers, the same on each (of the values rounded as they travel), in the dtypes of `x`.
 
-        Where `when` is False nothing travels, and the result is `x`, rounded.
+        `everyone` is a schedule of means over all workers; where it rests, the result is `x`, rounded.
         """
-        mean = gossip.mean(as_parameters(x), self.everyone, t, wire_dtype=self.wire_dtype, when=when)
+        mean = gossip.mean(as_parameters(x), everyone or self.everyone, t, wire_dtype=self.wire_dtype)
         return Buckets([m.to(b.dtype) for m, b in zip(mean, x, strict=True)], x.plan)
+
+
+class InFlight(Protocol):
+    """Something posted."""
+
+    @property
+    def numbers(self) -> list[Tensor]:
+        """The numbers of its flights."""
+        ...
+
+
+def _after(batch: PyTree, posted: InFlight | Sequence[InFlight] | None) -> PyTree:
+    """The batch, from which compiled code computes nothing before it has posted these."""
+    if posted is None or not torch.compiler.is_compiling():
+        return batch
+    several = posted if isinstance(posted, (list, tuple)) and not hasattr(posted, "numbers") else [posted]
+    leaves = trees.leaves(batch)
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    later = collectives.after([leaves[i] for i in places], [number for one in several for number in one.numbers])
+    for i, leaf in zip(places, later, strict=True):
+        leaves[i] = leaf
+    return trees.fill(trees.enumerate_leaves(batch), leaves)
 
 
 def _judged(e: Evaluation, together: bool) -> tuple[Evaluation, Tensor, Tensor | None]:

@@ -3,7 +3,7 @@
 from decentfn.topologies.base_k import base, simple_base
 from decentfn.topologies.ceca_rounds import ceca
 from decentfn.topologies.certificates import Certificate, certificate, consensus_steps, spectral_gap
-from decentfn.topologies.combine import alternate, every, pga, relabel
+from decentfn.topologies.combine import alternate, every, later, nth_round, paused, pga, relabel
 from decentfn.topologies.complete_graph import complete
 from decentfn.topologies.construct import (
     from_draw,
@@ -13,6 +13,7 @@ from decentfn.topologies.construct import (
     from_permutations,
     from_rounds,
     from_shifts,
+    idle,
 )
 from decentfn.topologies.equitopo import equitopo_d_static, equitopo_od_dyn, equitopo_ou_dyn, equitopo_u_static
 from decentfn.topologies.exponential import one_peer_exp, one_peer_exp_directed, p_peer_exp, static_exp
@@ -59,11 +60,15 @@ __all__ = [
     "hierarchical",
     "hyper_hypercube",
     "hypercube",
+    "idle",
+    "later",
     "mixed",
     "mixing_matrix",
+    "nth_round",
     "one_peer_exp",
     "one_peer_exp_directed",
     "p_peer_exp",
+    "paused",
     "pga",
     "random_matching",
     "register_topology",

@@ -1,4 +1,4 @@
-"""Schedules made of schedules: `every`, `alternate`, `pga`, and `relabel`.
+"""Schedules made of schedules: `every`, `later`, `nth_round`, `alternate`, `pga`, and `relabel`.
 
 All work for messages, averages in groups and random rounds, mixed: one graph, in which idle operators do nothing.
 """
@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from decentfn.topologies.complete_graph import complete
-from decentfn.topologies.construct import MOST_TABLE_ENTRIES, from_rounds, idle
+from decentfn.topologies.construct import from_rounds, idle
 from decentfn.topologies.rounds import Round, Topology
 
 
 def every(H: int, topology: Topology) -> Topology:
-    """Mix in the steps t = 0, H, 2H, ...; nothing is sent in the others: `W_t = I` unless H divides t.
+    """Mix in the steps t = 0, H, 2H, ...; rest in the others: nothing is sent, and `W_t = I`.
 
     Step k H is round k of `topology`, which so goes through all its rounds. `every(H, complete(N))` is local SGD with
     periodic averaging. Cost per step and worker: that of `topology`, divided by H.
@@ -38,7 +38,78 @@ def every(H: int, topology: Topology) -> Topology:
     _check_steps("every", H)
     parts = (topology, idle(topology.num_workers))
     return _switch(
-        f"every({H}, {topology.name})", parts, lambda t: ((t % H).clamp(max=1), t // H), lambda periods: H * periods[0]
+        f"every({H}, {topology.name})", parts, lambda t: (min(t % H, 1), t // H), lambda periods: H * periods[0]
+    )
+
+
+def later(steps: int, topology: Topology) -> Topology:
+    """The same schedule, begun `steps` steps later: step t is round t - steps, and before that it rests.
+
+    Args:
+        steps: at least 0.
+        topology: the schedule.
+
+    Returns:
+        Topology of the same period, from its beginning on.
+
+    Raises:
+        ValueError: a negative number of steps.
+
+    >>> later(3, every(4, complete(8))).round(3).is_active
+    True
+    """
+    if not isinstance(steps, int) or steps < 0:
+        raise ValueError(f"later(steps={steps!r}, ...): the number of steps is an integer >= 0.")
+    if not steps:
+        return topology
+    parts = (topology, idle(topology.num_workers))
+    name = f"later({steps}, {topology.name})"
+    return _switch(name, parts, lambda t: (int(t < steps), t - steps), lambda periods: periods[0], has_start=True)
+
+
+def nth_round(k: int, rounds: int, topology: Topology) -> Topology:
+    """Round k of a step that mixes `rounds` times: step t is round `rounds * t + k` of `topology`.
+
+    Args:
+        k: from 0 to rounds - 1.
+        rounds: at least 1.
+        topology: the schedule.
+
+    Raises:
+        ValueError: k or `rounds` out of range.
+
+    >>> from decentfn.topologies import one_peer_exp
+    >>> nth_round(1, 2, one_peer_exp(16)).period
+    2
+    """
+    if not isinstance(rounds, int) or rounds < 1 or not isinstance(k, int) or not 0 <= k < rounds:
+        raise ValueError(f"nth_round(k={k!r}, rounds={rounds!r}, ...): k is an integer from 0 to rounds - 1.")
+    if rounds == 1:
+        return topology
+    name = f"nth_round({k}, {rounds}, {topology.name})"
+    return _switch(
+        name, (topology,), lambda t: (0, rounds * t + k), lambda periods: periods[0] // math.gcd(periods[0], rounds)
+    )
+
+
+def paused(topology: Topology, other: Topology) -> Topology:
+    """The same schedule, except that it rests in the steps in which `other` is active.
+
+    Args:
+        topology: the schedule.
+        other: a schedule of as many workers.
+
+    Returns:
+        Topology whose period is the common multiple of both.
+
+    >>> from decentfn.topologies import ring
+    >>> [paused(ring(4), every(3, complete(4))).round(t).is_active for t in range(3)]
+    [False, True, True]
+    """
+    parts = (topology, idle(topology.num_workers), other)
+    name = f"paused({topology.name}, {other.name})"
+    return _switch(
+        name, parts, lambda t: (int(other.round(t).is_active), t), lambda periods: math.lcm(*periods), has_start=True
     )
 
 
@@ -90,7 +161,7 @@ def pga(H: int, topology: Topology) -> Topology:
     _check_steps("pga", H)
     parts = (complete(topology.num_workers), topology)
     return _switch(
-        f"pga({H}, {topology.name})", parts, lambda t: ((t % H).clamp(max=1), t), lambda periods: math.lcm(H, *periods)
+        f"pga({H}, {topology.name})", parts, lambda t: (min(t % H, 1), t), lambda periods: math.lcm(H, *periods)
     )
 
 
@@ -174,7 +245,10 @@ def _map_rounds(
     def round_of(t: Tensor) -> Round:
         this = topology.round(t)
         mean_weights = None if this.mean_weights is None else rows(this.mean_weights)
-        return Round(peers(this.sources), peers(this.destinations), rows(this.weights), None, mean_weights)
+        grouping = None if this.groups is None else groups(this.groups)
+        return Round(
+            peers(this.sources), peers(this.destinations), rows(this.weights), grouping, mean_weights, this.is_active
+        )
 
     table = None if topology.groups is None else torch.stack([groups(row) for row in topology.groups])
     return from_rounds(
@@ -190,22 +264,30 @@ def _map_rounds(
 def _switch(
     name: str,
     parts: Sequence[Topology],
-    turn: Callable[[Tensor], tuple[Tensor, Tensor]],
+    turn: Callable[[int], tuple[int, int]],
     period_of: Callable[[list[int]], int],
+    *,
+    has_start: bool = False,
 ) -> Topology:
-    """The schedule whose step t is round s of part k, where `k, s = turn(t)`; its period, from the parts' periods."""
+    """Return the schedule whose step t is round s of part k, where `k, s = turn(t)`.
+
+    Args:
+        name: of the schedule.
+        parts: the schedules that take turns.
+        turn: `t -> (k, s)`.
+        period_of: from the parts' periods to the schedule's.
+        has_start: the first steps differ from what repeats, so that the schedule is no table of one period.
+    """
     n = parts[0].num_workers
     if any(part.num_workers != n for part in parts):
         raise ValueError(f"{name}: its parts have {[part.num_workers for part in parts]} workers, not the same number.")
     slots = max(part.slots for part in parts)
-    has_groups = any(part.groups is not None for part in parts)
+    tables = [part.groups for part in parts if part.groups is not None]
+    groupings = torch.cat([*tables, torch.arange(n)[None]]).unique(dim=0) if tables else None
 
     def round_of(t: Tensor) -> Round:
-        part, step = turn(t)
-        rounds = [_padded(each.round(step), slots) for each in parts]
-        chosen = [torch.stack(tables).index_select(0, part.view(1))[0] for tables in zip(*rounds, strict=True)]
-        sources, destinations, weights, mean_weights = chosen
-        return Round(sources, destinations, weights, None, mean_weights if has_groups else None)
+        part, step = turn(int(t))
+        return _padded(parts[part].round(step), slots, has_groups=groupings is not None)
 
     periods = [part.period for part in parts]
     return from_rounds(
@@ -213,35 +295,19 @@ def _switch(
         n,
         round_of,
         period=None if None in periods else period_of([period for period in periods if period is not None]),
-        groups=_group_table(name, parts, turn, period_of) if has_groups else None,
+        groups=groupings,
         is_column_stochastic=any(part.is_column_stochastic for part in parts),
+        in_tables=not has_start,
     )
 
 
-def _padded(this: Round, slots: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Sources, destinations, weights and mean weights of a round, with empty slots up to `slots`."""
-    n, more = this.sources.shape[0], slots - this.sources.shape[1]
+def _padded(this: Round, slots: int, *, has_groups: bool) -> Round:
+    """Return the round with empty slots up to `slots`, and every worker in a group where the schedule has groups."""
+    n, more = this.weights.shape[0], slots - this.sources.shape[1]
     silence = torch.full((n, more), -1)
-    mean_weights = torch.zeros(n, dtype=torch.float64) if this.mean_weights is None else this.mean_weights
     weights = torch.cat([this.weights, torch.zeros(n, more, dtype=torch.float64)], dim=1)
-    return torch.cat([this.sources, silence], 1), torch.cat([this.destinations, silence], 1), weights, mean_weights
-
-
-def _group_table(
-    name: str,
-    parts: Sequence[Topology],
-    turn: Callable[[Tensor], tuple[Tensor, Tensor]],
-    period_of: Callable[[list[int]], int],
-) -> Tensor:
-    """`[G, N]`: the groups of each step; every worker alone where the step's part has none."""
-    n = parts[0].num_workers
-    tables = [torch.arange(n)[None] if part.groups is None else part.groups for part in parts]
-    period = period_of([len(table) for table in tables])
-    if period * n > MOST_TABLE_ENTRIES:
-        raise ValueError(
-            f"{name}: its groups repeat after {period} steps, so for {n} workers their table has {period * n} entries, "
-            f"more than {MOST_TABLE_ENTRIES}; choose steps with a smaller common multiple."
-        )
-    part, step = turn(torch.arange(period))
-    rows = torch.stack([table[step % len(table)] for table in tables])
-    return rows[part, torch.arange(period)]
+    groups, mean_weights = this.groups, this.mean_weights
+    if has_groups and (groups is None or mean_weights is None):
+        groups, mean_weights = torch.arange(n), torch.zeros(n, dtype=torch.float64)
+    sources, destinations = (torch.cat([x, silence], 1) for x in (this.sources, this.destinations))
+    return Round(sources, destinations, weights, groups, mean_weights, this.is_active)

@@ -233,29 +233,35 @@ def _padded(name: str, tables: Sequence[tuple[np.ndarray, np.ndarray]], is_colum
 
 
 def idle(num_workers: int, name: str = "idle") -> Topology:
-    """Everybody keeps what it has: `W = I`, period 1, nothing sent. What every topology is for one worker."""
+    """Rest in every step: `W = I`, period 1, nothing sent."""
     sources, weights = _idle_tables(num_workers)
-    return Topology(name, num_workers, torch.from_numpy(sources)[None], torch.from_numpy(weights)[None])
+    tables = torch.from_numpy(sources)[None], torch.from_numpy(weights)[None]
+    return Topology(name, num_workers, *tables, active=torch.tensor([False]))
+
+
+def alone(name: str) -> Topology:
+    """Return the schedule of one worker, which mixes with nobody in every step."""
+    sources, weights = _idle_tables(1)
+    return Topology(name, 1, torch.from_numpy(sources)[None], torch.from_numpy(weights)[None])
 
 
 def from_draw(name: str, num_workers: int, draw: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]) -> Topology:
-    """A random schedule: a function of t alone, evaluated inside the graph and the same on every worker.
+    """A random schedule: a function of t alone, the same on every worker, evaluated when a step runs.
 
     The first 16 rounds and a late one are checked here as tables would be, and drawn again to see that they stay.
 
     Args:
         name: what errors and fingerprints call it.
         num_workers: N.
-        draw: `t` (0-d int64) -> `(sources [N, K], destinations [N, K], weights [N, K+1])`, int64, int64 and float64,
-            traceable by torch.compile; randomness comes from `decentfn.noise`, keyed by (seed, t). A worker that hears
-            nobody is its own source.
+        draw: `t` (0-d int64) -> `(sources [N, K], destinations [N, K], weights [N, K+1])`, int64, int64 and float64;
+            randomness comes from `decentfn.draws`, keyed by (seed, t). A worker that hears nobody is its own source.
 
     Raises:
         ValueError: a shape or dtype, a round that is no sum of weighted permutations, is not doubly stochastic, or
             differs when it is drawn again.
     """
     if num_workers == 1:
-        return idle(1, name)
+        return alone(name)
     drawn = _drawn(name, num_workers, lambda t: Round(*draw(t)), _STEPS_TRIED)
     from_permutations(name, torch.stack([r.sources for r in drawn]), torch.stack([r.weights for r in drawn]))
     return from_rounds(name, num_workers, lambda t: _silent_round(*draw(t)), period=None)
@@ -288,10 +294,10 @@ def _check_again(
     """Draw once more, in another order: a round is a function of t if it is what it was."""
     for t, before in reversed(drawn):
         for part, was, now in zip(Round._fields, before, draw(torch.tensor(t)), strict=True):
-            if was is not None and (now is None or not torch.equal(was, now)):
+            if was is not None and (now is None or not torch.equal(torch.as_tensor(was), torch.as_tensor(now))):
                 raise ValueError(
                     f"{name}: the {part} of step {t} differ when they are drawn twice; every worker draws for itself, so a "
-                    "round is a function of t (and a seed) alone: take its numbers from decentfn.noise, for example "
+                    "round is a function of t (and a seed) alone: take its numbers from decentfn.draws, for example "
                     f"draws.permutation(seed, t, {num_workers})."
                 )
 
@@ -311,35 +317,28 @@ def from_rounds(
     period: int | None,
     groups: Tensor | None = None,
     is_column_stochastic: bool = False,
+    in_tables: bool = True,
 ) -> Topology:
     """A schedule given by a function of the step; one with a short period is written out as tables.
 
     Args:
         name: what errors and fingerprints call it.
         num_workers: N.
-        round_of: `t` (0-d int64) -> its `Round`, traceable by torch.compile; -1 where nobody is heard.
+        round_of: `t` (0-d int64) -> its `Round`; -1 where nobody is heard.
         period: of the schedule; None for a random one.
-        groups: `[G, N]` int64, the groups of step t in row `t mod G`, if there are any: groups are never random,
-            since their process groups are made beforehand.
+        groups: `[G, N]` int64, all groupings that its rounds use, if there are any: groups are never random, since their
+            process groups are made beforehand.
         is_column_stochastic: as in `from_permutations`.
+        in_tables: False: rounds are always computed, as of a schedule whose beginning does not repeat.
 
     Raises:
         ValueError: a shape or dtype, a round whose weights do not sum to 1, whose destinations are not the inverse of
             its sources, or that differs when it is drawn again.
     """
-    if num_workers == 1:
-        return idle(1, name)
-
-    def draw(t: Tensor) -> Round:
-        this = round_of(t)
-        return (
-            this if groups is None else this._replace(groups=groups.index_select(0, (t % groups.shape[0]).view(1))[0])
-        )
-
-    entries = draw(torch.tensor(0)).weights.numel()
-    in_tables = period is not None and period <= min(_LONGEST_TABLE, MOST_TABLE_ENTRIES // entries)
+    entries = round_of(torch.tensor(0)).weights.numel()
+    in_tables = in_tables and period is not None and period <= min(_LONGEST_TABLE, MOST_TABLE_ENTRIES // entries)
     steps = range(period) if in_tables and period is not None else _STEPS_TRIED
-    drawn = _drawn(name, num_workers, draw, steps)
+    drawn = _drawn(name, num_workers, round_of, steps)
     me = torch.arange(num_workers)[:, None]
     sources = torch.stack([torch.where(this.sources < 0, me, this.sources) for this in drawn])
     destinations = torch.stack([torch.where(this.destinations < 0, me, this.destinations) for this in drawn])
@@ -348,14 +347,24 @@ def from_rounds(
     weights = torch.stack([this.weights for this in drawn])
     rows, mean_weights = None, None
     if groups is not None:
-        rows = groups[torch.tensor(steps) % groups.shape[0]]
+        rows = torch.stack([this.groups for this in drawn if this.groups is not None])
         mean_weights = torch.stack([this.mean_weights for this in drawn if this.mean_weights is not None])
-    tables = Topology(name, num_workers, sources, weights, rows, mean_weights, is_column_stochastic)
+    active = torch.tensor([this.is_active for this in drawn])
+    tables = Topology(
+        name,
+        num_workers,
+        sources,
+        weights,
+        rows,
+        mean_weights,
+        is_column_stochastic,
+        active=None if bool(active.all()) else active,
+    )
     check(tables, nobody_left_out=in_tables)
-    _check_again(name, num_workers, draw, list(zip(steps[: len(_STEPS_TRIED)], drawn, strict=False)))
+    _check_again(name, num_workers, round_of, list(zip(steps[: len(_STEPS_TRIED)], drawn, strict=False)))
     if in_tables:
         return tables
     first = None if mean_weights is None else mean_weights[:1]
     return Topology(
-        name, num_workers, sources[:1], weights[:1], groups, first, is_column_stochastic, draw, repeats=period
+        name, num_workers, sources[:1], weights[:1], groups, first, is_column_stochastic, round_of, repeats=period
     )

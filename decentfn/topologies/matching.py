@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from decentfn import draws
-from decentfn.topologies.construct import from_draw, from_rounds
+from decentfn.topologies.construct import alone, from_draw, from_rounds
 from decentfn.topologies.registry import register_topology
 from decentfn.topologies.rounds import Round, Topology
 
@@ -61,6 +61,8 @@ def shift_one(num_workers: int) -> Topology:
         raise ValueError(
             f"shift_one(num_workers={n}): the lower half pairs with the upper, so N must be even; use 'random-matching'."
         )
+    if n == 1:
+        return alone("shift-one")
     worker = torch.arange(n)
 
     def round_of(t: Tensor) -> Round:

@@ -1,10 +1,13 @@
-"""What a topology is: whom each worker receives from in step t and with which weights, and what is checked of it."""
+"""Topologies: whom each worker receives from in step t, with which weights, and the checks of both."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -12,6 +15,7 @@ from torch import Tensor
 from decentfn.words import brief
 
 _TOLERANCE = 1e-12
+_ROUNDS_KEPT = 256
 
 
 class Round(NamedTuple):
@@ -24,6 +28,8 @@ class Round(NamedTuple):
     weights: Tensor  # [N, K+1] float64, own weight first
     groups: Tensor | None = None  # [N] int64
     mean_weights: Tensor | None = None  # [N] float64
+    is_active: bool = True
+    """False where the schedule rests: everyone keeps what it has, and an outer update waits."""
 
 
 class Edge(NamedTuple):
@@ -36,12 +42,20 @@ class Edge(NamedTuple):
     weight: float | None = None
 
 
+class Peers(NamedTuple):
+    """A round's peers as Python integers, for the backend."""
+
+    sources: list[list[int]]  # [N][K]
+    destinations: list[list[int]]  # [N][K]
+    groups: list[int] | None  # [N]
+
+
 @dataclass(frozen=True, eq=False)
 class Topology:
     """A schedule of mixing matrices: whom each worker receives from in step t, and with which weights.
 
     Made by the `from_...` functions of `decentfn.topologies.construct`, which check it; or by name with
-    `decentfn.topology`. What it promises is computed by `decentfn.certificate`.
+    `decentfn.topology`. `decentfn.certificate` computes its guarantees.
     """
 
     name: str
@@ -57,50 +71,101 @@ class Topology:
     is_column_stochastic: bool = False
     """Declared: only the columns sum to one (push-sum); otherwise rows do too."""
     draw: Callable[[Tensor], Round] | None = None
-    """Schedules without tables: the round of step t, computed from t alone inside the graph. Random ones are such, and
-    ones whose tables would be too long. `sources` and `weights` then show round 0; `groups` stays a table."""
+    """Schedules without tables: the round of step t (0-d int64), a function of t alone. Random ones are such, and ones
+    whose tables would be too long. `sources` and `weights` then show round 0, and `groups` all groupings that occur."""
     repeats: int | None = None
     """With `draw`: the period, if it is not random."""
-    peers: Tensor = field(init=False)
-    """`[P, 2, N, K]` int64, what `exchange` reads: sources and destinations, -1 where nothing travels."""
+    active: Tensor | None = None
+    """`[P]` bool: False in phases in which the schedule rests; None: it never does."""
     degree: int = field(init=False)
     """Messages that a worker sends in a step, at most; averages in groups are not messages. At most `slots`."""
-    weighs_alike: bool = field(init=False)
-    """Whether in each phase all workers have the same weights. False with `draw`, whose rounds are not known."""
+    slots: int = field(init=False)
+    """K, the messages that a step has room for: a few more than `degree` where partners must pair up."""
+    has_groups: bool = field(init=False)
+    """Whether the schedule averages in groups."""
+    handle: Tensor = field(init=False)
+    """0-d int64, the number by which operators find this topology. A tensor, so that it is an input of compiled code."""
+    _rounds: Callable[[int], Round] = field(init=False, repr=False)
+    _peers: Callable[[int], Peers] = field(init=False, repr=False)
+    _rows: Callable[[int, torch.device], Tensor] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        peers = with_silence(self.sources, inverse(self.sources))
-        sent = (peers[:, 1] >= 0).sum(-1)
-        object.__setattr__(self, "peers", peers)
-        object.__setattr__(self, "degree", self.slots if self.draw else int(sent.max()))
-        tables = [self.weights] if self.mean_weights is None else [self.weights, self.mean_weights]
-        alike = not self.draw and all([torch.equal(x, x[:, :1].expand_as(x)) for x in tables])
-        object.__setattr__(self, "weighs_alike", alike)
+        destinations = inverse(self.sources)
+        me = torch.arange(self.num_workers)[:, None]
+        sent = (destinations != me).sum(-1)
+        number, slots = next(_numbers), self.sources.shape[2]
+        _known[number] = self
+        object.__setattr__(self, "slots", slots)
+        object.__setattr__(self, "has_groups", self.groups is not None)
+        object.__setattr__(self, "degree", slots if self.draw else int(sent.max()))
+        object.__setattr__(self, "handle", torch.tensor(number))
+        object.__setattr__(self, "_rounds", lru_cache(_ROUNDS_KEPT)(self._make_round))
+        object.__setattr__(self, "_peers", lru_cache(_ROUNDS_KEPT)(self._make_peers))
+        object.__setattr__(self, "_rows", lru_cache(_ROUNDS_KEPT)(self._make_rows))
 
     @property
     def period(self) -> int | None:
         """Steps after which the schedule repeats; None for a random one, which never does."""
         return self.repeats if self.draw else self.sources.shape[0]
 
-    @property
-    def slots(self) -> int:
-        """K, the messages that a step has room for: a few more than `degree` where partners must pair up."""
-        return self.sources.shape[2]
-
     def round(self, t: int | Tensor) -> Round:
-        """The round of step `t` (0-d int64 tensor inside a compiled function)."""
-        t = torch.as_tensor(t, dtype=torch.int64)
+        """Return the round of step `t`."""
+        return self._rounds(self._key(t))
+
+    def peers(self, t: int | Tensor) -> Peers:
+        """Return the peers of step `t`, as Python integers."""
+        return self._peers(self._key(t))
+
+    def rows(self, t: int | Tensor, device: torch.device) -> Tensor:
+        """Return every worker's part of round `t` as numbers, on the device.
+
+        `[N, 6 + 2K]` float64: 1 in an active round, the worker, its group, the group's size, own weight, a weight for each
+        slot, the weight of the group's mean, whom it hears in each slot.
+        """
+        return self._rows(self._key(t), device)
+
+    def _key(self, t: int | Tensor) -> int:
+        return int(t) if self.draw is not None else int(t) % self.sources.shape[0]
+
+    def _make_round(self, key: int) -> Round:
         if self.draw is not None:
-            return self.draw(t)
-        phase = (t % self.sources.shape[0]).view(1)
-        sources, destinations = self.peers.index_select(0, phase)[0].unbind(0)
-        groups = None if self.groups is None else self.groups.index_select(0, phase)[0]
-        mean_weights = None if self.mean_weights is None else self.mean_weights.index_select(0, phase)[0]
-        return Round(sources, destinations, self.weights.index_select(0, phase)[0], groups, mean_weights)
+            return self.draw(torch.tensor(key))
+        sources, destinations = with_silence(self.sources[key], inverse(self.sources[key])).unbind(0)
+        groups = None if self.groups is None else self.groups[key]
+        mean_weights = None if self.mean_weights is None else self.mean_weights[key]
+        is_active = self.active is None or bool(self.active[key])
+        return Round(sources, destinations, self.weights[key], groups, mean_weights, is_active)
+
+    def _make_peers(self, key: int) -> Peers:
+        this = self._rounds(key)
+        groups = None if this.groups is None else this.groups.tolist()
+        return Peers(this.sources.tolist(), this.destinations.tolist(), groups)
+
+    def _make_rows(self, key: int, device: torch.device) -> Tensor:
+        this, n = self._rounds(key), self.num_workers
+        groups = torch.arange(n) if this.groups is None else this.groups
+        mean_weights = torch.zeros(n) if this.mean_weights is None else this.mean_weights
+        facts = torch.stack(
+            [torch.full((n,), int(this.is_active)), torch.arange(n), groups, groups.bincount()[groups]], dim=1
+        )
+        rows = torch.cat([facts, this.weights, mean_weights[:, None], this.sources], dim=1).to(torch.float64)
+        if device.type == "cpu":
+            return rows
+        # Nobody writes to this pinned copy, and PyTorch's allocator keeps it until the device has read it.
+        return rows.pin_memory().to(device, non_blocking=True)
 
     def __repr__(self) -> str:
         kind = "random" if self.period is None else f"period={self.period}"
         return f"Topology({self.name!r}, num_workers={self.num_workers}, {kind}, degree={self.degree})"
+
+
+_numbers = itertools.count()
+_known: WeakValueDictionary[int, Topology] = WeakValueDictionary()
+
+
+def by_handle(handle: Tensor) -> Topology:
+    """Return the topology of this handle."""
+    return _known[int(handle)]
 
 
 def inverse(sources: Tensor) -> Tensor:
@@ -174,7 +239,7 @@ def _check_nobody_left_out(topology: Topology) -> None:
 
 def mixed(topology: Topology, t: int, x: Tensor) -> Tensor:
     """`W_t x`, `[N, D]`: what mixing in step `t` makes of the workers' rows of `x`."""
-    sources, _, weights, groups, mean_weights = topology.round(t)
+    sources, _, weights, groups, mean_weights, _ = topology.round(t)
     me = torch.arange(topology.num_workers)
     y = weights[:, :1] * x
     for slot in range(sources.shape[1]):
@@ -193,7 +258,7 @@ def mixing_matrix(topology: Topology, t: int) -> Tensor:
             f"mixing_matrix({brief(topology)}, t): expected a topology: mixing_matrix(df.topology('ring', 4), t)."
         )
     n = topology.num_workers
-    sources, _, weights, groups, mean_weights = topology.round(t)
+    sources, _, weights, groups, mean_weights, _ = topology.round(t)
     matrix = torch.diag(weights[:, 0])
     me = torch.arange(n)
     for slot in range(sources.shape[1]):

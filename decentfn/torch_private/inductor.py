@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import heapq
 import itertools
 import operator
 import os
@@ -76,47 +75,7 @@ def compile_options() -> dict[str, Any]:
     CustomGraphPass.register(_StoreEarly)  # whose code is cached by its uuid
     return {
         "post_grad_custom_post_pass": _StoreEarly(),
-        "reorder_for_compute_comm_overlap": True,
-        "reorder_for_compute_comm_overlap_passes": ["raise_comms", _wait_last],
-        "reorder_for_locality": False,
-        "score_fusion_memory_threshold": 256,
-        "size_asserts": False,
-        "alignment_asserts": False,
     }
-
-
-def _wait_last(nodes: list[Any]) -> list[Any]:
-    """Inductor's schedule, waiting only when nothing else can be done, and for what was posted first.
-
-    Its own pass `sink_waits` lets the order of waits follow from where the gradients come from: the first message is
-    then often waited for last, and all that needs it comes after the last message is in.
-    """
-    from torch._inductor import ir
-
-    maker = {name: i for i, node in enumerate(nodes) for name in node.get_buffer_names()}
-    needs = [{maker[d.name] for d in node.unmet_dependencies if d.name in maker} - {i} for i, node in enumerate(nodes)]
-    users: dict[int, list[int]] = {}
-    for i, needed in enumerate(needs):
-        for j in needed:
-            users.setdefault(j, []).append(i)
-
-    def rank(i: int) -> tuple[bool, int]:
-        node = nodes[i].node
-        if type(node) is not ir._WaitKernel:
-            return False, i
-        return True, maker.get(node.inputs[0].get_name(), i)
-
-    ready = [(rank(i), i) for i, needed in enumerate(needs) if not needed]
-    heapq.heapify(ready)
-    order = []
-    while ready:
-        _, i = heapq.heappop(ready)
-        order.append(nodes[i])
-        for j in users.get(i, ()):
-            needs[j].discard(i)
-            if not needs[j]:
-                heapq.heappush(ready, (rank(j), j))
-    return order
 
 
 @functools.cache

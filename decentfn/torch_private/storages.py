@@ -8,25 +8,6 @@ import torch
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 
-def is_unused(storage: torch.UntypedStorage) -> bool:
-    """Whether no tensor has this storage, and no other process either; needs `COUNTS_USERS`."""
-    return torch._C._storage_Use_Count(storage._cdata) == 1 and not storage.is_shared()
-
-
-def _counts_users() -> bool:
-    held = torch.empty(1)
-    storage = held.untyped_storage()
-    try:
-        before = is_unused(storage)
-        del held
-        return is_unused(storage) and not before
-    except AttributeError:
-        return False
-
-
-COUNTS_USERS = _counts_users()
-
-
 def copy_each(sources: Sequence[torch.Tensor], places: Sequence[torch.Tensor]) -> None:
     """Each of the sources into its place."""
     torch._foreach_copy_(list(places), list(sources))  # pyright: ignore[reportPrivateImportUsage]

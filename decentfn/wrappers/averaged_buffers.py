@@ -80,7 +80,7 @@ def average_buffers(
         new = _chosen(state.buffers, which)
         if posted is None:
             posted = gossip.post(_by_dtype(new), topology, t)
-        moves = _pieces(gossip.difference(posted, at(gamma, t)), new)
+        moves = _pieces(gossip.difference(posted, at(gamma, t, new)), new)
         mixed = iter([(b + move).to(b.dtype) for b, move in zip(new, moves, strict=True)])
         pairs = zip(trees.leaves(state.buffers), which, strict=True)
         leaves = [next(mixed) if travels else leaf for leaf, travels in pairs]
