@@ -55,8 +55,7 @@ class Fragments:
 
     def turn(self, like: Buckets, schedules: Sequence[Topology], t: Tensor) -> Buckets:
         """Per element, whether its fragment's schedule is active in step t."""
-        slices = [
-            [is_active(schedule, t, like).expand(piece.shape) for piece in fragment]
-            for schedule, fragment in zip(schedules, self.split(list(like)), strict=True)
-        ]
+        dues = [is_active(schedule, t, like) for schedule in schedules]
+        pairs = zip(dues, self.split(list(like)), strict=True)
+        slices = [[due.expand(piece.shape) for piece in fragment] for due, fragment in pairs]
         return self.join(slices, like.plan)

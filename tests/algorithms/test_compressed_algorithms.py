@@ -413,9 +413,9 @@ def test_a_single_worker_trains_alone(name):
 def test_what_is_sent_is_the_compressed_message(name, monkeypatch):
     sent = []
 
-    def listen(x, peers, t, original=collectives.exchange, **options):
+    def listen(x, row, original=collectives.exchange, **options):
         sent.append((tuple(x.shape), x.dtype))
-        return original(x, peers, t, **options)
+        return original(x, row, **options)
 
     monkeypatch.setattr(collectives, "exchange", listen)
     topology = schedule(STATIC["ring"])

@@ -194,22 +194,6 @@ def test_planned_degrees_and_bytes_are_what_travels(name, n):
 
 
 @every_name
-@given(n=st.integers(1, 33), t=st.integers(0, 40))
-def test_where_all_weigh_alike_the_mixing_matrix_has_one_row_in_another_order_for_each(name, n, t):
-    made = make(name, n)
-    if made is not None and made.weighs_alike and made.groups is None:  # groups may differ in size
-        rows = mixing_matrix(made, t).sort(dim=1).values
-        assert torch.allclose(rows, rows[:1], rtol=0, atol=1e-15)
-        assert mixing_matrix(made, t).diag().unique().numel() == 1
-
-
-def test_who_weighs_alike():
-    names = ["ring", "static-ring", "complete", "one-peer-exp", "static-exp", "chain", "random-matching"]
-    assert [topology(name, 8).weighs_alike for name in names] == [True] * 5 + [False] * 2
-    assert not topology("graph", 8, graph=nx.star_graph(7)).weighs_alike
-
-
-@every_name
 @given(n=st.integers(1, 17), seed=st.integers(0, 2**32 - 1), t=st.integers(0, 40))
 def test_relabelling_moves_rows_and_columns(name, n, seed, t):
     made = make(name, n)

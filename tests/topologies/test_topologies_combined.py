@@ -322,7 +322,7 @@ def test_names_build_for_4096_workers(name):
     needs_nodes = name in {"alternating-exp-ring", "hierarchical"}
     made = topology(name, 4096, **({"local_world_size": 8} if needs_nodes else {}))
     assert made.num_workers == 4096 and made.slots <= 25
-    assert made.peers.numel() <= 2**24
+    assert made.sources.numel() <= 2**23
     for t in (0, 1, 4095):
         this = made.round(t)
         totals = this.weights.sum(1) + (0 if this.mean_weights is None else this.mean_weights)
