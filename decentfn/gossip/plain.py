@@ -180,10 +180,13 @@ def inbox_of(posted: Posted, index: int) -> Tensor:
 
 
 def _landed(posted: Posted, flight: collectives.Flight, index: int) -> Tensor:
-    key = "mean" if flight.is_mean else "messages", index
-    if key not in posted.landed:
-        posted.landed[key] = collectives.wait(flight, (*posted.numbers, *posted.after))
-    return posted.landed[key]
+    """Wait for a flight, once; in compiled code after all of this post is posted, and after the flights waited for so far."""
+    landed, key = posted.landed, ("mean" if flight.is_mean else "messages", index)
+    if key not in landed:
+        before = landed.get("last", ())
+        landed[key] = collectives.wait(flight, (*posted.numbers, *posted.after, *before))
+        landed["last"] = (landed[key],)
+    return landed[key]
 
 
 def _arrived(
