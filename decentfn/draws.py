@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -185,28 +186,27 @@ def _kernel(
 ) -> Tensor:
     """Draw for one worker, 0-d, or for several, `[N]`: then the draws are `[N, *shape]`."""
     step = at if t is None else int(t)
-    words = (seed & _32_BITS, seed >> 32 & _32_BITS, stream & _32_BITS, worker, step & _32_BITS, step >> 32 & _32_BITS)
-    keys = []
+    number = int(worker) if worker.dim() == 0 and worker.device.type == "cpu" else worker
+    words = (seed & _32_BITS, seed >> 32 & _32_BITS, stream & _32_BITS, number, step & _32_BITS, step >> 32 & _32_BITS)
+    keys: list[Any] = []
     for starts in _STARTS[: 4 if is_wide else 2]:
-        key = sum(
-            _scramble(torch.as_tensor(start ^ word, device=worker.device))
-            for start, word in zip(starts, words, strict=True)
-        )
-        keys.append(_scramble(torch.as_tensor(key) & _32_BITS).view(*worker.shape, *[1] * len(shape)))
+        key = sum(_scramble(start ^ word) for start, word in zip(starts, words, strict=True)) & _32_BITS
+        key = _scramble(key)
+        keys.append(key.view((*key.shape, *[1] * len(shape))) if isinstance(key, Tensor) else key)
     index = torch.arange(prod(shape), device=worker.device).view(tuple(shape))
     if not is_wide:
         return _hash(index, keys[0], keys[1])
     return (_hash(index, keys[0], keys[1]) << 31) | (_hash(index, keys[2], keys[3]) >> 1)
 
 
-def _scramble(x: Tensor) -> Tensor:
+def _scramble(x: Any) -> Any:
     """Permute the 32-bit numbers such that each bit of `x` moves every bit (xorshift, multiply)."""
     for shift, multiplier in _MULTIPLIERS:
         x = ((x ^ (x >> shift)) * multiplier) & _32_BITS
     return x ^ (x >> 14)
 
 
-def _hash(index: Tensor, first: Tensor, second: Tensor) -> Tensor:
+def _hash(index: Tensor, first: Any, second: Any) -> Tensor:
     return _scramble((_scramble(index ^ first) + second) & _32_BITS)
 
 

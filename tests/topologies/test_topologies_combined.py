@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import decentfn as df
+from decentfn import collectives
 from decentfn.topologies import (
     Edge,
     Round,
@@ -28,8 +29,11 @@ from decentfn.topologies import (
     from_shifts,
     graph,
     hierarchical,
+    later,
     matrices,
     mixing_matrix,
+    nth_round,
+    paused,
     pga,
     relabel,
     ring,
@@ -55,8 +59,8 @@ def same(made, t, want):
     w = mixing_matrix(made, t)
     torch.testing.assert_close(w, want, rtol=0, atol=1e-15)
     assert matrices.is_doubly_stochastic(w)
-    if made.groups is not None:  # what gossip reads: the table at t
-        assert torch.equal(made.round(t).groups, made.groups[t % len(made.groups)])
+    if made.groups is not None:  # process groups are made for these
+        assert (made.groups == made.round(t).groups).all(1).any()
 
 
 @given(part=parts, H=hours, t=some_steps)
@@ -102,16 +106,49 @@ def test_two_steps_of_hierarchical_are_the_product_of_the_levels():
     assert spectral_gap(made) == pytest.approx(spectral_gap(topology("static-ring", 4)), abs=1e-12)
 
 
-def test_schedules_too_long_for_tables_are_picked_in_the_graph():
+def test_schedules_too_long_for_tables_are_looked_up_when_a_step_runs():
     made = pga(5000, topology("one-peer-exp", N))
     assert made.draw is not None and made.period == 15000 and len(made.sources) == 1
-    compiled = torch.compile(lambda t: made.round(t)[:3], fullgraph=True, backend="aot_eager")
+
+    def weights(t):
+        return torch.func.vmap(lambda x: collectives.look_up(x, made, t).weights)(torch.zeros(N, 1))
+
+    compiled = torch.compile(weights, fullgraph=True, backend="aot_eager")
     for t in (0, 1, 2, 5000, 5001, 14999):
         want = complete(N) if t % 5000 == 0 else topology("one-peer-exp", N)
         same(made, t, mixing_matrix(want, t))
-        assert torch.equal(compiled(torch.tensor(t))[2], made.round(t).weights)
-    with pytest.raises(ValueError, match="its groups repeat after 1000000 steps"):
-        pga(10**6, ring(N))
+        assert torch.equal(compiled(torch.tensor(t)), made.round(t).weights)
+    assert len(pga(10**6, ring(N)).groups) == 2
+
+
+@given(part=parts, steps=hours, t=some_steps)
+def test_later_is_the_same_schedule_begun_later(part, steps, t):
+    made = later(steps, part)
+    same(made, t, mixing_matrix(part, t - steps) if t >= steps else torch.eye(N).double())
+    assert made.round(t).is_active == (t >= steps and part.round(t - steps).is_active)
+
+
+@given(part=parts, rounds=st.integers(1, 3), k=st.integers(0, 2), t=some_steps)
+def test_nth_round_is_round_k_of_a_step_that_mixes_several_times(part, rounds, k, t):
+    if k < rounds:
+        made = nth_round(k, rounds, part)
+        same(made, t, mixing_matrix(part, rounds * t + k))
+        assert made.period is None or np.allclose(mixing_matrix(made, t), mixing_matrix(made, t + made.period))
+
+
+@given(part=parts, H=hours, t=some_steps)
+def test_paused_rests_where_the_other_one_is_active(part, H, t):
+    made = paused(part, every(H, complete(N)))
+    same(made, t, mixing_matrix(part, t) if t % H else torch.eye(N).double())
+    assert made.round(t).is_active == (t % H != 0 and part.round(t).is_active)
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_which_rounds_are_active_is_declared_and_not_seen_from_the_weights(n):
+    """One worker alone mixes with nobody, but its outer updates take place all the same."""
+    made = later(2, every(3, complete(n)))
+    assert [made.round(t).is_active for t in range(8)] == [False, False, True, False, False, True, False, False]
+    assert all(complete(n).round(t).is_active for t in range(3))
 
 
 def test_push_sum_graphs_stay_declared():
