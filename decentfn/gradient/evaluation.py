@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from decentfn import trees
 from decentfn.buckets import Buckets, elementwise, mean_inside, mean_of_processes, whole
-from decentfn.gradient.accumulated import Accumulated, mean_gradient_of, micro_batches
+from decentfn.gradient.accumulated import Accumulated, mean_gradient_of, micro_batch_count, micro_batches
 from decentfn.gradient.beside import Beside
 from decentfn.gradient.by_autograd import ByAutograd, gradient_by_autograd, is_by_autograd
-from decentfn.gradient.loss import LossFn, WrappedLoss, takes
+from decentfn.gradient.loss import LossFn, WrappedLoss, call, takes
 from decentfn.gradient.scaled import DynamicLossScale
 from decentfn.gradient.traced import Evaluation, gradient_of
 from decentfn.stacking import in_chunks
 from decentfn.torch_private import functorch
 from decentfn.torch_private.profiler import is_profiled, nothing, span
 from decentfn.trees import PyTree
-from decentfn.words import brief_error, is_ours
+from decentfn.words import brief_error
 
 
 def require_inputs(call: str, loss_fn: LossFn, params: PyTree, buffers: PyTree) -> None:
@@ -107,10 +108,50 @@ def _evaluate(
     try:
         with span("gradient") if is_profiled() else nothing:
             return in_chunks(traced, params, buffers, batch, scale)
-    except Exception as error:
-        if is_ours(error):
+    except (RuntimeError, NotImplementedError) as error:
+        if type(error) not in (RuntimeError, NotImplementedError):
             raise
+        try:
+            with functorch.outside_transforms():
+                for leaves in functorch.by_worker(trees.leaves((params, buffers, batch))):
+                    _plainly(one, many, *trees.fill(trees.enumerate_leaves((params, buffers, batch)), leaves))
+        except Exception as own:
+            raise own from None
         raise RuntimeError(_not_traced(error, functorch.is_batched(params[0]))) from error
+
+
+def raise_own(loss_fn: LossFn, state: Any, batch: PyTree) -> None:
+    """Raise the error that the loss raises for this state and batch in plain PyTorch; return if it raises none.
+
+    Tells an error of the loss from a failure to trace it.
+    """
+    if state.params.plan.processes > 1:
+        return
+    many = False
+    while isinstance(loss_fn, WrappedLoss):
+        many |= isinstance(loss_fn, Accumulated)
+        loss_fn = loss_fn.loss_fn
+    given = state.params, state.buffers, trees.plain(batch)
+    workers = state.params[0].shape[0] if state.params[0].dim() == 2 else None
+    try:
+        for i in range(workers or 1):
+            _plainly(loss_fn, many, *(given if workers is None else trees.map(lambda x, i=i: x[i], given)))
+    except Exception as own:
+        raise own from None
+
+
+def _plainly(loss_fn: LossFn, many: bool, params: Buckets, buffers: PyTree, batch: PyTree) -> None:
+    """Evaluate the loss of one worker on copies, and its gradient by autograd; with `many`, of each micro-batch."""
+    if many:
+        batch = micro_batches(batch)
+    count = micro_batch_count(trees.leaves(batch)) if many else 1
+    for i in range(count):
+        leaves = [b.detach().clone().requires_grad_() for b in params]
+        data = trees.cloned(trees.map(lambda x, i=i: x[i], batch) if many else batch)
+        with torch.enable_grad():
+            loss, _, _ = call(loss_fn, Buckets(leaves, params.plan).tree(), trees.cloned(buffers), data)
+            if loss.requires_grad:
+                torch.autograd.grad(loss, leaves, allow_unused=True)
 
 
 def _not_traced(error: Exception, simulated: bool) -> str:
