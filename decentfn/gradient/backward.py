@@ -21,7 +21,7 @@ from decentfn.gradient.beside import around
 from decentfn.gradient.joining import Joining, in_buckets
 from decentfn.gradient.layout import Layout
 from decentfn.gradient.loss import LossFn, call, scalar
-from decentfn.gradient.others import no_other_weights, no_own_weights
+from decentfn.gradient.others import Others, no_other_weights, require_no_own_weights
 from decentfn.gradient.traced import unscaled
 from decentfn.replicas import digest
 from decentfn.torch_private import functorch
@@ -106,9 +106,11 @@ def backward(
                 tree, old = form.arguments(leaves, kept)
                 if trial:  # it may be thrown away, with what it does to the batch
                     data = trees.cloned(data)
-                loss, new, aux = _forward_backward(
-                    loss_fn, tree, old, data, scale, trial, (worker, (t, index)), joining.watch
+                loss, new, aux, others = _forward_backward(
+                    loss_fn, tree, old, data, scale, trial, (worker, (t, index)), joining.watch, leaves
                 )
+                if others is not None:
+                    others.require_none()
             kept = [_apart(b, k) if i in changing else k for i, (b, k) in enumerate(zip(new, kept, strict=True))]
             losses.append(loss)
             auxes.append(aux)
@@ -162,11 +164,16 @@ def _forward_backward(
     trial: bool,
     at: At,
     before: Callable[[], None],
-) -> tuple[Tensor, list[Tensor], PyTree]:
-    """The loss, the leaves of its new buffers, and aux; the gradients are added to `.grad`, after `before` was called."""
-    held = getattr(loss_fn, "held", None)
+    leaves: list[Tensor],
+) -> tuple[Tensor, list[Tensor], PyTree, Others | None]:
+    """The loss, the leaves of its new buffers, and aux; the gradients are added to `.grad`, after `before` was called.
+
+    In a trial also what else it takes a gradient of; not of a sharded module, whose parameters PyTorch gathers anew.
+    """
+    held, others = getattr(loss_fn, "held", None), None
     if held is None:
         loss, new, aux = call(loss_fn, params, buffers, batch)
+        others = Others(loss, leaves, batch) if trial else None
         with no_other_weights(loss) if trial else nothing:
             before()
             _backward(loss, scale)
@@ -176,11 +183,13 @@ def _forward_backward(
         with held(params, buffers, at) as new:
             loss, aux = loss_fn.of(batch)  # type: ignore[attr-defined]
             loss = scalar(loss)
-            with no_own_weights(loss, own) if trial else nothing:
-                before()
-                _backward(loss, scale)
+            if own:
+                require_no_own_weights(loss, own)
+                others = Others(loss, leaves, batch)
+            before()
+            _backward(loss, scale)
     aux = None if aux is None else trees.map(_beyond, trees.plain(aux))
-    return loss.detach(), trees.leaves(new) if new else [], aux
+    return loss.detach(), trees.leaves(new) if new else [], aux, others
 
 
 def _backward(loss: Tensor, scale: Tensor | None) -> None:

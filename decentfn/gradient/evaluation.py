@@ -14,6 +14,7 @@ from decentfn.gradient.accumulated import Accumulated, mean_gradient_of, micro_b
 from decentfn.gradient.beside import Beside
 from decentfn.gradient.by_autograd import ByAutograd, gradient_by_autograd, is_by_autograd
 from decentfn.gradient.loss import LossFn, WrappedLoss, call, takes
+from decentfn.gradient.others import require_no_others
 from decentfn.gradient.scaled import DynamicLossScale
 from decentfn.gradient.traced import Evaluation, gradient_of
 from decentfn.stacking import in_chunks
@@ -104,10 +105,17 @@ def _evaluate(
     traced = partial(mean_gradient_of if many else gradient_of, one)
     batch = micro_batches(batch) if many else batch
     if torch.compiler.is_compiling():
-        return in_chunks(traced, params, buffers, batch, scale)
+        e = in_chunks(traced, params, buffers, batch, scale)
+        if _depends_on_others(e.loss, (params, buffers, batch)):
+            raise RuntimeError("the loss takes a gradient of others than its parameters")  # `raise_own` says of which
+        return e
     try:
         with span("gradient") if is_profiled() else nothing:
-            return in_chunks(traced, params, buffers, batch, scale)
+            e = in_chunks(traced, params, buffers, batch, scale)
+        loss = functorch.by_worker([e.loss])[0][0]
+        if _depends_on_others(loss, (params, buffers, batch)):
+            require_no_others(loss)
+        return e
     except (RuntimeError, NotImplementedError) as error:
         if type(error) not in (RuntimeError, NotImplementedError):
             raise
@@ -118,6 +126,11 @@ def _evaluate(
         except Exception as own:
             raise own from None
         raise RuntimeError(_not_traced(error, functorch.is_batched(params[0]))) from error
+
+
+def _depends_on_others(loss: Tensor, given: PyTree) -> bool:
+    """Return True if the loss, with its gradient taken, requires another one, and not because of what it was given."""
+    return loss.requires_grad and not any(isinstance(x, Tensor) and x.requires_grad for x in trees.leaves(given))
 
 
 def raise_own(loss_fn: LossFn, state: Any, batch: PyTree) -> None:
@@ -150,6 +163,7 @@ def _plainly(loss_fn: LossFn, many: bool, params: Buckets, buffers: PyTree, batc
         data = trees.cloned(trees.map(lambda x, i=i: x[i], batch) if many else batch)
         with torch.enable_grad():
             loss, _, _ = call(loss_fn, Buckets(leaves, params.plan).tree(), trees.cloned(buffers), data)
+            require_no_others(loss, (leaves, data))
             if loss.requires_grad:
                 torch.autograd.grad(loss, leaves, allow_unused=True)
 

@@ -105,14 +105,14 @@ class _Lent:
         for (attributes, _, _), (listed, refs) in zip(lists, self._own_lists, strict=True):
             attributes[_LIST], attributes[_REFS] = listed, refs
         if not are_same(new, self._given):
-            tensors.update({name: x for name, x in zip(tensors, new, strict=False) if x is not None})
+            tensors.update(zip(tensors, new, strict=False))  # None for what was deleted
 
 
 class Weights:
     """Where a module keeps its parameters and buffers: found by name once, and again where the module has changed."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self._module, self._name = module, name
         self._dicts: list[dict[str, Any]] = []  # of parameters and of buffers of all submodules
         self._names: tuple[list[str], list[str]] = [], []  # the keys of all places, and whose tensors are given
         self._ids: list[int] = []  # of what stands in all places
@@ -148,7 +148,7 @@ class Weights:
         untied = [names[n] for n in parameters if is_whole and same[n] not in given]
         if missing or untied or len(given) < len(tensors):
             raise ValueError(
-                f"df.functional({type(whole).__name__}): the module has changed since, in "
+                f"df.functional({self._name}): the module has changed since, in "
                 f"{brief(sorted(missing or untied or tensors.keys() - set(given.values())))}; call df.functional again."
             )
         tied = [n for n in range(len(places)) if same[n] in given and names[n] not in tensors]
