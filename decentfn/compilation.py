@@ -76,7 +76,7 @@ def compile(
         raise ValueError("compile(donate(step)): compile(step) donates by itself; leave df.donate out.")
     progress = _Progress(step)
     by_autograd, look = getattr(step, "by_autograd", False), getattr(step, "watch", None)
-    raise_own = getattr(step, "raise_own", None)
+    raise_own, reading = getattr(step, "raise_own", None), getattr(step, "reading", lambda: nothing)
     kwargs: dict[str, Any] = {"fullgraph": True, "dynamic": dynamic, "recompile_limit": _GRAPHS, "backend": backend}
     if backend == "inductor":
         kwargs["backend"] = progress.inductor
@@ -115,7 +115,11 @@ def compile(
             return (state, result) if donate else result
 
         try:
-            with collectives.whole_step(number, donated=donate) as here, draws.torch_draws(number, here.place):
+            with (
+                reading(),
+                collectives.whole_step(number, donated=donate) as here,
+                draws.torch_draws(number, here.place),
+            ):
                 result = passing_beside(call, batch) if by_autograd else call(trees.plain(batch))
         except too_many_graphs() as error:
             raise RuntimeError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from decentfn.gradient.accumulated import Accumulated, mean_gradient_of, micro_b
 from decentfn.gradient.beside import Beside
 from decentfn.gradient.by_autograd import ByAutograd, gradient_by_autograd, is_by_autograd
 from decentfn.gradient.loss import LossFn, WrappedLoss, call, takes
+from decentfn.gradient.module import ModuleLoss
 from decentfn.gradient.others import require_no_others
 from decentfn.gradient.scaled import DynamicLossScale
 from decentfn.gradient.traced import Evaluation, gradient_of
@@ -60,6 +62,15 @@ def learn(loss_fn: LossFn, params: Buckets, buffers: PyTree, batch: PyTree, t: T
         loss_fn = loss_fn.loss_fn
     if is_by_autograd(loss_fn):
         evaluate(loss_fn, params, buffers, trees.cloned(batch), t)
+
+
+def reading(loss_fn: LossFn) -> AbstractContextManager[None]:
+    """Within, no other thread lends weights to the loss's module, which a traced step looks at whenever it is called."""
+    while isinstance(loss_fn, WrappedLoss):
+        if isinstance(loss_fn, ByAutograd):
+            return nothing  # its operator waits, when it lends them
+        loss_fn = loss_fn.loss_fn
+    return loss_fn.alone(lends=False) if isinstance(loss_fn, ModuleLoss) else nothing
 
 
 def evaluate(

@@ -15,7 +15,7 @@ from decentfn import collectives, trees
 from decentfn.buckets import Places
 from decentfn.gradient.attributes import At, Attributes
 from decentfn.gradient.loss import is_pair
-from decentfn.torch_private.modules import Submodules, Weights, weights
+from decentfn.torch_private.modules import Alone, Refusing, Submodules, Weights, weights
 from decentfn.trees import PyTree
 from decentfn.words import brief
 
@@ -58,6 +58,10 @@ class ModuleLoss:
         ]
         """Plain attributes that are tensors: what spectral norm and pruning make of a weight before every call."""
 
+    def alone(self, lends: bool = True) -> Alone:
+        """Within, no other thread evaluates the module; see `Alone`."""
+        return Alone(self._submodules.look(), lends)
+
     def own_weights(self) -> list[Tensor]:
         """Those that the module has, but not while others are lent to it."""
         return list(self.whole.parameters())
@@ -85,9 +89,9 @@ class ModuleLoss:
         names = [self._names.get(name, name) for name in given]
         tensors = dict(zip(names, given.values(), strict=True))
         new = dict(buffers)
-        self._require_trained(params)
         handles = self._hooked(params, is_traced=at is None) if self._hooks or self._late_hooks else []
         if at is None and torch.compiler.is_compiling():
+            self._require_trained(params)
             try:
                 with weights(self.whole, tensors):
                     yield new
@@ -97,11 +101,13 @@ class ModuleLoss:
         else:
             try:
                 modules, attributes = self._submodules.look(), self._attributes
-                with (
-                    attributes.put_back(modules) if at is None else attributes.of(at, [*tensors.values()], modules),
-                    self._weights.are(tensors, modules),
-                ):
-                    yield new
+                with Alone(modules), Refusing(modules):
+                    self._require_trained(params)
+                    with (
+                        attributes.put_back(modules) if at is None else attributes.of(at, [*tensors.values()], modules),
+                        self._weights.are(tensors, modules),
+                    ):
+                        yield new
             finally:
                 for handle in handles if at is not None else ():
                     handle.remove()
