@@ -157,7 +157,7 @@ class _Lent:
 
     __slots__ = ("_given", "_own", "_own_lists", "_places", "_tensors")
 
-    def __init__(self, places: _Places, tensors: dict[str, Tensor]) -> None:
+    def __init__(self, places: _Places, tensors: dict[str, Any]) -> None:
         self._places, self._tensors = places, tensors
         self._given = [*tensors.values(), *[tensors[name] for name in places.tied]]
         self._own = [place[key] for place, key in places.dicts]
