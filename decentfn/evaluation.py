@@ -10,7 +10,7 @@ from numbers import Integral
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from decentfn import collectives, trees
 from decentfn.buckets import Plan, sum_inside, whole
@@ -149,16 +149,16 @@ def _sums(
         raise ValueError(
             f"{call}(samples={brief(samples)}): a function of a batch, which returns how many samples it has."
         )
-    of_module = _in_eval_mode(metric.module) if isinstance(metric, ModuleLoss) else nullcontext()
     evaluated: Any = _together(metric) if isinstance(metric, ShardedLoss) else metric
     number, totals = 0, [dict[str, Tensor]() for _ in replicas]
     size_of = partial(_size, call) if samples is None else partial(_told_size, call, samples)
     sized = ((batch, size_of(batch)) for batch in batches)
-    with of_module, closing(_in_step(call, sized, getattr(metric, "team", 1)) if is_cut else sized) as rounds:
+    with closing(_in_step(call, sized, getattr(metric, "team", 1)) if is_cut else sized) as rounds:
         for batch, size in rounds:
             number += size
-            for (params, buffers), total in zip(replicas, totals, strict=True):
-                value = evaluated(params, batch) if buffers is None else evaluated(params, buffers, batch)
+            with _in_eval_mode(metric) if isinstance(metric, ModuleLoss) else nullcontext():
+                found = [evaluated(x, batch) if b is None else evaluated(x, b, batch) for x, b in replicas]
+            for value, total in zip(found, totals, strict=True):
                 for name, x in _values(call, value).items() if size else ():
                     total[name] = total.get(name, 0) + size * x
     return [{"samples": number, "sums": {name: x.item() for name, x in total.items()}} for total in totals]
@@ -237,15 +237,16 @@ def _mark(batch: Any) -> int:
 
 
 @contextmanager
-def _in_eval_mode(module: nn.Module) -> Iterator[None]:
-    """Within, the module and all inside it are in eval mode; afterwards each is as it was."""
-    were = [(inner, inner.training) for inner in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
-        for inner, was in were:
-            inner.training = was
+def _in_eval_mode(metric: ModuleLoss) -> Iterator[None]:
+    """Within, the module and all inside it are in eval mode, and no other thread trains it; afterwards each is as it was."""
+    with metric.alone():
+        were = [(inner, inner.training) for inner in metric.whole.modules()]
+        metric.whole.eval()
+        try:
+            yield
+        finally:
+            for inner, was in were:
+                inner.training = was
 
 
 def _size(call: str, batch: Any) -> int:
