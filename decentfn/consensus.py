@@ -81,13 +81,13 @@ def is_stacked(state: Any) -> bool:
 
 
 def consensus_mean(state: Any) -> PyTree:
-    """The mean of the parameters over all workers, as the user's tree; the same on every rank. Collective."""
+    """The mean of the parameters over all workers, as the user's tree; copies, the same on every rank. Collective."""
     x = _buckets(state)
-    return whole(Buckets([_mean(bucket) for bucket in x], x.plan)).tree()
+    return trees.map(torch.clone, whole(Buckets([_mean(bucket) for bucket in x], x.plan)).tree())
 
 
 def consensus_buffers(state: Any) -> PyTree:
-    """The mean of the floating-point buffers over all workers, the same on every rank; others are worker 0's. Collective.
+    """The mean of the floating-point buffers over all workers, the same on every rank; others are worker 0's; copies. Collective.
 
     Buffers that are equal on all workers (frozen parameters) come back bit for bit. Where a worker is several processes the mean is
     over all of them, and of a frozen parameter that is cut, over those that hold the same shard.

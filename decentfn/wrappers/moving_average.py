@@ -6,8 +6,10 @@ from functools import wraps
 from numbers import Real
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from decentfn import trees
 from decentfn.buckets import Buckets, cast_like, copy_wide, elementwise
 from decentfn.consensus import params
 from decentfn.kit.expected import check, kind_of, marked
@@ -70,10 +72,10 @@ def ema(algorithm: Algorithm, decay: float = 0.999) -> Algorithm:
 
 
 def ema_state(state: State) -> State:
-    """A state in which the average stands for the parameters, for `params`, `consensus_mean`, distances; not to train on."""
+    """A state with the average in place of the parameters, for `params`, `consensus_mean`, distances; not to train on. Copies."""
     if not _has_average(state):
         raise ValueError(f"ema_state({kind_of(state)}): there is no average; make the algorithm with df.ema(...).")
-    return State(cast_like(state.memory.ema, state.params), Local(None, state.buffers))
+    return trees.map(torch.clone, State(cast_like(state.memory.ema, state.params), Local(None, state.buffers)))
 
 
 def ema_params(state: State) -> PyTree:
