@@ -14,6 +14,7 @@ from torch import Tensor
 from decentfn import collectives, trees
 from decentfn.buckets import Buckets, counted_once, part_of, sum_inside, whole, without_values
 from decentfn.kit.state import State, restarted
+from decentfn.replicas import require_equal, require_equal_rows
 from decentfn.stacking import over_workers
 from decentfn.trees import PyTree
 
@@ -48,7 +49,8 @@ def with_params(state: Any, params: PyTree) -> Any:
             first place.
 
     Raises:
-        ValueError: other leaves, shapes or dtypes than the state's, or a state whose memory has no `restart`.
+        ValueError: other leaves, shapes or dtypes than the state's, or a state whose memory has no `restart`; on every rank,
+            unequal parameters where the algorithm's workers must start equal (`all_reduce`, `demo`, ...).
     """
     x = _buckets(state)
     expected = [(name, leaf.shape, leaf.dtype) for name, leaf in trees.named_leaves(without_values(x).tree())]
@@ -59,6 +61,10 @@ def with_params(state: Any, params: PyTree) -> Any:
                 f"with_params(state, params): found {got} where the state has {want} (name, shape, dtype); pass a tree "
                 "like df.params(state)."
             )
+    if x.plan.starts_equal:
+        require_equal("with_params(state, params)", {"params": params})
+        if is_stacked(state):
+            require_equal_rows("with_params(state, params)", {"params": params})
     plan = x.plan.whole or x.plan
     new = Buckets(plan.lay_out(params, workers=tuple(x[0].shape[:-1])), plan)
     if x.plan.whole is not None:

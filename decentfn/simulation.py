@@ -11,8 +11,9 @@ from torch import Tensor
 
 from decentfn import collectives, trees
 from decentfn.gradient.beside import Beside, passing_beside
-from decentfn.kit.expected import check, marked, require_order, watch
+from decentfn.kit.expected import check, is_state, marked, require_order, watch
 from decentfn.kit.state import Step
+from decentfn.replicas import require_equal_rows
 from decentfn.scalars import as_step
 from decentfn.stacking import over_workers, require_rows
 from decentfn.trees import PyTree
@@ -66,12 +67,21 @@ def simulate(step: Step, num_workers: int, *, chunk_size: int | None = None) -> 
         if size is not None:  # else a step of another kind
             collectives.require_size(num_workers, size, "simulate")
 
+    started: list[Any] = [None]  # the plan of the last run that began here
+
+    def require_start(state: Any, t: Tensor) -> None:
+        needs_equal = getattr(step, "starts_equal", False) and int(t) == 0 and is_state(state)
+        if needs_equal and started[0] is not state.params.plan:
+            require_equal_rows("simulate(step, N)(state, batch, 0)", {"params": state.params.tree()})
+            started[0] = state.params.plan
+
     def look(state: Any, batch: PyTree, t: Any) -> None:
         require_order(state, batch, t)
         require_size()
         require_rows("state", state, num_workers)
         batch = trees.plain(batch)
         require_rows("batch", batch, num_workers)
+        require_start(state, as_step(t))
         first, its_batch = trees.map(lambda leaf: leaf[0], (state, batch))
         check(step, first, its_batch, t)
 
@@ -82,6 +92,8 @@ def simulate(step: Step, num_workers: int, *, chunk_size: int | None = None) -> 
             require_size()
         t = as_step(t)
         require_rows("state", state, num_workers)
+        if not torch.compiler.is_compiling():
+            require_start(state, t)
         if not getattr(step, "by_autograd", False):
             batch = trees.plain(batch)
             require_rows("batch", batch, num_workers)

@@ -83,7 +83,7 @@ def demo(
         options: `bucket_mb`; see `Options`.
 
     Raises:
-        ValueError: κ outside [0, 1), k or chunk not positive, `wire_dtype`.
+        ValueError: κ outside [0, 1), k or chunk not positive, `wire_dtype`; from `init`, unequal parameters.
     """
     compressor = dct_top_k(k, chunk=chunk) if compressor is None else compressor
     require_compressor("demo", compressor, 1.0, options)
@@ -105,4 +105,4 @@ def demo(
         u, local = worker.update(direction, g._replace(good=None), local, theta)
         return State(add(theta, u), local, Memory(delta)), g.metrics
 
-    return worker.algorithm(step, Memory.restart, topology=worker.everyone)
+    return worker.algorithm(step, Memory.restart, topology=worker.everyone, must_equal=("params",))

@@ -7,7 +7,7 @@ so it can be compared, printed, stored and used inside a compiled function.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
 
@@ -95,6 +95,8 @@ class Plan:
     """Of this process's parts, of the parameters and of the buffers beside them."""
     whole: Plan | None = None
     """That of the leaves of which these are this process's rows, where the loss wants them whole."""
+    starts_equal: bool = field(default=False, compare=False)
+    """Whether a run needs equal parameters on all workers where it starts, or it never makes them equal."""
 
     @property
     def is_cut(self) -> bool:
