@@ -14,8 +14,8 @@ from typing_extensions import Unpack
 from decentfn import gossip, trees
 from decentfn.buckets import Buckets, Plan, add, all_finite, elementwise, global_norm
 from decentfn.gradient import DynamicLossScale, Evaluation, LossFn, evaluate, inside_of
-from decentfn.kit.expected import marked
 from decentfn.kit.exchange import Posted, as_parameters, collect, post
+from decentfn.kit.expected import marked
 from decentfn.kit.gradient import Gradient, good_update, where_good
 from decentfn.kit.options import DEFAULTS, Options, require_arguments
 from decentfn.kit.start import lay_out
@@ -78,7 +78,6 @@ class Worker:
             must_equal: which of "params" and "buffers" must be bit for bit equal on all workers at the start; "params" also
                 where `df.with_params` sets others.
         """
-
         starts_equal = "params" in must_equal
 
         def init(params: PyTree, buffers: PyTree = None) -> State:
