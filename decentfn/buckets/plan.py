@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from numbers import Real
 from typing import NamedTuple
 
 import torch
@@ -263,7 +264,7 @@ def flatten(
 
 def require_bucket_mb(bucket_mb: object) -> None:
     """A bucket's size is a number of MiB."""
-    if not isinstance(bucket_mb, (int, float)) or not 0 < bucket_mb < float("inf"):
+    if isinstance(bucket_mb, bool) or not isinstance(bucket_mb, Real) or not 0 < bucket_mb < float("inf"):
         raise ValueError(
             f"bucket_mb={brief(bucket_mb)}: a bucket's size is a positive number of MiB; 25 is the default."
         )
