@@ -96,4 +96,9 @@ def _plain(call: str, name: str, kinds: frozenset[str], value: Any) -> Any:
         if str(type(value).__name__) not in ("bool", "bool_"):
             raise ValueError(f"{call}({name}={brief(value)}): {name} is True or False.")
         return bool(value)
-    return whole(call, name, value) if "int" in kinds else real(call, name, value)
+    if "int" not in kinds:
+        return real(call, name, value)
+    number = whole(call, name, value)
+    if name != "seed" and abs(number) >= 2**53:  # of a seed the low bits count
+        raise ValueError(f"{call}({name}={brief(value)}): {name} is an integer below 2^53.")
+    return number

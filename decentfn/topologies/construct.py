@@ -372,6 +372,8 @@ def from_rounds(
             its sources, or that differs when it is drawn again.
     """
     require_at_most(name, MOST_WORKERS, num_workers=num_workers)
+    if period is not None and period < 1:
+        raise ValueError(f"{name}: period={period}; a schedule repeats after one step or more, or has None.")
     if num_workers == 1:
         return idle(1, name)
 

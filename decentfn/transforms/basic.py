@@ -196,7 +196,7 @@ def clip_by_bucket_norm(max_norm: float) -> Transform:
 
 def _max_norm(call: str, max_norm: float) -> float:
     """The number itself, where it is one and positive; `inf` is."""
-    number = max_norm if max_norm == float("inf") else real(call, "max_norm", max_norm)
+    number = max_norm if isinstance(max_norm, Real) and max_norm == float("inf") else real(call, "max_norm", max_norm)
     check_number(call, "max_norm", number, "positive", lambda v: v > 0)
     return number
 
