@@ -10,6 +10,7 @@ from functools import wraps
 from numbers import Integral, Real
 from typing import Any, ParamSpec, TypeVar
 
+import numpy as np
 import torch
 
 from decentfn.words import brief
@@ -52,7 +53,18 @@ def require_at_most(call: str, most: int, **counts: int) -> None:
     """Raise ValueError unless each count is in [1, most]."""
     for name, count in counts.items():
         if not 1 <= count <= most:
-            raise ValueError(f"{call}({name}={brief(count)}): {name} is an integer in [1, {most}].")
+            raise ValueError(f"{call}({name}={brief(count)}): {name} is an integer >= 1, at most {most}.")
+
+
+def array(name: str, what: str, values: object, dtype: type = np.float64) -> np.ndarray:
+    """A copy as numbers, integers where `dtype` says so, or a ValueError that says what is none."""
+    try:
+        numbers = np.asarray(values, dtype=np.float64)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{name}: the {what} {brief(values)} are no array of numbers ({error}).") from None
+    if dtype is np.int64 and not (numbers == numbers.astype(dtype)).all():
+        raise ValueError(f"{name}: the {what} {brief(values)} are not all integers.")
+    return numbers.astype(dtype)
 
 
 def plain(call: str, parameters: Mapping[str, inspect.Parameter], arguments: Mapping[str, Any]) -> dict[str, Any]:

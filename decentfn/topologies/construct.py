@@ -10,7 +10,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from decentfn.numbers import MOST_WORKERS, checks_numbers, real, require_at_most, whole
+from decentfn.numbers import MOST_WORKERS, array, checks_numbers, real, require_at_most, whole
 from decentfn.topologies.matrices import edge_colours, weighted_permutations
 from decentfn.topologies.rounds import Edge, Round, Topology, check, check_sums, with_silence
 from decentfn.words import brief
@@ -22,17 +22,6 @@ MOST_TABLE_ENTRIES = 2**22
 _LONGEST_TABLE = 2**11
 _STEPS_TRIED = (*range(16), 10**6)
 """Of a schedule without tables; they are checked as a table's would be, and drawn twice."""
-
-
-def array(name: str, what: str, values: object, dtype: type = np.float64) -> np.ndarray:
-    """A copy as numbers, integers where `dtype` says so, or a ValueError that says what is none."""
-    try:
-        numbers = np.asarray(values, dtype=np.float64)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"{name}: the {what} {brief(values)} are no array of numbers ({error}).") from None
-    if dtype is np.int64 and not (numbers == numbers.astype(dtype)).all():
-        raise ValueError(f"{name}: the {what} {brief(values)} are not all integers.")
-    return numbers.astype(dtype)
 
 
 @checks_numbers
@@ -372,10 +361,10 @@ def from_rounds(
             its sources, or that differs when it is drawn again.
     """
     require_at_most(name, MOST_WORKERS, num_workers=num_workers)
-    if period is not None and period < 1:
-        raise ValueError(f"{name}: period={period}; a schedule repeats after one step or more, or has None.")
     if num_workers == 1:
         return idle(1, name)
+    if period is not None and period < 1:
+        raise ValueError(f"{name}: period={period}; a schedule repeats after one step or more, or has None.")
 
     def draw(t: Tensor) -> Round:
         this = round_of(t)

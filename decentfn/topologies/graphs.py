@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from decentfn.numbers import array
 from decentfn.topologies import matrices
-from decentfn.topologies.construct import array, from_edges
+from decentfn.topologies.construct import from_edges
 from decentfn.topologies.registry import register_topology
 from decentfn.topologies.rounds import Topology
 
