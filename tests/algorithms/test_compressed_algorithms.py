@@ -339,7 +339,7 @@ def test_demo_is_its_equation(scheduled):
         k=2,
         chunk=4,
     )
-    theta, delta, path = start.copy(), np.zeros((N, SIZE)), [start]
+    theta, delta, path = EQUAL.copy(), np.zeros((N, SIZE)), [EQUAL]
     for t in range(STEPS):
         eta = rate(t) if scheduled else 0.02
         delta = 0.9 * delta + eta * gradients(theta)
