@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from decentfn.numbers import checks_numbers
 from decentfn.scalars import moved, once
 from decentfn.torch_private import lowering
 
@@ -97,6 +98,7 @@ def permutation(
 # -- PyTorch's generators -------------------------------------------------------------------------------------------
 
 
+@checks_numbers
 def worker_seed(seed: int, worker: int, t: int = 0) -> int:
     """A seed for what one worker draws by itself (augmentation, the order of its samples), of a seed that all share.
 

@@ -77,7 +77,7 @@ def evaluate_replicas(
     if is_stacked(state):
         replicas = [worker((state.params, state.buffers), i) for i in range(state.params[0].shape[0])]
     else:
-        replicas = [(state.params, state.buffers)]
+        replicas = [trees.map(torch.clone, (state.params, state.buffers))]
     own = [(whole(x).tree(), buffers) for x, buffers in replicas]
     names, everyone = _of_workers("evaluate_replicas", metric, own, batches, samples, state.params.plan)
 

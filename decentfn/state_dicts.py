@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from decentfn import collectives, trees
 from decentfn.consensus import buffers, consensus_buffers, consensus_mean, is_stacked, params, with_params
 from decentfn.kit.state import State
+from decentfn.numbers import checks_numbers
 from decentfn.torch_private.modules import Alone, weights
 from decentfn.words import brief
 
 
+@checks_numbers
 def state_dict(module: nn.Module, state: State, *, consensus: bool = False) -> dict[str, Any]:
     """What `module.load_state_dict` takes, strictly: tied names, persistent buffers, `get_extra_state`; copies.
 

@@ -98,6 +98,11 @@ def checked(
                 f"{_CALL}: the state holds {found!r} where init laid out {expected!r}; it is another network's: call "
                 "init(params) for this one."
             )
+        if getattr(step, "starts_equal", False) and not x.plan.starts_equal:
+            raise ValueError(
+                f"{_CALL}: the state is another algorithm's, whose workers may differ, and this one never makes them equal; start from "
+                "their mean, init(df.consensus_mean(state))."
+            )
         require_inputs(_CALL, loss_fn, without_values(x).tree(), state.buffers)
         require_batch(loss_fn, batch)
 

@@ -21,6 +21,7 @@ from torch.utils.data import Dataset, IterableDataset, Sampler, default_collate
 
 from decentfn import trees
 from decentfn.draws import worker_seed
+from decentfn.numbers import checks_numbers
 from decentfn.words import brief
 
 __all__ = [
@@ -105,6 +106,7 @@ class BatchSampler(Sampler[list[int]]):
         return max(0, self._steps - self.first_step)
 
 
+@checks_numbers
 def batch_sampler(
     shards: Shards, worker: int | Sequence[int], first_step: int = 0, *, steps: int | None = None
 ) -> BatchSampler:
@@ -152,6 +154,7 @@ def batch_sampler(
     return BatchSampler(shards, [int(i) for i in workers], first_step, steps)  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
 
 
+@checks_numbers
 def stacked_collate(
     num_workers: int, collate: Callable[[list[Any]], Any] = default_collate
 ) -> Callable[[list[Any]], Any]:
@@ -208,6 +211,7 @@ class Seeded(Dataset[Any]):
         return found
 
 
+@checks_numbers
 def seeded(dataset: Any, seed: int = 0) -> Seeded:
     """The dataset, whose augmentation draws other numbers in every step and on every worker, and the same in every run.
 
@@ -227,9 +231,7 @@ def seeded(dataset: Any, seed: int = 0) -> Seeded:
             f"seeded(dataset={brief(dataset)}): expected a dataset with samples by index; give a DataLoader of another one a generator "
             "for each rank, generator=torch.Generator().manual_seed(df.data.worker_seed(seed, worker, t))."
         )
-    if not isinstance(seed, Integral):
-        raise ValueError(f"seeded(seed={brief(seed)}): a whole number, the same on every worker.")
-    return Seeded(dataset, int(seed))
+    return Seeded(dataset, seed)
 
 
 @contextmanager
@@ -247,6 +249,7 @@ def _drawing_by(seed: int) -> Iterator[None]:
         random.setstate(before[2])
 
 
+@checks_numbers
 def shards(num_samples: int, num_workers: int, batch_size: int, seed: int = 0) -> Shards:
     """Deal all samples out anew in every epoch; the few that do not fill a batch for everyone sit that epoch out.
 
@@ -284,6 +287,7 @@ def shards(num_samples: int, num_workers: int, batch_size: int, seed: int = 0) -
     return Shards(num_workers, batch_size, steps_per_epoch, positions)
 
 
+@checks_numbers
 def fixed_shards(parts: Sequence[Tensor | Sequence[int]], batch_size: int, seed: int = 0) -> Shards:
     """Every worker reads its own part over and over, in a new order each time; a short part begins anew earlier.
 
@@ -324,6 +328,7 @@ def fixed_shards(parts: Sequence[Tensor | Sequence[int]], batch_size: int, seed:
     return Shards(len(lists), batch_size, max(1, total // (len(lists) * batch_size)), positions)
 
 
+@checks_numbers
 def dirichlet_shards(labels: Tensor | Sequence[int], num_workers: int, alpha: float, seed: int = 0) -> list[Tensor]:
     """Label-skewed parts: of every class, worker i gets a share drawn from Dirichlet(α, …, α). For experiments.
 
@@ -375,7 +380,7 @@ def _permutation(size: int, seed: int, epoch: int, worker: int) -> Tensor:
 
 def _check_counts(call: str, **counts: int) -> None:
     for name, count in counts.items():
-        if not isinstance(count, Integral) or count < 1:
+        if count < 1:
             raise ValueError(f"{call}({name}={brief(count)}): a whole number >= 1.")
 
 

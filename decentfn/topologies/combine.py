@@ -11,11 +11,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from decentfn.numbers import checks_numbers, whole
 from decentfn.topologies.complete_graph import complete
 from decentfn.topologies.construct import MOST_TABLE_ENTRIES, from_rounds, idle
-from decentfn.topologies.rounds import Round, Topology
+from decentfn.topologies.rounds import Round, Topology, require_topology
+from decentfn.words import brief
 
 
+@checks_numbers
 def every(H: int, topology: Topology) -> Topology:
     """Mix in the steps t = 0, H, 2H, ...; nothing is sent in the others: `W_t = I` unless H divides t.
 
@@ -35,7 +38,7 @@ def every(H: int, topology: Topology) -> Topology:
     >>> every(4, complete(8)).period
     4
     """
-    _check_steps("every", H)
+    _check_parts("every", H, topology)
     parts = (topology, idle(topology.num_workers))
     return _switch(
         f"every({H}, {topology.name})", parts, lambda t: ((t % H).clamp(max=1), t // H), lambda periods: H * periods[0]
@@ -60,11 +63,14 @@ def alternate(*topologies: Topology) -> Topology:
     """
     if not topologies:
         raise ValueError("alternate(): give at least one topology.")
+    for part in topologies:
+        require_topology("alternate", part)
     count = len(topologies)
     name = f"alternate({', '.join(part.name for part in topologies)})"
     return _switch(name, topologies, lambda t: (t % count, t // count), lambda periods: count * math.lcm(*periods))
 
 
+@checks_numbers
 def pga(H: int, topology: Topology) -> Topology:
     """Gossip with periodic global averaging: the mean over all workers in steps 0, H, 2H, ..., else `topology`.
 
@@ -87,7 +93,7 @@ def pga(H: int, topology: Topology) -> Topology:
     >>> pga(3, ring(4)).period
     6
     """
-    _check_steps("pga", H)
+    _check_parts("pga", H, topology)
     parts = (complete(topology.num_workers), topology)
     return _switch(
         f"pga({H}, {topology.name})", parts, lambda t: ((t % H).clamp(max=1), t), lambda periods: math.lcm(H, *periods)
@@ -108,9 +114,16 @@ def relabel(topology: Topology, workers: Sequence[int]) -> Topology:
     >>> relabel(ring(4), [0, 2, 1, 3]).sources[0, :, 0].tolist()
     [2, 3, 0, 1]
     """
+    require_topology("relabel", topology)
     n = topology.num_workers
-    if sorted(workers) != list(range(n)):
-        raise ValueError(f"relabel({topology!r}, {list(workers)[:8]}...): expected each of 0..{n - 1} once.")
+    if (
+        not isinstance(workers, Sequence)
+        or isinstance(workers, str)
+        or set(workers) != set(range(n))
+        or len(workers) != n
+    ):
+        raise ValueError(f"relabel({topology!r}, workers={brief(workers)}): expected each of 0..{n - 1} once.")
+    workers = [whole("relabel", "workers", i) for i in workers]
     takes_place_of = torch.tensor(list(workers)).argsort()
     place = torch.tensor([*workers, -1])  # index -1, nobody, stays nobody
 
@@ -156,9 +169,10 @@ def across(topology: Topology, size: int) -> Topology:
 # -- how -------------------------------------------------------------------------------------------------------------
 
 
-def _check_steps(call: str, steps: int) -> None:
-    if not isinstance(steps, int) or steps < 1:
-        raise ValueError(f"{call}(H={steps!r}, ...): H, the steps from one to the next, is an integer >= 1.")
+def _check_parts(call: str, steps: int, topology: Topology) -> None:
+    require_topology(f"{call}(H, topology)", topology)
+    if not 1 <= steps < 2**31:
+        raise ValueError(f"{call}(H={brief(steps)}, ...): H, the steps from one to the next, is an integer >= 1.")
 
 
 def _map_rounds(
