@@ -76,6 +76,7 @@ def compile(
         raise ValueError("compile(donate(step)): compile(step) donates by itself; leave df.donate out.")
     progress = _Progress(step)
     by_autograd, look = getattr(step, "by_autograd", False), getattr(step, "watch", None)
+    raise_own, reading = getattr(step, "raise_own", None), getattr(step, "reading", lambda: nothing)
     kwargs: dict[str, Any] = {"fullgraph": True, "dynamic": dynamic, "recompile_limit": _GRAPHS, "backend": backend}
     if backend == "inductor":
         kwargs["backend"] = progress.inductor
@@ -114,7 +115,11 @@ def compile(
             return (state, result) if donate else result
 
         try:
-            with collectives.whole_step(number, donated=donate) as here, draws.torch_draws(number, here.place):
+            with (
+                reading(),
+                collectives.whole_step(number, donated=donate) as here,
+                draws.torch_draws(number, here.place),
+            ):
                 result = passing_beside(call, batch) if by_autograd else call(trees.plain(batch))
         except too_many_graphs() as error:
             raise RuntimeError(
@@ -133,6 +138,8 @@ def compile(
                 ) from error
             if by_autograd:
                 raise
+            if raise_own is not None:
+                raise_own(state, batch)
             raise RuntimeError(
                 f"df.compile(step): torch.compile could not trace the step: {brief_error(said)}. Where the loss runs in a plain "
                 "PyTorch loop, let PyTorch's autograd take the gradient: df.autograd(loss_fn); the rest of the step is compiled."

@@ -14,6 +14,7 @@ from torch import Tensor
 from decentfn import collectives, trees
 from decentfn.buckets import Buckets, counted_once, part_of, sum_inside, whole, without_values
 from decentfn.kit.state import State, restarted
+from decentfn.replicas import require_equal, require_equal_rows
 from decentfn.stacking import over_workers
 from decentfn.trees import PyTree
 
@@ -48,7 +49,8 @@ def with_params(state: Any, params: PyTree) -> Any:
             first place.
 
     Raises:
-        ValueError: other leaves, shapes or dtypes than the state's, or a state whose memory has no `restart`.
+        ValueError: other leaves, shapes or dtypes than the state's, or a state whose memory has no `restart`; on every rank,
+            unequal parameters where the algorithm's workers must start equal (`all_reduce`, `demo`, ...).
     """
     x = _buckets(state)
     expected = [(name, leaf.shape, leaf.dtype) for name, leaf in trees.named_leaves(without_values(x).tree())]
@@ -59,6 +61,10 @@ def with_params(state: Any, params: PyTree) -> Any:
                 f"with_params(state, params): found {got} where the state has {want} (name, shape, dtype); pass a tree "
                 "like df.params(state)."
             )
+    if x.plan.starts_equal:
+        require_equal("with_params(state, params)", {"params": params})
+        if is_stacked(state):
+            require_equal_rows("with_params(state, params)", {"params": params})
     plan = x.plan.whole or x.plan
     new = Buckets(plan.lay_out(params, workers=tuple(x[0].shape[:-1])), plan)
     if x.plan.whole is not None:
@@ -81,13 +87,13 @@ def is_stacked(state: Any) -> bool:
 
 
 def consensus_mean(state: Any) -> PyTree:
-    """The mean of the parameters over all workers, as the user's tree; the same on every rank. Collective."""
+    """The mean of the parameters over all workers, as the user's tree; copies, the same on every rank. Collective."""
     x = _buckets(state)
-    return whole(Buckets([_mean(bucket) for bucket in x], x.plan)).tree()
+    return trees.map(torch.clone, whole(Buckets([_mean(bucket) for bucket in x], x.plan)).tree())
 
 
 def consensus_buffers(state: Any) -> PyTree:
-    """The mean of the floating-point buffers over all workers, the same on every rank; others are worker 0's. Collective.
+    """The mean of the floating-point buffers over all workers, the same on every rank; others are worker 0's; copies. Collective.
 
     Buffers that are equal on all workers (frozen parameters) come back bit for bit. Where a worker is several processes the mean is
     over all of them, and of a frozen parameter that is cut, over those that hold the same shard.

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from decentfn.numbers import checks_numbers
+
 _32_BITS = 0xFFFFFFFF
 # Odd and below 2^31: times a number below 2^32, the product stays below 2^63.
 _MULTIPLIERS = ((16, 0x7FEB352D), (15, 0x21F0AAAD), (15, 0x31848BAB))
@@ -93,6 +95,7 @@ def permutation(
 # -- PyTorch's generators -------------------------------------------------------------------------------------------
 
 
+@checks_numbers
 def worker_seed(seed: int, worker: int, t: int = 0) -> int:
     """A seed for what one worker draws by itself (augmentation, the order of its samples), of a seed that all share.
 

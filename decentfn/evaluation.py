@@ -5,10 +5,12 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
+from functools import partial
+from numbers import Integral
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from decentfn import collectives, trees
 from decentfn.buckets import Plan, sum_inside, whole
@@ -22,11 +24,12 @@ from decentfn.trees import PyTree
 from decentfn.words import brief
 
 _Replica = tuple[PyTree, PyTree]
+_Count = Callable[[Any], int]
 _Sums = dict[str, Any]
 """`samples`, and each value's sum over them by name; "" where the metric is one value."""
 
 
-def evaluate(metric: Callable[..., Any], state: Any, batches: Iterable[Any]) -> Any:
+def evaluate(metric: Callable[..., Any], state: Any, batches: Iterable[Any], *, samples: _Count | None = None) -> Any:
     """The mean of a metric over all samples, of the consensus (`consensus_mean`, `consensus_buffers`). Collective.
 
     No gradient is taken. A module that `df.functional` made the metric of is in eval mode meanwhile, and its buffers stay. The mean
@@ -40,24 +43,28 @@ def evaluate(metric: Callable[..., Any], state: Any, batches: Iterable[Any]) -> 
             tensor or a number, or a dict of them. A loss will do; what it returns beside the loss is left out. Of a sharded module
             it is one of `df.functional`, such as `df.functional(module, forward=lambda module, batch: ...)[2]`.
         state: a training state, of one worker or stacked; `df.ema_state(state)` evaluates the average.
-        batches: this process's own share of the held-out data, of one worker's form; a batch's samples are counted on the first
-            axis of its first leaf. Where every process passes all of the data, the result is the same and takes longer.
+        batches: this process's own share of the held-out data, of one worker's form. Where every process passes all of the data,
+            the result is the same and takes longer.
+        samples: counts a batch's samples. None: the length of its tensors, which all have the same (0-d ones aside).
 
     Returns:
         A 0-d float64 tensor, or a dict of them; the same on every rank.
 
     Raises:
-        ValueError: no process has a sample, or the metric returns something else, or is not of the sharded module.
+        ValueError: no process has a sample, or a batch's tensors differ in length, or the metric returns something else, or is not of
+            the sharded module.
         df.errors.RunError: on every other rank, where the metric or the batches of one have failed.
     """
     replicas = [(consensus_mean(state), consensus_buffers(state))]
-    names, everyone = _of_workers("evaluate", metric, replicas, batches, state.params.plan)
-    samples = sum(of["samples"] for of in everyone)
-    totals = {name: sum(of["sums"][name] for of in everyone if of["samples"]) / samples for name in names}
+    names, everyone = _of_workers("evaluate", metric, replicas, batches, samples, state.params.plan)
+    count = sum(of["samples"] for of in everyone)
+    totals = {name: sum(of["sums"][name] for of in everyone if of["samples"]) / count for name in names}
     return _as_returned({name: torch.tensor(total, dtype=torch.float64) for name, total in totals.items()})
 
 
-def evaluate_replicas(metric: Callable[..., Any], state: Any, batches: Iterable[Any]) -> Any:
+def evaluate_replicas(
+    metric: Callable[..., Any], state: Any, batches: Iterable[Any], *, samples: _Count | None = None
+) -> Any:
     """The mean of a metric over a process's samples, of each worker's own replica and buffers: `[N]` float64. Collective.
 
     Everything else is as in `evaluate`. The workers of a process evaluate all of its batches, a worker of several processes those of
@@ -70,9 +77,9 @@ def evaluate_replicas(metric: Callable[..., Any], state: Any, batches: Iterable[
     if is_stacked(state):
         replicas = [worker((state.params, state.buffers), i) for i in range(state.params[0].shape[0])]
     else:
-        replicas = [(state.params, state.buffers)]
+        replicas = [trees.map(torch.clone, (state.params, state.buffers))]
     own = [(whole(x).tree(), buffers) for x, buffers in replicas]
-    names, everyone = _of_workers("evaluate_replicas", metric, own, batches, state.params.plan)
+    names, everyone = _of_workers("evaluate_replicas", metric, own, batches, samples, state.params.plan)
 
     def means(name: str) -> Tensor:
         values = [of["sums"][name] / of["samples"] if of["samples"] else float("nan") for of in everyone]
@@ -82,7 +89,12 @@ def evaluate_replicas(metric: Callable[..., Any], state: Any, batches: Iterable[
 
 
 def _of_workers(
-    call: str, metric: Callable[..., Any], replicas: list[_Replica], batches: Iterable[Any], plan: Plan
+    call: str,
+    metric: Callable[..., Any],
+    replicas: list[_Replica],
+    batches: Iterable[Any],
+    samples: _Count | None,
+    plan: Plan,
 ) -> tuple[list[str], list[_Sums]]:
     """The values' names, and the sums of every replica of all workers; collective, and all processes come back from it."""
     while isinstance(metric, WrappedLoss):
@@ -98,7 +110,7 @@ def _of_workers(
             "df.functional(module, criterion), or df.functional(module, forward=lambda module, batch: ...)."
         )
     # In one place and the same order: the same answer on every rank.
-    everyone, own = collectives.attempt(call, _sums, call, metric, replicas, batches, plan.is_cut)
+    everyone, own = collectives.attempt(call, _sums, call, metric, replicas, batches, samples, plan.is_cut)
     failed = {rank: its for rank, its in enumerate(everyone) if "error" in its}
     lost = {rank for rank, its in failed.items() if "PeerLost" in its["kinds"]}
     causes = failed.keys() - lost or lost
@@ -126,20 +138,30 @@ def _added(names: list[str], parts: Sequence[_Sums]) -> _Sums:
 
 @torch.no_grad()
 def _sums(
-    call: str, metric: Callable[..., Any], replicas: list[_Replica], batches: Iterable[Any], is_cut: bool
+    call: str,
+    metric: Callable[..., Any],
+    replicas: list[_Replica],
+    batches: Iterable[Any],
+    samples: _Count | None,
+    is_cut: bool,
 ) -> list[_Sums]:
-    of_module = _in_eval_mode(metric.module) if isinstance(metric, ModuleLoss) else nullcontext()
+    if samples is not None and not callable(samples):
+        raise ValueError(
+            f"{call}(samples={brief(samples)}): a function of a batch, which returns how many samples it has."
+        )
     evaluated: Any = _together(metric) if isinstance(metric, ShardedLoss) else metric
-    samples, totals = 0, [dict[str, Tensor]() for _ in replicas]
-    sized = ((batch, _size(call, batch)) for batch in batches)
-    with of_module, closing(_in_step(call, sized, getattr(metric, "team", 1)) if is_cut else sized) as rounds:
+    number, totals = 0, [dict[str, Tensor]() for _ in replicas]
+    size_of = partial(_size, call) if samples is None else partial(_told_size, call, samples)
+    sized = ((batch, size_of(batch)) for batch in batches)
+    with closing(_in_step(call, sized, getattr(metric, "team", 1)) if is_cut else sized) as rounds:
         for batch, size in rounds:
-            samples += size
-            for (params, buffers), total in zip(replicas, totals, strict=True):
-                value = evaluated(params, batch) if buffers is None else evaluated(params, buffers, batch)
+            number += size
+            with _in_eval_mode(metric) if isinstance(metric, ModuleLoss) else nullcontext():
+                found = [evaluated(x, batch) if b is None else evaluated(x, b, batch) for x, b in replicas]
+            for value, total in zip(found, totals, strict=True):
                 for name, x in _values(call, value).items() if size else ():
                     total[name] = total.get(name, 0) + size * x
-    return [{"samples": samples, "sums": {name: x.item() for name, x in total.items()}} for total in totals]
+    return [{"samples": number, "sums": {name: x.item() for name, x in total.items()}} for total in totals]
 
 
 def _together(metric: ShardedLoss) -> Callable[..., Any]:
@@ -215,24 +237,39 @@ def _mark(batch: Any) -> int:
 
 
 @contextmanager
-def _in_eval_mode(module: nn.Module) -> Iterator[None]:
-    """Within, the module and all inside it are in eval mode; afterwards each is as it was."""
-    were = [(inner, inner.training) for inner in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
-        for inner, was in were:
-            inner.training = was
+def _in_eval_mode(metric: ModuleLoss) -> Iterator[None]:
+    """Within, the module and all inside it are in eval mode, and no other thread trains it; afterwards each is as it was."""
+    with metric.alone():
+        were = [(inner, inner.training) for inner in metric.whole.modules()]
+        metric.whole.eval()
+        try:
+            yield
+        finally:
+            for inner, was in were:
+                inner.training = was
 
 
 def _size(call: str, batch: Any) -> int:
-    for leaf in trees.leaves(trees.plain(batch)):
-        if isinstance(leaf, torch.Tensor) and leaf.dim():
-            return len(leaf)
-    raise ValueError(
-        f"{call}(batches): {brief(batch)} has no tensor with an axis of samples; a batch is what the loss takes, of one worker."
-    )
+    named = [(name, x) for name, x in trees.named_leaves(trees.plain(batch)) if isinstance(x, torch.Tensor) and x.dim()]
+    if not named:
+        raise ValueError(
+            f"{call}(batches): {brief(batch)} has no tensor with an axis of samples; a batch is what the loss takes, of one worker."
+        )
+    if len({len(x) for _, x in named}) > 1:
+        shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in named)
+        raise ValueError(
+            f"{call}(batches): the tensors of a batch differ in length, {shapes}, so its samples cannot be counted; count them, "
+            "samples=lambda batch: len(...), or keep what has no axis of samples out of the batch."
+        )
+    return len(named[0][1])
+
+
+def _told_size(call: str, samples: _Count, batch: Any) -> int:
+    size: Any = samples(batch)
+    size = size.item() if isinstance(size, torch.Tensor) and not size.dim() else size
+    if not isinstance(size, Integral) or isinstance(size, bool) or size < 0:
+        raise ValueError(f"{call}(samples): it returned {brief(size)}; a batch's number of samples is an integer >= 0.")
+    return int(size)
 
 
 def _values(call: str, value: Any) -> dict[str, Tensor]:

@@ -42,11 +42,11 @@ def export(profile: profile, path: str | Path) -> None:
     profile.export_chrome_trace(str(path))
     opened: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
     with opened(path, "rt") as file:
-        trace = json.load(file)
+        trace = json.load(file, parse_constant=lambda name: None)  # viewers do not read NaN
     events = sorted(trace["traceEvents"], key=lambda event: event.get("ts", 0.0))
     trace["traceEvents"] = [*_with_rows_for_messages(events), *_between(events)]
     with opened(path, "wt") as file:
-        json.dump(trace, file)
+        json.dump(trace, file, allow_nan=False)
 
 
 def _with_rows_for_messages(events: list[Event]) -> Iterator[Event]:

@@ -30,12 +30,23 @@ def broadcast(tree: PyTree) -> PyTree:
     return trees.map(collectives.process_broadcast, tree)
 
 
+_RULE = "replicas must start equal: `params, buffers = df.broadcast((params, buffers))` before init"
+
+
 def require_equal(call: str, tree: PyTree) -> None:
     """Raise ValueError on every rank unless all hold the same tree, bit for bit. Collective."""
     if collectives.world().size > 1:
         lines = [f"{_kind(name, leaf)} with digest {digest(leaf)}" for name, leaf in trees.named_leaves(tree)]
-        rule = "replicas must start equal: `params, buffers = df.broadcast((params, buffers))` before init"
-        compare(call, [], rule, lines)
+        compare(call, [], _RULE, lines)
+
+
+def require_equal_rows(call: str, tree: PyTree) -> None:
+    """Raise ValueError unless all workers of this process hold the same, bit for bit; each leaf is `[N, ...]`."""
+    for name, leaf in trees.named_leaves(tree):
+        digests = [digest(row) for row in leaf]
+        for worker, one in enumerate(digests):
+            if one != digests[0]:
+                raise ValueError(f"{call}: workers 0 and {worker} of this process differ in {name!r}; {_RULE}.")
 
 
 def _kind(name: str, leaf: object) -> str:

@@ -11,6 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from decentfn.numbers import checks_numbers, real, whole
+from decentfn.words import brief
+
 Schedule = Callable[[Tensor], Tensor]
 
 __all__ = [
@@ -25,6 +28,7 @@ __all__ = [
 ]
 
 
+@checks_numbers
 def constant(value: float) -> Schedule:
     """The same value at every count.
 
@@ -35,6 +39,7 @@ def constant(value: float) -> Schedule:
     return lambda count: 0 * _float(count) + value
 
 
+@checks_numbers
 def linear(start: float, end: float, steps: int) -> Schedule:
     """From `start` at count 0 in a straight line to `end` at count `steps`, and `end` from there on.
 
@@ -51,6 +56,7 @@ def linear(start: float, end: float, steps: int) -> Schedule:
     return lambda count: start + (end - start) * _fraction(count, steps)
 
 
+@checks_numbers
 def cosine(start: float, steps: int, end: float = 0.0) -> Schedule:
     """From `start` at count 0 along half a cosine to `end` at count `steps`, and `end` from there on.
 
@@ -65,6 +71,7 @@ def cosine(start: float, steps: int, end: float = 0.0) -> Schedule:
     return lambda count: end + (start - end) * (1 + torch.cos(math.pi * _fraction(count, steps))) / 2
 
 
+@checks_numbers
 def cosine_with_warmup(
     learning_rate: float, t_max: int, t_warmup: int, cosine_eta_min: float = 1e-6, warmup_decay: float = 0.01
 ) -> Schedule:
@@ -84,7 +91,7 @@ def cosine_with_warmup(
     """
     _check_values("cosine_with_warmup", learning_rate=learning_rate, cosine_eta_min=cosine_eta_min)
     _check_steps("cosine_with_warmup", "t_max", t_max)
-    if not isinstance(t_warmup, int) or t_warmup < 0:
+    if t_warmup < 0:
         raise ValueError(f"cosine_with_warmup(t_warmup={t_warmup!r}): t_warmup is an integer >= 0; 0 is no warm-up.")
     if not 0 <= warmup_decay <= 1:
         raise ValueError(f"cosine_with_warmup(warmup_decay={warmup_decay!r}): warmup_decay is in [0, 1].")
@@ -99,6 +106,7 @@ def cosine_with_warmup(
     return schedule
 
 
+@checks_numbers
 def exponential_decay(start: float, rate: float, steps: int, staircase: bool = False) -> Schedule:
     """`start * rate ** (count / steps)`.
 
@@ -120,6 +128,7 @@ def exponential_decay(start: float, rate: float, steps: int, staircase: bool = F
     return schedule
 
 
+@checks_numbers
 def piecewise_constant(start: float, factors: Mapping[int, float]) -> Schedule:
     """`start`, multiplied by each factor from its count on.
 
@@ -131,6 +140,10 @@ def piecewise_constant(start: float, factors: Mapping[int, float]) -> Schedule:
     [1.0, 0.1, 0.05]
     """
     _check_values("piecewise_constant", start=start)
+    if not isinstance(factors, Mapping):
+        raise ValueError(
+            f"piecewise_constant(factors={brief(factors)}): expected a dict, count -> factor: {{1000: 0.1}}."
+        )
     for count, factor in factors.items():
         _check_steps("piecewise_constant", "count in factors", count)
         _check_values("piecewise_constant", factor=factor)
@@ -155,6 +168,13 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
 
     >>> warmup_then_cosine = join([linear(0.0, 1.0, 10), cosine(1.0, 90)], [10])
     """
+    for name, given in (("schedules", schedules), ("boundaries", boundaries)):
+        if not isinstance(given, Sequence) or isinstance(given, str):
+            raise ValueError(
+                f"join({name}={brief(given)}): expected a list, join([linear(0, 1, 10), cosine(1, 90)], [10])."
+            )
+    for part in schedules:
+        _check_schedule("join", part)
     if not schedules or len(boundaries) != len(schedules) - 1:
         raise ValueError(
             f"join({len(schedules)} schedules, boundaries={list(boundaries)}): every schedule but the first needs the "
@@ -176,6 +196,7 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
     return schedule
 
 
+@checks_numbers
 def gamma_from_learning_rate(
     schedule: Schedule, power: float, start: float, total: int, *, peak: float | None = None
 ) -> Schedule:
@@ -195,6 +216,7 @@ def gamma_from_learning_rate(
     tensor([1.0000, 1.0000, 0.2500, 0.0100], dtype=torch.float64)
     """
     call = "gamma_from_learning_rate"
+    _check_schedule(call, schedule)
     _check_values(call, power=power)
     _check_steps(call, "total", total)
     if not 0 <= start <= 1:
@@ -226,10 +248,15 @@ def _fraction(count: Tensor, steps: int) -> Tensor:
 
 def _check_values(call: str, **values: float) -> None:
     for name, value in values.items():
-        if not 0 <= value < math.inf:
+        if not real(call, name, value) >= 0:
             raise ValueError(f"{call}({name}={value!r}): {name} is a finite number >= 0.")
 
 
+def _check_schedule(call: str, schedule: object) -> None:
+    if not callable(schedule):
+        raise ValueError(f"{call}(schedule={brief(schedule)}): a schedule is a function of the count of updates.")
+
+
 def _check_steps(call: str, name: str, steps: int) -> None:
-    if not isinstance(steps, int) or steps < 1:
-        raise ValueError(f"{call}({name}={steps!r}): {name} is an integer >= 1, a number of updates.")
+    if not 1 <= whole(call, name, steps) < 2**53:
+        raise ValueError(f"{call}({name}={brief(steps)}): {name} is an integer >= 1, a number of updates.")

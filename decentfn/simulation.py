@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import wraps
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -11,14 +10,17 @@ from torch import Tensor
 
 from decentfn import collectives, trees
 from decentfn.gradient.beside import Beside, passing_beside
-from decentfn.kit.expected import check, marked, require_order, watch
+from decentfn.kit.expected import check, is_state, marked, require_order, watch
 from decentfn.kit.state import Step
+from decentfn.numbers import MOST_WORKERS, checks_numbers, require_at_most
+from decentfn.replicas import require_equal_rows
 from decentfn.scalars import as_step
 from decentfn.stacking import over_workers, require_rows
 from decentfn.trees import PyTree
 from decentfn.words import brief
 
 
+@checks_numbers
 def simulate(step: Step, num_workers: int, *, chunk_size: int | None = None) -> Step:
     """The step of `num_workers` workers at once: every leaf of state, batch and metrics gains a leading `[N]`.
 
@@ -53,10 +55,8 @@ def simulate(step: Step, num_workers: int, *, chunk_size: int | None = None) -> 
         raise ValueError(
             "simulate(simulate(step, N)): the step has its workers already; simulate once, N of them in all."
         )
-    if not isinstance(num_workers, Integral) or num_workers < 1:
-        raise ValueError(f"simulate(num_workers={brief(num_workers)}): the number of workers is an integer >= 1.")
-    num_workers = int(num_workers)
-    if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
+    require_at_most("simulate", MOST_WORKERS, num_workers=num_workers)
+    if chunk_size is not None and chunk_size < 1:
         raise ValueError(
             f"simulate(chunk_size={brief(chunk_size)}): workers at a time, an integer >= 1, or None for all."
         )
@@ -66,12 +66,21 @@ def simulate(step: Step, num_workers: int, *, chunk_size: int | None = None) -> 
         if size is not None:  # else a step of another kind
             collectives.require_size(num_workers, size, "simulate")
 
+    started: list[Any] = [None]  # the plan of the last run that began here
+
+    def require_start(state: Any, t: Tensor) -> None:
+        needs_equal = getattr(step, "starts_equal", False) and int(t) == 0 and is_state(state)
+        if needs_equal and started[0] is not state.params.plan:
+            require_equal_rows("simulate(step, N)(state, batch, 0)", {"params": state.params.tree()})
+            started[0] = state.params.plan
+
     def look(state: Any, batch: PyTree, t: Any) -> None:
         require_order(state, batch, t)
         require_size()
         require_rows("state", state, num_workers)
         batch = trees.plain(batch)
         require_rows("batch", batch, num_workers)
+        require_start(state, as_step(t))
         first, its_batch = trees.map(lambda leaf: leaf[0], (state, batch))
         check(step, first, its_batch, t)
 
@@ -82,6 +91,8 @@ def simulate(step: Step, num_workers: int, *, chunk_size: int | None = None) -> 
             require_size()
         t = as_step(t)
         require_rows("state", state, num_workers)
+        if not torch.compiler.is_compiling():
+            require_start(state, t)
         if not getattr(step, "by_autograd", False):
             batch = trees.plain(batch)
             require_rows("batch", batch, num_workers)
@@ -98,17 +109,18 @@ def simulate(step: Step, num_workers: int, *, chunk_size: int | None = None) -> 
     return marked(simulated, check=look, made_by="simulate")
 
 
+@checks_numbers
 def stack(state: PyTree, num_workers: int) -> PyTree:
     """`num_workers` copies of a state (or a batch): every leaf `[...]` becomes `[N, ...]`, memory of its own.
 
     Raises:
         ValueError: `num_workers` is no integer >= 1.
     """
-    if not isinstance(num_workers, Integral) or num_workers < 1:
-        raise ValueError(f"stack(num_workers={brief(num_workers)}): the number of workers is an integer >= 1.")
+    require_at_most("stack", MOST_WORKERS, num_workers=num_workers)
     return trees.map(lambda leaf: leaf.unsqueeze(0).repeat(num_workers, *[1] * leaf.dim()), state)
 
 
+@checks_numbers
 def worker(state: PyTree, i: int) -> PyTree:
     """Worker `i`'s own part of a stacked state, as copies.
 

@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from decentfn import collectives, trees
 from decentfn.consensus import buffers, consensus_buffers, consensus_mean, is_stacked, params, with_params
 from decentfn.kit.state import State
-from decentfn.torch_private.modules import weights
+from decentfn.numbers import checks_numbers
+from decentfn.torch_private.modules import Alone, weights
 from decentfn.words import brief
 
 
+@checks_numbers
 def state_dict(module: nn.Module, state: State, *, consensus: bool = False) -> dict[str, Any]:
     """What `module.load_state_dict` takes, strictly: tied names, persistent buffers, `get_extra_state`; copies.
 
@@ -40,7 +42,7 @@ def state_dict(module: nn.Module, state: State, *, consensus: bool = False) -> d
     own = (consensus_mean(state), consensus_buffers(state)) if consensus else (params(state), buffers(state))
     if collectives.is_sharded(module):
         return _gathered(module, _by_name(*own))
-    with weights(module, _by_name(*own)):
+    with Alone([*module.modules()]), weights(module, _without_criterion(module, _by_name(*own))):
         named = module.state_dict()
     return {name: x.detach().clone() if isinstance(x, torch.Tensor) else x for name, x in named.items()}
 
@@ -108,7 +110,7 @@ def load_state_dict(module: nn.Module, state: State, state_dict: Mapping[str, An
 
 def _load(module: nn.Module, tensors: dict[str, Tensor], state_dict: Mapping[str, Any]) -> None:
     """Write the state dict over these tensors of a plain module."""
-    with torch.no_grad(), weights(module, tensors):
+    with torch.no_grad(), Alone([*module.modules()]), weights(module, _without_criterion(module, tensors)):
         module.load_state_dict(state_dict, strict=True)
 
 
@@ -159,3 +161,9 @@ def _require_fit(module: nn.Module, own: Mapping[str, Any], given: Mapping[str, 
 
 def _by_name(params: Any, buffers: Any) -> dict[str, Tensor]:
     return {**params, **(buffers or {})}
+
+
+def _without_criterion(module: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors without those of a criterion that was trained beside the module."""
+    own = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
+    return {name: x for name, x in tensors.items() if name in own or not name.startswith("criterion.")}

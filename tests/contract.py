@@ -114,7 +114,7 @@ ROWS: dict[str, Subject] = {
         starts_equal=True,
     ),
     "relay_sgd, models": Subject(df.relay_sgd, on("binary-tree"), laws=()),
-    "relay_sgd, gradients": Subject(df.relay_sgd, on("chain"), {"relay": "gradients"}, laws=()),
+    "relay_sgd, gradients": Subject(df.relay_sgd, on("chain"), {"relay": "gradients"}, laws=(), starts_equal=True),
     "slowmo": Subject(df.slowmo, on("static-ring"), {"inner_steps": 2}, mixes_narrow=False),
     "diloco": Subject(
         df.diloco, on("complete"), {"inner_steps": 2}, laws=(outer_parameters_stay_equal,), starts_equal=True

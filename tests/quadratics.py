@@ -38,10 +38,11 @@ class Problem(NamedTuple):
         return np.einsum("nij,ni->nj", self.A, residual)
 
 
-def problem(num_workers: int, seed: int = 0) -> Problem:
+def problem(num_workers: int, seed: int = 0, *, starts_equal: bool = False) -> Problem:
     rng = np.random.default_rng(seed)
     A = rng.normal(size=(num_workers, 4, DIM)) / 2
-    return Problem(A, rng.normal(size=(num_workers, 4)), rng.normal(size=(num_workers, DIM)))
+    b, start = rng.normal(size=(num_workers, 4)), rng.normal(size=(num_workers, DIM))
+    return Problem(A, b, np.tile(start[:1], (num_workers, 1)) if starts_equal else start)
 
 
 def loss(params, batch):

@@ -148,6 +148,36 @@ def test_every_worker_evaluates_its_own_replica(size):
         torch.testing.assert_close(shares, of_shares.double(), rtol=1e-6, atol=0, equal_nan=True)
 
 
+WEIGHTED = [  # two batches of unequal sizes, and beside the samples something of another length
+    {"class_weights": torch.ones(10), "x": torch.arange(4.0), "y": torch.arange(4)},
+    {"class_weights": torch.ones(10), "x": torch.full((2,), 100.0), "y": torch.arange(2)},
+]
+
+
+@pytest.mark.parametrize("evaluate", [df.evaluate, df.evaluate_replicas])
+def test_batches_whose_samples_cannot_be_counted_are_refused_until_the_user_counts_them(evaluate):
+    def mean_of(params, batch):
+        return batch["x"].mean() + 0 * params["w"]
+
+    words = rf"{evaluate.__name__}\(batches\): .*class_weights.*\[10\].*\[4\].*samples=lambda batch: len"
+    with pytest.raises(ValueError, match=words):
+        evaluate(mean_of, state_of(range(N)), WEIGHTED)
+    got = evaluate(mean_of, state_of(range(N)), WEIGHTED, samples=lambda batch: len(batch["y"]))
+    expected = torch.cat([batch["x"] for batch in WEIGHTED]).double().mean()
+    torch.testing.assert_close(got, expected.expand(got.shape), rtol=1e-6, atol=0)
+    for count in (-1, 2.0, None, True):
+        with pytest.raises(ValueError, match=rf"{evaluate.__name__}\(samples\): it returned {count}"):
+            evaluate(mean_of, state_of(range(N)), WEIGHTED, samples=lambda batch, count=count: count)
+    with pytest.raises(ValueError, match=rf"{evaluate.__name__}\(samples=3\)"):
+        evaluate(mean_of, state_of(range(N)), WEIGHTED, samples=3)
+
+
+def test_leaves_of_one_length_and_numbers_beside_them_are_counted_and_names_are_not():
+    batches = [{"name": ["a"] * 5, "temperature": torch.tensor(9.0), "x": x, "y": x.view(-1, 1)} for x in DATA]
+    got = df.evaluate(lambda params, batch: batch["x"].mean(), state_of(range(N)), batches)
+    torch.testing.assert_close(got, torch.cat(DATA).double().mean(), rtol=1e-6, atol=0)
+
+
 def test_a_module_is_evaluated_in_eval_mode_with_its_buffers_and_left_as_it_was():
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5))

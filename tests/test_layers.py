@@ -10,7 +10,7 @@ import decentfn
 
 ROOT = Path(decentfn.__file__).parent
 LAYERS = [
-    {"torch_private", "compile_cache", "errors", "trees", "draws", "scalars", "stacking", "words"},
+    {"torch_private", "compile_cache", "errors", "trees", "draws", "numbers", "scalars", "stacking", "words"},
     {"buckets"},
     {"compressors", "transforms", "schedules", "topologies"},
     {"collectives"},

@@ -92,7 +92,7 @@ def test_a_loss_that_fails_leaves_the_generator_as_it_was():
 
     init, step = df.all_reduce(failing, df.sgd(0.1), df.topology("complete", 1))
     state, before = init(torch.ones(2)), torch.get_rng_state()
-    with pytest.raises(RuntimeError, match="the loss raised ArithmeticError"):
+    with pytest.raises(ArithmeticError):
         step(state, torch.ones(2), 0)
     assert torch.equal(torch.get_rng_state(), before)
 

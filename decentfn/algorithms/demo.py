@@ -33,6 +33,7 @@ from decentfn.kit import (
     cast_like,
     elementwise,
     require_compressor,
+    require_rate,
     zeros_like,
 )
 from decentfn.topologies import Topology
@@ -84,11 +85,12 @@ def demo(
         options: `bucket_mb`; see `Options`.
 
     Raises:
-        ValueError: κ outside [0, 1), k or chunk not positive, `wire_dtype`.
+        ValueError: η not positive, κ outside [0, 1), k or chunk not positive, `wire_dtype`; from `init`, unequal parameters.
     """
     compressor = dct_top_k(k, chunk=chunk) if compressor is None else compressor
     require_compressor("demo", compressor, 1.0, options)
     worker = Worker(loss_fn, optimizer, topology, **options)
+    require_rate("demo", learning_rate=learning_rate)
     if not 0 <= decay < 1:
         raise ValueError(f"demo(decay={decay}): κ lies in [0, 1); the paper's is 0.999.")
     others = everyone(topology.num_workers)
@@ -106,4 +108,4 @@ def demo(
         u, local = worker.update(direction, g._replace(good=None), local, theta)
         return State(add(theta, u), local, Memory(delta)), g.metrics
 
-    return worker.algorithm(step, Memory.restart, topology=worker.everyone)
+    return worker.algorithm(step, Memory.restart, topology=worker.everyone, must_equal=("params",))

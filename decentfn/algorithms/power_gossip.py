@@ -32,6 +32,7 @@ from decentfn.kit import (
     add,
     algorithm,
     require_doubly_stochastic,
+    require_whole,
 )
 from decentfn.topologies import Topology, from_matrices, mixing_matrix
 from decentfn.trees import PyTree
@@ -79,9 +80,7 @@ def power_gossip(
     Raises:
         ValueError: a directed or random topology, rank or iterations not positive, `wire_dtype`.
     """
-    for name, value in (("rank", rank), ("iterations", iterations)):
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"power_gossip({name}={value!r}): expected an integer >= 1.")
+    require_whole("power_gossip", rank=rank, iterations=iterations)
     if options.get("wire_dtype") is not None:
         raise ValueError("power_gossip(wire_dtype=...): what travels is low rank already; choose a smaller rank.")
     worker = Worker(loss_fn, optimizer, topology, **options)

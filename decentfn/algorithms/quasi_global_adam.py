@@ -34,6 +34,7 @@ from decentfn.kit import (
     once,
     require_doubly_stochastic,
     require_fractions,
+    require_positive,
     widen,
     zeros_like,
 )
@@ -77,8 +78,8 @@ def quasi_global_adam(
         topology: the schedule of mixing matrices, doubly stochastic.
         b1: β₁ in [0, 1).
         b2: β₂ in [0, 1).
-        eps: ε.
-        gradient_weight: c. 1 as in the authors' code; `1 - b1` is Adam's.
+        eps: ε > 0.
+        gradient_weight: c > 0. 1 as in the authors' code; `1 - b1` is Adam's.
         options: `bucket_mb`, `wire_dtype`; see `Options`.
 
     Raises:
@@ -86,6 +87,7 @@ def quasi_global_adam(
     """
     worker = Worker(loss_fn, optimizer, topology, **options)
     require_fractions("quasi_global_adam", b1=b1, b2=b2)
+    require_positive("quasi_global_adam", eps=eps, gradient_weight=gradient_weight)
     if b1 == 1 or b2 == 1:
         raise ValueError(
             f"quasi_global_adam(b1={b1}, b2={b2}): the correction of the bias divides by 1 - βᵏ, so both stay below 1."

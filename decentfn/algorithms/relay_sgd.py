@@ -75,7 +75,8 @@ def relay_sgd(
         options: `bucket_mb`, `wire_dtype`; see `Options`.
 
     Raises:
-        ValueError: a topology that is no static undirected tree; a wire dtype with relay="models".
+        ValueError: a topology that is no static undirected tree; a wire dtype with relay="models"; from `init`, unequal
+            parameters with relay="gradients", which never makes them equal.
     """
     worker = Worker(loss_fn, optimizer, topology, **options)
     if relay not in ("models", "gradients"):
@@ -127,7 +128,9 @@ def relay_sgd(
         u, local = worker.update(mean, g._replace(good=None), local, x)
         return State(add(x, u), local, Memory(messages, None, age + 1)), g.metrics
 
-    return worker.algorithm(models if relay == "models" else gradients, start)
+    if relay == "models":
+        return worker.algorithm(models, start)
+    return worker.algorithm(gradients, start, must_equal=("params",))
 
 
 def _count(counts: collectives.Constant, age: Tensor, row: collectives.Row) -> Tensor:

@@ -33,6 +33,7 @@ from decentfn.kit import (
     algorithm,
     divide,
     once,
+    require_whole,
     scale,
 )
 from decentfn.topologies import Topology, later, nth_round
@@ -121,11 +122,9 @@ def stochastic_gradient_push(
 
 
 def _check(topology: Topology, rounds: int, delay: int) -> None:
+    require_whole("stochastic_gradient_push", rounds=rounds)
+    require_whole("stochastic_gradient_push", 0, delay=delay)
     call = f"stochastic_gradient_push(rounds={rounds!r}, delay={delay!r})"
-    if not isinstance(rounds, int) or rounds < 1:
-        raise ValueError(f"{call}: rounds of mixing per step are an integer >= 1.")
-    if not isinstance(delay, int) or delay < 0:
-        raise ValueError(f"{call}: the delay is an integer >= 0, in steps; 1 overlaps a whole step.")
     if delay and rounds > 1:
         raise ValueError(f"{call}: later rounds need the answers to earlier ones; use rounds=1 with a delay.")
     smallest = float(topology.weights[..., 0].min())

@@ -7,8 +7,9 @@ so it can be compared, printed, stored and used inside a compiled function.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
+from numbers import Real
 from typing import NamedTuple
 
 import torch
@@ -94,6 +95,8 @@ class Plan:
     """Of this process's parts, of the parameters and of the buffers beside them."""
     whole: Plan | None = None
     """That of the leaves of which these are this process's rows, where the loss wants them whole."""
+    starts_equal: bool = field(default=False, compare=False)
+    """Whether a run needs equal parameters on all workers where it starts, or it never makes them equal."""
 
     @property
     def is_cut(self) -> bool:
@@ -243,7 +246,7 @@ def flatten(
 
 def require_bucket_mb(bucket_mb: object) -> None:
     """A bucket's size is a number of MiB."""
-    if not isinstance(bucket_mb, (int, float)) or not 0 < bucket_mb < float("inf"):
+    if isinstance(bucket_mb, bool) or not isinstance(bucket_mb, Real) or not 0 < bucket_mb < float("inf"):
         raise ValueError(
             f"bucket_mb={brief(bucket_mb)}: a bucket's size is a positive number of MiB; 25 is the default."
         )

@@ -153,7 +153,7 @@ def _written(here: World, error: RunError) -> Path | None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = folder / f"{time.strftime('%Y%m%d-%H%M%S')}-process{here.rank}-{os.getpid()}.json"
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "w") as file:
-            json.dump(content, file, indent=1)
+            json.dump(content, file, indent=1, allow_nan=False)
     except (OSError, RuntimeError):  # no room, no right, no home
         return None
     return path

@@ -32,6 +32,7 @@ from decentfn import trees
 from decentfn.buckets import Buckets, add
 from decentfn.consensus import consensus_mean, is_stacked, with_params
 from decentfn.kit import LossFn, Metrics, Options, State, Worker, collect
+from decentfn.numbers import checks_numbers
 from decentfn.scalars import as_step
 from decentfn.simulation import stack
 from decentfn.topologies import Round, Topology
@@ -97,6 +98,7 @@ def _own(topology: Topology, phase: int) -> Tensor:
     return topology.weights[phase, :, 0] - topology.weights[phase, :, 1:].sum(-1)
 
 
+@checks_numbers
 def buckets(named_params: Iterable[tuple[str, Tensor]], bucket_size_in_mb: float = 25) -> list[list[str]]:
     """Decent-DP's buckets, by name.
 
@@ -153,6 +155,7 @@ def keep_average(state: Any) -> Any:
     return with_params(state, stack(mean, state.params[0].shape[0]) if is_stacked(state) else mean)
 
 
+@checks_numbers
 def after_forgotten_revert(
     loss_fn: LossFn,
     optimizer: Any,

@@ -42,5 +42,5 @@ class Compressor(NamedTuple):
 
 def check_chunk(call: str, chunk: int | None) -> None:
     """Raise ValueError unless `chunk` is a length, or None for the whole bucket."""
-    if chunk is not None and (not isinstance(chunk, int) or chunk < 1):
+    if chunk is not None and chunk < 1:
         raise ValueError(f"{call}(chunk={chunk!r}): a chunk is an integer >= 1, or None for the whole bucket.")

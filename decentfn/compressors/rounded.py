@@ -12,6 +12,8 @@ from torch.nn.functional import pad
 from decentfn.buckets import BucketPlan, wide
 from decentfn.compressors import wire
 from decentfn.compressors.compressor import Compressor, Key, check_chunk
+from decentfn.numbers import checks_numbers
+from decentfn.words import brief
 
 
 def identity() -> Compressor:
@@ -32,8 +34,10 @@ def cast(dtype: torch.dtype) -> Compressor:
     Args:
         dtype: a floating dtype; bfloat16 has float32's range, float16 overflows at 65,504.
     """
-    if not dtype.is_floating_point:
-        raise ValueError(f"cast(dtype={dtype}): values are floating point; use torch.bfloat16, or quantize(bits=8).")
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(
+            f"cast(dtype={brief(dtype)}): values are floating point; use torch.bfloat16, or quantize(bits=8)."
+        )
     return Compressor(
         f"cast({dtype})",
         lambda x, plan, key: wire.join(x.to(dtype)),
@@ -43,6 +47,7 @@ def cast(dtype: torch.dtype) -> Compressor:
     )
 
 
+@checks_numbers
 def sign(chunk: int | None = 1024) -> Compressor:
     """The mean of abs(x) times the sign of each value (0 counts as positive), in chunks.
 
@@ -77,6 +82,7 @@ def sign(chunk: int | None = 1024) -> Compressor:
     return Compressor(f"sign({chunk})", compress, decompress, nbytes, delta)
 
 
+@checks_numbers
 def quantize(bits: int = 8, *, chunk: int | None = None, stochastic: bool = False, seed: int = 0) -> Compressor:
     """Round to 2L + 1 levels between ±max abs(x) of a chunk, L = 2^(bits-1) - 1, to the nearest or, unbiased, at random.
 
@@ -113,6 +119,7 @@ def quantize(bits: int = 8, *, chunk: int | None = None, stochastic: bool = Fals
     )
 
 
+@checks_numbers
 def qsgd(levels: int = 7, *, chunk: int | None = 512, seed: int = 0) -> Compressor:
     """Round x s/‖x‖₂ of a chunk stochastically to integers in [-s, s]; unbiased.
 
@@ -125,7 +132,7 @@ def qsgd(levels: int = 7, *, chunk: int | None = 512, seed: int = 0) -> Compress
         seed: of the draws.
     Source: Alistarh et al., NeurIPS 2017 (with fixed-length codes).
     """
-    if not isinstance(levels, int) or not 1 <= levels <= 127:
+    if not 1 <= levels <= 127:
         raise ValueError(f"qsgd(levels={levels!r}): levels is an integer in [1, 127], so that a value fits in a byte.")
     check_chunk("qsgd", chunk)
     bits = 2 if levels == 1 else 4 if levels <= 7 else 8

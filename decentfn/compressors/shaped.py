@@ -10,8 +10,10 @@ from torch import Tensor
 from decentfn.buckets import BucketPlan, Segment, wide
 from decentfn.compressors import wire
 from decentfn.compressors.compressor import Compressor, Key
+from decentfn.numbers import checks_numbers
 
 
+@checks_numbers
 def low_rank(rank: int = 1, *, seed: int = 0) -> Compressor:
     """Project each matrix M `[m, n]` (first axis x all others) onto r columns: P = orth(M G), G Gaussian, C = P (Pᵀ M).
 
@@ -23,7 +25,7 @@ def low_rank(rank: int = 1, *, seed: int = 0) -> Compressor:
         seed: of the draws of G.
     Source: PowerSGD, Vogels et al., NeurIPS 2019, without its warm start (a message depends on nothing before it).
     """
-    if not isinstance(rank, int) or rank < 1:
+    if rank < 1:
         raise ValueError(f"low_rank(rank={rank!r}): the rank is an integer >= 1.")
 
     def shapes(plan: BucketPlan) -> list[tuple[int, int] | None]:
@@ -67,6 +69,7 @@ def low_rank(rank: int = 1, *, seed: int = 0) -> Compressor:
     return Compressor(f"low_rank({rank}, seed={seed})", compress, decompress, nbytes, delta)
 
 
+@checks_numbers
 def dct_top_k(k: int = 32, *, chunk: int = 64) -> Compressor:
     """The k largest coefficients of the discrete cosine transform of each tile of a leaf. δ = min over tiles of k/size.
 
@@ -78,9 +81,9 @@ def dct_top_k(k: int = 32, *, chunk: int = 64) -> Compressor:
         chunk: longest side of a tile, >= 1; 64 x 64 = 4,096 values for a matrix whose sides it divides.
     Source: DeMo, Peng et al., 2024.
     """
-    if not isinstance(k, int) or k < 1:
+    if k < 1:
         raise ValueError(f"dct_top_k(k={k!r}): k is an integer >= 1.")
-    if not isinstance(chunk, int) or chunk < 1:
+    if chunk < 1:
         raise ValueError(f"dct_top_k(chunk={chunk!r}): the side of a tile is an integer >= 1.")
 
     def tiles(segment: Segment) -> tuple[int, int, int, int]:

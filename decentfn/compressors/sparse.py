@@ -9,9 +9,11 @@ from decentfn import draws
 from decentfn.buckets import BucketPlan
 from decentfn.compressors import wire
 from decentfn.compressors.compressor import Compressor, Key
+from decentfn.numbers import checks_numbers
 from decentfn.scalars import once
 
 
+@checks_numbers
 def top_k(fraction: float = 0.01, *, k: int | None = None) -> Compressor:
     """The k values of a bucket that are largest in magnitude. δ = k/D.
 
@@ -46,6 +48,7 @@ def top_k(fraction: float = 0.01, *, k: int | None = None) -> Compressor:
     )
 
 
+@checks_numbers
 def random_k(fraction: float = 0.01, *, k: int | None = None, seed: int = 0) -> Compressor:
     """Random k values of a bucket. δ = k/D (D/k times it would be unbiased, and no contraction).
 
@@ -97,7 +100,7 @@ def _share(count: int, numel: int) -> float:
 
 
 def _check_k(call: str, fraction: float, k: int | None) -> None:
-    if k is not None and (not isinstance(k, int) or k < 1):
+    if k is not None and k < 1:
         raise ValueError(f"{call}(k={k!r}): k is an integer >= 1; or pass a fraction of the bucket, {call}(0.01).")
     if not 0 < fraction <= 1:
         raise ValueError(

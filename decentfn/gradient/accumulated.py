@@ -26,8 +26,8 @@ class Accumulated(WrappedLoss):
 def accumulate(loss_fn: LossFn) -> LossFn:
     """The same loss, whose gradient is averaged over micro-batches: one update and one exchange per step.
 
-    Every leaf of the batch has a leading axis of M micro-batches; or the batch is a list of M micro-batches of one
-    structure, none of them a bare tensor (a list of tensors is one batch). They are gone through in a loop, which does
+    Every leaf of the batch is `[M, b, ...]`: M micro-batches of b samples. Or the batch is a list of M micro-batches of one
+    structure, none of them a bare tensor (a list of tensors is one batch), whose leaves have any shapes. They are gone through in a loop, which does
     not grow the compiled graph with M and holds one micro-batch's activations; buffers pass from one to the next. The
     step reports the mean loss, the norm of the mean gradient, and `aux` stacked, `[M, ...]`.
 
@@ -37,7 +37,8 @@ def accumulate(loss_fn: LossFn) -> LossFn:
         loss_fn: as an algorithm takes it, the loss of one micro-batch.
 
     Raises:
-        ValueError: `loss_fn` is not a function, or is accumulated already.
+        ValueError: `loss_fn` is not a function, or is accumulated already; in a step, the leaves do not agree in M and b. (Where
+            none of them tells, as in a single leaf `[B, T]`, a batch without the axis is taken for B micro-batches.)
 
     >>> import decentfn as df
     >>> loss_fn = accumulate(lambda params, batch: ((batch - params) ** 2).mean())
@@ -62,12 +63,24 @@ def accumulate(loss_fn: LossFn) -> LossFn:
 def micro_batches(batch: PyTree) -> PyTree:
     """The batch with a leading axis of micro-batches: a list of them is stacked, anything else has it already."""
     if type(batch) is not list or not batch or any(isinstance(item, torch.Tensor) for item in batch):
-        return batch
+        return _with_both_axes(batch)
     first = trees.enumerate_leaves(batch[0])
     if any(trees.enumerate_leaves(item) != first for item in batch[1:]):
-        return batch
+        return _with_both_axes(batch)
     columns = zip(*(trees.leaves(item) for item in batch), strict=True)
     return trees.fill(first, [torch.stack(column) for column in columns])
+
+
+def _with_both_axes(batch: PyTree) -> PyTree:
+    """The batch, whose leaves are `[M, b, ...]`: one of samples alone would pass for as many micro-batches of one sample."""
+    shapes = [list(x.shape) for x in trees.leaves(batch)]
+    if any(len(shape) < 2 or shape[:2] != shapes[0][:2] for shape in shapes):
+        raise ValueError(
+            f"accumulate(loss_fn): the batch's leaves are {shapes}, but each is [M, b, ...], with the same leading axis of M >= 1 "
+            "micro-batches and then that of b samples: x.unflatten(0, (M, -1)). Leaves of other shapes go into a list of M "
+            "micro-batches."
+        )
+    return batch
 
 
 def mean_gradient_of(

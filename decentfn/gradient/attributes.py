@@ -36,8 +36,8 @@ class Attributes:
     what that one began with, and one of an earlier step, in another run, with the module's own.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._name = type(module).__name__
+    def __init__(self, name: str) -> None:
+        self._name = name
         self._seen: _Seen | None = None
         self.last: dict[
             int, tuple[tuple[int, int], Changes, Changes]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Callable, Sequence
+from itertools import chain
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from decentfn import collectives, draws, trees
 from decentfn.buckets import Buckets, wide
@@ -18,7 +21,7 @@ from decentfn.gradient.beside import around
 from decentfn.gradient.joining import Joining, in_buckets
 from decentfn.gradient.layout import Layout
 from decentfn.gradient.loss import LossFn, call, scalar
-from decentfn.gradient.others import no_other_weights, no_own_weights
+from decentfn.gradient.others import Others, no_other_weights, require_no_own_weights
 from decentfn.gradient.traced import unscaled
 from decentfn.replicas import digest
 from decentfn.torch_private import functorch
@@ -43,7 +46,8 @@ class Backward(NamedTuple):
     """What the loss of one worker gives."""
 
     grads: list[Tensor]
-    loss: Tensor
+    loss: Tensor  # float64
+    loss_dtype: torch.dtype
     used: set[int]  # the leaves that have a gradient
     written: list[Tensor]  # the buckets as the loss left them, where it writes over its parameters
     buffers: list[Tensor]  # the changing ones
@@ -102,9 +106,11 @@ def backward(
                 tree, old = form.arguments(leaves, kept)
                 if trial:  # it may be thrown away, with what it does to the batch
                     data = trees.cloned(data)
-                loss, new, aux = _forward_backward(
-                    loss_fn, tree, old, data, scale, trial, (worker, (t, index)), joining.watch
+                loss, new, aux, others = _forward_backward(
+                    loss_fn, tree, old, data, scale, trial, (worker, (t, index)), joining.watch, leaves
                 )
+                if others is not None:
+                    others.require_none()
             kept = [_apart(b, k) if i in changing else k for i, (b, k) in enumerate(zip(new, kept, strict=True))]
             losses.append(loss)
             auxes.append(aux)
@@ -132,11 +138,12 @@ def backward(
             grads = [(g / len(micros)).to(b.dtype) for g, b in zip(grads, flat, strict=True)]
         if scale is not None:
             grads = list(unscaled(Buckets(grads, plan), scale))
-        losses = [loss.to(dtype_of_loss(flat), copy=True) for loss in losses]  # it may be a parameter, or aux
-        mean = torch.stack(losses).mean() if many else losses[0]
+        # In float64, which holds the value of any dtype exactly, as a graph must know the dtype; it may be a parameter, or aux.
+        wide_losses = [loss.to(torch.float64, copy=True) for loss in losses]
+        mean = torch.stack(wide_losses).mean() if many else wide_losses[0]
     aux = trees.map(lambda *rows: stacked(rows), *auxes) if many else auxes[0]
     written = in_buckets(plan, [leaf.detach() for leaf in leaves]) if form.writes else []
-    return Backward(grads, mean, joining.used, written, [kept[i] for i in changing], aux)
+    return Backward(grads, mean, losses[0].dtype, joining.used, written, [kept[i] for i in changing], aux)
 
 
 def _require_one_batch(batch: Any, team: int) -> None:
@@ -148,11 +155,6 @@ def _require_one_batch(batch: Any, team: int) -> None:
     compare("step(state, batch, t)", [], rule, of_team=lines, team=team)
 
 
-def dtype_of_loss(params: Sequence[Tensor]) -> torch.dtype:
-    """In which the loss is reported: it is not known before the loss has run, and a graph must know it."""
-    return torch.float64 if torch.float64 in [b.dtype for b in params] else torch.float32
-
-
 def _forward_backward(
     loss_fn: LossFn,
     params: PyTree,
@@ -162,11 +164,16 @@ def _forward_backward(
     trial: bool,
     at: At,
     before: Callable[[], None],
-) -> tuple[Tensor, list[Tensor], PyTree]:
-    """The loss, the leaves of its new buffers, and aux; the gradients are added to `.grad`, after `before` was called."""
-    held = getattr(loss_fn, "held", None)
+    leaves: list[Tensor],
+) -> tuple[Tensor, list[Tensor], PyTree, Others | None]:
+    """The loss, the leaves of its new buffers, and aux; the gradients are added to `.grad`, after `before` was called.
+
+    In a trial also what else it takes a gradient of; not of a sharded module, whose parameters PyTorch gathers anew.
+    """
+    held, others = getattr(loss_fn, "held", None), None
     if held is None:
         loss, new, aux = call(loss_fn, params, buffers, batch)
+        others = Others(loss, leaves, batch) if trial else None
         with no_other_weights(loss) if trial else nothing:
             before()
             _backward(loss, scale)
@@ -176,11 +183,13 @@ def _forward_backward(
         with held(params, buffers, at) as new:
             loss, aux = loss_fn.of(batch)  # type: ignore[attr-defined]
             loss = scalar(loss)
-            with no_own_weights(loss, own) if trial else nothing:
-                before()
-                _backward(loss, scale)
+            if own:
+                require_no_own_weights(loss, own)
+                others = Others(loss, leaves, batch)
+            before()
+            _backward(loss, scale)
     aux = None if aux is None else trees.map(_beyond, trees.plain(aux))
-    return loss.detach(), trees.leaves(new) if new else [], aux
+    return loss.detach(), trees.leaves(new) if new else [], aux, others
 
 
 def _backward(loss: Tensor, scale: Tensor | None) -> None:
@@ -215,10 +224,42 @@ def _apart(new: Tensor, own: Tensor) -> Tensor:
 
 
 def _beyond(x: Any) -> Any:
-    """A leaf of aux in memory of its own: what was not computed may be the batch's, or the state's."""
-    if not isinstance(x, torch.Tensor):
-        return torch.as_tensor(x) if isinstance(x, (bool, int, float)) else x
-    return x.detach().clone() if x.grad_fn is None or x._is_view() else x.detach()
+    """Return a leaf of aux without the graph, in memory of its own: a tensor may be the batch's or the state's."""
+    return torch.as_tensor(x) if isinstance(x, (bool, int, float)) else _detached(x, {})
+
+
+def _detached(x: Any, copies: dict[int, Any]) -> Any:
+    """Return a tensor without the graph, or a copy of an object and of all in it that holds tensors, with those detached.
+
+    `copies` has the copies by the ids of their originals, as objects may be cycles.
+    """
+    if isinstance(x, torch.Tensor):
+        return x.detach().clone() if x.grad_fn is None or x._is_view() else x.detach()
+    if id(x) in copies or not _holds_tensors(x, set()):
+        return copies.get(id(x), x)
+    if isinstance(x, (set, frozenset)):
+        return type(x)(_detached(item, copies) for item in x)
+    copies[id(x)] = new = copy.copy(x)
+    for name, value in _attributes(x).items():
+        object.__setattr__(new, name, trees.map(lambda leaf: _detached(leaf, copies), trees.plain(value)))
+    return new
+
+
+def _holds_tensors(x: Any, seen: set[int]) -> bool:
+    """Return True if a tensor is in an object, at any depth; `seen` are the ids of objects that hold none."""
+    if isinstance(x, torch.Tensor) or id(x) in seen:
+        return isinstance(x, torch.Tensor)
+    seen.add(id(x))
+    inside = list(x) if isinstance(x, (set, frozenset)) else list(_attributes(x).values())
+    return any(_holds_tensors(leaf, seen) for value in inside for leaf in trees.leaves(trees.plain(value)))
+
+
+def _attributes(x: Any) -> dict[str, Any]:
+    """Return what an object holds by name, in slots too; nothing of a module, whose parameters are lent, or of code."""
+    if isinstance(x, (nn.Module, type, FunctionType, ModuleType)):
+        return {}
+    slots = chain.from_iterable(vars(kind).get("__slots__", ()) for kind in type(x).__mro__)
+    return {name: getattr(x, name) for name in {*getattr(x, "__dict__", ()), *slots} if hasattr(x, name)}
 
 
 def stacked(rows: Sequence[Any]) -> Any:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
+import torch
 from torch import Tensor
 
 from decentfn import trees
 from decentfn.scalars import integer
 from decentfn.torch_private.autograd import surroundings
+
+R = TypeVar("R", bound=Any)
 
 
 class Beside:
@@ -30,6 +33,13 @@ class Beside:
 
 
 trees.register_node(Beside, lambda node: ((node.number,), None), lambda _, children: Beside(*children))
+
+
+class Outcome(NamedTuple):
+    """Values beside the graph of an evaluation of the loss."""
+
+    loss_dtype: torch.dtype
+    aux: Any
 
 
 class _Here(threading.local):
@@ -77,7 +87,7 @@ def passing_beside(function: Callable[[Beside], tuple[Any, Any]], batch: Any) ->
     """`(state, metrics)` of a function of the batch, which goes in beside the graph, as `aux` comes out."""
     with Step():
         state, metrics = function(travelling(batch))
-        return state, metrics._replace(aux=arrived(metrics.aux))
+        return state, arrived(metrics)
 
 
 def travelling(batch: Any) -> Beside:
@@ -85,6 +95,9 @@ def travelling(batch: Any) -> Beside:
     return Beside(integer(put(batch)))
 
 
-def arrived(tree: Any) -> Any:
-    """The tree in which `Beside` is what it stands for, where that can be read here."""
-    return value(tree.number) if isinstance(tree, Beside) else tree
+def arrived(reported: R) -> R:
+    """Metrics, or an evaluation, with the loss in its own dtype and its aux, where the operator's number for both can be read."""
+    if not isinstance(reported.aux, Beside):
+        return reported
+    outcome = value(reported.aux.number)
+    return reported._replace(loss=reported.loss.to(outcome.loss_dtype), aux=outcome.aux)

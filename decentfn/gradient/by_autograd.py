@@ -20,8 +20,8 @@ from decentfn import trees
 from decentfn.buckets import Buckets, Plan
 from decentfn.collectives import world
 from decentfn.gradient.accumulated import Accumulated
-from decentfn.gradient.backward import WROTE, Backward, Learnt, backward, dtype_of_loss, stacked
-from decentfn.gradient.beside import Beside, Step, arrived, put, travelling, value
+from decentfn.gradient.backward import WROTE, Backward, Learnt, backward, stacked
+from decentfn.gradient.beside import Beside, Outcome, Step, arrived, put, travelling, value
 from decentfn.gradient.layout import Layout
 from decentfn.gradient.loss import LossFn, WrappedLoss, require_loss
 from decentfn.gradient.scaled import DynamicLossScale
@@ -79,7 +79,7 @@ def autograd(loss_fn: LossFn, *, skip_unused: bool = False) -> LossFn:
     Raises:
         ValueError: `loss_fn` is not a function, or is wrapped already.
 
-    The loss that is reported is float32, or float64 where parameters are. The step cannot be differentiated.
+    The step cannot be differentiated.
 
     >>> import decentfn as df
     >>> loss_fn = autograd(lambda params, batch: ((batch - params) ** 2).mean())
@@ -115,7 +115,7 @@ def gradient_by_autograd(
         if not isinstance(batch, Beside) and not functorch.has_no_value(params[0]):
             with Step():
                 e = gradient_by_autograd(loss_fn, params, buffers, travelling(batch), t, scale, many)
-                return e._replace(aux=arrived(e.aux))
+                return arrived(e)
     if not isinstance(batch, Beside):
         raise RuntimeError(
             "df.autograd(loss_fn): the batch must travel beside the graph; use df.compile and df.simulate, not torch.compile "
@@ -195,7 +195,14 @@ def _kernel(
     if not workers:
         one = run(here.rank, scale, params, buffers, data)
         form.is_tried = True
-        return [one.loss, integer(put(one.aux)), *one.grads, *one.written, *one.buffers, *_used([one], leaves, ())]
+        return [
+            one.loss,
+            integer(put(Outcome(one.loss_dtype, one.aux))),
+            *one.grads,
+            *one.written,
+            *one.buffers,
+            *_used([one], leaves, ()),
+        ]
     data = trees.plain(data)
     require_rows("batch", data, workers)
     first = here.rank * workers
@@ -213,7 +220,13 @@ def _kernel(
     aux = trees.map(lambda *rows: stacked(rows), *(one.aux for one in ones))
     new = [torch.stack(rows) for rows in zip(*((*one.written, *one.buffers) for one in ones), strict=True)]
     loss = torch.stack([one.loss for one in ones])
-    return [loss, torch.full((workers,), put(aux)), *grads, *new, *_used(ones, leaves, (workers,))]
+    return [
+        loss,
+        torch.full((workers,), put(Outcome(ones[0].loss_dtype, aux))),
+        *grads,
+        *new,
+        *_used(ones, leaves, (workers,)),
+    ]
 
 
 def _used(ones: Sequence[Backward], leaves: int, workers: tuple[int, ...]) -> list[Tensor]:
@@ -228,7 +241,7 @@ def _used(ones: Sequence[Backward], leaves: int, workers: tuple[int, ...]) -> li
 def _fake(*arguments: Any) -> list[Tensor]:
     _, _, leaves, changing, writes, _, workers, _, _, _, params, buffers, _ = arguments
     shape = (workers,) if workers else ()
-    loss = params[0].new_empty(shape, dtype=dtype_of_loss(params))
+    loss = params[0].new_empty(shape, dtype=torch.float64)
     aux = torch.empty(shape, dtype=torch.int64, device="cpu")
     used = [params[0].new_empty((*shape, leaves), dtype=torch.bool)] if leaves else []
     like = (*params, *(params if writes else ()), *(buffers[i] for i in changing))

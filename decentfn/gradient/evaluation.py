@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from decentfn import trees
 from decentfn.buckets import Buckets, elementwise, mean_inside, mean_of_processes, whole
-from decentfn.gradient.accumulated import Accumulated, mean_gradient_of, micro_batches
+from decentfn.gradient.accumulated import Accumulated, mean_gradient_of, micro_batch_count, micro_batches
 from decentfn.gradient.beside import Beside
 from decentfn.gradient.by_autograd import ByAutograd, gradient_by_autograd, is_by_autograd
-from decentfn.gradient.loss import LossFn, WrappedLoss, takes
+from decentfn.gradient.loss import LossFn, WrappedLoss, call, takes
+from decentfn.gradient.module import ModuleLoss
+from decentfn.gradient.others import require_no_others
 from decentfn.gradient.scaled import DynamicLossScale
 from decentfn.gradient.traced import Evaluation, gradient_of
 from decentfn.stacking import in_chunks
 from decentfn.torch_private import functorch
 from decentfn.torch_private.profiler import is_profiled, nothing, span
 from decentfn.trees import PyTree
-from decentfn.words import brief_error, is_ours
+from decentfn.words import brief_error
 
 
 def require_inputs(call: str, loss_fn: LossFn, params: PyTree, buffers: PyTree) -> None:
@@ -58,6 +62,15 @@ def learn(loss_fn: LossFn, params: Buckets, buffers: PyTree, batch: PyTree, t: T
         loss_fn = loss_fn.loss_fn
     if is_by_autograd(loss_fn):
         evaluate(loss_fn, params, buffers, trees.cloned(batch), t)
+
+
+def reading(loss_fn: LossFn) -> AbstractContextManager[None]:
+    """Within, no other thread lends weights to the loss's module, which a traced step looks at whenever it is called."""
+    while isinstance(loss_fn, WrappedLoss):
+        if isinstance(loss_fn, ByAutograd):
+            return nothing  # its operator waits, when it lends them
+        loss_fn = loss_fn.loss_fn
+    return loss_fn.alone(lends=False) if isinstance(loss_fn, ModuleLoss) else nothing
 
 
 def evaluate(
@@ -103,14 +116,67 @@ def _evaluate(
     traced = partial(mean_gradient_of if many else gradient_of, one)
     batch = micro_batches(batch) if many else batch
     if torch.compiler.is_compiling():
-        return in_chunks(traced, params, buffers, batch, scale)
+        e = in_chunks(traced, params, buffers, batch, scale)
+        if _depends_on_others(e.loss, (params, buffers, batch)):
+            raise RuntimeError("the loss takes a gradient of others than its parameters")  # `raise_own` says of which
+        return e
     try:
         with span("gradient") if is_profiled() else nothing:
-            return in_chunks(traced, params, buffers, batch, scale)
-    except Exception as error:
-        if is_ours(error):
+            e = in_chunks(traced, params, buffers, batch, scale)
+        loss = functorch.by_worker([e.loss])[0][0]
+        if _depends_on_others(loss, (params, buffers, batch)):
+            require_no_others(loss)
+        return e
+    except (RuntimeError, NotImplementedError) as error:
+        if type(error) not in (RuntimeError, NotImplementedError):
             raise
+        try:
+            with functorch.outside_transforms():
+                for leaves in functorch.by_worker(trees.leaves((params, buffers, batch))):
+                    _plainly(one, many, *trees.fill(trees.enumerate_leaves((params, buffers, batch)), leaves))
+        except Exception as own:
+            raise own from None
         raise RuntimeError(_not_traced(error, functorch.is_batched(params[0]))) from error
+
+
+def _depends_on_others(loss: Tensor, given: PyTree) -> bool:
+    """Return True if the loss, with its gradient taken, requires another one, and not because of what it was given."""
+    return loss.requires_grad and not any(isinstance(x, Tensor) and x.requires_grad for x in trees.leaves(given))
+
+
+def raise_own(loss_fn: LossFn, state: Any, batch: PyTree) -> None:
+    """Raise the error that the loss raises for this state and batch in plain PyTorch; return if it raises none.
+
+    Tells an error of the loss from a failure to trace it.
+    """
+    if state.params.plan.processes > 1:
+        return
+    many = False
+    while isinstance(loss_fn, WrappedLoss):
+        many |= isinstance(loss_fn, Accumulated)
+        loss_fn = loss_fn.loss_fn
+    given = state.params, state.buffers, trees.plain(batch)
+    workers = state.params[0].shape[0] if state.params[0].dim() == 2 else None
+    try:
+        for i in range(workers or 1):
+            _plainly(loss_fn, many, *(given if workers is None else trees.map(lambda x, i=i: x[i], given)))
+    except Exception as own:
+        raise own from None
+
+
+def _plainly(loss_fn: LossFn, many: bool, params: Buckets, buffers: PyTree, batch: PyTree) -> None:
+    """Evaluate the loss of one worker on copies, and its gradient by autograd; with `many`, of each micro-batch."""
+    if many:
+        batch = micro_batches(batch)
+    count = micro_batch_count(trees.leaves(batch)) if many else 1
+    for i in range(count):
+        leaves = [b.detach().clone().requires_grad_() for b in params]
+        data = trees.cloned(trees.map(lambda x, i=i: x[i], batch) if many else batch)
+        with torch.enable_grad():
+            loss, _, _ = call(loss_fn, Buckets(leaves, params.plan).tree(), trees.cloned(buffers), data)
+            require_no_others(loss, (leaves, data))
+            if loss.requires_grad:
+                torch.autograd.grad(loss, leaves, allow_unused=True)
 
 
 def _not_traced(error: Exception, simulated: bool) -> str:

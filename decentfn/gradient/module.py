@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ from decentfn import collectives, trees
 from decentfn.buckets import Places
 from decentfn.gradient.attributes import At, Attributes
 from decentfn.gradient.loss import is_pair
-from decentfn.torch_private.modules import Submodules, Weights, weights
+from decentfn.torch_private.modules import Alone, Refusing, Submodules, Weights, weights
 from decentfn.trees import PyTree
 from decentfn.words import brief
 
@@ -28,6 +28,7 @@ class ModuleLoss:
         module: nn.Module,
         criterion: Callable[..., Tensor] | None,
         forward: Callable[[nn.Module, Any], Any] | None,
+        whole: nn.Module,
         params: Mapping[str, Tensor],
         buffers: Mapping[str, Tensor],
         frozen: frozenset[str],
@@ -38,22 +39,32 @@ class ModuleLoss:
         self.frozen = frozen
         """Which of the buffers are frozen parameters."""
         self._shapes = _shapes(params), _shapes(buffers)
-        self._submodules, self._weights, self._attributes = Submodules(module), Weights(module), Attributes(module)
-        own = [(name, p) for name, p in module.named_parameters() if name in params]
+        self.whole = whole
+        """The module, or one of it and a criterion that has parameters."""
+        self._names = _names_in(whole)
+        name = type(module).__name__
+        self._submodules, self._weights, self._attributes = Submodules(whole), Weights(whole, name), Attributes(name)
+        self._trained = _trained(self._submodules.look()), _trained(self.whole.modules())
+        found = dict(whole.named_parameters())
+        own = [(name, found[inner]) for name, inner in self._names.items() if name in params]
         self._hooks = [(name, hook) for name, p in own for hook in (p._backward_hooks or {}).values()]
         self._late_hooks = [(name, hook) for name, p in own for hook in (p._post_accumulate_grad_hooks or {}).values()]
         """The hooks of single parameters, by `register_hook` and `register_post_accumulate_grad_hook`."""
         self._computed = [
             (m, n, x if x.is_leaf else x.detach())
-            for m in module.modules()
+            for m in self.whole.modules()
             for n, x in m.__dict__.items()
             if isinstance(x, torch.Tensor)
         ]
         """Plain attributes that are tensors: what spectral norm and pruning make of a weight before every call."""
 
+    def alone(self, lends: bool = True) -> Alone:
+        """Within, no other thread evaluates the module; see `Alone`."""
+        return Alone(self._submodules.look(), lends)
+
     def own_weights(self) -> list[Tensor]:
         """Those that the module has, but not while others are lent to it."""
-        return list(self.module.parameters())
+        return list(self.whole.parameters())
 
     def __call__(self, params: PyTree, buffers: PyTree, batch: Any) -> tuple[Tensor, tuple[PyTree, PyTree]]:
         """Run the module with these parameters and copies of these buffers."""
@@ -71,12 +82,18 @@ class ModuleLoss:
         Afterwards the module is as it was, and no tensor is left among its attributes that was not there. With `at`, which
         worker calls it and when, the attributes that it leaves are there again in the worker's next call.
         """
-        tensors = {**params, **buffers}
+        # A state that was trained with another criterion has its parameters, too.
+        given = {
+            n: x for n, x in (*params.items(), *buffers.items()) if n in self._names or not n.startswith(_OF_CRITERION)
+        }
+        names = [self._names.get(name, name) for name in given]
+        tensors = dict(zip(names, given.values(), strict=True))
         new = dict(buffers)
         handles = self._hooked(params, is_traced=at is None) if self._hooks or self._late_hooks else []
         if at is None and torch.compiler.is_compiling():
+            self._require_trained(params)
             try:
-                with weights(self.module, tensors):
+                with weights(self.whole, tensors):
                     yield new
             finally:  # While a step is traced only what is known to be computed can be put back.
                 for owner, name, x in self._computed:
@@ -84,15 +101,38 @@ class ModuleLoss:
         else:
             try:
                 modules, attributes = self._submodules.look(), self._attributes
-                with (
-                    attributes.put_back(modules) if at is None else attributes.of(at, [*tensors.values()], modules),
-                    self._weights.are(tensors, modules),
-                ):
-                    yield new
+                with Alone(modules), Refusing(modules):
+                    self._require_trained(params)
+                    with (
+                        attributes.put_back(modules) if at is None else attributes.of(at, [*tensors.values()], modules),
+                        self._weights.are(tensors, modules),
+                    ):
+                        yield new
             finally:
                 for handle in handles if at is not None else ():
                     handle.remove()
-        new.update({name: tensors[name] for name in buffers})
+        after = {name: tensors[inner] for name, inner in zip(given, names, strict=True)}
+        replaced = [name for name in params if name in after and after[name] is not params[name]]
+        if replaced:
+            raise ValueError(
+                f"df.functional({type(self.module).__name__}): a call put other tensors in the places of the parameters "
+                f"{brief(sorted(replaced))}, which the state would not follow; tie or replace parameters before df.functional."
+            )
+        new.update({name: x for name, x in after.items() if name in buffers and x is not None})
+
+    def _require_trained(self, params: dict[str, Tensor]) -> None:
+        """Raise ValueError where a gradient is taken and `requires_grad_` has chosen other parameters to be trained."""
+        if not any([p.requires_grad for p in params.values()]):
+            return
+        if torch.compiler.is_compiling():
+            then, now = self._trained[1], _trained(self.whole.modules())
+        else:
+            then, now = self._trained[0], _trained(self._submodules.look())
+        if now != then and len(now) == len(then):
+            raise ValueError(
+                f"df.functional({type(self.module).__name__}): requires_grad of the module's parameters has changed since; the state has "
+                "those that were trained then. Call df.functional again, and init with its parameters."
+            )
 
     def _hooked(self, params: dict[str, Tensor], is_traced: bool) -> list[Any]:
         """The hooks of the module's parameters, on these; returns what removes them."""
@@ -222,6 +262,28 @@ class ShardedLoss(ModuleLoss):
                 leaf.grad = grad if leaf.grad is None else leaf.grad + grad
 
 
+_OF_CRITERION = "criterion."
+
+
+class _Pair(nn.Module):
+    """A module and a criterion that has parameters."""
+
+    def __init__(self, module: nn.Module, criterion: nn.Module) -> None:
+        super().__init__()
+        self.module, self.criterion = module, criterion
+
+
+def _names_in(whole: nn.Module) -> dict[str, str]:
+    """Return the names of parameters and buffers by those that the state has: a criterion's begin with "criterion."."""
+    names = [name for name, _ in (*whole.named_parameters(), *whole.named_buffers())]
+    return {name.removeprefix("module.") if isinstance(whole, _Pair) else name: name for name in names}
+
+
+def _trained(modules: Iterable[nn.Module]) -> list[bool]:
+    """Return which of the parameters require a gradient."""
+    return [p.requires_grad for m in modules for p in m._parameters.values() if p is not None]
+
+
 def _shapes(tree: PyTree) -> dict[str, list[int]]:
     return {name: list(getattr(leaf, "shape", ())) for name, leaf in trees.named_leaves(tree)}
 
@@ -245,7 +307,9 @@ def functional(
 
     Args:
         module: any module; parameters that do not require a gradient are frozen: they come with the buffers.
-        criterion: `(output, *targets) -> loss` or `(output, batch) -> loss`, 0-d; it may use the module's parameters.
+        criterion: `(output, *targets) -> loss` or `(output, batch) -> loss`, 0-d; it may use the module's parameters. A module with
+            parameters of its own (learned temperatures, ArcFace) is trained with the module; theirs and its buffers' names begin
+            with "criterion.".
         forward: in place of a criterion, `(module, batch) -> loss` or `(loss, aux)`, for batches of any kind.
 
     Returns:
@@ -255,7 +319,8 @@ def functional(
         module and the buffers that it is given as they are.
 
     Raises:
-        ValueError: both a criterion and `forward`; a lazy module that has not seen a batch; sparse buffers; a module in
+        ValueError: both a criterion and `forward`; a lazy module that has not seen a batch; sparse buffers; a criterion with
+            parameters beside a sharded module; when called, parameters that nobody trains; a module in
             DistributedDataParallel, or sharded over other processes than this worker's.
     """
     if not isinstance(module, nn.Module):
@@ -265,23 +330,40 @@ def functional(
     collectives.require_unwrapped(module)
     is_sharded = collectives.is_sharded(module)
     common, team = collectives.require_parts(module) if is_sharded else (frozenset(), 1)
-    lazy = [name for name, x in (*module.named_parameters(), *module.named_buffers()) if is_lazy(x)]
+    whole = module
+    if isinstance(criterion, nn.Module) and any(p.requires_grad for p in criterion.parameters()):
+        whole = _Pair(module, criterion)
+    names = _names_in(whole)
+    if is_sharded and whole is not module:
+        raise ValueError(
+            f"functional({type(module).__name__}, criterion={brief(criterion)}): the criterion has parameters, and the module is sharded; "
+            "make the criterion a submodule of it before it is sharded, and give forward=..."
+        )
+    parameters, others = dict(whole.named_parameters()), dict(whole.named_buffers())
+    if len(names) < len(parameters) + len(others):
+        raise ValueError(
+            f"functional({type(module).__name__}, criterion={brief(criterion)}): both have parameters or buffers of one name that "
+            'begins with "criterion."; rename the submodule.'
+        )
+    named = [(name, parameters[inner]) for name, inner in names.items() if inner in parameters]
+    named_buffers = [(name, others[inner]) for name, inner in names.items() if inner in others]
+    lazy = [name for name, x in (*named, *named_buffers) if is_lazy(x)]
     if lazy:
         raise ValueError(
             f"functional({type(module).__name__}): {brief(lazy)} have no shape yet; run the module once on a batch first."
         )
-    sparse = [name for name, b in module.named_buffers() if b.layout != torch.strided]
+    sparse = [name for name, b in named_buffers if b.layout != torch.strided]
     if sparse:
         raise ValueError(
             f"functional({type(module).__name__}): the buffers {brief(sparse)} are sparse, and a state holds dense tensors; keep them "
             "as plain attributes of the module, which all workers share."
         )
-    own = {name: collectives.local(p).detach().clone() for name, p in module.named_parameters()}
-    trainable = {name: own[name] for name, p in module.named_parameters() if p.requires_grad}
+    own = {name: collectives.local(p).detach().clone() for name, p in named}
+    trainable = {name: own[name] for name, p in named if p.requires_grad}
     frozen = {name: own[name] for name in own if name not in trainable}
-    buffers = {name: b.detach().clone() for name, b in module.named_buffers()} | frozen
+    buffers = {name: b.detach().clone() for name, b in named_buffers} | frozen
     kind = ShardedLoss if is_sharded else ModuleLoss
-    loss_fn = kind(module, criterion, forward, trainable, buffers, frozenset(frozen))
+    loss_fn = kind(module, criterion, forward, whole, trainable, buffers, frozenset(frozen))
     if isinstance(loss_fn, ShardedLoss):
         loss_fn.places = collectives.places(module)
         loss_fn.common, loss_fn.team = common, team

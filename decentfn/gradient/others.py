@@ -1,13 +1,17 @@
-"""Weights that a loss was not given, but takes a gradient of: a module's own, where the loss lends it other ones."""
+"""Weights that a loss was not given, but takes a gradient of: a module's own, or those of an object that it refers to."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import gc
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
+from weakref import ref
 
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from decentfn import trees
 from decentfn.words import brief
 
 
@@ -31,20 +35,53 @@ def no_other_weights(loss: Tensor) -> Iterator[None]:
             f"df.autograd(loss_fn): the gradient is one of a module's own parameters, of shapes {brief([list(x.shape) for x in others])}, "
             "which are not those that the loss was given. A torch.func.functional_call holds the given ones in the forward pass only, "
             "and activation checkpointing computes anew in the backward pass: make the loss with df.functional(module, criterion), "
-            "or forward=..., which holds them until it is over. Freeze what is not trained, with requires_grad_(False)."
+            "or forward=..., which holds them until it is over. Parameters that the loss alone refers to belong into params. Freeze "
+            "what is not trained, with requires_grad_(False)."
         )
 
 
-@contextmanager
-def no_own_weights(loss: Tensor, own: Iterable[Tensor]) -> Iterator[None]:
-    """Around the backward pass of a loss: raises where it takes part in a gradient of these, in whose places others stand."""
+def require_no_own_weights(loss: Tensor, own: Iterable[Tensor]) -> None:
+    """Raise RuntimeError if the loss takes a gradient of these, in whose places others are."""
     others = set(map(id, own)).intersection(map(id, filter(_is_trained, _leaves(loss))))
-    yield
     if others:
         raise RuntimeError(
             f"df.autograd(loss_fn): the loss takes a gradient of {len(others)} of the module's own parameters, through a list or an "
             "attribute that was made before; the worker's stand in their places while the loss is computed. Look them up in "
             "the loss, as in forward=lambda module, batch: ... module.parameters()."
+        )
+
+
+class Others:
+    """Tensors that the loss takes a gradient of, apart from those that it was given.
+
+    Some may have been made in the loss itself: `require_none` after the loss is gone looks for those that are still there.
+    """
+
+    def __init__(self, loss: Tensor, given: Iterable[Tensor], batch: Any) -> None:
+        known = {id(x) for x in (*given, *trees.leaves(trees.plain(batch)))}
+        self._refs = [ref(x) for x in _leaves(loss) if id(x) not in known]
+
+    def require_none(self) -> None:
+        """Raise ValueError if there are any."""
+        if any(r() is not None for r in self._refs):
+            gc.collect()  # made in the loss and part of a cycle
+        require_none([x for r in self._refs if (x := r()) is not None])
+
+
+def require_no_others(loss: Tensor, given: Any = ()) -> None:
+    """Raise ValueError if a loss takes a gradient of other tensors than those that it was given."""
+    known = {id(x) for x in trees.leaves(given)}
+    require_none([x for x in _leaves(loss) if id(x) not in known])
+
+
+def require_none(others: Sequence[Tensor]) -> None:
+    """Raise ValueError for tensors of which a loss takes a gradient, and that are not among the state's parameters."""
+    if others:
+        raise ValueError(
+            f"loss_fn: it takes a gradient of {len(others)} tensor(s), of shapes {brief([list(x.shape) for x in others])}, which are not "
+            "among the state's parameters: nobody would train them. Let the criterion be an nn.Module that has them, "
+            "df.functional(module, criterion), or make them part of the module or of params; freeze what is not trained, with "
+            "requires_grad_(False)."
         )
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from decentfn.gradient.loss import LossFn, WrappedLoss, require_loss
+from decentfn.numbers import checks_numbers
 from decentfn.transforms.basic import check_number
 from decentfn.words import brief
 
@@ -58,6 +59,7 @@ class DynamicLossScale(WrappedLoss):
         return LossScale(scale, torch.where(good & ~grows, streak, torch.zeros_like(streak)))
 
 
+@checks_numbers
 def dynamic_loss_scale(
     loss_fn: LossFn,
     init_scale: float = 2.0**16,
@@ -106,8 +108,6 @@ def dynamic_loss_scale(
     )
     check_number(check, "growth_factor", growth_factor, "finite and > 1", lambda v: 1 < v < float("inf"))
     check_number(check, "backoff_factor", backoff_factor, "in (0, 1)", lambda v: 0 < v < 1)
-    if not isinstance(growth_interval, int) or growth_interval < 1:
+    if growth_interval < 1:
         raise ValueError(f"dynamic_loss_scale(growth_interval={growth_interval!r}): a number of steps, >= 1.")
-    if not isinstance(agree, bool):
-        raise ValueError(f"dynamic_loss_scale(agree={brief(agree)}): True for one scale on all workers, or False.")
     return DynamicLossScale(loss_fn, init_scale, growth_factor, backoff_factor, growth_interval, agree)

@@ -17,6 +17,7 @@ from decentfn.gradient.beside import Beside, passing_beside
 from decentfn.kit.expected import checked, marked, require_order
 from decentfn.kit.options import DEFAULTS
 from decentfn.kit.state import Algorithm, Metrics
+from decentfn.numbers import plain
 from decentfn.scalars import as_step
 from decentfn.torch_private import functorch
 from decentfn.trees import PyTree
@@ -35,7 +36,8 @@ def algorithm(function: Callable[P, Algorithm]) -> Callable[P, Algorithm]:
     and what it draws from PyTorch's generators follows from torch's seed, `t` and the worker.
 
     Args:
-        function: `(loss_fn, optimizer, topology, *, hyperparameters, **options) -> Algorithm`.
+        function: `(loss_fn, optimizer, topology, *, hyperparameters, **options) -> Algorithm`; what it annotates as `int`,
+            `float` or `bool` is one, finite, or the call is refused.
     """
     signature = inspect.signature(function)
     if list(signature.parameters)[:3] != ["loss_fn", "optimizer", "topology"]:
@@ -46,13 +48,14 @@ def algorithm(function: Callable[P, Algorithm]) -> Callable[P, Algorithm]:
 
     @functools.wraps(function)
     def build(*args: P.args, **kwargs: P.kwargs) -> Algorithm:
-        built = function(*args, **kwargs)
+        call = signature.bind(*args, **kwargs)
+        call.arguments.update(plain(function.__name__, signature.parameters, call.arguments))
+        built = function(*call.args, **call.kwargs)
         if not isinstance(built, Algorithm):
             raise ValueError(
                 f"{function.__name__}(...) returned {brief(built)}; a function under @kit.algorithm returns an Algorithm: "
                 "`return worker.algorithm(step)`."
             )
-        call = signature.bind(*args, **kwargs)
         call.apply_defaults()
         loss_fn, optimizer, topology = (call.arguments[name] for name in ("loss_fn", "optimizer", "topology"))
         by_autograd = is_by_autograd(loss_fn)

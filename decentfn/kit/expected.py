@@ -11,7 +11,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from numbers import Number
 from typing import Any, NoReturn
 from weakref import WeakValueDictionary
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from decentfn import collectives, trees
 from decentfn.buckets import Buckets, Plan, without_values
-from decentfn.gradient import LossFn, learn, require_batch, require_inputs
+from decentfn.gradient import LossFn, learn, raise_own, reading, require_batch, require_inputs
 from decentfn.kit.state import Metrics, State
 from decentfn.replicas import digest
 from decentfn.scalars import as_step
@@ -39,7 +39,10 @@ _log = logging.getLogger("decentfn")
 
 
 def marked(function: Callable[..., Any], **marks: Any) -> Callable[..., Any]:
-    """The function with attributes: `check(state, batch, t)` of a step, which raises what the step would, `watch`, `made_by`."""
+    """The function with attributes, as `watch`, `made_by`, and of a step `check(state, batch, t)`, which raises what the step would.
+
+    `raise_own(state, batch)` raises what the loss does in plain PyTorch; within `reading()` no other thread lends weights to its module.
+    """
     function.__dict__.update(marks)
     return function
 
@@ -95,6 +98,11 @@ def checked(
                 f"{_CALL}: the state holds {found!r} where init laid out {expected!r}; it is another network's: call "
                 "init(params) for this one."
             )
+        if getattr(step, "starts_equal", False) and not x.plan.starts_equal:
+            raise ValueError(
+                f"{_CALL}: the state is another algorithm's, whose workers may differ, and this one never makes them equal; start from "
+                "their mean, init(df.consensus_mean(state))."
+            )
         require_inputs(_CALL, loss_fn, without_values(x).tree(), state.buffers)
         require_batch(loss_fn, batch)
 
@@ -117,7 +125,9 @@ def checked(
         look(state, batch, t)
         learn(loss_fn, state.params, state.buffers, batch, as_step(t))
 
-    return start_checked, marked(run, check=look_before_compiling)
+    return start_checked, marked(
+        run, check=look_before_compiling, raise_own=partial(raise_own, loss_fn), reading=partial(reading, loss_fn)
+    )
 
 
 @contextmanager

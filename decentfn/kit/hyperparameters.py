@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from decentfn import collectives
+from decentfn.numbers import real, whole
 from decentfn.scalars import once
 from decentfn.transforms.basic import Scalar
 
@@ -30,7 +31,7 @@ def reciprocal(rate: float | Tensor) -> float | Tensor:
 def require_fractions(call: str, **values: float) -> None:
     """Each value lies in [0, 1], or a ValueError says which does not."""
     for name, value in values.items():
-        if not 0 <= value <= 1:
+        if not 0 <= real(call, name, value) <= 1:
             raise ValueError(f"{call}({name}={value!r}): {name} is a share of what was there before, in [0, 1].")
 
 
@@ -44,12 +45,12 @@ def require_positive(call: str, **values: Any) -> None:
     for name, value in values.items():
         if callable(value):
             raise ValueError(f"{call}({name}=...): {name} is one number for the whole run, not a function of t.")
-        if not 0 < value < float("inf"):
+        if not real(call, name, value) > 0:
             raise ValueError(f"{call}({name}={value!r}): {name} is positive and finite.")
 
 
 def require_whole(call: str, at_least: int = 1, **values: int) -> None:
     """Each value is an integer, at least `at_least`, or a ValueError says which is not."""
     for name, value in values.items():
-        if not isinstance(value, int) or value < at_least:
+        if whole(call, name, value) < at_least:
             raise ValueError(f"{call}({name}={value!r}): {name} is a number of steps or parts, at least {at_least}.")

@@ -10,7 +10,7 @@ import torch
 from decentfn.buckets import Buckets, require_bucket_mb
 from decentfn.gradient import LossFn, require_loss
 from decentfn.topologies import Topology
-from decentfn.transforms.transform import require_pair, wants_mix
+from decentfn.transforms.transform import require_descent, require_pair, wants_mix
 from decentfn.words import brief
 
 
@@ -33,6 +33,7 @@ def require_arguments(
     """A loss, an optimizer that suits, a topology and known options, or an error says which is not."""
     require_loss("loss_fn", loss_fn)
     require_pair("optimizer", optimizer)
+    require_descent(optimizer)
     if not isinstance(topology, Topology):
         raise ValueError(
             f"topology={brief(topology)}: expected a Topology, for example df.topology('ring', num_workers=4)."

@@ -7,6 +7,7 @@ from typing import Any
 
 from decentfn.buckets import Plan
 from decentfn.compressors import Compressor
+from decentfn.numbers import real
 from decentfn.topologies import Topology, mixing_matrix
 from decentfn.words import brief
 
@@ -54,7 +55,7 @@ def require_compressor(call: str, compressor: object, gamma: float, options: Map
         raise ValueError(
             f"{call}(compressor={brief(compressor)}): expected a Compressor, for example df.compressors.top_k(0.01)."
         )
-    if not isinstance(gamma, (int, float)) or not 0 < gamma <= 1:
+    if not 0 < real(call, "gamma", gamma) <= 1:
         raise ValueError(f"{call}(gamma={gamma!r}): γ lies in (0, 1]; about the compressor's δ is a start.")
     if options.get("wire_dtype") is not None:
         raise ValueError(

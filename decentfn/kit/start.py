@@ -15,6 +15,7 @@ from decentfn.gradient import Inside
 from decentfn.kit.options import require_narrower
 from decentfn.replicas import digest
 from decentfn.topologies import Topology, certificate
+from decentfn.transforms.transform import require_descent
 from decentfn.trees import PyTree
 
 _log = logging.getLogger("decentfn")
@@ -48,6 +49,7 @@ def lay_out(
     try:
         _require_as_built(inside)
         x = _in_buckets(params, bucket_mb, masks, inside, places)
+        require_descent(optimizer, x.plan)
         require_narrower(wire_dtype, x)
         _require_divisible(topologies[0].num_workers)
     except Exception as error:

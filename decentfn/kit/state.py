@@ -46,7 +46,7 @@ class State(NamedTuple):
 
     @property
     def buffers(self) -> PyTree:
-        """The buffers, as the tree that `init` was given or the loss last returned."""
+        """The buffers, as the tree that `init` was given or the loss last returned: the state's own; `df.buffers` copies them."""
         return self.local.buffers
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +15,7 @@ from decentfn import collectives, gossip, trees
 from decentfn.buckets import Buckets, Plan, add, all_finite, elementwise, global_norm
 from decentfn.gradient import DynamicLossScale, Evaluation, LossFn, evaluate, inside_of
 from decentfn.kit.exchange import Posted, as_parameters, collect, post
+from decentfn.kit.expected import marked
 from decentfn.kit.gradient import Gradient, good_update, where_good
 from decentfn.kit.options import DEFAULTS, Options, require_arguments
 from decentfn.kit.start import lay_out
@@ -73,12 +75,15 @@ class Worker:
             step: of one worker, t 0-d int64 on the CPU.
             memory: from the first parameters to what the algorithm remembers; None: nothing.
             topology: `Algorithm.topology`, where it is another than the worker's.
-            must_equal: which of "params" and "buffers" must be bit for bit equal on all workers at the start.
+            must_equal: which of "params" and "buffers" must be bit for bit equal on all workers at the start; "params" also
+                where `df.with_params` sets others.
         """
+        starts_equal = "params" in must_equal
 
         def init(params: PyTree, buffers: PyTree = None) -> State:
             topologies, places = (self.topology, self.everyone), getattr(self.loss_fn, "places", ())
             x = lay_out(params, self.optimizer, topologies, self.bucket_mb, self.wire_dtype, self.inside, places)
+            x = Buckets(x.parts, replace(x.plan, starts_equal=starts_equal))
             scale = None if self.scaling is None else self.scaling.init(x[0].device)
             local = Local(self.optimizer.init(x), trees.map(torch.clone, buffers), scale)
             state = State(x, local, () if memory is None else memory(x))
@@ -87,6 +92,7 @@ class Worker:
                 require_equal("init(params, buffers)", {name: given[name] for name in must_equal})
             return state
 
+        step = marked(step, starts_equal=starts_equal)
         return Algorithm(init, step, loss_fn=self.scaling or self.loss_fn, topology=topology or self.topology)
 
     def gradient(

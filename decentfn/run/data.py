@@ -7,7 +7,9 @@ has run out.
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache, partial
 from numbers import Integral
 from typing import Any
@@ -15,18 +17,21 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Sampler, default_collate
+from torch.utils.data import Dataset, IterableDataset, Sampler, default_collate
 
 from decentfn import trees
 from decentfn.draws import worker_seed
+from decentfn.numbers import checks_numbers
 from decentfn.words import brief
 
 __all__ = [
     "BatchSampler",
+    "Seeded",
     "Shards",
     "batch_sampler",
     "dirichlet_shards",
     "fixed_shards",
+    "seeded",
     "shards",
     "stacked_collate",
     "worker_seed",
@@ -61,17 +66,38 @@ class Shards:
         return torch.stack([self.batch_at(t, worker) for worker in range(self.num_workers)])
 
 
+class _Batch(list[int]):
+    """The sample indices of one batch, and who reads them when."""
+
+    def __init__(self, samples: Sequence[int], t: int, workers: Sequence[int]) -> None:
+        super().__init__(samples)
+        self.t, self.workers = t, workers
+
+
 class BatchSampler(Sampler[list[int]]):
     """The sample indices of one batch after the other, from a step on. Made by `batch_sampler`."""
 
     def __init__(self, shards: Shards, workers: Sequence[int], first_step: int, steps: int | None) -> None:
         self._shards, self._workers, self._steps = shards, workers, steps
         self.first_step = first_step
+        self._is_read = False
 
     def __iter__(self) -> Iterator[list[int]]:
-        """From `first_step` on, each time anew."""
+        """From `first_step` on, once.
+
+        Raises:
+            ValueError: at the first batch, if an earlier iteration has begun.
+        """
+        if self._is_read:  # how far it was used nobody knows: a DataLoader reads ahead
+            raise ValueError(
+                f"batch_sampler(first_step={self.first_step}): it was iterated over before, and would give the same batches again. Read "
+                "all steps of the run in one loop; or make a sampler for each epoch, batch_sampler(shards, worker, first_step=t, "
+                "steps=(epoch + 1) * shards.steps_per_epoch)."
+            )
+        self._is_read = True
         for t in itertools.count(self.first_step) if self._steps is None else range(self.first_step, self._steps):
-            yield [sample for worker in self._workers for sample in self._shards.batch_at(t, worker).tolist()]
+            samples = [self._shards.batch_at(t, worker).tolist() for worker in self._workers]
+            yield _Batch(list(itertools.chain(*samples)), t, self._workers)
 
     def __len__(self) -> int:
         """The number of batches, where `steps` is known."""
@@ -80,6 +106,7 @@ class BatchSampler(Sampler[list[int]]):
         return max(0, self._steps - self.first_step)
 
 
+@checks_numbers
 def batch_sampler(
     shards: Shards, worker: int | Sequence[int], first_step: int = 0, *, steps: int | None = None
 ) -> BatchSampler:
@@ -87,6 +114,10 @@ def batch_sampler(
 
     Who reads what is a function of (seed, t, worker), so nothing of it is saved: a run that goes on at step t makes it anew with
     `first_step=t`, whatever the loader's workers had read ahead.
+
+    One loop reads all steps of the run. Where every epoch has a loop of its own, it has a sampler of its own, with `first_step=t` and
+    `steps=(epoch + 1) * shards.steps_per_epoch`: in a run that goes on at step t, epochs that are over have no batches. A sampler
+    that has been iterated over raises instead of giving the same batches again.
 
     Args:
         shards: whose samples, from `shards` or `fixed_shards`.
@@ -96,7 +127,7 @@ def batch_sampler(
         steps: the run's last batch is that of step `steps - 1`; None goes on for ever.
 
     Raises:
-        ValueError: a worker that the shards do not know, or a negative step.
+        ValueError: a worker that the shards do not know or that is named twice, or a negative step; later, a second iteration.
 
     >>> dealt = shards(10, num_workers=2, batch_size=2)
     >>> whole, rest = batch_sampler(dealt, 1, steps=5), batch_sampler(dealt, 1, first_step=3, steps=5)
@@ -107,10 +138,15 @@ def batch_sampler(
         raise ValueError(f"batch_sampler(shards={brief(shards)}): expected df.data.shards(...) or fixed_shards(...).")
     workers = [worker] if isinstance(worker, Integral) else worker
     known = range(shards.num_workers)
-    if not isinstance(workers, Sequence) or not workers or any(i not in known for i in workers):
+    if (
+        not isinstance(workers, Sequence)
+        or not workers
+        or any(i not in known for i in workers)
+        or len(set(workers)) < len(workers)
+    ):
         raise ValueError(
             f"batch_sampler(worker={brief(worker)}): there are {len(known)} workers, from 0; world.rank, or "
-            "world.workers(local) where a process simulates several."
+            "world.workers(local) where a process simulates several, each once."
         )
     for name, step in (("first_step", first_step), ("steps", steps)):
         if step is not None and (not isinstance(step, Integral) or step < 0):
@@ -118,6 +154,7 @@ def batch_sampler(
     return BatchSampler(shards, [int(i) for i in workers], first_step, steps)  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
 
 
+@checks_numbers
 def stacked_collate(
     num_workers: int, collate: Callable[[list[Any]], Any] = default_collate
 ) -> Callable[[list[Any]], Any]:
@@ -126,17 +163,93 @@ def stacked_collate(
     Args:
         num_workers: L, the workers of this process; their samples come one worker after the other, as from `batch_sampler`.
         collate: makes a batch of one worker's samples.
+
+    Raises:
+        ValueError: in the loader, a batch whose samples are no multiple of `num_workers`.
     """
     _check_counts("stacked_collate", num_workers=num_workers)
     return partial(_stacked, num_workers, collate)
 
 
 def _stacked(num_workers: int, collate: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
-    size = len(samples) // num_workers
+    size, left = divmod(len(samples), num_workers)
+    if left or not size:
+        raise ValueError(
+            f"stacked_collate(num_workers={num_workers}): a batch of {len(samples)} samples has not the same number for each worker; "
+            "make the loader's batch_size a multiple of the workers, and pass drop_last=True if the last batch is shorter."
+        )
     batches = [collate(samples[i * size : (i + 1) * size]) for i in range(num_workers)]
     return trees.map(lambda *rows: torch.stack(rows), *batches)
 
 
+class Seeded(Dataset[Any]):
+    """A dataset whose random numbers are a function of (seed, t, worker). Made by `seeded`."""
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self.dataset, self._seed = dataset, seed
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, sample: Any) -> Any:
+        """Refused: a sample alone has no step."""
+        return self.__getitems__([sample])
+
+    def __getitems__(self, samples: list[int]) -> list[Any]:
+        """The samples of one batch."""
+        if not isinstance(samples, _Batch):
+            raise ValueError(
+                "seeded(dataset): it is read by a DataLoader with batch_sampler=df.data.batch_sampler(...), which knows the step and the "
+                "worker; make it last, after Subset and the like, and evaluate on the dataset itself."
+            )
+        size, read = len(samples) // len(samples.workers), getattr(self.dataset, "__getitems__", None)
+        found: list[Any] = []
+        for i, worker in enumerate(samples.workers):
+            own = samples[i * size : (i + 1) * size]
+            with _drawing_by(worker_seed(worker_seed(self._seed, worker, samples.t), 0)):  # unlike the permutations
+                found += [self.dataset[sample] for sample in own] if read is None else read(own)
+        return found
+
+
+@checks_numbers
+def seeded(dataset: Any, seed: int = 0) -> Seeded:
+    """The dataset, whose augmentation draws other numbers in every step and on every worker, and the same in every run.
+
+    For a DataLoader with `batch_sampler=df.data.batch_sampler(...)`, which seeds itself alike on all ranks. While a worker's samples
+    of one step are read, the CPU generators of torch, NumPy and Python are seeded by (seed, t, worker); afterwards they are as they
+    were. So it makes no difference how many loader processes read, where a run was resumed, or whether workers are simulated.
+
+    Args:
+        dataset: with `dataset[i]`, no IterableDataset.
+        seed: any integer, the same on every worker.
+
+    Raises:
+        ValueError: it has no samples by index, or the seed is no integer; later, it is read without a step.
+    """
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+        raise ValueError(
+            f"seeded(dataset={brief(dataset)}): expected a dataset with samples by index; give a DataLoader of another one a generator "
+            "for each rank, generator=torch.Generator().manual_seed(df.data.worker_seed(seed, worker, t))."
+        )
+    return Seeded(dataset, seed)
+
+
+@contextmanager
+def _drawing_by(seed: int) -> Iterator[None]:
+    """Within, the CPU generators that a transform may draw from are seeded; afterwards they are as they were."""
+    before = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    torch.default_generator.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before[0])
+        np.random.set_state(before[1])
+        random.setstate(before[2])
+
+
+@checks_numbers
 def shards(num_samples: int, num_workers: int, batch_size: int, seed: int = 0) -> Shards:
     """Deal all samples out anew in every epoch; the few that do not fill a batch for everyone sit that epoch out.
 
@@ -174,6 +287,7 @@ def shards(num_samples: int, num_workers: int, batch_size: int, seed: int = 0) -
     return Shards(num_workers, batch_size, steps_per_epoch, positions)
 
 
+@checks_numbers
 def fixed_shards(parts: Sequence[Tensor | Sequence[int]], batch_size: int, seed: int = 0) -> Shards:
     """Every worker reads its own part over and over, in a new order each time; a short part begins anew earlier.
 
@@ -214,6 +328,7 @@ def fixed_shards(parts: Sequence[Tensor | Sequence[int]], batch_size: int, seed:
     return Shards(len(lists), batch_size, max(1, total // (len(lists) * batch_size)), positions)
 
 
+@checks_numbers
 def dirichlet_shards(labels: Tensor | Sequence[int], num_workers: int, alpha: float, seed: int = 0) -> list[Tensor]:
     """Label-skewed parts: of every class, worker i gets a share drawn from Dirichlet(α, …, α). For experiments.
 
@@ -241,12 +356,12 @@ def dirichlet_shards(labels: Tensor | Sequence[int], num_workers: int, alpha: fl
         )
     if not 0 < alpha < float("inf"):
         raise ValueError(f"dirichlet_shards(alpha={alpha!r}): α is positive and finite; 0.1 is skewed, 100 is even.")
-    random = torch.Generator().manual_seed(worker_seed(seed, 0))
+    order = torch.Generator().manual_seed(worker_seed(seed, 0))
     draw = np.random.default_rng(worker_seed(seed, 1))
     parts: list[list[Tensor]] = [[] for _ in range(num_workers)]
     for label in y.unique():
         members = (y == label).nonzero()[:, 0]
-        members = members[torch.randperm(members.numel(), generator=random)]
+        members = members[torch.randperm(members.numel(), generator=order)]
         shares = torch.from_numpy(draw.dirichlet([float(alpha)] * num_workers))
         cuts = (shares.cumsum(0)[:-1] * members.numel()).round().to(torch.int64)
         for part, piece in zip(parts, members.tensor_split(cuts.tolist()), strict=True):
@@ -265,7 +380,7 @@ def _permutation(size: int, seed: int, epoch: int, worker: int) -> Tensor:
 
 def _check_counts(call: str, **counts: int) -> None:
     for name, count in counts.items():
-        if not isinstance(count, Integral) or count < 1:
+        if count < 1:
             raise ValueError(f"{call}({name}={brief(count)}): a whole number >= 1.")
 
 

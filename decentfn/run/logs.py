@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -47,7 +48,8 @@ class JSONLines:
         """Append a line; not collective, and nothing on processes other than 0.
 
         Args:
-            values: anything that JSON holds, tensors (as numbers and lists) and paths among it.
+            values: anything that JSON holds, tensors (as numbers and lists) and paths among it. NaN and infinity, which JSON does
+                not have, are null.
             step: `t`, the line's first entry; None where a line is of no step: the run's configuration, its result.
 
         Raises:
@@ -59,8 +61,8 @@ class JSONLines:
             raise ValueError(f"JSONLines({str(self.path)!r}).write: the log is closed.")
         line = ({} if step is None else {"step": int(step)}) | dict(values)
         try:
-            text = json.dumps(line, default=_as_json)
-        except TypeError as error:
+            text = json.dumps(_as_json(line), allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"JSONLines.write({brief(values)}): {error}") from None
         os.write(self._file, f"{text}\n".encode())  # one call, so that the line is whole or not there
 
@@ -131,7 +133,7 @@ def read(path: str | Path) -> list[dict[str, Any]]:
     lines = []
     for number, line in enumerate(Path(path).read_bytes().split(b"\n")[:-1], start=1):
         try:
-            lines.append(json.loads(line))
+            lines.append(json.loads(line, parse_constant=lambda name: None))  # older versions wrote NaN
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}; it is not a log of JSON lines.") from None
         if not isinstance(lines[-1], dict):
@@ -152,7 +154,7 @@ def _open(path: Path, first_step: int, opened: list[int]) -> str:
     if first_step > 0 and last.exists():
         kept = [line for line in read(last) if not isinstance(line.get("step"), int) or line["step"] < first_step]
         new = last.with_name(f"{last.name}.new")
-        new.write_text("".join(f"{json.dumps(line)}\n" for line in kept))
+        new.write_text("".join(f"{json.dumps(line, allow_nan=False)}\n" for line in kept))
         new.replace(last)
     opened.append(os.open(last, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644))
     return str(last)
@@ -182,9 +184,17 @@ def _require_step(call: str, first_step: Any) -> None:
 
 def _as_json(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return value.tolist()
+        return _as_json(value.tolist())
+    if isinstance(value, Mapping):
+        return {key: _as_json(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_as_json(inner) for inner in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
     if isinstance(value, (Path, torch.dtype, torch.device)):
         return str(value)
+    if value is None or isinstance(value, (str, int)):
+        return value
     raise TypeError(f"{type(value).__name__} is nothing that JSON holds")
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from decentfn.topologies import matrices
-from decentfn.topologies.rounds import Topology
+from decentfn.topologies.rounds import Topology, require_topology
 
 _STEPS_SAMPLED = 64
 _STEPS_AVERAGED = 256
@@ -70,6 +70,7 @@ def certificate(topology: Topology) -> Certificate:
     >>> facts.steps_to_consensus, facts.spectral_gap, facts.bytes_per_step(100)
     (3, 1.0, 100.0)
     """
+    require_topology("certificate", topology)
     schedule = _Schedule(topology)
     facts = schedule.facts
     return Certificate(
@@ -95,6 +96,7 @@ def consensus_steps(topology: Topology) -> int | None:
     Looked for within one period, with random vectors as parameters: 0 for one worker, None if disagreement remains (as
     for every random schedule).
     """
+    require_topology("consensus_steps", topology)
     return _Schedule(topology).steps_to_consensus
 
 
@@ -105,6 +107,7 @@ def spectral_gap(topology: Topology) -> float | None:
     or all in each half, move up by one (Fourier); beyond, by ARPACK, which applies the rounds. A push-sum
     schedule keeps no consensus, so that its number is of J in place of its own limit.
     """
+    require_topology("spectral_gap", topology)
     return _Schedule(topology).spectral_gap
 
 

@@ -11,11 +11,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from decentfn.numbers import checks_numbers, whole
 from decentfn.topologies.complete_graph import complete
 from decentfn.topologies.construct import from_rounds, idle
-from decentfn.topologies.rounds import Round, Topology
+from decentfn.topologies.rounds import Round, Topology, require_topology
+from decentfn.words import brief
 
 
+@checks_numbers
 def every(H: int, topology: Topology) -> Topology:
     """Mix in the steps t = 0, H, 2H, ...; rest in the others: nothing is sent, and `W_t = I`.
 
@@ -35,13 +38,14 @@ def every(H: int, topology: Topology) -> Topology:
     >>> every(4, complete(8)).period
     4
     """
-    _check_steps("every", H)
+    _check_parts("every", H, topology)
     parts = (topology, idle(topology.num_workers))
     return _switch(
         f"every({H}, {topology.name})", parts, lambda t: (min(t % H, 1), t // H), lambda periods: H * periods[0]
     )
 
 
+@checks_numbers
 def later(steps: int, topology: Topology) -> Topology:
     """The same schedule, begun `steps` steps later: step t is round t - steps, and before that it rests.
 
@@ -58,8 +62,9 @@ def later(steps: int, topology: Topology) -> Topology:
     >>> later(3, every(4, complete(8))).round(3).is_active
     True
     """
-    if not isinstance(steps, int) or steps < 0:
-        raise ValueError(f"later(steps={steps!r}, ...): the number of steps is an integer >= 0.")
+    require_topology("later(steps, topology)", topology)
+    if not 0 <= steps < 2**31:
+        raise ValueError(f"later(steps={brief(steps)}, ...): the number of steps is an integer >= 0.")
     if not steps:
         return topology
     parts = (topology, idle(topology.num_workers))
@@ -67,6 +72,7 @@ def later(steps: int, topology: Topology) -> Topology:
     return _switch(name, parts, lambda t: (int(t < steps), t - steps), lambda periods: periods[0], has_start=True)
 
 
+@checks_numbers
 def nth_round(k: int, rounds: int, topology: Topology) -> Topology:
     """Round k of a step that mixes `rounds` times: step t is round `rounds * t + k` of `topology`.
 
@@ -82,8 +88,9 @@ def nth_round(k: int, rounds: int, topology: Topology) -> Topology:
     >>> nth_round(1, 2, one_peer_exp(16)).period
     2
     """
-    if not isinstance(rounds, int) or rounds < 1 or not isinstance(k, int) or not 0 <= k < rounds:
-        raise ValueError(f"nth_round(k={k!r}, rounds={rounds!r}, ...): k is an integer from 0 to rounds - 1.")
+    require_topology("nth_round(k, rounds, topology)", topology)
+    if not 0 <= k < rounds < 2**31:
+        raise ValueError(f"nth_round(k={brief(k)}, rounds={brief(rounds)}, ...): k is an integer from 0 to rounds - 1.")
     if rounds == 1:
         return topology
     name = f"nth_round({k}, {rounds}, {topology.name})"
@@ -106,6 +113,8 @@ def paused(topology: Topology, other: Topology) -> Topology:
     >>> [paused(ring(4), every(3, complete(4))).round(t).is_active for t in range(3)]
     [False, True, True]
     """
+    for part in (topology, other):
+        require_topology("paused(topology, other)", part)
     parts = (topology, idle(topology.num_workers), other)
     name = f"paused({topology.name}, {other.name})"
     return _switch(
@@ -131,11 +140,14 @@ def alternate(*topologies: Topology) -> Topology:
     """
     if not topologies:
         raise ValueError("alternate(): give at least one topology.")
+    for part in topologies:
+        require_topology("alternate", part)
     count = len(topologies)
     name = f"alternate({', '.join(part.name for part in topologies)})"
     return _switch(name, topologies, lambda t: (t % count, t // count), lambda periods: count * math.lcm(*periods))
 
 
+@checks_numbers
 def pga(H: int, topology: Topology) -> Topology:
     """Gossip with periodic global averaging: the mean over all workers in steps 0, H, 2H, ..., else `topology`.
 
@@ -158,7 +170,7 @@ def pga(H: int, topology: Topology) -> Topology:
     >>> pga(3, ring(4)).period
     6
     """
-    _check_steps("pga", H)
+    _check_parts("pga", H, topology)
     parts = (complete(topology.num_workers), topology)
     return _switch(
         f"pga({H}, {topology.name})", parts, lambda t: (min(t % H, 1), t), lambda periods: math.lcm(H, *periods)
@@ -179,9 +191,16 @@ def relabel(topology: Topology, workers: Sequence[int]) -> Topology:
     >>> relabel(ring(4), [0, 2, 1, 3]).sources[0, :, 0].tolist()
     [2, 3, 0, 1]
     """
+    require_topology("relabel", topology)
     n = topology.num_workers
-    if sorted(workers) != list(range(n)):
-        raise ValueError(f"relabel({topology!r}, {list(workers)[:8]}...): expected each of 0..{n - 1} once.")
+    if (
+        not isinstance(workers, Sequence)
+        or isinstance(workers, str)
+        or set(workers) != set(range(n))
+        or len(workers) != n
+    ):
+        raise ValueError(f"relabel({topology!r}, workers={brief(workers)}): expected each of 0..{n - 1} once.")
+    workers = [whole("relabel", "workers", i) for i in workers]
     takes_place_of = torch.tensor(list(workers)).argsort()
     place = torch.tensor([*workers, -1])  # index -1, nobody, stays nobody
 
@@ -227,9 +246,10 @@ def across(topology: Topology, size: int) -> Topology:
 # -- how -------------------------------------------------------------------------------------------------------------
 
 
-def _check_steps(call: str, steps: int) -> None:
-    if not isinstance(steps, int) or steps < 1:
-        raise ValueError(f"{call}(H={steps!r}, ...): H, the steps from one to the next, is an integer >= 1.")
+def _check_parts(call: str, steps: int, topology: Topology) -> None:
+    require_topology(f"{call}(H, topology)", topology)
+    if not 1 <= steps < 2**31:
+        raise ValueError(f"{call}(H={brief(steps)}, ...): H, the steps from one to the next, is an integer >= 1.")
 
 
 def _map_rounds(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
+from decentfn.numbers import MOST_WORKERS, array, checks_numbers, real, require_at_most, whole
 from decentfn.topologies.matrices import edge_colours, weighted_permutations
 from decentfn.topologies.rounds import Edge, Round, Topology, check, check_sums, with_silence
 from decentfn.words import brief
@@ -22,6 +24,7 @@ _STEPS_TRIED = (*range(16), 10**6)
 """Of a schedule without tables; they are checked as a table's would be, and drawn twice."""
 
 
+@checks_numbers
 def from_permutations(name: str, sources: object, weights: object, *, is_column_stochastic: bool = False) -> Topology:
     """A schedule from explicit tables of messages.
 
@@ -36,8 +39,8 @@ def from_permutations(name: str, sources: object, weights: object, *, is_column_
     Raises:
         ValueError: shapes, a column that is no permutation, weights that do not sum to 1, a worker left out.
     """
-    s = torch.as_tensor(np.asarray(sources), dtype=torch.int64).clone()
-    w = torch.as_tensor(np.asarray(weights), dtype=torch.float64).clone()
+    s = torch.from_numpy(array(name, "sources", sources, np.int64))
+    w = torch.from_numpy(array(name, "weights", weights))
     if s.dim() != 3 or w.shape != (*s.shape[:2], s.shape[2] + 1):
         raise ValueError(
             f"{name}: sources {list(s.shape)} and weights {list(w.shape)} must be [P, N, K] and [P, N, K+1], "
@@ -63,6 +66,7 @@ def from_permutations(name: str, sources: object, weights: object, *, is_column_
     return topology
 
 
+@checks_numbers
 def from_matrices(name: str, matrices: object, *, is_column_stochastic: bool = False) -> Topology:
     """A schedule from mixing matrices, each decomposed into weighted permutations (messages).
 
@@ -77,7 +81,7 @@ def from_matrices(name: str, matrices: object, *, is_column_stochastic: bool = F
         ValueError: not square, a negative weight for another worker, not stochastic to 1e-12, a worker left out over
             the period.
     """
-    stack = np.asarray(matrices, dtype=np.float64)
+    stack = array(name, "matrices", matrices)
     stack = stack[None] if stack.ndim == 2 else stack
     if stack.ndim != 3 or stack.shape[1] != stack.shape[2] or not stack.shape[0]:
         raise ValueError(f"{name}: matrices of shape {list(stack.shape)}; mixing matrices are [P, N, N] or [N, N].")
@@ -91,6 +95,7 @@ def from_matrices(name: str, matrices: object, *, is_column_stochastic: bool = F
     return _padded(name, [weighted_permutations(w) for w in stack], is_column_stochastic)
 
 
+@checks_numbers
 def from_groups(name: str, phases: Sequence[Sequence[Edge]], num_workers: int) -> Topology:
     """A schedule from groups of workers that average, Decent-DP's edges. Every worker is in exactly one per phase.
 
@@ -106,7 +111,9 @@ def from_groups(name: str, phases: Sequence[Sequence[Edge]], num_workers: int) -
     Raises:
         ValueError: a worker in no edge or in two, an own weight outside [0, 1], a worker left out over the period.
     """
-    edges = [[_edge(name, edge) for edge in phase] for phase in phases]
+    require_at_most(name, MOST_WORKERS, num_workers=num_workers)
+    _require_listed(name, "phases", phases)
+    edges = [[_edge(name, edge) for edge in _require_listed(name, "a phase", phase)] for phase in phases]
     if not edges:
         raise ValueError(f"{name}: no phase; a schedule has at least one.")
     for p, phase in enumerate(edges):
@@ -133,13 +140,21 @@ def from_groups(name: str, phases: Sequence[Sequence[Edge]], num_workers: int) -
 
 
 def _edge(name: str, edge: Edge | tuple[Sequence[int], float | None]) -> tuple[list[int], float]:
-    ranks, weight = list(edge[0]), edge[1]
-    weight = 1 / len(ranks) if weight is None else float(weight)
+    if len(_require_listed(name, "an edge", edge)) != 2 or not len(_require_listed(name, "an edge's workers", edge[0])):
+        raise ValueError(f"{name}: the edge {brief(edge)} is not Edge(ranks, weight), of one rank at least.")
+    ranks, weight = [whole(name, "ranks", rank) for rank in edge[0]], edge[1]
+    weight = 1 / len(ranks) if weight is None else real(name, "weight", weight)
     if not 0 <= weight <= 1 or (len(ranks) == 1 and weight != 1):
         raise ValueError(
             f"{name}: Edge({ranks}, weight={weight}): the own weight lies in [0, 1] and is 1 for a single worker."
         )
     return ranks, weight
+
+
+def _require_listed(name: str, what: str, given: Any) -> Any:
+    if not isinstance(given, (Sequence, np.ndarray, Tensor)) or isinstance(given, str):
+        raise ValueError(f"{name}: {what} is {brief(given)}, not a list.")
+    return given
 
 
 def _from_pairs(name: str, edges: list[list[tuple[list[int], float]]], num_workers: int) -> Topology:
@@ -156,6 +171,7 @@ def _from_pairs(name: str, edges: list[list[tuple[list[int], float]]], num_worke
     return from_permutations(name, sources, weights)
 
 
+@checks_numbers
 def from_edges(name: str, rounds: Sequence[tuple[ArrayLike, ArrayLike, ArrayLike]], num_workers: int) -> Topology:
     """A schedule of undirected rounds from weighted edges; a worker keeps what its edges leave of 1.
 
@@ -169,15 +185,22 @@ def from_edges(name: str, rounds: Sequence[tuple[ArrayLike, ArrayLike, ArrayLike
     Raises:
         ValueError: a worker with more than 64 edges in a round, or with none in all rounds; weights beyond 1.
     """
+    require_at_most(name, MOST_WORKERS, num_workers=num_workers)
     tables = []
-    for p, edges in enumerate(rounds):
-        if isinstance(edges, Mapping) or len(edges) != 3 or len({np.shape(column) for column in edges}) != 1:
+    for p, edges in enumerate(_require_listed(name, "rounds", rounds)):
+        is_triple = isinstance(edges, (Sequence, np.ndarray)) and not isinstance(edges, str) and len(edges) == 3
+        if not is_triple or len({np.shape(column) for column in edges}) != 1:
             raise ValueError(
                 f"{name}: round {p} is {brief(edges)}; a round is three columns of one length, (u, v, weights): "
                 "([0, 2], [1, 3], [0.5, 0.5]) joins 0 with 1 and 2 with 3."
             )
         ends_u, ends_v, edge_weights = edges
-        u, v, w = np.asarray(ends_u, np.int64), np.asarray(ends_v, np.int64), np.asarray(edge_weights, np.float64)
+        u, v = array(name, "ends", ends_u, np.int64), array(name, "ends", ends_v, np.int64)
+        w = array(name, "weights", edge_weights)
+        if u.ndim != 1 or (u == v).any() or not ((np.minimum(u, v) >= 0) & (np.maximum(u, v) < num_workers)).all():
+            raise ValueError(
+                f"{name}: round {p} is {brief(edges)}; an edge joins two of the workers 0..{num_workers - 1}."
+            )
         degrees = np.bincount(np.concatenate([u, v]), minlength=num_workers)
         if degrees.max(initial=0) > MOST_MESSAGES:
             raise ValueError(
@@ -196,6 +219,7 @@ def from_edges(name: str, rounds: Sequence[tuple[ArrayLike, ArrayLike, ArrayLike
     return _padded(name, tables or [_idle_tables(num_workers)])
 
 
+@checks_numbers
 def from_shifts(name: str, rounds: Sequence[Mapping[int, float]], num_workers: int) -> Topology:
     """A schedule of circulant rounds `W = w_0 I + Σ_s w_s P^s`: worker i receives from i - s with weight w_s.
 
@@ -204,11 +228,17 @@ def from_shifts(name: str, rounds: Sequence[Mapping[int, float]], num_workers: i
         rounds: for each step of the period its shifts and weights; shifts that agree modulo N are one message, those
             that are 0 none. The own weight is what the others leave of 1.
         num_workers: N.
+
+    Raises:
+        ValueError: weights that are negative, or beyond 1.
     """
+    require_at_most(name, MOST_WORKERS, num_workers=num_workers)
     n, tables = num_workers, []
-    for shifts in rounds:
+    for shifts in _require_listed(name, "rounds", rounds):
+        if not isinstance(shifts, Mapping):
+            raise ValueError(f"{name}: a round is {brief(shifts)}; it is a dict of shifts and weights, {{1: 0.5}}.")
         weight_of: dict[int, float] = {}
-        for shift, weight in shifts.items():
+        for shift, weight in ((whole(name, "shift", s), real(name, "weight", w)) for s, w in shifts.items()):
             if shift % n:
                 weight_of[shift % n] = weight_of.get(shift % n, 0.0) + weight
         sources = (np.arange(n)[:, None] - np.array(list(weight_of), dtype=np.int64)) % n
@@ -245,6 +275,7 @@ def alone(name: str) -> Topology:
     return Topology(name, 1, torch.from_numpy(sources)[None], torch.from_numpy(weights)[None])
 
 
+@checks_numbers
 def from_draw(name: str, num_workers: int, draw: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]) -> Topology:
     """A random schedule: a function of t alone, the same on every worker, evaluated when a step runs.
 
@@ -260,6 +291,7 @@ def from_draw(name: str, num_workers: int, draw: Callable[[Tensor], tuple[Tensor
         ValueError: a shape or dtype, a round that is no sum of weighted permutations, is not doubly stochastic, or
             differs when it is drawn again.
     """
+    require_at_most(name, MOST_WORKERS, num_workers=num_workers)
     if num_workers == 1:
         return alone(name)
     drawn = _drawn(name, num_workers, lambda t: Round(*draw(t)), _STEPS_TRIED)
@@ -309,6 +341,7 @@ def _silent_round(sources: Tensor, destinations: Tensor, weights: Tensor) -> Rou
     return Round(heard, told, torch.cat([own, others], dim=1))
 
 
+@checks_numbers
 def from_rounds(
     name: str,
     num_workers: int,
@@ -335,6 +368,9 @@ def from_rounds(
         ValueError: a shape or dtype, a round whose weights do not sum to 1, whose destinations are not the inverse of
             its sources, or that differs when it is drawn again.
     """
+    require_at_most(name, MOST_WORKERS, num_workers=num_workers)
+    if period is not None and period < 1:
+        raise ValueError(f"{name}: period={period}; a schedule repeats after one step or more, or has None.")
     entries = round_of(torch.tensor(0)).weights.numel()
     in_tables = in_tables and period is not None and period <= min(_LONGEST_TABLE, MOST_TABLE_ENTRIES // entries)
     steps = range(period) if in_tables and period is not None else _STEPS_TRIED

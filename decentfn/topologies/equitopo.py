@@ -10,17 +10,21 @@ import torch
 from torch import Tensor
 
 from decentfn import draws
+from decentfn.numbers import MOST_WORKERS
 from decentfn.topologies.construct import from_draw, from_edges, from_shifts
 from decentfn.topologies.matching import pair_weights
 from decentfn.topologies.registry import register_topology
 from decentfn.topologies.rounds import Topology
+from decentfn.words import brief
 
 
 def _distances(call: str, n: int, m: int | None, seed: int) -> list[int]:
     """M random distances, drawn again until they join all workers (the few even ones of N = 8 might not)."""
     count = max(1, (n - 1).bit_length()) if m is None else m
-    if count < 1:
-        raise ValueError(f"{call}(num_workers={n}, M={m}): M, the number of shifts, is at least 1.")
+    if not 1 <= count <= MOST_WORKERS:
+        raise ValueError(
+            f"{call}(num_workers={n}, M={brief(m)}): M, the number of shifts, is at least 1 and at most {MOST_WORKERS}."
+        )
     distances: list[int] = []
     for attempt in itertools.count() if n > 1 else ():
         distances = (1 + draws.integers(seed, 0, attempt, (count,), n - 1)).tolist()

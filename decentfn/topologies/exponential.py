@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from decentfn.numbers import MOST_WORKERS
 from decentfn.topologies.construct import from_groups, from_shifts
 from decentfn.topologies.registry import register_topology
 from decentfn.topologies.rounds import Edge, Topology
+from decentfn.words import brief
 
 
 def is_power_of_two(n: int) -> bool:
@@ -76,8 +78,10 @@ def p_peer_exp(num_workers: int, *, p: int = 2) -> Topology:
     Raises:
         ValueError: p < 1.
     """
-    if p < 1:
-        raise ValueError(f"p_peer_exp(num_workers={num_workers}, p={p}): p, the peers of a step, is at least 1.")
+    if not 1 <= p <= MOST_WORKERS:
+        raise ValueError(
+            f"p_peer_exp(num_workers={num_workers}, p={brief(p)}): p, the peers of a step, is at least 1 and at most {MOST_WORKERS}."
+        )
     base = p + 1
     rounds = [{j * base**k: 1 / base for j in range(1, base)} for k in range(_digits(num_workers, base))]
     return from_shifts("p-peer-exp", rounds, num_workers)

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from decentfn.numbers import array
 from decentfn.topologies import matrices
 from decentfn.topologies.construct import from_edges
 from decentfn.topologies.registry import register_topology
@@ -67,7 +68,7 @@ def _from_networkx(call: str, graph: Any) -> tuple[np.ndarray, np.ndarray, np.nd
 
 
 def _from_matrix(call: str, graph: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
-    matrix = np.asarray(graph, dtype=np.float64)
+    matrix = array(call, "graph", graph)
     if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not np.array_equal(matrix, matrix.T):
         raise ValueError(f"{call}: an adjacency matrix is square and symmetric; this one is {list(matrix.shape)}.")
     u, v = np.nonzero(np.triu(matrix, 1))

@@ -8,7 +8,7 @@ from decentfn.topologies.combine import across, alternate, blocks
 from decentfn.topologies.construct import from_groups
 from decentfn.topologies.exponential import is_power_of_two
 from decentfn.topologies.registry import register_topology, topology
-from decentfn.topologies.rounds import Edge, Topology
+from decentfn.topologies.rounds import Edge, Topology, require_topology
 
 
 @register_topology("hierarchical")
@@ -90,6 +90,7 @@ def alternating_exp_ring(num_workers: int, *, local_world_size: int) -> Topology
 
 def _level(call: str, which: str, schedule: str | Topology, size: int) -> Topology:
     made = topology(schedule, size) if isinstance(schedule, str) else schedule
+    require_topology(f"{call}, {which}", made)
     if made.num_workers != size:
         raise ValueError(f"{call}: {which} has {made.num_workers} workers; that level has {size}.")
     return made

@@ -7,9 +7,11 @@ from functools import lru_cache
 
 import numpy as np
 
+from decentfn.numbers import MOST_WORKERS
 from decentfn.topologies.construct import from_edges, from_permutations
 from decentfn.topologies.registry import register_topology
 from decentfn.topologies.rounds import Topology
+from decentfn.words import brief
 
 Edges = tuple[np.ndarray, np.ndarray, np.ndarray]
 """`u, v, weights`, `[E]` each: one round of undirected edges."""
@@ -65,8 +67,10 @@ def hyper_hypercube(num_workers: int, *, k: int = 1) -> Topology:
 
 def check_peers(call: str, n: int, k: int) -> None:
     """Raise unless k, the most peers per step, is in range."""
-    if k < 1:
-        raise ValueError(f"{call}(num_workers={n}, k={k}): k, the most peers of a step, is at least 1.")
+    if not 1 <= k <= MOST_WORKERS:
+        raise ValueError(
+            f"{call}(num_workers={n}, k={brief(k)}): k, the most peers of a step, is at least 1 and at most {MOST_WORKERS}."
+        )
 
 
 def hyper_hypercube_rounds(nodes: np.ndarray, k: int) -> list[Edges] | None:

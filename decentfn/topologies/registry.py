@@ -5,9 +5,11 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable
+from functools import wraps
 from numbers import Integral
 from typing import Any, TypeVar
 
+from decentfn.numbers import MOST_WORKERS, checks_numbers, require_at_most, whole
 from decentfn.topologies.rounds import Topology
 from decentfn.words import brief
 
@@ -31,15 +33,29 @@ def register_topology(name: str) -> Callable[[Function], Function]:
     """
 
     def register(function: Function) -> Function:
+        checked = _checked(function)
         known = _registry.get(name)
         if known is not None and known.__qualname__ != function.__qualname__:
             raise ValueError(
                 f"register_topology({name!r}): the name belongs to {known.__module__}.{known.__qualname__}; choose another."
             )
-        _registry[name] = function
-        return function
+        _registry[name] = checked
+        return checked  # pyright: ignore[reportReturnType]
 
     return register
+
+
+def _checked(function: Callable[..., Topology]) -> Callable[..., Topology]:
+    """The function with its numbers checked, the number of workers first."""
+    first = next(iter(inspect.signature(function).parameters), "num_workers")
+
+    @wraps(function)
+    def make(*args: Any, **kwargs: Any) -> Topology:
+        given = args[0] if args else kwargs.get(first)
+        require_at_most(function.__name__, MOST_WORKERS, num_workers=whole(function.__name__, "num_workers", given))
+        return checks_numbers(function)(*args, **kwargs)
+
+    return make
 
 
 def topology_names() -> list[str]:
@@ -69,7 +85,7 @@ def topology(name: str, num_workers: int, **options: Any) -> Topology:
         raise ValueError(
             f"topology({name!r}): no such topology; nearest: {', '.join(near)}. register_topology(name) adds your own."
         )
-    if not isinstance(num_workers, Integral) or num_workers < 1:
+    if not isinstance(num_workers, Integral) or isinstance(num_workers, bool) or num_workers < 1:
         raise ValueError(
             f"topology({name!r}, num_workers={brief(num_workers)}): the number of workers is an integer >= 1."
         )

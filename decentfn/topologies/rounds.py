@@ -12,6 +12,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from decentfn.numbers import checks_numbers
 from decentfn.words import brief
 
 _TOLERANCE = 1e-12
@@ -184,12 +185,25 @@ def with_silence(sources: Tensor, destinations: Tensor) -> Tensor:
 # -- checks -------------------------------------------------------------------------------------------------------
 
 
+def require_topology(call: str, topology: object) -> None:
+    """Raise ValueError unless this is a topology; `call` is how the user wrote what takes it."""
+    if not isinstance(topology, Topology):
+        raise ValueError(f"{call}({brief(topology)}): expected a topology, such as df.topology('ring', 4).")
+
+
+def require_step(call: str, t: int) -> None:
+    """Raise ValueError for a step before the first."""
+    if not 0 <= t < 2**63:
+        raise ValueError(f"{call}(t={brief(t)}): t numbers the steps, from 0.")
+
+
 def check(topology: Topology, *, nobody_left_out: bool = True) -> None:
     """Stochastic in every phase, and every worker connected with another over the period."""
     rows = topology.weights.sum(-1)
     columns = topology.weights[..., 0].clone()
     for slot in range(topology.slots):
         columns.scatter_add_(1, topology.sources[..., slot], topology.weights[..., 1 + slot])
+    _check_signs(topology)
     if topology.mean_weights is not None:
         rows, columns = rows + topology.mean_weights, columns + topology.mean_weights
     _check_ones(topology.name, columns, "column")
@@ -218,6 +232,25 @@ def _check_ones(name: str, sums: Tensor, kind: str) -> None:
         raise ValueError(f"{name}: {kind} {i} of phase {p} sums to {sums[p, i].item():.15g}, not 1 (1e-12); {way_out}.")
 
 
+def _check_signs(topology: Topology) -> None:
+    """No weight is negative: neither the own, with its share of the mean over the group, nor another's."""
+    weights = topology.weights.clone()
+    if topology.groups is not None and topology.mean_weights is not None:
+        for row, groups, means in zip(weights, topology.groups, topology.mean_weights, strict=True):
+            row[:, 0] += means / groups.bincount()[groups]
+    if (weights < -_TOLERANCE).any():
+        p, i, k = (weights < -_TOLERANCE).nonzero()[0].tolist()
+        whose = (
+            f"worker {i}'s own weight"
+            if k == 0
+            else f"the weight that worker {i} gives to worker {topology.sources[p, i, k - 1]}"
+        )
+        raise ValueError(
+            f"{topology.name}: {whose} in phase {p} is {weights[p, i, k].item():.15g}; weights are not negative, or mixing could "
+            "drive the workers apart."
+        )
+
+
 def _check_nobody_left_out(topology: Topology) -> None:
     if topology.num_workers == 1:
         return
@@ -237,8 +270,15 @@ def _check_nobody_left_out(topology: Topology) -> None:
 # -- facts ----------------------------------------------------------------------------------------------------------
 
 
+@checks_numbers
 def mixed(topology: Topology, t: int, x: Tensor) -> Tensor:
     """`W_t x`, `[N, D]`: what mixing in step `t` makes of the workers' rows of `x`."""
+    require_topology("mixed", topology)
+    require_step("mixed", t)
+    if not isinstance(x, torch.Tensor) or x.dim() != 2 or len(x) != topology.num_workers:
+        raise ValueError(
+            f"mixed(topology, t, x={brief(x)}): x has a row for each of the {topology.num_workers} workers, [N, D]."
+        )
     sources, _, weights, groups, mean_weights, _ = topology.round(t)
     me = torch.arange(topology.num_workers)
     y = weights[:, :1] * x
@@ -251,12 +291,11 @@ def mixed(topology: Topology, t: int, x: Tensor) -> Tensor:
     return y
 
 
+@checks_numbers
 def mixing_matrix(topology: Topology, t: int) -> Tensor:
     """The mixing matrix of step `t`: `[N, N]` float64, `W[i, j]` the weight that worker i gives to worker j."""
-    if not isinstance(topology, Topology):
-        raise ValueError(
-            f"mixing_matrix({brief(topology)}, t): expected a topology: mixing_matrix(df.topology('ring', 4), t)."
-        )
+    require_topology("mixing_matrix", topology)
+    require_step("mixing_matrix", t)
     n = topology.num_workers
     sources, _, weights, groups, mean_weights, _ = topology.round(t)
     matrix = torch.diag(weights[:, 0])

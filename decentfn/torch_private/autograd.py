@@ -66,6 +66,12 @@ def run_backward(loss: Tensor) -> None:
     return None
 
 
+def is_backward() -> bool:
+    """Return True if this thread runs a backward pass."""
+    return _graph_task() != -1
+
+
+_graph_task = getattr(torch._C, "_current_graph_task_id", lambda: -1)
 _engine = getattr(Variable, "_execution_engine", None)
 _log = logging.getLogger("torch.autograd.graph")
 """At level DEBUG PyTorch says which nodes it runs."""

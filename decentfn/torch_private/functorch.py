@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +28,13 @@ try:
     from torch._C._functorch import is_gradtrackingtensor as _is_differentiated
 except ImportError:
     _is_batched = _is_differentiated = _unwrapped = None
+
+
+try:
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as outside_transforms
+except ImportError:
+    outside_transforms = nullcontext
+"""Within, no transform of torch.func looks at what is computed."""
 
 
 _interpreters = getattr(torch._C._functorch, "peek_interpreter_stack", object)  # pyright: ignore
@@ -88,6 +96,20 @@ def is_batched(x: Tensor) -> bool:
 def is_differentiated(x: Tensor) -> bool:
     """Whether `torch.func.grad` follows what becomes of a tensor."""
     return _is_differentiated is not None and _is_differentiated(x)
+
+
+def by_worker(leaves: list[Any]) -> list[list[Any]]:
+    """Return the leaves of each worker that `vmap` batches here, as plain tensors; one list outside `vmap`."""
+    is_row, plain = [], []
+    for x in leaves:
+        is_row.append(isinstance(x, Tensor) and is_batched(x))
+        while _unwrapped is not None and isinstance(x, Tensor) and is_batched(x):
+            x = _unwrapped(x)
+        plain.append(x)
+    workers = max((len(x) for x, row in zip(plain, is_row, strict=True) if row), default=None)
+    if workers is None:
+        return [plain]
+    return [[x[i] if row else x for x, row in zip(plain, is_row, strict=True)] for i in range(workers)]
 
 
 def has_no_value(x: Tensor) -> bool:

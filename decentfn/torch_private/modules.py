@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
 from operator import is_, methodcaller
+from threading import get_ident
 from typing import Any, NamedTuple
 from weakref import ref
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 
+from decentfn.torch_private.autograd import is_backward
 from decentfn.words import brief
 
 _keys = methodcaller("keys")
@@ -63,6 +67,80 @@ class Submodules:
         return [*chain.from_iterable([m._modules.values() for m in modules])]
 
 
+class _Hold(NamedTuple):
+    thread: int
+    modules: frozenset[int]
+    """Their ids."""
+    lends: bool
+
+
+_condition = threading.Condition()
+_holds: list[_Hold] = []
+
+
+_HOOK = -1
+"""Key of a hook before a module's forward that no handle has: those of PyTorch count from 0."""
+
+
+class Alone:
+    """Within, no other thread lends weights to these modules: it waits. Threads that do not lend themselves may go on together."""
+
+    __slots__ = ("_hold",)
+
+    def __init__(self, modules: list[nn.Module], lends: bool = True) -> None:
+        self._hold = _Hold(get_ident(), frozenset(map(id, modules)), lends)
+
+    def __enter__(self) -> None:
+        with _condition:
+            _condition.wait_for(lambda: all(map(self._goes_with, _holds)))
+            _holds.append(self._hold)
+
+    def _goes_with(self, other: _Hold) -> bool:
+        own = self._hold
+        is_apart = own.thread == other.thread or own.modules.isdisjoint(other.modules)
+        return is_apart or not (own.lends or other.lends)
+
+    def __exit__(self, *error: object) -> None:
+        with _condition:
+            _holds.remove(self._hold)
+            _condition.notify_all()
+
+
+class Refusing:
+    """Within, a call of one of these modules by another thread raises: it would see, and change, what they are lent.
+
+    PyTorch's own threads, which compute a forward pass again in a backward pass, may call them.
+    """
+
+    __slots__ = ("_hook", "_modules", "_outer")
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self._modules = [m for m in modules if not isinstance(m, torch.jit.ScriptModule)]
+        thread = get_ident()
+
+        def refuse(module: nn.Module, inputs: Any) -> None:
+            if not torch.compiler.is_compiling() and get_ident() != thread and not is_backward():
+                raise RuntimeError(
+                    f"{type(module).__name__}(...): the module was called while another thread takes a training step with it, and has that "
+                    "step's weights meanwhile. Evaluate with df.evaluate, or with the loss_fn of df.functional, which wait for one another; "
+                    "or call a copy, copy.deepcopy(module), with df.load_state_dict."
+                )
+
+        self._hook = refuse
+
+    def __enter__(self) -> None:
+        self._outer = [m._forward_pre_hooks.get(_HOOK) for m in self._modules]
+        for m in self._modules:
+            m._forward_pre_hooks[_HOOK] = self._hook
+
+    def __exit__(self, *error: object) -> None:
+        for m, outer in zip(self._modules, self._outer, strict=True):
+            if outer is None:
+                m._forward_pre_hooks.pop(_HOOK, None)
+            else:
+                m._forward_pre_hooks[_HOOK] = outer
+
+
 class _Places(NamedTuple):
     """Where tensors go that are given by name."""
 
@@ -79,7 +157,7 @@ class _Lent:
 
     __slots__ = ("_given", "_own", "_own_lists", "_places", "_tensors")
 
-    def __init__(self, places: _Places, tensors: dict[str, Tensor]) -> None:
+    def __init__(self, places: _Places, tensors: dict[str, Any]) -> None:
         self._places, self._tensors = places, tensors
         self._given = [*tensors.values(), *[tensors[name] for name in places.tied]]
         self._own = [place[key] for place, key in places.dicts]
@@ -105,14 +183,14 @@ class _Lent:
         for (attributes, _, _), (listed, refs) in zip(lists, self._own_lists, strict=True):
             attributes[_LIST], attributes[_REFS] = listed, refs
         if not are_same(new, self._given):
-            tensors.update({name: x for name, x in zip(tensors, new, strict=False) if x is not None})
+            tensors.update(zip(tensors, new, strict=False))  # None for what was deleted
 
 
 class Weights:
     """Where a module keeps its parameters and buffers: found by name once, and again where the module has changed."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self._module, self._name = module, name
         self._dicts: list[dict[str, Any]] = []  # of parameters and of buffers of all submodules
         self._names: tuple[list[str], list[str]] = [], []  # the keys of all places, and whose tensors are given
         self._ids: list[int] = []  # of what stands in all places
@@ -148,7 +226,7 @@ class Weights:
         untied = [names[n] for n in parameters if is_whole and same[n] not in given]
         if missing or untied or len(given) < len(tensors):
             raise ValueError(
-                f"df.functional({type(whole).__name__}): the module has changed since, in "
+                f"df.functional({self._name}): the module has changed since, in "
                 f"{brief(sorted(missing or untied or tensors.keys() - set(given.values())))}; call df.functional again."
             )
         tied = [n for n in range(len(places)) if same[n] in given and names[n] not in tensors]

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from decentfn.buckets import Buckets, Mask, each, elementwise, global_norm, multiply, wide, zeros_like
+from decentfn.numbers import checks_numbers, real
 from decentfn.scalars import once
-from decentfn.transforms.transform import Transform, masked, require_one_process
+from decentfn.transforms.transform import Transform, ascending, masked, require_one_process
 from decentfn.trees import PyTree
 from decentfn.words import brief
 
@@ -43,8 +44,16 @@ def new_count(params: Buckets) -> Tensor:
 
 def check_number(call: str, name: str, value: object, rule: str, holds: Callable[[float], bool]) -> None:
     """`value` must be a real number for which `holds`."""
-    if not (isinstance(value, Real) and holds(float(value))):
+    if not isinstance(value, Real) or isinstance(value, bool) or not holds(float(value)):
         raise ValueError(f"{call}({name}={brief(value)}): {name} is {rule}.")
+
+
+def check_mask(call: str, mask: object) -> None:
+    """`mask` must be a function of a leaf's name and shape, or None."""
+    if mask is not None and not callable(mask):
+        raise ValueError(
+            f"{call}(mask={brief(mask)}): a mask is a function (dotted name, shape) -> bool, or None for all."
+        )
 
 
 def check_scalar(call: str, name: str, value: object) -> None:
@@ -59,11 +68,14 @@ def unless_zero(scalar: Scalar, transform: Callable[[], Transform]) -> tuple[Tra
     return () if not callable(scalar) and scalar == 0 else (transform(),)
 
 
-def _scheduled(scalar: Scalar, apply: Callable[[float | Tensor, Buckets, Buckets], Buckets]) -> Transform:
+def _scheduled(
+    scalar: Scalar, apply: Callable[[float | Tensor, Buckets, Buckets], Buckets], *, ascends: bool = False
+) -> Transform:
     """`apply(number, grads, params)`; counts its updates only if the number follows them."""
+    pair = ascending if ascends else Transform
     if not callable(scalar):
         number = float(scalar)
-        return Transform(lambda params: (), lambda grads, state, params: (apply(number, grads, params), state))
+        return pair(lambda params: (), lambda grads, state, params: (apply(number, grads, params), state))
 
     def init(params: Buckets) -> ScheduleState:
         return ScheduleState(new_count(params))
@@ -72,19 +84,21 @@ def _scheduled(scalar: Scalar, apply: Callable[[float | Tensor, Buckets, Buckets
         number = torch.as_tensor(scalar(state.count), dtype=torch.float64, device=state.count.device)
         return apply(once(number), grads, params), ScheduleState(state.count + 1)
 
-    return Transform(init, update)
+    return pair(init, update)
 
 
+@checks_numbers
 def scale(factor: float) -> Transform:
     """Multiply by a constant. `scale(0.0)` freezes parameters.
 
     Args:
-        factor: any finite number.
+        factor: any finite number; a negative one descends.
     """
     check_number("scale", "factor", factor, "a finite number", lambda v: abs(v) < float("inf"))
-    return _scheduled(factor, lambda number, grads, params: multiply(grads, number))
+    return _scheduled(factor, lambda number, grads, params: multiply(grads, number), ascends=factor > 0)
 
 
+@checks_numbers
 def scale_by_learning_rate(learning_rate: Scalar) -> Transform:
     """Multiply by `-learning_rate`, which turns a direction of ascent into an update.
 
@@ -95,6 +109,7 @@ def scale_by_learning_rate(learning_rate: Scalar) -> Transform:
     return _scheduled(learning_rate, lambda number, grads, params: multiply(grads, -number))
 
 
+@checks_numbers
 def add_decayed_weights(weight_decay: Scalar, mask: Mask | None = None) -> Transform:
     """`g + λ x`: before an adaptive part this is l2 regularisation, after it decoupled weight decay.
 
@@ -103,6 +118,7 @@ def add_decayed_weights(weight_decay: Scalar, mask: Mask | None = None) -> Trans
         mask: the leaves that decay, `(dotted name, shape) -> bool`, for example `not_bias_or_norm`; None: all.
     """
     check_scalar("add_decayed_weights", "weight_decay", weight_decay)
+    check_mask("add_decayed_weights", mask)
 
     def decay(number: float | Tensor, grads: Buckets, params: Buckets) -> Buckets:
         def one(g: Tensor, x: Tensor) -> Tensor:
@@ -112,10 +128,11 @@ def add_decayed_weights(weight_decay: Scalar, mask: Mask | None = None) -> Trans
 
         return elementwise(one, grads, params)
 
-    transform = _scheduled(weight_decay, decay)
+    transform = _scheduled(weight_decay, decay, ascends=True)
     return transform if mask is None else masked(transform, mask)
 
 
+@checks_numbers
 def trace(decay: float, nesterov: bool = False) -> Transform:
     """Momentum: `m⁺ = β m + g`, update `m⁺`; Nesterov: `g + β m⁺`.
 
@@ -137,7 +154,7 @@ def trace(decay: float, nesterov: bool = False) -> Transform:
         # Copies: the caller's updates and the state are never one tensor.
         return elementwise(lambda g, m: m.to(g.dtype, copy=True), grads, momentum), TraceState(momentum)
 
-    return Transform(init, update)
+    return ascending(init, update)
 
 
 def clip_by_global_norm(max_norm: float) -> Transform:
@@ -147,12 +164,12 @@ def clip_by_global_norm(max_norm: float) -> Transform:
         max_norm: positive; `inf` clips nothing.
     Source: `torch.nn.utils.clip_grad_norm_`.
     """
-    check_number("clip_by_global_norm", "max_norm", max_norm, "positive", lambda v: v > 0)
+    max_norm = _max_norm("clip_by_global_norm", max_norm)
 
     def update(grads: Buckets, state: PyTree, params: Buckets) -> tuple[Buckets, PyTree]:
         return multiply(grads, _clip_factor(global_norm(grads), max_norm)), state
 
-    return Transform(lambda params: (), update)
+    return ascending(lambda params: (), update)
 
 
 def clip_by_bucket_norm(max_norm: float) -> Transform:
@@ -161,7 +178,7 @@ def clip_by_bucket_norm(max_norm: float) -> Transform:
     Args:
         max_norm: positive; `inf` clips nothing.
     """
-    check_number("clip_by_bucket_norm", "max_norm", max_norm, "positive", lambda v: v > 0)
+    max_norm = _max_norm("clip_by_bucket_norm", max_norm)
 
     def clip(grads: Buckets) -> Buckets:
         def one(g: Tensor) -> Tensor:
@@ -174,7 +191,14 @@ def clip_by_bucket_norm(max_norm: float) -> Transform:
         require_one_process("clip_by_bucket_norm", params, "a bucket's norm is not its processes'")
         return ()
 
-    return Transform(init, lambda grads, state, params: (clip(grads), state))
+    return ascending(init, lambda grads, state, params: (clip(grads), state))
+
+
+def _max_norm(call: str, max_norm: float) -> float:
+    """The number itself, where it is one and positive; `inf` is."""
+    number = max_norm if isinstance(max_norm, Real) and max_norm == float("inf") else real(call, "max_norm", max_norm)
+    check_number(call, "max_norm", number, "positive", lambda v: v > 0)
+    return number
 
 
 def _clip_factor(norm: Tensor, max_norm: float) -> Tensor:

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from decentfn.buckets import Buckets, Mask, elementwise, zeros_like
+from decentfn.numbers import checks_numbers
 from decentfn.scalars import once
 from decentfn.transforms.basic import (
     Scalar,
     add_decayed_weights,
+    check_mask,
     check_number,
     check_scalar,
     new_count,
@@ -22,7 +24,7 @@ from decentfn.transforms.basic import (
     trace,
     unless_zero,
 )
-from decentfn.transforms.transform import Transform, chain
+from decentfn.transforms.transform import Transform, ascending, chain
 
 
 class AdamState(NamedTuple):
@@ -42,6 +44,7 @@ class AccumAdamState(NamedTuple):
     accumulated: Buckets  # A
 
 
+@checks_numbers
 def sgd(
     learning_rate: Scalar,
     momentum: float = 0.0,
@@ -59,7 +62,7 @@ def sgd(
         mask: the leaves that decay, `(dotted name, shape) -> bool`; None: all.
     Source: torch.optim.SGD.
     """
-    _check("sgd", learning_rate, weight_decay)
+    _check("sgd", learning_rate, weight_decay, mask)
     check_number("sgd", "momentum", momentum, "in [0, 1)", lambda v: 0 <= v < 1)
     if nesterov and momentum == 0:
         raise ValueError("sgd(nesterov=True, momentum=0.0): Nesterov looks ahead along the momentum; set momentum=0.9.")
@@ -70,6 +73,7 @@ def sgd(
     )
 
 
+@checks_numbers
 def adam(
     learning_rate: Scalar = 1e-3,
     b1: float = 0.9,
@@ -91,10 +95,11 @@ def adam(
         mask: the leaves that decay, `(dotted name, shape) -> bool`; None: all.
     Source: Kingma and Ba, ICLR 2015; torch.optim.Adam.
     """
-    _check("adam", learning_rate, weight_decay, b1, b2, eps)
+    _check("adam", learning_rate, weight_decay, mask, b1, b2, eps)
     return _l2(scale_by_adam(b1, b2, eps), learning_rate, weight_decay, mask)
 
 
+@checks_numbers
 def adamw(
     learning_rate: Scalar = 1e-3,
     b1: float = 0.9,
@@ -114,10 +119,11 @@ def adamw(
         mask: the leaves that decay, `(dotted name, shape) -> bool`, for example `not_bias_or_norm`; None: all.
     Source: Loshchilov and Hutter, ICLR 2019; torch.optim.AdamW.
     """
-    _check("adamw", learning_rate, weight_decay, b1, b2, eps)
+    _check("adamw", learning_rate, weight_decay, mask, b1, b2, eps)
     return _decoupled(scale_by_adam(b1, b2, eps), learning_rate, weight_decay, mask)
 
 
+@checks_numbers
 def accum_adam(
     learning_rate: Scalar = 1e-3,
     b1: float = 0.9,
@@ -141,10 +147,11 @@ def accum_adam(
         mask: the leaves that decay, `(dotted name, shape) -> bool`; None: all.
     Source: Wang et al., ICLR 2025 (Decent-DP).
     """
-    _check("accum_adam", learning_rate, weight_decay, b1, b2, eps, accum_iter)
+    _check("accum_adam", learning_rate, weight_decay, mask, b1, b2, eps, accum_iter)
     return _l2(scale_by_accum_adam(b1, b2, eps, accum_iter), learning_rate, weight_decay, mask)
 
 
+@checks_numbers
 def accum_adamw(
     learning_rate: Scalar = 1e-3,
     b1: float = 0.9,
@@ -166,10 +173,11 @@ def accum_adamw(
         mask: the leaves that decay, `(dotted name, shape) -> bool`, for example `not_bias_or_norm`; None: all.
     Source: Wang et al., ICLR 2025 (Decent-DP).
     """
-    _check("accum_adamw", learning_rate, weight_decay, b1, b2, eps, accum_iter)
+    _check("accum_adamw", learning_rate, weight_decay, mask, b1, b2, eps, accum_iter)
     return _decoupled(scale_by_accum_adam(b1, b2, eps, accum_iter), learning_rate, weight_decay, mask)
 
 
+@checks_numbers
 def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Transform:
     """Adam's direction, `m⁺/(1-β₁ᵏ) / (√(v⁺/(1-β₂ᵏ)) + ε)` with `k` counted from 1; see `adam`.
 
@@ -189,9 +197,10 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Tran
         nu = elementwise(lambda v, g: _moving_square(v, g.to(v.dtype), b2), state.nu, grads)
         return _direction(grads, mu, nu, k, b1, b2, eps), AdamState(k, mu, nu)
 
-    return Transform(init, update)
+    return ascending(init, update)
 
 
+@checks_numbers
 def scale_by_accum_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, accum_iter: int = 4) -> Transform:
     """AccumAdam's direction. In update k (from 1), with windows of `s = accum_iter` updates and `K = ⌈k/s⌉`:
 
@@ -224,7 +233,7 @@ def scale_by_accum_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, a
         accumulated = elementwise(lambda a: torch.where(is_last, torch.zeros_like(a), a), mean)
         return direction, AccumAdamState(k, new_mu, new_nu, accumulated)
 
-    return Transform(init, update)
+    return ascending(init, update)
 
 
 def _moving_square(v: Tensor, g: Tensor, b2: float) -> Tensor:
@@ -252,7 +261,8 @@ def _decoupled(direction: Transform, learning_rate: Scalar, weight_decay: Scalar
     return chain(direction, *decay, scale_by_learning_rate(learning_rate))
 
 
-def _check(call: str, learning_rate: Scalar, weight_decay: Scalar, *adam: float) -> None:
+def _check(call: str, learning_rate: Scalar, weight_decay: Scalar, mask: Mask | None, *adam: float) -> None:
+    check_mask(call, mask)
     check_scalar(call, "learning_rate", learning_rate)
     check_scalar(call, "weight_decay", weight_decay)
     if adam:
@@ -263,7 +273,7 @@ def _check_adam(call: str, b1: float, b2: float, eps: float, accum_iter: float =
     check_number(call, "b1", b1, "in [0, 1)", lambda v: 0 <= v < 1)
     check_number(call, "b2", b2, "in [0, 1)", lambda v: 0 <= v < 1)
     check_number(call, "eps", eps, "positive; 1e-8 is the default", lambda v: 0 < v < float("inf"))
-    if not isinstance(accum_iter, int) or accum_iter < 1:
+    if accum_iter < 1:
         raise ValueError(
             f"{call}(accum_iter={accum_iter!r}): accum_iter is an integer >= 1, the updates in a window; 1 is plain Adam."
         )

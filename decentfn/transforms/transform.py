@@ -29,21 +29,53 @@ class Transform(NamedTuple):
 
 
 class MaskedTransform(Transform):
-    """A transform that treats some leaves differently, so its buckets must not mix them.
+    """A transform that treats some leaves differently, so that its buckets must not mix them, or that ascends.
 
     An algorithm reads `masks` when it lays out the parameters; by hand: `flatten(params, masks=optimizer.masks)`.
     """
 
     masks: tuple[Mask, ...] = ()
+    ascends: Mask | None = None
+    """The leaves whose updates point along the gradient, so that added to the parameters they ascend; None: none."""
 
     @classmethod
-    def declare(cls, init: Callable[..., Any], update: Callable[..., Any], masks: tuple[Mask, ...]) -> Transform:
-        """The pair with the masks it uses; a plain `Transform` if it uses none."""
-        if not masks:
+    def declare(
+        cls, init: Callable[..., Any], update: Callable[..., Any], masks: tuple[Mask, ...], ascends: Mask | None = None
+    ) -> Transform:
+        """The pair with the masks it uses and the leaves on which it ascends; a plain `Transform` if it has neither."""
+        if not masks and ascends is None:
             return Transform(init, update)
         transform = cls(init, update)
-        transform.masks = masks
+        transform.masks, transform.ascends = masks, ascends
         return transform
+
+
+def everywhere(name: str, shape: tuple[int, ...]) -> bool:
+    """The mask of all leaves."""
+    return True
+
+
+def ascending(init: Callable[..., Any], update: Callable[..., Any]) -> Transform:
+    """A pair that reshapes gradients and leaves the descent to what stands after it in a chain."""
+    return MaskedTransform.declare(init, update, (), everywhere)
+
+
+def require_descent(optimizer: Any, plan: Plan | None = None) -> None:
+    """Raise ValueError if the optimizer's updates ascend on all leaves, or on one of the plan's.
+
+    What is not of this library, or made of something that is not, is taken to descend.
+    """
+    ascends = getattr(optimizer, "ascends", None)
+    if ascends is None:
+        return
+    segments = () if plan is None else [segment for bucket in plan.buckets for segment in bucket.segments]
+    leaf = next((f"leaf {s.name!r}" for s in segments if ascends(s.name, s.shape)), None)
+    leaf = "the parameters" if ascends is everywhere else leaf
+    if leaf is not None:
+        raise ValueError(
+            f"optimizer: its updates are added to {leaf} and point along the gradient, so the loss would grow; "
+            "end the chain with what descends: df.chain(df.clip_by_global_norm(1.0), df.sgd(0.1))."
+        )
 
 
 class MixAware(MaskedTransform):
@@ -92,7 +124,7 @@ def _check_unaware(call: str, transform: Any) -> None:
 
 def identity() -> Transform:
     """Leave the gradients as they are."""
-    return Transform(lambda params: (), lambda grads, state, params: (grads, state))
+    return ascending(lambda params: (), lambda grads, state, params: (grads, state))
 
 
 def chain(*transforms: Any) -> Transform:
@@ -126,7 +158,16 @@ def chain(*transforms: Any) -> Transform:
         aware = MixAware(init, update)
         aware.masks = masks_of(*transforms)
         return aware
-    return MaskedTransform.declare(init, update, masks_of(*transforms))
+    of_parts = [getattr(transform, "ascends", None) for transform in transforms]
+    return MaskedTransform.declare(init, update, masks_of(*transforms), _all(of_parts))
+
+
+def _all(masks: list[Mask | None]) -> Mask | None:
+    """The leaves that all of the masks take; None: none."""
+    some = [mask for mask in masks if mask is not None and mask is not everywhere]
+    if None in masks or not some:
+        return None if None in masks else everywhere
+    return lambda name, shape: all(mask(name, shape) for mask in some)
 
 
 def masked(transform: Any, mask: Mask) -> Transform:
@@ -157,7 +198,13 @@ def masked(transform: Any, mask: Mask) -> Transform:
         own = iter(updates)
         return Buckets([next(own) if take else g for g, take in zip(grads, taken, strict=True)], grads.plan), state
 
-    return MaskedTransform.declare(init, update, (mask, *masks_of(transform)))
+    inside = getattr(transform, "ascends", None)
+
+    def ascends(name: str, shape: tuple[int, ...]) -> bool:
+        return not mask(name, shape) or (inside is not None and inside(name, shape))
+
+    masks = (mask, *masks_of(transform))
+    return MaskedTransform.declare(init, update, masks, everywhere if inside is everywhere else ascends)
 
 
 def _answers(plan: Plan, mask: Mask) -> list[bool]:
@@ -223,7 +270,7 @@ def partition(transforms: Mapping[Hashable, Any], labels: Callable[[str, tuple[i
                     )
         return groups.init(params)
 
-    return MaskedTransform.declare(init, groups.update, masks_of(groups))
+    return MaskedTransform.declare(init, groups.update, masks_of(groups), getattr(groups, "ascends", None))
 
 
 def _has_label(label: Hashable, labels: Callable[[str, tuple[int, ...]], Hashable]) -> Mask:

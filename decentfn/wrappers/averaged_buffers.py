@@ -15,10 +15,12 @@ from decentfn.fingerprint import agree, describe
 from decentfn.kit.expected import marked
 from decentfn.kit.hyperparameters import at
 from decentfn.kit.state import Algorithm, Metrics, State, require_algorithm
+from decentfn.numbers import checks_numbers
 from decentfn.scalars import as_step
 from decentfn.trees import PyTree
 
 
+@checks_numbers
 def average_buffers(
     algorithm: Algorithm, gamma: float | Callable[[Tensor], Tensor] = 1.0, *, overlap: bool = True
 ) -> Algorithm:

@@ -16,12 +16,14 @@ from decentfn.fingerprint import agree, describe
 from decentfn.kit.expected import check, kind_of, marked, watch
 from decentfn.kit.gradient import finite_or
 from decentfn.kit.state import Algorithm, Guarded, Metrics, State, require_algorithm
+from decentfn.numbers import checks_numbers
 from decentfn.scalars import as_step
 from decentfn.torch_private import functorch
 from decentfn.trees import PyTree
 from decentfn.words import brief
 
 
+@checks_numbers
 def guard(algorithm: Algorithm, limit: int = 20) -> Algorithm:
     """The algorithm, in which no worker sends anything that is infinite or NaN, and one that has it is helped by its neighbours.
 
@@ -45,7 +47,7 @@ def guard(algorithm: Algorithm, limit: int = 20) -> Algorithm:
         ValueError: no algorithm, or one that is guarded already; `limit` no integer >= 1.
     """
     require_algorithm("guard", algorithm)
-    if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
+    if limit < 1:
         raise ValueError(f"guard(limit={brief(limit)}): a number of steps in a row, >= 1.")
     if hasattr(algorithm.step, "watch"):
         raise ValueError("guard(guard(algorithm)): the algorithm is guarded already; guard it once.")

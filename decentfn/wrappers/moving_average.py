@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from functools import wraps
-from numbers import Real
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from decentfn import trees
 from decentfn.buckets import Buckets, cast_like, copy_wide, elementwise
 from decentfn.consensus import params
 from decentfn.kit.expected import check, kind_of, marked
 from decentfn.kit.state import Algorithm, Local, Metrics, State, require_algorithm, restarted
+from decentfn.numbers import checks_numbers
 from decentfn.trees import PyTree
 from decentfn.words import brief
 
@@ -29,6 +31,7 @@ class EMAMemory(NamedTuple):
         return EMAMemory(restarted(self.inner, x), copy_wide(x))
 
 
+@checks_numbers
 def ema(algorithm: Algorithm, decay: float = 0.999) -> Algorithm:
     """The algorithm, with `ema⁺ = d ema + (1 - d) x⁺` beside it on every worker; nothing more travels.
 
@@ -41,7 +44,7 @@ def ema(algorithm: Algorithm, decay: float = 0.999) -> Algorithm:
     Source: torch.optim.swa_utils.get_ema_multi_avg_fn.
     """
     require_algorithm("ema", algorithm)
-    if not isinstance(decay, Real) or not 0 <= decay < 1:
+    if not 0 <= decay < 1:
         raise ValueError(f"ema(decay={brief(decay)}): the decay lies in [0, 1); 0.999 is usual.")
     init, step = algorithm
 
@@ -70,10 +73,10 @@ def ema(algorithm: Algorithm, decay: float = 0.999) -> Algorithm:
 
 
 def ema_state(state: State) -> State:
-    """A state in which the average stands for the parameters, for `params`, `consensus_mean`, distances; not to train on."""
+    """A state with the average in place of the parameters, for `params`, `consensus_mean`, distances; not to train on. Copies."""
     if not _has_average(state):
         raise ValueError(f"ema_state({kind_of(state)}): there is no average; make the algorithm with df.ema(...).")
-    return State(cast_like(state.memory.ema, state.params), Local(None, state.buffers))
+    return trees.map(torch.clone, State(cast_like(state.memory.ema, state.params), Local(None, state.buffers)))
 
 
 def ema_params(state: State) -> PyTree:

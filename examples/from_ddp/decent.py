@@ -81,7 +81,7 @@ def main() -> None:
         state, t, *_ = df.checkpoint.restore(config.checkpoint, state)
 
     sampler = df.data.batch_sampler(shards, rank, first_step=t, steps=config.steps)  # a resumed run reads on
-    loader = DataLoader(train, batch_sampler=sampler, num_workers=1)
+    loader = DataLoader(df.data.seeded(train), batch_sampler=sampler, num_workers=1)
     for batch in loader:
         state, metrics = decent_step(state, batch, t)
         t += 1

@@ -67,7 +67,7 @@ def relay_loop(p, tree, relay):
     ids=["chain", "star", "binary", "random"],
 )
 def test_relay_sgd_follows_its_equation(tree, relay):
-    p = problem(tree.number_of_nodes())
+    p = problem(tree.number_of_nodes(), starts_equal=relay == "gradients")
     simulated = run(build(relay_sgd, p, matrices_of(tree), LR, relay=relay), p)
     np.testing.assert_allclose(simulated, relay_loop(p, tree, relay)[0], rtol=0, atol=1e-10)
 
@@ -95,7 +95,7 @@ def test_without_gradients_relaying_averages_exactly_after_the_diameter(n, seed)
 
 
 def test_on_two_workers_relayed_gradients_are_all_reduce():
-    p = problem(2)
+    p = problem(2, starts_equal=True)
     pair = np.full((1, 2, 2), 0.5)
     np.testing.assert_allclose(
         run(build(relay_sgd, p, pair, LR, relay="gradients"), p),
@@ -122,7 +122,7 @@ def test_sixteen_bit_models_are_relayed_in_float32_and_gradients_as_narrow_as_as
     chain = df.topologies.from_matrices("chain", matrices_of(nx.path_graph(3)))
     state = relay_sgd(loss, Sgd(LR), chain).init({"a": torch.ones(3, dtype=torch.bfloat16)})
     assert state.memory.messages[0].dtype == torch.float32 and state.params[0].dtype == torch.bfloat16
-    p = problem(3)
+    p = problem(3, starts_equal=True)
     matrices = matrices_of(nx.path_graph(3))
     exact = run(build(relay_sgd, p, matrices, LR, relay="gradients"), p)
     rounded = run(build(relay_sgd, p, matrices, LR, relay="gradients", wire_dtype=torch.bfloat16), p)

@@ -144,6 +144,44 @@ def test_micro_batches_of_different_numbers_are_an_error():
         df.accumulate(df.accumulate(cases.loss_fn))
 
 
+LINEAR = df.functional(nn.Linear(3, 1), nn.functional.mse_loss)
+
+
+@pytest.mark.parametrize("autograd", [False, True])
+@pytest.mark.parametrize("simulated", [False, True])
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        ([6, 3], [6, 1]),  # a batch as it is: a linear network would take every sample for a micro-batch
+        ([6, 3], [6]),
+        ([6], [6]),
+        ([2, 3, 3], [2, 1]),
+        ([2, 3, 3], [2]),
+    ],
+)
+def test_a_batch_without_the_axis_of_micro_batches_is_refused(shapes, autograd, simulated):
+    params, buffers, loss_fn = LINEAR
+    loss_fn = df.autograd(loss_fn) if autograd else loss_fn
+    init, step = df.all_reduce(df.accumulate(loss_fn), df.sgd(0.1), df.topology("complete", 2 if simulated else 1))
+    state, batch = init(params, buffers), tuple(torch.ones(shape) for shape in shapes)
+    if simulated:
+        state, step = df.stack(state, 2), df.simulate(step, 2)
+        batch = tuple(torch.stack([x, x]) for x in batch)
+    with pytest.raises(
+        ValueError, match=r"accumulate\(loss_fn\): the batch's leaves are .*\[M, b, \.\.\.\].*unflatten"
+    ):
+        step(state, batch, 0)
+
+
+def test_a_list_of_micro_batches_says_where_each_begins_whatever_their_leaves():
+    def loss_fn(params, batch):
+        return (batch["weight"] * (batch["x"] - params) ** 2).mean()
+
+    init, step = df.all_reduce(df.accumulate(loss_fn), df.sgd(0.1), df.topology("complete", 1))
+    micros = [{"weight": torch.tensor(w), "x": torch.ones(2, 3)} for w in (1.0, 3.0)]
+    assert step(init(torch.zeros(3)), micros, 0)[1].loss == 2
+
+
 def test_accum_adam_steps_on_every_micro_batch_beside_it():
     """Decent-DP's other way to use a large batch: a window of updates, each with an exchange of its own."""
     init, step = df.adapt_while_communicate(

@@ -1,5 +1,6 @@
 """A checkpoint is the whole state, bit for bit: of every algorithm, for other buckets and other processes."""
 
+import hashlib
 import json
 import os
 import stat
@@ -9,13 +10,14 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from safetensors import safe_open
 from torch import nn
 
 import decentfn as df
 from decentfn import trees
 from decentfn.buckets import Buckets
 from decentfn.run.checkpoint import files, manifest
-from decentfn.run.checkpoint.layout import leaves_of
+from decentfn.run.checkpoint.layout import encoded, leaves_of, places_in
 from decentfn.testing import problem
 from decentfn.testing.ranks import on_kept_ranks
 from tests.contract import ROWS
@@ -407,6 +409,116 @@ def test_a_forged_manifest_opens_no_other_file_and_is_answered_with_a_sentence(t
     (path / "manifest.json").write_bytes(manifest.encode(said))
     with pytest.raises(df.errors.CheckpointCorrupt, match="does not say what the manifest"):
         df.checkpoint.restore(path, state)
+
+
+def forge_file(path, rank, change):
+    """Change one process's tensors and places, and write digests that fit."""
+    file, said = path / f"process-{rank:05}.safetensors", manifest.read(path)
+    with safe_open(file, "pt") as opened:
+        tensors = {name: opened.get_tensor(name).clone() for name in opened.keys()}  # noqa: SIM118
+        places = places_in(opened.metadata())
+    change(tensors, places)
+    raw = b"".join(bytes(piece) for piece in encoded(tensors, places))
+    file.write_bytes(raw)
+    said["processes"][rank] |= {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
+    (path / "manifest.json").write_bytes(manifest.encode(said))
+
+
+WEIGHT = "params/layer.weight"
+
+
+def moved(tensors, places, offset=(0, 0, 0), rows=None):
+    """Another offset and, of the worker's axis, other rows for one leaf."""
+    places[WEIGHT] = places[WEIGHT]._replace(offset=offset)
+    if rows is not None:
+        tensors[WEIGHT] = tensors[WEIGHT].repeat(rows, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"offset": (0, 0, 0), "rows": 2}, {"offset": (1, 0, 0), "rows": 2}),  # 4 values for the 3 workers' rows
+        ({"offset": (0, 1, 0)}, {"offset": (2, 0, 0)}),
+        ({"offset": (0, 0)}, {"offset": (2, 0, 0)}),
+        ({"offset": (-1, 0, 0), "rows": 2}, {"offset": (2, 0, 0)}),
+        ({"offset": (2, 0, 0), "rows": 2}, {"offset": (0, 0, 0), "rows": 2}),
+        ({"offset": ("0", 0, 0)}, {"offset": (2, 0, 0)}),
+    ],
+)
+@pytest.mark.parametrize("template", [3, 2])
+def test_forged_parts_that_overlap_or_lie_outside_are_refused_though_their_values_count_up(
+    tmp_path, first, second, template
+):
+    """Every position of every leaf is in one part: else memory that nobody has written would be handed out."""
+    state = algorithm_of(3).init(net())
+    paths = on_kept_ranks(3, lambda rank: df.checkpoint.save(tmp_path, state, 0))
+    forge_file(paths[0], 0, lambda tensors, places: moved(tensors, places, **first))
+    forge_file(paths[0], 2, lambda tensors, places: moved(tensors, places, **second))
+    with pytest.raises(df.errors.CheckpointCorrupt, match=f"{WEIGHT}"):
+        df.checkpoint.restore(paths[0], df.stack(algorithm_of(template).init(net()), template))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tensors, places: tensors.update({"generator/cpu": tensors["generator/cpu"][:-1]}),
+        lambda tensors, places: tensors.update({"generator/cpu": tensors["generator/cpu"].float()}),
+        lambda tensors, places: tensors.update({"generator/cpu": torch.full_like(tensors["generator/cpu"], 255)}),
+        lambda tensors, places: tensors.pop("generator/cpu"),
+        lambda tensors, places: places.pop(WEIGHT),
+        lambda tensors, places: tensors.pop(WEIGHT),
+    ],
+)
+def test_a_file_that_is_bad_on_one_rank_is_restored_on_none(tmp_path, change):
+    init = algorithm_of(2).init
+
+    def save(rank):
+        return df.checkpoint.save(tmp_path, init(net()), 0)
+
+    path = on_kept_ranks(2, save)[0]
+    forge_file(path, 1, change)
+    torch.rand(5)  # threads share this generator: where it stands is not where it was saved
+    before = torch.get_rng_state()
+
+    def restore(rank):
+        with pytest.raises(df.errors.CheckpointCorrupt, match=r"rank 1: .*process-00001.safetensors: "):
+            df.checkpoint.restore(path, init(net()))
+
+    on_kept_ranks(2, restore)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("metadata", [None, {"leaves": "no JSON"}, {"leaves": "[]"}, {"leaves": '{"x": {"shape": 1}}'}])
+def test_a_file_without_places_is_corrupt(tmp_path, metadata):
+    state = algorithm_of(1).init(net())
+    path = df.checkpoint.save(tmp_path, state, 0)
+    file, said = path / "process-00000.safetensors", manifest.read(path)
+    safetensors.torch.save_file(safetensors.torch.load_file(file), file, metadata)
+    raw = file.read_bytes()
+    said["processes"][0] |= {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
+    (path / "manifest.json").write_bytes(manifest.encode(said))
+    with pytest.raises(df.errors.CheckpointCorrupt, match="process-00000.safetensors: "):
+        df.checkpoint.restore(path, state)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), [{"best": -float("inf")}]])
+def test_a_manifest_is_json_so_what_is_no_number_to_json_is_refused_and_an_older_one_is_read(tmp_path, value):
+    state = algorithm_of(1).init(net())
+    for given in ({"extra": value}, {"config": value}):
+        with pytest.raises(ValueError, match=r"(extra|config)=.*finite numbers.*NaN and infinity"):
+            df.checkpoint.save(tmp_path, state, 0, **given)
+    path = df.checkpoint.save(tmp_path, state, 0, extra="here", score=float("nan"))
+
+    def constant(name):
+        raise AssertionError(name)
+
+    said = json.loads((path / "manifest.json").read_text(), parse_constant=constant)
+    said["processes"][0]["extra"] = value
+    del said["digest"]
+    text = json.dumps(said, indent=1, sort_keys=True).encode()
+    signed = json.dumps(said | {"digest": hashlib.sha256(text).hexdigest()}, indent=1, sort_keys=True)
+    (path / "manifest.json").write_text(signed)
+    assert str(df.checkpoint.restore(path, state).extra) == str(value)
 
 
 def test_a_link_to_a_device_is_not_read(tmp_path):

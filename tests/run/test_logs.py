@@ -5,6 +5,7 @@ import logging
 import sys
 import types
 
+import numpy as np
 import pytest
 import torch
 
@@ -24,6 +25,48 @@ def test_a_line_is_on_disk_when_write_returns_and_holds_tensors_and_paths(tmp_pa
         assert lines(log.path) == df.logs.read(log.path) == said
     with pytest.raises(ValueError, match="the log is closed"):
         log.write({})
+
+
+def strictly(path):
+    """The lines as JSON has them, which has no NaN and no infinity."""
+
+    def constant(name):
+        raise ValueError(f"{name} is not JSON")
+
+    return [json.loads(line, parse_constant=constant) for line in path.read_text().splitlines()]
+
+
+def test_what_is_not_finite_is_null_wherever_it_is_in_a_line_also_in_one_of_an_older_version(tmp_path):
+    nan, inf = float("nan"), float("inf")
+    values = {
+        "loss": nan,
+        "best": -inf,
+        "norms": torch.tensor([[1.0, inf], [nan, 2.0]]),
+        "of": {"numpy": np.float64(nan), "list": [1, (inf, 0.5)], "lr": 0.1},
+    }
+    null = {"loss": None, "best": None, "norms": [[1.0, None], [None, 2.0]]}
+    null["of"] = {"numpy": None, "list": [1, [None, 0.5]], "lr": 0.1}
+    with df.logs.JSONLines(tmp_path / "log.jsonl") as log:
+        log.write(values, step=0)
+    assert strictly(log.path) == df.logs.read(log.path) == [{"step": 0} | null]
+    with log.path.open("a") as older:
+        older.write('{"step": 1, "loss": NaN, "best": [-Infinity]}\n{"step": 2}\n')
+    with df.logs.JSONLines(tmp_path / "log.jsonl", first_step=2) as log:
+        assert strictly(log.path) == [{"step": 0} | null, {"step": 1, "loss": None, "best": [None]}]
+    loop = []
+    loop.append(loop)
+    with df.logs.JSONLines(tmp_path / "other.jsonl") as log, pytest.raises(ValueError, match=r"JSONLines.write\("):
+        log.write({"loop": loop})
+
+
+def test_a_log_with_nulls_is_drawn_with_gaps(tmp_path):
+    pytest.importorskip("matplotlib")
+    with df.logs.JSONLines(tmp_path / "log.jsonl") as log:
+        for step, loss in enumerate([2.0, float("nan"), 1.0]):
+            log.write({"loss": [loss, 1.0], "consensus_distance": loss}, step)
+    left, right = df.plots.run(log.path).axes
+    assert np.isnan(left.lines[0].get_ydata()).tolist() == [False, True, False]
+    assert np.isnan(right.lines[0].get_ydata()).tolist() == [False, True, False]
 
 
 def test_a_second_run_does_not_write_over_the_first(tmp_path):

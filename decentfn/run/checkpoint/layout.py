@@ -120,13 +120,15 @@ def encoded(tensors: Mapping[str, Tensor], places: Mapping[str, Place] | None = 
     if places is None:
         header["__metadata__"][EXPORTED] = "1"
     else:
-        header["__metadata__"][_LEAVES] = json.dumps({name: place._asdict() for name, place in places.items()})
+        header["__metadata__"][_LEAVES] = json.dumps(
+            {name: place._asdict() for name, place in places.items()}, allow_nan=False
+        )
     start = 0
     for name, x in tensors.items():
         stop = start + x.nbytes
         header[name] = {"dtype": DTYPES[x.dtype], "shape": list(x.shape), "data_offsets": [start, stop]}
         start = stop
-    text = json.dumps(header).encode()
+    text = json.dumps(header, allow_nan=False).encode()
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
     for x in tensors.values():

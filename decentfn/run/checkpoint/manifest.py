@@ -75,9 +75,10 @@ def next_name(directory: Path, step: int) -> str:
     return f"checkpoint-{int(match[1]) + 1 if match else 1:06}-step-{step}"
 
 
-def encode(content: dict[str, Any]) -> bytes:
-    """A manifest as a file, with its own digest."""
-    return _text(content | {"digest": hashlib.sha256(_text(content)).hexdigest()})
+def encode(content: dict[str, Any], allow_nan: bool = False) -> bytes:
+    """A manifest as a file, with its own digest. NaN and infinity are not JSON; older versions wrote them nevertheless."""
+    digest = hashlib.sha256(_text(content, allow_nan)).hexdigest()
+    return _text(content | {"digest": digest}, allow_nan)
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -91,8 +92,8 @@ def read(path: Path) -> dict[str, Any]:
     try:
         raw = file.read_bytes()
         content = json.loads(raw)
-        digest = content.pop("digest")
-        whole = digest == hashlib.sha256(_text(content)).hexdigest() and raw == encode(content)
+        del content["digest"]
+        whole = raw == encode(content, allow_nan=True)
     except OSError as error:
         raise CheckpointCorrupt(f"{file}: cannot be read ({error}); {_WAY_OUT}.") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -120,7 +121,7 @@ def _is_complete(content: dict[str, Any]) -> bool:
     size, processes = content.get("processes_per_worker", 1), content["processes"]
     if type(size) is not int or size < 1 or not processes or len(processes) % size:
         return False
-    return content["num_workers"] > 0 and all(map(_is_process, processes))
+    return content["num_workers"] > 0 and content["step"] >= 0 and all(map(_is_process, processes))
 
 
 def _is_process(its: Any) -> bool:
@@ -148,5 +149,5 @@ def _score(path: Path) -> float | None:
         return None
 
 
-def _text(content: dict[str, Any]) -> bytes:
-    return json.dumps(content, indent=1, sort_keys=True).encode()
+def _text(content: dict[str, Any], allow_nan: bool) -> bytes:
+    return json.dumps(content, indent=1, sort_keys=True, allow_nan=allow_nan).encode()

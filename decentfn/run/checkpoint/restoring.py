@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from decentfn import collectives, trees
@@ -68,9 +68,8 @@ def restore(source: str | Path, state: Any) -> Restored:
     together("restore", lambda: read.append(_read(Path(found), state)))
     restored, generators = read[0]
     torch.set_rng_state(generators["cpu"])
-    device = state.params[0].device
-    if device.type == "cuda" and "cuda" in generators:
-        torch.cuda.set_rng_state(generators["cuda"], device)
+    if "cuda" in generators:
+        torch.cuda.set_rng_state(generators["cuda"], state.params[0].device)
     return restored
 
 
@@ -107,12 +106,14 @@ def _read(path: Path, template: Any) -> tuple[Restored, dict[str, Tensor]]:
         )
     _compare_names(leaves, parts, path)
     saved = _Saved(path, parts, about["num_workers"])
+    for leaf in leaves:
+        saved.require_fit(leaf)
     if as_many:
         saved.fill(leaves, first)
     else:
         state = resized(one, saved.rows(state, leaves))
         state = stack(state, local) if is_stacked(template) else state
-    generators = {name.removeprefix(GENERATOR): parts[0].tensor(name) for name in parts[0].generators}
+    generators = parts[0].generators(template.params[0].device)
     return Restored(state, about["step"], parts[0].extra, about["config"]), generators
 
 
@@ -143,14 +144,42 @@ class _Part:
                 raise manifest.corrupt(file, "its content does not have the digest that the manifest names")
         except OSError as error:
             raise manifest.corrupt(file, f"cannot be read ({error})") from error
-        self._open = safe_open(file, framework="pt")
-        self.places = places_in(self._open.metadata())
-        stored = self._open.keys()
-        self.generators = [name for name in stored if name not in self.places]
-        self.extra = process["extra"]
+        try:
+            self._open = safe_open(file, framework="pt")
+            self.places = places_in(self._open.metadata())
+        except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise manifest.corrupt(file, f"it is not a process's part of a checkpoint ({error})") from error
+        stored = set(self._open.keys())
+        for name in self.places.keys() | {name for name in stored if not name.startswith(GENERATOR)}:
+            if name not in stored or name not in self.places or not self._is_inside(name):
+                raise manifest.corrupt(file, f"its part of leaf {name!r} is missing, or outside the leaf")
+        self._file, self.extra = file, process["extra"]
 
-    def tensor(self, name: str) -> Tensor:
-        return self._open.get_tensor(name)
+    def _is_inside(self, name: str) -> bool:
+        """Return True if the values lie within the whole leaf."""
+        whole, counts = self.places[name], self._open.get_slice(name).get_shape()
+        if len(whole.shape) != len(counts) or len(whole.offset) != len(counts):
+            return False
+        rows = zip(whole.shape, whole.offset, counts, strict=True)
+        return all(type(n) is type(at) is int and 0 <= at <= n - count for n, at, count in rows)
+
+    def generators(self, device: torch.device) -> dict[str, Tensor]:
+        """The states of the CPU's generator and of the device's, each of which a generator has taken."""
+        states = {}
+        for where in (torch.device("cpu"), device):
+            name = f"{GENERATOR}{where.type}"
+            if where.type == "cpu" or name in self._open.keys():  # noqa: SIM118
+                try:
+                    states[where.type] = self._open.get_tensor(name)
+                    torch.Generator(where).set_state(states[where.type])
+                except (SafetensorError, RuntimeError, TypeError) as error:
+                    raise manifest.corrupt(self._file, f"{name!r} is not a generator's state ({error})") from error
+        return states
+
+    def box(self, name: str) -> tuple[tuple[int, int], ...]:
+        """Where its values lie in the whole leaf: from, to, on each axis."""
+        counts = self._open.get_slice(name).get_shape()
+        return tuple((at, at + count) for at, count in zip(self.places[name].offset, counts, strict=True))
 
     def kind(self, name: str) -> tuple[str, list[int]]:
         """The leaf's dtype, as the file calls it, and its shape over all workers."""
@@ -158,12 +187,9 @@ class _Part:
 
     def copy(self, name: str, wanted: Place, into: Tensor, done: list[tuple[slice, ...]]) -> int:
         """Copy what this file has of the wanted part, unless it is `done`; how many values that is."""
-        part = self._open.get_slice(name)
         spans = [
-            (max(mine, theirs), min(mine + count, theirs + wide), mine, theirs)
-            for mine, count, theirs, wide in zip(
-                self.places[name].offset, part.get_shape(), wanted.offset, into.shape, strict=True
-            )
+            (max(mine, theirs), min(end, theirs + wide), mine, theirs)
+            for (mine, end), theirs, wide in zip(self.box(name), wanted.offset, into.shape, strict=True)
         ]
         if any(start >= stop for start, stop, _, _ in spans):
             return 0
@@ -172,7 +198,7 @@ class _Part:
         if target in done:  # another process has a copy
             return 0
         done.append(target)
-        into[target].copy_(part[source])
+        into[target].copy_(self._open.get_slice(name)[source])
         return math.prod(stop - start for start, stop, _, _ in spans)
 
 
@@ -193,21 +219,31 @@ class _Saved(NamedTuple):
     parts: Sequence[_Part]
     num_workers: int
 
+    def require_fit(self, leaf: Leaf) -> None:
+        """All files describe the leaf as the template does, and their parts of it are the same or do not overlap."""
+        parts = [part for part in self.parts if leaf.name in part.places]
+        mine = DTYPES[leaf.values.dtype], list(place(leaf, 0, self.num_workers).shape)
+        for part in parts:
+            theirs = part.kind(leaf.name)
+            if theirs != mine:
+                raise ValueError(
+                    f"restore: leaf {leaf.name!r} is {theirs[0]} {theirs[1]} in {self.path} (workers first) and {mine[0]} "
+                    f"{mine[1]} in the state; build the same algorithm, optimizer and network as when it was saved."
+                )
+        boxes = sorted({part.box(leaf.name) for part in parts})
+        for i, box in enumerate(boxes):
+            for other in boxes[i + 1 :]:
+                if other[0][0] >= box[0][1]:  # of later workers, as are all that follow
+                    break
+                if all(a < end and start < b for (a, b), (start, end) in zip(box, other, strict=True)):
+                    raise manifest.corrupt(self.path, f"parts of leaf {leaf.name!r} overlap")
+
     def fill(self, leaves: Sequence[Leaf], first: int) -> None:
-        """Read what the workers from `first` on have in these leaves, which all files describe alike and together hold."""
+        """Read what the workers from `first` on have in these leaves, which the files together hold."""
         for leaf in leaves:
-            wanted, done = place(leaf, first, self.num_workers), list[tuple[slice, ...]]()
-            mine, filled = (DTYPES[leaf.values.dtype], list(wanted.shape)), 0
+            wanted, done, filled = place(leaf, first, self.num_workers), list[tuple[slice, ...]](), 0
             for part in self.parts:
-                if leaf.name not in part.places:
-                    continue
-                theirs = part.kind(leaf.name)
-                if theirs != mine:
-                    raise ValueError(
-                        f"restore: leaf {leaf.name!r} is {theirs[0]} {theirs[1]} in {self.path} (workers first) and {mine[0]} "
-                        f"{mine[1]} in the state; build the same algorithm, optimizer and network as when it was saved."
-                    )
-                if filled < leaf.values.numel():
+                if leaf.name in part.places and filled < leaf.values.numel():
                     filled += part.copy(leaf.name, wanted, leaf.values, done)
             if filled != leaf.values.numel():
                 held = f"of leaf {leaf.name!r} it holds {filled} of {leaf.values.numel()} values"

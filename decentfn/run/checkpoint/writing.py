@@ -142,10 +142,11 @@ def plain(what: str, value: Any) -> Any:
         ValueError: JSON does not hold it.
     """
     try:
-        return json.loads(json.dumps(value))
+        return json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(
-            f"{what}: JSON holds numbers, strings, lists and dicts, and this is {brief(value)}."
+            f"{what}: JSON holds finite numbers, strings, lists and dicts, and this is {brief(value)}; for NaN and infinity give "
+            "None or a string."
         ) from error
 
 
