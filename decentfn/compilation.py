@@ -21,7 +21,14 @@ from decentfn.run.memory import give_back_freed_memory, settling
 from decentfn.scalars import as_step
 from decentfn.torch_private import inductor
 from decentfn.torch_private.autograd import allow_saved_tensors_hooks
-from decentfn.torch_private.dynamo import first_error, not_compiled, not_loaded, too_many_graphs
+from decentfn.torch_private.dynamo import (
+    first_error,
+    guard_everything,
+    guards_fail,
+    not_compiled,
+    not_loaded,
+    too_many_graphs,
+)
 from decentfn.torch_private.profiler import nothing
 from decentfn.trees import PyTree
 from decentfn.words import brief, brief_error, is_ours
@@ -108,6 +115,7 @@ def compile(
         given = [[x.view(1)] if getattr(x, "dtype", 0) == torch.float64 and x.dim() == 0 else x for x in leaves]
         t = as_step(t)
         number = int(t)
+        guard_everything()
 
         def call(batch: PyTree) -> tuple[Any, Any]:
             result = run(given, batch, t)
@@ -122,6 +130,13 @@ def compile(
                 "different ones), or values of what the loss, the optimizer or the topology reads from outside (a number, a flag, a "
                 "function that is another in every step); each is compiled. Pad the batches to a few shapes and leave dynamic=None; "
                 "read what changes from a tensor that is filled in place; or write df.autograd(loss_fn), whose loss is not compiled."
+            ) from error
+        except AssertionError as error:
+            if not guards_fail(error):
+                raise
+            raise RuntimeError(
+                "df.compile(step): torch.compile cannot look again at a NumPy array that the loss reads from outside; make it a tensor "
+                "with torch.from_numpy before the first step."
             ) from error
         except not_compiled() as error:
             allow_saved_tensors_hooks()

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import decentfn as df
-from decentfn import compilation, kit, trees
+from decentfn import collectives, compilation, kit, trees
+from decentfn.collectives import World
 
 WORKERS = 4
 outside = SimpleNamespace()
@@ -171,14 +172,19 @@ def test_a_number_that_is_another_in_every_step_is_right_until_an_error_says_so(
         compiled(state, None, 3)
 
 
-def test_a_step_compiled_alone_is_compiled_again_among_others(ranks):
-    """Alone four simulated workers are all; on two processes they are half of eight, or refused."""
+def test_an_array_of_numpys_is_refused():
+    set_all()
+    args.array = torch.ones(1).numpy()
+    init, step = df.all_reduce(
+        lambda w, batch: (torch.from_numpy(args.array) * w).sum(), df.sgd(1.0), df.topology("complete", 1)
+    )
+    with pytest.raises(RuntimeError, match="a NumPy array that the loss reads from outside; make it a tensor"):
+        df.compile(step, backend="eager")(init(torch.zeros(1)), None, 0)
+
+
+def test_a_step_compiled_alone_is_compiled_again_among_others():
     init, step = df.adapt_then_combine(lambda w, b: (w * b).sum(), df.sgd(1.0), df.topology("complete", 4))
-    compiled = df.compile(df.simulate(step, 4), backend="eager")
-    compiled(df.stack(init(torch.zeros(1)), 4), torch.ones(4, 1), 0)
-
-    def among_others():
-        with pytest.raises(ValueError, match="num_workers=4, but 2 process"):
-            compiled(df.stack(init(torch.zeros(1)), 4), torch.ones(4, 1), 0)
-
-    ranks(2).run(among_others)
+    compiled, state = df.compile(df.simulate(step, 4), backend="eager", donate=False), df.stack(init(torch.zeros(1)), 4)
+    compiled(state, torch.ones(4, 1), 0)
+    with collectives.use(World(None, 0, 2)), pytest.raises(ValueError, match="num_workers=4, but 2 process"):
+        compiled(state, torch.ones(4, 1), 1)

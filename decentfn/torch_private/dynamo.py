@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -40,6 +41,30 @@ def not_loaded(error: BaseException) -> BaseException | None:
     """What the system said of compiled code that it could not load, if that is why `error` was raised."""
     said = getattr(error, "inner_exception", None)
     return said if isinstance(said, (ImportError, OSError)) and ".so" in str(said) else None
+
+
+class _Here(threading.local):
+    guards_everything = False
+
+
+_here = _Here()
+
+
+def guard_everything() -> None:
+    """Let Dynamo guard in this thread what it leaves out by default: modules' hooks, and that no two parameters are one tensor."""
+    if _here.guards_everything:
+        return
+    from torch._dynamo import config
+
+    for name in ("skip_nnmodule_hook_guards", "skip_no_tensor_aliasing_guards_on_parameters"):
+        if hasattr(config, name):
+            setattr(config, name, False)
+    _here.guards_everything = True
+
+
+def guards_fail(error: AssertionError) -> bool:
+    """Return True if the guards of what was compiled do not hold at once, which is PyTorch's fault: a loss reads NumPy's arrays."""
+    return str(error).startswith("Guard failed on the same frame")
 
 
 def constant_while_traced(function: F) -> F:
