@@ -57,8 +57,8 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def moved(x: Tensor, device: Any) -> Tensor:
-    """`x` on the device; nobody waits for a few numbers to get there."""
-    return x.to(device, non_blocking=True)
+    """`x` on the device. The copy is awaited: compiled, the memory of `x` is used again at once."""
+    return x.to(device)
 
 
 def _once_vmap(info: Any, in_dims: tuple[int | None], x: Tensor) -> tuple[Tensor, int | None]:

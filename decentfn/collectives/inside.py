@@ -11,7 +11,6 @@ from torch import Tensor
 from decentfn.buckets import rows_of
 from decentfn.collectives.membership import world
 from decentfn.collectives.processes import naming
-from decentfn.torch_private import lowering
 
 _library = torch.library.Library("decentfn", "FRAGMENT")
 
@@ -84,4 +83,4 @@ for _name, _kernel in (
     ("gather_inside", _gather_inside),
     ("scatter_inside", _scatter_inside),
 ):
-    lowering.implement(_name, _kernel, _library)
+    _library.impl(_name, _kernel, "CompositeExplicitAutograd")

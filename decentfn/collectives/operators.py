@@ -297,13 +297,13 @@ def _wait_vmap(info: Any, in_dims: tuple[int | None, ...], x: Tensor) -> tuple[T
     return (_ops.wait(x) if world().size > 1 else x), in_dims[0]
 
 
-lowering.implement("exchange", _exchange, _library)
-lowering.implement("exchange_stacked", _exchange_stacked, _library)
-lowering.implement("group_mean", _group_mean, _library)
-lowering.implement("group_mean_stacked", _group_mean_stacked, _library)
-lowering.implement("wait", _wait, _library)
-lowering.implement("complete", complete, _library)
-lowering.implement("worker_index", _worker_index, _library)
+_library.impl("exchange", _exchange, "CompositeExplicitAutograd")
+_library.impl("exchange_stacked", _exchange_stacked, "CompositeExplicitAutograd")
+_library.impl("group_mean", _group_mean, "CompositeExplicitAutograd")
+_library.impl("group_mean_stacked", _group_mean_stacked, "CompositeExplicitAutograd")
+_library.impl("wait", _wait, "CompositeExplicitAutograd")
+_library.impl("complete", complete, "CompositeExplicitAutograd")
+_library.impl("worker_index", _worker_index, "CompositeExplicitAutograd")
 
 
 def _exchange_fake(x: Tensor, peers: Tensor, t: Tensor, per_slot: bool, good: Tensor | None) -> Tensor:

@@ -28,7 +28,7 @@ from decentfn.gradient.scaled import DynamicLossScale
 from decentfn.gradient.traced import Evaluation
 from decentfn.scalars import integer, moved
 from decentfn.stacking import require_rows
-from decentfn.torch_private import functorch, inductor, lowering
+from decentfn.torch_private import functorch, inductor
 from decentfn.torch_private.dynamo import constant_while_traced
 from decentfn.trees import PyTree
 from decentfn.words import brief
@@ -263,6 +263,6 @@ def _vmap(info: Any, in_dims: Any, *arguments: Any) -> tuple[list[Tensor], list[
     return out, [0] * len(out)
 
 
-lowering.implement("gradient", _kernel, _library)
+_library.impl("gradient", _kernel, "CompositeExplicitAutograd")
 inductor.keep_in_order("gradient")
 torch.library.register_vmap("decentfn::gradient", _vmap, lib=_library)

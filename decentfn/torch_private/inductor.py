@@ -80,8 +80,6 @@ def compile_options() -> dict[str, Any]:
         "reorder_for_compute_comm_overlap_passes": ["raise_comms", _wait_last],
         "reorder_for_locality": False,
         "score_fusion_memory_threshold": 256,
-        "size_asserts": False,
-        "alignment_asserts": False,
     }
 
 

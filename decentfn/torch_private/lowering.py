@@ -10,9 +10,6 @@ from typing import Any
 import torch
 
 from decentfn.torch_private import inductor
-from decentfn.torch_private.dynamo import within
-from decentfn.torch_private.functorch import is_transformed
-from decentfn.torch_private.profiler import is_profiled
 
 is_refused = False
 """Whether Inductor has been asked to lower collectives and cannot."""
@@ -30,23 +27,6 @@ def register_fake(name: str, fake: Callable[..., Any], library: Any) -> None:
         return fake(*args)
 
     torch.library.register_fake(name, traced, lib=library)
-
-
-def implement(name: str, kernel: Callable[..., Any], library: Any) -> None:
-    """As torch.library's `impl`, for every device; within `dynamo.directly` the kernel is called without PyTorch's dispatcher.
-
-    That takes the dispatcher some 50 µs for each operator of a step, whose network has driven all it needs out of the caches.
-    What a transform of torch.func, a mode or a profiler looks at goes through it.
-    """
-    library.impl(name, kernel, "CompositeExplicitAutograd")
-    operator = getattr(torch.ops.decentfn, name).default
-    dispatched = operator._op
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        is_plain = within.compiled and not is_profiled() and not torch._C._len_torch_dispatch_stack()
-        return (kernel if is_plain and not is_transformed() else dispatched)(*args, **kwargs)
-
-    operator._op = call
 
 
 def register_all() -> None:
