@@ -25,6 +25,7 @@ _RESCUED = "rescued"
 """The folder of what `Saver.rescue` saves."""
 
 
+@collectives.calling("df.checkpoint.save(directory, state, step)", of_state=True)
 def save(
     directory: str | Path,
     state: Any,
@@ -166,6 +167,8 @@ class Saver:
             self.wait()
         finally:
             self._is_closed = True
+            if self._world.size > 1:
+                self._world.let_go()
             while self._locks:
                 self._locks.pop().release()
 
