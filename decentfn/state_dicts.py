@@ -16,6 +16,7 @@ from decentfn.torch_private.modules import weights
 from decentfn.words import brief
 
 
+@collectives.calling("df.state_dict(module, state)", of_state=True)
 def state_dict(module: nn.Module, state: State, *, consensus: bool = False) -> dict[str, Any]:
     """What `module.load_state_dict` takes, strictly: tied names, persistent buffers, `get_extra_state`; copies.
 
@@ -68,6 +69,7 @@ def _gathered(module: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Any]:
     return {name: values.get(id(x), x) for name, x in module.state_dict(keep_vars=True).items()}
 
 
+@collectives.calling("df.load_state_dict(module, state, state_dict)")
 def load_state_dict(module: nn.Module, state: State, state_dict: Mapping[str, Any]) -> State:
     """The state with the parameters and buffers of a module's `state_dict`, checked as `load_state_dict` does, strictly.
 

@@ -73,6 +73,7 @@ class Saver:
         RuntimeError: on all processes, where another run has the directory.
     """
 
+    @collectives.calling("df.checkpoint.Saver(directory)")
     def __init__(
         self, directory: str | Path, *, topology: Topology | None = None, config: Any = None, keep: int | None = 3
     ) -> None:
