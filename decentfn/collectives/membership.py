@@ -63,7 +63,7 @@ class World:
         # Others than this one where a worker is several. No world refers to itself: its groups must end when it is let go.
         self._whole: World | None = None
         self._gossip: World | None = None
-        self._outside: dict[range, dist.ProcessGroupGloo] = {}
+        self._outside: dict[range, dist.ProcessGroup] = {}
         self._made_apart = 0
         self.timeout = timeout
         self.steps = Steps(rank, size)
@@ -140,16 +140,17 @@ class World:
         first = self.worker * self.processes_per_worker
         return range(first, first + self.processes_per_worker)
 
-    def outside(self, processes: range) -> dist.ProcessGroupGloo:
+    def outside(self, processes: range) -> dist.ProcessGroup:
         """The group of these processes for everything that is not a step; the first call of each waits for the others'."""
         if self._whole is not None:
             return self._whole.outside(processes)
         if processes not in self._outside:
             store = PrefixStore(f"outside {processes.start} {len(processes)} {processes.step}", self.store)
             # Not one of torch.distributed's, whose names count the groups that a process has made: this may be made by one call alone.
-            self._outside[processes] = dist.ProcessGroupGloo(
+            made = dist.ProcessGroupGloo(
                 store, processes.index(self.rank), len(processes), self.timeout or default_pg_timeout
             )
+            self._outside[processes] = cast(dist.ProcessGroup, made)
         return self._outside[processes]
 
     def apart(self) -> World:

@@ -84,7 +84,7 @@ def met(
     exchanges = steps.calls if of_state and steps.is_whole else -1
     mine = _Header(x if isinstance(x, int) else x.nbytes, exchanges, steps.last_step, text).encoded()
     try:
-        outside = here.outside(processes)
+        outside: Any = here.outside(processes)
         heard = [torch.empty_like(mine) for _ in processes]
         outside.allgather([heard], [mine]).wait()
         headers = [_Header.decoded(h) for h in heard]
