@@ -15,6 +15,7 @@ from decentfn.collectives.membership import (
     world,
 )
 from decentfn.collectives.operators import exchange, group_mean, make_groups, require_size, wait, worker_index
+from decentfn.collectives.outside import calling
 from decentfn.collectives.processes import (
     attempt,
     compare_steps,
@@ -43,6 +44,7 @@ __all__ = [
     "World",
     "adopt_default_group",
     "attempt",
+    "calling",
     "communication",
     "compare_steps",
     "cut",
