@@ -24,7 +24,9 @@ class Row(NamedTuple):
 
     weights: Tensor  # [K+1] float64, own weight first
     mean_weight: Tensor | None  # 0-d float64, the weight of the mean over this worker's group
-    given: Tensor | None = None  # [K] float64, of a column-stochastic matrix the weights of this worker's messages where they are heard
+    given: Tensor | None = (
+        None  # [K] float64, of a column-stochastic matrix, what this worker's messages weigh where they are heard
+    )
 
 
 class Posted(NamedTuple):
