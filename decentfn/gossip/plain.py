@@ -302,7 +302,7 @@ def _mixed(posted: Posted, index: int, gamma: float | Tensor) -> Part:
             terms = [weight * (message - sent) for weight, message in pairs]
         else:
             terms = [weight * message for weight, message in pairs] + [-weight * sent for weight in given.unbind()]
-        return sum(terms, x).to(own.dtype)
+        return (x + sum(terms[1:], terms[0]) if terms else x).to(own.dtype)
 
     return defer(mix, own, sent, *messages)
 
