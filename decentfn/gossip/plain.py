@@ -24,6 +24,9 @@ class Row(NamedTuple):
 
     weights: Tensor  # [K+1] float64, own weight first
     mean_weight: Tensor | None  # 0-d float64, the weight of the mean over this worker's group
+    given: Tensor | None = (
+        None  # [K] float64, of a column-stochastic matrix, what this worker's messages weigh where they are heard
+    )
 
 
 class Posted(NamedTuple):
@@ -87,15 +90,31 @@ def row(topology: Topology, this: Round, token: Tensor) -> Row:
         table = moved(table, token.device)
         return table[0] if me is None else table.index_select(0, me)[0]
 
-    return Row(own(this.weights), None if this.mean_weights is None else own(this.mean_weights))
+    given = own(_given(this)) if topology.is_column_stochastic else None
+    return Row(own(this.weights), None if this.mean_weights is None else own(this.mean_weights), given)
+
+
+def given(this: Round, token: Tensor) -> Tensor:
+    """`[K]` float64, the weights of this worker's messages where they are heard; one more for what goes into a group's mean."""
+    me = collectives.worker_index(token).view(1)
+    table = _given(this)
+    if this.mean_weights is not None:
+        table = torch.cat([table, this.mean_weights[:, None]], 1)
+    return moved(table, token.device).index_select(0, me)[0]
+
+
+def _given(this: Round) -> Tensor:
+    heard = this.weights[:, 1:].gather(0, this.destinations.clamp(min=0))
+    return torch.where(this.destinations < 0, 0.0, heard)
 
 
 def collect(posted: Posted, gamma: float | Tensor = 1.0) -> list[Tensor]:
     """Wait for what was posted and mix: `(1 - γ) x + γ W x`, each tensor as soon as its own messages are in.
 
-    With a wire dtype Q: `x + γ (Σ_j W[i,j] Q(x_j) - (1 - W[i,i]) Q(x))`, so that what the rounding takes from one
-    worker it gives back, and updates far smaller than Q's resolution are not lost. (A mean over a group is rounded once
-    more on its way: there the workers' mean is kept to Q's resolution only.)
+    By differences: `x + γ Σ_j W[i,j] (Q(x_j) - Q(x))`, Q the rounding to a wire dtype. What rounding (of weights, on the wire) takes
+    from one worker it gives to others, where workers agree nothing changes, and updates far smaller than Q's resolution are not
+    lost. With a column-stochastic W: `x + γ Σ_j (W[i,j] Q(x_j) - W[j,i] Q(x))`. (A mean over a group is rounded once more on its way:
+    there the workers' mean is kept to Q's resolution only.)
 
     Args:
         posted: from `post`.
@@ -143,8 +162,11 @@ def heard(posted: Posted) -> Posted:
     """In a guarded step wait for the flags, and give the weights of bad messages to others."""
     if posted.flags is None:
         return posted
-    found = guarding.hear(posted.flags, posted.round, *posted.row)
-    return posted._replace(row=Row(found.weights, found.mean_weight), scale=found.scale)
+    weights, mean_weight, given = posted.row
+    found = guarding.hear(posted.flags, posted.round, weights, mean_weight)
+    if given is not None:  # what a bad worker does not hear stays here
+        given = torch.cat([given, (weights[0] - found.weights[0])[None]])
+    return posted._replace(row=Row(found.weights, found.mean_weight, given), scale=found.scale)
 
 
 def neighbours_sum(posted: Posted, dtypes: Sequence[torch.dtype]) -> list[Tensor]:
@@ -262,22 +284,27 @@ def _mixed(posted: Posted, index: int, gamma: float | Tensor) -> Part:
     own, sent = posted.own[index], posted.sent[index]
     dtype = wide(own.dtype)  # sixteen-bit values are mixed in float32; weights are exact to 1e-12
     good, gamma = None if posted.flags is None else posted.flags.own, _own_gamma(posted, gamma)
-    kept = once((posted.row.weights[0] * gamma + (1.0 - gamma)).to(dtype))
     weights, messages = _arrived(posted, index, gamma, dtype)
+    given = None if posted.row.given is None else once((posted.row.given * gamma).to(dtype))
+    in_place_of_bad = posted.row.weights[0]  # 0, or NaN where nothing good was heard
+    averages = bool(posted.means) and posted.row.mean_weight is not None
+    is_narrow = sent is not own
 
-    def others(messages: Sequence[Tensor]) -> Tensor:
-        terms = [weight * x.to(dtype) for weight, x in zip(weights, messages, strict=True)]
-        return sum(terms[1:], terms[0]) if terms else torch.zeros((), dtype=dtype)
+    def mix(own: Tensor, sent: Tensor, *messages: Tensor) -> Tensor:
+        x, sent = own.to(dtype), sent.to(dtype)
+        if good is not None:
+            x, sent = (torch.where(good, values, in_place_of_bad.to(dtype)) for values in (x, sent))
+        pairs = [(weight, message.to(dtype)) for weight, message in zip(weights, messages, strict=True)]
+        if averages and not is_narrow:
+            weight, mean = pairs.pop()
+            x = mean + (1.0 - weight) * (x - mean)  # with weight 1 the mean itself, the same on all workers
+        if given is None:
+            terms = [weight * (message - sent) for weight, message in pairs]
+        else:
+            terms = [weight * message for weight, message in pairs] + [-weight * sent for weight in given.unbind()]
+        return (x + sum(terms[1:], terms[0]) if terms else x).to(own.dtype)
 
-    def plain(own: Tensor, *messages: Tensor) -> Tensor:
-        own = own if good is None else torch.where(good, own, torch.zeros_like(own))
-        return (kept * own.to(dtype) + others(messages)).to(own.dtype)
-
-    def rounded(own: Tensor, sent: Tensor, *messages: Tensor) -> Tensor:
-        mixed = (own.to(dtype) + (others(messages) - (1.0 - kept) * sent.to(dtype))).to(own.dtype)
-        return mixed if good is None else torch.where(good, mixed, plain(own, *messages))
-
-    return defer(plain, own, *messages) if sent is own else defer(rounded, own, sent, *messages)
+    return defer(mix, own, sent, *messages)
 
 
 def _moved(posted: Posted, index: int, gamma: float | Tensor) -> Part:
