@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-import re
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
@@ -23,7 +21,14 @@ from decentfn.run.memory import give_back_freed_memory, settling
 from decentfn.scalars import as_step
 from decentfn.torch_private import inductor
 from decentfn.torch_private.autograd import allow_saved_tensors_hooks
-from decentfn.torch_private.dynamo import directly, first_error, not_compiled, not_loaded, too_many_graphs
+from decentfn.torch_private.dynamo import (
+    first_error,
+    guard_everything,
+    guards_fail,
+    not_compiled,
+    not_loaded,
+    too_many_graphs,
+)
 from decentfn.torch_private.profiler import nothing
 from decentfn.trees import PyTree
 from decentfn.words import brief, brief_error, is_ours
@@ -41,9 +46,10 @@ def compile(
 ) -> Step:
     """Compile `step(state, batch, t)` into one graph that serves every `t`.
 
-    Communication is posted first and waited for last. What the step closes over (hyperparameters, topology) is taken as
-    it is at the first call; only the loss function's own surroundings are looked at again in every call. The logger
-    "decentfn" says at level DEBUG when something is compiled and how long it took. With `donate`, the new state is
+    Communication is posted first and waited for last. Whatever the step reads from outside (numbers, flags, modules, tensors,
+    by the loss, the optimizer or the topology) is looked at again in every call, and the step is compiled again where it has
+    changed: a number that is another in every step should be a tensor that is filled in place. The logger "decentfn" says at
+    level DEBUG when something is compiled and how long it took. With `donate`, the new state is
     written over the old one by the kernel that computes it: the state that was passed in *is* the new state, and nothing
     else is allocated for it.
 
@@ -80,14 +86,15 @@ def compile(
     kwargs: dict[str, Any] = {"fullgraph": True, "dynamic": dynamic, "recompile_limit": _GRAPHS, "backend": backend}
     if backend == "inductor":
         kwargs["backend"] = progress.inductor
-        worth_guarding = partial(_worth_guarding, by_autograd)
-        kwargs["options"] = inductor.compile_options() | {"guard_filter_fn": worth_guarding} | options
+        kwargs["options"] = inductor.compile_options() | options
     prepared: list[tuple[Any, Callable[..., Any]]] = []
 
     def compiled(state: Any, batch: PyTree, t: int | Tensor) -> tuple[Any, Any]:
         leaves, structure = trees.flatten(state)
+        here = collectives.world()
+        form = here.size, here.processes_per_worker, structure  # what a graph is made for and Dynamo does not see
         for known, run in prepared:
-            if known == structure:
+            if known == form:
                 return stepped(run, leaves, state, batch, t)
         with settling():
             check(step, state, batch, t)
@@ -95,11 +102,11 @@ def compile(
                 require_distinct("compile", state)
             give_back_freed_memory()  # of the loss, which may have been evaluated
             on_leaves = _on_leaves(step, trees.enumerate_leaves(state), donate)
-            run = directly(on_leaves, torch.compile(on_leaves, **kwargs))
+            run = torch.compile(on_leaves, **kwargs)
             progress.begin()
             with nothing if donate or not is_state(state) else left_alone(state):
                 result = stepped(run, leaves, state, batch, t)
-            prepared.append((structure, run))
+            prepared.append((form, run))
         return result
 
     def stepped(
@@ -109,6 +116,7 @@ def compile(
         given = [[x.view(1)] if getattr(x, "dtype", 0) == torch.float64 and x.dim() == 0 else x for x in leaves]
         t = as_step(t)
         number = int(t)
+        guard_everything()
 
         def call(batch: PyTree) -> tuple[Any, Any]:
             result = run(given, batch, t)
@@ -123,9 +131,17 @@ def compile(
                 result = passing_beside(call, batch) if by_autograd else call(trees.plain(batch))
         except too_many_graphs() as error:
             raise RuntimeError(
-                f"df.compile(step): the batches came in more than {_GRAPHS} kinds (structures, dtypes, shapes that the compiler "
-                "takes for different ones), each of which is compiled; pad them to a few shapes, leave dynamic=None, or write "
-                "df.autograd(loss_fn), which needs one graph for all."
+                f"df.compile(step): more than {_GRAPHS} kinds of batches (structures, dtypes, shapes that the compiler takes for "
+                "different ones), or values of what the loss, the optimizer or the topology reads from outside (a number, a flag, a "
+                "function that is another in every step); each is compiled. Pad the batches to a few shapes and leave dynamic=None; "
+                "read what changes from a tensor that is filled in place; or write df.autograd(loss_fn), whose loss is not compiled."
+            ) from error
+        except AssertionError as error:
+            if not guards_fail(error):
+                raise
+            raise RuntimeError(
+                "df.compile(step): torch.compile cannot look again at a NumPy array that the loss reads from outside; make it a tensor "
+                "with torch.from_numpy before the first step."
             ) from error
         except not_compiled() as error:
             allow_saved_tensors_hooks()
@@ -173,18 +189,6 @@ class _Progress:
         if self.since is None:
             self.begin(", again, for another batch or loss")
         return compile_cache.inductor(graph, inputs, **kwargs)
-
-
-def _worth_guarding(by_autograd: bool, guards: Sequence[Any]) -> list[bool]:
-    """Which of Dynamo's guards are looked at in each call: on state, batch, `t`, PyTorch's modes and the user's loss.
-
-    The library's own objects (plans, tables, closures: hundreds of guards) never change once a step is built, and
-    looking at each of them takes longer than a small network's step. What hooks see of saved tensors matters to a graph
-    that is differentiated; one around a gradient operator is not.
-    """
-    kept = re.compile(r"(given|batch|t)\b|.*\bloss_fn\b")
-    unseen = "AUTOGRAD_SAVED_TENSORS_HOOKS" if by_autograd else ""
-    return [guard.guard_type != unseen and (guard.name == "" or kept.match(guard.name) is not None) for guard in guards]
 
 
 def _on_leaves(step: Step, template: PyTree, donate: bool) -> FunctionType:

@@ -86,12 +86,14 @@ def is_stacked(state: Any) -> bool:
     return _buckets(state)[0].dim() == 2
 
 
+@collectives.calling("df.consensus_mean(state)", of_state=True)
 def consensus_mean(state: Any) -> PyTree:
     """The mean of the parameters over all workers, as the user's tree; copies, the same on every rank. Collective."""
     x = _buckets(state)
     return trees.map(torch.clone, whole(Buckets([_mean(bucket) for bucket in x], x.plan)).tree())
 
 
+@collectives.calling("df.consensus_buffers(state)", of_state=True)
 def consensus_buffers(state: Any) -> PyTree:
     """The mean of the floating-point buffers over all workers, the same on every rank; others are worker 0's; copies. Collective.
 
@@ -114,11 +116,13 @@ def consensus_buffers(state: Any) -> PyTree:
     return trees.fill(trees.enumerate_leaves(state.buffers), means)
 
 
+@collectives.calling("df.consensus_distance(state)", of_state=True)
 def consensus_distance(state: Any) -> Tensor:
     """`sqrt(mean_i ‖x_i - x̄‖²)` over all workers and parameters, 0-d float64; the same on every rank. Collective."""
     return collectives.process_mean((distance_to_consensus(state) ** 2).mean()).sqrt()
 
 
+@collectives.calling("df.distance_to_consensus(state)", of_state=True)
 def distance_to_consensus(state: Any) -> Tensor:
     """`‖x_i - x̄‖₂` of this worker (0-d float64), or of each (`[N]`) when stacked. Collective."""
     x = _buckets(state)

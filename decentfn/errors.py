@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 __all__ = [
+    "CallMismatch",
     "CheckpointCorrupt",
     "ExchangeTimeout",
     "NonFinite",
@@ -52,6 +53,10 @@ class ReplicaMismatch(RunError, ValueError):
 
 class StepMismatch(RunError, RuntimeError):
     """Processes have called the step with different `t`; `peer` is one that has another."""
+
+
+class CallMismatch(RunError, RuntimeError):
+    """Processes have called different functions together, outside steps; nothing was sent. `peer` is one that differs."""
 
 
 class PeerLost(RunError, RuntimeError):

@@ -29,6 +29,7 @@ _Sums = dict[str, Any]
 """`samples`, and each value's sum over them by name; "" where the metric is one value."""
 
 
+@collectives.calling("df.evaluate(metric, state, batches)", of_state=True)
 def evaluate(metric: Callable[..., Any], state: Any, batches: Iterable[Any], *, samples: _Count | None = None) -> Any:
     """The mean of a metric over all samples, of the consensus (`consensus_mean`, `consensus_buffers`). Collective.
 
@@ -62,6 +63,7 @@ def evaluate(metric: Callable[..., Any], state: Any, batches: Iterable[Any], *, 
     return _as_returned({name: torch.tensor(total, dtype=torch.float64) for name, total in totals.items()})
 
 
+@collectives.calling("df.evaluate_replicas(metric, state, batches)", of_state=True)
 def evaluate_replicas(
     metric: Callable[..., Any], state: Any, batches: Iterable[Any], *, samples: _Count | None = None
 ) -> Any:

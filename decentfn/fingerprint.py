@@ -92,7 +92,8 @@ def compare(
     """
     world = collectives.everyone()
     size, here = world.processes_per_worker, world.rank
-    told = collectives.gather_objects([lines, list(of_shard), list(of_team)], world)
+    with collectives.calling(call):
+        told = collectives.gather_objects([lines, list(of_shard), list(of_team)], world)
     groups = [[(rank, told[rank][0]) for rank in range(len(told))]]
     groups += [[(rank, told[rank][1]) for rank in range(shard, len(told), size)] for shard in range(size)]
     groups += [[(rank, told[rank][2]) for rank in range(i, i + team)] for i in range(0, len(told), team)]

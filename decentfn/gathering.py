@@ -19,6 +19,7 @@ from decentfn.replicas import digest
 from decentfn.trees import PyTree
 
 
+@collectives.calling("df.gather(state, tree)", of_state=True)
 def gather(state: Any, tree: PyTree) -> PyTree:
     """What every worker has, `[N, ...]` in each leaf, worker 0's first; the same on every rank, copies. Collective.
 
@@ -34,6 +35,7 @@ def gather(state: Any, tree: PyTree) -> PyTree:
     return trees.fill(trees.enumerate_leaves(tree), _gathered("gather(state, tree)", state, tree))
 
 
+@collectives.calling("df.mean(state, tree)", of_state=True)
 def mean(state: Any, tree: PyTree) -> PyTree:
     """The mean over all workers of what every one has, in float64 (complex: complex128); the same on every rank. Collective.
 
@@ -46,6 +48,7 @@ def mean(state: Any, tree: PyTree) -> PyTree:
     return trees.fill(trees.enumerate_leaves(tree), means)
 
 
+@collectives.calling("df.check_replicas(state)", of_state=True)
 def check_replicas(state: Any, tree: PyTree = None) -> None:
     """Raise unless all workers hold the same, bit for bit: after `init`, and at any time where `all_reduce` trains. Collective.
 

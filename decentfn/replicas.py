@@ -12,6 +12,7 @@ from decentfn.fingerprint import compare
 from decentfn.trees import PyTree
 
 
+@collectives.calling("df.broadcast(tree)")
 def broadcast(tree: PyTree) -> PyTree:
     """Worker 0's tree (process 0's) on every rank, bit for bit; copies. Collective.
 

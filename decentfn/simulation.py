@@ -16,6 +16,7 @@ from decentfn.numbers import MOST_WORKERS, checks_numbers, require_at_most
 from decentfn.replicas import require_equal_rows
 from decentfn.scalars import as_step
 from decentfn.stacking import over_workers, require_rows
+from decentfn.torch_private import functorch
 from decentfn.trees import PyTree
 from decentfn.words import brief
 
@@ -69,8 +70,9 @@ def simulate(step: Step, num_workers: int, *, chunk_size: int | None = None) -> 
     started: list[Any] = [None]  # the plan of the last run that began here
 
     def require_start(state: Any, t: Tensor) -> None:
-        needs_equal = getattr(step, "starts_equal", False) and int(t) == 0 and is_state(state)
-        if needs_equal and started[0] is not state.params.plan:
+        if functorch.has_no_value(t) or not getattr(step, "starts_equal", False) or int(t) != 0 or not is_state(state):
+            return
+        if started[0] is not state.params.plan:
             require_equal_rows("simulate(step, N)(state, batch, 0)", {"params": state.params.tree()})
             started[0] = state.params.plan
 
@@ -91,8 +93,7 @@ def simulate(step: Step, num_workers: int, *, chunk_size: int | None = None) -> 
             require_size()
         t = as_step(t)
         require_rows("state", state, num_workers)
-        if not torch.compiler.is_compiling():
-            require_start(state, t)
+        require_start(state, t)
         if not getattr(step, "by_autograd", False):
             batch = trees.plain(batch)
             require_rows("batch", batch, num_workers)

@@ -18,6 +18,7 @@ from decentfn.words import brief
 
 
 @checks_numbers
+@collectives.calling("df.state_dict(module, state)", of_state=True)
 def state_dict(module: nn.Module, state: State, *, consensus: bool = False) -> dict[str, Any]:
     """What `module.load_state_dict` takes, strictly: tied names, persistent buffers, `get_extra_state`; copies.
 
@@ -70,6 +71,7 @@ def _gathered(module: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Any]:
     return {name: values.get(id(x), x) for name, x in module.state_dict(keep_vars=True).items()}
 
 
+@collectives.calling("df.load_state_dict(module, state, state_dict)")
 def load_state_dict(module: nn.Module, state: State, state_dict: Mapping[str, Any]) -> State:
     """The state with the parameters and buffers of a module's `state_dict`, checked as `load_state_dict` does, strictly.
 

@@ -32,14 +32,7 @@ def _mean(field: str) -> Law:
     )
 
 
-_follow = Law(
-    "mean(s) = mean(x̂)",
-    lambda state, topology, t: [
-        s.double().mean(0) - x.double().mean(0) for s, x in zip(state.memory.mixed, state.memory.public, strict=True)
-    ],
-    True,
-)
-INVARIANTS = {"extra": _mean("p"), "exact_diffusion": _mean("c"), "d2": _mean("c"), "choco_sgd": _follow}
+INVARIANTS = {"extra": _mean("p"), "exact_diffusion": _mean("c"), "d2": _mean("c"), "choco_sgd": _mean("pull")}
 """What the corrections rest on, beside the contract's own laws."""
 
 _MIX, _OUTER, _NEVER = "neighbours' mix", "outer parameters", "not mended"

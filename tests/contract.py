@@ -137,6 +137,7 @@ HEADS = {
     "donated_is_pure": "donated = pure",
     "one_graph": "one graph",
     "dtypes_stay": "dtypes stay",
+    "sixteen_bits_compile": "bfloat16",
     "works_alone": "alone",
     "laws_hold": "invariant",
     "laws_hold_on_a_narrow_wire": "bfloat16 wire",

@@ -1,4 +1,4 @@
-"""What a step would copy to a GPU, and what it would wait for, counted without one; writes docs/gpu.md.
+"""What a step would copy to a GPU, and whether it waits for it, counted without one; writes docs/gpu.md.
 
 python -m tests.devices
 
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import decentfn as df
@@ -56,17 +57,40 @@ def on_meta(x: Tensor) -> Tensor:
     return torch.empty_like(x, device="meta")
 
 
-def copies(subject: Subject, *, simulated: bool) -> tuple[list[Copy], Any]:
-    """The copies of one step at t = 3, of all workers or of one alone, and the new state."""
+def on_another_device(subject: Subject, *, simulated: bool) -> tuple[Any, Any, Any]:
+    """A step, of all workers or of one alone, with a state and a batch for it on the meta device."""
     n = subject.num_workers if simulated else 1
     algorithm = subject.build(num_workers=n)
     state = subject.start(algorithm, range(n), stacked=simulated)
     batch = problem.stacked([problem.batch(i, 0) for i in range(n)]) if simulated else problem.batch(0, 0)
     step = df.simulate(algorithm.step, n) if simulated else algorithm.step
-    state, batch, t = trees.map(on_meta, state), trees.map(on_meta, batch), torch.tensor(3)
+    return step, trees.map(on_meta, state), trees.map(on_meta, batch)
+
+
+def copies(subject: Subject, *, simulated: bool) -> tuple[list[Copy], Any]:
+    """The copies of one step at t = 3, of all workers or of one alone, and the new state."""
+    step, state, batch = on_another_device(subject, simulated=simulated)
     with Copies() as seen:
-        new, _ = step(state, batch, t)
+        new, _ = step(state, batch, torch.tensor(3))
     return seen.seen, new
+
+
+def traced_copies(subject: Subject, *, simulated: bool) -> list[Any]:
+    """The operators in the traced graph of the same step that copy, each with its arguments by name."""
+    step, state, batch = on_another_device(subject, simulated=simulated)
+    template = trees.enumerate_leaves(state)
+
+    def run(leaves: list[Tensor], batch: Any, t: Tensor) -> list[Tensor]:
+        return trees.leaves(step(trees.fill(template, leaves), batch, t))
+
+    graph = make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)(trees.leaves(state), batch, torch.tensor(3))
+    found = []
+    for node in graph.graph.find_nodes(
+        op="call_function", target=torch.ops.aten._to_copy.default
+    ) + graph.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
+        names = [argument.name for argument in node.target._schema.arguments]
+        found.append(dict(zip(names, node.args, strict=False)) | node.kwargs)
+    return found
 
 
 def tests_that_need_a_gpu() -> list[str]:
@@ -92,9 +116,10 @@ def page() -> str:
 Nothing here has been run on a GPU yet. What can be counted without one is counted: `python -m tests.devices` takes an
 eager step of every algorithm with its state on another device, and notes what crosses over.
 
-* **Nothing waits.** No step reads a value of the state (`.item()`, a Python `if`): `t`, the tables of peers and the
-  random choices of a round are on the CPU, where the operators read them.
-* **What crosses** are a round's few weights and numbers, from the CPU to the device, copied without waiting.
+* **Nothing is read back.** No step reads a value of the state (`.item()`, a Python `if`): `t`, the tables of peers and
+  the random choices of a round are on the CPU, where the operators read them.
+* **What crosses** are a round's few weights and numbers, from the CPU to the device. Each of these copies is awaited:
+  compiled code uses the memory that it copies from again at once.
 * With the gradient by `df.autograd` it is the same, but for what the loss itself reads.
 * The first eager step of a run is another: parameters and buffers are compared with what the loss left of them.
 

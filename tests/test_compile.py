@@ -13,7 +13,7 @@ import torch
 from torch._dynamo.utils import counters
 
 import decentfn as df
-from decentfn import compilation, trees
+from decentfn import trees
 from tests import cases
 from tests.cases import Case
 
@@ -259,9 +259,9 @@ def python_calls(tensors):
 
 def test_a_step_is_a_dozen_python_calls_however_many_tensors_there_are(ranks):
     own, calls = python_calls(1)
-    assert [own, calls] == python_calls(10) and len(own) <= 23 and len(calls) <= 85
+    assert [own, calls] == python_calls(10) and len(own) <= 23 and len(calls) <= 100
     for own, calls in ranks(2).run(python_calls, 10):
-        assert len(own) <= 50 and len(calls) <= 130, calls
+        assert len(own) <= 50 and len(calls) <= 160, calls
 
 
 def test_metrics_of_the_old_state_seen_through_its_parts():
@@ -322,7 +322,7 @@ def test_a_step_that_changes_the_layout_of_the_state_is_an_error():
 
 
 def test_what_the_loss_looks_at_is_looked_at_again():
-    """A module switched from training to evaluation is compiled anew; hyperparameters are constants of the graph."""
+    """A module switched from training to evaluation is compiled anew."""
     module = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Dropout(1.0))
     params, buffers, loss_fn = df.functional(module, lambda output, target: ((output - target) ** 2).mean())
     init, step = df.adapt_then_combine(loss_fn, df.sgd(0.0), df.topology("complete", 1))
@@ -332,21 +332,6 @@ def test_what_the_loss_looks_at_is_looked_at_again():
     module.eval()
     _, evaluation = step(state, batch, 1)
     assert training.loss == 0.0 and evaluation.loss > 0.0
-
-
-def test_few_guards_are_looked_at_in_each_call():
-    """Plans and tables hold hundreds of values; a call must not compare them one by one."""
-    kept = []
-
-    def counting(guards):
-        answer = compilation._worth_guarding(False, guards)
-        kept.append((sum(answer), len(answer)))
-        return answer
-
-    init, step = cases.build(Case("adapt_while_communicate", "complete"), 1)
-    step = df.compile(step, guard_filter_fn=counting)
-    step(init(cases.params()), tuple(x[0] for x in cases.batches(1, 0)), 0)
-    assert kept[-1][1] > 200 and kept[-1][0] < 80
 
 
 def test_a_chunked_simulation_compiles_in_a_thread_in_which_nothing_has_run():

@@ -1,4 +1,4 @@
-"""Nothing in a step waits for the device or copies more than a round's weights to it: every algorithm, counted on meta."""
+"""Nothing in a step reads from the device or copies more than a round's weights to it: every algorithm, counted on meta."""
 
 import pytest
 import torch
@@ -12,12 +12,20 @@ from tests import contract, devices
 
 
 @pytest.mark.parametrize("row", contract.ROWS)
-def test_a_step_waits_for_nothing_and_copies_a_rounds_numbers(row):
+def test_a_step_reads_nothing_back_and_copies_a_rounds_numbers(row):
     for simulated in (False, True):
         seen, new = devices.copies(contract.ROWS[row], simulated=simulated)
         assert {leaf.device.type for leaf in trees.leaves(new)} == {"meta"}
-        assert not any(copy.waits for copy in seen), seen
+        assert all(copy.waits for copy in seen), seen
         assert sum(copy.numbers for copy in seen) <= 200 and len(seen) <= 16, seen
+
+
+@pytest.mark.parametrize("row", contract.ROWS)
+def test_no_copy_in_a_traced_graph_is_asynchronous(row):
+    """Inductor would write over the host memory before such a copy has started."""
+    graphs = [devices.traced_copies(contract.ROWS[row], simulated=simulated) for simulated in (False, True)]
+    assert any(str(copy.get("device")) == "meta" for copy in graphs[1]) or "all_reduce" in row, graphs
+    assert not [copy for graph in graphs for copy in graph if copy.get("non_blocking")], graphs
 
 
 def test_the_gradient_by_autograd_waits_for_nothing_and_copies_nothing():

@@ -2,8 +2,12 @@
 
     x½ = x + u(x, g(x))
     q = C(x½ - x̂);    x̂⁺ = x̂ + q
-    s⁺ = s + W q                     s = W x̂, a running sum
-    x⁺ = x½ + γ (s⁺ - x̂⁺)
+    d⁺ = d + (W - I) q               d = W x̂ - x̂, a running sum
+    x⁺ = x½ + γ d⁺
+
+d is a sum of differences, and what its rounding leaves in the workers' mean moves x in every later step. Measured in float32 without
+gradients, for |x| about 2, four workers on 'static-ring', quantize(8) and γ = 0.3, the mean of an element moved by 2e-7 (rms) in 100
+steps and in 10,000.
 
 x: a worker's parameters; u: the optimizer's update at its gradient g; x̂: its public copy, which all neighbours can
 follow, 0 at the start; C: the compressor; W: the mixing matrix; γ: the consensus step size.
@@ -18,7 +22,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from decentfn.compressors import Compressor
-from decentfn.gossip.compressed import as_messages, mix_compressed, post_compressed
+from decentfn.gossip.compressed import as_messages, difference_compressed, post_compressed
 from decentfn.kit import (
     Algorithm,
     Buckets,
@@ -45,8 +49,8 @@ class Memory(NamedTuple):
     """What a worker remembers."""
 
     public: Buckets  # x̂, this worker's public copy
-    mixed: Buckets  # s = Σ_j W[i,j] x̂_j, its own included
-    averaged = ("public", "mixed")  # over the workers, by df.resize
+    pull: Buckets  # d = Σ_j W[i,j] (x̂_j - x̂), whose mean over the workers is 0
+    averaged = ("public", "pull")  # over the workers, by df.resize
 
     @classmethod
     def restart(cls, x: Buckets) -> Memory:
@@ -73,7 +77,7 @@ def choco_sgd(
     Args:
         loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.
         optimizer: a pair `(init, update)`.
-        topology: one mixing matrix for all steps, doubly stochastic: a worker keeps Σ_j W[i,j] x̂_j, not each x̂_j.
+        topology: one mixing matrix for all steps, doubly stochastic: a worker keeps Σ_j W[i,j] (x̂_j - x̂), not each x̂_j.
         compressor: C, a contraction; the smaller its δ, the smaller must γ be.
         gamma: γ in (0, 1]; as a start, about δ, then tuned.
         options: `bucket_mb`; see `Options`.
@@ -85,7 +89,7 @@ def choco_sgd(
     require_compressor("choco_sgd", compressor, gamma, options)
     worker = Worker(loss_fn, optimizer, topology, **options)
     require_doubly_stochastic("choco_sgd", topology)
-    require_static("choco_sgd", topology, "a worker keeps Σ_j W[i,j] x̂_j as one running sum", "deep_squeeze")
+    require_static("choco_sgd", topology, "a worker keeps Σ_j W[i,j] (x̂_j - x̂) as one running sum", "deep_squeeze")
     neighbours = as_messages(topology)
 
     def start(x: Buckets) -> Memory:
@@ -93,14 +97,14 @@ def choco_sgd(
         return Memory.restart(x)
 
     def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
-        x, (x_hat, s) = state.params, state.memory
+        x, (x_hat, pull) = state.params, state.memory
         g, local = worker.gradient(x, state.local, batch, t)
         u, local = worker.update(g.grads, g, local, x)
         x_half = unless_bad(add(x, u), lambda: x_hat)
         q = post_compressed(elementwise(torch.sub, x_half, x_hat), compressor, neighbours, t)
         x_hat = add(x_hat, q.sent)
-        s = add(s, mix_compressed(q))
-        x = elementwise(lambda x, s, x_hat: (x + gamma * (s - x_hat)).to(x.dtype), x_half, s, x_hat)
-        return State(x, local, Memory(x_hat, s)), g.metrics
+        pull = add(pull, difference_compressed(q))
+        x = elementwise(lambda x, pull: (x + gamma * pull).to(x.dtype), x_half, pull)
+        return State(x, local, Memory(x_hat, pull)), g.metrics
 
     return worker.algorithm(step, start)

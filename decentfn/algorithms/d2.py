@@ -7,6 +7,15 @@ with c^t = (x^t - x^{t-1}) - u^{t-1}, what the last mixing and correction moved 
 
     u = -η g;    x⁺ = W (x + u + c);    c⁺ = x⁺ - x - u = c + (W - I)(x + u + c);    c⁰ = 0
 
+Without gradients a mode of disagreement with W's eigenvalue λ moves by the roots z of z² = 2λz - λ. For λ = -1/3, the bound, they are
+1/3 and -1: such a mode changes its sign in every step and never shrinks, whatever excites it (unequal starts, noise of gradients,
+rounding). 'static-ring' of an even number of workers and 'hypercube' of four have one; start the workers equal there, or use
+exact_diffusion, whose roots are smaller than 1.
+
+c is a sum of differences, and what its rounding leaves in the workers' mean moves x in every later step. Measured in float32 without
+gradients, for |x| about 2 and four workers on 'static-ring' that start unequal, where differences go on, the mean of an element moves in
+100, 1,000 and 10,000 steps by 9e-7, 1e-5 and 1e-4 (rms; adapt_then_combine: by 2e-7, once).
+
 x: a worker's parameters; W: the mixing matrix of step t; g: its gradient at x; u: the optimizer's update.
 """
 
@@ -59,9 +68,9 @@ def d2(loss_fn: LossFn, optimizer: Any, topology: Topology, **options: Unpack[Op
     Args:
         loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.
         optimizer: a pair `(init, update)`.
-        topology: doubly stochastic, with λ_min(W) >= -1/3 (the bound is allowed) if it is static and symmetric; for
-            other schedules the recursion without gradients must not grow over a period (checked by eigenvalues of a
-            matrix of order 2N).
+        topology: doubly stochastic, with λ_min(W) >= -1/3 if it is static and symmetric (at the bound itself, as on 'static-ring' of
+            an even number of workers, a part of the disagreement never shrinks); for other schedules the recursion without gradients must
+            not grow over a period (checked by eigenvalues of a matrix of order 2N).
         options: `bucket_mb`, `wire_dtype`; see `Options`.
 
     Raises:

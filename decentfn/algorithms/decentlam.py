@@ -31,14 +31,16 @@ from decentfn.kit import (
     Options,
     State,
     Worker,
-    add,
     algorithm,
     at,
+    difference,
     elementwise,
     reciprocal,
+    repaired,
     require_doubly_stochastic,
     require_fractions,
     require_rate,
+    wide,
     zeros_like,
 )
 from decentfn.topologies import Topology, mixed
@@ -105,10 +107,12 @@ def decentlam(
         x, (m,) = state.params, state.memory
         g, local = worker.gradient(x, state.local, batch, t)
         u, local = worker.update(g.grads, g, local, x)
-        mixed = worker.mix(add(x, u), t)
-        # x - η m⁺ = W (x - η g) - η β m, which for β = 0 is adapt-then-combine to the bit.
-        new = elementwise(lambda mixed, m: (mixed - eta * beta * m).to(mixed.dtype), mixed, m)
-        m_new = elementwise(lambda m, x, mixed: (beta * m + (x - mixed) * per_eta).to(m.dtype), m, x, mixed)
+        half = elementwise(lambda x, u: x.to(wide(x.dtype)) + u, x, u)
+        posted = worker.post(half, t)
+        pull, half = difference(posted), repaired(posted, half)  # (W - I)(x - η g)
+        new = elementwise(lambda half, d, m, x: (half + d - eta * beta * m).to(x.dtype), half, pull, m, x)
+        # (x - W (x - η g)) / η without x, whose roundings momentum would gather.
+        m_new = elementwise(lambda m, u, d: (beta * m - (u + d) * per_eta).to(m.dtype), m, u, pull)
         return State(new, local, Memory(m_new)), g.metrics
 
     return worker.algorithm(step, Memory.restart)

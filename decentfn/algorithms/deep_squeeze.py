@@ -17,7 +17,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from decentfn.compressors import Compressor
-from decentfn.gossip.compressed import as_messages, mix_compressed, post_compressed, repaired_compressed
+from decentfn.gossip.compressed import as_messages, difference_compressed, post_compressed, repaired_compressed
 from decentfn.kit import (
     Algorithm,
     Buckets,
@@ -95,9 +95,9 @@ def deep_squeeze(
         v = add(error, x_half)
         c = post_compressed(v, compressor, neighbours, t)
         error = elementwise(torch.sub, v, c.sent)
-        mixed = mix_compressed(c)
-        x = elementwise(lambda x, mixed, own: (x + gamma * (mixed - own)).to(x.dtype), x_half, mixed, c.sent)
-        x = repaired_compressed(c, x, mixed)
+        pull = difference_compressed(c)
+        x = elementwise(lambda x, pull: (x + gamma * pull).to(x.dtype), x_half, pull)
+        x = repaired_compressed(c, x, pull)
         return State(x, local, Memory(error)), g.metrics
 
     return worker.algorithm(step, start)

@@ -26,8 +26,10 @@ from decentfn.kit import (
     Worker,
     algorithm,
     at,
+    difference,
     elementwise,
     reciprocal,
+    repaired,
     require_doubly_stochastic,
     require_fractions,
     require_rate,
@@ -95,8 +97,13 @@ def quasi_global_momentum(
         x, (m,) = state.params, state.memory
         g, local = worker.gradient(x, state.local, batch, t)
         u, local = worker.update(elementwise(lambda g: of_g * g, g.grads), g, local, x)
-        mixed = worker.mix(elementwise(lambda x, u, m: (x + u - eta * of_m * m).to(x.dtype), x, u, m), t)
-        m_new = elementwise(lambda m, x, mixed: (mu * m + (1 - mu) * (x - mixed) * per_eta).to(m.dtype), m, x, mixed)
+        move = elementwise(lambda u, m: u - eta * of_m * m, u, m)
+        half = elementwise(lambda x, move: x.to(move.dtype) + move, x, move)
+        posted = worker.post(half, t)
+        pull, half = difference(posted), repaired(posted, half)  # (W - I) x½
+        mixed = elementwise(lambda half, d, x: (half + d).to(x.dtype), half, pull, x)
+        # (x - x⁺) / η without x, whose roundings momentum would gather.
+        m_new = elementwise(lambda m, move, d: (mu * m - (1 - mu) * (move + d) * per_eta).to(m.dtype), m, move, pull)
         return State(mixed, local, Memory(m_new)), g.metrics
 
     return worker.algorithm(step, Memory.restart)

@@ -20,6 +20,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from decentfn import collectives, gossip
+from decentfn.buckets import wide
 from decentfn.gossip.push_sum import first_weight, pack, unpack
 from decentfn.kit import (
     Algorithm,
@@ -109,16 +110,23 @@ def stochastic_gradient_push(
                 x_and_w = gossip.collect(gossip.post(x_and_w, this, t, wire_dtype=worker.wire_dtype))
         else:
             sent = tuple(gossip.narrow(x, worker.wire_dtype) for x in x_and_w)
-            given_away = 1.0 - collectives.look_up(z[0], topology, t).weights[0]
-            kept = [x - once(given_away.to(x.dtype)) * q.to(x.dtype) for x, q in zip(x_and_w, sent, strict=True)]
-            received = gossip.neighbours_sum(late._replace(after=tuple(g.grads)), [x.dtype for x in kept])
-            x_and_w = [(x + r).to(x.dtype) for x, r in zip(kept, received, strict=True)]
+            row = collectives.look_up(z[0], topology, t)
+            given = row.given if row.mean_weight is None else torch.cat([row.given, row.mean_weight[None]])
+            kept = [_without(x, q, given) for x, q in zip(x_and_w, sent, strict=True)]
+            received = gossip.neighbours_sum(late._replace(after=tuple(g.grads)), [k.dtype for k in kept])
+            x_and_w = [(k + r).to(x.dtype) for x, k, r in zip(x_and_w, kept, received, strict=True)]
             outboxes = (*outboxes[1:], sent)
 
         x, w = unpack(x_and_w, z.plan)
         return State(divide(x, w), local, Memory(w, outboxes)), g.metrics
 
     return worker.algorithm(step, start)
+
+
+def _without(x: Tensor, sent: Tensor, given: Tensor) -> Tensor:
+    """`x` less what others will hear, product by product, so that rounding creates nothing and loses nothing."""
+    weights, sent = once(given.to(wide(x.dtype))), sent.to(wide(x.dtype))
+    return sum((-weight * sent for weight in weights.unbind()), x.to(sent.dtype))
 
 
 def _check(topology: Topology, rounds: int, delay: int) -> None:

@@ -28,6 +28,7 @@ from decentfn.collectives.operators import (
     require_size,
     wait,
 )
+from decentfn.collectives.outside import calling
 from decentfn.collectives.processes import (
     attempt,
     compare_steps,
@@ -60,6 +61,7 @@ __all__ = [
     "adopt_default_group",
     "after",
     "attempt",
+    "calling",
     "communication",
     "compare_steps",
     "cut",

@@ -27,11 +27,11 @@ def wait_for_gloo_before_forks() -> None:
     that has ended; a DataLoader is often started right after one, and without this a start in a hundred hung.
     """
     if _CAN_HANG and sys.platform == "linux":
-        os.register_at_fork(before=_wait_for_gloo)
+        os.register_at_fork(before=wait_for_gloo)
 
 
-def _wait_for_gloo() -> None:
-    """Until no thread of gloo has run during a pause: it would have, had it waited for the GIL, which is free there."""
+def wait_for_gloo() -> None:
+    """Wait until no thread of gloo has run during a pause: it would have, had it waited for the GIL, which is free there."""
     end = time.monotonic() + _PATIENCE_S
     before = None
     while (now := _gloo_threads()) and (now != before or not _rest(now)) and time.monotonic() < end:

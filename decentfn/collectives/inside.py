@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from decentfn.buckets import rows_of
-from decentfn.collectives.membership import world
-from decentfn.collectives.processes import naming
+from decentfn.collectives.membership import World, gathered, has_cpu_side, world
+from decentfn.collectives.outside import met, named_error
+from decentfn.errors import RunError, StepMismatch
 
 _library = torch.library.Library("decentfn", "FRAGMENT")
 
@@ -19,13 +21,13 @@ def _sum_inside(x: Tensor, processes: int, after: Tensor | None) -> Tensor:
     here = world()
     total = x.clone(memory_format=torch.contiguous_format)
     if here.inside is not None:
-        with naming(here, "a sum over a worker's processes"):
-            here.team(processes).allreduce([total]).wait()
+        with _begun(here, "a sum over a worker's processes", total, processes) as group:
+            group.allreduce([total]).wait()
     return total
 
 
 def _gather_inside(x: Tensor, rows: Sequence[int], widths: Sequence[int], after: Tensor | None) -> Tensor:
-    here, group = world(), _group()
+    here = _several()
     sizes = _sizes(rows, widths, here.processes_per_worker)
     longest = max(map(sum, sizes))
     parts = x.new_empty((len(sizes), *x.shape[:-1], longest))
@@ -34,7 +36,7 @@ def _gather_inside(x: Tensor, rows: Sequence[int], widths: Sequence[int], after:
         own = x.new_zeros((*x.shape[:-1], longest))
         own[..., : x.shape[-1]] = x
     if longest:
-        with naming(here, "gathering a worker's parameters"):
+        with _begun(here, "gathering a worker's parameters", parts) as group:
             group._allgather_base(parts.view(-1), own.view(-1)).wait()
     if len(rows) == 1 and x.dim() == 1:  # whole already: only the last part that is not empty may be a short one
         return parts.view(-1)[: rows[0] * widths[0]]
@@ -43,7 +45,7 @@ def _gather_inside(x: Tensor, rows: Sequence[int], widths: Sequence[int], after:
 
 
 def _scatter_inside(x: Tensor, rows: Sequence[int], widths: Sequence[int], numel: int, after: Tensor | None) -> Tensor:
-    here, group = world(), _group()
+    here = _several()
     sizes = _sizes(rows, widths, here.processes_per_worker)
     longest = max(map(sum, sizes))
     parts = x.new_zeros((len(sizes), *x.shape[:-1], longest))
@@ -54,20 +56,49 @@ def _scatter_inside(x: Tensor, rows: Sequence[int], widths: Sequence[int], numel
     parts /= len(sizes)
     mean = torch.empty_like(parts[0])
     if longest:
-        with naming(here, "averaging a worker's gradients"):
+        with _begun(here, "averaging a worker's gradients", parts) as group:
             group._reduce_scatter_base(mean.view(-1), parts.view(-1)).wait()
     return mean if numel == longest else mean[..., :numel].clone(memory_format=torch.contiguous_format)
 
 
-def _group() -> Any:
-    """The processes of this worker, of which the state that a step was given has several."""
-    group = world().inside
-    if group is None:
+def _several() -> World:
+    """The world; a worker of the state that a step was given is several processes."""
+    here = world()
+    if here.inside is None:
         raise ValueError(
             "a state of workers of several processes, but a worker is one process now; say df.init(processes_per_worker=...) as when "
             "the state was made."
         )
-    return group
+    return here
+
+
+@contextmanager
+def _begun(here: World, what: str, x: Tensor, processes: int | None = None) -> Iterator[Any]:
+    """The group of this worker's processes, or of so many next to one another, once they are known to be at the same point."""
+    whole, steps, size = here.whole, here.steps, processes or here.processes_per_worker
+    first = whole.rank - whole.rank % size
+    group, ranks = here.team(size), range(first, first + size)
+    if not steps.is_inside:
+        with met(here, what, x, ranks, group) as (outside, _):
+            yield outside
+        return
+    try:
+        if steps.meets(group) and has_cpu_side(group, x):
+            mine = [steps.last_step, x.nbytes]
+            for rank, theirs in zip(ranks, gathered(group, size, mine), strict=True):
+                if theirs != mine:
+                    raise StepMismatch(
+                        f"{what}: process {whole.rank} is at t={mine[0]} with {mine[1]:,} bytes, process {rank} at t={theirs[0]} with "
+                        f"{theirs[1]:,}; every process must call the step with the same t, equally often",
+                        process=whole.rank,
+                        step=mine[0],
+                        peer=rank,
+                    )
+        yield group
+    except RunError:
+        raise
+    except RuntimeError as error:
+        raise named_error(here, what, error) from error
 
 
 def _sizes(rows: Sequence[int], widths: Sequence[int], processes: int) -> list[list[int]]:

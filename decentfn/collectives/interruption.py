@@ -40,7 +40,7 @@ class whole_step:
 
     def __enter__(self) -> World:
         self._here = here = world()
-        if here.size > 1:
+        if here.whole.size > 1:
             here.steps.enter(self._t)
         self._range = span("step", self._t) if is_profiled() else nothing
         self._range.__enter__()
@@ -49,16 +49,16 @@ class whole_step:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._range.__exit__(kind, error, traceback)
         here, steps = self._here, self._here.steps
+        steps.is_inside = False
         if here.size == 1:
             return
-        steps.is_inside = False
         if error is not None:
             if steps.has_posted:
                 _drain(here)
-                steps.cut_short = (self._t, error)
+                steps.cut_short = f"step t={self._t}", error
         elif steps.lost is not None:
             named = report(here, steps.lost, self._t + self._donated)
-            steps.cut_short = (self._t, named)
+            steps.cut_short = f"step t={self._t}", named
             raise named from steps.lost.error
 
 
@@ -66,7 +66,7 @@ def cut_short(t: int, error: BaseException) -> None:
     """Let no step follow that at `t`, which raises `error` after its messages are sent; alone, any may."""
     here = world()
     if here.size > 1:
-        here.steps.cut_short = (t, error)
+        here.steps.cut_short = f"step t={t}", error
 
 
 def _drain(here: World) -> None:

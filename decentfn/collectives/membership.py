@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -14,10 +16,11 @@ import torch.distributed as dist
 # Its functions have the default group of the moment for a default argument: imported later, by the compiler, they would keep
 # the group, and a thread of gloo's would need the interpreter after its end.
 import torch.distributed.nn.functional
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store, default_pg_timeout
 
-from decentfn.collectives.forks import wait_for_gloo_before_forks
+from decentfn.collectives.forks import wait_for_gloo, wait_for_gloo_before_forks
 from decentfn.collectives.steps import TAGS, Steps
 from decentfn.torch_private.dynamo import constant_while_traced
 
@@ -35,6 +38,7 @@ class World:
     """The processes as a mesh of ("worker", "shard"), where a worker is several."""
     inside: dist.ProcessGroup | None = None
     """The processes of this one's worker, where they are several."""
+    _store: Store | None = None  # the group's own
 
     def __init__(
         self,
@@ -53,6 +57,8 @@ class World:
         # Others than this one where a worker is several. No world refers to itself: its groups must end when it is let go.
         self._whole: World | None = None
         self._gossip: World | None = None
+        self._outside: dict[range, dist.ProcessGroup] = {}
+        self._made_apart = 0
         self.timeout = timeout
         self.steps = Steps(rank, size)
         self.device = device
@@ -60,6 +66,7 @@ class World:
         self.counters: tuple[Any, ...] = ()
         """Who counts what travels; see `communication`."""
         self._subgroups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        _worlds.add(self)
 
     @property
     def whole(self) -> World:
@@ -89,8 +96,15 @@ class World:
     @property
     def store(self) -> Store:
         """Where the processes can leave notes for one another."""
+        if self._store is not None:
+            return self._store
         assert self.group is not None
         return self.group.get_group_store()  # pyright: ignore[reportAttributeAccessIssue]
+
+    @property
+    def processes(self) -> range:
+        """The processes of this world, by their rank among all."""
+        return range(self.size)
 
     def workers(self, local: int = 1) -> range:
         """The numbers of the workers in this process, where each process has `local` of them (`df.simulate`)."""
@@ -98,11 +112,36 @@ class World:
             raise ValueError(f"world.workers(local={local!r}): the number of workers in a process is an integer >= 1.")
         return range(self.worker * local, (self.worker + 1) * local)
 
+    @property
+    def own_processes(self) -> range:
+        """Those of this one's worker, by rank among all."""
+        first = self.worker * self.processes_per_worker
+        return range(first, first + self.processes_per_worker)
+
+    def outside(self, processes: range) -> dist.ProcessGroup:
+        """The group of these processes for everything that is not a step; the first call of each waits for the others'."""
+        if self._whole is not None:
+            return self._whole.outside(processes)
+        if processes not in self._outside:
+            store = PrefixStore(f"outside {processes.start} {len(processes)} {processes.step}", self.store)
+            # Not one of torch.distributed's, whose names count the groups that a process has made: this may be made by one call alone.
+            made = dist.ProcessGroupGloo(
+                store, processes.index(self.rank), len(processes), self.timeout or default_pg_timeout
+            )
+            self._outside[processes] = cast(dist.ProcessGroup, made)
+        return self._outside[processes]
+
     def apart(self) -> World:
-        """The same processes with a group of its own, for another thread; collective."""
+        """The same processes with connections of their own, for what another thread does outside steps; collective.
+
+        `let_go` of it in the end.
+        """
         if self.size == 1:
             return self
-        return World(self._new_group(tuple(range(self.size))), self.rank, self.size, self.timeout, self.device)
+        self._made_apart += 1  # all make the same ones in the same order
+        world = World(None, self.rank, self.size, self.timeout, self.device)
+        world._store = PrefixStore(f"apart {self._made_apart}", self.store)
+        return world
 
     def subgroup(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         """The process group of `ranks` (ascending), which `make_subgroups` has made."""
@@ -138,10 +177,29 @@ class World:
         if self._whole is not None:
             self._whole.hang_up()
         own = [group for ranks, group in self._subgroups.items() if self.rank in ranks]
-        close([group for group in (self.group, *own, self.inside) if group is not None])
+        close([group for group in (self.group, *own, self.inside, *self._outside.values()) if group is not None])
+
+    def let_go(self) -> None:
+        """Hold no group any more: the threads and connections of a group end with the last reference to it."""
+        self.group = self.inside = self.mesh = None
+        self._subgroups.clear()
+        self._outside.clear()
 
     def _new_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         return cast(dist.ProcessGroup, dist.new_group(list(ranks), timeout=self.timeout))
+
+
+def has_cpu_side(group: Any, x: Tensor) -> bool:
+    """Whether a group that moves `x` moves tensors on the CPU, too."""
+    return x.device.type == "cpu" or "gloo" in str(dist.get_backend_config(group))
+
+
+def gathered(group: Any, size: int, numbers: list[int]) -> list[list[int]]:
+    """The numbers of all in a group of so many, as many each."""
+    mine = torch.tensor(numbers)
+    heard = [torch.empty_like(mine) for _ in range(size)]
+    group.allgather([heard], [mine]).wait()
+    return [theirs.tolist() for theirs in heard]
 
 
 def close(groups: Iterable[dist.ProcessGroup]) -> None:
@@ -164,6 +222,23 @@ class SameShard(World):
         made = [self.whole._new_group(tuple(i * size + shard for i in ranks)) for shard in range(size)]
         return made[self.process]
 
+    @property
+    def processes(self) -> range:
+        """The processes of this world, by their rank among all."""
+        return range(self.process, self.whole.size, self.processes_per_worker)
+
+
+_worlds = weakref.WeakSet[World]()
+
+
+def _let_go_of_all() -> None:
+    """At the end of a process, also of the worlds that a script keeps: a thread of gloo's that outlives Python aborts the process."""
+    for world in list(_worlds):
+        world.let_go()
+    wait_for_gloo()  # where a script keeps a group itself, or the traceback of what ended it does
+
+
+atexit.register(_let_go_of_all)
 
 _current = threading.local()
 _default: list[World] = []  # the world of the current default group, or of one process, once it was asked for
@@ -221,8 +296,9 @@ def split_workers(processes_per_worker: int) -> World:
     if size in _split:
         _default[:] = [_split[size]]
         return _split[size]
+    outside = whole._outside
     whole = World(whole.group, whole.rank, whole.size, whole.timeout, whole.device)
-    whole.processes_per_worker = size
+    whole.processes_per_worker, whole._outside = size, outside
     if size > 1:
         ranks = torch.arange(whole.size).view(-1, size)
         rows = [whole._new_group(tuple(row)) for row in ranks.tolist()]
@@ -256,6 +332,9 @@ def adopt_default_group(timeout: timedelta | None = None, device: torch.device =
 
 def leave_default_group() -> None:
     """Destroy the default group and all groups made within it; no messages may be in flight."""
+    for world in (*_default, *_split.values()):
+        for one in (world, world.gossip):
+            one.let_go()
     _forget()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 
-from decentfn.collectives.membership import World
+from decentfn.collectives.membership import World, gathered, has_cpu_side
 from decentfn.collectives.reports import different_steps, has_timed_out, report
 from decentfn.collectives.steps import Call, Loss
+from decentfn.errors import StepMismatch
 from decentfn.scalars import integer
 from decentfn.torch_private.profiler import is_profiled, nothing, span
 
@@ -116,7 +118,7 @@ def lose(here: World, loss: Loss) -> None:
         here.hang_up()
     if not here.steps.is_inside:
         named = report(here, here.steps.lost)
-        here.steps.cut_short = (loss.call.step, named)
+        here.steps.cut_short = f"step t={loss.call.step}", named
         raise named from loss.error
 
 
@@ -179,15 +181,36 @@ def reduce(here: World, call: Call, x: Tensor, own: Tensor | None, ranks: list[i
         if here.steps.lost is not None:
             flight.cancel()
             return flight
+        different = None
         try:
             with span("post", call.what, call.index) if is_profiled() else nothing:
-                flight.works.append(group.allreduce([x]))
+                different = _different(here, group, ranks, call, x)
+                if different is None:
+                    flight.works.append(group.allreduce([x]))
         except RuntimeError as error:
             flight.lose(error, flight.parts[0])
             flight.substitute()
         else:
+            if different is not None:
+                lose(here, Loss(call, different, different.peer))
+                flight.cancel()
+                return flight
             share = round(2 * len(others) / len(ranks) * x.nbytes)
             for counted in here.counters:
                 counted.bytes_sent += share
                 counted.bytes_received += share
     return flight
+
+
+def _different(here: World, group: Any, ranks: Sequence[int], call: Call, x: Tensor) -> StepMismatch | None:
+    """Wait until all ranks of a group are in a step, once in each; return the error if they are in different ones.
+
+    A sum has no tag, and one that is larger elsewhere aborts the process.
+    """
+    if not here.steps.meets(group) or not has_cpu_side(group, x):
+        return None
+    mine = [call.step, call.number, x.nbytes]
+    for rank, theirs in zip(ranks, gathered(group, len(ranks), mine), strict=True):
+        if theirs != mine:
+            return different_steps(here, call, call.step, rank, *theirs)
+    return None

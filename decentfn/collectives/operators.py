@@ -115,6 +115,7 @@ class Row(NamedTuple):
     sources: Tensor  # [K] int64, whom it hears in each slot; -1: nobody
     group: Tensor  # 0-d int64, the number of its group
     group_size: Tensor  # 0-d int64
+    given: Tensor  # [K] float64, what its messages weigh where they are heard; W[j, i], while `weights` are W[i, j]
 
 
 _FACTS = 4
@@ -129,7 +130,8 @@ def look_up(token: Tensor, topology: Topology, t: Tensor) -> Row:
         t: 0-d int64 on the CPU.
     """
     k, row = topology.slots, _look_up(token, topology.handle, t, topology.slots)
-    facts, weights, sources = row[:_FACTS].to(torch.int64), row[_FACTS : _FACTS + k + 2], row[_FACTS + k + 2 :]
+    facts, weights, sources, given = row.split([_FACTS, k + 2, k, k])
+    facts = facts.to(torch.int64)
     return Row(
         topology,
         t,
@@ -140,6 +142,7 @@ def look_up(token: Tensor, topology: Topology, t: Tensor) -> Row:
         sources=sources.to(torch.int64),
         group=facts[2],
         group_size=facts[3],
+        given=given,
     )
 
 
@@ -156,7 +159,7 @@ def _rows_kernel(token: Tensor, handle: Tensor, t: Tensor, slots: int, workers: 
 
 
 def _row_shape(slots: int) -> int:
-    return _FACTS + 2 + 2 * slots
+    return _FACTS + 2 + 3 * slots
 
 
 def _row_vmap(info: Any, in_dims: Any, token: Tensor, handle: Tensor, t: Tensor, slots: int) -> tuple[Tensor, int]:

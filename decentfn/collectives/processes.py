@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 from uuid import uuid4
 
@@ -13,8 +12,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
 from decentfn.collectives.membership import World, everyone, world
-from decentfn.collectives.reports import has_timed_out
-from decentfn.errors import ExchangeTimeout, PeerLost
+from decentfn.collectives.outside import calling, met
 from decentfn.words import brief_error
 
 
@@ -32,7 +30,8 @@ def fresh_board(among: World | None = None) -> PrefixStore:
         among: whose it is; None: gossip's.
     """
     here = among or world()
-    return PrefixStore(f"decentfn {gather_objects(uuid4().hex, here)[0]}", here.store)
+    with calling("a new board"):
+        return PrefixStore(f"decentfn {gather_objects(uuid4().hex, here)[0]}", here.store)
 
 
 def process_mean(x: Tensor, among: World | None = None) -> Tensor:
@@ -46,9 +45,8 @@ def process_mean(x: Tensor, among: World | None = None) -> Tensor:
     if here.size == 1:
         return x
     mean = (x / here.size).contiguous()
-    assert here.group is not None
-    with naming(here, "a mean over all processes"):
-        here.group.allreduce([mean]).wait()
+    with met(here, "a mean", mean) as (group, _):
+        group.allreduce([mean]).wait()
     return mean
 
 
@@ -56,11 +54,11 @@ def process_broadcast(x: Tensor, among: World | None = None) -> Tensor:
     """Process 0's `x`, bit for bit, a copy; arguments as of `process_mean`. Not for use inside a step."""
     here = among or world()
     copy = x.detach().clone(memory_format=torch.contiguous_format)
-    if here.size > 1 and copy.numel():
-        assert here.group is not None
-        # As bytes, since not every backend knows every dtype; a view, so it arrives in `copy`.
-        with naming(here, "a broadcast from process 0"):
-            here.group.broadcast(copy.view(-1).view(torch.uint8), 0).wait()
+    if here.size > 1:
+        with met(here, "a broadcast", copy) as (group, _):
+            if copy.numel():
+                # As bytes, since not every backend knows every dtype; a view, so it arrives in `copy`.
+                group.broadcast(copy.view(-1).view(torch.uint8), 0).wait()
     return copy
 
 
@@ -80,15 +78,12 @@ def gather_bytes(told: Tensor, among: World | None = None) -> list[Tensor]:
     here = among or world()
     if here.size == 1:
         return [told]
-    assert here.group is not None
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(here.size)]
-    with naming(here, "gathering from all processes"):
-        here.group.allgather([sizes], [torch.tensor([told.numel()])]).wait()
-        padded = told.new_zeros(int(max(sizes)))
+    with met(here, "a gathering", told.numel()) as (group, sizes):
+        padded = told.new_zeros(max(sizes))
         padded[: told.numel()] = told
         heard = [torch.empty_like(padded) for _ in range(here.size)]
-        here.group.allgather([heard], [padded]).wait()
-    return [h[: int(n)] for h, n in zip(heard, sizes, strict=True)]
+        group.allgather([heard], [padded]).wait()
+    return [h[:n] for h, n in zip(heard, sizes, strict=True)]
 
 
 def attempt(call: str, function: Callable[..., Any], *arguments: Any) -> tuple[list[dict[str, Any]], Exception | None]:
@@ -106,21 +101,5 @@ def attempt(call: str, function: Callable[..., Any], *arguments: Any) -> tuple[l
         own = error
         kinds = [kind.__name__ for kind in type(error).__mro__]
         told |= {"error": str(error), "brief": brief_error(error), "kinds": kinds}
-    return gather_objects(told, everyone()), own
-
-
-@contextmanager
-def naming(here: World, what: str) -> Iterator[None]:
-    """Within, what PyTorch raises becomes this library's error, which says what failed."""
-    try:
-        yield
-    except RuntimeError as error:
-        timed_out = has_timed_out(error)
-        why = (
-            f"a process is later than the timeout of df.init ({here.timeout})"
-            if timed_out
-            else "a process has died, or has left"
-        )
-        raise (ExchangeTimeout if timed_out else PeerLost)(
-            f"{what} failed on process {here.whole.rank}; {why}: {error}", process=here.whole.rank
-        ) from error
+    with calling(call):
+        return gather_objects(told, everyone()), own

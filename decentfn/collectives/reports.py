@@ -31,11 +31,16 @@ def is_lost(error: Exception) -> bool:
     return from_torch or isinstance(error, (ExchangeTimeout, PeerLost))
 
 
-def different_steps(here: World, call: Call, mine: int, rank: int, theirs: int) -> StepMismatch:
-    """What to raise where another rank is at another step."""
+def different_steps(
+    here: World, call: Call, mine: int, rank: int, theirs: int, number: int = 0, nbytes: int = 0
+) -> StepMismatch:
+    """What to raise where another rank is at another step; or at the same one, in another call, or with a larger message."""
+    more = ""
+    if mine == theirs:
+        more = f" ({call.number} calls since init of {call.nbytes:,} bytes here, and {number} of {nbytes:,} there)"
     return StepMismatch(
         f"{call.what} {call.index} of the step on {_name(call, here.rank)}: rank {here.rank} is at t={mine}, rank {rank} "
-        f"at t={theirs}; every rank must call the step with the same t",
+        f"at t={theirs}{more}; every rank must call the step with the same t, equally often",
         worker=here.rank * call.local,
         process=here.rank,
         step=mine,
@@ -62,6 +67,19 @@ def report(here: World, loss: Loss, next_step: int | None = None) -> RunError:
         said.append(f"The last exchanges: {path}")
     error.args = (" ".join(f"{part.rstrip('.')}." for part in said[:-1]) + f" {said[-1]}",)
     return error
+
+
+def told_of(here: World) -> str:
+    """Where another process has failed that this one waited for outside a step, as it may tell soon."""
+    gossip, end = here.gossip, time.monotonic() + _PATIENCE_S
+    while not (notes := gossip.steps.told()) and gossip.steps.is_compared and time.monotonic() < end:
+        time.sleep(0.02)
+    where = [
+        f"process {gossip.processes[note.rank]} waited in {note.outside or f'its step t={note.changes[-1][1]}'}"
+        for note in sorted(notes.values())
+        if note.outside or note.changes
+    ]
+    return f" ({', '.join(where)})" if where else ""
 
 
 def _listen(here: World, loss: Loss) -> tuple[dict[int, Note], StepMismatch | None]:
@@ -110,6 +128,12 @@ def _named(here: World, loss: Loss, notes: dict[int, Note], mismatch: StepMismat
 
 def _blamed(here: World, loss: Loss, notes: dict[int, Note]) -> tuple[int | None, str]:
     """The rank that is to blame, if that is known, and a sentence: of a chain of ranks that lost one another, the silent one."""
+    for note in notes.values():
+        if note.outside:
+            return (
+                note.rank,
+                f"{_name(loss.call, note.rank)} waited in {note.outside}, which all processes call together",
+            )
     call, told = loss.call, notes.get(loss.peer if loss.peer is not None else -1)
     silent = _lost(loss, notes) - {None, here.rank} - notes.keys()
     if not silent and loss.peer is None:

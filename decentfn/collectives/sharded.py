@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from decentfn.buckets import Place, Places
 from decentfn.collectives.membership import close, everyone
+from decentfn.collectives.outside import met
 from decentfn.words import brief
 
 
@@ -150,15 +151,17 @@ def whole(shards: Iterable[tuple[nn.Parameter, Tensor]]) -> list[Tensor | None]:
     """
     from torch.distributed.tensor import DTensor
 
+    here = everyone()
     tensors: list[Tensor | None] = []
     with torch.no_grad():
         for p, shard in shards:
             one = shard
             if isinstance(p, DTensor):
-                one = DTensor.from_local(
-                    shard, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
-                ).full_tensor()
-            tensors.append(one.cpu() if everyone().process == 0 else None)
+                with met(here, "gathering a parameter", 0, here.own_processes):
+                    one = DTensor.from_local(
+                        shard, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+                    ).full_tensor()
+            tensors.append(one.cpu() if here.process == 0 else None)
     return tensors
 
 
@@ -179,7 +182,8 @@ def cut(wholes: Iterable[tuple[Tensor, Tensor | None]]) -> list[Tensor]:
             assert whole is not None
             one.copy_(whole)
         if one.numel():
-            here.inside.broadcast(one.view(-1).view(torch.uint8), 0).wait()
+            with met(here, "sharing a parameter", one, here.own_processes, here.inside) as (group, _):
+                group.broadcast(one.view(-1).view(torch.uint8), 0).wait()
         offset = _offset(p) or (0,) * p.dim()
         parts.append(one[tuple(slice(a, a + n) for a, n in zip(offset, own.shape, strict=True))].clone())
     return parts

@@ -90,6 +90,8 @@ class Note(NamedTuple):
     peer: int | None
     """Whose message it waited for."""
     timed_out: bool
+    outside: str | None = None
+    """The call outside steps in which it waited."""
 
 
 class Steps:
@@ -105,8 +107,9 @@ class Steps:
         self.is_inside = False
         """Whether a step runs, at whose end a loss is raised."""
         self.lost: Loss | None = None
-        self.cut_short: tuple[int, BaseException] | None = None
-        """The step that raised after it had posted, and what it raised."""
+        self.cut_short: tuple[str, BaseException] | None = None
+        """The step that raised after it had posted, or a call outside steps that lost another rank, and what it raised."""
+        self._met = set[int]()  # the groups whose ranks are known to be in this step
         self.record: deque[Call] = deque(maxlen=_RECORDED)
         self._at = 0  # the step that runs
         self._before = 0  # calls before this step
@@ -127,12 +130,34 @@ class Steps:
             RuntimeError: an earlier one has been cut short; it names that.
         """
         if self.cut_short is not None:
-            t, error = self.cut_short
+            where, error = self.cut_short
             raise RuntimeError(
-                f"step(state, batch, t): rank {self.rank} cannot go on, because its step t={t} raised "
+                f"step(state, batch, t): rank {self.rank} cannot go on, because its {where} raised "
                 f"{type(error).__name__}: {error}; the other ranks have its messages and are ahead. Start the run again, on all ranks."
             ) from error
         self.is_inside, self._at, self._before = True, t, self.calls
+        self._met.clear()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all steps have ended with all of their messages."""
+        return self.lost is None and self.cut_short is None
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether the ranks have a board on which they meet."""
+        return self._board is not None
+
+    @property
+    def last_step(self) -> int:
+        """The step that runs, or ran last."""
+        return self._at
+
+    def meets(self, group: object) -> bool:
+        """Whether the ranks of a group are to be compared: in its first call of a step, and in each outside steps."""
+        is_new = not self.is_inside or id(group) not in self._met
+        self._met.add(id(group))
+        return is_new
 
     @property
     def has_posted(self) -> bool:
@@ -170,9 +195,9 @@ class Steps:
         rank, step = map(int, first.split())
         return None if step == self._last else (rank, step)
 
-    def tell(self, peer: int | None, *, timed_out: bool) -> None:
+    def tell(self, peer: int | None, *, timed_out: bool, outside: str | None = None) -> None:
         """Let the others know that a call of this rank has failed."""
-        note = Note(self.rank, self.calls, list(self._changes), peer, timed_out)
+        note = Note(self.rank, self.calls, list(self._changes), peer, timed_out, outside)
         try:
             if self._board is not None:
                 self._board.append("failed", json.dumps(note) + "\n")
@@ -185,9 +210,9 @@ class Steps:
         try:
             if self._board is not None:
                 for line in self._board.get("failed").decode().splitlines():
-                    rank, calls, changes, peer, timed_out = json.loads(line)
+                    rank, calls, changes, *others = json.loads(line)
                     if rank != self.rank:
-                        notes.setdefault(rank, Note(rank, calls, [(a, b) for a, b in changes], peer, timed_out))
+                        notes.setdefault(rank, Note(rank, calls, [(a, b) for a, b in changes], *others))
         except RuntimeError:
             self._board = None
         return notes

@@ -119,8 +119,7 @@ def dct_top_k(k: int = 32, *, chunk: int = 64) -> Compressor:
             down, across, h, w = tiles(segment)
             turned = values.reshape(down * across, min(k, h * w))
             if k < h * w:
-                empty = torch.zeros(down * across, h * w, dtype=plan.dtype, device=message.device)
-                turned = empty.scatter_add(1, places.reshape(down * across, k).long(), turned)
+                turned = wire.placed(turned, places.reshape(down * across, k), h * w)
             turned = turned.reshape(down, across, h, w).to(wide(plan.dtype))
             tile = _cosines(h, turned).T @ turned @ _cosines(w, turned)
             leaves.append(tile.movedim(1, 2).reshape(-1).to(plan.dtype))

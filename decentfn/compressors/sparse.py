@@ -35,8 +35,7 @@ def top_k(fraction: float = 0.01, *, k: int | None = None) -> Compressor:
 
     def decompress(message: Tensor, plan: BucketPlan) -> Tensor:
         values, places = wire.split(message, fields(plan))
-        # Added, because a message of zeros (nobody spoke) names one place many times.
-        return torch.zeros(plan.numel, dtype=plan.dtype, device=message.device).scatter_add(0, places.long(), values)
+        return wire.placed(values, places, plan.numel)
 
     name = f"top_k({fraction})" if k is None else f"top_k(k={k})"
     return Compressor(
@@ -78,8 +77,7 @@ def random_k(fraction: float = 0.01, *, k: int | None = None, seed: int = 0) -> 
 
     def decompress(message: Tensor, plan: BucketPlan) -> Tensor:
         drawn, values = wire.split(message, fields(plan))
-        empty = torch.zeros(plan.numel, dtype=plan.dtype, device=message.device)
-        return empty.scatter(0, places(drawn, plan), values)
+        return wire.placed(values, places(drawn, plan), plan.numel)
 
     name = f"random_k({fraction}, seed={seed})" if k is None else f"random_k(k={k}, seed={seed})"
     return Compressor(

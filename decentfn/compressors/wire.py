@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -9,6 +11,9 @@ from torch.nn.functional import pad
 from decentfn import draws
 from decentfn.buckets import BucketPlan, wide
 from decentfn.scalars import once
+from decentfn.torch_private import functorch
+
+_library = torch.library.Library("decentfn", "FRAGMENT")
 
 
 def join(*fields: Tensor) -> Tensor:
@@ -29,6 +34,35 @@ def split(message: Tensor, fields: list[tuple[int, torch.dtype]]) -> list[Tensor
 def nbytes(fields: list[tuple[int, torch.dtype]]) -> int:
     """Bytes of a message of these fields."""
     return sum(count * dtype.itemsize for count, dtype in fields)
+
+
+def placed(values: Tensor, places: Tensor, numel: int) -> Tensor:
+    """Zeros `[..., numel]` with `values` `[..., k]` added at `places` `[..., k]`, integers of any width.
+
+    An operator, because Inductor (PyTorch 2.13) gets `zeros.scatter` wrong: it fills the zeros of several decoded messages in one
+    loop and fuses into that loop what reads them, before later kernels scatter. The messages then decode to zeros.
+    """
+    return torch.ops.decentfn.placed(values, places, numel)
+
+
+def _placed(values: Tensor, places: Tensor, numel: int) -> Tensor:
+    # Added, because a message of zeros (nobody spoke) may name one place many times.
+    return values.new_zeros((*values.shape[:-1], numel)).scatter_add_(-1, places.long(), values)
+
+
+def _placed_vmap(
+    info: Any, in_dims: tuple[int | None, ...], values: Tensor, places: Tensor, numel: int
+) -> tuple[Tensor, int]:
+    rows = functorch.with_workers_first
+    return placed(rows(values, in_dims[0], info.batch_size), rows(places, in_dims[1], info.batch_size), numel), 0
+
+
+_library.define("placed(Tensor values, Tensor places, int numel) -> Tensor")
+_library.impl("placed", _placed, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "decentfn::placed", lambda values, places, numel: values.new_empty((*values.shape[:-1], numel)), lib=_library
+)
+torch.library.register_vmap("decentfn::placed", _placed_vmap, lib=_library)
 
 
 def packed_bytes(count: int, bits: int) -> int:

@@ -52,25 +52,27 @@ def post_compressed(x: Buckets, compressor: Compressor, topology: Topology, t: T
     return Compressed(Buckets(sent, x.plan), posted, compressor)
 
 
-def repaired_compressed(posted: Compressed, x: Buckets, mixed: Buckets) -> Buckets:
-    """`x`, or where a guarded step finds this worker's own message bad, the neighbours' mix (from `mix_compressed`) in its place."""
+def repaired_compressed(posted: Compressed, x: Buckets, pull: Buckets) -> Buckets:
+    """`x`, or where a guarded step finds this worker's own message bad, the neighbours' mix (`pull`, as zeros were sent) in its place."""
     flags = posted.messages.flags
-    return x if flags is None else where(flags.own, x, cast_like(mixed, x))
+    return x if flags is None else where(flags.own, x, cast_like(pull, x))
 
 
-def mix_compressed(posted: Compressed) -> Buckets:
-    """Wait for what was posted and mix it: `W C(x)`, in float32 or wider."""
-    mixed, messages = [], heard(posted.messages)
+def difference_compressed(posted: Compressed) -> Buckets:
+    """Wait for what was posted and return what mixing adds: `(W - I) C(x) = Σ_j W[i,j] (C(x_j) - C(x))`, in float32 or wider.
+
+    Its mean over workers is 0 to a rounding of the differences, as that of `difference`.
+    """
+    pulls, messages = [], heard(posted.messages)
     weights = messages.row.weights
     for index, (own, plan) in enumerate(zip(posted.sent, posted.sent.plan.buckets, strict=True)):
-        dtype = own.dtype
-        total = weights[0].to(dtype) * own
+        pull = weights[0].to(own.dtype) * torch.zeros_like(own)  # 0, or NaN where a bad worker hears nothing good
         if messages.messages:
             inbox = inbox_of(messages, index)
             for slot in range(inbox.shape[0]):
-                total = total + weights[1 + slot].to(dtype) * _decoded(posted.compressor, inbox[slot], plan)
-        mixed.append(total)
-    return Buckets(mixed, posted.sent.plan)
+                pull = pull + weights[1 + slot].to(own.dtype) * (_decoded(posted.compressor, inbox[slot], plan) - own)
+        pulls.append(pull)
+    return Buckets(pulls, posted.sent.plan)
 
 
 def sum_compressed(posted: Compressed) -> Buckets:

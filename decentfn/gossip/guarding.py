@@ -113,10 +113,11 @@ def hear(flags: Flags, row: collectives.Row) -> tuple[collectives.Row, Tensor | 
         share = share + mean_weight
     kept = (weights[0] + (weights[1:] - others).sum())[None]
     alone = torch.where(share > 0, 0.0, float("nan")).to(kept.dtype)[None]
-    weights = once(torch.where(good, torch.cat([kept, others]), torch.cat([alone, others / share])))
+    new = once(torch.where(good, torch.cat([kept, others]), torch.cat([alone, others / share])))
     if mean_weight is not None:
         mean_weight = torch.where(good, mean_weight, mean_weight / share)
-    return row._replace(weights=weights, mean_weight=mean_weight), scale
+    given = torch.cat([row.given, (weights[0] - new[0])[None]])  # what a bad worker does not hear stays here
+    return row._replace(weights=new, mean_weight=mean_weight, given=given), scale
 
 
 def unless_bad(x: Sequence[Tensor], other: Callable[[], Sequence[Tensor]]) -> list[Tensor]:

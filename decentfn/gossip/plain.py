@@ -72,9 +72,10 @@ def post(
 def collect(posted: Posted, gamma: float | Tensor = 1.0) -> list[Tensor]:
     """Wait for what was posted and mix: `(1 - γ) x + γ W x`, each tensor as soon as its own messages are in.
 
-    With a wire dtype Q: `x + γ (Σ_j W[i,j] Q(x_j) - (1 - W[i,i]) Q(x))`, so that what the rounding takes from one
-    worker it gives back, and updates far smaller than Q's resolution are not lost. (A mean over a group is rounded once
-    more on its way: there the workers' mean is kept to Q's resolution only.)
+    By differences: `x + γ Σ_j W[i,j] (Q(x_j) - Q(x))`, Q the rounding to a wire dtype. What rounding (of weights, on the wire) takes
+    from one worker it gives to others, where workers agree nothing changes, and updates far smaller than Q's resolution are not
+    lost. With a column-stochastic W: `x + γ Σ_j (W[i,j] Q(x_j) - W[j,i] Q(x))`. (A mean over a group is rounded once more on its way:
+    there the workers' mean is kept to Q's resolution only.)
 
     Args:
         posted: from `post`.
@@ -224,36 +225,30 @@ def _own_gamma(posted: Posted, gamma: float | Tensor) -> float | Tensor:
 
 
 def _mixed(posted: Posted, index: int, gamma: float | Tensor) -> Tensor:
-    own, sent = posted.own[index], posted.sent[index]
+    own, row = posted.own[index], posted.row
     dtype = wide(own.dtype)  # sixteen-bit values are mixed in float32; weights are exact to 1e-12
-    good, gamma = None if posted.flags is None else posted.flags.own, _own_gamma(posted, gamma)
-    kept = (posted.row.weights[0] * gamma + (1.0 - gamma)).to(dtype)
+    gamma = _own_gamma(posted, gamma)
     weights, messages = _arrived(posted, index, gamma, dtype)
-
-    def others(messages: Sequence[Tensor]) -> Tensor:
-        terms = [weight * x.to(dtype) for weight, x in zip(weights, messages, strict=True)]
-        return sum(terms[1:], terms[0]) if terms else torch.zeros((), dtype=dtype)
-
-    def plain(own: Tensor, *messages: Tensor) -> Tensor:
-        own = own if good is None else torch.where(good, own, torch.zeros_like(own))
-        return (kept * own.to(dtype) + others(messages)).to(own.dtype)
-
-    def rounded(own: Tensor, sent: Tensor, *messages: Tensor) -> Tensor:
-        mixed = (own.to(dtype) + (others(messages) - (1.0 - kept) * sent.to(dtype))).to(own.dtype)
-        return mixed if good is None else torch.where(good, mixed, plain(own, *messages))
-
-    return plain(own, *messages) if sent is own else rounded(own, sent, *messages)
+    x, sent = own.to(dtype), posted.sent[index].to(dtype)
+    if posted.flags is not None:
+        in_place_of_bad = row.weights[0].to(dtype)  # 0, or NaN where nothing good was heard
+        x, sent = (torch.where(posted.flags.own, values, in_place_of_bad) for values in (x, sent))
+    pairs = [(weight, message.to(dtype)) for weight, message in zip(weights, messages, strict=True)]
+    if posted.means and posted.sent[index] is own:
+        weight, mean = pairs.pop()
+        x = mean + (1.0 - weight) * (x - mean)  # with weight 1 the mean itself, the same on all workers
+    if row.topology.is_column_stochastic:
+        given = (row.given * gamma).to(dtype)
+        terms = [weight * message for weight, message in pairs] + [-weight * sent for weight in given.unbind()]
+    else:
+        terms = [weight * (message - sent) for weight, message in pairs]
+    return (x + sum(terms[1:], terms[0]) if terms else x).to(own.dtype)
 
 
 def _moved(posted: Posted, index: int, gamma: float | Tensor) -> Tensor:
     dtype = wide(posted.own[index].dtype)
     weights, messages = _arrived(posted, index, gamma, dtype)
-    good = None if posted.flags is None else posted.flags.own
-
-    def moved(sent: Tensor, *messages: Tensor) -> Tensor:
-        sent = sent.to(dtype)
-        terms = [weight * (x.to(dtype) - sent) for weight, x in zip(weights, messages, strict=True)]
-        total = sum(terms, torch.zeros_like(sent))
-        return total if good is None else torch.where(good, total, torch.zeros_like(total))
-
-    return moved(posted.sent[index], *messages)
+    sent = posted.sent[index].to(dtype)
+    terms = [weight * (x.to(dtype) - sent) for weight, x in zip(weights, messages, strict=True)]
+    total = sum(terms, torch.zeros_like(sent))
+    return total if posted.flags is None else torch.where(posted.flags.own, total, torch.zeros_like(total))

@@ -83,7 +83,7 @@ class Worker:
         def init(params: PyTree, buffers: PyTree = None) -> State:
             topologies, places = (self.topology, self.everyone), getattr(self.loss_fn, "places", ())
             x = lay_out(params, self.optimizer, topologies, self.bucket_mb, self.wire_dtype, self.inside, places)
-            x = Buckets(x.parts, replace(x.plan, starts_equal=starts_equal))
+            x = Buckets(x, replace(x.plan, starts_equal=starts_equal))
             scale = None if self.scaling is None else self.scaling.init(x[0].device)
             local = Local(self.optimizer.init(x), trees.map(torch.clone, buffers), scale)
             state = State(x, local, () if memory is None else memory(x))

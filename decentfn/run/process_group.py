@@ -88,7 +88,8 @@ def _processes_per_worker(said: int | str, world: World) -> int:
     """How many processes a worker is, the same everywhere, or all of them raise. Collective."""
     told = os.environ.get("LOCAL_WORLD_SIZE", "not set") if said == "node" else None
     number = int(told) if told and told.isdecimal() else said
-    everyone = collectives.gather_objects([repr(said), number if type(number) is int else None, told], world)
+    with collectives.calling("df.init(processes_per_worker=...)"):
+        everyone = collectives.gather_objects([repr(said), number if type(number) is int else None, told], world)
     for rank, (its, size, local) in enumerate(everyone):
         call, way_out = (
             f"init(processes_per_worker={its})",
@@ -167,7 +168,6 @@ def _start(backend: str | None, gpus: int, timeout: timedelta) -> None:
     collectives.adopt_default_group(timeout, device)
     if rank == 0:
         _log.info("world: %d processes, %s, on %s, timeout %s", size, dist.get_backend_config(), device.type, timeout)
-    # gloo's threads must end before the interpreter takes their memory away.
     atexit.register(collectives.leave_default_group)
 
 

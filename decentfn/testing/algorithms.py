@@ -120,6 +120,10 @@ def _takes(subject: Subject, run: Run) -> bool:
     return True
 
 
+_FEW = 4
+
+_MAY_CHOOSE_APART = 0.05
+
 _MAY_ROUND_APART = 0.01
 """Share of values that two computations of x, equal to rounding, may round to different bfloat16 numbers."""
 
@@ -136,6 +140,24 @@ def dtypes_stay(subject: Subject) -> None:
     for (name, before), after in zip(trees.named_leaves(kept), trees.leaves(new), strict=True):
         assert (before.shape, before.dtype) == (after.shape, after.dtype), f"{name}: {after.dtype}{list(after.shape)}"
     assert {b.dtype for b in new.params} == set(dtypes)
+
+
+def sixteen_bits_compile(subject: Subject) -> None:
+    """bfloat16 parameters, simulated, compiled by Inductor and donated: what eager code computes, to rounding."""
+    n, dtypes, ends = subject.num_workers, (torch.bfloat16,), []
+    algorithm = subject.build()
+    step = simulate(algorithm.step, n)
+    for run in (step, compile(step)):
+        rows = [algorithm.init(problem.params(0 if subject.starts_equal else i, dtypes)) for i in range(n)]
+        state = problem.stacked(rows)
+        for t in range(_FEW):
+            batch = problem.stacked([problem.batch(i, t, dtypes=dtypes) for i in range(n)])
+            state, _ = run(state, batch, t)
+        ends.append(torch.cat([bucket.flatten() for bucket in state.params]).double())
+    eager, compiled = ends
+    # A rounding may turn the choice of a compressor, or a sign, for a few values.
+    share = float(torch.isclose(compiled, eager, rtol=0.03, atol=0.03).double().mean())
+    assert share >= 1 - _MAY_CHOOSE_APART, f"{1 - share:.0%} of the values differ"
 
 
 def works_alone(subject: Subject) -> None:
@@ -289,6 +311,7 @@ PROMISES: dict[str, Callable[[Subject], None]] = {
         donated_is_pure,
         one_graph,
         dtypes_stay,
+        sixteen_bits_compile,
         works_alone,
         laws_hold,
         laws_hold_on_a_narrow_wire,
@@ -319,7 +342,7 @@ def try_promise(promise: Callable[[Subject], None], subject: Subject) -> str | N
 def check_algorithm(
     algorithm: Callable[..., Algorithm], topology: Callable[[int], Topology], **how: Any
 ) -> dict[str, str | None]:
-    """Try every promise on an algorithm: some 15, with two compilations by Inductor, in half a minute.
+    """Try every promise on an algorithm: some 15, with three compilations by Inductor, in half a minute.
 
     Args:
         algorithm: as the functions of `decentfn.algorithms`.

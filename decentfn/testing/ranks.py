@@ -109,17 +109,12 @@ class ThreadWorld(World):
         self.rank, self.timeout, self._made = rank, timeout, 0
         super().__init__(self._group("all", tuple(range(size))), rank, size, timeout)
 
-    @property
-    def store(self) -> Store:
-        """The threads' own."""
-        return self._store
-
     def _new_group(self, ranks: tuple[int, ...]) -> Any:
         self._made += 1  # all make the same groups in the same order
         return self._group(f"group {self._made}", ranks) if self.rank in ranks else None
 
     def _group(self, name: str, ranks: tuple[int, ...]) -> Any:
-        store = PrefixStore(name, self._store)
+        store = PrefixStore(name, self.store)
         group = dist.ProcessGroupGloo(store, ranks.index(self.rank), len(ranks), self.timeout)
         return _Late(group, self._delay) if self._delay else group
 
@@ -140,6 +135,9 @@ class _Late:
 
     def allreduce(self, tensors: Sequence[Any]) -> _LateWork:
         return self._later(lambda: self._group.allreduce(tensors))
+
+    def allgather(self, heard: Any, told: Any) -> _LateWork:
+        return self._later(lambda: self._group.allgather(heard, told))
 
     def _later(self, post: Callable[[], Any]) -> _LateWork:
         work: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -178,6 +176,11 @@ class _NoGroup:
     def recv(self, tensors: Sequence[Tensor], *where: int) -> _NoGroup:
         for tensor in tensors:
             tensor.zero_()
+        return self
+
+    def allgather(self, heard: Any, told: Any) -> _NoGroup:
+        for x in heard[0]:
+            x.copy_(told[0])
         return self
 
     def _nothing(self, *arguments: Any) -> _NoGroup:

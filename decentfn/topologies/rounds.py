@@ -120,8 +120,8 @@ class Topology:
     def rows(self, t: int | Tensor, device: torch.device) -> Tensor:
         """Return every worker's part of round `t` as numbers, on the device.
 
-        `[N, 6 + 2K]` float64: 1 in an active round, the worker, its group, the group's size, own weight, a weight for each
-        slot, the weight of the group's mean, whom it hears in each slot.
+        `[N, 6 + 3K]` float64: 1 in an active round, the worker, its group, the group's size, own weight, a weight for each
+        slot, the weight of the group's mean, whom it hears in each slot, what its own messages weigh where they are heard.
         """
         return self._rows(self._key(t), device)
 
@@ -149,7 +149,8 @@ class Topology:
         facts = torch.stack(
             [torch.full((n,), int(this.is_active)), torch.arange(n), groups, groups.bincount()[groups]], dim=1
         )
-        rows = torch.cat([facts, this.weights, mean_weights[:, None], this.sources], dim=1).to(torch.float64)
+        given = this.weights[:, 1:].gather(0, this.destinations.clamp(min=0)).masked_fill(this.destinations < 0, 0.0)
+        rows = torch.cat([facts, this.weights, mean_weights[:, None], this.sources, given], dim=1).to(torch.float64)
         if device.type == "cpu":
             return rows
         # Nobody writes to this pinned copy, and PyTorch's allocator keeps it until the device has read it.

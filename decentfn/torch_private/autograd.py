@@ -11,8 +11,6 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import increment_version
 
-from decentfn.torch_private.dynamo import within
-
 
 def surroundings() -> tuple[Any, Any]:
     """What PyTorch's dispatcher does here: autograd, autocast, torch.func. Compiled code switches most of it off inside."""
@@ -20,9 +18,9 @@ def surroundings() -> tuple[Any, Any]:
 
 
 class Enabled:
-    """Within an operator's kernel, autograd and all else is as it was `around`, and no longer in compiled code."""
+    """Within an operator's kernel, autograd and all else is as it was `around`."""
 
-    __slots__ = ("_around", "_guard", "_was_compiled", "_was_enabled")
+    __slots__ = ("_around", "_guard", "_was_enabled")
 
     def __init__(self, around: tuple[Any, Any]) -> None:
         self._around = around
@@ -32,10 +30,8 @@ class Enabled:
         self._guard.__enter__()
         self._was_enabled = torch.is_grad_enabled()
         torch._C._set_grad_enabled(True)
-        self._was_compiled, within.compiled = within.compiled, False
 
     def __exit__(self, *error: object) -> None:
-        within.compiled = self._was_compiled
         torch._C._set_grad_enabled(self._was_enabled)
         self._guard.__exit__(*error)
 

@@ -1,4 +1,4 @@
-"""What Inductor must be told so that what is posted first stays first and what is waited for last stays last."""
+"""Inductor: its backend, its cache, and the pass over a step's graph."""
 
 from __future__ import annotations
 
@@ -25,23 +25,6 @@ def lookup_backend(name: str) -> Callable[..., Any]:
     return _dynamo.lookup_backend(name)
 
 
-@functools.cache
-def overlaps() -> bool:
-    """Whether compiled code can post first and wait last."""
-    try:
-        from torch._inductor import config, ir
-
-        # Tried here: without it `lowering` cannot overlap anything.
-        from torch._inductor.lowering import register_lowering as register_lowering
-    except ImportError:
-        return False
-    return (
-        hasattr(ir, "_CollectiveKernel")
-        and hasattr(ir, "_WaitKernel")
-        and hasattr(config, "reorder_for_compute_comm_overlap_passes")
-    )
-
-
 def cache_dir() -> str:
     """Inductor's cache, which holds code that will run: the directory that nobody has chosen is made its owner's only."""
     try:
@@ -63,19 +46,15 @@ def cache_dir() -> str:
 
 
 def compile_options() -> dict[str, Any]:
-    """Inductor's options with which what is posted first stays first and what is waited for last stays last.
-
-    By default Inductor minimises peak memory and sinks a collective's start next to its wait. Its cache keeps what was
-    compiled by graph and options and does not see how operators are implemented, so our sources are among the options.
+    """Inductor's options: a pass over the graph that keeps what a donated step reads of its old state, and the order of operators
+    in which the processes of a worker wait for one another.
     """
-    if not overlaps():
+    try:
+        from torch._inductor.custom_graph_pass import CustomGraphPass
+    except ImportError:
         return {}
-    from torch._inductor.custom_graph_pass import CustomGraphPass
-
     CustomGraphPass.register(_StoreEarly)  # whose code is cached by its uuid
-    return {
-        "post_grad_custom_post_pass": _StoreEarly(),
-    }
+    return {"post_grad_custom_post_pass": _StoreEarly()}
 
 
 @functools.cache

@@ -110,7 +110,7 @@ INVARIANTS = {
     "d2": lambda s: (mean(s.memory.c), 0),
     "exact_diffusion": lambda s: (mean(s.memory.c), 0),
     "extra": lambda s: (mean(s.memory.p), 0),
-    "choco_sgd": lambda s: (mean(s.memory.mixed), mean(s.memory.public)),
+    "choco_sgd": lambda s: (mean(s.memory.pull), 0),
 }
 """What holds in exact arithmetic however messages are rounded, and accumulates where memory is."""
 

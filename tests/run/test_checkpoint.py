@@ -572,7 +572,7 @@ def test_threads_that_share_a_saver_take_turns(tmp_path):
         (
             lambda d, s, rank: df.checkpoint.restore(d, s) if rank else df.checkpoint.Saver(d),
             RuntimeError,
-            "rank 1 calls restore.*, rank 0 Saver",
+            "process 0 calls df.checkpoint.Saver.*, process 1 calls df.checkpoint.restore",
         ),
         (
             lambda d, s, rank: df.checkpoint.save(d, s, 1, config={"rank": rank}),

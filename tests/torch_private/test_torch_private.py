@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -11,13 +10,12 @@ import torch
 from torch._inductor.cpu_vec_isa import VecISA
 from torch._inductor.graph import GraphLowering
 from torch._inductor.utils import fresh_cache
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import decentfn as df
 from decentfn import compile_cache
 from decentfn.buckets import flatten
 from decentfn.compressors import Key
-from decentfn.torch_private import dynamo, inductor, inductor_on_cpu, lowering
+from decentfn.torch_private import inductor, inductor_on_cpu
 
 WITHOUT = """
 import sys
@@ -156,85 +154,12 @@ def test_convolutions_are_channels_last_but_beside_norms_over_positions(norm, op
     torch.testing.assert_close(df.params(state), df.params(expected_state))
 
 
-def test_what_is_compiled_is_called_without_its_wrapper_where_the_guards_hold(monkeypatch):
-    """Another dtype, a stance that forbids compiled code, or Dynamo around it goes through the wrapper; values do not matter."""
-    asked = []
-    offset = torch.ones(3)
-
-    def function(x, y):
-        return x + y + offset
-
-    compiled = torch.compile(function, backend="eager", fullgraph=True)
-    run = dynamo.directly(function, lambda *arguments: asked.append(arguments) or compiled(*arguments))
-    wide, narrow = torch.ones(3), torch.ones(3, dtype=torch.float64)
-    for x, count in ((wide, 1), (wide * 2, 1), (narrow, 2), (wide * 3, 2), (narrow * 4, 2)):
-        assert torch.equal(run(x, x), x + x + offset) and len(asked) == count
-    with torch.compiler.set_stance("force_eager"):
-        assert torch.equal(run(wide, wide), wide + wide + offset) and len(asked) == 3
-    with torch.no_grad():
-        assert torch.equal(run(wide, wide), wide + wide + offset) and len(asked) == 4
-    called = []
-    sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_qualname))
-    run(wide, wide)
-    sys.setprofile(None)
-    assert "directly.<locals>.call" in called and not [name for name in called if "DisableContext" in name]
-    monkeypatch.setattr(dynamo, "_is_traced", lambda: "a callback of Dynamo's")
-    assert torch.equal(run(wide, wide), wide + wide + offset) and len(asked) == 5
-
-
-def test_compiled_code_calls_kernels_and_all_else_the_dispatcher():
-    """The dispatcher gives a kernel a list of its own; where operators are watched, or the code is not compiled, it is asked."""
-    library = torch.library.Library("decentfn", "FRAGMENT")
-    library.define("probe(Tensor[] xs) -> Tensor")
-    seen = []
-
-    def kernel(xs):
-        seen.append((xs, dynamo.within.compiled))
-        if xs[0].numel() == 7:
-            raise ValueError("seven")
-        return xs[0] + 1
-
-    lowering.implement("probe", kernel, library)
-    lowering.register_fake("decentfn::probe", lambda xs: torch.empty_like(xs[0]), library)
-    xs = [torch.ones(2)]
-    dynamo.within.compiled = True
-    try:
-        for watch in (nullcontext, torch.profiler.profile, Silent):
-            with watch():
-                torch.ops.decentfn.probe.default(xs)
-            assert (seen[-1][0] is xs) == (watch is nullcontext)
-    finally:
-        dynamo.within.compiled = False
-    torch.ops.decentfn.probe.default(xs)
-    assert seen[-1][0] is not xs
-
-    def function(x):
-        return torch.ops.decentfn.probe.default([x])
-
-    run = dynamo.directly(function, torch.compile(function, fullgraph=True))
-    for direct in (False, True, True):
-        assert torch.equal(run(torch.ones(3)), torch.full((3,), 2.0)) and seen[-1][1] == direct
-    with pytest.raises(ValueError, match="seven"):
-        run(torch.ones(7))
-    with pytest.raises(ValueError, match="seven"):
-        run(torch.ones(7))
-    assert not dynamo.within.compiled
-
-
-class Silent(TorchDispatchMode):
-    """Watches operators, and says nothing."""
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        return function(*args, **(kwargs or {}))
-
-
 def test_operators_in_a_loss_by_autograd_see_its_own_vmap_in_compiled_code_too():
     def loss_fn(params, batch):
         each = torch.func.vmap(
             lambda x: torch.func.vmap(lambda y: df.collectives.worker_index(x) + 0 * y)(torch.ones(3))
         )
         index = each(batch)
-        assert not dynamo.within.compiled
         return (params * index.sum()).sum(), index
 
     init, step = df.all_reduce(df.autograd(loss_fn), df.sgd(0.1), df.topology("complete", 1))
@@ -256,16 +181,3 @@ def test_operators_see_a_vmap_that_the_backend_runs_itself():
     for t in range(3):
         state, _ = compiled(state, torch.ones(2), t)
     assert state.tolist() == [6, 12, 18]
-
-
-def test_without_dynamos_caches_every_call_goes_through_the_wrapper(monkeypatch):
-    asked = []
-
-    def function(x):
-        return x + 1
-
-    compiled = torch.compile(function, backend="eager", fullgraph=True)
-    monkeypatch.delattr(torch._C._dynamo.eval_frame, "_debug_get_cache_entry_list")
-    run = dynamo.directly(function, lambda *arguments: asked.append(arguments) or compiled(*arguments))
-    for count in (1, 2, 3):
-        assert torch.equal(run(torch.ones(2)), torch.full((2,), 2.0)) and len(asked) == count

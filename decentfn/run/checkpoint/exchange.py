@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from decentfn import collectives
 from decentfn.errors import CheckpointCorrupt
 from decentfn.kit.state import State
 from decentfn.run.checkpoint import files
@@ -23,6 +24,7 @@ from decentfn.words import brief
 _PREFIX = "module."
 
 
+@collectives.calling("df.checkpoint.export(path, module, state)", of_state=True)
 def export(path: str | Path, module: nn.Module, state: State) -> None:
     """Write the mean over all workers as a safetensors file that `module.load_state_dict` takes, strictly. Collective.
 

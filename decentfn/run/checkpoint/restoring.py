@@ -43,6 +43,7 @@ class Restored(NamedTuple):
     config: Any
 
 
+@collectives.calling("df.checkpoint.restore(source, state)")
 def restore(source: str | Path, state: Any) -> Restored:
     """Read a checkpoint; torch's generators go on where they were. Collective.
 

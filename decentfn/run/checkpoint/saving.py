@@ -25,6 +25,7 @@ _RESCUED = "rescued"
 """The folder of what `Saver.rescue` saves."""
 
 
+@collectives.calling("df.checkpoint.save(directory, state, step)", of_state=True)
 def save(
     directory: str | Path,
     state: Any,
@@ -72,6 +73,7 @@ class Saver:
         RuntimeError: on all processes, where another run has the directory.
     """
 
+    @collectives.calling("df.checkpoint.Saver(directory)")
     def __init__(
         self, directory: str | Path, *, topology: Topology | None = None, config: Any = None, keep: int | None = 3
     ) -> None:
@@ -139,6 +141,8 @@ class Saver:
                 _log.error("the checkpoint before was not written: %s", earlier)
             try:
                 own: Any = getattr(error, "next_step", None)
+                if self._is_closed:
+                    self._world = collectives.everyone().apart()
                 with collectives.use(self._world):
                     steps = together("Saver.rescue", lambda: own)
                 _require_whole(steps)
@@ -150,6 +154,9 @@ class Saver:
             except (OSError, RuntimeError) as reason:
                 _log.error("nothing was rescued: %s", reason)
                 return None
+            finally:
+                if self._is_closed:
+                    self._let_go()
 
     def wait(self) -> None:
         """Return when what was saved is on the disk, or raise what went wrong."""
@@ -166,8 +173,13 @@ class Saver:
             self.wait()
         finally:
             self._is_closed = True
+            self._let_go()
             while self._locks:
                 self._locks.pop().release()
+
+    def _let_go(self) -> None:
+        if self._world.size > 1:  # else it is not this Saver's alone
+            self._world.let_go()
 
     def __enter__(self) -> Saver:
         return self

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from decentfn import collectives
-from decentfn.errors import CheckpointCorrupt, NonFinite, PeerLost, RunError
+from decentfn.errors import CallMismatch, CheckpointCorrupt, NonFinite, PeerLost, RunError
 from decentfn.run.paths import as_path
 
 _KINDS: dict[str, type[Exception]] = {
@@ -22,22 +22,19 @@ def together(call: str, function: Callable[..., Any], *arguments: Any) -> list[A
     Raises:
         CheckpointCorrupt, NonFinite, OSError, ValueError, RuntimeError: on every process what the first has raised.
         RunError: on every process, where the first has raised anything else.
-        RuntimeError: the processes are in different calls.
+        CallMismatch: the processes are in different calls.
         PeerLost: a process is gone.
     """
     try:
         everyone, own = collectives.attempt(call, function, *arguments)
+    except CallMismatch:
+        raise
     except RuntimeError as error:
         raise PeerLost(
             f"checkpoint: another process has died, or is later than the timeout of df.init ({error})",
             process=collectives.everyone().rank,
         ) from error
     for rank, its in enumerate(everyone):
-        if its["call"] != everyone[0]["call"]:
-            raise RuntimeError(
-                f"df.checkpoint: rank {rank} calls {its['call']}, rank 0 {everyone[0]['call']}; all ranks call the same, in the same "
-                "order, with a directory that all of them see."
-            )
         if "error" in its:
             if len(everyone) == 1 and own is not None:
                 raise own

@@ -1,0 +1,145 @@
+"""Everything collective that is not a step: over a group of its own, and compared before anything is summed.
+
+gloo's messages carry neither a name nor a size. One call that only some processes make would be paired with another, and
+a larger message than expected aborts the process. So each collective begins with a header of a fixed size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from decentfn.collectives.membership import World
+from decentfn.collectives.reports import has_timed_out, told_of
+from decentfn.errors import CallMismatch, ExchangeTimeout, PeerLost, RunError
+
+_TEXT = 232
+_FORM = struct.Struct(f"<qqq{_TEXT}s")
+_current = threading.local()
+
+
+@contextmanager
+def calling(call: str, *, of_state: bool = False) -> Iterator[None]:
+    """Name what this thread does with the other processes after the function that the user has called, the outermost.
+
+    Args:
+        call: the function, as the user types it.
+        of_state: whether it reads a training state, so that all processes call it after the same step.
+    """
+    before = getattr(_current, "call", None)
+    _current.call = before or (call, of_state)
+    try:
+        yield
+    finally:
+        _current.call = before
+
+
+class _Header(NamedTuple):
+    nbytes: int
+    exchanges: int
+    """How many this process has made; -1: it does not matter."""
+    t: int
+    text: str
+
+    def encoded(self) -> Tensor:
+        text = self.text.encode()
+        if len(text) > _TEXT:
+            text = text[: _TEXT - 17] + b" " + hashlib.sha256(text).hexdigest()[:16].encode()
+        return torch.frombuffer(bytearray(_FORM.pack(*self[:3], text)), dtype=torch.uint8)
+
+    @classmethod
+    def decoded(cls, x: Tensor) -> _Header:
+        nbytes, exchanges, t, text = _FORM.unpack(x.numpy().tobytes())
+        return cls(nbytes, exchanges, t, text.rstrip(b"\0").decode(errors="replace"))
+
+
+@contextmanager
+def met(
+    here: World, what: str, x: Tensor | int, processes: range | None = None, group: Any = None
+) -> Iterator[tuple[Any, list[int]]]:
+    """Begin a collective outside steps: the group to make it over, and the bytes that each process brings.
+
+    Args:
+        here: the world.
+        what: the kind of collective.
+        x: what is sent, of the same shape and dtype everywhere; or how many bytes, where processes may differ.
+        processes: some of the world's, by rank among all; None: all.
+        group: the one that is used on a GPU; None: the world's.
+
+    Raises:
+        CallMismatch: on all of them, they are about to do different things; nothing has been sent.
+        ExchangeTimeout, PeerLost: one does not come; also of what happens within.
+    """
+    processes = here.processes if processes is None else processes
+    call, of_state = getattr(_current, "call", None) or (what, False)
+    steps = here.gossip.steps
+    text = f"{call}: {what}" + ("" if isinstance(x, int) else f" of {list(x.shape)} {x.dtype}")
+    exchanges = steps.calls if of_state and steps.is_whole else -1
+    mine = _Header(x if isinstance(x, int) else x.nbytes, exchanges, steps.last_step, text).encoded()
+    try:
+        outside: Any = here.outside(processes)
+        heard = [torch.empty_like(mine) for _ in processes]
+        outside.allgather([heard], [mine]).wait()
+        headers = [_Header.decoded(h) for h in heard]
+        _require_same(here, processes, headers)
+        on_gpu = isinstance(x, Tensor) and x.device.type != "cpu"
+        yield (group or here.group) if on_gpu else outside, [header.nbytes for header in headers]
+    except RunError:
+        raise
+    except RuntimeError as error:
+        raise _failed(here, call, error) from error
+
+
+def _require_same(here: World, processes: range, headers: list[_Header]) -> None:
+    texts = [header.text for header in headers]
+    usual = max(texts, key=texts.count)
+    first = texts.index(usual)
+    rule = "all processes make the same calls, in the same order"
+    for rank, header in zip(processes, headers, strict=True):
+        if header.text != usual:
+            said = f"process {processes[first]} calls {usual}, process {rank} calls {header.text}"
+        elif differing := [
+            other
+            for other, its in zip(processes, headers, strict=True)
+            if (other - rank) % here.processes_per_worker == 0 and -1 != its.exchanges != header.exchanges != -1
+        ]:
+            other = differing[0]
+            its = headers[processes.index(other)]
+            said = (
+                f"{usual.split(': ')[0]}: process {rank} calls it after step t={header.t} and {header.exchanges} exchanges, process "
+                f"{other} after step t={its.t} and {its.exchanges}"
+            )
+        else:
+            continue
+        me = here.whole.rank
+        peer = processes[first] if rank == me else rank
+        raise CallMismatch(f"{said}; {rule}.", process=me, peer=peer)
+
+
+def _failed(here: World, call: str, error: RuntimeError) -> RunError:
+    """The error for a call that another process did not come to. The others hear of it, and wait for this one no longer."""
+    steps = here.gossip.steps
+    steps.tell(None, timed_out=has_timed_out(error), outside=call)
+    here.gossip.hang_up()
+    named = named_error(here, call, error, told_of(here))
+    steps.cut_short = call, named
+    return named
+
+
+def named_error(here: World, call: str, error: RuntimeError, told: str = "") -> RunError:
+    """What PyTorch has raised as this library's error, which says what failed, and what another process told of it."""
+    timed_out = has_timed_out(error)
+    if timed_out:
+        why = f"a process is later than the timeout of df.init ({here.timeout})"
+    else:
+        why = "a process has died, or has left"
+    return (ExchangeTimeout if timed_out else PeerLost)(
+        f"{call} failed on process {here.whole.rank}; {why}{told}: {error}", process=here.whole.rank
+    )
