@@ -3,6 +3,7 @@
 from decentfn.collectives import inside as inside
 from decentfn.collectives.counters import Communication, communication
 from decentfn.collectives.interruption import cut_short, whole_step
+from decentfn.collectives.lookup import Constant, Row, look_up, members, on_device, require_size
 from decentfn.collectives.membership import (
     World,
     adopt_default_group,
@@ -14,20 +15,7 @@ from decentfn.collectives.membership import (
     use,
     world,
 )
-from decentfn.collectives.operators import (
-    Constant,
-    Flight,
-    Row,
-    after,
-    exchange,
-    group_mean,
-    look_up,
-    make_groups,
-    members,
-    on_device,
-    require_size,
-    wait,
-)
+from decentfn.collectives.operators import Flight, after, exchange, group_mean, make_groups, wait
 from decentfn.collectives.outside import calling
 from decentfn.collectives.processes import (
     attempt,

@@ -19,51 +19,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from decentfn.collectives.membership import World, world
+from decentfn.collectives.lookup import Row, operator, require_size, require_worker_axis
+from decentfn.collectives.membership import world
 from decentfn.collectives.messages import Flight as Posted
 from decentfn.collectives.messages import Part, begin, land, post, reduce, take_off
-from decentfn.scalars import integer
-from decentfn.topologies import Topology
 from decentfn.topologies.rounds import by_handle
 from decentfn.torch_private import functorch
-
-_library = torch.library.Library("decentfn", "DEF")
-_ops = torch.ops.decentfn
-
-
-def operator(schema: str, kernel: Any, fake: Any, vmap: Any) -> Any:
-    """Define an operator by its kernel on every device, its shapes, and its rule under `vmap`."""
-    name = schema[: schema.index("(")]
-    _library.define(schema)
-    _library.impl(name, kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"decentfn::{name}", fake, lib=_library)
-    if vmap is not None:
-        torch.library.register_vmap(f"decentfn::{name}", vmap, lib=_library)
-    return getattr(_ops, name).default
-
-
-# -- who and how many -----------------------------------------------------------------------------------------------
-
-
-def require_size(local: int, workers: int, what: str) -> tuple[World, int]:
-    """The world and `local`, once the topology's workers are known to be those that exist, so many in each process.
-
-    Raises:
-        ValueError: they are more, or fewer; `what` says who asks.
-    """
-    here = world()
-    if local * here.size != workers:
-        if (each := here.processes_per_worker) > 1:
-            raise ValueError(
-                f"{what}: the topology has num_workers={workers}, but {here.size * each} processes run, {each} for each worker; make it "
-                f"with df.topology(name, world.num_workers), here {here.size}, or a multiple of that with df.simulate."
-            )
-        raise ValueError(
-            f"{what}: the topology has num_workers={workers}, but {here.size} process(es) hold {local} worker(s) each. "
-            f"Start {workers} processes with torchrun, or df.simulate(step, {max(1, workers // here.size)}) "
-            "so that workers x processes is the topology's size."
-        )
-    return here, local
 
 
 def make_groups(groups: Tensor) -> None:
@@ -90,156 +51,6 @@ def _ranks_by_group(row: list[int], local: int) -> dict[int, list[int]]:
 
 def _workers_first(x: Tensor, dim: int | None, size: int) -> Tensor:
     return functorch.with_workers_first(x, dim, size).contiguous()
-
-
-def _require_worker_axis(what: str, x: int | None, others: Sequence[int | None]) -> None:
-    if x is None or any(dim is not None for dim in others):
-        raise ValueError(
-            f"{what} under vmap: the payload must carry the worker axis, and the topology and t must not; "
-            "use in_dims=(0, 0, None) for (state, batch, t), or df.simulate."
-        )
-
-
-# -- the round of a step --------------------------------------------------------------------------------------------
-
-
-class Row(NamedTuple):
-    """One worker's part of round `t`, on the device of its state."""
-
-    topology: Topology
-    t: Tensor  # 0-d int64 on the CPU
-    weights: Tensor  # [K+1] float64, own weight first
-    mean_weight: Tensor | None  # 0-d float64, the weight of the mean over the worker's group; None without groups
-    is_active: Tensor  # 0-d bool, False where the schedule rests
-    worker: Tensor  # 0-d int64, the worker's number
-    sources: Tensor  # [K] int64, whom it hears in each slot; -1: nobody
-    group: Tensor  # 0-d int64, the number of its group
-    group_size: Tensor  # 0-d int64
-    given: Tensor  # [K] float64, what its messages weigh where they are heard; W[j, i], while `weights` are W[i, j]
-
-
-_FACTS = 4
-
-
-def look_up(token: Tensor, topology: Topology, t: Tensor) -> Row:
-    """Look up this worker's part of round `t`.
-
-    Args:
-        token: any tensor of this worker's state; it tells the device and, under `vmap`, the worker axis.
-        topology: the schedule.
-        t: 0-d int64 on the CPU.
-    """
-    k, row = topology.slots, _look_up(token, topology.handle, t, topology.slots)
-    facts, weights, sources, given = row.split([_FACTS, k + 2, k, k])
-    facts = facts.to(torch.int64)
-    return Row(
-        topology,
-        t,
-        weights=weights[: k + 1],
-        mean_weight=weights[k + 1] if topology.has_groups else None,
-        is_active=facts[0] > 0,
-        worker=facts[1],
-        sources=sources.to(torch.int64),
-        group=facts[2],
-        group_size=facts[3],
-        given=given,
-    )
-
-
-def _row_kernel(token: Tensor, handle: Tensor, t: Tensor, slots: int) -> Tensor:
-    topology = by_handle(handle)
-    here, _ = require_size(1, topology.num_workers, "step(state, batch, t)")
-    return topology.rows(t, token.device)[here.rank].clone()
-
-
-def _rows_kernel(token: Tensor, handle: Tensor, t: Tensor, slots: int, workers: int) -> Tensor:
-    topology = by_handle(handle)
-    here, _ = require_size(workers, topology.num_workers, "step(state, batch, t)")
-    return topology.rows(t, token.device)[here.rank * workers : (here.rank + 1) * workers].clone()
-
-
-def _row_shape(slots: int) -> int:
-    return _FACTS + 2 + 3 * slots
-
-
-def _row_vmap(info: Any, in_dims: Any, token: Tensor, handle: Tensor, t: Tensor, slots: int) -> tuple[Tensor, int]:
-    _require_worker_axis("a look-up", in_dims[0], in_dims[1:3])
-    return _rows(token, handle, t, slots, info.batch_size), 0
-
-
-_look_up = operator(
-    "look_up(Tensor token, Tensor topology, Tensor t, int slots) -> Tensor",
-    _row_kernel,
-    lambda token, handle, t, slots: token.new_empty((_row_shape(slots),), dtype=torch.float64),
-    _row_vmap,
-)
-_rows = operator(
-    "look_up_rows(Tensor token, Tensor topology, Tensor t, int slots, int workers) -> Tensor",
-    _rows_kernel,
-    lambda token, handle, t, slots, workers: token.new_empty((workers, _row_shape(slots)), dtype=torch.float64),
-    None,
-)
-
-
-_members = operator(
-    "members(Tensor group, Tensor topology, Tensor t, int num_workers) -> Tensor",
-    lambda group, handle, t, num_workers: by_handle(handle).round(t).groups.to(group.device) == group,
-    lambda group, handle, t, num_workers: group.new_empty((num_workers,), dtype=torch.bool),
-    lambda info, in_dims, group, handle, t, num_workers: (
-        torch.stack([_members(g, handle, t, num_workers) for g in group.movedim(in_dims[0], 0)]),
-        0,
-    ),
-)
-
-
-def members(row: Row) -> Tensor | None:
-    """Return who is in this worker's group, `[N]` bool; None for a schedule without groups."""
-    topology = row.topology
-    return None if not topology.has_groups else _members(row.group, topology.handle, row.t, topology.num_workers)
-
-
-on_device = operator(
-    "step_number(Tensor token, Tensor t) -> Tensor",
-    lambda token, t: integer(int(t), token.device),
-    lambda token, t: token.new_empty((), dtype=torch.int64),
-    lambda info, in_dims, token, t: (on_device(token.select(in_dims[0], 0), t), None),
-)
-"""`(token, t)` -> t as 0-d int64 on the token's device."""
-
-
-class Constant:
-    """A table of int64 numbers that operators find by a handle; a device gets it once.
-
-    Args:
-        table: on the CPU.
-    """
-
-    def __init__(self, table: Tensor) -> None:
-        self.shape = tuple(table.shape)
-        self.handle = torch.tensor(len(_constants))
-        _constants.append({torch.device("cpu"): table})
-
-    def on(self, token: Tensor) -> Tensor:
-        """Return the table on the token's device."""
-        return _constant(token, self.handle, self.shape)
-
-
-_constants: list[dict[torch.device, Tensor]] = []
-
-
-def _constant_kernel(token: Tensor, handle: Tensor, shape: Sequence[int]) -> Tensor:
-    tables = _constants[int(handle)]
-    if token.device not in tables:
-        tables[token.device] = tables[torch.device("cpu")].to(token.device)
-    return tables[token.device].clone()
-
-
-_constant = operator(
-    "constant(Tensor token, Tensor handle, int[] shape) -> Tensor",
-    _constant_kernel,
-    lambda token, handle, shape: token.new_empty(tuple(shape), dtype=torch.int64),
-    lambda info, in_dims, token, handle, shape: (_constant(token.select(in_dims[0], 0), handle, shape), None),
-)
 
 
 # -- order by data --------------------------------------------------------------------------------------------------
@@ -361,7 +172,7 @@ def _landed_alone(number: Tensor, *_: Any) -> Tensor:
 def _post_vmap(
     info: Any, in_dims: Any, x: Tensor, handle: Tensor, t: Tensor, per_slot: bool, good: Tensor | None
 ) -> tuple[Tensor, None]:
-    _require_worker_axis("exchange", in_dims[0], in_dims[1:3])
+    require_worker_axis("exchange", in_dims[0], in_dims[1:3])
     if world().size == 1:
         return torch.zeros((), dtype=torch.int64), None
     x = _workers_first(x, in_dims[0], info.batch_size)
@@ -453,7 +264,7 @@ def _post_mean_workers(x: Tensor, handle: Tensor, t: Tensor, good: Tensor | None
 def _post_mean_vmap(
     info: Any, in_dims: Any, x: Tensor, handle: Tensor, t: Tensor, good: Tensor | None
 ) -> tuple[Tensor, None]:
-    _require_worker_axis("group_mean", in_dims[0], in_dims[1:3])
+    require_worker_axis("group_mean", in_dims[0], in_dims[1:3])
     if world().size == 1:
         return torch.zeros((), dtype=torch.int64), None
     x = _workers_first(x, in_dims[0], info.batch_size)

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from decentfn.numbers import checks_numbers, whole
 from decentfn.topologies.complete_graph import complete
-from decentfn.topologies.construct import from_rounds, idle
+from decentfn.topologies.construct import idle
+from decentfn.topologies.drawn import from_rounds
 from decentfn.topologies.rounds import Round, Topology, require_topology
 from decentfn.words import brief
 

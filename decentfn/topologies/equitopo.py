@@ -11,7 +11,8 @@ from torch import Tensor
 
 from decentfn import draws
 from decentfn.numbers import MOST_WORKERS
-from decentfn.topologies.construct import from_draw, from_edges, from_shifts
+from decentfn.topologies.construct import from_edges, from_shifts
+from decentfn.topologies.drawn import from_draw
 from decentfn.topologies.matching import pair_weights
 from decentfn.topologies.registry import register_topology
 from decentfn.topologies.rounds import Topology

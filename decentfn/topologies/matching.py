@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from decentfn import draws
-from decentfn.topologies.construct import alone, from_draw, from_rounds
+from decentfn.topologies.construct import alone
+from decentfn.topologies.drawn import from_draw, from_rounds
 from decentfn.topologies.registry import register_topology
 from decentfn.topologies.rounds import Round, Topology
 

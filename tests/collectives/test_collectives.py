@@ -157,6 +157,9 @@ def test_a_row_is_this_workers_part_of_the_round():
                     this.sources[i],
                     groups[i],
                     (groups == groups[i]).sum(),
+                    torch.tensor(
+                        [0.0 if j < 0 else this.weights[j, 1 + k] for k, j in enumerate(this.destinations[i])]
+                    ).double(),
                     torch.zeros(0) if this.groups is None else groups == groups[i],
                     torch.tensor(t),
                 ]
@@ -222,14 +225,15 @@ def test_receives_are_posted_before_sends():
 
 
 def test_no_message_is_asked_for_after_one_that_was_refused():
-    backend = Backend(refuses="send")
-    with collectives.use(collectives.World(backend, 0, 2)) as here, pytest.raises(df.errors.PeerLost, match="worker 1"):
-        with collectives.whole_step(0):
-            posted = [
-                exchange(torch.ones(n), look_up(torch.ones(n), df.topology("ring", 2), torch.tensor(0))) for n in (3, 4)
-            ]
-            assert backend.asked[1:2] == [("send", 3)] and ("send", 4) not in backend.asked
-            assert [wait(flight).tolist() for flight in posted] == [[[1.0] * 3], [[1.0] * 4]]
+    backend, topology = Backend(refuses="send"), df.topology("ring", 2)
+    with (
+        collectives.use(collectives.World(backend, 0, 2)) as here,
+        pytest.raises(df.errors.PeerLost, match="worker 1"),
+        collectives.whole_step(0),
+    ):
+        posted = [exchange(x, look_up(x, topology, torch.tensor(0))) for x in (torch.ones(3), torch.ones(4))]
+        assert backend.asked[1:2] == [("send", 3)] and ("send", 4) not in backend.asked
+        assert [wait(flight).tolist() for flight in posted] == [[[1.0] * 3], [[1.0] * 4]]
     assert here.steps.lost is not None
 
 
