@@ -31,9 +31,9 @@ CASES = {
 differences, in which a rounding moves the mean in every later step; their docstrings say by how much."""
 
 
-CARRIED = {"quasi_global_momentum": 10, "decentlam": 10}
-"""Momentum carries on a difference of one rounding between workers for 1 / (1 - β) steps, so that roundings of one step and the next are
-not independent."""
+CARRIED = {"quasi_global_momentum": 10, "decentlam": 10, "deep_squeeze": 10}
+"""Momentum carries on a difference of one rounding between workers for 1 / (1 - β) steps, and so does an error that is fed back: the
+roundings of one step and the next are not independent."""
 
 
 def of(dtypes, names, **options):
