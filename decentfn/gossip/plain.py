@@ -90,8 +90,11 @@ def row(topology: Topology, this: Round, token: Tensor) -> Row:
         table = moved(table, token.device)
         return table[0] if me is None else table.index_select(0, me)[0]
 
+    weights, mean_weight = own(this.weights), None if this.mean_weights is None else own(this.mean_weights)
     given = own(_given(this)) if topology.is_column_stochastic else None
-    return Row(own(this.weights), None if this.mean_weights is None else own(this.mean_weights), given)
+    if not topology.rows_sum_to_one:
+        given = (1.0 - weights[0] - (0.0 if mean_weight is None else mean_weight)).view(1)
+    return Row(weights, mean_weight, given)
 
 
 def given(this: Round, token: Tensor) -> Tensor:

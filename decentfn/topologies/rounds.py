@@ -66,6 +66,8 @@ class Topology:
     """`[P, 2, N, K]` int64, what `exchange` reads: sources and destinations, -1 where nothing travels."""
     degree: int = field(init=False)
     """Messages that a worker sends in a step, at most; averages in groups are not messages. At most `slots`."""
+    rows_sum_to_one = True
+    """Whether rows sum to one unless only columns do; False where a fault of another library is repeated."""
     weighs_alike: bool = field(init=False)
     """Whether in each phase all workers have the same weights. False with `draw`, whose rounds are not known."""
 
