@@ -88,7 +88,13 @@ def schedule(topology: Topology) -> Topology:
         return first.round(torch.where(t < 2, t, 2 + (t - 2) % period))
 
     name = f"{topology.name} in Decent-DP's order"
-    return Topology(name, topology.num_workers, sources, weights, groups, mean_weights, draw=draw)
+    return _Unbalanced(name, topology.num_workers, sources, weights, groups, mean_weights, draw=draw)
+
+
+class _Unbalanced(Topology):
+    """Decent-DP's second update scales the parameters where the weights of edges differ by step."""
+
+    rows_sum_to_one = False
 
 
 def _own(topology: Topology, phase: int) -> Tensor:

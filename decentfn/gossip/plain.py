@@ -237,12 +237,20 @@ def _mixed(posted: Posted, index: int, gamma: float | Tensor) -> Tensor:
     if posted.means and posted.sent[index] is own:
         weight, mean = pairs.pop()
         x = mean + (1.0 - weight) * (x - mean)  # with weight 1 the mean itself, the same on all workers
-    if row.topology.is_column_stochastic:
-        given = (row.given * gamma).to(dtype)
-        terms = [weight * message for weight, message in pairs] + [-weight * sent for weight in given.unbind()]
-    else:
+    given = _given(row)
+    if given is None:
         terms = [weight * (message - sent) for weight, message in pairs]
+    else:
+        terms = [weight * message for weight, message in pairs]
+        terms += [-weight * sent for weight in (given * gamma).to(dtype).unbind()]
     return (x + sum(terms[1:], terms[0]) if terms else x).to(own.dtype)
+
+
+def _given(row: collectives.Row) -> Tensor | None:
+    """Return what a worker gives away of `x`, weight by weight; None where it is what it hears, as rows sum to one."""
+    if not row.topology.rows_sum_to_one:
+        return (1.0 - row.weights[0] - (0.0 if row.mean_weight is None else row.mean_weight)).view(1)
+    return row.given if row.topology.is_column_stochastic else None
 
 
 def _moved(posted: Posted, index: int, gamma: float | Tensor) -> Tensor:

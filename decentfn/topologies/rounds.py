@@ -80,6 +80,8 @@ class Topology:
     """`[P]` bool: False in phases in which the schedule rests; None: it never does."""
     degree: int = field(init=False)
     """Messages that a worker sends in a step, at most; averages in groups are not messages. At most `slots`."""
+    rows_sum_to_one = True
+    """Whether rows sum to one unless only columns do; False where a fault of another library is repeated."""
     slots: int = field(init=False)
     """K, the messages that a step has room for: a few more than `degree` where partners must pair up."""
     has_groups: bool = field(init=False)

@@ -31,6 +31,11 @@ CASES = {
 differences, in which a rounding moves the mean in every later step; their docstrings say by how much."""
 
 
+CARRIED = {"quasi_global_momentum": 10, "decentlam": 10, "deep_squeeze": 10}
+"""Momentum carries on a difference of one rounding between workers for 1 / (1 - β) steps, and so does an error that is fed back: the
+roundings of one step and the next are not independent."""
+
+
 def of(dtypes, names, **options):
     """A start and a step of all these algorithms, each on a bucket of each dtype, in one graph."""
     draw = torch.Generator().manual_seed(0)
@@ -66,7 +71,7 @@ def assert_walks(names, dtypes, **options):
     for name, state in states.items():
         for x, was in zip(state.params, before[name], strict=True):
             moved = (x.double().mean(0) - was).mean().abs()
-            bound = 3 * torch.finfo(x.dtype).eps * 2 * math.sqrt(STEPS / (12 * N * D))
+            bound = 3 * torch.finfo(x.dtype).eps * 2 * math.sqrt(STEPS / (12 * N * D)) * CARRIED.get(name, 1)
             assert moved <= bound, f"{name}: the mean of {x.dtype} moved by {float(moved):.2g}, more than {bound:.2g}"
 
 
