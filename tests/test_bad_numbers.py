@@ -133,6 +133,8 @@ BASES = {
             G.from_draw: ["m", N, lambda t: RING.round(t)[:3]],
             G.from_rounds: ["m", N, RING.round, 2],
             G.every: [2, RING],
+            G.later: [2, RING],
+            G.nth_round: [0, 2, RING],
             G.pga: [2, RING],
         },
     ),
@@ -166,6 +168,7 @@ BASES = {
         {
             df.simulate: [ALGORITHM.step, N],
             D.stacked_collate: [2],
+            D.seeded: [[0, 1]],
             df.dynamic_loss_scale: [loss_fn],
             decent_dp.buckets: [[("w", torch.ones(3))]],
         },

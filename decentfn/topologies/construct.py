@@ -259,8 +259,10 @@ def _padded(name: str, tables: Sequence[tuple[np.ndarray, np.ndarray]], is_colum
     return from_permutations(name, s, w, is_column_stochastic=is_column_stochastic)
 
 
+@checks_numbers
 def idle(num_workers: int, name: str = "idle") -> Topology:
     """Rest in every step: `W = I`, period 1, nothing sent."""
+    require_at_most("idle", MOST_WORKERS, num_workers=num_workers)
     sources, weights = _idle_tables(num_workers)
     tables = torch.from_numpy(sources)[None], torch.from_numpy(weights)[None]
     return Topology(name, num_workers, *tables, active=torch.tensor([False]))
