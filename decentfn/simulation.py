@@ -88,7 +88,7 @@ def simulate(step: Step, num_workers: int, *, chunk_size: int | None = None) -> 
 
     @wraps(step)
     def simulated(state: Any, batch: PyTree, t: int | Tensor) -> tuple[Any, Any]:
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_dynamo_compiling():
             require_order(state, batch, t)
             require_size()
         t = as_step(t)

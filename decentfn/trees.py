@@ -26,7 +26,7 @@ flatten: Callable[..., tuple[list[Any], Any]] = optree.tree_flatten
 
 def leaves(tree: PyTree) -> list[Any]:
     """The leaves in flattening order: dicts by sorted key; None is no leaf."""
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_dynamo_compiling():
         return optree.tree_leaves(tree)
     if isinstance(tree, _LEAVES):
         return [tree]
@@ -36,7 +36,7 @@ def leaves(tree: PyTree) -> list[Any]:
 
 def map(function: Callable[..., Any], tree: PyTree, *others: PyTree) -> PyTree:
     """`function` of the leaves of `tree` and of what stands in their places in `others`, as a tree."""
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_dynamo_compiling():
         return optree.tree_map(function, tree, *others)
     if isinstance(tree, _LEAVES):
         return function(tree, *others)

@@ -69,7 +69,7 @@ _after = operator(
 
 def after(xs: Sequence[Tensor], flights: Sequence[Tensor]) -> list[Tensor]:
     """Return `xs` such that compiled code computes nothing from them before it has posted `flights`."""
-    return _after(list(xs), list(flights)) if flights and torch.compiler.is_compiling() else list(xs)
+    return _after(list(xs), list(flights)) if flights and torch.compiler.is_dynamo_compiling() else list(xs)
 
 
 # -- messages -------------------------------------------------------------------------------------------------------

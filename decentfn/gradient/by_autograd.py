@@ -107,7 +107,7 @@ def gradient_by_autograd(
     loss_fn: ByAutograd, params: Buckets, buffers: PyTree, batch: Any, t: Tensor, scale: Tensor | None, many: bool
 ) -> Evaluation:
     """See `evaluate`; with `many` the batch is micro-batches."""
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_dynamo_compiling():
         if functorch.is_differentiated(params[0]):
             raise RuntimeError(
                 "df.autograd(loss_fn): a step cannot be differentiated through its gradient operator; leave df.autograd out."

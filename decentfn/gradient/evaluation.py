@@ -115,7 +115,7 @@ def _evaluate(
         return gradient_by_autograd(one, params, buffers, batch, t, scale, many)
     traced = partial(mean_gradient_of if many else gradient_of, one)
     batch = micro_batches(batch) if many else batch
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         e = in_chunks(traced, params, buffers, batch, scale)
         if _depends_on_others(e.loss, (params, buffers, batch)):
             raise RuntimeError("the loss takes a gradient of others than its parameters")  # `raise_own` says of which

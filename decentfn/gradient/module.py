@@ -90,7 +90,7 @@ class ModuleLoss:
         tensors = dict(zip(names, given.values(), strict=True))
         new = dict(buffers)
         handles = self._hooked(params, is_traced=at is None) if self._hooks or self._late_hooks else []
-        if at is None and torch.compiler.is_compiling():
+        if at is None and torch.compiler.is_dynamo_compiling():
             self._require_trained(params)
             try:
                 with weights(self.whole, tensors):
@@ -124,7 +124,7 @@ class ModuleLoss:
         """Raise ValueError where a gradient is taken and `requires_grad_` has chosen other parameters to be trained."""
         if not any([p.requires_grad for p in params.values()]):
             return
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             then, now = self._trained[1], _trained(self.whole.modules())
         else:
             then, now = self._trained[0], _trained(self._submodules.look())
@@ -209,7 +209,7 @@ class ModuleLoss:
         if self.forward is not None or (isinstance(batch, (tuple, list)) and self.criterion is not None):
             return
         if isinstance(batch, Mapping):
-            if not torch.compiler.is_compiling():
+            if not torch.compiler.is_dynamo_compiling():
                 self._require_keywords(batch)
             return
         expected = "a tuple (inputs, *targets), or a dict of keyword arguments of the module"

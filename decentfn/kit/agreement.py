@@ -69,10 +69,10 @@ def algorithm(function: Callable[P, Algorithm]) -> Callable[P, Algorithm]:
 
         @functools.wraps(built.step)
         def run(state: Any, batch: PyTree, t: int | Tensor) -> tuple[Any, Metrics]:
-            if not torch.compiler.is_compiling():
+            if not torch.compiler.is_dynamo_compiling():
                 require_order(state, batch, t)
             t = as_step(t)
-            if torch.compiler.is_compiling() or functorch.has_no_value(t):
+            if torch.compiler.is_dynamo_compiling() or functorch.has_no_value(t):
                 return built.step(state, batch, t)
             with collectives.whole_step(t) as here, draws.torch_draws(t, here.place):
                 if by_autograd and not isinstance(batch, Beside) and not functorch.has_no_value(state.params[0]):

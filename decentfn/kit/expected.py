@@ -57,7 +57,7 @@ def check(step: Callable[..., Any], state: Any, batch: PyTree, t: Any) -> None:
 
 def watch(step: Callable[..., Any], state: Any, t: Tensor) -> None:
     """Show the state after a step to the step's own `watch(state, t)`, which may raise."""
-    look = None if torch.compiler.is_compiling() else getattr(step, "watch", None)
+    look = None if torch.compiler.is_dynamo_compiling() else getattr(step, "watch", None)
     if look is not None:
         look(state, t)
 
@@ -109,7 +109,7 @@ def checked(
     @wraps(step)
     def run(state: Any, batch: PyTree, t: int | Tensor) -> Any:
         # A compiled function's first call looks before it traces.
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_dynamo_compiling():
             plan = state.params.plan if is_state(state) else None
             if plan is None or known.get(id(plan)) is not plan:
                 look(state, batch, t)

@@ -145,7 +145,7 @@ class Worker:
         """
         mix = () if posted is None or not wants_mix(self.optimizer) else (gossip.mix_context(*posted),)
         seen = x if g.moves is None else add(x, g.moves)
-        with nullcontext() if torch.compiler.is_compiling() or not is_profiled() else span("update"):
+        with nullcontext() if torch.compiler.is_dynamo_compiling() or not is_profiled() else span("update"):
             u, opt = self.optimizer.update(direction, local.opt, seen, *mix)
         if gossip.is_guarded():
             u, opt = good_update(u, opt, local.opt, self.optimizer.init(seen))
@@ -193,7 +193,7 @@ class InFlight(Protocol):
 
 def _after(batch: PyTree, posted: InFlight | Sequence[InFlight] | None) -> PyTree:
     """The batch, from which compiled code computes nothing before it has posted these."""
-    if posted is None or not torch.compiler.is_compiling():
+    if posted is None or not torch.compiler.is_dynamo_compiling():
         return batch
     several = posted if isinstance(posted, (list, tuple)) and not hasattr(posted, "numbers") else [posted]
     leaves = trees.leaves(batch)

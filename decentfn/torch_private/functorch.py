@@ -113,8 +113,11 @@ def by_worker(leaves: list[Any]) -> list[list[Any]]:
 
 
 def has_no_value(x: Tensor) -> bool:
-    """Whether a 0-d tensor cannot be read here: it is being compiled, fake, or one for each worker under `vmap`."""
-    return torch.compiler.is_compiling() or type(x) is _FakeTensor or is_batched(x)
+    """Return True if a 0-d tensor has no readable value here (tracing, fake or functional tensor, or batched by `vmap`).
+
+    `torch.compiler.is_compiling` does not tell: it is True in all threads while one of them compiles.
+    """
+    return torch.compiler.is_dynamo_compiling() or type(x) is not Tensor or is_batched(x)
 
 
 def are_equal(x: Tensor, y: Tensor) -> bool:

@@ -119,7 +119,7 @@ class Refusing:
         thread = get_ident()
 
         def refuse(module: nn.Module, inputs: Any) -> None:
-            if not torch.compiler.is_compiling() and get_ident() != thread and not is_backward():
+            if not torch.compiler.is_dynamo_compiling() and get_ident() != thread and not is_backward():
                 raise RuntimeError(
                     f"{type(module).__name__}(...): the module was called while another thread takes a training step with it, and has that "
                     "step's weights meanwhile. Evaluate with df.evaluate, or with the loss_fn of df.functional, which wait for one another; "

@@ -23,7 +23,7 @@ def loop(
     Compiled, one loop in the graph, however long; the carry must keep its shapes and dtypes. Without torch's scan the
     loop is unrolled.
     """
-    if _scan is not None and torch.compiler.is_compiling():
+    if _scan is not None and torch.compiler.is_dynamo_compiling():
 
         def at(carry: list[Tensor], i: Tensor) -> tuple[list[Tensor], list[Tensor]]:
             # Looked up here, not sliced by scan, which has no batching rule for it (a warning under vmap).

@@ -93,9 +93,9 @@ def test_pairwise_mixing_is_bitwise_the_same(ranks, case):
         assert all(torch.equal(got, expected[rank]) for got, expected in zip(mine, simulated, strict=True))
 
 
-def traced(case, rank):
+def traced(built, rank):
     """What is traced of a step on one of two processes with two workers each: the code and the constants in it."""
-    init, step = cases.build(case, 4)
+    init, step = built
     state, batch, step = df.stack(init(cases.params()), 2), cases.batches(2, 0), df.simulate(step, 2)
     leaves, template = trees.leaves(state), trees.enumerate_leaves(state)
 
@@ -110,4 +110,5 @@ def traced(case, rank):
 @pytest.mark.parametrize("case", one_case_each(dict.fromkeys(case.algorithm for case in CASES)), ids=str)
 def test_what_is_traced_does_not_know_the_rank(case):
     """Ranks share compiled code, found by the graph that Dynamo sees; a rank in it would be that of who compiled first."""
-    assert traced(case, rank=0) == traced(case, rank=1)
+    built = cases.build(case, 4)
+    assert traced(built, rank=0) == traced(built, rank=1)
