@@ -1,8 +1,5 @@
-"""Without PyTorch's private API everything stays correct; only the overlap is gone."""
+"""The pass over a step's graph, and what Inductor is kept from on a CPU."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,65 +14,17 @@ from decentfn.buckets import flatten
 from decentfn.compressors import Key
 from decentfn.torch_private import inductor, inductor_on_cpu
 
-WITHOUT = """
-import sys
-
-import torch
-
-import decentfn as df
-from decentfn.torch_private import inductor, lowering
-from tests import cases
-
-{removal}
-lowering.register_all()
-{restoration}
-assert lowering.is_refused and "reorder_for_compute_comm_overlap" not in inductor.compile_options()
-case = cases.Case("adapt_while_communicate", "ring")
-ranks = df.testing.on_ranks(2, lambda rank: cases.on_this_rank(case, steps=3, local=1, backend="inductor")[0])
-expected, _ = cases.simulated(case, 2, steps=3)
-for rank, mine in enumerate(ranks):
-    for got, wanted in zip(mine, expected, strict=True):
-        torch.testing.assert_close(got, wanted[rank], atol=1e-6, rtol=1e-5)
-print("agrees")
-"""
-PIECES = {
-    "collective kernels": (
-        "import torch._inductor.ir as ir; kept = ir._CollectiveKernel; del ir._CollectiveKernel",
-        "ir._CollectiveKernel = kept",  # Inductor itself still needs it
-    ),
-    "lowerings": (
-        "name = 'torch._inductor.lowering'; import torch._inductor.lowering; kept = sys.modules[name]\n"
-        "sys.modules[name] = None",
-        "sys.modules[name] = kept",
-    ),
-}
-
-
-@pytest.mark.parametrize("piece", PIECES)
-def test_ranks_agree_with_vmap_without_private_api(piece, tmp_path):
-    script = tmp_path / "without.py"
-    removal, restoration = PIECES[piece]
-    script.write_text(WITHOUT.format(removal=removal, restoration=restoration))
-    root = Path(__file__).parents[2]
-    command = [sys.executable, str(script)]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=root, env=_environment(root), timeout=300)
-    assert result.returncode == 0 and result.stdout == "agrees\n", result.stderr[-3000:]
-
-
-def _environment(root):
-    return {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-
 
 @pytest.mark.parametrize("how", ["not sent", "itself", "a view of it"])
 def test_donated_state_is_stored_early_except_while_it_may_be_on_its_way(how):
-    """FX: `y = x - g; waited = wait(exchange(x)); metric = sum(waited); copy_(x, y)`: the copy moves up or stays last."""
+    """FX: `y = x - g; waited = wait(post(x), x); metric = sum(waited); copy_(x, y)`: the copy moves up or stays last."""
     graph = torch.fx.Graph()
-    x, g, peers, t = (graph.placeholder(name) for name in ("x", "g", "peers", "t"))
+    x, g, topology, t, sources = (graph.placeholder(name) for name in ("x", "g", "topology", "t", "sources"))
     sent = graph.call_function(torch.ops.aten.view.default, (x, [-1])) if how == "a view of it" else x
     sent = g if how == "not sent" else sent
-    inbox = graph.call_function(torch.ops.decentfn.exchange.default, (sent, peers, t, False, None))
+    number = graph.call_function(torch.ops.decentfn.post.default, (sent, topology, t, False, None))
     new = graph.call_function(torch.ops.aten.sub.Tensor, (x, g))
-    waited = graph.call_function(torch.ops.decentfn.wait.default, (inbox,))
+    waited = graph.call_function(torch.ops.decentfn.wait.default, (number, sent, sources, False, None, []))
     metric = graph.call_function(torch.ops.aten.sum.default, (waited,))
     store = graph.call_function(torch.ops.aten.copy_.default, (x, new))
     graph.output((metric, store))
@@ -152,32 +101,3 @@ def test_convolutions_are_channels_last_but_beside_norms_over_positions(norm, op
         state, _ = df.compile(step, **options)(init(params, buffers), batch, 0)
     assert chosen == [expected]
     torch.testing.assert_close(df.params(state), df.params(expected_state))
-
-
-def test_operators_in_a_loss_by_autograd_see_its_own_vmap_in_compiled_code_too():
-    def loss_fn(params, batch):
-        each = torch.func.vmap(
-            lambda x: torch.func.vmap(lambda y: df.collectives.worker_index(x) + 0 * y)(torch.ones(3))
-        )
-        index = each(batch)
-        return (params * index.sum()).sum(), index
-
-    init, step = df.all_reduce(df.autograd(loss_fn), df.sgd(0.1), df.topology("complete", 1))
-    state, compiled = init(torch.ones(2)), df.compile(step, donate=False, backend="eager")
-    expected = torch.arange(4.0).expand(3, 4).T
-    for t in range(3):
-        state, metrics = compiled(state, torch.zeros(4), t)
-        assert torch.equal(metrics.aux, expected)
-
-
-def test_operators_see_a_vmap_that_the_backend_runs_itself():
-    def step(state, batch, t):
-        def worker(x):
-            return torch.func.vmap(lambda y: (df.collectives.worker_index(x) + 1) * y)(batch)
-
-        return state + torch.func.vmap(worker)(state).sum(1), t + 0
-
-    compiled, state = df.compile(step, donate=False, backend="eager"), torch.zeros(3)
-    for t in range(3):
-        state, _ = compiled(state, torch.ones(2), t)
-    assert state.tolist() == [6, 12, 18]
