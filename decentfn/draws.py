@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -179,7 +179,7 @@ def _draw(
     """Return `shape` int64 of 32 random bits, or 63 if `is_wide`."""
     seed = (seed + 2**63) % 2**64 - 2**63  # its low 64 bits, as an operator takes them
     if not isinstance(worker, Tensor):
-        worker = torch.full((), worker, dtype=torch.int64, device=device)  # pyright: ignore[reportArgumentType]
+        worker = torch.full((), worker, dtype=torch.int64, device=cast(Any, device))
     step = t if isinstance(t, Tensor) else None
     return torch.ops.decentfn.draw(seed, step, 0 if step is not None else t, stream, list(shape), worker, is_wide)
 

@@ -246,7 +246,7 @@ def flatten(
 
 def require_bucket_mb(bucket_mb: object) -> None:
     """A bucket's size is a number of MiB."""
-    if isinstance(bucket_mb, bool) or not isinstance(bucket_mb, Real) or not 0 < bucket_mb < float("inf"):
+    if isinstance(bucket_mb, bool) or not isinstance(bucket_mb, Real) or not 0 < float(bucket_mb) < float("inf"):
         raise ValueError(
             f"bucket_mb={brief(bucket_mb)}: a bucket's size is a positive number of MiB; 25 is the default."
         )

@@ -138,7 +138,7 @@ _rows = operator(
 
 _members = operator(
     "members(Tensor group, Tensor topology, Tensor t, int num_workers) -> Tensor",
-    lambda group, handle, t, num_workers: by_handle(handle).round(t).groups.to(group.device) == group,
+    lambda group, handle, t, num_workers: by_handle(handle).groups_of(t).to(group.device) == group,
     lambda group, handle, t, num_workers: group.new_empty((num_workers,), dtype=torch.bool),
     lambda info, in_dims, group, handle, t, num_workers: (
         torch.stack([_members(g, handle, t, num_workers) for g in group.movedim(in_dims[0], 0)]),

@@ -99,7 +99,9 @@ def mean_gradient_of(
         e = gradient_of(loss_fn, params, kept, trees.fill(batch_template, micro), scale)
         sums = [total + part for total, part in zip(carry, [*e.grads, e.loss], strict=False)]
         new = [b.to(old.dtype) for b, old in zip(trees.leaves(e.buffers), carry[size + 1 :], strict=True)]
-        if torch.compiler.is_dynamo_compiling():  # a compiled loop does not take what comes out as it went in: what is frozen
+        if (
+            torch.compiler.is_dynamo_compiling()
+        ):  # a compiled loop does not take what comes out as it went in: what is frozen
             new = [torch.clone(b) for b in new]
         return [*sums, *new], trees.leaves(e.aux)
 

@@ -195,7 +195,7 @@ def _after(batch: PyTree, posted: InFlight | Sequence[InFlight] | None) -> PyTre
     """The batch, from which compiled code computes nothing before it has posted these."""
     if posted is None or not torch.compiler.is_dynamo_compiling():
         return batch
-    several = posted if isinstance(posted, (list, tuple)) and not hasattr(posted, "numbers") else [posted]
+    several: Any = [posted] if hasattr(posted, "numbers") else posted
     leaves = trees.leaves(batch)
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     later = collectives.after([leaves[i] for i in places], [number for one in several for number in one.numbers])

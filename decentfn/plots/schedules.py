@@ -146,7 +146,7 @@ def _links(topology: topologies.Topology, t: int) -> tuple[list[tuple[int, int]]
 
 def _groups(topology: topologies.Topology, t: int) -> list[list[int]]:
     """The workers of each group that averages, two or more."""
-    *_, groups, mean_weights = topology.round(t)
+    groups, mean_weights = topology.round(t)[3:5]
     if groups is None or mean_weights is None:
         return []
     members: dict[int, list[int]] = {}

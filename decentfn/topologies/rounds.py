@@ -119,6 +119,11 @@ class Topology:
         """Return the peers of step `t`, as Python integers."""
         return self._peers(self._key(t))
 
+    def groups_of(self, t: int | Tensor) -> Tensor:
+        """Return the group of every worker in step `t`, `[N]` int64; of a schedule without groups, the worker's own number."""
+        groups = self.round(t).groups
+        return torch.arange(self.num_workers) if groups is None else groups
+
     def rows(self, t: int | Tensor, device: torch.device) -> Tensor:
         """Return every worker's part of round `t` as numbers, on the device.
 
@@ -146,7 +151,7 @@ class Topology:
 
     def _make_rows(self, key: int, device: torch.device) -> Tensor:
         this, n = self._rounds(key), self.num_workers
-        groups = torch.arange(n) if this.groups is None else this.groups
+        groups = self.groups_of(key)
         mean_weights = torch.zeros(n) if this.mean_weights is None else this.mean_weights
         facts = torch.stack(
             [torch.full((n,), int(this.is_active)), torch.arange(n), groups, groups.bincount()[groups]], dim=1
