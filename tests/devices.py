@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import decentfn as df
 from decentfn import trees
 from decentfn.testing import Subject, problem
-from tests import contract
 
 TESTS = Path(__file__).parent
 PAGE = TESTS.parent / "docs" / "gpu.md"
@@ -75,8 +74,8 @@ def copies(subject: Subject, *, simulated: bool) -> tuple[list[Copy], Any]:
     return seen.seen, new
 
 
-def traced_copies(subject: Subject, *, simulated: bool) -> list[Any]:
-    """The operators in the traced graph of the same step that copy, each with its arguments by name."""
+def on_the_cpu(subject: Subject, *, simulated: bool) -> list[str]:
+    """What the traced graph of the same step computes on the CPU, or copies between devices; this library's operators are left out."""
     step, state, batch = on_another_device(subject, simulated=simulated)
     template = trees.enumerate_leaves(state)
 
@@ -84,12 +83,17 @@ def traced_copies(subject: Subject, *, simulated: bool) -> list[Any]:
         return trees.leaves(step(trees.fill(template, leaves), batch, t))
 
     graph = make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)(trees.leaves(state), batch, torch.tensor(3))
+
+    def is_elsewhere(value: Any) -> bool:
+        return isinstance(value, Tensor) and value.device.type != "meta"
+
     found = []
-    for node in graph.graph.find_nodes(
-        op="call_function", target=torch.ops.aten._to_copy.default
-    ) + graph.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
-        names = [argument.name for argument in node.target._schema.arguments]
-        found.append(dict(zip(names, node.args, strict=False)) | node.kwargs)
+    for node in graph.graph.nodes:
+        if node.op != "call_function" or getattr(node.target, "namespace", "") == "decentfn":
+            continue
+        values = [node.meta.get("val"), *(used.meta.get("val") for used in node.all_input_nodes)]
+        if any(is_elsewhere(leaf) for value in values for leaf in (value if isinstance(value, list) else [value])):
+            found.append(f"{node} = {node.target}{node.args}")
     return found
 
 
@@ -103,31 +107,18 @@ def tests_that_need_a_gpu() -> list[str]:
 
 
 def page() -> str:
-    lines = []
-    for row, subject in contract.ROWS.items():
-        cells = []
-        for simulated in (False, True):
-            seen, _ = copies(subject, simulated=simulated)
-            cells.append(f"{len(seen)} ({sum(copy.numbers for copy in seen)})" if seen else "0")
-        lines.append(f"| `{row}` | {cells[0]} | {cells[1]} |")
     waiting = "\n".join(f"* `{name}`" for name in tests_that_need_a_gpu())
     return f"""# On a GPU
 
-Nothing here has been run on a GPU yet. What can be counted without one is counted: `python -m tests.devices` takes an
-eager step of every algorithm with its state on another device, and notes what crosses over.
+CI has no GPU. What can be counted without one is counted: `tests/test_devices.py` takes an eager step of every algorithm with its
+state on another device, traces it, and notes what crosses over.
 
-* **Nothing is read back.** No step reads a value of the state (`.item()`, a Python `if`): `t`, the tables of peers and
-  the random choices of a round are on the CPU, where the operators read them.
-* **What crosses** are a round's few weights and numbers, from the CPU to the device. Each of these copies is awaited:
-  compiled code uses the memory that it copies from again at once.
+* **Nothing is read back.** No step reads a value of the state (`.item()`, a Python `if`).
+* **Nothing crosses.** No step copies anything between devices. `t`, the tables of peers and the random choices of a round are on the
+  CPU, where the operators read them; an operator returns this worker's weights on the state's device, from a table that it put there
+  once. A random schedule's weights are sent from pinned memory that nobody writes again.
 * With the gradient by `df.autograd` it is the same, but for what the loss itself reads.
 * The first eager step of a run is another: parameters and buffers are compared with what the loss left of them.
-
-Copies to the device in one step, and how many numbers they are in all:
-
-| algorithm | one worker, nothing travels | four workers in one process |
-|---|---|---|
-{chr(10).join(lines)}
 
 ## Tests that wait for a GPU
 

@@ -174,7 +174,7 @@ def _post_vmap(
 ) -> tuple[Tensor, None]:
     require_worker_axis("exchange", in_dims[0], in_dims[1:3])
     if world().size == 1:
-        return torch.zeros((), dtype=torch.int64), None
+        return handle, None  # any number: nothing is in flight
     x = _workers_first(x, in_dims[0], info.batch_size)
     good = None if good is None else _workers_first(good, in_dims[4], info.batch_size)
     return _post_stacked(x, handle, t, per_slot, good), None
@@ -266,7 +266,7 @@ def _post_mean_vmap(
 ) -> tuple[Tensor, None]:
     require_worker_axis("group_mean", in_dims[0], in_dims[1:3])
     if world().size == 1:
-        return torch.zeros((), dtype=torch.int64), None
+        return handle, None  # any number: nothing is in flight
     x = _workers_first(x, in_dims[0], info.batch_size)
     good = None if good is None else _workers_first(good, in_dims[3], info.batch_size)
     return _post_mean_stacked(x, handle, t, good), None

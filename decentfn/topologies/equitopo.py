@@ -97,7 +97,7 @@ def equitopo_u_static(num_workers: int, *, M: int | None = None, seed: int = 0) 
 def equitopo_od_dyn(num_workers: int, *, eta: float = 0.5, seed: int = 0) -> Topology:
     """OD-EquiDyn: `W_t = (1-η) I + η (I/N + (N-1)/N P^a)`, the distance a drawn anew in every step.
 
-    Cost per step and worker: one message. A function of (seed, t) evaluated in the graph, the same on every worker.
+    Cost per step and worker: one message. A function of (seed, t), the same on every worker.
 
     Args:
         num_workers: N >= 1.
@@ -129,8 +129,7 @@ def equitopo_ou_dyn(num_workers: int, *, eta: float = 0.5, seed: int = 0) -> Top
     """OU-EquiDyn: pairs at a random distance, `W_t = (1-η) I + η A`, where A gives a pair's partner (N-1)/N.
 
     From a random start s, the workers s, s+1, ... in turn pair with the one at distance a, if both are free.
-    Cost per step and worker: at most one message. A function of (seed, t) evaluated in the graph, the same on every
-    worker.
+    Cost per step and worker: at most one message. A function of (seed, t), the same on every worker.
 
     Args:
         num_workers: N >= 1.

@@ -22,7 +22,7 @@ def pair_weights(partner: Tensor, weight: float) -> tuple[Tensor, Tensor, Tensor
 def random_matching(num_workers: int, *, seed: int = 0) -> Topology:
     """Random pairs, new in every step, weight 1/2; with an odd number one worker rests.
 
-    Cost per step and worker: one message. A function of (seed, t) evaluated in the graph, the same on every worker.
+    Cost per step and worker: one message. A function of (seed, t), the same on every worker.
 
     Args:
         num_workers: N >= 1.
