@@ -81,7 +81,7 @@ def where(condition: Tensor | Buckets, new: Buckets, old: Buckets) -> Buckets:
 
 def global_norm(x: Buckets) -> Tensor:
     """The l2 norm over all buckets, of all processes of the worker: 0-d, float32, or float64 where a bucket is."""
-    squares = counted_once([torch.linalg.vector_norm(b, dtype=wide(b.dtype)).square() for b in x], x.plan)
+    squares = counted_once([(b.to(wide(b.dtype)) ** 2).sum() for b in x], x.plan)
     if not squares:
         return torch.zeros(())
     return torch.sqrt(sum_inside(sum(squares[1:], squares[0]), x.plan.processes))
