@@ -56,7 +56,9 @@ class whole_step:
             if steps.has_posted:
                 _drain(here)
                 steps.cut_short = f"step t={self._t}", error
-        elif steps.lost is not None:
+        elif any(flight.here is here for flight in in_flight.values()):
+            _drain(here)  # nobody has waited for these
+        if error is None and steps.lost is not None:
             named = report(here, steps.lost, self._t + self._donated)
             steps.cut_short = f"step t={self._t}", named
             raise named from steps.lost.error

@@ -27,10 +27,10 @@ class Posted(NamedTuple):
     messages: tuple[collectives.Flight, ...]  # empty when no messages travel
     means: tuple[collectives.Flight, ...]  # empty when the schedule has no groups
     row: collectives.Row
+    landed: dict[Any, Any]  # what has arrived: nothing is waited for twice
     flags: guarding.Flags | None = None  # in a guarded step, which of the messages are good
     scale: Tensor | None = None  # once the flags are in, of the means
     after: tuple[Tensor, ...] = ()  # what compiled code computes before it waits
-    landed: dict[Any, Any] = {}  # what has arrived: nothing is waited for twice
 
     @property
     def numbers(self) -> list[Tensor]:
@@ -66,7 +66,7 @@ def post(
     messages = tuple(collectives.exchange(tensor, row, good=good) for tensor in sent) if topology.degree else ()
     means = tuple(collectives.group_mean(tensor, row, good=good) for tensor in sent) if topology.has_groups else ()
     flags = None if good is None else guarding.post_flags(good, row)
-    return Posted(own, sent, messages, means, row, flags, landed={})
+    return Posted(own, sent, messages, means, row, {}, flags)
 
 
 def collect(posted: Posted, gamma: float | Tensor = 1.0) -> list[Tensor]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -162,6 +162,9 @@ class Topology:
             return rows
         # Nobody writes to this pinned copy, and PyTorch's allocator keeps it until the device has read it.
         return rows.pin_memory().to(device, non_blocking=True)
+
+    def __reduce__(self) -> tuple[Any, ...]:  # a copy gets a handle of its own
+        return type(self), tuple(getattr(self, field.name) for field in fields(self) if field.init)
 
     def __repr__(self) -> str:
         kind = "random" if self.period is None else f"period={self.period}"

@@ -1,6 +1,9 @@
 """Schedules made of schedules, certificates in particular cases, construction errors, and 4,096 workers."""
 
+import copy
 import dataclasses
+import gc
+import pickle
 
 import networkx as nx
 import numpy as np
@@ -370,3 +373,14 @@ def test_names_build_for_4096_workers(name):
 def test_graphs_of_4096_workers_build_from_their_edges():
     made = graph(4096, graph=nx.random_regular_graph(6, 4096, seed=1))
     assert made.degree == 6 and made.slots <= 8
+
+
+def test_a_copy_of_a_topology_is_looked_up_by_itself():
+    for made in (ring(N), later(3, every(2, ring(N)))):
+        copies = [copy.deepcopy(made), *([pickle.loads(pickle.dumps(made))] if made.draw is None else [])]
+        wanted, t = made.round(5), torch.tensor(5)
+        del made
+        gc.collect()
+        for one in copies:
+            weights = torch.func.vmap(lambda x, one=one, t=t: collectives.look_up(x, one, t).weights)(torch.zeros(N, 1))
+            assert torch.equal(weights, wanted.weights)
