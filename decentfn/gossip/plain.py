@@ -166,8 +166,8 @@ def mean(x: Sequence[Tensor], everyone: Topology, t: Tensor, *, wire_dtype: torc
 
     In rounds in which `everyone` rests, the result is Q(x).
     """
-    total = collect(post([narrow(tensor, wire_dtype) for tensor in x], everyone, t))
-    return [m.to(tensor.dtype) for m, tensor in zip(total, x, strict=True)]
+    posted = heard(post([narrow(tensor, wire_dtype) for tensor in x], everyone, t))
+    return [_weighted_sum(posted, index).to(tensor.dtype) for index, tensor in enumerate(x)]
 
 
 def narrow(x: Tensor, wire_dtype: torch.dtype | None) -> Tensor:
@@ -222,6 +222,17 @@ def _own_gamma(posted: Posted, gamma: float | Tensor) -> float | Tensor:
         return gamma
     one = torch.ones_like(posted.row.weights[0])
     return torch.where(posted.flags.own, one * gamma, one)
+
+
+def _weighted_sum(posted: Posted, index: int) -> Tensor:
+    """Return `Σ_j W[i, j] Q(x_j)`: of two workers that weigh alike the same bits on both, as differences are not."""
+    own = posted.sent[index]
+    dtype = wide(own.dtype)
+    x, kept = own.to(dtype), posted.row.weights[0].to(dtype)
+    if posted.flags is not None:
+        x = torch.where(posted.flags.own, x, torch.zeros_like(x))
+    weights, messages = _arrived(posted, index, 1.0, dtype)
+    return sum((w * m.to(dtype) for w, m in zip(weights, messages, strict=True)), kept * x)
 
 
 def _mixed(posted: Posted, index: int, gamma: float | Tensor) -> Tensor:
