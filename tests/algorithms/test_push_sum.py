@@ -206,10 +206,10 @@ def test_the_weight_rides_in_the_widest_bucket():
 @pytest.mark.parametrize(
     ("options", "rule"),
     [
-        ({"rounds": 0}, "rounds of mixing per step are an integer >= 1"),
-        ({"delay": -1}, "the delay is an integer >= 0"),
+        ({"rounds": 0}, "rounds is a number of steps or parts, at least 1"),
+        ({"delay": -1}, "delay is a number of steps or parts, at least 0"),
         ({"delay": 1, "rounds": 2}, "use rounds=1 with a delay"),
-        ({"delay": 1.5}, "the delay is an integer >= 0"),
+        ({"delay": 1.5}, "delay is an integer; found float"),
     ],
 )
 def test_rounds_and_delays_out_of_range_are_refused(options, rule):

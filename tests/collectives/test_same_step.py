@@ -10,9 +10,10 @@ import torch.distributed as dist
 
 import decentfn as df
 from decentfn import gossip
-from decentfn.collectives import World, exchange, use, wait
+from decentfn.collectives import World, exchange, look_up, use, wait
 from decentfn.collectives.steps import Steps
 from decentfn.testing import on_ranks
+from tests.collectives.test_collectives import schedule
 
 SOON = timedelta(seconds=3)
 
@@ -141,13 +142,13 @@ def test_ranks_at_the_same_step_are_left_alone_over_600_calls():
 
 def test_a_new_start_counts_anew():
     """One rank called an operator alone (here: nobody is named in its table); after `init` the counts agree again."""
-    silence = torch.full((1, 2, 2, 1), -1)
+    silence, x = schedule(torch.full((1, 2, 2, 1), -1)), torch.ones(2)
 
     def run(rank):
         init, step = algorithm("ring", 2)
         state = init(torch.ones(3))
         for t in range(3 * rank):
-            wait(exchange(torch.ones(2), silence, torch.tensor(t)))
+            wait(exchange(x, look_up(x, silence, torch.tensor(t))))
         state = init(torch.ones(3))
         return train(step, state, range(40))
 
