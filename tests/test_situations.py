@@ -91,8 +91,8 @@ UNMATCHED = [
     (begins_again, "push_sum", 3, STEP, r"rank 1 (is )?at t=0"),
     (is_a_period_ahead, "groups", 4, STEP, r"rank \d is at t=\d, rank \d at t=\d"),
     (takes_a_step_more, "diloco", 3, CALL, r"process 0 calls it after step t=6 .*, process 1 after step t=7"),
-    (takes_a_step_more, "push_sum", 3, "ExchangeTimeout", r"df.consensus_distance\(state\)"),
-    (one_group_stops, "groups", 4, "ExchangeTimeout", r"df.consensus_distance\(state\)"),
+    (takes_a_step_more, "push_sum", 3, "ExchangeTimeout PeerLost", r"df.consensus_distance\(state\)"),
+    (one_group_stops, "groups", 4, "ExchangeTimeout PeerLost", r"df.consensus_distance\(state\)"),
     (saves_and_another_restores, "diloco", 3, CALL, r"checkpoint.save\(.*checkpoint.restore\("),
     (saves_and_another_has_a_saver, "diloco", 2, CALL, r"checkpoint.Saver\(.*checkpoint.save\("),
     (savers_save_after_other_steps, "diloco", 2, "ValueError", r"step is 5 on rank 1 and 2 on rank 0"),
@@ -109,7 +109,7 @@ def test_what_only_one_rank_does_is_named_by_all(does, name, n, error, said, tmp
         return "nothing", ""
 
     for kind, text in on_ranks(n, run, timeout=SOON):
-        assert kind == error and re.search(said, text), (kind, text)
+        assert kind in error.split() and re.search(said, text), (kind, text)
 
 
 def test_a_rank_whose_loss_raised_and_that_goes_on_is_named_by_the_others():
@@ -319,7 +319,7 @@ SITUATIONS = {
         lambda: setattr(helper, "__kwdefaults__", {"power": 3}),
     ],
     reads_tensors: [
-        lambda: outside.tensors[0]["m"].resize_(2).fill_(2.0),
+        lambda: outside.tensors[0]["m"].resize_(2).fill_(3.0),
         lambda: outside.tensors[0]["m"].set_(torch.arange(8.0)[::2]),
         lambda: setattr(outside.tensors[0]["m"], "data", torch.ones(3, dtype=torch.int32)),
         lambda: outside.module.b.resize_(5).fill_(1.0),
