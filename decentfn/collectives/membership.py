@@ -58,6 +58,8 @@ class World:
         self._whole: World | None = None
         self._gossip: World | None = None
         self._outside: dict[range, dist.ProcessGroup] = {}
+        self.turn = threading.Lock()
+        """Held from the beginning to the end of a collective outside steps: those of two threads must not meet."""
         self._made_apart = 0
         self.timeout = timeout
         self.steps = Steps(rank, size)
@@ -296,9 +298,9 @@ def split_workers(processes_per_worker: int) -> World:
     if size in _split:
         _default[:] = [_split[size]]
         return _split[size]
-    outside = whole._outside
+    outside, turn = whole._outside, whole.turn
     whole = World(whole.group, whole.rank, whole.size, whole.timeout, whole.device)
-    whole.processes_per_worker, whole._outside = size, outside
+    whole.processes_per_worker, whole._outside, whole.turn = size, outside, turn
     if size > 1:
         ranks = torch.arange(whole.size).view(-1, size)
         rows = [whole._new_group(tuple(row)) for row in ranks.tolist()]

@@ -83,18 +83,24 @@ def met(
     text = f"{call}: {what}" + ("" if isinstance(x, int) else f" of {list(x.shape)} {x.dtype}")
     exchanges = steps.calls if of_state and steps.is_whole else -1
     mine = _Header(x if isinstance(x, int) else x.nbytes, exchanges, steps.last_step, text).encoded()
-    try:
-        outside: Any = here.outside(processes)
-        heard = [torch.empty_like(mine) for _ in processes]
-        outside.allgather([heard], [mine]).wait()
-        headers = [_Header.decoded(h) for h in heard]
-        _require_same(here, processes, headers)
-        on_gpu = isinstance(x, Tensor) and x.device.type != "cpu"
-        yield (group or here.group) if on_gpu else outside, [header.nbytes for header in headers]
-    except RunError:
-        raise
-    except RuntimeError as error:
-        raise _failed(here, call, error) from error
+    with here.whole.turn:
+        try:
+            outside: Any = here.outside(processes)
+            heard = [torch.empty_like(mine) for _ in processes]
+            outside.allgather([heard], [mine]).wait()
+            headers = [_Header.decoded(h) for h in heard]
+            _require_same(here, processes, headers)
+            on_gpu = isinstance(x, Tensor) and x.device.type != "cpu"
+            yield (group or here.group) if on_gpu else outside, [header.nbytes for header in headers]
+        except RunError:
+            raise
+        except RuntimeError as error:
+            raise _failed(here, call, error) from error
+        except (
+            BaseException
+        ) as error:  # as by Ctrl-C: what this process calls next would meet the rest of the others' call
+            _end(here, call, error)
+            raise
 
 
 def _require_same(here: World, processes: range, headers: list[_Header]) -> None:
@@ -124,13 +130,19 @@ def _require_same(here: World, processes: range, headers: list[_Header]) -> None
 
 
 def _failed(here: World, call: str, error: RuntimeError) -> RunError:
-    """The error for a call that another process did not come to. The others hear of it, and wait for this one no longer."""
+    """The error for a call that another process did not come to."""
+    _end(here, call, error)
+    named = named_error(here, call, error, told_of(here))
+    here.gossip.steps.cut_short = call, named
+    return named
+
+
+def _end(here: World, call: str, error: BaseException) -> None:
+    """End the exchanges of this process: the others hear of it, and wait for this one no longer."""
     steps = here.gossip.steps
     steps.tell(None, timed_out=has_timed_out(error), outside=call)
     here.gossip.hang_up()
-    named = named_error(here, call, error, told_of(here))
-    steps.cut_short = call, named
-    return named
+    steps.cut_short = call, error
 
 
 def named_error(here: World, call: str, error: RuntimeError, told: str = "") -> RunError:

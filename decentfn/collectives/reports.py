@@ -20,7 +20,7 @@ _PATIENCE_S = 3.0
 """So long a rank whose message has failed gives the others to fail, too, and to tell."""
 
 
-def has_timed_out(error: Exception) -> bool:
+def has_timed_out(error: BaseException) -> bool:
     """Whether a backend's error says that nothing came, and not that a connection broke."""
     return "imed out" in str(error) or "imeout" in str(error)
 

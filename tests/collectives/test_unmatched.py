@@ -5,6 +5,8 @@ import re
 import socket
 import subprocess
 import sys
+import threading
+import time
 from datetime import timedelta
 from functools import partial
 
@@ -14,7 +16,7 @@ import torch.distributed as dist
 
 import decentfn as df
 from decentfn import collectives
-from decentfn.collectives import World, use
+from decentfn.collectives import World, outside, use
 from decentfn.testing import on_ranks
 from tests.ranks import TIMEOUT, Ranks
 
@@ -240,6 +242,51 @@ def test_nothing_is_left_of_a_call_that_all_make():
     calls = [call for call in CALLS if "checkpoint" not in call]
     for (_, one), (kind, other) in zip(on_ranks(3, run, ()), on_ranks(3, run, calls), strict=True):
         assert kind == "ok" and torch.equal(one, other)
+
+
+def in_half_of_a_gathering(kind):
+    """On rank 0 another thread calls, or an interrupt comes, when the headers of a gathering have arrived."""
+    here = df.init()
+    group = dist.new_group([0, 1], timeout=SOON)
+    if here.rank > 1:
+        return None
+    world, plain, said = World(group, here.rank, 2, SOON), outside._require_same, []
+
+    def call(function, *arguments):
+        with use(world):
+            try:
+                said.append(str(function(*arguments)))
+            except (KeyboardInterrupt, df.errors.RunError) as error:
+                said.append(type(error).__name__)
+
+    second = threading.Thread(target=call, args=(collectives.process_mean, torch.ones(1)))
+
+    def then(*arguments):
+        plain(*arguments)
+        outside._require_same = plain
+        if here.rank == 0 and kind == "interrupt":
+            raise KeyboardInterrupt
+        if here.rank == 0:
+            second.start()
+            time.sleep(0.3)
+
+    outside._require_same = then
+    call(collectives.gather_bytes, torch.zeros(1000, dtype=torch.uint8))
+    if second.ident is None:
+        second.start()
+    second.join()
+    world.hang_up()
+    return said
+
+
+@pytest.mark.parametrize("kind", ["thread", "interrupt"])
+def test_half_of_a_gathering_meets_no_other_call(four, kind):
+    """It has the size of nobody's header, so the process that received one in its place was aborted."""
+    first, second = four.run(in_half_of_a_gathering, kind)[:2]
+    if kind == "thread":
+        assert first[1] == second[1] == "tensor([1.])" and first[0] == second[0]
+    else:
+        assert first[0] == "KeyboardInterrupt" and {*first[1:], *second} <= {"PeerLost", "ExchangeTimeout"}
 
 
 # -- what is left behind ---------------------------------------------------------------------------------------------

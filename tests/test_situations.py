@@ -1,0 +1,370 @@
+"""Situations by someone who did not write the code: unmatched calls of ranks, and what a compiled step reads from outside."""
+
+import collections
+import contextlib
+import copy
+import dataclasses
+import enum
+import functools
+import re
+import threading
+from datetime import timedelta
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import decentfn as df
+from decentfn import collectives, trees
+from decentfn.testing import on_ranks
+
+SOON = timedelta(seconds=3)
+
+# -- unmatched calls -------------------------------------------------------------------------------------------------
+
+ALGORITHMS = {
+    "all_reduce": (df.all_reduce, "complete", {}),
+    "diloco": (partial(df.diloco, inner_steps=3), "complete", {}),
+    "streaming_diloco": (partial(df.streaming_diloco, inner_steps=4, num_fragments=2), "complete", {}),
+    "push_sum": (df.stochastic_gradient_push, "one-peer-exp-directed", {}),
+    "groups": (df.adapt_then_combine, "alternating-exp-ring", {"local_world_size": 2}),
+}
+
+
+def square(params, batch):
+    return ((params["a"] - batch) ** 2).sum()
+
+
+def train(rank, name, n, steps, loss_fn=square, between=lambda rank, state, t: None):
+    algorithm, topology, options = ALGORITHMS[name]
+    init, step = algorithm(loss_fn, df.sgd(0.1), df.topology(topology, n, **options))
+    state = init({"a": torch.ones(5, dtype=torch.float64)})
+    for t in steps:
+        state, _ = step(state, torch.full((5,), float(rank), dtype=torch.float64), t)
+        between(rank, state, t)
+    return state
+
+
+def begins_again(rank, name, n, directory):
+    """Rank 1's loop starts again from t=0 after five steps."""
+    return train(rank, name, n, [*range(5), *(range(9) if rank == 1 else range(5, 14))])
+
+
+def is_a_period_ahead(rank, name, n, directory):
+    """The phase is the same, the step is not."""
+    period = df.topology(ALGORITHMS[name][1], n, **ALGORITHMS[name][2]).period
+    return train(rank, name, n, [t + period * (rank >= 2 and t >= 3) for t in range(8)])
+
+
+def takes_a_step_more(rank, name, n, directory):
+    return df.consensus_distance(train(rank, name, n, range(7 + (rank == 1))))
+
+
+def one_group_stops(rank, name, n, directory):
+    return df.consensus_distance(train(rank, name, n, range(4 if rank < 2 else 6)))
+
+
+def saves_and_another_restores(rank, name, n, directory):
+    state = train(rank, name, n, range(2))
+    return df.checkpoint.restore(directory, state) if rank == 1 else df.checkpoint.save(directory, state, 2)
+
+
+def saves_and_another_has_a_saver(rank, name, n, directory):
+    state = train(rank, name, n, range(2))
+    if rank:
+        return df.checkpoint.save(directory, state, 2)
+    with df.checkpoint.Saver(directory) as saver:
+        return saver.save(state, 2)
+
+
+def savers_save_after_other_steps(rank, name, n, directory):
+    with df.checkpoint.Saver(directory) as saver:
+        train(rank, name, n, range(6), between=lambda rank, state, t: t == 1 + 3 * rank and saver.save(state, t + 1))
+
+
+CALL, STEP = "CallMismatch", "StepMismatch"
+UNMATCHED = [
+    (begins_again, "all_reduce", 3, STEP, r"rank 1 (is )?at t=0"),
+    (begins_again, "diloco", 3, STEP, r"rank 1 (is )?at t=\d"),
+    (begins_again, "streaming_diloco", 3, STEP, r"rank 1 (is )?at t=\d"),
+    (begins_again, "push_sum", 3, STEP, r"rank 1 (is )?at t=0"),
+    (is_a_period_ahead, "groups", 4, STEP, r"rank \d is at t=\d, rank \d at t=\d"),
+    (takes_a_step_more, "diloco", 3, CALL, r"process 0 calls it after step t=6 .*, process 1 after step t=7"),
+    (takes_a_step_more, "push_sum", 3, "ExchangeTimeout PeerLost", r"df.consensus_distance\(state\)"),
+    (one_group_stops, "groups", 4, "ExchangeTimeout PeerLost", r"df.consensus_distance\(state\)"),
+    (saves_and_another_restores, "diloco", 3, CALL, r"checkpoint.save\(.*checkpoint.restore\("),
+    (saves_and_another_has_a_saver, "diloco", 2, CALL, r"checkpoint.Saver\(.*checkpoint.save\("),
+    (savers_save_after_other_steps, "diloco", 2, "ValueError", r"step is 5 on rank 1 and 2 on rank 0"),
+]
+
+
+@pytest.mark.parametrize(("does", "name", "n", "error", "said"), UNMATCHED, ids=lambda x: getattr(x, "__name__", None))
+def test_what_only_one_rank_does_is_named_by_all(does, name, n, error, said, tmp_path):
+    def run(rank):
+        try:
+            does(rank, name, n, tmp_path / "run")
+        except (df.errors.RunError, ValueError) as caught:
+            return type(caught).__name__, str(caught)
+        return "nothing", ""
+
+    for kind, text in on_ranks(n, run, timeout=SOON):
+        assert kind in error.split() and re.search(said, text), (kind, text)
+
+
+def test_a_rank_whose_loss_raised_and_that_goes_on_is_named_by_the_others():
+    def run(rank):
+        seen = []
+
+        def loss_fn(params, batch):
+            if rank == 1 and len(seen) == 2:
+                raise ZeroDivisionError
+            return square(params, batch)
+
+        try:
+            train(rank, "all_reduce", 3, range(5), loss_fn, between=lambda rank, state, t: seen.append(state))
+        except ZeroDivisionError:
+            with pytest.raises(df.errors.ExchangeTimeout, match=r"waited in its step t=2"):
+                df.consensus_mean(seen[-1])
+            return "df.consensus_mean(state)"
+        except df.errors.RunError as caught:
+            return str(caught)
+
+    assert all("df.consensus_mean(state)" in text for text in on_ranks(3, run, timeout=SOON))
+
+
+def test_a_rank_that_swallows_a_mismatch_may_go_on_with_the_others():
+    def run(rank):
+        state = train(rank, "diloco", 3, range(2))
+        with pytest.raises(df.errors.CallMismatch):
+            (df.gather if rank == 1 else df.mean)(state, {"x": 1.0})
+        return df.mean(state, {"x": float(rank)})["x"].item()
+
+    assert on_ranks(3, run, timeout=SOON) == [1.0] * 3
+
+
+def test_a_thread_that_takes_a_mean_while_its_rank_trains_changes_nothing():
+    """Between two rounds of DiLoCo: rank 0's thread waits for the others' calls, and its steps go on."""
+
+    def run(rank, threads):
+        def between(rank, state, t):
+            if t == 3 and threads:
+                means.append(df.consensus_mean(state)["a"]) if rank else thread(state)
+
+        def thread(state):
+            started.append(threading.Thread(target=mean, args=(df.kit.State(*state), collectives.world())))
+            started[0].start()
+
+        def mean(state, world):
+            with collectives.use(world):
+                means.append(df.consensus_mean(state)["a"])
+
+        means, started = [], []
+        state = train(rank, "diloco", 3, range(9), between=between)
+        for one in started:
+            one.join()
+        return df.params(state)["a"], means
+
+    alone, together = on_ranks(3, run, False), on_ranks(3, run, True, timeout=SOON)
+    for (one, _), (other, means) in zip(alone, together, strict=True):
+        assert torch.equal(one, other) and torch.equal(means[0], together[0][1][0])
+
+
+def test_two_savers_of_which_each_rank_uses_another_first_write_both(tmp_path):
+    def run(rank):
+        with df.checkpoint.Saver(tmp_path / "a") as a, df.checkpoint.Saver(tmp_path / "b") as b:
+            state = train(
+                rank,
+                "all_reduce",
+                2,
+                range(3),
+                between=lambda rank, state, t: [saver.save(state, t + 1) for saver in ((a, b), (b, a))[rank]],
+            )
+        restored = [df.checkpoint.restore(tmp_path / name, state) for name in "ab"]
+        return all(torch.equal(df.params(r.state)["a"], df.params(state)["a"]) and r.step == 3 for r in restored)
+
+    assert on_ranks(2, run, timeout=SOON) == [True, True]
+
+
+# -- what a compiled step reads from outside -------------------------------------------------------------------------
+
+outside = SimpleNamespace()
+
+
+class Base:
+    beta = 0.5
+
+
+class Config(Base):
+    half = 0.2
+
+    @property
+    def doubled(self):
+        return 2 * self.half
+
+
+class Flags(enum.Flag):
+    X = 1
+    Y = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    x: float = 0.3
+    inner: object = None
+
+
+class Slotted:
+    __slots__ = ("beta",)
+
+
+def helper(x, beta=0.5, *, power=1):
+    return beta * (x**power).sum()
+
+
+def weighted(x, *, by):
+    return (by * x).sum()
+
+
+def reads_config(w):
+    config, frozen = outside.config, outside.frozen
+    return (config.beta + config.doubled + outside.slotted.beta + frozen.inner.x) * w.sum() + outside.part(w)
+
+
+def reads_containers(w):
+    total = outside.nested["a"][0]["b"][1]["c"] * w.sum()
+    for name, value in outside.ordered.items():
+        total = 2 * total + len(name) * value * w.sum()
+    for value in outside.queue:
+        total = 3 * total + value * w.sum()
+    return total * len(outside.names) * (2 if "new" in outside.names else 1)
+
+
+def reads_flags_and_functions(w):
+    loss = helper(w)
+    if outside.flags & Flags.Y:
+        loss = 3 * loss
+    if outside.kind is not None:
+        loss = getattr(w**2, outside.kind)() + loss
+    return loss + (outside.regularizer(w) if outside.regularizer else 0.0)
+
+
+def reads_tensors(w):
+    return ((outside.tensors[0]["m"].sum() + outside.module.b.sum()) * w).sum().to(w.dtype)
+
+
+def reads_dtypes(w):
+    return w.sum() * torch.tensor(0.1) + (torch.zeros(3) + 0.1).sum() * w.to(outside.dtype).sum().to(w.dtype)
+
+
+def reads_a_module(w):
+    return (outside.layers(w) ** 2).sum()
+
+
+def reads_modes(w):
+    return (torch.eye(4) @ w).float().pow(2).sum() * (2 if torch.is_grad_enabled() else 1)
+
+
+def as_before():
+    torch.manual_seed(0)
+    Base.beta, Config.half, helper.__defaults__, helper.__kwdefaults__ = 0.5, 0.2, (0.5,), {"power": 1}
+    vars(outside).update(
+        config=Config(),
+        frozen=Frozen(inner=Frozen()),
+        slotted=Slotted(),
+        part=functools.partial(weighted, by=0.1),
+        nested={"a": [{"b": (1.0, {"c": 0.5})}]},
+        ordered={"aa": 0.3, "b": 0.2},
+        queue=collections.deque([0.1, 0.2]),
+        names={"old"},
+        flags=Flags.X,
+        kind=None,
+        regularizer=None,
+        tensors=({"m": torch.ones(4)},),
+        module=torch.nn.Module(),
+        dtype=torch.float32,
+        layers=torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4).eval()).requires_grad_(False),
+        around=contextlib.nullcontext,
+    )
+    outside.slotted.beta = 0.4
+    outside.layers.insert(0, torch.nn.Unflatten(0, (1, 4)))
+    outside.module.register_buffer("b", torch.ones(2))
+
+
+def around(context):
+    return lambda: setattr(outside, "around", context)
+
+
+SITUATIONS = {
+    reads_config: [
+        lambda: setattr(Base, "beta", 2.0),
+        lambda: setattr(Config, "half", 3.0),
+        lambda: setattr(outside.config, "beta", 4.0),
+        lambda: setattr(outside, "frozen", dataclasses.replace(outside.frozen, inner=Frozen(5.0))),
+        lambda: setattr(outside.slotted, "beta", 6.0),
+        lambda: outside.part.keywords.update(by=7.0),
+    ],
+    reads_containers: [
+        lambda: outside.nested["a"][0]["b"][1].update(c=2.0),
+        lambda: outside.ordered.update(aa=outside.ordered.pop("aa")),
+        lambda: outside.queue.rotate(1),
+        lambda: outside.queue.append(0.5),
+        lambda: outside.names.add("new"),
+    ],
+    reads_flags_and_functions: [
+        lambda: setattr(outside, "flags", Flags.X | Flags.Y),
+        lambda: setattr(outside, "kind", "mean"),
+        lambda: setattr(outside, "regularizer", torch.sum),
+        lambda: setattr(helper, "__defaults__", (3.0,)),
+        lambda: setattr(helper, "__kwdefaults__", {"power": 3}),
+    ],
+    reads_tensors: [
+        lambda: outside.tensors[0]["m"].resize_(2).fill_(3.0),
+        lambda: outside.tensors[0]["m"].set_(torch.arange(8.0)[::2]),
+        lambda: setattr(outside.tensors[0]["m"], "data", torch.ones(3, dtype=torch.int32)),
+        lambda: outside.module.b.resize_(5).fill_(1.0),
+        lambda: setattr(outside.module, "b", torch.ones(1, dtype=torch.float64)),
+    ],
+    reads_dtypes: [
+        lambda: torch.set_default_dtype(torch.float64),
+        lambda: torch.set_default_dtype(torch.float32),
+        lambda: setattr(outside, "dtype", torch.float16),
+    ],
+    reads_a_module: [
+        lambda: setattr(outside.layers[2], "eps", 1.0),
+        lambda: outside.layers[2].running_mean.fill_(0.3),
+        lambda: outside.layers.append(torch.nn.Sigmoid()),
+        lambda: setattr(outside.layers[3], "forward", lambda x: 7 * x),
+    ],
+    reads_modes: [
+        around(partial(torch.autocast, "cpu", torch.bfloat16)),
+        around(torch.no_grad),
+        around(torch.inference_mode),
+        around(contextlib.nullcontext),
+    ],
+}
+
+
+@pytest.mark.parametrize("reads", SITUATIONS, ids=lambda reads: reads.__name__)
+def test_a_compiled_step_does_after_each_change_what_the_eager_one_does(reads):
+    as_before()
+    init, step = df.all_reduce(
+        lambda params, batch: ((params["w"] - batch) ** 2).mean() + reads(params["w"]),
+        df.sgd(0.1),
+        df.topology("complete", 1),
+    )
+    state, batch = init({"w": torch.linspace(-1, 1, 4)}), torch.linspace(0, 2, 4)
+    compiled, seen = df.compile(step, backend="eager"), []
+    try:
+        for t, change in enumerate([lambda: None, *SITUATIONS[reads]]):
+            change()
+            for _ in range(2):
+                with outside.around():
+                    mine, eager = compiled(copy.deepcopy(state), batch, t), step(state, batch, t)
+                for a, b in zip(trees.leaves(mine), trees.leaves(eager), strict=True):
+                    torch.testing.assert_close(a, b, msg=lambda said, t=t: f"change {t}: {said}")
+            seen.append(df.params(eager[0])["w"])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    if reads not in (reads_dtypes, reads_modes):  # the changes are ones that matter
+        assert not any(torch.equal(a, b) for a, b in zip(seen, seen[1:], strict=False))
