@@ -47,8 +47,8 @@ def compile(
     """Compile `step(state, batch, t)` into one graph that serves every `t`.
 
     Communication is posted first and waited for last. Whatever the step reads from outside (numbers, flags, modules, tensors,
-    by the loss, the optimizer or the topology) is looked at again in every call, and the step is compiled again where it has
-    changed: a number that is another in every step should be a tensor that is filled in place. The logger "decentfn" says at
+    by the loss, the optimizer or the topology) is looked at again in every call as far as Dynamo guards it (`docs/gotchas.md` lists its
+    gaps), and the step is compiled again where it has changed: a number that is another in every step should be a tensor that is filled in place. The logger "decentfn" says at
     level DEBUG when something is compiled and how long it took. With `donate`, the new state is
     written over the old one by the kernel that computes it: the state that was passed in *is* the new state, and nothing
     else is allocated for it.
