@@ -14,7 +14,7 @@ exact_diffusion, whose roots are smaller than 1.
 
 c is a sum of differences, and what its rounding leaves in the workers' mean moves x in every later step. Measured in float32 without
 gradients, for |x| about 2 and four workers on 'static-ring' that start unequal, where differences go on, the mean of an element moves in
-100, 1,000 and 10,000 steps by 9e-7, 1e-5 and 1e-4 (rms; adapt_then_combine: by 2e-7, once).
+100, 1,000 and 10,000 steps by 9e-7, 1e-5 and 1e-4 (rms; adapt_then_combine: by 1e-7, once).
 
 x: a worker's parameters; W: the mixing matrix of step t; g: its gradient at x; u: the optimizer's update.
 """

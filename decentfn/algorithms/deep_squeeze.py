@@ -4,6 +4,10 @@
     v = x½ + δ;    δ⁺ = v - C(v)
     x⁺ = x½ + γ (W C(v) - C(v))
 
+With a deterministic compressor the workers end in a cycle of roundings, in which each element's mean drifts in a direction of its own.
+Measured in float32 without gradients, for |x| about 2, four workers on 'static-ring', quantize(8) and γ = 0.3, it moved in 100, 1,000 and
+10,000 steps by 4e-7, 7e-6 and 6e-5 (rms).
+
 x: a worker's parameters; u: the optimizer's update at its gradient g; δ: what compression has left out, 0 at the
 start; C: the compressor; W: the mixing matrix of step t; γ: the consensus step size.
 """

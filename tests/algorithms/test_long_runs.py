@@ -1,86 +1,151 @@
-"""Ten thousand compiled steps without gradients: the workers' mean makes a random walk of roundings, and does not drift.
+"""Long runs without gradients: what rounding moves, and how it grows.
 
-A step that rounds N D numbers of size x moves their mean, over workers and elements, by some eps |x| / √(12 N D), and so many steps
-of them by √steps times that. Weights like 1/3, which do not sum to 1, moved it by eps |x| / 2 in every step.
+A step that rounds numbers between 1.5 and 2.5 moves the mean of N workers by at most some 0.29 / √N units u = 2 eps (rms), and as a random
+walk so many steps of them by √steps times that: 4.6 u in 1,000 steps of 4 workers. What is measured is the root mean square over the
+elements of how far each one's mean has moved: where workers go round in a cycle of roundings, each element's mean drifts in a direction
+of its own, and the mean over elements hides it (DecentLaM did: 14 u in 1,000 steps, 178 u in 10,000).
 """
 
 import math
 
+import pytest
 import torch
 
 import decentfn as df
 from decentfn import compressors, trees
 
-N, D, STEPS = 4, 64, 10_000
-ONE_MODE = {"compressor": compressors.quantize(8), "gamma": 0.3}
+D = 64
+RANDOM = {"compressor": compressors.random_k(0.5), "gamma": 0.3}
 
-CASES = {
-    "adapt_while_communicate": ("static-ring", {}),
-    "adapt_then_combine": ("static-ring", {}),
-    "gradient_tracking": ("static-ring", {}),
-    "momentum_tracking": ("static-ring", {}),
-    "quasi_global_momentum": ("static-ring", {}),
-    "decentlam": ("static-ring", {}),
-    "power_gossip": ("static-ring", {}),
-    "slowmo": ("static-ring", {"inner_steps": 3}),
-    "noloco": ("static-ring", {"inner_steps": 2}),
-    "deep_squeeze": ("static-ring", ONE_MODE),
-    "stochastic_gradient_push": ("static-ring", {}),
+PARAMETERS = {
+    "adapt_while_communicate": ("static-ring", 4, {}),
+    "adapt_while_communicate, groups of three": ("complete", 3, {}),
+    "adapt_then_combine": ("static-ring", 5, {}),
+    "all_reduce": ("complete", 3, {}),
+    "gradient_tracking": ("static-ring", 4, {}),
+    "momentum_tracking": ("static-ring", 5, {}),
+    "quasi_global_momentum": ("static-ring", 4, {}),
+    "decentlam": ("static-ring", 4, {}),
+    "power_gossip": ("static-ring", 4, {}),
+    "noloco": ("static-ring", 4, {"inner_steps": 2}),
+    "deep_squeeze": ("static-ring", 4, RANDOM),
+    "stochastic_gradient_push": ("static-exp", 5, {}),
+    "push_diging": ("static-exp", 5, {}),
+    "relay_sgd": ("binary-tree", 6, {}),
+    "diloco": ("complete", 3, {"inner_steps": 2}),
+    "streaming_diloco": ("complete", 3, {"inner_steps": 4}),
+    "slowmo": ("static-ring", 4, {"inner_steps": 3}),
 }
-"""An algorithm that promises its mean -> a topology and hyperparameters. D², exact diffusion, EXTRA and CHOCO-SGD keep a sum of
-differences, in which a rounding moves the mean in every later step; their docstrings say by how much."""
+"""An algorithm that promises its mean -> a topology, workers and hyperparameters. D², exact diffusion, EXTRA and CHOCO-SGD keep a sum of
+differences, in which a rounding moves the mean in every later step; so do DeepSqueeze's cycles of a deterministic compressor. Their
+docstrings say by how much."""
+
+STARTS_EQUAL = {"all_reduce", "relay_sgd", "diloco", "streaming_diloco"}
+
+AMPLIFIED = {"slowmo": 4, "quasi_global_momentum": 4}
+"""Momentum carries on what early roundings left, for 1 / (1 - β) steps; both then rest: 9 and 8 u after 300 steps and after 1,000."""
+
+SIXTEEN = {
+    "adapt_while_communicate",
+    "gradient_tracking",
+    "decentlam",
+    "stochastic_gradient_push",
+    "diloco",
+    "relay_sgd",
+}
+"""One of each family in 16 bits too, where all are not tried."""
 
 
-CARRIED = {"quasi_global_momentum": 10, "decentlam": 10, "deep_squeeze": 10}
-"""Momentum carries on a difference of one rounding between workers for 1 / (1 - β) steps, and so does an error that is fed back: the
-roundings of one step and the next are not independent."""
+def loss(params, batch):
+    return sum(0.0 * p.float().sum() for p in trees.leaves(params))
 
 
-def of(dtypes, names, **options):
-    """A start and a step of all these algorithms, each on a bucket of each dtype, in one graph."""
+def built(name, **options):
+    topology, n, hyperparameters = PARAMETERS[name]
+    algorithm = getattr(df, name.split(",")[0])
+    return algorithm(loss, df.sgd(0.1), df.topology(topology, n), **hyperparameters, **options), n
+
+
+def started(algorithm, n, dtypes, equal=False):
     draw = torch.Generator().manual_seed(0)
-    starts, steps = {}, {}
-    for name in names:
-        topology, hyperparameters = CASES[name]
-        steps[name] = getattr(df, name)(
-            lambda params, batch: sum(0.0 * p.float().sum() for p in trees.leaves(params)),
-            df.sgd(0.1),
-            df.topology(topology, N),
-            **hyperparameters,
-            **options,
-        )
-        rows = [
-            steps[name].init([(1.5 + torch.rand(D, generator=draw, dtype=torch.float64)).to(d) for d in dtypes])
-            for _ in range(N)
-        ]
-        starts[name] = trees.map(lambda *leaves: torch.stack(leaves), *rows)
-
-    def step(states, batch, t):
-        return {name: steps[name].step(state, batch, t)[0] for name, state in states.items()}, batch
-
-    return starts, step
+    rows = [[(1.5 + torch.rand(D, generator=draw, dtype=torch.float64)).to(d) for d in dtypes] for _ in range(n)]
+    rows = [algorithm.init([x.clone() for x in rows[0 if equal else i]]) for i in range(n)]
+    return trees.map(lambda *leaves: torch.stack(leaves), *rows)
 
 
-def assert_walks(names, dtypes, **options):
-    starts, step = of(dtypes, names, **options)
-    before = {name: [b.double().mean(0) for b in state.params] for name, state in starts.items()}
-    step, states = df.compile(df.simulate(step, N)), starts
-    batch = torch.zeros(N)
-    for t in range(STEPS):
-        states, _ = step(states, batch, t)
-    for name, state in states.items():
-        for x, was in zip(state.params, before[name], strict=True):
-            moved = (x.double().mean(0) - was).mean().abs()
-            bound = 3 * torch.finfo(x.dtype).eps * 2 * math.sqrt(STEPS / (12 * N * D)) * CARRIED.get(name, 1)
-            assert moved <= bound, f"{name}: the mean of {x.dtype} moved by {float(moved):.2g}, more than {bound:.2g}"
+def means(params):
+    return [bucket.double().mean(0) for bucket in params]
 
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+def assert_stays(name, n, x, was, steps, per_step=0.0):
+    moved = float((x.double().mean(0) - was).square().mean().sqrt()) / (2 * torch.finfo(x.dtype).eps)
+    bound = (1 + 0.29 * math.sqrt(steps / n)) * AMPLIFIED.get(name, 1) + per_step * steps
+    assert moved <= bound, f"{name}: the mean of {x.dtype} moved by {moved:.3g} units, more than {bound:.3g}"
 
 
-def test_the_mean_does_not_drift():
-    assert_walks(CASES, DTYPES)
+def assert_walks(name, dtypes, steps, backend, per_step=0.0, **options):
+    algorithm, n = built(name, **options)
+    state = started(algorithm, n, dtypes, equal=name in STARTS_EQUAL)
+    before = means(state.params)
+    step = df.simulate(algorithm.step, n)
+    step = step if backend is None else df.compile(step, backend=backend)
+    batch = torch.zeros(n)
+    for t in range(steps):
+        state, _ = step(state, batch, t)
+    for x, was in zip(state.params, before, strict=True):
+        assert_stays(name, n, x, was, steps, per_step)
+    return state
 
 
-def test_nor_does_it_with_a_narrow_wire():
-    assert_walks(("adapt_while_communicate", "gradient_tracking"), (torch.float32,), wire_dtype=torch.bfloat16)
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_the_mean_does_not_drift(name):
+    dtypes = (torch.float32, torch.bfloat16, torch.float16) if name in SIXTEEN else (torch.float32,)
+    # Cycles of roundings begin where disagreement has shrunk to roundings: after some 300 steps of DecentLaM.
+    assert_walks(name, dtypes, 1_000 if name == "decentlam" else 300, None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_nor_in_ten_thousand_compiled_steps_of_any_dtype(name):
+    assert_walks(name, (torch.float16, torch.bfloat16, torch.float32, torch.float64), 10_000, "inductor")
+
+
+def test_a_narrow_wire_moves_the_mean_by_little():
+    # Disagreement below the wire's resolution stays, and with it a cycle of float32's roundings: 0.04 u a step, 12 u in 300.
+    for name in ("adapt_while_communicate", "gradient_tracking"):
+        assert_walks(name, (torch.float32,), 300, None, per_step=0.06, wire_dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", ["stochastic_gradient_push", "push_diging"])
+def test_push_sum_weights_keep_their_sum(name):
+    state = assert_walks(name, (torch.float32,), 300, None)
+    weights = state.memory.weight
+    assert abs(float(weights.double().sum()) - len(weights)) < 300 * torch.finfo(weights.dtype).eps
+
+
+def test_the_moving_average_of_what_rests_rests():
+    algorithm, n = built("adapt_while_communicate, groups of three")
+    algorithm = df.ema(algorithm, 0.9)
+    state = started(algorithm, n, (torch.float32, torch.bfloat16))
+    step = df.simulate(algorithm.step, n)
+    for t in range(300):
+        state, _ = step(state, torch.zeros(n), t)
+    averages = trees.leaves(df.ema_params(state))
+    for x, average in zip(state.params, averages, strict=True):
+        # 1 / (1 - decay) steps are remembered, each rounded.
+        bound = 10 * torch.finfo(average.dtype).eps * 2.5
+        assert (average.double() - x.double()).abs().max() <= bound
+
+
+def test_averaged_buffers_of_three_workers_keep_their_mean():
+    def of_buffers(params, buffers, batch):
+        return 0.0 * params.sum(), (buffers, None)
+
+    algorithm = df.average_buffers(df.adapt_while_communicate(of_buffers, df.sgd(0.1), df.topology("static-ring", 3)))
+    draw = torch.Generator().manual_seed(0)
+    rows = [algorithm.init(torch.ones(2), {"mean": 1.5 + torch.rand(D, generator=draw)}) for _ in range(3)]
+    state = trees.map(lambda *leaves: torch.stack(leaves), *rows)
+    step, was = df.simulate(algorithm.step, 3), df.buffers(state)["mean"].double().mean(0)
+    for t in range(300):
+        state, _ = step(state, torch.zeros(3), t)
+    assert_stays("buffers", 3, df.buffers(state)["mean"], was, 300)
