@@ -4,10 +4,6 @@
     v = x½ + δ;    δ⁺ = v - C(v)
     x⁺ = x½ + γ (W C(v) - C(v))
 
-With a deterministic compressor the workers end in a cycle of roundings, in which each element's mean drifts in a direction of its own.
-Measured in float32 without gradients, for |x| about 2, four workers on 'static-ring', quantize(8) and γ = 0.3, it moved in 100, 1,000 and
-10,000 steps by 4e-7, 7e-6 and 6e-5 (rms).
-
 x: a worker's parameters; u: the optimizer's update at its gradient g; δ: what compression has left out, 0 at the
 start; C: the compressor; W: the mixing matrix of step t; γ: the consensus step size.
 """
@@ -99,8 +95,8 @@ def deep_squeeze(
         v = add(error, x_half)
         c = post_compressed(v, compressor, neighbours, t)
         error = elementwise(torch.sub, v, c.sent)
-        pull = difference_compressed(c)
-        x = elementwise(lambda x, pull: (x + gamma * pull).to(x.dtype), x_half, pull)
+        pull = difference_compressed(c, gamma)
+        x = elementwise(lambda x, pull: (x + pull).to(x.dtype), x_half, pull)
         x = repaired_compressed(c, x, pull)
         return State(x, local, Memory(error)), g.metrics
 

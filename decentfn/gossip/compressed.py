@@ -15,7 +15,7 @@ from decentfn import collectives
 from decentfn.buckets import BucketPlan, Buckets, cast_like, where, wide
 from decentfn.compressors import Compressor, Key
 from decentfn.gossip.guarding import are_finite, is_guarded
-from decentfn.gossip.plain import Posted, heard, inbox_of, post
+from decentfn.gossip.plain import Posted, coarse, heard, inbox_of, own_gamma, post
 from decentfn.scalars import once, rounded
 from decentfn.topologies import Topology, from_permutations
 
@@ -58,19 +58,20 @@ def repaired_compressed(posted: Compressed, x: Buckets, pull: Buckets) -> Bucket
     return x if flags is None else where(flags.own, x, cast_like(pull, x))
 
 
-def difference_compressed(posted: Compressed) -> Buckets:
-    """Wait for what was posted and return what mixing adds: `(W - I) C(x) = Σ_j W[i,j] (C(x_j) - C(x))`, in float32 or wider.
+def difference_compressed(posted: Compressed, gamma: float = 1.0) -> Buckets:
+    """Wait for what was posted and return what mixing adds: `γ (W - I) C(x) = γ Σ_j W[i,j] (C(x_j) - C(x))`, in float32 or wider.
 
     Its mean over workers is 0 to a rounding of the differences, as that of `difference`.
     """
     pulls, messages = [], heard(posted.messages)
-    weights = messages.row.weights
+    weights = messages.row.weights * own_gamma(messages, gamma)
     for index, (own, plan) in enumerate(zip(posted.sent, posted.sent.plan.buckets, strict=True)):
         pull = weights[0].to(own.dtype) * torch.zeros_like(own)  # 0, or NaN where a bad worker hears nothing good
         if messages.messages:
             inbox = inbox_of(messages, index)
             for slot in range(inbox.shape[0]):
-                pull = pull + weights[1 + slot].to(own.dtype) * (_decoded(posted.compressor, inbox[slot], plan) - own)
+                term = weights[1 + slot].to(own.dtype) * (_decoded(posted.compressor, inbox[slot], plan) - own)
+                pull = pull + coarse(messages, term)
         pulls.append(pull)
     return Buckets(pulls, posted.sent.plan)
 

@@ -195,7 +195,7 @@ def _arrived(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Wait for one tensor's inbox: the weights, in this dtype, and the messages; the last may be the group's mean."""
     weights, messages = [], []
-    gamma = _own_gamma(posted, gamma)
+    gamma = own_gamma(posted, gamma)
     if posted.messages:
         inbox = inbox_of(posted, index)
         its_weights = (posted.row.weights * gamma).to(dtype)
@@ -216,12 +216,26 @@ def _mean(posted: Posted, index: int) -> Tensor:
     return (mean.to(dtype) * posted.scale.to(dtype)).to(mean.dtype)
 
 
-def _own_gamma(posted: Posted, gamma: float | Tensor) -> float | Tensor:
+def own_gamma(posted: Posted, gamma: float | Tensor) -> float | Tensor:
     """A worker whose own message is bad takes all of the mix."""
     if posted.flags is None:
         return gamma
     one = torch.ones_like(posted.row.weights[0])
     return torch.where(posted.flags.own, one * gamma, one)
+
+
+def coarse(posted: Posted, term: Tensor) -> Tensor:
+    """Return what one worker takes from another, in float32 rounded to 8 bits: so coarse that adding it to parameters loses nothing.
+
+    Where rounded values travel, differences do not vanish but go round in cycles. What rounding takes from a sum in such a cycle is
+    the same in each, and would move the workers' mean; the two ends' terms are opposite also when they are rounded.
+    """
+    if term.dtype != torch.float32:
+        return term
+    short = rounded(term, torch.bfloat16).to(term.dtype)
+    return (
+        short if posted.flags is None else torch.where(posted.flags.own, short, term)
+    )  # a bad worker takes all of the mix
 
 
 def _weighted_sum(posted: Posted, index: int) -> Tensor:
@@ -238,7 +252,7 @@ def _weighted_sum(posted: Posted, index: int) -> Tensor:
 def _mixed(posted: Posted, index: int, gamma: float | Tensor) -> Tensor:
     own, row = posted.own[index], posted.row
     dtype = wide(own.dtype)  # sixteen-bit values are mixed in float32; weights are exact to 1e-12
-    gamma = _own_gamma(posted, gamma)
+    gamma = own_gamma(posted, gamma)
     weights, messages = _arrived(posted, index, gamma, dtype)
     x, sent = own.to(dtype), posted.sent[index].to(dtype)
     if posted.flags is not None:
@@ -251,6 +265,7 @@ def _mixed(posted: Posted, index: int, gamma: float | Tensor) -> Tensor:
     given = _given(row)
     if given is None:
         terms = [weight * (message - sent) for weight, message in pairs]
+        terms = terms if posted.sent[index] is own else [coarse(posted, term) for term in terms]
     else:
         terms = [weight * message for weight, message in pairs]
         terms += [-weight * sent for weight in (given * gamma).to(dtype).unbind()]
@@ -269,5 +284,6 @@ def _moved(posted: Posted, index: int, gamma: float | Tensor) -> Tensor:
     weights, messages = _arrived(posted, index, gamma, dtype)
     sent = posted.sent[index].to(dtype)
     terms = [weight * (x.to(dtype) - sent) for weight, x in zip(weights, messages, strict=True)]
+    terms = terms if posted.sent[index] is posted.own[index] else [coarse(posted, term) for term in terms]
     total = sum(terms, torch.zeros_like(sent))
     return total if posted.flags is None else torch.where(posted.flags.own, total, torch.zeros_like(total))
