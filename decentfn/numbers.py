@@ -72,6 +72,15 @@ def plain(call: str, parameters: Mapping[str, inspect.Parameter], arguments: Map
     return {name: _plain(call, name, _kinds(parameters[name]), value) for name, value in arguments.items()}
 
 
+def bind(function: Callable[..., Any], signature: inspect.Signature, args: Any, kwargs: Any) -> inspect.BoundArguments:
+    """Bind arguments to a function's signature; where they do not fit, raise the TypeError of the call itself, which names it."""
+    try:
+        return signature.bind(*args, **kwargs)
+    except TypeError:
+        function(*args, **kwargs)
+        raise
+
+
 def checks_numbers(function: Callable[P, T]) -> Callable[P, T]:
     """Decorate a public function: its `int`, `float` and `bool` arguments are such, finite, and no other type's.
 
@@ -82,7 +91,7 @@ def checks_numbers(function: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        bound = signature.bind(*args, **kwargs)
+        bound = bind(function, signature, args, kwargs)
         bound.arguments.update(plain(function.__name__, signature.parameters, bound.arguments))
         return function(*bound.args, **bound.kwargs)
 

@@ -17,7 +17,7 @@ from decentfn.gradient.beside import Beside, passing_beside
 from decentfn.kit.expected import checked, marked, require_order
 from decentfn.kit.options import DEFAULTS
 from decentfn.kit.state import Algorithm, Metrics
-from decentfn.numbers import plain
+from decentfn.numbers import bind, plain
 from decentfn.scalars import as_step
 from decentfn.torch_private import functorch
 from decentfn.trees import PyTree
@@ -48,7 +48,7 @@ def algorithm(function: Callable[P, Algorithm]) -> Callable[P, Algorithm]:
 
     @functools.wraps(function)
     def build(*args: P.args, **kwargs: P.kwargs) -> Algorithm:
-        call = signature.bind(*args, **kwargs)
+        call = bind(function, signature, args, kwargs)
         call.arguments.update(plain(function.__name__, signature.parameters, call.arguments))
         built = function(*call.args, **call.kwargs)
         if not isinstance(built, Algorithm):

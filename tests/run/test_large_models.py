@@ -76,7 +76,7 @@ def tried(ranks, case):
             assert sent == held  # one message to one neighbour: a process sends what it holds
             gradient = "gather_inside" if case.kind == "traced" else "gradient"
             for graph in graphs:
-                where = [graph.index(call) for call in ("exchange", gradient, "wait")]
+                where = [graph.index(call) for call in ("post", gradient, "wait")]
                 assert where == sorted(where) and "sum_inside" in graph
     if ALL_KINDS[case.kind].team == 1:  # so that no part is held twice
         whole = sum(x.numel() * x.itemsize for x in Network().parameters() if x.requires_grad)
@@ -585,9 +585,10 @@ def mistakes():
         note("start", make(loss_fn, optimizer(), ring).init, own, buffers)
         whole = make(df.accumulate(loss_fn), df.transforms.by_leaf(df.transforms.identity()), ring)
         note("whole", whole.init, params, buffers)
-        replicated = make(loss_fn, optimizer(), ring).init(params, buffers)
-        compiled = df.compile(
-            df.all_reduce(df.autograd(loss_fn), optimizer(), ring).step, backend="eager", donate=False
+        reduced = df.all_reduce(df.autograd(loss_fn), optimizer(), ring)
+        replicated, compiled = (
+            reduced.init(params, buffers),
+            df.compile(reduced.step, backend="eager", donate=False),
         )
         compiled(replicated, batch(0, 0, 0), 0)
 
@@ -618,7 +619,7 @@ def mistakes():
             "by_leaf": df.transforms.by_leaf(df.transforms.identity()),
             "bucket": df.transforms.clip_by_bucket_norm(1.0),
         }.items():
-            note(name, make(sharded_loss, transform, ring).init, params, buffers)
+            note(name, make(sharded_loss, df.chain(transform, df.sgd(0.1)), ring).init, params, buffers)
         algorithm = make(sharded_loss, df.sgd(0.1), ring)
         state = algorithm.init(params, buffers)
         note("buffers", df.average_buffers, algorithm)
