@@ -233,7 +233,7 @@ def test_the_example_s_compiled_step_is_a_trace_that_perfetto_shows_and_a_pictur
         shown = [
             e["name"]
             for e in inside
-            if re.match("(decentfn::(post|wait)|after (post exchange 4|wait)|before)", e["name"])
+            if re.match("(decentfn::(post|wait) |after (post exchange 4|wait)|before)", e["name"])
         ]
         assert shown == [
             "before posts",
