@@ -50,7 +50,7 @@ class Memory(NamedTuple):
 
     public: Buckets  # x̂, this worker's public copy
     pull: Buckets  # d = Σ_j W[i,j] (x̂_j - x̂), whose mean over the workers is 0
-    averaged = ("public", "pull")  # over the workers, by df.resize
+    averaged = ("public",)  # over the workers, by df.resize
 
     @classmethod
     def restart(cls, x: Buckets) -> Memory:

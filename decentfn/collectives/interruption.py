@@ -33,13 +33,14 @@ class whole_step:
         donated: whether it writes over the state that it is given.
     """
 
-    __slots__ = ("_donated", "_here", "_range", "_t")
+    __slots__ = ("_donated", "_earlier", "_here", "_range", "_t")
 
     def __init__(self, t: int | Tensor, *, donated: bool = False) -> None:
         self._t, self._donated = int(t), donated
 
     def __enter__(self) -> World:
         self._here = here = world()
+        self._earlier = set(in_flight)
         if here.whole.size > 1:
             here.steps.enter(self._t)
         self._range = span("step", self._t) if is_profiled() else nothing
@@ -54,10 +55,10 @@ class whole_step:
             return
         if error is not None:
             if steps.has_posted:
-                _drain(here)
+                _drain(here, set())
                 steps.cut_short = f"step t={self._t}", error
-        elif any(flight.here is here for flight in in_flight.values()):
-            _drain(here)  # nobody has waited for these
+        else:
+            _drain(here, self._earlier)  # what this step posted and nobody has waited for
         if error is None and steps.lost is not None:
             named = report(here, steps.lost, self._t + self._donated)
             steps.cut_short = f"step t={self._t}", named
@@ -71,12 +72,13 @@ def cut_short(t: int, error: BaseException) -> None:
         here.steps.cut_short = f"step t={t}", error
 
 
-def _drain(here: World) -> None:
+def _drain(here: World, kept: set[int]) -> None:
+    """Let this world's flights land, but for those kept."""
     end = time.monotonic() + _PATIENCE_S
-    for address, flight in list(in_flight.items()):
-        if flight.here is not here:
+    for number, flight in list(in_flight.items()):
+        if flight.here is not here or number in kept:
             continue
-        posted = in_flight.pop(address)
+        posted = in_flight.pop(number)
         try:
             for work in posted.works:
                 work.wait(timedelta(seconds=max(0.01, end - time.monotonic())))

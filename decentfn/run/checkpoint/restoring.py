@@ -107,8 +107,6 @@ def _read(path: Path, template: Any) -> tuple[Restored, dict[str, Tensor]]:
         )
     _compare_names(leaves, parts, path)
     saved = _Saved(path, parts, about["num_workers"])
-    for leaf in leaves:
-        saved.require_fit(leaf)
     if as_many:
         saved.fill(leaves, first)
     else:
@@ -241,6 +239,8 @@ class _Saved(NamedTuple):
 
     def fill(self, leaves: Sequence[Leaf], first: int) -> None:
         """Read what the workers from `first` on have in these leaves, which the files together hold."""
+        for leaf in leaves:
+            self.require_fit(leaf)
         for leaf in leaves:
             wanted, done, filled = place(leaf, first, self.num_workers), list[tuple[slice, ...]](), 0
             for part in self.parts:
