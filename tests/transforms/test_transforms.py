@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from decentfn import schedules, transforms, trees
 from decentfn.buckets import Buckets, flatten
 from decentfn.transforms import (
-    MaskedTransform,
     Transform,
     accum_adam,
     accum_adamw,
