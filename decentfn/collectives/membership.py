@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -60,7 +61,7 @@ class World:
         self._outside: dict[range, dist.ProcessGroup] = {}
         self.turn = threading.Lock()
         """Held from the beginning to the end of a collective outside steps: those of two threads must not meet."""
-        self._made_apart = 0
+        self._made_apart = itertools.count()
         self.timeout = timeout
         self.steps = Steps(rank, size)
         self.device = device
@@ -140,9 +141,10 @@ class World:
         """
         if self.size == 1:
             return self
-        self._made_apart += 1  # all make the same ones in the same order
         world = World(None, self.rank, self.size, self.timeout, self.device)
-        world._store = PrefixStore(f"apart {self._made_apart}", self.store)
+        world._store = PrefixStore(
+            f"apart {next(self._made_apart)}", self.store
+        )  # all make the same ones in the same order
         return world
 
     def subgroup(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
@@ -298,9 +300,10 @@ def split_workers(processes_per_worker: int) -> World:
     if size in _split:
         _default[:] = [_split[size]]
         return _split[size]
-    outside, turn = whole._outside, whole.turn
+    outside, turn, made_apart = whole._outside, whole.turn, whole._made_apart
     whole = World(whole.group, whole.rank, whole.size, whole.timeout, whole.device)
-    whole.processes_per_worker, whole._outside, whole.turn = size, outside, turn
+    whole.processes_per_worker = size
+    whole._outside, whole.turn, whole._made_apart = outside, turn, made_apart  # one of each for a store
     if size > 1:
         ranks = torch.arange(whole.size).view(-1, size)
         rows = [whole._new_group(tuple(row)) for row in ranks.tolist()]

@@ -220,6 +220,6 @@ def test_an_error_in_one_forward_pass_ends_all():
             for rank, (is_own, said, seconds) in enumerate(four.run(fails_in_the_forward_pass, kind, size)):
                 assert is_own == (rank == 1) and seconds < AT_ONCE
                 if not is_own:
-                    assert "process 1 has failed: ZeroDivisionError" in said and "start the run again" in said
+                    assert "process 1 has failed: ZeroDivisionError" in said
     finally:
         four.close()
