@@ -691,7 +691,7 @@ def test_what_is_not_there_is_said_on_every_rank(four):
         "rate": "ranks disagree",
         "shapes": "Rank 0 (process 0 of worker 0) has",
         "one": "the module is sharded, but a worker is one process",
-        "compiled before": "a worker is one process now",
+        "compiled before": "a state of workers of 2 processes, but df.init(processes_per_worker=1)",
         "DDP": "pass the module that it wraps",
         "compiled": "compile that in place, module.compile()",
         "FSDP1": "is FSDP1; call torch.distributed.fsdp.fully_shard",
@@ -699,7 +699,7 @@ def test_what_is_not_there_is_said_on_every_rank(four):
         "size compiled": "num_workers=4, but 4 processes run, 2 for each worker; make it with df.topology(name, world.num_workers)",
         "three": "num_workers=3, but 4 processes run, 2 for each worker; use world.num_workers=2",
     }.items():
-        assert all(words in said[name] for said in per_rank), (name, per_rank)
+        assert all(words in said[name] for said in per_rank), (name, [said[name] for said in per_rank])
 
 
 # -- one order for all processes of a worker ------------------------------------------------------------------------------
