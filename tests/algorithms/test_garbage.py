@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import decentfn as df
-from decentfn.buckets import blocks
 from decentfn.testing import problem
 from tests import contract
 
@@ -30,8 +29,7 @@ def collected():
 
 @pytest.mark.parametrize("row", contract.ROWS)
 @pytest.mark.parametrize("way", ["traced", "by autograd"])
-def test_a_step_leaves_no_tensor_to_the_garbage_collector(row, way, monkeypatch, request):
-    monkeypatch.setattr(blocks, "BLOCK", 8)
+def test_a_step_leaves_no_tensor_to_the_garbage_collector(row, way, request):
     loss_fn = problem.loss_fn if way == "traced" else df.autograd(problem.loss_fn)
     algorithm = contract.ROWS[row].build(num_workers=1, loss_fn=loss_fn)
     steps = [algorithm.step, df.donate(algorithm.step)]
