@@ -169,15 +169,24 @@ def _landed_alone(number: Tensor, *_: Any) -> Tensor:
     return land(number)[0]
 
 
-def _post_vmap(
-    info: Any, in_dims: Any, x: Tensor, handle: Tensor, t: Tensor, per_slot: bool, good: Tensor | None
-) -> tuple[Tensor, None]:
-    require_worker_axis("exchange", in_dims[0], in_dims[1:3])
-    if world().size == 1:
-        return handle, None  # any number: nothing is in flight
-    x = _workers_first(x, in_dims[0], info.batch_size)
-    good = None if good is None else _workers_first(good, in_dims[4], info.batch_size)
-    return _post_stacked(x, handle, t, per_slot, good), None
+def _number(*_: Any) -> Tensor:
+    """Return the form of a flight's number."""
+    return torch.empty((), dtype=torch.int64, device="cpu")
+
+
+def _posting_stacked(call: str, stacked: Any) -> Any:
+    """Return the rule by which a post over the workers here is one post of `stacked`: `(x, handle, t, ..., good)`."""
+
+    def rule(info: Any, in_dims: Any, x: Tensor, handle: Tensor, t: Tensor, *rest: Any) -> tuple[Tensor, None]:
+        require_worker_axis(call, in_dims[0], in_dims[1:3])
+        if world().size == 1:
+            return handle, None  # any number: nothing is in flight
+        *between, good = rest
+        x = _workers_first(x, in_dims[0], info.batch_size)
+        good = None if good is None else _workers_first(good, in_dims[-1], info.batch_size)
+        return stacked(x, handle, t, *between, good), None
+
+    return rule
 
 
 def _wait_vmap(
@@ -204,25 +213,25 @@ def _wait_vmap(
     return inbox.masked_fill((sources < 0).view(n, slots, *[1] * (inbox.dim() - 2)), 0), 0
 
 
+_post_stacked = operator(
+    "post_stacked(Tensor x, Tensor topology, Tensor t, bool per_slot, Tensor? good) -> Tensor",
+    _post_workers,
+    _number,
+    None,
+)
 _post = operator(
     "post(Tensor x, Tensor topology, Tensor t, bool per_slot, Tensor? good) -> Tensor",
     lambda x, handle, t, per_slot, good: _post_workers(
         x[None], handle, t, per_slot, None if good is None else good.view(1)
     ),
-    lambda x, handle, t, per_slot, good: torch.empty((), dtype=torch.int64, device="cpu"),
-    _post_vmap,
+    _number,
+    _posting_stacked("exchange", _post_stacked),
 )
 _wait = operator(
     "wait(Tensor number, Tensor x, Tensor sources, bool per_slot, Tensor? good, Tensor[] after) -> Tensor",
     _landed_alone,
     lambda number, x, sources, per_slot, good, after: x.new_empty((*sources.shape, *x.shape[1 if per_slot else 0 :])),
     _wait_vmap,
-)
-_post_stacked = operator(
-    "post_stacked(Tensor x, Tensor topology, Tensor t, bool per_slot, Tensor? good) -> Tensor",
-    _post_workers,
-    lambda x, handle, t, per_slot, good: torch.empty((), dtype=torch.int64, device="cpu"),
-    None,
 )
 _wait_stacked = operator(
     "wait_stacked(Tensor number, Tensor x, Tensor sources, bool per_slot, Tensor[] after) -> Tensor",
@@ -261,17 +270,6 @@ def _post_mean_workers(x: Tensor, handle: Tensor, t: Tensor, good: Tensor | None
     return take_off(Posted(here, call, mean, []))
 
 
-def _post_mean_vmap(
-    info: Any, in_dims: Any, x: Tensor, handle: Tensor, t: Tensor, good: Tensor | None
-) -> tuple[Tensor, None]:
-    require_worker_axis("group_mean", in_dims[0], in_dims[1:3])
-    if world().size == 1:
-        return handle, None  # any number: nothing is in flight
-    x = _workers_first(x, in_dims[0], info.batch_size)
-    good = None if good is None else _workers_first(good, in_dims[3], info.batch_size)
-    return _post_mean_stacked(x, handle, t, good), None
-
-
 def _wait_mean_vmap(
     info: Any,
     in_dims: Any,
@@ -291,23 +289,23 @@ def _wait_mean_vmap(
     return torch.zeros_like(x).index_add(0, group, share).index_select(0, group), 0
 
 
+_post_mean_stacked = operator(
+    "post_mean_stacked(Tensor x, Tensor topology, Tensor t, Tensor? good) -> Tensor",
+    _post_mean_workers,
+    _number,
+    None,
+)
 _post_mean = operator(
     "post_mean(Tensor x, Tensor topology, Tensor t, Tensor? good) -> Tensor",
     lambda x, handle, t, good: _post_mean_workers(x[None], handle, t, None if good is None else good.view(1)),
-    lambda x, handle, t, good: torch.empty((), dtype=torch.int64, device="cpu"),
-    _post_mean_vmap,
+    _number,
+    _posting_stacked("group_mean", _post_mean_stacked),
 )
 _wait_mean = operator(
     "wait_mean(Tensor number, Tensor x, Tensor group, Tensor group_size, Tensor? good, Tensor[] after) -> Tensor",
     _landed_alone,
     lambda number, x, group, group_size, good, after: torch.empty_like(x),
     _wait_mean_vmap,
-)
-_post_mean_stacked = operator(
-    "post_mean_stacked(Tensor x, Tensor topology, Tensor t, Tensor? good) -> Tensor",
-    _post_mean_workers,
-    lambda x, handle, t, good: torch.empty((), dtype=torch.int64, device="cpu"),
-    None,
 )
 _wait_mean_stacked = operator(
     "wait_mean_stacked(Tensor number, Tensor x, Tensor[] after) -> Tensor",
