@@ -70,10 +70,11 @@ class Row(NamedTuple):
     sources: Tensor  # [K] int64, whom it hears in each slot; -1: nobody
     group: Tensor  # 0-d int64, the number of its group
     group_size: Tensor  # 0-d int64
+    are_pairs: Tensor  # 0-d bool, whether in each slot two workers hear each other, with the same weight
     given: Tensor  # [K] float64, what its messages weigh where they are heard; W[j, i], while `weights` are W[i, j]
 
 
-_FACTS = 4
+_FACTS = 5
 
 
 def look_up(token: Tensor, topology: Topology, t: Tensor) -> Row:
@@ -97,6 +98,7 @@ def look_up(token: Tensor, topology: Topology, t: Tensor) -> Row:
         sources=sources.to(torch.int64),
         group=facts[2],
         group_size=facts[3],
+        are_pairs=facts[4] > 0,
         given=given,
     )
 

@@ -127,8 +127,9 @@ class Topology:
     def rows(self, t: int | Tensor, device: torch.device) -> Tensor:
         """Return every worker's part of round `t` as numbers, on the device.
 
-        `[N, 6 + 3K]` float64: 1 in an active round, the worker, its group, the group's size, own weight, a weight for each
-        slot, the weight of the group's mean, whom it hears in each slot, what its own messages weigh where they are heard.
+        `[N, 7 + 3K]` float64: 1 in an active round, the worker, its group, the group's size, 1 where each slot's two ends hear each
+        other with the same weight, own weight, a weight for each slot, the weight of the group's mean, whom it hears in each slot,
+        what its own messages weigh where they are heard.
         """
         return self._rows(self._key(t), device)
 
@@ -153,10 +154,18 @@ class Topology:
         this, n = self._rounds(key), self.num_workers
         groups = self.groups_of(key)
         mean_weights = torch.zeros(n) if this.mean_weights is None else this.mean_weights
-        facts = torch.stack(
-            [torch.full((n,), int(this.is_active)), torch.arange(n), groups, groups.bincount()[groups]], dim=1
-        )
         given = this.weights[:, 1:].gather(0, this.destinations.clamp(min=0)).masked_fill(this.destinations < 0, 0.0)
+        are_pairs = torch.equal(this.sources, this.destinations) and torch.equal(this.weights[:, 1:], given)
+        facts = torch.stack(
+            [
+                torch.full((n,), int(this.is_active)),
+                torch.arange(n),
+                groups,
+                groups.bincount()[groups],
+                torch.full((n,), int(are_pairs)),
+            ],
+            dim=1,
+        )
         rows = torch.cat([facts, this.weights, mean_weights[:, None], this.sources, given], dim=1).to(torch.float64)
         if device.type == "cpu":
             return rows

@@ -99,7 +99,7 @@ def without(w, bad):
 @pytest.mark.parametrize("topology", ["static-ring", "one-peer-exp-directed", "random-matching"])
 def test_neighbours_keep_the_weight_of_a_bad_worker_which_takes_theirs(topology, wire):
     schedule = df.topology(topology, N)
-    # By one step of size 0; every value is a bfloat16 number.
+    # By one step of size 0; every value is a bfloat16 number. What one worker takes from another, of 2.5 / 3 or less, has 8 bits.
     algorithm = df.guard(df.adapt_while_communicate(lambda p, b: (p * b).sum(), df.sgd(0.0), schedule, wire_dtype=wire))
     x = torch.arange(N * 5.0).view(N, 5) / 4
     state = problem.stacked([algorithm.init(row) for row in x])
@@ -108,7 +108,8 @@ def test_neighbours_keep_the_weight_of_a_bad_worker_which_takes_theirs(topology,
     clean[1] = 0
     new, metrics = df.simulate(algorithm.step, N)(state, torch.ones(N, 5), 0)
     expected = without(df.mixing_matrix(schedule, 0), 1) @ clean.double()
-    torch.testing.assert_close(df.params(new).double(), expected, atol=1e-6, rtol=0)
+    atol = 1e-6 if wire is None else 2.0**-9
+    torch.testing.assert_close(df.params(new).double(), expected, atol=atol, rtol=0)
     assert metrics.guard.replaced.tolist() == [0, 1, 0, 0]
 
 
