@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from decentfn.algorithms.outer import after_steps
+from decentfn.algorithms.outer import after_steps, progress
 from decentfn.kit import (
     Algorithm,
     Buckets,
@@ -111,7 +111,7 @@ def noloco(
         u, local = worker.update(g.grads, g, local, theta)
         theta = unless_bad(add(theta, u), lambda: phi)
         due = is_active(outer, t, theta)
-        mixed = worker.mix(elementwise(lambda theta, phi: beta * (theta - phi) + gamma * phi, theta, phi), t, outer)
+        mixed = worker.mix(elementwise(lambda phi, d: gamma * phi - beta * d, phi, progress(phi, theta)), t, outer)
         b_new = elementwise(lambda b, mixed, phi: alpha * b + (mixed - gamma * phi), b, mixed, phi)
         phi_new = elementwise(torch.add, phi, b_new)
         memory = Memory(where(due, phi_new, phi), where(due, b_new, b))

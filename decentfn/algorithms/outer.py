@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from decentfn.kit import Buckets, Plan, elementwise, is_active
+from decentfn.kit.exchange import as_parameters
 from decentfn.topologies import Topology, every, later
 
 
@@ -20,17 +21,26 @@ def after_steps(inner_steps: int, topology: Topology) -> Topology:
     return later(inner_steps - 1, every(inner_steps, topology))
 
 
+def progress(phi: Buckets, theta: Buckets) -> Buckets:
+    """`φ - θ`, in float32 or wider, where θ began as φ rounded to the parameters' dtype.
+
+    What that rounding took is not progress: slow momentum would take it for a gradient and, in 16 bits, keep moving without one.
+    """
+    start = as_parameters(phi)
+    return Buckets([s.to(p.dtype) - x.to(p.dtype) for s, x, p in zip(start, theta, phi, strict=True)], phi.plan)
+
+
 def to_send(phi: Buckets, theta: Buckets, wire_dtype: torch.dtype | None) -> Buckets:
     """What a worker contributes to the outer gradient: θ, or where that is rounded the difference φ - θ.
 
     The mean of θ also brings φ together where they started apart; but rounded, it would drown what was learned.
     """
-    return theta if wire_dtype is None else elementwise(torch.sub, phi, theta)
+    return theta if wire_dtype is None else progress(phi, theta)
 
 
 def outer_gradient(phi: Buckets, mean: Buckets, wire_dtype: torch.dtype | None) -> Buckets:
     """`Δ = φ - mean_i θ_i` from the mean of what was sent."""
-    return elementwise(lambda phi, mean: phi - mean if wire_dtype is None else mean.to(phi.dtype), phi, mean)
+    return progress(phi, mean) if wire_dtype is None else elementwise(lambda phi, m: m.to(phi.dtype), phi, mean)
 
 
 class Fragments:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from typing_extensions import Unpack
 
-from decentfn.algorithms.outer import after_steps
+from decentfn.algorithms.outer import after_steps, progress
 from decentfn.kit import (
     Algorithm,
     Buckets,
@@ -113,7 +113,7 @@ def slowmo(
         x = worker.mix(add(x, v), t, inner)
         x_h = worker.mean(x, t, outer)
         due = is_active(outer, t, x)
-        u_new = elementwise(lambda u, x0, x_h: beta * u + (x0 - x_h) * per_eta, u, x0, x_h)
+        u_new = elementwise(lambda u, d: beta * u + d * per_eta, u, progress(x0, x_h))
         slow = elementwise(lambda x0, u: x0 - alpha * eta * u, x0, u_new)
         memory = Memory(where(due, slow, x0), where(due, u_new, u))
         return State(where(due, slow, x), local, memory), g.metrics

@@ -118,6 +118,31 @@ def test_a_narrow_wire_does_not_move_it(name):
     assert_walks(name, (torch.float32,), 1_000, None, wire_dtype=torch.bfloat16)
 
 
+OUTER = {
+    "slowmo": ("static-ring", 4, {"inner_steps": 2}),
+    "diloco": ("complete", 3, {"inner_steps": 2}),
+    "streaming_diloco": ("complete", 3, {"inner_steps": 2, "num_fragments": 1}),
+    "noloco": ("static-ring", 4, {"inner_steps": 2}),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", OUTER)
+def test_slow_momentum_comes_to_rest_without_gradients(name, dtype):
+    """The slow parameters are wide and the fast ones narrow: what rounding takes between them is no gradient."""
+    topology, n, hyperparameters = OUTER[name]
+    pushed = lambda x, strength: (strength * x.float()).sum()  # noqa: E731
+    init, step = getattr(df, name)(pushed, df.sgd(0.05), df.topology(topology, n), **hyperparameters)
+    x = (1.5 + torch.rand(D, generator=torch.Generator().manual_seed(0))).to(dtype)
+    state, step = df.stack(init(x), n), df.simulate(step, n)
+    for t in range(240):
+        state, _ = step(state, torch.full((n,), float(t < 20)), t)
+    was = means(state.params)[0]
+    for t in range(240, 300):
+        state, _ = step(state, torch.zeros(n), t)
+    assert torch.equal(means(state.params)[0], was)
+
+
 @pytest.mark.parametrize("name", ["stochastic_gradient_push", "push_diging"])
 def test_push_sum_weights_keep_their_sum(name):
     state = assert_walks(name, (torch.float32,), 300, None)
