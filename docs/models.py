@@ -1,4 +1,4 @@
-"""Try the networks of tests/models one by one, and write models.md: what works traced, and what with df.autograd.
+"""Try the networks of tests/models one by one, and write the results in models.md: what works traced and by autograd.
 
 python docs/models.py                       tries what has no result yet, and writes the page
 python docs/models.py --only gpt-2 --again  tries this case anew, where the library is another than then
@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -26,11 +25,10 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 from tests.models.cases import CASES  # noqa: E402
-from tests.models.trial import COLUMNS, RATE, STEPS, WAYS  # noqa: E402
+from tests.models.trial import COLUMNS, WAYS  # noqa: E402
 
 RESULTS, PAGE = HERE / "models.jsonl", HERE / "models.md"
-LONGEST = 200
-ROUNDING = 2e-5
+LONGEST = 90
 PACKAGES = ("torch", "torchvision", "timm", "transformers", "peft", "x-transformers", "torch_geometric")
 
 Key = tuple[str, str, str]  # case, way, column
@@ -132,106 +130,68 @@ def try_all(arguments: argparse.Namespace) -> None:
 
 # -- the page ---------------------------------------------------------------------------------------------------------
 
-HEADER = """# Models that were tried
-
-Every row is a small network with random weights, most of them from another package. It is tried in five ways of running
-a step, each traced (the loss as `df.functional` returns it) and with `df.autograd(loss_fn)`. Made with
-
-```bash
-pip install -c constraints.txt -e '.[models]'
-python docs/models.py
-```
-
-which keeps each result in `docs/models.jsonl` as soon as it has it. Stopped and called again, it goes on;
-`--again` tries anew
-what was tried with an older library. Each case and way has a process of its own, with {limit} s at the most.
-
-Versions: {versions}.
-
-On a CPU, one thread. Compiled is `df.compile(step)` with its default backend, Inductor; it needs minutes for a traced step
-of two simulated workers, which is compiled with `backend="aot_eager"` instead.
-
-**What is compared.** Parameters, buffers and losses after {steps} steps with those of a plain PyTorch loop:
-`torch.optim.SGD(lr={rate}, momentum=0.9)`, the same batches, and gradients of zero where a parameter has none. *Eager* and
-*compiled* are `df.adapt_while_communicate` of one worker. *Simulated* is `df.all_reduce` of two workers with
-`df.simulate`; *2 ranks* is the same on two gloo ranks, which are threads. There the plain loop takes the mean of
-two workers' gradients, and each worker has its own buffers.
-
-| | |
-|---|---|
-| yes | each tensor differs by less than {rounding} of its update |
-| yes (4e-05) | the largest difference, where it is more; the limit is 1e-4, or 5e-2 in bfloat16 |
-| runs | the loss draws random numbers, and here not those of the plain loop: all numbers are finite, more is not compared |
-| (1) | it does not work; the sentence is in the list below the table |
-| – | not tried |
-
-Where tracing fails, the error goes on: "Where it runs in a plain PyTorch loop, let PyTorch's autograd take the gradient:
-df.autograd(loss_fn)." The list leaves that out.
-
-{summary}
-
-{commits}
-
-"""
+BEGIN, END = "<!-- results: python docs/models.py -->", "<!-- end of results -->"
 
 
-def cell(result: dict[str, Any] | None, sentences: list[str]) -> str:
-    if result is None:
-        return "–"
-    if result["outcome"] == "yes":
-        worst = result["worst"]
-        return "runs" if worst is None else "yes" if worst < ROUNDING else f"yes ({worst:.0e})"
-    sentence = short(result["sentence"])
-    if sentence not in sentences:
-        sentences.append(sentence)
-    return f"({sentences.index(sentence) + 1})"
+def page(results: dict[Key, dict[str, Any]]) -> str:
+    """The committed page with its results written anew."""
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    return f"{before}{BEGIN}\n\n{summary(results)}\n\n{END}{rest.partition(END)[2]}"
+
+
+def summary(results: dict[Key, dict[str, Any]]) -> str:
+    """What works in every way, and the rest by where and why it fails."""
+    parts = [" ".join(counted(results, way) for way in WAYS)]
+    for way in WAYS:
+        failing: dict[tuple[str, str], list[str]] = {}
+        works = []
+        for case in CASES:
+            bad = [c for c in COLUMNS if results.get((case, way, c), {"outcome": "untried"})["outcome"] != "yes"]
+            if not bad:
+                works.append(case)
+            else:
+                said = short(results.get((case, way, bad[0]), {}).get("sentence", "not tried"))
+                failing.setdefault((where(bad), said), []).append(case)
+        if failing:
+            parts.append(f"**{NAMES[way]}, works in all five ways** ({len(works)}): {', '.join(sorted(works))}.")
+            rows = ["| fails | cases | message |", "|---|---|---|"]
+            order = sorted(failing.items(), key=lambda item: (item[0][0], -len(item[1])))
+            rows += [f"| {at} | {', '.join(cases)} | {escaped(said)} |" for (at, said), cases in order]
+            parts.append(f"**{NAMES[way]}, fails in some**:\n\n" + "\n".join(rows))
+    return "\n\n".join(parts)
+
+
+NAMES = {"autograd": "By autograd", "traced": "Traced"}
+
+
+def where(failing: list[str]) -> str:
+    if len(failing) == len(COLUMNS):
+        return "everywhere"
+    if set(failing) == {c for c in COLUMNS if "compiled" in c}:
+        return "compiled"
+    if set(failing) == {c for c in COLUMNS if "simulated" in c}:
+        return "simulated"
+    return "; ".join(c.replace("2 gloo ranks", "2 ranks") for c in failing)
 
 
 def short(sentence: str) -> str:
-    """What PyTorch said in it, cut to its beginning."""
+    """PyTorch's part of it, cut to its beginning."""
     inside = re.search(
         r"(?:the loss raised|could not trace the step:) (.*?) ?(?:while torch.func traced|Where the loss)", sentence
     )
     sentence = re.sub(r"\bj\d+", "j", inside[1] if inside else sentence)
+    sentence = re.sub(r"^\w+(?:: backend='\w+' raised)?: (?=\w+Error: )", "", sentence)
+    sentence = re.sub(
+        r"step\(state, batch, t\): the loss, or the algorithm, wrote over '.*",
+        "the loss wrote over the state",
+        sentence,
+    )
     return sentence if len(sentence) <= LONGEST else sentence[:LONGEST].rsplit(" ", 1)[0] + " ..."
 
 
-def page(results: dict[Key, dict[str, Any]], limit: float) -> str:
-    sentences: list[str] = []
-    heads = ["2 ranks" if c == "2 gloo ranks" else c for c in COLUMNS]
-    rows = [
-        "| case | package | " + " | ".join(f"{head}, {way}" for way in WAYS for head in heads) + " |",
-        "|---|---|" + "---|" * (len(WAYS) * len(COLUMNS)),
-    ]
-    for case in sorted(CASES.values(), key=lambda case: PACKAGES.index(case.package)):
-        cells = [cell(results.get((case.name, way, column)), sentences) for way in WAYS for column in COLUMNS]
-        rows.append(f"| {case.name} | {case.package} | " + " | ".join(cells) + " |")
-    said = [f"{i}. {escaped(sentence)}" for i, sentence in enumerate(sentences, 1)]
-    header = HEADER.format(
-        limit=f"{limit:.0f}",
-        versions=", ".join(f"{name} {version(name)}" for name in PACKAGES),
-        steps=STEPS,
-        rate=RATE,
-        rounding=f"{ROUNDING:.0e}".replace("e-0", "e-"),
-        summary=" ".join(counted(results, way) for way in WAYS),
-        commits=tried_at(results),
-    )
-    return header + "\n".join(rows) + "\n\n## What was said\n\n" + "\n".join(said) + "\n"
-
-
 def counted(results: dict[Key, dict[str, Any]], way: str) -> str:
-    """How many of the cells of one way are good."""
     outcomes = [r["outcome"] for r in results.values() if r["way"] == way]
-    name = "With `df.autograd`" if way == "autograd" else "Traced"
-    return f"{name}, {outcomes.count('yes')} of the {len(outcomes)} cells that were tried work."
-
-
-def tried_at(results: dict[Key, dict[str, Any]]) -> str:
-    """How many cells are of which state of the library, the latest last."""
-    count = Counter(r.get("commit", "") for r in results.values())
-    said = [f"{n} at commit {at}" if at else f"{n} at earlier ones" for at, n in count.items()]
-    missing = len(CASES) * len(WAYS) * len(COLUMNS) - len(results)
-    return f"Of the cells, {', '.join(said)}; {missing} were not tried."
+    return f"{NAMES[way]}, {outcomes.count('yes')} of {len(outcomes)} runs work."
 
 
 def escaped(sentence: str) -> str:
@@ -258,7 +218,7 @@ def main() -> None:
     try:
         try_all(arguments)
     finally:
-        PAGE.write_text(page(stored(), arguments.limit), encoding="utf-8")
+        PAGE.write_text(page(stored()), encoding="utf-8")
 
 
 if __name__ == "__main__":

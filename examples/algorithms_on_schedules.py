@@ -1,4 +1,4 @@
-"""Every algorithm on every schedule that varies: the tables of docs/algorithms_on_schedules.md.
+"""Every algorithm on every schedule that varies: docs/heterogeneity.md has a part of the tables.
 
     python examples/algorithms_on_schedules.py          runs what runs.jsonl does not hold yet, and prints the tables
 

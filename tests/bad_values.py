@@ -35,12 +35,12 @@ def _mean(field: str) -> Law:
 INVARIANTS = {"extra": _mean("p"), "exact_diffusion": _mean("c"), "d2": _mean("c"), "choco_sgd": _mean("pull")}
 """What the corrections rest on, beside the contract's own laws."""
 
-_MIX, _OUTER, _NEVER = "neighbours' mix", "outer parameters", "not mended"
+_MIX, _OUTER, _NEVER = "neighbors' mix", "outer parameters", "not repaired"
 MENDED = {
     "choco_sgd": "own public copy",
     "relay_sgd, models": "the others' mean, as heard last",
-    "stochastic_gradient_push, delayed": "neighbours' mass",
-    "stochastic_gradient_push": "neighbours' mass",
+    "stochastic_gradient_push, delayed": "neighbors' mass",
+    "stochastic_gradient_push": "neighbors' mass",
     "diloco": _OUTER,
     "streaming_diloco": _OUTER,
     "noloco": _OUTER,

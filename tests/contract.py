@@ -173,13 +173,15 @@ def committed_cells() -> dict[tuple[str, str], str]:
 
 INTRODUCTION = """# The contract
 
-Every algorithm, tried as users run it. Each cell is a test of its own (`tests/algorithms/test_contract.py`) on gloo ranks that are threads
-of one process, and CI runs all of them; `python -m tests.contract` tries them again and writes this page. Your own algorithm
-passes the same promises with `df.testing.check_algorithm`.
+For researchers and engineers who want to know which promises hold for every algorithm.
 
-The problem has leaves of two dtypes (float32 and float64) in several buckets, four workers with data of their own, and no two
-equal starts where the algorithm allows it. "–" stands where the paper has no invariant, "to its rounding" where sums within a
-group are rounded on the wire. Push-sum's methods run on a graph that is column-stochastic and not doubly so.
+Every algorithm is tried as users run it. Each cell is a test (`tests/algorithms/test_contract.py`) on gloo ranks that are threads of one
+process, and CI runs all of them; `python -m tests.contract` tries them again and writes this page. `df.testing.check_algorithm` tries
+your own algorithm.
+
+The problem has leaves of two dtypes (float32 and float64) in several buckets, four workers with data of their own, and unequal starts
+where the algorithm allows them. "–" means that the paper has no invariant, "to its rounding" that sums within a group are rounded on the
+wire. Push-sum's methods run on a graph that is column-stochastic and not doubly so.
 """
 
 

@@ -110,19 +110,20 @@ def page() -> str:
     waiting = "\n".join(f"* `{name}`" for name in tests_that_need_a_gpu())
     return f"""# On a GPU
 
-CI has no GPU. What can be counted without one is counted: `tests/test_devices.py` takes an eager step of every algorithm with its
-state on another device, traces it, and notes what crosses over.
+For engineers who train on GPUs: what was checked without one, and what to run on yours.
+
+CI has no GPU. `tests/test_devices.py` takes an eager step of every algorithm with its state on another device, traces it, and finds what crosses.
 
 * **Nothing is read back.** No step reads a value of the state (`.item()`, a Python `if`).
-* **Nothing crosses.** No step copies anything between devices. `t`, the tables of peers and the random choices of a round are on the
-  CPU, where the operators read them; an operator returns this worker's weights on the state's device, from a table that it put there
-  once. A random schedule's weights are sent from pinned memory that nobody writes again.
-* With the gradient by `df.autograd` it is the same, but for what the loss itself reads.
-* The first eager step of a run is another: parameters and buffers are compared with what the loss left of them.
+* **Nothing is copied between devices.** `t`, the tables of peers and a round's random choices are on the CPU, where the operators read them. An
+  operator returns this worker's weights from a table that it put on the state's device once. A random schedule's weights are sent
+  from pinned memory that is not written again.
+* With `df.autograd` the same holds, except for what the loss itself reads.
+* The first eager step also compares parameters and buffers with what the loss left of them.
 
-## Tests that wait for a GPU
+## Tests for your GPU
 
-They are skipped without one; `pytest tests/test_gpu.py --durations=0` runs them all and prints absolute times.
+They are skipped without one; `pytest tests/test_gpu.py --durations=0` runs them and prints absolute times.
 
 {waiting}
 """

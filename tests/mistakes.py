@@ -125,8 +125,10 @@ train_lm.py --checkpoint README.md
 
 HEAD = """# Mistakes, and what they are answered with
 
-A value that cannot work is refused where it is given, with a sentence: the call, the value, the rule and the way out. Written by
-`python -m tests.mistakes`, which makes every mistake below; a test compares the page with what is said today.
+For engineers who look up an error of an argument.
+
+A value that cannot work raises an error that states the call, the value, the rule and the fix. `python -m tests.mistakes` makes every mistake
+below and writes this page; a test compares it with today's messages.
 
 ## In Python
 

@@ -24,7 +24,7 @@ def test_a_bad_value_stays_with_its_worker_and_the_page_says_what_becomes_of_it(
     assert all(bad_values.finite(state)[healthy].all() for state in history)
     said = next(line for line in bad_values.lines_of_page() if line.startswith(f"| `{row}` |"))
     assert bad_values.line(row, history) == said
-    mended = bad_values.MENDED.get(row) != "not mended"
+    mended = bad_values.MENDED.get(row) != "not repaired"
     assert metrics.guard.skipped.tolist() == [0, 2 if mended else 1 + STEPS - NAN_PARAMETER, 1, 1]
     assert metrics.guard.replaced[1] >= mended and metrics.guard.replaced[[0, 3]].sum() == 0
     if mended:
