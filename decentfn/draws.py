@@ -11,7 +11,6 @@ PyTorch's own generators, which a loss draws from, are seeded in the same spirit
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from math import prod
 from typing import Any, cast
@@ -19,6 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from decentfn.context import context
 from decentfn.numbers import checks_numbers
 
 _32_BITS = 0xFFFFFFFF
@@ -112,16 +112,6 @@ def worker_seed(seed: int, worker: int, t: int = 0) -> int:
     return _mixed(seed, t, worker)
 
 
-class _Base(threading.local):
-    seed: int | None = None
-    """Torch's outside of `torch_draws`, or None."""
-    kept: tuple[torch.Generator, ...] = ()
-    """The generators that are put back at the end of one outside."""
-
-
-_base = _Base()
-
-
 class torch_draws:
     """Within, PyTorch's default generators draw by (torch's seed, t, worker, part); afterwards they are as they were before.
 
@@ -135,19 +125,19 @@ class torch_draws:
         self._key = int(t), worker, part, 1  # 1: never what `worker_seed` gives
 
     def __enter__(self) -> None:
-        self._outer = _base.seed, _base.kept
-        base = torch.default_generator.initial_seed() if _base.seed is None else _base.seed
+        self._outer = context.seed, context.generators
+        base = torch.default_generator.initial_seed() if context.seed is None else context.seed
         seed = _mixed(base, *self._key)
         generators = [torch.default_generator]
         if torch.cuda.is_initialized():
             generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
-        self._before = [(g, g.get_state()) for g in generators if g not in _base.kept]
+        self._before = [(g, g.get_state()) for g in generators if g not in context.generators]
         for generator in generators:
             generator.manual_seed(seed)
-        _base.seed, _base.kept = base, (*_base.kept, *[g for g, _ in self._before])
+        context.seed, context.generators = base, (*context.generators, *[g for g, _ in self._before])
 
     def __exit__(self, *error: object) -> None:
-        _base.seed, _base.kept = self._outer
+        context.seed, context.generators = self._outer
         for generator, state in self._before:
             generator.set_state(state)
 

@@ -10,7 +10,18 @@ import decentfn
 
 ROOT = Path(decentfn.__file__).parent
 LAYERS = [
-    {"torch_private", "compile_cache", "errors", "trees", "draws", "numbers", "scalars", "stacking", "words"},
+    {
+        "torch_private",
+        "compile_cache",
+        "context",
+        "errors",
+        "trees",
+        "draws",
+        "numbers",
+        "scalars",
+        "stacking",
+        "words",
+    },
     {"buckets"},
     {"compressors", "transforms", "schedules", "topologies"},
     {"collectives"},

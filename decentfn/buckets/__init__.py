@@ -18,7 +18,6 @@ from decentfn.buckets.arithmetic import (
     widen,
     zeros_like,
 )
-from decentfn.buckets.inside import everywhere_inside, mean_inside, rows_of, sum_inside
 from decentfn.buckets.parts import mean_of_processes, part_of, part_shape, whole, without_values
 from decentfn.buckets.plan import (
     BucketPlan,
@@ -32,6 +31,7 @@ from decentfn.buckets.plan import (
     flatten,
     require_bucket_mb,
 )
+from decentfn.buckets.within_worker import everywhere_inside, mean_inside, rows_of, sum_inside
 
 __all__ = [
     "BucketPlan",

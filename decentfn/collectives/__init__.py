@@ -1,6 +1,6 @@
 """What the workers say to each other: the operators, their two interpreters, and how they are compiled."""
 
-from decentfn.collectives import inside as inside
+from decentfn.collectives import within_worker as within_worker
 from decentfn.collectives.counters import Communication, communication
 from decentfn.collectives.interruption import cut_short, whole_step
 from decentfn.collectives.lookup import Constant, Row, look_up, members, on_device, require_size

@@ -23,6 +23,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, default_pg_ti
 
 from decentfn.collectives.forks import wait_for_gloo, wait_for_gloo_before_forks
 from decentfn.collectives.steps import TAGS, Steps
+from decentfn.context import context
 from decentfn.torch_private.dynamo import constant_while_traced
 
 _CPU = torch.device("cpu")
@@ -244,7 +245,6 @@ def _let_go_of_all() -> None:
 
 atexit.register(_let_go_of_all)
 
-_current = threading.local()
 _default: list[World] = []  # the world of the current default group, or of one process, once it was asked for
 _split: dict[int, World] = {}  # the same, as workers of so many processes: each group has threads that never sleep
 
@@ -254,7 +254,7 @@ def world() -> World:
 
     Where a worker is several processes it is gossip's.
     """
-    given = getattr(_current, "world", None)
+    given = context.world
     if given is not None:
         return given._gossip or given
     group = dist.group.WORLD  # None without one
@@ -292,7 +292,7 @@ def split_workers(processes_per_worker: int) -> World:
     Their number is divisible by it.
     """
     whole, size = everyone(), processes_per_worker
-    if getattr(_current, "world", None) is not None:
+    if context.world is not None:
         raise ValueError(
             f"init(processes_per_worker={size}): ranks that are threads (df.testing.on_ranks) are a worker each; start processes, "
             "with torchrun."
@@ -355,9 +355,9 @@ def _forget() -> None:
 @contextmanager
 def use(given: World) -> Iterator[World]:
     """Run this thread's operators in another world than the default process group's."""
-    before = getattr(_current, "world", None)
-    _current.world = given
+    before = context.world
+    context.world = given
     try:
         yield given
     finally:
-        _current.world = before
+        context.world = before

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import struct
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -18,11 +17,11 @@ from torch import Tensor
 
 from decentfn.collectives.membership import World
 from decentfn.collectives.reports import has_timed_out, told_of
+from decentfn.context import context
 from decentfn.errors import CallMismatch, ExchangeTimeout, PeerLost, RunError
 
 _TEXT = 232
 _FORM = struct.Struct(f"<qqq{_TEXT}s")
-_current = threading.local()
 
 
 @contextmanager
@@ -33,12 +32,12 @@ def calling(call: str, *, of_state: bool = False) -> Iterator[None]:
         call: the function, as the user types it.
         of_state: whether it reads a training state, so that all processes call it after the same step.
     """
-    before = getattr(_current, "call", None)
-    _current.call = before or (call, of_state)
+    before = context.call
+    context.call = before or (call, of_state)
     try:
         yield
     finally:
-        _current.call = before
+        context.call = before
 
 
 class _Header(NamedTuple):
@@ -78,7 +77,7 @@ def met(
         ExchangeTimeout, PeerLost: one does not come; also of what happens within.
     """
     processes = here.processes if processes is None else processes
-    call, of_state = getattr(_current, "call", None) or (what, False)
+    call, of_state = context.call or (what, False)
     steps = here.gossip.steps
     text = f"{call}: {what}" + ("" if isinstance(x, int) else f" of {list(x.shape)} {x.dtype}")
     exchanges = steps.calls if of_state and steps.is_whole else -1

@@ -11,7 +11,6 @@ and a mean over a group is that of its good members. Where W is symmetric, the g
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from decentfn import buckets, collectives
+from decentfn.context import context
 from decentfn.scalars import once
 
 
@@ -30,40 +30,30 @@ class Noted(NamedTuple):
     replaced: list[Tensor]  # what this worker would have sent was bad
 
 
-class _Here(threading.local):
-    def __init__(self) -> None:
-        # A list that is added to: of an attribute that is set, torch.compile forgets the value where it traces a loop.
-        self.steps: list[Noted] = []
-
-
-_here = _Here()
-"""`.steps`: the guarded steps that this thread is in, the innermost last."""
-
-
 @contextmanager
 def guarded() -> Iterator[Noted]:
     """Within, messages and gradients are judged, and what was bad is noted."""
     noted = Noted([], [])
-    _here.steps.append(noted)
+    context.guarded.append(noted)
     try:
         yield noted
     finally:
-        _here.steps.pop()
+        context.guarded.pop()
 
 
 def is_guarded() -> bool:
     """Whether the step that runs is guarded."""
-    return bool(_here.steps)
+    return bool(context.guarded)
 
 
 def note_skipped(bad: Tensor) -> None:
     """In a guarded step, note where a gradient or an update is bad, 0-d bool."""
-    _here.steps[-1].skipped.append(bad)
+    context.guarded[-1].skipped.append(bad)
 
 
 def note_replaced(bad: Tensor) -> None:
     """In a guarded step, note where this worker's message is bad, 0-d bool."""
-    _here.steps[-1].replaced.append(bad)
+    context.guarded[-1].replaced.append(bad)
 
 
 class Flags(NamedTuple):

@@ -1,4 +1,4 @@
-"""What the processes of one worker do together in a step: the operators that `buckets.inside` defines. Each waits for all."""
+"""What the processes of one worker do together in a step: the operators that `buckets.within_worker` defines. Each waits for all."""
 
 from __future__ import annotations
 
