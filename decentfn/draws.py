@@ -20,6 +20,7 @@ from torch import Tensor
 
 from decentfn.context import context
 from decentfn.numbers import checks_numbers
+from decentfn.scalars import operator
 
 _32_BITS = 0xFFFFFFFF
 # Odd and below 2^31: times a number below 2^32, the product stays below 2^63.
@@ -171,7 +172,7 @@ def _draw(
     if not isinstance(worker, Tensor):
         worker = torch.full((), worker, dtype=torch.int64, device=cast(Any, device))
     step = t if isinstance(t, Tensor) else None
-    return torch.ops.decentfn.draw(seed, step, 0 if step is not None else t, stream, list(shape), worker, is_wide)
+    return _draw_operator(seed, step, 0 if step is not None else t, stream, list(shape), worker, is_wide)
 
 
 def _kernel(
@@ -203,19 +204,12 @@ def _hash(index: Tensor, first: Any, second: Any) -> Tensor:
     return _scramble((_scramble(index ^ first) + second) & _32_BITS)
 
 
-_library = torch.library.Library("decentfn", "FRAGMENT")
-_library.define("draw(int seed, Tensor? t, int at, int stream, int[] shape, Tensor worker, bool is_wide) -> Tensor")
-_library.impl("draw", _kernel, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "decentfn::draw",
+_draw_operator = operator(
+    "draw(int seed, Tensor? t, int at, int stream, int[] shape, Tensor worker, bool is_wide) -> Tensor",
+    _kernel,
     lambda seed, t, at, stream, shape, worker, is_wide: worker.new_empty((*worker.shape, *shape), dtype=torch.int64),
-    lib=_library,
-)
-torch.library.register_vmap(
-    "decentfn::draw",
     lambda info, in_dims, seed, t, at, stream, shape, worker, is_wide: (
-        torch.ops.decentfn.draw(seed, t, at, stream, shape, worker.movedim(in_dims[5], 0), is_wide),
+        _draw_operator(seed, t, at, stream, shape, worker.movedim(in_dims[5], 0), is_wide),
         0,
     ),
-    lib=_library,
 )

@@ -20,7 +20,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from decentfn import collectives, gossip
-from decentfn.buckets import wide
+from decentfn.buckets import loose, wide
 from decentfn.gossip.push_sum import first_weight, pack, unpack
 from decentfn.kit import (
     Algorithm,
@@ -33,9 +33,11 @@ from decentfn.kit import (
     add,
     algorithm,
     divide,
+    each,
     once,
     require_whole,
     scale,
+    unless_bad,
 )
 from decentfn.topologies import Topology, later, nth_round
 from decentfn.trees import PyTree
@@ -97,23 +99,24 @@ def stochastic_gradient_push(
 
     def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
         z, (w, outboxes) = state.params, state.memory
-        late = gossip.post(outboxes[0], earlier, t) if delay else None
+        late = gossip.post(loose(outboxes[0]), collectives.look_up(w, earlier, t)) if delay else None
 
         g, local = worker.gradient(z, state.local, batch, t, after=late)
         u, local = worker.update(g.grads, g, local, z)
         # Bad mass is no mass: what is left is weighed by what is left of w.
         x_and_w = pack(add(scale(z, w), u), w)
-        x_and_w = gossip.unless_bad(x_and_w, lambda: [torch.zeros_like(b) for b in x_and_w])
+        x_and_w = unless_bad(x_and_w, lambda: each(torch.zeros_like, x_and_w))
 
         if late is None:
             for this in schedule:
-                x_and_w = gossip.collect(gossip.post(x_and_w, this, t, wire_dtype=worker.wire_dtype))
+                row = collectives.look_up(w, this, t)
+                x_and_w = gossip.collect(gossip.post(x_and_w, row, wire_dtype=worker.wire_dtype))
         else:
             sent = tuple(gossip.narrow(x, worker.wire_dtype) for x in x_and_w)
             row = collectives.look_up(z[0], topology, t)
             given = row.given if row.mean_weight is None else torch.cat([row.given, row.mean_weight[None]])
             kept = [_without(x, q, given) for x, q in zip(x_and_w, sent, strict=True)]
-            received = gossip.neighbours_sum(late._replace(after=tuple(g.grads)), [k.dtype for k in kept])
+            received = gossip.neighbours_sum(late, [k.dtype for k in kept], after=g.grads)
             x_and_w = [(k + r).to(x.dtype) for x, k, r in zip(x_and_w, kept, received, strict=True)]
             outboxes = (*outboxes[1:], sent)
 

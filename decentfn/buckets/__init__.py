@@ -29,6 +29,7 @@ from decentfn.buckets.plan import (
     Segment,
     elements,
     flatten,
+    loose,
     require_bucket_mb,
 )
 from decentfn.buckets.within_worker import everywhere_inside, mean_inside, rows_of, sum_inside
@@ -54,6 +55,7 @@ __all__ = [
     "flatten",
     "global_norm",
     "is_finite",
+    "loose",
     "mean_inside",
     "mean_of_processes",
     "multiply",

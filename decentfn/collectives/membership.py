@@ -17,7 +17,6 @@ import torch.distributed as dist
 # Its functions have the default group of the moment for a default argument: imported later, by the compiler, they would keep
 # the group, and a thread of gloo's would need the interpreter after its end.
 import torch.distributed.nn.functional
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store, default_pg_timeout
 
@@ -194,17 +193,17 @@ class World:
         return cast(dist.ProcessGroup, dist.new_group(list(ranks), timeout=self.timeout))
 
 
-def has_cpu_side(group: Any, x: Tensor) -> bool:
-    """Whether a group that moves `x` moves tensors on the CPU, too."""
-    return x.device.type == "cpu" or "gloo" in str(dist.get_backend_config(group))
+def has_cpu_side(group: Any) -> bool:
+    """Whether a group moves tensors on the CPU, perhaps beside those on GPUs."""
+    return "gloo" in str(dist.get_backend_config(group))
 
 
 def gathered(group: Any, size: int, numbers: list[int]) -> list[list[int]]:
     """The numbers of all in a group of so many, as many each."""
     mine = torch.tensor(numbers)
-    heard = [torch.empty_like(mine) for _ in range(size)]
-    group.allgather([heard], [mine]).wait()
-    return [theirs.tolist() for theirs in heard]
+    heard = mine.new_empty(size, len(numbers))
+    group.allgather([list(heard)], [mine]).wait()
+    return heard.tolist()
 
 
 def close(groups: Iterable[dist.ProcessGroup]) -> None:

@@ -1,11 +1,11 @@
-"""The operators of a step: look up a round, post messages or a group's mean, wait for them.
+"""The operators of a step: post messages or a group's mean, and wait for them.
 
 Time and peers stay outside the graph. Every operator takes the topology's handle and `t`, and finds its round when the step
 runs; so one compiled graph serves every phase of a schedule and every rank. Each has two interpreters:
 
 * under a process group `post` starts messages and returns at once, and `wait` completes them;
 * under `torch.func.vmap` over the worker axis nothing travels, and `wait` is an index or a segment mean. Where other
-  processes hold workers too, both happen.
+  processes hold workers too, the rule calls the operator once for all workers here (`workers` of them; 0: one alone).
 
 The order in compiled code comes from data alone: the number that `post` returns is an argument of whatever must come after
 it (`after`, the gradient), and what must come before a `wait` is an argument of it. Call all of them outside `torch.func.grad`.
@@ -19,11 +19,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from decentfn.collectives.lookup import Row, operator, require_size, require_worker_axis
-from decentfn.collectives.membership import world
-from decentfn.collectives.messages import Flight as Posted
-from decentfn.collectives.messages import Part, begin, land, post, reduce, take_off
-from decentfn.topologies.rounds import by_handle
+from decentfn.collectives.lookup import Row, found, require_worker_axis
+from decentfn.collectives.membership import World, world
+from decentfn.collectives.messages import begin, land, post, reduce
+from decentfn.collectives.steps import Call, Part
+from decentfn.scalars import integer, operator
+from decentfn.topologies.rounds import Peers
 from decentfn.torch_private import functorch
 
 
@@ -36,43 +37,13 @@ def make_groups(groups: Tensor) -> None:
     here = world()
     if here.size > 1:
         local = groups.shape[1] // here.size
-        wanted = {tuple(ranks) for row in groups.tolist() for ranks in _ranks_by_group(row, local).values()}
+        wanted = set[tuple[int, ...]]()
+        for row in groups.tolist():
+            ranks: dict[int, dict[int, None]] = {}
+            for worker, group in enumerate(row):
+                ranks.setdefault(group, {})[worker // local] = None
+            wanted.update(map(tuple, ranks.values()))
         here.make_subgroups(sorted(wanted))
-
-
-def _ranks_by_group(row: list[int], local: int) -> dict[int, list[int]]:
-    """Return the ascending ranks that hold each group's members."""
-    ranks: dict[int, list[int]] = {}
-    for worker, group in enumerate(row):
-        if worker // local not in ranks.setdefault(group, []):
-            ranks[group].append(worker // local)
-    return ranks
-
-
-def _workers_first(x: Tensor, dim: int | None, size: int) -> Tensor:
-    return functorch.with_workers_first(x, dim, size).contiguous()
-
-
-# -- order by data --------------------------------------------------------------------------------------------------
-
-
-_after = operator(
-    "after(Tensor[] xs, Tensor[] flights) -> Tensor[]",
-    lambda xs, flights: [x.clone() for x in xs],
-    lambda xs, flights: [torch.empty_like(x) for x in xs],
-    lambda info, in_dims, xs, flights: (
-        (list(xs) if world().size == 1 else _after(list(xs), list(flights))),
-        list(in_dims[0]),
-    ),
-)
-
-
-def after(xs: Sequence[Tensor], flights: Sequence[Tensor]) -> list[Tensor]:
-    """Return `xs` such that compiled code computes nothing from them before it has posted `flights`."""
-    return _after(list(xs), list(flights)) if flights and torch.compiler.is_dynamo_compiling() else list(xs)
-
-
-# -- messages -------------------------------------------------------------------------------------------------------
 
 
 class Flight(NamedTuple):
@@ -95,7 +66,7 @@ def exchange(x: Tensor, row: Row, *, per_slot: bool = False, good: Tensor | None
         per_slot: whether each slot has a message of its own.
         good: 0-d bool; where it is False zeros are sent in the place of `x`.
     """
-    return Flight(_post(x, row.topology.handle, row.t, per_slot, good), x, row, good, per_slot)
+    return Flight(_post(x, row.topology.handle, row.t, good, per_slot, False, 0), x, row, good, per_slot)
 
 
 def group_mean(x: Tensor, row: Row, *, good: Tensor | None = None) -> Flight:
@@ -103,7 +74,7 @@ def group_mean(x: Tensor, row: Row, *, good: Tensor | None = None) -> Flight:
 
     An all-reduce: 2(r-1)/r payloads for a group of r workers. Each worker divides by r before the sum.
     """
-    return Flight(_post_mean(x, row.topology.handle, row.t, good), x, row, good, is_mean=True)
+    return Flight(_post(x, row.topology.handle, row.t, good, False, True, 0), x, row, good, is_mean=True)
 
 
 def wait(flight: Flight, after: Sequence[Tensor] = ()) -> Tensor:
@@ -117,9 +88,27 @@ def wait(flight: Flight, after: Sequence[Tensor] = ()) -> Tensor:
         `[K, D]` of messages, zeros where nothing was sent; or the mean `[D]`, `x` itself in a group of one.
     """
     number, x, row, good, per_slot, is_mean = flight
-    if is_mean:
-        return _wait_mean(number, x, row.group, row.group_size, good, list(after))
-    return _wait(number, x, row.sources, per_slot, good, list(after))
+    peers, size = (row.group, row.group_size) if is_mean else (row.sources, None)
+    return _wait(number, x, peers, size, good, per_slot, 0, list(after))
+
+
+def after(xs: Sequence[Tensor], flights: Sequence[Tensor]) -> list[Tensor]:
+    """Return `xs` such that compiled code computes nothing from them before it has posted `flights`."""
+    return _after(list(xs), list(flights)) if flights and torch.compiler.is_dynamo_compiling() else list(xs)
+
+
+_after = operator(
+    "after(Tensor[] xs, Tensor[] flights) -> Tensor[]",
+    lambda xs, flights: [x.clone() for x in xs],
+    lambda xs, flights: [torch.empty_like(x) for x in xs],
+    lambda info, in_dims, xs, flights: (
+        (list(xs) if world().size == 1 else _after(list(xs), list(flights))),
+        list(in_dims[0]),
+    ),
+)
+
+
+# -- post -----------------------------------------------------------------------------------------------------------
 
 
 def _sent(x: Tensor, good: Tensor | None) -> Tensor:
@@ -129,22 +118,37 @@ def _sent(x: Tensor, good: Tensor | None) -> Tensor:
     return torch.where(good.view(*good.shape, *[1] * (x.dim() - good.dim())), x, torch.zeros_like(x))
 
 
-def _post_workers(x: Tensor, handle: Tensor, t: Tensor, per_slot: bool, good: Tensor | None) -> Tensor:
-    """Post `x` `[L, (K,) D]` of the L workers here; return the flight's number."""
-    topology = by_handle(handle)
-    here, local = require_size(x.shape[0], topology.num_workers, "exchange")
-    x = _sent(x, good)
-    first, slots = here.rank * local, range(topology.slots)
-    call, peers = begin(here, "exchange", t, local), topology.peers(t)
+def _post_kernel(
+    x: Tensor, handle: Tensor, t: Tensor, good: Tensor | None, per_slot: bool, is_mean: bool, workers: int
+) -> Tensor:
+    """Post `x`, or `[L, ...]` of the L workers here; return the call's number."""
+    if good is not None:
+        x = _sent(x, good)
+    if not workers:
+        x = x[None]
+    what = "group_mean" if is_mean else "exchange"
+    here, topology = found(handle, x.shape[0], what)
+    call, peers = begin(here, what, t, x.shape[0]), topology.peers(t)
+    if is_mean:
+        _post_mean(here, call, peers.members or [], x)
+    else:
+        _post_messages(here, call, peers, x, topology.slots, per_slot)
+    here.steps.in_flight[call.number] = call
+    return integer(call.number)
+
+
+def _post_messages(here: World, call: Call, peers: Peers, x: Tensor, slots: int, per_slot: bool) -> None:
+    local = call.local
+    first = here.rank * local
     hears, tells = peers.sources[first : first + local], peers.destinations[first : first + local]
     call.hears, call.tells = (hears[0], tells[0]) if local == 1 else (hears, tells)
-    call.nbytes = x[0].nbytes // max(1, len(slots) if per_slot else 1)
-    inbox = x.new_empty((local, len(slots), *x.shape[2 if per_slot else 1 :]))
+    call.nbytes = x[0].nbytes // max(1, slots if per_slot else 1)
+    call.inbox = inbox = x.new_empty((local, slots, *x.shape[2 if per_slot else 1 :]))
     receives: list[Part] = []
     sends: list[Part] = []
     if inbox.numel():
         # Both lists are ordered by (slot, receiving worker): the order in which one process meets another's messages.
-        for slot in slots:
+        for slot in range(slots):
             for i in range(local):
                 source, target = hears[i][slot], inbox[i, slot]
                 if source < 0:
@@ -156,37 +160,92 @@ def _post_workers(x: Tensor, handle: Tensor, t: Tensor, per_slot: bool, good: Te
             for listener, i in sorted((tells[i][slot], i) for i in range(local)):
                 if listener >= 0 and listener // local != here.rank:
                     sends.append(Part(x[i, slot] if per_slot else x[i], None, listener // local, slot))
-    return post(here, call, inbox, receives, sends)
+    post(here, call, receives, sends)
 
 
-def _landed(number: Tensor, *_: Any) -> Tensor:
-    """Return what arrived for the workers here, `[L, ...]`."""
-    return land(number)
+def _post_mean(here: World, call: Call, members: list[list[int]], x: Tensor) -> None:
+    local, call.nbytes = call.local, x[0].nbytes
+    if local == 1:
+        ranks = members[here.rank]
+        call.inbox = x / len(ranks)
+        reduce(here, call, call.inbox, x, ranks)
+        return
+    mean, first = torch.empty_like(x), here.rank * local
+    for group in sorted({tuple(its) for its in members[first : first + local]}):  # the same order everywhere
+        rows = [worker - first for worker in group if worker // local == here.rank]
+        own = torch.stack([x[i] for i in rows])
+        share = (own / len(group)).sum(0)
+        reduce(here, call, share, None, sorted({worker // local for worker in group}))
+        has_arrived = land(here, call)
+        for i, row_of_i in zip(rows, own, strict=True):
+            mean[i] = share if has_arrived else row_of_i
+    call.inbox = mean
 
 
-def _landed_alone(number: Tensor, *_: Any) -> Tensor:
-    """Return what arrived for the one worker here."""
-    return land(number)[0]
+def _post_vmap(
+    info: Any,
+    in_dims: Any,
+    x: Tensor,
+    handle: Tensor,
+    t: Tensor,
+    good: Tensor | None,
+    per_slot: bool,
+    is_mean: bool,
+    workers: int,
+) -> tuple[Tensor, None]:
+    n = info.batch_size
+    require_worker_axis("group_mean" if is_mean else "exchange", in_dims[0], in_dims[1:3])
+    if world().size == 1:
+        return handle, None  # any number: nothing is in flight
+    x, good = _workers_first(x, in_dims[0], n), None if good is None else _workers_first(good, in_dims[3], n)
+    return _post(x, handle, t, good, per_slot, is_mean, n), None
 
 
-def _number(*_: Any) -> Tensor:
-    """Return the form of a flight's number."""
-    return torch.empty((), dtype=torch.int64, device="cpu")
+_post = operator(
+    "post(Tensor x, Tensor topology, Tensor t, Tensor? good, bool per_slot, bool is_mean, int workers) -> Tensor",
+    _post_kernel,
+    lambda *_: torch.empty((), dtype=torch.int64, device="cpu"),
+    _post_vmap,
+)
 
 
-def _posting_stacked(call: str, stacked: Any) -> Any:
-    """Return the rule by which a post over the workers here is one post of `stacked`: `(x, handle, t, ..., good)`."""
+def _workers_first(x: Tensor, dim: int | None, size: int) -> Tensor:
+    return functorch.with_workers_first(x, dim, size).contiguous()
 
-    def rule(info: Any, in_dims: Any, x: Tensor, handle: Tensor, t: Tensor, *rest: Any) -> tuple[Tensor, None]:
-        require_worker_axis(call, in_dims[0], in_dims[1:3])
-        if world().size == 1:
-            return handle, None  # any number: nothing is in flight
-        *between, good = rest
-        x = _workers_first(x, in_dims[0], info.batch_size)
-        good = None if good is None else _workers_first(good, in_dims[-1], info.batch_size)
-        return stacked(x, handle, t, *between, good), None
 
-    return rule
+# -- wait -----------------------------------------------------------------------------------------------------------
+
+
+def _wait_kernel(
+    number: Tensor,
+    x: Tensor,
+    peers: Tensor,
+    group_size: Tensor | None,
+    good: Tensor | None,
+    per_slot: bool,
+    workers: int,
+    after: Sequence[Tensor],
+) -> Tensor:
+    here = world()
+    call = here.steps.in_flight.pop(int(number))
+    land(here, call)
+    inbox, call.inbox = call.inbox, None
+    return inbox if workers else inbox[0]
+
+
+def _wait_shape(
+    number: Tensor,
+    x: Tensor,
+    peers: Tensor,
+    group_size: Tensor | None,
+    good: Tensor | None,
+    per_slot: bool,
+    workers: int,
+    after: Sequence[Tensor],
+) -> Tensor:
+    if group_size is not None:
+        return torch.empty_like(x)
+    return x.new_empty((*peers.shape, *x.shape[(workers > 0) + per_slot :]))
 
 
 def _wait_vmap(
@@ -194,122 +253,37 @@ def _wait_vmap(
     in_dims: Any,
     number: Tensor,
     x: Tensor,
-    sources: Tensor,
-    per_slot: bool,
+    peers: Tensor,
+    group_size: Tensor | None,
     good: Tensor | None,
+    per_slot: bool,
+    workers: int,
     after: Sequence[Tensor],
 ) -> tuple[Tensor, int]:
     n = info.batch_size
-    x, sources = _workers_first(x, in_dims[1], n), _workers_first(sources, in_dims[2], n)
+    x, peers = (_workers_first(v, d, n) for v, d in zip((x, peers), in_dims[1:3], strict=True))
+    group_size, good = (
+        None if v is None else _workers_first(v, d, n) for v, d in zip((group_size, good), in_dims[3:5], strict=True)
+    )
     if world().size > 1:
-        return _wait_stacked(number, x, sources, per_slot, list(after)), 0
-    x, slots = _sent(x, None if good is None else _workers_first(good, in_dims[4], n)), sources.shape[1]
-    rows = sources.clamp(min=0).reshape(-1)
+        return _wait(number, x, peers, group_size, None, per_slot, n, list(after)), 0
+    x = _sent(x, good)
+    if group_size is not None:
+        share = x / group_size.view(-1, *[1] * (x.dim() - 1)).to(x.dtype)
+        return torch.zeros_like(x).index_add(0, peers, share).index_select(0, peers), 0
+    slots, rows = peers.shape[1], peers.clamp(min=0).reshape(-1)
     if per_slot:
         flat = x.flatten(0, 1).index_select(0, rows * slots + torch.arange(slots, device=x.device).repeat(n))
     else:
         flat = x.index_select(0, rows)
     inbox = flat.view(n, slots, *x.shape[2 if per_slot else 1 :])
-    return inbox.masked_fill((sources < 0).view(n, slots, *[1] * (inbox.dim() - 2)), 0), 0
+    return inbox.masked_fill((peers < 0).view(n, slots, *[1] * (inbox.dim() - 2)), 0), 0
 
 
-_post_stacked = operator(
-    "post_stacked(Tensor x, Tensor topology, Tensor t, bool per_slot, Tensor? good) -> Tensor",
-    _post_workers,
-    _number,
-    None,
-)
-_post = operator(
-    "post(Tensor x, Tensor topology, Tensor t, bool per_slot, Tensor? good) -> Tensor",
-    lambda x, handle, t, per_slot, good: _post_workers(
-        x[None], handle, t, per_slot, None if good is None else good.view(1)
-    ),
-    _number,
-    _posting_stacked("exchange", _post_stacked),
-)
 _wait = operator(
-    "wait(Tensor number, Tensor x, Tensor sources, bool per_slot, Tensor? good, Tensor[] after) -> Tensor",
-    _landed_alone,
-    lambda number, x, sources, per_slot, good, after: x.new_empty((*sources.shape, *x.shape[1 if per_slot else 0 :])),
+    "wait(Tensor number, Tensor x, Tensor peers, Tensor? group_size, Tensor? good, bool per_slot, int workers, Tensor[] after)"
+    " -> Tensor",
+    _wait_kernel,
+    _wait_shape,
     _wait_vmap,
-)
-_wait_stacked = operator(
-    "wait_stacked(Tensor number, Tensor x, Tensor sources, bool per_slot, Tensor[] after) -> Tensor",
-    _landed,
-    lambda number, x, sources, per_slot, after: x.new_empty((*sources.shape, *x.shape[2 if per_slot else 1 :])),
-    None,
-)
-
-
-# -- means within groups --------------------------------------------------------------------------------------------
-
-
-def _post_mean_workers(x: Tensor, handle: Tensor, t: Tensor, good: Tensor | None) -> Tensor:
-    """Post the means over the groups of the L workers here, `x` `[L, D]`; return the flight's number."""
-    topology = by_handle(handle)
-    here, local = require_size(x.shape[0], topology.num_workers, "group_mean")
-    x = _sent(x, good)
-    call, row = begin(here, "group_mean", t, local), topology.peers(t).groups
-    assert row is not None
-    ranks = _ranks_by_group(row, local)
-    call.nbytes = x[0].nbytes
-    if local == 1:
-        group = row[here.rank]
-        call.hears = ranks[group]
-        mean = x / row.count(group)
-        return take_off(reduce(here, call, mean, x, ranks[group]))
-    mean, groups = torch.empty_like(x), row[here.rank * local : (here.rank + 1) * local]
-    for group in sorted(set(groups)):
-        members = [i for i, own in enumerate(groups) if own == group]
-        own = torch.stack([x[i] for i in members])
-        share = (own / row.count(group)).sum(0)
-        call.hears = ranks[group]
-        has_arrived = reduce(here, call, share, None, ranks[group]).land()
-        for i, row_of_i in zip(members, own, strict=True):
-            mean[i] = share if has_arrived else row_of_i
-    return take_off(Posted(here, call, mean, []))
-
-
-def _wait_mean_vmap(
-    info: Any,
-    in_dims: Any,
-    number: Tensor,
-    x: Tensor,
-    group: Tensor,
-    group_size: Tensor,
-    good: Tensor | None,
-    after: Sequence[Tensor],
-) -> tuple[Tensor, int]:
-    n = info.batch_size
-    x, group, size = (_workers_first(v, d, n) for v, d in zip((x, group, group_size), in_dims[1:4], strict=True))
-    if world().size > 1:
-        return _wait_mean_stacked(number, x, list(after)), 0
-    x = _sent(x, None if good is None else _workers_first(good, in_dims[4], n))
-    share = x / size.view(-1, *[1] * (x.dim() - 1)).to(x.dtype)
-    return torch.zeros_like(x).index_add(0, group, share).index_select(0, group), 0
-
-
-_post_mean_stacked = operator(
-    "post_mean_stacked(Tensor x, Tensor topology, Tensor t, Tensor? good) -> Tensor",
-    _post_mean_workers,
-    _number,
-    None,
-)
-_post_mean = operator(
-    "post_mean(Tensor x, Tensor topology, Tensor t, Tensor? good) -> Tensor",
-    lambda x, handle, t, good: _post_mean_workers(x[None], handle, t, None if good is None else good.view(1)),
-    _number,
-    _posting_stacked("group_mean", _post_mean_stacked),
-)
-_wait_mean = operator(
-    "wait_mean(Tensor number, Tensor x, Tensor group, Tensor group_size, Tensor? good, Tensor[] after) -> Tensor",
-    _landed_alone,
-    lambda number, x, group, group_size, good, after: torch.empty_like(x),
-    _wait_mean_vmap,
-)
-_wait_mean_stacked = operator(
-    "wait_mean_stacked(Tensor number, Tensor x, Tensor[] after) -> Tensor",
-    _landed,
-    lambda number, x, after: torch.empty_like(x),
-    None,
 )

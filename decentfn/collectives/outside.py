@@ -81,7 +81,7 @@ def met(
     steps = here.gossip.steps
     text = f"{call}: {what}" + ("" if isinstance(x, int) else f" of {list(x.shape)} {x.dtype}")
     exchanges = steps.calls if of_state and steps.is_whole else -1
-    mine = _Header(x if isinstance(x, int) else x.nbytes, exchanges, steps.last_step, text).encoded()
+    mine = _Header(x if isinstance(x, int) else x.nbytes, exchanges, steps.at, text).encoded()
     with here.whole.turn:
         try:
             outside: Any = here.outside(processes)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from decentfn import collectives
-from decentfn.buckets import BucketPlan, Buckets, cast_like, where, wide
+from decentfn.buckets import BucketPlan, Buckets, loose, wide
 from decentfn.compressors import Compressor, Key
 from decentfn.gossip.guarding import are_finite, is_guarded
 from decentfn.gossip.plain import Posted, coarse, heard, inbox_of, own_gamma, post
@@ -37,25 +37,21 @@ def post_compressed(x: Buckets, compressor: Compressor, topology: Topology, t: T
         topology: a schedule of messages, without groups.
         t: 0-d int64 on the CPU.
     """
-    me = collectives.look_up(x[0], topology, t).worker
+    row = collectives.look_up(x[0], topology, t)
     pairs = [(b.to(plan.dtype), plan) for b, plan in zip(x, x.plan.buckets, strict=True)]
     # Stored, or what is sent and what is decoded here would be computed apart, and might be rounded apart.
-    messages = tuple(once(compressor.compress(b, plan, Key(t, me, index))) for index, (b, plan) in enumerate(pairs))
+    messages = tuple(
+        once(compressor.compress(b, plan, Key(t, row.worker, index))) for index, (b, plan) in enumerate(pairs)
+    )
     good = None
     if is_guarded():
         # A message of zeros stands for zeros.
         decoded = [_decoded(compressor, m, plan) for m, plan in zip(messages, x.plan.buckets, strict=True)]
         good = are_finite([*(b for b, _ in pairs), *decoded])
         messages = tuple(once(torch.where(good, m, torch.zeros_like(m))) for m in messages)
-    posted = post(messages, topology, t, good=good)
+    posted = post(loose(messages), row, good=good)
     sent = [_decoded(compressor, m, plan) for m, plan in zip(messages, x.plan.buckets, strict=True)]
     return Compressed(Buckets(sent, x.plan), posted, compressor)
-
-
-def repaired_compressed(posted: Compressed, x: Buckets, pull: Buckets) -> Buckets:
-    """`x`, or where a guarded step finds this worker's own message bad, the neighbours' mix (`pull`, as zeros were sent) in its place."""
-    flags = posted.messages.flags
-    return x if flags is None else where(flags.own, x, cast_like(pull, x))
 
 
 def difference_compressed(posted: Compressed, gamma: float = 1.0) -> Buckets:

@@ -48,7 +48,7 @@ class Peers(NamedTuple):
 
     sources: list[list[int]]  # [N][K]
     destinations: list[list[int]]  # [N][K]
-    groups: list[int] | None  # [N]
+    members: list[list[int]] | None  # [N]: of each worker's group, ascending
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,8 +147,13 @@ class Topology:
 
     def _make_peers(self, key: int) -> Peers:
         this = self._rounds(key)
-        groups = None if this.groups is None else this.groups.tolist()
-        return Peers(this.sources.tolist(), this.destinations.tolist(), groups)
+        members = None
+        if this.groups is not None:
+            by_group: dict[int, list[int]] = {}
+            members = [by_group.setdefault(group, []) for group in this.groups.tolist()]
+            for worker, its in enumerate(members):
+                its.append(worker)
+        return Peers(this.sources.tolist(), this.destinations.tolist(), members)
 
     def _make_rows(self, key: int, device: torch.device) -> Tensor:
         this, n = self._rounds(key), self.num_workers
