@@ -10,6 +10,7 @@ class _Context(threading.local):
     def __init__(self) -> None:
         # Set here, and not in the class: torch.compile guards the fields in every thread that runs what it compiled.
         self.world: Any = None  # whom the operators talk to (`collectives.use`)
+        self.step: Any = None  # the world in which the step runs (`collectives.whole_step`)
         self.call: tuple[str, bool] | None = None  # the user's call outside steps (`collectives.calling`)
         self.seed: int | None = None  # torch's, outside of `draws.torch_draws`
         self.generators: tuple[Any, ...] = ()  # which the outer `draws.torch_draws` puts back

@@ -132,14 +132,17 @@ class torch_draws:
         generators = [torch.default_generator]
         if torch.cuda.is_initialized():
             generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
-        self._before = [(g, g.get_state()) for g in generators if g not in context.generators]
+        self._before: dict[torch.Generator, Tensor] = {}
+        for generator in generators:
+            if generator not in context.generators:
+                self._before[generator] = generator.get_state()
         for generator in generators:
             generator.manual_seed(seed)
-        context.seed, context.generators = base, (*context.generators, *[g for g, _ in self._before])
+        context.seed, context.generators = base, (*context.generators, *self._before)
 
     def __exit__(self, *error: object) -> None:
         context.seed, context.generators = self._outer
-        for generator, state in self._before:
+        for generator, state in self._before.items():
             generator.set_state(state)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from decentfn.collectives.membership import World, world
 from decentfn.collectives.reports import report
 from decentfn.collectives.steps import Call
+from decentfn.context import context
 from decentfn.torch_private.profiler import is_profiled, nothing, span
 
 _PATIENCE_S = 5.0
@@ -32,7 +33,7 @@ class whole_step:
         donated: whether it writes over the state that it is given.
     """
 
-    __slots__ = ("_donated", "_here", "_range", "_t")
+    __slots__ = ("_donated", "_here", "_outer", "_range", "_t")
 
     def __init__(self, t: int | Tensor, *, donated: bool = False) -> None:
         self._t, self._donated = int(t), donated
@@ -41,13 +42,14 @@ class whole_step:
         self._here = here = world()
         if here.size * here.processes_per_worker > 1:
             here.steps.enter(self._t)
+        self._outer, context.step = context.step, here
         self._range = span("step", self._t) if is_profiled() else nothing
         self._range.__enter__()
         return here
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._range.__exit__(kind, error, traceback)
-        here, steps = self._here, self._here.steps
+        here, steps, context.step = self._here, self._here.steps, self._outer
         steps.is_inside = False
         if here.size == 1:
             return

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from decentfn.collectives.membership import World, world
+from decentfn.context import context
 from decentfn.scalars import integer, operator
 from decentfn.topologies import Topology
 from decentfn.topologies.rounds import by_handle
@@ -37,7 +38,7 @@ def require_size(local: int, workers: int, what: str) -> World:
 
 def found(handle: Tensor, local: int, what: str) -> tuple[World, Topology]:
     """Return the world and the topology of this handle, which has `local` workers in each process; else as `require_size`."""
-    here, topology = world(), by_handle(handle)
+    here, topology = context.step or world(), by_handle(handle)
     if local * here.size != topology.num_workers:
         require_size(local, topology.num_workers, what)
     return here, topology

@@ -23,6 +23,7 @@ from decentfn.collectives.lookup import Row, found, require_worker_axis
 from decentfn.collectives.membership import World, world
 from decentfn.collectives.messages import begin, land, post, reduce
 from decentfn.collectives.steps import Call, Part
+from decentfn.context import context
 from decentfn.scalars import integer, operator
 from decentfn.topologies.rounds import Peers
 from decentfn.torch_private import functorch
@@ -99,7 +100,7 @@ def after(xs: Sequence[Tensor], flights: Sequence[Tensor]) -> list[Tensor]:
 
 _after = operator(
     "after(Tensor[] xs, Tensor[] flights) -> Tensor[]",
-    lambda xs, flights: [x.clone() for x in xs],
+    lambda xs, flights: list(map(torch.clone, xs)),
     lambda xs, flights: [torch.empty_like(x) for x in xs],
     lambda info, in_dims, xs, flights: (
         (list(xs) if world().size == 1 else _after(list(xs), list(flights))),
@@ -148,16 +149,17 @@ def _post_messages(here: World, call: Call, peers: Peers, x: Tensor, slots: int,
     sends: list[Part] = []
     if inbox.numel():
         # Both lists are ordered by (slot, receiving worker): the order in which one process meets another's messages.
-        for slot in range(slots):
-            for i in range(local):
-                source, target = hears[i][slot], inbox[i, slot]
+        by_slot = zip(zip(*hears, strict=True), zip(*tells, strict=True), strict=True)
+        for slot, (sources, listeners) in enumerate(by_slot):
+            for i, source in enumerate(sources):
+                target = inbox[i, slot]
                 if source < 0:
                     target.zero_()
                 elif source // local == here.rank:
                     target.copy_(x[source - first, slot] if per_slot else x[source - first])
                 else:
                     receives.append(Part(target, x[i, slot] if per_slot else x[i], source // local, slot))
-            for listener, i in sorted((tells[i][slot], i) for i in range(local)):
+            for listener, i in sorted(zip(listeners, range(local), strict=True)):
                 if listener >= 0 and listener // local != here.rank:
                     sends.append(Part(x[i, slot] if per_slot else x[i], None, listener // local, slot))
     post(here, call, receives, sends)
@@ -226,7 +228,7 @@ def _wait_kernel(
     workers: int,
     after: Sequence[Tensor],
 ) -> Tensor:
-    here = world()
+    here = context.step or world()
     call = here.steps.in_flight.pop(int(number))
     land(here, call)
     inbox, call.inbox = call.inbox, None

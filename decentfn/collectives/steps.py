@@ -115,6 +115,8 @@ class Steps:
         """The step that runs, or ran last."""
         self.before = 0
         """Calls before that step."""
+        self.tag = 0
+        """That of the messages of this step."""
         self.lost: Loss | None = None
         self.cut_short: tuple[str, BaseException] | None = None
         """The step that raised after it had posted, or a call outside steps that lost another rank, and what it raised."""
@@ -157,17 +159,12 @@ class Steps:
         self._met.add(id(group))
         return is_new
 
-    @property
-    def tag(self) -> int:
-        """That of the messages of this call."""
-        return self._last % TAGS
-
     def call(self, what: str, t: Tensor, local: int = 1) -> tuple[Call, tuple[int, int] | None]:
         """Note that an operator is called; and another rank that made the same call at another step, with that step."""
         self.calls = calls = self.calls + 1
         step = self.at if self.is_inside else int(t)
         if step != self._last or not self._changes:
-            self._last = step
+            self._last, self.tag = step, step % TAGS
             self._changes.append((calls, step))
         call = Call(what, calls, step, calls - self.before, local)
         self.record.append(call)

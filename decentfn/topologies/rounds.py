@@ -113,11 +113,11 @@ class Topology:
 
     def round(self, t: int | Tensor) -> Round:
         """Return the round of step `t`."""
-        return self._rounds(self._key(t))
+        return self._rounds(int(t) if self.draw else int(t) % len(self.sources))
 
     def peers(self, t: int | Tensor) -> Peers:
         """Return the peers of step `t`, as Python integers."""
-        return self._peers(self._key(t))
+        return self._peers(int(t) if self.draw else int(t) % len(self.sources))
 
     def groups_of(self, t: int | Tensor) -> Tensor:
         """Return the group of every worker in step `t`, `[N]` int64; of a schedule without groups, the worker's own number."""
@@ -131,10 +131,7 @@ class Topology:
         other with the same weight, own weight, a weight for each slot, the weight of the group's mean, whom it hears in each slot,
         what its own messages weigh where they are heard.
         """
-        return self._rows(self._key(t), device)
-
-    def _key(self, t: int | Tensor) -> int:
-        return int(t) if self.draw is not None else int(t) % self.sources.shape[0]
+        return self._rows(int(t) if self.draw else int(t) % len(self.sources), device)
 
     def _make_round(self, key: int) -> Round:
         if self.draw is not None:
