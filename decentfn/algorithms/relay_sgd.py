@@ -98,7 +98,7 @@ def relay_sgd(
     def send(own: Buckets, messages: Buckets, row: collectives.Row) -> Buckets:
         """To each neighbour: `own` and what the others relayed. Returns what they relay to us."""
         outgoing = each(lambda x, m: x.to(m.dtype) + (m.sum(0) - m), own, messages)
-        posted = gossip.post(loose(outgoing), row, wire_dtype=worker.wire_dtype, per_slot=True)
+        posted = gossip.post(loose(outgoing), row, wire_dtype=worker.wire_dtype)
         relayed = gossip.arrived(posted, list(messages))
         return Buckets([r.to(m.dtype) for r, m in zip(relayed, messages, strict=True)], own.plan)
 

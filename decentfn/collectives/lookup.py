@@ -21,7 +21,7 @@ def require_size(local: int, workers: int, what: str) -> World:
     Raises:
         ValueError: they are more, or fewer; `what` says who asks.
     """
-    here = world()
+    here = context.step or world()
     if local * here.size == workers:
         return here
     if (each := here.processes_per_worker) > 1:
@@ -34,14 +34,6 @@ def require_size(local: int, workers: int, what: str) -> World:
         f"Start {workers} processes with torchrun, or df.simulate(step, {max(1, workers // here.size)}) "
         "so that workers x processes is the topology's size."
     )
-
-
-def found(handle: Tensor, local: int, what: str) -> tuple[World, Topology]:
-    """Return the world and the topology of this handle, which has `local` workers in each process; else as `require_size`."""
-    here, topology = context.step or world(), by_handle(handle)
-    if local * here.size != topology.num_workers:
-        require_size(local, topology.num_workers, what)
-    return here, topology
 
 
 def require_worker_axis(what: str, x: int | None, others: Sequence[int | None]) -> None:
@@ -99,7 +91,8 @@ def look_up(token: Tensor, topology: Topology, t: Tensor) -> Row:
 
 
 def _look_up_kernel(token: Tensor, handle: Tensor, t: Tensor, slots: int, workers: int) -> Tensor:
-    here, topology = found(handle, workers or 1, "step(state, batch, t)")
+    topology = by_handle(handle)
+    here = require_size(workers or 1, topology.num_workers, "step(state, batch, t)")
     rows = topology.rows(t, token.device)
     return (rows[here.rank * workers : (here.rank + 1) * workers] if workers else rows[here.rank]).clone()
 

@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from decentfn.collectives.lookup import Row, found, require_worker_axis
+from decentfn.collectives.lookup import Row, require_size, require_worker_axis
 from decentfn.collectives.membership import World, world
 from decentfn.collectives.messages import begin, land, post, reduce
 from decentfn.collectives.steps import Call, Part
 from decentfn.context import context
 from decentfn.scalars import integer, operator
-from decentfn.topologies.rounds import Peers
+from decentfn.topologies.rounds import Peers, by_handle
 from decentfn.torch_private import functorch
 
 
@@ -54,20 +54,18 @@ class Flight(NamedTuple):
     x: Tensor  # what was sent: kept, and not written over, until `wait`
     row: Row
     good: Tensor | None
-    per_slot: bool = False
-    is_mean: bool = False
+    is_mean: bool
 
 
-def exchange(x: Tensor, row: Row, *, per_slot: bool = False, good: Tensor | None = None) -> Flight:
+def exchange(x: Tensor, row: Row, *, good: Tensor | None = None) -> Flight:
     """Post `x` to this round's listeners; `wait` returns what arrives in each slot.
 
     Args:
-        x: `[D]`, or `[K, D]` with `per_slot`; contiguous.
+        x: `[D]`, or `[K, D]`: a message of its own for each slot; contiguous.
         row: this worker's part of the round.
-        per_slot: whether each slot has a message of its own.
         good: 0-d bool; where it is False zeros are sent in the place of `x`.
     """
-    return Flight(_post(x, row.topology.handle, row.t, good, per_slot, False, 0), x, row, good, per_slot)
+    return Flight(_post(x, row.topology.handle, row.t, good, False, 0), x, row, good, is_mean=False)
 
 
 def group_mean(x: Tensor, row: Row, *, good: Tensor | None = None) -> Flight:
@@ -75,7 +73,7 @@ def group_mean(x: Tensor, row: Row, *, good: Tensor | None = None) -> Flight:
 
     An all-reduce: 2(r-1)/r payloads for a group of r workers. Each worker divides by r before the sum.
     """
-    return Flight(_post(x, row.topology.handle, row.t, good, False, True, 0), x, row, good, is_mean=True)
+    return Flight(_post(x, row.topology.handle, row.t, good, True, 0), x, row, good, is_mean=True)
 
 
 def wait(flight: Flight, after: Sequence[Tensor] = ()) -> Tensor:
@@ -88,9 +86,9 @@ def wait(flight: Flight, after: Sequence[Tensor] = ()) -> Tensor:
     Returns:
         `[K, D]` of messages, zeros where nothing was sent; or the mean `[D]`, `x` itself in a group of one.
     """
-    number, x, row, good, per_slot, is_mean = flight
+    number, x, row, good, is_mean = flight
     peers, size = (row.group, row.group_size) if is_mean else (row.sources, None)
-    return _wait(number, x, peers, size, good, per_slot, 0, list(after))
+    return _wait(number, x, peers, size, good, 0, list(after))
 
 
 def after(xs: Sequence[Tensor], flights: Sequence[Tensor]) -> list[Tensor]:
@@ -119,32 +117,30 @@ def _sent(x: Tensor, good: Tensor | None) -> Tensor:
     return torch.where(good.view(*good.shape, *[1] * (x.dim() - good.dim())), x, torch.zeros_like(x))
 
 
-def _post_kernel(
-    x: Tensor, handle: Tensor, t: Tensor, good: Tensor | None, per_slot: bool, is_mean: bool, workers: int
-) -> Tensor:
+def _post_kernel(x: Tensor, handle: Tensor, t: Tensor, good: Tensor | None, is_mean: bool, workers: int) -> Tensor:
     """Post `x`, or `[L, ...]` of the L workers here; return the call's number."""
     if good is not None:
         x = _sent(x, good)
     if not workers:
         x = x[None]
-    what = "group_mean" if is_mean else "exchange"
-    here, topology = found(handle, x.shape[0], what)
+    topology, what = by_handle(handle), "group_mean" if is_mean else "exchange"
+    here = require_size(x.shape[0], topology.num_workers, what)
     call, peers = begin(here, what, t, x.shape[0]), topology.peers(t)
     if is_mean:
         _post_mean(here, call, peers.members or [], x)
     else:
-        _post_messages(here, call, peers, x, topology.slots, per_slot)
+        _post_messages(here, call, peers, x, topology.slots)
     here.steps.in_flight[call.number] = call
     return integer(call.number)
 
 
-def _post_messages(here: World, call: Call, peers: Peers, x: Tensor, slots: int, per_slot: bool) -> None:
-    local = call.local
-    first = here.rank * local
+def _post_messages(here: World, call: Call, peers: Peers, x: Tensor, slots: int) -> None:
+    local, first = call.local, here.rank * call.local
     hears, tells = peers.sources[first : first + local], peers.destinations[first : first + local]
     call.hears, call.tells = (hears[0], tells[0]) if local == 1 else (hears, tells)
-    call.nbytes = x[0].nbytes // max(1, slots if per_slot else 1)
-    call.inbox = inbox = x.new_empty((local, slots, *x.shape[2 if per_slot else 1 :]))
+    call.nbytes = x.shape[-1] * x.itemsize
+    call.inbox = inbox = x.new_empty((local, slots, x.shape[-1]))
+    x = x if x.dim() == 3 else x[:, None].expand(-1, slots, -1)
     receives: list[Part] = []
     sends: list[Part] = []
     if inbox.numel():
@@ -156,12 +152,12 @@ def _post_messages(here: World, call: Call, peers: Peers, x: Tensor, slots: int,
                 if source < 0:
                     target.zero_()
                 elif source // local == here.rank:
-                    target.copy_(x[source - first, slot] if per_slot else x[source - first])
+                    target.copy_(x[source - first, slot])
                 else:
-                    receives.append(Part(target, x[i, slot] if per_slot else x[i], source // local, slot))
+                    receives.append(Part(target, x[i, slot], source // local, slot))
             for listener, i in sorted(zip(listeners, range(local), strict=True)):
                 if listener >= 0 and listener // local != here.rank:
-                    sends.append(Part(x[i, slot] if per_slot else x[i], None, listener // local, slot))
+                    sends.append(Part(x[i, slot], None, listener // local, slot))
     post(here, call, receives, sends)
 
 
@@ -185,26 +181,18 @@ def _post_mean(here: World, call: Call, members: list[list[int]], x: Tensor) -> 
 
 
 def _post_vmap(
-    info: Any,
-    in_dims: Any,
-    x: Tensor,
-    handle: Tensor,
-    t: Tensor,
-    good: Tensor | None,
-    per_slot: bool,
-    is_mean: bool,
-    workers: int,
+    info: Any, in_dims: Any, x: Tensor, handle: Tensor, t: Tensor, good: Tensor | None, is_mean: bool, workers: int
 ) -> tuple[Tensor, None]:
     n = info.batch_size
     require_worker_axis("group_mean" if is_mean else "exchange", in_dims[0], in_dims[1:3])
     if world().size == 1:
         return handle, None  # any number: nothing is in flight
     x, good = _workers_first(x, in_dims[0], n), None if good is None else _workers_first(good, in_dims[3], n)
-    return _post(x, handle, t, good, per_slot, is_mean, n), None
+    return _post(x, handle, t, good, is_mean, n), None
 
 
 _post = operator(
-    "post(Tensor x, Tensor topology, Tensor t, Tensor? good, bool per_slot, bool is_mean, int workers) -> Tensor",
+    "post(Tensor x, Tensor topology, Tensor t, Tensor? good, bool is_mean, int workers) -> Tensor",
     _post_kernel,
     lambda *_: torch.empty((), dtype=torch.int64, device="cpu"),
     _post_vmap,
@@ -219,14 +207,7 @@ def _workers_first(x: Tensor, dim: int | None, size: int) -> Tensor:
 
 
 def _wait_kernel(
-    number: Tensor,
-    x: Tensor,
-    peers: Tensor,
-    group_size: Tensor | None,
-    good: Tensor | None,
-    per_slot: bool,
-    workers: int,
-    after: Sequence[Tensor],
+    number: Tensor, x: Tensor, peers: Tensor, size: Tensor | None, good: Tensor | None, workers: int, after: Any
 ) -> Tensor:
     here = context.step or world()
     call = here.steps.in_flight.pop(int(number))
@@ -236,18 +217,9 @@ def _wait_kernel(
 
 
 def _wait_shape(
-    number: Tensor,
-    x: Tensor,
-    peers: Tensor,
-    group_size: Tensor | None,
-    good: Tensor | None,
-    per_slot: bool,
-    workers: int,
-    after: Sequence[Tensor],
+    number: Tensor, x: Tensor, peers: Tensor, size: Tensor | None, good: Tensor | None, workers: int, after: Any
 ) -> Tensor:
-    if group_size is not None:
-        return torch.empty_like(x)
-    return x.new_empty((*peers.shape, *x.shape[(workers > 0) + per_slot :]))
+    return x.new_empty((*peers.shape, x.shape[-1]) if size is None else x.shape)
 
 
 def _wait_vmap(
@@ -256,35 +228,29 @@ def _wait_vmap(
     number: Tensor,
     x: Tensor,
     peers: Tensor,
-    group_size: Tensor | None,
+    size: Tensor | None,
     good: Tensor | None,
-    per_slot: bool,
     workers: int,
     after: Sequence[Tensor],
 ) -> tuple[Tensor, int]:
     n = info.batch_size
-    x, peers = (_workers_first(v, d, n) for v, d in zip((x, peers), in_dims[1:3], strict=True))
-    group_size, good = (
-        None if v is None else _workers_first(v, d, n) for v, d in zip((group_size, good), in_dims[3:5], strict=True)
-    )
+    x, peers = _workers_first(x, in_dims[1], n), _workers_first(peers, in_dims[2], n)
     if world().size > 1:
-        return _wait(number, x, peers, group_size, None, per_slot, n, list(after)), 0
-    x = _sent(x, good)
-    if group_size is not None:
-        share = x / group_size.view(-1, *[1] * (x.dim() - 1)).to(x.dtype)
+        return _wait(number, x, peers, size, None, n, list(after)), 0
+    x = _sent(x, None if good is None else _workers_first(good, in_dims[4], n))
+    if size is not None:
+        share = x / _workers_first(size, in_dims[3], n).view(-1, *[1] * (x.dim() - 1)).to(x.dtype)
         return torch.zeros_like(x).index_add(0, peers, share).index_select(0, peers), 0
     slots, rows = peers.shape[1], peers.clamp(min=0).reshape(-1)
-    if per_slot:
-        flat = x.flatten(0, 1).index_select(0, rows * slots + torch.arange(slots, device=x.device).repeat(n))
-    else:
-        flat = x.index_select(0, rows)
-    inbox = flat.view(n, slots, *x.shape[2 if per_slot else 1 :])
-    return inbox.masked_fill((peers < 0).view(n, slots, *[1] * (inbox.dim() - 2)), 0), 0
+    if x.dim() == 3:
+        x, rows = x.flatten(0, 1), rows * slots + torch.arange(slots, device=x.device).repeat(n)
+    inbox = x.index_select(0, rows).view(n, slots, x.shape[-1])
+    return inbox.masked_fill((peers < 0).view(n, slots, 1), 0), 0
 
 
 _wait = operator(
-    "wait(Tensor number, Tensor x, Tensor peers, Tensor? group_size, Tensor? good, bool per_slot, int workers, Tensor[] after)"
-    " -> Tensor",
+    # Of a mean, `peers` and `size` are the worker's group; of messages, `peers` are its sources.
+    "wait(Tensor number, Tensor x, Tensor peers, Tensor? size, Tensor? good, int workers, Tensor[] after) -> Tensor",
     _wait_kernel,
     _wait_shape,
     _wait_vmap,

@@ -116,7 +116,7 @@ def _post(x: Tensor, plan: BucketPlan, rank: int, p: Tensor, even: Tensor, last:
         elif last:
             message.append(leaf.expand(p.shape[0], -1))
     own = torch.cat(message, 1) if message else x.new_empty(p.shape[0], 0)
-    return Round(orthonormals, post(loose([own]), row, per_slot=True), even, last)
+    return Round(orthonormals, post(loose([own]), row), even, last)
 
 
 def _collect(

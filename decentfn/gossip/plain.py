@@ -49,30 +49,29 @@ def post(
     *,
     wire_dtype: torch.dtype | None = None,
     good: Tensor | None = None,
-    per_slot: bool = False,
 ) -> Posted:
     """Start to send `x` to the neighbours of a round; an algorithm calls it as `Worker.post`.
 
     What is kept wider than its plan says travels in the plan's dtypes; the own share is mixed unrounded.
 
     Args:
-        x: one message for each bucket and neighbour.
+        x: one message for each bucket and neighbour; or, of `[K, D]`, one for each slot's listener (see `arrived`).
         row: this worker's part of the round, from `collectives.look_up`.
         wire_dtype: floating vectors wider than this dtype travel rounded to it (half the bytes for bfloat16).
         good: 0-d bool, whether the message is good, where that cannot be seen from `x`; only a guarded step asks.
-        per_slot: the buckets are `[K, D]`, a message for each slot's listener; `arrived` waits for what they hear.
     """
     sent = [narrow(narrow(b, plan.dtype), wire_dtype) for b, plan in zip(x, x.plan.buckets, strict=True)]
     if good is not None:
         guarding.note_replaced(~good)
     elif guarding.is_guarded():
         good = guarding.judged(sent)
-    exchanges = per_slot or row.topology.degree > 0
-    messages = [collectives.exchange(b, row, per_slot=per_slot, good=good) for b in sent] if exchanges else []
-    has_means = row.topology.has_groups and not per_slot
-    means = [collectives.group_mean(b, row, good=good) for b in sent] if has_means else []
+    messages = means = ()
+    if row.topology.degree or x[0].dim() == 2:
+        messages = tuple(collectives.exchange(b, row, good=good) for b in sent)
+    if row.topology.has_groups:
+        means = tuple(collectives.group_mean(b, row, good=good) for b in sent)
     flags = None if good is None else guarding.post_flags(good, row)
-    return Posted(x, sent, tuple(messages), tuple(means), row, {}, flags)
+    return Posted(x, sent, messages, means, row, {}, flags)
 
 
 def is_active(topology: Topology, t: Tensor, like: Buckets) -> Tensor:

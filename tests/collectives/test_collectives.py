@@ -46,8 +46,8 @@ def grouped(groups):
     return Topology("mine", n, alone, 0 * ones[..., None], groups, ones)
 
 
-def exchanged(x, topology, t, **options):
-    return wait(exchange(x, look_up(x, topology, torch.tensor(t)), **options))
+def exchanged(x, topology, t):
+    return wait(exchange(x, look_up(x, topology, torch.tensor(t))))
 
 
 def averaged(x, topology, t):
@@ -78,7 +78,7 @@ def test_exchange_hears_exactly_the_named_peers(table, t, per_slot, seed):
     topology = schedule(table)
 
     def one(payload):
-        return exchanged(payload, topology, t, per_slot=per_slot)
+        return exchanged(payload, topology, t)
 
     expected = heard_by(table, x, t, per_slot)
     assert torch.equal(vmap(one)(x), expected)
@@ -96,7 +96,7 @@ def test_workers_spread_over_processes_hear_the_same(n, local, per_slot, seed):
 
     def mine(rank):
         rows = x[rank * local : (rank + 1) * local]
-        return vmap(lambda row: exchanged(row, topology, 0, per_slot=per_slot))(rows)
+        return vmap(lambda row: exchanged(row, topology, 0))(rows)
 
     assert torch.equal(torch.cat(on_ranks(n, mine)), heard_by(table, x, 0, per_slot))
 
