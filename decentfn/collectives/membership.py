@@ -17,6 +17,7 @@ import torch.distributed as dist
 # Its functions have the default group of the moment for a default argument: imported later, by the compiler, they would keep
 # the group, and a thread of gloo's would need the interpreter after its end.
 import torch.distributed.nn.functional
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store, default_pg_timeout
 
@@ -63,7 +64,7 @@ class World:
         """Held from the beginning to the end of a collective outside steps: those of two threads must not meet."""
         self._made_apart = itertools.count()
         self.timeout = timeout
-        self.steps = Steps(rank, size)
+        self.steps = Steps(rank)
         self.device = device
         """Where this process computes: the GPU that is its own, or the CPU."""
         self.counters: tuple[Any, ...] = ()
@@ -193,17 +194,20 @@ class World:
         return cast(dist.ProcessGroup, dist.new_group(list(ranks), timeout=self.timeout))
 
 
-def has_cpu_side(group: Any) -> bool:
-    """Whether a group moves tensors on the CPU, perhaps beside those on GPUs."""
-    return "gloo" in str(dist.get_backend_config(group))
+def find_other(steps: Steps, group: Any, ranks: Sequence[int], numbers: list[int], x: Tensor) -> list[int] | None:
+    """Wait until all ranks of a group are in a step, once in each; return a rank with other numbers than these, and its numbers.
 
-
-def gathered(group: Any, size: int, numbers: list[int]) -> list[list[int]]:
-    """The numbers of all in a group of so many, as many each."""
+    A sum has no tag, and one that is larger elsewhere aborts the process. A group that moves `x` on GPUs alone is not compared.
+    """
+    if not steps.meets(group) or not (x.device.type == "cpu" or "gloo" in str(dist.get_backend_config(group))):
+        return None
     mine = torch.tensor(numbers)
-    heard = mine.new_empty(size, len(numbers))
+    heard = mine.new_empty(len(ranks), len(numbers))
     group.allgather([list(heard)], [mine]).wait()
-    return heard.tolist()
+    for rank, theirs in zip(ranks, heard.tolist(), strict=True):
+        if theirs != numbers:
+            return [rank, *theirs]
+    return None
 
 
 def close(groups: Iterable[dist.ProcessGroup]) -> None:

@@ -8,12 +8,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from decentfn.collectives.membership import World, gathered, has_cpu_side
+from decentfn.collectives.membership import World, find_other
 from decentfn.collectives.reports import different_steps, has_timed_out, report
 from decentfn.collectives.steps import Call, Loss, Part
 from decentfn.errors import StepMismatch
@@ -93,7 +92,8 @@ def reduce(here: World, call: Call, x: Tensor, own: Tensor | None, ranks: list[i
     group = here.subgroup(tuple(ranks))
     try:
         with span("post", call.what, call.index) if is_profiled() else nothing:
-            _require_same_call(here, group, ranks, call, x)
+            if (other := find_other(here.steps, group, ranks, [call.step, call.number, x.nbytes], x)) is not None:
+                raise different_steps(here, call, call.step, *other)
             call.works.append(group.allreduce([x]))
     except StepMismatch as error:
         _lose(here, call, error, error.peer)
@@ -104,18 +104,6 @@ def reduce(here: World, call: Call, x: Tensor, own: Tensor | None, ranks: list[i
         for counted in here.counters:
             counted.bytes_sent += share
             counted.bytes_received += share
-
-
-def _require_same_call(here: World, group: Any, ranks: Sequence[int], call: Call, x: Tensor) -> None:
-    """Wait until all ranks of a group are in a step, once in each; raise StepMismatch if they are in different ones.
-
-    A sum has no tag, and one that is larger elsewhere aborts the process.
-    """
-    if here.steps.meets(group) and (x.device.type == "cpu" or has_cpu_side(group)):
-        mine = [call.step, call.number, x.nbytes]
-        for rank, theirs in zip(ranks, gathered(group, len(ranks), mine), strict=True):
-            if theirs != mine:
-                raise different_steps(here, call, call.step, rank, *theirs)
 
 
 def land(here: World, call: Call) -> bool:

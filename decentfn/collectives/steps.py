@@ -103,9 +103,8 @@ class Steps:
     Nobody waits for anybody.
     """
 
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
-        self.calls = 0
+    def __init__(self, rank: int) -> None:
+        self.rank, self.calls = rank, 0
         self.in_flight: dict[int, Call] = {}
         """The calls that nobody has waited for yet, by number."""
         self.record: deque[Call] = deque(maxlen=_RECORDED)

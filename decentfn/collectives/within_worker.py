@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from decentfn.buckets import rows_of
-from decentfn.collectives.membership import World, gathered, has_cpu_side, world
+from decentfn.collectives.membership import World, find_other, world
 from decentfn.collectives.outside import met, named_error
 from decentfn.errors import RunError, StepMismatch
 from decentfn.scalars import operator
@@ -85,17 +85,15 @@ def _begun(here: World, what: str, x: Tensor, processes: int | None = None) -> I
             yield outside
         return
     try:
-        if steps.meets(group) and (x.device.type == "cpu" or has_cpu_side(group)):
-            mine = [steps.at, x.nbytes]
-            for rank, theirs in zip(ranks, gathered(group, size, mine), strict=True):
-                if theirs != mine:
-                    raise StepMismatch(
-                        f"{what}: process {whole.rank} is at t={mine[0]} with {mine[1]:,} bytes, process {rank} at t={theirs[0]} with "
-                        f"{theirs[1]:,}; every process must call the step with the same t, equally often",
-                        process=whole.rank,
-                        step=mine[0],
-                        peer=rank,
-                    )
+        if (other := find_other(steps, group, ranks, [steps.at, x.nbytes], x)) is not None:
+            rank, t, nbytes = other
+            raise StepMismatch(
+                f"{what}: process {whole.rank} is at t={steps.at} with {x.nbytes:,} bytes, process {rank} at t={t} with "
+                f"{nbytes:,}; every process must call the step with the same t, equally often",
+                process=whole.rank,
+                step=steps.at,
+                peer=rank,
+            )
         yield group
     except RunError:
         raise

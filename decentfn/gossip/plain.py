@@ -156,7 +156,7 @@ def neighbours_sum(posted: Posted, dtypes: Sequence[torch.dtype], *, after: Iter
     posted, sums = heard(posted, after), []
     for index, dtype in enumerate(dtypes):
         zeros = torch.zeros_like(posted.sent[index], dtype=wide(dtype))
-        terms = zip(*_arrived(posted, index, 1.0, wide(dtype)), strict=True)
+        terms = zip(*_weighted(posted, index, 1.0, wide(dtype)), strict=True)
         sums.append(sum((w * x.to(w.dtype) for w, x in terms), zeros).to(dtype))
     return sums
 
@@ -206,7 +206,7 @@ def _landed(posted: Posted, flight: collectives.Flight, index: int) -> Tensor:
     return landed[key]
 
 
-def _arrived(
+def _weighted(
     posted: Posted, index: int, gamma: float | Tensor, dtype: torch.dtype
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Wait for one tensor's inbox: the weights, in this dtype, and the messages; the last may be the group's mean."""
@@ -260,7 +260,7 @@ def _weighted_sum(posted: Posted, index: int) -> Tensor:
     x, kept = own.to(dtype), posted.row.weights[0].to(dtype)
     if posted.flags is not None:
         x = torch.where(posted.flags.own, x, torch.zeros_like(x))
-    weights, messages = _arrived(posted, index, 1.0, dtype)
+    weights, messages = _weighted(posted, index, 1.0, dtype)
     return sum((w * m.to(dtype) for w, m in zip(weights, messages, strict=True)), kept * x)
 
 
@@ -268,7 +268,7 @@ def _mixed(posted: Posted, index: int, gamma: float | Tensor) -> Tensor:
     own, row = posted.own[index], posted.row
     dtype = wide(own.dtype)  # sixteen-bit values are mixed in float32; weights are exact to 1e-12
     gamma = own_gamma(posted, gamma)
-    weights, messages = _arrived(posted, index, gamma, dtype)
+    weights, messages = _weighted(posted, index, gamma, dtype)
     x, sent = own.to(dtype), posted.sent[index].to(dtype)
     if posted.flags is not None:
         in_place_of_bad = row.weights[0].to(dtype)  # 0, or NaN where nothing good was heard
@@ -296,7 +296,7 @@ def _given(row: collectives.Row) -> Tensor | None:
 
 def _moved(posted: Posted, index: int, gamma: float | Tensor) -> Tensor:
     dtype = wide(posted.own[index].dtype)
-    weights, messages = _arrived(posted, index, gamma, dtype)
+    weights, messages = _weighted(posted, index, gamma, dtype)
     sent = posted.sent[index].to(dtype)
     terms = [weight * (x.to(dtype) - sent) for weight, x in zip(weights, messages, strict=True)]
     terms = terms if posted.sent[index] is posted.own[index] else [coarse(posted, term) for term in terms]

@@ -186,14 +186,14 @@ def test_a_store_that_is_gone_ends_the_comparison_and_not_the_run():
         def compare_set(self, *arguments):
             raise RuntimeError("Connection reset by peer")
 
-    steps = Steps(1, 2)
+    steps = Steps(1)
     steps.begin(Gone())
     assert [steps.call("exchange", torch.tensor(t))[1] for t in range(5)] == [None] * 5
 
 
 def test_what_was_compared_is_forgotten_in_the_end():
     store = dist.HashStore()
-    steps = Steps(0, 2)
+    steps = Steps(0)
     steps.begin(store)
     for t in range(70 * 256):
         steps.call("exchange", torch.tensor(t))
