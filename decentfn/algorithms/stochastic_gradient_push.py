@@ -99,7 +99,7 @@ def stochastic_gradient_push(
 
     def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
         z, (w, outboxes) = state.params, state.memory
-        late = gossip.post(loose(outboxes[0]), collectives.look_up(w, earlier, t)) if delay else None
+        late = worker.post(loose(outboxes[0]), t, earlier) if delay else None
 
         g, local = worker.gradient(z, state.local, batch, t, after=late)
         u, local = worker.update(g.grads, g, local, z)
@@ -109,15 +109,15 @@ def stochastic_gradient_push(
 
         if late is None:
             for this in schedule:
-                row = collectives.look_up(w, this, t)
-                x_and_w = gossip.collect(gossip.post(x_and_w, row, wire_dtype=worker.wire_dtype))
+                x_and_w = worker.mix(x_and_w, t, this)
         else:
             sent = tuple(gossip.narrow(x, worker.wire_dtype) for x in x_and_w)
             row = collectives.look_up(z[0], topology, t)
             given = row.given if row.mean_weight is None else torch.cat([row.given, row.mean_weight[None]])
             kept = [_without(x, q, given) for x, q in zip(x_and_w, sent, strict=True)]
             received = gossip.neighbours_sum(late, [k.dtype for k in kept], after=g.grads)
-            x_and_w = [(k + r).to(x.dtype) for x, k, r in zip(x_and_w, kept, received, strict=True)]
+            mixed = [(k + r).to(x.dtype) for x, k, r in zip(x_and_w, kept, received, strict=True)]
+            x_and_w = Buckets(mixed, x_and_w.plan)
             outboxes = (*outboxes[1:], sent)
 
         x, w = unpack(x_and_w, z.plan)

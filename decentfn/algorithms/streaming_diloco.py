@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from typing_extensions import Unpack
 
-from decentfn import collectives, gossip
+from decentfn import gossip
 from decentfn.algorithms.outer import Fragments, outer_gradient, to_send
 from decentfn.buckets import loose
 from decentfn.kit import (
@@ -119,8 +119,8 @@ def streaming_diloco(
     def launch(theta: Buckets, phi: Buckets, t: Tensor) -> list[Posted]:
         """Post the fragment whose turn it is, if there is one."""
         sent = fragments.split([gossip.narrow(bucket, wire) for bucket in to_send(phi, theta, wire)])
-        rows = [collectives.look_up(theta[0], schedule, t) for schedule in launches]
-        return [gossip.post(loose(fragment), row) for fragment, row in zip(sent, rows, strict=True)]
+        pairs = zip(sent, launches, strict=True)
+        return [worker.post(loose(fragment), t, schedule) for fragment, schedule in pairs]
 
     def collect(posted: list[Posted], phi: Buckets, after: Buckets) -> Buckets:
         """The outer gradient of the fragments that have arrived."""
