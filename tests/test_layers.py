@@ -91,6 +91,11 @@ def test_what_has_one_place_has_it(what, places):
     assert users | texts <= places
 
 
+def test_what_surrounds_a_thread_has_its_places():
+    places = {str(path.relative_to(ROOT)) for path in FILES if "threading.local" in path.read_text()}
+    assert places <= {"context.py", "gradient/beside.py", "torch_private/dynamo.py"}
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_no_file_hides_more_than_400_lines(path):
     assert len(path.read_text().splitlines()) <= 400

@@ -32,7 +32,7 @@ from decentfn.buckets.plan import (
     loose,
     require_bucket_mb,
 )
-from decentfn.buckets.within_worker import everywhere_inside, mean_inside, rows_of, sum_inside
+from decentfn.buckets.sharing import everywhere_inside, mean_inside, rows_of, sum_inside
 
 __all__ = [
     "BucketPlan",

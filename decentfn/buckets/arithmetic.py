@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from decentfn.buckets.plan import Buckets, Plan
-from decentfn.buckets.within_worker import everywhere_inside, sum_inside
+from decentfn.buckets.sharing import everywhere_inside, sum_inside
 from decentfn.scalars import once
 
 

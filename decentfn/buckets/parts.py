@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from decentfn.buckets.plan import BucketPlan, Buckets, Place, Plan, Segment
-from decentfn.buckets.within_worker import gather_inside, mean_inside, rows_of, scatter_inside
+from decentfn.buckets.sharing import gather_inside, mean_inside, rows_of, scatter_inside
 
 
 def part_shape(shape: tuple[int, ...], process: int, processes: int) -> tuple[int, ...]:

@@ -93,6 +93,7 @@ def collect(posted: Posted, gamma: float | Tensor = 1.0, *, after: Iterable[Tens
         after: what compiled code computes before it waits: the gradient, which then hides the communication.
     """
     posted = heard(posted, after)
+    gamma = own_gamma(posted, gamma)
     return Buckets([_mixed(posted, index, gamma) for index in range(len(posted.own))], posted.own.plan)
 
 
@@ -104,6 +105,7 @@ def difference(posted: Posted, gamma: float | Tensor = 1.0, *, after: Iterable[T
     add this, and not `W x - x`. Arguments as of `collect`.
     """
     posted = heard(posted, after)
+    gamma = own_gamma(posted, gamma)
     return Buckets([_moved(posted, index, gamma) for index in range(len(posted.own))], posted.own.plan)
 
 
@@ -156,7 +158,7 @@ def neighbours_sum(posted: Posted, dtypes: Sequence[torch.dtype], *, after: Iter
     posted, sums = heard(posted, after), []
     for index, dtype in enumerate(dtypes):
         zeros = torch.zeros_like(posted.sent[index], dtype=wide(dtype))
-        terms = zip(*_weighted(posted, index, 1.0, wide(dtype)), strict=True)
+        terms = zip(*_weighted(posted, index, own_gamma(posted, 1.0), wide(dtype)), strict=True)
         sums.append(sum((w * x.to(w.dtype) for w, x in terms), zeros).to(dtype))
     return sums
 
@@ -211,7 +213,6 @@ def _weighted(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Wait for one tensor's inbox: the weights, in this dtype, and the messages; the last may be the group's mean."""
     weights, messages = [], []
-    gamma = own_gamma(posted, gamma)
     if posted.messages:
         inbox = inbox_of(posted, index)
         its_weights = (posted.row.weights * gamma).to(dtype)
@@ -260,14 +261,13 @@ def _weighted_sum(posted: Posted, index: int) -> Tensor:
     x, kept = own.to(dtype), posted.row.weights[0].to(dtype)
     if posted.flags is not None:
         x = torch.where(posted.flags.own, x, torch.zeros_like(x))
-    weights, messages = _weighted(posted, index, 1.0, dtype)
+    weights, messages = _weighted(posted, index, own_gamma(posted, 1.0), dtype)
     return sum((w * m.to(dtype) for w, m in zip(weights, messages, strict=True)), kept * x)
 
 
 def _mixed(posted: Posted, index: int, gamma: float | Tensor) -> Tensor:
     own, row = posted.own[index], posted.row
     dtype = wide(own.dtype)  # sixteen-bit values are mixed in float32; weights are exact to 1e-12
-    gamma = own_gamma(posted, gamma)
     weights, messages = _weighted(posted, index, gamma, dtype)
     x, sent = own.to(dtype), posted.sent[index].to(dtype)
     if posted.flags is not None:
