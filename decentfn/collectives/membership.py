@@ -17,7 +17,6 @@ import torch.distributed as dist
 # Its functions have the default group of the moment for a default argument: imported later, by the compiler, they would keep
 # the group, and a thread of gloo's would need the interpreter after its end.
 import torch.distributed.nn.functional
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store, default_pg_timeout
 
@@ -192,22 +191,6 @@ class World:
 
     def _new_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         return cast(dist.ProcessGroup, dist.new_group(list(ranks), timeout=self.timeout))
-
-
-def find_other(steps: Steps, group: Any, ranks: Sequence[int], numbers: list[int], x: Tensor) -> list[int] | None:
-    """Wait until all ranks of a group are in a step, once in each; return a rank with other numbers than these, and its numbers.
-
-    A sum has no tag, and one that is larger elsewhere aborts the process. A group that moves `x` on GPUs alone is not compared.
-    """
-    if not steps.meets(group) or not (x.device.type == "cpu" or "gloo" in str(dist.get_backend_config(group))):
-        return None
-    mine = torch.tensor(numbers)
-    heard = mine.new_empty(len(ranks), len(numbers))
-    group.allgather([list(heard)], [mine]).wait()
-    for rank, theirs in zip(ranks, heard.tolist(), strict=True):
-        if theirs != numbers:
-            return [rank, *theirs]
-    return None
 
 
 def close(groups: Iterable[dist.ProcessGroup]) -> None:

@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch import Tensor
 
-from decentfn.collectives.membership import World, find_other
+from decentfn.collectives.membership import World
 from decentfn.collectives.reports import different_steps, has_timed_out, report
 from decentfn.collectives.steps import Call, Loss, Part
 from decentfn.errors import StepMismatch
@@ -92,7 +92,7 @@ def reduce(here: World, call: Call, x: Tensor, own: Tensor | None, ranks: list[i
     group = here.subgroup(tuple(ranks))
     try:
         with span("post", call.what, call.index) if is_profiled() else nothing:
-            if (other := find_other(here.steps, group, ranks, [call.step, call.number, x.nbytes], x)) is not None:
+            if (other := here.steps.find_other(group, ranks, [call.step, call.number, x.nbytes], x)) is not None:
                 raise different_steps(here, call, call.step, *other)
             call.works.append(group.allreduce([x]))
     except StepMismatch as error:

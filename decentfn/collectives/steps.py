@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 _log = logging.getLogger("decentfn")
@@ -152,11 +154,23 @@ class Steps:
         """Whether all steps have ended with all of their messages."""
         return self.lost is None and self.cut_short is None
 
-    def meets(self, group: object) -> bool:
-        """Whether the ranks of a group are to be compared: in its first call of a step, and in each outside steps."""
+    def find_other(self, group: Any, ranks: Sequence[int], numbers: list[int], x: Tensor) -> list[int] | None:
+        """Wait until all ranks of a group are in a step; return a rank with other numbers than these, and its numbers.
+
+        A sum has no tag, and one that is larger elsewhere aborts the process. So this is done in a group's first call of a step,
+        and in each outside steps; not in a group that moves `x` on GPUs alone.
+        """
         is_new = not self.is_inside or id(group) not in self._met
         self._met.add(id(group))
-        return is_new
+        if not is_new or not (x.device.type == "cpu" or "gloo" in str(dist.get_backend_config(group))):
+            return None
+        mine = torch.tensor(numbers)
+        heard = mine.new_empty(len(ranks), len(numbers))
+        group.allgather([list(heard)], [mine]).wait()
+        for rank, theirs in zip(ranks, heard.tolist(), strict=True):
+            if theirs != numbers:
+                return [rank, *theirs]
+        return None
 
     def call(self, what: str, t: Tensor, local: int = 1) -> tuple[Call, tuple[int, int] | None]:
         """Note that an operator is called; and another rank that made the same call at another step, with that step."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from decentfn.buckets import rows_of
-from decentfn.collectives.membership import World, find_other, world
+from decentfn.collectives.membership import World, world
 from decentfn.collectives.outside import met, named_error
 from decentfn.errors import RunError, StepMismatch
 from decentfn.scalars import operator
@@ -85,7 +85,7 @@ def _begun(here: World, what: str, x: Tensor, processes: int | None = None) -> I
             yield outside
         return
     try:
-        if (other := find_other(steps, group, ranks, [steps.at, x.nbytes], x)) is not None:
+        if (other := steps.find_other(group, ranks, [steps.at, x.nbytes], x)) is not None:
             rank, t, nbytes = other
             raise StepMismatch(
                 f"{what}: process {whole.rank} is at t={steps.at} with {x.nbytes:,} bytes, process {rank} at t={t} with "
