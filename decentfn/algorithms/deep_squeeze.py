@@ -98,7 +98,7 @@ def deep_squeeze(
         error = elementwise(torch.sub, v, c.sent)
         pull = difference_compressed(c, gamma)
         x = elementwise(lambda x, pull: (x + pull).to(x.dtype), x_half, pull)
-        x = repaired(c.messages, x, pull)  # zeros were sent: the pull is the mix
+        x = repaired(c.posted, x, pull)  # zeros were sent: the pull is the mix
         return State(x, local, Memory(error)), g.metrics
 
     return worker.algorithm(step, start)

@@ -21,10 +21,10 @@ from decentfn.topologies import Topology, from_permutations
 
 
 class Compressed(NamedTuple):
-    """What is on its way: messages, and what everyone makes of this worker's own."""
+    """In-flight compressed buckets: the messages, and what everyone makes of this worker's own."""
 
     sent: Buckets  # C(x) of this worker, in float32 or wider
-    messages: Posted  # per bucket [B] uint8
+    posted: Posted  # per bucket [B] uint8
     compressor: Compressor
 
 
@@ -54,42 +54,42 @@ def post_compressed(x: Buckets, compressor: Compressor, topology: Topology, t: T
     return Compressed(Buckets(sent, x.plan), posted, compressor)
 
 
-def difference_compressed(posted: Compressed, gamma: float = 1.0) -> Buckets:
+def difference_compressed(compressed: Compressed, gamma: float = 1.0) -> Buckets:
     """Wait for what was posted and return what mixing adds: `γ (W - I) C(x) = γ Σ_j W[i,j] (C(x_j) - C(x))`, in float32 or wider.
 
     Its mean over workers is 0 to a rounding of the differences, as that of `difference`.
     """
-    pulls, messages = [], heard(posted.messages)
-    weights = messages.row.weights * own_gamma(messages, gamma)
-    for index, (own, plan) in enumerate(zip(posted.sent, posted.sent.plan.buckets, strict=True)):
+    pulls, posted = [], heard(compressed.posted)
+    weights = posted.row.weights * own_gamma(posted, gamma)
+    for index, (own, plan) in enumerate(zip(compressed.sent, compressed.sent.plan.buckets, strict=True)):
         pull = weights[0].to(own.dtype) * torch.zeros_like(own)  # 0, or NaN where a bad worker hears nothing good
-        if messages.messages:
-            inbox = inbox_of(messages, index)
+        if posted.messages:
+            inbox = inbox_of(posted, index)
             for slot in range(inbox.shape[0]):
-                term = weights[1 + slot].to(own.dtype) * (_decoded(posted.compressor, inbox[slot], plan) - own)
-                pull = pull + coarse(messages, term)
+                term = weights[1 + slot].to(own.dtype) * (_decoded(compressed.compressor, inbox[slot], plan) - own)
+                pull = pull + coarse(posted, term)
         pulls.append(pull)
-    return Buckets(pulls, posted.sent.plan)
+    return Buckets(pulls, compressed.sent.plan)
 
 
-def sum_compressed(posted: Compressed) -> Buckets:
+def sum_compressed(compressed: Compressed) -> Buckets:
     """Wait for what was posted on `everyone`'s schedule: `Σ_j C(x_j)`, added in the order of the workers.
 
     The order makes the sum the same on all workers to the last bit, so that what is computed from it keeps replicas
     identical.
     """
-    messages = posted.messages
-    if not messages.messages:
-        return posted.sent
-    order = torch.cat([messages.row.worker.view(1), messages.row.sources]).argsort()
+    posted = compressed.posted
+    if not posted.messages:
+        return compressed.sent
+    order = torch.cat([posted.row.worker.view(1), posted.row.sources]).argsort()
     totals = []
-    for index, (message, plan) in enumerate(zip(messages.own, posted.sent.plan.buckets, strict=True)):
-        everything = torch.cat([message[None], inbox_of(messages, index)]).index_select(0, order)
+    for index, (message, plan) in enumerate(zip(posted.own, compressed.sent.plan.buckets, strict=True)):
+        everything = torch.cat([message[None], inbox_of(posted, index)]).index_select(0, order)
         total = torch.zeros(plan.numel, dtype=wide(plan.dtype), device=message.device)
         for worker in range(everything.shape[0]):
-            total = total + _decoded(posted.compressor, everything[worker], plan)
+            total = total + _decoded(compressed.compressor, everything[worker], plan)
         totals.append(total)
-    return Buckets(totals, posted.sent.plan)
+    return Buckets(totals, compressed.sent.plan)
 
 
 def _decoded(compressor: Compressor, message: Tensor, plan: BucketPlan) -> Tensor:
