@@ -123,8 +123,9 @@ def land(here: World, call: Call) -> bool:
                     work.wait(_PATIENCE)
             except RuntimeError as error:
                 _lose(here, call, error, *(call.parts[index][2:] if one_by_one else ()))
+    waited = time.perf_counter() - since
     for counted in here.counters:
-        counted.seconds_waited += time.perf_counter() - since
+        counted.seconds_waited += waited
     if call.lost is None:
         call.arrived = time.time()
     else:
