@@ -11,7 +11,6 @@ PyTorch's own generators, which a loss draws from, are seeded in the same spirit
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from math import prod
 from typing import Any, cast
@@ -19,7 +18,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from decentfn.context import context
 from decentfn.numbers import checks_numbers
+from decentfn.scalars import operator
 
 _32_BITS = 0xFFFFFFFF
 # Odd and below 2^31: times a number below 2^32, the product stays below 2^63.
@@ -112,16 +113,6 @@ def worker_seed(seed: int, worker: int, t: int = 0) -> int:
     return _mixed(seed, t, worker)
 
 
-class _Base(threading.local):
-    seed: int | None = None
-    """Torch's outside of `torch_draws`, or None."""
-    kept: tuple[torch.Generator, ...] = ()
-    """The generators that are put back at the end of one outside."""
-
-
-_base = _Base()
-
-
 class torch_draws:
     """Within, PyTorch's default generators draw by (torch's seed, t, worker, part); afterwards they are as they were before.
 
@@ -135,20 +126,23 @@ class torch_draws:
         self._key = int(t), worker, part, 1  # 1: never what `worker_seed` gives
 
     def __enter__(self) -> None:
-        self._outer = _base.seed, _base.kept
-        base = torch.default_generator.initial_seed() if _base.seed is None else _base.seed
+        self._outer = context.seed, context.generators
+        base = torch.default_generator.initial_seed() if context.seed is None else context.seed
         seed = _mixed(base, *self._key)
         generators = [torch.default_generator]
         if torch.cuda.is_initialized():
             generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
-        self._before = [(g, g.get_state()) for g in generators if g not in _base.kept]
+        self._before: dict[torch.Generator, Tensor] = {}
+        for generator in generators:
+            if generator not in context.generators:
+                self._before[generator] = generator.get_state()
         for generator in generators:
             generator.manual_seed(seed)
-        _base.seed, _base.kept = base, (*_base.kept, *[g for g, _ in self._before])
+        context.seed, context.generators = base, (*context.generators, *self._before)
 
     def __exit__(self, *error: object) -> None:
-        _base.seed, _base.kept = self._outer
-        for generator, state in self._before:
+        context.seed, context.generators = self._outer
+        for generator, state in self._before.items():
             generator.set_state(state)
 
 
@@ -181,7 +175,7 @@ def _draw(
     if not isinstance(worker, Tensor):
         worker = torch.full((), worker, dtype=torch.int64, device=cast(Any, device))
     step = t if isinstance(t, Tensor) else None
-    return torch.ops.decentfn.draw(seed, step, 0 if step is not None else t, stream, list(shape), worker, is_wide)
+    return _draw_operator(seed, step, 0 if step is not None else t, stream, list(shape), worker, is_wide)
 
 
 def _kernel(
@@ -213,19 +207,12 @@ def _hash(index: Tensor, first: Any, second: Any) -> Tensor:
     return _scramble((_scramble(index ^ first) + second) & _32_BITS)
 
 
-_library = torch.library.Library("decentfn", "FRAGMENT")
-_library.define("draw(int seed, Tensor? t, int at, int stream, int[] shape, Tensor worker, bool is_wide) -> Tensor")
-_library.impl("draw", _kernel, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "decentfn::draw",
+_draw_operator = operator(
+    "draw(int seed, Tensor? t, int at, int stream, int[] shape, Tensor worker, bool is_wide) -> Tensor",
+    _kernel,
     lambda seed, t, at, stream, shape, worker, is_wide: worker.new_empty((*worker.shape, *shape), dtype=torch.int64),
-    lib=_library,
-)
-torch.library.register_vmap(
-    "decentfn::draw",
     lambda info, in_dims, seed, t, at, stream, shape, worker, is_wide: (
-        torch.ops.decentfn.draw(seed, t, at, stream, shape, worker.movedim(in_dims[5], 0), is_wide),
+        _draw_operator(seed, t, at, stream, shape, worker.movedim(in_dims[5], 0), is_wide),
         0,
     ),
-    lib=_library,
 )

@@ -1,4 +1,4 @@
-"""The number of a step, and what is computed once and stored: scalars for a whole bucket, what travels rounded."""
+"""The number of a step; operators, and what they compute once and store: scalars for a whole bucket, what travels rounded."""
 
 from __future__ import annotations
 
@@ -11,9 +11,16 @@ from torch import Tensor
 from decentfn.torch_private import functorch
 
 _library = torch.library.Library("decentfn", "FRAGMENT")
-_library.define("once(Tensor x) -> Tensor")
-_library.impl("once", torch.clone, "CompositeExplicitAutograd")
-torch.library.register_fake("decentfn::once", torch.empty_like, lib=_library)
+
+
+def operator(schema: str, kernel: Any, fake: Any, vmap: Any) -> Any:
+    """Define an operator of this library by its kernel on every device, what its result looks like, and its rule under `vmap`."""
+    name = schema[: schema.index("(")]
+    _library.define(schema)
+    _library.impl(name, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"decentfn::{name}", fake, lib=_library)
+    torch.library.register_vmap(f"decentfn::{name}", vmap, lib=_library)
+    return getattr(torch.ops.decentfn, name).default
 
 
 def as_step(t: int | Tensor) -> Tensor:
@@ -39,13 +46,24 @@ def integer(value: int, device: torch.device | str = "cpu") -> Tensor:
     return torch.scalar_tensor(value, dtype=torch.int64, device=device)
 
 
+_once = operator(
+    "once(Tensor x) -> Tensor", torch.clone, torch.empty_like, lambda info, in_dims, x: (once(x), in_dims[0])
+)
+_rounded = operator(
+    "rounded(Tensor x, ScalarType dtype) -> Tensor",
+    lambda x, dtype: x.to(dtype, copy=True),
+    lambda x, dtype: torch.empty_like(x, dtype=dtype),
+    lambda info, in_dims, x, dtype: (rounded(x, dtype), in_dims[0]),
+)
+
+
 def once(x: Tensor) -> Tensor:
     """`x` in memory of its own; a compiled kernel reads it instead of computing it for every element.
 
     Inductor inlines what a scalar was computed from (a power, a table look-up) into the loop over a bucket, where it
     takes longer than the update.
     """
-    return torch.ops.decentfn.once(x)
+    return _once(x)
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -53,18 +71,4 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
 
     Inductor would go on with the unrounded values where it finds them in a register.
     """
-    return torch.ops.decentfn.rounded(x, dtype)
-
-
-def _once_vmap(info: Any, in_dims: tuple[int | None], x: Tensor) -> tuple[Tensor, int | None]:
-    return once(x), in_dims[0]
-
-
-torch.library.register_vmap("decentfn::once", _once_vmap, lib=_library)
-
-_library.define("rounded(Tensor x, ScalarType dtype) -> Tensor")
-_library.impl("rounded", lambda x, dtype: x.to(dtype, copy=True), "CompositeExplicitAutograd")
-torch.library.register_fake("decentfn::rounded", lambda x, dtype: torch.empty_like(x, dtype=dtype), lib=_library)
-torch.library.register_vmap(
-    "decentfn::rounded", lambda info, in_dims, x, dtype: (rounded(x, dtype), in_dims[0]), lib=_library
-)
+    return _rounded(x, dtype)

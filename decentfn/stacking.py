@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -11,6 +10,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from decentfn import trees
+from decentfn.context import context
 from decentfn.torch_private import functorch
 from decentfn.trees import PyTree
 
@@ -19,15 +19,6 @@ class _Chunks(NamedTuple):
     level: int  # of the vmap over all workers
     num_workers: int
     size: int
-
-
-class _Here(threading.local):
-    def __init__(self) -> None:
-        self.chunks: _Chunks | None = None  # in every thread, for what torch.compile found in the one that compiled
-
-
-_here = _Here()
-"""`.chunks`: how this thread's simulation chunks, or None."""
 
 
 def require_rows(what: str, tree: PyTree, num_workers: int) -> None:
@@ -59,12 +50,12 @@ def over_workers(
     size = chunk_size
 
     def one_in_chunks(level: int, leaves: list[Tensor]) -> list[Tensor]:
-        outer = _here.chunks
-        _here.chunks = _Chunks(level, num_workers, size)
+        outer = context.chunks
+        context.chunks = _Chunks(level, num_workers, size)
         try:
             return one(leaves)
         finally:
-            _here.chunks = outer
+            context.chunks = outer
 
     stacked = functorch.vmap_with_level(one_in_chunks, leaves, num_workers)
     return trees.fill(returned[0], stacked)
@@ -72,7 +63,7 @@ def over_workers(
 
 def in_chunks(function: Callable[..., PyTree], *arguments: PyTree) -> PyTree:
     """`function(*arguments)`, for one chunk of the workers after the other where the simulation was told to."""
-    chunks = _here.chunks
+    chunks: _Chunks | None = context.chunks
     if chunks is None:
         return function(*arguments)
     level, num_workers, size = chunks

@@ -10,7 +10,18 @@ import decentfn
 
 ROOT = Path(decentfn.__file__).parent
 LAYERS = [
-    {"torch_private", "compile_cache", "errors", "trees", "draws", "numbers", "scalars", "stacking", "words"},
+    {
+        "torch_private",
+        "compile_cache",
+        "context",
+        "errors",
+        "trees",
+        "draws",
+        "numbers",
+        "scalars",
+        "stacking",
+        "words",
+    },
     {"buckets"},
     {"compressors", "transforms", "schedules", "topologies"},
     {"collectives"},
@@ -78,6 +89,11 @@ def test_what_has_one_place_has_it(what, places):
     users = {module_of(path) for path in FILES for name in imports(path) if name.startswith(what)}
     texts = {module_of(path) for path in FILES if what == "torch._" and re.search(r"torch\._[a-z]", path.read_text())}
     assert users | texts <= places
+
+
+def test_what_surrounds_a_thread_has_its_places():
+    places = {str(path.relative_to(ROOT)) for path in FILES if "threading.local" in path.read_text()}
+    assert places <= {"context.py", "gradient/beside.py", "torch_private/dynamo.py"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))

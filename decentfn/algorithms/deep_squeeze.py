@@ -17,7 +17,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from decentfn.compressors import Compressor
-from decentfn.gossip.compressed import as_messages, difference_compressed, post_compressed, repaired_compressed
+from decentfn.gossip.compressed import as_messages, difference_compressed, post_compressed
 from decentfn.kit import (
     Algorithm,
     Buckets,
@@ -29,6 +29,7 @@ from decentfn.kit import (
     add,
     algorithm,
     elementwise,
+    repaired,
     require_compressor,
     require_contraction,
     require_doubly_stochastic,
@@ -97,7 +98,7 @@ def deep_squeeze(
         error = elementwise(torch.sub, v, c.sent)
         pull = difference_compressed(c, gamma)
         x = elementwise(lambda x, pull: (x + pull).to(x.dtype), x_half, pull)
-        x = repaired_compressed(c, x, pull)
+        x = repaired(c.posted, x, pull)  # zeros were sent: the pull is the mix
         return State(x, local, Memory(error)), g.metrics
 
     return worker.algorithm(step, start)

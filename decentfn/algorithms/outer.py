@@ -6,7 +6,7 @@ not active, and one graph serves both kinds of step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -59,7 +59,7 @@ class Fragments:
         """The slices of each fragment."""
         return list(zip(*[bucket.tensor_split(self.count) for bucket in x], strict=True))
 
-    def join(self, fragments: Sequence[Sequence[Tensor]], plan: Plan) -> Buckets:
+    def join(self, fragments: Iterable[Iterable[Tensor]], plan: Plan) -> Buckets:
         """The buckets of which these are the slices."""
         return Buckets([torch.cat(slices) for slices in zip(*fragments, strict=True)], plan)
 

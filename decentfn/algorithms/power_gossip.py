@@ -92,7 +92,7 @@ def power_gossip(
         for i in range(iterations - 1):
             mixed, directions = gossip.collect(gossip.post(mixed, directions, t, i), mixed, directions, t)
         posted = gossip.post(mixed, directions, t, iterations - 1)
-        g, local = worker.gradient(x, state.local, batch, t, after=posted)
+        g, local = worker.gradient(x, state.local, batch, t, after=[sent.posted for sent in posted])
         mixed, directions = gossip.collect(posted, mixed, directions, t, list(g.grads))
         u, local = worker.update(g.grads, g, local, x)
         return State(add(mixed, u), local, Memory(directions)), g.metrics

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from typing_extensions import Unpack
 
-from decentfn import gossip
 from decentfn.gossip.push_sum import first_weight, pack, unpack
 from decentfn.kit import (
     Algorithm,
@@ -85,8 +84,7 @@ def push_diging(loss_fn: LossFn, optimizer: Any, topology: Topology, **options: 
         y = elementwise(lambda ay, new, old: ay + new - old, ay, g_new, g)
         update, local = worker.update(cast_like(y, x), gradient, local, x)
         u_and_v = pack(add(scale(x, v), update), v)
-        posted = gossip.post(u_and_v, topology, t, wire_dtype=worker.wire_dtype)
-        u, v = unpack(gossip.collect(posted), x.plan)
+        u, v = unpack(worker.mix(u_and_v, t), x.plan)
         return State(divide(u, v), local, Memory(v, y, g_new)), gradient.metrics
 
     return worker.algorithm(step, Memory.start)

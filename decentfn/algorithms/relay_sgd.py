@@ -20,6 +20,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from decentfn import collectives, gossip, trees
+from decentfn.buckets import loose
 from decentfn.kit import (
     Algorithm,
     Buckets,
@@ -97,8 +98,8 @@ def relay_sgd(
     def send(own: Buckets, messages: Buckets, row: collectives.Row) -> Buckets:
         """To each neighbour: `own` and what the others relayed. Returns what they relay to us."""
         outgoing = each(lambda x, m: x.to(m.dtype) + (m.sum(0) - m), own, messages)
-        sent = [gossip.narrow(message, worker.wire_dtype) for message in outgoing]
-        relayed = gossip.arrived(gossip.exchange(sent, row), list(messages))
+        posted = gossip.post(loose(outgoing), row, wire_dtype=worker.wire_dtype)
+        relayed = gossip.arrived(posted, list(messages))
         return Buckets([r.to(m.dtype) for r, m in zip(relayed, messages, strict=True)], own.plan)
 
     def heard_last(messages: Buckets, first: Buckets, age: Tensor, row: collectives.Row) -> Buckets:

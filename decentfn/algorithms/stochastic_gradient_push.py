@@ -20,7 +20,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from decentfn import collectives, gossip
-from decentfn.buckets import wide
+from decentfn.buckets import loose, wide
 from decentfn.gossip.push_sum import first_weight, pack, unpack
 from decentfn.kit import (
     Algorithm,
@@ -33,9 +33,11 @@ from decentfn.kit import (
     add,
     algorithm,
     divide,
+    each,
     once,
     require_whole,
     scale,
+    unless_bad,
 )
 from decentfn.topologies import Topology, later, nth_round
 from decentfn.trees import PyTree
@@ -97,24 +99,25 @@ def stochastic_gradient_push(
 
     def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
         z, (w, outboxes) = state.params, state.memory
-        late = gossip.post(outboxes[0], earlier, t) if delay else None
+        late = worker.post(loose(outboxes[0]), t, earlier) if delay else None
 
         g, local = worker.gradient(z, state.local, batch, t, after=late)
         u, local = worker.update(g.grads, g, local, z)
         # Bad mass is no mass: what is left is weighed by what is left of w.
         x_and_w = pack(add(scale(z, w), u), w)
-        x_and_w = gossip.unless_bad(x_and_w, lambda: [torch.zeros_like(b) for b in x_and_w])
+        x_and_w = unless_bad(x_and_w, lambda: each(torch.zeros_like, x_and_w))
 
         if late is None:
             for this in schedule:
-                x_and_w = gossip.collect(gossip.post(x_and_w, this, t, wire_dtype=worker.wire_dtype))
+                x_and_w = worker.mix(x_and_w, t, this)
         else:
             sent = tuple(gossip.narrow(x, worker.wire_dtype) for x in x_and_w)
             row = collectives.look_up(z[0], topology, t)
             given = row.given if row.mean_weight is None else torch.cat([row.given, row.mean_weight[None]])
             kept = [_without(x, q, given) for x, q in zip(x_and_w, sent, strict=True)]
-            received = gossip.neighbours_sum(late._replace(after=tuple(g.grads)), [k.dtype for k in kept])
-            x_and_w = [(k + r).to(x.dtype) for x, k, r in zip(x_and_w, kept, received, strict=True)]
+            received = gossip.neighbours_sum(late, [k.dtype for k in kept], after=g.grads)
+            mixed = [(k + r).to(x.dtype) for x, k, r in zip(x_and_w, kept, received, strict=True)]
+            x_and_w = Buckets(mixed, x_and_w.plan)
             outboxes = (*outboxes[1:], sent)
 
         x, w = unpack(x_and_w, z.plan)

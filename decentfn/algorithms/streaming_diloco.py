@@ -20,12 +20,14 @@ from typing_extensions import Unpack
 
 from decentfn import gossip
 from decentfn.algorithms.outer import Fragments, outer_gradient, to_send
+from decentfn.buckets import loose
 from decentfn.kit import (
     Algorithm,
     Buckets,
     LossFn,
     Metrics,
     Options,
+    Posted,
     State,
     Worker,
     add,
@@ -114,14 +116,15 @@ def streaming_diloco(
     def start(x: Buckets) -> Memory:
         return Memory(copy_wide(x), zeros_like(x), zeros_like(x) if delay > 1 else None)
 
-    def launch(theta: Buckets, phi: Buckets, t: Tensor) -> list[gossip.Posted]:
+    def launch(theta: Buckets, phi: Buckets, t: Tensor) -> list[Posted]:
         """Post the fragment whose turn it is, if there is one."""
         sent = fragments.split([gossip.narrow(bucket, wire) for bucket in to_send(phi, theta, wire)])
-        return [gossip.post(fragment, schedule, t) for fragment, schedule in zip(sent, launches, strict=True)]
+        pairs = zip(sent, launches, strict=True)
+        return [worker.post(loose(fragment), t, schedule) for fragment, schedule in pairs]
 
-    def collect(posted: list[gossip.Posted], phi: Buckets, after: Buckets) -> Buckets:
+    def collect(posted: list[Posted], phi: Buckets, after: Buckets) -> Buckets:
         """The outer gradient of the fragments that have arrived."""
-        means = [gossip.collect(fragment._replace(after=tuple(after))) for fragment in posted]
+        means = [gossip.collect(fragment, after=after) for fragment in posted]
         return outer_gradient(phi, fragments.join(means, phi.plan), wire)
 
     must_equal = () if wire is None else ("params",)

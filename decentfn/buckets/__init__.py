@@ -18,7 +18,6 @@ from decentfn.buckets.arithmetic import (
     widen,
     zeros_like,
 )
-from decentfn.buckets.inside import everywhere_inside, mean_inside, rows_of, sum_inside
 from decentfn.buckets.parts import mean_of_processes, part_of, part_shape, whole, without_values
 from decentfn.buckets.plan import (
     BucketPlan,
@@ -30,8 +29,10 @@ from decentfn.buckets.plan import (
     Segment,
     elements,
     flatten,
+    loose,
     require_bucket_mb,
 )
+from decentfn.buckets.sharing import everywhere_inside, mean_inside, rows_of, sum_inside
 
 __all__ = [
     "BucketPlan",
@@ -54,6 +55,7 @@ __all__ = [
     "flatten",
     "global_norm",
     "is_finite",
+    "loose",
     "mean_inside",
     "mean_of_processes",
     "multiply",

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from decentfn.buckets.inside import everywhere_inside, sum_inside
 from decentfn.buckets.plan import Buckets, Plan
+from decentfn.buckets.sharing import everywhere_inside, sum_inside
 from decentfn.scalars import once
 
 

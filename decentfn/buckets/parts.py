@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from decentfn.buckets.inside import gather_inside, mean_inside, rows_of, scatter_inside
 from decentfn.buckets.plan import BucketPlan, Buckets, Place, Plan, Segment
+from decentfn.buckets.sharing import gather_inside, mean_inside, rows_of, scatter_inside
 
 
 def part_shape(shape: tuple[int, ...], process: int, processes: int) -> tuple[int, ...]:

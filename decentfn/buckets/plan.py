@@ -177,6 +177,14 @@ class Buckets:
         return trees.fill(self.plan.template, self.leaves())
 
 
+def loose(tensors: Iterable[Tensor]) -> Buckets:
+    """Vectors `[..., D]` that hold no leaves (messages, slices, statistics), as buckets of one segment each."""
+    tensors = tuple(tensors)
+    sizes = [(x.dtype, x.shape[-1]) for x in tensors]
+    plans = tuple(BucketPlan(dtype, (Segment(str(i), (n,), 0, n),), n) for i, (dtype, n) in enumerate(sizes))
+    return Buckets(tensors, Plan(plans, tuple(range(len(tensors)))))
+
+
 trees.register_node(Buckets, lambda node: (node.tensors, node.plan), lambda plan, tensors: Buckets(tensors, plan))
 
 

@@ -1,6 +1,6 @@
-"""What the workers say to each other: the operators, their two interpreters, and how they are compiled."""
+"""What the workers and their processes say to each other: the world, the operators of a step, and calls outside steps."""
 
-from decentfn.collectives import inside as inside
+from decentfn.collectives import within_worker as within_worker
 from decentfn.collectives.counters import Communication, communication
 from decentfn.collectives.interruption import cut_short, whole_step
 from decentfn.collectives.lookup import Constant, Row, look_up, members, on_device, require_size
@@ -16,9 +16,9 @@ from decentfn.collectives.membership import (
     world,
 )
 from decentfn.collectives.operators import Flight, after, exchange, group_mean, make_groups, wait
-from decentfn.collectives.outside import calling
-from decentfn.collectives.processes import (
+from decentfn.collectives.outside import (
     attempt,
+    calling,
     compare_steps,
     fresh_board,
     gather_bytes,

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
-from typing import Any
 
 from torch import Tensor
 
 from decentfn.collectives.membership import World, world
-from decentfn.collectives.messages import in_flight
 from decentfn.collectives.reports import report
+from decentfn.collectives.steps import Call
+from decentfn.context import context
 from decentfn.torch_private.profiler import is_profiled, nothing, span
 
 _PATIENCE_S = 5.0
 """How long the messages of a step that was cut short are waited for, all together."""
 
-_abandoned: list[Any] = []
+_abandoned: list[Call] = []
 """What may still be written to."""
 
 
@@ -33,33 +33,35 @@ class whole_step:
         donated: whether it writes over the state that it is given.
     """
 
-    __slots__ = ("_donated", "_earlier", "_here", "_range", "_t")
+    __slots__ = ("_donated", "_here", "_outer", "_range", "_t")
 
     def __init__(self, t: int | Tensor, *, donated: bool = False) -> None:
         self._t, self._donated = int(t), donated
 
     def __enter__(self) -> World:
         self._here = here = world()
-        self._earlier = set(in_flight)
-        if here.whole.size > 1:
+        if here.size * here.processes_per_worker > 1:
             here.steps.enter(self._t)
+        self._outer, context.step = context.step, here
         self._range = span("step", self._t) if is_profiled() else nothing
         self._range.__enter__()
         return here
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._range.__exit__(kind, error, traceback)
-        here, steps = self._here, self._here.steps
+        here, steps, context.step = self._here, self._here.steps, self._outer
         steps.is_inside = False
         if here.size == 1:
             return
+        if steps.in_flight:  # of this step what nobody has waited for; all, where it raised after it had posted
+            if error is None:
+                _drain(here, steps.before)
+            elif steps.calls != steps.before:
+                _drain(here, 0)
         if error is not None:
-            if steps.has_posted:
-                _drain(here, set())
+            if steps.calls != steps.before:
                 steps.cut_short = f"step t={self._t}", error
-        else:
-            _drain(here, self._earlier)  # what this step posted and nobody has waited for
-        if error is None and steps.lost is not None:
+        elif steps.lost is not None:
             named = report(here, steps.lost, self._t + self._donated)
             steps.cut_short = f"step t={self._t}", named
             raise named from steps.lost.error
@@ -72,15 +74,14 @@ def cut_short(t: int, error: BaseException) -> None:
         here.steps.cut_short = f"step t={t}", error
 
 
-def _drain(here: World, kept: set[int]) -> None:
-    """Let this world's flights land, but for those kept."""
-    end = time.monotonic() + _PATIENCE_S
-    for number, flight in list(in_flight.items()):
-        if flight.here is not here or number in kept:
-            continue
-        posted = in_flight.pop(number)
+def _drain(here: World, since: int) -> None:
+    """Let this world's calls land, those after the first `since`."""
+    end, in_flight = time.monotonic() + _PATIENCE_S, here.steps.in_flight
+    for number in [number for number in in_flight if number > since]:
+        call = in_flight.pop(number)
         try:
-            for work in posted.works:
+            for work in call.works:
                 work.wait(timedelta(seconds=max(0.01, end - time.monotonic())))
+            call.inbox, call.parts, call.works = None, (), []
         except RuntimeError:
-            _abandoned.append(posted)
+            _abandoned.append(call)

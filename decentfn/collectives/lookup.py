@@ -9,44 +9,31 @@ import torch
 from torch import Tensor
 
 from decentfn.collectives.membership import World, world
-from decentfn.scalars import integer
+from decentfn.context import context
+from decentfn.scalars import integer, operator
 from decentfn.topologies import Topology
 from decentfn.topologies.rounds import by_handle
 
-_library = torch.library.Library("decentfn", "DEF")
-_ops = torch.ops.decentfn
 
-
-def operator(schema: str, kernel: Any, fake: Any, vmap: Any) -> Any:
-    """Define an operator by its kernel on every device, its shapes, and its rule under `vmap`."""
-    name = schema[: schema.index("(")]
-    _library.define(schema)
-    _library.impl(name, kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"decentfn::{name}", fake, lib=_library)
-    if vmap is not None:
-        torch.library.register_vmap(f"decentfn::{name}", vmap, lib=_library)
-    return getattr(_ops, name).default
-
-
-def require_size(local: int, workers: int, what: str) -> tuple[World, int]:
-    """The world and `local`, once the topology's workers are known to be those that exist, so many in each process.
+def require_size(local: int, workers: int, what: str) -> World:
+    """Return the world, once the topology's workers are known to be those that exist, `local` of them in each process.
 
     Raises:
         ValueError: they are more, or fewer; `what` says who asks.
     """
-    here = world()
-    if local * here.size != workers:
-        if (each := here.processes_per_worker) > 1:
-            raise ValueError(
-                f"{what}: the topology has num_workers={workers}, but {here.size * each} processes run, {each} for each worker; make it "
-                f"with df.topology(name, world.num_workers), here {here.size}, or a multiple of that with df.simulate."
-            )
+    here = context.step or world()
+    if local * here.size == workers:
+        return here
+    if (each := here.processes_per_worker) > 1:
         raise ValueError(
-            f"{what}: the topology has num_workers={workers}, but {here.size} process(es) hold {local} worker(s) each. "
-            f"Start {workers} processes with torchrun, or df.simulate(step, {max(1, workers // here.size)}) "
-            "so that workers x processes is the topology's size."
+            f"{what}: the topology has num_workers={workers}, but {here.size * each} processes run, {each} for each worker; make it "
+            f"with df.topology(name, world.num_workers), here {here.size}, or a multiple of that with df.simulate."
         )
-    return here, local
+    raise ValueError(
+        f"{what}: the topology has num_workers={workers}, but {here.size} process(es) hold {local} worker(s) each. "
+        f"Start {workers} processes with torchrun, or df.simulate(step, {max(1, workers // here.size)}) "
+        "so that workers x processes is the topology's size."
+    )
 
 
 def require_worker_axis(what: str, x: int | None, others: Sequence[int | None]) -> None:
@@ -85,7 +72,7 @@ def look_up(token: Tensor, topology: Topology, t: Tensor) -> Row:
         topology: the schedule.
         t: 0-d int64 on the CPU.
     """
-    k, row = topology.slots, _look_up(token, topology.handle, t, topology.slots)
+    k, row = topology.slots, _look_up(token, topology.handle, t, topology.slots, 0)
     facts, weights, sources, given = row.split([_FACTS, k + 2, k, k])
     facts = facts.to(torch.int64)
     return Row(
@@ -103,49 +90,37 @@ def look_up(token: Tensor, topology: Topology, t: Tensor) -> Row:
     )
 
 
-def _row_kernel(token: Tensor, handle: Tensor, t: Tensor, slots: int) -> Tensor:
+def _look_up_kernel(token: Tensor, handle: Tensor, t: Tensor, slots: int, workers: int) -> Tensor:
     topology = by_handle(handle)
-    here, _ = require_size(1, topology.num_workers, "step(state, batch, t)")
-    return topology.rows(t, token.device)[here.rank].clone()
+    here = require_size(workers or 1, topology.num_workers, "step(state, batch, t)")
+    rows = topology.rows(t, token.device)
+    return (rows[here.rank * workers : (here.rank + 1) * workers] if workers else rows[here.rank]).clone()
 
 
-def _rows_kernel(token: Tensor, handle: Tensor, t: Tensor, slots: int, workers: int) -> Tensor:
-    topology = by_handle(handle)
-    here, _ = require_size(workers, topology.num_workers, "step(state, batch, t)")
-    return topology.rows(t, token.device)[here.rank * workers : (here.rank + 1) * workers].clone()
+def _look_up_shape(token: Tensor, handle: Tensor, t: Tensor, slots: int, workers: int) -> Tensor:
+    numbers = _FACTS + 2 + 3 * slots
+    return token.new_empty((workers, numbers) if workers else (numbers,), dtype=torch.float64)
 
 
-def _row_shape(slots: int) -> int:
-    return _FACTS + 2 + 3 * slots
-
-
-def _row_vmap(info: Any, in_dims: Any, token: Tensor, handle: Tensor, t: Tensor, slots: int) -> tuple[Tensor, int]:
+def _look_up_vmap(
+    info: Any, in_dims: Any, token: Tensor, handle: Tensor, t: Tensor, slots: int, workers: int
+) -> tuple[Tensor, int]:
     require_worker_axis("a look-up", in_dims[0], in_dims[1:3])
-    return _rows(token, handle, t, slots, info.batch_size), 0
+    return _look_up(token, handle, t, slots, info.batch_size), 0
 
 
 _look_up = operator(
-    "look_up(Tensor token, Tensor topology, Tensor t, int slots) -> Tensor",
-    _row_kernel,
-    lambda token, handle, t, slots: token.new_empty((_row_shape(slots),), dtype=torch.float64),
-    _row_vmap,
+    # `workers`: 0 for one worker alone; L for the rows of the L workers here.
+    "look_up(Tensor token, Tensor topology, Tensor t, int slots, int workers) -> Tensor",
+    _look_up_kernel,
+    _look_up_shape,
+    _look_up_vmap,
 )
-_rows = operator(
-    "look_up_rows(Tensor token, Tensor topology, Tensor t, int slots, int workers) -> Tensor",
-    _rows_kernel,
-    lambda token, handle, t, slots, workers: token.new_empty((workers, _row_shape(slots)), dtype=torch.float64),
-    None,
-)
-
-
 _members = operator(
     "members(Tensor group, Tensor topology, Tensor t, int num_workers) -> Tensor",
-    lambda group, handle, t, num_workers: by_handle(handle).groups_of(t).to(group.device) == group,
-    lambda group, handle, t, num_workers: group.new_empty((num_workers,), dtype=torch.bool),
-    lambda info, in_dims, group, handle, t, num_workers: (
-        torch.stack([_members(g, handle, t, num_workers) for g in group.movedim(in_dims[0], 0)]),
-        0,
-    ),
+    lambda group, handle, t, n: by_handle(handle).groups_of(t).to(group.device) == group[..., None],
+    lambda group, handle, t, n: group.new_empty((*group.shape, n), dtype=torch.bool),
+    lambda info, in_dims, group, handle, t, n: (_members(group.movedim(in_dims[0], 0), handle, t, n), 0),
 )
 
 

@@ -17,12 +17,12 @@ import torch.distributed as dist
 # Its functions have the default group of the moment for a default argument: imported later, by the compiler, they would keep
 # the group, and a thread of gloo's would need the interpreter after its end.
 import torch.distributed.nn.functional
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store, default_pg_timeout
 
 from decentfn.collectives.forks import wait_for_gloo, wait_for_gloo_before_forks
 from decentfn.collectives.steps import TAGS, Steps
+from decentfn.context import context
 from decentfn.torch_private.dynamo import constant_while_traced
 
 _CPU = torch.device("cpu")
@@ -63,7 +63,7 @@ class World:
         """Held from the beginning to the end of a collective outside steps: those of two threads must not meet."""
         self._made_apart = itertools.count()
         self.timeout = timeout
-        self.steps = Steps(rank, size)
+        self.steps = Steps(rank)
         self.device = device
         """Where this process computes: the GPU that is its own, or the CPU."""
         self.counters: tuple[Any, ...] = ()
@@ -193,19 +193,6 @@ class World:
         return cast(dist.ProcessGroup, dist.new_group(list(ranks), timeout=self.timeout))
 
 
-def has_cpu_side(group: Any, x: Tensor) -> bool:
-    """Whether a group that moves `x` moves tensors on the CPU, too."""
-    return x.device.type == "cpu" or "gloo" in str(dist.get_backend_config(group))
-
-
-def gathered(group: Any, size: int, numbers: list[int]) -> list[list[int]]:
-    """The numbers of all in a group of so many, as many each."""
-    mine = torch.tensor(numbers)
-    heard = [torch.empty_like(mine) for _ in range(size)]
-    group.allgather([heard], [mine]).wait()
-    return [theirs.tolist() for theirs in heard]
-
-
 def close(groups: Iterable[dist.ProcessGroup]) -> None:
     """Close these groups' connections: gloo does that where a message is late."""
     works = []
@@ -244,7 +231,6 @@ def _let_go_of_all() -> None:
 
 atexit.register(_let_go_of_all)
 
-_current = threading.local()
 _default: list[World] = []  # the world of the current default group, or of one process, once it was asked for
 _split: dict[int, World] = {}  # the same, as workers of so many processes: each group has threads that never sleep
 
@@ -254,7 +240,7 @@ def world() -> World:
 
     Where a worker is several processes it is gossip's.
     """
-    given = getattr(_current, "world", None)
+    given = context.world
     if given is not None:
         return given._gossip or given
     group = dist.group.WORLD  # None without one
@@ -292,7 +278,7 @@ def split_workers(processes_per_worker: int) -> World:
     Their number is divisible by it.
     """
     whole, size = everyone(), processes_per_worker
-    if getattr(_current, "world", None) is not None:
+    if context.world is not None:
         raise ValueError(
             f"init(processes_per_worker={size}): ranks that are threads (df.testing.on_ranks) are a worker each; start processes, "
             "with torchrun."
@@ -355,9 +341,9 @@ def _forget() -> None:
 @contextmanager
 def use(given: World) -> Iterator[World]:
     """Run this thread's operators in another world than the default process group's."""
-    before = getattr(_current, "world", None)
-    _current.world = given
+    before = context.world
+    context.world = given
     try:
         yield given
     finally:
-        _current.world = before
+        context.world = before

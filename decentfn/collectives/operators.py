@@ -1,11 +1,11 @@
-"""The operators of a step: look up a round, post messages or a group's mean, wait for them.
+"""The operators of a step: post messages or a group's mean, and wait for them.
 
 Time and peers stay outside the graph. Every operator takes the topology's handle and `t`, and finds its round when the step
 runs; so one compiled graph serves every phase of a schedule and every rank. Each has two interpreters:
 
 * under a process group `post` starts messages and returns at once, and `wait` completes them;
 * under `torch.func.vmap` over the worker axis nothing travels, and `wait` is an index or a segment mean. Where other
-  processes hold workers too, both happen.
+  processes hold workers too, the rule calls the operator once for all workers here (`workers` of them; 0: one alone).
 
 The order in compiled code comes from data alone: the number that `post` returns is an argument of whatever must come after
 it (`after`, the gradient), and what must come before a `wait` is an argument of it. Call all of them outside `torch.func.grad`.
@@ -19,11 +19,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from decentfn.collectives.lookup import Row, operator, require_size, require_worker_axis
-from decentfn.collectives.membership import world
-from decentfn.collectives.messages import Flight as Posted
-from decentfn.collectives.messages import Part, begin, land, post, reduce, take_off
-from decentfn.topologies.rounds import by_handle
+from decentfn.collectives.lookup import Row, require_size, require_worker_axis
+from decentfn.collectives.membership import World, world
+from decentfn.collectives.messages import begin, land, post, reduce
+from decentfn.collectives.steps import Call, Part
+from decentfn.context import context
+from decentfn.scalars import integer, operator
+from decentfn.topologies.rounds import Peers, by_handle
 from decentfn.torch_private import functorch
 
 
@@ -36,43 +38,13 @@ def make_groups(groups: Tensor) -> None:
     here = world()
     if here.size > 1:
         local = groups.shape[1] // here.size
-        wanted = {tuple(ranks) for row in groups.tolist() for ranks in _ranks_by_group(row, local).values()}
+        wanted = set[tuple[int, ...]]()
+        for row in groups.tolist():
+            ranks: dict[int, dict[int, None]] = {}
+            for worker, group in enumerate(row):
+                ranks.setdefault(group, {})[worker // local] = None
+            wanted.update(map(tuple, ranks.values()))
         here.make_subgroups(sorted(wanted))
-
-
-def _ranks_by_group(row: list[int], local: int) -> dict[int, list[int]]:
-    """Return the ascending ranks that hold each group's members."""
-    ranks: dict[int, list[int]] = {}
-    for worker, group in enumerate(row):
-        if worker // local not in ranks.setdefault(group, []):
-            ranks[group].append(worker // local)
-    return ranks
-
-
-def _workers_first(x: Tensor, dim: int | None, size: int) -> Tensor:
-    return functorch.with_workers_first(x, dim, size).contiguous()
-
-
-# -- order by data --------------------------------------------------------------------------------------------------
-
-
-_after = operator(
-    "after(Tensor[] xs, Tensor[] flights) -> Tensor[]",
-    lambda xs, flights: [x.clone() for x in xs],
-    lambda xs, flights: [torch.empty_like(x) for x in xs],
-    lambda info, in_dims, xs, flights: (
-        (list(xs) if world().size == 1 else _after(list(xs), list(flights))),
-        list(in_dims[0]),
-    ),
-)
-
-
-def after(xs: Sequence[Tensor], flights: Sequence[Tensor]) -> list[Tensor]:
-    """Return `xs` such that compiled code computes nothing from them before it has posted `flights`."""
-    return _after(list(xs), list(flights)) if flights and torch.compiler.is_dynamo_compiling() else list(xs)
-
-
-# -- messages -------------------------------------------------------------------------------------------------------
 
 
 class Flight(NamedTuple):
@@ -82,20 +54,18 @@ class Flight(NamedTuple):
     x: Tensor  # what was sent: kept, and not written over, until `wait`
     row: Row
     good: Tensor | None
-    per_slot: bool = False
-    is_mean: bool = False
+    is_mean: bool
 
 
-def exchange(x: Tensor, row: Row, *, per_slot: bool = False, good: Tensor | None = None) -> Flight:
+def exchange(x: Tensor, row: Row, *, good: Tensor | None = None) -> Flight:
     """Post `x` to this round's listeners; `wait` returns what arrives in each slot.
 
     Args:
-        x: `[D]`, or `[K, D]` with `per_slot`; contiguous.
+        x: `[D]`, or `[K, D]`: a message of its own for each slot; contiguous.
         row: this worker's part of the round.
-        per_slot: whether each slot has a message of its own.
         good: 0-d bool; where it is False zeros are sent in the place of `x`.
     """
-    return Flight(_post(x, row.topology.handle, row.t, per_slot, good), x, row, good, per_slot)
+    return Flight(_post(x, row.topology.handle, row.t, good, False, 0), x, row, good, is_mean=False)
 
 
 def group_mean(x: Tensor, row: Row, *, good: Tensor | None = None) -> Flight:
@@ -103,7 +73,7 @@ def group_mean(x: Tensor, row: Row, *, good: Tensor | None = None) -> Flight:
 
     An all-reduce: 2(r-1)/r payloads for a group of r workers. Each worker divides by r before the sum.
     """
-    return Flight(_post_mean(x, row.topology.handle, row.t, good), x, row, good, is_mean=True)
+    return Flight(_post(x, row.topology.handle, row.t, good, True, 0), x, row, good, is_mean=True)
 
 
 def wait(flight: Flight, after: Sequence[Tensor] = ()) -> Tensor:
@@ -116,10 +86,28 @@ def wait(flight: Flight, after: Sequence[Tensor] = ()) -> Tensor:
     Returns:
         `[K, D]` of messages, zeros where nothing was sent; or the mean `[D]`, `x` itself in a group of one.
     """
-    number, x, row, good, per_slot, is_mean = flight
-    if is_mean:
-        return _wait_mean(number, x, row.group, row.group_size, good, list(after))
-    return _wait(number, x, row.sources, per_slot, good, list(after))
+    number, x, row, good, is_mean = flight
+    peers, size = (row.group, row.group_size) if is_mean else (row.sources, None)
+    return _wait(number, x, peers, size, good, 0, list(after))
+
+
+def after(xs: Sequence[Tensor], flights: Sequence[Tensor]) -> list[Tensor]:
+    """Return `xs` such that compiled code computes nothing from them before it has posted `flights`."""
+    return _after(list(xs), list(flights)) if flights and torch.compiler.is_dynamo_compiling() else list(xs)
+
+
+_after = operator(
+    "after(Tensor[] xs, Tensor[] flights) -> Tensor[]",
+    lambda xs, flights: list(map(torch.clone, xs)),
+    lambda xs, flights: [torch.empty_like(x) for x in xs],
+    lambda info, in_dims, xs, flights: (
+        (list(xs) if world().size == 1 else _after(list(xs), list(flights))),
+        list(in_dims[0]),
+    ),
+)
+
+
+# -- post -----------------------------------------------------------------------------------------------------------
 
 
 def _sent(x: Tensor, good: Tensor | None) -> Tensor:
@@ -129,64 +117,109 @@ def _sent(x: Tensor, good: Tensor | None) -> Tensor:
     return torch.where(good.view(*good.shape, *[1] * (x.dim() - good.dim())), x, torch.zeros_like(x))
 
 
-def _post_workers(x: Tensor, handle: Tensor, t: Tensor, per_slot: bool, good: Tensor | None) -> Tensor:
-    """Post `x` `[L, (K,) D]` of the L workers here; return the flight's number."""
-    topology = by_handle(handle)
-    here, local = require_size(x.shape[0], topology.num_workers, "exchange")
-    x = _sent(x, good)
-    first, slots = here.rank * local, range(topology.slots)
-    call, peers = begin(here, "exchange", t, local), topology.peers(t)
+def _post_kernel(x: Tensor, handle: Tensor, t: Tensor, good: Tensor | None, is_mean: bool, workers: int) -> Tensor:
+    """Post `x`, or `[L, ...]` of the L workers here; return the call's number."""
+    if good is not None:
+        x = _sent(x, good)
+    if not workers:
+        x = x[None]
+    topology, what = by_handle(handle), "group_mean" if is_mean else "exchange"
+    here = require_size(x.shape[0], topology.num_workers, what)
+    call, peers = begin(here, what, t, x.shape[0]), topology.peers(t)
+    if is_mean:
+        _post_mean(here, call, peers.members or [], x)
+    else:
+        _post_messages(here, call, peers, x, topology.slots)
+    here.steps.in_flight[call.number] = call
+    return integer(call.number)
+
+
+def _post_messages(here: World, call: Call, peers: Peers, x: Tensor, slots: int) -> None:
+    local, first = call.local, here.rank * call.local
     hears, tells = peers.sources[first : first + local], peers.destinations[first : first + local]
     call.hears, call.tells = (hears[0], tells[0]) if local == 1 else (hears, tells)
-    call.nbytes = x[0].nbytes // max(1, len(slots) if per_slot else 1)
-    inbox = x.new_empty((local, len(slots), *x.shape[2 if per_slot else 1 :]))
+    call.nbytes = x.shape[-1] * x.itemsize
+    call.inbox = inbox = x.new_empty((local, slots, x.shape[-1]))
+    x = x if x.dim() == 3 else x[:, None].expand(-1, slots, -1)
     receives: list[Part] = []
     sends: list[Part] = []
     if inbox.numel():
         # Both lists are ordered by (slot, receiving worker): the order in which one process meets another's messages.
-        for slot in slots:
-            for i in range(local):
-                source, target = hears[i][slot], inbox[i, slot]
+        by_slot = zip(zip(*hears, strict=True), zip(*tells, strict=True), strict=True)
+        for slot, (sources, listeners) in enumerate(by_slot):
+            for i, source in enumerate(sources):
+                target = inbox[i, slot]
                 if source < 0:
                     target.zero_()
                 elif source // local == here.rank:
-                    target.copy_(x[source - first, slot] if per_slot else x[source - first])
+                    target.copy_(x[source - first, slot])
                 else:
-                    receives.append(Part(target, x[i, slot] if per_slot else x[i], source // local, slot))
-            for listener, i in sorted((tells[i][slot], i) for i in range(local)):
+                    receives.append(Part(target, x[i, slot], source // local, slot))
+            for listener, i in sorted(zip(listeners, range(local), strict=True)):
                 if listener >= 0 and listener // local != here.rank:
-                    sends.append(Part(x[i, slot] if per_slot else x[i], None, listener // local, slot))
-    return post(here, call, inbox, receives, sends)
+                    sends.append(Part(x[i, slot], None, listener // local, slot))
+    post(here, call, receives, sends)
 
 
-def _landed(number: Tensor, *_: Any) -> Tensor:
-    """Return what arrived for the workers here, `[L, ...]`."""
-    return land(number)
+def _post_mean(here: World, call: Call, members: list[list[int]], x: Tensor) -> None:
+    local, call.nbytes = call.local, x[0].nbytes
+    if local == 1:
+        ranks = members[here.rank]
+        call.inbox = x / len(ranks)
+        reduce(here, call, call.inbox, x, ranks)
+        return
+    mean, first = torch.empty_like(x), here.rank * local
+    for group in sorted({tuple(its) for its in members[first : first + local]}):  # the same order everywhere
+        rows = [worker - first for worker in group if worker // local == here.rank]
+        own = torch.stack([x[i] for i in rows])
+        share = (own / len(group)).sum(0)
+        reduce(here, call, share, None, sorted({worker // local for worker in group}))
+        has_arrived = land(here, call)
+        for i, row_of_i in zip(rows, own, strict=True):
+            mean[i] = share if has_arrived else row_of_i
+    call.inbox = mean
 
 
-def _landed_alone(number: Tensor, *_: Any) -> Tensor:
-    """Return what arrived for the one worker here."""
-    return land(number)[0]
+def _post_vmap(
+    info: Any, in_dims: Any, x: Tensor, handle: Tensor, t: Tensor, good: Tensor | None, is_mean: bool, workers: int
+) -> tuple[Tensor, None]:
+    n = info.batch_size
+    require_worker_axis("group_mean" if is_mean else "exchange", in_dims[0], in_dims[1:3])
+    if world().size == 1:
+        return handle, None  # any number: nothing is in flight
+    x, good = _workers_first(x, in_dims[0], n), None if good is None else _workers_first(good, in_dims[3], n)
+    return _post(x, handle, t, good, is_mean, n), None
 
 
-def _number(*_: Any) -> Tensor:
-    """Return the form of a flight's number."""
-    return torch.empty((), dtype=torch.int64, device="cpu")
+_post = operator(
+    "post(Tensor x, Tensor topology, Tensor t, Tensor? good, bool is_mean, int workers) -> Tensor",
+    _post_kernel,
+    lambda *_: torch.empty((), dtype=torch.int64, device="cpu"),
+    _post_vmap,
+)
 
 
-def _posting_stacked(call: str, stacked: Any) -> Any:
-    """Return the rule by which a post over the workers here is one post of `stacked`: `(x, handle, t, ..., good)`."""
+def _workers_first(x: Tensor, dim: int | None, size: int) -> Tensor:
+    return functorch.with_workers_first(x, dim, size).contiguous()
 
-    def rule(info: Any, in_dims: Any, x: Tensor, handle: Tensor, t: Tensor, *rest: Any) -> tuple[Tensor, None]:
-        require_worker_axis(call, in_dims[0], in_dims[1:3])
-        if world().size == 1:
-            return handle, None  # any number: nothing is in flight
-        *between, good = rest
-        x = _workers_first(x, in_dims[0], info.batch_size)
-        good = None if good is None else _workers_first(good, in_dims[-1], info.batch_size)
-        return stacked(x, handle, t, *between, good), None
 
-    return rule
+# -- wait -----------------------------------------------------------------------------------------------------------
+
+
+def _wait_kernel(
+    number: Tensor, x: Tensor, peers: Tensor, size: Tensor | None, good: Tensor | None, workers: int, after: Any
+) -> Tensor:
+    here = context.step or world()
+    call = here.steps.in_flight.pop(int(number))
+    land(here, call)
+    inbox, call.inbox = call.inbox, None
+    return inbox if workers else inbox[0]
+
+
+def _wait_shape(
+    number: Tensor, x: Tensor, peers: Tensor, size: Tensor | None, good: Tensor | None, workers: int, after: Any
+) -> Tensor:
+    return x.new_empty((*peers.shape, x.shape[-1]) if size is None else x.shape)
 
 
 def _wait_vmap(
@@ -194,122 +227,31 @@ def _wait_vmap(
     in_dims: Any,
     number: Tensor,
     x: Tensor,
-    sources: Tensor,
-    per_slot: bool,
+    peers: Tensor,
+    size: Tensor | None,
     good: Tensor | None,
+    workers: int,
     after: Sequence[Tensor],
 ) -> tuple[Tensor, int]:
     n = info.batch_size
-    x, sources = _workers_first(x, in_dims[1], n), _workers_first(sources, in_dims[2], n)
+    x, peers = _workers_first(x, in_dims[1], n), _workers_first(peers, in_dims[2], n)
     if world().size > 1:
-        return _wait_stacked(number, x, sources, per_slot, list(after)), 0
-    x, slots = _sent(x, None if good is None else _workers_first(good, in_dims[4], n)), sources.shape[1]
-    rows = sources.clamp(min=0).reshape(-1)
-    if per_slot:
-        flat = x.flatten(0, 1).index_select(0, rows * slots + torch.arange(slots, device=x.device).repeat(n))
-    else:
-        flat = x.index_select(0, rows)
-    inbox = flat.view(n, slots, *x.shape[2 if per_slot else 1 :])
-    return inbox.masked_fill((sources < 0).view(n, slots, *[1] * (inbox.dim() - 2)), 0), 0
-
-
-_post_stacked = operator(
-    "post_stacked(Tensor x, Tensor topology, Tensor t, bool per_slot, Tensor? good) -> Tensor",
-    _post_workers,
-    _number,
-    None,
-)
-_post = operator(
-    "post(Tensor x, Tensor topology, Tensor t, bool per_slot, Tensor? good) -> Tensor",
-    lambda x, handle, t, per_slot, good: _post_workers(
-        x[None], handle, t, per_slot, None if good is None else good.view(1)
-    ),
-    _number,
-    _posting_stacked("exchange", _post_stacked),
-)
-_wait = operator(
-    "wait(Tensor number, Tensor x, Tensor sources, bool per_slot, Tensor? good, Tensor[] after) -> Tensor",
-    _landed_alone,
-    lambda number, x, sources, per_slot, good, after: x.new_empty((*sources.shape, *x.shape[1 if per_slot else 0 :])),
-    _wait_vmap,
-)
-_wait_stacked = operator(
-    "wait_stacked(Tensor number, Tensor x, Tensor sources, bool per_slot, Tensor[] after) -> Tensor",
-    _landed,
-    lambda number, x, sources, per_slot, after: x.new_empty((*sources.shape, *x.shape[2 if per_slot else 1 :])),
-    None,
-)
-
-
-# -- means within groups --------------------------------------------------------------------------------------------
-
-
-def _post_mean_workers(x: Tensor, handle: Tensor, t: Tensor, good: Tensor | None) -> Tensor:
-    """Post the means over the groups of the L workers here, `x` `[L, D]`; return the flight's number."""
-    topology = by_handle(handle)
-    here, local = require_size(x.shape[0], topology.num_workers, "group_mean")
-    x = _sent(x, good)
-    call, row = begin(here, "group_mean", t, local), topology.peers(t).groups
-    assert row is not None
-    ranks = _ranks_by_group(row, local)
-    call.nbytes = x[0].nbytes
-    if local == 1:
-        group = row[here.rank]
-        call.hears = ranks[group]
-        mean = x / row.count(group)
-        return take_off(reduce(here, call, mean, x, ranks[group]))
-    mean, groups = torch.empty_like(x), row[here.rank * local : (here.rank + 1) * local]
-    for group in sorted(set(groups)):
-        members = [i for i, own in enumerate(groups) if own == group]
-        own = torch.stack([x[i] for i in members])
-        share = (own / row.count(group)).sum(0)
-        call.hears = ranks[group]
-        has_arrived = reduce(here, call, share, None, ranks[group]).land()
-        for i, row_of_i in zip(members, own, strict=True):
-            mean[i] = share if has_arrived else row_of_i
-    return take_off(Posted(here, call, mean, []))
-
-
-def _wait_mean_vmap(
-    info: Any,
-    in_dims: Any,
-    number: Tensor,
-    x: Tensor,
-    group: Tensor,
-    group_size: Tensor,
-    good: Tensor | None,
-    after: Sequence[Tensor],
-) -> tuple[Tensor, int]:
-    n = info.batch_size
-    x, group, size = (_workers_first(v, d, n) for v, d in zip((x, group, group_size), in_dims[1:4], strict=True))
-    if world().size > 1:
-        return _wait_mean_stacked(number, x, list(after)), 0
+        return _wait(number, x, peers, size, None, n, list(after)), 0
     x = _sent(x, None if good is None else _workers_first(good, in_dims[4], n))
-    share = x / size.view(-1, *[1] * (x.dim() - 1)).to(x.dtype)
-    return torch.zeros_like(x).index_add(0, group, share).index_select(0, group), 0
+    if size is not None:
+        share = x / _workers_first(size, in_dims[3], n).view(-1, *[1] * (x.dim() - 1)).to(x.dtype)
+        return torch.zeros_like(x).index_add(0, peers, share).index_select(0, peers), 0
+    slots, rows = peers.shape[1], peers.clamp(min=0).reshape(-1)
+    if x.dim() == 3:
+        x, rows = x.flatten(0, 1), rows * slots + torch.arange(slots, device=x.device).repeat(n)
+    inbox = x.index_select(0, rows).view(n, slots, x.shape[-1])
+    return inbox.masked_fill((peers < 0).view(n, slots, 1), 0), 0
 
 
-_post_mean_stacked = operator(
-    "post_mean_stacked(Tensor x, Tensor topology, Tensor t, Tensor? good) -> Tensor",
-    _post_mean_workers,
-    _number,
-    None,
-)
-_post_mean = operator(
-    "post_mean(Tensor x, Tensor topology, Tensor t, Tensor? good) -> Tensor",
-    lambda x, handle, t, good: _post_mean_workers(x[None], handle, t, None if good is None else good.view(1)),
-    _number,
-    _posting_stacked("group_mean", _post_mean_stacked),
-)
-_wait_mean = operator(
-    "wait_mean(Tensor number, Tensor x, Tensor group, Tensor group_size, Tensor? good, Tensor[] after) -> Tensor",
-    _landed_alone,
-    lambda number, x, group, group_size, good, after: torch.empty_like(x),
-    _wait_mean_vmap,
-)
-_wait_mean_stacked = operator(
-    "wait_mean_stacked(Tensor number, Tensor x, Tensor[] after) -> Tensor",
-    _landed,
-    lambda number, x, after: torch.empty_like(x),
-    None,
+_wait = operator(
+    # Of a mean, `peers` and `size` are the worker's group; of messages, `peers` are its sources.
+    "wait(Tensor number, Tensor x, Tensor peers, Tensor? size, Tensor? good, int workers, Tensor[] after) -> Tensor",
+    _wait_kernel,
+    _wait_shape,
+    _wait_vmap,
 )

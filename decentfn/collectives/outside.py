@@ -7,22 +7,25 @@ a larger message than expected aborts the process. So each collective begins wit
 from __future__ import annotations
 
 import hashlib
+import json
 import struct
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
+from uuid import uuid4
 
 import torch
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
 
-from decentfn.collectives.membership import World
+from decentfn.collectives.membership import World, everyone, world
 from decentfn.collectives.reports import has_timed_out, told_of
+from decentfn.context import context
 from decentfn.errors import CallMismatch, ExchangeTimeout, PeerLost, RunError
+from decentfn.words import brief_error
 
 _TEXT = 232
 _FORM = struct.Struct(f"<qqq{_TEXT}s")
-_current = threading.local()
 
 
 @contextmanager
@@ -33,12 +36,12 @@ def calling(call: str, *, of_state: bool = False) -> Iterator[None]:
         call: the function, as the user types it.
         of_state: whether it reads a training state, so that all processes call it after the same step.
     """
-    before = getattr(_current, "call", None)
-    _current.call = before or (call, of_state)
+    before = context.call
+    context.call = before or (call, of_state)
     try:
         yield
     finally:
-        _current.call = before
+        context.call = before
 
 
 class _Header(NamedTuple):
@@ -78,11 +81,11 @@ def met(
         ExchangeTimeout, PeerLost: one does not come; also of what happens within.
     """
     processes = here.processes if processes is None else processes
-    call, of_state = getattr(_current, "call", None) or (what, False)
+    call, of_state = context.call or (what, False)
     steps = here.gossip.steps
     text = f"{call}: {what}" + ("" if isinstance(x, int) else f" of {list(x.shape)} {x.dtype}")
     exchanges = steps.calls if of_state and steps.is_whole else -1
-    mine = _Header(x if isinstance(x, int) else x.nbytes, exchanges, steps.last_step, text).encoded()
+    mine = _Header(x if isinstance(x, int) else x.nbytes, exchanges, steps.at, text).encoded()
     with here.whole.turn:
         try:
             outside: Any = here.outside(processes)
@@ -155,3 +158,95 @@ def named_error(here: World, call: str, error: RuntimeError, told: str = "") -> 
     return (ExchangeTimeout if timed_out else PeerLost)(
         f"{call} failed on process {here.whole.rank}; {why}{told}: {error}", process=here.whole.rank
     )
+
+
+# -- what is made of it ----------------------------------------------------------------------------------------------
+
+
+def compare_steps() -> None:
+    """From here on compare `t` over the ranks in some of the operators' calls; collective."""
+    here = world()
+    if here.size > 1:
+        here.steps.begin(fresh_board())
+
+
+def fresh_board(among: World | None = None) -> PrefixStore:
+    """A part of the store on which nothing is written yet, the same for all of several processes; collective.
+
+    Args:
+        among: whose it is; None: gossip's.
+    """
+    here = among or world()
+    with calling("a new board"):
+        return PrefixStore(f"decentfn {gather_objects(uuid4().hex, here)[0]}", here.store)
+
+
+def process_mean(x: Tensor, among: World | None = None) -> Tensor:
+    """The mean of `x` over all processes, at once; `x` itself in one process. Not for use inside a step.
+
+    Args:
+        x: of the same shape and dtype on all.
+        among: the processes; None: gossip's.
+    """
+    here = among or world()
+    if here.size == 1:
+        return x
+    mean = (x / here.size).contiguous()
+    with met(here, "a mean", mean) as (group, _):
+        group.allreduce([mean]).wait()
+    return mean
+
+
+def process_broadcast(x: Tensor, among: World | None = None) -> Tensor:
+    """Process 0's `x`, bit for bit, a copy; arguments as of `process_mean`. Not for use inside a step."""
+    here = among or world()
+    copy = x.detach().clone(memory_format=torch.contiguous_format)
+    if here.size > 1:
+        with met(here, "a broadcast", copy) as (group, _):
+            if copy.numel():
+                # As bytes, since not every backend knows every dtype; a view, so it arrives in `copy`.
+                group.broadcast(copy.view(-1).view(torch.uint8), 0).wait()
+    return copy
+
+
+def gather_objects(value: object, among: World | None = None) -> list[Any]:
+    """What every process passed, by rank, as JSON gives it back (tuples as lists). Not for use inside a step.
+
+    Args:
+        value: what JSON holds.
+        among: the processes; None: gossip's.
+    """
+    told = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    return [json.loads(heard.numpy().tobytes()) for heard in gather_bytes(told, among)]
+
+
+def gather_bytes(told: Tensor, among: World | None = None) -> list[Tensor]:
+    """What every process passed, by rank: uint8 vectors on the CPU, of any lengths. Not for use inside a step."""
+    here = among or world()
+    if here.size == 1:
+        return [told]
+    with met(here, "a gathering", told.numel()) as (group, sizes):
+        padded = told.new_zeros(max(sizes))
+        padded[: told.numel()] = told
+        heard = [torch.empty_like(padded) for _ in range(here.size)]
+        group.allgather([heard], [padded]).wait()
+    return [h[:n] for h, n in zip(heard, sizes, strict=True)]
+
+
+def attempt(call: str, function: Callable[..., Any], *arguments: Any) -> tuple[list[dict[str, Any]], Exception | None]:
+    """`function(*arguments)` on every process, and what became of it, so that nobody waits for one that fails. Collective.
+
+    Returns:
+        By rank its `call`, and the `value` as JSON gives it back, or the `error`'s text, `brief` with its type, and the `kinds` of
+        error that it is; then this process's own error.
+    """
+    told: dict[str, Any] = {"call": call}
+    own = None
+    try:
+        told["value"] = function(*arguments)
+    except Exception as error:
+        own = error
+        kinds = [kind.__name__ for kind in type(error).__mro__]
+        told |= {"error": str(error), "brief": brief_error(error), "kinds": kinds}
+    with calling(call):
+        return gather_objects(told, everyone()), own

@@ -72,7 +72,7 @@ def report(here: World, loss: Loss, next_step: int | None = None) -> RunError:
 def told_of(here: World) -> str:
     """Where another process has failed that this one waited for outside a step, as it may tell soon."""
     gossip, end = here.gossip, time.monotonic() + _PATIENCE_S
-    while not (notes := gossip.steps.told()) and gossip.steps.is_compared and time.monotonic() < end:
+    while not (notes := gossip.steps.told()) and gossip.steps.board is not None and time.monotonic() < end:
         time.sleep(0.02)
     where = [
         f"process {gossip.processes[note.rank]} waited in {note.outside or f'its step t={note.changes[-1][1]}'}"

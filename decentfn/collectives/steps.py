@@ -6,9 +6,12 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 _log = logging.getLogger("decentfn")
@@ -26,43 +29,44 @@ _RECORDED = 64
 """The last calls of a rank, which are written down in a failure."""
 
 
+class Part(NamedTuple):
+    """A message from or to another process."""
+
+    tensor: Tensor
+    """What is sent, or where it is received."""
+    own: Tensor | None
+    """What replaces a lost message; None where it is sent."""
+    rank: int | None
+    """The other end; None where that is a group."""
+    slot: int | None = None
+
+
+@dataclass(eq=False)
 class Call:
-    """One call of an operator: what travels, between whom, and when."""
+    """One call of an operator: what travels, between whom, and when. It holds tensors until it has landed."""
 
-    __slots__ = (
-        "arrived",
-        "hears",
-        "index",
-        "local",
-        "lost",
-        "nbytes",
-        "number",
-        "posted",
-        "step",
-        "t",
-        "tells",
-        "what",
-    )
-
-    def __init__(self, what: str, number: int, step: int, t: int, index: int, local: int) -> None:
-        self.what = what
-        self.number = number
-        self.step = step
-        """In which it was called."""
-        self.t = t
-        """By which its peers are found: an algorithm may mix by an earlier step's matrix."""
-        self.index = index
-        """Which of its step's calls this is, from 1: a step makes the same ones in the same order, bucket by bucket."""
-        self.local = local
-        """Workers in this process."""
-        self.hears: Any = ()
-        """The worker in each slot that is heard, -1 for nobody; of `local` workers a row each. In a mean: the ranks of the group."""
-        self.tells: Any = ()
-        self.nbytes = 0
-        self.posted = time.time()
-        self.arrived: float | None = None
-        self.lost: str | None = None
-        """Why it never arrived."""
+    what: str
+    number: int
+    """Of the calls since `init`, from 1."""
+    step: int
+    """In which it was called."""
+    index: int
+    """Which of its step's calls this is, from 1: a step makes the same ones in the same order, bucket by bucket."""
+    local: int
+    """Workers in this process."""
+    hears: Any = ()
+    """The worker in each slot that is heard, -1 for nobody; of `local` workers a row each. In a mean: the ranks of the group."""
+    tells: Any = ()
+    nbytes: int = 0
+    posted: float = field(default_factory=time.time)
+    arrived: float | None = None
+    lost: str | None = None
+    """Why it never arrived."""
+    inbox: Any = None
+    """What `wait` returns, `[L, ...]` of the L workers here."""
+    parts: Sequence[Part] = ()
+    works: list[Any] = field(default_factory=list)
+    """The backend's, of each part or of all together."""
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -101,26 +105,33 @@ class Steps:
     Nobody waits for anybody.
     """
 
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
-        self.calls = 0
+    def __init__(self, rank: int) -> None:
+        self.rank, self.calls = rank, 0
+        self.in_flight: dict[int, Call] = {}
+        """The calls that nobody has waited for yet, by number."""
+        self.record: deque[Call] = deque(maxlen=_RECORDED)
         self.is_inside = False
         """Whether a step runs, at whose end a loss is raised."""
+        self.at = 0
+        """The step that runs, or ran last."""
+        self.before = 0
+        """Calls before that step."""
+        self.tag = 0
+        """That of the messages of this step."""
         self.lost: Loss | None = None
         self.cut_short: tuple[str, BaseException] | None = None
         """The step that raised after it had posted, or a call outside steps that lost another rank, and what it raised."""
+        self.board: Any = None
+        """A store of torch.distributed, on which the ranks meet."""
         self._met = set[int]()  # the groups whose ranks are known to be in this step
-        self.record: deque[Call] = deque(maxlen=_RECORDED)
-        self._at = 0  # the step that runs
-        self._before = 0  # calls before this step
         self._last = 0
         self._changes: deque[tuple[int, int]] = deque(maxlen=32)
-        self._board: Any = None  # a store of torch.distributed
 
     def begin(self, board: Any) -> None:
         """Count from here; all ranks at once, with a board on which nothing is written yet."""
-        self.calls = self._before = 0
-        self._board, self.lost, self.cut_short = board, None, None
+        self.calls = self.before = 0
+        self.board, self.lost, self.cut_short = board, None, None
+        self.in_flight.clear()
         self._changes.clear()
 
     def enter(self, t: int) -> None:
@@ -135,7 +146,7 @@ class Steps:
                 f"step(state, batch, t): rank {self.rank} cannot go on, because its {where} raised "
                 f"{type(error).__name__}: {error}; the other ranks have its messages and are ahead. Start the run again, on all ranks."
             ) from error
-        self.is_inside, self._at, self._before = True, t, self.calls
+        self.is_inside, self.at, self.before = True, t, self.calls
         self._met.clear()
 
     @property
@@ -143,54 +154,46 @@ class Steps:
         """Whether all steps have ended with all of their messages."""
         return self.lost is None and self.cut_short is None
 
-    @property
-    def is_compared(self) -> bool:
-        """Whether the ranks have a board on which they meet."""
-        return self._board is not None
+    def find_other(self, group: Any, ranks: Sequence[int], numbers: list[int], x: Tensor) -> list[int] | None:
+        """Wait until all ranks of a group are in a step; return a rank with other numbers than these, and its numbers.
 
-    @property
-    def last_step(self) -> int:
-        """The step that runs, or ran last."""
-        return self._at
-
-    def meets(self, group: object) -> bool:
-        """Whether the ranks of a group are to be compared: in its first call of a step, and in each outside steps."""
+        A sum has no tag, and one that is larger elsewhere aborts the process. So this is done in a group's first call of a step,
+        and in each outside steps; not in a group that moves `x` on GPUs alone.
+        """
         is_new = not self.is_inside or id(group) not in self._met
         self._met.add(id(group))
-        return is_new
-
-    @property
-    def has_posted(self) -> bool:
-        """Whether this step has called an operator."""
-        return self.calls != self._before
-
-    @property
-    def tag(self) -> int:
-        """That of the messages of this call."""
-        return self._last % TAGS
+        if not is_new or not (x.device.type == "cpu" or "gloo" in str(dist.get_backend_config(group))):
+            return None
+        mine = torch.tensor(numbers)
+        heard = mine.new_empty(len(ranks), len(numbers))
+        group.allgather([list(heard)], [mine]).wait()
+        for rank, theirs in zip(ranks, heard.tolist(), strict=True):
+            if theirs != numbers:
+                return [rank, *theirs]
+        return None
 
     def call(self, what: str, t: Tensor, local: int = 1) -> tuple[Call, tuple[int, int] | None]:
         """Note that an operator is called; and another rank that made the same call at another step, with that step."""
         self.calls = calls = self.calls + 1
-        step = self._at if self.is_inside else int(t)
+        step = self.at if self.is_inside else int(t)
         if step != self._last or not self._changes:
-            self._last = step
+            self._last, self.tag = step, step % TAGS
             self._changes.append((calls, step))
-        call = Call(what, calls, step, int(t), calls - self._before, local)
+        call = Call(what, calls, step, calls - self.before, local)
         self.record.append(call)
-        if self._board is not None and (calls % _EVERY == 0 or calls & (calls - 1) == 0):
-            return call, self._compare(self._board)
+        if self.board is not None and (calls % _EVERY == 0 or calls & (calls - 1) == 0):
+            return call, self._compare()
         return call, None
 
-    def _compare(self, board: Any) -> tuple[int, int] | None:
+    def _compare(self) -> tuple[int, int] | None:
         try:
-            first = board.compare_set(f"call {self.calls}", "", f"{self.rank} {self._last}")
+            first = self.board.compare_set(f"call {self.calls}", "", f"{self.rank} {self._last}")
             if self.calls > _KEPT:
-                board.delete_key(f"call {self.calls - _KEPT}")
+                self.board.delete_key(f"call {self.calls - _KEPT}")
         except RuntimeError as error:
             # The process that held it is done, or has died: then messages fail.
             _log.info("t is no longer compared between ranks: the store does not answer (%s)", error)
-            self._board = None
+            self.board = None
             return None
         rank, step = map(int, first.split())
         return None if step == self._last else (rank, step)
@@ -199,22 +202,22 @@ class Steps:
         """Let the others know that a call of this rank has failed."""
         note = Note(self.rank, self.calls, list(self._changes), peer, timed_out, outside)
         try:
-            if self._board is not None:
-                self._board.append("failed", json.dumps(note) + "\n")
+            if self.board is not None:
+                self.board.append("failed", json.dumps(note) + "\n")
         except RuntimeError:
-            self._board = None  # the store is gone as well: there is nobody to tell
+            self.board = None  # the store is gone as well: there is nobody to tell
 
     def told(self) -> dict[int, Note]:
         """What the others have told, by rank."""
         notes = {}
         try:
-            if self._board is not None:
-                for line in self._board.get("failed").decode().splitlines():
+            if self.board is not None:
+                for line in self.board.get("failed").decode().splitlines():
                     rank, calls, changes, *others = json.loads(line)
                     if rank != self.rank:
                         notes.setdefault(rank, Note(rank, calls, [(a, b) for a, b in changes], *others))
         except RuntimeError:
-            self._board = None
+            self.board = None
         return notes
 
     def different(self, note: Note) -> tuple[int, int] | None:

@@ -185,7 +185,7 @@ def after_forgotten_revert(
         (x, local, _), y = state
         posted = worker.post(y, t)
         g, local = worker.gradient(x, local, batch, t)
-        row = posted.messages.row
+        row = posted.row
         kept = row.weights[0] if row.mean_weight is not None else row.weights[0] - row.weights[1:].sum()
         factor = (1 - gamma) + gamma * kept
         mixed = add(collect(posted, gamma), trees.map(lambda a, b: factor.to(a.dtype) * (a - b), x, y))

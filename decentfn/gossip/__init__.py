@@ -1,11 +1,12 @@
 """Meeting the neighbours: `post` starts what travels, `collect` waits for it and mixes. Plain, compressed, and push-sum's."""
 
 from decentfn.gossip.guarding import Noted, are_finite, guarded, is_guarded, note_skipped, unless_bad
-from decentfn.gossip.per_slot import arrived, exchange
 from decentfn.gossip.plain import (
     Posted,
+    arrived,
     collect,
     difference,
+    is_active,
     mean,
     mix_context,
     narrow,
@@ -21,8 +22,8 @@ __all__ = [
     "arrived",
     "collect",
     "difference",
-    "exchange",
     "guarded",
+    "is_active",
     "is_guarded",
     "mean",
     "mix_context",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from decentfn import collectives
-from decentfn.buckets import BucketPlan, Buckets, cast_like, where, wide
+from decentfn.buckets import BucketPlan, Buckets, loose, wide
 from decentfn.compressors import Compressor, Key
 from decentfn.gossip.guarding import are_finite, is_guarded
 from decentfn.gossip.plain import Posted, coarse, heard, inbox_of, own_gamma, post
@@ -21,10 +21,10 @@ from decentfn.topologies import Topology, from_permutations
 
 
 class Compressed(NamedTuple):
-    """What is on its way: messages, and what everyone makes of this worker's own."""
+    """In-flight compressed buckets: the messages, and what everyone makes of this worker's own."""
 
     sent: Buckets  # C(x) of this worker, in float32 or wider
-    messages: Posted  # per bucket [B] uint8
+    posted: Posted  # per bucket [B] uint8
     compressor: Compressor
 
 
@@ -37,63 +37,59 @@ def post_compressed(x: Buckets, compressor: Compressor, topology: Topology, t: T
         topology: a schedule of messages, without groups.
         t: 0-d int64 on the CPU.
     """
-    me = collectives.look_up(x[0], topology, t).worker
+    row = collectives.look_up(x[0], topology, t)
     pairs = [(b.to(plan.dtype), plan) for b, plan in zip(x, x.plan.buckets, strict=True)]
     # Stored, or what is sent and what is decoded here would be computed apart, and might be rounded apart.
-    messages = tuple(once(compressor.compress(b, plan, Key(t, me, index))) for index, (b, plan) in enumerate(pairs))
+    messages = tuple(
+        once(compressor.compress(b, plan, Key(t, row.worker, index))) for index, (b, plan) in enumerate(pairs)
+    )
     good = None
     if is_guarded():
         # A message of zeros stands for zeros.
         decoded = [_decoded(compressor, m, plan) for m, plan in zip(messages, x.plan.buckets, strict=True)]
         good = are_finite([*(b for b, _ in pairs), *decoded])
         messages = tuple(once(torch.where(good, m, torch.zeros_like(m))) for m in messages)
-    posted = post(messages, topology, t, good=good)
+    posted = post(loose(messages), row, good=good)
     sent = [_decoded(compressor, m, plan) for m, plan in zip(messages, x.plan.buckets, strict=True)]
     return Compressed(Buckets(sent, x.plan), posted, compressor)
 
 
-def repaired_compressed(posted: Compressed, x: Buckets, pull: Buckets) -> Buckets:
-    """`x`, or where a guarded step finds this worker's own message bad, the neighbours' mix (`pull`, as zeros were sent) in its place."""
-    flags = posted.messages.flags
-    return x if flags is None else where(flags.own, x, cast_like(pull, x))
-
-
-def difference_compressed(posted: Compressed, gamma: float = 1.0) -> Buckets:
+def difference_compressed(compressed: Compressed, gamma: float = 1.0) -> Buckets:
     """Wait for what was posted and return what mixing adds: `γ (W - I) C(x) = γ Σ_j W[i,j] (C(x_j) - C(x))`, in float32 or wider.
 
     Its mean over workers is 0 to a rounding of the differences, as that of `difference`.
     """
-    pulls, messages = [], heard(posted.messages)
-    weights = messages.row.weights * own_gamma(messages, gamma)
-    for index, (own, plan) in enumerate(zip(posted.sent, posted.sent.plan.buckets, strict=True)):
+    pulls, posted = [], heard(compressed.posted)
+    weights = posted.row.weights * own_gamma(posted, gamma)
+    for index, (own, plan) in enumerate(zip(compressed.sent, compressed.sent.plan.buckets, strict=True)):
         pull = weights[0].to(own.dtype) * torch.zeros_like(own)  # 0, or NaN where a bad worker hears nothing good
-        if messages.messages:
-            inbox = inbox_of(messages, index)
+        if posted.messages:
+            inbox = inbox_of(posted, index)
             for slot in range(inbox.shape[0]):
-                term = weights[1 + slot].to(own.dtype) * (_decoded(posted.compressor, inbox[slot], plan) - own)
-                pull = pull + coarse(messages, term)
+                term = weights[1 + slot].to(own.dtype) * (_decoded(compressed.compressor, inbox[slot], plan) - own)
+                pull = pull + coarse(posted, term)
         pulls.append(pull)
-    return Buckets(pulls, posted.sent.plan)
+    return Buckets(pulls, compressed.sent.plan)
 
 
-def sum_compressed(posted: Compressed) -> Buckets:
+def sum_compressed(compressed: Compressed) -> Buckets:
     """Wait for what was posted on `everyone`'s schedule: `Σ_j C(x_j)`, added in the order of the workers.
 
     The order makes the sum the same on all workers to the last bit, so that what is computed from it keeps replicas
     identical.
     """
-    messages = posted.messages
-    if not messages.messages:
-        return posted.sent
-    order = torch.cat([messages.row.worker.view(1), messages.row.sources]).argsort()
+    posted = compressed.posted
+    if not posted.messages:
+        return compressed.sent
+    order = torch.cat([posted.row.worker.view(1), posted.row.sources]).argsort()
     totals = []
-    for index, (message, plan) in enumerate(zip(messages.own, posted.sent.plan.buckets, strict=True)):
-        everything = torch.cat([message[None], inbox_of(messages, index)]).index_select(0, order)
+    for index, (message, plan) in enumerate(zip(posted.own, compressed.sent.plan.buckets, strict=True)):
+        everything = torch.cat([message[None], inbox_of(posted, index)]).index_select(0, order)
         total = torch.zeros(plan.numel, dtype=wide(plan.dtype), device=message.device)
         for worker in range(everything.shape[0]):
-            total = total + _decoded(posted.compressor, everything[worker], plan)
+            total = total + _decoded(compressed.compressor, everything[worker], plan)
         totals.append(total)
-    return Buckets(totals, posted.sent.plan)
+    return Buckets(totals, compressed.sent.plan)
 
 
 def _decoded(compressor: Compressor, message: Tensor, plan: BucketPlan) -> Tensor:

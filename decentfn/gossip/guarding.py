@@ -11,8 +11,7 @@ and a mean over a group is that of its good members. Where W is symmetric, the g
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -20,6 +19,8 @@ import torch
 from torch import Tensor
 
 from decentfn import buckets, collectives
+from decentfn.buckets import Buckets
+from decentfn.context import context
 from decentfn.scalars import once
 
 
@@ -30,40 +31,30 @@ class Noted(NamedTuple):
     replaced: list[Tensor]  # what this worker would have sent was bad
 
 
-class _Here(threading.local):
-    def __init__(self) -> None:
-        # A list that is added to: of an attribute that is set, torch.compile forgets the value where it traces a loop.
-        self.steps: list[Noted] = []
-
-
-_here = _Here()
-"""`.steps`: the guarded steps that this thread is in, the innermost last."""
-
-
 @contextmanager
 def guarded() -> Iterator[Noted]:
     """Within, messages and gradients are judged, and what was bad is noted."""
     noted = Noted([], [])
-    _here.steps.append(noted)
+    context.guarded.append(noted)
     try:
         yield noted
     finally:
-        _here.steps.pop()
+        context.guarded.pop()
 
 
 def is_guarded() -> bool:
     """Whether the step that runs is guarded."""
-    return bool(_here.steps)
+    return bool(context.guarded)
 
 
 def note_skipped(bad: Tensor) -> None:
     """In a guarded step, note where a gradient or an update is bad, 0-d bool."""
-    _here.steps[-1].skipped.append(bad)
+    context.guarded[-1].skipped.append(bad)
 
 
 def note_replaced(bad: Tensor) -> None:
     """In a guarded step, note where this worker's message is bad, 0-d bool."""
-    _here.steps[-1].replaced.append(bad)
+    context.guarded[-1].replaced.append(bad)
 
 
 class Flags(NamedTuple):
@@ -74,14 +65,14 @@ class Flags(NamedTuple):
     mean: collectives.Flight | None  # [1] float32, which part of the group's are good
 
 
-def are_finite(x: Sequence[Tensor]) -> Tensor:
+def are_finite(x: Iterable[Tensor]) -> Tensor:
     """Whether nothing in the tensors is infinite or NaN, on no process of this worker, 0-d bool."""
     # Counted in floating point, as a norm is: Inductor does both in the loop that writes the values.
     bad = [torch.where(buckets.is_finite(b), 0.0, 1.0).sum() for b in x]
     return once(buckets.sum_inside(torch.stack(bad).sum(), collectives.processes_per_worker()) == 0)
 
 
-def judged(sent: Sequence[Tensor]) -> Tensor:
+def judged(sent: Iterable[Tensor]) -> Tensor:
     """Whether this worker's message is finite, 0-d bool; where it is not that is noted."""
     good = are_finite(sent)
     note_replaced(~good)
@@ -120,9 +111,9 @@ def hear(flags: Flags, row: collectives.Row) -> tuple[collectives.Row, Tensor | 
     return row._replace(weights=new, mean_weight=mean_weight, given=given), scale
 
 
-def unless_bad(x: Sequence[Tensor], other: Callable[[], Sequence[Tensor]]) -> list[Tensor]:
-    """`x`, or `other()` in its place where a guarded step finds something in `x` that is infinite or NaN."""
-    if not is_guarded():
-        return list(x)
-    good = judged(x)
-    return [torch.where(good, a, b.to(a.dtype)) for a, b in zip(x, other(), strict=True)]
+def unless_bad(x: Buckets, other: Callable[[], Buckets]) -> Buckets:
+    """`x`, or `other()` in its place where a guarded step finds something in `x` that is infinite or NaN.
+
+    For what a method falls back to that sends no parameters. Without `df.guard` it is `x`, and `other` is not called.
+    """
+    return buckets.where(judged(x), x, buckets.cast_like(other(), x)) if is_guarded() else x

@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from decentfn import collectives, draws
-from decentfn.buckets import BucketPlan, Buckets, wide
+from decentfn.buckets import BucketPlan, Buckets, loose, wide
 from decentfn.compressors.shaped import matrix_shape, orthonormal
 from decentfn.compressors.wire import leaves
-from decentfn.gossip.per_slot import Exchange, arrived, exchange
+from decentfn.gossip.plain import Posted, arrived, post
 from decentfn.topologies import Topology
 
 Directions = tuple[Tensor, ...]
@@ -49,7 +49,7 @@ class LowRankGossip:
         shape = (self.edges.sources.shape[0], self.edges.sources.shape[2], sum(_sizes(plan, self.rank)))
         return (2 * draws.uniform(self.seed, 0, bucket, shape, device=device) - 1).to(wide(plan.dtype))
 
-    def post(self, x: Buckets, directions: Directions, t: Tensor, i: int) -> list[_Posted]:
+    def post(self, x: Buckets, directions: Directions, t: Tensor, i: int) -> list[Round]:
         """Start round i of step t: orthonormal p and the messages X p, for each bucket."""
         period, last = self.edges.sources.shape[0], i == self.iterations - 1
         row, step = collectives.look_up(x[0], self.edges, t), collectives.on_device(x[0], t)
@@ -62,10 +62,10 @@ class LowRankGossip:
         return posted
 
     def collect(
-        self, posted: list[_Posted], x: Buckets, directions: Directions, t: Tensor, after: Sequence[Tensor] = ()
+        self, posted: list[Round], x: Buckets, directions: Directions, t: Tensor, after: Sequence[Tensor] = ()
     ) -> tuple[Buckets, Directions]:
         """Finish a round: the parameters moved, and q in the place of p; where the ends agree, the first direction."""
-        row, period = posted[0].row, self.edges.sources.shape[0]
+        row, period = posted[0].posted.row, self.edges.sources.shape[0]
         phase = collectives.on_device(x[0], t) % period
         # + at the end that is i > j, - at the other: q is (X_i - X_j) p at both.
         side = torch.where(row.sources < row.worker, 1.0, -1.0)
@@ -80,19 +80,13 @@ class LowRankGossip:
         return Buckets(changed, x.plan), tuple(turned)
 
 
-class _Posted(NamedTuple):
+class Round(NamedTuple):
     """One bucket's round on its way."""
 
     p: list[Tensor]  # per leaf that is a matrix [K, L, r], orthonormal, zero below the side it stands for
-    messages: Exchange  # [K, B]
+    posted: Posted  # [K, B]
     even: Tensor  # 0-d bool: the round of X, not of its transpose
     last: bool  # the round in which the leaves of one dimension travel, too
-    row: collectives.Row
-
-    @property
-    def numbers(self) -> list[Tensor]:
-        """The flights' numbers."""
-        return self.messages.numbers
 
 
 def _matrices(plan: BucketPlan, rank: int) -> list[tuple[int, int, int] | None]:
@@ -105,7 +99,7 @@ def _sizes(plan: BucketPlan, rank: int) -> list[int]:
     return [max(m, n) * r for m, n, r in filter(None, _matrices(plan, rank))]
 
 
-def _post(x: Tensor, plan: BucketPlan, rank: int, p: Tensor, even: Tensor, last: bool, row: collectives.Row) -> _Posted:
+def _post(x: Tensor, plan: BucketPlan, rank: int, p: Tensor, even: Tensor, last: bool, row: collectives.Row) -> Round:
     columns, message = iter(p.split(_sizes(plan, rank), 1)), []
     orthonormals = []
     for leaf, matrix in zip(leaves(x, plan), _matrices(plan, rank), strict=True):
@@ -122,16 +116,16 @@ def _post(x: Tensor, plan: BucketPlan, rank: int, p: Tensor, even: Tensor, last:
         elif last:
             message.append(leaf.expand(p.shape[0], -1))
     own = torch.cat(message, 1) if message else x.new_empty(p.shape[0], 0)
-    return _Posted(orthonormals, exchange([own], row), even, last, row)
+    return Round(orthonormals, post(loose([own]), row), even, last)
 
 
 def _collect(
-    posted: _Posted, x: Tensor, plan: BucketPlan, rank: int, weights: Tensor, side: Tensor, after: Sequence[Tensor]
+    posted: Round, x: Tensor, plan: BucketPlan, rank: int, weights: Tensor, side: Tensor, after: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """The bucket after the round, and q `[K, V]`."""
     dtype = wide(x.dtype)
-    own, flags = posted.messages.own[0], posted.messages.flags
-    difference = own.to(dtype) - arrived(posted.messages, [own], after)[0].to(dtype)
+    own, flags = posted.posted.own[0], posted.posted.flags
+    difference = own.to(dtype) - arrived(posted.posted, [own], after=after)[0].to(dtype)
     if flags is not None:
         difference = torch.where(flags.own, difference, torch.zeros_like(difference))
     weights = weights.to(dtype)

@@ -1,18 +1,18 @@
-"""Mixing tensors with the neighbours of step `t`: `post` starts what travels, `collect` turns it into `W x`.
+"""Mixing buckets with the neighbours of step `t`: `post` starts what travels, `collect` turns it into `W x`.
 
 Between the two nothing may be written over `x`; whatever stands between them overlaps with the communication.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from decentfn import collectives
-from decentfn.buckets import Plan, wide
+from decentfn.buckets import Buckets, cast_like, where, wide
 from decentfn.gossip import guarding
 from decentfn.scalars import rounded
 from decentfn.topologies import Topology
@@ -20,9 +20,9 @@ from decentfn.transforms.mix_aware import MixContext
 
 
 class Posted(NamedTuple):
-    """In-flight tensors: as they are here, as they travel, and the flights of their messages and means."""
+    """In-flight buckets: as they are here, as they travel, and the flights of their messages and means."""
 
-    own: Sequence[Tensor]  # [D] each
+    own: Buckets  # [D] each, or [K, D] with a message of its own for each slot
     sent: Sequence[Tensor]  # `own` as it travels
     messages: tuple[collectives.Flight, ...]  # empty when no messages travel
     means: tuple[collectives.Flight, ...]  # empty when the schedule has no groups
@@ -34,43 +34,53 @@ class Posted(NamedTuple):
 
     @property
     def numbers(self) -> list[Tensor]:
-        """The flights' numbers: what compiled code must compute after this post takes them as arguments."""
+        """What must be computed after this post, in compiled code, takes these as arguments: `Worker.gradient(after=...)`."""
         return [flight.number for flight in (*self.messages, *self.means)]
+
+    @property
+    def is_active(self) -> Tensor:
+        """0-d bool, False where the schedule rests in this round."""
+        return self.row.is_active
 
 
 def post(
-    x: Sequence[Tensor],
-    topology: Topology,
-    t: Tensor,
+    x: Buckets,
+    row: collectives.Row,
     *,
     wire_dtype: torch.dtype | None = None,
-    own: Sequence[Tensor] | None = None,
     good: Tensor | None = None,
 ) -> Posted:
-    """Start to send `x` to the neighbours that `topology` names for step `t`.
+    """Start to send `x` to the neighbours of a round; an algorithm calls it as `Worker.post`.
+
+    What is kept wider than its plan says travels in the plan's dtypes; the own share is mixed unrounded.
 
     Args:
-        x: vectors, `[D]` each; a message for each.
-        topology: the schedule.
-        t: 0-d int64 on the CPU.
+        x: one message for each bucket and neighbour; or, of `[K, D]`, one for each slot's listener (see `arrived`).
+        row: this worker's part of the round, from `collectives.look_up`.
         wire_dtype: floating vectors wider than this dtype travel rounded to it (half the bytes for bfloat16).
-        own: the own share, where it is mixed in a wider dtype than `x`.
         good: 0-d bool, whether the message is good, where that cannot be seen from `x`; only a guarded step asks.
     """
-    sent = [narrow(tensor, wire_dtype) for tensor in x]
-    row, own = collectives.look_up(x[0], topology, t), x if own is None else own
+    sent = [narrow(narrow(b, plan.dtype), wire_dtype) for b, plan in zip(x, x.plan.buckets, strict=True)]
     if good is not None:
         guarding.note_replaced(~good)
     elif guarding.is_guarded():
         good = guarding.judged(sent)
-    messages = tuple(collectives.exchange(tensor, row, good=good) for tensor in sent) if topology.degree else ()
-    means = tuple(collectives.group_mean(tensor, row, good=good) for tensor in sent) if topology.has_groups else ()
+    messages = means = ()
+    if row.topology.degree or x[0].dim() == 2:
+        messages = tuple(collectives.exchange(b, row, good=good) for b in sent)
+    if row.topology.has_groups:
+        means = tuple(collectives.group_mean(b, row, good=good) for b in sent)
     flags = None if good is None else guarding.post_flags(good, row)
-    return Posted(own, sent, messages, means, row, {}, flags)
+    return Posted(x, sent, messages, means, row, {}, flags)
 
 
-def collect(posted: Posted, gamma: float | Tensor = 1.0) -> list[Tensor]:
-    """Wait for what was posted and mix: `(1 - γ) x + γ W x`, each tensor as soon as its own messages are in.
+def is_active(topology: Topology, t: Tensor, like: Buckets) -> Tensor:
+    """Whether `topology` has a round in step t or rests, 0-d bool on the device of `like`."""
+    return collectives.look_up(like[0], topology, t).is_active
+
+
+def collect(posted: Posted, gamma: float | Tensor = 1.0, *, after: Iterable[Tensor] = ()) -> Buckets:
+    """Wait for what was posted and mix: `(1 - γ) x + γ W x`, each bucket as soon as its own messages are in.
 
     By differences: `x + γ Σ_j W[i,j] (Q(x_j) - Q(x))`, Q the rounding to a wire dtype. What rounding (of weights, on the wire) takes
     from one worker it gives to others, where workers agree nothing changes, and updates far smaller than Q's resolution are not
@@ -78,44 +88,45 @@ def collect(posted: Posted, gamma: float | Tensor = 1.0) -> list[Tensor]:
     there the workers' mean is kept to Q's resolution only.)
 
     Args:
-        posted: from `post`.
+        posted: from `Worker.post`.
         gamma: γ in [0, 1], a number or a 0-d tensor.
+        after: what compiled code computes before it waits: the gradient, which then hides the communication.
     """
-    posted = heard(posted)
-    return [_mixed(posted, index, gamma) for index in range(len(posted.own))]
+    posted = heard(posted, after)
+    gamma = own_gamma(posted, gamma)
+    return Buckets([_mixed(posted, index, gamma) for index in range(len(posted.own))], posted.own.plan)
 
 
-def difference(posted: Posted, gamma: float | Tensor = 1.0) -> list[Tensor]:
+def difference(posted: Posted, gamma: float | Tensor = 1.0, *, after: Iterable[Tensor] = ()) -> Buckets:
     """Wait for what was posted and return what mixing adds: `γ (W - I) Q(x) = γ Σ_j W[i,j] (Q(x_j) - Q(x_i))`.
 
     In float32 or float64. Two workers get the same difference with opposite signs, so that the mean over workers is 0 to
-    a rounding of the differences and not of x: what is added up over many steps must not gather the roundings of x.
-
-    Args:
-        posted: from `post`.
-        gamma: γ in [0, 1], a number or a 0-d tensor.
+    a rounding of the differences and not of x: what is summed up over many steps must not gather the roundings of x, so
+    add this, and not `W x - x`. Arguments as of `collect`.
     """
-    posted = heard(posted)
-    return [_moved(posted, index, gamma) for index in range(len(posted.own))]
+    posted = heard(posted, after)
+    gamma = own_gamma(posted, gamma)
+    return Buckets([_moved(posted, index, gamma) for index in range(len(posted.own))], posted.own.plan)
 
 
-def repaired(posted: Posted, x: Sequence[Tensor]) -> list[Tensor]:
-    """`x`, or where a guarded step finds this worker's own message bad, the neighbours' mix in its place.
+def repaired(posted: Posted, x: Buckets, mix: Buckets | None = None) -> Buckets:
+    """`x`, or where a guarded step finds that what this worker posted is bad, the neighbours' mix in its place.
 
-    For what is computed beside the mix, as with `difference`, which is 0 for such a worker.
+    For what is added to a `difference`, which is 0 for such a worker. Without `df.guard` it is `x`.
 
     Args:
-        posted: from `post`.
-        x: in the shapes of what was posted.
+        posted: from `Worker.post`.
+        x: buckets of the same plan.
+        mix: the neighbours' mix, where that is not `collect(posted)`.
     """
     if posted.flags is None:
-        return list(x)
-    good, mixed = posted.flags.own, collect(posted)
-    return [torch.where(good, a, m.to(a.dtype)) for a, m in zip(x, mixed, strict=True)]
+        return x
+    return where(posted.flags.own, x, cast_like(collect(posted) if mix is None else mix, x))
 
 
-def heard(posted: Posted) -> Posted:
-    """In a guarded step wait for the flags, and give the weights of bad messages to others."""
+def heard(posted: Posted, after: Iterable[Tensor] = ()) -> Posted:
+    """What is waited for after `after`; in a guarded step wait for the flags, and give the weights of bad messages to others."""
+    posted = posted._replace(after=tuple(after))
     if posted.flags is None:
         return posted
     if "flags" not in posted.landed:
@@ -124,7 +135,17 @@ def heard(posted: Posted) -> Posted:
     return posted._replace(row=row, scale=scale)
 
 
-def neighbours_sum(posted: Posted, dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+def arrived(posted: Posted, otherwise: Sequence[Tensor], *, after: Iterable[Tensor] = ()) -> list[Tensor]:
+    """Wait for the messages of each slot, `[K, D]`, in their own dtypes; `otherwise` in the place of bad ones."""
+    posted = posted._replace(after=tuple(after))
+    inboxes = [inbox_of(posted, index) for index in range(len(posted.own))]
+    if posted.flags is None or posted.flags.inbox is None:
+        return inboxes
+    good = collectives.wait(posted.flags.inbox) > 0
+    return [torch.where(good, inbox, old.to(inbox.dtype)) for inbox, old in zip(inboxes, otherwise, strict=True)]
+
+
+def neighbours_sum(posted: Posted, dtypes: Sequence[torch.dtype], *, after: Iterable[Tensor] = ()) -> list[Tensor]:
     """Wait for what was posted and return the neighbours' share alone: `Σ_{j≠i} W[i,j] Q(x_j)`.
 
     Where the schedule averages in groups, that average (own share included) is what is returned.
@@ -132,22 +153,18 @@ def neighbours_sum(posted: Posted, dtypes: Sequence[torch.dtype]) -> list[Tensor
     Args:
         posted: from `post`.
         dtypes: of the sums, at least as wide as what travelled.
+        after: as of `collect`.
     """
-    posted, sums = heard(posted), []
+    posted, sums = heard(posted, after), []
     for index, dtype in enumerate(dtypes):
         zeros = torch.zeros_like(posted.sent[index], dtype=wide(dtype))
-        arrived = zip(*_arrived(posted, index, 1.0, wide(dtype)), strict=True)
-        sums.append(sum((w * x.to(w.dtype) for w, x in arrived), zeros).to(dtype))
+        terms = zip(*_weighted(posted, index, own_gamma(posted, 1.0), wide(dtype)), strict=True)
+        sums.append(sum((w * x.to(w.dtype) for w, x in terms), zeros).to(dtype))
     return sums
 
 
-def mix_context(posted: Posted, plan: Plan) -> MixContext:
-    """Wait for what was posted and show it as it is: what an optimizer may ask for beside its gradient.
-
-    Args:
-        posted: from `post`.
-        plan: what lies in the tensors that were posted.
-    """
+def mix_context(posted: Posted) -> MixContext:
+    """Wait for what was posted and show it as it is: what an optimizer may ask for beside its gradient."""
     posted = heard(posted)
     row, count = posted.row, len(posted.own)
     return MixContext(
@@ -157,17 +174,18 @@ def mix_context(posted: Posted, plan: Plan) -> MixContext:
         tuple(_mean(posted, index) for index in range(count)) if posted.means else (),
         collectives.members(row),
         row.mean_weight,
-        plan,
+        posted.own.plan,
     )
 
 
-def mean(x: Sequence[Tensor], everyone: Topology, t: Tensor, *, wire_dtype: torch.dtype | None = None) -> list[Tensor]:
-    """The mean of Q(x) over all workers, bit for bit the same on each; `everyone` is the complete topology.
+def mean(x: Buckets, everyone: Topology, t: Tensor, *, wire_dtype: torch.dtype | None = None) -> Buckets:
+    """The mean of Q(x) over all workers, bit for bit the same on each, in the dtypes of `x`; `everyone` is the complete topology.
 
     In rounds in which `everyone` rests, the result is Q(x).
     """
-    posted = heard(post([narrow(tensor, wire_dtype) for tensor in x], everyone, t))
-    return [_weighted_sum(posted, index).to(tensor.dtype) for index, tensor in enumerate(x)]
+    posted = heard(post(x, collectives.look_up(x[0], everyone, t), wire_dtype=wire_dtype))
+    triples = zip(range(len(x)), x, x.plan.buckets, strict=True)
+    return Buckets([_weighted_sum(posted, i).to(plan.dtype).to(b.dtype) for i, b, plan in triples], x.plan)
 
 
 def narrow(x: Tensor, wire_dtype: torch.dtype | None) -> Tensor:
@@ -190,12 +208,11 @@ def _landed(posted: Posted, flight: collectives.Flight, index: int) -> Tensor:
     return landed[key]
 
 
-def _arrived(
+def _weighted(
     posted: Posted, index: int, gamma: float | Tensor, dtype: torch.dtype
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Wait for one tensor's inbox: the weights, in this dtype, and the messages; the last may be the group's mean."""
     weights, messages = [], []
-    gamma = own_gamma(posted, gamma)
     if posted.messages:
         inbox = inbox_of(posted, index)
         its_weights = (posted.row.weights * gamma).to(dtype)
@@ -243,15 +260,14 @@ def _weighted_sum(posted: Posted, index: int) -> Tensor:
     x, kept = own.to(dtype), posted.row.weights[0].to(dtype)
     if posted.flags is not None:
         x = torch.where(posted.flags.own, x, torch.zeros_like(x))
-    weights, messages = _arrived(posted, index, 1.0, dtype)
+    weights, messages = _weighted(posted, index, own_gamma(posted, 1.0), dtype)
     return sum((w * m.to(dtype) for w, m in zip(weights, messages, strict=True)), kept * x)
 
 
 def _mixed(posted: Posted, index: int, gamma: float | Tensor) -> Tensor:
     own, row = posted.own[index], posted.row
     dtype = wide(own.dtype)  # sixteen-bit values are mixed in float32; weights are exact to 1e-12
-    gamma = own_gamma(posted, gamma)
-    weights, messages = _arrived(posted, index, gamma, dtype)
+    weights, messages = _weighted(posted, index, gamma, dtype)
     x, sent = own.to(dtype), posted.sent[index].to(dtype)
     if posted.flags is not None:
         in_place_of_bad = row.weights[0].to(dtype)  # 0, or NaN where nothing good was heard
@@ -279,7 +295,7 @@ def _given(row: collectives.Row) -> Tensor | None:
 
 def _moved(posted: Posted, index: int, gamma: float | Tensor) -> Tensor:
     dtype = wide(posted.own[index].dtype)
-    weights, messages = _arrived(posted, index, gamma, dtype)
+    weights, messages = _weighted(posted, index, gamma, dtype)
     sent = posted.sent[index].to(dtype)
     terms = [weight * (x.to(dtype) - sent) for weight, x in zip(weights, messages, strict=True)]
     terms = terms if posted.sent[index] is posted.own[index] else [coarse(posted, term) for term in terms]

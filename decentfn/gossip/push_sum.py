@@ -8,12 +8,12 @@ algorithms keep z and w; x = w z.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-from decentfn.buckets import Buckets, Plan
+from decentfn.buckets import Buckets, Plan, loose
 
 
 def first_weight(x: Buckets) -> Tensor:
@@ -21,18 +21,20 @@ def first_weight(x: Buckets) -> Tensor:
     return torch.ones((), dtype=x[_carrier(x)].dtype, device=x[_carrier(x)].device)
 
 
-def pack(x: Buckets, w: Tensor) -> list[Tensor]:
-    """The buckets' tensors, the widest with one more element at its end, `w`: no message of its own, and mixed as x is."""
+def pack(x: Buckets, w: Tensor) -> Buckets:
+    """The vectors of `x`, the widest with one more element at its end, `w`: no message of its own, and mixed as x is."""
     tensors = list(x)
     index = _carrier(x)
     tensors[index] = torch.cat([tensors[index], w.view(1)])
-    return tensors
+    return loose(tensors)
 
 
-def unpack(packed: Sequence[Tensor], plan: Plan) -> tuple[Buckets, Tensor]:
+def unpack(packed: Iterable[Tensor], plan: Plan) -> tuple[Buckets, Tensor]:
     """`(x, w)` of `pack(x, w)`."""
     tensors = list(packed)
-    index = next(i for i, (p, bucket) in enumerate(zip(packed, plan.buckets, strict=True)) if p.shape[0] > bucket.numel)
+    index = next(
+        i for i, (p, bucket) in enumerate(zip(tensors, plan.buckets, strict=True)) if p.shape[0] > bucket.numel
+    )
     tensors[index], w = tensors[index][:-1], tensors[index][-1]
     return Buckets(tensors, plan), w.clone()
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
 from decentfn import collectives, gossip, trees
-from decentfn.buckets import Buckets, Plan, add, all_finite, elementwise, global_norm
+from decentfn.buckets import Buckets, Plan, add, all_finite, elementwise, global_norm, loose
+from decentfn.gossip import Posted, collect
 from decentfn.gradient import DynamicLossScale, Evaluation, LossFn, evaluate, inside_of
-from decentfn.kit.exchange import Posted, as_parameters, collect, post
 from decentfn.kit.expected import marked
 from decentfn.kit.gradient import Gradient, good_update, where_good
 from decentfn.kit.options import DEFAULTS, Options, require_arguments
@@ -102,7 +102,7 @@ class Worker:
         batch: PyTree,
         t: Tensor,
         *,
-        after: InFlight | Sequence[InFlight] | None = None,
+        after: Posted | Sequence[Posted] | None = None,
         together: bool = False,
     ) -> tuple[Gradient, Local]:
         """The loss and its gradient at `x`, unscaled; and `local` with the loss's new buffers and the next scale.
@@ -143,7 +143,7 @@ class Worker:
             x: where the optimizer sees the parameters, as far as the loss has not moved them (`Gradient.moves`).
             posted: the parameters that were posted in this step, for optimizers that look at the mix.
         """
-        mix = () if posted is None or not wants_mix(self.optimizer) else (gossip.mix_context(*posted),)
+        mix = () if posted is None or not wants_mix(self.optimizer) else (gossip.mix_context(posted),)
         seen = x if g.moves is None else add(x, g.moves)
         with nullcontext() if torch.compiler.is_dynamo_compiling() or not is_profiled() else span("update"):
             u, opt = self.optimizer.update(direction, local.opt, seen, *mix)
@@ -156,18 +156,21 @@ class Worker:
 
     def everywhere(self, claim: Tensor, t: Tensor) -> Tensor:
         """Whether `claim` (0-d bool) holds on all workers, the same on each: one number travels, and all wait for it."""
-        denials = gossip.mean([(~claim).to(torch.float32).view(1)], self.everyone, t)
+        denials = gossip.mean(loose([(~claim).to(torch.float32).view(1)]), self.everyone, t)
         return denials[0][0] == 0
 
     def post(self, x: Buckets, t: Tensor, topology: Topology | None = None) -> Posted:
-        """Start to send `x` to the neighbors of step `t`; see `decentfn.kit.exchange.post`.
+        """Start to send `x` to the neighbors of step `t`.
+
+        What is kept wider than the parameters travels in their dtypes; the own share is mixed unrounded.
 
         Args:
-            x: what is sent.
-            t: the step.
+            x: what is sent, one message per bucket and neighbor.
+            t: the step, 0-d int64 on the CPU.
             topology: a schedule made of the worker's own (`df.topologies.every`, ...), in place of it.
         """
-        return post(x, topology or self.topology, t, wire_dtype=self.wire_dtype)
+        row = collectives.look_up(x[0], topology or self.topology, t)
+        return gossip.post(x, row, wire_dtype=self.wire_dtype)
 
     def mix(self, x: Buckets, t: Tensor, topology: Topology | None = None) -> Buckets:
         """`W x` of step `t`; arguments as of `post`."""
@@ -178,24 +181,14 @@ class Worker:
 
         `everyone` is a schedule of means over all workers; where it rests, the result is `x`, rounded.
         """
-        mean = gossip.mean(as_parameters(x), everyone or self.everyone, t, wire_dtype=self.wire_dtype)
-        return Buckets([m.to(b.dtype) for m, b in zip(mean, x, strict=True)], x.plan)
+        return gossip.mean(x, everyone or self.everyone, t, wire_dtype=self.wire_dtype)
 
 
-class InFlight(Protocol):
-    """Something posted."""
-
-    @property
-    def numbers(self) -> list[Tensor]:
-        """The numbers of its flights."""
-        ...
-
-
-def _after(batch: PyTree, posted: InFlight | Sequence[InFlight] | None) -> PyTree:
+def _after(batch: PyTree, posted: Posted | Sequence[Posted] | None) -> PyTree:
     """The batch, from which compiled code computes nothing before it has posted these."""
     if posted is None or not torch.compiler.is_dynamo_compiling():
         return batch
-    several: Any = [posted] if hasattr(posted, "numbers") else posted
+    several = (posted,) if isinstance(posted, Posted) else posted
     leaves = trees.leaves(batch)
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     later = collectives.after([leaves[i] for i in places], [number for one in several for number in one.numbers])

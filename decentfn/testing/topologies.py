@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from decentfn import collectives, gossip
+from decentfn.buckets import loose
 from decentfn.testing.ranks import on_ranks
 from decentfn.topologies import Topology, mixing_matrix
 
@@ -27,7 +28,7 @@ def check_topology(topology: Topology) -> None:
     start = torch.randn(n, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
     def mix(x: Tensor, t: Tensor) -> Tensor:
-        return gossip.collect(gossip.post([x], topology, t))[0]
+        return gossip.collect(gossip.post(loose([x]), collectives.look_up(x, topology, t)))[0]
 
     def on_rank(rank: int) -> list[Tensor]:
         if topology.groups is not None:

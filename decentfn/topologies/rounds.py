@@ -48,7 +48,7 @@ class Peers(NamedTuple):
 
     sources: list[list[int]]  # [N][K]
     destinations: list[list[int]]  # [N][K]
-    groups: list[int] | None  # [N]
+    members: list[list[int]] | None  # [N]: of each worker's group, ascending
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,11 +113,11 @@ class Topology:
 
     def round(self, t: int | Tensor) -> Round:
         """Return the round of step `t`."""
-        return self._rounds(self._key(t))
+        return self._rounds(int(t) if self.draw else int(t) % len(self.sources))
 
     def peers(self, t: int | Tensor) -> Peers:
         """Return the peers of step `t`, as Python integers."""
-        return self._peers(self._key(t))
+        return self._peers(int(t) if self.draw else int(t) % len(self.sources))
 
     def groups_of(self, t: int | Tensor) -> Tensor:
         """Return the group of every worker in step `t`, `[N]` int64; of a schedule without groups, the worker's own number."""
@@ -131,10 +131,7 @@ class Topology:
         other with the same weight, own weight, a weight for each slot, the weight of the group's mean, whom it hears in each slot,
         what its own messages weigh where they are heard.
         """
-        return self._rows(self._key(t), device)
-
-    def _key(self, t: int | Tensor) -> int:
-        return int(t) if self.draw is not None else int(t) % self.sources.shape[0]
+        return self._rows(int(t) if self.draw else int(t) % len(self.sources), device)
 
     def _make_round(self, key: int) -> Round:
         if self.draw is not None:
@@ -147,8 +144,13 @@ class Topology:
 
     def _make_peers(self, key: int) -> Peers:
         this = self._rounds(key)
-        groups = None if this.groups is None else this.groups.tolist()
-        return Peers(this.sources.tolist(), this.destinations.tolist(), groups)
+        members = None
+        if this.groups is not None:
+            by_group: dict[int, list[int]] = {}
+            members = [by_group.setdefault(group, []) for group in this.groups.tolist()]
+            for worker, its in enumerate(members):
+                its.append(worker)
+        return Peers(this.sources.tolist(), this.destinations.tolist(), members)
 
     def _make_rows(self, key: int, device: torch.device) -> Tensor:
         this, n = self._rounds(key), self.num_workers

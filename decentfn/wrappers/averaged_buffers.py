@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any
 
@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from decentfn import collectives, gossip, trees
+from decentfn.buckets import loose
 from decentfn.fingerprint import agree, describe
 from decentfn.kit.expected import marked
 from decentfn.kit.hyperparameters import at
 from decentfn.kit.state import Algorithm, Metrics, State, require_algorithm
 from decentfn.numbers import checks_numbers
 from decentfn.scalars import as_step
+from decentfn.topologies import Topology
 from decentfn.trees import PyTree
 
 
@@ -77,11 +79,11 @@ def average_buffers(
         which = _travel(state.buffers, frozen)
         if not any(which):
             return step(state, batch, t)
-        posted = gossip.post(_by_dtype(_chosen(state.buffers, which)), topology, t) if overlap else None
+        posted = _post(_chosen(state.buffers, which), topology, t) if overlap else None
         state, metrics = step(state, batch, t)
         new = _chosen(state.buffers, which)
         if posted is None:
-            posted = gossip.post(_by_dtype(new), topology, t)
+            posted = _post(new, topology, t)
         moves = _pieces(gossip.difference(posted, at(gamma, t, new)), new)
         mixed = iter([(b + move).to(b.dtype) for b, move in zip(new, moves, strict=True)])
         pairs = zip(trees.leaves(state.buffers), which, strict=True)
@@ -110,7 +112,11 @@ def _by_dtype(tensors: list[Tensor]) -> list[Tensor]:
     return [torch.cat([x.reshape(-1) for x in tensors if x.dtype == d]) for d in _dtypes(tensors)]
 
 
-def _pieces(vectors: Sequence[Tensor], like: list[Tensor]) -> list[Tensor]:
+def _post(tensors: list[Tensor], topology: Topology, t: Tensor) -> gossip.Posted:
+    return gossip.post(loose(_by_dtype(tensors)), collectives.look_up(tensors[0], topology, t))
+
+
+def _pieces(vectors: Iterable[Tensor], like: list[Tensor]) -> list[Tensor]:
     """The tensors again that `_by_dtype(like)` put together."""
     split = {
         d: iter(vector.split([x.numel() for x in like if x.dtype == d]))

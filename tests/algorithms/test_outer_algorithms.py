@@ -323,8 +323,7 @@ def steps_that_speak(monkeypatch, built, p, steps):
         return exchange(x, row, **options)
 
     def spy_group_mean(x, row, **options):
-        groups = row.topology.peers(row.t).groups
-        sent[-1] += (groups.count(groups[0]) > 1) * x.shape[-1]
+        sent[-1] += (len(row.topology.peers(row.t).members[0]) > 1) * x.shape[-1]
         return group_mean(x, row, **options)
 
     monkeypatch.setattr(collectives, "exchange", spy_exchange)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import decentfn as df
 from decentfn import gossip
+from decentfn.buckets import loose
 from decentfn.collectives import World, exchange, look_up, use, wait
 from decentfn.collectives.steps import Steps
 from decentfn.testing import on_ranks
@@ -175,7 +176,8 @@ def test_the_tag_is_the_step_for_every_schedule():
         for t in (5, 2**20 + 5):
             recorder = Recorder()
             with use(World(recorder, 0, 2)):
-                gossip.collect(gossip.post([torch.ones(3)], df.topology(name, 2), torch.tensor(t)))
+                x = torch.ones(3)
+                gossip.collect(gossip.post(loose([x]), look_up(x, df.topology(name, 2), torch.tensor(t))))
             assert recorder.tags == [5, 5]
 
 
@@ -184,14 +186,14 @@ def test_a_store_that_is_gone_ends_the_comparison_and_not_the_run():
         def compare_set(self, *arguments):
             raise RuntimeError("Connection reset by peer")
 
-    steps = Steps(1, 2)
+    steps = Steps(1)
     steps.begin(Gone())
     assert [steps.call("exchange", torch.tensor(t))[1] for t in range(5)] == [None] * 5
 
 
 def test_what_was_compared_is_forgotten_in_the_end():
     store = dist.HashStore()
-    steps = Steps(0, 2)
+    steps = Steps(0)
     steps.begin(store)
     for t in range(70 * 256):
         steps.call("exchange", torch.tensor(t))

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import decentfn as df
-from decentfn import gossip, trees
+from decentfn import collectives, gossip, trees
+from decentfn.buckets import loose
 from tests import cases
 
 OPTIMIZERS = {
@@ -133,7 +134,8 @@ def test_a_narrow_wire_keeps_the_mean_and_small_updates(name, wire, t, seed):
     x = 1 + 1e-4 * torch.randn(n, 40, generator=torch.Generator().manual_seed(seed))
 
     def mix(row):
-        return gossip.collect(gossip.post([row], schedule, torch.tensor(t), wire_dtype=wire))[0]
+        here = collectives.look_up(row, schedule, torch.tensor(t))
+        return gossip.collect(gossip.post(loose([row]), here, wire_dtype=wire))[0]
 
     mixed = torch.func.vmap(mix)(x)
     torch.testing.assert_close(mixed.mean(0), x.mean(0), atol=1e-6, rtol=0)

@@ -22,9 +22,9 @@ def test_donated_state_is_stored_early_except_while_it_may_be_on_its_way(how):
     x, g, topology, t, sources = (graph.placeholder(name) for name in ("x", "g", "topology", "t", "sources"))
     sent = graph.call_function(torch.ops.aten.view.default, (x, [-1])) if how == "a view of it" else x
     sent = g if how == "not sent" else sent
-    number = graph.call_function(torch.ops.decentfn.post.default, (sent, topology, t, False, None))
+    number = graph.call_function(torch.ops.decentfn.post.default, (sent, topology, t, None, False, 0))
     new = graph.call_function(torch.ops.aten.sub.Tensor, (x, g))
-    waited = graph.call_function(torch.ops.decentfn.wait.default, (number, sent, sources, False, None, []))
+    waited = graph.call_function(torch.ops.decentfn.wait.default, (number, sent, sources, None, None, 0, []))
     metric = graph.call_function(torch.ops.aten.sum.default, (waited,))
     store = graph.call_function(torch.ops.aten.copy_.default, (x, new))
     graph.output((metric, store))

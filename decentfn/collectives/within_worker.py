@@ -1,4 +1,4 @@
-"""What the processes of one worker do together in a step: the operators that `buckets.inside` defines. Each waits for all."""
+"""What the processes of one worker do together in a step: the operators behind `buckets.sharing`. Each waits for all."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from decentfn.buckets import rows_of
-from decentfn.collectives.membership import World, gathered, has_cpu_side, world
+from decentfn.collectives.membership import World, world
 from decentfn.collectives.outside import met, named_error
 from decentfn.errors import RunError, StepMismatch
+from decentfn.scalars import operator
+from decentfn.torch_private import functorch, inductor
 
-_library = torch.library.Library("decentfn", "FRAGMENT")
+_ops = torch.ops.decentfn
 
 
 def _sum_inside(x: Tensor, processes: int, after: Tensor | None) -> Tensor:
@@ -83,17 +85,15 @@ def _begun(here: World, what: str, x: Tensor, processes: int | None = None) -> I
             yield outside
         return
     try:
-        if steps.meets(group) and has_cpu_side(group, x):
-            mine = [steps.last_step, x.nbytes]
-            for rank, theirs in zip(ranks, gathered(group, size, mine), strict=True):
-                if theirs != mine:
-                    raise StepMismatch(
-                        f"{what}: process {whole.rank} is at t={mine[0]} with {mine[1]:,} bytes, process {rank} at t={theirs[0]} with "
-                        f"{theirs[1]:,}; every process must call the step with the same t, equally often",
-                        process=whole.rank,
-                        step=mine[0],
-                        peer=rank,
-                    )
+        if (other := steps.find_other(group, ranks, [steps.at, x.nbytes], x)) is not None:
+            rank, t, nbytes = other
+            raise StepMismatch(
+                f"{what}: process {whole.rank} is at t={steps.at} with {x.nbytes:,} bytes, process {rank} at t={t} with "
+                f"{nbytes:,}; every process must call the step with the same t, equally often",
+                process=whole.rank,
+                step=steps.at,
+                peer=rank,
+            )
         yield group
     except RunError:
         raise
@@ -109,9 +109,27 @@ def _sizes(rows: Sequence[int], widths: Sequence[int], processes: int) -> list[l
     ]
 
 
-for _name, _kernel in (
-    ("sum_inside", _sum_inside),
-    ("gather_inside", _gather_inside),
-    ("scatter_inside", _scatter_inside),
-):
-    _library.impl(_name, _kernel, "CompositeExplicitAutograd")
+def _first(info: Any, in_dims: tuple[int | None, ...], x: Tensor) -> Tensor:
+    return functorch.with_workers_first(x, in_dims[0], info.batch_size)
+
+
+operator(
+    "sum_inside(Tensor x, int processes, Tensor? after) -> Tensor",
+    _sum_inside,
+    lambda x, processes, after: torch.empty_like(x),
+    lambda info, in_dims, x, *others: (_ops.sum_inside(x, *others), in_dims[0]),
+)
+operator(
+    "gather_inside(Tensor x, int[] rows, int[] widths, Tensor? after) -> Tensor",
+    _gather_inside,
+    lambda x, rows, widths, after: x.new_empty((*x.shape[:-1], sum(r * w for r, w in zip(rows, widths, strict=True)))),
+    lambda info, in_dims, x, *others: (_ops.gather_inside(_first(info, in_dims, x), *others), 0),
+)
+operator(
+    "scatter_inside(Tensor x, int[] rows, int[] widths, int numel, Tensor? after) -> Tensor",
+    _scatter_inside,
+    lambda x, rows, widths, numel, after: x.new_empty((*x.shape[:-1], numel)),
+    lambda info, in_dims, x, *others: (_ops.scatter_inside(_first(info, in_dims, x), *others), 0),
+)
+for _name in ("sum_inside", "gather_inside", "scatter_inside"):
+    inductor.keep_in_order(_name)

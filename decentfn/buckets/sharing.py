@@ -1,4 +1,4 @@
-"""What the processes of one worker compute together, as operators that `collectives` implements.
+"""What the processes of one worker compute together, by operators that `collectives.within_worker` defines.
 
 Where they share a worker's parameters row by row, each has a part of every leaf's rows: `gather_inside` puts the parts of a
 bucket together, `scatter_inside` gives each process the mean of its own.
@@ -7,17 +7,10 @@ bucket together, `scatter_inside` gives each process the mean of its own.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from decentfn.torch_private import functorch, inductor
-
-_library = torch.library.Library("decentfn", "FRAGMENT")
-_library.define("sum_inside(Tensor x, int processes, Tensor? after) -> Tensor")
-_library.define("gather_inside(Tensor x, int[] rows, int[] widths, Tensor? after) -> Tensor")
-_library.define("scatter_inside(Tensor x, int[] rows, int[] widths, int numel, Tensor? after) -> Tensor")
 _ops = torch.ops.decentfn
 
 
@@ -68,33 +61,3 @@ def rows_of(process: int, processes: int, rows: int) -> range:
     """Which of a leaf's rows a process has, as `torch.chunk` (and `fully_shard`) cuts them: of five, three and two."""
     each = -(-rows // processes)
     return range(min(process * each, rows), min((process + 1) * each, rows))
-
-
-def _vmap(info: Any, in_dims: tuple[int | None, ...], x: Tensor, *others: Any) -> tuple[Tensor, int | None]:
-    return _ops.sum_inside(x, *others), in_dims[0]
-
-
-def _gather_vmap(info: Any, in_dims: tuple[int | None, ...], x: Tensor, *others: Any) -> tuple[Tensor, int]:
-    return _ops.gather_inside(functorch.with_workers_first(x, in_dims[0], info.batch_size), *others), 0
-
-
-def _scatter_vmap(info: Any, in_dims: tuple[int | None, ...], x: Tensor, *others: Any) -> tuple[Tensor, int]:
-    return _ops.scatter_inside(functorch.with_workers_first(x, in_dims[0], info.batch_size), *others), 0
-
-
-def _gather_fake(x: Tensor, rows: Sequence[int], widths: Sequence[int], after: Tensor | None) -> Tensor:
-    return x.new_empty((*x.shape[:-1], sum(r * w for r, w in zip(rows, widths, strict=True))))
-
-
-def _scatter_fake(x: Tensor, rows: Sequence[int], widths: Sequence[int], numel: int, after: Tensor | None) -> Tensor:
-    return x.new_empty((*x.shape[:-1], numel))
-
-
-for _name, _fake, _rule in (
-    ("sum_inside", lambda x, processes, after: torch.empty_like(x), _vmap),
-    ("gather_inside", _gather_fake, _gather_vmap),
-    ("scatter_inside", _scatter_fake, _scatter_vmap),
-):
-    torch.library.register_fake(f"decentfn::{_name}", _fake, lib=_library)
-    torch.library.register_vmap(f"decentfn::{_name}", _rule, lib=_library)
-    inductor.keep_in_order(_name)
