@@ -11,7 +11,7 @@ from torch import Tensor
 from decentfn.collectives.membership import World, world
 from decentfn.collectives.messages import in_flight
 from decentfn.collectives.reports import report
-from decentfn.torch_private.profiler import is_profiled, nothing, span
+from decentfn.torch_private.profiler import span
 
 _PATIENCE_S = 5.0
 """How long the messages of a step that was cut short are waited for, all together."""
@@ -43,7 +43,7 @@ class whole_step:
         self._earlier = set(in_flight)
         if here.whole.size > 1:
             here.steps.enter(self._t)
-        self._range = span("step", self._t) if is_profiled() else nothing
+        self._range = span("step", self._t)
         self._range.__enter__()
         return here
 

@@ -19,7 +19,7 @@ from decentfn.collectives.reports import different_steps, has_timed_out, report
 from decentfn.collectives.steps import Call, Loss
 from decentfn.errors import StepMismatch
 from decentfn.scalars import integer
-from decentfn.torch_private.profiler import is_profiled, nothing, span
+from decentfn.torch_private.profiler import span
 
 _PATIENCE = timedelta(seconds=1)
 """How long each remaining message of a step that lost one is waited for: its connection is closed, so it has come or never will."""
@@ -53,7 +53,7 @@ class Flight:
             RunError: it did not arrive, and no step runs that could be finished first.
         """
         since = time.perf_counter()
-        with span("wait", self.call.what, self.call.index) if is_profiled() else nothing:
+        with span("wait", self.call.what, self.call.index):
             one_by_one = len(self.works) == len(self.parts)  # else the backend has put them together
             for index, work in enumerate(self.works):
                 try:
@@ -143,7 +143,7 @@ def post(here: World, call: Call, inbox: Tensor, receives: list[Part], sends: li
         if here.steps.lost is not None:
             flight.cancel()
         else:
-            with span("post", call.what, call.index) if is_profiled() else nothing:
+            with span("post", call.what, call.index):
                 _ask(flight)
             for counted in here.counters:
                 counted.messages += len(sends)
@@ -183,7 +183,7 @@ def reduce(here: World, call: Call, x: Tensor, own: Tensor | None, ranks: list[i
             return flight
         different = None
         try:
-            with span("post", call.what, call.index) if is_profiled() else nothing:
+            with span("post", call.what, call.index):
                 different = _different(here, group, ranks, call, x)
                 if different is None:
                     flight.works.append(group.allreduce([x]))
