@@ -114,42 +114,26 @@ def test_one_rank_compiles_and_the_others_find_its_code(ranks):
 
 
 FIRST_STEP = """
-import filelock, torch
+import torch
 from torch._dynamo.utils import counters
-from torch._inductor.cpu_vec_isa import VecISA
 import decentfn as df
 
-tries, turns = [], []
-def count(owner, name, into):
-    original = getattr(owner, name)
-    def counting(*args, **kwargs):
-        into.append(args)
-        return original(*args, **kwargs)
-    setattr(owner, name, counting)
-
-count(VecISA, "_probe_load", tries)
-count(filelock.FileLock, "acquire", turns)
 schedule = df.topology("complete", num_workers=1)
 init, step = df.adapt_while_communicate(lambda p, x: ((x - p) ** 2).mean(), df.sgd(0.1), schedule)
 df.compile(step)(init(torch.ones(7)), torch.ones(7), 0)
-print(counters["inductor"]["fxgraph_cache_miss"], len(tries), sum("decentfn-" in a[0].lock_file for a in turns))
+print(counters["inductor"]["fxgraph_cache_miss"])
 """
 
 
-def test_where_the_code_is_cached_a_rank_neither_compiles_nor_tries_the_cpu_nor_waits_for_its_turn(tmp_path):
+def test_where_the_code_is_cached_a_rank_does_not_compile(tmp_path):
     places = dict.fromkeys(["TORCHINDUCTOR_CACHE_DIR", "TMPDIR"], str(tmp_path))
     env = os.environ | places | {"MASTER_PORT": "29400"}
 
-    def first_step() -> list[int]:
-        """How often it compiled, tried an instruction set, and took its turn."""
+    def misses() -> int:
         command = [sys.executable, "-c", FIRST_STEP]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=True)
-        return [int(number) for number in done.stdout.split()]
+        return int(subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=True).stdout)
 
-    misses, tries, turns = first_step()
-    assert (misses, turns) == (1, 1)
-    assert tries > 0 or not torch.cpu._is_avx2_supported()
-    assert first_step() == [0, 0, 0]
+    assert [misses(), misses()] == [1, 0]
 
 
 def run_of_200_steps():
