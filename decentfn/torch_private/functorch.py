@@ -59,15 +59,20 @@ _library.impl("is_batched", lambda x: torch.tensor(False), "CompositeExplicitAut
 _ops = torch.ops.decentfn
 
 
-def is_batched(x: Tensor) -> bool:
-    """Return True if this is one tensor for each worker, under `vmap`."""
+def is_wrapped(x: Tensor) -> bool:
+    """Return True if a transform of `torch.func` looks at what becomes of this tensor."""
     if type(x) is not Tensor:
         return False
     try:
-        x.data_ptr()  # in a fiftieth of the operator's time; what torch.func wraps has none
+        x.data_ptr()  # what a transform wraps has no memory of its own
     except RuntimeError:
-        return bool(_ops.is_batched(x))
+        return True
     return False
+
+
+def is_batched(x: Tensor) -> bool:
+    """Return True if this is one tensor for each worker, under `vmap`."""
+    return is_wrapped(x) and bool(_ops.is_batched(x))
 
 
 def all_rows(x: Tensor, like: Tensor) -> Tensor:
@@ -104,7 +109,11 @@ def are_equal(x: Tensor, y: Tensor) -> bool:
     while is_batched(x) or is_batched(y):
         like = x if is_batched(x) else y
         x, y = all_rows(x, like), all_rows(y, like)
-    return x.is_meta or type(x) is not Tensor or bool((x.eq(y) | (x.ne(x) & y.ne(y))).all())
+    same = (x.eq(y) | (x.ne(x) & y.ne(y))).all()
+    try:
+        return same.is_meta or bool(same)
+    except RuntimeError:  # a fake tensor has no values
+        return True
 
 
 def outside_transforms(function: Callable[..., R], *arguments: Any) -> R:

@@ -72,16 +72,6 @@ def test_a_donated_leaf_that_moves_to_another_place_is_read_before_it_is_written
         assert run() != {"a": [1.0] * 3, "b": [0.0] * 3}
 
 
-def test_processes_of_a_worker_wait_for_one_another_in_the_steps_order():
-    """FX: each of `sum(x); sum(y); sum(z)` needs the one before it."""
-    graph = torch.fx.Graph()
-    inputs = [graph.placeholder(name) for name in "xyz"]
-    sums = [graph.call_function(torch.ops.decentfn.sum_inside.default, (x, 2, None)) for x in inputs]
-    graph.output(tuple(sums))
-    inductor.compile_options()["post_grad_custom_post_pass"](graph)
-    assert [call.args[-1] for call in sums] == [None, *sums[:-1]]
-
-
 def test_what_was_compiled_with_other_sources_is_not_used(monkeypatch):
     """PyTorch's cache knows a graph by its operators' names, and not the rules by which `vmap` sees them."""
     topology = df.topology("ring", num_workers=4)
