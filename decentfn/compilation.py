@@ -17,7 +17,7 @@ from decentfn.donation import require_distinct, require_layout
 from decentfn.gradient.beside import passing_beside
 from decentfn.kit.expected import check, is_state, left_alone, marked
 from decentfn.kit.state import Step
-from decentfn.run.memory import give_back_freed_memory, settling
+from decentfn.run.memory import settling
 from decentfn.scalars import as_step
 from decentfn.torch_private import inductor
 from decentfn.torch_private.autograd import allow_saved_tensors_hooks
@@ -27,6 +27,7 @@ from decentfn.torch_private.dynamo import (
     guards_fail,
     not_compiled,
     not_loaded,
+    prepare,
     too_many_graphs,
 )
 from decentfn.torch_private.profiler import nothing
@@ -60,7 +61,8 @@ def compile(
         dynamic: as of torch.compile: None compiles once more for the second shape of a batch and from then on for any, True
             for any from the start, False anew for each. A loss by `df.autograd` needs one graph for all.
         backend: of torch.compile.
-        options: further options for torch.compile's `options=` (Inductor's).
+        options: further options for torch.compile's `options=` (Inductor's), as `layout_optimization=False` on the CPU for
+            convolutions with batch, group or instance norm.
 
     Returns:
         A function of the same form. A batch of another structure compiles once more.
@@ -80,6 +82,7 @@ def compile(
         raise ValueError("compile(compile(step)): the step is compiled already; compile it once.")
     if getattr(step, "made_by", None) == "donate":
         raise ValueError("compile(donate(step)): compile(step) donates by itself; leave df.donate out.")
+    prepare()
     progress = _Progress(step)
     by_autograd, look = getattr(step, "by_autograd", False), getattr(step, "watch", None)
     raise_own, reading = getattr(step, "raise_own", None), getattr(step, "reading", lambda: nothing)
@@ -100,7 +103,6 @@ def compile(
             check(step, state, batch, t)
             if donate:
                 require_distinct("compile", state)
-            give_back_freed_memory()  # of the loss, which may have been evaluated
             on_leaves = _on_leaves(step, trees.enumerate_leaves(state), donate)
             run = torch.compile(on_leaves, **kwargs)
             progress.begin()

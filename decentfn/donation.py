@@ -12,7 +12,7 @@ from torch import Tensor
 from decentfn import trees
 from decentfn.kit.expected import check, marked
 from decentfn.kit.state import Step
-from decentfn.run.memory import give_back_freed_memory, settling
+from decentfn.run.memory import settling
 from decentfn.torch_private.profiler import nothing
 from decentfn.trees import PyTree
 from decentfn.words import brief
@@ -57,7 +57,6 @@ def donate(step: Step) -> Step:
             if not is_known:
                 check(step, state, batch, t)
                 require_distinct("donate", state)
-                give_back_freed_memory()  # of the loss, which may have been evaluated
             new, metrics = step(state, batch, t)
             # Metrics must not show the next state through a view of it.
             metrics = trees.map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, metrics)

@@ -16,7 +16,6 @@ from decentfn.trees import PyTree
 
 
 class _Chunks(NamedTuple):
-    level: int  # of the vmap over all workers
     num_workers: int
     size: int
 
@@ -39,41 +38,32 @@ def over_workers(
 ) -> PyTree:
     """`function` of one worker, for all of them at once; every leaf of arguments and result has the workers first.
 
-    With `chunk_size`, what `in_chunks` wraps is done for so many workers at a time, and random operations are refused:
+    With `chunk_size`, what `in_chunks` wraps is done for so many workers at a time, and random operations in it are refused:
     within a chunk nothing tells its workers from those of other chunks.
     """
     one, returned = _on_leaves(function, arguments)
-    leaves = trees.leaves(arguments)
-    if chunk_size is None or chunk_size >= num_workers or not functorch.CHUNKS:
-        stacked = vmap(one, randomness="different")(leaves)
-        return trees.fill(returned[0], stacked)
-    size = chunk_size
-
-    def one_in_chunks(level: int, leaves: list[Tensor]) -> list[Tensor]:
-        outer = context.chunks
-        context.chunks = _Chunks(level, num_workers, size)
-        try:
-            return one(leaves)
-        finally:
-            context.chunks = outer
-
-    stacked = functorch.vmap_with_level(one_in_chunks, leaves, num_workers)
+    outer = context.chunks
+    context.chunks = None if chunk_size is None or chunk_size >= num_workers else _Chunks(num_workers, chunk_size)
+    try:
+        stacked = vmap(one, randomness="different")(trees.leaves(arguments))
+    finally:
+        context.chunks = outer
     return trees.fill(returned[0], stacked)
 
 
 def in_chunks(function: Callable[..., PyTree], *arguments: PyTree) -> PyTree:
     """`function(*arguments)`, for one chunk of the workers after the other where the simulation was told to."""
-    chunks: _Chunks | None = context.chunks
-    if chunks is None:
+    if (chunks := context.chunks) is None:
         return function(*arguments)
-    level, num_workers, size = chunks
-    everyone = [functorch.unbatched(leaf, level, num_workers) for leaf in trees.leaves(arguments)]
+    num_workers, size = chunks
+    leaves = trees.leaves(arguments)
+    everyone = [functorch.all_rows(leaf, leaves[0]) for leaf in leaves]
     one, returned = _on_leaves(function, arguments)
     parts = [
         vmap(one, randomness="error")([leaf[first : first + size] for leaf in everyone])
         for first in range(0, num_workers, size)
     ]
-    joined = [functorch.batched(torch.cat(rows), level) for rows in zip(*parts, strict=True)]
+    joined = [functorch.row(torch.cat(rows), leaves[0]) for rows in zip(*parts, strict=True)]
     return trees.fill(returned[0], joined)
 
 

@@ -4,6 +4,7 @@ import contextlib
 import os
 import stat
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -13,81 +14,44 @@ import decentfn as df
 from decentfn import compile_cache
 from decentfn.torch_private import inductor
 
-
-def traced(constant=2.0, shape=(3, 4), dtype=torch.float32):
-    """What Dynamo hands to a backend."""
-    kept = []
-
-    def backend(graph, inputs):
-        kept.append(graph)
-        return graph.forward
-
-    torch._dynamo.reset()
-    torch.compile(lambda x: x * constant, backend=backend, dynamic=False)(torch.ones(shape, dtype=dtype))
-    return kept[0]
+GRAPH = torch.fx.GraphModule({}, torch.fx.Graph())
 
 
-def test_graphs_share_a_note_iff_the_same_code_is_compiled(monkeypatch):
-    notes = [compile_cache.note_of(traced(), {"a": 1}), compile_cache.note_of(traced(constant=3.0), {"a": 1})]
-    notes += [compile_cache.note_of(traced(shape=(4, 3)), {"a": 1}), compile_cache.note_of(traced(), {"a": 2})]
-    notes += [compile_cache.note_of(traced(dtype=torch.float64), {"a": 1})]
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
-    notes += [compile_cache.note_of(traced(), {"a": 1})]
-    monkeypatch.setattr(compile_cache, "digest_of_sources", lambda: "other sources")
-    notes += [compile_cache.note_of(traced(), {"a": 1})]
-    assert len(set(notes)) == len(notes)
-    assert compile_cache.note_of(traced(), {"a": 1, "pass": object()}) == notes[-1]
+@pytest.fixture
+def folder(monkeypatch, tmp_path):
+    """Where the ranks of a machine meet; they are threads here."""
+    monkeypatch.setenv("MASTER_PORT", "29400")
+    monkeypatch.setattr(compile_cache, "cache_dir", lambda: str(tmp_path))
+    monkeypatch.setattr(compile_cache, "without_faults", contextlib.nullcontext)
+    return tmp_path
 
 
-class Compiler:
-    """In Inductor's place: sees whether two ranks compile at the same time."""
+def test_one_rank_compiles_and_then_the_others_go_on_together(monkeypatch, folder):
+    calls, others, was_alone, results = [], threading.Barrier(2), [], []
 
-    def __init__(self, monkeypatch, folder):
-        monkeypatch.setenv("MASTER_PORT", "29400")
-        monkeypatch.setattr(compile_cache, "cache_dir", lambda: str(folder))
-        monkeypatch.setattr(compile_cache, "lookup_backend", lambda name: self)
-        monkeypatch.setattr(compile_cache, "remembered_probes", contextlib.nullcontext)  # ranks are threads here
-
-    def __call__(self, graph, inputs, config_patches):
-        with contextlib.suppress(threading.BrokenBarrierError):
-            self.meeting.wait(self.patience)
-            self.met = True
+    def compiler(graph, inputs, config_patches):
+        calls.append(graph)
+        if len(calls) == 1:
+            time.sleep(0.3)
+            was_alone.append(len(calls) == 1)
+        else:
+            others.wait(60)
         return "compiled"
 
-    def at_once(self, graphs, patience):
-        """Whether two ranks meet in the compiler, where each waits so many seconds for the other."""
-        self.meeting, self.patience, self.met, results = threading.Barrier(2), patience, False, []
-        ranks = [threading.Thread(target=lambda g=g: results.append(compile_cache.inductor(g, []))) for g in graphs]
-        for rank in ranks:
-            rank.start()
-        for rank in ranks:
-            rank.join()
-        assert results == ["compiled", "compiled"]
-        return self.met
+    monkeypatch.setattr(compile_cache, "lookup_backend", lambda name: compiler)
+    ranks = [threading.Thread(target=lambda: results.append(compile_cache.inductor(GRAPH, []))) for _ in range(3)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    assert results == ["compiled"] * 3 and was_alone == [True]
 
 
-def test_ranks_take_turns_until_each_graph_was_compiled_once(monkeypatch, tmp_path):
-    graphs = [traced(), traced(shape=(5,))]  # as on one GPU each
-    compiler = Compiler(monkeypatch, tmp_path)
-    assert not compiler.at_once(graphs, patience=0.3)
-    assert compiler.at_once(graphs, patience=60)
-    assert not compiler.at_once([traced(constant=5.0)] * 2, patience=0.3)
-
-
-def test_where_no_note_can_be_left_ranks_take_turns_every_time(monkeypatch, tmp_path):
-    compiler = Compiler(monkeypatch, tmp_path)
-    (tmp_path / "decentfn").write_text("a file where the folder should be")
-    for _ in range(2):
-        assert not compiler.at_once([traced()] * 2, patience=0.3)
-
-
-def test_a_compilation_that_fails_leaves_no_note_and_frees_the_lock(monkeypatch, tmp_path):
-    Compiler(monkeypatch, tmp_path)
+def test_a_compilation_that_fails_frees_the_lock(monkeypatch, folder):
     monkeypatch.setattr(compile_cache, "lookup_backend", lambda name: lambda *_, **__: 1 / 0)
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
-            compile_cache.inductor(traced(), [])
-    assert not (tmp_path / "decentfn").exists()
+            compile_cache.inductor(GRAPH, [])
 
 
 def test_the_cache_is_its_owners_alone_unless_somebody_chose_its_place(monkeypatch, tmp_path):
@@ -102,7 +66,11 @@ def test_the_cache_is_its_owners_alone_unless_somebody_chose_its_place(monkeypat
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     own = inductor.cache_dir()
     assert own.startswith(str(tmp_path)) and mode(own) == 0o700
-    monkeypatch.setattr(inductor, "os", SimpleNamespace(stat=lambda path: SimpleNamespace(st_uid=7), getuid=lambda: 8))
+    monkeypatch.setattr(
+        inductor,
+        "os",
+        SimpleNamespace(**{**vars(os), "stat": lambda path: SimpleNamespace(st_uid=7), "getuid": lambda: 8}),
+    )
     with pytest.warns(UserWarning, match="belongs to another user.*TORCHINDUCTOR_CACHE_DIR"):
         inductor.cache_dir()
 

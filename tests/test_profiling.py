@@ -14,7 +14,6 @@ from torch.profiler import ProfilerActivity, profile
 import decentfn as df
 from decentfn import trees
 from decentfn.testing import on_ranks
-from decentfn.torch_private import profiler
 from tests import cases
 from tests.cases import Case
 from tests.test_examples import load
@@ -137,20 +136,6 @@ def test_a_step_that_is_counted_and_profiled_is_the_same_code_and_the_same_numbe
     for (alone, observed), graphs, known in ranks(2).run(plain_and_observed):
         assert all(torch.equal(a, b) for a, b in zip(alone, observed, strict=True))
         assert graphs == 2 and known == 1  # one each, and Inductor found the second one's code: it has the same graph
-
-
-def test_where_no_profiler_runs_no_range_is_made(monkeypatch):
-    def span(*words):
-        raise AssertionError(words)
-
-    from decentfn.collectives import interruption, messages
-    from decentfn.gradient import evaluation
-    from decentfn.kit import worker
-
-    for module in (interruption, messages, evaluation, worker):
-        assert module.span is profiler.span
-        monkeypatch.setattr(module, "span", span)
-    on_ranks(2, lambda rank: cases.on_this_rank(Case("adapt_while_communicate", "ring"), 2, 1, None))
 
 
 # -- ranges ---------------------------------------------------------------------------------------------------------

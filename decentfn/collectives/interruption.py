@@ -11,7 +11,7 @@ from decentfn.collectives.membership import World, world
 from decentfn.collectives.reports import report
 from decentfn.collectives.steps import Call
 from decentfn.context import context
-from decentfn.torch_private.profiler import is_profiled, nothing, span
+from decentfn.torch_private.profiler import span
 
 _PATIENCE_S = 5.0
 """How long the messages of a step that was cut short are waited for, all together."""
@@ -43,7 +43,7 @@ class whole_step:
         if here.size * here.processes_per_worker > 1:
             here.steps.enter(self._t)
         self._outer, context.step = context.step, here
-        self._range = span("step", self._t) if is_profiled() else nothing
+        self._range = span("step", self._t)
         self._range.__enter__()
         return here
 

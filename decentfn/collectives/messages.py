@@ -16,7 +16,7 @@ from decentfn.collectives.membership import World
 from decentfn.collectives.reports import different_steps, has_timed_out, report
 from decentfn.collectives.steps import Call, Loss, Part
 from decentfn.errors import StepMismatch
-from decentfn.torch_private.profiler import is_profiled, nothing, span
+from decentfn.torch_private.profiler import span
 
 _PATIENCE = timedelta(seconds=1)
 """How long each remaining message of a step that lost one is waited for: its connection is closed, so it has come or never will."""
@@ -61,7 +61,7 @@ def post(here: World, call: Call, receives: Sequence[Part], sends: Sequence[Part
         return
     group, tag, index = here.group, here.steps.tag, 0
     assert group is not None
-    with span("post", call.what, call.index) if is_profiled() else nothing:
+    with span("post", call.what, call.index):
         try:
             if call.inbox.device.type == "cpu":
                 for index, (x, own, rank, _) in enumerate(call.parts):  # noqa: B007
@@ -91,7 +91,7 @@ def reduce(here: World, call: Call, x: Tensor, own: Tensor | None, ranks: list[i
         return
     group = here.subgroup(tuple(ranks))
     try:
-        with span("post", call.what, call.index) if is_profiled() else nothing:
+        with span("post", call.what, call.index):
             if (other := here.steps.find_other(group, ranks, [call.step, call.number, x.nbytes], x)) is not None:
                 raise different_steps(here, call, call.step, *other)
             call.works.append(group.allreduce([x]))
@@ -113,7 +113,7 @@ def land(here: World, call: Call) -> bool:
         RunError: it did not arrive, and no step runs that could be finished first.
     """
     since = time.perf_counter()
-    with span("wait", call.what, call.index) if is_profiled() else nothing:
+    with span("wait", call.what, call.index):
         one_by_one = len(call.works) == len(call.parts)  # else the backend has put them together
         for index, work in enumerate(call.works):
             try:

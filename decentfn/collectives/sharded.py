@@ -64,7 +64,6 @@ def require_parts(module: nn.Module) -> tuple[frozenset[str], int]:
         ValueError: a parameter that is cut over other processes, or in a way that is not known.
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard
-    from torch.distributed.tensor.placement_types import _StridedShard
 
     here, call = everyone(), f"df.functional({type(module).__name__})"
     way_out = (
@@ -95,14 +94,14 @@ def require_parts(module: nn.Module) -> tuple[frozenset[str], int]:
                 f"{call}: parameter {name!r} is sharded over processes {brief(theirs)} (a mesh of {mesh.ndim} axes), but this worker "
                 f"is processes {brief(mine)}; call {way_out}."
             )
-        first, *others = map(type, p.placements)
-        known = (Shard, _StridedShard) if has_shards else (Shard, Replicate)
-        if first not in known or not {*others} <= {Shard, Replicate} or has_shards and not is_fully_sharded(module):
+        first, *others = p.placements
+        is_known = {*map(type, others if has_shards else p.placements)} <= {Shard, Replicate}
+        if has_shards and (first.is_replicate() or first.is_partial() or not is_fully_sharded(module)) or not is_known:
             raise ValueError(
                 f"{call}: parameter {name!r} is placed as {brief(p.placements)}; call fully_shard on the whole module, if on any part, "
                 "and parallelize_module before it, over the inner axis of one mesh."
             )
-        if Replicate in (first, *others) or has_shards and is_one_axis and team > 1:
+        if any(placement.is_replicate() for placement in p.placements) or has_shards and is_one_axis and team > 1:
             common.add(name)
     strange = [name for name, b in module.named_buffers() if isinstance(b, DTensor)]
     if strange:
@@ -192,8 +191,5 @@ def cut(wholes: Iterable[tuple[Tensor, Tensor | None]]) -> list[Tensor]:
 def _offset(p: Tensor) -> tuple[int, ...] | None:
     """Where this process's shard begins; None: the tensor is not cut."""
     from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    if not isinstance(p, DTensor):
-        return None
-    return tuple(compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)[1])
+    return tuple(p.__create_chunk_list__()[0].offsets) if isinstance(p, DTensor) else None

@@ -21,7 +21,7 @@ from decentfn.gradient.scaled import DynamicLossScale
 from decentfn.gradient.traced import Evaluation, gradient_of
 from decentfn.stacking import in_chunks
 from decentfn.torch_private import functorch
-from decentfn.torch_private.profiler import is_profiled, nothing, span
+from decentfn.torch_private.profiler import nothing, span
 from decentfn.trees import PyTree
 from decentfn.words import brief_error
 
@@ -121,7 +121,7 @@ def _evaluate(
             raise RuntimeError("the loss takes a gradient of others than its parameters")  # `raise_own` says of which
         return e
     try:
-        with span("gradient") if is_profiled() else nothing:
+        with span("gradient"):
             e = in_chunks(traced, params, buffers, batch, scale)
         loss = functorch.by_worker([e.loss])[0][0]
         if _depends_on_others(loss, (params, buffers, batch)):
@@ -131,9 +131,9 @@ def _evaluate(
         if type(error) not in (RuntimeError, NotImplementedError):
             raise
         try:
-            with functorch.outside_transforms():
-                for leaves in functorch.by_worker(trees.leaves((params, buffers, batch))):
-                    _plainly(one, many, *trees.fill(trees.enumerate_leaves((params, buffers, batch)), leaves))
+            for leaves in functorch.by_worker(trees.leaves((params, buffers, batch))):
+                given = trees.fill(trees.enumerate_leaves((params, buffers, batch)), leaves)
+                functorch.outside_transforms(_plainly, one, many, *given)
         except Exception as own:
             raise own from None
         raise RuntimeError(_not_traced(error, functorch.is_batched(params[0]))) from error

@@ -32,15 +32,16 @@ def gradient_of(loss_fn: LossFn, params: Buckets, buffers: PyTree, batch: PyTree
     templates: list[PyTree] = []
 
     # Buffers and batch are arguments, not captured: torch.func forbids writing to what is captured.
-    def loss_of(x: Buckets, buffers: PyTree, batch: PyTree) -> tuple[Tensor, tuple[Tensor, list[Tensor]]]:
-        loss, new_buffers, aux = call(loss_fn, x.tree(), buffers, batch)
+    def loss_of(x: list[Tensor], buffers: PyTree, batch: PyTree) -> tuple[Tensor, tuple[Tensor, list[Tensor]]]:
+        loss, new_buffers, aux = call(loss_fn, Buckets(x, params.plan).tree(), buffers, batch)
         # torch.func takes tensors only, so the tree around them is kept aside.
         templates.append(trees.enumerate_leaves((new_buffers, aux)))
         extras = [torch.as_tensor(leaf) for leaf in trees.leaves((new_buffers, aux))]
         scaled = loss if scale is None else loss.to(wide(loss.dtype)) * scale
         return scaled, (loss, extras)
 
-    grads, (_, (loss, extras)) = grad_and_value(loss_of, has_aux=True)(params, buffers, batch)
+    found, (_, (loss, extras)) = grad_and_value(loss_of, has_aux=True)(list(params), buffers, batch)
+    grads = Buckets(found, params.plan)
     new_buffers, aux = trees.fill(templates[0], extras)
     return Evaluation(grads if scale is None else unscaled(grads, scale), new_buffers, loss, aux)
 

@@ -147,7 +147,7 @@ def left_alone(state: Any) -> Iterator[None]:
 
 def _remembered(leaf: Tensor) -> Tensor | tuple[torch.Size, str]:
     """A copy; of what is large and plain the shape and a digest, which need no memory."""
-    is_plain = type(leaf) is Tensor and leaf.device.type == "cpu" and not functorch.is_transformed()
+    is_plain = type(leaf) is Tensor and leaf.device.type == "cpu" and not functorch.is_wrapped(leaf)
     if is_plain and leaf.numel() >= _LARGE and leaf.is_contiguous() and not leaf.is_conj():
         return leaf.shape, digest(leaf)
     return torch.clone(leaf)

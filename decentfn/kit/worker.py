@@ -22,7 +22,7 @@ from decentfn.kit.start import lay_out
 from decentfn.kit.state import Algorithm, Local, Metrics, State
 from decentfn.replicas import require_equal
 from decentfn.topologies import Topology, complete
-from decentfn.torch_private.profiler import is_profiled, span
+from decentfn.torch_private.profiler import span
 from decentfn.transforms.transform import wants_mix
 from decentfn.trees import PyTree
 
@@ -145,7 +145,7 @@ class Worker:
         """
         mix = () if posted is None or not wants_mix(self.optimizer) else (gossip.mix_context(posted),)
         seen = x if g.moves is None else add(x, g.moves)
-        with nullcontext() if torch.compiler.is_dynamo_compiling() or not is_profiled() else span("update"):
+        with nullcontext() if torch.compiler.is_dynamo_compiling() else span("update"):
             u, opt = self.optimizer.update(direction, local.opt, seen, *mix)
         if gossip.is_guarded():
             u, opt = good_update(u, opt, local.opt, self.optimizer.init(seen))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
+
+from decentfn.torch_private.names import ERRORS, GUARDS
 from decentfn.words import root
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+_CALL = "df.compile(step)"
 
 
 def not_compiled() -> tuple[type[Exception], ...]:
@@ -30,10 +34,7 @@ def too_many_graphs() -> tuple[type[Exception], ...]:
 
 
 def _errors(*names: str) -> tuple[type[Exception], ...]:
-    try:
-        from torch._dynamo import exc
-    except ImportError:
-        return ()
+    exc = ERRORS.find()
     return tuple(getattr(exc, name) for name in names if hasattr(exc, name))
 
 
@@ -43,23 +44,22 @@ def not_loaded(error: BaseException) -> BaseException | None:
     return said if isinstance(said, (ImportError, OSError)) and ".so" in str(said) else None
 
 
-class _Here(threading.local):
-    guards_everything = False
+def prepare() -> None:
+    """Make ready for `df.compile`.
 
-
-_here = _Here()
+    Raises:
+        RuntimeError: PyTorch lacks a name without which a compiled step would go on with what has changed.
+    """
+    GUARDS.require(_CALL)
+    for function in _constant:
+        torch.compiler.assume_constant_result(function)
 
 
 def guard_everything() -> None:
     """Let Dynamo guard in this thread what it leaves out by default: modules' hooks, and that no two parameters are one tensor."""
-    if _here.guards_everything:
-        return
-    from torch._dynamo import config
-
-    for name in ("skip_nnmodule_hook_guards", "skip_no_tensor_aliasing_guards_on_parameters"):
-        if hasattr(config, name):
-            setattr(config, name, False)
-    _here.guards_everything = True
+    config = GUARDS.find()
+    if config.skip_nnmodule_hook_guards or config.skip_no_tensor_aliasing_guards_on_parameters:
+        config.skip_nnmodule_hook_guards = config.skip_no_tensor_aliasing_guards_on_parameters = False
 
 
 def guards_fail(error: AssertionError) -> bool:
@@ -67,9 +67,12 @@ def guards_fail(error: AssertionError) -> bool:
     return str(error).startswith("Guard failed on the same frame")
 
 
+_constant: list[Callable[..., Any]] = []
+
+
 def constant_while_traced(function: F) -> F:
-    """As torch.compiler.assume_constant_result, which imports Dynamo for it."""
-    function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+    """Let a compiled step take what the function returns for a constant. `torch.compiler.assume_constant_result` imports Dynamo."""
+    _constant.append(function)
     return function
 
 

@@ -1,48 +1,17 @@
-"""The levels of `vmap`."""
+"""The levels of `torch.func`: which tensors are batched, and all workers' rows of one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-try:
-    from torch._functorch.predispatch import _add_batch_dim, _remove_batch_dim
-    from torch._functorch.vmap import vmap_increment_nesting
+from decentfn.torch_private.names import LINEAR
 
-    CHUNKS = True
-except ImportError:
-    CHUNKS = False
-
-try:
-    from torch._subclasses import FakeTensor as _FakeTensor
-except ImportError:
-    _FakeTensor = None
-
-try:
-    from torch._C._functorch import get_unwrapped as _unwrapped
-    from torch._C._functorch import is_batchedtensor as _is_batched
-    from torch._C._functorch import is_gradtrackingtensor as _is_differentiated
-except ImportError:
-    _is_batched = _is_differentiated = _unwrapped = None
-
-
-try:
-    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as outside_transforms
-except ImportError:
-    outside_transforms = nullcontext
-"""Within, no transform of torch.func looks at what is computed."""
-
-
-_interpreters = getattr(torch._C._functorch, "peek_interpreter_stack", object)  # pyright: ignore
-
-
-def is_transformed() -> bool:
-    """Whether a transform of torch.func looks at every operator that is called here."""
-    return _interpreters() is not None
+R = TypeVar("R")
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -60,56 +29,13 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     return output if bias is None else output + bias
 
 
-with suppress(AttributeError, RuntimeError):  # Heard by the compiler alone, while it traces through functorch.
-    torch.ops.aten.linear.default.py_impl(torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode)(_linear)
-
-
-def vmap_with_level(
-    function: Callable[[int, list[Tensor]], list[Tensor]], leaves: list[Tensor], size: int
-) -> list[Tensor]:
-    """`vmap` over the first axis, `size` long, of a function that learns at which level it is; it draws no numbers."""
-    with vmap_increment_nesting(size, "error") as level:
-        out = function(level, [batched(leaf, level) for leaf in leaves])
-        return [unbatched(leaf, level, size) for leaf in out]
-
-
-def batched(x: Tensor, level: int) -> Tensor:
-    """`x`, `[N, ...]`, as the tensor `[...]` that a function under this level of `vmap` sees."""
-    return _add_batch_dim(x, 0, level)
-
-
-def unbatched(x: Tensor, level: int, size: int) -> Tensor:
-    """What a function under this level of `vmap` sees as `[...]`, as the `[N, ...]` that it is."""
-    return _remove_batch_dim(x, level, size, 0)
-
-
-def with_workers_first(x: Tensor, dim: int | None, size: int) -> Tensor:
-    """An argument of a rule of `vmap` as `[size, ...]`; `dim` is its axis of workers, None where all have the same."""
-    return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
-
-
-def is_batched(x: Tensor) -> bool:
-    """Whether this is one tensor for each worker, under `vmap`."""
-    return _is_batched is not None and _is_batched(x)
+if (_key := LINEAR.find()) is not None:  # Heard by the compiler alone, while it traces through functorch.
+    torch.ops.aten.linear.default.py_impl(_key)(_linear)
 
 
 def is_differentiated(x: Tensor) -> bool:
-    """Whether `torch.func.grad` follows what becomes of a tensor."""
-    return _is_differentiated is not None and _is_differentiated(x)
-
-
-def by_worker(leaves: list[Any]) -> list[list[Any]]:
-    """Return the leaves of each worker that `vmap` batches here, as plain tensors; one list outside `vmap`."""
-    is_row, plain = [], []
-    for x in leaves:
-        is_row.append(isinstance(x, Tensor) and is_batched(x))
-        while _unwrapped is not None and isinstance(x, Tensor) and is_batched(x):
-            x = _unwrapped(x)
-        plain.append(x)
-    workers = max((len(x) for x, row in zip(plain, is_row, strict=True) if row), default=None)
-    if workers is None:
-        return [plain]
-    return [[x[i] if row else x for x, row in zip(plain, is_row, strict=True)] for i in range(workers)]
+    """Return True if autograd follows what becomes of a tensor, as under `torch.func.grad`."""
+    return x.requires_grad and torch.is_grad_enabled()
 
 
 def has_no_value(x: Tensor) -> bool:
@@ -120,8 +46,85 @@ def has_no_value(x: Tensor) -> bool:
     return torch.compiler.is_dynamo_compiling() or type(x) is not Tensor or is_batched(x)
 
 
+def with_workers_first(x: Tensor, dim: int | None, size: int) -> Tensor:
+    """An argument of a rule of `vmap` as `[size, ...]`; `dim` is its axis of workers, None where all have the same."""
+    return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+
+
+_library = torch.library.Library("decentfn", "FRAGMENT")
+_library.define("all_rows(Tensor x, Tensor like) -> Tensor")
+_library.define("row(Tensor rows, Tensor like) -> Tensor")
+_library.define("is_batched(Tensor x) -> Tensor")
+_library.impl("is_batched", lambda x: torch.tensor(False), "CompositeExplicitAutograd")
+_ops = torch.ops.decentfn
+
+
+def is_wrapped(x: Tensor) -> bool:
+    """Return True if a transform of `torch.func` looks at what becomes of this tensor."""
+    if type(x) is not Tensor:
+        return False
+    try:
+        x.data_ptr()  # what a transform wraps has no memory of its own
+    except RuntimeError:
+        return True
+    return False
+
+
+def is_batched(x: Tensor) -> bool:
+    """Return True if this is one tensor for each worker, under `vmap`."""
+    return is_wrapped(x) and bool(_ops.is_batched(x))
+
+
+def all_rows(x: Tensor, like: Tensor) -> Tensor:
+    """Return `x` of all workers, `[N, ...]`, as a tensor that this level of `vmap` does not batch; `like` is one that it does."""
+    return _ops.all_rows(x, like)
+
+
+def row(rows: Tensor, like: Tensor) -> Tensor:
+    """Return each worker its row `[...]` of `[N, ...]`: the inverse of `all_rows`."""
+    return _ops.row(rows, like)
+
+
+torch.library.register_vmap(
+    "decentfn::all_rows",
+    lambda info, dims, x, like: (with_workers_first(x, dims[0], info.batch_size), None),
+    lib=_library,
+)
+torch.library.register_vmap("decentfn::is_batched", lambda info, dims, x: (torch.tensor(True), None), lib=_library)
+torch.library.register_vmap("decentfn::row", lambda info, dims, rows, like: (rows.view_as(rows), 0), lib=_library)
+
+
+def by_worker(leaves: list[Any]) -> list[list[Any]]:
+    """Return the leaves of each worker that `vmap` batches here, as plain tensors; one list outside `vmap`."""
+    like = next((x for x in leaves if isinstance(x, Tensor) and is_batched(x)), None)
+    if like is None:
+        return [leaves]
+    rows = [all_rows(x, like) if isinstance(x, Tensor) else x for x in leaves]
+    count = all_rows(like, like).shape[0]
+    return [[x[i] if isinstance(x, Tensor) else x for x in rows] for i in range(count)]
+
+
 def are_equal(x: Tensor, y: Tensor) -> bool:
     """Whether two tensors hold the same values, for all workers where `vmap` goes through them at once; NaN equals NaN."""
-    while _unwrapped is not None and is_batched(x) and is_batched(y):
-        x, y = _unwrapped(x), _unwrapped(y)
-    return x.is_meta or type(x) is _FakeTensor or bool((x.eq(y) | (x.ne(x) & y.ne(y))).all())
+    while is_batched(x) or is_batched(y):
+        like = x if is_batched(x) else y
+        x, y = all_rows(x, like), all_rows(y, like)
+    same = (x.eq(y) | (x.ne(x) & y.ne(y))).all()
+    try:
+        return same.is_meta or bool(same)
+    except RuntimeError:  # a fake tensor has no values
+        return True
+
+
+def outside_transforms(function: Callable[..., R], *arguments: Any) -> R:
+    """Call a function where no transform of `torch.func` is at work: in a thread of its own, which has none."""
+    autocast = [(d, torch.get_autocast_dtype(d)) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
+
+    def call() -> R:
+        for device, dtype in autocast:
+            torch.set_autocast_enabled(device, True)
+            torch.set_autocast_dtype(device, dtype)
+        return function(*arguments)
+
+    with ThreadPoolExecutor(1) as fresh:
+        return fresh.submit(call).result()

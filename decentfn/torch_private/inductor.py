@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import getpass
 import hashlib
 import itertools
 import operator
 import os
+import re
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -15,53 +17,55 @@ from typing import Any
 
 import torch
 
-# Dynamo and Inductor take seconds to import: only what compiles does.
+from decentfn.torch_private.names import BACKEND, GRAPH_PASS, LOOP_SPLIT
+
+_CALL = 'df.compile(step, backend="inductor")'
+_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def lookup_backend(name: str) -> Callable[..., Any]:
     """The backend of torch.compile with this name."""
-    from torch import _dynamo
-
-    return _dynamo.lookup_backend(name)
+    return BACKEND.require(f"df.compile(backend={name!r})")(name)
 
 
 def cache_dir() -> str:
     """Inductor's cache, which holds code that will run: the directory that nobody has chosen is made its owner's only."""
-    try:
-        from torch._inductor.runtime import cache_dir_utils
-    except ImportError:
-        return tempfile.gettempdir()
-    path = cache_dir_utils.cache_dir()
+    default = _default_cache_dir()
+    path = os.path.abspath(os.environ.setdefault(_CACHE, default))
+    os.makedirs(path, exist_ok=True)
     if hasattr(os, "getuid"):
         owner = os.stat(path).st_uid
         if owner not in (0, os.getuid()):
             warnings.warn(
                 f"df.compile: Inductor's cache {path} belongs to another user, who can change the code that runs here; set "
-                "TORCHINDUCTOR_CACHE_DIR to a directory of your own.",
+                f"{_CACHE} to a directory of your own.",
                 stacklevel=2,
             )
-        elif owner == os.getuid() and path == cache_dir_utils.default_cache_dir():
+        elif owner == os.getuid() and path == default:
             os.chmod(path, 0o700)
     return path
+
+
+def _default_cache_dir() -> str:
+    """The directory that PyTorch's manual names: `/tmp/torchinductor_<user>`."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, ImportError, OSError):
+        user = f"uid_{os.getuid()}"
+    return os.path.join(tempfile.gettempdir(), "torchinductor_" + re.sub(r'[\\/:*?"<>|]', "_", user))
 
 
 def compile_options() -> dict[str, Any]:
     """Inductor's options: a pass over the graph that keeps what a donated step reads of its old state, and the order of operators
     in which the processes of a worker wait for one another.
+
+    Raises:
+        RuntimeError: PyTorch lacks a name without which the code would be wrong.
     """
-    try:
-        from torch._inductor.custom_graph_pass import CustomGraphPass
-    except ImportError:
-        return {}
-    CustomGraphPass.register(_StoreEarly)  # whose code is cached by its uuid
-    return {"post_grad_custom_post_pass": _StoreEarly()}
-
-
-@functools.cache
-def digest_of_sources() -> str:
-    """Of this package's files: what was compiled with others is not used."""
-    sources = sorted(Path(__file__).parent.parent.rglob("*.py"))
-    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
+    for needed in (BACKEND, LOOP_SPLIT):
+        needed.require(_CALL)
+    GRAPH_PASS.require(_CALL).register(_GraphPass)  # whose code is cached by its uuid
+    return {"post_grad_custom_post_pass": _GraphPass()}
 
 
 _in_order: set[str] = set()
@@ -112,36 +116,20 @@ def _copy_what_is_kept(graph: torch.fx.Graph, stores: list[Any]) -> None:
             store.args = (store.args[0], kept, *store.args[2:])
 
 
-class _StoreEarly:
-    """Write the donated state as soon as all of it is computed, before what is left of the metrics.
-
-    PyTorch puts those writes last. What comes before them is a loop of its own, what comes after can be part of the
-    loop that writes: so the gradient's norm is summed while the update reads the gradient.
-    """
+class _GraphPass:
+    """What a step needs of the order in its graph."""
 
     def __call__(self, graph: torch.fx.Graph) -> None:
-        """Move the writes at the end of `graph` up to the last value that they need."""
+        """Change `graph`."""
         _chain(graph)
-        nodes = list(graph.nodes)
-        stores = [node for node in nodes if node.target is torch.ops.aten.copy_.default]
-        if not stores:
-            return
-        _copy_what_is_kept(graph, stores)
-        nodes = list(graph.nodes)
-        needed = {node for store in stores for node in store.all_input_nodes}
-        last = max(index for index, node in enumerate(nodes) if node in needed)
-        written = {store.args[0] for store in stores}
-        for node in nodes:
-            # A view of the old state or one of several, a message sent from it, what is on its way or waited for.
-            shows = getattr(node.target, "is_view", False) or node.target is operator.getitem
-            shows = shows or getattr(node.target, "namespace", "") == "decentfn"
-            if shows and node.args and node.args[0] in written:
-                written.add(node)
-        if any(written.intersection(node.all_input_nodes) for node in nodes[last + 1 :] if node not in stores):
-            return  # somebody still looks at the old state, or may be sending it
-        for store in reversed(stores):
-            nodes[last].append(store)
+        _copy_what_is_kept(graph, graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default))
 
     def uuid(self) -> str:
-        """What its results depend on."""
-        return digest_of_sources()
+        """What code in the cache depends on: this pass, and the rules by which `vmap` sees our operators, which PyTorch's key leaves out."""
+        return _digest_of_sources()
+
+
+@functools.cache
+def _digest_of_sources() -> str:
+    sources = sorted(Path(__file__).parent.parent.rglob("*.py"))
+    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]

@@ -7,10 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-try:
-    from torch._higher_order_ops.scan import scan as _scan
-except ImportError:
-    _scan = None
+from decentfn.torch_private.names import SCAN
+
+_scan = SCAN.find()
 
 
 def loop(

@@ -6,7 +6,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import decentfn as df
 from decentfn import trees
-from decentfn.torch_private import functorch
 from tests import cases
 from tests.cases import Case
 
@@ -94,9 +93,3 @@ def test_a_loss_that_draws_numbers_is_refused_in_chunks_and_not_without():
 def test_a_chunk_holds_at_least_one_worker(chunk_size):
     with pytest.raises(ValueError, match=r"simulate\(chunk_size=.* integer"):
         df.simulate(lambda state, batch, t: (state, None), N, chunk_size=chunk_size)
-
-
-def test_without_the_private_pieces_everything_is_evaluated_at_once(monkeypatch):
-    monkeypatch.setattr(functorch, "CHUNKS", False)
-    case = Case("adapt_while_communicate", "ring")
-    agree(lambda: (*cases.build(case, N), cases.params()), lambda t: cases.batches(N, t), [2])

@@ -1,0 +1,119 @@
+"""The private names of PyTorch that this library uses: all of them, why, and what happens without.
+
+PyTorch may rename them in any release. They are looked up at import, those of Dynamo and Inductor, which take seconds to
+import, in `df.compile`. `import decentfn` and eager traced steps work without any of them; what cannot work without one is refused where it
+is built. `tests/torch_private` removes each in turn, and `docs/upgrading.md` has the table of what happens.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Private:
+    """A private name."""
+
+    name: str
+    """Dotted, from `torch`."""
+    purpose: str
+    without: str
+    """What happens where PyTorch lacks it."""
+
+    def find(self) -> Any:
+        """Return what it names, or None."""
+        return _find(self.name)
+
+    def require(self, call: str) -> Any:
+        """Return what it names.
+
+        Raises:
+            RuntimeError: PyTorch lacks it; names the `call` that needs it.
+        """
+        found = self.find()
+        if found is None:
+            raise RuntimeError(
+                f"{call}: PyTorch {torch.__version__} has no {self.name}, which decentfn needs here: {self.purpose}. Install the "
+                "version of PyTorch that docs/upgrading.md names; or do without compiling, df.donate(step)."
+            )
+        return found
+
+    @contextmanager
+    def replaced_by(self, other: Any) -> Iterator[None]:
+        """Within, the name is that of another object."""
+        owner, _, name = self.name.rpartition(".")
+        original = self.find()
+        setattr(_find(owner), name, other)
+        try:
+            yield
+        finally:
+            setattr(_find(owner), name, original)
+
+
+@functools.cache
+def _find(name: str) -> Any:
+    found, parts = torch, name.split(".")
+    for end, part in enumerate(parts[1:], 2):
+        if not hasattr(found, part):
+            try:
+                importlib.import_module(".".join(parts[:end]))
+            except ImportError:
+                return None
+        found = getattr(found, part, None)
+    return found
+
+
+PYTREE = Private(
+    "torch.utils._pytree.register_pytree_node",
+    "torch.func takes a training state as a tree",
+    "torch.func.vmap and torch.func.grad refuse a state; steps, simulated or compiled, do not change",
+)
+LINEAR = Private(
+    "torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode",
+    "trace a linear layer for any length of its input",
+    "a compiled traced step is compiled again for every length of sequences",
+)
+SCAN = Private(
+    "torch._higher_order_ops.scan",
+    "compile the loop over micro-batches as one loop",
+    "the loop is unrolled: the graph grows with the number of micro-batches",
+)
+ERRORS = Private(
+    "torch._dynamo.exc",
+    "know an error of the compiler from one of the loss",
+    "a step that cannot be compiled raises PyTorch's own error",
+)
+GUARDS = Private(
+    "torch._dynamo.config",
+    "compile anew where a module's hooks change, or two parameters become one",
+    "df.compile is refused",
+)
+BACKEND = Private(
+    "torch._dynamo.lookup_backend",
+    "let one rank of a machine compile and the others load its code",
+    'df.compile with the backend "inductor" is refused',
+)
+GRAPH_PASS = Private(
+    "torch._inductor.custom_graph_pass.CustomGraphPass",
+    "keep what a donated step reads of its old state, and the order in which the processes of a worker wait for one another",
+    'df.compile with the backend "inductor" is refused',
+)
+LOOP_SPLIT = Private(
+    "torch._inductor.codegen.cpp.CppScheduling.try_loop_split",
+    "keep Inductor from forgetting the rest of a loop",
+    'df.compile with the backend "inductor" is refused',
+)
+READ_EXPR = Private(
+    "torch._inductor.loop_body.LoopBody.get_read_expr",
+    "keep Inductor from failing at a tensor that is written over in a loop",
+    "some steps fail to compile, with PyTorch's KeyError",
+)
+
+NAMES = (PYTREE, LINEAR, SCAN, ERRORS, GUARDS, BACKEND, GRAPH_PASS, LOOP_SPLIT, READ_EXPR)
