@@ -168,6 +168,13 @@ two workers' gradients, and each worker has its own buffers.
 Where tracing fails, the error goes on: "Where it runs in a plain PyTorch loop, let PyTorch's autograd take the gradient:
 df.autograd(loss_fn)." The list leaves that out.
 
+**What `df.autograd` does not take, or takes otherwise than a plain loop of each worker.** A loss that writes over *trained* parameters
+is refused in the step that does it: `embedding-that-renormalizes` (`max_norm`), `weights-clipped-by-data`,
+`weights-normalized-by-data`. Clip between two steps, with `df.with_params`. Frozen parameters that the loss moves
+(`momentum-encoder-in-place`, `momentum-encoder-by-data`) are named, `df.functional(module, ..., overwritten=["key"])`. Plain attributes
+stay in the module, as under DDP, and are in no checkpoint; simulated workers share them: `hidden-state-kept-between-steps` and
+`counter-and-running-mean-as-attributes` differ there. A buffer gives each worker its own.
+
 {summary}
 
 {commits}

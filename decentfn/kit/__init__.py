@@ -31,10 +31,9 @@ from decentfn.buckets import (
     widen,
     zeros_like,
 )
-from decentfn.gradient import LossFn
+from decentfn.gradient import Gradient, LossFn
 from decentfn.kit.agreement import algorithm
 from decentfn.kit.exchange import Posted, collect, difference, is_active, repaired, unless_bad
-from decentfn.kit.gradient import Gradient
 from decentfn.kit.hyperparameters import (
     at,
     reciprocal,
