@@ -172,8 +172,8 @@ df.autograd(loss_fn)." The list leaves that out.
 is refused in the step that does it: `embedding-that-renormalizes` (`max_norm`), `weights-clipped-by-data`,
 `weights-normalized-by-data`. Clip between two steps, with `df.with_params`. Frozen parameters that the loss moves
 (`momentum-encoder-in-place`, `momentum-encoder-by-data`) are named, `df.functional(module, ..., overwritten=["key"])`. Plain attributes
-stay in the module, as under DDP, and are in no checkpoint; simulated workers share them: `hidden-state-kept-between-steps` and
-`counter-and-running-mean-as-attributes` differ there. A buffer gives each worker its own.
+stay in the module, as under DDP, and are in no checkpoint; simulated workers share them: `counter-and-running-mean-as-attributes` differs
+there. A buffer gives each worker its own.
 
 {summary}
 

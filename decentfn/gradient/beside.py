@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -13,8 +13,6 @@ from torch import Tensor
 from decentfn import trees
 from decentfn.scalars import integer
 from decentfn.torch_private.autograd import surroundings
-
-R = TypeVar("R", bound=Any)
 
 
 class Beside:
@@ -70,7 +68,7 @@ def around() -> tuple[Any, Any]:
     return _here.around
 
 
-def passing_beside(function: Callable[[Beside], R], batch: Any) -> R:
+def passing_beside(function: Callable[[Beside], Any], batch: Any) -> Any:
     """`function(batch)`, a step or a gradient, whose batch goes in beside the graph, as `aux` comes out.
 
     What it returns, or the last part of it, has a loss and an aux.

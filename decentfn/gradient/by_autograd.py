@@ -7,6 +7,7 @@ as ever. Parameters and buffers enter as tensors; the batch and `aux` travel bes
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -53,7 +54,13 @@ class ByAutograd(WrappedLoss):
         self.name = str(number)  # a constant to the compiler, as a number would not be
         self.handle = torch.tensor(number)  # data to the graph, so that code is shared between losses
         self.layouts: list[Layout] = []
+        self.lock = threading.RLock()  # ranks may be threads that share it, and PyTorch's generator
         _losses[number] = self
+
+    def run(self, *arguments: Any) -> Backward:
+        """`backward` of this loss, in one thread at a time."""
+        with self.lock:
+            return backward(self.loss_fn, *arguments)
 
 
 _numbers = itertools.count()
@@ -77,7 +84,7 @@ def autograd(loss_fn: LossFn, *, skip_unused: bool = False) -> LossFn:
             alone (a count of updates, as Adam's, goes on). Otherwise the gradient is 0, and momentum and weight decay move it.
 
     Raises:
-        ValueError: `loss_fn` is not a function, or is wrapped already.
+        ValueError: `loss_fn` is not a function, or is wrapped already; this version of PyTorch lacks what it needs.
 
     The step cannot be differentiated.
 
@@ -190,7 +197,7 @@ def _kernel(
     """
     loss_fn, data, here = _losses[int(handle)], value(batch), world()
     form = loss_fn.layouts[layout]
-    run = partial(backward, loss_fn.loss_fn, form.plan, changing, form.buffers, not form.is_tried, many, int(t), here)
+    run = partial(loss_fn.run, form.plan, changing, form.buffers, not form.is_tried, many, int(t), here)
     if not workers:
         one = run(here.rank, scale, params, buffers, data)
         form.is_tried = True

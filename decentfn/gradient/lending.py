@@ -139,10 +139,10 @@ class Lent:
         return new | {name: x for name, x in now.items() if name in new and x is not None}
 
 
-def places_of(module: nn.Module) -> list[Place]:
-    """Every parameter and buffer of a module, also where one is in several places."""
+def places_of(module: nn.Module, prefix: str = "") -> list[Place]:
+    """Every parameter and buffer of a module, also where one is in several places; names are without the prefix."""
     return [
-        Place(f"{path}.{key}" if path else key, holder, key, x)
+        Place((f"{path}.{key}" if path else key).removeprefix(prefix), holder, key, x)
         for path, m in module.named_modules()
         for holder in (m._parameters, m._buffers)
         for key, x in holder.items()
@@ -162,7 +162,7 @@ def own_by_name(places: list[Place]) -> dict[str, Tensor]:
 def attributes_put_back(name: str, modules: list[nn.Module]) -> Iterator[None]:
     """No tensor that torch.func made within is left among these modules' plain attributes; one that lives on is refused."""
     before = [(own, dict(own)) for m in modules for own in (vars(m), m._buffers) if isinstance(own, dict)]
-    contents = [
+    contents: list[tuple[Any, Any]] = [
         (x, copy.copy(x))
         for _, old in before
         for key, x in old.items()

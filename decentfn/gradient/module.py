@@ -79,7 +79,10 @@ class ModuleLoss:
                 self._require_trained(params)
                 given = self._require_same(own_by_name(self._places()), given)
                 tensors = self._inside(given)
-                kept = attributes_put_back(name, modules) if functorch.is_transformed() else nullcontext()
+                is_traced = any(
+                    [functorch.is_differentiated(x) or functorch.is_batched(x) for x in [*params.values()][:1]]
+                )
+                kept = attributes_put_back(name, modules) if is_traced else nullcontext()
                 with kept, weights(self.whole, tensors):
                     loss, aux = self.of(batch)
         after = dict(zip(given, tensors.values(), strict=True))
@@ -100,7 +103,7 @@ class ModuleLoss:
             with lent:
                 yield lent
 
-    gradient: Callable[[Any, Tensor], Tensor | None] = attrgetter("grad")
+    gradient: Callable[[Tensor], Any] = attrgetter("grad")
     """What has arrived at a parameter of the module."""
 
     def _inside(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -110,10 +113,7 @@ class ModuleLoss:
         return {n if n.startswith(_OF_CRITERION) else f"module.{n}": x for n, x in tensors.items()}
 
     def _places(self) -> list[Place]:
-        places = places_of(self.whole)
-        if not isinstance(self.whole, _Pair):
-            return places
-        return [place._replace(name=place.name.removeprefix("module.")) for place in places]
+        return places_of(self.whole, "module." if isinstance(self.whole, _Pair) else "")
 
     def _require_same(self, own: dict[str, Tensor], given: dict[str, Tensor]) -> dict[str, Tensor]:
         """What is given to the module's own tensors; raises ValueError unless it has the parameters that it had."""

@@ -20,8 +20,8 @@ CHEAP = (
 
 REFUSED = {"embedding-that-renormalizes", "weights-clipped-by-data", "weights-normalized-by-data"}
 """They write over trained parameters."""
-SHARED = {"hidden-state-kept-between-steps", "counter-and-running-mean-as-attributes"}
-"""Simulated workers share what they keep as plain attributes."""
+SHARED = {"counter-and-running-mean-as-attributes"}
+"""Simulated workers share what it keeps as plain attributes."""
 
 
 def made_by(name):
