@@ -48,11 +48,11 @@ _HOOK = -1
 @contextmanager
 def refusing(modules: list[nn.Module]) -> Iterator[None]:
     """Within, a call of one of these modules by another thread raises: it would see, and change, a worker's values."""
-    thread = get_ident()
+    thread, own_modules = get_ident(), set(map(id, modules))
 
     def refuse(module: nn.Module, inputs: Any) -> None:
-        if torch.compiler.is_dynamo_compiling() or get_ident() == thread:
-            return
+        if torch.compiler.is_dynamo_compiling() or get_ident() == thread or id(module) not in own_modules:
+            return  # a copy that the loss makes has this hook too
         if isinstance(threading.current_thread(), threading._DummyThread):
             return  # a thread of PyTorch, which computes a forward pass again in a backward pass
         raise RuntimeError(
@@ -103,10 +103,17 @@ class Lent:
     def __enter__(self) -> Lent:
         lent = [self.own[name] for name in self._values]
         self._before = [(x, x.data, x.grad if x.is_leaf else None) for x in lent]
-        for x, value in zip(lent, self._values.values(), strict=True):
-            if x.is_leaf:
-                x.grad = None
-            x.data = value
+        try:
+            for x, value in zip(lent, self._values.values(), strict=True):
+                if x.is_leaf:
+                    x.grad = None
+                x.data = value
+        except RuntimeError as error:
+            self.__exit__()
+            raise ValueError(
+                f"df.autograd(loss_fn): the module's tensors are on {x.device}, and cannot hold values that are on {value.device}; leave "
+                "the module where it was, and free its memory with p.data = p.new_empty(0) for each parameter."
+            ) from error
         torch.clear_autocast_cache()
         return self
 

@@ -191,3 +191,14 @@ def test_the_modules_own_weights_may_be_freed_and_tied_ones_stay_tied(around):
         ValueError, match=r"the module has changed since, in \['head.weight'\]; call df.functional again"
     ):
         loss_after_two_steps(around, lambda module: module.to("meta"))
+
+
+def test_a_module_on_the_meta_device_is_refused_and_stays_as_it_is():
+    net = nn.Linear(5, 1)
+    params, buffers, loss_fn = df.functional(net, mse_loss)
+    init, step = built(df.autograd(loss_fn))
+    state = init(params, buffers)
+    net.to("meta")
+    with pytest.raises(ValueError, match=r"the module's tensors are on meta, and cannot hold values that are on cpu"):
+        step(state, BATCH, 0)
+    assert net.weight.is_meta and net.weight.grad is None
