@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from decentfn import collectives, trees
 from decentfn.consensus import buffers, consensus_buffers, consensus_mean, is_stacked, params, with_params
+from decentfn.gradient.lending import alone
 from decentfn.kit.state import State
 from decentfn.numbers import checks_numbers
-from decentfn.torch_private.modules import Alone, weights
+from decentfn.torch_private.modules import weights
 from decentfn.words import brief
 
 
@@ -43,7 +44,7 @@ def state_dict(module: nn.Module, state: State, *, consensus: bool = False) -> d
     own = (consensus_mean(state), consensus_buffers(state)) if consensus else (params(state), buffers(state))
     if collectives.is_sharded(module):
         return _gathered(module, _by_name(*own))
-    with Alone([*module.modules()]), weights(module, _without_criterion(module, _by_name(*own))):
+    with alone([*module.modules()]), weights(module, _without_criterion(module, _by_name(*own))):
         named = module.state_dict()
     return {name: x.detach().clone() if isinstance(x, torch.Tensor) else x for name, x in named.items()}
 
@@ -112,7 +113,7 @@ def load_state_dict(module: nn.Module, state: State, state_dict: Mapping[str, An
 
 def _load(module: nn.Module, tensors: dict[str, Tensor], state_dict: Mapping[str, Any]) -> None:
     """Write the state dict over these tensors of a plain module."""
-    with torch.no_grad(), Alone([*module.modules()]), weights(module, _without_criterion(module, tensors)):
+    with torch.no_grad(), alone([*module.modules()]), weights(module, _without_criterion(module, tensors)):
         module.load_state_dict(state_dict, strict=True)
 
 

@@ -149,19 +149,6 @@ def enumerate_leaves(tree: PyTree) -> PyTree:
     return map(lambda leaf: next(positions), tree)
 
 
-class Template:
-    """A template of `enumerate_leaves` that is filled often: what kind of tree it is, is looked at once. Not for Dynamo."""
-
-    __slots__ = ("_positions", "_structure")
-
-    def __init__(self, template: PyTree) -> None:
-        self._positions, self._structure = flatten(template)
-
-    def filled(self, values: Sequence[Any]) -> PyTree:
-        """`fill(template, values)`."""
-        return self._structure.unflatten([values[i] for i in self._positions])
-
-
 def fill(template: PyTree, values: Sequence[T]) -> PyTree:
     """The tree whose leaf positions `template` holds, with `values` at those positions."""
     return map(values.__getitem__, template)

@@ -9,7 +9,6 @@ import decentfn as df
 from decentfn import buckets, collectives, trees
 from decentfn.gradient import beside
 from decentfn.gradient.backward import backward
-from decentfn.gradient.layout import Layout
 from decentfn.testing import problem
 from tests import contract, devices
 
@@ -39,9 +38,9 @@ def test_a_traced_step_computes_nothing_on_another_device(row):
 def test_the_gradient_by_autograd_waits_for_nothing_and_copies_nothing():
     params = trees.map(devices.on_meta, buckets.flatten(problem.params(0)))
     batch = trees.map(devices.on_meta, problem.batch(0, 0))
-    with beside.Step(), devices.Copies() as copies:
-        form, here = Layout(params.plan, None, (), is_tried=True), collectives.world()
-        one = backward(problem.loss_fn, form, False, 3, here, 0, None, list(params), [], batch)
+    known = problem.loss_fn, params.plan, (), None, False, False, 3, collectives.world(), 0, None, list(params), []
+    with devices.Copies() as copies:
+        one = beside.passing_beside(lambda _: backward(*known, batch), batch)
     assert copies.seen == [] and {g.device.type for g in [*one.grads, one.loss]} == {"meta"}
 
 

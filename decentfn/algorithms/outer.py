@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from decentfn import gossip
 from decentfn.kit import Buckets, Plan, elementwise, is_active
-from decentfn.kit.exchange import as_parameters
 from decentfn.topologies import Topology, every, later
 
 
@@ -26,7 +26,7 @@ def progress(phi: Buckets, theta: Buckets) -> Buckets:
 
     What that rounding took is not progress: slow momentum would take it for a gradient and, in 16 bits, keep moving without one.
     """
-    start = as_parameters(phi)
+    start = [gossip.narrow(p, plan.dtype) for p, plan in zip(phi, phi.plan.buckets, strict=True)]
     return Buckets([s.to(p.dtype) - x.to(p.dtype) for s, x, p in zip(start, theta, phi, strict=True)], phi.plan)
 
 

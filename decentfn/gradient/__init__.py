@@ -2,20 +2,21 @@
 
 from decentfn.gradient.accumulated import Accumulated, accumulate
 from decentfn.gradient.by_autograd import autograd, is_by_autograd
-from decentfn.gradient.evaluation import evaluate, learn, raise_own, reading, require_batch, require_inputs
+from decentfn.gradient.evaluation import evaluate, raise_own, reading, require_batch, require_inputs
 from decentfn.gradient.inside import Inside, inside_of
 from decentfn.gradient.loss import LossFn, require_loss
 from decentfn.gradient.module import functional
+from decentfn.gradient.result import Gradient, Metrics, where_good
 from decentfn.gradient.scaled import DynamicLossScale, LossScale, dynamic_loss_scale
-from decentfn.gradient.traced import Evaluation
 
 __all__ = [
     "Accumulated",
     "DynamicLossScale",
-    "Evaluation",
+    "Gradient",
     "Inside",
     "LossFn",
     "LossScale",
+    "Metrics",
     "accumulate",
     "autograd",
     "dynamic_loss_scale",
@@ -23,10 +24,10 @@ __all__ = [
     "functional",
     "inside_of",
     "is_by_autograd",
-    "learn",
     "raise_own",
     "reading",
     "require_batch",
     "require_inputs",
     "require_loss",
+    "where_good",
 ]

@@ -12,8 +12,9 @@ from torch import Tensor
 from decentfn import trees
 from decentfn.buckets import Buckets, wide
 from decentfn.gradient.loss import LossFn, WrappedLoss, call, require_loss
+from decentfn.gradient.result import Gradient
 from decentfn.gradient.scaled import DynamicLossScale
-from decentfn.gradient.traced import Evaluation, gradient_of
+from decentfn.gradient.traced import gradient_of
 from decentfn.torch_private import scan
 from decentfn.trees import PyTree
 from decentfn.words import brief
@@ -85,7 +86,7 @@ def _with_both_axes(batch: PyTree) -> PyTree:
 
 def mean_gradient_of(
     loss_fn: LossFn, params: Buckets, buffers: PyTree, batch: PyTree, scale: Tensor | None
-) -> Evaluation:
+) -> Gradient:
     """The mean over micro-batches: `[M, ...]` in every leaf of `batch`."""
     stacks = trees.leaves(batch)
     count = micro_batch_count(stacks)
@@ -114,7 +115,7 @@ def mean_gradient_of(
     grads = [(total / count).to(b.dtype) for total, b in zip(end, params, strict=False)]
     mean_loss = (end[size] / count).to(loss.dtype)
     new_buffers = trees.fill(buffer_template, end[size + 1 :])
-    return Evaluation(Buckets(grads, params.plan), new_buffers, mean_loss, trees.fill(aux_template, stacked))
+    return Gradient(Buckets(grads, params.plan), mean_loss, trees.fill(aux_template, stacked), new_buffers)
 
 
 def micro_batch_count(stacks: list[Tensor]) -> int:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import operator
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -13,33 +13,19 @@ import torch
 from torch import Tensor, nn
 
 from decentfn import collectives, draws, trees
-from decentfn.buckets import Buckets, wide
+from decentfn.buckets import Buckets, Plan, elements, wide
 from decentfn.fingerprint import compare
 from decentfn.gradient.accumulated import micro_batch_count, micro_batches
-from decentfn.gradient.attributes import At
 from decentfn.gradient.beside import around
-from decentfn.gradient.joining import Joining, in_buckets
-from decentfn.gradient.layout import Layout
-from decentfn.gradient.loss import LossFn, call, scalar
-from decentfn.gradient.others import Others, no_other_weights, require_no_own_weights
+from decentfn.gradient.lending import Lent
+from decentfn.gradient.loss import LossFn, call
+from decentfn.gradient.others import Others, no_other_weights
 from decentfn.gradient.traced import unscaled
 from decentfn.replicas import digest
-from decentfn.torch_private import functorch
-from decentfn.torch_private.autograd import Enabled, run_backward
+from decentfn.torch_private.autograd import enabled
 from decentfn.torch_private.profiler import nothing
 from decentfn.trees import PyTree
-
-WROTE = (
-    "df.autograd(loss_fn): the loss wrote over parameters, or over frozen ones, that it left alone in its first evaluation, where "
-    "is learnt what it writes over; let it write in every step, or make buffers of what changes (register_buffer)."
-)
-
-
-_version = operator.attrgetter("_version")
-
-
-class Learnt(RuntimeError):
-    """The loss was seen to write over what its layout does not say; now it does."""
+from decentfn.words import brief
 
 
 class Backward(NamedTuple):
@@ -48,15 +34,43 @@ class Backward(NamedTuple):
     grads: list[Tensor]
     loss: Tensor  # float64
     loss_dtype: torch.dtype
-    used: set[int]  # the leaves that have a gradient
-    written: list[Tensor]  # the buckets as the loss left them, where it writes over its parameters
+    used: list[bool]  # by leaf, whether it has a gradient
     buffers: list[Tensor]  # the changing ones
     aux: PyTree
 
 
+class _Function:
+    """A loss that is a function, with a worker's values; see `Lent`."""
+
+    def __init__(self, loss_fn: LossFn, params: PyTree, buffers: PyTree) -> None:
+        self._loss_fn, self._buffers = loss_fn, buffers
+        # By .data, each has a version counter of its own.
+        self.leaves = trees.map(lambda x: x.data.requires_grad_(), params)
+        self.constant = dict(trees.named_leaves(self.leaves))
+
+    def of(self, batch: Any) -> tuple[Tensor, PyTree]:
+        loss, new, aux = call(self._loss_fn, self.leaves, self._buffers, batch)
+        self._buffers = None if new is None else trees.map(torch.detach, new)
+        return loss, aux
+
+    def gradient(self, leaf: Tensor) -> Tensor | None:
+        return leaf.grad
+
+    def buffers(self) -> PyTree:
+        return self._buffers
+
+
+def _with_values(loss_fn: LossFn, params: PyTree, buffers: PyTree) -> AbstractContextManager[_Function | Lent]:
+    lent = getattr(loss_fn, "lent", None)
+    return nullcontext(_Function(loss_fn, params, buffers)) if lent is None else lent(params, buffers)
+
+
 def backward(
     loss_fn: LossFn,
-    form: Layout,
+    plan: Plan,
+    changing: Sequence[int],
+    template: PyTree,
+    is_first: bool,
     many: bool,
     t: int,
     here: collectives.World,
@@ -70,7 +84,10 @@ def backward(
 
     Args:
         loss_fn: the loss of one batch.
-        form: what is known of it.
+        plan: of the buckets.
+        changing: which of the buffers' leaves the loss changes.
+        template: the tree of the buffers.
+        is_first: whether to look for what only values and graphs show: writing through `.data`, parameters of others.
         many: whether the batch is micro-batches, `[M, ...]` in every leaf: the gradient's mean is taken over them.
         t: the step.
         here: the world that the operator was called in.
@@ -79,71 +96,42 @@ def backward(
         params: the buckets.
         buffers: the leaves of the loss's buffers.
         batch: what the loss takes.
-
-    Raises:
-        Learnt: the loss writes over more than `form` said; called again, it is right.
     """
-    plan, changing = form.plan, form.changing
     team = getattr(loss_fn, "team", 1)
-    trial = not form.is_tried  # what is written through `.data` shows in the values alone
-    if trial and team > 1:
+    if is_first and team > 1:
         _require_one_batch(batch, team)
-    flat = [b.detach().clone() for b in params] if trial or form.writes else params
-    kept = [b.clone() if trial or i in changing else b for i, b in enumerate(buffers)]
     # Sums of gradients in a narrow dtype would lose what they add.
-    in_place = not many or all(wide(b.dtype) == b.dtype for b in flat)
+    adds_in_place = not many or all(wide(b.dtype) == b.dtype for b in params)
     sums: list[Tensor] = []
     losses, auxes = [], []
-    leaves = form.leaves(flat)
-    joining = Joining(form, leaves)
-    constant = [i for i in range(len(kept)) if i not in changing]
-    watched = [*leaves, *(kept[i] for i in constant)]
-    marks = _marks(watched)
-    with Enabled(around()):
-        micros = _rows(micro_batches(batch)) if many else [batch]
-        for index, data in enumerate(micros):
-            with draws.torch_draws(t, worker * here.processes_per_worker + here.process // team * team, index):
-                tree, old = form.arguments(leaves, kept)
-                if trial:  # it may be thrown away, with what it does to the batch
-                    data = trees.cloned(data)
-                loss, new, aux, others = _forward_backward(
-                    loss_fn, tree, old, data, scale, trial, (worker, (t, index)), joining.watch, leaves
-                )
-                if others is not None:
-                    others.require_none()
-            kept = [_apart(b, k) if i in changing else k for i, (b, k) in enumerate(zip(new, kept, strict=True))]
-            losses.append(loss)
-            auxes.append(aux)
-            if not in_place:
-                parts = joining.collect()
-                sums = (
-                    [s + g for s, g in zip(sums, parts, strict=True)] if sums else [g.to(wide(g.dtype)) for g in parts]
-                )
-        if (now := _marks(watched)) != marks or trial:
-            touched = [x != y for x, y in zip(zip(*marks, strict=True), zip(*now, strict=True), strict=True)]
-            if trial:
-                given = (*Buckets(params, plan).leaves(), *(buffers[i] for i in constant))
-                touched = [t or not functorch.are_equal(x, y) for t, x, y in zip(touched, watched, given, strict=True)]
-            writes = any(touched[: len(leaves)])
-            over = [i for i, is_touched in zip(constant, touched[len(leaves) :], strict=True) if is_touched]
-            if over or writes > form.writes:
-                if trial:
-                    form.changing, form.writes = tuple(sorted((*changing, *over))), form.writes or writes
-                raise (Learnt if trial else RuntimeError)(WROTE)
+    with enabled(around()):
+        kept = [b.clone() if i in changing else b for i, b in enumerate(buffers)]
+        views = Buckets(params, plan)
+        with _with_values(loss_fn, views.tree(), trees.fill(template, kept)) as given:
+            leaves = _by_number(plan, given.leaves)
+            used = [False] * len(leaves)
+            before = _marks(given.constant, is_first)
+            micros = _rows(micro_batches(batch)) if many else [batch]
+            for index, data in enumerate(micros):
+                with draws.torch_draws(t, worker * here.processes_per_worker + here.process // team * team, index):
+                    loss, aux = _forward_backward(given, leaves, data, scale, is_first)
+                losses.append(loss)
+                auxes.append(aux)
+                if index + 1 == len(micros) or not adds_in_place:
+                    parts = _in_buckets(views, leaves, given.gradient, used)
+                    parts = parts if adds_in_place else [g.to(wide(g.dtype)) for g in parts]
+                    sums = [s + g for s, g in zip(sums, parts, strict=True)] if sums else parts
+            _require_left_alone(before, _marks(given.constant, is_first))
+            new = trees.leaves(given.buffers())
     with torch.no_grad():
-        grads = sums or joining.collect()
-        if flat is params and now == marks:
-            form.keep(leaves, params)
-        if many:
-            grads = [(g / len(micros)).to(b.dtype) for g, b in zip(grads, flat, strict=True)]
+        grads = [(g / len(micros)).to(b.dtype) for g, b in zip(sums, params, strict=True)] if many else sums
         if scale is not None:
             grads = list(unscaled(Buckets(grads, plan), scale))
         # In float64, which holds the value of any dtype exactly, as a graph must know the dtype; it may be a parameter, or aux.
         wide_losses = [loss.to(torch.float64, copy=True) for loss in losses]
         mean = torch.stack(wide_losses).mean() if many else wide_losses[0]
     aux = trees.map(lambda *rows: stacked(rows), *auxes) if many else auxes[0]
-    written = in_buckets(plan, [leaf.detach() for leaf in leaves]) if form.writes else []
-    return Backward(grads, mean, losses[0].dtype, joining.used, written, [kept[i] for i in changing], aux)
+    return Backward(grads, mean, losses[0].dtype, used, [_apart(new[i], kept[i]) for i in changing], aux)
 
 
 def _require_one_batch(batch: Any, team: int) -> None:
@@ -156,54 +144,63 @@ def _require_one_batch(batch: Any, team: int) -> None:
 
 
 def _forward_backward(
-    loss_fn: LossFn,
-    params: PyTree,
-    buffers: PyTree,
-    batch: Any,
-    scale: Tensor | None,
-    trial: bool,
-    at: At,
-    before: Callable[[], None],
-    leaves: list[Tensor],
-) -> tuple[Tensor, list[Tensor], PyTree, Others | None]:
-    """The loss, the leaves of its new buffers, and aux; the gradients are added to `.grad`, after `before` was called.
-
-    In a trial also what else it takes a gradient of; not of a sharded module, whose parameters PyTorch gathers anew.
-    """
-    held, others = getattr(loss_fn, "held", None), None
-    if held is None:
-        loss, new, aux = call(loss_fn, params, buffers, batch)
-        others = Others(loss, leaves, batch) if trial else None
-        with no_other_weights(loss) if trial else nothing:
-            before()
-            _backward(loss, scale)
-    else:
-        # What is computed again while gradients are taken (activation checkpointing) must meet the same weights.
-        own = loss_fn.own_weights() if trial else []  # type: ignore[attr-defined]
-        with held(params, buffers, at) as new:
-            loss, aux = loss_fn.of(batch)  # type: ignore[attr-defined]
-            loss = scalar(loss)
-            if own:
-                require_no_own_weights(loss, own)
-                others = Others(loss, leaves, batch)
-            before()
-            _backward(loss, scale)
-    aux = None if aux is None else trees.map(_beyond, trees.plain(aux))
-    return loss.detach(), trees.leaves(new) if new else [], aux, others
-
-
-def _backward(loss: Tensor, scale: Tensor | None) -> None:
+    given: _Function | Lent, leaves: list[Tensor], batch: Any, scale: Tensor | None, is_first: bool
+) -> tuple[Tensor, PyTree]:
+    """The loss and aux; the gradients are added to the leaves' `.grad`."""
+    loss, aux = given.of(batch)
+    others = Others(loss, leaves, batch) if is_first and given.constant else None
     if not loss.requires_grad:
         raise RuntimeError(
             "df.autograd(loss_fn): the loss does not depend on the parameters that it was given; compute it from `params` "
             "(torch.func.functional_call(module, params, ...), or df.functional), and not under torch.no_grad."
         )
-    run_backward(loss if scale is None else loss.to(wide(loss.dtype)) * scale)
+    with no_other_weights(loss) if is_first and isinstance(given, _Function) else nothing:
+        (loss if scale is None else loss.to(wide(loss.dtype)) * scale).backward()
+    value, aux = loss.detach(), None if aux is None else trees.map(_beyond, trees.plain(aux))
+    del loss
+    if others is not None:
+        others.require_none()
+    return value, aux
 
 
-def _marks(tensors: list[Tensor]) -> tuple[list[int], list[int]]:
-    """Of each tensor two numbers of which one changes where it is written over, or comes to lie elsewhere."""
-    return list(map(_version, tensors)), list(map(torch.Tensor.data_ptr, tensors))
+def _by_number(plan: Plan, tree: PyTree) -> list[Tensor]:
+    """The leaves of a tree in the order in which they lie in the buckets."""
+    by_number = dict(zip(trees.leaves(plan.template), trees.leaves(tree), strict=True))
+    return [by_number[i] for i in range(len(by_number))]
+
+
+def _in_buckets(
+    views: Buckets, leaves: list[Tensor], gradient: Callable[[Tensor], Tensor | None], used: list[bool]
+) -> list[Tensor]:
+    """The gradients joined in buckets; the leaves give theirs up. A leaf without one has 0; which have some is noted."""
+    found, first = [], 0
+    for bucket, tensor in zip(views.plan.buckets, views, strict=True):
+        parts = []
+        for number, segment in enumerate(bucket.segments, first):
+            grad = gradient(leaves[number])
+            leaves[number].grad = None
+            used[number] |= grad is not None
+            if grad is None:
+                grad = tensor.new_zeros(segment.numel)
+            parts.append(elements((grad if grad.layout == torch.strided else grad.to_dense()).detach()))
+        first += len(parts)
+        found.append(parts[0] if len(parts) == 1 else torch.cat(parts))
+    return found
+
+
+def _marks(tensors: dict[str, Tensor], is_first: bool) -> dict[str, tuple[int, int, str | None]]:
+    """What changes where a tensor is written over, or comes to lie elsewhere."""
+    return {n: (x._version, x.data_ptr(), digest(x) if is_first else None) for n, x in tensors.items()}
+
+
+def _require_left_alone(before: dict[str, Any], now: dict[str, Any]) -> None:
+    if now != before:
+        raise RuntimeError(
+            f"df.autograd(loss_fn): the loss wrote over {brief(sorted(n for n in now if now[n] != before[n]))} of the state, which only "
+            "the optimizer updates. Clip or normalize trained parameters after the step, with df.with_params, or compute with a clipped "
+            "copy (of an embedding's weights, in place of max_norm). Frozen ones that the loss moves are named in "
+            "df.functional(module, ..., overwritten=[...]). The state that the step was given is written over: go on from another."
+        )
 
 
 def _rows(batch: PyTree) -> list[PyTree]:
@@ -213,8 +210,12 @@ def _rows(batch: PyTree) -> list[PyTree]:
 
 def _apart(new: Tensor, own: Tensor) -> Tensor:
     """A new buffer in memory of its own, laid out as the old one."""
-    if new is own and not new.requires_grad:
-        return new
+    if new.data_ptr() == own.data_ptr() and (new.shape, new.dtype, new.stride()) == (
+        own.shape,
+        own.dtype,
+        own.stride(),
+    ):
+        return own
     if new.shape != own.shape or not torch.can_cast(new.dtype, own.dtype):
         raise ValueError(
             f"df.autograd(loss_fn): a buffer of shape {list(own.shape)}, {own.dtype}, became one of {list(new.shape)}, {new.dtype}; "

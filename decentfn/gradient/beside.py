@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -13,8 +13,6 @@ from torch import Tensor
 from decentfn import trees
 from decentfn.scalars import integer
 from decentfn.torch_private.autograd import surroundings
-
-R = TypeVar("R", bound=Any)
 
 
 class Beside:
@@ -44,7 +42,7 @@ class Outcome(NamedTuple):
 
 class _Here(threading.local):
     values: dict[int, Any] | None = None
-    around: tuple[Any, Any] | None = None  # see torch_private.autograd
+    around: tuple[Any, Any] | None = None
 
 
 _here = _Here()
@@ -64,39 +62,28 @@ def value(number: Tensor) -> Any:
     return (_here.values or {})[int(number if number.dim() == 0 else number[0])]
 
 
-class Step:
-    """What is put within is forgotten at the end."""
-
-    __slots__ = ("_outer",)
-
-    def __enter__(self) -> None:
-        self._outer = _here.values, _here.around
-        _here.values, _here.around = {}, surroundings()
-
-    def __exit__(self, *error: object) -> None:
-        _here.values, _here.around = self._outer
-
-
 def around() -> tuple[Any, Any]:
-    """What surrounded the step, where it was called."""
+    """What surrounded the step, where it was called: see `torch_private.autograd`."""
     assert _here.around is not None
     return _here.around
 
 
-def passing_beside(function: Callable[[Beside], tuple[Any, Any]], batch: Any) -> tuple[Any, Any]:
-    """`(state, metrics)` of a function of the batch, which goes in beside the graph, as `aux` comes out."""
-    with Step():
-        state, metrics = function(travelling(batch))
-        return state, arrived(metrics)
+def passing_beside(function: Callable[[Beside], Any], batch: Any) -> Any:
+    """`function(batch)`, a step or a gradient, whose batch goes in beside the graph, as `aux` comes out.
+
+    What it returns, or the last part of it, has a loss and an aux.
+    """
+    outer = _here.values, _here.around
+    _here.values, _here.around = {}, surroundings()
+    try:
+        returned = function(Beside(integer(put(batch))))
+        return (returned[0], _arrived(returned[1])) if type(returned) is tuple else _arrived(returned)
+    finally:
+        _here.values, _here.around = outer
 
 
-def travelling(batch: Any) -> Beside:
-    """The batch, put beside the graph."""
-    return Beside(integer(put(batch)))
-
-
-def arrived(reported: R) -> R:
-    """Metrics, or an evaluation, with the loss in its own dtype and its aux, where the operator's number for both can be read."""
+def _arrived(reported: Any) -> Any:
+    """Metrics, or a gradient, with the loss in its own dtype and its aux, where the operator's number for both can be read."""
     if not isinstance(reported.aux, Beside):
         return reported
     outcome = value(reported.aux.number)

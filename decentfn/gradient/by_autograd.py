@@ -20,18 +20,28 @@ from decentfn import trees
 from decentfn.buckets import Buckets, Plan
 from decentfn.collectives import world
 from decentfn.gradient.accumulated import Accumulated
-from decentfn.gradient.backward import WROTE, Backward, Learnt, backward, stacked
-from decentfn.gradient.beside import Beside, Outcome, Step, arrived, put, travelling, value
-from decentfn.gradient.layout import Layout
+from decentfn.gradient.backward import Backward, backward, stacked
+from decentfn.gradient.beside import Beside, Outcome, passing_beside, put, value
 from decentfn.gradient.loss import LossFn, WrappedLoss, require_loss
+from decentfn.gradient.result import Gradient
 from decentfn.gradient.scaled import DynamicLossScale
-from decentfn.gradient.traced import Evaluation
 from decentfn.scalars import integer
 from decentfn.stacking import require_rows
 from decentfn.torch_private import functorch, inductor
+from decentfn.torch_private.autograd import missing
 from decentfn.torch_private.dynamo import constant_while_traced
 from decentfn.trees import PyTree
 from decentfn.words import brief
+
+
+class Layout:
+    """Where the loss's leaves lie in buckets and in its tree of buffers."""
+
+    def __init__(self, plan: Plan, buffers: PyTree, frozen: frozenset[str]) -> None:
+        self.plan, self.buffers = plan, buffers
+        self.changing = tuple(i for name, i in trees.named_leaves(buffers) if name not in frozen)
+        self.is_tried = False
+        """Whether the loss has been evaluated, and nothing was wrong with it."""
 
 
 class ByAutograd(WrappedLoss):
@@ -44,15 +54,13 @@ class ByAutograd(WrappedLoss):
         self.name = str(number)  # a constant to the compiler, as a number would not be
         self.handle = torch.tensor(number)  # data to the graph, so that code is shared between losses
         self.layouts: list[Layout] = []
-        self.lock = threading.RLock()  # of the module: ranks may be threads that share it
+        self.lock = threading.RLock()  # ranks may be threads that share it, and PyTorch's generator
         _losses[number] = self
 
-    def run(self, form: Layout, changing: Sequence[int], writes: bool, *arguments: Any) -> Backward:
-        """`backward` of this loss, alone at its module, where the layout still says what the caller knows of it."""
+    def run(self, *arguments: Any) -> Backward:
+        """`backward` of this loss, in one thread at a time."""
         with self.lock:
-            if (form.changing, form.writes) != (tuple(changing), writes):
-                raise Learnt(WROTE)
-            return backward(self.loss_fn, form, *arguments)
+            return backward(self.loss_fn, *arguments)
 
 
 _numbers = itertools.count()
@@ -68,8 +76,7 @@ def autograd(loss_fn: LossFn, *, skip_unused: bool = False) -> LossFn:
     the workers one after another (N in a row need no more memory than one, so `chunk_size` is of no use). Random numbers
     follow from (torch's seed, t, worker, micro-batch), the same simulated and on ranks.
 
-    What the loss writes over is learnt in its first evaluation (a compiled step makes one before it is compiled): parameters
-    that it moves have moved before the update, and frozen ones are kept as buffers are.
+    A loss that writes over parameters is refused; frozen ones that it moves are named in `df.functional`.
 
     Args:
         loss_fn: as an algorithm takes it. Around it may stand `df.accumulate` and `df.dynamic_loss_scale`.
@@ -77,7 +84,7 @@ def autograd(loss_fn: LossFn, *, skip_unused: bool = False) -> LossFn:
             alone (a count of updates, as Adam's, goes on). Otherwise the gradient is 0, and momentum and weight decay move it.
 
     Raises:
-        ValueError: `loss_fn` is not a function, or is wrapped already.
+        ValueError: `loss_fn` is not a function, or is wrapped already; this version of PyTorch lacks what it needs.
 
     The step cannot be differentiated.
 
@@ -95,6 +102,10 @@ def autograd(loss_fn: LossFn, *, skip_unused: bool = False) -> LossFn:
         raise ValueError(f"autograd({name}({brief(loss_fn.loss_fn)})): {way_out}.")
     if not isinstance(skip_unused, bool):
         raise ValueError(f"autograd(skip_unused={brief(skip_unused)}): True or False.")
+    if missing:
+        raise ValueError(
+            f"autograd(loss_fn): this version of PyTorch has no torch._C.{missing[0]}; let the loss be traced."
+        )
     return ByAutograd(loss_fn, skip_unused)
 
 
@@ -105,35 +116,34 @@ def is_by_autograd(loss_fn: LossFn) -> bool:
 
 def gradient_by_autograd(
     loss_fn: ByAutograd, params: Buckets, buffers: PyTree, batch: Any, t: Tensor, scale: Tensor | None, many: bool
-) -> Evaluation:
+) -> Gradient:
     """See `evaluate`; with `many` the batch is micro-batches."""
-    if not torch.compiler.is_dynamo_compiling():
-        if functorch.is_differentiated(params[0]):
-            raise RuntimeError(
-                "df.autograd(loss_fn): a step cannot be differentiated through its gradient operator; leave df.autograd out."
-            )
-        if not isinstance(batch, Beside) and not functorch.has_no_value(params[0]):
-            with Step():
-                e = gradient_by_autograd(loss_fn, params, buffers, travelling(batch), t, scale, many)
-                return arrived(e)
-    if not isinstance(batch, Beside):
+    if not torch.compiler.is_dynamo_compiling() and functorch.is_differentiated(params[0]):
+        raise RuntimeError(
+            "df.autograd(loss_fn): a step cannot be differentiated through its gradient operator; leave df.autograd out."
+        )
+    if isinstance(batch, Beside):
+        return _gradient_beside(loss_fn, params, buffers, t, scale, many, batch)
+    if functorch.has_no_value(params[0]):
         raise RuntimeError(
             "df.autograd(loss_fn): the batch must travel beside the graph; use df.compile and df.simulate, not torch.compile "
             "and torch.func.vmap, and decorate the function that builds the algorithm with df.kit.algorithm."
         )
+    return passing_beside(partial(_gradient_beside, loss_fn, params, buffers, t, scale, many), batch)
+
+
+def _gradient_beside(
+    loss_fn: ByAutograd, params: Buckets, buffers: PyTree, t: Tensor, scale: Tensor | None, many: bool, batch: Beside
+) -> Gradient:
     template, old, size = trees.enumerate_leaves(buffers), trees.leaves(buffers), len(params)
     leaves = sum(len(bucket.segments) for bucket in params.plan.buckets) if loss_fn.skip_unused else 0
-    layout, changing, writes = _remember(loss_fn.name, params.plan, template)
-    known = (loss_fn.handle, layout, leaves, changing, writes, many, 0)
-    try:
-        loss, aux, *rest = _gradient(*known, t, scale, batch.number, list(params), old, None)
-    except Learnt:
-        return gradient_by_autograd(loss_fn, params, buffers, batch, t, scale, many)
-    grads, written, new = rest[:size], rest[size : size * (1 + writes)], rest[size * (1 + writes) :]
-    buffers = trees.fill(template, [new[changing.index(i)] if i in changing else b for i, b in enumerate(old)])
-    flags = _by_element(rest[-1], params) if loss_fn.skip_unused else None
-    moves = Buckets([w - b for w, b in zip(written, params, strict=True)], params.plan) if writes else None
-    return Evaluation(Buckets(grads, params.plan), buffers, loss, Beside(aux), flags, moves)
+    layout, changing = _remember(loss_fn.name, params.plan, template)
+    out = _gradient(loss_fn.handle, layout, changing, leaves, many, 0, t, scale, batch.number, list(params), old, None)
+    loss, aux, *rest = out
+    for i, new in zip(changing, rest[size:], strict=False):
+        old[i] = new
+    flags = _by_element(rest[-1], params) if leaves else None
+    return Gradient(Buckets(rest[:size], params.plan), loss, Beside(aux), trees.fill(template, old), flags)
 
 
 def _by_element(used: Tensor, params: Buckets) -> Buckets:
@@ -147,23 +157,21 @@ def _by_element(used: Tensor, params: Buckets) -> Buckets:
 
 
 @constant_while_traced
-def _remember(name: str, plan: Plan, buffers: PyTree) -> tuple[int, tuple[int, ...], bool]:
-    """The number of a layout, which of the buffers the loss changes and whether its parameters; while the step is traced."""
+def _remember(name: str, plan: Plan, buffers: PyTree) -> tuple[int, tuple[int, ...]]:
+    """The number of a layout, and which of the buffers the loss changes; while the step is traced."""
     loss_fn = _losses[int(name)]
     for index, layout in enumerate(loss_fn.layouts):
         if layout.buffers == buffers and (layout.plan is plan or layout.plan == plan):
-            return index, layout.changing, layout.writes
-    named = trees.named_leaves(buffers)
-    changing = tuple(i for name, i in named if name not in loss_fn.frozen)
-    loss_fn.layouts.append(Layout(plan, buffers, changing))
-    return len(loss_fn.layouts) - 1, changing, False
+            return index, layout.changing
+    loss_fn.layouts.append(Layout(plan, buffers, loss_fn.frozen))
+    return len(loss_fn.layouts) - 1, loss_fn.layouts[-1].changing
 
 
 # -- the operator ---------------------------------------------------------------------------------------------------
 
 _library = torch.library.Library("decentfn", "FRAGMENT")
 _library.define(
-    "gradient(Tensor loss_fn, int layout, int leaves, int[] changing, bool writes, bool many, int workers, Tensor t, Tensor? scale, "
+    "gradient(Tensor loss_fn, int layout, int[] changing, int leaves, bool many, int workers, Tensor t, Tensor? scale, "
     "Tensor batch, Tensor[] params, Tensor[] buffers, Tensor? after) -> Tensor[]"
 )
 _gradient = torch.ops.decentfn.gradient
@@ -172,9 +180,8 @@ _gradient = torch.ops.decentfn.gradient
 def _kernel(
     handle: Tensor,
     layout: int,
-    leaves: int,
     changing: Sequence[int],
-    writes: bool,
+    leaves: int,
     many: bool,
     workers: int,
     t: Tensor,
@@ -184,67 +191,51 @@ def _kernel(
     buffers: Sequence[Tensor],
     after: Tensor | None,
 ) -> list[Tensor]:
-    """`[loss, number of aux, *grads, *written, *changing buffers, *used]`, each with a first axis of workers where there are any.
+    """`[loss, number of aux, *grads, *changing buffers, *used]`, each with a first axis of workers where there are any.
 
-    `written`, the parameters, where the loss writes; one vector `used` where it is asked for the first so many `leaves`: all of them.
+    One vector `used` where it is asked for the first so many `leaves`: all of them.
     """
-    loss_fn, data, step_number = _losses[int(handle)], value(batch), int(t)
+    loss_fn, data, here = _losses[int(handle)], value(batch), world()
     form = loss_fn.layouts[layout]
-    here = world()
-    run = partial(loss_fn.run, form, changing, writes, many, step_number, here)
+    run = partial(loss_fn.run, form.plan, changing, form.buffers, not form.is_tried, many, int(t), here)
     if not workers:
         one = run(here.rank, scale, params, buffers, data)
         form.is_tried = True
-        return [
-            one.loss,
-            integer(put(Outcome(one.loss_dtype, one.aux))),
-            *one.grads,
-            *one.written,
-            *one.buffers,
-            *_used([one], leaves, ()),
-        ]
+        number = integer(put(Outcome(one.loss_dtype, one.aux)))
+        return [one.loss, number, *one.grads, *one.buffers, *_used([one], leaves, ())]
     data = trees.plain(data)
     require_rows("batch", data, workers)
-    first = here.rank * workers
     grads = [torch.empty_like(b) for b in params]
     ones = []
     for i in range(workers):
-        own, kept = [b[i] for b in params], [b[i] for b in buffers]
-        its_batch = trees.map(lambda x, i=i: x[i], data)
-        its_scale = None if scale is None else scale[i]
-        one = run(first + i, its_scale, own, kept, its_batch)
+        its_batch, its_scale = trees.map(lambda x, i=i: x[i], data), None if scale is None else scale[i]
+        one = run(here.rank * workers + i, its_scale, [b[i] for b in params], [b[i] for b in buffers], its_batch)
         for rows, row in zip(grads, one.grads, strict=True):
             rows[i] = row
         ones.append(one._replace(grads=[]))
     form.is_tried = True
     aux = trees.map(lambda *rows: stacked(rows), *(one.aux for one in ones))
-    new = [torch.stack(rows) for rows in zip(*((*one.written, *one.buffers) for one in ones), strict=True)]
-    loss = torch.stack([one.loss for one in ones])
-    return [
-        loss,
-        torch.full((workers,), put(Outcome(ones[0].loss_dtype, aux))),
-        *grads,
-        *new,
-        *_used(ones, leaves, (workers,)),
-    ]
+    new = [torch.stack(rows) for rows in zip(*(one.buffers for one in ones), strict=True)]
+    number = torch.full((workers,), put(Outcome(ones[0].loss_dtype, aux)))
+    return [torch.stack([one.loss for one in ones]), number, *grads, *new, *_used(ones, leaves, (workers,))]
 
 
 def _used(ones: Sequence[Backward], leaves: int, workers: tuple[int, ...]) -> list[Tensor]:
     """Which of so many leaves have a gradient, `[*workers, leaves]` bool; nothing where there are none to ask for."""
     if not leaves:
         return []
-    used = torch.tensor([[i in one.used for i in range(leaves)] for one in ones], dtype=torch.bool)
+    used = torch.tensor([one.used for one in ones], dtype=torch.bool)
     return [used.view(*workers, leaves).to(ones[0].loss.device)]
 
 
 @torch.library.register_fake("decentfn::gradient", lib=_library)
 def _fake(*arguments: Any) -> list[Tensor]:
-    _, _, leaves, changing, writes, _, workers, _, _, _, params, buffers, _ = arguments
+    _, _, changing, leaves, _, workers, _, _, _, params, buffers, _ = arguments
     shape = (workers,) if workers else ()
     loss = params[0].new_empty(shape, dtype=torch.float64)
     aux = torch.empty(shape, dtype=torch.int64, device="cpu")
     used = [params[0].new_empty((*shape, leaves), dtype=torch.bool)] if leaves else []
-    like = (*params, *(params if writes else ()), *(buffers[i] for i in changing))
+    like = (*params, *(buffers[i] for i in changing))
     return [loss, aux, *(torch.empty_like(x) for x in like), *used]
 
 

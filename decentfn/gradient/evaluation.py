@@ -13,12 +13,12 @@ from decentfn import trees
 from decentfn.buckets import Buckets, elementwise, mean_inside, mean_of_processes, whole
 from decentfn.gradient.accumulated import Accumulated, mean_gradient_of, micro_batch_count, micro_batches
 from decentfn.gradient.beside import Beside
-from decentfn.gradient.by_autograd import ByAutograd, gradient_by_autograd, is_by_autograd
+from decentfn.gradient.by_autograd import ByAutograd, gradient_by_autograd
 from decentfn.gradient.loss import LossFn, WrappedLoss, call, takes
 from decentfn.gradient.module import ModuleLoss
 from decentfn.gradient.others import require_no_others
-from decentfn.gradient.scaled import DynamicLossScale
-from decentfn.gradient.traced import Evaluation, gradient_of
+from decentfn.gradient.result import Gradient
+from decentfn.gradient.traced import gradient_of
 from decentfn.stacking import in_chunks
 from decentfn.torch_private import functorch
 from decentfn.torch_private.profiler import nothing, span
@@ -56,14 +56,6 @@ def require_batch(loss_fn: LossFn, batch: PyTree) -> None:
     return None if own is None else own(batch)
 
 
-def learn(loss_fn: LossFn, params: Buckets, buffers: PyTree, batch: PyTree, t: Tensor) -> None:
-    """Evaluate the loss once, on a copy, where its gradient is an operator: a graph of it must know what it writes over."""
-    if isinstance(loss_fn, DynamicLossScale):
-        loss_fn = loss_fn.loss_fn
-    if is_by_autograd(loss_fn):
-        evaluate(loss_fn, params, buffers, trees.cloned(batch), t)
-
-
 def reading(loss_fn: LossFn) -> AbstractContextManager[None]:
     """Within, no other thread lends weights to the loss's module, which a traced step looks at whenever it is called."""
     while isinstance(loss_fn, WrappedLoss):
@@ -75,7 +67,7 @@ def reading(loss_fn: LossFn) -> AbstractContextManager[None]:
 
 def evaluate(
     loss_fn: LossFn, params: Buckets, buffers: PyTree, batch: PyTree, t: Tensor, scale: Tensor | None = None
-) -> Evaluation:
+) -> Gradient:
     """The loss and its gradient at `params`, which the loss sees as the user's tree.
 
     Where a worker is several processes, they are its worker's: the means over what its processes computed.
@@ -93,21 +85,17 @@ def evaluate(
     if plan.processes == 1:
         return _evaluate(loss_fn, params, buffers, batch, t, scale)
     e = _evaluate(loss_fn, whole(params), buffers, batch, t, scale)
-    used, moves = e.used, e.moves
+    used = e.used
     if used is not None:  # by any process
         counts = mean_of_processes(elementwise(lambda flag: flag.to(torch.float32), used), plan)
         used = elementwise(lambda count: count > 0, counts)
-    return e._replace(
-        grads=mean_of_processes(e.grads, plan),
-        loss=mean_inside(e.loss, plan.processes),
-        used=used,
-        moves=None if moves is None else mean_of_processes(moves, plan),
-    )
+    grads, loss = mean_of_processes(e.grads, plan), mean_inside(e.loss, plan.processes)
+    return e._replace(grads=grads, loss=loss, used=used)
 
 
 def _evaluate(
     loss_fn: LossFn, params: Buckets, buffers: PyTree, batch: PyTree, t: Tensor, scale: Tensor | None
-) -> Evaluation:
+) -> Gradient:
     """`evaluate`, of this process."""
     many = isinstance(loss_fn, Accumulated)
     one = loss_fn.loss_fn if many else loss_fn

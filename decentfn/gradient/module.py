@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import attrgetter
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +14,10 @@ from torch.nn.parameter import is_lazy
 
 from decentfn import collectives, trees
 from decentfn.buckets import Places
-from decentfn.gradient.attributes import At, Attributes
+from decentfn.gradient.lending import Lent, Place, alone, attributes_put_back, own_by_name, places_of, refusing
 from decentfn.gradient.loss import is_pair
-from decentfn.torch_private.modules import Alone, Refusing, Submodules, Weights, weights
+from decentfn.torch_private import functorch
+from decentfn.torch_private.modules import weights
 from decentfn.trees import PyTree
 from decentfn.words import brief
 
@@ -37,19 +39,14 @@ class ModuleLoss:
         self.criterion = criterion
         self.forward = forward
         self.frozen = frozen
-        """Which of the buffers are frozen parameters."""
-        self._shapes = _shapes(params), _shapes(buffers)
+        """Which of the buffers are frozen parameters, which the loss leaves alone."""
         self.whole = whole
         """The module, or one of it and a criterion that has parameters."""
-        self._names = _names_in(whole)
-        name = type(module).__name__
-        self._submodules, self._weights, self._attributes = Submodules(whole), Weights(whole, name), Attributes(name)
-        self._trained = _trained(self._submodules.look()), _trained(self.whole.modules())
-        found = dict(whole.named_parameters())
-        own = [(name, found[inner]) for name, inner in self._names.items() if name in params]
-        self._hooks = [(name, hook) for name, p in own for hook in (p._backward_hooks or {}).values()]
-        self._late_hooks = [(name, hook) for name, p in own for hook in (p._post_accumulate_grad_hooks or {}).values()]
-        """The hooks of single parameters, by `register_hook` and `register_post_accumulate_grad_hook`."""
+        self._shapes = _shapes(params), _shapes(buffers)
+        self._trained = _trained(whole)
+        own = {name: p for name, p in own_by_name(self._places()).items() if name in params}
+        self._hooks = [(name, hook) for name, p in own.items() for hook in (p._backward_hooks or {}).values()]
+        self._late_hooks = sorted(name for name, p in own.items() if getattr(p, "_post_accumulate_grad_hooks", None))
         self._computed = [
             (m, n, x if x.is_leaf else x.detach())
             for m in self.whole.modules()
@@ -58,94 +55,109 @@ class ModuleLoss:
         ]
         """Plain attributes that are tensors: what spectral norm and pruning make of a weight before every call."""
 
-    def alone(self, lends: bool = True) -> Alone:
-        """Within, no other thread evaluates the module; see `Alone`."""
-        return Alone(self._submodules.look(), lends)
-
-    def own_weights(self) -> list[Tensor]:
-        """Those that the module has, but not while others are lent to it."""
-        return list(self.whole.parameters())
+    def alone(self, lends: bool = True) -> AbstractContextManager[None]:
+        """Within, no other thread evaluates the module; see `lending.alone`."""
+        return alone([*self.whole.modules()], lends)
 
     def __call__(self, params: PyTree, buffers: PyTree, batch: Any) -> tuple[Tensor, tuple[PyTree, PyTree]]:
-        """Run the module with these parameters and copies of these buffers."""
-        kept = {name: b if name in self.frozen else torch.clone(b) for name, b in buffers.items()}
-        with self.held(params, kept) as new:
-            loss, aux = self.of(batch)
-        return loss, (new, aux)
-
-    @contextmanager
-    def held(
-        self, params: dict[str, Tensor], buffers: dict[str, Tensor], at: At | None = None
-    ) -> Iterator[dict[str, Tensor]]:
-        """Within, the module has these parameters and buffers; what becomes of the buffers is known afterwards.
-
-        Afterwards the module is as it was, and no tensor is left among its attributes that was not there. With `at`, which
-        worker calls it and when, the attributes that it leaves are there again in the worker's next call.
-        """
-        # A state that was trained with another criterion has its parameters, too.
-        given = {
-            n: x for n, x in (*params.items(), *buffers.items()) if n in self._names or not n.startswith(_OF_CRITERION)
-        }
-        names = [self._names.get(name, name) for name in given]
-        tensors = dict(zip(names, given.values(), strict=True))
-        new = dict(buffers)
-        handles = self._hooked(params, is_traced=at is None) if self._hooks or self._late_hooks else []
-        if at is None and torch.compiler.is_dynamo_compiling():
+        """Run the module with these parameters and copies of these buffers; no tensor of torch.func is left in it."""
+        new = {name: b if name in self.frozen else torch.clone(b) for name, b in buffers.items()}
+        given = {**params, **new}
+        self._hook(params)
+        if torch.compiler.is_dynamo_compiling():
             self._require_trained(params)
+            tensors = self._inside(given)
             try:
                 with weights(self.whole, tensors):
-                    yield new
+                    loss, aux = self.of(batch)
             finally:  # While a step is traced only what is known to be computed can be put back.
                 for owner, name, x in self._computed:
                     setattr(owner, name, x)
         else:
-            try:
-                modules, attributes = self._submodules.look(), self._attributes
-                with Alone(modules), Refusing(modules):
-                    self._require_trained(params)
-                    with (
-                        attributes.put_back(modules) if at is None else attributes.of(at, [*tensors.values()], modules),
-                        self._weights.are(tensors, modules),
-                    ):
-                        yield new
-            finally:
-                for handle in handles if at is not None else ():
-                    handle.remove()
-        after = {name: tensors[inner] for name, inner in zip(given, names, strict=True)}
-        replaced = [name for name in params if name in after and after[name] is not params[name]]
-        if replaced:
+            name, modules = type(self.module).__name__, [*self.whole.modules()]
+            with alone(modules), refusing(modules):
+                self._require_trained(params)
+                given = self._require_same(own_by_name(self._places()), given)
+                tensors = self._inside(given)
+                is_traced = any(
+                    [functorch.is_differentiated(x) or functorch.is_batched(x) for x in [*params.values()][:1]]
+                )
+                kept = attributes_put_back(name, modules) if is_traced else nullcontext()
+                with kept, weights(self.whole, tensors):
+                    loss, aux = self.of(batch)
+        after = dict(zip(given, tensors.values(), strict=True))
+        self.require_in_place(name for name in params if name in after and after[name] is not params[name])
+        new.update({name: x for name, x in after.items() if name in buffers and x is not None})
+        return loss, (new, aux)
+
+    @contextmanager
+    def lent(self, params: dict[str, Tensor], buffers: dict[str, Tensor]) -> Iterator[Lent]:
+        """Within, the module's own parameters and buffers have these values."""
+        modules = [*self.whole.modules()]
+        with alone(modules), refusing(modules):
+            self._require_trained(params, is_differentiated=True)
+            lent = Lent(self, self._places(), {**params, **buffers}, buffers)
+            self._require_same(lent.own, {**params, **buffers})
+            lent.leaves = {name: lent.own[name] for name in params}
+            lent.constant = lent.leaves | {name: lent.own[name] for name in self.frozen}
+            with lent:
+                yield lent
+
+    gradient: Callable[[Tensor], Any] = attrgetter("grad")
+    """What has arrived at a parameter of the module."""
+
+    def _inside(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors by their names in `whole`."""
+        if not isinstance(self.whole, _Pair):
+            return dict(tensors)
+        return {n if n.startswith(_OF_CRITERION) else f"module.{n}": x for n, x in tensors.items()}
+
+    def _places(self) -> list[Place]:
+        return places_of(self.whole, "module." if isinstance(self.whole, _Pair) else "")
+
+    def _require_same(self, own: dict[str, Tensor], given: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What is given to the module's own tensors; raises ValueError unless it has the parameters that it had."""
+        # A state that was trained with another criterion has its parameters, too.
+        given = {n: x for n, x in given.items() if n in own or not n.startswith(_OF_CRITERION)}
+        missing = given.keys() - own.keys()
+        more = {name for name, x in own.items() if isinstance(x, nn.Parameter) and name not in given}
+        if missing or more:
+            raise ValueError(
+                f"df.functional({type(self.module).__name__}): the module has changed since, in {brief(sorted(missing or more))}; call "
+                "df.functional again."
+            )
+        return given
+
+    def require_in_place(self, replaced: Iterable[str]) -> None:
+        """Raise ValueError if there are such names of parameters."""
+        if names := sorted(replaced):
             raise ValueError(
                 f"df.functional({type(self.module).__name__}): a call put other tensors in the places of the parameters "
-                f"{brief(sorted(replaced))}, which the state would not follow; tie or replace parameters before df.functional."
+                f"{brief(names)}, which the state would not follow; tie or replace parameters before df.functional."
             )
-        new.update({name: x for name, x in after.items() if name in buffers and x is not None})
 
-    def _require_trained(self, params: dict[str, Tensor]) -> None:
+    def _require_trained(self, params: dict[str, Tensor], is_differentiated: bool = False) -> None:
         """Raise ValueError where a gradient is taken and `requires_grad_` has chosen other parameters to be trained."""
-        if not any([p.requires_grad for p in params.values()]):
+        if not is_differentiated and not any([p.requires_grad for p in params.values()]):
             return
-        if torch.compiler.is_dynamo_compiling():
-            then, now = self._trained[1], _trained(self.whole.modules())
-        else:
-            then, now = self._trained[0], _trained(self._submodules.look())
-        if now != then and len(now) == len(then):
+        now = _trained(self.whole)
+        if now != self._trained and len(now) == len(self._trained):
             raise ValueError(
                 f"df.functional({type(self.module).__name__}): requires_grad of the module's parameters has changed since; the state has "
                 "those that were trained then. Call df.functional again, and init with its parameters."
             )
 
-    def _hooked(self, params: dict[str, Tensor], is_traced: bool) -> list[Any]:
-        """The hooks of the module's parameters, on these; returns what removes them."""
-        hooks = [(params[name], hook) for name, hook in self._hooks if name in params]
-        late = [(params[name], hook) for name, hook in self._late_hooks if name in params]
-        if is_traced and any(p.requires_grad for p, _ in late):
+    def _hook(self, params: dict[str, Tensor]) -> None:
+        """Give the hooks of the module's parameters to these."""
+        if self._late_hooks and any(p.requires_grad for name, p in params.items() if name in self._late_hooks):
             raise ValueError(
-                f"df.functional({type(self.module).__name__}): {brief(sorted({name for name, _ in self._late_hooks}))} have hooks by "
+                f"df.functional({type(self.module).__name__}): {brief(self._late_hooks)} have hooks by "
                 "register_post_accumulate_grad_hook, and a gradient that is traced does not accumulate; write "
                 "df.autograd(loss_fn)."
             )
-        handles = [p.register_hook(hook) for p, hook in hooks if p.requires_grad]
-        return handles + [p.register_post_accumulate_grad_hook(hook) for p, hook in late if p.requires_grad]
+        for name, hook in self._hooks:
+            if name in params and params[name].requires_grad:
+                params[name].register_hook(hook)
 
     def of(self, batch: Any) -> tuple[Tensor, PyTree]:
         """The loss of a batch and its aux, with the weights that the module has now."""
@@ -231,35 +243,42 @@ class ShardedLoss(ModuleLoss):
     team = 1
     """So many of a worker's processes, next to one another, compute one batch together (tensor parallel)."""
 
-    def own_weights(self) -> list[Tensor]:
-        """None: the loss is one of them."""
-        return []
+    def __call__(self, params: PyTree, buffers: PyTree, batch: Any) -> tuple[Tensor, tuple[PyTree, PyTree]]:
+        """Run the module with these shards and copies of these buffers."""
+        with self.lent(params, {name: torch.clone(b) for name, b in buffers.items()}) as lent:
+            loss, aux = lent.of(batch)
+            return loss, (lent.buffers(), aux)
 
     @contextmanager
-    def held(
-        self, params: dict[str, Tensor], buffers: dict[str, Tensor], at: At | None = None
-    ) -> Iterator[dict[str, Tensor]]:
-        """Within, the module's shards are these; afterwards the gradients that arrived at them are added to `.grad`.
+    def lent(self, params: dict[str, Tensor], buffers: dict[str, Tensor]) -> Iterator[Lent]:
+        """Within, the module's shards are these.
 
         They stay in the module, which has its own storage for them; its buffers are its own again.
         """
-        given, frozen = params | buffers, {name for name in buffers if name in self.frozen}
-        collectives.own_shards(self.module)
-        own = dict(self.module.named_parameters())
-        with torch.no_grad():
-            for name, p in own.items():
-                collectives.local(p).copy_(given[name])
+        modules = [*self.whole.modules()]
+        with alone(modules), refusing(modules):
+            collectives.own_shards(self.module)
+            own = dict(self.module.named_parameters())
+            with torch.no_grad():
+                for name, p in own.items():
+                    collectives.local(p).copy_(params[name] if name in params else buffers[name])
+                    p.grad = None
+            others = {name: b for name, b in buffers.items() if name not in self.frozen}
+            places = [place for place in self._places() if not isinstance(place.own, nn.Parameter)]
+            lent = Lent(self, places, others, buffers)
+            lent.leaves = {name: own[name] for name in params}
+            with lent:
+                yield lent
+            for p in own.values():
                 p.grad = None
-        new = dict(buffers)
-        others = {name: b for name, b in buffers.items() if name not in frozen}
-        with super().held({}, others) as changed:
-            yield new
-        new.update(changed)
-        for name, leaf in params.items():
-            if (grad := own[name].grad) is not None:
-                own[name].grad = None
-                grad = _apart(collectives.placed_like(grad, own[name]))
-                leaf.grad = grad if leaf.grad is None else leaf.grad + grad
+
+    def gradient(self, p: Tensor) -> Tensor | None:
+        """This process's shard of what has arrived at a parameter of the module."""
+        if p.grad is None:
+            return None
+        shard = collectives.placed_like(p.grad, cast(nn.Parameter, p))
+        # Those of all parameters lie one after another.
+        return shard if shard.untyped_storage().nbytes() == shard.nbytes else shard.clone()
 
 
 _OF_CRITERION = "criterion."
@@ -273,24 +292,13 @@ class _Pair(nn.Module):
         self.module, self.criterion = module, criterion
 
 
-def _names_in(whole: nn.Module) -> dict[str, str]:
-    """Return the names of parameters and buffers by those that the state has: a criterion's begin with "criterion."."""
-    names = [name for name, _ in (*whole.named_parameters(), *whole.named_buffers())]
-    return {name.removeprefix("module.") if isinstance(whole, _Pair) else name: name for name in names}
-
-
-def _trained(modules: Iterable[nn.Module]) -> list[bool]:
+def _trained(whole: nn.Module) -> list[bool]:
     """Return which of the parameters require a gradient."""
-    return [p.requires_grad for m in modules for p in m._parameters.values() if p is not None]
+    return [p.requires_grad for m in whole.modules() for p in m._parameters.values() if p is not None]
 
 
 def _shapes(tree: PyTree) -> dict[str, list[int]]:
     return {name: list(getattr(leaf, "shape", ())) for name, leaf in trees.named_leaves(tree)}
-
-
-def _apart(shard: Tensor) -> Tensor:
-    """The shard in memory of its own: those of all parameters lie one after another."""
-    return shard if shard.untyped_storage().nbytes() == shard.nbytes else shard.clone()
 
 
 def functional(
@@ -298,6 +306,7 @@ def functional(
     criterion: Callable[..., Tensor] | None = None,
     *,
     forward: Callable[[nn.Module, Any], Any] | None = None,
+    overwritten: Iterable[str] = (),
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], ModuleLoss]:
     """`params, buffers, loss_fn = functional(module, criterion)`.
 
@@ -311,6 +320,8 @@ def functional(
             parameters of its own (learned temperatures, ArcFace) is trained with the module; theirs and its buffers' names begin
             with "criterion.".
         forward: in place of a criterion, `(module, batch) -> loss` or `(loss, aux)`, for batches of any kind.
+        overwritten: names of frozen parameters, or of submodules that have them, that the loss itself writes over (an encoder that
+            follows another by momentum): they are kept as buffers are. A loss that writes over other parameters is refused.
 
     Returns:
         Three things: `params`, name -> parameter, copies, a tied parameter once (of a module under PyTorch's `fully_shard` or
@@ -333,20 +344,20 @@ def functional(
     whole = module
     if isinstance(criterion, nn.Module) and any(p.requires_grad for p in criterion.parameters()):
         whole = _Pair(module, criterion)
-    names = _names_in(whole)
     if is_sharded and whole is not module:
         raise ValueError(
             f"functional({type(module).__name__}, criterion={brief(criterion)}): the criterion has parameters, and the module is sharded; "
             "make the criterion a submodule of it before it is sharded, and give forward=..."
         )
-    parameters, others = dict(whole.named_parameters()), dict(whole.named_buffers())
-    if len(names) < len(parameters) + len(others):
+    named, named_buffers = (
+        [(name.removeprefix("module.") if whole is not module else name, x) for name, x in found]
+        for found in (whole.named_parameters(), whole.named_buffers())
+    )
+    if len(dict(named) | dict(named_buffers)) < len(named) + len(named_buffers):
         raise ValueError(
             f"functional({type(module).__name__}, criterion={brief(criterion)}): both have parameters or buffers of one name that "
             'begins with "criterion."; rename the submodule.'
         )
-    named = [(name, parameters[inner]) for name, inner in names.items() if inner in parameters]
-    named_buffers = [(name, others[inner]) for name, inner in names.items() if inner in others]
     lazy = [name for name, x in (*named, *named_buffers) if is_lazy(x)]
     if lazy:
         raise ValueError(
@@ -362,9 +373,26 @@ def functional(
     trainable = {name: own[name] for name, p in named if p.requires_grad}
     frozen = {name: own[name] for name in own if name not in trainable}
     buffers = {name: b.detach().clone() for name, b in named_buffers} | frozen
+    moved = {name for word in overwritten for name in _under(module, word, frozen)}
+    if moved and is_sharded:
+        raise ValueError(
+            f"functional({type(module).__name__}, overwritten=...): the module is sharded, and what the loss writes over its shards is "
+            "lost; make buffers of them."
+        )
     kind = ShardedLoss if is_sharded else ModuleLoss
-    loss_fn = kind(module, criterion, forward, whole, trainable, buffers, frozenset(frozen))
+    loss_fn = kind(module, criterion, forward, whole, trainable, buffers, frozenset(frozen) - moved)
     if isinstance(loss_fn, ShardedLoss):
         loss_fn.places = collectives.places(module)
         loss_fn.common, loss_fn.team = common, team
     return trainable, buffers, loss_fn
+
+
+def _under(module: nn.Module, word: str, frozen: Mapping[str, Tensor]) -> list[str]:
+    """The frozen parameters of this name, or of the submodule of this name."""
+    names = [name for name in frozen if f"{name}.".startswith(f"{word}.")]
+    if not names:
+        raise ValueError(
+            f"functional({type(module).__name__}, overwritten={brief(word)}): no frozen parameter has this name, or is in a submodule of "
+            f"it; the frozen ones are {brief(sorted(frozen))}. Those that are trained move by the optimizer alone."
+        )
+    return names

@@ -1,4 +1,4 @@
-"""Weights that a loss was not given, but takes a gradient of: a module's own, or those of an object that it refers to."""
+"""Tensors that a loss was not given, but takes a gradient of: nobody would train them."""
 
 from __future__ import annotations
 
@@ -37,17 +37,6 @@ def no_other_weights(loss: Tensor) -> Iterator[None]:
             "and activation checkpointing computes anew in the backward pass: make the loss with df.functional(module, criterion), "
             "or forward=..., which holds them until it is over. Parameters that the loss alone refers to belong into params. Freeze "
             "what is not trained, with requires_grad_(False)."
-        )
-
-
-def require_no_own_weights(loss: Tensor, own: Iterable[Tensor]) -> None:
-    """Raise RuntimeError if the loss takes a gradient of these, in whose places others are."""
-    others = set(map(id, own)).intersection(map(id, filter(_is_trained, _leaves(loss))))
-    if others:
-        raise RuntimeError(
-            f"df.autograd(loss_fn): the loss takes a gradient of {len(others)} of the module's own parameters, through a list or an "
-            "attribute that was made before; the worker's stand in their places while the loss is computed. Look them up in "
-            "the loss, as in forward=lambda module, batch: ... module.parameters()."
         )
 
 

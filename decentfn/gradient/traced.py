@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 from torch.func import grad_and_value
@@ -11,23 +9,11 @@ from torch.func import grad_and_value
 from decentfn import trees
 from decentfn.buckets import Buckets, elementwise, wide
 from decentfn.gradient.loss import LossFn, call
+from decentfn.gradient.result import Gradient
 from decentfn.trees import PyTree
 
 
-class Evaluation(NamedTuple):
-    """What one evaluation of a loss gives."""
-
-    grads: Buckets
-    buffers: PyTree
-    loss: Tensor  # 0-d
-    aux: PyTree  # [M, ...] of M micro-batches
-    used: Buckets | None = None
-    """Bool, for each element whether its leaf has a gradient; None where nobody asks."""
-    moves: Buckets | None = None
-    """How far the loss itself moved the parameters before it took the gradient; None where it leaves them alone."""
-
-
-def gradient_of(loss_fn: LossFn, params: Buckets, buffers: PyTree, batch: PyTree, scale: Tensor | None) -> Evaluation:
+def gradient_of(loss_fn: LossFn, params: Buckets, buffers: PyTree, batch: PyTree, scale: Tensor | None) -> Gradient:
     """See `evaluate`."""
     templates: list[PyTree] = []
 
@@ -43,7 +29,7 @@ def gradient_of(loss_fn: LossFn, params: Buckets, buffers: PyTree, batch: PyTree
     found, (_, (loss, extras)) = grad_and_value(loss_of, has_aux=True)(list(params), buffers, batch)
     grads = Buckets(found, params.plan)
     new_buffers, aux = trees.fill(templates[0], extras)
-    return Evaluation(grads if scale is None else unscaled(grads, scale), new_buffers, loss, aux)
+    return Gradient(grads if scale is None else unscaled(grads, scale), loss, aux, new_buffers)
 
 
 def unscaled(grads: Buckets, scale: Tensor) -> Buckets:

@@ -32,9 +32,8 @@ from decentfn.buckets import (
     zeros_like,
 )
 from decentfn.gossip import Posted, collect, difference, is_active, repaired, unless_bad
-from decentfn.gradient import LossFn
+from decentfn.gradient import Gradient, LossFn
 from decentfn.kit.agreement import algorithm
-from decentfn.kit.gradient import Gradient
 from decentfn.kit.hyperparameters import (
     at,
     reciprocal,

@@ -13,7 +13,6 @@ from torch import Tensor
 from decentfn import collectives, draws
 from decentfn.fingerprint import agree, describe, structure
 from decentfn.gradient import is_by_autograd
-from decentfn.gradient.beside import Beside, passing_beside
 from decentfn.kit.expected import checked, marked, require_order
 from decentfn.kit.options import DEFAULTS
 from decentfn.kit.state import Algorithm, Metrics
@@ -75,8 +74,6 @@ def algorithm(function: Callable[P, Algorithm]) -> Callable[P, Algorithm]:
             if torch.compiler.is_dynamo_compiling() or functorch.has_no_value(t):
                 return built.step(state, batch, t)
             with collectives.whole_step(t) as here, draws.torch_draws(t, here.place):
-                if by_autograd and not isinstance(batch, Beside) and not functorch.has_no_value(state.params[0]):
-                    return passing_beside(lambda batch: built.step(state, batch, t), batch)
                 return built.step(state, batch, t)
 
         init, step = checked(built.init, start, run, loss_fn)

@@ -21,10 +21,9 @@ from torch import Tensor, nn
 
 from decentfn import collectives, trees
 from decentfn.buckets import Buckets, Plan, without_values
-from decentfn.gradient import LossFn, learn, raise_own, reading, require_batch, require_inputs
+from decentfn.gradient import LossFn, raise_own, reading, require_batch, require_inputs
 from decentfn.kit.state import Metrics, State
 from decentfn.replicas import digest
-from decentfn.scalars import as_step
 from decentfn.torch_private import functorch
 from decentfn.trees import PyTree
 from decentfn.words import brief
@@ -121,12 +120,8 @@ def checked(
             collectives.require_workers_of(plan.processes)
         return step(state, batch, t)
 
-    def look_before_compiling(state: Any, batch: PyTree, t: Any) -> None:
-        look(state, batch, t)
-        learn(loss_fn, state.params, state.buffers, batch, as_step(t))
-
     return start_checked, marked(
-        run, check=look_before_compiling, raise_own=partial(raise_own, loss_fn), reading=partial(reading, loss_fn)
+        run, check=look, raise_own=partial(raise_own, loss_fn), reading=partial(reading, loss_fn)
     )
 
 
@@ -140,8 +135,8 @@ def left_alone(state: Any) -> Iterator[None]:
         if not (functorch.are_equal(old, leaf) if isinstance(old, torch.Tensor) else old == _remembered(leaf)):
             raise RuntimeError(
                 f"{_CALL}: the loss, or the algorithm, wrote over {name!r} of the state that the step was given. A step is a function "
-                "of its state: let both work on copies, and the loss return what changes as buffers; or write df.autograd(loss_fn), "
-                "with which what the loss writes over is part of the step."
+                "of its state: let both work on copies, and the loss return what changes as buffers (frozen parameters that it moves: "
+                "df.functional(module, ..., overwritten=[...])); clip parameters between steps, with df.with_params."
             )
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from decentfn.buckets import Buckets
 from decentfn.gradient import LossFn, LossScale
+from decentfn.gradient import Metrics as Metrics
 from decentfn.topologies import Topology
 from decentfn.trees import PyTree
 from decentfn.words import brief
@@ -48,17 +49,6 @@ class State(NamedTuple):
     def buffers(self) -> PyTree:
         """The buffers, as the tree that `init` was given or the loss last returned: the state's own; `df.buffers` copies them."""
         return self.local.buffers
-
-
-class Metrics(NamedTuple):
-    """What a step reports; each `[N]` first when simulated."""
-
-    loss: Tensor  # 0-d, this worker's, at the parameters that the gradient was taken at
-    aux: PyTree  # what the loss returned beside it, or None
-    grad_norm: Tensor
-    """0-d, l2 norm of this worker's gradient over all parameters, before clipping; inf where a scaled loss's is bad."""
-    guard: Guarded | None = None
-    """What `df.guard` has counted so far; None without it."""
 
 
 class _Pair(NamedTuple):

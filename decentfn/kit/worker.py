@@ -12,11 +12,11 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from decentfn import collectives, gossip, trees
-from decentfn.buckets import Buckets, Plan, add, all_finite, elementwise, global_norm, loose
+from decentfn.buckets import Buckets, Plan, all_finite, elementwise, global_norm, loose
 from decentfn.gossip import Posted, collect
-from decentfn.gradient import DynamicLossScale, Evaluation, LossFn, evaluate, inside_of
+from decentfn.gradient import DynamicLossScale, Gradient, LossFn, evaluate, inside_of, where_good
 from decentfn.kit.expected import marked
-from decentfn.kit.gradient import Gradient, good_update, where_good
+from decentfn.kit.gradient import good_update
 from decentfn.kit.options import DEFAULTS, Options, require_arguments
 from decentfn.kit.start import lay_out
 from decentfn.kit.state import Algorithm, Local, Metrics, State
@@ -118,18 +118,18 @@ class Worker:
         """
         batch = _after(batch, after)
         scaling, scale = self.scaling, local.scale
-        e = evaluate(self.loss_fn, x, local.buffers, batch, t, None if scale is None else scale.scale)
+        g = evaluate(self.loss_fn, x, local.buffers, batch, t, None if scale is None else scale.scale)
         if scale is None and not gossip.is_guarded():
-            return Gradient(e.grads, e.loss, e.aux, None, e.used, e.moves), local._replace(buffers=e.buffers)
-        e, own, norm = _judged(e, together)
-        good, local = own, local._replace(buffers=where_good(own, e.buffers, local.buffers))
+            return g, local._replace(buffers=g.buffers)
+        own, norm = _judged(g, together)
+        good, local = own, local._replace(buffers=where_good(own, g.buffers, local.buffers))
         if scaling is not None and scale is not None:
             common = self.everywhere(own, t) if together or scaling.agree else own
             good, local = common if together else own, local._replace(scale=scaling.advance(scale, common))
         elif together:  # the bad ones are left out where they are averaged, and good is what is left
-            return Gradient(e.grads, e.loss, e.aux, None, e.used, e.moves, norm), local
-        grads = where_good(own, e.grads, elementwise(torch.zeros_like, e.grads))
-        return Gradient(grads, e.loss, e.aux, good, e.used, e.moves, norm), local
+            return g._replace(norm=norm), local
+        grads = where_good(own, g.grads, elementwise(torch.zeros_like, g.grads))
+        return g._replace(grads=grads, good=good, norm=norm), local
 
     def update(
         self, direction: Buckets, g: Gradient, local: Local, x: Buckets, *, posted: Posted | None = None
@@ -140,15 +140,14 @@ class Worker:
             direction: what the optimizer sees for a gradient, in the dtypes of `x`.
             g: this step's gradient, or any whose `good` says whether this worker updates.
             local: as `gradient` returned it.
-            x: where the optimizer sees the parameters, as far as the loss has not moved them (`Gradient.moves`).
+            x: where the optimizer sees the parameters.
             posted: the parameters that were posted in this step, for optimizers that look at the mix.
         """
         mix = () if posted is None or not wants_mix(self.optimizer) else (gossip.mix_context(posted),)
-        seen = x if g.moves is None else add(x, g.moves)
         with nullcontext() if torch.compiler.is_dynamo_compiling() else span("update"):
-            u, opt = self.optimizer.update(direction, local.opt, seen, *mix)
+            u, opt = self.optimizer.update(direction, local.opt, x, *mix)
         if gossip.is_guarded():
-            u, opt = good_update(u, opt, local.opt, self.optimizer.init(seen))
+            u, opt = good_update(u, opt, local.opt, self.optimizer.init(x))
             if g.good is None:
                 g = g._replace(good=all_finite(direction))
         u, opt = g.move(u, opt, local.opt)
@@ -197,14 +196,11 @@ def _after(batch: PyTree, posted: Posted | Sequence[Posted] | None) -> PyTree:
     return trees.fill(trees.enumerate_leaves(batch), leaves)
 
 
-def _judged(e: Evaluation, together: bool) -> tuple[Evaluation, Tensor, Tensor | None]:
-    """An evaluation, whether it is good (0-d bool), and the gradient's norm where that tells: in a guarded step."""
+def _judged(g: Gradient, together: bool) -> tuple[Tensor, Tensor | None]:
+    """Whether a gradient is good (0-d bool), and its norm where that tells: in a guarded step."""
     if not gossip.is_guarded():
-        return e, all_finite(e.grads), None
-    norm = global_norm(e.grads)
-    good = all_finite(e.grads) if together else torch.isfinite(norm)
-    if e.moves is not None:
-        good = good & all_finite(e.moves)
-        e = e._replace(moves=where_good(good, e.moves, elementwise(torch.zeros_like, e.moves)))
+        return all_finite(g.grads), None
+    norm = global_norm(g.grads)
+    good = all_finite(g.grads) if together else torch.isfinite(norm)
     gossip.note_skipped(~good)
-    return e, good, norm
+    return good, norm

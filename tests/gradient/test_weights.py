@@ -7,9 +7,6 @@ from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
 import decentfn as df
-from decentfn import trees
-from decentfn.testing.algorithms import Run, assert_close, ranks, simulated
-from tests import contract
 
 BATCH = (torch.linspace(-1, 1, 30).view(6, 5), torch.linspace(0, 1, 6)[:, None])
 
@@ -34,65 +31,55 @@ def moves_data(p, batch):
     return p["w"].square().sum()
 
 
+def renormalizes(p, batch):
+    return nn.functional.embedding(torch.arange(2), p["w"][:, None], max_norm=0.1).square().sum()
+
+
+@pytest.mark.parametrize("way", ["eager", "donated", "simulated", "compiled", "simulated and compiled"])
+@pytest.mark.parametrize("loss_fn", [writes, writes_data, moves_data, renormalizes])
+def test_a_loss_that_writes_over_trained_parameters_is_refused(loss_fn, way):
+    """Wherever it shows: by version counters, by where the parameter is, or in the first step by its values."""
+    n = 2 if "simulated" in way else 1
+    init, step = df.all_reduce(df.autograd(loss_fn), df.sgd(0.1), df.topology("complete", n))
+    state, batch = init({"w": torch.ones(3), "rest": torch.ones(2)}), torch.ones(3)
+    if n > 1:
+        state, step, batch = df.stack(state, n), df.simulate(step, n), df.stack(batch, n)
+    step = df.compile(step, backend="aot_eager") if "compiled" in way else df.donate(step) if way == "donated" else step
+    with pytest.raises(RuntimeError, match=r"the loss wrote over \['w'\] of the state.*max_norm.*overwritten"):
+        step(state, batch, 0)
+
+
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("loss_fn", [writes, writes_data, moves_data])
-def test_what_the_loss_writes_over_counts_before_the_update_and_the_old_state_stays(loss_fn, compiled):
-    """w = 0.5 w, then decay and momentum at the new w; a bad gradient undoes both; accumulated, one after another."""
-    start, data = {"w": torch.ones(3), "rest": torch.ones(2)}, torch.ones(3)
-    plain, rest = torch.ones(3, requires_grad=True), torch.ones(2, requires_grad=True)
-    optimizer = torch.optim.SGD([plain, rest], 0.1, momentum=0.9, weight_decay=0.1)
+@pytest.mark.parametrize("by_data", [False, True])
+def test_a_frozen_layer_that_the_loss_moves_is_named_or_refused(by_data, compiled):
+    def follows(module, batch):
+        if by_data:
+            module[1].weight.data = module[1].weight.data * 0.9 + module[0].weight.data * 0.1
+        else:
+            with torch.no_grad():
+                module[1].weight.mul_(0.9).add_(module[0].weight, alpha=0.1)
+        return (module[0](batch) - module[1](batch)).square().mean()
 
-    def whole(p, batch):
-        return loss_fn(p, batch) * batch[0] + p["rest"].sum()
-
-    momentum = df.sgd(0.1, momentum=0.9, weight_decay=0.1)
-    for accumulated in (False, True):
-        around = df.accumulate if accumulated else lambda f: f
-        init, step = df.all_reduce(
-            df.dynamic_loss_scale(around(df.autograd(whole))), momentum, df.topology("complete", 1)
-        )
-        step = df.compile(step, backend="aot_eager", donate=False) if compiled else step
-        with torch.no_grad():
-            plain.fill_(1), rest.fill_(1)
-        optimizer.state.clear()
-        state, batch = init(start), df.stack(data, 2) if accumulated else data
-        for t in range(3):
-            optimizer.zero_grad()
-            for _ in range(2 if accumulated else 1):
-                (whole({"w": plain, "rest": rest}, data) / (2 if accumulated else 1)).backward()
-            optimizer.step()
-            before = [x.clone() for x in trees.leaves(state)]
-            new, _ = step(state, batch, t)
-            assert all(torch.equal(x, y) for x, y in zip(before, trees.leaves(state), strict=True))
-            state = new
-            torch.testing.assert_close(df.params(state), {"w": plain.detach(), "rest": rest.detach()})
-        bad, _ = step(state, batch * float("inf"), 3)
-        torch.testing.assert_close(df.params(bad), df.params(state), rtol=0, atol=0)
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).requires_grad_(False))
+    params, buffers, loss_fn = df.functional(net, forward=follows)
+    init, step = built(df.autograd(loss_fn))
+    step = df.compile(step, backend="aot_eager") if compiled else step
+    with pytest.raises(RuntimeError, match=r"wrote over \['1.weight'\] of the state"):
+        step(init(params, buffers), torch.ones(2, 3), 0)
+    followed = buffers["1.weight"] * 0.9 + params["0.weight"] * 0.1
+    for name in ("1", "1.weight"):
+        params, buffers, loss_fn = df.functional(net, forward=follows, overwritten=[name])
+        for around in (df.autograd, lambda f: f) if not by_data else (df.autograd,):
+            state, _ = built(around(loss_fn))[1](init(params, buffers), torch.ones(2, 3), 0)
+            torch.testing.assert_close(df.buffers(state)["1.weight"], followed)
+            assert torch.equal(net[1].weight, buffers["1.weight"])
 
 
-def shrinking(loss_fn):
-    def shrinks(params, *rest):
-        with torch.no_grad():
-            for x in trees.leaves(params):
-                x.mul_(0.97)
-        return loss_fn(params, *rest)
-
-    return shrinks
-
-
-ROWS = [
-    pytest.param(row, marks=() if row in ("adapt_then_combine", "demo") else pytest.mark.slow) for row in contract.ROWS
-]
-
-
-@pytest.mark.parametrize("row", ROWS)
-def test_ranks_write_over_what_the_simulator_does(row):
-    """Every algorithm, on ranks that share a loss and learn of it at the same time."""
-    run = Run(losses=(shrinking, df.autograd))
-    end = simulated(contract.ROWS[row], run)[-1]
-    assert_close(ranks(contract.ROWS[row], run)[-1], end)
-    still = simulated(contract.ROWS[row])[-1]
-    assert any(not torch.equal(x, y) for x, y in zip(end.params, still.params, strict=True))
+def test_what_cannot_be_overwritten_is_refused():
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).requires_grad_(False))
+    for name in ("0.weight", "2", "1.wei"):
+        with pytest.raises(ValueError, match=r"no frozen parameter has this name.*\['1.bias', '1.weight'\]"):
+            df.functional(net, mse_loss, overwritten=[name])
 
 
 @pytest.mark.parametrize("way", ["eager", "simulated", "compiled, not donated"])
@@ -118,7 +105,7 @@ def test_a_traced_step_that_wrote_over_its_state_says_so(way):
         if way == "simulated":
             state, step, batch = df.stack(state, 2), df.simulate(step, 2), df.stack(batch, 2)
         step = df.compile(step, backend="aot_eager", donate=False) if way.startswith("compiled") else step
-        with pytest.raises(RuntimeError, match=f"wrote over '{name}' of the state.*df.autograd"):
+        with pytest.raises(RuntimeError, match=f"wrote over '{name}' of the state.*with_params"):
             step(state, batch, 0)
 
 
@@ -126,7 +113,7 @@ def test_a_traced_step_that_wrote_over_its_state_says_so(way):
 def test_a_loss_that_begins_to_write_later_is_refused(loss_fn):
     init, step = built(df.autograd(lambda p, batch: loss_fn(p, batch) if batch else p["w"].sum()))
     state, _ = step(init({"w": torch.ones(3)}), False, 0)
-    with pytest.raises(RuntimeError, match="left alone in its first evaluation"):
+    with pytest.raises(RuntimeError, match="the loss wrote over"):
         step(state, True, 1)
 
 
@@ -204,3 +191,14 @@ def test_the_modules_own_weights_may_be_freed_and_tied_ones_stay_tied(around):
         ValueError, match=r"the module has changed since, in \['head.weight'\]; call df.functional again"
     ):
         loss_after_two_steps(around, lambda module: module.to("meta"))
+
+
+def test_a_module_on_the_meta_device_is_refused_and_stays_as_it_is():
+    net = nn.Linear(5, 1)
+    params, buffers, loss_fn = df.functional(net, mse_loss)
+    init, step = built(df.autograd(loss_fn))
+    state = init(params, buffers)
+    net.to("meta")
+    with pytest.raises(ValueError, match=r"the module's tensors are on meta, and cannot hold values that are on cpu"):
+        step(state, BATCH, 0)
+    assert net.weight.is_meta and net.weight.grad is None

@@ -19,10 +19,11 @@ class Made(NamedTuple):
     batch: Callable[[Generator, int], Any]  # of a generator and a step
     criterion: Callable[..., Tensor] | None = None
     forward: Callable[[nn.Module, Any], Any] | None = None
+    overwritten: tuple[str, ...] = ()
 
     @property
     def loss(self) -> dict[str, Any]:
-        return {"criterion": self.criterion, "forward": self.forward}
+        return {"criterion": self.criterion, "forward": self.forward, "overwritten": self.overwritten}
 
 
 class Case(NamedTuple):

@@ -48,12 +48,12 @@ def views(draw, step):
 
 @case("torch")
 def momentum_encoder_in_place():
-    return Made(Momentum(), views, forward=lambda module, batch: module(*batch))
+    return Made(Momentum(), views, forward=lambda module, batch: module(*batch), overwritten=("key",))
 
 
 @case("torch")
 def momentum_encoder_by_data():
-    return Made(MomentumByData(), views, forward=lambda module, batch: module(*batch))
+    return Made(MomentumByData(), views, forward=lambda module, batch: module(*batch), overwritten=("key",))
 
 
 @case("torch")

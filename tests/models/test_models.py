@@ -4,7 +4,7 @@ import pytest
 
 from tests.models.cases import CASES
 from tests.models.registry import import_package
-from tests.models.trial import attempt
+from tests.models.trial import Differs, attempt
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what other packages warn of
 
@@ -17,6 +17,11 @@ CHEAP = (
     "x-transformers-decoder",
     "graph-convolutions",
 )
+
+REFUSED = {"embedding-that-renormalizes", "weights-clipped-by-data", "weights-normalized-by-data"}
+"""They write over trained parameters."""
+SHARED = {"counter-and-running-mean-as-attributes"}
+"""Simulated workers share what it keeps as plain attributes."""
 
 
 def made_by(name):
@@ -32,5 +37,14 @@ def made_by(name):
 @pytest.mark.parametrize("column", ["eager", "simulated"])
 @pytest.mark.parametrize("name", CHEAP)
 def test_a_network_is_trained_as_by_a_plain_loop(name, column):
-    worst = attempt(made_by(name), "autograd", column)
+    case = made_by(name)
+    if name in REFUSED:
+        with pytest.raises(RuntimeError, match="the loss wrote over"):
+            attempt(case, "autograd", column)
+        return
+    if name in SHARED and column == "simulated":
+        with pytest.raises(Differs):
+            attempt(case, "autograd", column)
+        return
+    worst = attempt(case, "autograd", column)
     assert worst is not None and worst <= CASES[name].tolerance

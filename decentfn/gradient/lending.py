@@ -1,0 +1,218 @@
+"""A module that lends its tensors to one worker at a time, and what it keeps among its plain attributes."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import get_ident
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from decentfn.gradient.loss import scalar
+from decentfn.words import brief
+
+_changed = threading.Condition()
+_users: list[tuple[int, frozenset[int], bool]] = []
+"""Threads, the ids of the modules that they use, and whether they lend."""
+
+
+@contextmanager
+def alone(modules: list[nn.Module], lends: bool = True) -> Iterator[None]:
+    """Within, no other thread lends these modules' tensors: it waits. Threads that do not lend may go on together."""
+    own = get_ident(), frozenset(map(id, modules)), lends
+
+    def is_free() -> bool:
+        return all(t == own[0] or ids.isdisjoint(own[1]) or not (lends or other) for t, ids, other in _users)
+
+    with _changed:
+        _changed.wait_for(is_free)
+        _users.append(own)
+    try:
+        yield
+    finally:
+        with _changed:
+            _users.remove(own)
+            _changed.notify_all()
+
+
+_HOOK = -1
+"""Key of a hook before a module's forward that no handle has: those of PyTorch count from 0."""
+
+
+@contextmanager
+def refusing(modules: list[nn.Module]) -> Iterator[None]:
+    """Within, a call of one of these modules by another thread raises: it would see, and change, a worker's values."""
+    thread, own_modules = get_ident(), set(map(id, modules))
+
+    def refuse(module: nn.Module, inputs: Any) -> None:
+        if torch.compiler.is_dynamo_compiling() or get_ident() == thread or id(module) not in own_modules:
+            return  # a copy that the loss makes has this hook too
+        if isinstance(threading.current_thread(), threading._DummyThread):
+            return  # a thread of PyTorch, which computes a forward pass again in a backward pass
+        raise RuntimeError(
+            f"{type(module).__name__}(...): the module was called while another thread takes a training step with it, and has that "
+            "step's weights meanwhile. Evaluate with df.evaluate, or with the loss_fn of df.functional, which wait for one another; "
+            "or call a copy, copy.deepcopy(module), with df.load_state_dict."
+        )
+
+    hooks = [m._forward_pre_hooks for m in modules if not isinstance(m, torch.jit.ScriptModule)]
+    hooks = [own for own in hooks if _HOOK not in own]  # this thread may lend a module that it lends already
+    for own in hooks:
+        own[_HOOK] = refuse
+    try:
+        yield
+    finally:
+        for own in hooks:
+            del own[_HOOK]
+
+
+class Place(NamedTuple):
+    """Where a module has a parameter or a buffer."""
+
+    name: str
+    holder: dict[str, Any]
+    key: str
+    own: Tensor
+
+
+class Lent:
+    """Within, a module's own tensors have these values, until the backward pass is over; afterwards their own again.
+
+    So parameters stay what they are to hooks, lists and tied layers, and what is computed again in the backward pass meets the
+    same values.
+    """
+
+    leaves: dict[str, Tensor]
+    """Where gradients arrive, by name; `gradient(leaf)` is what has arrived."""
+    constant: dict[str, Tensor]
+    """What the loss must leave as it is, by name."""
+
+    def __init__(
+        self, loss_fn: Any, places: list[Place], values: dict[str, Tensor], buffers: dict[str, Tensor]
+    ) -> None:
+        self.own = own_by_name(places)
+        self.leaves, self.constant, self.gradient = {}, {}, loss_fn.gradient
+        self._loss_fn, self._places, self._values, self._buffers = loss_fn, places, values, buffers
+
+    def __enter__(self) -> Lent:
+        lent = [self.own[name] for name in self._values]
+        self._before = [(x, x.data, x.grad if x.is_leaf else None) for x in lent]
+        try:
+            for x, value in zip(lent, self._values.values(), strict=True):
+                if x.is_leaf:
+                    x.grad = None
+                x.data = value
+        except RuntimeError as error:
+            self.__exit__()
+            raise ValueError(
+                f"df.autograd(loss_fn): the module's tensors are on {x.device}, and cannot hold values that are on {value.device}; leave "
+                "the module where it was, and free its memory with p.data = p.new_empty(0) for each parameter."
+            ) from error
+        torch.clear_autocast_cache()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for place in self._replaced():
+            place.holder[place.key] = place.own
+        for x, data, grad in self._before:
+            if x.is_leaf:
+                x.grad = None
+            x.data = data
+            if grad is not None:
+                x.grad = grad
+
+    def _replaced(self) -> list[Place]:
+        """Where another tensor is, or none."""
+        return [p for p in self._places if p.key not in p.holder or p.holder[p.key] is not p.own]
+
+    def of(self, batch: Any) -> tuple[Tensor, Any]:
+        """The loss of a batch and its aux; raises ValueError where a parameter is no longer in its place."""
+        loss, aux = self._loss_fn.of(batch)
+        if replaced := self._replaced():
+            constant = set(map(id, self.constant.values()))
+            self._loss_fn.require_in_place([p.name for p in replaced if id(p.own) in constant])
+        return scalar(loss), aux
+
+    def buffers(self) -> dict[str, Tensor]:
+        """The buffers as the loss left them."""
+        new = {name: self.own[name].data if name in self.own else b for name, b in self._buffers.items()}
+        now = {p.name: p.holder[p.key] for p in self._replaced() if p.key in p.holder}
+        return new | {name: x for name, x in now.items() if name in new and x is not None}
+
+
+def places_of(module: nn.Module, prefix: str = "") -> list[Place]:
+    """Every parameter and buffer of a module, also where one is in several places; names are without the prefix."""
+    return [
+        Place((f"{path}.{key}" if path else key).removeprefix(prefix), holder, key, x)
+        for path, m in module.named_modules()
+        for holder in (m._parameters, m._buffers)
+        for key, x in holder.items()
+        if x is not None
+    ]
+
+
+def own_by_name(places: list[Place]) -> dict[str, Tensor]:
+    """Each tensor by the first of its names."""
+    first: dict[int, Place] = {}
+    for place in places:
+        first.setdefault(id(place.own), place)
+    return {place.name: place.own for place in first.values()}
+
+
+@contextmanager
+def attributes_put_back(name: str, modules: list[nn.Module]) -> Iterator[None]:
+    """No tensor that torch.func made within is left among these modules' plain attributes; one that lives on is refused."""
+    before = [(own, dict(own)) for m in modules for own in (vars(m), m._buffers) if isinstance(own, dict)]
+    contents: list[tuple[Any, Any]] = [
+        (x, copy.copy(x))
+        for _, old in before
+        for key, x in old.items()
+        if type(x) in (list, dict, deque) and key not in _OF_PYTORCH
+    ]
+    buffers = {id(m._buffers) for m in modules}
+    made, lives_on = [], []
+    try:
+        yield
+    finally:
+        for own, old in before:
+            for key in [key for key, x in own.items() if x is not old.get(key) and _holds_tensors(x)]:
+                x, was = own.pop(key), old.get(key)
+                if key in old:
+                    own[key] = was
+                if id(own) in buffers:
+                    made.append(key)
+                elif isinstance(x, Tensor) and not x.requires_grad and isinstance(was, (Tensor, int, float)):
+                    lives_on.append(key)
+        for x, content in contents:
+            if list(map(id, _inside(x))) != list(map(id, _inside(content))) and _holds_tensors(x):
+                x.clear()
+                (x.update if isinstance(x, dict) else x.extend)(content)
+    if made:
+        raise ValueError(
+            f"df.functional({name}): a call made the buffers {brief(sorted(made))}, which the state does not have; "
+            "run the module once on a batch before df.functional, or write df.autograd(loss_fn)."
+        )
+    if lives_on:
+        raise ValueError(
+            f"df.functional({name}): the module keeps tensors from one call to the next as attributes, {brief(sorted(lives_on))}; a "
+            "traced step loses them. Make buffers of them, self.register_buffer(name, tensor), or let them stay in the module, "
+            "df.autograd(loss_fn)."
+        )
+
+
+_OF_PYTORCH = frozenset(vars(nn.Module()))
+
+
+def _inside(x: Any) -> list[Any]:
+    return list(x.values()) if isinstance(x, dict) else list(x) if isinstance(x, (list, tuple, set, deque)) else []
+
+
+def _holds_tensors(x: Any) -> bool:
+    """Return True if a tensor is in it, at any depth, or a weak reference to one."""
+    return isinstance(x() if type(x) is ref else x, Tensor) or any(map(_holds_tensors, _inside(x)))

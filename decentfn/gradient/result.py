@@ -1,0 +1,62 @@
+"""One evaluation of the loss and its gradient, and what a step reports of it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from decentfn import trees
+from decentfn.buckets import Buckets, elementwise, global_norm, where
+from decentfn.trees import PyTree
+
+
+class Metrics(NamedTuple):
+    """What a step reports; each `[N]` first when simulated."""
+
+    loss: Tensor  # 0-d, this worker's, at the parameters that the gradient was taken at
+    aux: PyTree  # what the loss returned beside it, or None
+    grad_norm: Tensor
+    """0-d, l2 norm of this worker's gradient over all parameters, before clipping; inf where a scaled loss's is bad."""
+    guard: Any = None
+    """What `df.guard` has counted so far; None without it."""
+
+
+class Gradient(NamedTuple):
+    """One evaluation of the loss and its gradient."""
+
+    grads: Buckets  # 0 where this worker's own gradient is not finite
+    loss: Tensor  # 0-d
+    aux: PyTree  # [M, ...] of M micro-batches
+    buffers: PyTree = None
+    """The loss's new ones."""
+    used: Buckets | None = None
+    """Bool, for each element whether its leaf has a gradient; None where nobody asks: `df.autograd` with `skip_unused`."""
+    good: Tensor | None = None
+    """0-d bool, whether the gradient is finite; None where nobody asks: the loss is not scaled."""
+    norm: Tensor | None = None
+    """The gradient's own, 0-d, where it was computed to see whether it is finite."""
+
+    @property
+    def metrics(self) -> Metrics:
+        """What a step reports. Ask last: where the norm is computed after the update, one loop does both."""
+        norm = global_norm(self.grads) if self.norm is None else self.norm
+        norm = norm if self.good is None else torch.where(self.good, norm, torch.full_like(norm, float("inf")))
+        return Metrics(self.loss, self.aux, norm)
+
+    def keep(self, new: PyTree, old: PyTree) -> PyTree:
+        """`new`, or `old` where the gradient is bad: what an algorithm remembers of gradients is that of good ones."""
+        return where_good(self.good, new, old)
+
+    def move(self, u: Buckets, opt: PyTree, old: PyTree) -> tuple[Buckets, PyTree]:
+        """The optimizer's update and new state; 0 and the old state where the gradient is bad, or a leaf has none."""
+        nothing = elementwise(torch.zeros_like, u)
+        if (used := self.used) is not None:
+            u, opt = where(used, u, nothing), trees.map_nodes(Buckets, lambda new, old: where(used, new, old), opt, old)
+        return self.keep(u, nothing), self.keep(opt, old)
+
+
+def where_good(condition: Tensor | None, new: PyTree, old: PyTree) -> PyTree:
+    """`new` where the condition (0-d bool) holds or is None, else `old`, leaf by leaf."""
+    return new if condition is None else trees.map(lambda a, b: torch.where(condition, a, b), new, old)
