@@ -26,9 +26,6 @@ def base(num_workers: int, *, k: int = 1) -> Topology:
     Returns:
         Topology of symmetric rounds.
 
-    Raises:
-        ValueError: k < 1.
-
     Source: Takezawa et al., NeurIPS 2023, algorithm 3.
 
     >>> [base(n).period for n in (2, 3, 4, 5, 6, 7, 8)]
@@ -57,9 +54,6 @@ def simple_base(num_workers: int, *, k: int = 1) -> Topology:
     Args:
         num_workers: any N >= 1.
         k: most peers per step, 1 to 64.
-
-    Raises:
-        ValueError: k < 1.
 
     Source: Takezawa et al., NeurIPS 2023, algorithm 2.
     """

@@ -10,22 +10,19 @@ import torch
 from torch import Tensor
 
 from decentfn import draws
-from decentfn.numbers import MOST_WORKERS
+from decentfn.numbers import MOST_WORKERS, require
 from decentfn.topologies.construct import from_edges, from_shifts
 from decentfn.topologies.drawn import from_draw
 from decentfn.topologies.matching import pair_weights
 from decentfn.topologies.registry import register_topology
 from decentfn.topologies.rounds import Topology
-from decentfn.words import brief
 
 
 def _distances(call: str, n: int, m: int | None, seed: int) -> list[int]:
     """M random distances, drawn again until they join all workers (the few even ones of N = 8 might not)."""
     count = max(1, (n - 1).bit_length()) if m is None else m
-    if not 1 <= count <= MOST_WORKERS:
-        raise ValueError(
-            f"{call}(num_workers={n}, M={brief(m)}): M, the number of shifts, is at least 1 and at most {MOST_WORKERS}."
-        )
+    rule = f"M, the number of shifts, is at least 1 and at most {MOST_WORKERS}."
+    require(1 <= count <= MOST_WORKERS, call, rule, num_workers=n, M=m)
     distances: list[int] = []
     for attempt in itertools.count() if n > 1 else ():
         distances = (1 + draws.integers(seed, 0, attempt, (count,), n - 1)).tolist()
@@ -44,14 +41,11 @@ def equitopo_d_static(num_workers: int, *, M: int | None = None, seed: int = 0) 
 
     Args:
         num_workers: N >= 1.
-        M: number of distances; ⌈log2 N⌉ by default.
+        M: number of distances, at least 1; ⌈log2 N⌉ by default.
         seed: any integer.
 
     Returns:
         Topology of period 1, doubly stochastic, not symmetric.
-
-    Raises:
-        ValueError: M < 1.
 
     Source: Song et al., NeurIPS 2022.
     """
@@ -65,17 +59,14 @@ def equitopo_d_static(num_workers: int, *, M: int | None = None, seed: int = 0) 
 
 @register_topology("equitopo-u-static")
 def equitopo_u_static(num_workers: int, *, M: int | None = None, seed: int = 0) -> Topology:
-    """U-EquiStatic: D-EquiStatic symmetrised, (W + Wᵀ)/2.
+    """U-EquiStatic: D-EquiStatic symmetrized, (W + Wᵀ)/2.
 
     Cost per step and worker: at most 2M messages. A static graph for each seed.
 
     Args:
         num_workers: N >= 1.
-        M: number of distances, at most 32; ⌈log2 N⌉ by default.
+        M: number of distances, 1 to 32; ⌈log2 N⌉ by default.
         seed: any integer.
-
-    Raises:
-        ValueError: M < 1, or more than 64 neighbours.
 
     Source: Song et al., NeurIPS 2022.
     """
@@ -86,11 +77,12 @@ def equitopo_u_static(num_workers: int, *, M: int | None = None, seed: int = 0) 
         near = min(a, n - a)
         # At distance N/2 both directions are one edge.
         weight_of[near] = weight_of.get(near, 0.0) + (n - 1) / n / len(distances) / (1 if 2 * a == n else 2)
-    starts = {a: np.arange(n // 2 if 2 * a == n else n) for a in weight_of}
-    u = np.concatenate([np.zeros(0, np.int64), *starts.values()])
-    v = np.concatenate([np.zeros(0, np.int64), *((start + a) % n for a, start in starts.items())])
-    weights = np.concatenate([np.zeros(0), *(np.full(len(start), weight_of[a]) for a, start in starts.items())])
-    return from_edges("equitopo-u-static", [(u, v, weights)], n)
+    u, a, weights = (
+        np.array([(i, a, weight) for a, weight in weight_of.items() for i in range(n // 2 if 2 * a == n else n)])
+        .reshape(-1, 3)
+        .T
+    )
+    return from_edges("equitopo-u-static", [(u, (u + a) % n, weights)], n)
 
 
 @register_topology("equitopo-od-dyn")
@@ -107,9 +99,6 @@ def equitopo_od_dyn(num_workers: int, *, eta: float = 0.5, seed: int = 0) -> Top
     Returns:
         Topology without a period, every round doubly stochastic, not symmetric. In expectation a step contracts the
         squared disagreement by `1 - 2η(1-η)` for large N.
-
-    Raises:
-        ValueError: η outside (0, 1].
 
     Source: Song et al., NeurIPS 2022.
     """
@@ -138,9 +127,6 @@ def equitopo_ou_dyn(num_workers: int, *, eta: float = 0.5, seed: int = 0) -> Top
 
     Returns:
         Topology without a period, every round symmetric.
-
-    Raises:
-        ValueError: η outside (0, 1].
 
     Source: Song et al., NeurIPS 2022.
     """
@@ -184,6 +170,5 @@ def greedy_pairs(n: int, distance: Tensor, start: Tensor) -> Tensor:
 
 
 def _step_weight(call: str, n: int, eta: float) -> float:
-    if not 0 < eta <= 1:
-        raise ValueError(f"{call}(num_workers={n}, eta={eta}): η lies in (0, 1].")
+    require(0 < eta <= 1, call, "η lies in (0, 1].", num_workers=n, eta=eta)
     return eta * (n - 1) / n

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from decentfn.numbers import array
+from decentfn.numbers import array, require
 from decentfn.topologies import matrices
 from decentfn.topologies.construct import from_edges
 from decentfn.topologies.registry import register_topology
@@ -21,39 +21,34 @@ def metropolis_hastings(u: np.ndarray, v: np.ndarray, num_workers: int) -> np.nd
 
 @register_topology("graph")
 def graph(num_workers: int, *, graph: Any, has_weights: bool = False) -> Topology:
-    """Average with all neighbours on a graph in every step, Metropolis-Hastings weights 1/(1 + max(d_i, d_j)).
+    """Average with all neighbors on a graph in every step, Metropolis-Hastings weights 1/(1 + max(d_i, d_j)).
 
-    Cost per step and worker: as many messages as it has neighbours.
+    Cost per step and worker: as many messages as it has neighbors.
 
     Args:
         num_workers: N, the number of the graph's nodes.
-        graph: an undirected networkx graph, or an adjacency matrix `[N, N]`. Nodes that are the numbers 0..N-1 are
-            the workers of that number, others in the order of the graph. Loops do not count.
+        graph: an undirected, connected networkx graph, or an adjacency matrix `[N, N]`, of at most 64 neighbors each. Nodes
+            that are the numbers 0..N-1 are the workers of that number, others in the order of the graph. Loops do not count.
         has_weights: take the edges' own weights, networkx's attribute "weight" or the matrix's entries, as the weights
             of W; a worker keeps what its edges leave of 1.
-
-    Raises:
-        ValueError: directed, not connected, of another size, more than 64 neighbours, or weights beyond 1.
 
     >>> graph(4, graph=[[0, 1, 1, 1], [1, 0, 0, 0], [1, 0, 0, 0], [1, 0, 0, 0]]).degree
     3
     """
     call = f"graph(num_workers={num_workers})"
     u, v, weights, size = _from_networkx(call, graph) if hasattr(graph, "nodes") else _from_matrix(call, graph)
-    if size != num_workers:
-        raise ValueError(f"{call}: the graph has {size} nodes; they are the workers, so N must be {size}.")
-    if not matrices.is_connected(u, v, size):
-        raise ValueError(f"{call}: the graph is not connected, so its parts would never agree; add edges.")
+    require(size == num_workers, call, f"the graph has {size} nodes; they are the workers, so N must be {size}.")
+    is_connected = matrices.is_connected(np.concatenate([u, v]), np.concatenate([v, u]), size)
+    require(is_connected, call, "the graph is not connected, so its parts would never agree; add edges.")
     if not has_weights:
         weights = metropolis_hastings(u, v, size)
-    elif not (weights > 0).all():
-        raise ValueError(f"{call}: has_weights=True, but an edge has no positive weight.")
+    require(bool((weights > 0).all()), call, "has_weights=True, but an edge has no positive weight.")
     return from_edges("graph", [(u, v, weights)], size)
 
 
 def _from_networkx(call: str, graph: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
-    if graph.is_directed():
-        raise ValueError(f"{call}: the graph is directed; use from_matrices with a doubly stochastic matrix.")
+    rule = "the graph is directed; use from_matrices with a doubly stochastic matrix."
+    require(not graph.is_directed(), call, rule)
     nodes = list(graph.nodes)
     if set(nodes) == set(range(len(nodes))):
         nodes = list(range(len(nodes)))
@@ -69,7 +64,7 @@ def _from_networkx(call: str, graph: Any) -> tuple[np.ndarray, np.ndarray, np.nd
 
 def _from_matrix(call: str, graph: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
     matrix = array(call, "graph", graph)
-    if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not np.array_equal(matrix, matrix.T):
-        raise ValueError(f"{call}: an adjacency matrix is square and symmetric; this one is {list(matrix.shape)}.")
+    is_symmetric = matrix.ndim == 2 and np.array_equal(matrix, matrix.T)
+    require(is_symmetric, call, f"an adjacency matrix is square and symmetric; this one is {list(matrix.shape)}.")
     u, v = np.nonzero(np.triu(matrix, 1))
     return u, v, matrix[u, v], matrix.shape[0]

@@ -1,4 +1,4 @@
-"""The hypercube, and its generalisation to sides of up to k + 1."""
+"""The hypercube, and its generalization to sides of up to k + 1."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from functools import lru_cache
 
 import numpy as np
 
-from decentfn.numbers import MOST_WORKERS
+from decentfn.numbers import MOST_WORKERS, require
 from decentfn.topologies.construct import from_edges, from_permutations
 from decentfn.topologies.registry import register_topology
 from decentfn.topologies.rounds import Topology
-from decentfn.words import brief
 
 Edges = tuple[np.ndarray, np.ndarray, np.ndarray]
 """`u, v, weights`, `[E]` each: one round of undirected edges."""
@@ -25,13 +24,9 @@ def hypercube(num_workers: int) -> Topology:
 
     Args:
         num_workers: N, a power of two.
-
-    Raises:
-        ValueError: N is not a power of two.
     """
-    n = num_workers
-    if n & (n - 1):
-        raise ValueError(f"hypercube(num_workers={n}): corners of a cube are a power of two; use 'torus' or 'base'.")
+    n, rule = num_workers, "corners of a cube are a power of two; use 'torus' or 'base'."
+    require(n & (n - 1) == 0, "hypercube", rule, num_workers=n)
     bits = 1 << np.arange(n.bit_length() - 1)
     weights = np.full((1, n, len(bits) + 1), 1 / (len(bits) + 1))
     return from_permutations("hypercube", (np.arange(n)[:, None] ^ bits)[None], weights)
@@ -46,9 +41,6 @@ def hyper_hypercube(num_workers: int, *, k: int = 1) -> Topology:
     Args:
         num_workers: N, without prime factors above k + 1.
         k: most peers per step, 1 to 64.
-
-    Raises:
-        ValueError: N has a prime factor above k + 1, or k < 1.
 
     Source: Takezawa et al., NeurIPS 2023.
 
@@ -67,10 +59,8 @@ def hyper_hypercube(num_workers: int, *, k: int = 1) -> Topology:
 
 def check_peers(call: str, n: int, k: int) -> None:
     """Raise unless k, the most peers per step, is in range."""
-    if not 1 <= k <= MOST_WORKERS:
-        raise ValueError(
-            f"{call}(num_workers={n}, k={brief(k)}): k, the most peers of a step, is at least 1 and at most {MOST_WORKERS}."
-        )
+    rule = f"k, the most peers of a step, is at least 1 and at most {MOST_WORKERS}."
+    require(1 <= k <= MOST_WORKERS, call, rule, num_workers=n, k=k)
 
 
 def hyper_hypercube_rounds(nodes: np.ndarray, k: int) -> list[Edges] | None:

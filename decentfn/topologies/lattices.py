@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 
+from decentfn.numbers import require
 from decentfn.topologies.construct import from_edges
 from decentfn.topologies.graphs import metropolis_hastings
 from decentfn.topologies.registry import register_topology
@@ -14,18 +15,15 @@ from decentfn.topologies.rounds import Topology
 
 @register_topology("torus")
 def torus(num_workers: int, *, rows: int | None = None) -> Topology:
-    """Average with the neighbours on a grid whose sides are glued: weights 1/5 where both sides are at least 3.
+    """Average with the neighbors on a grid whose sides are glued: weights 1/5 where both sides are at least 3.
 
-    A side of 2 has one neighbour along it, not two, so the weights are 1/(1 + neighbours), 1/4 or 1/3; a side of 1 none
+    A side of 2 has one neighbor along it, not two, so the weights are 1/(1 + neighbors), 1/4 or 1/3; a side of 1 none
     (a prime number of workers is a ring). Spectral gap (2 - 2 cos(2π / longest side)) / 5 for sides of at least 3.
     Cost per step and worker: four messages at most.
 
     Args:
         num_workers: N = rows x columns; worker `r * columns + c` is in row r, column c.
-        rows: the number of rows; by default the largest divisor of N that is at most √N.
-
-    Raises:
-        ValueError: rows does not divide N.
+        rows: the number of rows, a divisor of N; by default the largest that is at most √N.
 
     >>> torus(25).degree
     4
@@ -38,16 +36,13 @@ def torus(num_workers: int, *, rows: int | None = None) -> Topology:
 
 @register_topology("grid")
 def grid(num_workers: int, *, rows: int | None = None) -> Topology:
-    """Average with the neighbours on a grid with borders, Metropolis-Hastings weights 1/(1 + max(d_i, d_j)).
+    """Average with the neighbors on a grid with borders, Metropolis-Hastings weights 1/(1 + max(d_i, d_j)).
 
     Cost per step and worker: four messages at most.
 
     Args:
         num_workers: N = rows x columns; worker `r * columns + c` is in row r, column c.
-        rows: the number of rows; by default the largest divisor of N that is at most √N.
-
-    Raises:
-        ValueError: rows does not divide N.
+        rows: the number of rows, a divisor of N; by default the largest that is at most √N.
     """
     number, _ = _numbered("grid", num_workers, rows)
     return _from_links("grid", (number[:-1], number[1:]), (number[:, :-1], number[:, 1:]), num_workers)
@@ -56,8 +51,8 @@ def grid(num_workers: int, *, rows: int | None = None) -> Topology:
 def _numbered(name: str, n: int, rows: int | None) -> tuple[np.ndarray, tuple[int, int]]:
     if rows is None:
         rows = next(r for r in range(math.isqrt(n), 0, -1) if n % r == 0)
-    if rows < 1 or n % rows:
-        raise ValueError(f"{name}(num_workers={n}, rows={rows}): the rows must divide the workers; leave rows out.")
+    is_divisor = rows >= 1 and n % rows == 0
+    require(is_divisor, name, "the rows must divide the workers; leave rows out.", num_workers=n, rows=rows)
     return np.arange(n).reshape(rows, n // rows), (rows, n // rows)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from decentfn.numbers import require
 from decentfn.topologies.construct import MOST_MESSAGES, from_edges
 from decentfn.topologies.graphs import metropolis_hastings
 from decentfn.topologies.registry import register_topology
@@ -14,20 +15,14 @@ from decentfn.topologies.rounds import Topology
 def star(num_workers: int) -> Topology:
     """Worker 0 averages with everyone, the others with worker 0 alone: Metropolis-Hastings weights 1/N.
 
-    Spectral gap 1/N. Cost per step: N - 1 messages to and from the centre, which holds them all at once, so N <= 65.
+    Spectral gap 1/N. Cost per step: N - 1 messages to and from the center, which holds them all at once, so N <= 65.
 
     Args:
         num_workers: N, 1 to 65.
-
-    Raises:
-        ValueError: N > 65.
     """
     n = num_workers
-    if n - 1 > MOST_MESSAGES:
-        raise ValueError(
-            f"star(num_workers={n}): the centre would hold {n - 1} messages at once, more than {MOST_MESSAGES}; use "
-            "'complete' (an all-reduce) or 'binary-tree'."
-        )
+    rule = f"the center would hold {n - 1} messages at once, more than {MOST_MESSAGES}; use 'complete' (an all-reduce) or 'binary-tree'."
+    require(n - 1 <= MOST_MESSAGES, "star", rule, num_workers=n)
     leaves = np.arange(1, n)
     return from_edges("star", [(np.zeros_like(leaves), leaves, metropolis_hastings(leaves * 0, leaves, n))], n)
 
