@@ -51,7 +51,7 @@ def require_scalars(call: str, **scalars: Scalar) -> None:
     """Raise ValueError unless each is a number >= 0, or a function of the count."""
     for name, value in scalars.items():
         rule = "a finite number >= 0, or a function of the update count that returns one (see decentfn.schedules)"
-        require(callable(value) or value >= 0, call, f"{name} is {rule}.", **{name: value})
+        require(callable(value) or real(call, name, value) >= 0, call, f"{name} is {rule}.", **{name: value})
 
 
 def unless_zero(scalar: Scalar, transform: Callable[[], Transform]) -> tuple[Transform, ...]:
