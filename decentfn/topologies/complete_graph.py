@@ -13,9 +13,6 @@ def complete(num_workers: int) -> Topology:
 
     Cost per step and worker: an all-reduce, 2(N-1)/N payloads; no messages.
 
-    Args:
-        num_workers: N >= 1.
-
     >>> complete(8).period
     1
     """

@@ -37,15 +37,12 @@ def equitopo_d_static(num_workers: int, *, M: int | None = None, seed: int = 0) 
 
     Distances that leave the graph in parts are drawn again.
 
-    Cost per step and worker: M messages (fewer where distances repeat). A static graph for each seed.
+    Cost per step and worker: M messages (fewer where distances repeat). A static graph for each seed, not symmetric.
 
     Args:
         num_workers: N >= 1.
         M: number of distances, at least 1; ⌈log2 N⌉ by default.
         seed: any integer.
-
-    Returns:
-        Topology of period 1, doubly stochastic, not symmetric.
 
     Source: Song et al., NeurIPS 2022.
     """
@@ -89,16 +86,13 @@ def equitopo_u_static(num_workers: int, *, M: int | None = None, seed: int = 0) 
 def equitopo_od_dyn(num_workers: int, *, eta: float = 0.5, seed: int = 0) -> Topology:
     """OD-EquiDyn: `W_t = (1-η) I + η (I/N + (N-1)/N P^a)`, the distance a drawn anew in every step.
 
-    Cost per step and worker: one message. A function of (seed, t), the same on every worker.
+    In expectation a step contracts the squared disagreement by `1 - 2η(1-η)` for large N.
+    Cost per step and worker: one message. A function of (seed, t), the same on every worker; rounds are not symmetric.
 
     Args:
         num_workers: N >= 1.
         eta: η in (0, 1].
         seed: any integer.
-
-    Returns:
-        Topology without a period, every round doubly stochastic, not symmetric. In expectation a step contracts the
-        squared disagreement by `1 - 2η(1-η)` for large N.
 
     Source: Song et al., NeurIPS 2022.
     """
@@ -125,48 +119,21 @@ def equitopo_ou_dyn(num_workers: int, *, eta: float = 0.5, seed: int = 0) -> Top
         eta: η in (0, 1].
         seed: any integer.
 
-    Returns:
-        Topology without a period, every round symmetric.
-
     Source: Song et al., NeurIPS 2022.
     """
     n, weight = num_workers, _step_weight("equitopo_ou_dyn", num_workers, eta)
 
     def draw(t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        distance = 1 + draws.integers(seed, t, 0, (), n - 1)
-        start = draws.integers(seed, t, 1, (), n)
-        return pair_weights(greedy_pairs(n, distance, start), weight)
+        distance = 1 + int(draws.integers(seed, t, 0, (), n - 1))
+        start = int(draws.integers(seed, t, 1, (), n))
+        partner = list(range(n))
+        for i in (*range(start, n), *range(start)):
+            j = (i + distance) % n
+            if partner[i] == i and partner[j] == j:
+                partner[i], partner[j] = j, i
+        return pair_weights(torch.tensor(partner), weight)
 
     return from_draw("equitopo-ou-dyn", n, draw)
-
-
-def greedy_pairs(n: int, distance: Tensor, start: Tensor) -> Tensor:
-    """Who pairs with whom if start, start + 1, ... (mod n) in turn take the worker at `distance`, where both are free.
-
-    In closed form. Count workers from the start. For a distance a <= n/2, the first a workers take the next a, the
-    third block of a the fourth, and so on; what has no full partner rests. A distance above n/2 is b = n - a backwards:
-    the first b workers take the last b; between them, each block of b takes the one after it as before.
-
-    Args:
-        n: number of workers.
-        distance: a, 0-d int64 in 1..n-1.
-        start: 0-d int64.
-
-    Returns:
-        `[n]` int64, its own inverse; a worker that rests is its own partner.
-    """
-    worker = torch.arange(n)
-    place = (worker - start) % n
-    is_far = 2 * distance > n
-    block = torch.where(is_far, n - distance, distance)
-    ends = torch.where(is_far, block, 0)  # workers at either end that pair with each other
-    inner, count = place - ends, n - 2 * ends
-    is_first = (inner // block) % 2 == 0
-    partner = torch.where(is_first, place + block, place - block)
-    partner = torch.where(is_first & (inner + block >= count), place, partner)
-    partner = torch.where(place < ends, place + distance, partner)
-    partner = torch.where(place >= n - ends, place - distance, partner)
-    return (partner + start) % n
 
 
 def _step_weight(call: str, n: int, eta: float) -> float:

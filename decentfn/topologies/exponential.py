@@ -27,12 +27,6 @@ def static_exp(num_workers: int) -> Topology:
 
     Spectral gap 2/(1 + τ) for even N. Cost per step and worker: τ messages.
 
-    Args:
-        num_workers: N >= 1.
-
-    Returns:
-        Topology of period 1, doubly stochastic, not symmetric.
-
     Source: Ying et al., NeurIPS 2021.
 
     >>> static_exp(16).degree
@@ -46,13 +40,10 @@ def static_exp(num_workers: int) -> Topology:
 def one_peer_exp_directed(num_workers: int) -> Topology:
     """Average with one peer at distance 2^k, cycling over k: `W = (I + P^(2^k)) / 2`.
 
-    Log2(N) rounds give the exact mean when N is a power of two. Cost per step and worker: one message.
+    ⌈log2 N⌉ rounds, which give the exact mean when N is a power of two. Cost per step and worker: one message.
 
     Args:
         num_workers: N >= 1; the exact mean needs a power of two.
-
-    Returns:
-        Topology of period ⌈log2 N⌉, doubly stochastic, not symmetric.
 
     Source: Ying et al., NeurIPS 2021.
 
@@ -89,12 +80,6 @@ def ceca(num_workers: int) -> Topology:
     CECA itself updates two buffers by these messages and holds the exact mean after ⌈log2 N⌉ rounds; one buffer, as all
     algorithms here keep, does so where N is a power of two.
     Cost per step and worker: one message.
-
-    Args:
-        num_workers: N >= 1.
-
-    Returns:
-        Topology of period ⌈log2 N⌉, doubly stochastic, not symmetric.
 
     Source: Ding et al., 2023.
 

@@ -23,15 +23,12 @@ def pair_weights(partner: Tensor, weight: float) -> tuple[Tensor, Tensor, Tensor
 def random_matching(num_workers: int, *, seed: int = 0) -> Topology:
     """Random pairs, new in every step, weight 1/2; with an odd number one worker rests.
 
+    In expectation a step contracts the squared disagreement by 1/2 for large N.
     Cost per step and worker: one message. A function of (seed, t), the same on every worker.
 
     Args:
         num_workers: N >= 1.
         seed: any integer.
-
-    Returns:
-        Topology without a period, every round symmetric. In expectation a step contracts the squared disagreement by
-        1/2 for large N.
     """
     n = num_workers
     place = torch.arange(n)
