@@ -136,13 +136,13 @@ def _read(log: Any) -> list[Any]:
 
 
 def _numbers(call: str, what: str, values: Any, shapes: str) -> np.ndarray:
-    rows, found = values, np.empty(0)
+    def plain(x: Any) -> Any:
+        return x.detach().cpu().double() if hasattr(x, "detach") else x
+
+    found = np.empty(0)
     with suppress(TypeError, ValueError):
-        if isinstance(values, Sequence) and not isinstance(values, str):
-            rows = [np.asarray(row.detach().cpu().double() if hasattr(row, "detach") else row) for row in values]
-        elif hasattr(values, "detach"):
-            rows = values.detach().cpu().double()
-        found = np.asarray(rows, dtype=np.float64)
+        is_list = isinstance(values, Sequence) and not isinstance(values, str)
+        found = np.asarray([plain(row) for row in values] if is_list else plain(values), dtype=np.float64)
     is_right = found.size > 0 and found.ndim in ((1, 2) if "N" in shapes else (1,))
     require(is_right, f"df.plots.{call}", f"expected numbers {shapes}, a row for every step.", **{what: values})
     return found

@@ -260,7 +260,7 @@ class _Schedule:
         """The largest eigenvalue and its vector (ARPACK)."""
         from scipy.sparse.linalg import LinearOperator, eigsh
 
-        n = self.num_workers
-        operator: Any = LinearOperator((n, n), matvec=lambda x: apply(x.ravel()), dtype=np.float64)
+        kernel: Any = LinearOperator
+        operator = kernel((self.num_workers,) * 2, matvec=lambda x: apply(x.ravel()), dtype=np.float64)
         values, vectors = eigsh(operator, 1, which="LA", v0=self.random(1)[:, 0], ncv=_KRYLOV)
         return float(values[0]), vectors[:, 0]

@@ -198,9 +198,10 @@ def _rearranged(
 
     def round_of(t: Tensor) -> Round:
         this = topology.round(t)
-        sources, destinations, weights, groups, means = (None if x is None else x[rows] for x in this[:5])
-        groups = None if groups is None else grouped(groups)
-        return Round(peers(sources), peers(destinations), weights, groups, means, this.is_active)
+        sources, destinations = peers(this.sources[rows]), peers(this.destinations[rows])
+        groups = None if this.groups is None else grouped(this.groups[rows])
+        means = None if this.mean_weights is None else this.mean_weights[rows]
+        return Round(sources, destinations, this.weights[rows], groups, means, this.is_active)
 
     return from_rounds(
         topology.name,
