@@ -31,10 +31,6 @@ def training_curves(
         name: what the values are, for the axis; with its unit if it has one.
         axes: where to draw; by default on a figure of its own.
         color: of the mean; the workers' lines are paler.
-
-    Raises:
-        ValueError: values without rows, or not `[T, N]` numbers; steps of another length.
-        ModuleNotFoundError: matplotlib is not installed.
     """
     rows = _numbers("training_curves", "values", values, "[T] or [T, N]")
     rows = rows[:, None] if rows.ndim == 1 else rows
@@ -59,10 +55,6 @@ def consensus(distances: Any, *, steps: Any = None, axes: Axes | None = None) ->
             equal (0) a curve ends.
         steps: `[T]`, the steps; by default 0, 1, 2, ...
         axes: where to draw; by default on a figure of its own.
-
-    Raises:
-        ValueError: no curve, or one that is not `[T]` numbers; steps of another length.
-        ModuleNotFoundError: matplotlib is not installed.
     """
     named = distances if isinstance(distances, Mapping) else {None: distances}
     require(len(named) > 0, "df.plots.consensus({})", "there is no curve to draw; give at least one, {'ring': [...]}.")
@@ -86,11 +78,6 @@ def run(log: str | os.PathLike[str] | Iterable[Mapping[str, Any]]) -> Figure:
         log: a file of JSON lines, as `examples/train_lm.py` writes it, or the same as dictionaries. Lines with a `step` and a
             `loss` count: a number, a list with one per worker, or `{"min", "mean", "max"}` over the workers, beside which
             `losses` may have the list; with a `consensus_distance` there is a second panel.
-
-    Raises:
-        ValueError: the file is not JSON lines, or has no line with a step and a loss.
-        OSError: there is no such file.
-        ModuleNotFoundError: matplotlib is not installed.
     """
     lines = [line for line in _read(log) if isinstance(line, Mapping) and "step" in line and "loss" in line]
     form = '{"step": 0, "loss": {"min": 5.1, "mean": 5.2, "max": 5.3}, "consensus_distance": 0.1}'

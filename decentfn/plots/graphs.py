@@ -33,9 +33,6 @@ def topology(topology: topologies.Topology, phases: Sequence[int] | None = None)
         phases: the steps t to show, at most 12. By default the whole period, or its first 12 phases; of a random schedule the
             first 4 steps.
 
-    Raises:
-        ValueError: too many workers or phases, or a phase that is no step.
-        ModuleNotFoundError: matplotlib is not installed.
 
     >>> import decentfn as df
     >>> figure = df.plots.topology(df.topology("one-peer-exp", 8))
@@ -75,10 +72,6 @@ def graph(topology: topologies.Topology, t: int, axes: Axes | None = None) -> Fi
         topology: of at most 256 workers.
         t: the step.
         axes: where to draw; by default on a figure of its own.
-
-    Raises:
-        ValueError: no topology, too many workers, or a `t` that is no step.
-        ModuleNotFoundError: matplotlib is not installed.
     """
     _check("graph", topology)
     step = _step("graph", t)
@@ -94,10 +87,6 @@ def matrix(topology: topologies.Topology, t: int, axes: Axes | None = None) -> F
         topology: of any number of workers.
         t: the step.
         axes: where to draw; by default on a figure of its own.
-
-    Raises:
-        ValueError: no topology, or a `t` that is no step.
-        ModuleNotFoundError: matplotlib is not installed.
     """
     _check("matrix", topology, most=None)
     step, is_mine = _step("matrix", t), axes is None

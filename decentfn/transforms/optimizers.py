@@ -96,7 +96,7 @@ def adam(
     Source: Kingma and Ba, ICLR 2015; torch.optim.Adam.
     """
     _require("adam", learning_rate, weight_decay, mask, b1, b2, eps)
-    return _l2(scale_by_adam(b1, b2, eps), learning_rate, weight_decay, mask)
+    return _with_decay(learning_rate, weight_decay, mask, scale_by_adam(b1, b2, eps), is_decoupled=False)
 
 
 @checks_numbers
@@ -113,7 +113,7 @@ def adamw(
     Source: Loshchilov and Hutter, ICLR 2019; torch.optim.AdamW.
     """
     _require("adamw", learning_rate, weight_decay, mask, b1, b2, eps)
-    return _decoupled(scale_by_adam(b1, b2, eps), learning_rate, weight_decay, mask)
+    return _with_decay(learning_rate, weight_decay, mask, scale_by_adam(b1, b2, eps), is_decoupled=True)
 
 
 @checks_numbers
@@ -141,7 +141,9 @@ def accum_adam(
     Source: Wang et al., ICLR 2025 (Decent-DP).
     """
     _require("accum_adam", learning_rate, weight_decay, mask, b1, b2, eps, accum_iter)
-    return _l2(scale_by_accum_adam(b1, b2, eps, accum_iter), learning_rate, weight_decay, mask)
+    return _with_decay(
+        learning_rate, weight_decay, mask, scale_by_accum_adam(b1, b2, eps, accum_iter), is_decoupled=False
+    )
 
 
 @checks_numbers
@@ -159,7 +161,9 @@ def accum_adamw(
     Source: Wang et al., ICLR 2025 (Decent-DP).
     """
     _require("accum_adamw", learning_rate, weight_decay, mask, b1, b2, eps, accum_iter)
-    return _decoupled(scale_by_accum_adam(b1, b2, eps, accum_iter), learning_rate, weight_decay, mask)
+    return _with_decay(
+        learning_rate, weight_decay, mask, scale_by_accum_adam(b1, b2, eps, accum_iter), is_decoupled=True
+    )
 
 
 @checks_numbers
@@ -223,14 +227,12 @@ def _direction(grads: Buckets, mu: Buckets, nu: Buckets, k: Tensor, b1: float, b
     return elementwise(one, grads, mu, nu)
 
 
-def _l2(direction: Transform, learning_rate: Scalar, weight_decay: Scalar, mask: Mask | None) -> Transform:
+def _with_decay(
+    learning_rate: Scalar, weight_decay: Scalar, mask: Mask | None, direction: Transform, *, is_decoupled: bool
+) -> Transform:
     decay = unless_zero(weight_decay, lambda: add_decayed_weights(weight_decay, mask))
-    return chain(*decay, direction, scale_by_learning_rate(learning_rate))
-
-
-def _decoupled(direction: Transform, learning_rate: Scalar, weight_decay: Scalar, mask: Mask | None) -> Transform:
-    decay = unless_zero(weight_decay, lambda: add_decayed_weights(weight_decay, mask))
-    return chain(direction, *decay, scale_by_learning_rate(learning_rate))
+    parts = (direction, *decay) if is_decoupled else (*decay, direction)
+    return chain(*parts, scale_by_learning_rate(learning_rate))
 
 
 def _require(call: str, learning_rate: Scalar, weight_decay: Scalar, mask: Mask | None, *adam: float) -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from decentfn import trees
 from decentfn.buckets import Buckets, Mask, Plan, elements
@@ -72,6 +73,19 @@ def require_descent(optimizer: Any, plan: Plan | None = None) -> None:
     rule = f"its updates are added to {leaf} and point along the gradient, so the loss would grow"
     way_out = "end the chain with what descends: df.chain(df.clip_by_global_norm(1.0), df.sgd(0.1))."
     require(leaf is None, "optimizer", f"{rule}; {way_out}")
+
+
+class MixContext(NamedTuple):
+    """One worker's view of the mix of this step: `x̃ = weights[0] x + Σ_k weights[1 + k] inbox_k + mean_weight mean`."""
+
+    # Per bucket [K, D] in the wire's dtype: slot k's message, zeros where nothing was sent; () if K = 0.
+    inboxes: tuple[Tensor, ...]
+    sources: Tensor  # [K] int64, whom slot k's message is from; -1 is nobody, the own number a message to oneself
+    weights: Tensor  # [K+1] float64, own weight first
+    means: tuple[Tensor, ...]  # per bucket [D]: the mean over this worker's group, itself included; () without groups
+    members: Tensor | None  # [N] bool, who is in this worker's group; None without groups
+    mean_weight: Tensor | None  # 0-d float64, the weight of the group's mean
+    plan: Plan  # which leaf lies where in a bucket
 
 
 class MixAware(MaskedTransform):
