@@ -2,12 +2,21 @@
 
 from decentfn.topologies.certificates import Certificate, certificate, consensus_steps, spectral_gap
 from decentfn.topologies.combine import alternate, every, later, nth_round, paused, pga, relabel
-from decentfn.topologies.complete_graph import complete
 from decentfn.topologies.construct import from_edges, from_groups, from_matrices, from_permutations, from_shifts, idle
 from decentfn.topologies.drawn import from_draw, from_rounds
 from decentfn.topologies.equitopo import equitopo_d_static, equitopo_od_dyn, equitopo_ou_dyn, equitopo_u_static
 from decentfn.topologies.exponential import ceca, one_peer_exp, one_peer_exp_directed, p_peer_exp, static_exp
-from decentfn.topologies.graphs import binary_tree, double_binary_tree, graph, grid, ring, star, static_ring, torus
+from decentfn.topologies.graphs import (
+    binary_tree,
+    complete,
+    double_binary_tree,
+    graph,
+    grid,
+    ring,
+    star,
+    static_ring,
+    torus,
+)
 from decentfn.topologies.graphs import chain as chain
 from decentfn.topologies.hierarchies import alternating_exp_ring, hierarchical
 from decentfn.topologies.hypercubes import base, hyper_hypercube, hypercube, simple_base

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from decentfn.numbers import checks_numbers, require, require_at_most, whole
-from decentfn.topologies.complete_graph import complete
 from decentfn.topologies.construct import idle
 from decentfn.topologies.drawn import from_rounds
+from decentfn.topologies.graphs import complete
 from decentfn.topologies.rounds import Round, Topology, require_topology
 
 _MOST_STEPS = 2**31 - 1

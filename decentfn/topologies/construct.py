@@ -39,11 +39,8 @@ def from_permutations(name: str, sources: object, weights: object, *, is_column_
     """
     s = torch.from_numpy(array(name, "sources", sources, np.int64))
     w = torch.from_numpy(array(name, "weights", weights))
-    if s.dim() != 3 or w.shape != (*s.shape[:2], s.shape[2] + 1):
-        raise ValueError(
-            f"{name}: sources {list(s.shape)} and weights {list(w.shape)} must be [P, N, K] and [P, N, K+1], "
-            "own weight first."
-        )
+    rule = f"sources {list(s.shape)} and weights {list(w.shape)} must be [P, N, K] and [P, N, K+1], own weight first."
+    require(s.dim() == 3 and w.shape == (*s.shape[:2], s.shape[2] + 1), name, rule)
     require(s.shape[0] > 0, name, "no phase; a schedule has at least one.")
     n = s.shape[1]
     if s.numel() and not (s.min() >= 0 and s.max() < n):
@@ -79,8 +76,8 @@ def from_matrices(name: str, matrices: object, *, is_column_stochastic: bool = F
     """
     stack = array(name, "matrices", matrices)
     stack = stack[None] if stack.ndim == 2 else stack
-    if stack.ndim != 3 or stack.shape[1] != stack.shape[2] or not stack.shape[0]:
-        raise ValueError(f"{name}: matrices of shape {list(stack.shape)}; mixing matrices are [P, N, N] or [N, N].")
+    are_square = stack.ndim == 3 and stack.shape[1] == stack.shape[2] and len(stack) > 0
+    require(are_square, name, f"matrices of shape {list(stack.shape)}; mixing matrices are [P, N, N] or [N, N].")
     return _padded(name, [weighted_permutations(w) for w in stack], is_column_stochastic)
 
 
@@ -134,20 +131,21 @@ def from_groups(name: str, phases: Sequence[Sequence[Edge]], num_workers: int) -
 
 
 def _edge(name: str, edge: Edge | tuple[Sequence[int], float | None]) -> tuple[list[int], float]:
-    if len(_require_listed(name, "an edge", edge)) != 2 or not len(_require_listed(name, "an edge's workers", edge[0])):
+    is_pair = len(_require_listed(name, "an edge", edge)) == 2
+    is_edge = is_pair and len(_require_listed(name, "an edge's workers", edge[0])) > 0
+    if not is_edge:
         raise ValueError(f"{name}: the edge {brief(edge)} is not Edge(ranks, weight), of one rank at least.")
     ranks, weight = [whole(name, "ranks", rank) for rank in edge[0]], edge[1]
     weight = 1 / len(ranks) if weight is None else real(name, "weight", weight)
-    if not 0 <= weight <= 1 or (len(ranks) == 1 and weight != 1):
-        raise ValueError(
-            f"{name}: Edge({ranks}, weight={weight}): the own weight lies in [0, 1] and is 1 for a single worker."
-        )
+    is_share = 0 <= weight <= 1 and (len(ranks) > 1 or weight == 1)
+    rule = "the own weight lies in [0, 1] and is 1 for a single worker."
+    require(is_share, name, f"Edge({ranks}, weight={weight}): {rule}")
     return ranks, weight
 
 
 def _require_listed(name: str, what: str, given: Any) -> Any:
-    is_list = isinstance(given, (Sequence, np.ndarray, Tensor)) and not isinstance(given, str)
-    require(is_list, name, f"{what} is {brief(given)}, not a list.")
+    if not isinstance(given, (Sequence, np.ndarray, Tensor)) or isinstance(given, str):
+        raise ValueError(f"{name}: {what} is {brief(given)}, not a list.")
     return given
 
 
@@ -181,7 +179,7 @@ def from_edges(name: str, rounds: Sequence[tuple[ArrayLike, ArrayLike, ArrayLike
                 f"{name}: round {p} is {brief(edges)}; an edge joins two of the workers 0..{num_workers - 1}."
             )
         degrees = np.bincount(np.concatenate([u, v]), minlength=num_workers)
-        if degrees.max(initial=0) > MOST_MESSAGES:
+        if degrees.max() > MOST_MESSAGES:
             raise ValueError(
                 f"{name}: worker {degrees.argmax()} would hold {degrees.max()} messages at once in phase {p}, more "
                 f"than {MOST_MESSAGES}; use 'complete' (an all-reduce), 'base' or 'binary-tree'."
@@ -212,8 +210,8 @@ def from_shifts(name: str, rounds: Sequence[Mapping[int, float]], num_workers: i
     require_at_most(name, MOST_WORKERS, num_workers=num_workers)
     n, tables = num_workers, []
     for shifts in _require_listed(name, "rounds", rounds):
-        is_dict = isinstance(shifts, Mapping)
-        require(is_dict, name, f"a round is {brief(shifts)}; it is a dict of shifts and weights, {{1: 0.5}}.")
+        if not isinstance(shifts, Mapping):
+            raise ValueError(f"{name}: a round is {brief(shifts)}; it is a dict of shifts and weights, {{1: 0.5}}.")
         weight_of: dict[int, float] = {}
         for shift, weight in ((whole(name, "shift", s), real(name, "weight", w)) for s, w in shifts.items()):
             if shift % n:

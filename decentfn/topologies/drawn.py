@@ -105,8 +105,8 @@ def from_rounds(
     me = torch.arange(num_workers)[:, None]
     sources = torch.stack([this.heard for this in drawn])
     destinations = torch.stack([torch.where(this.destinations < 0, me, this.destinations) for this in drawn])
-    if not torch.equal(sources.gather(1, destinations), me.expand_as(sources)):
-        raise ValueError(f"{name}: a round's destinations are not the inverse of its sources.")
+    are_inverse = torch.equal(sources.gather(1, destinations), me.expand_as(sources))
+    require(are_inverse, name, "a round's destinations are not the inverse of its sources.")
     weights = torch.stack([this.weights for this in drawn])
     rows, mean_weights = None, None
     if groups is not None:

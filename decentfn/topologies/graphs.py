@@ -71,6 +71,18 @@ def _from_matrix(call: str, graph: Any) -> tuple[np.ndarray, np.ndarray, np.ndar
     return u, v, matrix[u, v], matrix.shape[0]
 
 
+@register_topology("complete")
+def complete(num_workers: int) -> Topology:
+    """Average with everyone, weight 1/N: `W = J`.
+
+    Cost per step and worker: an all-reduce, 2(N-1)/N payloads; no messages.
+
+    >>> complete(8).period
+    1
+    """
+    return from_groups("complete", [[Edge(range(num_workers))]], num_workers)
+
+
 @register_topology("ring")
 def ring(num_workers: int) -> Topology:
     """Average with the right neighbor, then with the left: (0 1)(2 3)..., then (0 N-1)(1 2)...; weight 1/2.
