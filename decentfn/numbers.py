@@ -56,6 +56,13 @@ def require_at_most(call: str, most: int, **counts: int) -> None:
             raise ValueError(f"{call}({name}={brief(count)}): {name} is an integer >= 1, at most {most}.")
 
 
+def require(holds: bool, call: str, rule: str, **values: Any) -> None:
+    """Raise ValueError unless `holds`: the call with these values of its arguments, then the rule."""
+    if not holds:
+        given = ", ".join(f"{name}={brief(value)}" for name, value in values.items())
+        raise ValueError(f"{call}({given}): {rule}" if given else f"{call}: {rule}")
+
+
 def array(name: str, what: str, values: object, dtype: type = np.float64) -> np.ndarray:
     """A copy as numbers, integers where `dtype` says so, or a ValueError that says what is none."""
     try:

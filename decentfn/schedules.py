@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from decentfn.numbers import checks_numbers, real, whole
-from decentfn.words import brief
+from decentfn.numbers import checks_numbers, real, require, whole
 
 Schedule = Callable[[Tensor], Tensor]
 
@@ -91,10 +90,9 @@ def cosine_with_warmup(
     """
     _check_values("cosine_with_warmup", learning_rate=learning_rate, cosine_eta_min=cosine_eta_min)
     _check_steps("cosine_with_warmup", "t_max", t_max)
-    if t_warmup < 0:
-        raise ValueError(f"cosine_with_warmup(t_warmup={t_warmup!r}): t_warmup is an integer >= 0; 0 is no warm-up.")
-    if not 0 <= warmup_decay <= 1:
-        raise ValueError(f"cosine_with_warmup(warmup_decay={warmup_decay!r}): warmup_decay is in [0, 1].")
+    require(t_warmup >= 0, "cosine_with_warmup", "t_warmup is >= 0; 0 is no warm-up.", t_warmup=t_warmup)
+    in_range = 0 <= warmup_decay <= 1
+    require(in_range, "cosine_with_warmup", "warmup_decay is in [0, 1].", warmup_decay=warmup_decay)
 
     def schedule(count: Tensor) -> Tensor:
         u = _float(count)
@@ -118,8 +116,7 @@ def exponential_decay(start: float, rate: float, steps: int, staircase: bool = F
     """
     _check_values("exponential_decay", start=start)
     _check_steps("exponential_decay", "steps", steps)
-    if not 0 < rate < math.inf:
-        raise ValueError(f"exponential_decay(rate={rate!r}): rate is positive and finite; below 1 the value falls.")
+    require(rate > 0, "exponential_decay", "rate is positive and finite; below 1 the value falls.", rate=rate)
 
     def schedule(count: Tensor) -> Tensor:
         exponent = _float(count) / steps
@@ -140,10 +137,8 @@ def piecewise_constant(start: float, factors: Mapping[int, float]) -> Schedule:
     [1.0, 0.1, 0.05]
     """
     _check_values("piecewise_constant", start=start)
-    if not isinstance(factors, Mapping):
-        raise ValueError(
-            f"piecewise_constant(factors={brief(factors)}): expected a dict, count -> factor: {{1000: 0.1}}."
-        )
+    rule = "expected a dict, count -> factor: {1000: 0.1}."
+    require(isinstance(factors, Mapping), "piecewise_constant", rule, factors=factors)
     for count, factor in factors.items():
         _check_steps("piecewise_constant", "count in factors", count)
         _check_values("piecewise_constant", factor=factor)
@@ -169,21 +164,17 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
     >>> warmup_then_cosine = join([linear(0.0, 1.0, 10), cosine(1.0, 90)], [10])
     """
     for name, given in (("schedules", schedules), ("boundaries", boundaries)):
-        if not isinstance(given, Sequence) or isinstance(given, str):
-            raise ValueError(
-                f"join({name}={brief(given)}): expected a list, join([linear(0, 1, 10), cosine(1, 90)], [10])."
-            )
+        is_list = isinstance(given, Sequence) and not isinstance(given, str)
+        require(is_list, "join", "expected a list, join([linear(0, 1, 10), cosine(1, 90)], [10]).", **{name: given})
     for part in schedules:
         _check_schedule("join", part)
-    if not schedules or len(boundaries) != len(schedules) - 1:
-        raise ValueError(
-            f"join({len(schedules)} schedules, boundaries={list(boundaries)}): every schedule but the first needs the "
-            "count at which it begins."
-        )
     for boundary in boundaries:
         _check_steps("join", "boundary", boundary)
-    if any(a >= b for a, b in zip(boundaries, boundaries[1:], strict=False)):
-        raise ValueError(f"join(boundaries={list(boundaries)}): boundaries increase; sort them with their schedules.")
+    call = f"join({len(schedules)} schedules, boundaries={list(boundaries)})"
+    is_complete = len(schedules) > 0 and len(boundaries) == len(schedules) - 1
+    require(is_complete, call, "every schedule but the first needs the count at which it begins.")
+    increase = all(a < b for a, b in zip(boundaries, boundaries[1:], strict=False))
+    require(increase, call, "boundaries increase; sort them with their schedules.")
     parts = list(zip(schedules[1:], boundaries, strict=True))
 
     def schedule(count: Tensor) -> Tensor:
@@ -219,17 +210,13 @@ def gamma_from_learning_rate(
     _check_schedule(call, schedule)
     _check_values(call, power=power)
     _check_steps(call, "total", total)
-    if not 0 <= start <= 1:
-        raise ValueError(f"{call}(start={start!r}): the share of the run after which γ follows lies in [0, 1].")
+    require(0 <= start <= 1, call, "the share of the run after which γ follows lies in [0, 1].", start=start)
     if peak is None:
         rates = torch.as_tensor(schedule(torch.arange(total)), dtype=torch.float64)
-        if rates.dim() and rates.shape != (total,):
-            raise ValueError(
-                f"{call}(schedule): {total} counts gave {list(rates.shape)} values; pass its largest as peak."
-            )
+        rule = f"{total} counts gave {list(rates.shape)} values; pass its largest as peak."
+        require(rates.dim() == 0 or rates.shape == (total,), f"{call}(schedule)", rule)
         peak = float(rates.max())
-    if not 0 < peak < math.inf:
-        raise ValueError(f"{call}(peak={peak!r}): the largest learning rate is positive and finite.")
+    require(0 < peak < math.inf, call, "the largest learning rate is positive and finite.", peak=peak)
 
     def gamma(count: Tensor) -> Tensor:
         share = torch.clamp(torch.as_tensor(schedule(count), dtype=torch.float64) / peak, 0.0, 1.0)
@@ -248,15 +235,13 @@ def _fraction(count: Tensor, steps: int) -> Tensor:
 
 def _check_values(call: str, **values: float) -> None:
     for name, value in values.items():
-        if not real(call, name, value) >= 0:
-            raise ValueError(f"{call}({name}={value!r}): {name} is a finite number >= 0.")
+        require(real(call, name, value) >= 0, call, f"{name} is a finite number >= 0.", **{name: value})
 
 
 def _check_schedule(call: str, schedule: object) -> None:
-    if not callable(schedule):
-        raise ValueError(f"{call}(schedule={brief(schedule)}): a schedule is a function of the count of updates.")
+    require(callable(schedule), call, "a schedule is a function of the count of updates.", schedule=schedule)
 
 
 def _check_steps(call: str, name: str, steps: int) -> None:
-    if not 1 <= whole(call, name, steps) < 2**53:
-        raise ValueError(f"{call}({name}={brief(steps)}): {name} is an integer >= 1, a number of updates.")
+    is_count = 1 <= whole(call, name, steps) < 2**53
+    require(is_count, call, f"{name} is an integer >= 1, a number of updates.", **{name: steps})

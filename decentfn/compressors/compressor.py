@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from decentfn.buckets import BucketPlan
+from decentfn.compressors import wire
+from decentfn.numbers import require
 
 
 class Key(NamedTuple):
@@ -40,7 +43,30 @@ class Compressor(NamedTuple):
         return self.name
 
 
+Fields = list[tuple[int, torch.dtype]]
+"""The parts of a message: how many values, of which dtype."""
+
+
+def packed(
+    name: str,
+    fields: Callable[[BucketPlan], Fields],
+    encode: Callable[[Tensor, BucketPlan, Key], Sequence[Tensor]],
+    decode: Callable[..., Tensor],
+    delta: Callable[[BucketPlan], float | None],
+    is_unbiased: bool = False,
+) -> Compressor:
+    """A compressor whose message is the bytes of its fields: `encode` returns their values, `decode(plan, *values)` gets them."""
+    return Compressor(
+        name,
+        lambda x, plan, key: wire.join(*encode(x, plan, key)),
+        lambda message, plan: decode(plan, *wire.split(message, fields(plan))),
+        lambda plan: sum(count * dtype.itemsize for count, dtype in fields(plan)),
+        delta,
+        is_unbiased,
+    )
+
+
 def check_chunk(call: str, chunk: int | None) -> None:
     """Raise ValueError unless `chunk` is a length, or None for the whole bucket."""
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"{call}(chunk={chunk!r}): a chunk is an integer >= 1, or None for the whole bucket.")
+    rule = "a chunk is an integer >= 1, or None for the whole bucket."
+    require(chunk is None or chunk >= 1, call, rule, chunk=chunk)

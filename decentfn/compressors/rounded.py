@@ -11,18 +11,17 @@ from torch.nn.functional import pad
 
 from decentfn.buckets import BucketPlan, wide
 from decentfn.compressors import wire
-from decentfn.compressors.compressor import Compressor, Key, check_chunk
-from decentfn.numbers import checks_numbers
-from decentfn.words import brief
+from decentfn.compressors.compressor import Compressor, Fields, Key, check_chunk, packed
+from decentfn.numbers import checks_numbers, require
 
 
 def identity() -> Compressor:
     """The bucket as it is: D values. δ = 1."""
-    return Compressor(
+    return packed(
         "identity()",
-        lambda x, plan, key: wire.join(x),
-        lambda message, plan: wire.split(message, [(plan.numel, plan.dtype)])[0],
-        lambda plan: plan.nbytes,
+        lambda plan: [(plan.numel, plan.dtype)],
+        lambda x, plan, key: [x],
+        lambda plan, values: values,
         lambda plan: 1.0,
         is_unbiased=True,
     )
@@ -34,15 +33,13 @@ def cast(dtype: torch.dtype) -> Compressor:
     Args:
         dtype: a floating dtype; bfloat16 has float32's range, float16 overflows at 65,504.
     """
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ValueError(
-            f"cast(dtype={brief(dtype)}): values are floating point; use torch.bfloat16, or quantize(bits=8)."
-        )
-    return Compressor(
+    is_float = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+    require(is_float, "cast", "values are floating point; use torch.bfloat16, or quantize(bits=8).", dtype=dtype)
+    return packed(
         f"cast({dtype})",
-        lambda x, plan, key: wire.join(x.to(dtype)),
-        lambda message, plan: wire.split(message, [(plan.numel, dtype)])[0].to(plan.dtype),
-        lambda plan: plan.numel * dtype.itemsize,
+        lambda plan: [(plan.numel, dtype)],
+        lambda x, plan, key: [x.to(dtype)],
+        lambda plan, values: values.to(plan.dtype),
         lambda plan: 1.0 - (torch.finfo(dtype).eps / 2) ** 2,
     )
 
@@ -60,26 +57,24 @@ def sign(chunk: int | None = 1024) -> Compressor:
     """
     check_chunk("sign", chunk)
 
-    def compress(x: Tensor, plan: BucketPlan, key: Key) -> Tensor:
+    def encode(x: Tensor, plan: BucketPlan, key: Key) -> tuple[Tensor, Tensor]:
         rows = wire.rows(x, chunk)
         last = rows.shape[0] * rows.shape[1] - x.shape[0]
         counts = pad(torch.full_like(rows[1:, 0], rows.shape[1]), (0, 1), value=rows.shape[1] - last)
         scales = rows.abs().sum(1) / counts[: rows.shape[0]]
-        return wire.join(scales.to(wide(plan.dtype)), wire.pack((x >= 0).to(torch.uint8), 1))
+        return scales.to(wide(plan.dtype)), wire.pack((x >= 0).to(torch.uint8), 1)
 
-    def decompress(message: Tensor, plan: BucketPlan) -> Tensor:
-        width = wire.grid(plan, chunk)[1]
-        scales, bits = wire.split(message, wire.chunked(plan, chunk, 1))
+    def decode(plan: BucketPlan, scales: Tensor, bits: Tensor) -> Tensor:
         signs = wire.unpack(bits, plan.numel, 1).to(scales.dtype) * 2 - 1
-        return wire.scaled(signs, scales, width, plan)
+        return wire.scaled(signs, scales, chunk, plan)
 
-    def nbytes(plan: BucketPlan) -> int:
-        return wire.nbytes(wire.chunked(plan, chunk, 1))
-
-    def delta(plan: BucketPlan) -> float:
-        return 1 / max(1, wire.grid(plan, chunk)[1])
-
-    return Compressor(f"sign({chunk})", compress, decompress, nbytes, delta)
+    return packed(
+        f"sign({chunk})",
+        lambda plan: wire.chunked(plan, chunk, 1),
+        encode,
+        decode,
+        lambda plan: 1 / max(1, wire.grid(plan, chunk)[1]),
+    )
 
 
 @checks_numbers
@@ -95,8 +90,7 @@ def quantize(bits: int = 8, *, chunk: int | None = None, stochastic: bool = Fals
         stochastic: round up with the probability of the distance to the level below.
         seed: of the draws of stochastic rounding.
     """
-    if bits not in (2, 4, 8):
-        raise ValueError(f"quantize(bits={bits!r}): bits per value are 8, 4 or 2.")
+    require(bits in (2, 4, 8), "quantize", "bits per value are 8, 4 or 2.", bits=bits)
     check_chunk("quantize", chunk)
     length = chunk or (256 if bits == 8 else 64)
     levels = 2 ** (bits - 1) - 1
@@ -107,16 +101,9 @@ def quantize(bits: int = 8, *, chunk: int | None = None, stochastic: bool = Fals
     def delta(plan: BucketPlan) -> float | None:
         return _from_variance(excess(plan)) if stochastic else 1 / (1 + excess(plan))
 
-    arguments = f"bits={bits}, chunk={length}, stochastic={stochastic}, seed={seed}"
-    return _rounding(
-        f"quantize({arguments})",
-        bits,
-        levels,
-        length,
-        lambda rows: rows.abs().amax(1),
-        delta,
-        seed if stochastic else None,
-    )
+    name = f"quantize(bits={bits}, chunk={length}, stochastic={stochastic}, seed={seed})"
+    drawn_by = seed if stochastic else None
+    return _rounding(name, bits, levels, length, lambda rows: rows.abs().amax(1), delta, drawn_by)
 
 
 @checks_numbers
@@ -132,8 +119,8 @@ def qsgd(levels: int = 7, *, chunk: int | None = 512, seed: int = 0) -> Compress
         seed: of the draws.
     Source: Alistarh et al., NeurIPS 2017 (with fixed-length codes).
     """
-    if not 1 <= levels <= 127:
-        raise ValueError(f"qsgd(levels={levels!r}): levels is an integer in [1, 127], so that a value fits in a byte.")
+    rule = "levels is an integer in [1, 127], so that a value fits in a byte."
+    require(1 <= levels <= 127, "qsgd", rule, levels=levels)
     check_chunk("qsgd", chunk)
     bits = 2 if levels == 1 else 4 if levels <= 7 else 8
 
@@ -156,7 +143,7 @@ def _rounding(
 ) -> Compressor:
     """Integers in [-levels, levels] times a chunk's scale/levels; rounded at random with a seed, else to the nearest."""
 
-    def compress(x: Tensor, plan: BucketPlan, key: Key) -> Tensor:
+    def encode(x: Tensor, plan: BucketPlan, key: Key) -> tuple[Tensor, Tensor]:
         rows = wire.rows(x, chunk)
         scales = scale(rows).to(wide(plan.dtype))
         divisors = torch.where(scales > 0, scales, torch.ones_like(scales)).to(rows.dtype)
@@ -166,18 +153,16 @@ def _rounding(
         else:
             u = wire.uniform(seed, key.t, key.bucket, (x.shape[0],), key.worker)
             rounded = (values.to(torch.float64) + u).floor()
-        return wire.join(scales, wire.pack((rounded.clamp(-levels, levels) + levels).to(torch.uint8), bits))
+        return scales, wire.pack((rounded.clamp(-levels, levels) + levels).to(torch.uint8), bits)
 
-    def decompress(message: Tensor, plan: BucketPlan) -> Tensor:
-        width = wire.grid(plan, chunk)[1]
-        scales, packed = wire.split(message, wire.chunked(plan, chunk, bits))
-        integers = wire.unpack(packed, plan.numel, bits).to(scales.dtype) - levels
-        return wire.scaled(integers, scales / levels, width, plan)
+    def decode(plan: BucketPlan, scales: Tensor, values: Tensor) -> Tensor:
+        integers = wire.unpack(values, plan.numel, bits).to(scales.dtype) - levels
+        return wire.scaled(integers, scales / levels, chunk, plan)
 
-    def nbytes(plan: BucketPlan) -> int:
-        return wire.nbytes(wire.chunked(plan, chunk, bits))
+    def fields(plan: BucketPlan) -> Fields:
+        return wire.chunked(plan, chunk, bits)
 
-    return Compressor(name, compress, decompress, nbytes, delta, is_unbiased=seed is not None)
+    return packed(name, fields, encode, decode, delta, is_unbiased=seed is not None)
 
 
 def _from_variance(omega: float) -> float | None:

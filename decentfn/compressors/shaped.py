@@ -9,8 +9,8 @@ from torch import Tensor
 
 from decentfn.buckets import BucketPlan, Segment, wide
 from decentfn.compressors import wire
-from decentfn.compressors.compressor import Compressor, Key
-from decentfn.numbers import checks_numbers
+from decentfn.compressors.compressor import Compressor, Fields, Key, packed
+from decentfn.numbers import checks_numbers, require
 
 
 @checks_numbers
@@ -25,18 +25,17 @@ def low_rank(rank: int = 1, *, seed: int = 0) -> Compressor:
         seed: of the draws of G.
     Source: PowerSGD, Vogels et al., NeurIPS 2019, without its warm start (a message depends on nothing before it).
     """
-    if rank < 1:
-        raise ValueError(f"low_rank(rank={rank!r}): the rank is an integer >= 1.")
+    require(rank >= 1, "low_rank", "the rank is an integer >= 1.", rank=rank)
 
     def shapes(plan: BucketPlan) -> list[tuple[int, int] | None]:
         found = [matrix_shape(segment) for segment in plan.segments]
         return [s if s and rank * (s[0] + s[1]) < s[0] * s[1] else None for s in found]
 
-    def sizes(plan: BucketPlan) -> list[int]:
+    def fields(plan: BucketPlan) -> Fields:
         pairs = zip(plan.segments, shapes(plan), strict=True)
-        return [rank * (shape[0] + shape[1]) if shape else segment.numel for segment, shape in pairs]
+        return [(rank * sum(shape) if shape else segment.numel, plan.dtype) for segment, shape in pairs]
 
-    def compress(x: Tensor, plan: BucketPlan, key: Key) -> Tensor:
+    def encode(x: Tensor, plan: BucketPlan, key: Key) -> list[Tensor]:
         columns = sum(shape[1] for shape in shapes(plan) if shape)
         uniform = wire.uniform(seed, key.t, key.bucket, (2, columns, rank), key.worker)
         gaussian = ((-2 * torch.log1p(-uniform[0])).sqrt() * torch.cos(2 * math.pi * uniform[1])).to(wide(plan.dtype))
@@ -47,11 +46,10 @@ def low_rank(rank: int = 1, *, seed: int = 0) -> Compressor:
                 p = orthonormal(matrix @ gaussian[first : first + shape[1]]).to(plan.dtype).to(matrix.dtype)
                 leaf = torch.cat([p.reshape(-1), (p.T @ matrix).reshape(-1)]).to(plan.dtype)
                 first += shape[1]
-            pieces.append(leaf.reshape(-1))
-        return wire.join(torch.cat(pieces))
+            pieces.append(leaf)
+        return pieces
 
-    def decompress(message: Tensor, plan: BucketPlan) -> Tensor:
-        pieces = wire.split(message, [(size, plan.dtype) for size in sizes(plan)])
+    def decode(plan: BucketPlan, *pieces: Tensor) -> Tensor:
         leaves = []
         for piece, shape in zip(pieces, shapes(plan), strict=True):
             if shape:
@@ -63,10 +61,7 @@ def low_rank(rank: int = 1, *, seed: int = 0) -> Compressor:
     def delta(plan: BucketPlan) -> float:
         return min([1.0, *(rank / min(shape) for shape in shapes(plan) if shape)])
 
-    def nbytes(plan: BucketPlan) -> int:
-        return sum(sizes(plan)) * plan.dtype.itemsize
-
-    return Compressor(f"low_rank({rank}, seed={seed})", compress, decompress, nbytes, delta)
+    return packed(f"low_rank({rank}, seed={seed})", fields, encode, decode, delta)
 
 
 @checks_numbers
@@ -81,10 +76,8 @@ def dct_top_k(k: int = 32, *, chunk: int = 64) -> Compressor:
         chunk: longest side of a tile, >= 1; 64 x 64 = 4,096 values for a matrix whose sides it divides.
     Source: DeMo, Peng et al., 2024.
     """
-    if k < 1:
-        raise ValueError(f"dct_top_k(k={k!r}): k is an integer >= 1.")
-    if chunk < 1:
-        raise ValueError(f"dct_top_k(chunk={chunk!r}): the side of a tile is an integer >= 1.")
+    require(k >= 1, "dct_top_k", "k is an integer >= 1.", k=k)
+    require(chunk >= 1, "dct_top_k", "the side of a tile is an integer >= 1.", chunk=chunk)
 
     def tiles(segment: Segment) -> tuple[int, int, int, int]:
         """Tiles down and across, and the sides of one."""
@@ -92,15 +85,15 @@ def dct_top_k(k: int = 32, *, chunk: int = 64) -> Compressor:
         h, w = _divisor(m, chunk), _divisor(n, chunk)
         return m // h, n // w, h, w
 
-    def fields(plan: BucketPlan) -> list[tuple[int, torch.dtype]]:
-        found: list[tuple[int, torch.dtype]] = []
+    def fields(plan: BucketPlan) -> Fields:
+        found: Fields = []
         for segment in plan.segments:
             down, across, h, w = tiles(segment)
             count = down * across * min(k, h * w)
             found += [(count, plan.dtype), (count if k < h * w else 0, wire.place_dtype(h * w))]
         return found
 
-    def compress(x: Tensor, plan: BucketPlan, key: Key) -> Tensor:
+    def encode(x: Tensor, plan: BucketPlan, key: Key) -> list[Tensor]:
         pieces = []
         for leaf, segment in zip(wire.leaves(x, plan), plan.segments, strict=True):
             down, across, h, w = tiles(segment)
@@ -111,10 +104,10 @@ def dct_top_k(k: int = 32, *, chunk: int = 64) -> Compressor:
                 pieces += [turned.gather(1, places), places.to(wire.place_dtype(h * w))]
             else:
                 pieces.append(turned)
-        return wire.join(*pieces)
+        return pieces
 
-    def decompress(message: Tensor, plan: BucketPlan) -> Tensor:
-        parts, leaves = wire.split(message, fields(plan)), []
+    def decode(plan: BucketPlan, *parts: Tensor) -> Tensor:
+        leaves = []
         for values, places, segment in zip(parts[::2], parts[1::2], plan.segments, strict=True):
             down, across, h, w = tiles(segment)
             turned = values.reshape(down * across, min(k, h * w))
@@ -129,9 +122,7 @@ def dct_top_k(k: int = 32, *, chunk: int = 64) -> Compressor:
         sizes = [tiles(segment)[2] * tiles(segment)[3] for segment in plan.segments if segment.numel]
         return min([1.0, *(k / size for size in sizes)])
 
-    return Compressor(
-        f"dct_top_k({k}, chunk={chunk})", compress, decompress, lambda plan: wire.nbytes(fields(plan)), delta
-    )
+    return packed(f"dct_top_k({k}, chunk={chunk})", fields, encode, decode, delta)
 
 
 def matrix_shape(segment: Segment) -> tuple[int, int] | None:

@@ -8,8 +8,8 @@ from torch import Tensor
 from decentfn import draws
 from decentfn.buckets import BucketPlan
 from decentfn.compressors import wire
-from decentfn.compressors.compressor import Compressor, Key
-from decentfn.numbers import checks_numbers
+from decentfn.compressors.compressor import Compressor, Fields, Key, packed
+from decentfn.numbers import checks_numbers, require
 from decentfn.scalars import once
 
 
@@ -23,28 +23,21 @@ def top_k(fraction: float = 0.01, *, k: int | None = None) -> Compressor:
         fraction: k/D, in (0, 1]; at least one value is sent.
         k: the number itself, >= 1, instead of a fraction (the whole bucket, where that is smaller).
     """
-    _check_k("top_k", fraction, k)
+    _require_k("top_k", fraction, k)
 
-    def fields(plan: BucketPlan) -> list[tuple[int, torch.dtype]]:
+    def fields(plan: BucketPlan) -> Fields:
         count = _count(plan, fraction, k)
         return [(count, plan.dtype), (count, wire.place_dtype(plan.numel))]
 
-    def compress(x: Tensor, plan: BucketPlan, key: Key) -> Tensor:
+    def encode(x: Tensor, plan: BucketPlan, key: Key) -> tuple[Tensor, Tensor]:
         places = x.abs().topk(_count(plan, fraction, k), sorted=False).indices
-        return wire.join(x.gather(0, places), places.to(wire.place_dtype(plan.numel)))
+        return x.gather(0, places), places.to(wire.place_dtype(plan.numel))
 
-    def decompress(message: Tensor, plan: BucketPlan) -> Tensor:
-        values, places = wire.split(message, fields(plan))
+    def decode(plan: BucketPlan, values: Tensor, places: Tensor) -> Tensor:
         return wire.placed(values, places, plan.numel)
 
     name = f"top_k({fraction})" if k is None else f"top_k(k={k})"
-    return Compressor(
-        name,
-        compress,
-        decompress,
-        lambda plan: wire.nbytes(fields(plan)),
-        lambda plan: _share(_count(plan, fraction, k), plan.numel),
-    )
+    return packed(name, fields, encode, decode, lambda plan: _share(plan, fraction, k))
 
 
 @checks_numbers
@@ -59,9 +52,9 @@ def random_k(fraction: float = 0.01, *, k: int | None = None, seed: int = 0) -> 
         k: the number itself, >= 1, instead of a fraction (the whole bucket, where that is smaller).
         seed: of the draws.
     """
-    _check_k("random_k", fraction, k)
+    _require_k("random_k", fraction, k)
 
-    def fields(plan: BucketPlan) -> list[tuple[int, torch.dtype]]:
+    def fields(plan: BucketPlan) -> Fields:
         return [(1, torch.int64), (_count(plan, fraction, k), plan.dtype)]
 
     def places(drawn: Tensor, plan: BucketPlan) -> Tensor:
@@ -71,36 +64,27 @@ def random_k(fraction: float = 0.01, *, k: int | None = None, seed: int = 0) -> 
         inside = (u[1:] * (edges[1:] - edges[:-1])).long()
         return (edges[:-1] + inside + (u[:1] * plan.numel).long()) % max(1, plan.numel)
 
-    def compress(x: Tensor, plan: BucketPlan, key: Key) -> Tensor:
+    def encode(x: Tensor, plan: BucketPlan, key: Key) -> tuple[Tensor, Tensor]:
         drawn = once(draws.bits(seed, key.t, key.bucket, (1,), worker=key.worker))
-        return wire.join(drawn, x.gather(0, places(drawn, plan)))
+        return drawn, x.gather(0, places(drawn, plan))
 
-    def decompress(message: Tensor, plan: BucketPlan) -> Tensor:
-        drawn, values = wire.split(message, fields(plan))
+    def decode(plan: BucketPlan, drawn: Tensor, values: Tensor) -> Tensor:
         return wire.placed(values, places(drawn, plan), plan.numel)
 
     name = f"random_k({fraction}, seed={seed})" if k is None else f"random_k(k={k}, seed={seed})"
-    return Compressor(
-        name,
-        compress,
-        decompress,
-        lambda plan: wire.nbytes(fields(plan)),
-        lambda plan: _share(_count(plan, fraction, k), plan.numel),
-    )
+    return packed(name, fields, encode, decode, lambda plan: _share(plan, fraction, k))
 
 
 def _count(plan: BucketPlan, fraction: float, k: int | None) -> int:
     return min(plan.numel, k if k is not None else max(1, round(fraction * plan.numel)))
 
 
-def _share(count: int, numel: int) -> float:
-    return count / numel if numel else 1.0
+def _share(plan: BucketPlan, fraction: float, k: int | None) -> float:
+    return _count(plan, fraction, k) / plan.numel if plan.numel else 1.0
 
 
-def _check_k(call: str, fraction: float, k: int | None) -> None:
-    if k is not None and k < 1:
-        raise ValueError(f"{call}(k={k!r}): k is an integer >= 1; or pass a fraction of the bucket, {call}(0.01).")
-    if not 0 < fraction <= 1:
-        raise ValueError(
-            f"{call}({fraction!r}): the fraction lies in (0, 1]; for a number of values write {call}(k=...)."
-        )
+def _require_k(call: str, fraction: float, k: int | None) -> None:
+    rule = f"k is an integer >= 1; or pass a fraction of the bucket, {call}(0.01)."
+    require(k is None or k >= 1, call, rule, k=k)
+    rule = f"the fraction lies in (0, 1]; for a number of values write {call}(k=...)."
+    require(0 < fraction <= 1, call, rule, fraction=fraction)

@@ -31,11 +31,6 @@ def split(message: Tensor, fields: list[tuple[int, torch.dtype]]) -> list[Tensor
     return [piece.view(dtype) if count else piece.to(dtype) for piece, count, dtype in fresh]
 
 
-def nbytes(fields: list[tuple[int, torch.dtype]]) -> int:
-    """Bytes of a message of these fields."""
-    return sum(count * dtype.itemsize for count, dtype in fields)
-
-
 def placed(values: Tensor, places: Tensor, numel: int) -> Tensor:
     """Zeros `[..., numel]` with `values` `[..., k]` added at `places` `[..., k]`, integers of any width.
 
@@ -65,11 +60,6 @@ torch.library.register_fake(
 torch.library.register_vmap("decentfn::placed", _placed_vmap, lib=_library)
 
 
-def packed_bytes(count: int, bits: int) -> int:
-    """Bytes of `count` values of `bits` bits."""
-    return -(-count * bits // 8)
-
-
 def pack(values: Tensor, bits: int) -> Tensor:
     """`[D]` uint8 below 2^bits -> `[ceil(D bits / 8)]` uint8, the first value in the lowest bits."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=values.device)
@@ -91,7 +81,7 @@ def grid(plan: BucketPlan, chunk: int | None) -> tuple[int, int]:
 
 def chunked(plan: BucketPlan, chunk: int | None, bits: int) -> list[tuple[int, torch.dtype]]:
     """The fields of a message of one scale per chunk and `bits` per value."""
-    return [(grid(plan, chunk)[0], wide(plan.dtype)), (packed_bytes(plan.numel, bits), torch.uint8)]
+    return [(grid(plan, chunk)[0], wide(plan.dtype)), (-(-plan.numel * bits // 8), torch.uint8)]
 
 
 def rows(x: Tensor, chunk: int | None) -> Tensor:
@@ -100,10 +90,9 @@ def rows(x: Tensor, chunk: int | None) -> Tensor:
     return pad(x.to(wide(x.dtype)), (0, -x.shape[0] % width)).reshape(-1, width)
 
 
-def scaled(values: Tensor, scales: Tensor, width: int, plan: BucketPlan) -> Tensor:
-    """A bucket from integers `[D]` and one scale for each chunk of `width` of them."""
-    rows = pad(values, (0, -plan.numel % max(1, width))).reshape(-1, max(1, width))
-    return (rows * scales[:, None]).reshape(-1)[: plan.numel].to(plan.dtype)
+def scaled(values: Tensor, scales: Tensor, chunk: int | None, plan: BucketPlan) -> Tensor:
+    """A bucket from integers `[D]` and one scale for each chunk of them."""
+    return (rows(values, chunk) * scales[:, None]).reshape(-1)[: plan.numel].to(plan.dtype)
 
 
 def leaves(x: Tensor, plan: BucketPlan) -> tuple[Tensor, ...]:

@@ -16,7 +16,7 @@ from decentfn.buckets import Buckets, cast_like, where, wide
 from decentfn.gossip import guarding
 from decentfn.scalars import rounded
 from decentfn.topologies import Topology
-from decentfn.transforms.mix_aware import MixContext
+from decentfn.transforms import MixContext
 
 
 class Posted(NamedTuple):

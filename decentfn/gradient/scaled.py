@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from decentfn.gradient.loss import LossFn, WrappedLoss, require_loss
-from decentfn.numbers import checks_numbers
-from decentfn.transforms.basic import check_number
+from decentfn.numbers import checks_numbers, require
 from decentfn.words import brief
 
 _SMALLEST = 2.0**-100
@@ -98,16 +97,9 @@ def dynamic_loss_scale(
     require_loss("dynamic_loss_scale(loss_fn)", loss_fn)
     if isinstance(loss_fn, DynamicLossScale):
         raise ValueError("dynamic_loss_scale(dynamic_loss_scale(loss_fn)): the loss is scaled already; scale it once.")
-    check = "dynamic_loss_scale"
-    check_number(
-        check,
-        "init_scale",
-        init_scale,
-        "in [2^-100, 2^127], as float32 and its inverse",
-        lambda v: _SMALLEST <= v <= 2.0**127,
-    )
-    check_number(check, "growth_factor", growth_factor, "finite and > 1", lambda v: 1 < v < float("inf"))
-    check_number(check, "backoff_factor", backoff_factor, "in (0, 1)", lambda v: 0 < v < 1)
-    if growth_interval < 1:
-        raise ValueError(f"dynamic_loss_scale(growth_interval={growth_interval!r}): a number of steps, >= 1.")
+    call, rule = "dynamic_loss_scale", "init_scale is in [2^-100, 2^127], as float32 and its inverse."
+    require(_SMALLEST <= init_scale <= 2.0**127, call, rule, init_scale=init_scale)
+    require(growth_factor > 1, call, "growth_factor is finite and > 1.", growth_factor=growth_factor)
+    require(0 < backoff_factor < 1, call, "backoff_factor is in (0, 1).", backoff_factor=backoff_factor)
+    require(growth_interval >= 1, call, "growth_interval is a number of steps, >= 1.", growth_interval=growth_interval)
     return DynamicLossScale(loss_fn, init_scale, growth_factor, backoff_factor, growth_interval, agree)

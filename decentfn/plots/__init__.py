@@ -5,6 +5,6 @@ Nothing opens a window, and pyplot's state stays as it is.
 """
 
 from decentfn.plots.curves import consensus, run, training_curves
-from decentfn.plots.schedules import graph, matrix, topology
+from decentfn.plots.graphs import graph, matrix, topology
 
 __all__ = ["consensus", "graph", "matrix", "run", "topology", "training_curves"]

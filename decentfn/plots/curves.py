@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from decentfn.numbers import require
 from decentfn.plots import paper
 from decentfn.words import brief
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-_STYLES = ("-", "--", ":", "-.")
 
 
 def training_curves(
@@ -32,21 +31,18 @@ def training_curves(
         name: what the values are, for the axis; with its unit if it has one.
         axes: where to draw; by default on a figure of its own.
         color: of the mean; the workers' lines are paler.
-
-    Raises:
-        ValueError: values without rows, or not `[T, N]` numbers; steps of another length.
-        ModuleNotFoundError: matplotlib is not installed.
     """
-    rows = _numbers("training_curves", "values", values, (1, 2))
+    rows = _numbers("training_curves", "values", values, "[T] or [T, N]")
     rows = rows[:, None] if rows.ndim == 1 else rows
     at = _steps("training_curves", steps, len(rows))
     figure, axes = paper.place("training_curves", axes, 6, 3.6)
-    if rows.shape[1] > 1:
+    are_many = rows.shape[1] > 1
+    if are_many:
         axes.plot(at, rows, color=color, linewidth=0.7, alpha=0.35)
         axes.lines[-1].set_label(f"each of {rows.shape[1]} workers")
-    axes.plot(at, rows.mean(1), color=color, linewidth=2.2, label="their mean" if rows.shape[1] > 1 else None)
+    axes.plot(at, rows.mean(1), color=color, linewidth=2.2, label="their mean" if are_many else None)
     paper.label(axes, name)
-    if rows.shape[1] > 1:
+    if are_many:
         axes.legend(frameon=False)
     return figure
 
@@ -59,21 +55,15 @@ def consensus(distances: Any, *, steps: Any = None, axes: Axes | None = None) ->
             equal (0) a curve ends.
         steps: `[T]`, the steps; by default 0, 1, 2, ...
         axes: where to draw; by default on a figure of its own.
-
-    Raises:
-        ValueError: no curve, or one that is not `[T]` numbers; steps of another length.
-        ModuleNotFoundError: matplotlib is not installed.
     """
     named = distances if isinstance(distances, Mapping) else {None: distances}
-    if not named:
-        raise ValueError("df.plots.consensus({}): there is no curve to draw; give at least one, {'ring': [...]}.")
-    curves = {name: _numbers("consensus", "distances", curve, (1,)) for name, curve in named.items()}
+    require(len(named) > 0, "df.plots.consensus({})", "there is no curve to draw; give at least one, {'ring': [...]}.")
+    curves = {name: _numbers("consensus", "distances", curve, "[T]") for name, curve in named.items()}
     places = {name: _steps("consensus", steps, len(curve)) for name, curve in curves.items()}
     figure, axes = paper.place("consensus", axes, 6, 3.6)
     for number, (name, curve) in enumerate(curves.items()):
-        shade, style = paper.COLORS[number % len(paper.COLORS)], _STYLES[number // len(paper.COLORS) % len(_STYLES)]
-        shown = np.where(curve > 0, curve, np.nan)
-        axes.plot(places[name], shown, style, color=shade, linewidth=2, label=None if name is None else str(name))
+        shown, color = np.where(curve > 0, curve, np.nan), paper.COLORS[number % len(paper.COLORS)]
+        axes.plot(places[name], shown, color=color, linewidth=2, label=None if name is None else str(name))
     axes.set_yscale("log")
     paper.label(axes, "distance from the mean\n(root mean square over workers)")
     if None not in curves:
@@ -88,18 +78,11 @@ def run(log: str | os.PathLike[str] | Iterable[Mapping[str, Any]]) -> Figure:
         log: a file of JSON lines, as `examples/train_lm.py` writes it, or the same as dictionaries. Lines with a `step` and a
             `loss` count: a number, a list with one per worker, or `{"min", "mean", "max"}` over the workers, beside which
             `losses` may have the list; with a `consensus_distance` there is a second panel.
-
-    Raises:
-        ValueError: the file is not JSON lines, or has no line with a step and a loss.
-        OSError: there is no such file.
-        ModuleNotFoundError: matplotlib is not installed.
     """
     lines = [line for line in _read(log) if isinstance(line, Mapping) and "step" in line and "loss" in line]
-    if not lines:
-        raise ValueError(
-            f"df.plots.run({brief(log)}): no line has a step and a loss; lines look like "
-            '{"step": 0, "loss": {"min": 5.1, "mean": 5.2, "max": 5.3}, "consensus_distance": 0.1}.'
-        )
+    form = '{"step": 0, "loss": {"min": 5.1, "mean": 5.2, "max": 5.3}, "consensus_distance": 0.1}'
+    rule = f"no line has a step and a loss; lines look like {form}."
+    require(len(lines) > 0, f"df.plots.run({brief(log)})", rule)
     steps = [line["step"] for line in lines]
     apart = [line["consensus_distance"] for line in lines if "consensus_distance" in line]
     both = len(apart) == len(lines)
@@ -108,12 +91,10 @@ def run(log: str | os.PathLike[str] | Iterable[Mapping[str, Any]]) -> Figure:
     losses = [line.get("losses", line["loss"]) for line in lines]
     if all(isinstance(loss, Mapping) and {"min", "mean", "max"} <= set(loss) for loss in losses):
         least, mean, most = (
-            _numbers("run", "loss", [loss[key] for loss in losses], (1,)) for key in ("min", "mean", "max")
+            _numbers("run", "loss", [loss[key] for loss in losses], "[T]") for key in ("min", "mean", "max")
         )
-        at = _steps("run", steps, len(losses))
-        panels[0].fill_between(
-            at, least, most, color=paper.BLUE, alpha=0.2, linewidth=0, label="workers, lowest to highest"
-        )
+        at, known = _steps("run", steps, len(losses)), "workers, lowest to highest"
+        panels[0].fill_between(at, least, most, color=paper.BLUE, alpha=0.2, linewidth=0, label=known)
         panels[0].plot(at, mean, color=paper.BLUE, linewidth=2.2, label="their mean")
         paper.label(panels[0], "loss")
         panels[0].legend(frameon=False)
@@ -126,8 +107,9 @@ def run(log: str | os.PathLike[str] | Iterable[Mapping[str, Any]]) -> Figure:
 
 def _read(log: Any) -> list[Any]:
     if not isinstance(log, (str, os.PathLike)):
-        if isinstance(log, Mapping) or not isinstance(log, Iterable):
-            raise ValueError(f"df.plots.run({brief(log)}): a path, or a list of dictionaries, one per line of the log.")
+        is_list = isinstance(log, Iterable) and not isinstance(log, Mapping)
+        rule = "a path, or a list of dictionaries, one per line of the log."
+        require(is_list, f"df.plots.run({brief(log)})", rule)
         return list(log)
     lines = []
     for number, line in enumerate(Path(log).read_text(encoding="utf-8").splitlines(), 1):
@@ -140,27 +122,23 @@ def _read(log: Any) -> list[Any]:
     return lines
 
 
-def _numbers(call: str, what: str, values: Any, dimensions: Sequence[int]) -> np.ndarray:
-    shapes = " or ".join("[T, N]" if d == 2 else "[T]" for d in dimensions)
-    try:
-        if hasattr(values, "detach"):
-            values = values.detach().cpu().double()
-        elif isinstance(values, Sequence) and not isinstance(values, str):
-            values = [v.detach().cpu().double() if hasattr(v, "detach") else v for v in values]
-        found = np.asarray(values, dtype=np.float64)
-    except (TypeError, ValueError):
-        found = None
-    if found is None or found.ndim not in dimensions or not found.size:
-        raise ValueError(f"df.plots.{call}({what}={brief(values)}): expected numbers {shapes}, a row for every step.")
+def _numbers(call: str, what: str, values: Any, shapes: str) -> np.ndarray:
+    def plain(x: Any) -> Any:
+        return x.detach().cpu().double() if hasattr(x, "detach") else x
+
+    found = np.empty(0)
+    with suppress(TypeError, ValueError):
+        is_list = isinstance(values, Sequence) and not isinstance(values, str)
+        found = np.asarray([plain(row) for row in values] if is_list else plain(values), dtype=np.float64)
+    is_right = found.size > 0 and found.ndim in ((1, 2) if "N" in shapes else (1,))
+    require(is_right, f"df.plots.{call}", f"expected numbers {shapes}, a row for every step.", **{what: values})
     return found
 
 
 def _steps(call: str, steps: Any, length: int) -> np.ndarray:
     if steps is None:
         return np.arange(length)
-    at = _numbers(call, "steps", steps, (1,))
-    if len(at) != length or not all(math.isfinite(t) for t in at):
-        raise ValueError(
-            f"df.plots.{call}(steps={brief(steps)}): {length} rows need {length} steps, there are {len(at)}."
-        )
+    at = _numbers(call, "steps", steps, "[T]")
+    are_right = len(at) == length and bool(np.isfinite(at).all())
+    require(are_right, f"df.plots.{call}", f"{length} rows need {length} steps, there are {len(at)}.", steps=steps)
     return at

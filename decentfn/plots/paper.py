@@ -1,18 +1,18 @@
-"""What all pictures share: the paper that they are drawn on, and colours."""
+"""What all pictures share: the paper that they are drawn on, and colors."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from decentfn.words import brief
+from decentfn.numbers import require
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-"""Okabe and Ito's, which colour-blind readers tell apart."""
-BLUE, GREY = COLORS[0], "#8A8F98"
+"""Okabe and Ito's, which color-blind readers tell apart."""
+BLUE, GRAY = COLORS[0], "#8A8F98"
 
 
 def blank(call: str, width: float, height: float) -> Figure:
@@ -33,11 +33,8 @@ def place(call: str, axes: Any, width: float, height: float) -> tuple[Figure, Ax
         return figure, figure.add_subplot()
     from matplotlib.axes import Axes
 
-    if not isinstance(axes, Axes):
-        raise ValueError(
-            f"df.plots.{call}(axes={brief(axes)}): axes are one matplotlib Axes, figure.add_subplot(); "
-            "leave them out for a figure of its own."
-        )
+    rule = "axes are one matplotlib Axes, figure.add_subplot(); leave them out for a figure of its own."
+    require(isinstance(axes, Axes), f"df.plots.{call}", rule, axes=axes)
     return axes.get_figure(root=True) or figure, axes
 
 

@@ -10,11 +10,9 @@ needs hypothesis, draws trees of parameters, matrices and schedules.
 """
 
 from decentfn.testing.algorithms import PROMISES, check_algorithm, try_promise
-from decentfn.testing.compressors import check_compressor
+from decentfn.testing.checks import check_compressor, check_topology, check_transform
 from decentfn.testing.ranks import on_ranks
 from decentfn.testing.subjects import Law, Subject, mean_is_preserved, replicas_stay_equal
-from decentfn.testing.topologies import check_topology
-from decentfn.testing.transforms import check_transform
 
 __all__ = [
     "PROMISES",

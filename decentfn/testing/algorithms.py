@@ -132,8 +132,7 @@ def dtypes_stay(subject: Subject) -> None:
     """Parameters of every floating dtype keep it, the whole state its shapes and dtypes; the old state is untouched."""
     n, dtypes = subject.num_workers, (torch.float32, torch.float64, torch.bfloat16, torch.float16)
     algorithm = subject.build()
-    rows = [algorithm.init(problem.params(0 if subject.starts_equal else i, dtypes)) for i in range(n)]
-    state = problem.stacked(rows)
+    state = subject.start(algorithm, range(n), stacked=True, dtypes=dtypes)
     kept, step = trees.map(torch.clone, state), simulate(algorithm.step, n)
     new, _ = step(state, problem.stacked([problem.batch(i, 0, dtypes=dtypes) for i in range(n)]), 0)
     assert_close(state, kept, within={})
@@ -148,11 +147,9 @@ def sixteen_bits_compile(subject: Subject) -> None:
     algorithm = subject.build()
     step = simulate(algorithm.step, n)
     for run in (step, compile(step)):
-        rows = [algorithm.init(problem.params(0 if subject.starts_equal else i, dtypes)) for i in range(n)]
-        state = problem.stacked(rows)
+        state = subject.start(algorithm, range(n), stacked=True, dtypes=dtypes)
         for t in range(_FEW):
-            batch = problem.stacked([problem.batch(i, t, dtypes=dtypes) for i in range(n)])
-            state, _ = run(state, batch, t)
+            state, _ = run(state, problem.stacked([problem.batch(i, t, dtypes=dtypes) for i in range(n)]), t)
         ends.append(torch.cat([bucket.flatten() for bucket in state.params]).double())
     eager, compiled = ends
     # A rounding may turn the choice of a compressor, or a sign, for a few values.
@@ -166,17 +163,14 @@ def works_alone(subject: Subject) -> None:
     steps = {"eager": algorithm.step, "one graph": compile(algorithm.step, backend="eager")}
     ends, losses = {}, {}
     for name, step in steps.items():
-        state = algorithm.init(problem.params())
-        batches = [problem.batch(0, t % 2) for t in range(40)]
-        reported = []
-        for t, batch in enumerate(batches):
-            state, metrics = step(state, batch, t)
-            reported.append(metrics.loss.item())
-        ends[name], losses[name] = state, reported
+        state, losses[name] = algorithm.init(problem.params()), []
+        for t in range(40):
+            state, metrics = step(state, problem.batch(0, t % 2), t)
+            losses[name].append(metrics.loss.item())
+        ends[name] = state
     assert_close(ends["one graph"], ends["eager"])
-    assert losses["eager"][-1] < 0.9 * losses["eager"][0], (
-        f"the loss went from {losses['eager'][0]} to {losses['eager'][-1]}"
-    )
+    first, *_, last = losses["eager"]
+    assert last < 0.9 * first, f"the loss went from {first} to {last}"
 
 
 def laws_hold(subject: Subject) -> None:

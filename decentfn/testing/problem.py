@@ -17,16 +17,16 @@ BUCKET_MB = 0.002
 """Small; the leaves of each dtype are a bucket."""
 
 _SHAPES = {"matrix": (5, 6), "nested": [(7,)], "scalar": ()}
-_DTYPES = (torch.float32, torch.float64)
+DTYPES = (torch.float32, torch.float64)
 
 
-def params(worker: int = 0, dtypes: tuple[torch.dtype, ...] = _DTYPES) -> PyTree:
+def params(worker: int = 0, dtypes: tuple[torch.dtype, ...] = DTYPES) -> PyTree:
     """A start: a tree of a few leaves of each dtype, other numbers for every worker."""
     draw = torch.Generator().manual_seed(worker)
     return {str(dtype)[6:]: _normal(draw, dtype) for dtype in dtypes}
 
 
-def batch(worker: int, t: int, strength: float = 1.0, dtypes: tuple[torch.dtype, ...] = _DTYPES) -> PyTree:
+def batch(worker: int, t: int, strength: float = 1.0, dtypes: tuple[torch.dtype, ...] = DTYPES) -> PyTree:
     """Worker's data of step t: targets `[4, ...]` for every leaf, and the weight `[4]` of each sample (0: no gradient)."""
     draw = torch.Generator().manual_seed(1000 * (t + 1) + worker)
     samples = [{str(dtype)[6:]: _normal(draw, dtype) for dtype in dtypes} for _ in range(4)]

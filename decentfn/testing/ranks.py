@@ -6,10 +6,9 @@ gloo, over the loopback interface.
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -68,37 +67,21 @@ def alone_as_rank_of(num_ranks: int) -> Iterator[World]:
 
 
 def _run(worlds: list[World], function: Callable[..., T], *arguments: Any) -> list[T]:
-    results: list[Any] = [None] * len(worlds)
-    errors: list[BaseException] = []
+    def run(rank: int) -> T:
+        with use(worlds[rank]):
+            return function(rank, *arguments)
 
-    def run(rank: int, world: World) -> None:
-        try:
-            with use(world):
-                results[rank] = function(rank, *arguments)
-        except BaseException as error:
-            errors.append(error)
-
-    _join([threading.Thread(target=run, args=pair) for pair in enumerate(worlds)])
-    if errors:
-        raise errors[0]
-    return results
+    with ThreadPoolExecutor(len(worlds)) as threads:
+        ranks = [threads.submit(run, rank) for rank in range(len(worlds))]
+        for rank in as_completed(ranks):  # the first error is the cause of the others
+            rank.result()
+    return [rank.result() for rank in ranks]
 
 
 def _connect(num_ranks: int, timeout: timedelta, delay: float) -> list[World]:
-    store, worlds = dist.HashStore(), {}  # pyright: ignore[reportPrivateImportUsage]
-
-    def connect(rank: int) -> None:
-        worlds[rank] = ThreadWorld(store, rank, num_ranks, timeout, delay)
-
-    _join([threading.Thread(target=connect, args=(rank,)) for rank in range(num_ranks)])
-    return [worlds[rank] for rank in range(num_ranks)]
-
-
-def _join(threads: list[threading.Thread]) -> None:
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    with ThreadPoolExecutor(num_ranks) as threads:
+        return list(threads.map(lambda rank: ThreadWorld(store, rank, num_ranks, timeout, delay), range(num_ranks)))
 
 
 class ThreadWorld(World):
@@ -123,46 +106,36 @@ class _Late:
     """A group whose messages leave `delay` seconds after they were posted, in their order."""
 
     def __init__(self, group: Any, delay: float) -> None:
-        self._group, self._delay = group, delay
-        self._posted: queue.SimpleQueue[tuple[float, Callable[[], Any], queue.SimpleQueue[Any]]] = queue.SimpleQueue()
-        threading.Thread(target=self._send, daemon=True).start()
+        self._group, self._delay, self._thread = group, delay, ThreadPoolExecutor(1)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._group, name)
 
-    def send(self, tensors: Sequence[Any], rank: int, tag: int) -> _LateWork:
-        return self._later(lambda: self._group.send(tensors, rank, tag))
+    def send(self, *arguments: Any) -> _LateWork:
+        return self._later(self._group.send, *arguments)
 
-    def allreduce(self, tensors: Sequence[Any]) -> _LateWork:
-        return self._later(lambda: self._group.allreduce(tensors))
+    def allreduce(self, *arguments: Any) -> _LateWork:
+        return self._later(self._group.allreduce, *arguments)
 
-    def allgather(self, heard: Any, told: Any) -> _LateWork:
-        return self._later(lambda: self._group.allgather(heard, told))
+    def allgather(self, *arguments: Any) -> _LateWork:
+        return self._later(self._group.allgather, *arguments)
 
-    def _later(self, post: Callable[[], Any]) -> _LateWork:
-        work: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._posted.put((time.monotonic() + self._delay, post, work))
-        return _LateWork(work)
+    def _later(self, post: Callable[..., Any], *arguments: Any) -> _LateWork:
+        due = time.monotonic() + self._delay
 
-    def _send(self) -> None:
-        while True:
-            due, post, work = self._posted.get()
+        def run() -> Any:
             time.sleep(max(0.0, due - time.monotonic()))
-            try:
-                work.put(post())
-            except RuntimeError as error:
-                work.put(error)
+            return post(*arguments)
+
+        return _LateWork(self._thread.submit(run))
 
 
 class _LateWork:
-    def __init__(self, work: queue.SimpleQueue[Any]) -> None:
+    def __init__(self, work: Future[Any]) -> None:
         self._work = work
 
     def wait(self, *timeout: timedelta) -> Any:
-        work = self._work.get()
-        if isinstance(work, Exception):
-            raise work
-        return work.wait(*timeout)
+        return self._work.result().wait(*timeout)
 
 
 class _Nowhere(World):

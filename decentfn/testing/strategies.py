@@ -17,14 +17,8 @@ except ImportError as missing:
     raise ImportError("decentfn.testing.strategies needs hypothesis: pip install 'decentfn[testing]'.") from missing
 
 _NAMES = (
-    "complete",
-    "ring",
-    "one-peer-exp",
-    "one-peer-exp-directed",
-    "static-exp",
-    "static-ring",
-    "base",
-    "random-matching",
+    *("complete", "ring", "one-peer-exp", "one-peer-exp-directed"),
+    *("static-exp", "static-ring", "base", "random-matching"),
 )
 
 

@@ -78,16 +78,19 @@ class Subject:
         options = {"bucket_mb": problem.BUCKET_MB, **self.hyperparameters, **options}
         return self.algorithm(loss_fn, optimizer, self.topology(num_workers or self.num_workers), **options)
 
-    def start(self, algorithm: Algorithm, workers: range, *, stacked: bool, with_buffers: bool = False) -> Any:
+    def start(
+        self,
+        algorithm: Algorithm,
+        workers: range,
+        *,
+        stacked: bool,
+        with_buffers: bool = False,
+        dtypes: tuple[torch.dtype, ...] = problem.DTYPES,
+    ) -> Any:
         """The state of these workers: one worker's, or stacked."""
-        states = []
-        for i in workers:
-            params = problem.params(0 if self.starts_equal else i)
-            states.append(
-                algorithm.init(params, problem.buffers(0 if self.starts_equal else i))
-                if with_buffers
-                else algorithm.init(params)
-            )
+        seeds = [0 if self.starts_equal else i for i in workers]
+        buffers = [(problem.buffers(i),) if with_buffers else () for i in seeds]
+        states = [algorithm.init(problem.params(i, dtypes), *more) for i, more in zip(seeds, buffers, strict=True)]
         return problem.stacked(states) if stacked else states[0]
 
 
@@ -160,8 +163,8 @@ def ranks(
         return problem.stacked(rows) if run.local > 1 else rows[0]
 
     def start(rank: int) -> Any:
-        stacked = run.local > 1
-        return subject.start(program.algorithm, workers(rank), stacked=stacked, with_buffers=run.with_buffers)
+        algorithm, own = program.algorithm, workers(rank)
+        return subject.start(algorithm, own, stacked=run.local > 1, with_buffers=run.with_buffers)
 
     def train(rank: int) -> list[Any]:
         state, history = starts[rank], [trees.map(torch.clone, starts[rank])]

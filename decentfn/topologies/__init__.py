@@ -1,24 +1,28 @@
 """Topologies: one family a file, each a function that returns a checked `Topology`."""
 
-from decentfn.topologies.base_k import base, simple_base
-from decentfn.topologies.ceca_rounds import ceca
 from decentfn.topologies.certificates import Certificate, certificate, consensus_steps, spectral_gap
 from decentfn.topologies.combine import alternate, every, later, nth_round, paused, pga, relabel
-from decentfn.topologies.complete_graph import complete
 from decentfn.topologies.construct import from_edges, from_groups, from_matrices, from_permutations, from_shifts, idle
 from decentfn.topologies.drawn import from_draw, from_rounds
 from decentfn.topologies.equitopo import equitopo_d_static, equitopo_od_dyn, equitopo_ou_dyn, equitopo_u_static
-from decentfn.topologies.exponential import one_peer_exp, one_peer_exp_directed, p_peer_exp, static_exp
-from decentfn.topologies.graphs import graph
+from decentfn.topologies.exponential import ceca, one_peer_exp, one_peer_exp_directed, p_peer_exp, static_exp
+from decentfn.topologies.graphs import (
+    binary_tree,
+    complete,
+    double_binary_tree,
+    graph,
+    grid,
+    ring,
+    star,
+    static_ring,
+    torus,
+)
+from decentfn.topologies.graphs import chain as chain
 from decentfn.topologies.hierarchies import alternating_exp_ring, hierarchical
-from decentfn.topologies.hypercubes import hyper_hypercube, hypercube
-from decentfn.topologies.lattices import grid, torus
+from decentfn.topologies.hypercubes import base, hyper_hypercube, hypercube, simple_base
 from decentfn.topologies.matching import random_matching, shift_one
 from decentfn.topologies.registry import register_topology, topology, topology_names
-from decentfn.topologies.rings import chain as chain
-from decentfn.topologies.rings import ring, static_ring
 from decentfn.topologies.rounds import Edge, Round, Topology, mixed, mixing_matrix
-from decentfn.topologies.trees import binary_tree, double_binary_tree, star
 
 # `chain` stays out: in the package's namespace that name composes optimizers. topology("chain", N) makes it.
 __all__ = [

@@ -1,16 +1,13 @@
 """What a topology promises, computed when asked for: stochastic, connected, exact after so many steps, its gap, its cost.
 
-Small and shift-invariant schedules are measured exactly (singular values, Fourier); others by applying their rounds, and
-random ones by drawing some.
+Small schedules are measured by singular values, large ones by applying their rounds, random ones by drawing some.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, NamedTuple
+from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +18,6 @@ _STEPS_SAMPLED = 64
 _STEPS_AVERAGED = 256
 _LARGEST_DENSE = 512
 _ROUNDING = 1e-12
-_POWERS = 50
 _KRYLOV = 64
 
 
@@ -72,21 +68,32 @@ def certificate(topology: Topology) -> Certificate:
     """
     require_topology("certificate", topology)
     schedule = _Schedule(topology)
-    facts = schedule.facts
+    n, ones, starts = topology.num_workers, np.ones(topology.num_workers), schedule.random(4)
+    keeps_mean = keeps_consensus = is_nonnegative = is_symmetric = True
+    messages, means, links = [], [], []
+    for this in map(schedule.round, range(schedule.steps)):
+        keeps_mean &= bool(np.abs(this.apply_transposed(ones) - 1).max() <= _ROUNDING)
+        keeps_consensus &= bool(np.abs(this.apply(ones) - 1).max() <= _ROUNDING)
+        is_nonnegative &= this.smallest >= -_ROUNDING
+        is_symmetric &= bool(np.abs(this.apply(starts) - this.apply_transposed(starts)).max() <= _ROUNDING)
+        messages.append(this.messages)
+        means.append(this.mean_payloads)
+        links.append(np.stack(this.links()))
+    sources, receivers = np.concatenate(links, axis=1)
     return Certificate(
         name=topology.name,
-        num_workers=topology.num_workers,
+        num_workers=n,
         period=topology.period,
         degree=topology.degree,
-        is_doubly_stochastic=facts.keeps_mean and facts.keeps_consensus and facts.is_nonnegative,
-        is_column_stochastic=facts.keeps_mean,
-        is_symmetric=facts.is_symmetric,
-        is_connected=facts.is_connected,
+        is_doubly_stochastic=keeps_mean and keeps_consensus and is_nonnegative,
+        is_column_stochastic=keeps_mean,
+        is_symmetric=is_symmetric,
+        is_connected=matrices.is_connected(sources, receivers, n),
         steps_to_consensus=schedule.steps_to_consensus,
         spectral_gap=schedule.spectral_gap,
         expected_contraction=schedule.expected_contraction,
-        messages_per_step=facts.messages,
-        payloads_per_step=facts.payloads,
+        messages_per_step=float(np.mean(messages)),
+        payloads_per_step=float(np.mean(messages) + np.mean(means)),
     )
 
 
@@ -103,168 +110,88 @@ def consensus_steps(topology: Topology) -> int | None:
 def spectral_gap(topology: Topology) -> float | None:
     """`1 - ‖W_(P-1) ... W_0 - J‖₂` of one period; None for a random schedule (see `Certificate.expected_contraction`).
 
-    Exact for up to 512 workers (singular values of the product) and for rounds that do not change when all workers,
-    or all in each half, move up by one (Fourier); beyond, by ARPACK, which applies the rounds. A push-sum
-    schedule keeps no consensus, so that its number is of J in place of its own limit.
+    Exact for up to 512 workers; beyond, by ARPACK, which applies the rounds. A push-sum schedule keeps no consensus, so
+    that its number is of J in place of its own limit.
     """
     require_topology("spectral_gap", topology)
     return _Schedule(topology).spectral_gap
 
 
 class _Round:
-    """One round in numpy, with what is worth measuring of it."""
+    """One round: `W = S + diag(m) A`, S sparse, A the mean within the groups, m its weights."""
 
     def __init__(self, topology: Topology, t: int) -> None:
-        this = topology.round(t)
-        self.num_workers = n = topology.num_workers
-        me = np.arange(n)[:, None]
-        sources, destinations = this.sources.numpy(), this.destinations.numpy()
-        self.is_silent = sources < 0
-        self.sources = np.where(self.is_silent, me, sources)
-        self.destinations = np.where(destinations < 0, me, destinations)
-        self.weights = this.weights.numpy()
-        self.messages = float((destinations >= 0).sum()) / n
-        self.groups, self.mean_weights, self.mean_payloads = np.arange(n), None, 0.0
+        from scipy.sparse import coo_array
+
+        this, n = topology.round(t), topology.num_workers
+        me = np.arange(n)
+        heard = np.concatenate([me[:, None], this.heard.numpy()], axis=1)
+        i, weights = np.repeat(me, heard.shape[1]), this.weights.numpy()
+        self.sparse = coo_array((weights.ravel(), (i, heard.ravel())), shape=(n, n)).tocsr()
+        self.transposed = self.sparse.T.tocsr()
+        self.messages = float((this.destinations >= 0).sum()) / n
+        self.groups, self.sizes, self.mean_weights, self.mean_payloads = me, np.ones(n), None, 0.0
         if this.groups is not None and this.mean_weights is not None:
             self.groups, self.mean_weights = this.groups.numpy(), this.mean_weights.numpy()
             self.sizes = np.bincount(self.groups)
             self.mean_payloads = float((2 * np.maximum(self.sizes - 1, 0)).sum()) / n
 
     def apply(self, x: np.ndarray) -> np.ndarray:
-        """`W x`, `[N, D]`."""
-        y = self.weights[:, :1] * x
-        for k in range(self.sources.shape[1]):
-            y += self.weights[:, 1 + k, None] * x[self.sources[:, k]]
-        return y if self.mean_weights is None else y + self.mean_weights[:, None] * self._group_means(x)
+        """`W x`, of `[N]` or `[N, D]`."""
+        y = self.sparse @ x
+        return y if self.mean_weights is None else y + (self.mean_weights * self._means(x).T).T
 
     def apply_transposed(self, x: np.ndarray) -> np.ndarray:
-        """`Wᵀ x`, `[N, D]`."""
-        y = self.weights[:, :1] * x
-        for k in range(self.sources.shape[1]):
-            y += (self.weights[:, 1 + k, None] * x)[self.destinations[:, k]]
-        return y if self.mean_weights is None else y + self._group_means(self.mean_weights[:, None] * x)
+        """`Wᵀ x`, of `[N]` or `[N, D]`."""
+        y = self.transposed @ x
+        return y if self.mean_weights is None else y + self._means((self.mean_weights * x.T).T)
 
-    def _group_means(self, x: np.ndarray) -> np.ndarray:
-        sums = np.stack([np.bincount(self.groups, column, len(self.sizes)) for column in x.T], axis=1)
-        return (sums / np.maximum(self.sizes, 1)[:, None])[self.groups]
-
-    @property
-    def has_means(self) -> bool:
-        return self.mean_weights is not None and bool(self.mean_weights.any())
+    def _means(self, x: np.ndarray) -> np.ndarray:
+        sums = np.zeros((len(self.sizes), *x.shape[1:]))
+        np.add.at(sums, self.groups, x)
+        return (sums.T / np.maximum(self.sizes, 1)).T[self.groups]
 
     @property
-    def is_nonnegative(self) -> bool:
-        means = 0.0 if self.mean_weights is None else self.mean_weights.min()
-        return bool(min(self.weights.min(), means) >= -_ROUNDING)
+    def smallest(self) -> float:
+        """The least weight that a worker gives to itself, another one or the mean of its group."""
+        if self.mean_weights is None:
+            return float(self.sparse.data.min())
+        entries = self.sparse.copy()
+        entries.setdiag(self.sparse.diagonal() + self.mean_weights / self.sizes[self.groups])
+        return float(min(entries.data.min(), self.mean_weights.min()))
 
     def links(self) -> tuple[np.ndarray, np.ndarray]:
-        """Who receives from whom with a weight, `i` and `j`; of a group its first member stands for all."""
-        i, k = np.nonzero(~self.is_silent & (self.weights[:, 1:] != 0))
-        j = self.sources[i, k]
+        """From whom to whom something travels; a group is a circle of its members."""
+        receivers, sources = self.sparse.nonzero()
         if self.mean_weights is None:
-            return i, j
-        first = np.full(len(self.sizes), -1)
-        first[self.groups[::-1]] = np.arange(self.num_workers)[::-1]
+            return sources, receivers
         members = np.nonzero(self.mean_weights)[0]
-        heads = first[self.groups[members]]
-        return np.concatenate([i, members, heads]), np.concatenate([j, heads, members])
-
-    @property
-    def is_symmetric(self) -> bool:
-        entries = {}
-        for order in (1, -1):
-            i, k = np.nonzero(~self.is_silent)
-            pair = (i, self.sources[i, k])[::order]
-            codes, where = np.unique(pair[0] * self.num_workers + pair[1], return_inverse=True)
-            entries[order] = codes, np.bincount(where, self.weights[i, 1 + k])
-        alike = all(
-            np.array_equal(a, b) or np.allclose(a, b, rtol=0, atol=_ROUNDING)
-            for a, b in zip(entries[1], entries[-1], strict=True)
-        )
-        if not alike or self.mean_weights is None:
-            return alike
-        heaviest = np.zeros(len(self.sizes))
-        np.maximum.at(heaviest, self.groups, self.mean_weights)
-        return bool(np.allclose(heaviest[self.groups], self.mean_weights, rtol=0, atol=_ROUNDING))
-
-    def symbol(self, blocks: int) -> np.ndarray | None:
-        """The round in Fourier space, `[N / blocks, blocks, blocks]`, if shifting all blocks at once changes nothing.
-
-        One block: a circulant round. Workers are numbered block by block.
-        """
-        n, size = self.num_workers, self.num_workers // blocks
-        block, place = np.divmod(np.arange(n)[:, None], size)
-        shifts = self.sources // size * size + (place - self.sources) % size
-        found = np.unique(shifts)
-        if len(found) > blocks * (self.sources.shape[1] + 1) or (self.has_means and self.sizes.max() < n):
-            return None
-        table = np.zeros((n, len(found)))
-        column = np.searchsorted(found, shifts)
-        for k in range(self.sources.shape[1]):
-            table[np.arange(n), column[:, k]] += self.weights[:, 1 + k]
-        table, own = table.reshape(blocks, size, -1), self.weights[:, 0].reshape(blocks, size)
-        if max(np.ptp(table, axis=1).max(initial=0.0), np.ptp(own, axis=1).max()) > _ROUNDING:
-            return None
-        rows = np.zeros((blocks, blocks, size))
-        rows[:, found // size, found % size] = table[:, 0]
-        rows[np.arange(blocks), np.arange(blocks), 0] += own[:, 0]
-        symbol = np.fft.fft(rows).transpose(2, 0, 1)
-        if self.mean_weights is not None:
-            symbol[0] += self.mean_weights[0] / blocks  # a mean over all workers
-        return symbol
-
-
-class _Facts(NamedTuple):
-    """What is seen of the rounds one by one."""
-
-    keeps_mean: bool
-    keeps_consensus: bool
-    is_nonnegative: bool
-    is_symmetric: bool
-    is_connected: bool
-    messages: float
-    payloads: float
+        members = members[np.argsort(self.groups[members], kind="stable")]
+        groups, after = self.groups[members], np.roll(members, -1)
+        after[np.flatnonzero(np.diff(groups, append=-1))] = members[np.flatnonzero(np.diff(groups, prepend=-1))]
+        return np.concatenate([sources, members]), np.concatenate([receivers, after])
 
 
 class _Schedule:
-    """The rounds of one period, or of the first steps of a random schedule."""
+    """The rounds of one period, or of the first steps of a random schedule; a short one's are kept."""
 
     def __init__(self, topology: Topology) -> None:
-        self.num_workers = topology.num_workers
-        self.is_random = topology.period is None
-        steps = _STEPS_SAMPLED if topology.period is None else topology.period
-        self.rounds = _Rounds(topology, steps)
-        self.topology = topology
+        self.num_workers, self.is_random = topology.num_workers, topology.period is None
+        self.steps = _STEPS_SAMPLED if topology.period is None else topology.period
+        self.round = lru_cache(2**22 // topology.weights[0].numel())(lambda t: _Round(topology, t))
 
-    @property
-    def facts(self) -> _Facts:
-        n, ones = self.num_workers, np.ones((self.num_workers, 1))
-        keeps_mean = keeps_consensus = is_nonnegative = is_symmetric = True
-        messages, means, links = [], [], []
-        for this in self.rounds:
-            keeps_mean &= bool(np.abs(this.apply_transposed(ones) - 1).max() <= _ROUNDING)
-            keeps_consensus &= bool(np.abs(this.apply(ones) - 1).max() <= _ROUNDING)
-            is_nonnegative &= this.is_nonnegative
-            is_symmetric &= this.is_symmetric
-            messages.append(this.messages)
-            means.append(this.mean_payloads)
-            i, j = this.links()
-            links.append(i * n + j)
-        codes = np.sort(np.concatenate(links))
-        codes = codes[np.diff(codes, prepend=-1) > 0]
-        i, j = codes // n, codes % n
-        is_connected = matrices.reaches_everyone(j, i, n) and matrices.reaches_everyone(i, j, n)
-        total = float(np.mean(messages)), float(np.mean(messages) + np.mean(means))
-        return _Facts(keeps_mean, keeps_consensus, is_nonnegative, is_symmetric, is_connected, *total)
+    def random(self, columns: int) -> np.ndarray:
+        """`[N, columns]`, the same for every schedule, off the consensus."""
+        x = np.random.RandomState(0).standard_normal((self.num_workers, columns))
+        return x - x.mean(0)
 
     @cached_property
     def _disagreements(self) -> list[float]:
-        """Of random vectors after each step of a period, relative to their start, until they vanish."""
-        x = np.random.RandomState(0).standard_normal((self.num_workers, 4))
-        x -= x.mean(0)
+        """Disagreement of random vectors after each step of a period, relative to the start, until it reaches zero."""
+        x = self.random(4)
         start, left = np.abs(x).max(), [1.0]
-        for this in self.rounds:
-            x = this.apply(x)
+        for t in range(self.steps):
+            x = self.round(t).apply(x)
             left.append(float(np.abs(x - x.mean(0)).max() / start))
             if left[-1] <= _ROUNDING:
                 break
@@ -282,21 +209,28 @@ class _Schedule:
 
     @property
     def spectral_gap(self) -> float | None:
-        n = self.num_workers
-        if self.is_random:
-            return None
-        if n == 1:
-            return 1.0
+        n, rounds = self.num_workers, range(self.steps)
+        if self.is_random or n == 1:
+            return None if self.is_random else 1.0
         if n <= _LARGEST_DENSE:
             product = np.eye(n)
-            for this in self.rounds:
-                product = this.apply(product)
+            for t in rounds:
+                product = self.round(t).apply(product)
             return 1.0 - float(np.linalg.norm(product - 1.0 / n, 2))
-        for blocks in (1, 2):
-            contraction = self.fourier_contraction(blocks)
-            if contraction is not None:
-                return 1.0 - contraction
-        return 1.0 if self._disagreements[-1] <= _ROUNDING else 1.0 - _largest_singular_value(self)
+        if self._disagreements[-1] <= _ROUNDING:
+            return 1.0
+
+        def squared(x: np.ndarray) -> np.ndarray:
+            """`MᵀM x`, M the product off the consensus."""
+            x = x - x.mean()
+            for t in rounds:
+                x = self.round(t).apply(x)
+            x = x - x.mean()
+            for t in reversed(rounds):
+                x = self.round(t).apply_transposed(x)
+            return x - x.mean()
+
+        return 1.0 - float(np.sqrt(max(self._largest(squared)[0], 0.0)))
 
     @property
     def expected_contraction(self) -> float | None:
@@ -306,78 +240,27 @@ class _Schedule:
         """
         if not self.is_random:
             return None
-        n, drawn = self.num_workers, _Rounds(self.topology, 2 * _STEPS_AVERAGED)
-        seen, fresh = ([drawn[start + t] for t in range(_STEPS_AVERAGED)] for start in (0, _STEPS_AVERAGED))
 
         def squared(x: np.ndarray) -> np.ndarray:
+            """The mean of `(W - J)ᵀ(W - J) x`."""
             total = np.zeros_like(x)
-            for this in seen:
+            for this in map(self.round, range(_STEPS_AVERAGED)):
                 total += this.apply_transposed(this.apply(x - x.mean(0)))
-            return (total - total.mean(0)) / len(seen)
+            return (total - total.mean(0)) / _STEPS_AVERAGED
 
-        if n <= _LARGEST_DENSE:
-            slowest = np.linalg.eigh(squared(np.eye(n)))[1][:, -1:]
+        if self.num_workers <= _LARGEST_DENSE:
+            slowest = np.linalg.eigh(squared(np.eye(self.num_workers)))[1][:, -1]
         else:
-            slowest = np.random.RandomState(0).standard_normal((n, 1))
-            for _ in range(_POWERS):
-                slowest = squared(slowest)
-                slowest /= np.linalg.norm(slowest)
-        slowest -= slowest.mean()
+            slowest = self._largest(squared)[1]
+        slowest = slowest - slowest.mean()
+        fresh = map(self.round, range(_STEPS_AVERAGED, 2 * _STEPS_AVERAGED))
         return float(np.mean([np.sum(this.apply(slowest) ** 2) for this in fresh]) / np.sum(slowest**2))
 
-    def fourier_contraction(self, blocks: int) -> float | None:
-        """The largest singular value of the product off the consensus; None unless all rounds have a symbol."""
-        n, product = self.num_workers, None
-        for this in self.rounds:
-            symbol = this.symbol(blocks) if n % blocks == 0 else None
-            if symbol is None:
-                return None
-            product = symbol if product is None else symbol @ product
-        assert product is not None
-        product[0] -= 1.0 / blocks
-        return float(np.linalg.norm(product, 2, axis=(1, 2)).max())
+    def _largest(self, apply: Any) -> tuple[float, np.ndarray]:
+        """The largest eigenvalue and its vector (ARPACK)."""
+        from scipy.sparse.linalg import LinearOperator, eigsh
 
-
-class _Rounds(Sequence[_Round]):
-    """Rounds made when they are looked at, so that a long schedule is never in memory at once; a short one is kept."""
-
-    def __init__(self, topology: Topology, steps: int) -> None:
-        self._topology, self._steps = topology, steps
-        self._kept: dict[int, _Round] = {}
-        self._keeps = steps * topology.weights.shape[1] * topology.weights.shape[2] <= 2**22
-
-    def __iter__(self) -> Iterator[_Round]:
-        return (self[t] for t in range(self._steps))
-
-    def __len__(self) -> int:
-        return self._steps
-
-    def __getitem__(self, t: int) -> _Round:
-        if t in self._kept:
-            return self._kept[t]
-        made = _Round(self._topology, t)
-        if self._keeps:
-            self._kept[t] = made
-        return made
-
-
-def _largest_singular_value(schedule: _Schedule) -> float:
-    """Of the product over a period off the consensus: the root of the largest eigenvalue of MᵀM (ARPACK)."""
-    from scipy.sparse import linalg
-
-    n, rounds = schedule.num_workers, schedule.rounds
-
-    class Squared(linalg.LinearOperator):
-        def _matvec(self, x: np.ndarray) -> np.ndarray:
-            x = x.reshape(n, 1) - x.mean()
-            for this in rounds:
-                x = this.apply(x)
-            x = x - x.mean()
-            for t in range(len(rounds) - 1, -1, -1):
-                x = rounds[t].apply_transposed(x)
-            return x[:, 0] - x.mean()
-
-    start = np.random.RandomState(0).standard_normal(n)
-    squared: Any = Squared(np.dtype(np.float64), (n, n))
-    found: Any = linalg.eigsh(squared, 1, which="LA", v0=start - start.mean(), ncv=_KRYLOV, return_eigenvectors=False)
-    return math.sqrt(max(float(found[0]), 0.0))
+        kernel: Any = LinearOperator
+        operator = kernel((self.num_workers,) * 2, matvec=lambda x: apply(x.ravel()), dtype=np.float64)
+        values, vectors = eigsh(operator, 1, which="LA", v0=self.random(1)[:, 0], ncv=_KRYLOV)
+        return float(values[0]), vectors[:, 0]

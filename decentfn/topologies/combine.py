@@ -10,13 +10,15 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from decentfn.numbers import checks_numbers, whole
-from decentfn.topologies.complete_graph import complete
+from decentfn.numbers import checks_numbers, require, require_at_most, whole
 from decentfn.topologies.construct import idle
 from decentfn.topologies.drawn import from_rounds
+from decentfn.topologies.graphs import complete
 from decentfn.topologies.rounds import Round, Topology, require_topology
-from decentfn.words import brief
+
+_MOST_STEPS = 2**31 - 1
 
 
 @checks_numbers
@@ -28,22 +30,15 @@ def every(H: int, topology: Topology) -> Topology:
 
     Args:
         H: steps from one mix to the next, at least 1.
-        topology: what mixes.
-
-    Returns:
-        Topology of period H x the topology's.
-
-    Raises:
-        ValueError: H < 1.
+        topology: what mixes; the period is H x its own.
 
     >>> every(4, complete(8)).period
     4
     """
-    _check_parts("every", H, topology)
-    parts = (topology, idle(topology.num_workers))
-    return _switch(
-        f"every({H}, {topology.name})", parts, lambda t: (min(t % H, 1), t // H), lambda periods: H * periods[0]
-    )
+    require_topology("every(H, topology)", topology)
+    require_at_most("every", _MOST_STEPS, H=H)
+    parts, name = (topology, idle(topology.num_workers)), f"every({H}, {topology.name})"
+    return _switch(name, parts, lambda t: (min(t % H, 1), t // H), lambda periods: H * periods[0])
 
 
 @checks_numbers
@@ -52,20 +47,13 @@ def later(steps: int, topology: Topology) -> Topology:
 
     Args:
         steps: at least 0.
-        topology: the schedule.
-
-    Returns:
-        Topology of the same period, from its beginning on.
-
-    Raises:
-        ValueError: a negative number of steps.
+        topology: the schedule; the period, from its beginning on, is the same.
 
     >>> later(3, every(4, complete(8))).round(3).is_active
     True
     """
     require_topology("later(steps, topology)", topology)
-    if not 0 <= steps < 2**31:
-        raise ValueError(f"later(steps={brief(steps)}, ...): the number of steps is an integer >= 0.")
+    require(0 <= steps <= _MOST_STEPS, "later", "the number of steps is an integer >= 0.", steps=steps)
     if not steps:
         return topology
     parts = (topology, idle(topology.num_workers))
@@ -82,22 +70,20 @@ def nth_round(k: int, rounds: int, topology: Topology) -> Topology:
         rounds: at least 1.
         topology: the schedule.
 
-    Raises:
-        ValueError: k or `rounds` out of range.
-
     >>> from decentfn.topologies import one_peer_exp
     >>> nth_round(1, 2, one_peer_exp(16)).period
     2
     """
     require_topology("nth_round(k, rounds, topology)", topology)
-    if not 0 <= k < rounds < 2**31:
-        raise ValueError(f"nth_round(k={brief(k)}, rounds={brief(rounds)}, ...): k is an integer from 0 to rounds - 1.")
+    is_one = 0 <= k < rounds <= _MOST_STEPS
+    require(is_one, "nth_round", "k is an integer from 0 to rounds - 1.", k=k, rounds=rounds)
     if rounds == 1:
         return topology
-    name = f"nth_round({k}, {rounds}, {topology.name})"
-    return _switch(
-        name, (topology,), lambda t: (0, rounds * t + k), lambda periods: periods[0] // math.gcd(periods[0], rounds)
-    )
+
+    def period_of(periods: list[int]) -> int:
+        return periods[0] // math.gcd(periods[0], rounds)
+
+    return _switch(f"nth_round({k}, {rounds}, {topology.name})", (topology,), lambda t: (0, rounds * t + k), period_of)
 
 
 def paused(topology: Topology, other: Topology) -> Topology:
@@ -105,10 +91,7 @@ def paused(topology: Topology, other: Topology) -> Topology:
 
     Args:
         topology: the schedule.
-        other: a schedule of as many workers.
-
-    Returns:
-        Topology whose period is the common multiple of both.
+        other: a schedule of as many workers; the period is the common multiple of both.
 
     >>> from decentfn.topologies import ring
     >>> [paused(ring(4), every(3, complete(4))).round(t).is_active for t in range(3)]
@@ -127,20 +110,14 @@ def alternate(*topologies: Topology) -> Topology:
     """One round of each in turn: step m k + j, of m topologies, is round k of the j-th.
 
     Args:
-        topologies: at least one, of the same number of workers; a topology may be given more than once.
-
-    Returns:
-        Topology of period m x the common multiple of the topologies' periods.
-
-    Raises:
-        ValueError: none, or different numbers of workers.
+        topologies: at least one, of the same number of workers; a topology may be given more than once. The period is
+            m x the common multiple of their periods.
 
     >>> from decentfn.topologies import ring
     >>> alternate(ring(4), complete(4)).period
     4
     """
-    if not topologies:
-        raise ValueError("alternate(): give at least one topology.")
+    require(len(topologies) > 0, "alternate()", "give at least one topology.")
     for part in topologies:
         require_topology("alternate", part)
     count = len(topologies)
@@ -157,13 +134,7 @@ def pga(H: int, topology: Topology) -> Topology:
 
     Args:
         H: steps from one global average to the next, at least 1.
-        topology: what mixes in between.
-
-    Returns:
-        Topology whose period is the common multiple of H and the topology's.
-
-    Raises:
-        ValueError: H < 1.
+        topology: what mixes in between; the period is the common multiple of H and its own.
 
     Source: Chen et al., 2021 (Gossip-PGA).
 
@@ -171,22 +142,18 @@ def pga(H: int, topology: Topology) -> Topology:
     >>> pga(3, ring(4)).period
     6
     """
-    _check_parts("pga", H, topology)
-    parts = (complete(topology.num_workers), topology)
-    return _switch(
-        f"pga({H}, {topology.name})", parts, lambda t: (min(t % H, 1), t), lambda periods: math.lcm(H, *periods)
-    )
+    require_topology("pga(H, topology)", topology)
+    require_at_most("pga", _MOST_STEPS, H=H)
+    parts, name = (complete(topology.num_workers), topology), f"pga({H}, {topology.name})"
+    return _switch(name, parts, lambda t: (min(t % H, 1), t), lambda periods: math.lcm(H, *periods))
 
 
 def relabel(topology: Topology, workers: Sequence[int]) -> Topology:
-    """The same schedule with `workers[i]` in the place of worker i, to put neighbours where they are close.
+    """The same schedule with `workers[i]` in the place of worker i, to put neighbors where they are close.
 
     Args:
         topology: the schedule.
         workers: a permutation of 0..N-1.
-
-    Raises:
-        ValueError: not a permutation.
 
     >>> from decentfn.topologies import ring
     >>> relabel(ring(4), [0, 2, 1, 3]).sources[0, :, 0].tolist()
@@ -194,90 +161,54 @@ def relabel(topology: Topology, workers: Sequence[int]) -> Topology:
     """
     require_topology("relabel", topology)
     n = topology.num_workers
-    if (
-        not isinstance(workers, Sequence)
-        or isinstance(workers, str)
-        or set(workers) != set(range(n))
-        or len(workers) != n
-    ):
-        raise ValueError(f"relabel({topology!r}, workers={brief(workers)}): expected each of 0..{n - 1} once.")
-    workers = [whole("relabel", "workers", i) for i in workers]
-    takes_place_of = torch.tensor(list(workers)).argsort()
-    place = torch.tensor([*workers, -1])  # index -1, nobody, stays nobody
-
-    def rows(table: Tensor) -> Tensor:
-        return table.index_select(0, takes_place_of)
-
-    def moved(peers: Tensor) -> Tensor:
-        return rows(place[peers])
-
-    return _map_rounds(topology.name, topology, n, moved, rows, rows)
+    is_list = isinstance(workers, Sequence) and not isinstance(workers, str) and len(workers) == n
+    is_permutation = is_list and set(workers) == set(range(n))
+    require(is_permutation, "relabel", f"expected each of 0..{n - 1} once.", topology=topology, workers=workers)
+    places = torch.tensor([whole("relabel", "workers", i) for i in workers])
+    name_of = torch.cat([places, torch.tensor([-1])])  # index -1, nobody, stays nobody
+    return _rearranged(topology, places.argsort(), lambda peers: name_of[peers], lambda groups: groups)
 
 
 def blocks(topology: Topology, count: int) -> Topology:
     """`I ⊗ W`: the schedule within each of `count` blocks of consecutive workers."""
-    size = topology.num_workers
-    first = size * torch.arange(count)
-
-    def shifted(numbers: Tensor) -> Tensor:
-        offsets = first.view(-1, *[1] * numbers.dim())
-        return torch.where(numbers < 0, -1, numbers + offsets).flatten(0, 1)
-
-    def repeated(table: Tensor) -> Tensor:
-        return table.repeat(count, *[1] * (table.dim() - 1))
-
-    return _map_rounds(topology.name, topology, size * count, shifted, repeated, shifted)
+    worker = torch.arange(count * topology.num_workers)
+    place = worker % topology.num_workers
+    return _rearranged(topology, place, lambda peers: peers + (worker - place)[:, None])
 
 
 def across(topology: Topology, size: int) -> Topology:
     """`W ⊗ I`: the schedule among blocks of `size` consecutive workers, between those at the same place in each."""
-    place = torch.arange(size)
-
-    def spread(numbers: Tensor) -> Tensor:
-        places = place.view(-1, *[1] * (numbers.dim() - 1))
-        numbers = numbers.unsqueeze(1)
-        return torch.where(numbers < 0, -1, numbers * size + places).flatten(0, 1)
-
-    def repeated(table: Tensor) -> Tensor:
-        return table.repeat_interleave(size, dim=0)
-
-    return _map_rounds(topology.name, topology, size * topology.num_workers, spread, repeated, spread)
+    worker = torch.arange(size * topology.num_workers)
+    return _rearranged(topology, worker // size, lambda peers: peers * size + (worker % size)[:, None])
 
 
-# -- how -------------------------------------------------------------------------------------------------------------
-
-
-def _check_parts(call: str, steps: int, topology: Topology) -> None:
-    require_topology(f"{call}(H, topology)", topology)
-    if not 1 <= steps < 2**31:
-        raise ValueError(f"{call}(H={brief(steps)}, ...): H, the steps from one to the next, is an integer >= 1.")
-
-
-def _map_rounds(
-    name: str,
+def _rearranged(
     topology: Topology,
-    num_workers: int,
-    peers: Callable[[Tensor], Tensor],
-    rows: Callable[[Tensor], Tensor],
-    groups: Callable[[Tensor], Tensor],
+    rows: Tensor,
+    renamed: Callable[[Tensor], Tensor],
+    regrouped: Callable[[Tensor], Tensor] | None = None,
 ) -> Topology:
-    """The schedule of `num_workers` whose every round is this one's with its columns mapped."""
+    """The schedule whose worker w has the row `rows[w]`, with its peers renamed, `[N', K] -> [N', K]`."""
+
+    def peers(table: Tensor) -> Tensor:
+        return torch.where(table < 0, -1, renamed(table))
+
+    def grouped(groups: Tensor) -> Tensor:
+        return peers(groups[:, None])[:, 0] if regrouped is None else regrouped(groups)
 
     def round_of(t: Tensor) -> Round:
         this = topology.round(t)
-        mean_weights = None if this.mean_weights is None else rows(this.mean_weights)
-        grouping = None if this.groups is None else groups(this.groups)
-        return Round(
-            peers(this.sources), peers(this.destinations), rows(this.weights), grouping, mean_weights, this.is_active
-        )
+        sources, destinations = peers(this.sources[rows]), peers(this.destinations[rows])
+        groups = None if this.groups is None else grouped(this.groups[rows])
+        means = None if this.mean_weights is None else this.mean_weights[rows]
+        return Round(sources, destinations, this.weights[rows], groups, means, this.is_active)
 
-    table = None if topology.groups is None else torch.stack([groups(row) for row in topology.groups])
     return from_rounds(
-        name,
-        num_workers,
+        topology.name,
+        len(rows),
         round_of,
         period=topology.period,
-        groups=table,
+        groups=None if topology.groups is None else torch.stack([grouped(row[rows]) for row in topology.groups]),
         is_column_stochastic=topology.is_column_stochastic,
     )
 
@@ -292,16 +223,11 @@ def _switch(
 ) -> Topology:
     """Return the schedule whose step t is round s of part k, where `k, s = turn(t)`.
 
-    Args:
-        name: of the schedule.
-        parts: the schedules that take turns.
-        turn: `t -> (k, s)`.
-        period_of: from the parts' periods to the schedule's.
-        has_start: the first steps differ from what repeats, so that the schedule is no table of one period.
+    `period_of` makes its period of the parts'. With `has_start` the first steps differ from what repeats, so that the
+    schedule is no table of one period.
     """
-    n = parts[0].num_workers
-    if any(part.num_workers != n for part in parts):
-        raise ValueError(f"{name}: its parts have {[part.num_workers for part in parts]} workers, not the same number.")
+    n, sizes = parts[0].num_workers, [part.num_workers for part in parts]
+    require(set(sizes) == {n}, name, f"its parts have {sizes} workers, not the same number.")
     slots = max(part.slots for part in parts)
     tables = [part.groups for part in parts if part.groups is not None]
     groupings = torch.cat([*tables, torch.arange(n)[None]]).unique(dim=0) if tables else None
@@ -324,11 +250,9 @@ def _switch(
 
 def _padded(this: Round, slots: int, *, has_groups: bool) -> Round:
     """Return the round with empty slots up to `slots`, and every worker in a group where the schedule has groups."""
-    n, more = this.weights.shape[0], slots - this.sources.shape[1]
-    silence = torch.full((n, more), -1)
-    weights = torch.cat([this.weights, torch.zeros(n, more, dtype=torch.float64)], dim=1)
+    more = (0, slots - this.sources.shape[1])
+    sources, destinations = pad(this.sources, more, value=-1), pad(this.destinations, more, value=-1)
     groups, mean_weights = this.groups, this.mean_weights
     if has_groups and (groups is None or mean_weights is None):
-        groups, mean_weights = torch.arange(n), torch.zeros(n, dtype=torch.float64)
-    sources, destinations = (torch.cat([x, silence], 1) for x in (this.sources, this.destinations))
-    return Round(sources, destinations, weights, groups, mean_weights, this.is_active)
+        groups, mean_weights = torch.arange(len(sources)), torch.zeros(len(sources), dtype=torch.float64)
+    return Round(sources, destinations, pad(this.weights, more), groups, mean_weights, this.is_active)

@@ -10,9 +10,9 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from decentfn.numbers import MOST_WORKERS, array, checks_numbers, real, require_at_most, whole
-from decentfn.topologies.matrices import edge_colours, weighted_permutations
-from decentfn.topologies.rounds import Edge, Topology, check, check_sums
+from decentfn.numbers import MOST_WORKERS, array, checks_numbers, real, require, require_at_most, whole
+from decentfn.topologies.matrices import edge_colors, weighted_permutations
+from decentfn.topologies.rounds import Edge, Topology, check
 from decentfn.words import brief
 
 MOST_MESSAGES = 64
@@ -34,31 +34,28 @@ def from_permutations(name: str, sources: object, weights: object, *, is_column_
             so that each sender's weights sum to 1).
 
     Raises:
-        ValueError: shapes, a column that is no permutation, weights that do not sum to 1, a worker left out.
+        ValueError: shapes, a column that is no permutation, a negative weight, weights that do not sum to 1, a worker
+            that hears nobody in all phases.
     """
     s = torch.from_numpy(array(name, "sources", sources, np.int64))
     w = torch.from_numpy(array(name, "weights", weights))
-    if s.dim() != 3 or w.shape != (*s.shape[:2], s.shape[2] + 1):
+    rule = f"sources {list(s.shape)} and weights {list(w.shape)} must be [P, N, K] and [P, N, K+1], own weight first."
+    require(s.dim() == 3 and w.shape == (*s.shape[:2], s.shape[2] + 1), name, rule)
+    require(s.shape[0] > 0, name, "no phase; a schedule has at least one.")
+    n = s.shape[1]
+    if s.numel() and not (s.min() >= 0 and s.max() < n):
+        raise ValueError(f"{name}: sources between {s.min()} and {s.max()}; workers are 0..{n - 1}.")
+    is_heard_once = torch.zeros_like(s).scatter_add_(1, s, torch.ones_like(s)) == 1
+    if not is_heard_once.all():
+        p, k = (~is_heard_once).any(1).nonzero()[0].tolist()
         raise ValueError(
-            f"{name}: sources {list(s.shape)} and weights {list(w.shape)} must be [P, N, K] and [P, N, K+1], "
-            "own weight first."
+            f"{name}: phase {p}, slot {k}: sources {s[p, :, k].tolist()} is not a permutation of "
+            f"the {n} workers; let a worker that receives from nobody be its own source."
         )
-    if not s.shape[0]:
-        raise ValueError(f"{name}: no phase; a schedule has at least one.")
-    workers = torch.arange(s.shape[1])
-    if s.numel() and not (s.min() >= 0 and s.max() < s.shape[1]):
-        raise ValueError(f"{name}: sources between {s.min()} and {s.max()}; workers are 0..{s.shape[1] - 1}.")
-    times_heard = torch.zeros_like(s).scatter_add_(1, s, torch.ones_like(s))
-    if not (times_heard == 1).all():
-        bad = (times_heard != 1).any(1).nonzero()[0].tolist()
-        raise ValueError(
-            f"{name}: phase {bad[0]}, slot {bad[1]}: sources {s[bad[0], :, bad[1]].tolist()} is not a permutation of "
-            f"the {s.shape[1]} workers; let a worker that receives from nobody be its own source."
-        )
-    alone = s == workers[:, None]
-    w[..., 0] += (w[..., 1:] * alone).sum(-1)
-    w[..., 1:].masked_fill_(alone, 0.0)
-    topology = Topology(name, s.shape[1], s, w, is_column_stochastic=is_column_stochastic)
+    rests = s == torch.arange(n)[:, None]
+    w[..., 0] += (w[..., 1:] * rests).sum(-1)
+    w[..., 1:].masked_fill_(rests, 0.0)
+    topology = Topology(name, n, s, w, is_column_stochastic=is_column_stochastic)
     check(topology)
     return topology
 
@@ -67,28 +64,20 @@ def from_permutations(name: str, sources: object, weights: object, *, is_column_
 def from_matrices(name: str, matrices: object, *, is_column_stochastic: bool = False) -> Topology:
     """A schedule from mixing matrices, each decomposed into weighted permutations (messages).
 
-    Undirected rounds are coloured by edges, so that the partner of a slot is the same both ways.
+    Undirected rounds are colored by edges, so that the partner of a slot is the same both ways.
 
     Args:
         name: what errors and fingerprints call it.
-        matrices: `[P, N, N]` (or `[N, N]`), `W[i, j]` the weight that i gives to j; non-negative off the diagonal.
+        matrices: `[P, N, N]` (or `[N, N]`), `W[i, j]` the weight that i gives to j, not negative.
         is_column_stochastic: only the columns sum to 1 (push-sum).
 
     Raises:
-        ValueError: not square, a negative weight for another worker, not stochastic to 1e-12, a worker left out over
-            the period.
+        ValueError: not square, else as `from_permutations`.
     """
     stack = array(name, "matrices", matrices)
     stack = stack[None] if stack.ndim == 2 else stack
-    if stack.ndim != 3 or stack.shape[1] != stack.shape[2] or not stack.shape[0]:
-        raise ValueError(f"{name}: matrices of shape {list(stack.shape)}; mixing matrices are [P, N, N] or [N, N].")
-    negative = np.argwhere((stack < 0) & ~np.eye(stack.shape[1], dtype=bool))
-    if len(negative):
-        p, i, j = negative[0].tolist()
-        raise ValueError(
-            f"{name}: W[{i}, {j}] = {stack[p, i, j]:.15g} in phase {p}; weights of other workers are not negative."
-        )
-    check_sums(name, torch.from_numpy(stack), is_column_stochastic)
+    are_square = stack.ndim == 3 and stack.shape[1] == stack.shape[2] and len(stack) > 0
+    require(are_square, name, f"matrices of shape {list(stack.shape)}; mixing matrices are [P, N, N] or [N, N].")
     return _padded(name, [weighted_permutations(w) for w in stack], is_column_stochastic)
 
 
@@ -111,8 +100,7 @@ def from_groups(name: str, phases: Sequence[Sequence[Edge]], num_workers: int) -
     require_at_most(name, MOST_WORKERS, num_workers=num_workers)
     _require_listed(name, "phases", phases)
     edges = [[_edge(name, edge) for edge in _require_listed(name, "a phase", phase)] for phase in phases]
-    if not edges:
-        raise ValueError(f"{name}: no phase; a schedule has at least one.")
+    require(len(edges) > 0, name, "no phase; a schedule has at least one.")
     for p, phase in enumerate(edges):
         seen = sorted(rank for ranks, _ in phase for rank in ranks)
         if seen != list(range(num_workers)):
@@ -120,31 +108,38 @@ def from_groups(name: str, phases: Sequence[Sequence[Edge]], num_workers: int) -
                 f"{name}: phase {p} has workers {seen} in its edges; each of 0..{num_workers - 1} must be in exactly "
                 "one (a worker that rests has an edge of its own)."
             )
-    if all(len(ranks) <= 2 for phase in edges for ranks, _ in phase):
-        return _from_pairs(name, edges, num_workers)
-    groups = np.zeros((len(edges), num_workers), dtype=np.int64)
-    mean_weights = np.zeros((len(edges), num_workers))
+    largest = max(len(ranks) for phase in edges for ranks, _ in phase)
+    slots = largest - 1 if largest <= 2 else 0  # pairs are messages
+    sources = np.tile(np.arange(num_workers)[:, None], (len(edges), 1, slots))
+    weights = np.zeros((len(edges), num_workers, slots + 1))
+    weights[..., 0] = 1.0
+    groups, means = np.zeros((len(edges), num_workers), dtype=np.int64), np.zeros((len(edges), num_workers))
     for p, phase in enumerate(edges):
         for number, (ranks, weight) in enumerate(phase):
             groups[p, ranks] = number
-            if len(ranks) > 1:
-                mean_weights[p, ranks] = len(ranks) * (1 - weight) / (len(ranks) - 1)
-    sources = torch.zeros(len(edges), num_workers, 0, dtype=torch.int64)
-    means = torch.from_numpy(mean_weights)
-    topology = Topology(name, num_workers, sources, (1 - means)[..., None], torch.from_numpy(groups), means)
+            if len(ranks) > 1 and slots:
+                sources[p, ranks, 0] = ranks[::-1]
+                weights[p, ranks] = weight, 1 - weight
+            elif len(ranks) > 1:
+                means[p, ranks] = len(ranks) * (1 - weight) / (len(ranks) - 1)
+    if largest <= 2:
+        return from_permutations(name, sources, weights)
+    tables = torch.from_numpy(sources), torch.from_numpy((1 - means)[..., None])
+    topology = Topology(name, num_workers, *tables, torch.from_numpy(groups), torch.from_numpy(means))
     check(topology)
     return topology
 
 
 def _edge(name: str, edge: Edge | tuple[Sequence[int], float | None]) -> tuple[list[int], float]:
-    if len(_require_listed(name, "an edge", edge)) != 2 or not len(_require_listed(name, "an edge's workers", edge[0])):
+    is_pair = len(_require_listed(name, "an edge", edge)) == 2
+    is_edge = is_pair and len(_require_listed(name, "an edge's workers", edge[0])) > 0
+    if not is_edge:
         raise ValueError(f"{name}: the edge {brief(edge)} is not Edge(ranks, weight), of one rank at least.")
     ranks, weight = [whole(name, "ranks", rank) for rank in edge[0]], edge[1]
     weight = 1 / len(ranks) if weight is None else real(name, "weight", weight)
-    if not 0 <= weight <= 1 or (len(ranks) == 1 and weight != 1):
-        raise ValueError(
-            f"{name}: Edge({ranks}, weight={weight}): the own weight lies in [0, 1] and is 1 for a single worker."
-        )
+    is_share = 0 <= weight <= 1 and (len(ranks) > 1 or weight == 1)
+    rule = "the own weight lies in [0, 1] and is 1 for a single worker."
+    require(is_share, name, f"Edge({ranks}, weight={weight}): {rule}")
     return ranks, weight
 
 
@@ -154,33 +149,19 @@ def _require_listed(name: str, what: str, given: Any) -> Any:
     return given
 
 
-def _from_pairs(name: str, edges: list[list[tuple[list[int], float]]], num_workers: int) -> Topology:
-    degree = max(len(ranks) for phase in edges for ranks, _ in phase) - 1
-    sources = np.tile(np.arange(num_workers)[:, None], (len(edges), 1, degree))
-    weights = np.zeros((len(edges), num_workers, degree + 1))
-    weights[..., 0] = 1.0
-    for p, phase in enumerate(edges):
-        pairs = [(ranks, weight) for ranks, weight in phase if len(ranks) == 2]
-        if pairs:
-            ranks, own = np.array([ranks for ranks, _ in pairs]), np.array([weight for _, weight in pairs])
-            sources[p, ranks, 0] = ranks[:, ::-1]
-            weights[p, ranks] = np.stack([own, 1 - own], axis=1)[:, None]
-    return from_permutations(name, sources, weights)
-
-
 @checks_numbers
 def from_edges(name: str, rounds: Sequence[tuple[ArrayLike, ArrayLike, ArrayLike]], num_workers: int) -> Topology:
     """A schedule of undirected rounds from weighted edges; a worker keeps what its edges leave of 1.
 
-    Edges are coloured, a colour a slot, so that the partner of a slot is the same both ways.
+    Edges are colored, a color a slot, so that the partner of a slot is the same both ways.
 
     Args:
         name: what errors and fingerprints call it.
-        rounds: for each step of the period `(u, v, weights)`, `[E]` each, every edge once.
+        rounds: for each step of the period `(u, v, weights)`, `[E]` each, every edge once; none for a worker alone.
         num_workers: N.
 
     Raises:
-        ValueError: a worker with more than 64 edges in a round, or with none in all rounds; weights beyond 1.
+        ValueError: a worker with more than 64 edges in a round, else as `from_permutations`.
     """
     require_at_most(name, MOST_WORKERS, num_workers=num_workers)
     tables = []
@@ -191,27 +172,24 @@ def from_edges(name: str, rounds: Sequence[tuple[ArrayLike, ArrayLike, ArrayLike
                 f"{name}: round {p} is {brief(edges)}; a round is three columns of one length, (u, v, weights): "
                 "([0, 2], [1, 3], [0.5, 0.5]) joins 0 with 1 and 2 with 3."
             )
-        ends_u, ends_v, edge_weights = edges
-        u, v = array(name, "ends", ends_u, np.int64), array(name, "ends", ends_v, np.int64)
-        w = array(name, "weights", edge_weights)
+        u, v = (array(name, "ends", column, np.int64) for column in edges[:2])
+        w = array(name, "weights", edges[2])
         if u.ndim != 1 or (u == v).any() or not ((np.minimum(u, v) >= 0) & (np.maximum(u, v) < num_workers)).all():
             raise ValueError(
                 f"{name}: round {p} is {brief(edges)}; an edge joins two of the workers 0..{num_workers - 1}."
             )
         degrees = np.bincount(np.concatenate([u, v]), minlength=num_workers)
-        if degrees.max(initial=0) > MOST_MESSAGES:
+        if degrees.max() > MOST_MESSAGES:
             raise ValueError(
                 f"{name}: worker {degrees.argmax()} would hold {degrees.max()} messages at once in phase {p}, more "
                 f"than {MOST_MESSAGES}; use 'complete' (an all-reduce), 'base' or 'binary-tree'."
             )
-        colours = edge_colours(u, v, num_workers)
-        i, j, k, w = np.concatenate([u, v]), np.concatenate([v, u]), np.tile(colours, 2), np.tile(w, 2)
+        i, j = np.concatenate([u, v]), np.concatenate([v, u])
+        k, w = np.tile(edge_colors(u, v, num_workers), 2), np.tile(w, 2)
         sources = np.tile(np.arange(num_workers)[:, None], (1, int(k.max(initial=-1)) + 1))
         weights = np.zeros((num_workers, sources.shape[1] + 1))
         sources[i, k], weights[i, 1 + k] = j, w
         weights[:, 0] = 1.0 - weights[:, 1:].sum(1)
-        if (weights < -1e-12).any():
-            raise ValueError(f"{name}: phase {p}: the weights of worker {weights.min(1).argmin()}'s edges exceed 1.")
         tables.append((sources, weights))
     return _padded(name, tables or [_idle_tables(num_workers)])
 
@@ -263,12 +241,10 @@ def _padded(name: str, tables: Sequence[tuple[np.ndarray, np.ndarray]], is_colum
 def idle(num_workers: int, name: str = "idle") -> Topology:
     """Rest in every step: `W = I`, period 1, nothing sent."""
     require_at_most("idle", MOST_WORKERS, num_workers=num_workers)
-    sources, weights = _idle_tables(num_workers)
-    tables = torch.from_numpy(sources)[None], torch.from_numpy(weights)[None]
-    return Topology(name, num_workers, *tables, active=torch.tensor([False]))
+    sources, weights = (torch.from_numpy(table)[None] for table in _idle_tables(num_workers))
+    return Topology(name, num_workers, sources, weights, active=torch.tensor([False]))
 
 
 def alone(name: str) -> Topology:
     """Return the schedule of one worker, which mixes with nobody in every step."""
-    sources, weights = _idle_tables(1)
-    return Topology(name, 1, torch.from_numpy(sources)[None], torch.from_numpy(weights)[None])
+    return from_shifts(name, [], 1)

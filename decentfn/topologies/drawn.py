@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from decentfn.numbers import MOST_WORKERS, checks_numbers, require_at_most
+from decentfn.numbers import MOST_WORKERS, checks_numbers, require, require_at_most
 from decentfn.topologies.construct import MOST_TABLE_ENTRIES, alone, from_permutations
-from decentfn.topologies.rounds import Round, Topology, check, with_silence
+from decentfn.topologies.rounds import Round, Topology, check, silenced
 
 _LONGEST_TABLE = 2**11
 _STEPS_TRIED = (*range(16), 10**6)
-"""Of a schedule without tables; they are checked as a table's would be, and drawn twice."""
+"""Of a schedule without tables: checked as a table's rounds would be, and drawn twice."""
 
 
 @checks_numbers
@@ -35,51 +35,35 @@ def from_draw(name: str, num_workers: int, draw: Callable[[Tensor], tuple[Tensor
     require_at_most(name, MOST_WORKERS, num_workers=num_workers)
     if num_workers == 1:
         return alone(name)
-    drawn = _drawn(name, num_workers, lambda t: Round(*draw(t)), _STEPS_TRIED)
+    round_of = _with_shapes(name, num_workers, lambda t: Round(*draw(t)))
+    drawn = [round_of(torch.tensor(t)) for t in _STEPS_TRIED]
     from_permutations(name, torch.stack([r.sources for r in drawn]), torch.stack([r.weights for r in drawn]))
-    return from_rounds(name, num_workers, lambda t: _silent_round(*draw(t)), period=None)
+    return from_rounds(name, num_workers, lambda t: _silent_round(round_of(t)), period=None)
 
 
-def _drawn(name: str, num_workers: int, draw: Callable[[Tensor], Round], steps: Sequence[int]) -> list[Round]:
-    """The rounds of these steps, of the right shapes and dtypes."""
-    rounds = [draw(torch.tensor(t)) for t in steps]
-    slots = rounds[0].sources.shape[-1]
-    sizes = {
-        "sources": (slots, torch.int64),
-        "destinations": (slots, torch.int64),
-        "weights": (slots + 1, torch.float64),
-    }
-    for t, this in zip(steps, rounds, strict=True):
-        for part, (width, dtype) in sizes.items():
-            table = getattr(this, part)
+def _silent_round(this: Round) -> Round:
+    others = this.weights[:, 1:].masked_fill(this.sources == torch.arange(len(this.sources))[:, None], 0.0)
+    own = this.weights.sum(1, keepdim=True) - others.sum(1, keepdim=True)
+    return Round(silenced(this.sources), silenced(this.destinations), torch.cat([own, others], dim=1))
+
+
+def _with_shapes(name: str, num_workers: int, round_of: Callable[[Tensor], Round]) -> Callable[[Tensor], Round]:
+    """The same function, whose rounds have the right shapes and dtypes and as many slots as the first."""
+    slots = round_of(torch.tensor(0)).sources.shape[-1]
+
+    def checked(t: Tensor) -> Round:
+        this = round_of(t)
+        for part, width in (("sources", slots), ("destinations", slots), ("weights", slots + 1)):
+            table, dtype = getattr(this, part), torch.float64 if part == "weights" else torch.int64
             if list(table.shape) != [num_workers, width] or table.dtype != dtype:
                 raise ValueError(
-                    f"{name}: the {part} of step {t} are {list(table.shape)} {table.dtype}, not "
+                    f"{name}: the {part} of step {int(t)} are {list(table.shape)} {table.dtype}, not "
                     f"{[num_workers, width]} {dtype}; sources and destinations are [N, K], weights [N, K+1], the same K "
                     "in every step (a worker that rests is its own source)."
                 )
-    return rounds
+        return this
 
-
-def _check_again(
-    name: str, num_workers: int, draw: Callable[[Tensor], Round], drawn: Sequence[tuple[int, Round]]
-) -> None:
-    """Draw once more, in another order: a round is a function of t if it is what it was."""
-    for t, before in reversed(drawn):
-        for part, was, now in zip(Round._fields, before, draw(torch.tensor(t)), strict=True):
-            if was is not None and (now is None or not torch.equal(torch.as_tensor(was), torch.as_tensor(now))):
-                raise ValueError(
-                    f"{name}: the {part} of step {t} differ when they are drawn twice; every worker draws for itself, so a "
-                    "round is a function of t (and a seed) alone: take its numbers from decentfn.draws, for example "
-                    f"draws.permutation(seed, t, {num_workers})."
-                )
-
-
-def _silent_round(sources: Tensor, destinations: Tensor, weights: Tensor) -> Round:
-    others = weights[:, 1:].masked_fill(sources == torch.arange(sources.shape[0])[:, None], 0.0)
-    own = weights.sum(1, keepdim=True) - others.sum(1, keepdim=True)
-    heard, told = with_silence(sources, destinations).unbind(0)
-    return Round(heard, told, torch.cat([own, others], dim=1))
+    return checked
 
 
 @checks_numbers
@@ -110,35 +94,36 @@ def from_rounds(
             its sources, or that differs when it is drawn again.
     """
     require_at_most(name, MOST_WORKERS, num_workers=num_workers)
-    if period is not None and period < 1:
-        raise ValueError(f"{name}: period={period}; a schedule repeats after one step or more, or has None.")
+    require(
+        period is None or period >= 1, name, "a schedule repeats after one step or more, or has None.", period=period
+    )
+    round_of = _with_shapes(name, num_workers, round_of)
     entries = round_of(torch.tensor(0)).weights.numel()
     in_tables = in_tables and period is not None and period <= min(_LONGEST_TABLE, MOST_TABLE_ENTRIES // entries)
     steps = range(period) if in_tables and period is not None else _STEPS_TRIED
-    drawn = _drawn(name, num_workers, round_of, steps)
+    drawn = [round_of(torch.tensor(t)) for t in steps]
     me = torch.arange(num_workers)[:, None]
-    sources = torch.stack([torch.where(this.sources < 0, me, this.sources) for this in drawn])
+    sources = torch.stack([this.heard for this in drawn])
     destinations = torch.stack([torch.where(this.destinations < 0, me, this.destinations) for this in drawn])
-    if not torch.equal(sources.gather(1, destinations), me.expand_as(sources)):
-        raise ValueError(f"{name}: a round's destinations are not the inverse of its sources.")
+    are_inverse = torch.equal(sources.gather(1, destinations), me.expand_as(sources))
+    require(are_inverse, name, "a round's destinations are not the inverse of its sources.")
     weights = torch.stack([this.weights for this in drawn])
     rows, mean_weights = None, None
     if groups is not None:
         rows = torch.stack([this.groups for this in drawn if this.groups is not None])
         mean_weights = torch.stack([this.mean_weights for this in drawn if this.mean_weights is not None])
-    active = torch.tensor([this.is_active for this in drawn])
-    tables = Topology(
-        name,
-        num_workers,
-        sources,
-        weights,
-        rows,
-        mean_weights,
-        is_column_stochastic,
-        active=None if bool(active.all()) else active,
-    )
+    are_active = torch.tensor([this.is_active for this in drawn])
+    active = None if bool(are_active.all()) else are_active
+    tables = Topology(name, num_workers, sources, weights, rows, mean_weights, is_column_stochastic, active=active)
     check(tables, nobody_left_out=in_tables)
-    _check_again(name, num_workers, round_of, list(zip(steps[: len(_STEPS_TRIED)], drawn, strict=False)))
+    for t, before in reversed(list(zip(steps[: len(_STEPS_TRIED)], drawn, strict=False))):
+        for part, was, now in zip(Round._fields, before, round_of(torch.tensor(t)), strict=True):
+            if was is not None and (now is None or not torch.equal(torch.as_tensor(was), torch.as_tensor(now))):
+                raise ValueError(
+                    f"{name}: the {part} of step {t} differ when they are drawn twice; every worker draws for itself, so a "
+                    "round is a function of t (and a seed) alone: take its numbers from decentfn.draws, for example "
+                    f"draws.permutation(seed, t, {num_workers})."
+                )
     if in_tables:
         return tables
     first = None if mean_weights is None else mean_weights[:1]

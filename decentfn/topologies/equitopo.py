@@ -10,22 +10,19 @@ import torch
 from torch import Tensor
 
 from decentfn import draws
-from decentfn.numbers import MOST_WORKERS
+from decentfn.numbers import MOST_WORKERS, require
 from decentfn.topologies.construct import from_edges, from_shifts
 from decentfn.topologies.drawn import from_draw
 from decentfn.topologies.matching import pair_weights
 from decentfn.topologies.registry import register_topology
 from decentfn.topologies.rounds import Topology
-from decentfn.words import brief
 
 
 def _distances(call: str, n: int, m: int | None, seed: int) -> list[int]:
     """M random distances, drawn again until they join all workers (the few even ones of N = 8 might not)."""
     count = max(1, (n - 1).bit_length()) if m is None else m
-    if not 1 <= count <= MOST_WORKERS:
-        raise ValueError(
-            f"{call}(num_workers={n}, M={brief(m)}): M, the number of shifts, is at least 1 and at most {MOST_WORKERS}."
-        )
+    rule = f"M, the number of shifts, is at least 1 and at most {MOST_WORKERS}."
+    require(1 <= count <= MOST_WORKERS, call, rule, num_workers=n, M=m)
     distances: list[int] = []
     for attempt in itertools.count() if n > 1 else ():
         distances = (1 + draws.integers(seed, 0, attempt, (count,), n - 1)).tolist()
@@ -40,18 +37,12 @@ def equitopo_d_static(num_workers: int, *, M: int | None = None, seed: int = 0) 
 
     Distances that leave the graph in parts are drawn again.
 
-    Cost per step and worker: M messages (fewer where distances repeat). A static graph for each seed.
+    Cost per step and worker: M messages (fewer where distances repeat). A static graph for each seed, not symmetric.
 
     Args:
         num_workers: N >= 1.
-        M: number of distances; ⌈log2 N⌉ by default.
+        M: number of distances, at least 1; ⌈log2 N⌉ by default.
         seed: any integer.
-
-    Returns:
-        Topology of period 1, doubly stochastic, not symmetric.
-
-    Raises:
-        ValueError: M < 1.
 
     Source: Song et al., NeurIPS 2022.
     """
@@ -65,17 +56,14 @@ def equitopo_d_static(num_workers: int, *, M: int | None = None, seed: int = 0) 
 
 @register_topology("equitopo-u-static")
 def equitopo_u_static(num_workers: int, *, M: int | None = None, seed: int = 0) -> Topology:
-    """U-EquiStatic: D-EquiStatic symmetrised, (W + Wᵀ)/2.
+    """U-EquiStatic: D-EquiStatic symmetrized, (W + Wᵀ)/2.
 
     Cost per step and worker: at most 2M messages. A static graph for each seed.
 
     Args:
         num_workers: N >= 1.
-        M: number of distances, at most 32; ⌈log2 N⌉ by default.
+        M: number of distances, 1 to 32; ⌈log2 N⌉ by default.
         seed: any integer.
-
-    Raises:
-        ValueError: M < 1, or more than 64 neighbours.
 
     Source: Song et al., NeurIPS 2022.
     """
@@ -86,30 +74,25 @@ def equitopo_u_static(num_workers: int, *, M: int | None = None, seed: int = 0) 
         near = min(a, n - a)
         # At distance N/2 both directions are one edge.
         weight_of[near] = weight_of.get(near, 0.0) + (n - 1) / n / len(distances) / (1 if 2 * a == n else 2)
-    starts = {a: np.arange(n // 2 if 2 * a == n else n) for a in weight_of}
-    u = np.concatenate([np.zeros(0, np.int64), *starts.values()])
-    v = np.concatenate([np.zeros(0, np.int64), *((start + a) % n for a, start in starts.items())])
-    weights = np.concatenate([np.zeros(0), *(np.full(len(start), weight_of[a]) for a, start in starts.items())])
-    return from_edges("equitopo-u-static", [(u, v, weights)], n)
+    u, a, weights = (
+        np.array([(i, a, weight) for a, weight in weight_of.items() for i in range(n // 2 if 2 * a == n else n)])
+        .reshape(-1, 3)
+        .T
+    )
+    return from_edges("equitopo-u-static", [(u, (u + a) % n, weights)], n)
 
 
 @register_topology("equitopo-od-dyn")
 def equitopo_od_dyn(num_workers: int, *, eta: float = 0.5, seed: int = 0) -> Topology:
     """OD-EquiDyn: `W_t = (1-η) I + η (I/N + (N-1)/N P^a)`, the distance a drawn anew in every step.
 
-    Cost per step and worker: one message. A function of (seed, t), the same on every worker.
+    In expectation a step contracts the squared disagreement by `1 - 2η(1-η)` for large N.
+    Cost per step and worker: one message. A function of (seed, t), the same on every worker; rounds are not symmetric.
 
     Args:
         num_workers: N >= 1.
         eta: η in (0, 1].
         seed: any integer.
-
-    Returns:
-        Topology without a period, every round doubly stochastic, not symmetric. In expectation a step contracts the
-        squared disagreement by `1 - 2η(1-η)` for large N.
-
-    Raises:
-        ValueError: η outside (0, 1].
 
     Source: Song et al., NeurIPS 2022.
     """
@@ -136,54 +119,23 @@ def equitopo_ou_dyn(num_workers: int, *, eta: float = 0.5, seed: int = 0) -> Top
         eta: η in (0, 1].
         seed: any integer.
 
-    Returns:
-        Topology without a period, every round symmetric.
-
-    Raises:
-        ValueError: η outside (0, 1].
-
     Source: Song et al., NeurIPS 2022.
     """
     n, weight = num_workers, _step_weight("equitopo_ou_dyn", num_workers, eta)
 
     def draw(t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        distance = 1 + draws.integers(seed, t, 0, (), n - 1)
-        start = draws.integers(seed, t, 1, (), n)
-        return pair_weights(greedy_pairs(n, distance, start), weight)
+        distance = 1 + int(draws.integers(seed, t, 0, (), n - 1))
+        start = int(draws.integers(seed, t, 1, (), n))
+        partner = list(range(n))
+        for i in (*range(start, n), *range(start)):
+            j = (i + distance) % n
+            if partner[i] == i and partner[j] == j:
+                partner[i], partner[j] = j, i
+        return pair_weights(torch.tensor(partner), weight)
 
     return from_draw("equitopo-ou-dyn", n, draw)
 
 
-def greedy_pairs(n: int, distance: Tensor, start: Tensor) -> Tensor:
-    """Who pairs with whom if start, start + 1, ... (mod n) in turn take the worker at `distance`, where both are free.
-
-    In closed form. Count workers from the start. For a distance a <= n/2, the first a workers take the next a, the
-    third block of a the fourth, and so on; what has no full partner rests. A distance above n/2 is b = n - a backwards:
-    the first b workers take the last b; between them, each block of b takes the one after it as before.
-
-    Args:
-        n: number of workers.
-        distance: a, 0-d int64 in 1..n-1.
-        start: 0-d int64.
-
-    Returns:
-        `[n]` int64, its own inverse; a worker that rests is its own partner.
-    """
-    worker = torch.arange(n)
-    place = (worker - start) % n
-    is_far = 2 * distance > n
-    block = torch.where(is_far, n - distance, distance)
-    ends = torch.where(is_far, block, 0)  # workers at either end that pair with each other
-    inner, count = place - ends, n - 2 * ends
-    is_first = (inner // block) % 2 == 0
-    partner = torch.where(is_first, place + block, place - block)
-    partner = torch.where(is_first & (inner + block >= count), place, partner)
-    partner = torch.where(place < ends, place + distance, partner)
-    partner = torch.where(place >= n - ends, place - distance, partner)
-    return (partner + start) % n
-
-
 def _step_weight(call: str, n: int, eta: float) -> float:
-    if not 0 < eta <= 1:
-        raise ValueError(f"{call}(num_workers={n}, eta={eta}): η lies in (0, 1].")
+    require(0 < eta <= 1, call, "η lies in (0, 1].", num_workers=n, eta=eta)
     return eta * (n - 1) / n

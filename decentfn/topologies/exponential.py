@@ -1,16 +1,15 @@
-"""Exponential graphs: neighbours at distances that are powers of two, or of p + 1; pairs by the bits of their numbers."""
+"""Exponential graphs: neighbors at distances that are powers of two, or of p + 1; CECA's; pairs by the bits of their numbers."""
 
 from __future__ import annotations
 
-from decentfn.numbers import MOST_WORKERS
+from decentfn.numbers import MOST_WORKERS, require
 from decentfn.topologies.construct import from_groups, from_shifts
 from decentfn.topologies.registry import register_topology
 from decentfn.topologies.rounds import Edge, Topology
-from decentfn.words import brief
 
 
 def is_power_of_two(n: int) -> bool:
-    """Whether n is 1, 2, 4, ..."""
+    """Return True if n is 1, 2, 4, ..."""
     return n >= 1 and n & (n - 1) == 0
 
 
@@ -28,12 +27,6 @@ def static_exp(num_workers: int) -> Topology:
 
     Spectral gap 2/(1 + τ) for even N. Cost per step and worker: τ messages.
 
-    Args:
-        num_workers: N >= 1.
-
-    Returns:
-        Topology of period 1, doubly stochastic, not symmetric.
-
     Source: Ying et al., NeurIPS 2021.
 
     >>> static_exp(16).degree
@@ -47,13 +40,10 @@ def static_exp(num_workers: int) -> Topology:
 def one_peer_exp_directed(num_workers: int) -> Topology:
     """Average with one peer at distance 2^k, cycling over k: `W = (I + P^(2^k)) / 2`.
 
-    Log2(N) rounds give the exact mean when N is a power of two. Cost per step and worker: one message.
+    ⌈log2 N⌉ rounds, which give the exact mean when N is a power of two. Cost per step and worker: one message.
 
     Args:
         num_workers: N >= 1; the exact mean needs a power of two.
-
-    Returns:
-        Topology of period ⌈log2 N⌉, doubly stochastic, not symmetric.
 
     Source: Ying et al., NeurIPS 2021.
 
@@ -74,17 +64,33 @@ def p_peer_exp(num_workers: int, *, p: int = 2) -> Topology:
     Args:
         num_workers: N >= 1; the exact mean needs a power of p + 1.
         p: peers per step, at least 1; `p=1` is one-peer-exp-directed.
-
-    Raises:
-        ValueError: p < 1.
     """
-    if not 1 <= p <= MOST_WORKERS:
-        raise ValueError(
-            f"p_peer_exp(num_workers={num_workers}, p={brief(p)}): p, the peers of a step, is at least 1 and at most {MOST_WORKERS}."
-        )
+    rule = f"p, the peers of a step, is at least 1 and at most {MOST_WORKERS}."
+    require(1 <= p <= MOST_WORKERS, "p_peer_exp", rule, num_workers=num_workers, p=p)
     base = p + 1
     rounds = [{j * base**k: 1 / base for j in range(1, base)} for k in range(_digits(num_workers, base))]
     return from_shifts("p-peer-exp", rounds, num_workers)
+
+
+@register_topology("ceca")
+def ceca(num_workers: int) -> Topology:
+    """The messages of CECA: in each round a worker receives from one at a distance, weight 1/2: `(I + P^s)/2`.
+
+    Of the bits of N-1, most significant first, with e = 0: the round of a bit receives from i-(e+bit), and e ← 2e + bit.
+    CECA itself updates two buffers by these messages and holds the exact mean after ⌈log2 N⌉ rounds; one buffer, as all
+    algorithms here keep, does so where N is a power of two.
+    Cost per step and worker: one message.
+
+    Source: Ding et al., 2023.
+
+    >>> ceca(5).period
+    3
+    """
+    shifts, e = [], 0
+    for bit in map(int, f"{num_workers - 1:b}" if num_workers > 1 else ""):
+        shifts.append(e + bit)
+        e = 2 * e + bit
+    return from_shifts("ceca", [{shift: 0.5} for shift in shifts] or [{0: 0.5}], num_workers)
 
 
 @register_topology("one-peer-hypercube")
@@ -97,20 +103,13 @@ def one_peer_exp(num_workers: int) -> Topology:
     Args:
         num_workers: N, a power of two.
 
-    Raises:
-        ValueError: N is not a power of two.
-
     Source: Wang et al., ICLR 2025 (Decent-DP).
 
     >>> one_peer_exp(8).period
     3
     """
-    n = num_workers
-    if not is_power_of_two(n):
-        raise ValueError(
-            f"one_peer_exp(num_workers={n}): pairs i, i XOR 2^k need a power of two; use 'base' or 'one-peer-exp-directed'."
-        )
-    phases = [
-        [Edge([i, i ^ bit]) for i in range(n) if not i & bit] for bit in (1 << k for k in range(n.bit_length() - 1))
-    ]
+    n, rule = num_workers, "pairs i, i XOR 2^k need a power of two; use 'base' or 'one-peer-exp-directed'."
+    require(is_power_of_two(n), "one_peer_exp", rule, num_workers=n)
+    bits = [1 << k for k in range(n.bit_length() - 1)]
+    phases = [[Edge([i, i ^ bit]) for i in range(n) if not i & bit] for bit in bits]
     return from_groups("one-peer-exp", phases or [[Edge([0])]], n)

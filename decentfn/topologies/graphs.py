@@ -1,75 +1,221 @@
-"""Any undirected graph, with Metropolis-Hastings weights or its own."""
+"""Static undirected graphs: any, and well-known ones, with Metropolis-Hastings weights; rings of pairs by turns."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 
-from decentfn.numbers import array
+from decentfn.numbers import array, require
 from decentfn.topologies import matrices
-from decentfn.topologies.construct import from_edges
+from decentfn.topologies.construct import MOST_MESSAGES, from_edges, from_groups
 from decentfn.topologies.registry import register_topology
-from decentfn.topologies.rounds import Topology
+from decentfn.topologies.rounds import Edge, Topology
 
 
-def metropolis_hastings(u: np.ndarray, v: np.ndarray, num_workers: int) -> np.ndarray:
-    """`[E]` weights 1 / (1 + max(d_u, d_v)) of the edges u - v, d the degrees: doubly stochastic on any graph."""
-    degrees = np.bincount(np.concatenate([u, v]), minlength=num_workers)
-    return 1.0 / (1 + np.maximum(degrees[u], degrees[v]))
+def _weighted(name: str, num_workers: int, *rounds: tuple[np.ndarray, np.ndarray]) -> Topology:
+    """Rounds of edges u - v, weights 1 / (1 + max(d_u, d_v)), d the degrees: doubly stochastic on any graph."""
+    weighted = []
+    for u, v in rounds:
+        degrees = np.bincount(np.concatenate([u, v]), minlength=num_workers)
+        weighted.append((u, v, 1.0 / (1 + np.maximum(degrees[u], degrees[v]))))
+    return from_edges(name, weighted, num_workers)
 
 
 @register_topology("graph")
 def graph(num_workers: int, *, graph: Any, has_weights: bool = False) -> Topology:
-    """Average with all neighbours on a graph in every step, Metropolis-Hastings weights 1/(1 + max(d_i, d_j)).
+    """Average with all neighbors on a graph in every step, Metropolis-Hastings weights 1/(1 + max(d_i, d_j)).
 
-    Cost per step and worker: as many messages as it has neighbours.
+    Cost per step and worker: as many messages as it has neighbors.
 
     Args:
         num_workers: N, the number of the graph's nodes.
-        graph: an undirected networkx graph, or an adjacency matrix `[N, N]`. Nodes that are the numbers 0..N-1 are
-            the workers of that number, others in the order of the graph. Loops do not count.
+        graph: an undirected, connected networkx graph, or an adjacency matrix `[N, N]`, of at most 64 neighbors each. Nodes
+            that are the numbers 0..N-1 are the workers of that number, others in the order of the graph. Loops do not count.
         has_weights: take the edges' own weights, networkx's attribute "weight" or the matrix's entries, as the weights
             of W; a worker keeps what its edges leave of 1.
-
-    Raises:
-        ValueError: directed, not connected, of another size, more than 64 neighbours, or weights beyond 1.
 
     >>> graph(4, graph=[[0, 1, 1, 1], [1, 0, 0, 0], [1, 0, 0, 0], [1, 0, 0, 0]]).degree
     3
     """
     call = f"graph(num_workers={num_workers})"
     u, v, weights, size = _from_networkx(call, graph) if hasattr(graph, "nodes") else _from_matrix(call, graph)
-    if size != num_workers:
-        raise ValueError(f"{call}: the graph has {size} nodes; they are the workers, so N must be {size}.")
-    if not matrices.is_connected(u, v, size):
-        raise ValueError(f"{call}: the graph is not connected, so its parts would never agree; add edges.")
+    require(size == num_workers, call, f"the graph has {size} nodes; they are the workers, so N must be {size}.")
+    is_connected = matrices.is_connected(np.concatenate([u, v]), np.concatenate([v, u]), size)
+    require(is_connected, call, "the graph is not connected, so its parts would never agree; add edges.")
     if not has_weights:
-        weights = metropolis_hastings(u, v, size)
-    elif not (weights > 0).all():
-        raise ValueError(f"{call}: has_weights=True, but an edge has no positive weight.")
+        return _weighted("graph", size, (u, v))
+    require(bool((weights > 0).all()), call, "has_weights=True, but an edge has no positive weight.")
     return from_edges("graph", [(u, v, weights)], size)
 
 
 def _from_networkx(call: str, graph: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
-    if graph.is_directed():
-        raise ValueError(f"{call}: the graph is directed; use from_matrices with a doubly stochastic matrix.")
+    rule = "the graph is directed; use from_matrices with a doubly stochastic matrix."
+    require(not graph.is_directed(), call, rule)
     nodes = list(graph.nodes)
     if set(nodes) == set(range(len(nodes))):
         nodes = list(range(len(nodes)))
     number = {node: index for index, node in enumerate(nodes)}
-    weight_of = {
-        (min(number[a], number[b]), max(number[a], number[b])): weight
-        for a, b, weight in graph.edges(data="weight", default=0.0)
-        if a != b
-    }
+    edges = [(*sorted((number[a], number[b])), w) for a, b, w in graph.edges(data="weight", default=0.0) if a != b]
+    weight_of = {(a, b): weight for a, b, weight in edges}  # a multigraph's last one counts
     ends = np.array(list(weight_of), dtype=np.int64).reshape(-1, 2)
     return ends[:, 0], ends[:, 1], np.array(list(weight_of.values()), dtype=np.float64), len(nodes)
 
 
 def _from_matrix(call: str, graph: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
     matrix = array(call, "graph", graph)
-    if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not np.array_equal(matrix, matrix.T):
-        raise ValueError(f"{call}: an adjacency matrix is square and symmetric; this one is {list(matrix.shape)}.")
+    is_symmetric = matrix.ndim == 2 and np.array_equal(matrix, matrix.T)
+    require(is_symmetric, call, f"an adjacency matrix is square and symmetric; this one is {list(matrix.shape)}.")
     u, v = np.nonzero(np.triu(matrix, 1))
     return u, v, matrix[u, v], matrix.shape[0]
+
+
+@register_topology("complete")
+def complete(num_workers: int) -> Topology:
+    """Average with everyone, weight 1/N: `W = J`.
+
+    Cost per step and worker: an all-reduce, 2(N-1)/N payloads; no messages.
+
+    >>> complete(8).period
+    1
+    """
+    return from_groups("complete", [[Edge(range(num_workers))]], num_workers)
+
+
+@register_topology("ring")
+def ring(num_workers: int) -> Topology:
+    """Average with the right neighbor, then with the left: (0 1)(2 3)..., then (0 N-1)(1 2)...; weight 1/2.
+
+    Cost per step and worker: one message. Period 2 (1 for N = 2).
+
+    Args:
+        num_workers: N, even (or 1).
+
+    Source: Wang et al., ICLR 2025 (Decent-DP).
+    """
+    n = num_workers
+    if n == 1:
+        return from_groups("ring", [[Edge([0])]], 1)
+    rule = "its rounds are pairs of neighbors, so N must be even; use 'static-ring' or 'base'."
+    require(n % 2 == 0, "ring", rule, num_workers=n)
+    right = [Edge([i, i + 1]) for i in range(0, n, 2)]
+    left = [Edge(sorted([i, (i - 1) % n])) for i in range(0, n, 2)]
+    return from_groups("ring", [right] if n == 2 else [right, left], n)
+
+
+@register_topology("static-ring")
+def static_ring(num_workers: int) -> Topology:
+    """Average with both neighbors in every step, weights 1/3 (two workers: 1/2).
+
+    Spectral gap 1 - (1 + 2 cos(2π/N)) / 3 for N >= 4; exact for N <= 3. Symmetric; odd rings take three slots, since
+    partners pair up in each. Cost per step and worker: two messages (one for N = 2).
+
+    >>> static_ring(6).degree
+    2
+    """
+    u = np.arange(num_workers if num_workers > 2 else num_workers - 1)
+    return _weighted("static-ring", num_workers, (u, (u + 1) % num_workers))
+
+
+@register_topology("chain")
+def chain(num_workers: int) -> Topology:
+    """Workers in a line, Metropolis-Hastings weights: 1/3 for each neighbor (two workers: 1/2).
+
+    Spectral gap that of a ring of 2N: 1 - (1 + 2 cos(π/N)) / 3 for N >= 3.
+    Cost per step and worker: two messages at most.
+    """
+    u = np.arange(num_workers - 1)
+    return _weighted("chain", num_workers, (u, u + 1))
+
+
+@register_topology("torus")
+def torus(num_workers: int, *, rows: int | None = None) -> Topology:
+    """Average with the neighbors on a grid whose sides are glued: weights 1/5 where both sides are at least 3.
+
+    A side of 2 has one neighbor along it, not two, so the weights are 1/(1 + neighbors), 1/4 or 1/3; a side of 1 none
+    (a prime number of workers is a ring). Spectral gap (2 - 2 cos(2π / longest side)) / 5 for sides of at least 3.
+    Cost per step and worker: four messages at most.
+
+    Args:
+        num_workers: N = rows x columns; worker `r * columns + c` is in row r, column c.
+        rows: the number of rows, a divisor of N; by default the largest that is at most √N.
+
+    >>> torus(25).degree
+    4
+    """
+    number = _numbered("torus", num_workers, rows)
+    height, width = number.shape
+    down = (number, np.roll(number, -1, 0)) if height > 2 else (number[:-1], number[1:])
+    right = (number, np.roll(number, -1, 1)) if width > 2 else (number[:, :-1], number[:, 1:])
+    return _lattice("torus", down, right, num_workers)
+
+
+@register_topology("grid")
+def grid(num_workers: int, *, rows: int | None = None) -> Topology:
+    """Average with the neighbors on a grid with borders, Metropolis-Hastings weights 1/(1 + max(d_i, d_j)).
+
+    Cost per step and worker: four messages at most.
+
+    Args:
+        num_workers: N = rows x columns; worker `r * columns + c` is in row r, column c.
+        rows: the number of rows, a divisor of N; by default the largest that is at most √N.
+    """
+    number = _numbered("grid", num_workers, rows)
+    return _lattice("grid", (number[:-1], number[1:]), (number[:, :-1], number[:, 1:]), num_workers)
+
+
+def _numbered(name: str, n: int, rows: int | None) -> np.ndarray:
+    if rows is None:
+        rows = next(r for r in range(math.isqrt(n), 0, -1) if n % r == 0)
+    is_divisor = rows >= 1 and n % rows == 0
+    require(is_divisor, name, "the rows must divide the workers; leave rows out.", num_workers=n, rows=rows)
+    return np.arange(n).reshape(rows, n // rows)
+
+
+def _lattice(name: str, down: tuple[np.ndarray, np.ndarray], right: tuple[np.ndarray, np.ndarray], n: int) -> Topology:
+    u, v = (np.concatenate([a.ravel(), b.ravel()]) for a, b in zip(down, right, strict=True))
+    return _weighted(name, n, (u, v))
+
+
+@register_topology("star")
+def star(num_workers: int) -> Topology:
+    """Worker 0 averages with everyone, the others with worker 0 alone: Metropolis-Hastings weights 1/N.
+
+    Spectral gap 1/N. Cost per step: N - 1 messages to and from the center, which holds them all at once, so N <= 65.
+
+    Args:
+        num_workers: N, 1 to 65.
+    """
+    n = num_workers
+    rule = f"the center would hold {n - 1} messages at once, more than {MOST_MESSAGES}; use 'complete' (an all-reduce) or 'binary-tree'."
+    require(n - 1 <= MOST_MESSAGES, "star", rule, num_workers=n)
+    leaves = np.arange(1, n)
+    return _weighted("star", n, (np.zeros_like(leaves), leaves))
+
+
+@register_topology("binary-tree")
+def binary_tree(num_workers: int) -> Topology:
+    """Average with parent and children in every step: root 0 joined to 1, worker w > 1 to w // 2.
+
+    Metropolis-Hastings weights. Cost per step and worker: three messages at most.
+
+    Source: the tree of RelaySGD, Vogels et al., NeurIPS 2021.
+
+    >>> binary_tree(8).degree
+    3
+    """
+    children = np.arange(1, num_workers)
+    return _weighted("binary-tree", num_workers, (children // 2, children))
+
+
+@register_topology("double-binary-tree")
+def double_binary_tree(num_workers: int) -> Topology:
+    """The binary tree and its mirror image, in which worker w takes the place of N - 1 - w, in turn.
+
+    Inner workers of one tree are mostly leaves of the other, so that in two steps all have sent alike.
+    Cost per step and worker: three messages at most. Period 2 (1 for N <= 2).
+    """
+    n, children = num_workers, np.arange(1, num_workers)
+    mirrored = () if n <= 2 else ((n - 1 - children // 2, n - 1 - children),)
+    return _weighted("double-binary-tree", n, (children // 2, children), *mirrored)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from decentfn.numbers import require
 from decentfn.topologies.combine import across, alternate, blocks
 from decentfn.topologies.construct import from_groups
 from decentfn.topologies.exponential import is_power_of_two
@@ -28,16 +29,11 @@ def hierarchical(
         inner: a name, or a topology of L workers.
         outer: a name, or a topology of N/L workers.
 
-    Raises:
-        ValueError: N is no multiple of L, or inner and outer have other sizes than L and N/L.
-
     >>> hierarchical(8, local_world_size=4, outer="one-peer-exp").period
     2
     """
     n, size = num_workers, local_world_size
-    call = f"hierarchical(num_workers={n}, local_world_size={size})"
-    if size < 1 or n % size:
-        raise ValueError(f"{call}: N must be a multiple of local_world_size >= 1.")
+    call = _require_nodes("hierarchical", n, size)
     inside, between = _level(call, "inner", inner, size), _level(call, "outer", outer, n // size)
     levels = [] if size == 1 and n > 1 else [blocks(inside, n // size)]
     levels += [] if size == n else [across(between, size)]
@@ -55,18 +51,12 @@ def alternating_exp_ring(num_workers: int, *, local_world_size: int) -> Topology
         num_workers: N = nodes x local_world_size, the number of nodes a power of two.
         local_world_size: L, workers per node (torchrun's LOCAL_WORLD_SIZE), at least 1.
 
-    Raises:
-        ValueError: N is not a multiple of L, or N / L is not a power of two.
-
     Source: Wang et al., ICLR 2025 (Decent-DP).
     """
     n, size = num_workers, local_world_size
-    call = f"alternating_exp_ring(num_workers={n}, local_world_size={size})"
-    if size < 1 or n % size:
-        raise ValueError(f"{call}: N must be a multiple of local_world_size >= 1.")
-    nodes = n // size
-    if not is_power_of_two(nodes):
-        raise ValueError(f"{call}: {nodes} nodes, but rounds across nodes pair a, a XOR 2^k: a power of two is needed.")
+    call, nodes = _require_nodes("alternating_exp_ring", n, size), n // size
+    rule = f"{nodes} nodes, but rounds across nodes pair a, a XOR 2^k: a power of two is needed."
+    require(is_power_of_two(nodes), call, rule)
     if nodes == 1:
         return from_groups("alternating-exp-ring", [[Edge(range(n))]], n)
 
@@ -76,8 +66,7 @@ def alternating_exp_ring(num_workers: int, *, local_world_size: int) -> Topology
     phases: list[list[Edge]] = []
     swapped = False
     for k in range(nodes.bit_length() - 1):
-        first: list[Edge] = []
-        second: list[Edge] = []
+        first, second = [], []
         for a in (a for a in range(nodes) if not a >> k & 1):
             b = a ^ (1 << k)
             apart, joined = [Edge(node(a)), Edge(node(b))], [Edge(node(a) + node(b))]
@@ -88,9 +77,14 @@ def alternating_exp_ring(num_workers: int, *, local_world_size: int) -> Topology
     return from_groups("alternating-exp-ring", phases, n)
 
 
+def _require_nodes(function: str, n: int, size: int) -> str:
+    call = f"{function}(num_workers={n}, local_world_size={size})"
+    require(size >= 1 and n % size == 0, call, "N must be a multiple of local_world_size >= 1.")
+    return call
+
+
 def _level(call: str, which: str, schedule: str | Topology, size: int) -> Topology:
     made = topology(schedule, size) if isinstance(schedule, str) else schedule
     require_topology(f"{call}, {which}", made)
-    if made.num_workers != size:
-        raise ValueError(f"{call}: {which} has {made.num_workers} workers; that level has {size}.")
+    require(made.num_workers == size, call, f"{which} has {made.num_workers} workers; that level has {size}.")
     return made

@@ -1,4 +1,4 @@
-"""The hypercube, and its generalisation to sides of up to k + 1."""
+"""Hypercubes, with sides of up to k + 1, and Base-(k+1) graphs: the exact mean in finitely many steps, at most k peers a step."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from functools import lru_cache
 
 import numpy as np
 
-from decentfn.numbers import MOST_WORKERS
+from decentfn.numbers import MOST_WORKERS, require
 from decentfn.topologies.construct import from_edges, from_permutations
 from decentfn.topologies.registry import register_topology
 from decentfn.topologies.rounds import Topology
-from decentfn.words import brief
 
 Edges = tuple[np.ndarray, np.ndarray, np.ndarray]
 """`u, v, weights`, `[E]` each: one round of undirected edges."""
@@ -25,13 +24,9 @@ def hypercube(num_workers: int) -> Topology:
 
     Args:
         num_workers: N, a power of two.
-
-    Raises:
-        ValueError: N is not a power of two.
     """
-    n = num_workers
-    if n & (n - 1):
-        raise ValueError(f"hypercube(num_workers={n}): corners of a cube are a power of two; use 'torus' or 'base'.")
+    n, rule = num_workers, "corners of a cube are a power of two; use 'torus' or 'base'."
+    require(n & (n - 1) == 0, "hypercube", rule, num_workers=n)
     bits = 1 << np.arange(n.bit_length() - 1)
     weights = np.full((1, n, len(bits) + 1), 1 / (len(bits) + 1))
     return from_permutations("hypercube", (np.arange(n)[:, None] ^ bits)[None], weights)
@@ -47,16 +42,13 @@ def hyper_hypercube(num_workers: int, *, k: int = 1) -> Topology:
         num_workers: N, without prime factors above k + 1.
         k: most peers per step, 1 to 64.
 
-    Raises:
-        ValueError: N has a prime factor above k + 1, or k < 1.
-
     Source: Takezawa et al., NeurIPS 2023.
 
     >>> hyper_hypercube(12, k=2).period
     3
     """
-    check_peers("hyper_hypercube", num_workers, k)
-    rounds = hyper_hypercube_rounds(np.arange(num_workers), k)
+    _require_peers("hyper_hypercube", num_workers, k)
+    rounds = _hyper_hypercube_rounds(np.arange(num_workers), k)
     if rounds is None:
         raise ValueError(
             f"hyper_hypercube(num_workers={num_workers}, k={k}): {num_workers} has a prime factor above k + 1 = {k + 1}; "
@@ -65,15 +57,12 @@ def hyper_hypercube(num_workers: int, *, k: int = 1) -> Topology:
     return from_edges("hyper-hypercube", rounds, num_workers)
 
 
-def check_peers(call: str, n: int, k: int) -> None:
-    """Raise unless k, the most peers per step, is in range."""
-    if not 1 <= k <= MOST_WORKERS:
-        raise ValueError(
-            f"{call}(num_workers={n}, k={brief(k)}): k, the most peers of a step, is at least 1 and at most {MOST_WORKERS}."
-        )
+def _require_peers(call: str, n: int, k: int) -> None:
+    rule = f"k, the most peers of a step, is at least 1 and at most {MOST_WORKERS}."
+    require(1 <= k <= MOST_WORKERS, call, rule, num_workers=n, k=k)
 
 
-def hyper_hypercube_rounds(nodes: np.ndarray, k: int) -> list[Edges] | None:
+def _hyper_hypercube_rounds(nodes: np.ndarray, k: int) -> list[Edges] | None:
     """The rounds over `nodes`; None if their number has a prime factor above k + 1."""
     factors = _fewest_factors(len(nodes), k + 1)
     if factors is None:
@@ -100,3 +89,96 @@ def _fewest_factors(n: int, largest: int) -> tuple[int, ...] | None:
             if rest is not None and (best is None or len(rest) + 1 < len(best)):
                 best = (factor, *rest)
     return best
+
+
+@register_topology("base")
+def base(num_workers: int, *, k: int = 1) -> Topology:
+    """The Base-(k+1) graph: simple Base graphs in blocks, then a hyper-hypercube across the blocks.
+
+    N = power x rest, `power` without prime factors above k + 1: blocks of `rest` workers find their means as in
+    'simple-base', then the blocks average as in 'hyper-hypercube'; the plain 'simple-base' where that is shorter.
+    The mean is exact after a period, about 2 log_(k+1) N + 2 steps at most.
+    Cost per step and worker: at most k messages.
+
+    Args:
+        num_workers: any N.
+        k: most peers per step, 1 to 64.
+
+    Source: Takezawa et al., NeurIPS 2023, algorithm 3.
+
+    >>> [base(n).period for n in (2, 3, 4, 5, 6, 7, 8)]
+    [1, 3, 2, 5, 4, 5, 3]
+    """
+    _require_peers("base", num_workers, k)
+    workers = np.arange(num_workers)
+    rest = _without_small_factors(num_workers, k + 1)
+    blocks = workers.reshape(-1, rest)
+    first = blocks[:, :1]
+    inside: list[Edges] = [
+        ((first + u).ravel(), (first + v).ravel(), np.tile(w, len(blocks))) for u, v, w in _simple(workers[:rest], k)
+    ]
+    across: list[list[Edges]] = [_hyper_hypercube_rounds(column, k) or [] for column in blocks.T]
+    rounds = inside + [_together(edges) for edges in zip(*across, strict=True)]
+    simple = _simple(workers, k)
+    return from_edges("base", simple if len(simple) < len(rounds) else rounds, num_workers)
+
+
+@register_topology("simple-base")
+def simple_base(num_workers: int, *, k: int = 1) -> Topology:
+    """The Simple Base-(k+1) graph: parts of N's digits in base k + 1 average, share with the later parts, average again.
+
+    The mean is exact after a period. Cost per step and worker: at most k messages.
+
+    Args:
+        num_workers: any N.
+        k: most peers per step, 1 to 64.
+
+    Source: Takezawa et al., NeurIPS 2023, algorithm 2.
+    """
+    _require_peers("simple_base", num_workers, k)
+    return from_edges("simple-base", _simple(np.arange(num_workers), k), num_workers)
+
+
+def _simple(workers: np.ndarray, k: int) -> list[Edges]:
+    whole = _hyper_hypercube_rounds(workers, k)
+    if whole is not None:
+        return whole
+    digits, parts = [], []  # the digit a of each part, and its workers: a chunks of a power of k + 1
+    left, power = workers, (k + 1) ** len(workers).bit_length()
+    while power:
+        digit = len(left) // power
+        if digit:
+            digits.append(digit)
+            parts.append(left[: digit * power])
+            left = left[digit * power :]
+        power //= k + 1
+    inner = [_hyper_hypercube_rounds(part, k) or [] for part in parts]
+    first, last = len(inner[0]), len(parts) - 1
+    length = max(first + j + 1 + len(inner[j]) for j in range(last))
+    rounds = []
+    for step in range(length):
+        edges = []
+        sharing = step - first  # the part that shares with the later ones in this step
+        for j in range(len(parts)):
+            turn = step if sharing < 0 else sharing - min(j + 1, last)
+            if inner[j] and turn >= 0:
+                edges.append(inner[j][turn % len(inner[j])])
+        if 0 <= sharing < last:
+            later = np.concatenate(parts[sharing + 1 :])
+            weight = len(parts[sharing]) / (len(parts[sharing]) + len(later)) / digits[sharing]
+            for chunk in np.split(parts[sharing], digits[sharing]):
+                edges.append((chunk[-len(later) :], later, np.full(len(later), weight)))
+        rounds.append(_together(edges))
+    return rounds
+
+
+def _together(edges: list[Edges] | tuple[Edges, ...]) -> Edges:
+    u, v, weights = (np.concatenate(columns) for columns in zip(*edges, strict=True))
+    return u, v, weights
+
+
+def _without_small_factors(n: int, largest: int) -> int:
+    for factor in range(2, largest + 1):
+        while n % factor == 0:
+            n //= factor
+    return n

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from decentfn import draws
+from decentfn.numbers import require
 from decentfn.topologies.construct import alone
 from decentfn.topologies.drawn import from_draw, from_rounds
 from decentfn.topologies.registry import register_topology
@@ -22,15 +23,12 @@ def pair_weights(partner: Tensor, weight: float) -> tuple[Tensor, Tensor, Tensor
 def random_matching(num_workers: int, *, seed: int = 0) -> Topology:
     """Random pairs, new in every step, weight 1/2; with an odd number one worker rests.
 
+    In expectation a step contracts the squared disagreement by 1/2 for large N.
     Cost per step and worker: one message. A function of (seed, t), the same on every worker.
 
     Args:
         num_workers: N >= 1.
         seed: any integer.
-
-    Returns:
-        Topology without a period, every round symmetric. In expectation a step contracts the squared disagreement by
-        1/2 for large N.
     """
     n = num_workers
     place = torch.arange(n)
@@ -52,18 +50,13 @@ def shift_one(num_workers: int) -> Topology:
     Args:
         num_workers: N, even (or 1).
 
-    Raises:
-        ValueError: N is odd.
-
     Source: Bagua, the "shift_one" peer selection of its decentralized algorithm.
     """
     n, half = num_workers, num_workers // 2
-    if n % 2 and n > 1:
-        raise ValueError(
-            f"shift_one(num_workers={n}): the lower half pairs with the upper, so N must be even; use 'random-matching'."
-        )
     if n == 1:
         return alone("shift-one")
+    rule = "the lower half pairs with the upper, so N must be even; use 'random-matching'."
+    require(n % 2 == 0, "shift_one", rule, num_workers=n)
     worker = torch.arange(n)
 
     def round_of(t: Tensor) -> Round:

@@ -1,28 +1,8 @@
-"""Facts about mixing matrices, and their decomposition into weighted permutations. Matrices are `[N, N]` float64."""
+"""Mixing matrices, `[N, N]` float64, as weighted permutations; edge colors; connection."""
 
 from __future__ import annotations
 
 import numpy as np
-import torch
-from torch import Tensor
-
-
-def is_doubly_stochastic(matrix: Tensor, tolerance: float = 1e-12) -> bool:
-    """Whether all rows and all columns of `matrix` `[N, N]` sum to 1 and no entry is negative."""
-    ones = torch.ones(matrix.shape[0], dtype=matrix.dtype)
-    sums = torch.stack([matrix.sum(0), matrix.sum(1)])
-    return bool((matrix >= -tolerance).all() and ((sums - ones).abs() <= tolerance).all())
-
-
-def contraction(matrix: Tensor) -> float:
-    """`‖W - J‖₂`, the factor by which disagreement shrinks at least: the second largest singular value."""
-    n = matrix.shape[0]
-    return float(torch.linalg.matrix_norm(matrix - 1.0 / n, ord=2))
-
-
-def spectral_gap(matrix: Tensor) -> float:
-    """`1 - ‖W - J‖₂` of a doubly stochastic `matrix` `[N, N]`, in [0, 1]."""
-    return 1.0 - contraction(matrix)
 
 
 def weighted_permutations(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -30,7 +10,7 @@ def weighted_permutations(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
     As few permutations as the largest degree for directed and for bipartite undirected graphs, for other undirected
     ones one more or, if they are dense, a few. Where every link goes both ways, each permutation is an involution (an edge
-    colouring).
+    coloring).
 
     Args:
         matrix: `[N, N]` float64, `W[i, j]` the weight that i gives to j.
@@ -44,17 +24,17 @@ def weighted_permutations(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     is_undirected = bool((links == links.T).all())
     i, j = np.nonzero(np.triu(links) if is_undirected else links)
     # A directed graph: hearing i and telling j are the two sides of a bipartite graph (König's theorem).
-    colours = edge_colours(i, j, n) if is_undirected else edge_colours(i, n + j, 2 * n)
+    colors = edge_colors(i, j, n) if is_undirected else edge_colors(i, n + j, 2 * n)
     if is_undirected:
-        i, j, colours = np.concatenate([i, j]), np.concatenate([j, i]), np.tile(colours, 2)
-    degree = int(colours.max(initial=-1)) + 1
+        i, j, colors = np.concatenate([i, j]), np.concatenate([j, i]), np.tile(colors, 2)
+    degree = int(colors.max(initial=-1)) + 1
     sources = np.tile(np.arange(n)[:, None], (1, degree))
     weights = np.concatenate([np.diag(matrix)[:, None], np.zeros((n, degree))], axis=1)
-    sources[i, colours] = j
-    weights[i, 1 + colours] = matrix[i, j]
+    sources[i, colors] = j
+    weights[i, 1 + colors] = matrix[i, j]
     if not is_undirected:
         for k in range(degree):
-            in_slot = colours == k
+            in_slot = colors == k
             sources[:, k] = _complete(i[in_slot], j[in_slot], n)
     return sources, weights
 
@@ -77,11 +57,11 @@ def _complete(i: np.ndarray, j: np.ndarray, n: int) -> np.ndarray:
     return permutation
 
 
-def edge_colours(u: np.ndarray, v: np.ndarray, num_nodes: int) -> np.ndarray:
-    """Colour edges so that no two at one node share a colour: each colour is a matching.
+def edge_colors(u: np.ndarray, v: np.ndarray, num_nodes: int) -> np.ndarray:
+    """Color edges so that no two at one node share a color: each color is a matching.
 
-    An edge takes a colour that is free at both ends; where there is none, a path of two alternating colours is flipped
-    (Kempe), and only where every such path is closed, a colour is added. Bipartite graphs get as many colours as the
+    An edge takes a color that is free at both ends; where there is none, a path of two alternating colors is flipped
+    (Kempe), and only where every such path is closed, a color is added. Bipartite graphs get as many colors as the
     largest degree.
 
     Args:
@@ -90,35 +70,35 @@ def edge_colours(u: np.ndarray, v: np.ndarray, num_nodes: int) -> np.ndarray:
         num_nodes: ends are below this.
 
     Returns:
-        `[E]` int64, colours from 0.
+        `[E]` int64, colors from 0.
     """
-    used: list[dict[int, int]] = [{} for _ in range(num_nodes)]  # node -> colour -> edge
+    used: list[dict[int, int]] = [{} for _ in range(num_nodes)]  # node -> color -> edge
     ends = list(zip(u.tolist(), v.tolist(), strict=True))
-    colours = [-1] * len(ends)
+    colors = [-1] * len(ends)
     palette = int(np.bincount(np.concatenate([u, v]), minlength=1).max(initial=0)) if ends else 0
 
     def path(start: int, first: int, second: int) -> tuple[list[int], int]:
-        """The edges of alternating colours that leave `start` with `first`, and the node where they end."""
+        """The edges of alternating colors that leave `start` with `first`, and the node where they end."""
         edges: list[int] = []
-        node, colour, other = start, first, second
-        while colour in used[node]:
-            edge = used[node][colour]
+        node, color, other = start, first, second
+        while color in used[node]:
+            edge = used[node][color]
             edges.append(edge)
             node = ends[edge][0] + ends[edge][1] - node
-            colour, other = other, colour
+            color, other = other, color
         return edges, node
 
     def flip(edges: list[int], first: int, second: int) -> None:
         for edge in edges:
             for end in ends[edge]:
-                del used[end][colours[edge]]
+                del used[end][colors[edge]]
         for edge in edges:
-            colours[edge] = second if colours[edge] == first else first
+            colors[edge] = second if colors[edge] == first else first
             for end in ends[edge]:
-                used[end][colours[edge]] = edge
+                used[end][colors[edge]] = edge
 
     def freed(a: int, b: int) -> int | None:
-        """A colour that is free at both ends once a path from b is flipped; none if all paths lead to a."""
+        """A color that is free at both ends once a path from b is flipped; none if all paths lead to a."""
         for mine in (c for c in range(palette) if c not in used[a]):
             for theirs in (c for c in range(palette) if c not in used[b]):
                 edges, last = path(b, mine, theirs)
@@ -129,31 +109,20 @@ def edge_colours(u: np.ndarray, v: np.ndarray, num_nodes: int) -> np.ndarray:
 
     for edge, (a, b) in enumerate(ends):
         at_a, at_b = used[a], used[b]
-        colour = next((c for c in range(palette) if c not in at_a and c not in at_b), None)
-        if colour is None:
-            colour = freed(a, b)
-        if colour is None:
-            colour, palette = palette, palette + 1
-        colours[edge] = colour
-        at_a[colour] = at_b[colour] = edge
-    return np.asarray(colours, dtype=np.int64)
+        color = next((c for c in range(palette) if c not in at_a and c not in at_b), None)
+        if color is None:
+            color = freed(a, b)
+        if color is None:
+            color, palette = palette, palette + 1
+        colors[edge] = color
+        at_a[color] = at_b[color] = edge
+    return np.asarray(colors, dtype=np.int64)
 
 
 def is_connected(u: np.ndarray, v: np.ndarray, num_nodes: int) -> bool:
-    """Whether the undirected edges u - v join all of 0..num_nodes-1."""
-    return reaches_everyone(np.concatenate([u, v]), np.concatenate([v, u]), num_nodes)
+    """Return True if the directed links u -> v lead from each of 0..num_nodes-1 to every other."""
+    from scipy.sparse import coo_array
+    from scipy.sparse.csgraph import connected_components
 
-
-def reaches_everyone(u: np.ndarray, v: np.ndarray, num_nodes: int) -> bool:
-    """Whether the directed links u -> v lead from node 0 to all of 0..num_nodes-1."""
-    order = np.argsort(u, kind="stable")
-    v = v[order]
-    first = np.searchsorted(u[order], np.arange(num_nodes + 1))
-    reached = np.zeros(num_nodes, dtype=bool)
-    reached[0] = True
-    frontier = np.array([0])
-    while len(frontier):
-        heads = np.concatenate([v[first[node] : first[node + 1]] for node in frontier.tolist()])
-        frontier = np.unique(heads[~reached[heads]])
-        reached[frontier] = True
-    return bool(reached.all())
+    links = coo_array((np.ones(len(u)), (u, v)), shape=(num_nodes, num_nodes))
+    return connected_components(links, connection="strong", return_labels=False) == 1

@@ -6,10 +6,9 @@ import difflib
 import inspect
 from collections.abc import Callable
 from functools import wraps
-from numbers import Integral
 from typing import Any, TypeVar
 
-from decentfn.numbers import MOST_WORKERS, checks_numbers, require_at_most, whole
+from decentfn.numbers import MOST_WORKERS, checks_numbers, require, require_at_most, whole
 from decentfn.topologies.rounds import Topology
 from decentfn.words import brief
 
@@ -33,29 +32,22 @@ def register_topology(name: str) -> Callable[[Function], Function]:
     """
 
     def register(function: Function) -> Function:
-        checked = _checked(function)
-        known = _registry.get(name)
+        known, call = _registry.get(name), function.__name__
         if known is not None and known.__qualname__ != function.__qualname__:
             raise ValueError(
                 f"register_topology({name!r}): the name belongs to {known.__module__}.{known.__qualname__}; choose another."
             )
-        _registry[name] = checked
-        return checked  # pyright: ignore[reportReturnType]
+
+        @wraps(function)
+        def make(num_workers: int, *args: Any, **options: Any) -> Topology:
+            num_workers = whole(call, "num_workers", num_workers)
+            require_at_most(call, MOST_WORKERS, num_workers=num_workers)
+            return checks_numbers(function)(num_workers, *args, **options)
+
+        _registry[name] = make
+        return make  # pyright: ignore[reportReturnType]
 
     return register
-
-
-def _checked(function: Callable[..., Topology]) -> Callable[..., Topology]:
-    """The function with its numbers checked, the number of workers first."""
-    first = next(iter(inspect.signature(function).parameters), "num_workers")
-
-    @wraps(function)
-    def make(*args: Any, **kwargs: Any) -> Topology:
-        given = args[0] if args else kwargs.get(first)
-        require_at_most(function.__name__, MOST_WORKERS, num_workers=whole(function.__name__, "num_workers", given))
-        return checks_numbers(function)(*args, **kwargs)
-
-    return make
 
 
 def topology_names() -> list[str]:
@@ -75,25 +67,18 @@ def topology(name: str, num_workers: int, **options: Any) -> Topology:
         ValueError: an unknown name, or a size that the topology does not have.
         TypeError: an option that the topology does not have, or needs and did not get.
     """
-    if not isinstance(name, str):
-        raise ValueError(
-            f"topology({brief(name)}, {brief(num_workers)}): the name comes first, then the number of workers: "
-            "df.topology('ring', 4)."
-        )
+    rule = "the name comes first, then the number of workers: df.topology('ring', 4)."
+    require(isinstance(name, str), f"topology({brief(name)}, {brief(num_workers)})", rule)
     if name not in _registry:
         near = difflib.get_close_matches(name, _registry, n=3, cutoff=0.5) or topology_names()
         raise ValueError(
             f"topology({name!r}): no such topology; nearest: {', '.join(near)}. register_topology(name) adds your own."
         )
-    if not isinstance(num_workers, Integral) or isinstance(num_workers, bool) or num_workers < 1:
-        raise ValueError(
-            f"topology({name!r}, num_workers={brief(num_workers)}): the number of workers is an integer >= 1."
-        )
-    make = _registry[name]
+    signature = inspect.signature(_registry[name])
     try:
-        inspect.signature(make).bind(num_workers, **options)
+        signature.bind(num_workers, **options)
     except TypeError as error:
-        own = [p.name for p in list(inspect.signature(make).parameters.values())[1:]]
+        own = list(signature.parameters)[1:]
         takes = f"its own options are {', '.join(own)}" if own else "it has no options of its own"
         raise TypeError(f"topology({name!r}, {num_workers}): {error}; {takes}.") from None
-    return make(int(num_workers), **options)
+    return _registry[name](num_workers, **options)

@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from decentfn.numbers import checks_numbers
+from decentfn.numbers import checks_numbers, require
 from decentfn.words import brief
 
 _TOLERANCE = 1e-12
@@ -31,6 +31,11 @@ class Round(NamedTuple):
     mean_weights: Tensor | None = None  # [N] float64
     is_active: bool = True
     """False where the schedule rests: everyone keeps what it has, and an outer update waits."""
+
+    @property
+    def heard(self) -> Tensor:
+        """`[N, K]` int64: the sources, with a worker itself where it hears nobody."""
+        return torch.where(self.sources < 0, torch.arange(len(self.sources))[:, None], self.sources)
 
 
 class Edge(NamedTuple):
@@ -78,33 +83,34 @@ class Topology:
     """With `draw`: the period, if it is not random."""
     active: Tensor | None = None
     """`[P]` bool: False in phases in which the schedule rests; None: it never does."""
-    degree: int = field(init=False)
-    """Messages that a worker sends in a step, at most; averages in groups are not messages. At most `slots`."""
     rows_sum_to_one = True
     """Whether rows sum to one unless only columns do; False where a fault of another library is repeated."""
+    degree: int = field(init=False)
+    """Messages that a worker sends in a step, at most; averages in groups are not messages. At most `slots`."""
     slots: int = field(init=False)
     """K, the messages that a step has room for: a few more than `degree` where partners must pair up."""
     has_groups: bool = field(init=False)
-    """Whether the schedule averages in groups."""
     handle: Tensor = field(init=False)
     """0-d int64, the number by which operators find this topology. A tensor, so that it is an input of compiled code."""
-    _rounds: Callable[[int], Round] = field(init=False, repr=False)
-    _peers: Callable[[int], Peers] = field(init=False, repr=False)
-    _rows: Callable[[int, torch.device], Tensor] = field(init=False, repr=False)
+    _rounds: Callable[[int], Round] = field(init=False)
+    _peers: Callable[[int], Peers] = field(init=False)
+    _rows: Callable[[int, torch.device], Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
-        destinations = inverse(self.sources)
-        me = torch.arange(self.num_workers)[:, None]
-        sent = (destinations != me).sum(-1)
-        number, slots = next(_numbers), self.sources.shape[2]
+        sent = (inverse(self.sources) != torch.arange(self.num_workers)[:, None]).sum(-1)
+        slots, number = self.sources.shape[2], next(_numbers)
         _known[number] = self
-        object.__setattr__(self, "slots", slots)
-        object.__setattr__(self, "has_groups", self.groups is not None)
-        object.__setattr__(self, "degree", slots if self.draw else int(sent.max()))
-        object.__setattr__(self, "handle", torch.tensor(number))
-        object.__setattr__(self, "_rounds", lru_cache(_ROUNDS_KEPT)(self._make_round))
-        object.__setattr__(self, "_peers", lru_cache(_ROUNDS_KEPT)(self._make_peers))
-        object.__setattr__(self, "_rows", lru_cache(_ROUNDS_KEPT)(self._make_rows))
+        computed = {
+            "degree": slots if self.draw else int(sent.max()),
+            "slots": slots,
+            "has_groups": self.groups is not None,
+            "handle": torch.tensor(number),
+            "_rounds": lru_cache(_ROUNDS_KEPT)(self._make_round),
+            "_peers": lru_cache(_ROUNDS_KEPT)(self._make_peers),
+            "_rows": lru_cache(_ROUNDS_KEPT)(self._make_rows),
+        }
+        for name, value in computed.items():
+            object.__setattr__(self, name, value)
 
     @property
     def period(self) -> int | None:
@@ -136,7 +142,7 @@ class Topology:
     def _make_round(self, key: int) -> Round:
         if self.draw is not None:
             return self.draw(torch.tensor(key))
-        sources, destinations = with_silence(self.sources[key], inverse(self.sources[key])).unbind(0)
+        sources, destinations = silenced(self.sources[key]), silenced(inverse(self.sources[key]))
         groups = None if self.groups is None else self.groups[key]
         mean_weights = None if self.mean_weights is None else self.mean_weights[key]
         is_active = self.active is None or bool(self.active[key])
@@ -158,16 +164,8 @@ class Topology:
         mean_weights = torch.zeros(n) if this.mean_weights is None else this.mean_weights
         given = this.weights[:, 1:].gather(0, this.destinations.clamp(min=0)).masked_fill(this.destinations < 0, 0.0)
         are_pairs = torch.equal(this.sources, this.destinations) and torch.equal(this.weights[:, 1:], given)
-        facts = torch.stack(
-            [
-                torch.full((n,), int(this.is_active)),
-                torch.arange(n),
-                groups,
-                groups.bincount()[groups],
-                torch.full((n,), int(are_pairs)),
-            ],
-            dim=1,
-        )
+        active, pairs = torch.full((n,), int(this.is_active)), torch.full((n,), int(are_pairs))
+        facts = torch.stack([active, torch.arange(n), groups, groups.bincount()[groups], pairs], dim=1)
         rows = torch.cat([facts, this.weights, mean_weights[:, None], this.sources, given], dim=1).to(torch.float64)
         if device.type == "cpu":
             return rows
@@ -197,14 +195,9 @@ def inverse(sources: Tensor) -> Tensor:
     return torch.empty_like(sources).scatter_(-2, sources, me)
 
 
-def with_silence(sources: Tensor, destinations: Tensor) -> Tensor:
-    """`[..., N, K]` twice -> `[..., 2, N, K]`, with -1 where a worker is its own peer."""
-    me = torch.arange(sources.shape[-2]).unsqueeze(1)
-    table = torch.stack([sources, destinations], dim=-3)
-    return torch.where(table == me, -1, table)
-
-
-# -- checks -------------------------------------------------------------------------------------------------------
+def silenced(peers: Tensor) -> Tensor:
+    """`[..., N, K]`, with -1 where a worker is its own peer."""
+    return peers.masked_fill(peers == torch.arange(peers.shape[-2])[:, None], -1)
 
 
 def require_topology(call: str, topology: object) -> None:
@@ -213,103 +206,60 @@ def require_topology(call: str, topology: object) -> None:
         raise ValueError(f"{call}({brief(topology)}): expected a topology, such as df.topology('ring', 4).")
 
 
-def require_step(call: str, t: int) -> None:
-    """Raise ValueError for a step before the first."""
-    if not 0 <= t < 2**63:
-        raise ValueError(f"{call}(t={brief(t)}): t numbers the steps, from 0.")
-
-
 def check(topology: Topology, *, nobody_left_out: bool = True) -> None:
-    """Stochastic in every phase, and every worker connected with another over the period."""
-    rows = topology.weights.sum(-1)
-    columns = topology.weights[..., 0].clone()
+    """Raise ValueError unless every phase is stochastic and every worker hears another one over the period."""
+    name, sources, weights = topology.name, topology.sources, topology.weights
+    means, sizes = torch.zeros_like(weights[..., 0]), torch.ones_like(sources[..., :1].sum(-1))
+    if topology.groups is not None and topology.mean_weights is not None:
+        means = topology.mean_weights
+        sizes = torch.stack([row.bincount()[row] for row in topology.groups])
+    entries = torch.cat([(weights[..., 0] + means / sizes)[..., None], weights[..., 1:]], dim=-1)
+    if (entries < -_TOLERANCE).any():
+        p, i, k = (entries < -_TOLERANCE).nonzero()[0].tolist()
+        other = None if k == 0 else int(sources[p, i, k - 1])
+        whose = f"worker {i}'s own weight" if k == 0 else f"the weight that worker {i} gives to worker {other}"
+        raise ValueError(
+            f"{name}: {whose} in phase {p} is {entries[p, i, k].item():.15g}; weights are not negative, or mixing could "
+            "drive the workers apart."
+        )
+    columns = weights[..., 0] + means
     for slot in range(topology.slots):
-        columns.scatter_add_(1, topology.sources[..., slot], topology.weights[..., 1 + slot])
-    _check_signs(topology)
-    if topology.mean_weights is not None:
-        rows, columns = rows + topology.mean_weights, columns + topology.mean_weights
-    _check_ones(topology.name, columns, "column")
+        columns = columns.scatter_add(1, sources[..., slot], weights[..., 1 + slot])
+    _check_ones(name, columns, "column", "columns must sum to 1 so that the mean is kept")
     if not topology.is_column_stochastic:
-        _check_ones(topology.name, rows, "row")
-    if nobody_left_out:
-        _check_nobody_left_out(topology)
+        way_out = "rows must sum to 1 so that consensus is kept; a push-sum graph declares is_column_stochastic=True"
+        _check_ones(name, weights.sum(-1) + means, "row", way_out)
+    me = torch.arange(topology.num_workers)[:, None]
+    hears = ((sources != me) & (weights[..., 1:] != 0)).any(-1) | ((sizes > 1) & (means != 0))
+    lonely = (~hears.any(0)).nonzero()[:, 0].tolist()
+    if nobody_left_out and lonely and topology.num_workers > 1:
+        raise ValueError(
+            f"{name}: workers {lonely[:8]} receive from nobody in the whole period, so they would train alone; "
+            "give each a neighbor in some phase."
+        )
 
 
-def check_sums(name: str, matrices: Tensor, is_column_stochastic: bool) -> None:
-    """Columns of `matrices` `[P, N, N]` sum to 1, and rows too unless only columns need to."""
-    _check_ones(name, matrices.sum(1), "column")
-    if not is_column_stochastic:
-        _check_ones(name, matrices.sum(2), "row")
-
-
-def _check_ones(name: str, sums: Tensor, kind: str) -> None:
+def _check_ones(name: str, sums: Tensor, kind: str, way_out: str) -> None:
     wrong = ~((sums - 1).abs() <= _TOLERANCE)
     if wrong.any():
         p, i = wrong.nonzero()[0].tolist()
-        way_out = (
-            "columns must sum to 1 so that the mean is kept"
-            if kind == "column"
-            else "rows must sum to 1 so that consensus is kept; a push-sum graph declares is_column_stochastic=True"
-        )
         raise ValueError(f"{name}: {kind} {i} of phase {p} sums to {sums[p, i].item():.15g}, not 1 (1e-12); {way_out}.")
-
-
-def _check_signs(topology: Topology) -> None:
-    """No weight is negative: neither the own, with its share of the mean over the group, nor another's."""
-    weights = topology.weights.clone()
-    if topology.groups is not None and topology.mean_weights is not None:
-        for row, groups, means in zip(weights, topology.groups, topology.mean_weights, strict=True):
-            row[:, 0] += means / groups.bincount()[groups]
-    if (weights < -_TOLERANCE).any():
-        p, i, k = (weights < -_TOLERANCE).nonzero()[0].tolist()
-        whose = (
-            f"worker {i}'s own weight"
-            if k == 0
-            else f"the weight that worker {i} gives to worker {topology.sources[p, i, k - 1]}"
-        )
-        raise ValueError(
-            f"{topology.name}: {whose} in phase {p} is {weights[p, i, k].item():.15g}; weights are not negative, or mixing could "
-            "drive the workers apart."
-        )
-
-
-def _check_nobody_left_out(topology: Topology) -> None:
-    if topology.num_workers == 1:
-        return
-    me = torch.arange(topology.num_workers)[:, None]
-    talks = ((topology.sources != me) & (topology.weights[..., 1:] != 0)).any(-1).any(0)
-    if topology.groups is not None and topology.mean_weights is not None:
-        for row, weights in zip(topology.groups, topology.mean_weights, strict=True):
-            talks |= (row.bincount()[row] > 1) & (weights != 0)
-    if not talks.all():
-        lonely = (~talks).nonzero()[:, 0].tolist()
-        raise ValueError(
-            f"{topology.name}: workers {lonely[:8]} receive from nobody in the whole period, so they would train alone; "
-            "give each a neighbour in some phase."
-        )
-
-
-# -- facts ----------------------------------------------------------------------------------------------------------
 
 
 @checks_numbers
 def mixed(topology: Topology, t: int, x: Tensor) -> Tensor:
     """`W_t x`, `[N, D]`: what mixing in step `t` makes of the workers' rows of `x`."""
     require_topology("mixed", topology)
-    require_step("mixed", t)
-    if not isinstance(x, torch.Tensor) or x.dim() != 2 or len(x) != topology.num_workers:
-        raise ValueError(
-            f"mixed(topology, t, x={brief(x)}): x has a row for each of the {topology.num_workers} workers, [N, D]."
-        )
-    sources, _, weights, groups, mean_weights, _ = topology.round(t)
-    me = torch.arange(topology.num_workers)
-    y = weights[:, :1] * x
-    for slot in range(sources.shape[1]):
-        heard = torch.where(sources[:, slot] < 0, me, sources[:, slot])
-        y = y + weights[:, 1 + slot, None] * x[heard]
-    if groups is not None and mean_weights is not None:
-        sums = torch.zeros_like(x).index_add_(0, groups, x)
-        y = y + (mean_weights / groups.bincount()[groups])[:, None] * sums[groups]
+    require(0 <= t < 2**63, "mixed", "t numbers the steps, from 0.", t=t)
+    has_rows = isinstance(x, torch.Tensor) and x.dim() == 2 and len(x) == topology.num_workers
+    require(has_rows, "mixed", f"x has a row for each of the {topology.num_workers} workers, [N, D].", x=x)
+    this = topology.round(t)
+    y = this.weights[:, :1] * x
+    for slot, heard in enumerate(this.heard.T):
+        y = y + this.weights[:, 1 + slot, None] * x[heard]
+    if this.groups is not None and this.mean_weights is not None:
+        sums = torch.zeros_like(x).index_add_(0, this.groups, x)
+        y = y + (this.mean_weights / this.groups.bincount()[this.groups])[:, None] * sums[this.groups]
     return y
 
 
@@ -317,15 +267,5 @@ def mixed(topology: Topology, t: int, x: Tensor) -> Tensor:
 def mixing_matrix(topology: Topology, t: int) -> Tensor:
     """The mixing matrix of step `t`: `[N, N]` float64, `W[i, j]` the weight that worker i gives to worker j."""
     require_topology("mixing_matrix", topology)
-    require_step("mixing_matrix", t)
-    n = topology.num_workers
-    sources, _, weights, groups, mean_weights, _ = topology.round(t)
-    matrix = torch.diag(weights[:, 0])
-    me = torch.arange(n)
-    for slot in range(sources.shape[1]):
-        heard = torch.where(sources[:, slot] < 0, me, sources[:, slot])
-        matrix[me, heard] += weights[:, 1 + slot]
-    if groups is not None and mean_weights is not None:
-        together = (groups[:, None] == groups[None, :]).to(torch.float64)
-        matrix += mean_weights[:, None] * together / together.sum(1, keepdim=True)
-    return matrix
+    require(0 <= t < 2**63, "mixing_matrix", "t numbers the steps, from 0.", t=t)
+    return mixed(topology, t, torch.eye(topology.num_workers, dtype=torch.float64))

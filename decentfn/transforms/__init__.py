@@ -11,7 +11,6 @@ from decentfn.transforms.basic import (
     scale_by_learning_rate,
     trace,
 )
-from decentfn.transforms.mix_aware import MixContext
 from decentfn.transforms.optimizers import (
     AccumAdamState,
     AdamState,
@@ -26,6 +25,7 @@ from decentfn.transforms.optimizers import (
 from decentfn.transforms.transform import (
     MaskedTransform,
     MixAware,
+    MixContext,
     Transform,
     by_leaf,
     chain,

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from decentfn.buckets import Buckets, Mask, each, elementwise, global_norm, multiply, wide, zeros_like
-from decentfn.numbers import checks_numbers, real
+from decentfn.numbers import checks_numbers, real, require
 from decentfn.scalars import once
 from decentfn.transforms.transform import Transform, ascending, masked, require_one_process
 from decentfn.trees import PyTree
-from decentfn.words import brief
 
 Scalar = float | Callable[[Tensor], "Tensor | float"]
 """A number, or a function of the count of updates before this one (0-d int64 tensor): see `decentfn.schedules`."""
@@ -42,25 +41,17 @@ def new_count(params: Buckets) -> Tensor:
     return torch.zeros((), dtype=torch.int64, device=params[0].device if len(params) else None)
 
 
-def check_number(call: str, name: str, value: object, rule: str, holds: Callable[[float], bool]) -> None:
-    """`value` must be a real number for which `holds`."""
-    if not isinstance(value, Real) or isinstance(value, bool) or not holds(float(value)):
-        raise ValueError(f"{call}({name}={brief(value)}): {name} is {rule}.")
+def require_mask(call: str, mask: object) -> None:
+    """Raise ValueError unless `mask` is a function of a leaf's name and shape, or None."""
+    rule = "a mask is a function (dotted name, shape) -> bool, or None for all."
+    require(mask is None or callable(mask), call, rule, mask=mask)
 
 
-def check_mask(call: str, mask: object) -> None:
-    """`mask` must be a function of a leaf's name and shape, or None."""
-    if mask is not None and not callable(mask):
-        raise ValueError(
-            f"{call}(mask={brief(mask)}): a mask is a function (dotted name, shape) -> bool, or None for all."
-        )
-
-
-def check_scalar(call: str, name: str, value: object) -> None:
-    """`value` must be a finite number >= 0, or a function of the count."""
-    rule = "a finite number >= 0, or a function of the update count that returns one (see decentfn.schedules)"
-    if not callable(value):
-        check_number(call, name, value, rule, lambda v: 0 <= v < float("inf"))
+def require_scalars(call: str, **scalars: Scalar) -> None:
+    """Raise ValueError unless each is a number >= 0, or a function of the count."""
+    for name, value in scalars.items():
+        rule = "a finite number >= 0, or a function of the update count that returns one (see decentfn.schedules)"
+        require(callable(value) or real(call, name, value) >= 0, call, f"{name} is {rule}.", **{name: value})
 
 
 def unless_zero(scalar: Scalar, transform: Callable[[], Transform]) -> tuple[Transform, ...]:
@@ -94,7 +85,6 @@ def scale(factor: float) -> Transform:
     Args:
         factor: any finite number; a negative one descends.
     """
-    check_number("scale", "factor", factor, "a finite number", lambda v: abs(v) < float("inf"))
     return _scheduled(factor, lambda number, grads, params: multiply(grads, number), ascends=factor > 0)
 
 
@@ -105,20 +95,20 @@ def scale_by_learning_rate(learning_rate: Scalar) -> Transform:
     Args:
         learning_rate: a number >= 0, or a function of the count of updates before this one (0-d int64 tensor).
     """
-    check_scalar("scale_by_learning_rate", "learning_rate", learning_rate)
+    require_scalars("scale_by_learning_rate", learning_rate=learning_rate)
     return _scheduled(learning_rate, lambda number, grads, params: multiply(grads, -number))
 
 
 @checks_numbers
 def add_decayed_weights(weight_decay: Scalar, mask: Mask | None = None) -> Transform:
-    """`g + λ x`: before an adaptive part this is l2 regularisation, after it decoupled weight decay.
+    """`g + λ x`: before an adaptive part this is l2 regularization, after it decoupled weight decay.
 
     Args:
         weight_decay: λ >= 0, or a function of the count of updates before this one (0-d int64 tensor).
         mask: the leaves that decay, `(dotted name, shape) -> bool`, for example `not_bias_or_norm`; None: all.
     """
-    check_scalar("add_decayed_weights", "weight_decay", weight_decay)
-    check_mask("add_decayed_weights", mask)
+    require_scalars("add_decayed_weights", weight_decay=weight_decay)
+    require_mask("add_decayed_weights", mask)
 
     def decay(number: float | Tensor, grads: Buckets, params: Buckets) -> Buckets:
         def one(g: Tensor, x: Tensor) -> Tensor:
@@ -140,19 +130,19 @@ def trace(decay: float, nesterov: bool = False) -> Transform:
         decay: β in [0, 1).
         nesterov: look ahead by one step.
     """
-    check_number("trace", "decay", decay, "in [0, 1)", lambda v: 0 <= v < 1)
+    require(0 <= decay < 1, "trace", "decay is in [0, 1).", decay=decay)
 
     def init(params: Buckets) -> TraceState:
         return TraceState(zeros_like(params))
 
     def update(grads: Buckets, state: TraceState, params: Buckets) -> tuple[Buckets, TraceState]:
         momentum = elementwise(lambda m, g: decay * m + g.to(m.dtype), state.momentum, grads)
-        if nesterov:
-            return elementwise(lambda g, m: (g.to(m.dtype) + decay * m).to(g.dtype), grads, momentum), TraceState(
-                momentum
-            )
-        # Copies: the caller's updates and the state are never one tensor.
-        return elementwise(lambda g, m: m.to(g.dtype, copy=True), grads, momentum), TraceState(momentum)
+
+        def direction(g: Tensor, m: Tensor) -> Tensor:
+            # A copy: the caller's updates and the state are never one tensor.
+            return (g.to(m.dtype) + decay * m).to(g.dtype) if nesterov else m.to(g.dtype, copy=True)
+
+        return elementwise(direction, grads, momentum), TraceState(momentum)
 
     return ascending(init, update)
 
@@ -197,7 +187,7 @@ def clip_by_bucket_norm(max_norm: float) -> Transform:
 def _max_norm(call: str, max_norm: float) -> float:
     """The number itself, where it is one and positive; `inf` is."""
     number = max_norm if isinstance(max_norm, Real) and max_norm == float("inf") else real(call, "max_norm", max_norm)
-    check_number(call, "max_norm", number, "positive", lambda v: v > 0)
+    require(number > 0, call, "max_norm is positive.", max_norm=max_norm)
     return number
 
 

@@ -11,15 +11,14 @@ import torch
 from torch import Tensor
 
 from decentfn.buckets import Buckets, Mask, elementwise, zeros_like
-from decentfn.numbers import checks_numbers
+from decentfn.numbers import checks_numbers, require
 from decentfn.scalars import once
 from decentfn.transforms.basic import (
     Scalar,
     add_decayed_weights,
-    check_mask,
-    check_number,
-    check_scalar,
     new_count,
+    require_mask,
+    require_scalars,
     scale_by_learning_rate,
     trace,
     unless_zero,
@@ -58,14 +57,15 @@ def sgd(
         learning_rate: η >= 0, or a function of the count of updates before this one (0-d int64 tensor).
         momentum: β in [0, 1); 0 keeps no state.
         nesterov: look ahead by one step; needs momentum.
-        weight_decay: λ >= 0 (l2 regularisation), or a function of the count.
+        weight_decay: λ >= 0 (l2 regularization), or a function of the count.
         mask: the leaves that decay, `(dotted name, shape) -> bool`; None: all.
     Source: torch.optim.SGD.
     """
-    _check("sgd", learning_rate, weight_decay, mask)
-    check_number("sgd", "momentum", momentum, "in [0, 1)", lambda v: 0 <= v < 1)
-    if nesterov and momentum == 0:
-        raise ValueError("sgd(nesterov=True, momentum=0.0): Nesterov looks ahead along the momentum; set momentum=0.9.")
+    require_scalars("sgd", learning_rate=learning_rate, weight_decay=weight_decay)
+    require_mask("sgd", mask)
+    require(0 <= momentum < 1, "sgd", "momentum is in [0, 1).", momentum=momentum)
+    rule = "Nesterov looks ahead along the momentum; set momentum=0.9."
+    require(not nesterov or momentum > 0, "sgd", rule, nesterov=nesterov, momentum=momentum)
     return chain(
         *unless_zero(weight_decay, lambda: add_decayed_weights(weight_decay, mask)),
         *unless_zero(momentum, lambda: trace(momentum, nesterov)),
@@ -82,7 +82,7 @@ def adam(
     weight_decay: Scalar = 0.0,
     mask: Mask | None = None,
 ) -> Transform:
-    """Adam; weight decay is added to the gradient (l2 regularisation), as in torch.optim.Adam.
+    """Adam; weight decay is added to the gradient (l2 regularization), as in torch.optim.Adam.
 
     `g ← g + λx;  m⁺ = β₁m + (1-β₁)g;  v⁺ = β₂v + (1-β₂)g²;  x⁺ = x - η m⁺/(1-β₁ᵏ) / (√(v⁺/(1-β₂ᵏ)) + ε)`
 
@@ -92,11 +92,11 @@ def adam(
         b2: β₂ in [0, 1).
         eps: ε > 0.
         weight_decay: λ >= 0, or a function of the count.
-        mask: the leaves that decay, `(dotted name, shape) -> bool`; None: all.
+        mask: the leaves that decay, `(dotted name, shape) -> bool`, for example `not_bias_or_norm`; None: all.
     Source: Kingma and Ba, ICLR 2015; torch.optim.Adam.
     """
-    _check("adam", learning_rate, weight_decay, mask, b1, b2, eps)
-    return _l2(scale_by_adam(b1, b2, eps), learning_rate, weight_decay, mask)
+    _require("adam", learning_rate, weight_decay, mask, b1, b2, eps)
+    return _with_decay(learning_rate, weight_decay, mask, scale_by_adam(b1, b2, eps), is_decoupled=False)
 
 
 @checks_numbers
@@ -108,19 +108,12 @@ def adamw(
     weight_decay: Scalar = 1e-2,
     mask: Mask | None = None,
 ) -> Transform:
-    """Adam with decoupled weight decay: as `adam`, but `x ← x (1 - ηλ)` in place of `g ← g + λx`.
+    """Adam with decoupled weight decay: `adam`, and its arguments, but `x ← x (1 - ηλ)` in place of `g ← g + λx`.
 
-    Args:
-        learning_rate: η >= 0, or a function of the count of updates before this one (0-d int64 tensor).
-        b1: β₁ in [0, 1).
-        b2: β₂ in [0, 1).
-        eps: ε > 0.
-        weight_decay: λ >= 0, or a function of the count.
-        mask: the leaves that decay, `(dotted name, shape) -> bool`, for example `not_bias_or_norm`; None: all.
     Source: Loshchilov and Hutter, ICLR 2019; torch.optim.AdamW.
     """
-    _check("adamw", learning_rate, weight_decay, mask, b1, b2, eps)
-    return _decoupled(scale_by_adam(b1, b2, eps), learning_rate, weight_decay, mask)
+    _require("adamw", learning_rate, weight_decay, mask, b1, b2, eps)
+    return _with_decay(learning_rate, weight_decay, mask, scale_by_adam(b1, b2, eps), is_decoupled=True)
 
 
 @checks_numbers
@@ -135,20 +128,22 @@ def accum_adam(
 ) -> Transform:
     """Adam whose moments take in the mean gradient of a window, while every gradient moves the parameters.
 
-    With `accum_iter=1` it is `adam`. Weight decay is added to the gradient. Equations: `scale_by_accum_adam`.
+    Weight decay is added to the gradient. Equations: `scale_by_accum_adam`.
 
     Args:
-        learning_rate: η >= 0, or a function of the count of updates before this one (0-d int64 tensor).
+        learning_rate: this and the others as for `adam`.
         b1: β₁ in [0, 1).
         b2: β₂ in [0, 1).
         eps: ε > 0.
         weight_decay: λ >= 0, or a function of the count.
-        accum_iter: s >= 1, updates in a window.
-        mask: the leaves that decay, `(dotted name, shape) -> bool`; None: all.
+        accum_iter: s >= 1, updates in a window; 1 is `adam`.
+        mask: the leaves that decay.
     Source: Wang et al., ICLR 2025 (Decent-DP).
     """
-    _check("accum_adam", learning_rate, weight_decay, mask, b1, b2, eps, accum_iter)
-    return _l2(scale_by_accum_adam(b1, b2, eps, accum_iter), learning_rate, weight_decay, mask)
+    _require("accum_adam", learning_rate, weight_decay, mask, b1, b2, eps, accum_iter)
+    return _with_decay(
+        learning_rate, weight_decay, mask, scale_by_accum_adam(b1, b2, eps, accum_iter), is_decoupled=False
+    )
 
 
 @checks_numbers
@@ -161,32 +156,20 @@ def accum_adamw(
     accum_iter: int = 4,
     mask: Mask | None = None,
 ) -> Transform:
-    """`accum_adam` with decoupled weight decay; with `accum_iter=1` it is `adamw`.
+    """`accum_adam`, and its arguments, with decoupled weight decay; with `accum_iter=1` it is `adamw`.
 
-    Args:
-        learning_rate: η >= 0, or a function of the count of updates before this one (0-d int64 tensor).
-        b1: β₁ in [0, 1).
-        b2: β₂ in [0, 1).
-        eps: ε > 0.
-        weight_decay: λ >= 0, or a function of the count.
-        accum_iter: s >= 1, updates in a window.
-        mask: the leaves that decay, `(dotted name, shape) -> bool`, for example `not_bias_or_norm`; None: all.
     Source: Wang et al., ICLR 2025 (Decent-DP).
     """
-    _check("accum_adamw", learning_rate, weight_decay, mask, b1, b2, eps, accum_iter)
-    return _decoupled(scale_by_accum_adam(b1, b2, eps, accum_iter), learning_rate, weight_decay, mask)
+    _require("accum_adamw", learning_rate, weight_decay, mask, b1, b2, eps, accum_iter)
+    return _with_decay(
+        learning_rate, weight_decay, mask, scale_by_accum_adam(b1, b2, eps, accum_iter), is_decoupled=True
+    )
 
 
 @checks_numbers
 def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Transform:
-    """Adam's direction, `m⁺/(1-β₁ᵏ) / (√(v⁺/(1-β₂ᵏ)) + ε)` with `k` counted from 1; see `adam`.
-
-    Args:
-        b1: β₁ in [0, 1).
-        b2: β₂ in [0, 1).
-        eps: ε > 0.
-    """
-    _check_adam("scale_by_adam", b1, b2, eps)
+    """Adam's direction, `m⁺/(1-β₁ᵏ) / (√(v⁺/(1-β₂ᵏ)) + ε)` with `k` counted from 1; see `adam`."""
+    _require_adam("scale_by_adam", b1, b2, eps)
 
     def init(params: Buckets) -> AdamState:
         return AdamState(new_count(params), zeros_like(params), zeros_like(params))
@@ -194,7 +177,9 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Tran
     def update(grads: Buckets, state: AdamState, params: Buckets) -> tuple[Buckets, AdamState]:
         k = state.count + 1
         mu = elementwise(lambda m, g: torch.lerp(m, g.to(m.dtype), 1 - b1), state.mu, grads)
-        nu = elementwise(lambda v, g: _moving_square(v, g.to(v.dtype), b2), state.nu, grads)
+        nu = elementwise(
+            lambda v, g: torch.addcmul(b2 * v, g.to(v.dtype), g.to(v.dtype), value=1 - b2), state.nu, grads
+        )
         return _direction(grads, mu, nu, k, b1, b2, eps), AdamState(k, mu, nu)
 
     return ascending(init, update)
@@ -207,17 +192,12 @@ def scale_by_accum_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, a
     `A ← A + g/s`, direction `(M + (1-β₁)g)/(1-β₁ᴷ) / (√((V + (1-β₂)g²)/(1-β₂ᴷ)) + ε)`; if s divides k:
     `M ← β₁(M + (1-β₁)A);  V ← β₂(V + (1-β₂)A²);  A ← 0`.
 
-    Args:
-        b1: β₁ in [0, 1).
-        b2: β₂ in [0, 1).
-        eps: ε > 0.
-        accum_iter: s >= 1.
     Source: Wang et al., ICLR 2025 (Decent-DP).
     """
-    _check_adam("scale_by_accum_adam", b1, b2, eps, accum_iter)
+    _require_adam("scale_by_accum_adam", b1, b2, eps, accum_iter)
 
     def init(params: Buckets) -> AccumAdamState:
-        return AccumAdamState(new_count(params), zeros_like(params), zeros_like(params), zeros_like(params))
+        return AccumAdamState(new_count(params), *(zeros_like(params) for _ in range(3)))
 
     def update(grads: Buckets, state: AccumAdamState, params: Buckets) -> tuple[Buckets, AccumAdamState]:
         k = state.count + 1
@@ -236,10 +216,6 @@ def scale_by_accum_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, a
     return ascending(init, update)
 
 
-def _moving_square(v: Tensor, g: Tensor, b2: float) -> Tensor:
-    return torch.addcmul(b2 * v, g, g, value=1 - b2)
-
-
 def _direction(grads: Buckets, mu: Buckets, nu: Buckets, k: Tensor, b1: float, b2: float, eps: float) -> Buckets:
     correction1 = once(1 / (1 - b1 ** k.to(torch.float64)))
     correction2 = once(1 / torch.sqrt(1 - b2 ** k.to(torch.float64)))
@@ -251,29 +227,23 @@ def _direction(grads: Buckets, mu: Buckets, nu: Buckets, k: Tensor, b1: float, b
     return elementwise(one, grads, mu, nu)
 
 
-def _l2(direction: Transform, learning_rate: Scalar, weight_decay: Scalar, mask: Mask | None) -> Transform:
+def _with_decay(
+    learning_rate: Scalar, weight_decay: Scalar, mask: Mask | None, direction: Transform, *, is_decoupled: bool
+) -> Transform:
     decay = unless_zero(weight_decay, lambda: add_decayed_weights(weight_decay, mask))
-    return chain(*decay, direction, scale_by_learning_rate(learning_rate))
+    parts = (direction, *decay) if is_decoupled else (*decay, direction)
+    return chain(*parts, scale_by_learning_rate(learning_rate))
 
 
-def _decoupled(direction: Transform, learning_rate: Scalar, weight_decay: Scalar, mask: Mask | None) -> Transform:
-    decay = unless_zero(weight_decay, lambda: add_decayed_weights(weight_decay, mask))
-    return chain(direction, *decay, scale_by_learning_rate(learning_rate))
+def _require(call: str, learning_rate: Scalar, weight_decay: Scalar, mask: Mask | None, *adam: float) -> None:
+    require_scalars(call, learning_rate=learning_rate, weight_decay=weight_decay)
+    require_mask(call, mask)
+    _require_adam(call, *adam)
 
 
-def _check(call: str, learning_rate: Scalar, weight_decay: Scalar, mask: Mask | None, *adam: float) -> None:
-    check_mask(call, mask)
-    check_scalar(call, "learning_rate", learning_rate)
-    check_scalar(call, "weight_decay", weight_decay)
-    if adam:
-        _check_adam(call, *adam)
-
-
-def _check_adam(call: str, b1: float, b2: float, eps: float, accum_iter: float = 1) -> None:
-    check_number(call, "b1", b1, "in [0, 1)", lambda v: 0 <= v < 1)
-    check_number(call, "b2", b2, "in [0, 1)", lambda v: 0 <= v < 1)
-    check_number(call, "eps", eps, "positive; 1e-8 is the default", lambda v: 0 < v < float("inf"))
-    if accum_iter < 1:
-        raise ValueError(
-            f"{call}(accum_iter={accum_iter!r}): accum_iter is an integer >= 1, the updates in a window; 1 is plain Adam."
-        )
+def _require_adam(call: str, b1: float, b2: float, eps: float, accum_iter: float = 1) -> None:
+    require(0 <= b1 < 1, call, "b1 is in [0, 1).", b1=b1)
+    require(0 <= b2 < 1, call, "b2 is in [0, 1).", b2=b2)
+    require(eps > 0, call, "eps is positive; 1e-8 is the default.", eps=eps)
+    rule = "accum_iter is an integer >= 1, the updates in a window; 1 is plain Adam."
+    require(accum_iter >= 1, call, rule, accum_iter=accum_iter)

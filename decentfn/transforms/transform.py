@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from decentfn import trees
 from decentfn.buckets import Buckets, Mask, Plan, elements
+from decentfn.numbers import require
 from decentfn.trees import PyTree
 from decentfn.words import brief
 
@@ -38,26 +40,23 @@ class MaskedTransform(Transform):
     ascends: Mask | None = None
     """The leaves whose updates point along the gradient, so that added to the parameters they ascend; None: none."""
 
-    @classmethod
-    def declare(
-        cls, init: Callable[..., Any], update: Callable[..., Any], masks: tuple[Mask, ...], ascends: Mask | None = None
-    ) -> Transform:
-        """The pair with the masks it uses and the leaves on which it ascends; a plain `Transform` if it has neither."""
-        if not masks and ascends is None:
-            return Transform(init, update)
-        transform = cls(init, update)
-        transform.masks, transform.ascends = masks, ascends
-        return transform
+
+def _declared(
+    init: Callable[..., Any], update: Callable[..., Any], masks: tuple[Mask, ...], ascends: Mask | None
+) -> Transform:
+    transform = MaskedTransform(init, update)
+    transform.masks, transform.ascends = masks, ascends
+    return transform
 
 
 def everywhere(name: str, shape: tuple[int, ...]) -> bool:
-    """The mask of all leaves."""
+    """Return True: the mask of all leaves."""
     return True
 
 
 def ascending(init: Callable[..., Any], update: Callable[..., Any]) -> Transform:
     """A pair that reshapes gradients and leaves the descent to what stands after it in a chain."""
-    return MaskedTransform.declare(init, update, (), everywhere)
+    return _declared(init, update, (), everywhere)
 
 
 def require_descent(optimizer: Any, plan: Plan | None = None) -> None:
@@ -71,24 +70,35 @@ def require_descent(optimizer: Any, plan: Plan | None = None) -> None:
     segments = () if plan is None else [segment for bucket in plan.buckets for segment in bucket.segments]
     leaf = next((f"leaf {s.name!r}" for s in segments if ascends(s.name, s.shape)), None)
     leaf = "the parameters" if ascends is everywhere else leaf
-    if leaf is not None:
-        raise ValueError(
-            f"optimizer: its updates are added to {leaf} and point along the gradient, so the loss would grow; "
-            "end the chain with what descends: df.chain(df.clip_by_global_norm(1.0), df.sgd(0.1))."
-        )
+    rule = f"its updates are added to {leaf} and point along the gradient, so the loss would grow"
+    way_out = "end the chain with what descends: df.chain(df.clip_by_global_norm(1.0), df.sgd(0.1))."
+    require(leaf is None, "optimizer", f"{rule}; {way_out}")
+
+
+class MixContext(NamedTuple):
+    """One worker's view of the mix of this step: `x̃ = weights[0] x + Σ_k weights[1 + k] inbox_k + mean_weight mean`."""
+
+    # Per bucket [K, D] in the wire's dtype: slot k's message, zeros where nothing was sent; () if K = 0.
+    inboxes: tuple[Tensor, ...]
+    sources: Tensor  # [K] int64, whom slot k's message is from; -1 is nobody, the own number a message to oneself
+    weights: Tensor  # [K+1] float64, own weight first
+    means: tuple[Tensor, ...]  # per bucket [D]: the mean over this worker's group, itself included; () without groups
+    members: Tensor | None  # [N] bool, who is in this worker's group; None without groups
+    mean_weight: Tensor | None  # 0-d float64, the weight of the group's mean
+    plan: Plan  # which leaf lies where in a bucket
 
 
 class MixAware(MaskedTransform):
     """A transform that also sees the mix: `update(grads, state, params, mix)`, `mix` a `MixContext`.
 
-    For algorithms that have the neighbours' parameters at hand when they update: `df.adapt_while_communicate`.
+    For algorithms that have the neighbors' parameters at hand when they update: `df.adapt_while_communicate`.
     """
 
     wants_mix: bool = True
 
 
 def wants_mix(transform: Any) -> bool:
-    """Whether `update` takes the mix as its fourth argument: decided by the type, not by the signature."""
+    """Return True if `update` takes the mix as its fourth argument: decided by the type, not by the signature."""
     return getattr(transform, "wants_mix", False) is True
 
 
@@ -98,7 +108,7 @@ def masks_of(*transforms: Any) -> tuple[Mask, ...]:
 
 
 def require_pair(call: str, transform: Any) -> None:
-    """`transform` must have callable `init` and `update`."""
+    """Raise ValueError unless `transform` has callable `init` and `update`."""
     kind = transform if isinstance(transform, type) else type(transform)
     if issubclass(kind, torch.optim.Optimizer):
         ours = kind.__name__.lower() if kind.__name__ in ("SGD", "Adam", "AdamW") else "adamw"
@@ -107,19 +117,13 @@ def require_pair(call: str, transform: Any) -> None:
             f"(init, update) of pure functions, for example df.{ours}(learning_rate)."
         )
     for method in ("init", "update"):
-        if not callable(getattr(transform, method, None)):
-            raise ValueError(
-                f"{call}: {brief(transform)} has no {method}(); a transform is a pair (init, update), for example "
-                "df.adamw(3e-4) or df.Transform(init, update)."
-            )
+        rule = f"{brief(transform)} has no {method}(); a transform is a pair (init, update), for example df.adamw(3e-4) or "
+        require(callable(getattr(transform, method, None)), call, f"{rule}df.Transform(init, update).")
 
 
-def _check_unaware(call: str, transform: Any) -> None:
-    if wants_mix(transform):
-        raise ValueError(
-            f"{call}: a MixAware transform sees all buckets and their mix; use it by itself, or in df.chain, and let it "
-            "choose leaves by mix.plan."
-        )
+def _require_unaware(call: str, transform: Any) -> None:
+    rule = "a MixAware transform sees all buckets and their mix; use it by itself, or in df.chain, and let it choose leaves by mix.plan."
+    require(not wants_mix(transform), call, rule)
 
 
 def identity() -> Transform:
@@ -132,9 +136,6 @@ def chain(*transforms: Any) -> Transform:
 
     Args:
         transforms: transforms, or any objects with `init` and `update`; none at all is the identity.
-
-    Raises:
-        ValueError: one of them has no `init` or no `update`.
 
     >>> from decentfn.transforms import adamw, clip_by_global_norm
     >>> optimizer = chain(clip_by_global_norm(1.0), adamw(3e-4, weight_decay=0.1))
@@ -159,7 +160,7 @@ def chain(*transforms: Any) -> Transform:
         aware.masks = masks_of(*transforms)
         return aware
     of_parts = [getattr(transform, "ascends", None) for transform in transforms]
-    return MaskedTransform.declare(init, update, masks_of(*transforms), _all(of_parts))
+    return _declared(init, update, masks_of(*transforms), _all(of_parts))
 
 
 def _all(masks: list[Mask | None]) -> Mask | None:
@@ -181,13 +182,11 @@ def masked(transform: Any, mask: Mask) -> Transform:
         mask: `(dotted name, shape) -> bool`, deterministic.
 
     Raises:
-        ValueError: `transform` has no `init` or `update`, or `mask` is not a function; when called, a bucket mixes
-            leaves that the mask takes with others.
+        ValueError: when called, a bucket mixes leaves that the mask takes with others.
     """
     require_pair("masked(transform, mask)", transform)
-    _check_unaware("masked(transform, mask)", transform)
-    if not callable(mask):
-        raise ValueError(f"masked(mask={brief(mask)}): a mask is a function (dotted name, shape) -> bool.")
+    _require_unaware("masked(transform, mask)", transform)
+    require(callable(mask), "masked", "a mask is a function (dotted name, shape) -> bool.", mask=mask)
 
     def init(params: Buckets) -> PyTree:
         return transform.init(_take(params, _answers(params.plan, mask)))
@@ -204,7 +203,7 @@ def masked(transform: Any, mask: Mask) -> Transform:
         return not mask(name, shape) or (inside is not None and inside(name, shape))
 
     masks = (mask, *masks_of(transform))
-    return MaskedTransform.declare(init, update, masks, everywhere if inside is everywhere else ascends)
+    return _declared(init, update, masks, everywhere if inside is everywhere else ascends)
 
 
 def _answers(plan: Plan, mask: Mask) -> list[bool]:
@@ -240,11 +239,7 @@ def partition(transforms: Mapping[Hashable, Any], labels: Callable[[str, tuple[i
 
     Args:
         transforms: the transform of each label; a label that no leaf has is allowed.
-        labels: `(dotted name, shape) -> label`, deterministic.
-
-    Raises:
-        ValueError: a transform has no `init` or `update`, or `labels` is not a function; from `init`, a leaf whose
-            label has no transform.
+        labels: `(dotted name, shape) -> label`, deterministic; `init` refuses one that has no transform.
     Source: optax.partition.
 
     >>> from decentfn.transforms import adamw, sgd
@@ -254,8 +249,7 @@ def partition(transforms: Mapping[Hashable, Any], labels: Callable[[str, tuple[i
     """
     for label, transform in transforms.items():
         require_pair(f"partition(transforms[{label!r}])", transform)
-    if not callable(labels):
-        raise ValueError(f"partition(labels={brief(labels)}): labels are a function (dotted name, shape) -> label.")
+    require(callable(labels), "partition", "labels are a function (dotted name, shape) -> label.", labels=labels)
     # The groups are disjoint, and each lets the others' leaves pass, so one after another is all at once.
     groups = chain(*(masked(transform, _has_label(label, labels)) for label, transform in transforms.items()))
 
@@ -263,14 +257,11 @@ def partition(transforms: Mapping[Hashable, Any], labels: Callable[[str, tuple[i
         for bucket in params.plan.buckets:
             for segment in bucket.segments:
                 label = labels(segment.name, segment.shape)
-                if label not in transforms:
-                    raise ValueError(
-                        f"partition: labels({segment.name!r}, {segment.shape}) is {label!r}, which has no transform; "
-                        f"known labels: {list(transforms)}. Add it; df.transforms.scale(0.0) freezes a group."
-                    )
+                rule = f"labels({segment.name!r}, {segment.shape}) is {label!r}, which has no transform; known labels: {list(transforms)}"
+                require(label in transforms, "partition", f"{rule}. Add it; df.transforms.scale(0.0) freezes a group.")
         return groups.init(params)
 
-    return MaskedTransform.declare(init, groups.update, masks_of(groups), getattr(groups, "ascends", None))
+    return _declared(init, groups.update, masks_of(groups), getattr(groups, "ascends", None))
 
 
 def _has_label(label: Hashable, labels: Callable[[str, tuple[int, ...]], Hashable]) -> Mask:
@@ -289,16 +280,13 @@ def by_leaf(transform: Any) -> Transform:
         transform: `init(tree) -> state`, `update(grads, state, params) -> (updates, state)` on trees of tensors.
 
     Raises:
-        ValueError: `transform` has no `init` or `update`, or has masks; when called, updates with other leaves than
-            the parameters; in `init`, a worker of several processes, of which none has whole leaves.
+        ValueError: `transform` has masks; when called, updates with other leaves than the parameters; in `init`, a worker
+            of several processes, of which none has whole leaves.
     """
     require_pair("by_leaf(transform)", transform)
-    _check_unaware("by_leaf(transform)", transform)
-    if masks_of(transform):
-        raise ValueError(
-            "by_leaf(transform): it has masks, which choose among buckets; put the mask outside: "
-            "masked(by_leaf(transform), mask)."
-        )
+    _require_unaware("by_leaf(transform)", transform)
+    rule = "it has masks, which choose among buckets; put the mask outside: masked(by_leaf(transform), mask)."
+    require(not masks_of(transform), "by_leaf(transform)", rule)
 
     def init(params: Buckets) -> PyTree:
         require_one_process("by_leaf(transform)", params, "it looks at whole leaves")
@@ -314,32 +302,24 @@ def by_leaf(transform: Any) -> Transform:
 
 def require_one_process(call: str, params: Buckets, why: str) -> None:
     """Raise ValueError where the leaves are cut over the processes of a worker."""
-    if params.plan.processes > 1:
-        raise ValueError(
-            f"{call}: {why}, but a worker is {params.plan.processes} processes that hold a shard each; use a transform of "
-            "elements, such as df.adamw, or df.init() with one process per worker."
-        )
+    rule = (
+        f"{why}, but a worker is {params.plan.processes} processes that hold a shard each; use a transform of elements"
+    )
+    require(params.plan.processes == 1, call, f"{rule}, such as df.adamw, or df.init() with one process per worker.")
 
 
 def _flatten_like(x: Buckets, tree: PyTree) -> Buckets:
     """The tree's leaves as buckets with the plan of `x`; of a tied leaf the first place."""
     positions, values = trees.leaves(x.plan.template), trees.leaves(tree)
-    if len(positions) != len(values):
-        raise ValueError(
-            f"by_leaf(transform): update returned {len(values)} leaves for {len(positions)} parameters; updates are a "
-            "tree like the parameters."
-        )
-    leaf: dict[int, Tensor] = {}
-    for position, value in zip(positions, values, strict=True):
-        leaf.setdefault(position, value)
-    tensors, first = [], 0
+    rule = (
+        f"update returned {len(values)} leaves for {len(positions)} parameters; updates are a tree like the parameters."
+    )
+    require(len(positions) == len(values), "by_leaf(transform)", rule)
+    leaf_at = dict(reversed(list(zip(positions, values, strict=True))))
+    tensors, places = [], itertools.count()
     for tensor, bucket in zip(x, x.plan.buckets, strict=True):
-        pieces = [
-            elements(leaf[first + index], tuple(tensor.shape[:-1])).to(tensor.dtype)
-            for index in range(len(bucket.segments))
-        ]
-        tensors.append(torch.cat(pieces, dim=-1))
-        first += len(pieces)
+        own = [leaf_at[next(places)] for _ in bucket.segments]
+        tensors.append(torch.cat([elements(leaf, tuple(tensor.shape[:-1])).to(tensor.dtype) for leaf in own], dim=-1))
     return Buckets(tensors, x.plan)
 
 

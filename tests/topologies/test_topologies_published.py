@@ -19,7 +19,6 @@ from decentfn.topologies import (
     spectral_gap,
     topology,
 )
-from decentfn.topologies.equitopo import greedy_pairs
 from decentfn.topologies.matching import pair_weights
 
 
@@ -242,19 +241,6 @@ def test_undirected_equitopo_is_the_directed_one_symmetrised():
         w = mixing_matrix(topology("equitopo-d-static", n, M=5, seed=seed), 0)
         v = mixing_matrix(topology("equitopo-u-static", n, M=5, seed=seed), 0)
         torch.testing.assert_close(v, (w + w.T) / 2, rtol=0, atol=1e-14)
-
-
-@pytest.mark.parametrize("n", [2, 3, 4, 5, 8, 9, 12, 13, 20])
-def test_greedy_pairs_match_the_greedy_loop(n):
-    for a in range(1, n):
-        for start in range(n):
-            partner = list(range(n))
-            for step in range(n):
-                i = (start + step) % n
-                j = (i + a) % n
-                if partner[i] == i and partner[j] == j:
-                    partner[i], partner[j] = j, i
-            assert greedy_pairs(n, torch.tensor(a), torch.tensor(start)).tolist() == partner, (a, start)
 
 
 def groups_of(made, t):

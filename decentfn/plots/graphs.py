@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from decentfn import topologies
+from decentfn.numbers import require
 from decentfn.plots import paper
 from decentfn.scalars import as_step
+from decentfn.topologies.rounds import require_topology
 from decentfn.words import brief
 
 if TYPE_CHECKING:
@@ -31,9 +33,6 @@ def topology(topology: topologies.Topology, phases: Sequence[int] | None = None)
         phases: the steps t to show, at most 12. By default the whole period, or its first 12 phases; of a random schedule the
             first 4 steps.
 
-    Raises:
-        ValueError: no topology, too many workers or phases, or a phase that is no step.
-        ModuleNotFoundError: matplotlib is not installed.
 
     >>> import decentfn as df
     >>> figure = df.plots.topology(df.topology("one-peer-exp", 8))
@@ -43,19 +42,16 @@ def topology(topology: topologies.Topology, phases: Sequence[int] | None = None)
     _check("topology", topology)
     known = topology.period or 4
     shown = range(min(known, _MOST_PHASES)) if phases is None else phases
-    if not isinstance(shown, Sequence) or isinstance(shown, str) or not 1 <= len(shown) <= _MOST_PHASES:
-        raise ValueError(
-            f"df.plots.topology(phases={brief(phases)}): a list of 1 to {_MOST_PHASES} steps, phases=[0, 1]; "
-            f"{topology.name!r} has {'no period' if topology.period is None else f'a period of {known}'}."
-        )
+    is_list = isinstance(shown, Sequence) and not isinstance(shown, str) and 1 <= len(shown) <= _MOST_PHASES
+    period = "no period" if topology.period is None else f"a period of {known}"
+    rule = f"a list of 1 to {_MOST_PHASES} steps, phases=[0, 1]; {topology.name!r} has {period}."
+    require(is_list, "df.plots.topology", rule, phases=phases)
     steps = [_step("topology", t) for t in shown]
     columns, blocks = min(len(steps), _COLUMNS), math.ceil(len(steps) / _COLUMNS)
     figure = paper.blank("topology", max(2.5 * columns, 3.4), 4.9 * blocks + 0.5)
     rows = figure.subplots(2 * blocks, columns, squeeze=False)
     largest = max(float(topologies.mixing_matrix(topology, t).max()) for t in steps)
-    for place in range(columns * blocks):
-        block, column = divmod(place, columns)
-        above, below = rows[2 * block, column], rows[2 * block + 1, column]
+    for place, (above, below) in enumerate(zip(rows[::2].flat, rows[1::2].flat, strict=True)):
         if place < len(steps):
             _graph(topology, steps[place], above)
             _matrix(topology, steps[place], below, largest)
@@ -70,16 +66,12 @@ def topology(topology: topologies.Topology, phases: Sequence[int] | None = None)
 def graph(topology: topologies.Topology, t: int, axes: Axes | None = None) -> Figure:
     """The workers of step `t` on a circle: a line where two hear each other, an arrow from sender to receiver where one does.
 
-    Workers that average as a group stand on a coloured ground.
+    Workers that average as a group stand on a colored ground.
 
     Args:
         topology: of at most 256 workers.
         t: the step.
         axes: where to draw; by default on a figure of its own.
-
-    Raises:
-        ValueError: no topology, too many workers, or a `t` that is no step.
-        ModuleNotFoundError: matplotlib is not installed.
     """
     _check("graph", topology)
     step = _step("graph", t)
@@ -95,10 +87,6 @@ def matrix(topology: topologies.Topology, t: int, axes: Axes | None = None) -> F
         topology: of any number of workers.
         t: the step.
         axes: where to draw; by default on a figure of its own.
-
-    Raises:
-        ValueError: no topology, or a `t` that is no step.
-        ModuleNotFoundError: matplotlib is not installed.
     """
     _check("matrix", topology, most=None)
     step, is_mine = _step("matrix", t), axes is None
@@ -111,13 +99,9 @@ def matrix(topology: topologies.Topology, t: int, axes: Axes | None = None) -> F
 
 
 def _check(call: str, topology: Any, most: int | None = _MOST_WORKERS) -> None:
-    if not isinstance(topology, topologies.Topology):
-        raise ValueError(f"df.plots.{call}({brief(topology)}): expected a topology: df.topology('ring', 8).")
-    if most and topology.num_workers > most:
-        raise ValueError(
-            f"df.plots.{call}({topology!r}): a graph of more than {most} workers cannot be read; draw the same schedule "
-            "with fewer, or df.plots.matrix."
-        )
+    require_topology(f"df.plots.{call}", topology)
+    rule = f"a graph of more than {most} workers cannot be read; draw the same schedule with fewer, or df.plots.matrix."
+    require(most is None or topology.num_workers <= most, f"df.plots.{call}({topology!r})", rule)
 
 
 def _step(call: str, t: Any) -> int:
@@ -133,13 +117,9 @@ def _count(number: int, what: str) -> str:
 
 def _links(topology: topologies.Topology, t: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """Pairs that hear each other, and (sender, receiver) where only one does; of the messages, not of groups."""
-    sources, _, weights, *_ = topology.round(t)
-    heard = {
-        (j, i)
-        for i, row in enumerate(sources.tolist())
-        for j, weight in zip(row, weights[i, 1:].tolist(), strict=True)
-        if j not in (-1, i) and weight
-    }
+    this = topology.round(t)
+    i, k = ((this.sources >= 0) & (this.weights[:, 1:] != 0)).nonzero().T
+    heard = {(j, i) for j, i in zip(this.sources[i, k].tolist(), i.tolist(), strict=True) if j != i}
     both = sorted((j, i) for j, i in heard if j < i and (i, j) in heard)
     return both, sorted((j, i) for j, i in heard if (i, j) not in heard)
 
@@ -169,30 +149,17 @@ def _graph(topology: topologies.Topology, t: int, axes: Axes) -> None:
     colors = [paper.BLUE] * n
     for number, group in enumerate(groups):
         color = paper.COLORS[number % len(paper.COLORS)]
-        axes.add_patch(
-            Polygon(
-                [at[i] for i in group], facecolor=color, edgecolor=color, linewidth=8, joinstyle="round", alpha=0.22
-            )
-        )
+        ground = {"facecolor": color, "edgecolor": color, "linewidth": 8, "joinstyle": "round", "alpha": 0.22}
+        axes.add_patch(Polygon([at[i] for i in group], **ground))
         for i in group:
             colors[i] = color
     width = 1.6 if len(both) + len(single) <= 64 else 0.7
-    axes.add_collection(LineCollection([(at[i], at[j]) for i, j in both], colors=paper.GREY, linewidths=width))
+    axes.add_collection(LineCollection([(at[i], at[j]) for i, j in both], colors=paper.GRAY, linewidths=width))
     points = 72 * 2.2 / 2.5  # of a unit in the picture, about
+    shape = {"arrowstyle": "-|>", "connectionstyle": "arc3,rad=0.08", "mutation_scale": 10 if n <= _NUMBERED else 5}
+    look = {"linewidth": width, "color": paper.GRAY, "shrinkA": radius * points, "shrinkB": radius * points}
     for j, i in single:
-        axes.add_patch(
-            FancyArrowPatch(
-                at[j],
-                at[i],
-                arrowstyle="-|>",
-                mutation_scale=10 if n <= _NUMBERED else 5,
-                linewidth=width,
-                color=paper.GREY,
-                connectionstyle="arc3,rad=0.08",
-                shrinkA=radius * points,
-                shrinkB=radius * points,
-            )
-        )
+        axes.add_patch(FancyArrowPatch(at[j], at[i], **shape, **look))
     for i, (x, y) in enumerate(at):
         axes.add_patch(Circle((x, y), radius, facecolor=colors[i], edgecolor="white", linewidth=0.8, zorder=3))
         if n <= _NUMBERED:
@@ -207,7 +174,7 @@ def _graph(topology: topologies.Topology, t: int, axes: Axes) -> None:
 
 
 def _said(both: list[Any], single: list[Any], groups: list[list[int]], n: int) -> str:
-    """What happens, in a few words."""
+    """Short description of what the workers do."""
     parts = []
     if groups:
         sizes = {len(group) for group in groups}
