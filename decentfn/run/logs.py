@@ -1,25 +1,41 @@
-"""What a run reports: a file of JSON lines, and TensorBoard's. One process writes; nothing of it stands in the graph."""
+"""What a run reports: a file of JSON lines, and TensorBoard's. One process writes."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from itertools import chain, count, takewhile
 from pathlib import Path
 from typing import Any
 
 import torch
+from typing_extensions import Self
 
 from decentfn import collectives, trees
-from decentfn.run.checkpoint.together import on_first, one_path
-from decentfn.run.paths import directory
+from decentfn.numbers import at_least
+from decentfn.run.together import on_first, one_path
 from decentfn.words import brief
 
 __all__ = ["JSONLines", "TensorBoard", "read"]
 
 
-class JSONLines:
+class _Log:
+    """A context manager that closes in the end."""
+
+    def close(self) -> None:
+        """Write what is not written yet; no more comes."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class JSONLines(_Log):
     """A log of one JSON object a line, written by process 0, to `write` to from all. A context manager; collective.
 
     A new run never writes over another's log: where `path` exists, its log is `name-2.jsonl`, `name-3.jsonl`, ... A run that goes
@@ -38,11 +54,9 @@ class JSONLines:
     """Where the lines go."""
 
     def __init__(self, path: str | Path, first_step: int = 0) -> None:
-        _require_step("JSONLines", first_step)
-        path = one_path("JSONLines(path)", path)
-        opened: list[int] = []
-        self.path = Path(on_first("JSONLines", _open, path, first_step, opened))
-        self._file = opened[0] if opened else None
+        at_least("JSONLines", "first_step", first_step, 0)
+        self.path = Path(on_first("JSONLines", _open, one_path("JSONLines(path)", path), first_step))
+        self._file = self.path.open("ab", buffering=0) if collectives.everyone().rank == 0 else None
 
     def write(self, values: Mapping[str, Any], step: int | None = None) -> None:
         """Append a line; not collective, and nothing on processes other than 0.
@@ -57,29 +71,22 @@ class JSONLines:
         """
         if self._file is None:
             return
-        if self._file < 0:
+        if self._file.closed:
             raise ValueError(f"JSONLines({str(self.path)!r}).write: the log is closed.")
         line = ({} if step is None else {"step": int(step)}) | dict(values)
         try:
             text = json.dumps(_as_json(line), allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"JSONLines.write({brief(values)}): {error}") from None
-        os.write(self._file, f"{text}\n".encode())  # one call, so that the line is whole or not there
+        self._file.write(f"{text}\n".encode())  # one call, so that the line is whole or not there
 
     def close(self) -> None:
         """No more lines come."""
-        if self._file is not None and self._file >= 0:
-            os.close(self._file)
-            self._file = -1
-
-    def __enter__(self) -> JSONLines:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
+        if self._file is not None:
+            self._file.close()
 
 
-class TensorBoard:
+class TensorBoard(_Log):
     """The same `write`, for TensorBoard: the numbers of a line are scalars, by their names joined with "/". A context manager.
 
     Process 0 writes. Lines without a step are left out, and so is what is no number. A run that goes on from step t hides what
@@ -94,7 +101,7 @@ class TensorBoard:
     """
 
     def __init__(self, directory: str | Path, first_step: int = 0) -> None:
-        _require_step("TensorBoard", first_step)
+        at_least("TensorBoard", "first_step", first_step, 0)
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
@@ -117,12 +124,6 @@ class TensorBoard:
         if self._writer is not None:
             self._writer.close()
 
-    def __enter__(self) -> TensorBoard:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
 
 def read(path: str | Path) -> list[dict[str, Any]]:
     """The lines of a `JSONLines` log, without a last one that a crash has cut short.
@@ -141,45 +142,23 @@ def read(path: str | Path) -> list[dict[str, Any]]:
     return lines
 
 
-def _open(path: Path, first_step: int, opened: list[int]) -> str:
-    directory(path.parent)
-    last = path
-    for candidate in _numbered(path):
-        if first_step == 0 and _is_new(candidate):
-            last = candidate
-            break
-        if first_step > 0 and not candidate.exists():
-            break
-        last = candidate
-    if first_step > 0 and last.exists():
+def _open(path: Path, first_step: int) -> str:
+    """Return the path of the log: that of a new one, or of the last, without the steps that are taken again."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    last, paths = path, chain([path], (path.with_name(f"{path.stem}-{n}{path.suffix}") for n in count(2)))
+    if first_step == 0:
+        for new in paths:
+            with suppress(FileExistsError):  # another run's
+                new.touch(exist_ok=False)
+                return str(new)
+    for older in takewhile(Path.exists, paths):
+        last = older
+    if last.exists():
         kept = [line for line in read(last) if not isinstance(line.get("step"), int) or line["step"] < first_step]
         new = last.with_name(f"{last.name}.new")
         new.write_text("".join(f"{json.dumps(line, allow_nan=False)}\n" for line in kept))
         new.replace(last)
-    opened.append(os.open(last, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644))
     return str(last)
-
-
-def _is_new(path: Path) -> bool:
-    """Whether the file did not exist, and does now."""
-    try:
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
-    except FileExistsError:
-        return False
-    return True
-
-
-def _numbered(path: Path) -> Iterator[Path]:
-    yield path
-    number = 2
-    while True:
-        yield path.with_name(f"{path.stem}-{number}{path.suffix}")
-        number += 1
-
-
-def _require_step(call: str, first_step: Any) -> None:
-    if not isinstance(first_step, int) or isinstance(first_step, bool) or first_step < 0:
-        raise ValueError(f"{call}(first_step={brief(first_step)}): the step that the run begins with, an integer >= 0.")
 
 
 def _as_json(value: Any) -> Any:

@@ -16,8 +16,7 @@ from decentfn.errors import CheckpointCorrupt
 from decentfn.kit.state import State
 from decentfn.run.checkpoint import files
 from decentfn.run.checkpoint.layout import DTYPES, EXPORTED, encoded
-from decentfn.run.checkpoint.together import on_first
-from decentfn.run.paths import as_path
+from decentfn.run.together import as_path, on_first
 from decentfn.state_dicts import state_dict
 from decentfn.words import brief
 

@@ -1,4 +1,4 @@
-"""What every process does at once, and all of them fail at where one does."""
+"""What all processes of a run do together, so that an error of one is an error of all; and the paths that they agree on."""
 
 from __future__ import annotations
 
@@ -7,33 +7,23 @@ from pathlib import Path
 from typing import Any
 
 from decentfn import collectives
-from decentfn.errors import CallMismatch, CheckpointCorrupt, NonFinite, PeerLost, RunError
-from decentfn.run.paths import as_path
+from decentfn.errors import CheckpointCorrupt, NonFinite, RunError
+from decentfn.words import brief
 
 _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind for kind in (CheckpointCorrupt, NonFinite, OSError, ValueError, RuntimeError)
 }
-"""The first that an error is of is what the others raise."""
+"""Kinds of errors that the other processes raise too; the first one that fits."""
 
 
 def together(call: str, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """`function(*arguments)` on every process; what each returned, by rank, as JSON gives it back. Collective.
+    """Call `function(*arguments)` on every process and return all results, by rank, as JSON gives them back. Collective.
 
     Raises:
-        CheckpointCorrupt, NonFinite, OSError, ValueError, RuntimeError: on every process what the first has raised.
+        CheckpointCorrupt, NonFinite, OSError, ValueError, RuntimeError: on every process, what the first has raised.
         RunError: on every process, where the first has raised anything else.
-        CallMismatch: the processes are in different calls.
-        PeerLost: a process is gone.
     """
-    try:
-        everyone, own = collectives.attempt(call, function, *arguments)
-    except CallMismatch:
-        raise
-    except RuntimeError as error:
-        raise PeerLost(
-            f"checkpoint: another process has died, or is later than the timeout of df.init ({error})",
-            process=collectives.everyone().rank,
-        ) from error
+    everyone, own = collectives.attempt(call, function, *arguments)
     for rank, its in enumerate(everyone):
         if "error" in its:
             if len(everyone) == 1 and own is not None:
@@ -46,16 +36,19 @@ def together(call: str, function: Callable[..., Any], *arguments: Any) -> list[A
 
 
 def on_first(call: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """`function(*arguments)` on process 0; what it returned, on every process. Collective; raises as `together`."""
+    """Call `function(*arguments)` on process 0 and return its result on every process. Collective; raises as `together`."""
     return together(call, function if collectives.everyone().rank == 0 else lambda *_: None, *arguments)[0]
 
 
-def one_path(call: str, path: Any) -> Path:
-    """The path that all processes give. Collective.
+def as_path(call: str, path: Any) -> Path:
+    """Return the path, or raise ValueError: an empty one would be the working directory."""
+    if not isinstance(path, (str, Path)) or not str(path).strip():
+        raise ValueError(f"{call}: the path is {brief(path)}; expected a str that is not empty, or a pathlib.Path.")
+    return Path(path)
 
-    Raises:
-        ValueError: on every process, it is no path, or another one on one of them.
-    """
+
+def one_path(call: str, path: Any) -> Path:
+    """Return the path that all processes give, or raise ValueError on all of them. Collective."""
     told = together(call, lambda: str(as_path(call, path)))
     for rank, its in enumerate(told):
         if its != told[0]:
