@@ -24,7 +24,6 @@ LAYERS = [
         "simulation",
         "consensus",
         "evaluation",
-        "gathering",
         "resizing",
         "state_dicts",
         "wrappers",
