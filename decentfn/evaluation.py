@@ -19,6 +19,7 @@ from decentfn.gradient.loss import WrappedLoss, is_pair
 from decentfn.gradient.module import ModuleLoss, ShardedLoss
 from decentfn.replicas import digest
 from decentfn.simulation import worker
+from decentfn.together import together
 from decentfn.trees import PyTree
 from decentfn.words import brief
 
@@ -53,12 +54,11 @@ def evaluate(metric: Callable[..., Any], state: Any, batches: Iterable[Any], *, 
     Raises:
         ValueError: no process has a sample, or a batch's tensors differ in length, or the metric returns something else, or is not of
             the sharded module.
-        df.errors.RunError: on every other rank, where the metric or the batches of one have failed.
+        df.errors.RunError: on every rank, where the metric or the batches of one have failed (of one process, what they raised).
     """
     replicas = [(consensus_mean(state), consensus_buffers(state))]
-    names, everyone = _of_workers("evaluate", metric, replicas, batches, samples, state.params.plan)
-    total = _added(names, everyone)
-    return _as_returned({name: total["sums"][name] / total["samples"] for name in names})
+    total = _added(_of_workers("evaluate", metric, replicas, batches, samples, state.params.plan))
+    return _as_returned({name: x / total["samples"] for name, x in total["sums"].items()})
 
 
 @collectives.calling("df.evaluate_replicas(metric, state, batches)", of_state=True)
@@ -79,12 +79,13 @@ def evaluate_replicas(
     else:
         replicas = [trees.map(torch.clone, (state.params, state.buffers))]
     own = [(whole(x).tree(), buffers) for x, buffers in replicas]
-    names, everyone = _of_workers("evaluate_replicas", metric, own, batches, samples, state.params.plan)
-
-    def means(name: str) -> list[float]:
-        return [of["sums"][name] / of["samples"] if of["samples"] else float("nan") for of in everyone]
-
-    return _as_returned({name: means(name) for name in names})
+    everyone = _of_workers("evaluate_replicas", metric, own, batches, samples, state.params.plan)
+    nan = float("nan")
+    means = {
+        name: [of["sums"][name] / of["samples"] if of["samples"] else nan for of in everyone]
+        for name in _added(everyone)["sums"]
+    }
+    return _as_returned(means)
 
 
 def _of_workers(
@@ -94,35 +95,32 @@ def _of_workers(
     batches: Iterable[Any],
     samples: _Count | None,
     plan: Plan,
-) -> tuple[list[str], list[_Sums]]:
-    """Return the values' names, and the sums of every replica of all workers. Collective; raises on all processes or on none."""
+) -> list[_Sums]:
+    """Return the sums of every replica of all workers. Collective; raises on all processes or on none."""
     while isinstance(metric, WrappedLoss):
         metric = metric.loss_fn
     require_sharded_alike(f"{call}(metric={brief(metric)})", plan, is_sharded=isinstance(metric, ShardedLoss))
     # In one place and the same order: the same answer on every rank.
-    everyone, own = collectives.attempt(call, _sums, call, metric, replicas, batches, samples, plan.is_cut)
-    failed = {rank: its for rank, its in enumerate(everyone) if "error" in its}
-    lost = {rank for rank, its in failed.items() if "PeerLost" in its["kinds"]}
-    causes = failed.keys() - lost or lost
-    here = collectives.everyone().rank
-    if own is not None and here in causes:
-        raise own
-    if failed:
-        rank = min(causes)
-        over = ". A worker's processes have lost one another: start the run again" * bool(lost)
-        raise RunError(
-            f"{call}: process {rank} has failed: {failed[rank]['brief']}{over}", process=here, peer=rank
-        ) from own
-    told, size = [its["value"] for its in everyone], collectives.processes_per_worker()
-    names = _names(call, [of for theirs in told for of in theirs])
+    told = together(call, _sums, call, metric, replicas, batches, samples, plan.is_cut)
+    size = collectives.processes_per_worker()
+    names = [sorted(of["sums"]) for its in told for of in its if of["samples"]]
+    if not names:
+        raise ValueError(f"{call}(batches): no process has a sample; give at least one of them a batch.")
+    if differing := [others for others in names if others != names[0]]:
+        raise ValueError(f"{call}(metric): it returned {differing[0]} on one process and {names[0]} on another.")
     team = getattr(metric, "team", 1)  # which counts once
-    workers = [zip(*told[first : first + size : team], strict=True) for first in range(0, len(told), size)]
-    return names, [_added(names, parts) for worker in workers for parts in worker]
+    return [
+        _added(parts)
+        for first in range(0, len(told), size)
+        for parts in zip(*told[first : first + size : team], strict=True)
+    ]
 
 
-def _added(names: list[str], parts: Sequence[_Sums]) -> _Sums:
-    """The sums of the processes of one worker as one."""
-    sums = {name: sum(of["sums"].get(name, 0.0) for of in parts) for name in names}
+def _added(parts: Sequence[_Sums]) -> _Sums:
+    sums: dict[str, float] = {}
+    for of in parts:
+        for name, x in of["sums"].items():
+            sums[name] = sums.get(name, 0.0) + x
     return {"samples": sum(of["samples"] for of in parts), "sums": sums}
 
 
@@ -150,7 +148,7 @@ def _sums(
 
 
 def _together(metric: ShardedLoss) -> Callable[..., Any]:
-    """The metric; where it fails, the other processes that run its module with this one are let go."""
+    """Return the metric; where it fails, the other processes that run its module with this one are let go."""
 
     def evaluated(*arguments: Any) -> Any:
         try:
@@ -166,9 +164,9 @@ def _together(metric: ShardedLoss) -> Callable[..., Any]:
 
 
 def _in_step(call: str, batches: Iterator[tuple[Any, int]], team: int) -> Generator[tuple[Any, int]]:
-    """The batches and their sizes, as many as any process of this worker has: after its own the last one again, with size 0.
+    """Yield batches and sizes, as many as any process of this worker has: after its own the last one again, with size 0.
 
-    Ends where another process has failed, which raises its error; left by an error, it lets the others end.
+    Ends where another process has failed; left by an error, it lets the others end.
     """
     last = None
     while True:
@@ -203,22 +201,18 @@ def _in_step(call: str, batches: Iterator[tuple[Any, int]], team: int) -> Genera
 
 
 def _told_inside(what: str, batch: Any, team: int) -> dict[str, bool]:
-    """Whether any process of this worker tells of a "batch", of "none", or that it has "failed"; collective over them.
+    """Return whether any process of this worker tells of a "batch", of "none", or that it has "failed". Collective over them.
 
     And whether the batches of those of a team are "different".
     """
-    mark = torch.tensor(float(_mark(batch) if team > 1 else 0), dtype=torch.float64)
+    tensors = [x for x in trees.leaves(trees.plain(batch)) if isinstance(x, torch.Tensor)] if team > 1 else []
+    marks = " ".join(f"{list(x.shape)} {digest(x)}" for x in tensors)
+    mark = torch.tensor(zlib.crc32(marks.encode()), dtype=torch.float64)
     differs = bool(sum_inside(mark, team) != team * mark)
     kinds = ("batch", "none", "failed", "different")
     own = [float(kind == what or differs and kind == "different") for kind in kinds]
     told = sum_inside(torch.tensor(own), collectives.processes_per_worker())
     return {kind: bool(count > 0) for kind, count in zip(kinds, told, strict=True)}
-
-
-def _mark(batch: Any) -> int:
-    """A number, equal for two batches of equal tensors."""
-    tensors = [x for x in trees.leaves(trees.plain(batch)) if isinstance(x, torch.Tensor)]
-    return zlib.crc32(" ".join(f"{list(x.shape)} {digest(x)}" for x in tensors).encode())
 
 
 @contextmanager
@@ -267,16 +261,6 @@ def _values(call: str, value: Any) -> dict[str, Tensor]:
             )
         values[name] = x.double()
     return values
-
-
-def _names(call: str, everyone: list[_Sums]) -> list[str]:
-    found = [sorted(of["sums"]) for of in everyone if of["samples"]]
-    if not found:
-        raise ValueError(f"{call}(batches): no process has a sample; give at least one of them a batch.")
-    for names in found:
-        if names != found[0]:
-            raise ValueError(f"{call}(metric): it returned {names} on one process and {found[0]} on another.")
-    return found[0]
 
 
 def _as_returned(values: Mapping[str, float | list[float]]) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from decentfn.consensus import (
 )
 from decentfn.kit.state import State
 from decentfn.numbers import checks_numbers
+from decentfn.together import together
 from decentfn.torch_private.modules import Alone, weights
 
 
@@ -37,9 +37,6 @@ def state_dict(module: nn.Module, state: State, *, consensus: bool = False) -> d
     Returns:
         Names and tensors. Where a worker is several processes, shards are gathered one by one (collective) to its process 0, on the
         CPU; its other processes get an empty dict.
-
-    Raises:
-        ValueError: a stacked state, of which one worker's is meant; a sharded module and a state of a plain one, or the other way.
     """
     if is_stacked(state) and not consensus:
         raise ValueError(
@@ -119,11 +116,7 @@ def _load(module: nn.Module, tensors: dict[str, Tensor], state_dict: Mapping[str
 def _on_process_0(function: Callable[..., None], *arguments: Any) -> bool:
     """Call the function on process 0 of each worker; return whether this is such. Collective, raises on all what it does on one."""
     is_first = collectives.everyone().process == 0
-    called = partial(function, *arguments) if is_first else lambda: None
-    told, own = collectives.attempt("load_state_dict(module, state, state_dict)", called)
-    for its in told:
-        if "error" in its:
-            raise RuntimeError(its["error"]) from own
+    together("load_state_dict(module, state, state_dict)", function if is_first else lambda *_: None, *arguments)
     return is_first
 
 

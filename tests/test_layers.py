@@ -14,7 +14,7 @@ LAYERS = [
     {"buckets"},
     {"compressors", "transforms", "schedules", "topologies"},
     {"collectives"},
-    {"gossip", "gradient", "fingerprint", "replicas"},
+    {"gossip", "gradient", "fingerprint", "replicas", "together"},
     {"kit"},
     {"algorithms"},
     {

@@ -9,6 +9,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from numbers import Integral
 from typing import Any
@@ -37,20 +38,15 @@ __all__ = [
 ]
 
 
+@dataclass(frozen=True)
 class Shards:
     """The samples of every step and worker. Made by `shards` and `fixed_shards`."""
 
-    def __init__(
-        self, num_workers: int, batch_size: int, steps_per_epoch: int, positions: Callable[[int, int], Tensor]
-    ) -> None:
-        self.num_workers = num_workers
-        self.batch_size = batch_size
-        self.steps_per_epoch = steps_per_epoch
-        """Steps in which the workers together see as many samples as there are."""
-        self._positions = positions
-
-    def __repr__(self) -> str:
-        return f"Shards(num_workers={self.num_workers}, batch_size={self.batch_size})"
+    num_workers: int
+    batch_size: int
+    steps_per_epoch: int = field(repr=False)
+    """Steps in which the workers together see as many samples as there are."""
+    _positions: Callable[[int, int], Tensor] = field(repr=False)
 
     def batch_at(self, t: int, worker: int) -> Tensor:
         """The samples of `worker` in step `t`: indices, `[batch_size]` int64."""
@@ -117,9 +113,6 @@ def batch_sampler(
         first_step: t of the first batch, >= 0.
         steps: the run's last batch is that of step `steps - 1`; None goes on for ever.
 
-    Raises:
-        ValueError: a worker that the shards do not know or that is named twice, or a negative step; later, a second iteration.
-
     >>> dealt = shards(10, num_workers=2, batch_size=2)
     >>> whole, rest = batch_sampler(dealt, 1, steps=5), batch_sampler(dealt, 1, first_step=3, steps=5)
     >>> list(whole)[3:] == list(rest), len(rest)
@@ -127,14 +120,9 @@ def batch_sampler(
     """
     if not isinstance(shards, Shards):
         raise ValueError(f"batch_sampler(shards={brief(shards)}): expected df.data.shards(...) or fixed_shards(...).")
-    workers = [worker] if isinstance(worker, Integral) else worker
+    workers = [worker] if isinstance(worker, Integral) else list(worker) if isinstance(worker, Sequence) else []
     known = range(shards.num_workers)
-    if (
-        not isinstance(workers, Sequence)
-        or not workers
-        or not set(workers) <= {*known}
-        or len({*workers}) < len(workers)
-    ):
+    if not workers or any(i not in known for i in workers) or len({int(i) for i in workers}) < len(workers):
         raise ValueError(
             f"batch_sampler(worker={brief(worker)}): there are {len(known)} workers, from 0; world.rank, or "
             "world.workers(local) where a process simulates several, each once."
@@ -153,12 +141,9 @@ def stacked_collate(
     Args:
         num_workers: L, the workers of this process; their samples come one worker after the other, as from `batch_sampler`.
         collate: makes a batch of one worker's samples.
-
-    Raises:
-        ValueError: in the loader, a batch whose samples are no multiple of `num_workers`.
     """
     at_least("stacked_collate", "num_workers", num_workers, 1)
-    return partial(_stacked, num_workers, collate)  # a loader's workers pickle it
+    return partial(_stacked, num_workers, collate)
 
 
 def _stacked(num_workers: int, collate: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
@@ -212,9 +197,6 @@ def seeded(dataset: Any, seed: int = 0) -> Seeded:
     Args:
         dataset: with `dataset[i]`, no IterableDataset.
         seed: any integer, the same on every worker.
-
-    Raises:
-        ValueError: it has no samples by index, or the seed is no integer; later, it is read without a step.
     """
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         raise ValueError(
@@ -227,16 +209,16 @@ def seeded(dataset: Any, seed: int = 0) -> Seeded:
 @contextmanager
 def _drawing_by(seed: int) -> Iterator[None]:
     """Within, the CPU generators that a transform may draw from are seeded; afterwards they are as they were."""
-    before = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    torch.default_generator.manual_seed(seed)
-    np.random.seed(seed % 2**32)
-    random.seed(seed)
-    try:
-        yield
-    finally:
-        torch.set_rng_state(before[0])
-        np.random.set_state(before[1])
-        random.setstate(before[2])
+    before = np.random.get_state(), random.getstate()
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
+        try:
+            yield
+        finally:
+            np.random.set_state(before[0])
+            random.setstate(before[1])
 
 
 @checks_numbers
@@ -248,9 +230,6 @@ def shards(num_samples: int, num_workers: int, batch_size: int, seed: int = 0) -
         num_workers: N.
         batch_size: samples of one worker in one step; N times as many are seen by all together.
         seed: of the permutations, the same on every worker.
-
-    Raises:
-        ValueError: a number below one, or fewer samples than one step needs.
 
     >>> dealt = shards(10, num_workers=2, batch_size=2)
     >>> dealt.steps_per_epoch, torch.cat([dealt.stacked_at(t) for t in range(2)]).unique().numel()
@@ -286,9 +265,6 @@ def fixed_shards(parts: Sequence[Tensor | Sequence[int]], batch_size: int, seed:
         parts: the sample indices of each worker, none empty, of any lengths.
         batch_size: samples of one worker in one step; may exceed a part, which is then repeated within the batch.
         seed: of the permutations.
-
-    Raises:
-        ValueError: no part, an empty one, or a number below one.
     """
     lists = [torch.as_tensor(part) for part in parts]
     at_least("fixed_shards", "batch_size", batch_size, 1)

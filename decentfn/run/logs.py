@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from itertools import chain, count, takewhile
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,13 @@ from typing_extensions import Self
 
 from decentfn import collectives, trees
 from decentfn.numbers import at_least
-from decentfn.run.together import on_first, one_path
+from decentfn.together import on_first, one_path
 from decentfn.words import brief
 
 __all__ = ["JSONLines", "TensorBoard", "read"]
+
+
+_loads = partial(json.loads, parse_constant=lambda name: None)  # NaN and infinity are null
 
 
 class _Log:
@@ -45,9 +48,6 @@ class JSONLines(_Log):
     Args:
         path: of the file; its directory is made where it does not exist.
         first_step: the step that the run begins with; 0 is a new run.
-
-    Raises:
-        OSError, ValueError: on all processes, the file cannot be opened, or is no log.
     """
 
     path: Path
@@ -62,12 +62,8 @@ class JSONLines(_Log):
         """Append a line; not collective, and nothing on processes other than 0.
 
         Args:
-            values: anything that JSON holds, tensors (as numbers and lists) and paths among it. NaN and infinity, which JSON does
-                not have, are null.
+            values: anything that JSON holds, tensors (as numbers and lists) and paths among it. NaN and infinity are null.
             step: `t`, the line's first entry; None where a line is of no step: the run's configuration, its result.
-
-        Raises:
-            ValueError: JSON does not hold a value, or the log is closed.
         """
         if self._file is None:
             return
@@ -75,7 +71,7 @@ class JSONLines(_Log):
             raise ValueError(f"JSONLines({str(self.path)!r}).write: the log is closed.")
         line = ({} if step is None else {"step": int(step)}) | dict(values)
         try:
-            text = json.dumps(_as_json(line), allow_nan=False)
+            text = json.dumps(_loads(json.dumps(line, default=_as_json)))
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"JSONLines.write({brief(values)}): {error}") from None
         self._file.write(f"{text}\n".encode())  # one call, so that the line is whole or not there
@@ -89,15 +85,8 @@ class JSONLines(_Log):
 class TensorBoard(_Log):
     """The same `write`, for TensorBoard: the numbers of a line are scalars, by their names joined with "/". A context manager.
 
-    Process 0 writes. Lines without a step are left out, and so is what is no number. A run that goes on from step t hides what
+    Process 0 writes. Lines without a step are left out, and so is what is no number. A run that goes on from `first_step` hides what
     an earlier one has written of later steps.
-
-    Args:
-        directory: for `tensorboard --logdir`.
-        first_step: the step that the run begins with.
-
-    Raises:
-        ImportError: tensorboard is not installed.
     """
 
     def __init__(self, directory: str | Path, first_step: int = 0) -> None:
@@ -134,7 +123,7 @@ def read(path: str | Path) -> list[dict[str, Any]]:
     lines = []
     for number, line in enumerate(Path(path).read_bytes().split(b"\n")[:-1], start=1):
         try:
-            lines.append(json.loads(line, parse_constant=lambda name: None))  # older versions wrote NaN
+            lines.append(_loads(line))  # older versions wrote NaN
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}; it is not a log of JSON lines.") from None
         if not isinstance(lines[-1], dict):
@@ -162,18 +151,13 @@ def _open(path: Path, first_step: int) -> str:
 
 
 def _as_json(value: Any) -> Any:
+    """Return what `json` does not know in a form that it knows."""
     if isinstance(value, torch.Tensor):
-        return _as_json(value.tolist())
+        return value.tolist()
     if isinstance(value, Mapping):
-        return {key: _as_json(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_as_json(inner) for inner in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
+        return dict(value)
     if isinstance(value, (Path, torch.dtype, torch.device)):
         return str(value)
-    if value is None or isinstance(value, (str, int)):
-        return value
     raise TypeError(f"{type(value).__name__} is nothing that JSON holds")
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from decentfn import collectives
 from decentfn.numbers import at_least
-from decentfn.run.together import as_path
+from decentfn.together import as_path
 
 _log = logging.getLogger("decentfn")
 
@@ -156,9 +156,6 @@ def preemption(marker: str | Path, *, every: int = 10) -> Iterator[Stop]:
 
     Yields:
         `stop`: `stop(t)` says whether to stop, `stop.leave()` leaves.
-
-    Raises:
-        ValueError: `every` is no positive integer; or this is not the main thread, which alone receives signals.
     """
     every = at_least("preemption", "every", every, 1)
     if threading.current_thread() is not threading.main_thread():

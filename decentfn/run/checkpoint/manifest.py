@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from decentfn.errors import CheckpointCorrupt
-from decentfn.run.together import as_path
+from decentfn.together import as_path
 
 FORMAT = 2
 """Of a checkpoint of workers of several processes; that of workers of one is 1."""

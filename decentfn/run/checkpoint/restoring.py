@@ -27,8 +27,10 @@ from decentfn.run.checkpoint.layout import (
     place,
     places_in,
 )
-from decentfn.run.together import on_first, one_path, together
 from decentfn.simulation import stack
+from decentfn.together import on_first, one_path, together
+
+_SAME = "build the same algorithm, optimizer and network as when it was saved."
 
 
 class Restored(NamedTuple):
@@ -104,7 +106,7 @@ def _read(path: Path, template: Any) -> tuple[Restored, dict[str, Tensor]]:
             f"restore: leaf {by_bucket[0]!r} is kept for each bucket, and {path} has other buckets; build the algorithm with "
             "the bucket_mb that it was saved with."
         )
-    saved.require_fit(leaves)
+    saved.require_names(leaves)
     if as_many:
         saved.fill(leaves, first)
     else:
@@ -179,31 +181,26 @@ class _Saved(NamedTuple):
     parts: Sequence[_Part]
     num_workers: int
 
-    def require_fit(self, leaves: Sequence[Leaf]) -> None:
-        """Raise unless the files have the leaves of the template, of its dtypes and shapes."""
+    def require_names(self, leaves: Sequence[Leaf]) -> None:
+        """Raise unless the files have the template's leaves, and no others."""
         own, theirs = {leaf.name for leaf in leaves}, {name for part in self.parts for name in part.places}
-        way_out = "build the same algorithm, optimizer and network as when it was saved."
-        for names, has, lacks in (
-            (own - theirs, "the state", str(self.path)),
-            (theirs - own, str(self.path), "the state"),
-        ):
+        here, there = "the state", str(self.path)
+        for names, has, lacks in ((own - theirs, here, there), (theirs - own, there, here)):
             if names:
-                raise ValueError(f"restore: {has} has the leaf {min(names)!r}, which {lacks} does not have; {way_out}")
-        for leaf in leaves:
-            mine = DTYPES[leaf.values.dtype], list(place(leaf, 0, self.num_workers).shape)
-            for part in self.parts:
-                if leaf.name in part.places and (its := part.kind(leaf.name)) != mine:
-                    raise ValueError(
-                        f"restore: leaf {leaf.name!r} is {its[0]} {its[1]} in {self.path} (workers first) and {mine[0]} {mine[1]} in "
-                        f"the state; {way_out}"
-                    )
+                raise ValueError(f"restore: {has} has the leaf {min(names)!r}, which {lacks} does not have; {_SAME}")
 
     def fill(self, leaves: Sequence[Leaf], first: int) -> None:
         """Read what the workers from `first` on have in these leaves."""
         for leaf in leaves:
             wanted, done, filled = place(leaf, first, self.num_workers), list[tuple[slice, ...]](), 0
-            for part in self.parts:
-                if leaf.name in part.places and filled < leaf.values.numel():
+            mine = DTYPES[leaf.values.dtype], list(wanted.shape)
+            for part in (part for part in self.parts if leaf.name in part.places):
+                if (its := part.kind(leaf.name)) != mine:
+                    raise ValueError(
+                        f"restore: leaf {leaf.name!r} is {its[0]} {its[1]} in {self.path} (workers first) and {mine[0]} {mine[1]} in "
+                        f"the state; {_SAME}"
+                    )
+                if filled < leaf.values.numel():
                     filled += part.copy(leaf.name, wanted, leaf.values, done)
             if filled != leaf.values.numel():
                 held = f"of leaf {leaf.name!r} it holds {filled} of {leaf.values.numel()} values"

@@ -32,7 +32,7 @@ from decentfn.run.checkpoint.layout import (
     local_workers,
     place,
 )
-from decentfn.run.together import on_first, one_path, together
+from decentfn.together import on_first, one_path, together
 from decentfn.topologies import Topology
 from decentfn.words import brief
 
@@ -77,7 +77,6 @@ class Saver:
         keep: so many of the newest checkpoints stay, >= 1, and the one with the lowest score; None: all.
 
     Raises:
-        ValueError: `keep` is no positive number; JSON does not hold `config`.
         RuntimeError: on all processes, where another run has the directory.
     """
 
@@ -105,16 +104,13 @@ class Saver:
             score: the lower the better, for `keep` and `best`; the mean over the processes counts, NaN does not.
 
         Raises:
-            ValueError: a leaf or an argument that cannot be saved.
+            ValueError: on all processes, a leaf or an argument that cannot be saved.
             OSError, RuntimeError: on all processes, the checkpoint before was not written; those before it are whole.
         """
         self._require_open("save")
         self.wait()
         content = self._content(state, step, extra, score, copy=True)
         self._writing = self._thread.submit(self._write_apart, content)
-        # Of several processes all raise it where they wait for this checkpoint.
-        if self._world.size == 1 and isinstance(content, ValueError):
-            self.wait()
 
     def rescue(self, state: Any, error: RunError, *, extra: Any = None) -> Path | None:
         """Save what a step that failed has left, and return when it is on the disk. Collective, each with its own error.
@@ -129,8 +125,8 @@ class Saver:
             extra: as for `save`.
 
         Returns:
-            The checkpoint, whose step is the largest of the processes' next steps, which the manifest has too; None where there is
-            none, because a process is gone or does not know whether its state is whole. The log says why.
+            The checkpoint, whose step is the largest of the processes' next steps; None where there is none, because a process is gone
+            or does not know whether its state is whole. The log says why.
         """
         self._require_open("rescue")
         collectives.world().hang_up()  # or whoever raised for another reason would let its neighbours wait
@@ -138,14 +134,12 @@ class Saver:
             self.wait()
         own: Any = getattr(error, "next_step", None)
         size = collectives.processes_per_worker()
+        content = _content_of(state, own or 0, self._topology, self._config, extra, None, copy=False)
         try:
             with collectives.use(self._world):
                 steps = together("Saver.rescue", lambda: own)
-            _require_whole(steps, size)
-            content = self._content(state, own, extra, None)
-            if isinstance(content, Content):
+                _require_whole(steps, size)
                 content.about["step"] = max(steps)
-            with collectives.use(self._world):
                 return _write(self.directory / _RESCUED, content, None)
         except (OSError, RuntimeError) as reason:
             _log.error("nothing was rescued: %s", reason)
@@ -201,16 +195,14 @@ class Saver:
             self._lock.release()
             raise
 
-    def _content(
-        self, state: Any, step: int, extra: Any, score: float | None, *, copy: bool = False
-    ) -> Content | ValueError:
-        """Return what this process writes; or why it cannot, which `_write` lets all processes raise."""
-        try:
-            return _content_of(state, step, self._topology, self._config, extra, score, copy)
-        except ValueError as error:
-            return error
+    def _content(self, state: Any, step: int, extra: Any, score: float | None, *, copy: bool = False) -> Content:
+        """Return what this process writes, or raise on all processes. Collective."""
+        made: list[Content] = []
+        arguments = (state, step, self._topology, self._config, extra, score, copy)
+        together("save", lambda: made.append(_content_of(*arguments)))
+        return made[0]
 
-    def _write_apart(self, content: Content | ValueError) -> Path:
+    def _write_apart(self, content: Content) -> Path:
         try:
             with collectives.use(self._world):
                 return _write(self.directory, content, self._keep)
@@ -300,9 +292,9 @@ def _require_whole(steps: list[int | None], size: int) -> None:
             raise RuntimeError(f"the processes of worker {first // size} are at steps {steps[first : first + size]}")
 
 
-def _write(directory: Path, content: Content | ValueError, keep: int | None) -> Path:
+def _write(directory: Path, content: Content, keep: int | None) -> Path:
     """Write a checkpoint, remove older ones than `keep`, and return its directory. Collective."""
-    temporary = Path(together("save", _begin, directory, content)[0])
+    temporary = Path(on_first("save", _begin, directory, content.about["step"]))
     try:
         told = together("save", _write_own, temporary, content)
         return Path(on_first("save", _finish, directory, temporary, told, keep))
@@ -313,12 +305,8 @@ def _write(directory: Path, content: Content | ValueError, keep: int | None) -> 
         raise
 
 
-def _begin(directory: Path, content: Content | ValueError) -> str | None:
-    if isinstance(content, ValueError):
-        raise content
-    if collectives.everyone().rank:
-        return None
-    path = directory / f"{manifest.UNFINISHED}{content.about['step']}-{uuid4().hex[:8]}"
+def _begin(directory: Path, step: int) -> str:
+    path = directory / f"{manifest.UNFINISHED}{step}-{uuid4().hex[:8]}"
     path.mkdir(mode=0o700, parents=True)
     return str(path)
 

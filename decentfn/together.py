@@ -1,4 +1,4 @@
-"""What all processes of a run do together, so that an error of one is an error of all; and the paths that they agree on."""
+"""What all processes do together outside a step, so that an error of one is an error of all; and paths that they agree on."""
 
 from __future__ import annotations
 
@@ -20,19 +20,22 @@ def together(call: str, function: Callable[..., Any], *arguments: Any) -> list[A
     """Call `function(*arguments)` on every process and return all results, by rank, as JSON gives them back. Collective.
 
     Raises:
-        CheckpointCorrupt, NonFinite, OSError, ValueError, RuntimeError: on every process, what the first has raised.
-        RunError: on every process, where the first has raised anything else.
+        CheckpointCorrupt, NonFinite, OSError, ValueError, RuntimeError: on every process, what the first has raised; of several it is
+            one that has not only lost another.
+        RunError: on every process, where it has raised anything else.
     """
     everyone, own = collectives.attempt(call, function, *arguments)
-    for rank, its in enumerate(everyone):
-        if "error" in its:
-            if len(everyone) == 1 and own is not None:
-                raise own
-            kind = next((kind for name, kind in _KINDS.items() if name in its["kinds"]), None)
-            if kind is None:
-                raise RunError(f"{call}: rank {rank} has failed: {its['brief']}", peer=rank) from own
+    failed = [rank for rank, its in enumerate(everyone) if "error" in its]
+    if not failed:
+        return [its["value"] for its in everyone]
+    if len(everyone) == 1 and own is not None:
+        raise own
+    rank = min(failed, key=lambda rank: "PeerLost" in everyone[rank]["kinds"])
+    its = everyone[rank]
+    for name, kind in _KINDS.items():
+        if name in its["kinds"]:
             raise kind(f"rank {rank}: {its['error']}") from own
-    return [its["value"] for its in everyone]
+    raise RunError(f"{call}: rank {rank} has failed: {its['brief']}", peer=rank) from own
 
 
 def on_first(call: str, function: Callable[..., Any], *arguments: Any) -> Any:
