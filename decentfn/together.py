@@ -50,6 +50,14 @@ def as_path(call: str, path: Any) -> Path:
     return Path(path)
 
 
+def make_directory(path: Path, mode: int = 0o777) -> None:
+    """Make a directory; one that exists stays as it is."""
+    try:
+        path.mkdir(mode=mode, parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise NotADirectoryError(f"{path}: a file is where a directory is needed; give another path.") from error
+
+
 def one_path(call: str, path: Any) -> Path:
     """Return the path that all processes give, or raise ValueError on all of them. Collective."""
     told = together(call, lambda: str(as_path(call, path)))

@@ -15,7 +15,7 @@ from typing_extensions import Self
 
 from decentfn import collectives, trees
 from decentfn.numbers import at_least
-from decentfn.together import on_first, one_path
+from decentfn.together import make_directory, on_first, one_path
 from decentfn.words import brief
 
 __all__ = ["JSONLines", "TensorBoard", "read"]
@@ -133,7 +133,7 @@ def read(path: str | Path) -> list[dict[str, Any]]:
 
 def _open(path: Path, first_step: int) -> str:
     """Return the path of the log: that of a new one, or of the last, without the steps that are taken again."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_directory(path.parent)
     last, paths = path, chain([path], (path.with_name(f"{path.stem}-{n}{path.suffix}") for n in count(2)))
     if first_step == 0:
         for new in paths:

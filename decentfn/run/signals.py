@@ -20,7 +20,7 @@ from torch import Tensor
 
 from decentfn import collectives
 from decentfn.numbers import at_least
-from decentfn.together import as_path
+from decentfn.together import as_path, make_directory
 
 _log = logging.getLogger("decentfn")
 
@@ -164,7 +164,7 @@ def preemption(marker: str | Path, *, every: int = 10) -> Iterator[Stop]:
     if marker.is_dir():
         raise ValueError(f"preemption(marker={str(marker)!r}): that is a directory; the marker is a file in it.")
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        marker.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_directory(marker.parent, 0o700)
         marker.unlink(missing_ok=True)
     stop = Stop(marker, every)
     before: dict[int, Any] = {number: signal.signal(number, stop._receive) for number in _SIGNALS}

@@ -186,7 +186,7 @@ def test_only_its_owner_can_enter_a_directory_of_checkpoints(tmp_path):
 def test_a_directory_is_one_runs_at_a_time(tmp_path):
     with (
         df.checkpoint.Saver(tmp_path),
-        pytest.raises(RuntimeError, match="another run holds the lock"),
+        pytest.raises(RuntimeError, match="another run or Saver holds the lock"),
     ):
         df.checkpoint.save(tmp_path, algorithm_of(1).init(net()), 0)
     df.checkpoint.save(tmp_path, algorithm_of(1).init(net()), 0)

@@ -32,7 +32,7 @@ from decentfn.run.checkpoint.layout import (
     local_workers,
     place,
 )
-from decentfn.together import on_first, one_path, together
+from decentfn.together import make_directory, on_first, one_path, together
 from decentfn.topologies import Topology
 from decentfn.words import brief
 
@@ -180,13 +180,13 @@ class Saver:
 
     def _claim(self) -> None:
         """Lock the run's directory, and remove what a run that was killed has left in it."""
-        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_directory(self.directory, 0o700)
         try:
             self._lock.acquire(timeout=0)
         except Timeout as error:
             raise RuntimeError(
-                f"{self.directory}: another run holds the lock of this directory, and two runs would mix their checkpoints; end "
-                "that run first, or give this one a directory of its own."
+                f"{self.directory}: another run or Saver holds the lock of this directory, and the two would mix their checkpoints; end "
+                "the other first, or choose another directory."
             ) from error
         try:
             for place in (self.directory, self.directory / _RESCUED):
@@ -216,9 +216,9 @@ class Content(NamedTuple):
 
     tensors: dict[str, Tensor]
     places: dict[str, Place]
-    workers: tuple[int, int]  # from, to
     about: dict[str, Any]  # what all processes say alike
-    own: dict[str, Any]
+    process: dict[str, Any]  # what is this one's own
+    score: float | None
 
 
 def _content_of(
@@ -254,8 +254,13 @@ def _content_of(
         "buckets": digest_of_plan(state.params.plan),
         "config": config,
     }
-    process = {"step": step, "extra": _plain("save(extra=...)", extra)}
-    return Content(tensors, places, (first, first + local), about, {"process": process, "score": _number(score)})
+    process = {
+        "step": step,
+        "extra": _plain("save(extra=...)", extra),
+        "workers": (first, first + local),
+        "buckets": about["buckets"],
+    }
+    return Content(tensors, places, about, process, _number(score))
 
 
 def _number(score: Any) -> float | None:
@@ -314,10 +319,10 @@ def _begin(directory: Path, step: int) -> str:
 def _write_own(path: Path, content: Content) -> dict[str, Any]:
     if not path.exists():
         raise OSError(f"{path}: made by rank 0, and not seen by this process; choose a directory that all share.")
-    name, about = f"process-{collectives.everyone().rank:05}.safetensors", content.about
+    name = f"process-{collectives.everyone().rank:05}.safetensors"
     size, digest = files.write(path / name, encoded(content.tensors, content.places))
-    its = {"file": name, "bytes": size, "sha256": digest, "workers": content.workers, "buckets": about["buckets"]}
-    return {"process": its | content.own["process"], "score": content.own["score"], "about": about}
+    its = {"file": name, "bytes": size, "sha256": digest} | content.process
+    return {"process": its, "score": content.score, "about": content.about}
 
 
 def _finish(directory: Path, path: Path, told: list[dict[str, Any]], keep: int | None) -> str:
