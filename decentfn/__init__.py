@@ -37,16 +37,18 @@ from decentfn.compat import ddp
 from decentfn.compilation import compile
 from decentfn.consensus import (
     buffers,
+    check_replicas,
     consensus_buffers,
     consensus_distance,
     consensus_mean,
     distance_to_consensus,
+    gather,
+    mean,
     params,
     with_params,
 )
 from decentfn.donation import donate
 from decentfn.evaluation import evaluate, evaluate_replicas
-from decentfn.gathering import check_replicas, gather, mean
 from decentfn.gradient import accumulate, autograd, dynamic_loss_scale, functional
 from decentfn.kit import Algorithm, Metrics, Options, State
 from decentfn.replicas import broadcast

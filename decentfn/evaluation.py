@@ -5,7 +5,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
-from functools import partial
 from numbers import Integral
 from typing import Any
 
@@ -14,12 +13,13 @@ from torch import Tensor
 
 from decentfn import collectives, trees
 from decentfn.buckets import Plan, sum_inside, whole
-from decentfn.consensus import consensus_buffers, consensus_mean, is_stacked
+from decentfn.consensus import consensus_buffers, consensus_mean, is_stacked, require_sharded_alike
 from decentfn.errors import PeerLost, RunError
 from decentfn.gradient.loss import WrappedLoss, is_pair
 from decentfn.gradient.module import ModuleLoss, ShardedLoss
 from decentfn.replicas import digest
 from decentfn.simulation import worker
+from decentfn.together import together
 from decentfn.trees import PyTree
 from decentfn.words import brief
 
@@ -31,13 +31,13 @@ _Sums = dict[str, Any]
 
 @collectives.calling("df.evaluate(metric, state, batches)", of_state=True)
 def evaluate(metric: Callable[..., Any], state: Any, batches: Iterable[Any], *, samples: _Count | None = None) -> Any:
-    """The mean of a metric over all samples, of the consensus (`consensus_mean`, `consensus_buffers`). Collective.
+    """Average a metric over all samples, of the consensus (`consensus_mean`, `consensus_buffers`). Collective.
 
     No gradient is taken. A module that `df.functional` made the metric of is in eval mode meanwhile, and its buffers stay. The mean
     is over the samples of all processes: a short last batch counts by its samples, and a process may have no batch at all. Where a
-    worker is several processes they run the module together, on a batch of each: one that has fewer batches repeats its last one
-    meanwhile, which does not count, and one that has none is refused if others of its worker have some. Processes of a
-    tensor-parallel worker have the same batches. Where a sharded module fails on one process its worker's others lose it: start again.
+    worker is several processes they run the module together, on a batch of each: one that has fewer batches repeats its last one,
+    which does not count, and one that has none is refused if others of its worker have some. Processes of a tensor-parallel worker
+    have the same batches. Where a sharded module fails on one process its worker's others lose it: start again.
 
     Args:
         metric: `(params, batch)`, or with buffers `(params, buffers, batch)`, returns the mean over the batch's samples: a 0-d
@@ -54,24 +54,22 @@ def evaluate(metric: Callable[..., Any], state: Any, batches: Iterable[Any], *, 
     Raises:
         ValueError: no process has a sample, or a batch's tensors differ in length, or the metric returns something else, or is not of
             the sharded module.
-        df.errors.RunError: on every other rank, where the metric or the batches of one have failed.
+        df.errors.RunError: on every rank, where the metric or the batches of one have failed (of one process, what they raised).
     """
     replicas = [(consensus_mean(state), consensus_buffers(state))]
-    names, everyone = _of_workers("evaluate", metric, replicas, batches, samples, state.params.plan)
-    count = sum(of["samples"] for of in everyone)
-    totals = {name: sum(of["sums"][name] for of in everyone if of["samples"]) / count for name in names}
-    return _as_returned({name: torch.tensor(total, dtype=torch.float64) for name, total in totals.items()})
+    total = _added(_of_workers("evaluate", metric, replicas, batches, samples, state.params.plan))
+    return _as_returned({name: x / total["samples"] for name, x in total["sums"].items()})
 
 
 @collectives.calling("df.evaluate_replicas(metric, state, batches)", of_state=True)
 def evaluate_replicas(
     metric: Callable[..., Any], state: Any, batches: Iterable[Any], *, samples: _Count | None = None
 ) -> Any:
-    """The mean of a metric over a process's samples, of each worker's own replica and buffers: `[N]` float64. Collective.
+    """Average a metric over a process's samples, of each worker's own replica and buffers: `[N]` float64. Collective.
 
     Everything else is as in `evaluate`. The workers of a process evaluate all of its batches, a worker of several processes those of
-    all of them. To compare replicas give every
-    process the same data; for their mean alone, `evaluate_replicas(...).nanmean()`, shares will do.
+    all of them. To compare replicas give every process the same data; for their mean alone, `evaluate_replicas(...).nanmean()`, shares
+    will do.
 
     Returns:
         `[N]` float64, NaN for the workers of a process without a batch, or a dict of such; the same on every rank.
@@ -81,13 +79,13 @@ def evaluate_replicas(
     else:
         replicas = [trees.map(torch.clone, (state.params, state.buffers))]
     own = [(whole(x).tree(), buffers) for x, buffers in replicas]
-    names, everyone = _of_workers("evaluate_replicas", metric, own, batches, samples, state.params.plan)
-
-    def means(name: str) -> Tensor:
-        values = [of["sums"][name] / of["samples"] if of["samples"] else float("nan") for of in everyone]
-        return torch.tensor(values, dtype=torch.float64)
-
-    return _as_returned({name: means(name) for name in names})
+    everyone = _of_workers("evaluate_replicas", metric, own, batches, samples, state.params.plan)
+    nan = float("nan")
+    means = {
+        name: [of["sums"][name] / of["samples"] if of["samples"] else nan for of in everyone]
+        for name in _added(everyone)["sums"]
+    }
+    return _as_returned(means)
 
 
 def _of_workers(
@@ -97,44 +95,32 @@ def _of_workers(
     batches: Iterable[Any],
     samples: _Count | None,
     plan: Plan,
-) -> tuple[list[str], list[_Sums]]:
-    """The values' names, and the sums of every replica of all workers; collective, and all processes come back from it."""
+) -> list[_Sums]:
+    """Return the sums of every replica of all workers. Collective; raises on all processes or on none."""
     while isinstance(metric, WrappedLoss):
         metric = metric.loss_fn
-    if plan.whole is not None and isinstance(metric, ShardedLoss):
-        raise ValueError(
-            f"{call}(metric={brief(metric)}): the state is of a plain module, and this of a sharded one; make it with "
-            "df.functional of a plain module."
-        )
-    if plan.is_cut and not isinstance(metric, ShardedLoss):
-        raise ValueError(
-            f"{call}(metric={brief(metric)}): the state holds shards, and this is not of the sharded module; make it with "
-            "df.functional(module, criterion), or df.functional(module, forward=lambda module, batch: ...)."
-        )
+    require_sharded_alike(f"{call}(metric={brief(metric)})", plan, is_sharded=isinstance(metric, ShardedLoss))
     # In one place and the same order: the same answer on every rank.
-    everyone, own = collectives.attempt(call, _sums, call, metric, replicas, batches, samples, plan.is_cut)
-    failed = {rank: its for rank, its in enumerate(everyone) if "error" in its}
-    lost = {rank for rank, its in failed.items() if "PeerLost" in its["kinds"]}
-    causes = failed.keys() - lost or lost
-    here = collectives.everyone().rank
-    if own is not None and here in causes:
-        raise own
-    if failed:
-        rank = min(causes)
-        over = ". A worker's processes have lost one another: start the run again" * bool(lost)
-        raise RunError(
-            f"{call}: process {rank} has failed: {failed[rank]['brief']}{over}", process=here, peer=rank
-        ) from own
-    told = [its["value"] for its in everyone]
-    names, size = _names(call, [of for theirs in told for of in theirs]), collectives.processes_per_worker()
+    told = together(call, _sums, call, metric, replicas, batches, samples, plan.is_cut)
+    size = collectives.processes_per_worker()
+    names = [sorted(of["sums"]) for its in told for of in its if of["samples"]]
+    if not names:
+        raise ValueError(f"{call}(batches): no process has a sample; give at least one of them a batch.")
+    if differing := [others for others in names if others != names[0]]:
+        raise ValueError(f"{call}(metric): it returned {differing[0]} on one process and {names[0]} on another.")
     team = getattr(metric, "team", 1)  # which counts once
-    workers = [zip(*told[first : first + size : team], strict=True) for first in range(0, len(told), size)]
-    return names, [_added(names, parts) for worker in workers for parts in worker]
+    return [
+        _added(parts)
+        for first in range(0, len(told), size)
+        for parts in zip(*told[first : first + size : team], strict=True)
+    ]
 
 
-def _added(names: list[str], parts: Sequence[_Sums]) -> _Sums:
-    """The sums of the processes of one worker as one."""
-    sums = {name: sum(of["sums"].get(name, 0.0) for of in parts) for name in names}
+def _added(parts: Sequence[_Sums]) -> _Sums:
+    sums: dict[str, float] = {}
+    for of in parts:
+        for name, x in of["sums"].items():
+            sums[name] = sums.get(name, 0.0) + x
     return {"samples": sum(of["samples"] for of in parts), "sums": sums}
 
 
@@ -147,14 +133,9 @@ def _sums(
     samples: _Count | None,
     is_cut: bool,
 ) -> list[_Sums]:
-    if samples is not None and not callable(samples):
-        raise ValueError(
-            f"{call}(samples={brief(samples)}): a function of a batch, which returns how many samples it has."
-        )
     evaluated: Any = _together(metric) if isinstance(metric, ShardedLoss) else metric
     number, totals = 0, [dict[str, Tensor]() for _ in replicas]
-    size_of = partial(_size, call) if samples is None else partial(_told_size, call, samples)
-    sized = ((batch, size_of(batch)) for batch in batches)
+    sized = ((batch, _size(call, samples, batch)) for batch in batches)
     with closing(_in_step(call, sized, getattr(metric, "team", 1)) if is_cut else sized) as rounds:
         for batch, size in rounds:
             number += size
@@ -167,7 +148,7 @@ def _sums(
 
 
 def _together(metric: ShardedLoss) -> Callable[..., Any]:
-    """The metric; where it fails, the other processes that run its module with this one are let go."""
+    """Return the metric; where it fails, the other processes that run its module with this one are let go."""
 
     def evaluated(*arguments: Any) -> Any:
         try:
@@ -183,9 +164,9 @@ def _together(metric: ShardedLoss) -> Callable[..., Any]:
 
 
 def _in_step(call: str, batches: Iterator[tuple[Any, int]], team: int) -> Generator[tuple[Any, int]]:
-    """The batches and their sizes, as many as any process of this worker has: after its own the last one again, with size 0.
+    """Yield batches and sizes, as many as any process of this worker has: after its own the last one again, with size 0.
 
-    Ends where another process has failed, which raises its error; left by an error, it lets the others end.
+    Ends where another process has failed; left by an error, it lets the others end.
     """
     last = None
     while True:
@@ -220,22 +201,18 @@ def _in_step(call: str, batches: Iterator[tuple[Any, int]], team: int) -> Genera
 
 
 def _told_inside(what: str, batch: Any, team: int) -> dict[str, bool]:
-    """Whether any process of this worker tells of a "batch", of "none", or that it has "failed"; collective over them.
+    """Return whether any process of this worker tells of a "batch", of "none", or that it has "failed". Collective over them.
 
     And whether the batches of those of a team are "different".
     """
-    mark = torch.tensor(float(_mark(batch) if team > 1 else 0), dtype=torch.float64)
+    tensors = [x for x in trees.leaves(trees.plain(batch)) if isinstance(x, torch.Tensor)] if team > 1 else []
+    marks = " ".join(f"{list(x.shape)} {digest(x)}" for x in tensors)
+    mark = torch.tensor(zlib.crc32(marks.encode()), dtype=torch.float64)
     differs = bool(sum_inside(mark, team) != team * mark)
     kinds = ("batch", "none", "failed", "different")
     own = [float(kind == what or differs and kind == "different") for kind in kinds]
     told = sum_inside(torch.tensor(own), collectives.processes_per_worker())
     return {kind: bool(count > 0) for kind, count in zip(kinds, told, strict=True)}
-
-
-def _mark(batch: Any) -> int:
-    """A number, equal for two batches of equal tensors."""
-    tensors = [x for x in trees.leaves(trees.plain(batch)) if isinstance(x, torch.Tensor)]
-    return zlib.crc32(" ".join(f"{list(x.shape)} {digest(x)}" for x in tensors).encode())
 
 
 @contextmanager
@@ -251,27 +228,24 @@ def _in_eval_mode(metric: ModuleLoss) -> Iterator[None]:
                 inner.training = was
 
 
-def _size(call: str, batch: Any) -> int:
+def _size(call: str, samples: _Count | None, batch: Any) -> int:
+    """Return how many samples a batch has."""
+    if samples is not None:
+        size: Any = samples(batch)
+        size = size.item() if isinstance(size, torch.Tensor) and not size.dim() else size
+        if not isinstance(size, Integral) or isinstance(size, bool) or size < 0:
+            raise ValueError(
+                f"{call}(samples): it returned {brief(size)}; a batch's number of samples is an integer >= 0."
+            )
+        return int(size)
     named = [(name, x) for name, x in trees.named_leaves(trees.plain(batch)) if isinstance(x, torch.Tensor) and x.dim()]
-    if not named:
-        raise ValueError(
-            f"{call}(batches): {brief(batch)} has no tensor with an axis of samples; a batch is what the loss takes, of one worker."
-        )
-    if len({len(x) for _, x in named}) > 1:
+    if len({len(x) for _, x in named}) != 1:
         shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in named)
         raise ValueError(
-            f"{call}(batches): the tensors of a batch differ in length, {shapes}, so its samples cannot be counted; count them, "
-            "samples=lambda batch: len(...), or keep what has no axis of samples out of the batch."
+            f"{call}(batches): the samples of {brief(batch)} cannot be counted by the first axis of its tensors ({shapes}); count them, "
+            "samples=lambda batch: len(...), or keep what has no axis of samples out of the batch, which is of one worker."
         )
     return len(named[0][1])
-
-
-def _told_size(call: str, samples: _Count, batch: Any) -> int:
-    size: Any = samples(batch)
-    size = size.item() if isinstance(size, torch.Tensor) and not size.dim() else size
-    if not isinstance(size, Integral) or isinstance(size, bool) or size < 0:
-        raise ValueError(f"{call}(samples): it returned {brief(size)}; a batch's number of samples is an integer >= 0.")
-    return int(size)
 
 
 def _values(call: str, value: Any) -> dict[str, Tensor]:
@@ -289,15 +263,6 @@ def _values(call: str, value: Any) -> dict[str, Tensor]:
     return values
 
 
-def _names(call: str, everyone: list[_Sums]) -> list[str]:
-    found = [sorted(of["sums"]) for of in everyone if of["samples"]]
-    if not found:
-        raise ValueError(f"{call}(batches): no process has a sample; give at least one of them a batch.")
-    for names in found:
-        if names != found[0]:
-            raise ValueError(f"{call}(metric): it returned {names} on one process and {found[0]} on another.")
-    return found[0]
-
-
-def _as_returned(values: dict[str, Tensor]) -> Any:
-    return values[""] if list(values) == [""] else values
+def _as_returned(values: Mapping[str, float | list[float]]) -> Any:
+    tensors = {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
+    return tensors[""] if list(tensors) == [""] else tensors

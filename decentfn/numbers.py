@@ -49,6 +49,14 @@ def whole(call: str, name: str, value: Any) -> int:
     return int(value)
 
 
+def at_least(call: str, name: str, value: Any, least: int) -> int:
+    """Return an integer that is no smaller than `least`, or raise ValueError."""
+    number = whole(call, name, value)
+    if number < least:
+        raise ValueError(f"{call}({name}={brief(value)}): {name} is an integer >= {least}.")
+    return number
+
+
 def require_at_most(call: str, most: int, **counts: int) -> None:
     """Raise ValueError unless each count is in [1, most]."""
     for name, count in counts.items():

@@ -16,12 +16,8 @@ from decentfn.trees import PyTree
 def broadcast(tree: PyTree) -> PyTree:
     """Worker 0's tree (process 0's) on every rank, bit for bit; copies. Collective.
 
-    `params, buffers = df.broadcast((params, buffers))` before `init` gives all workers one start;
-    `df.broadcast(df.params(state))` is worker 0's replica for an evaluation. Where a worker is several processes, each gets what
-    worker 0's process of its number has.
-
-    Args:
-        tree: tensors of any dtype, the same names, shapes and dtypes on every rank.
+    `params, buffers = df.broadcast((params, buffers))` before `init` gives all workers one start. Where a worker is several
+    processes, each gets what worker 0's process of its number has.
 
     Raises:
         ValueError: on every rank, if the trees differ in more than their values.

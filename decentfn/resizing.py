@@ -24,15 +24,14 @@ Rule = Callable[[Iterable[Tensor]], Tensor]
 
 
 def resize(state: State, algorithm: Algorithm) -> State:
-    """The stacked state of W workers as one of W', with which `algorithm` goes on. Copies.
+    """Return the stacked state of W workers as one of W', with which `algorithm` goes on. Copies.
 
     With W' = W it comes back bit for bit. Otherwise every new worker starts from the mean of all, computed in float64 and
     rounded once: parameters, the optimizer's state, floating-point buffers, averages of `df.ema`; of integers (counts of
     updates) from the largest, of loss scales from the smallest. What the algorithm remembers of its neighbours starts anew
-    and what it remembers of the run is averaged, so that its invariants hold for W' workers; `docs/resizing.md` says for each
-    algorithm what that means.
+    and what it remembers of the run is averaged, so that its invariants hold for W' workers (`docs/resizing.md`).
 
-    Data are divided anew by you; `t` goes on. Under torchrun another number of processes takes a restart from a checkpoint.
+    You divide the data anew; `t` goes on. Under torchrun another number of processes takes a restart from a checkpoint.
 
     Args:
         state: `[W, ...]` in every leaf, from `df.stack` or `df.simulate`.
@@ -67,7 +66,7 @@ def resize(state: State, algorithm: Algorithm) -> State:
 
 
 def resized(fresh: State, rows: State) -> State:
-    """The state that every worker starts from after W workers: the inside of `resize`.
+    """Return the state that every worker starts from after W workers.
 
     Args:
         fresh: what the new algorithm's `init` lays out; its values stand for nothing but what starts anew.
@@ -79,24 +78,18 @@ def resized(fresh: State, rows: State) -> State:
     """
     rules = _rules(fresh)
     x = trees.map(lambda rule, values: rule(values), rules.params, rows.params)
-    if not all(bool(is_finite(bucket).all()) for bucket in x):  # of this process: another may have raised
-        raise NonFinite(
-            "resize: a worker's parameters are infinite or NaN, and so would their mean be, from which all start; give it its "
-            "neighbour's with df.with_params, or go back to an earlier checkpoint."
-        )
     anew = (fresh.local, restarted(fresh.memory, x))
-    local, memory = trees.map(_apply, rules[1:], rows[1:], anew)
-    starts = trees.leaves((fresh.local, fresh.memory))
+    new = State(x, *trees.map(_apply, rules[1:], rows[1:], anew))
     for (name, leaf), rule, start in zip(
-        trees.named_leaves((local, memory)), trees.leaves(rules[1:]), starts, strict=True
+        trees.named_leaves(new), trees.leaves(rules), trees.leaves(fresh), strict=True
     ):
         # What a start has, too, is meant: a mask of -inf.
         if rule is mean and bool((leaf.isnan() | (is_finite(start) & ~is_finite(leaf))).any()):
             raise NonFinite(
-                f"resize: a worker's {name.partition('.')[2]} is infinite or NaN, and so would be the mean of all, from which all "
-                "start; go back to an earlier checkpoint."
+                f"resize: a worker's {name} is infinite or NaN, and so would be the mean of all, from which all start; give it its "
+                "neighbour's (parameters with df.with_params), or go back to an earlier checkpoint."
             )
-    return State(x, local, memory)
+    return new
 
 
 def _apply(rule: Rule, rows: Iterable[Tensor], anew: Tensor) -> Tensor:

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from decentfn import collectives, trees
-from decentfn.consensus import buffers, consensus_buffers, consensus_mean, is_stacked, params, with_params
+from decentfn.consensus import (
+    buffers,
+    consensus_buffers,
+    consensus_mean,
+    is_stacked,
+    params,
+    require_sharded_alike,
+    with_params,
+)
 from decentfn.gradient.lending import alone
 from decentfn.kit.state import State
 from decentfn.numbers import checks_numbers
+from decentfn.together import together
 from decentfn.torch_private.modules import weights
-from decentfn.words import brief
 
 
 @checks_numbers
@@ -31,33 +38,20 @@ def state_dict(module: nn.Module, state: State, *, consensus: bool = False) -> d
     Returns:
         Names and tensors. Where a worker is several processes, shards are gathered one by one (collective) to its process 0, on the
         CPU; its other processes get an empty dict.
-
-    Raises:
-        ValueError: a stacked state, of which one worker's is meant; a sharded module and a state of a plain one, or the other way.
     """
     if is_stacked(state) and not consensus:
         raise ValueError(
             "state_dict(module, state): the state is stacked; take one worker's, df.worker(state, i), or the mean of all, "
             "consensus=True."
         )
-    _require_own("state_dict(module, state)", module, state)
+    require_sharded_alike("state_dict(module, state)", state.params.plan, is_sharded=collectives.is_sharded(module))
     own = (consensus_mean(state), consensus_buffers(state)) if consensus else (params(state), buffers(state))
+    tensors = {**own[0], **(own[1] or {})}
     if collectives.is_sharded(module):
-        return _gathered(module, _by_name(*own))
-    with alone([*module.modules()]), weights(module, _without_criterion(module, _by_name(*own))):
+        return _gathered(module, tensors)
+    with alone([*module.modules()]), weights(module, _without_criterion(module, tensors)):
         named = module.state_dict()
     return {name: x.detach().clone() if isinstance(x, torch.Tensor) else x for name, x in named.items()}
-
-
-def _require_own(call: str, module: nn.Module, state: State) -> None:
-    """The state is of a module that is sharded as this one is, or not at all."""
-    plan, is_sharded = state.params.plan, collectives.is_sharded(module)
-    if plan.is_cut and not is_sharded or plan.whole is not None and is_sharded:
-        kinds = ("plain", "sharded") if is_sharded else ("sharded", "plain")
-        raise ValueError(
-            f"{call}: the state is of a {kinds[0]} module, and this {type(module).__name__} is {kinds[1]}; pass the module that "
-            "df.functional was given."
-        )
 
 
 def _gathered(module: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -94,19 +88,22 @@ def load_state_dict(module: nn.Module, state: State, state_dict: Mapping[str, An
             "load_state_dict(module, state, state_dict): the state is stacked; df.stack(df.load_state_dict(module, one, ...), N) "
             "of one worker's."
         )
-    _require_own("load_state_dict(module, state, state_dict)", module, state)
+    is_sharded = collectives.is_sharded(module)
+    require_sharded_alike("load_state_dict(module, state, state_dict)", state.params.plan, is_sharded=is_sharded)
     x, b = params(state), buffers(state)
-    tensors = _by_name(x, b)
-    if collectives.is_sharded(module):
+    tensors = {**x, **(b or {})}
+    if is_sharded:
         tensors |= _shards(module, state_dict)
     elif state.params.plan.whole is not None:
-        tensors = _from_process_0(module, tensors, state_dict)
+        has_it = _on_process_0(_load, module, tensors, state_dict)
+        parts = collectives.cut((x, x if has_it else None) for x in tensors.values())
+        tensors = dict(zip(tensors, parts, strict=True))
     else:
         _load(module, tensors, state_dict)
     new = with_params(state, {name: tensors[name] for name in x})
     if b is None:
         return new
-    loaded = trees.map(lambda t: t, b)
+    loaded = trees.map(lambda x: x, b)  # of the same type
     loaded.update({name: tensors[name] for name in b})
     return new._replace(local=new.local._replace(buffers=loaded))
 
@@ -117,20 +114,10 @@ def _load(module: nn.Module, tensors: dict[str, Tensor], state_dict: Mapping[str
         module.load_state_dict(state_dict, strict=True)
 
 
-def _from_process_0(module: nn.Module, tensors: dict[str, Tensor], state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
-    """These tensors of a plain module with the state dict that process 0 of this worker has; collective."""
-    has_it = _on_process_0(_load, module, tensors, state_dict)
-    return dict(zip(tensors, collectives.cut((x, x if has_it else None) for x in tensors.values()), strict=True))
-
-
 def _on_process_0(function: Callable[..., None], *arguments: Any) -> bool:
-    """Call the function on process 0 of each worker, and raise on all what it raises on one; whether this is such. Collective."""
+    """Call the function on process 0 of each worker; return whether this is such. Collective, raises on all what it does on one."""
     is_first = collectives.everyone().process == 0
-    called = partial(function, *arguments) if is_first else lambda: None
-    told, own = collectives.attempt("load_state_dict(module, state, state_dict)", called)
-    for its in told:
-        if "error" in its:
-            raise RuntimeError(its["error"]) from own
+    together("load_state_dict(module, state, state_dict)", function if is_first else lambda *_: None, *arguments)
     return is_first
 
 
@@ -141,29 +128,24 @@ def _shards(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Tenso
     has_it = _on_process_0(_require_fit, module, own, state_dict)
     wanted = {name: x for name, x in own.items() if isinstance(x, torch.Tensor)}
     parts = collectives.cut((x, state_dict[name] if has_it else None) for name, x in wanted.items())
-    by_tensor = {
-        id(x): part for x, part in zip(wanted.values(), parts, strict=True)
-    }  # of a tied one the last name counts
+    # Of a tied one the last name counts.
+    by_tensor = {id(x): part for x, part in zip(wanted.values(), parts, strict=True)}
     named = (*module.named_parameters(), *module.named_buffers())
     return {name: by_tensor[id(x)] for name, x in named if id(x) in by_tensor}
 
 
 def _require_fit(module: nn.Module, own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Raise where `load_state_dict` would refuse `given`, in one line."""
-    found = [f"Missing key(s): {sorted(own.keys() - given.keys())}"] if own.keys() - given.keys() else []
-    found += [f"Unexpected key(s): {sorted(given.keys() - own.keys())}"] if given.keys() - own.keys() else []
-    pairs = [(name, own[name], given[name]) for name in own if name in given and isinstance(own[name], torch.Tensor)]
-    found += [
-        f"{name} is {list(x.shape) if isinstance(x, torch.Tensor) else brief(x)} there and {list(mine.shape)} in the module"
-        for name, mine, x in pairs
-        if not isinstance(x, torch.Tensor) or x.shape != mine.shape
+    """Raise where `load_state_dict` would refuse `given`."""
+    shapes = [{k: list(x.shape) for k, x in named.items() if isinstance(x, torch.Tensor)} for named in (own, given)]
+    wrong = [name for name in shapes[0] if name in given and shapes[0][name] != shapes[1].get(name)]
+    found = [
+        f"{what} key(s): {sorted(names)}"
+        for what, names in {"Missing": own.keys() - given.keys(), "Unexpected": given.keys() - own.keys()}.items()
+        if names
     ]
+    found += [f"{name} is {shapes[1].get(name)} there and {shapes[0][name]} in the module" for name in wrong]
     if found:
         raise RuntimeError(f"Error(s) in loading state_dict for {type(module).__name__}: {'; '.join(found)}.")
-
-
-def _by_name(params: Any, buffers: Any) -> dict[str, Tensor]:
-    return {**params, **(buffers or {})}
 
 
 def _without_criterion(module: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -87,6 +87,12 @@ def draw_step(events: list[dict[str, Any]], path: Path) -> None:
     def bar(row: int, e: dict[str, Any], end: float, colour: str) -> None:
         axes.barh(row, (end - e["ts"]) / 1000, 0.75, (e["ts"] - step["ts"]) / 1000, color=colour, linewidth=0)
 
+    ranges = [e for e in inside if e["name"].startswith(("decentfn::post ", "decentfn::wait "))]
+    ranges = sorted((e for e in ranges if e["ph"] == "X"), key=lambda e: e["ts"])
+    for k, e in enumerate(ranges):  # what the step does until the next of them
+        end = ranges[k + 1]["ts"] if k + 1 < len(ranges) else step["ts"] + step["dur"]
+        if k >= buckets - 1:
+            bar(0, {"ts": e["ts"] + e["dur"]}, end, gradient if k == buckets - 1 else update)
     for e in inside:
         name, end = e["name"], e["ts"] + e.get("dur", 0)
         if e["ph"] == "b" and name.endswith("gloo:recv"):
@@ -95,10 +101,6 @@ def draw_step(events: list[dict[str, Any]], path: Path) -> None:
             bar(0, e, end, post)
         elif name.startswith("decentfn::wait "):
             bar(0, e, end, wait)
-        elif name == f"after post exchange {buckets}":
-            bar(0, e, end, gradient)
-        elif name.startswith("after wait "):
-            bar(0, e, end, update)
         elif name.startswith("aten::mm") or "cpp_fused" in name:
             bar(1, e, end, "#969696" if "mm" in name else "#525252")
     operators = "matrix products,\nfused kernels"

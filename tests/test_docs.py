@@ -71,9 +71,7 @@ def test_the_reference_has_every_public_name_and_is_what_its_generator_writes(tm
 
 
 SAID = [  # of each message that the page quotes, what stands between its names and numbers
-    " has no such network interface, but ",
     "init(): the ranks run different versions of ",
-    "interrupted (Ctrl-C)",
     "so that workers x processes is the topology's size.",
     " started several processes, but RANK is not set, so each would train alone; start them with torchrun, or export RANK=$",
     " a process did not start, or was told of another store: where nodes come and go, start torchrun with",

@@ -217,7 +217,7 @@ def ends(script, arguments, capsys):
         (["--algorithm", "choco-sgd"], "train_lm: --algorithm choco-sgd: choco_sgd() missing 2 required"),
         (["--algorithm", "nope"], "invalid choice 'nope'"),
         (["--algorithm", "extra", "--simulate", "4"], "train_lm: extra: 'one-peer-exp' has period 2"),
-        (["--out", str(ROOT / "README.md" / "log")], "README.md' is a file, where a directory is needed"),
+        (["--out", str(ROOT / "README.md" / "log")], "README.md: a file is where a directory is needed"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

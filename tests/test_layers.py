@@ -25,7 +25,7 @@ LAYERS = [
     {"buckets"},
     {"compressors", "transforms", "schedules", "topologies"},
     {"collectives"},
-    {"gossip", "gradient", "fingerprint", "replicas"},
+    {"gossip", "gradient", "fingerprint", "replicas", "together"},
     {"kit"},
     {"algorithms"},
     {
@@ -35,7 +35,6 @@ LAYERS = [
         "simulation",
         "consensus",
         "evaluation",
-        "gathering",
         "resizing",
         "state_dicts",
         "wrappers",

@@ -215,24 +215,18 @@ def test_the_example_s_compiled_step_is_a_trace_that_perfetto_shows_and_a_pictur
         assert [e["name"] for e in steps] == ["decentfn::step 4", "decentfn::step 5"]
         begin, end = steps[1]["ts"], steps[1]["ts"] + steps[1]["dur"]
         inside = [e for e in events if begin <= e["ts"] <= end and e["pid"] == steps[1]["pid"]]
-        shown = [
-            e["name"]
-            for e in inside
-            if re.match("(decentfn::(post|wait) |after (post exchange 4|wait)|before)", e["name"])
-        ]
+        shown = [e["name"] for e in inside if re.match("decentfn::(post|wait) ", e["name"])]
         assert shown == [
-            "before posts",
             *(f"decentfn::post exchange {k}" for k in (1, 2, 3, 4)),
-            "after post exchange 4",
-            *(f"{what} exchange {k}" for k in (1, 2, 3, 4) for what in ("decentfn::wait", "after wait")),
+            *(f"decentfn::wait exchange {k}" for k in (1, 2, 3, 4)),
         ]
-        [gradient] = [e for e in inside if e["name"] == "after post exchange 4"]
+        ranges = [e for e in inside if re.match("decentfn::(post|wait) ", e["name"])]
+        gradient = ranges[3]["ts"] + ranges[3]["dur"], ranges[4]["ts"]
         products = [e for e in inside if e["name"] == "aten::mm"]
         assert len(products) >= 11
-        assert all(gradient["ts"] <= e["ts"] <= gradient["ts"] + gradient["dur"] for e in products)
+        assert all(gradient[0] <= e["ts"] <= gradient[1] for e in products)
         kernels = [e["ts"] for e in inside if "cpp_fused" in e["name"]]
-        after = [e for e in inside if e["name"].startswith("after wait exchange")]
-        assert any(u["ts"] <= ts <= u["ts"] + u["dur"] for u in after for ts in kernels)
+        assert any(ts >= ranges[4]["ts"] + ranges[4]["dur"] for ts in kernels)
         for k in (1, 2, 3, 4):
             assert {f"exchange {k}: gloo:recv", f"exchange {k}: gloo:send"} <= {
                 e["name"] for e in inside if e["ph"] == "b"

@@ -15,9 +15,6 @@ _PREFIX = "module."
 def strip_module_prefix(state_dict: Mapping[str, V]) -> dict[str, V]:
     """A state dict without the `module.` that DistributedDataParallel puts before every name; one without stays as it is.
 
-    Raises:
-        ValueError: some names have the prefix and others have not.
-
     >>> strip_module_prefix({"module.weight": 1, "module.bias": 2})
     {'weight': 1, 'bias': 2}
     """

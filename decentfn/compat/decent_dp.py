@@ -57,9 +57,6 @@ def schedule(topology: Topology) -> Topology:
     Returns:
         A topology that never repeats: its rounds 0 and 1 are not seen again.
 
-    Raises:
-        ValueError: a random topology, or one with more than one message per worker and step.
-
     >>> from decentfn.topologies import mixing_matrix, topology
     >>> ring = topology("ring", num_workers=4)
     >>> [mixing_matrix(schedule(ring), t)[0].tolist() for t in range(2)]
@@ -75,8 +72,7 @@ def schedule(topology: Topology) -> Topology:
     sources, weights = topology.sources[edges].clone(), topology.weights[edges].clone()
     groups = None if topology.groups is None else topology.groups[edges]
     mean_weights = None if topology.mean_weights is None else topology.mean_weights[edges].clone()
-    me = torch.arange(topology.num_workers)[:, None]
-    sources[0] = me
+    sources[0] = torch.arange(topology.num_workers)[:, None]
     weights[0] = torch.tensor([1.0] + [0.0] * topology.slots)
     kept, sent = _own(topology, 2 % period), _own(topology, 1 % period)
     weights[1, :, 0] += kept - sent
@@ -132,9 +128,7 @@ def buckets(named_params: Iterable[tuple[str, Tensor]], bucket_size_in_mb: float
 def clip_by_buckets(max_norm: float, buckets: Sequence[Sequence[str]]) -> Transform:
     """Clip each of Decent-DP's buckets by its own norm (its `grad_clip_norm`); the result depends on their size.
 
-    Args:
-        max_norm: positive.
-        buckets: from `buckets`; every trained parameter in one of them.
+    `buckets` are from the function of that name; every trained parameter is in one of them.
     """
     bucket_of = {name: index for index, names in enumerate(buckets) for name in names}
     clips: dict[Hashable, Transform] = {index: clip_by_global_norm(max_norm) for index in range(len(buckets))}
@@ -153,10 +147,7 @@ def decays(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def keep_average(state: Any) -> Any:
-    """`global_avg(will_revert=False)`: the state `df.with_params` of the mean of the parameters. Collective.
-
-    Works for the state of one worker (under a process group) and for a stacked one.
-    """
+    """`global_avg(will_revert=False)`: the state, stacked or not, with the mean of the parameters. Collective."""
     mean = consensus_mean(state)
     return with_params(state, stack(mean, state.params[0].shape[0]) if is_stacked(state) else mean)
 

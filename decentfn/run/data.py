@@ -1,7 +1,6 @@
 """Who reads which samples in which step: a function of (seed, t, worker), so there is no sampler state to save.
 
-Every worker has a batch of the same size in every step, however uneven the shards, so nobody waits for a worker that
-has run out.
+Every worker has a batch of the same size in every step, however uneven the shards.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from numbers import Integral
 from typing import Any
@@ -21,7 +21,7 @@ from torch.utils.data import Dataset, IterableDataset, Sampler, default_collate
 
 from decentfn import trees
 from decentfn.draws import worker_seed
-from decentfn.numbers import checks_numbers
+from decentfn.numbers import at_least, checks_numbers
 from decentfn.words import brief
 
 __all__ = [
@@ -38,20 +38,15 @@ __all__ = [
 ]
 
 
+@dataclass(frozen=True)
 class Shards:
     """The samples of every step and worker. Made by `shards` and `fixed_shards`."""
 
-    def __init__(
-        self, num_workers: int, batch_size: int, steps_per_epoch: int, positions: Callable[[int, int], Tensor]
-    ) -> None:
-        self.num_workers = num_workers
-        self.batch_size = batch_size
-        self.steps_per_epoch = steps_per_epoch
-        """Steps in which the workers together see as many samples as there are."""
-        self._positions = positions
-
-    def __repr__(self) -> str:
-        return f"Shards(num_workers={self.num_workers}, batch_size={self.batch_size})"
+    num_workers: int
+    batch_size: int
+    steps_per_epoch: int = field(repr=False)
+    """Steps in which the workers together see as many samples as there are."""
+    _positions: Callable[[int, int], Tensor] = field(repr=False)
 
     def batch_at(self, t: int, worker: int) -> Tensor:
         """The samples of `worker` in step `t`: indices, `[batch_size]` int64."""
@@ -83,11 +78,7 @@ class BatchSampler(Sampler[list[int]]):
         self._is_read = False
 
     def __iter__(self) -> Iterator[list[int]]:
-        """From `first_step` on, once.
-
-        Raises:
-            ValueError: at the first batch, if an earlier iteration has begun.
-        """
+        """From `first_step` on; a second iteration raises ValueError."""
         if self._is_read:  # how far it was used nobody knows: a DataLoader reads ahead
             raise ValueError(
                 f"batch_sampler(first_step={self.first_step}): it was iterated over before, and would give the same batches again. Read "
@@ -110,14 +101,10 @@ class BatchSampler(Sampler[list[int]]):
 def batch_sampler(
     shards: Shards, worker: int | Sequence[int], first_step: int = 0, *, steps: int | None = None
 ) -> BatchSampler:
-    """What torch's DataLoader takes as `batch_sampler=`: the batches of steps `first_step`, `first_step + 1`, ...
+    """Return the `batch_sampler=` of torch's DataLoader: the batches of steps `first_step`, `first_step + 1`, ...
 
-    Who reads what is a function of (seed, t, worker), so nothing of it is saved: a run that goes on at step t makes it anew with
-    `first_step=t`, whatever the loader's workers had read ahead.
-
-    One loop reads all steps of the run. Where every epoch has a loop of its own, it has a sampler of its own, with `first_step=t` and
-    `steps=(epoch + 1) * shards.steps_per_epoch`: in a run that goes on at step t, epochs that are over have no batches. A sampler
-    that has been iterated over raises instead of giving the same batches again.
+    A run that goes on at step t makes it anew with `first_step=t`, whatever the loader's workers had read ahead. One loop reads all
+    steps of the run; or each epoch has a sampler of its own, with `first_step=t` and `steps=(epoch + 1) * shards.steps_per_epoch`.
 
     Args:
         shards: whose samples, from `shards` or `fixed_shards`.
@@ -126,9 +113,6 @@ def batch_sampler(
         first_step: t of the first batch, >= 0.
         steps: the run's last batch is that of step `steps - 1`; None goes on for ever.
 
-    Raises:
-        ValueError: a worker that the shards do not know or that is named twice, or a negative step; later, a second iteration.
-
     >>> dealt = shards(10, num_workers=2, batch_size=2)
     >>> whole, rest = batch_sampler(dealt, 1, steps=5), batch_sampler(dealt, 1, first_step=3, steps=5)
     >>> list(whole)[3:] == list(rest), len(rest)
@@ -136,38 +120,29 @@ def batch_sampler(
     """
     if not isinstance(shards, Shards):
         raise ValueError(f"batch_sampler(shards={brief(shards)}): expected df.data.shards(...) or fixed_shards(...).")
-    workers = [worker] if isinstance(worker, Integral) else worker
+    workers = [worker] if isinstance(worker, Integral) else list(worker) if isinstance(worker, Sequence) else []
     known = range(shards.num_workers)
-    if (
-        not isinstance(workers, Sequence)
-        or not workers
-        or any(i not in known for i in workers)
-        or len(set(workers)) < len(workers)
-    ):
+    if not workers or any(i not in known for i in workers) or len({int(i) for i in workers}) < len(workers):
         raise ValueError(
             f"batch_sampler(worker={brief(worker)}): there are {len(known)} workers, from 0; world.rank, or "
             "world.workers(local) where a process simulates several, each once."
         )
-    for name, step in (("first_step", first_step), ("steps", steps)):
-        if step is not None and (not isinstance(step, Integral) or step < 0):
-            raise ValueError(f"batch_sampler({name}={brief(step)}): a step is a whole number >= 0.")
-    return BatchSampler(shards, [int(i) for i in workers], first_step, steps)  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
+    at_least("batch_sampler", "first_step", first_step, 0)
+    at_least("batch_sampler", "steps", 0 if steps is None else steps, 0)
+    return BatchSampler(shards, [int(i) for i in workers], first_step, steps)
 
 
 @checks_numbers
 def stacked_collate(
     num_workers: int, collate: Callable[[list[Any]], Any] = default_collate
 ) -> Callable[[list[Any]], Any]:
-    """A DataLoader's `collate_fn` for several simulated workers: each leaf is `[num_workers, B, ...]`, as `simulate` takes it.
+    """Return a DataLoader's `collate_fn` for simulated workers: each leaf is `[num_workers, B, ...]`, as `simulate` takes it.
 
     Args:
         num_workers: L, the workers of this process; their samples come one worker after the other, as from `batch_sampler`.
         collate: makes a batch of one worker's samples.
-
-    Raises:
-        ValueError: in the loader, a batch whose samples are no multiple of `num_workers`.
     """
-    _check_counts("stacked_collate", num_workers=num_workers)
+    at_least("stacked_collate", "num_workers", num_workers, 1)
     return partial(_stacked, num_workers, collate)
 
 
@@ -215,16 +190,13 @@ class Seeded(Dataset[Any]):
 def seeded(dataset: Any, seed: int = 0) -> Seeded:
     """The dataset, whose augmentation draws other numbers in every step and on every worker, and the same in every run.
 
-    For a DataLoader with `batch_sampler=df.data.batch_sampler(...)`, which seeds itself alike on all ranks. While a worker's samples
-    of one step are read, the CPU generators of torch, NumPy and Python are seeded by (seed, t, worker); afterwards they are as they
-    were. So it makes no difference how many loader processes read, where a run was resumed, or whether workers are simulated.
+    For a DataLoader with `batch_sampler=df.data.batch_sampler(...)`. While a worker's samples of one step are read, the CPU generators
+    of torch, NumPy and Python are seeded by (seed, t, worker), however many loader processes read, wherever a run was resumed, and
+    whether or not workers are simulated.
 
     Args:
         dataset: with `dataset[i]`, no IterableDataset.
         seed: any integer, the same on every worker.
-
-    Raises:
-        ValueError: it has no samples by index, or the seed is no integer; later, it is read without a step.
     """
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         raise ValueError(
@@ -237,16 +209,16 @@ def seeded(dataset: Any, seed: int = 0) -> Seeded:
 @contextmanager
 def _drawing_by(seed: int) -> Iterator[None]:
     """Within, the CPU generators that a transform may draw from are seeded; afterwards they are as they were."""
-    before = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    torch.default_generator.manual_seed(seed)
-    np.random.seed(seed % 2**32)
-    random.seed(seed)
-    try:
-        yield
-    finally:
-        torch.set_rng_state(before[0])
-        np.random.set_state(before[1])
-        random.setstate(before[2])
+    before = np.random.get_state(), random.getstate()
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
+        try:
+            yield
+        finally:
+            np.random.set_state(before[0])
+            random.setstate(before[1])
 
 
 @checks_numbers
@@ -259,14 +231,12 @@ def shards(num_samples: int, num_workers: int, batch_size: int, seed: int = 0) -
         batch_size: samples of one worker in one step; N times as many are seen by all together.
         seed: of the permutations, the same on every worker.
 
-    Raises:
-        ValueError: a number below one, or fewer samples than one step needs.
-
     >>> dealt = shards(10, num_workers=2, batch_size=2)
     >>> dealt.steps_per_epoch, torch.cat([dealt.stacked_at(t) for t in range(2)]).unique().numel()
     (2, 8)
     """
-    _check_counts("shards", num_samples=num_samples, num_workers=num_workers, batch_size=batch_size)
+    for name, count in {"num_samples": num_samples, "num_workers": num_workers, "batch_size": batch_size}.items():
+        at_least("shards", name, count, 1)
     step = num_workers * batch_size
     if num_samples < step:
         raise ValueError(
@@ -295,21 +265,15 @@ def fixed_shards(parts: Sequence[Tensor | Sequence[int]], batch_size: int, seed:
         parts: the sample indices of each worker, none empty, of any lengths.
         batch_size: samples of one worker in one step; may exceed a part, which is then repeated within the batch.
         seed: of the permutations.
-
-    Raises:
-        ValueError: no part, an empty one, or a number below one.
     """
     lists = [torch.as_tensor(part) for part in parts]
-    _check_counts("fixed_shards", batch_size=batch_size, parts=len(lists))
+    at_least("fixed_shards", "batch_size", batch_size, 1)
+    at_least("fixed_shards", "parts", len(lists), 1)
     for worker, part in enumerate(lists):
-        if part.dim() != 1 or not part.numel():
+        if part.dim() != 1 or not part.numel() or not _are_integers(part) or part.min() < 0:
             raise ValueError(
-                f"fixed_shards(parts): part {worker} has shape {list(part.shape)}; every worker needs at least one sample."
-            )
-        if not _are_integers(part) or part.min() < 0:
-            raise ValueError(
-                f"fixed_shards(parts): part {worker} is {brief(part)}; a part is sample indices >= 0, integers. Of a mask "
-                "take mask.nonzero()[:, 0]."
+                f"fixed_shards(parts): part {worker} is {brief(part)}, of shape {list(part.shape)}; a part is a vector of sample indices, "
+                "integers >= 0, at least one. Of a mask take mask.nonzero()[:, 0]."
             )
     lists = [part.long() for part in lists]
 
@@ -345,14 +309,11 @@ def dirichlet_shards(labels: Tensor | Sequence[int], num_workers: int, alpha: fl
     Source: Hsu, Qi, Brown, 2019.
     """
     y = torch.as_tensor(labels)
-    _check_counts("dirichlet_shards", num_workers=num_workers)
-    if y.dim() != 1 or y.numel() < num_workers:
+    at_least("dirichlet_shards", "num_workers", num_workers, 1)
+    if y.dim() != 1 or y.numel() < num_workers or not _are_integers(y):
         raise ValueError(
-            f"dirichlet_shards(labels): shape {list(y.shape)}; one label per sample, at least num_workers={num_workers}."
-        )
-    if not _are_integers(y):
-        raise ValueError(
-            f"dirichlet_shards(labels): {y.dtype}; labels are integers, the number of each sample's class."
+            f"dirichlet_shards(labels): {y.dtype} of shape {list(y.shape)}; labels are integers, the number of each sample's class, at "
+            f"least num_workers={num_workers}."
         )
     if not 0 < alpha < float("inf"):
         raise ValueError(f"dirichlet_shards(alpha={alpha!r}): α is positive and finite; 0.1 is skewed, 100 is even.")
@@ -376,12 +337,6 @@ def dirichlet_shards(labels: Tensor | Sequence[int], num_workers: int, alpha: fl
 
 def _permutation(size: int, seed: int, epoch: int, worker: int) -> Tensor:
     return torch.randperm(size, generator=torch.Generator().manual_seed(worker_seed(seed, worker, epoch)))
-
-
-def _check_counts(call: str, **counts: int) -> None:
-    for name, count in counts.items():
-        if count < 1:
-            raise ValueError(f"{call}({name}={brief(count)}): a whole number >= 1.")
 
 
 def _are_integers(x: Tensor) -> bool:

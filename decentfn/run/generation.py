@@ -15,7 +15,7 @@ _POLL_S = 0.005
 
 
 def fresh_part(store: Store, rank: int, size: int, timeout: timedelta) -> PrefixStore:
-    """A part of `store` in which nothing is written yet, the same one on all ranks; collective.
+    """Return a part of `store` in which nothing is written yet, the same one on all ranks; collective.
 
     torchrun keeps its store when it starts the processes again, and neither its count of restarts nor the number of ranks
     tells generations apart: the count differs between nodes, and a change of nodes does not raise it. So rank 0 draws a name

@@ -1,25 +1,44 @@
-"""What a run reports: a file of JSON lines, and TensorBoard's. One process writes; nothing of it stands in the graph."""
+"""What a run reports: a file of JSON lines, and TensorBoard's. One process writes."""
 
 from __future__ import annotations
 
 import json
-import math
-import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from functools import partial
+from itertools import chain, count, takewhile
 from pathlib import Path
 from typing import Any
 
 import torch
+from typing_extensions import Self
 
 from decentfn import collectives, trees
-from decentfn.run.checkpoint.together import on_first, one_path
-from decentfn.run.paths import directory
+from decentfn.numbers import at_least
+from decentfn.together import make_directory, on_first, one_path
 from decentfn.words import brief
 
 __all__ = ["JSONLines", "TensorBoard", "read"]
 
 
-class JSONLines:
+_loads = partial(json.loads, parse_constant=lambda name: None)  # NaN and infinity are null
+
+
+class _Log:
+    """A context manager that closes in the end."""
+
+    def close(self) -> None:
+        """Write what is not written yet; no more comes."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class JSONLines(_Log):
     """A log of one JSON object a line, written by process 0, to `write` to from all. A context manager; collective.
 
     A new run never writes over another's log: where `path` exists, its log is `name-2.jsonl`, `name-3.jsonl`, ... A run that goes
@@ -29,72 +48,49 @@ class JSONLines:
     Args:
         path: of the file; its directory is made where it does not exist.
         first_step: the step that the run begins with; 0 is a new run.
-
-    Raises:
-        OSError, ValueError: on all processes, the file cannot be opened, or is no log.
     """
 
     path: Path
     """Where the lines go."""
 
     def __init__(self, path: str | Path, first_step: int = 0) -> None:
-        _require_step("JSONLines", first_step)
-        path = one_path("JSONLines(path)", path)
-        opened: list[int] = []
-        self.path = Path(on_first("JSONLines", _open, path, first_step, opened))
-        self._file = opened[0] if opened else None
+        at_least("JSONLines", "first_step", first_step, 0)
+        self.path = Path(on_first("JSONLines", _open, one_path("JSONLines(path)", path), first_step))
+        self._file = self.path.open("ab", buffering=0) if collectives.everyone().rank == 0 else None
 
     def write(self, values: Mapping[str, Any], step: int | None = None) -> None:
         """Append a line; not collective, and nothing on processes other than 0.
 
         Args:
-            values: anything that JSON holds, tensors (as numbers and lists) and paths among it. NaN and infinity, which JSON does
-                not have, are null.
+            values: anything that JSON holds, tensors (as numbers and lists) and paths among it. NaN and infinity are null.
             step: `t`, the line's first entry; None where a line is of no step: the run's configuration, its result.
-
-        Raises:
-            ValueError: JSON does not hold a value, or the log is closed.
         """
         if self._file is None:
             return
-        if self._file < 0:
+        if self._file.closed:
             raise ValueError(f"JSONLines({str(self.path)!r}).write: the log is closed.")
         line = ({} if step is None else {"step": int(step)}) | dict(values)
         try:
-            text = json.dumps(_as_json(line), allow_nan=False)
+            text = json.dumps(_loads(json.dumps(line, default=_as_json)))
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"JSONLines.write({brief(values)}): {error}") from None
-        os.write(self._file, f"{text}\n".encode())  # one call, so that the line is whole or not there
+        self._file.write(f"{text}\n".encode())  # one call, so that the line is whole or not there
 
     def close(self) -> None:
         """No more lines come."""
-        if self._file is not None and self._file >= 0:
-            os.close(self._file)
-            self._file = -1
-
-    def __enter__(self) -> JSONLines:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
+        if self._file is not None:
+            self._file.close()
 
 
-class TensorBoard:
+class TensorBoard(_Log):
     """The same `write`, for TensorBoard: the numbers of a line are scalars, by their names joined with "/". A context manager.
 
-    Process 0 writes. Lines without a step are left out, and so is what is no number. A run that goes on from step t hides what
+    Process 0 writes. Lines without a step are left out, and so is what is no number. A run that goes on from `first_step` hides what
     an earlier one has written of later steps.
-
-    Args:
-        directory: for `tensorboard --logdir`.
-        first_step: the step that the run begins with.
-
-    Raises:
-        ImportError: tensorboard is not installed.
     """
 
     def __init__(self, directory: str | Path, first_step: int = 0) -> None:
-        _require_step("TensorBoard", first_step)
+        at_least("TensorBoard", "first_step", first_step, 0)
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
@@ -117,12 +113,6 @@ class TensorBoard:
         if self._writer is not None:
             self._writer.close()
 
-    def __enter__(self) -> TensorBoard:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
 
 def read(path: str | Path) -> list[dict[str, Any]]:
     """The lines of a `JSONLines` log, without a last one that a crash has cut short.
@@ -133,7 +123,7 @@ def read(path: str | Path) -> list[dict[str, Any]]:
     lines = []
     for number, line in enumerate(Path(path).read_bytes().split(b"\n")[:-1], start=1):
         try:
-            lines.append(json.loads(line, parse_constant=lambda name: None))  # older versions wrote NaN
+            lines.append(_loads(line))  # older versions wrote NaN
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}; it is not a log of JSON lines.") from None
         if not isinstance(lines[-1], dict):
@@ -141,60 +131,33 @@ def read(path: str | Path) -> list[dict[str, Any]]:
     return lines
 
 
-def _open(path: Path, first_step: int, opened: list[int]) -> str:
-    directory(path.parent)
-    last = path
-    for candidate in _numbered(path):
-        if first_step == 0 and _is_new(candidate):
-            last = candidate
-            break
-        if first_step > 0 and not candidate.exists():
-            break
-        last = candidate
-    if first_step > 0 and last.exists():
+def _open(path: Path, first_step: int) -> str:
+    """Return the path of the log: that of a new one, or of the last, without the steps that are taken again."""
+    make_directory(path.parent)
+    last, paths = path, chain([path], (path.with_name(f"{path.stem}-{n}{path.suffix}") for n in count(2)))
+    if first_step == 0:
+        for new in paths:
+            with suppress(FileExistsError):  # another run's
+                new.touch(exist_ok=False)
+                return str(new)
+    for older in takewhile(Path.exists, paths):
+        last = older
+    if last.exists():
         kept = [line for line in read(last) if not isinstance(line.get("step"), int) or line["step"] < first_step]
         new = last.with_name(f"{last.name}.new")
         new.write_text("".join(f"{json.dumps(line, allow_nan=False)}\n" for line in kept))
         new.replace(last)
-    opened.append(os.open(last, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644))
     return str(last)
 
 
-def _is_new(path: Path) -> bool:
-    """Whether the file did not exist, and does now."""
-    try:
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
-    except FileExistsError:
-        return False
-    return True
-
-
-def _numbered(path: Path) -> Iterator[Path]:
-    yield path
-    number = 2
-    while True:
-        yield path.with_name(f"{path.stem}-{number}{path.suffix}")
-        number += 1
-
-
-def _require_step(call: str, first_step: Any) -> None:
-    if not isinstance(first_step, int) or isinstance(first_step, bool) or first_step < 0:
-        raise ValueError(f"{call}(first_step={brief(first_step)}): the step that the run begins with, an integer >= 0.")
-
-
 def _as_json(value: Any) -> Any:
+    """Return what `json` does not know in a form that it knows."""
     if isinstance(value, torch.Tensor):
-        return _as_json(value.tolist())
+        return value.tolist()
     if isinstance(value, Mapping):
-        return {key: _as_json(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_as_json(inner) for inner in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
+        return dict(value)
     if isinstance(value, (Path, torch.dtype, torch.device)):
         return str(value)
-    if value is None or isinstance(value, (str, int)):
-        return value
     raise TypeError(f"{type(value).__name__} is nothing that JSON holds")
 
 

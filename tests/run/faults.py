@@ -100,7 +100,7 @@ def points(root: Path) -> int:
             restored = df.checkpoint.restore(directory, small(0)[1])
             assert are_equal(restored.state, states[restored.step]), f"point {n}, start {start}"
         with df.checkpoint.Saver(directory):
-            left = {path.name for path in directory.iterdir()} - {"lock", "lock.json"}
+            left = {path.name for path in directory.iterdir()} - {"lock"}
         assert all(name.startswith("checkpoint-") for name in left), left
         if not any(died):
             return n

@@ -146,7 +146,7 @@ def test_its_length_is_known_where_it_ends():
         ((SHARDS, 4), r"batch_sampler\(worker=4\): there are 4 workers, from 0"),
         ((SHARDS, range(0)), r"worker=range\(0, 0\)\)"),
         ((SHARDS, [1, 2, 1]), r"worker=\[1, 2, 1\]\): .*each once"),
-        ((SHARDS, 0, -1), r"first_step=-1\): a step is a whole number >= 0"),
+        ((SHARDS, 0, -1), r"first_step=-1\): first_step is an integer >= 0"),
         ((DATA, 0), r"batch_sampler\(shards=<torch.*expected df.data.shards"),
     ],
 )

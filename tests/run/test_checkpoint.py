@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from safetensors import safe_open
 from torch import nn
 
 import decentfn as df
 from decentfn import trees
 from decentfn.buckets import Buckets
 from decentfn.run.checkpoint import files, manifest
-from decentfn.run.checkpoint.layout import encoded, leaves_of, places_in
+from decentfn.run.checkpoint.layout import leaves_of
 from decentfn.testing import problem
 from decentfn.testing.ranks import on_kept_ranks
 from tests.contract import ROWS
@@ -187,7 +186,7 @@ def test_only_its_owner_can_enter_a_directory_of_checkpoints(tmp_path):
 def test_a_directory_is_one_runs_at_a_time(tmp_path):
     with (
         df.checkpoint.Saver(tmp_path),
-        pytest.raises(RuntimeError, match=f"process {os.getpid()} on .* holds the lock"),
+        pytest.raises(RuntimeError, match="another run or Saver holds the lock"),
     ):
         df.checkpoint.save(tmp_path, algorithm_of(1).init(net()), 0)
     df.checkpoint.save(tmp_path, algorithm_of(1).init(net()), 0)
@@ -206,7 +205,7 @@ def test_an_error_of_the_thread_comes_out_once_at_the_next_call_and_the_run_goes
         (tmp_path / "run").rename(tmp_path / "away")
         (tmp_path / "run").touch()
         saver.save(state, 1)
-        with pytest.raises(OSError, match="is a file, where a directory is needed"):
+        with pytest.raises(OSError, match="Not a directory"):
             saver.save(state, 2)
         (tmp_path / "run").unlink()
         saver.save(state, 3)
@@ -214,7 +213,7 @@ def test_an_error_of_the_thread_comes_out_once_at_the_next_call_and_the_run_goes
         (tmp_path / "run").rename(tmp_path / "again")
         (tmp_path / "run").touch()
         saver.save(state, 4)
-        with pytest.raises(OSError, match="is a file, where a directory is needed"):
+        with pytest.raises(OSError, match="Not a directory"):
             saver.close()
     assert [path.name for path in manifest.saved(tmp_path / "again")] == ["checkpoint-000001-step-3"]
 
@@ -225,7 +224,7 @@ def test_ranks_that_save_different_steps_are_told(tmp_path):
             df.checkpoint.save(tmp_path, algorithm_of(2).init(net()), 1 + rank)
 
     on_kept_ranks(2, job)
-    assert df.checkpoint.latest(tmp_path) is None and {p.name for p in tmp_path.iterdir()} == {"lock", "lock.json"}
+    assert df.checkpoint.latest(tmp_path) is None and {p.name for p in tmp_path.iterdir()} == {"lock"}
 
 
 @pytest.mark.parametrize(
@@ -240,14 +239,13 @@ def test_ranks_that_save_different_steps_are_told(tmp_path):
         (lambda d, s: df.checkpoint.save(d, s, 1, topology="ring"), r"save\(topology='ring'\)"),
         (lambda d, s: df.checkpoint.save(d, s, 1, score="low"), r"save\(score='low'\)"),
         (lambda d, s: df.checkpoint.save(d, s, 1, score=10**400), r"save\(score=1000"),
-        (lambda d, s: df.checkpoint.save(d, s, 1, score=True), r"save\(score=True\)"),
         (lambda d, s: df.checkpoint.save(d, df.params(s), 1), "expected a training state"),
         (lambda d, s: df.checkpoint.save(d, 3, 1), "the state is 3; expected a training state"),
         (lambda d, s: df.checkpoint.Saver(d, keep=True), r"Saver\(keep=True\)"),
         (lambda d, s: df.checkpoint.Saver(""), r"Saver\(directory\): the path is ''"),
         (lambda d, s: df.checkpoint.latest(None), r"latest\(directory\): the path is None"),
         (lambda d, s: df.checkpoint.export(d, None, s), r"export\(module=None\)"),
-        (lambda d, s: df.checkpoint.import_(d.parent), "no such file"),
+        (lambda d, s: df.checkpoint.import_(d), "No such file"),
         (lambda d, s: df.checkpoint.restore(d, s), "no checkpoint is there"),
     ],
 )
@@ -326,7 +324,7 @@ def test_names_that_all_begin_with_module_come_back_as_they_are_and_another_modu
     Wrap(2).load_state_dict(df.checkpoint.import_(tmp_path / "x"), strict=True)
     with pytest.raises(ValueError, match="give the module of df.functional"):
         df.checkpoint.export(tmp_path / "x", Wrap(3), state)
-    with pytest.raises(FileNotFoundError, match="there is no directory"):
+    with pytest.raises(FileNotFoundError, match="No such file or directory"):
         df.checkpoint.export(tmp_path / "none" / "x", Wrap(2), state)
 
 
@@ -392,112 +390,15 @@ def test_what_another_algorithm_remembers_is_refused_though_its_leaves_have_the_
     [
         lambda said: said["processes"][0].update(file="/dev/zero", bytes=0),
         lambda said: said["processes"][0].update(file="../process-00000.safetensors"),
-        lambda said: said["processes"][0].pop("extra"),
-        lambda said: said["processes"][0].update(workers=[0]),
-        lambda said: said.update(processes=[]),
-        lambda said: said.update(num_workers="4"),
-        lambda said: said.update(format="x"),
-        lambda said: said.update(format=True),
-        lambda said: said.pop("config"),
     ],
 )
-def test_a_forged_manifest_opens_no_other_file_and_is_answered_with_a_sentence(tmp_path, forge):
+def test_a_forged_manifest_opens_no_other_file(tmp_path, forge):
     state = algorithm_of(1).init(net())
     path = df.checkpoint.save(tmp_path, state, 0)
     said = manifest.read(path)
     forge(said)
     (path / "manifest.json").write_bytes(manifest.encode(said))
-    with pytest.raises(df.errors.CheckpointCorrupt, match="does not say what the manifest"):
-        df.checkpoint.restore(path, state)
-
-
-def forge_file(path, rank, change):
-    """Change one process's tensors and places, and write digests that fit."""
-    file, said = path / f"process-{rank:05}.safetensors", manifest.read(path)
-    with safe_open(file, "pt") as opened:
-        tensors = {name: opened.get_tensor(name).clone() for name in opened.keys()}  # noqa: SIM118
-        places = places_in(opened.metadata())
-    change(tensors, places)
-    raw = b"".join(bytes(piece) for piece in encoded(tensors, places))
-    file.write_bytes(raw)
-    said["processes"][rank] |= {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
-    (path / "manifest.json").write_bytes(manifest.encode(said))
-
-
-WEIGHT = "params/layer.weight"
-
-
-def moved(tensors, places, offset=(0, 0, 0), rows=None):
-    """Another offset and, of the worker's axis, other rows for one leaf."""
-    places[WEIGHT] = places[WEIGHT]._replace(offset=offset)
-    if rows is not None:
-        tensors[WEIGHT] = tensors[WEIGHT].repeat(rows, 1, 1)
-
-
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        ({"offset": (0, 0, 0), "rows": 2}, {"offset": (1, 0, 0), "rows": 2}),  # 4 values for the 3 workers' rows
-        ({"offset": (0, 1, 0)}, {"offset": (2, 0, 0)}),
-        ({"offset": (0, 0)}, {"offset": (2, 0, 0)}),
-        ({"offset": (-1, 0, 0), "rows": 2}, {"offset": (2, 0, 0)}),
-        ({"offset": (2, 0, 0), "rows": 2}, {"offset": (0, 0, 0), "rows": 2}),
-        ({"offset": ("0", 0, 0)}, {"offset": (2, 0, 0)}),
-    ],
-)
-@pytest.mark.parametrize("template", [3, 2])
-def test_forged_parts_that_overlap_or_lie_outside_are_refused_though_their_values_count_up(
-    tmp_path, first, second, template
-):
-    """Every position of every leaf is in one part: else memory that nobody has written would be handed out."""
-    state = algorithm_of(3).init(net())
-    paths = on_kept_ranks(3, lambda rank: df.checkpoint.save(tmp_path, state, 0))
-    forge_file(paths[0], 0, lambda tensors, places: moved(tensors, places, **first))
-    forge_file(paths[0], 2, lambda tensors, places: moved(tensors, places, **second))
-    with pytest.raises(df.errors.CheckpointCorrupt, match=f"{WEIGHT}"):
-        df.checkpoint.restore(paths[0], df.stack(algorithm_of(template).init(net()), template))
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda tensors, places: tensors.update({"generator/cpu": tensors["generator/cpu"][:-1]}),
-        lambda tensors, places: tensors.update({"generator/cpu": tensors["generator/cpu"].float()}),
-        lambda tensors, places: tensors.update({"generator/cpu": torch.full_like(tensors["generator/cpu"], 255)}),
-        lambda tensors, places: tensors.pop("generator/cpu"),
-        lambda tensors, places: places.pop(WEIGHT),
-        lambda tensors, places: tensors.pop(WEIGHT),
-    ],
-)
-def test_a_file_that_is_bad_on_one_rank_is_restored_on_none(tmp_path, change):
-    init = algorithm_of(2).init
-
-    def save(rank):
-        return df.checkpoint.save(tmp_path, init(net()), 0)
-
-    path = on_kept_ranks(2, save)[0]
-    forge_file(path, 1, change)
-    torch.rand(5)  # threads share this generator: where it stands is not where it was saved
-    before = torch.get_rng_state()
-
-    def restore(rank):
-        with pytest.raises(df.errors.CheckpointCorrupt, match=r"rank 1: .*process-00001.safetensors: "):
-            df.checkpoint.restore(path, init(net()))
-
-    on_kept_ranks(2, restore)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.parametrize("metadata", [None, {"leaves": "no JSON"}, {"leaves": "[]"}, {"leaves": '{"x": {"shape": 1}}'}])
-def test_a_file_without_places_is_corrupt(tmp_path, metadata):
-    state = algorithm_of(1).init(net())
-    path = df.checkpoint.save(tmp_path, state, 0)
-    file, said = path / "process-00000.safetensors", manifest.read(path)
-    safetensors.torch.save_file(safetensors.torch.load_file(file), file, metadata)
-    raw = file.read_bytes()
-    said["processes"][0] |= {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
-    (path / "manifest.json").write_bytes(manifest.encode(said))
-    with pytest.raises(df.errors.CheckpointCorrupt, match="process-00000.safetensors: "):
+    with pytest.raises(df.errors.CheckpointCorrupt, match="which is not a file of a checkpoint"):
         df.checkpoint.restore(path, state)
 
 
@@ -531,20 +432,17 @@ def test_a_link_to_a_device_is_not_read(tmp_path):
 
 
 def test_links_and_files_of_others_in_the_directory_do_no_harm(tmp_path):
-    state, run, theirs = algorithm_of(1).init(net()), tmp_path / "run", tmp_path / "theirs"
-    theirs.write_text("theirs")
+    state, run = algorithm_of(1).init(net()), tmp_path / "run"
     moved = df.checkpoint.save(run, state, 1).rename(tmp_path / "moved")
     (run / "checkpoint-000001-step-1").symlink_to(moved)
     (run / "manifest.json").write_text("of another program")
-    (run / "lock.json").unlink()
-    (run / "lock.json").symlink_to(theirs)
     (run / "rescued" / ".unfinished-3-ab").mkdir(parents=True)
     with df.checkpoint.Saver(run, keep=1) as saver:
         saver.save(state, 2)
     assert df.checkpoint.restore(run, state).step == 2
     assert df.checkpoint.restore(moved, state).step == 1
     assert [path.name for path in manifest.saved(run)] == ["checkpoint-000002-step-2"]
-    assert theirs.read_text() == "theirs" and not list((run / "rescued").iterdir())
+    assert not list((run / "rescued").iterdir())
 
 
 def test_threads_that_share_a_saver_take_turns(tmp_path):
@@ -594,7 +492,8 @@ def test_a_save_that_failed_before_does_not_keep_a_rescue_from_saving(tmp_path):
         state, error = algorithm_of(2).init(net()), df.errors.NonFinite("bad")
         error.next_step = 3 + rank
         with df.checkpoint.Saver(tmp_path) as saver:
-            saver.save(state, 1, extra={1, 2} if rank else None)
+            with pytest.raises(ValueError, match=r"rank 1: save\(extra"):
+                saver.save(state, 1, extra={1, 2} if rank else None)
             return saver.rescue(state, error)
 
     rescued = df.testing.on_ranks(2, job)[0]

@@ -247,7 +247,7 @@ def exported(path):
         state = trained(world, algorithm, state, range(2))
         df.checkpoint.export(path, module, state)
         whole = df.state_dict(module, state, consensus=True)
-        with pytest.raises(OSError, match="rank 0: export"):
+        with pytest.raises(OSError, match="rank 0: .*Not a directory"):
             df.checkpoint.export(Path(path) / "no" / "such", module, state)
         return whole
 

@@ -110,7 +110,7 @@ def test_a_log_that_cannot_be_is_refused_on_all_ranks(tmp_path):
     (tmp_path / "file").write_text("no log\n")
 
     def job(rank):
-        with pytest.raises(OSError, match="rank 0: .*/file' is a file, where a directory is needed"):
+        with pytest.raises(OSError, match="rank 0: .*/file: a file is where a directory is needed"):
             df.logs.JSONLines(tmp_path / "file" / "log.jsonl")
         with pytest.raises(ValueError, match="rank 0: .*file, line 1: .*not a log of JSON lines"):
             df.logs.JSONLines(tmp_path / "file", first_step=1)

@@ -16,9 +16,8 @@ from decentfn.errors import CheckpointCorrupt
 from decentfn.kit.state import State
 from decentfn.run.checkpoint import files
 from decentfn.run.checkpoint.layout import DTYPES, EXPORTED, encoded
-from decentfn.run.checkpoint.together import on_first
-from decentfn.run.paths import as_path
 from decentfn.state_dicts import state_dict
+from decentfn.together import as_path, on_first
 from decentfn.words import brief
 
 _PREFIX = "module."
@@ -42,30 +41,11 @@ def export(path: str | Path, module: nn.Module, state: State) -> None:
     path = as_path("export(path, module, state)", path)
     if not isinstance(module, nn.Module):
         raise ValueError(f"export(module={brief(module)}): expected the nn.Module of df.functional.")
-    named = {
-        name: x.cpu() if isinstance(x, torch.Tensor) else x
-        for name, x in state_dict(module, state, consensus=True).items()
-    }
-    on_first("export", _write, path, named, module.state_dict())  # where the whole is
-
-
-def _require_exportable(path: Path, named: dict[str, Any], own: dict[str, Any]) -> None:
-    for name, x in named.items():
-        if not isinstance(x, torch.Tensor) or x.dtype not in DTYPES:
-            raise ValueError(
-                f"export({str(path)!r}): {name!r} is {getattr(x, 'dtype', type(x).__name__)}, which safetensors files do not hold; "
-                "store df.state_dict(module, state, consensus=True) in a way of your own."
-            )
-        if x.shape != own[name].shape:
-            raise ValueError(
-                f"export(path, module, state): {name!r} is {list(x.shape)} in the state and {list(own[name].shape)} in the module; "
-                "give the module of df.functional."
-            )
+    on_first("export", _write, path, state_dict(module, state, consensus=True), module.state_dict())
 
 
 def import_(path: str | Path) -> dict[str, Tensor]:
-    """A state dict from a safetensors file; `module.` before all names (DistributedDataParallel's) is taken away, but not if
-    `export` wrote it.
+    """Read a state dict from a safetensors file, without a `module.` before all names, unless `export` wrote it.
 
     `df.load_state_dict(module, state, df.checkpoint.import_(path))` starts from it.
 
@@ -74,10 +54,6 @@ def import_(path: str | Path) -> dict[str, Tensor]:
         CheckpointCorrupt: it is no safetensors file, or cut short. A bit that has flipped goes unnoticed: it has no digest.
     """
     path = as_path("import_(path)", path)
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"import_({str(path)!r}): no such file; a safetensors file, as df.checkpoint.export writes it."
-        )
     try:
         named: dict[str, Any] = load_file(path)
         with safe_open(path, "pt") as file:
@@ -90,12 +66,20 @@ def import_(path: str | Path) -> dict[str, Tensor]:
 
 
 def _write(path: Path, named: dict[str, Any], own: dict[str, Any]) -> None:
-    _require_exportable(path, named, own)
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"export({str(path)!r}): there is no directory {path.parent}; make it first.")
+    for name, x in named.items():
+        if not isinstance(x, torch.Tensor) or x.dtype not in DTYPES:
+            raise ValueError(
+                f"export({str(path)!r}): {name!r} is {getattr(x, 'dtype', type(x).__name__)}, which safetensors files do not hold; "
+                "store df.state_dict(module, state, consensus=True) in a way of your own."
+            )
+        if x.shape != own[name].shape:
+            raise ValueError(
+                f"export(path, module, state): {name!r} is {list(x.shape)} in the state and {list(own[name].shape)} in the module; "
+                "give the module of df.functional."
+            )
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        files.write(temporary, encoded(named))
+        files.write(temporary, encoded({name: x.cpu() for name, x in named.items()}))
         files.publish(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -36,10 +36,12 @@ DTYPES = {
 }
 """What a safetensors file can hold, by its own names."""
 
+GENERATOR = "generator/"
+"""Prefix of the names of torch's generators' states."""
+EXPORTED = "decentfn_export"
+"""Marks a file whose names are a module's own."""
 _LEAVES = "leaves"
 _BUFFERS = "local.buffers."
-EXPORTED = "decentfn_export"
-"""Marks a file whose names are a module\'s own."""
 
 
 class Leaf(NamedTuple):
@@ -71,16 +73,15 @@ def leaves_of(state: Any) -> list[Leaf]:
     Raises:
         ValueError: two leaves of one name, or a leaf that is no tensor of a dtype that can be stored.
     """
-    stacked, found, shards = is_stacked(state), [], dict(state.params.plan.places)
+    stacked, found, shards = is_stacked(state), dict[str, Leaf](), dict(state.params.plan.places)
     for path, node in trees.named_leaves(state, Buckets):
         if isinstance(node, Buckets):
-            names = [f"{path}/{segment.name}" for bucket in node.plan.buckets for segment in bucket.segments]
-            pairs = list(zip(names, node.leaves(), strict=True))
+            owns = [segment.name for bucket in node.plan.buckets for segment in bucket.segments]
+            rows = [(f"{path}/{own}", shards.get(own), x) for own, x in zip(owns, node.leaves(), strict=True)]
         else:
-            pairs = [(path, node)]
-        for name, x in pairs:
-            own = name.removeprefix(f"{path}/" if isinstance(node, Buckets) else _BUFFERS)
-            shard = shards.get(own) if own != name else None
+            own = path.removeprefix(_BUFFERS)
+            rows = [(path, shards.get(own) if own != path else None, node)]
+        for name, shard, x in rows:
             if isinstance(x, torch.Tensor) and x.is_complex():
                 x = torch.view_as_real(x)
                 shard = shard and Place((*shard.shape, 2), (*shard.offset, 0))
@@ -89,17 +90,14 @@ def leaves_of(state: Any) -> list[Leaf]:
                 raise ValueError(
                     f"checkpoint: leaf {name!r} of the state is {kind}, which safetensors files do not hold."
                 )
+            if name in found:
+                raise ValueError(
+                    f"checkpoint: two leaves of the state are called {name!r}; rename a key of the parameters."
+                )
             values = x if stacked else x[None]
             by_bucket = not isinstance(node, Buckets) and values.dim() > 1 and not path.startswith("local.buffers")
-            found.append(Leaf(name, values, by_bucket, shard))
-    known: set[str] = set()
-    for leaf in found:
-        if leaf.name in known:
-            raise ValueError(
-                f"checkpoint: two leaves of the state are called {leaf.name!r}; rename a key of the parameters."
-            )
-        known.add(leaf.name)
-    return found
+            found[name] = Leaf(name, values, by_bucket, shard)
+    return list(found.values())
 
 
 def place(leaf: Leaf, first: int, num_workers: int) -> Place:
@@ -116,19 +114,14 @@ def digest_of_plan(plan: Plan) -> str:
 
 def encoded(tensors: Mapping[str, Tensor], places: Mapping[str, Place] | None = None) -> Iterator[bytes | memoryview]:
     """A safetensors file, piece by piece and without copying; tensors on the CPU."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    if places is None:
-        header["__metadata__"][EXPORTED] = "1"
-    else:
-        header["__metadata__"][_LEAVES] = json.dumps(
-            {name: place._asdict() for name, place in places.items()}, allow_nan=False
-        )
+    own = {EXPORTED: "1"} if places is None else {_LEAVES: json.dumps({n: p._asdict() for n, p in places.items()})}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"} | own}
     start = 0
     for name, x in tensors.items():
         stop = start + x.nbytes
         header[name] = {"dtype": DTYPES[x.dtype], "shape": list(x.shape), "data_offsets": [start, stop]}
         start = stop
-    text = json.dumps(header, allow_nan=False).encode()
+    text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
     for x in tensors.values():

@@ -1,28 +1,45 @@
-"""Save: at once, or by a thread that writes while the run goes on."""
+"""Save: every process writes its own workers to one directory, which gets its name when all of it is on the disk."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
-import threading
+import math
+import platform
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
+from uuid import uuid4
 
 import torch
+from filelock import FileLock, Timeout
 from torch import Tensor
 
+import decentfn
 from decentfn import collectives, trees
+from decentfn.buckets import Place
 from decentfn.errors import RunError
+from decentfn.kit.expected import is_state
+from decentfn.numbers import at_least
 from decentfn.run.checkpoint import files, manifest
-from decentfn.run.checkpoint.together import on_first, one_path, together
-from decentfn.run.checkpoint.writing import Content, attempted, content_of, plain, write
+from decentfn.run.checkpoint.layout import (
+    GENERATOR,
+    algorithm_of,
+    digest_of_plan,
+    encoded,
+    leaves_of,
+    local_workers,
+    place,
+)
+from decentfn.together import make_directory, on_first, one_path, together
 from decentfn.topologies import Topology
 from decentfn.words import brief
 
 _log = logging.getLogger("decentfn")
 
 _RESCUED = "rescued"
-"""The folder of what `Saver.rescue` saves."""
+"""Folder of what `Saver.rescue` saves."""
 
 
 @collectives.calling("df.checkpoint.save(directory, state, step)", of_state=True)
@@ -43,24 +60,15 @@ def save(
     Returns:
         The checkpoint's own directory, in the run's.
     """
-    content = attempted(
-        lambda: content_of(state, _on_cpu, step, step, topology, plain("save(config=...)", config), extra, score)
-    )
-    directory = one_path("save(directory, ...)", directory)
-    locks: list[files.Lock] = []
-    on_first("save", _claim, directory, locks)
-    try:
-        return write(directory, content, None)
-    finally:
-        for lock in locks:
-            lock.release()
+    with Saver(directory, topology=topology, config=config, keep=None) as saver:
+        return _write(saver.directory, saver._content(state, step, extra, score), None)
 
 
 class Saver:
     """Saves checkpoints of a run to its directory while the run goes on. A context manager; collective.
 
-    `save` copies the state and returns; a thread writes the copy. Threads of one process take turns. All processes see the directory, which is this run's
-    alone until `close`, or the end of the `with`, has waited for the last checkpoint.
+    `save` copies the state and returns; a thread writes the copy. All processes see the directory, which is this run's alone until
+    `close`, or the end of the `with`, has waited for the last checkpoint.
 
     Args:
         directory: the run's; made, for its owner only, where it does not exist.
@@ -69,7 +77,6 @@ class Saver:
         keep: so many of the newest checkpoints stay, >= 1, and the one with the lowest score; None: all.
 
     Raises:
-        ValueError: `keep` is no positive number; JSON does not hold `config`.
         RuntimeError: on all processes, where another run has the directory.
     """
 
@@ -80,13 +87,11 @@ class Saver:
         self._config = together("Saver", _arguments, keep, config)[collectives.everyone().rank]
         self.directory = one_path("Saver(directory)", directory)
         self._topology, self._keep = topology, keep
-        self._one_at_a_time = threading.RLock()
-        self._copies: list[Tensor] = []
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-        self._locks: list[files.Lock] = []
-        on_first("Saver", _claim, self.directory, self._locks)
+        self._lock = FileLock(self.directory / "lock")  # the system takes it back when the process ends
+        on_first("Saver", self._claim)
         self._world = collectives.everyone().apart()
+        self._thread = ThreadPoolExecutor(1, "decentfn checkpoint")
+        self._writing: Future[Path] | None = None
         self._is_closed = False
 
     def save(self, state: Any, step: int, *, extra: Any = None, score: float | None = None) -> None:
@@ -99,23 +104,13 @@ class Saver:
             score: the lower the better, for `keep` and `best`; the mean over the processes counts, NaN does not.
 
         Raises:
-            ValueError: a leaf or an argument that cannot be saved.
+            ValueError: on all processes, a leaf or an argument that cannot be saved.
             OSError, RuntimeError: on all processes, the checkpoint before was not written; those before it are whole.
         """
-        if self._is_closed:
-            raise ValueError(
-                f"Saver({str(self.directory)!r}).save: it is closed, and the directory given back; open another."
-            )
-        with self._one_at_a_time:
-            self.wait()
-            content = attempted(
-                lambda: content_of(state, self._copy, step, step, self._topology, self._config, extra, score)
-            )
-            self._thread = threading.Thread(target=self._write, args=(content,), name="decentfn checkpoint")
-            self._thread.start()
-            # Of several processes all raise it where they wait for this checkpoint.
-            if self._world.size == 1 and isinstance(content, ValueError):
-                self.wait()
+        self._require_open("save")
+        self.wait()
+        content = self._content(state, step, extra, score, copy=True)
+        self._writing = self._thread.submit(self._write_apart, content)
 
     def rescue(self, state: Any, error: RunError, *, extra: Any = None) -> Path | None:
         """Save what a step that failed has left, and return when it is on the disk. Collective, each with its own error.
@@ -130,116 +125,237 @@ class Saver:
             extra: as for `save`.
 
         Returns:
-            The checkpoint, whose step is the largest of the processes' next steps, which the manifest has too; None where there is none, because a process
-            is gone or does not know whether its state is whole. The log says why.
+            The checkpoint, whose step is the largest of the processes' next steps; None where there is none, because a process is gone
+            or does not know whether its state is whole. The log says why.
         """
+        self._require_open("rescue")
         collectives.world().hang_up()  # or whoever raised for another reason would let its neighbours wait
-        with self._one_at_a_time:
-            try:
-                self.wait()
-            except Exception as earlier:
-                _log.error("the checkpoint before was not written: %s", earlier)
-            try:
-                own: Any = getattr(error, "next_step", None)
-                if self._is_closed:
-                    self._world = collectives.everyone().apart()
-                with collectives.use(self._world):
-                    steps = together("Saver.rescue", lambda: own)
-                _require_whole(steps)
-                content = attempted(
-                    lambda: content_of(state, self._copy, max(steps), own, self._topology, self._config, extra, None)
-                )
-                with collectives.use(self._world):
-                    return write(self.directory / _RESCUED, content, None)
-            except (OSError, RuntimeError) as reason:
-                _log.error("nothing was rescued: %s", reason)
-                return None
-            finally:
-                if self._is_closed:
-                    self._let_go()
+        with contextlib.suppress(Exception):  # the log has it
+            self.wait()
+        own: Any = getattr(error, "next_step", None)
+        size = collectives.processes_per_worker()
+        content = _content_of(state, own or 0, self._topology, self._config, extra, None, copy=False)
+        try:
+            with collectives.use(self._world):
+                steps = together("Saver.rescue", lambda: own)
+                _require_whole(steps, size)
+                content.about["step"] = max(steps)
+                return _write(self.directory / _RESCUED, content, None)
+        except (OSError, RuntimeError) as reason:
+            _log.error("nothing was rescued: %s", reason)
+            return None
 
     def wait(self) -> None:
         """Return when what was saved is on the disk, or raise what went wrong."""
-        with self._one_at_a_time:
-            if self._thread is not None:
-                self._thread.join()
-            error, self._thread, self._error = self._error, None, None
-        if error is not None:
-            raise error
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
 
     def close(self) -> None:
         """Wait, and give the directory back."""
+        self._is_closed = True
         try:
             self.wait()
         finally:
-            self._is_closed = True
-            self._let_go()
-            while self._locks:
-                self._locks.pop().release()
-
-    def _let_go(self) -> None:
-        if self._world.size > 1:  # else it is not this Saver's alone
-            self._world.let_go()
+            self._thread.shutdown()
+            if self._world.size > 1:  # else it is not this Saver's alone
+                self._world.let_go()
+            self._lock.release()
 
     def __enter__(self) -> Saver:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
         try:
             self.close()
         except Exception:
             if error is None:
                 raise  # else what ended the run is raised, and the log has this
 
-    def _copy(self, state: Any) -> Any:
-        """The state on the CPU, in the memory of the copy before."""
-        leaves: list[Tensor] = trees.leaves(state)
-        if [(x.shape, x.dtype) for x in leaves] != [(x.shape, x.dtype) for x in self._copies]:
-            self._copies = [torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda) for x in leaves]
-        for copy, x in zip(self._copies, leaves, strict=True):
-            copy.copy_(x.detach(), non_blocking=True)
-        if any(x.is_cuda for x in leaves):
-            torch.cuda.synchronize()
-        return trees.fill(trees.enumerate_leaves(state), self._copies)
+    def _require_open(self, call: str) -> None:
+        if self._is_closed:
+            raise ValueError(
+                f"Saver({str(self.directory)!r}).{call}: it is closed, and the directory given back; open another."
+            )
 
-    def _write(self, content: Content | ValueError) -> None:
+    def _claim(self) -> None:
+        """Lock the run's directory, and remove what a run that was killed has left in it."""
+        make_directory(self.directory, 0o700)
+        try:
+            self._lock.acquire(timeout=0)
+        except Timeout as error:
+            raise RuntimeError(
+                f"{self.directory}: another run or Saver holds the lock of this directory, and the two would mix their checkpoints; end "
+                "the other first, or choose another directory."
+            ) from error
+        try:
+            for place in (self.directory, self.directory / _RESCUED):
+                files.sweep(place, manifest.UNFINISHED)
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def _content(self, state: Any, step: int, extra: Any, score: float | None, *, copy: bool = False) -> Content:
+        """Return what this process writes, or raise on all processes. Collective."""
+        made: list[Content] = []
+        arguments = (state, step, self._topology, self._config, extra, score, copy)
+        together("save", lambda: made.append(_content_of(*arguments)))
+        return made[0]
+
+    def _write_apart(self, content: Content) -> Path:
         try:
             with collectives.use(self._world):
-                write(self.directory, content, self._keep)
+                return _write(self.directory, content, self._keep)
         except BaseException as error:
             _log.error("a checkpoint was not written to %s: %s", self.directory, error)
-            self._error = error
+            raise
 
 
-def _require_whole(steps: list[int | None]) -> None:
-    """Every process's state is whole, and so are the workers that they are parts of."""
+class Content(NamedTuple):
+    """What this process writes."""
+
+    tensors: dict[str, Tensor]
+    places: dict[str, Place]
+    about: dict[str, Any]  # what all processes say alike
+    process: dict[str, Any]  # what is this one's own
+    score: float | None
+
+
+def _content_of(
+    state: Any, step: int, topology: Topology | None, config: Any, extra: Any, score: float | None, copy: bool
+) -> Content:
+    if not is_state(state):
+        raise ValueError(
+            f"save(state, step): the state is {brief(state)}; expected a training state, from init(params)."
+        )
+    step = at_least("save", "step", step, 0)
+    if topology is not None and not isinstance(topology, Topology):
+        raise ValueError(f"save(topology={brief(topology)}): expected a df.topology(...); algorithm.topology is one.")
+    here, local = collectives.world(), local_workers(state)
+    first, num_workers = here.worker * local, here.num_workers * local
+    if topology is not None and topology.num_workers != num_workers:
+        raise ValueError(
+            f"save(state, step): the topology has {topology.num_workers} workers, but the processes hold {num_workers}; "
+            "pass the topology of the algorithm."
+        )
+    leaves = leaves_of(trees.map(lambda x: x.detach().to("cpu", copy=copy), state))
+    tensors = {leaf.name: leaf.values for leaf in leaves}
+    places = {leaf.name: place(leaf, first, num_workers) for leaf in leaves}
+    tensors[f"{GENERATOR}cpu"] = torch.get_rng_state()
+    device = state.params[0].device
+    if device.type == "cuda":
+        tensors[f"{GENERATOR}cuda"] = torch.cuda.get_rng_state(device)
+    about = {
+        "step": step,
+        "num_workers": num_workers,
+        "processes_per_worker": here.processes_per_worker,
+        "topology": topology and {"name": topology.name, "period": topology.period},
+        "algorithm": algorithm_of(state),
+        "buckets": digest_of_plan(state.params.plan),
+        "config": config,
+    }
+    process = {
+        "step": step,
+        "extra": _plain("save(extra=...)", extra),
+        "workers": (first, first + local),
+        "buckets": about["buckets"],
+    }
+    return Content(tensors, places, about, process, _number(score))
+
+
+def _number(score: Any) -> float | None:
+    try:
+        number = math.nan if score is None else float(score)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ValueError(f"save(score={brief(score)}): a number, the lower the better; NaN does not count.") from error
+    return number if math.isfinite(number) else None
+
+
+def _plain(what: str, value: Any) -> Any:
+    """Return the value as JSON gives it back, or raise ValueError."""
+    try:
+        return json.loads(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{what}: JSON holds finite numbers, strings, lists and dicts, and this is {brief(value)}; for NaN and infinity give "
+            "None or a string."
+        ) from error
+
+
+def _arguments(keep: Any, config: Any) -> Any:
+    if keep is not None:
+        at_least("Saver", "keep", keep, 1)
+    return _plain("Saver(config=...)", config)
+
+
+def _require_whole(steps: list[int | None], size: int) -> None:
+    """Raise unless every process's state is whole, and so are the workers of `size` processes each."""
     if None in steps:
         raise RuntimeError(f"process {steps.index(None)} does not know whether its state is whole")
-    size = collectives.processes_per_worker()
     for first in range(0, len(steps), size):
         if len(set(steps[first : first + size])) > 1:
             raise RuntimeError(f"the processes of worker {first // size} are at steps {steps[first : first + size]}")
 
 
-def _arguments(keep: Any, config: Any) -> Any:
-    if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
-        raise ValueError(f"Saver(keep={brief(keep)}): so many checkpoints stay, an integer >= 1; None keeps all.")
-    return plain("Saver(config=...)", config)
-
-
-def _on_cpu(state: Any) -> Any:
-    return trees.map(lambda x: x.detach().cpu(), state)
-
-
-def _claim(directory: Path, locks: list[files.Lock]) -> None:
-    """Lock the run's directory, and remove what a run that was killed has left in it."""
-    lock = files.Lock(directory)
+def _write(directory: Path, content: Content, keep: int | None) -> Path:
+    """Write a checkpoint, remove older ones than `keep`, and return its directory. Collective."""
+    temporary = Path(on_first("save", _begin, directory, content.about["step"]))
     try:
-        for place in (directory, directory / _RESCUED):
-            files.sweep(place, manifest.UNFINISHED)
+        told = together("save", _write_own, temporary, content)
+        return Path(on_first("save", _finish, directory, temporary, told, keep))
     except BaseException:
-        lock.release()
+        if collectives.everyone().rank == 0:
+            with contextlib.suppress(OSError):
+                files.remove(temporary)
         raise
-    locks.append(lock)
+
+
+def _begin(directory: Path, step: int) -> str:
+    path = directory / f"{manifest.UNFINISHED}{step}-{uuid4().hex[:8]}"
+    path.mkdir(mode=0o700, parents=True)
+    return str(path)
+
+
+def _write_own(path: Path, content: Content) -> dict[str, Any]:
+    if not path.exists():
+        raise OSError(f"{path}: made by rank 0, and not seen by this process; choose a directory that all share.")
+    name = f"process-{collectives.everyone().rank:05}.safetensors"
+    size, digest = files.write(path / name, encoded(content.tensors, content.places))
+    its = {"file": name, "bytes": size, "sha256": digest} | content.process
+    return {"process": its, "score": content.score, "about": content.about}
+
+
+def _finish(directory: Path, path: Path, told: list[dict[str, Any]], keep: int | None) -> str:
+    """Write the manifest of what all processes have written, give the checkpoint its name, remove older ones."""
+    about = told[0]["about"]
+    size = about["processes_per_worker"]
+    for rank, its in enumerate(told):
+        expected = about | {"buckets": told[rank % size]["about"]["buckets"]}  # shards of their own
+        if its["about"] != expected:
+            name = next(name for name in expected if its["about"][name] != expected[name])
+            raise ValueError(
+                f"save(state, step): {name} is {its['about'][name]!r} on rank {rank} and {expected[name]!r} on rank 0; all ranks save "
+                "the same step of the same run, and what is a process's own goes into extra."
+            )
+    topology, scores = about["topology"], [its["score"] for its in told if its["score"] is not None]
+    if topology is not None:
+        topology["phase"] = None if topology["period"] is None else about["step"] % topology["period"]
+    content = {
+        "format": manifest.FORMAT if size > 1 else 1,
+        **about,
+        "score": sum(scores) / len(scores) if scores else None,
+        "versions": {
+            "decentfn": decentfn.__version__,
+            "torch": str(torch.__version__),
+            "python": platform.python_version(),
+        },
+        "processes": [its["process"] for its in told],
+    }
+    files.write(path / manifest.MANIFEST, [manifest.encode(content)])
+    files.sync_directory(path)
+    name = directory / manifest.next_name(directory, about["step"])
+    files.publish(path, name)
+    if keep is not None:
+        for old in set(manifest.saved(directory)[:-keep]) - {manifest.best(directory)}:
+            files.remove(old)
+    return str(name)
