@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from decentfn import collectives, gossip, trees
-from decentfn.buckets import loose
-from decentfn.buckets import BucketPlan, Buckets, flatten
+from decentfn.buckets import BucketPlan, Buckets, flatten, loose
 from decentfn.compilation import compile
 from decentfn.compressors import Compressor, Key
 from decentfn.testing import problem

@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from safetensors import safe_open
 from torch import nn
 
 import decentfn as df
 from decentfn import trees
 from decentfn.buckets import Buckets
 from decentfn.run.checkpoint import files, manifest
-from decentfn.run.checkpoint.layout import leaves_of
+from decentfn.run.checkpoint.layout import encoded, leaves_of, places_in
 from decentfn.testing import problem
 from decentfn.testing.ranks import on_kept_ranks
 from tests.contract import ROWS
@@ -390,15 +391,112 @@ def test_what_another_algorithm_remembers_is_refused_though_its_leaves_have_the_
     [
         lambda said: said["processes"][0].update(file="/dev/zero", bytes=0),
         lambda said: said["processes"][0].update(file="../process-00000.safetensors"),
+        lambda said: said["processes"][0].pop("extra"),
+        lambda said: said["processes"][0].update(workers=[0]),
+        lambda said: said.update(processes=[]),
+        lambda said: said.update(num_workers="4"),
+        lambda said: said.update(format="x"),
+        lambda said: said.update(format=True),
+        lambda said: said.pop("config"),
     ],
 )
-def test_a_forged_manifest_opens_no_other_file(tmp_path, forge):
+def test_a_forged_manifest_opens_no_other_file_and_is_answered_with_a_sentence(tmp_path, forge):
     state = algorithm_of(1).init(net())
     path = df.checkpoint.save(tmp_path, state, 0)
     said = manifest.read(path)
     forge(said)
     (path / "manifest.json").write_bytes(manifest.encode(said))
-    with pytest.raises(df.errors.CheckpointCorrupt, match="which is not a file of a checkpoint"):
+    with pytest.raises(df.errors.CheckpointCorrupt, match="does not say what the manifest"):
+        df.checkpoint.restore(path, state)
+
+
+def forge_file(path, rank, change):
+    """Change one process's tensors and places, and write digests that fit."""
+    file, said = path / f"process-{rank:05}.safetensors", manifest.read(path)
+    with safe_open(file, "pt") as opened:
+        tensors = {name: opened.get_tensor(name).clone() for name in opened.keys()}  # noqa: SIM118
+        places = places_in(opened.metadata())
+    change(tensors, places)
+    raw = b"".join(bytes(piece) for piece in encoded(tensors, places))
+    file.write_bytes(raw)
+    said["processes"][rank] |= {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
+    (path / "manifest.json").write_bytes(manifest.encode(said))
+
+
+WEIGHT = "params/layer.weight"
+
+
+def moved(tensors, places, offset=(0, 0, 0), rows=None):
+    """Another offset and, of the worker's axis, other rows for one leaf."""
+    places[WEIGHT] = places[WEIGHT]._replace(offset=offset)
+    if rows is not None:
+        tensors[WEIGHT] = tensors[WEIGHT].repeat(rows, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"offset": (0, 0, 0), "rows": 2}, {"offset": (1, 0, 0), "rows": 2}),  # 4 values for the 3 workers' rows
+        ({"offset": (0, 1, 0)}, {"offset": (2, 0, 0)}),
+        ({"offset": (0, 0)}, {"offset": (2, 0, 0)}),
+        ({"offset": (-1, 0, 0), "rows": 2}, {"offset": (2, 0, 0)}),
+        ({"offset": (2, 0, 0), "rows": 2}, {"offset": (0, 0, 0), "rows": 2}),
+        ({"offset": ("0", 0, 0)}, {"offset": (2, 0, 0)}),
+    ],
+)
+@pytest.mark.parametrize("template", [3, 2])
+def test_forged_parts_that_overlap_or_lie_outside_are_refused_though_their_values_count_up(
+    tmp_path, first, second, template
+):
+    """Every position of every leaf is in one part: else memory that nobody has written would be handed out."""
+    state = algorithm_of(3).init(net())
+    paths = on_kept_ranks(3, lambda rank: df.checkpoint.save(tmp_path, state, 0))
+    forge_file(paths[0], 0, lambda tensors, places: moved(tensors, places, **first))
+    forge_file(paths[0], 2, lambda tensors, places: moved(tensors, places, **second))
+    with pytest.raises(df.errors.CheckpointCorrupt, match=f"{WEIGHT}"):
+        df.checkpoint.restore(paths[0], df.stack(algorithm_of(template).init(net()), template))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tensors, places: tensors.update({"generator/cpu": tensors["generator/cpu"][:-1]}),
+        lambda tensors, places: tensors.update({"generator/cpu": tensors["generator/cpu"].float()}),
+        lambda tensors, places: tensors.update({"generator/cpu": torch.full_like(tensors["generator/cpu"], 255)}),
+        lambda tensors, places: tensors.pop("generator/cpu"),
+        lambda tensors, places: places.pop(WEIGHT),
+        lambda tensors, places: tensors.pop(WEIGHT),
+    ],
+)
+def test_a_file_that_is_bad_on_one_rank_is_restored_on_none(tmp_path, change):
+    init = algorithm_of(2).init
+
+    def save(rank):
+        return df.checkpoint.save(tmp_path, init(net()), 0)
+
+    path = on_kept_ranks(2, save)[0]
+    forge_file(path, 1, change)
+    torch.rand(5)  # threads share this generator: where it stands is not where it was saved
+    before = torch.get_rng_state()
+
+    def restore(rank):
+        with pytest.raises(df.errors.CheckpointCorrupt, match=r"rank 1: .*process-00001.safetensors: "):
+            df.checkpoint.restore(path, init(net()))
+
+    on_kept_ranks(2, restore)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("metadata", [None, {"leaves": "no JSON"}, {"leaves": "[]"}, {"leaves": '{"x": {"shape": 1}}'}])
+def test_a_file_without_places_is_corrupt(tmp_path, metadata):
+    state = algorithm_of(1).init(net())
+    path = df.checkpoint.save(tmp_path, state, 0)
+    file, said = path / "process-00000.safetensors", manifest.read(path)
+    safetensors.torch.save_file(safetensors.torch.load_file(file), file, metadata)
+    raw = file.read_bytes()
+    said["processes"][0] |= {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
+    (path / "manifest.json").write_bytes(manifest.encode(said))
+    with pytest.raises(df.errors.CheckpointCorrupt, match="process-00000.safetensors: "):
         df.checkpoint.restore(path, state)
 
 
