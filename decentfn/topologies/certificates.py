@@ -128,7 +128,6 @@ class _Round:
         heard = np.concatenate([me[:, None], this.heard.numpy()], axis=1)
         i, weights = np.repeat(me, heard.shape[1]), this.weights.numpy()
         self.sparse = coo_array((weights.ravel(), (i, heard.ravel())), shape=(n, n)).tocsr()
-        self.transposed = self.sparse.T.tocsr()
         self.messages = float((this.destinations >= 0).sum()) / n
         self.groups, self.sizes, self.mean_weights, self.mean_payloads = me, np.ones(n), None, 0.0
         if this.groups is not None and this.mean_weights is not None:
@@ -143,7 +142,7 @@ class _Round:
 
     def apply_transposed(self, x: np.ndarray) -> np.ndarray:
         """`Wᵀ x`, of `[N]` or `[N, D]`."""
-        y = self.transposed @ x
+        y = self.sparse.T @ x
         return y if self.mean_weights is None else y + self._means((self.mean_weights * x.T).T)
 
     def _means(self, x: np.ndarray) -> np.ndarray:
@@ -178,7 +177,7 @@ class _Schedule:
     def __init__(self, topology: Topology) -> None:
         self.num_workers, self.is_random = topology.num_workers, topology.period is None
         self.steps = _STEPS_SAMPLED if topology.period is None else topology.period
-        self.round = lru_cache(2**22 // topology.weights[0].numel())(lambda t: _Round(topology, t))
+        self.round = lru_cache(2**24 // topology.weights[0].numel())(lambda t: _Round(topology, t))
 
     def random(self, columns: int) -> np.ndarray:
         """`[N, columns]`, the same for every schedule, off the consensus."""
