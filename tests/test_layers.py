@@ -19,9 +19,7 @@ LAYERS = [
     {"algorithms"},
     {
         "compat",
-        "compilation",
-        "donation",
-        "simulation",
+        "engine",
         "consensus",
         "evaluation",
         "gathering",

@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.func import vmap
 
 from decentfn.buckets import BucketPlan, flatten
-from decentfn.compilation import compile
 from decentfn.compressors import Compressor, Key
+from decentfn.engine.compilation import compile
 from decentfn.testing import problem
 
 _DRAWS = 20

@@ -10,7 +10,7 @@ from torch.func import vmap
 
 from decentfn import trees
 from decentfn.buckets import Buckets, flatten
-from decentfn.compilation import compile
+from decentfn.engine.compilation import compile
 from decentfn.testing import problem
 
 _UPDATES = 3
