@@ -77,20 +77,18 @@ class Step:
             result = self.run(state, batch, as_step(t))
         else:
             try:
-                t = as_step(t)
+                step_number = as_step(t)
             except ValueError:
                 require_order(state, batch, t)
                 raise
             x = getattr(state, "params", None)
-            plan = x.plan if isinstance(x, Buckets) else None
-            if self.check is None:
-                result = self._whole(state, batch, t)
-            elif x is None or plan is None or self._known.get((id(plan), x.tensors[0].dim())) is not plan:
-                result = self._first(state, batch, t)
-            else:
-                if plan.processes > 1:
-                    collectives.require_workers_of(plan.processes)
-                result = self._whole(state, batch, t)
+            key = None
+            if isinstance(x, Buckets):
+                key = id(x.plan), x.tensors[0].dim()
+                if x.plan.processes > 1:
+                    collectives.require_workers_of(x.plan.processes)
+            is_known = self.check is None or key in self._known
+            result = (self._whole if is_known else self._first)(state, batch, step_number)
         return result if self.finish is None else self.finish(state, *result)
 
     def _first(self, state: Any, batch: PyTree, t: Tensor) -> tuple[Any, Any]:
@@ -121,7 +119,7 @@ class Step:
             collectives.whole_step(number, donated=self._writes_over) as here,
             draws.torch_draws(number, here.place),
         ):
-            if self.is_by_autograd and not functorch.has_no_value(state.params[0]):
+            if self.is_by_autograd and not functorch.has_no_value(state.params.tensors[0]):
                 result = passing_beside(lambda batch: self.run(state, batch, t), batch)
             else:
                 result = self.run(state, batch, t)
