@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import starmap
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 def each(function: Callable[..., Tensor], *buckets: Buckets) -> Buckets:
     """`function` of the first, second, ... tensors of all `buckets`, as buckets with the first one's plan."""
-    return Buckets([function(*tensors) for tensors in zip(*buckets, strict=True)], buckets[0].plan)
+    return Buckets(starmap(function, zip(*[x.tensors for x in buckets], strict=True)), buckets[0].plan)
 
 
 elementwise = each
@@ -28,8 +29,7 @@ elementwise = each
 
 def zeros_like(x: Buckets) -> Buckets:
     """Zeros in the shapes of `x`, wide."""
-    # torch.zeros_like imports the compiler where a layout is made, on "meta".
-    return elementwise(lambda b: b.new_zeros(b.shape, dtype=wide(b.dtype)), x)
+    return elementwise(lambda b: torch.zeros_like(b, dtype=wide(b.dtype)), x)
 
 
 def widen(x: Buckets) -> Buckets:

@@ -185,3 +185,15 @@ def require_algorithm(call: str, algorithm: Any) -> None:
         raise ValueError(
             f"{call}({brief(algorithm)}): expected an Algorithm(init, step), such as df.adapt_while_communicate(...) returns."
         )
+
+
+def require_bare(call: str, algorithm: Any) -> None:
+    """`algorithm` is one whose step nothing was done to yet but wrapping, or a ValueError says what `call` was given."""
+    require_algorithm(call, algorithm)
+    step = algorithm.step
+    if step.is_compiled or step.is_donated or step.simulated is not None:
+        made_by = "compile" if step.is_compiled else "donate" if step.is_donated else "simulate"
+        raise ValueError(
+            f"{call}(Algorithm(init, {made_by}(step))): a wrapper changes the step of one worker; wrap the algorithm first, and "
+            f"df.{made_by} the step of what comes out."
+        )

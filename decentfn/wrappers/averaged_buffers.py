@@ -14,7 +14,7 @@ from decentfn import collectives, gossip, trees
 from decentfn.fingerprint import agree, describe
 from decentfn.kit.hyperparameters import at
 from decentfn.kit.state import Metrics, State
-from decentfn.kit.step import Algorithm, require_algorithm
+from decentfn.kit.step import Algorithm, require_bare
 from decentfn.numbers import checks_numbers
 from decentfn.trees import PyTree
 
@@ -41,7 +41,7 @@ def average_buffers(
         ValueError: γ out of its range, a column-stochastic topology, on which buffers would drift away, or an algorithm
             whose buffers are averaged already.
     """
-    require_algorithm("average_buffers", algorithm)
+    require_bare("average_buffers", algorithm)
     if not callable(gamma) and not 0 <= gamma <= 1:
         raise ValueError(f"average_buffers(gamma={gamma!r}): γ lies in [0, 1], or is a function of t.")
     if algorithm.step.averages_buffers:

@@ -16,7 +16,7 @@ from decentfn.fingerprint import agree, describe
 from decentfn.kit.expected import kind_of
 from decentfn.kit.gradient import finite_or
 from decentfn.kit.state import Guarded, Metrics, State
-from decentfn.kit.step import Algorithm, require_algorithm
+from decentfn.kit.step import Algorithm, require_bare
 from decentfn.numbers import checks_numbers
 from decentfn.torch_private import functorch
 from decentfn.trees import PyTree
@@ -46,7 +46,7 @@ def guard(algorithm: Algorithm, limit: int = 20) -> Algorithm:
     Raises:
         ValueError: no algorithm, or one that is guarded already; `limit` no integer >= 1.
     """
-    require_algorithm("guard", algorithm)
+    require_bare("guard", algorithm)
     if limit < 1:
         raise ValueError(f"guard(limit={brief(limit)}): a number of steps in a row, >= 1.")
     if algorithm.step.is_guarded:

@@ -13,7 +13,7 @@ from decentfn.buckets import Buckets, cast_like, copy_wide, elementwise
 from decentfn.consensus import params
 from decentfn.kit.expected import kind_of
 from decentfn.kit.state import Local, Metrics, State, restarted
-from decentfn.kit.step import Algorithm, require_algorithm
+from decentfn.kit.step import Algorithm, require_bare
 from decentfn.numbers import checks_numbers
 from decentfn.trees import PyTree
 from decentfn.words import brief
@@ -44,7 +44,7 @@ def ema(algorithm: Algorithm, decay: float = 0.999) -> Algorithm:
         decay: d in [0, 1).
     Source: torch.optim.swa_utils.get_ema_multi_avg_fn.
     """
-    require_algorithm("ema", algorithm)
+    require_bare("ema", algorithm)
     if not 0 <= decay < 1:
         raise ValueError(f"ema(decay={brief(decay)}): the decay lies in [0, 1); 0.999 is usual.")
     init, step = algorithm
