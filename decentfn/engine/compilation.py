@@ -91,7 +91,8 @@ def compile(
     if backend == "inductor":
         kwargs["backend"] = progress.inductor
         kwargs["options"] = inductor.compile_options() | options
-    is_read = step.loss_fn is not None and reading(step.loss_fn) is not nothing
+    loss_fn = step.loss_fn
+    read = loss_fn if loss_fn is not None and reading(loss_fn) is not nothing else None
     graphs: list[tuple[Any, Callable[..., Any]]] = []
 
     def run(state: Any, batch: PyTree, t: Tensor) -> tuple[Any, Any]:
@@ -114,7 +115,7 @@ def compile(
         batch = batch if step.is_by_autograd or isinstance(batch, Tensor) else trees.plain(batch)
         guard_everything()
         try:
-            with settling() if is_new else nothing, reading(step.loss_fn) if is_read else nothing:
+            with settling() if is_new else nothing, reading(read) if read is not None else nothing:
                 result = graph(leaves, batch, t)
         except Exception as error:
             _explain(step, error, state, batch)
@@ -128,9 +129,10 @@ def compile(
     def check(state: Any, batch: PyTree, t: Tensor) -> None:
         assert step.check is not None
         step.check(state, batch, t)
-        if step.loss_fn is not None:
+        if loss_fn is not None:
             given = state.params, state.buffers, trees.plain(batch)
-            learn(step.loss_fn, *(given if step.simulated is None else trees.map(lambda leaf: leaf[0], given)), t)
+            params, buffers, one = given if step.simulated is None else trees.map(lambda leaf: leaf[0], given)
+            learn(loss_fn, params, buffers, one, t)
 
     return replace(step, run=run, check=None if step.check is None else check, is_compiled=True, is_donated=donate)
 
