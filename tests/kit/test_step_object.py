@@ -53,16 +53,6 @@ def test_torch_func_and_torch_compile_take_it_as_a_function():
     assert_equal(simulated(state, batch, torch.tensor(0)), expected)
 
 
-def test_torch_func_grad_goes_through_a_simulated_step():
-    init, step = df.adapt_then_combine(lambda w, b: ((w - b) ** 2).sum(), df.sgd(0.25), df.topology("complete", N))
-    state, batch = df.stack(init(torch.zeros(2)), N), torch.ones(N, 2)
-
-    def loss_after(batch):
-        return df.simulate(step, N)(state, batch, 0)[0].params[0].sum()
-
-    torch.testing.assert_close(torch.func.grad(loss_after)(batch), torch.full((N, 2), 0.5))
-
-
 def test_a_stacked_state_is_refused_also_after_one_of_its_plan_was_taken():
     init, step = df.adapt_then_combine(lambda w, b: (w * b).sum(), df.sgd(0.1), df.topology("complete", 1))
     state = init(torch.zeros(2))
