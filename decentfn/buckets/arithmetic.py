@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import starmap
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 def each(function: Callable[..., Tensor], *buckets: Buckets) -> Buckets:
     """`function` of the first, second, ... tensors of all `buckets`, as buckets with the first one's plan."""
-    return Buckets(starmap(function, zip(*[x.tensors for x in buckets], strict=True)), buckets[0].plan)
+    return Buckets([function(*tensors) for tensors in zip(*buckets, strict=True)], buckets[0].plan)
 
 
 elementwise = each
