@@ -34,7 +34,6 @@ from decentfn.algorithms.slowmo import slowmo
 from decentfn.algorithms.stochastic_gradient_push import stochastic_gradient_push
 from decentfn.algorithms.streaming_diloco import streaming_diloco
 from decentfn.compat import ddp
-from decentfn.compilation import compile
 from decentfn.consensus import (
     buffers,
     check_replicas,
@@ -47,14 +46,15 @@ from decentfn.consensus import (
     params,
     with_params,
 )
-from decentfn.donation import donate
+from decentfn.engine.compilation import compile
+from decentfn.engine.donation import donate
+from decentfn.engine.simulation import simulate, stack, worker
 from decentfn.evaluation import evaluate, evaluate_replicas
 from decentfn.gradient import accumulate, autograd, dynamic_loss_scale, functional
 from decentfn.kit import Algorithm, Metrics, Options, State
 from decentfn.replicas import broadcast
 from decentfn.resizing import resize
 from decentfn.run import checkpoint, data, init, logs, preemption
-from decentfn.simulation import simulate, stack, worker
 from decentfn.state_dicts import load_state_dict, state_dict
 from decentfn.topologies import Topology, mixing_matrix, register_topology, topology
 from decentfn.transforms import Transform, adam, adamw, chain, clip_by_global_norm, sgd

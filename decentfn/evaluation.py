@@ -14,11 +14,11 @@ from torch import Tensor
 from decentfn import collectives, trees
 from decentfn.buckets import Plan, sum_inside, whole
 from decentfn.consensus import consensus_buffers, consensus_mean, is_stacked, require_sharded_alike
+from decentfn.engine.simulation import worker
 from decentfn.errors import PeerLost, RunError
 from decentfn.gradient.loss import WrappedLoss, is_pair
 from decentfn.gradient.module import ModuleLoss, ShardedLoss
 from decentfn.replicas import digest
-from decentfn.simulation import worker
 from decentfn.together import together
 from decentfn.trees import PyTree
 from decentfn.words import brief

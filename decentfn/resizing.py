@@ -12,9 +12,10 @@ from torch import Tensor
 from decentfn import collectives, trees
 from decentfn.buckets import is_finite
 from decentfn.consensus import is_stacked
+from decentfn.engine.simulation import stack
 from decentfn.errors import NonFinite
-from decentfn.kit.state import Algorithm, State, require_algorithm, restarted
-from decentfn.simulation import stack
+from decentfn.kit.state import State, restarted
+from decentfn.kit.step import Algorithm, require_algorithm
 from decentfn.trees import PyTree
 
 _CALL = "resize(state, algorithm)"

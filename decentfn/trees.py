@@ -83,6 +83,16 @@ def _open(tree: PyTree) -> tuple[Sequence[Any], Callable[[list[Any]], Any]] | No
     return None
 
 
+def nodes(tree: PyTree) -> list[str]:
+    """The kinds of the inner nodes, outermost first; of dicts with their keys."""
+    node = _open(tree)
+    if node is None or tree is None:
+        return []
+    kind = type(tree).__name__
+    own = f"{kind} of {sorted(tree)}" if isinstance(tree, _DICTS) else kind
+    return [own, *(name for child in node[0] for name in nodes(child))]
+
+
 _nodes: dict[type, tuple[Callable[[Any], tuple[Sequence[Any], Hashable]], Callable[[Any, Iterable[Any]], Any]]] = {}
 
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import decentfn as df
-from decentfn import collectives, compilation, kit, trees
+from decentfn import collectives, kit, trees
 from decentfn.collectives import World
+from decentfn.engine import compilation
 
 WORKERS = 4
 outside = SimpleNamespace()

@@ -30,9 +30,7 @@ LAYERS = [
     {"algorithms"},
     {
         "compat",
-        "compilation",
-        "donation",
-        "simulation",
+        "engine",
         "consensus",
         "evaluation",
         "resizing",

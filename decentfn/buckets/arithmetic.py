@@ -28,8 +28,7 @@ elementwise = each
 
 def zeros_like(x: Buckets) -> Buckets:
     """Zeros in the shapes of `x`, wide."""
-    # torch.zeros_like imports the compiler where a layout is made, on "meta".
-    return elementwise(lambda b: b.new_zeros(b.shape, dtype=wide(b.dtype)), x)
+    return elementwise(lambda b: torch.zeros_like(b, dtype=wide(b.dtype)), x)
 
 
 def widen(x: Buckets) -> Buckets:

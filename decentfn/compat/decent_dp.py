@@ -31,10 +31,10 @@ from typing_extensions import Unpack
 from decentfn import trees
 from decentfn.buckets import Buckets, add
 from decentfn.consensus import consensus_mean, is_stacked, with_params
+from decentfn.engine.simulation import stack
 from decentfn.kit import LossFn, Metrics, Options, State, Worker, collect
 from decentfn.numbers import checks_numbers
 from decentfn.scalars import as_step
-from decentfn.simulation import stack
 from decentfn.topologies import Round, Topology
 from decentfn.transforms import Transform, clip_by_global_norm, partition
 from decentfn.trees import PyTree

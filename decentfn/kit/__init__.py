@@ -50,7 +50,8 @@ from decentfn.kit.preconditions import (
     require_static,
     require_static_symmetric,
 )
-from decentfn.kit.state import Algorithm, Local, Metrics, State, Step
+from decentfn.kit.state import Local, Metrics, State
+from decentfn.kit.step import Algorithm, Step
 from decentfn.kit.worker import Worker
 from decentfn.scalars import once
 

@@ -5,20 +5,15 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ParamSpec
 
-import torch
-from torch import Tensor
-
-from decentfn import collectives, draws
 from decentfn.fingerprint import agree, describe, structure
-from decentfn.gradient import is_by_autograd
-from decentfn.kit.expected import checked, marked, require_order
+from decentfn.gradient import require_inputs
+from decentfn.kit.expected import Expected, require_params
 from decentfn.kit.options import DEFAULTS
-from decentfn.kit.state import Algorithm, Metrics
+from decentfn.kit.step import Algorithm
 from decentfn.numbers import bind, plain
-from decentfn.scalars import as_step
-from decentfn.torch_private import functorch
 from decentfn.trees import PyTree
 from decentfn.words import brief
 
@@ -57,28 +52,20 @@ def algorithm(function: Callable[P, Algorithm]) -> Callable[P, Algorithm]:
             )
         call.apply_defaults()
         loss_fn, optimizer, topology = (call.arguments[name] for name in ("loss_fn", "optimizer", "topology"))
-        by_autograd = is_by_autograd(loss_fn)
         own = [name for name, p in signature.parameters.items() if p.kind is p.KEYWORD_ONLY]
         values = {name: call.arguments[name] for name in own} | DEFAULTS | call.arguments.get("options", {})
 
+        expected = Expected(loss_fn, starts_equal=built.step.starts_equal)
+
         def start(params: PyTree, buffers: PyTree = None) -> Any:
+            require_params(params)
+            require_inputs("init(params, buffers)", loss_fn, params, buffers)
             lines = [describe(name, value) for name, value in values.items()]
             agree([f"algorithm {function.__name__}", *lines, *structure("optimizer", optimizer)])
-            return built.init(params, buffers)
+            return expected.record(built.init(params, buffers))
 
-        @functools.wraps(built.step)
-        def run(state: Any, batch: PyTree, t: int | Tensor) -> tuple[Any, Metrics]:
-            if not torch.compiler.is_dynamo_compiling():
-                require_order(state, batch, t)
-            t = as_step(t)
-            if torch.compiler.is_dynamo_compiling() or functorch.has_no_value(t):
-                return built.step(state, batch, t)
-            with collectives.whole_step(t) as here, draws.torch_draws(t, here.place):
-                return built.step(state, batch, t)
-
-        init, step = checked(built.init, start, run, loss_fn)
         topology = built.topology or topology
-        step = marked(step, by_autograd=by_autograd, num_workers=topology.num_workers)
-        return Algorithm(init, step, loss_fn=loss_fn, topology=topology)
+        step = replace(built.step, check=expected.check, loss_fn=loss_fn, num_workers=topology.num_workers)
+        return Algorithm(start, step, loss_fn=loss_fn, topology=topology)
 
     return build

@@ -22,7 +22,7 @@ _log = logging.getLogger("decentfn")
 
 
 def lay_out(
-    params: PyTree | Plan,
+    params: PyTree,
     optimizer: Any,
     topologies: Sequence[Topology],
     bucket_mb: float,
@@ -32,10 +32,8 @@ def lay_out(
 ) -> Buckets:
     """A copy of `params` in buckets; collective: makes the process groups and checks that all ranks agree.
 
-    Of a plan, its buckets without values, and nothing is collective: what a state of that plan looks like.
-
     Args:
-        params: the tree, or a plan.
+        params: the tree.
         optimizer: its masks must not be mixed within a bucket.
         topologies: all that the algorithm uses, its own schedule first.
         bucket_mb: largest bucket in MiB.
@@ -43,8 +41,6 @@ def lay_out(
         inside: how the processes of a worker share the parameters.
         places: where shards lie in the worker's parameters and buffers.
     """
-    if isinstance(params, Plan):
-        return params.without_values()
     masks = getattr(optimizer, "masks", ())
     try:
         _require_as_built(inside)

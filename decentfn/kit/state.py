@@ -1,21 +1,15 @@
-"""What a step takes and returns: one state for all algorithms, its metrics, and the pair that an algorithm is."""
+"""What a step takes and returns: one state for all algorithms, and its metrics."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from decentfn.buckets import Buckets
-from decentfn.gradient import LossFn, LossScale
+from decentfn.gradient import LossScale
 from decentfn.gradient import Metrics as Metrics
-from decentfn.topologies import Topology
 from decentfn.trees import PyTree
-from decentfn.words import brief
-
-Step = Callable[[Any, PyTree, "int | Tensor"], tuple[Any, Any]]
-"""`(state, batch, t) -> (state, metrics)`, pure."""
 
 
 class Guarded(NamedTuple):
@@ -49,48 +43,6 @@ class State(NamedTuple):
     def buffers(self) -> PyTree:
         """The buffers, as the tree that `init` was given or the loss last returned: the state's own; `df.buffers` copies them."""
         return self.local.buffers
-
-
-class _Pair(NamedTuple):
-    init: Callable[..., Any]
-    step: Callable[..., tuple[Any, Any]]
-
-
-class Algorithm(_Pair):
-    """A training algorithm: `init(params, buffers=None) -> state` and the pure `step(state, batch, t)`.
-
-    What the step draws from PyTorch's generators follows from torch's seed, `t` and the worker.
-    """
-
-    loss_fn: LossFn | None
-    """The loss that it was made of."""
-    topology: Topology | None
-    """The topology that it was made of; that of all workers, where an algorithm averages over everyone."""
-
-    def __new__(
-        cls,
-        init: Callable[..., Any],
-        step: Callable[..., tuple[Any, Any]],
-        *,
-        loss_fn: LossFn | None = None,
-        topology: Topology | None = None,
-    ) -> Algorithm:
-        """The pair, with what it was made of."""
-        pair = super().__new__(cls, init, step)
-        pair.loss_fn, pair.topology = loss_fn, topology
-        return pair
-
-    def _replace(self, **changes: Any) -> Algorithm:
-        """The same with another `init` or `step`."""
-        return Algorithm(*super()._replace(**changes), loss_fn=self.loss_fn, topology=self.topology)
-
-
-def require_algorithm(call: str, algorithm: Any) -> None:
-    """`algorithm` is an `Algorithm`, or a ValueError says what `call` was given."""
-    if not isinstance(algorithm, Algorithm):
-        raise ValueError(
-            f"{call}({brief(algorithm)}): expected an Algorithm(init, step), such as df.adapt_while_communicate(...) returns."
-        )
 
 
 def restarted(memory: Any, x: Buckets) -> Any:

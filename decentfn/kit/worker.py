@@ -12,14 +12,14 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from decentfn import collectives, gossip, trees
-from decentfn.buckets import Buckets, Plan, all_finite, elementwise, global_norm, loose
+from decentfn.buckets import Buckets, all_finite, elementwise, global_norm, loose
 from decentfn.gossip import Posted, collect
 from decentfn.gradient import DynamicLossScale, Gradient, LossFn, evaluate, inside_of, where_good
-from decentfn.kit.expected import marked
 from decentfn.kit.gradient import good_update
 from decentfn.kit.options import DEFAULTS, Options, require_arguments
 from decentfn.kit.start import lay_out
-from decentfn.kit.state import Algorithm, Local, Metrics, State
+from decentfn.kit.state import Local, Metrics, State
+from decentfn.kit.step import Algorithm, Step
 from decentfn.replicas import require_equal
 from decentfn.topologies import Topology, complete
 from decentfn.torch_private.profiler import span
@@ -87,13 +87,17 @@ class Worker:
             scale = None if self.scaling is None else self.scaling.init(x[0].device)
             local = Local(self.optimizer.init(x), trees.map(torch.clone, buffers), scale)
             state = State(x, local, () if memory is None else memory(x))
-            if must_equal and not isinstance(params, Plan):
+            if must_equal:
                 given = {"params": params, "buffers": buffers}
                 require_equal("init(params, buffers)", {name: given[name] for name in must_equal})
             return state
 
-        step = marked(step, starts_equal=starts_equal)
-        return Algorithm(init, step, loss_fn=self.scaling or self.loss_fn, topology=topology or self.topology)
+        return Algorithm(
+            init,
+            replace(Step.of(step), starts_equal=starts_equal),
+            loss_fn=self.scaling or self.loss_fn,
+            topology=topology or self.topology,
+        )
 
     def gradient(
         self,

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from decentfn import trees
 from decentfn.buckets import Buckets
-from decentfn.compilation import compile
 from decentfn.consensus import params as params_of
+from decentfn.engine.compilation import compile
+from decentfn.engine.simulation import simulate
 from decentfn.gradient import LossFn, accumulate, autograd, dynamic_loss_scale
-from decentfn.kit.state import Algorithm
-from decentfn.simulation import simulate
+from decentfn.kit.step import Algorithm
 from decentfn.testing import problem
 from decentfn.testing.subjects import (
     STEPS,

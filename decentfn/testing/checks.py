@@ -11,8 +11,8 @@ from torch.func import vmap
 
 from decentfn import collectives, gossip, trees
 from decentfn.buckets import BucketPlan, Buckets, flatten, loose
-from decentfn.compilation import compile
 from decentfn.compressors import Compressor, Key
+from decentfn.engine.compilation import compile
 from decentfn.testing import problem
 from decentfn.testing.ranks import on_ranks
 from decentfn.topologies import Topology, mixing_matrix

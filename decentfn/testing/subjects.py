@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from decentfn import compile_cache, trees
-from decentfn.compilation import compile
-from decentfn.donation import donate
+from decentfn.engine.compilation import compile
+from decentfn.engine.donation import donate
+from decentfn.engine.simulation import simulate
 from decentfn.gradient import LossFn
-from decentfn.kit.state import Algorithm
-from decentfn.simulation import simulate
+from decentfn.kit.step import Algorithm
 from decentfn.testing import problem
 from decentfn.testing.ranks import alone_as_rank_of, on_kept_ranks
 from decentfn.topologies import Topology

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from functools import wraps
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,11 +13,10 @@ from torch import Tensor
 from decentfn import collectives, gossip, trees
 from decentfn.buckets import loose
 from decentfn.fingerprint import agree, describe
-from decentfn.kit.expected import marked
 from decentfn.kit.hyperparameters import at
-from decentfn.kit.state import Algorithm, Metrics, State, require_algorithm
+from decentfn.kit.state import Metrics, State
+from decentfn.kit.step import Algorithm, require_bare
 from decentfn.numbers import checks_numbers
-from decentfn.scalars import as_step
 from decentfn.topologies import Topology
 from decentfn.trees import PyTree
 
@@ -44,10 +43,10 @@ def average_buffers(
         ValueError: γ out of its range, a column-stochastic topology, on which buffers would drift away, or an algorithm
             whose buffers are averaged already.
     """
-    require_algorithm("average_buffers", algorithm)
+    require_bare("average_buffers", algorithm)
     if not callable(gamma) and not 0 <= gamma <= 1:
         raise ValueError(f"average_buffers(gamma={gamma!r}): γ lies in [0, 1], or is a function of t.")
-    if hasattr(algorithm.step, "averages_buffers"):
+    if algorithm.step.averages_buffers:
         raise ValueError("average_buffers(average_buffers(algorithm)): the buffers are mixed already; once is enough.")
     topology = algorithm.topology
     if topology is None:
@@ -67,20 +66,19 @@ def average_buffers(
             "network without running statistics."
         )
     init, step = algorithm
+    one = step.run
     frozen: frozenset[str] = getattr(algorithm.loss_fn, "frozen", frozenset())
 
     def start(params: PyTree, buffers: PyTree = None) -> State:
         agree([describe("average_buffers gamma", gamma), describe("average_buffers overlap", overlap)])
         return init(params, buffers)
 
-    @wraps(step)
-    def averaging(state: State, batch: PyTree, t: int | Tensor) -> tuple[State, Metrics]:
-        t = as_step(t)
+    def run(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
         which = _travel(state.buffers, frozen)
         if not any(which):
-            return step(state, batch, t)
+            return one(state, batch, t)
         posted = _post(_chosen(state.buffers, which), topology, t) if overlap else None
-        state, metrics = step(state, batch, t)
+        state, metrics = one(state, batch, t)
         new = _chosen(state.buffers, which)
         if posted is None:
             posted = _post(new, topology, t)
@@ -91,7 +89,7 @@ def average_buffers(
         buffers = trees.fill(trees.enumerate_leaves(state.buffers), leaves)
         return state._replace(local=state.local._replace(buffers=buffers)), metrics
 
-    return Algorithm(start, marked(averaging, averages_buffers=True), loss_fn=algorithm.loss_fn, topology=topology)
+    return algorithm._replace(init=start, step=replace(step, run=run, averages_buffers=True))
 
 
 def _travel(buffers: PyTree, frozen: frozenset[str]) -> list[bool]:

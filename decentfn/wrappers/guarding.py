@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import wraps
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,11 +13,11 @@ from decentfn import collectives, gossip, trees
 from decentfn.buckets import Buckets, everywhere_inside, is_finite
 from decentfn.errors import NonFinite
 from decentfn.fingerprint import agree, describe
-from decentfn.kit.expected import check, kind_of, marked, watch
+from decentfn.kit.expected import kind_of
 from decentfn.kit.gradient import finite_or
-from decentfn.kit.state import Algorithm, Guarded, Metrics, State, require_algorithm
+from decentfn.kit.state import Guarded, Metrics, State
+from decentfn.kit.step import Algorithm, require_bare
 from decentfn.numbers import checks_numbers
-from decentfn.scalars import as_step
 from decentfn.torch_private import functorch
 from decentfn.trees import PyTree
 from decentfn.words import brief
@@ -46,12 +46,13 @@ def guard(algorithm: Algorithm, limit: int = 20) -> Algorithm:
     Raises:
         ValueError: no algorithm, or one that is guarded already; `limit` no integer >= 1.
     """
-    require_algorithm("guard", algorithm)
+    require_bare("guard", algorithm)
     if limit < 1:
         raise ValueError(f"guard(limit={brief(limit)}): a number of steps in a row, >= 1.")
-    if hasattr(algorithm.step, "watch"):
+    if algorithm.step.is_guarded:
         raise ValueError("guard(guard(algorithm)): the algorithm is guarded already; guard it once.")
     init, step = algorithm
+    one = step.run
 
     def start(params: PyTree, buffers: PyTree = None) -> State:
         agree([describe("guard limit", limit)])
@@ -59,35 +60,31 @@ def guard(algorithm: Algorithm, limit: int = 20) -> Algorithm:
         zeros = [torch.zeros((), dtype=torch.int64, device=state.params[0].device) for _ in range(3)]
         return _with(state, Guarded(*zeros))
 
-    def look(state: Any, batch: PyTree, t: Any) -> None:
+    def check(state: Any, batch: PyTree, t: Tensor) -> None:
         if not _is_guarded(state):
             raise ValueError(
                 f"step(state, batch, t): the state is a {kind_of(state)} that is not guarded, and this step takes one that is; call "
                 "the init that df.guard(...) returned beside it."
             )
-        check(step, _with(state, None), batch, t)
+        if step.check is not None:
+            step.check(_with(state, None), batch, t)
 
-    @wraps(step)
-    def guarded(state: State, batch: PyTree, t: int | Tensor) -> tuple[State, Metrics]:
-        if not _is_guarded(state):
-            look(state, batch, t)
-        t = as_step(t)
+    def run(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
         counts, old = state.local.guard, _with(state, None)
         assert counts is not None
         with gossip.guarded() as noted:
-            new, metrics = step(old, batch, t)
+            new, metrics = one(old, batch, t)
         noted.skipped.extend(
             (is_finite(before) & ~is_finite(after)).any()  # a mask of -inf is meant
             for before, after in zip(trees.leaves(old.buffers), trees.leaves(new.buffers), strict=True)
             if after.is_floating_point() or after.is_complex()
         )
         counts = _counted(counts, noted)
-        new = _with(_finite(new, old), counts)
-        watch(guarded, new, t)
-        return new, metrics._replace(guard=trees.map(torch.clone, counts))
+        return _with(_finite(new, old), counts), metrics._replace(guard=trees.map(torch.clone, counts))
 
-    def stop(state: State, t: Tensor, is_donated: bool = False) -> None:
-        in_a_row = state.local.guard.in_a_row.view(-1)  # pyright: ignore[reportOptionalMemberAccess]
+    def watch(state: State, t: Tensor, is_donated: bool) -> None:
+        assert state.local.guard is not None
+        in_a_row = state.local.guard.in_a_row.view(-1)
         if functorch.has_no_value(in_a_row) or (in_a_row.is_cuda and int(t) % limit):
             return
         if int(in_a_row.max()) >= limit:
@@ -96,9 +93,8 @@ def guard(algorithm: Algorithm, limit: int = 20) -> Algorithm:
             collectives.cut_short(int(t), error)
             raise error
 
-    return Algorithm(
-        start, marked(guarded, check=look, watch=stop), loss_fn=algorithm.loss_fn, topology=algorithm.topology
-    )
+    guarded = replace(step, run=run, check=check, watch=watch, is_guarded=True)
+    return algorithm._replace(init=start, step=guarded)
 
 
 def _is_guarded(state: Any) -> bool:

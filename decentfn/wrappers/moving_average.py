@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import wraps
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -11,8 +11,9 @@ from torch import Tensor
 from decentfn import trees
 from decentfn.buckets import Buckets, cast_like, copy_wide, elementwise
 from decentfn.consensus import params
-from decentfn.kit.expected import check, kind_of, marked
-from decentfn.kit.state import Algorithm, Local, Metrics, State, require_algorithm, restarted
+from decentfn.kit.expected import kind_of
+from decentfn.kit.state import Local, Metrics, State, restarted
+from decentfn.kit.step import Algorithm, require_bare
 from decentfn.numbers import checks_numbers
 from decentfn.trees import PyTree
 from decentfn.words import brief
@@ -43,33 +44,32 @@ def ema(algorithm: Algorithm, decay: float = 0.999) -> Algorithm:
         decay: d in [0, 1).
     Source: torch.optim.swa_utils.get_ema_multi_avg_fn.
     """
-    require_algorithm("ema", algorithm)
+    require_bare("ema", algorithm)
     if not 0 <= decay < 1:
         raise ValueError(f"ema(decay={brief(decay)}): the decay lies in [0, 1); 0.999 is usual.")
     init, step = algorithm
+    one = step.run
 
     def start(params: PyTree, buffers: PyTree = None) -> State:
         state = init(params, buffers)
         return state._replace(memory=EMAMemory(state.memory, copy_wide(state.params)))
 
-    def look(state: Any, batch: PyTree, t: Any) -> None:
+    def check(state: Any, batch: PyTree, t: Tensor) -> None:
         if not _has_average(state):
             raise ValueError(
                 f"step(state, batch, t): the state is a {kind_of(state)}, and this step takes one with an average; call the "
                 "init that df.ema(...) returned beside it."
             )
-        check(step, state._replace(memory=state.memory.inner), batch, t)
+        if step.check is not None:
+            step.check(state._replace(memory=state.memory.inner), batch, t)
 
-    @wraps(step)
-    def averaged(state: State, batch: PyTree, t: int | Tensor) -> tuple[State, Metrics]:
-        if not _has_average(state):
-            look(state, batch, t)
+    def run(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
         inner, average = state.memory
-        state, metrics = step(state._replace(memory=inner), batch, t)
+        state, metrics = one(state._replace(memory=inner), batch, t)
         average = elementwise(lambda e, x: decay * e + (1 - decay) * x.to(e.dtype), average, state.params)
         return state._replace(memory=EMAMemory(state.memory, average)), metrics
 
-    return Algorithm(start, marked(averaged, check=look), loss_fn=algorithm.loss_fn, topology=algorithm.topology)
+    return algorithm._replace(init=start, step=replace(step, run=run, check=check))
 
 
 def ema_state(state: State) -> State:

@@ -1,4 +1,4 @@
-"""A step trains the state that its own init would lay out; any other is refused at the first call, in one sentence."""
+"""A step trains states like those that its own init has made; any other is refused at the first call, in one sentence."""
 
 import pickle
 
@@ -33,7 +33,8 @@ def test_every_algorithm_is_tried():
 @pytest.mark.parametrize("case", ONE_OF_EACH, ids=str)
 def test_a_state_of_another_optimizer_is_refused_with_the_way_out(case, how):
     old = algorithm(case, df.adam(0.1)).init(cases.params())
-    _, step = algorithm(case, df.sgd(0.1, momentum=0.9))
+    init, step = algorithm(case, df.sgd(0.1, momentum=0.9))
+    init(cases.params())
     with pytest.raises(
         ValueError, match=r"^step\(state, batch, t\): .*local\.opt\.0\.count.*local\.opt\.0\.momentum.*init"
     ):
@@ -43,11 +44,26 @@ def test_a_state_of_another_optimizer_is_refused_with_the_way_out(case, how):
 @pytest.mark.parametrize("case", ONE_OF_EACH, ids=str)
 def test_a_state_of_another_algorithm_is_refused(case):
     other = next(other for other in ONE_OF_EACH if type(state_of(other).memory) is not type(state_of(case).memory))
-    _, step = algorithm(case, df.sgd(0.1))
+    init, step = algorithm(case, df.sgd(0.1))
+    init(cases.params())
     with pytest.raises(
         ValueError, match=r"^step\(state, batch, t\): the state is a State with.*, .* takes a State with"
     ):
         first_step(step, state_of(other), "simulated")
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("case", ONE_OF_EACH, ids=str)
+def test_without_init_a_state_that_the_step_cannot_read_is_refused(case, how):
+    """There is nothing to compare it with; so what fails, or changes its form, names the state."""
+    other = next(other for other in ONE_OF_EACH if type(state_of(other).memory) is not type(state_of(case).memory))
+    for state, said in (
+        (state_of(other), "State with|another algorithm|Dimension out of range"),
+        (algorithm(case, df.adam(0.1)).init(cases.params()), "AdamState|count"),
+    ):
+        _, step = algorithm(case, df.sgd(0.1, momentum=0.9))
+        with pytest.raises((ValueError, RuntimeError, IndexError), match=said):
+            first_step(step, state, how)
 
 
 def state_of(case):
@@ -110,7 +126,7 @@ def test_ema_takes_its_own_states_only(how):
         first_step(averaged.step, of_adam.init(cases.params()), how)
 
 
-def test_an_optimizer_whose_start_depends_on_values_is_not_compared():
+def test_an_optimizer_whose_start_depends_on_values_is_taken():
     def from_values(params):
         return [torch.full((), float(bucket.sum())) for bucket in params]
 

@@ -99,6 +99,10 @@ MISTAKES = {
     ),
     "compiled twice": (lambda: df.compile(df.compile(a_step())), r"^compile\(compile\(step\)\).*once"),
     "simulated twice": (lambda: df.simulate(df.simulate(a_step(), N), N), r"^simulate\(simulate\(step, N\)\).*once"),
+    "a compiled step wrapped": (
+        lambda: df.ema(build()._replace(step=df.compile(a_step()))),
+        r"^ema\(Algorithm\(init, compile\(step\)\)\).*wrap the algorithm first",
+    ),
     "the pair compiled": (lambda: df.compile(build()), r"^compile\(Algorithm.*init, step ="),
     "the pair simulated": (lambda: df.simulate(build(), N), r"^simulate\(Algorithm.*init, step ="),
     "a wire dtype's name": (lambda: build(wire_dtype="bf16"), r"^wire_dtype='bf16'.*torch\.bfloat16"),

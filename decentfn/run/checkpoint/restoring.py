@@ -16,6 +16,7 @@ from torch import Tensor
 from decentfn import collectives, trees
 from decentfn.buckets import Buckets, Place
 from decentfn.consensus import is_stacked
+from decentfn.engine.simulation import stack
 from decentfn.resizing import resized
 from decentfn.run.checkpoint import files, manifest
 from decentfn.run.checkpoint.layout import (
@@ -29,7 +30,6 @@ from decentfn.run.checkpoint.layout import (
     place,
     places_in,
 )
-from decentfn.simulation import stack
 from decentfn.together import on_first, one_path, together
 
 

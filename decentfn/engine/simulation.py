@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from functools import wraps
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from decentfn import collectives, trees
-from decentfn.gradient.beside import Beside, passing_beside
-from decentfn.kit.expected import check, is_state, marked, require_order, watch
-from decentfn.kit.state import Step
+from decentfn.gradient.beside import Beside
+from decentfn.kit.expected import is_state
+from decentfn.kit.step import Step
 from decentfn.numbers import MOST_WORKERS, checks_numbers, require_at_most
 from decentfn.replicas import require_equal_rows
-from decentfn.scalars import as_step
 from decentfn.stacking import over_workers, require_rows
-from decentfn.torch_private import functorch
 from decentfn.trees import PyTree
 from decentfn.words import brief
 
 
 @checks_numbers
-def simulate(step: Step, num_workers: int, *, chunk_size: int | None = None) -> Step:
+def simulate(step: Step | Callable[..., Any], num_workers: int, *, chunk_size: int | None = None) -> Step:
     """The step of `num_workers` workers at once: every leaf of state, batch and metrics gains a leading `[N]`.
 
     In one process N is the topology's size. Under torchrun each process simulates N workers and
@@ -43,16 +41,17 @@ def simulate(step: Step, num_workers: int, *, chunk_size: int | None = None) -> 
     """
     if not callable(step):
         raise ValueError(f"simulate({brief(step)}): expected a step; init, step = df.adapt_while_communicate(...).")
-    if getattr(step, "made_by", None) == "compile":
+    step = Step.of(step)
+    if step.is_compiled:
         raise ValueError(
             "simulate(compile(step), N): a compiled step is one worker's graph, over which nothing is batched; the other "
             "way round, df.compile(df.simulate(step, N))."
         )
-    if getattr(step, "made_by", None) == "donate":
+    if step.is_donated:
         raise ValueError(
             "simulate(donate(step), N): the other way round, df.donate(df.simulate(step, N)): the state of all workers is one."
         )
-    if getattr(step, "made_by", None) == "simulate":
+    if step.simulated is not None:
         raise ValueError(
             "simulate(simulate(step, N)): the step has its workers already; simulate once, N of them in all."
         )
@@ -62,52 +61,29 @@ def simulate(step: Step, num_workers: int, *, chunk_size: int | None = None) -> 
             f"simulate(chunk_size={brief(chunk_size)}): workers at a time, an integer >= 1, or None for all."
         )
 
-    def require_size() -> None:
-        size = getattr(step, "num_workers", None)
-        if size is not None:  # else a step of another kind
-            collectives.require_size(num_workers, size, "simulate")
+    one = step.run
 
-    started: list[Any] = [None]  # the plan of the last run that began here
+    def run(state: Any, batch: PyTree, t: Tensor) -> tuple[Any, Any]:
+        require_rows("state", state, num_workers)
+        if isinstance(batch, Beside):
+            return over_workers(lambda state: one(state, batch, t), num_workers, state, chunk_size=chunk_size)
+        batch = trees.plain(batch)
+        require_rows("batch", batch, num_workers)
+        return over_workers(lambda state, batch: one(state, batch, t), num_workers, state, batch, chunk_size=chunk_size)
 
-    def require_start(state: Any, t: Tensor) -> None:
-        if functorch.has_no_value(t) or not getattr(step, "starts_equal", False) or int(t) != 0 or not is_state(state):
-            return
-        if started[0] is not state.params.plan:
-            require_equal_rows("simulate(step, N)(state, batch, 0)", {"params": state.params.tree()})
-            started[0] = state.params.plan
-
-    def look(state: Any, batch: PyTree, t: Any) -> None:
-        require_order(state, batch, t)
-        require_size()
+    def check(state: Any, batch: PyTree, t: Tensor) -> None:
+        if step.num_workers is not None:
+            collectives.require_size(num_workers, step.num_workers, "simulate")
         require_rows("state", state, num_workers)
         batch = trees.plain(batch)
         require_rows("batch", batch, num_workers)
-        require_start(state, as_step(t))
+        if step.starts_equal and int(t) == 0 and is_state(state):
+            require_equal_rows("simulate(step, N)(state, batch, 0)", {"params": state.params.tree()})
         first, its_batch = trees.map(lambda leaf: leaf[0], (state, batch))
-        check(step, first, its_batch, t)
+        assert step.check is not None
+        step.check(first, its_batch, t)
 
-    @wraps(step)
-    def simulated(state: Any, batch: PyTree, t: int | Tensor) -> tuple[Any, Any]:
-        if not torch.compiler.is_dynamo_compiling():
-            require_order(state, batch, t)
-            require_size()
-        t = as_step(t)
-        require_rows("state", state, num_workers)
-        require_start(state, t)
-        if not getattr(step, "by_autograd", False):
-            batch = trees.plain(batch)
-            require_rows("batch", batch, num_workers)
-            result = over_workers(
-                lambda state, batch: step(state, batch, t), num_workers, state, batch, chunk_size=chunk_size
-            )
-        elif isinstance(batch, Beside):
-            result = over_workers(lambda state: step(state, batch, t), num_workers, state, chunk_size=chunk_size)
-        else:
-            return passing_beside(lambda batch: simulated(state, batch, t), batch)
-        watch(step, result[0], t)
-        return result
-
-    return marked(simulated, check=look, made_by="simulate")
+    return replace(step, run=run, check=None if step.check is None else check, simulated=num_workers)
 
 
 @checks_numbers

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import wraps
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from decentfn import trees
-from decentfn.kit.expected import check, marked
-from decentfn.kit.state import Step
+from decentfn.kit.step import Step
 from decentfn.run.memory import settling
 from decentfn.torch_private.profiler import nothing
-from decentfn.trees import PyTree
 from decentfn.words import brief
 
 
-def donate(step: Step) -> Step:
+def donate(step: Step | Callable[..., Any]) -> Step:
     """The same step, eager, which writes the new state over the one that it is given: no second state is allocated.
 
     As an optimizer in place does: the state that was passed in *is* the new state. A compiled step is faster and donates by
@@ -28,7 +26,7 @@ def donate(step: Step) -> Step:
         step: a step of this library, a simulated step, or any pure function of the same form.
 
     Returns:
-        A function of the same form. A step that raises leaves the state as it was.
+        Another step. A step that raises leaves the state as it was.
 
     Raises:
         ValueError: `step` is no function, or is compiled or donated already; at the first call, a state that another
@@ -44,30 +42,26 @@ def donate(step: Step) -> Step:
     """
     if not callable(step):
         raise ValueError(f"donate({brief(step)}): expected a step; init, step = df.adapt_while_communicate(...).")
-    made_by = getattr(step, "made_by", None)
-    if made_by in ("compile", "donate"):
+    step = Step.of(step)
+    if step.is_compiled or step.is_donated:
+        made_by = "compile" if step.is_compiled else "donate"
         raise ValueError(f"donate({made_by}(step)): the step writes over its state already, unless compiled otherwise.")
     known: list[Any] = []  # structures of states
 
-    @wraps(step)
-    def donated(state: Any, batch: PyTree, t: int | Tensor) -> tuple[Any, Any]:
+    def finish(state: Any, new: Any, metrics: Any) -> tuple[Any, Any]:
         old, structure = trees.flatten(state)
-        is_known = structure in known
+        leaves, is_known = trees.leaves(new), structure in known
+        if not is_known:
+            require_distinct("donate", state)
+            require_layout("donate", state, new)
+            known.append(structure)
+        # Metrics must not show the next state through a view of it.
+        metrics = trees.map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, metrics)
         with nothing if is_known else settling():
-            if not is_known:
-                check(step, state, batch, t)
-                require_distinct("donate", state)
-            new, metrics = step(state, batch, t)
-            # Metrics must not show the next state through a view of it.
-            metrics = trees.map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, metrics)
-            leaves = trees.leaves(new)
-            if not is_known:
-                require_layout("donate", old, leaves)
-                known.append(structure)
             _write_over(old, leaves)
         return state, metrics
 
-    return marked(donated, made_by="donate")
+    return replace(step, finish=finish, is_donated=True)
 
 
 def _write_over(old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
@@ -82,13 +76,15 @@ def _write_over(old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
         x.copy_(y)
 
 
-def require_layout(call: str, old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
-    """Raise ValueError unless the new state has the old one's shapes and dtypes."""
-    before, after = ([(x.shape, x.dtype) for x in leaves] for leaves in (old, new))
+def require_layout(call: str, old: Any, new: Any) -> None:
+    """Raise ValueError unless the new state has the old one's nodes, shapes and dtypes."""
+    before, after = trees.nodes(old), trees.nodes(new)
+    if before == after:
+        before, after = ([(x.shape, x.dtype) for x in trees.leaves(state)] for state in (old, new))
     if before != after:
         raise ValueError(
             f"{call}(step): the step turned a state of {before} into one of {after}; a state that is written over "
-            "the old one must have the old one's shapes and dtypes."
+            "the old one must have the old one's shapes and dtypes, in the same fields."
         )
 
 

@@ -6,19 +6,19 @@ import itertools
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from decentfn import collectives, compile_cache, draws, trees
-from decentfn.donation import require_distinct, require_layout
-from decentfn.gradient.beside import passing_beside
-from decentfn.kit.expected import check, is_state, left_alone, marked
-from decentfn.kit.state import Step
+from decentfn import collectives, compile_cache, trees
+from decentfn.engine.donation import require_distinct, require_layout
+from decentfn.gradient import raise_own, reading
+from decentfn.kit.expected import is_state, kind_of
+from decentfn.kit.step import Step
 from decentfn.run.memory import settling
-from decentfn.scalars import as_step
 from decentfn.torch_private import inductor
 from decentfn.torch_private.autograd import allow_saved_tensors_hooks
 from decentfn.torch_private.dynamo import (
@@ -43,7 +43,12 @@ _numbers = itertools.count()
 
 
 def compile(
-    step: Step, *, donate: bool = True, dynamic: bool | None = None, backend: Any = "inductor", **options: Any
+    step: Step | Callable[..., Any],
+    *,
+    donate: bool = True,
+    dynamic: bool | None = None,
+    backend: Any = "inductor",
+    **options: Any,
 ) -> Step:
     """Compile `step(state, batch, t)` into one graph that serves every `t`.
 
@@ -65,7 +70,7 @@ def compile(
             convolutions with batch, group or instance norm.
 
     Returns:
-        A function of the same form. A batch of another structure compiles once more.
+        Another step. A batch of another structure compiles once more.
 
     Raises:
         ValueError: `step` is no function, or compiled already; at the first call, a state that another algorithm or
@@ -78,104 +83,95 @@ def compile(
     """
     if not callable(step):
         raise ValueError(f"compile({brief(step)}): expected a step; init, step = df.adapt_while_communicate(...).")
-    if getattr(step, "made_by", None) == "compile":
+    step = Step.of(step)
+    if step.is_compiled:
         raise ValueError("compile(compile(step)): the step is compiled already; compile it once.")
-    if getattr(step, "made_by", None) == "donate":
+    if step.is_donated:
         raise ValueError("compile(donate(step)): compile(step) donates by itself; leave df.donate out.")
     prepare()
-    progress = _Progress(step)
-    by_autograd, look = getattr(step, "by_autograd", False), getattr(step, "watch", None)
-    raise_own, reading = getattr(step, "raise_own", None), getattr(step, "reading", lambda: nothing)
+    progress = _Progress(step.name)
     kwargs: dict[str, Any] = {"fullgraph": True, "dynamic": dynamic, "recompile_limit": _GRAPHS, "backend": backend}
     if backend == "inductor":
         kwargs["backend"] = progress.inductor
         kwargs["options"] = inductor.compile_options() | options
-    prepared: list[tuple[Any, Callable[..., Any]]] = []
+    loss_fn = step.loss_fn
+    read = loss_fn if loss_fn is not None and reading(loss_fn) is not nothing else None
+    graphs: list[tuple[Any, Callable[..., Any]]] = []
 
-    def compiled(state: Any, batch: PyTree, t: int | Tensor) -> tuple[Any, Any]:
+    def run(state: Any, batch: PyTree, t: Tensor) -> tuple[Any, Any]:
         leaves, structure = trees.flatten(state)
         here = collectives.world()
         form = here.size, here.processes_per_worker, structure  # what a graph is made for and Dynamo does not see
-        for known, run in prepared:
+        graph = None
+        for known, its_graph in graphs:
             if known == form:
-                return stepped(run, leaves, state, batch, t)
-        with settling():
-            check(step, state, batch, t)
+                graph = its_graph
+        if is_new := graph is None:
             if donate:
                 require_distinct("compile", state)
-            on_leaves = _on_leaves(step, trees.enumerate_leaves(state), donate)
-            run = torch.compile(on_leaves, **kwargs)
+            graph = torch.compile(_on_leaves(step, trees.enumerate_leaves(state), donate), **kwargs)
             progress.begin()
-            with nothing if donate or not is_state(state) else left_alone(state):
-                result = stepped(run, leaves, state, batch, t)
-            prepared.append((form, run))
-        return result
-
-    def stepped(
-        run: Callable[..., Any], leaves: list[Tensor], state: Any, batch: PyTree, t: int | Tensor
-    ) -> tuple[Any, Any]:
         # Torch.compile drops what is written over a 0-d float64 input, so such a leaf goes in as [its view of shape [1]].
-        given = [[x.view(1)] if getattr(x, "dtype", 0) == torch.float64 and x.dim() == 0 else x for x in leaves]
-        t = as_step(t)
-        number = int(t)
+        for i, x in enumerate(leaves):
+            if isinstance(x, Tensor) and x.dim() == 0 and x.dtype == torch.float64:
+                leaves[i] = [x.view(1)]
+        batch = batch if step.is_by_autograd or isinstance(batch, Tensor) else trees.plain(batch)
         guard_everything()
-
-        def call(batch: PyTree) -> tuple[Any, Any]:
-            result = run(given, batch, t)
-            return (state, result) if donate else result
-
         try:
-            with (
-                reading(),
-                collectives.whole_step(number, donated=donate) as here,
-                draws.torch_draws(number, here.place),
-            ):
-                result = passing_beside(call, batch) if by_autograd else call(trees.plain(batch))
-        except too_many_graphs() as error:
-            raise RuntimeError(
-                f"df.compile(step): more than {_GRAPHS} kinds of batches (structures, dtypes, shapes that the compiler takes for "
-                "different ones), or values of what the loss, the optimizer or the topology reads from outside (a number, a flag, a "
-                "function that is another in every step); each is compiled. Pad the batches to a few shapes and leave dynamic=None; "
-                "read what changes from a tensor that is filled in place; or write df.autograd(loss_fn), whose loss is not compiled."
-            ) from error
-        except AssertionError as error:
-            if not guards_fail(error):
-                raise
-            raise RuntimeError(
-                "df.compile(step): torch.compile cannot look again at a NumPy array that the loss reads from outside; make it a tensor "
-                "with torch.from_numpy before the first step."
-            ) from error
-        except not_compiled() as error:
-            allow_saved_tensors_hooks()
-            if is_ours(said := first_error(error)):
-                raise said from None
-            if (unloaded := not_loaded(error)) is not None:
-                raise RuntimeError(
-                    f"df.compile(step): {brief_error(unloaded)}. A file in Inductor's cache is damaged, as after a kill or on a full "
-                    f"disk; delete {inductor.cache_dir()} and start again."
-                ) from error
-            if by_autograd:
-                raise
-            if raise_own is not None:
-                raise_own(state, batch)
-            raise RuntimeError(
-                f"df.compile(step): torch.compile could not trace the step: {brief_error(said)}. Where the loss runs in a plain "
-                "PyTorch loop, let PyTorch's autograd take the gradient: df.autograd(loss_fn); the rest of the step is compiled."
-            ) from error
+            with settling() if is_new else nothing, reading(read) if read is not None else nothing:
+                result = graph(leaves, batch, t)
+        except Exception as error:
+            _explain(step, error, state, batch)
+            raise
+        if is_new:
+            graphs.append((form, graph))
         if progress.since is not None:
             progress.end(progress.since)
-        if look is not None:
-            look(result[0], t, donate)
-        return result
+        return (state, result) if donate else result
 
-    return marked(compiled, made_by="compile")
+    return replace(step, run=run, is_compiled=True, is_donated=donate)
+
+
+def _explain(step: Step, error: Exception, state: Any, batch: PyTree) -> None:
+    """Raise what went wrong when a step was compiled or called, in a sentence; return where `error` says it."""
+    if isinstance(error, too_many_graphs()):
+        raise RuntimeError(
+            f"df.compile(step): more than {_GRAPHS} kinds of batches (structures, dtypes, shapes that the compiler takes for "
+            "different ones), or values of what the loss, the optimizer or the topology reads from outside (a number, a flag, a "
+            "function that is another in every step); each is compiled. Pad the batches to a few shapes and leave dynamic=None; "
+            "read what changes from a tensor that is filled in place; or write df.autograd(loss_fn), whose loss is not compiled."
+        ) from error
+    if isinstance(error, AssertionError) and guards_fail(error):
+        raise RuntimeError(
+            "df.compile(step): torch.compile cannot look again at a NumPy array that the loss reads from outside; make it a tensor "
+            "with torch.from_numpy before the first step."
+        ) from error
+    if not isinstance(error, not_compiled()):
+        return
+    allow_saved_tensors_hooks()
+    if is_ours(said := first_error(error)):
+        raise said from None
+    if (unloaded := not_loaded(error)) is not None:
+        raise RuntimeError(
+            f"df.compile(step): {brief_error(unloaded)}. A file in Inductor's cache is damaged, as after a kill or on a full "
+            f"disk; delete {inductor.cache_dir()} and start again."
+        ) from error
+    if step.is_by_autograd:
+        return
+    if step.loss_fn is not None:
+        raise_own(step.loss_fn, state, batch)
+    made = f" If another init made the state, a {kind_of(state)}, call this algorithm's." if is_state(state) else ""
+    raise RuntimeError(
+        f"df.compile(step): torch.compile could not trace the step: {brief_error(said)}. Where the loss runs in a plain "
+        f"PyTorch loop, let PyTorch's autograd take the gradient: df.autograd(loss_fn); the rest of the step is compiled.{made}"
+    ) from error
 
 
 class _Progress:
     """Says what is being compiled, and how long it took."""
 
-    def __init__(self, step: Step) -> None:
-        self.name = getattr(step, "__qualname__", "step").replace(".<locals>", "")
+    def __init__(self, name: str) -> None:
+        self.name = name
         self.since: float | None = None
 
     def begin(self, why: str = "") -> None:
@@ -195,25 +191,26 @@ class _Progress:
 
 def _on_leaves(step: Step, template: PyTree, donate: bool) -> FunctionType:
     """The step as a function of the state's leaves, so that what is guarded at each call is a list of tensors."""
+    one = step.run
 
     def pure(given: list[Any], batch: PyTree, t: Tensor) -> tuple[Any, Any]:
-        return step(trees.fill(template, [_as_it_was(leaf) for leaf in given]), batch, t)
+        return one(trees.fill(template, [_as_it_was(leaf) for leaf in given]), batch, t)
 
     def donated(given: list[Any], batch: PyTree, t: Tensor) -> Any:
         leaves = [_as_it_was(leaf) for leaf in given]
-        new, metrics = step(trees.fill(template, leaves), batch, t)
-        new_leaves = trees.leaves(new)
-        require_layout("compile", leaves, new_leaves)
+        old = trees.fill(template, leaves)
+        new, metrics = one(old, batch, t)
+        require_layout("compile", old, new)
         # Metrics must not show the next state through a view of it.
         metrics = trees.map(torch.clone, metrics)
-        for old, leaf, place in zip(leaves, new_leaves, given, strict=True):
-            if leaf is not old:
+        for before, leaf, place in zip(leaves, trees.leaves(new), given, strict=True):
+            if leaf is not before:
                 (place[0] if isinstance(place, list) else place).copy_(leaf)
         return metrics
 
     run = donated if donate else pure
     # By code and name Dynamo counts recompilations and remembers which sizes change: not those of another step.
-    run.__code__ = run.__code__.replace(co_name=f"{run.__name__}_{getattr(step, '__name__', 'step')}_{next(_numbers)}")
+    run.__code__ = run.__code__.replace(co_name=f"{run.__name__}_{step.name.replace('.', '_')}_{next(_numbers)}")
     return run
 
 

@@ -1,0 +1,199 @@
+"""A step as an object: what it runs, what it checks before and watches after, and what has been done to it."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from decentfn import collectives, draws
+from decentfn.buckets import Buckets, Plan
+from decentfn.gradient import LossFn, is_by_autograd
+from decentfn.gradient.beside import passing_beside
+from decentfn.kit.expected import CALL, WAY_OUT, kind_of, left_alone, require_order, require_result
+from decentfn.scalars import as_step
+from decentfn.topologies import Topology
+from decentfn.torch_private import functorch
+from decentfn.torch_private.profiler import nothing
+from decentfn.trees import PyTree
+from decentfn.words import brief, brief_error
+
+_READERS = [Path(__file__).parent.parent / room for room in ("algorithms", "gossip", "kit", "transforms", "wrappers")]
+"""The code that reads states."""
+
+_TORCH = Path(torch.__file__).parent
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """`(state, batch, t) -> (state, metrics)`, pure unless it is donated.
+
+    Transformed by `dataclasses.replace`: `df.simulate`, `df.donate`, `df.compile` and the wrappers return another one.
+    """
+
+    run: Callable[[Any, PyTree, Tensor], tuple[Any, Any]] = field(repr=False)
+    """The function itself, `t` 0-d int64 on the CPU: what is traced, and batched over workers."""
+    name: str = "step"
+    check: Callable[[Any, PyTree, Tensor], None] | None = field(default=None, repr=False)
+    """Raises at the first sight of a state; None for a plain function, of which nothing is expected."""
+    watch: Callable[..., None] | None = field(default=None, repr=False)
+    """`(new state, t, is_donated)`, after every step; may raise."""
+    finish: Callable[[Any, Any, Any], tuple[Any, Any]] | None = field(default=None, repr=False)
+    """`(state, new state, metrics) -> (state, metrics)`, once the step is whole."""
+    loss_fn: LossFn | None = field(default=None, repr=False)
+    num_workers: int | None = None
+    """The topology's."""
+    simulated: int | None = None
+    """So many workers at once; None: one."""
+    starts_equal: bool = False
+    """Whether all workers must start with the same parameters."""
+    averages_buffers: bool = False
+    is_guarded: bool = False
+    is_donated: bool = False
+    is_compiled: bool = False
+    _known: WeakValueDictionary[tuple[int, int], Plan] = field(
+        default_factory=WeakValueDictionary, init=False, repr=False
+    )
+    """The plans of the states that were checked, by their id and the dimensions of a bucket."""
+
+    @classmethod
+    def of(cls, function: Callable[..., Any]) -> Step:
+        """The step itself, or the one that runs a plain function."""
+        if isinstance(function, Step):
+            return function
+        name = getattr(function, "__qualname__", type(function).__name__)
+        return cls(function, name.replace(".<locals>", ""))
+
+    def __call__(self, state: Any, batch: PyTree, t: int | Tensor) -> tuple[Any, Any]:
+        """Take step `t`, 0 <= t, the same on all workers."""
+        if torch.compiler.is_dynamo_compiling():
+            result = self.run(state, batch, as_step(t))
+        else:
+            try:
+                step_number = as_step(t)
+            except ValueError:
+                require_order(state, batch, t)
+                raise
+            x = getattr(state, "params", None)
+            key = None
+            if isinstance(x, Buckets):
+                key = id(x.plan), x.tensors[0].dim()
+                if x.plan.processes > 1:
+                    collectives.require_workers_of(x.plan.processes)
+            is_known = self.check is None or key in self._known
+            result = (self._whole if is_known else self._first)(state, batch, step_number)
+        return result if self.finish is None else self.finish(state, *result)
+
+    def _first(self, state: Any, batch: PyTree, t: Tensor) -> tuple[Any, Any]:
+        """The step with a state that was not checked yet."""
+        assert self.check is not None
+        self.check(state, batch, t)
+        try:
+            with nothing if self._writes_over else left_alone(state):
+                result = self._whole(state, batch, t)
+        except (AttributeError, IndexError, TypeError, ValueError) as error:
+            if not _stumbles_over_state(error):
+                raise
+            raise ValueError(
+                f"{CALL}: the step raised {brief_error(error)} for a {kind_of(state)}, which looks like another algorithm's or "
+                f"optimizer's; {WAY_OUT}."
+            ) from error
+        require_result(state, result)
+        x = state.params
+        self._known[id(x.plan), x.tensors[0].dim()] = x.plan
+        return result
+
+    def _whole(self, state: Any, batch: PyTree, t: Tensor) -> tuple[Any, Any]:
+        """The step with all of its messages; what it draws from PyTorch's generators follows from torch's seed, `t` and the worker."""
+        if functorch.has_no_value(t):
+            return self.run(state, batch, t)
+        number = int(t)
+        with (
+            collectives.whole_step(number, donated=self._writes_over) as here,
+            draws.torch_draws(number, here.place),
+        ):
+            if self.is_by_autograd and not functorch.has_no_value(state.params.tensors[0]):
+                result = passing_beside(lambda batch: self.run(state, batch, t), batch)
+            else:
+                result = self.run(state, batch, t)
+        if self.watch is not None:
+            self.watch(result[0], t, self._writes_over)
+        return result
+
+    @cached_property
+    def is_by_autograd(self) -> bool:
+        """Whether the gradient of the loss is an operator's, so that the batch goes beside the graph."""
+        return self.loss_fn is not None and is_by_autograd(self.loss_fn)
+
+    @cached_property
+    def _writes_over(self) -> bool:
+        """Whether `run` itself writes over the state."""
+        return self.is_compiled and self.is_donated
+
+
+def _stumbles_over_state(error: Exception) -> bool:
+    """Return True if code that reads states found no such field or another number of values, with no sentence of its own."""
+    places = [(Path(frame.filename), frame.line or "") for frame in traceback.extract_tb(error.__traceback__)]
+    path, line = [place for place in places if not place[0].is_relative_to(_TORCH)][-1]
+    return any(path.is_relative_to(room) for room in _READERS) and "raise " not in line
+
+
+class _Pair(NamedTuple):
+    init: Callable[..., Any]
+    step: Step
+
+
+class Algorithm(_Pair):
+    """A training algorithm: `init(params, buffers=None) -> state` and the pure `step(state, batch, t)`.
+
+    What the step draws from PyTorch's generators follows from torch's seed, `t` and the worker.
+    """
+
+    loss_fn: LossFn | None
+    """The loss that it was made of."""
+    topology: Topology | None
+    """The topology that it was made of; that of all workers, where an algorithm averages over everyone."""
+
+    def __new__(
+        cls,
+        init: Callable[..., Any],
+        step: Callable[..., tuple[Any, Any]],
+        *,
+        loss_fn: LossFn | None = None,
+        topology: Topology | None = None,
+    ) -> Algorithm:
+        """The pair, with what it was made of; a plain function becomes a `Step`."""
+        pair = super().__new__(cls, init, Step.of(step))
+        pair.loss_fn, pair.topology = loss_fn, topology
+        return pair
+
+    def _replace(self, **changes: Any) -> Algorithm:
+        """The same with another `init` or `step`."""
+        return Algorithm(*super()._replace(**changes), loss_fn=self.loss_fn, topology=self.topology)
+
+
+def require_algorithm(call: str, algorithm: Any) -> None:
+    """`algorithm` is an `Algorithm`, or a ValueError says what `call` was given."""
+    if not isinstance(algorithm, Algorithm):
+        raise ValueError(
+            f"{call}({brief(algorithm)}): expected an Algorithm(init, step), such as df.adapt_while_communicate(...) returns."
+        )
+
+
+def require_bare(call: str, algorithm: Any) -> None:
+    """`algorithm` is one whose step nothing was done to yet but wrapping, or a ValueError says what `call` was given."""
+    require_algorithm(call, algorithm)
+    step = algorithm.step
+    if step.is_compiled or step.is_donated or step.simulated is not None:
+        made_by = "compile" if step.is_compiled else "donate" if step.is_donated else "simulate"
+        raise ValueError(
+            f"{call}(Algorithm(init, {made_by}(step))): a wrapper changes the step of one worker; wrap the algorithm first, and "
+            f"df.{made_by} the step of what comes out."
+        )

@@ -1,0 +1,68 @@
+"""A step is an object: its fields say what was done to it, and it is still a function for torch.func and torch.compile."""
+
+from dataclasses import FrozenInstanceError
+
+import pytest
+import torch
+
+import decentfn as df
+from decentfn import trees
+from tests import cases
+
+N = 4
+CASE = cases.Case("adapt_then_combine", "ring")
+
+
+def started(wrap=lambda algorithm: algorithm):
+    init, step = wrap(cases.build(CASE, N))
+    return df.stack(init(cases.params()), N), step
+
+
+def assert_equal(a, b):
+    for x, y in zip(trees.leaves(a), trees.leaves(b), strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_its_fields_say_what_was_done_to_it():
+    _, step = started(lambda algorithm: df.guard(df.ema(algorithm)))
+    done = df.compile(df.simulate(step, N), donate=False)
+    assert (step.is_guarded, step.num_workers, step.simulated, step.is_compiled) == (True, N, None, False)
+    assert (done.is_guarded, done.num_workers, done.simulated, done.is_compiled, done.is_donated) == (
+        True,
+        N,
+        N,
+        True,
+        False,
+    )
+    assert df.donate(step).is_donated and "adapt_then_combine.step" in repr(step)
+    with pytest.raises(FrozenInstanceError):
+        step.is_compiled = True
+
+
+def test_torch_func_and_torch_compile_take_it_as_a_function():
+    state, step = started()
+    batch = cases.batches(N, 0)
+    expected = df.simulate(step, N)(state, batch, 0)
+    template = trees.enumerate_leaves(state)
+
+    def on_leaves(leaves, batch):
+        return trees.leaves(step(trees.fill(template, leaves), batch, torch.tensor(0))[0])
+
+    assert_equal(torch.func.vmap(on_leaves)(trees.leaves(state), batch), expected[0])
+    simulated = torch.compile(df.simulate(step, N), backend="eager", fullgraph=True)
+    assert_equal(simulated(state, batch, torch.tensor(0)), expected)
+
+
+def test_a_stacked_state_is_refused_also_after_one_of_its_plan_was_taken():
+    init, step = df.adapt_then_combine(lambda w, b: (w * b).sum(), df.sgd(0.1), df.topology("complete", 1))
+    state = init(torch.zeros(2))
+    step(state, torch.ones(2), 0)
+    with pytest.raises(ValueError, match=r"stacked, of 3 workers.*df\.simulate\(step, 3\)"):
+        step(df.stack(state, 3), torch.ones(3, 2), 1)
+
+
+def test_a_donated_step_refuses_a_state_with_other_fields():
+    for make in (df.donate, lambda step: df.compile(step, backend="eager")):
+        step = make(lambda state, batch, t: ({"b": state["a"] + batch}, None))
+        with pytest.raises(Exception, match="in the same fields"):
+            step({"a": torch.zeros(2)}, torch.ones(2), 0)
