@@ -10,7 +10,7 @@ algorithm is made of), `df.testing` and `df.plots` (pictures).
 import warnings
 from typing import Any
 
-from decentfn import algorithms, compressors, errors, kit, plots, profiling, schedules, testing, topologies, transforms
+from decentfn import algorithms, compressors, errors, kit, plots, testing, topologies
 from decentfn.algorithms.adapt_then_combine import adapt_then_combine
 from decentfn.algorithms.adapt_while_communicate import adapt_while_communicate
 from decentfn.algorithms.all_reduce import all_reduce
@@ -33,8 +33,18 @@ from decentfn.algorithms.relay_sgd import relay_sgd
 from decentfn.algorithms.slowmo import slowmo
 from decentfn.algorithms.stochastic_gradient_push import stochastic_gradient_push
 from decentfn.algorithms.streaming_diloco import streaming_diloco
+from decentfn.comm.replicas import broadcast
 from decentfn.compat import ddp
-from decentfn.consensus import (
+from decentfn.engine.compilation import compile
+from decentfn.engine.donation import donate
+from decentfn.engine.simulation import simulate, stack, worker
+from decentfn.gradient import accumulate, autograd, dynamic_loss_scale, functional
+from decentfn.kit import Algorithm, Metrics, Options, State
+from decentfn.optim import schedules, transforms
+from decentfn.optim.transforms import Transform, adam, adamw, chain, clip_by_global_norm, sgd
+from decentfn.topologies import Topology, mixing_matrix, register_topology, topology
+from decentfn.train import checkpoint, data, init, logs, preemption, profiling
+from decentfn.train.consensus import (
     buffers,
     check_replicas,
     consensus_buffers,
@@ -46,18 +56,9 @@ from decentfn.consensus import (
     params,
     with_params,
 )
-from decentfn.engine.compilation import compile
-from decentfn.engine.donation import donate
-from decentfn.engine.simulation import simulate, stack, worker
-from decentfn.evaluation import evaluate, evaluate_replicas
-from decentfn.gradient import accumulate, autograd, dynamic_loss_scale, functional
-from decentfn.kit import Algorithm, Metrics, Options, State
-from decentfn.replicas import broadcast
-from decentfn.resizing import resize
-from decentfn.run import checkpoint, data, init, logs, preemption
-from decentfn.state_dicts import load_state_dict, state_dict
-from decentfn.topologies import Topology, mixing_matrix, register_topology, topology
-from decentfn.transforms import Transform, adam, adamw, chain, clip_by_global_norm, sgd
+from decentfn.train.evaluation import evaluate, evaluate_replicas
+from decentfn.train.resizing import resize
+from decentfn.train.state_dicts import load_state_dict, state_dict
 from decentfn.wrappers import average_buffers, ema, ema_params, ema_state, guard
 
 __version__ = "0.1.0"

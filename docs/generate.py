@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 import decentfn as df
-from decentfn import compressors, trees
+from decentfn import compressors
+from decentfn.core import trees
 from decentfn.topologies import registry
 
 NUM_WORKERS = 16

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import decentfn as df
-from decentfn import trees
+from decentfn.core import trees
 from decentfn.testing import Law, problem
 from tests import contract
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import decentfn as df
-from decentfn import trees
+from decentfn.core import trees
 
 CORE_TOPOLOGIES: dict[str, dict[str, Any]] = {
     "complete": {},

@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import decentfn as df
-from decentfn import trees
+from decentfn.core import trees
 from decentfn.testing import Subject, problem
 
 TESTS = Path(__file__).parent

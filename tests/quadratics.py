@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 import decentfn as df
-from decentfn import trees
+from decentfn.core import trees
 
 DIM = 5
 STEPS = 30

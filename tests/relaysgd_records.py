@@ -22,13 +22,13 @@ import torch
 from tqdm import tqdm
 
 import decentfn as df
-from decentfn import trees
 from decentfn.algorithms.adapt_then_combine import adapt_then_combine
 from decentfn.algorithms.all_reduce import all_reduce
 from decentfn.algorithms.d2 import d2
 from decentfn.algorithms.gradient_tracking import gradient_tracking
 from decentfn.algorithms.relay_sgd import relay_sgd
 from decentfn.algorithms.stochastic_gradient_push import stochastic_gradient_push
+from decentfn.core import trees
 
 DATA = Path(__file__).parent / "data" / "relaysgd_random_quadratics.json"
 DIM, MU, L = 10, 0.5, 1.0

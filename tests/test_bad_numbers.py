@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import decentfn as df
-from decentfn import trees
-from decentfn.buckets import flatten
 from decentfn.compat import decent_dp
 from decentfn.compressors import Key
+from decentfn.core import trees
+from decentfn.core.buckets import flatten
 from tests import contract
 
 LIBRARY = Path(df.__file__).parent

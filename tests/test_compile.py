@@ -13,7 +13,7 @@ import torch
 from torch._dynamo.utils import counters
 
 import decentfn as df
-from decentfn import trees
+from decentfn.core import trees
 from tests import cases
 from tests.cases import Case
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import decentfn as df
-from decentfn import compile_cache
+from decentfn.engine import cache as compile_cache
 from decentfn.torch_private import inductor
 
 GRAPH = torch.fx.GraphModule({}, torch.fx.Graph())

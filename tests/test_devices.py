@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import decentfn as df
-from decentfn import buckets, collectives, trees
+from decentfn.comm import collectives
+from decentfn.core import buckets, trees
 from decentfn.gradient import beside
 from decentfn.gradient.backward import backward
 from decentfn.testing import problem

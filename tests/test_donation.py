@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import decentfn as df
-from decentfn import buckets, kit, trees
+from decentfn import kit
+from decentfn.core import buckets, trees
 
 
 def start():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from decentfn import draws
+from decentfn.core import draws
 
 
 def test_draws_are_the_same_on_every_machine():

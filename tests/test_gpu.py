@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import decentfn as df
-from decentfn import trees
+from decentfn.core import trees
 from decentfn.testing import problem
 from tests import contract
 

@@ -7,8 +7,10 @@ import pytest
 import torch
 
 import decentfn as df
-from decentfn import collectives, kit, trees
-from decentfn.collectives import World
+from decentfn import kit
+from decentfn.comm import collectives
+from decentfn.comm.collectives import World
+from decentfn.core import trees
 from decentfn.engine import compilation
 
 WORKERS = 4

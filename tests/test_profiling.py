@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 
 import decentfn as df
-from decentfn import trees
+from decentfn.core import trees
 from decentfn.testing import on_ranks
 from tests import cases
 from tests.cases import Case

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import decentfn as df
-from decentfn import trees
 from decentfn.compat import ddp, decent_dp
+from decentfn.core import trees
 from tests.run.inside import ALL_KINDS, workers
 
 ONE, STACKED = "one worker", "stacked"

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import decentfn as df
-from decentfn import trees
+from decentfn.core import trees
 from decentfn.testing import problem
 from decentfn.testing.ranks import on_kept_ranks
 from tests.contract import ROWS

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 import decentfn as df
-from decentfn import collectives, trees
+from decentfn.comm import collectives
+from decentfn.core import trees
 from decentfn.testing import on_ranks
 
 SOON = timedelta(seconds=3)

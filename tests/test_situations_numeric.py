@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import decentfn as df
-from decentfn import compressors, trees
+from decentfn import compressors
+from decentfn.core import trees
 from decentfn.topologies import every, from_matrices, later
 
 

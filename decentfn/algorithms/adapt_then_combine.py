@@ -12,9 +12,9 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import Unpack
 
+from decentfn.core.trees import PyTree
 from decentfn.kit import Algorithm, LossFn, Metrics, Options, State, Worker, add, algorithm, require_doubly_stochastic
 from decentfn.topologies import Topology
-from decentfn.trees import PyTree
 
 
 @algorithm

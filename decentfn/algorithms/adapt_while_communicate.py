@@ -16,6 +16,7 @@ from typing import Any, Literal
 from torch import Tensor
 from typing_extensions import Unpack
 
+from decentfn.core.trees import PyTree
 from decentfn.kit import (
     Algorithm,
     LossFn,
@@ -30,7 +31,6 @@ from decentfn.kit import (
     require_doubly_stochastic,
 )
 from decentfn.topologies import Topology
-from decentfn.trees import PyTree
 
 
 @algorithm

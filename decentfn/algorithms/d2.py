@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from decentfn.core.trees import PyTree
 from decentfn.kit import (
     Algorithm,
     Buckets,
@@ -44,7 +45,6 @@ from decentfn.kit import (
     zeros_like,
 )
 from decentfn.topologies import Topology, mixing_matrix
-from decentfn.trees import PyTree
 
 
 class Memory(NamedTuple):

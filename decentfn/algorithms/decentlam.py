@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from decentfn import draws
+from decentfn.core import draws
+from decentfn.core.trees import PyTree
 from decentfn.kit import (
     Algorithm,
     Buckets,
@@ -47,9 +48,8 @@ from decentfn.kit import (
     wide,
     zeros_like,
 )
+from decentfn.optim.transforms.basic import Scalar
 from decentfn.topologies import Topology, mixed
-from decentfn.transforms.basic import Scalar
-from decentfn.trees import PyTree
 
 _STEPS_TRIED = 500
 

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from decentfn.comm.gossip.compressed import as_messages, difference_compressed, post_compressed
 from decentfn.compressors import Compressor
-from decentfn.gossip.compressed import as_messages, difference_compressed, post_compressed
+from decentfn.core.trees import PyTree
 from decentfn.kit import (
     Algorithm,
     Buckets,
@@ -36,7 +37,6 @@ from decentfn.kit import (
     zeros_like,
 )
 from decentfn.topologies import Topology
-from decentfn.trees import PyTree
 
 
 class Memory(NamedTuple):

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from decentfn.comm.gossip.compressed import everyone, post_compressed, sum_compressed
 from decentfn.compressors import Compressor, dct_top_k
-from decentfn.gossip.compressed import everyone, post_compressed, sum_compressed
+from decentfn.core.trees import PyTree
 from decentfn.kit import (
     Algorithm,
     Buckets,
@@ -37,7 +38,6 @@ from decentfn.kit import (
     zeros_like,
 )
 from decentfn.topologies import Topology
-from decentfn.trees import PyTree
 
 
 class Memory(NamedTuple):

@@ -19,6 +19,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from decentfn.algorithms.outer import after_steps, outer_gradient, to_send
+from decentfn.core.trees import PyTree
 from decentfn.kit import (
     Algorithm,
     Buckets,
@@ -40,7 +41,6 @@ from decentfn.kit import (
     zeros_like,
 )
 from decentfn.topologies import Topology
-from decentfn.trees import PyTree
 
 
 class Memory(NamedTuple):

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from typing_extensions import Unpack
 
+from decentfn.core.trees import PyTree
 from decentfn.kit import (
     Algorithm,
     Buckets,
@@ -38,7 +39,6 @@ from decentfn.kit import (
     zeros_like,
 )
 from decentfn.topologies import Topology
-from decentfn.trees import PyTree
 
 
 class Memory(NamedTuple):

@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from decentfn import trees
+from decentfn.core import trees
+from decentfn.core.trees import PyTree
 from decentfn.kit import (
     Algorithm,
     Buckets,
@@ -46,7 +47,6 @@ from decentfn.kit import (
     zeros_like,
 )
 from decentfn.topologies import Topology, later
-from decentfn.trees import PyTree
 
 
 class Memory(NamedTuple):

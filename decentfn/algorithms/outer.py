@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from decentfn import gossip
+from decentfn.comm import gossip
 from decentfn.kit import Buckets, Plan, elementwise, is_active
 from decentfn.topologies import Topology, every, later
 

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from decentfn.gossip.low_rank import Directions, LowRankGossip
+from decentfn.comm.gossip.low_rank import Directions, LowRankGossip
+from decentfn.core.trees import PyTree
 from decentfn.kit import (
     Algorithm,
     Buckets,
@@ -35,7 +36,6 @@ from decentfn.kit import (
     require_whole,
 )
 from decentfn.topologies import Topology, from_matrices, mixing_matrix
-from decentfn.trees import PyTree
 
 
 class Memory(NamedTuple):

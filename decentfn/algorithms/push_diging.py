@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from typing_extensions import Unpack
 
-from decentfn.gossip.push_sum import first_weight, pack, unpack
+from decentfn.comm.gossip.push_sum import first_weight, pack, unpack
+from decentfn.core.trees import PyTree
 from decentfn.kit import (
     Algorithm,
     Buckets,
@@ -38,7 +39,6 @@ from decentfn.kit import (
     zeros_like,
 )
 from decentfn.topologies import Topology, later
-from decentfn.trees import PyTree
 
 
 class Memory(NamedTuple):

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from decentfn.core.trees import PyTree
 from decentfn.kit import (
     Algorithm,
     Buckets,
@@ -39,7 +40,6 @@ from decentfn.kit import (
     zeros_like,
 )
 from decentfn.topologies import Topology
-from decentfn.trees import PyTree
 
 
 class Memory(NamedTuple):

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from typing_extensions import Unpack
 
+from decentfn.core.trees import PyTree
 from decentfn.kit import (
     Algorithm,
     Buckets,
@@ -35,9 +36,8 @@ from decentfn.kit import (
     require_rate,
     zeros_like,
 )
+from decentfn.optim.transforms.basic import Scalar
 from decentfn.topologies import Topology
-from decentfn.transforms.basic import Scalar
-from decentfn.trees import PyTree
 
 
 class Memory(NamedTuple):

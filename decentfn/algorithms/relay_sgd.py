@@ -19,8 +19,10 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from decentfn import collectives, gossip, trees
-from decentfn.buckets import loose
+from decentfn.comm import collectives, gossip
+from decentfn.core import trees
+from decentfn.core.buckets import loose
+from decentfn.core.trees import PyTree
 from decentfn.kit import (
     Algorithm,
     Buckets,
@@ -37,7 +39,6 @@ from decentfn.kit import (
     wide,
 )
 from decentfn.topologies import Topology
-from decentfn.trees import PyTree
 
 
 class Memory(NamedTuple):

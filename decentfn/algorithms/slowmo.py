@@ -18,6 +18,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from decentfn.algorithms.outer import after_steps, progress
+from decentfn.core.trees import PyTree
 from decentfn.kit import (
     Algorithm,
     Buckets,
@@ -41,9 +42,8 @@ from decentfn.kit import (
     where,
     zeros_like,
 )
+from decentfn.optim.transforms.basic import Scalar
 from decentfn.topologies import Topology, paused
-from decentfn.transforms.basic import Scalar
-from decentfn.trees import PyTree
 
 
 class Memory(NamedTuple):

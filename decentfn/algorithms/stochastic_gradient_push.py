@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from decentfn import collectives, gossip
-from decentfn.buckets import loose, wide
-from decentfn.gossip.push_sum import first_weight, pack, unpack
+from decentfn.comm import collectives, gossip
+from decentfn.comm.gossip.push_sum import first_weight, pack, unpack
+from decentfn.core.buckets import loose, wide
+from decentfn.core.trees import PyTree
 from decentfn.kit import (
     Algorithm,
     Buckets,
@@ -40,7 +41,6 @@ from decentfn.kit import (
     unless_bad,
 )
 from decentfn.topologies import Topology, later, nth_round
-from decentfn.trees import PyTree
 
 
 class Memory(NamedTuple):

@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from typing_extensions import Unpack
 
-from decentfn import gossip
 from decentfn.algorithms.outer import Fragments, outer_gradient, to_send
-from decentfn.buckets import loose
+from decentfn.comm import gossip
+from decentfn.core.buckets import loose
+from decentfn.core.trees import PyTree
 from decentfn.kit import (
     Algorithm,
     Buckets,
@@ -42,7 +43,6 @@ from decentfn.kit import (
     zeros_like,
 )
 from decentfn.topologies import Topology
-from decentfn.trees import PyTree
 
 
 class Memory(NamedTuple):

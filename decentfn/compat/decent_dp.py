@@ -28,16 +28,16 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from decentfn import trees
-from decentfn.buckets import Buckets, add
-from decentfn.consensus import consensus_mean, is_stacked, with_params
+from decentfn.core import trees
+from decentfn.core.buckets import Buckets, add
+from decentfn.core.numbers import checks_numbers
+from decentfn.core.scalars import as_step
+from decentfn.core.trees import PyTree
 from decentfn.engine.simulation import stack
 from decentfn.kit import LossFn, Metrics, Options, State, Worker, collect
-from decentfn.numbers import checks_numbers
-from decentfn.scalars import as_step
+from decentfn.optim.transforms import Transform, clip_by_global_norm, partition
 from decentfn.topologies import Round, Topology
-from decentfn.transforms import Transform, clip_by_global_norm, partition
-from decentfn.trees import PyTree
+from decentfn.train.consensus import consensus_mean, is_stacked, with_params
 
 __all__ = ["after_forgotten_revert", "buckets", "clip_by_buckets", "decays", "keep_average", "schedule"]
 

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from decentfn.buckets import BucketPlan
 from decentfn.compressors import wire
-from decentfn.numbers import require
+from decentfn.core.buckets import BucketPlan
+from decentfn.core.numbers import require
 
 
 class Key(NamedTuple):

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from decentfn.buckets import BucketPlan, wide
 from decentfn.compressors import wire
 from decentfn.compressors.compressor import Compressor, Fields, Key, check_chunk, packed
-from decentfn.numbers import checks_numbers, require
+from decentfn.core.buckets import BucketPlan, wide
+from decentfn.core.numbers import checks_numbers, require
 
 
 def identity() -> Compressor:

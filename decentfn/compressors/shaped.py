@@ -7,10 +7,10 @@ import math
 import torch
 from torch import Tensor
 
-from decentfn.buckets import BucketPlan, Segment, wide
 from decentfn.compressors import wire
 from decentfn.compressors.compressor import Compressor, Fields, Key, packed
-from decentfn.numbers import checks_numbers, require
+from decentfn.core.buckets import BucketPlan, Segment, wide
+from decentfn.core.numbers import checks_numbers, require
 
 
 @checks_numbers

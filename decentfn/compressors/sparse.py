@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from decentfn import draws
-from decentfn.buckets import BucketPlan
 from decentfn.compressors import wire
 from decentfn.compressors.compressor import Compressor, Fields, Key, packed
-from decentfn.numbers import checks_numbers, require
-from decentfn.scalars import once
+from decentfn.core import draws
+from decentfn.core.buckets import BucketPlan
+from decentfn.core.numbers import checks_numbers, require
+from decentfn.core.scalars import once
 
 
 @checks_numbers

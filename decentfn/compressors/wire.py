@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from decentfn import draws
-from decentfn.buckets import BucketPlan, wide
-from decentfn.scalars import once
+from decentfn.core import draws
+from decentfn.core.buckets import BucketPlan, wide
+from decentfn.core.scalars import once
 from decentfn.torch_private import functorch
 
 _library = torch.library.Library("decentfn", "FRAGMENT")

@@ -13,12 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decentfn import collectives, compile_cache, trees
+from decentfn.comm import collectives
+from decentfn.core import trees
+from decentfn.core.formatting import brief, brief_error, is_ours
+from decentfn.core.trees import PyTree
+from decentfn.engine import cache as compile_cache
 from decentfn.engine.donation import require_distinct, require_layout
+from decentfn.engine.memory import settling
 from decentfn.gradient import raise_own, reading
 from decentfn.kit.expected import is_state, kind_of
 from decentfn.kit.step import Step
-from decentfn.run.memory import settling
 from decentfn.torch_private import inductor
 from decentfn.torch_private.autograd import allow_saved_tensors_hooks
 from decentfn.torch_private.dynamo import (
@@ -31,8 +35,6 @@ from decentfn.torch_private.dynamo import (
     too_many_graphs,
 )
 from decentfn.torch_private.profiler import nothing
-from decentfn.trees import PyTree
-from decentfn.words import brief, brief_error, is_ours
 
 _GRAPHS = 32
 """A step is compiled at most so often: for batches of other structures, dtypes and kinds of shapes."""

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decentfn import trees
+from decentfn.core import trees
+from decentfn.core.formatting import brief
+from decentfn.engine.memory import settling
 from decentfn.kit.step import Step
-from decentfn.run.memory import settling
 from decentfn.torch_private.profiler import nothing
-from decentfn.words import brief
 
 
 def donate(step: Step | Callable[..., Any]) -> Step:

@@ -8,15 +8,16 @@ from typing import Any
 
 from torch import Tensor
 
-from decentfn import collectives, trees
+from decentfn.comm import collectives
+from decentfn.comm.replicas import require_equal_rows
+from decentfn.core import trees
+from decentfn.core.formatting import brief
+from decentfn.core.numbers import MOST_WORKERS, checks_numbers, require_at_most
+from decentfn.core.stacking import over_workers, require_rows
+from decentfn.core.trees import PyTree
 from decentfn.gradient.beside import Beside
 from decentfn.kit.expected import is_state
 from decentfn.kit.step import Step
-from decentfn.numbers import MOST_WORKERS, checks_numbers, require_at_most
-from decentfn.replicas import require_equal_rows
-from decentfn.stacking import over_workers, require_rows
-from decentfn.trees import PyTree
-from decentfn.words import brief
 
 
 @checks_numbers

@@ -9,15 +9,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from decentfn import trees
-from decentfn.buckets import Buckets, wide
+from decentfn.core import trees
+from decentfn.core.buckets import Buckets, wide
+from decentfn.core.formatting import brief
+from decentfn.core.trees import PyTree
 from decentfn.gradient.loss import LossFn, WrappedLoss, call, require_loss
 from decentfn.gradient.result import Gradient
 from decentfn.gradient.scaled import DynamicLossScale
 from decentfn.gradient.traced import gradient_of
 from decentfn.torch_private import scan
-from decentfn.trees import PyTree
-from decentfn.words import brief
 
 
 class Accumulated(WrappedLoss):

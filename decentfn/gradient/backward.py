@@ -12,20 +12,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from decentfn import collectives, draws, trees
-from decentfn.buckets import Buckets, Plan, elements, wide
-from decentfn.fingerprint import compare
+from decentfn.comm import collectives
+from decentfn.comm.fingerprint import compare
+from decentfn.comm.replicas import digest
+from decentfn.core import draws, trees
+from decentfn.core.buckets import Buckets, Plan, elements, wide
+from decentfn.core.formatting import brief
+from decentfn.core.trees import PyTree
 from decentfn.gradient.accumulated import micro_batch_count, micro_batches
 from decentfn.gradient.beside import around
 from decentfn.gradient.lending import Lent
 from decentfn.gradient.loss import LossFn, call
 from decentfn.gradient.others import Others, no_other_weights
 from decentfn.gradient.traced import unscaled
-from decentfn.replicas import digest
 from decentfn.torch_private.autograd import enabled
 from decentfn.torch_private.profiler import nothing
-from decentfn.trees import PyTree
-from decentfn.words import brief
 
 
 class Backward(NamedTuple):

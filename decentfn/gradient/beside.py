@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from decentfn import trees
-from decentfn.scalars import integer
+from decentfn.core import trees
+from decentfn.core.scalars import integer
 from decentfn.torch_private.autograd import surroundings
 
 

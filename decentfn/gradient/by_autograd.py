@@ -16,22 +16,22 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from decentfn import trees
-from decentfn.buckets import Buckets, Plan
-from decentfn.collectives import world
+from decentfn.comm.collectives import world
+from decentfn.core import trees
+from decentfn.core.buckets import Buckets, Plan
+from decentfn.core.formatting import brief
+from decentfn.core.scalars import integer
+from decentfn.core.stacking import require_rows
+from decentfn.core.trees import PyTree
 from decentfn.gradient.accumulated import Accumulated
 from decentfn.gradient.backward import Backward, backward, stacked
 from decentfn.gradient.beside import Beside, Outcome, passing_beside, put, value
 from decentfn.gradient.loss import LossFn, WrappedLoss, require_loss
 from decentfn.gradient.result import Gradient
 from decentfn.gradient.scaled import DynamicLossScale
-from decentfn.scalars import integer
-from decentfn.stacking import require_rows
 from decentfn.torch_private import functorch, inductor
 from decentfn.torch_private.autograd import missing
 from decentfn.torch_private.dynamo import constant_while_traced
-from decentfn.trees import PyTree
-from decentfn.words import brief
 
 
 class Layout:

@@ -9,8 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decentfn import trees
-from decentfn.buckets import Buckets, elementwise, mean_inside, mean_of_processes, whole
+from decentfn.core import trees
+from decentfn.core.buckets import Buckets, elementwise, mean_inside, mean_of_processes, whole
+from decentfn.core.formatting import brief_error
+from decentfn.core.stacking import in_chunks
+from decentfn.core.trees import PyTree
 from decentfn.gradient.accumulated import Accumulated, mean_gradient_of, micro_batch_count, micro_batches
 from decentfn.gradient.beside import Beside
 from decentfn.gradient.by_autograd import ByAutograd, gradient_by_autograd
@@ -19,11 +22,8 @@ from decentfn.gradient.module import ModuleLoss
 from decentfn.gradient.others import require_no_others
 from decentfn.gradient.result import Gradient
 from decentfn.gradient.traced import gradient_of
-from decentfn.stacking import in_chunks
 from decentfn.torch_private import functorch
 from decentfn.torch_private.profiler import nothing, span
-from decentfn.trees import PyTree
-from decentfn.words import brief_error
 
 
 def require_inputs(call: str, loss_fn: LossFn, params: PyTree, buffers: PyTree) -> None:

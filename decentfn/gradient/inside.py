@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from decentfn import collectives
+from decentfn.comm import collectives
+from decentfn.core.formatting import brief
 from decentfn.gradient.by_autograd import ByAutograd
 from decentfn.gradient.loss import LossFn, WrappedLoss
 from decentfn.gradient.module import ShardedLoss
-from decentfn.words import brief
 
 
 class Inside(NamedTuple):

@@ -14,8 +14,8 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from decentfn.core.formatting import brief
 from decentfn.gradient.loss import scalar
-from decentfn.words import brief
 
 _changed = threading.Condition()
 _users: list[tuple[int, frozenset[int], bool]] = []

@@ -10,10 +10,10 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from decentfn import trees
-from decentfn.buckets import Places
-from decentfn.trees import PyTree
-from decentfn.words import brief
+from decentfn.core import trees
+from decentfn.core.buckets import Places
+from decentfn.core.formatting import brief
+from decentfn.core.trees import PyTree
 
 LossFn = Callable[..., Any]
 """`(params, batch) -> loss` or `(loss, aux)`; with buffers `(params, buffers, batch) -> (loss, (buffers, aux))`."""

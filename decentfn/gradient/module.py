@@ -12,14 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from decentfn import collectives, trees
-from decentfn.buckets import Places
+from decentfn.comm import collectives
+from decentfn.core import trees
+from decentfn.core.buckets import Places
+from decentfn.core.formatting import brief
+from decentfn.core.trees import PyTree
 from decentfn.gradient.lending import Lent, Place, alone, attributes_put_back, own_by_name, places_of, refusing
 from decentfn.gradient.loss import is_pair
 from decentfn.torch_private import functorch
 from decentfn.torch_private.modules import weights
-from decentfn.trees import PyTree
-from decentfn.words import brief
 
 
 class ModuleLoss:

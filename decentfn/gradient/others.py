@@ -11,8 +11,8 @@ from weakref import ref
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from decentfn import trees
-from decentfn.words import brief
+from decentfn.core import trees
+from decentfn.core.formatting import brief
 
 
 @contextmanager

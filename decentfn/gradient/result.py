@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from decentfn import trees
-from decentfn.buckets import Buckets, elementwise, global_norm, where
-from decentfn.trees import PyTree
+from decentfn.core import trees
+from decentfn.core.buckets import Buckets, elementwise, global_norm, where
+from decentfn.core.trees import PyTree
 
 
 class Metrics(NamedTuple):

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from decentfn.core.formatting import brief
+from decentfn.core.numbers import checks_numbers, require
 from decentfn.gradient.loss import LossFn, WrappedLoss, require_loss
-from decentfn.numbers import checks_numbers, require
-from decentfn.words import brief
 
 _SMALLEST = 2.0**-100
 

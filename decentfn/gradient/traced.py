@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 from torch.func import grad_and_value
 
-from decentfn import trees
-from decentfn.buckets import Buckets, elementwise, wide
+from decentfn.core import trees
+from decentfn.core.buckets import Buckets, elementwise, wide
+from decentfn.core.trees import PyTree
 from decentfn.gradient.loss import LossFn, call
 from decentfn.gradient.result import Gradient
-from decentfn.trees import PyTree
 
 
 def gradient_of(loss_fn: LossFn, params: Buckets, buffers: PyTree, batch: PyTree, scale: Tensor | None) -> Gradient:

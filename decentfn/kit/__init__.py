@@ -15,7 +15,8 @@ def my_algorithm(loss_fn, optimizer, topology, **options) -> Algorithm:
     return worker.algorithm(step)
 """
 
-from decentfn.buckets import (
+from decentfn.comm.gossip import Posted, collect, difference, is_active, repaired, unless_bad
+from decentfn.core.buckets import (
     Buckets,
     Plan,
     add,
@@ -31,7 +32,7 @@ from decentfn.buckets import (
     widen,
     zeros_like,
 )
-from decentfn.gossip import Posted, collect, difference, is_active, repaired, unless_bad
+from decentfn.core.scalars import once
 from decentfn.gradient import Gradient, LossFn
 from decentfn.kit.agreement import algorithm
 from decentfn.kit.hyperparameters import (
@@ -53,7 +54,6 @@ from decentfn.kit.preconditions import (
 from decentfn.kit.state import Local, Metrics, State
 from decentfn.kit.step import Algorithm, Step
 from decentfn.kit.worker import Worker
-from decentfn.scalars import once
 
 __all__ = [
     "Algorithm",

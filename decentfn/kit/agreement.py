@@ -8,14 +8,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ParamSpec
 
-from decentfn.fingerprint import agree, describe, structure
+from decentfn.comm.fingerprint import agree, describe, structure
+from decentfn.core.formatting import brief
+from decentfn.core.numbers import bind, plain
+from decentfn.core.trees import PyTree
 from decentfn.gradient import require_inputs
 from decentfn.kit.expected import Expected, require_params
 from decentfn.kit.options import DEFAULTS
 from decentfn.kit.step import Algorithm
-from decentfn.numbers import bind, plain
-from decentfn.trees import PyTree
-from decentfn.words import brief
 
 P = ParamSpec("P")
 

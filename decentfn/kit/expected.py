@@ -11,14 +11,15 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
-from decentfn import collectives, trees
-from decentfn.buckets import Buckets, Plan, without_values
+from decentfn.comm import collectives
+from decentfn.comm.replicas import digest
+from decentfn.core import trees
+from decentfn.core.buckets import Buckets, Plan, without_values
+from decentfn.core.formatting import brief
+from decentfn.core.trees import PyTree
 from decentfn.gradient import LossFn, require_batch, require_inputs
 from decentfn.kit.state import Metrics, State
-from decentfn.replicas import digest
 from decentfn.torch_private import functorch
-from decentfn.trees import PyTree
-from decentfn.words import brief
 
 CALL = "step(state, batch, t)"
 WAY_OUT = "call this algorithm's init(params) anew, or build the step as the one that made the state was"

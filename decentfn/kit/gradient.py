@@ -7,9 +7,10 @@ import functools
 import torch
 from torch import Tensor
 
-from decentfn import gossip, trees
-from decentfn.buckets import Buckets, elementwise, is_finite, where
-from decentfn.trees import PyTree
+from decentfn.comm import gossip
+from decentfn.core import trees
+from decentfn.core.buckets import Buckets, elementwise, is_finite, where
+from decentfn.core.trees import PyTree
 
 
 def good_update(u: Buckets, opt: PyTree, old: PyTree, first: PyTree) -> tuple[Buckets, PyTree]:

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decentfn import collectives
-from decentfn.numbers import real, whole
-from decentfn.scalars import once
-from decentfn.transforms.basic import Scalar
+from decentfn.comm import collectives
+from decentfn.core.numbers import real, whole
+from decentfn.core.scalars import once
+from decentfn.optim.transforms.basic import Scalar
 
 
 def at(scalar: Scalar, t: Tensor, like: Iterable[Tensor]) -> float | Tensor:

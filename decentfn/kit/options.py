@@ -7,11 +7,11 @@ from typing import Any, TypedDict
 
 import torch
 
-from decentfn.buckets import Buckets, require_bucket_mb
+from decentfn.core.buckets import Buckets, require_bucket_mb
+from decentfn.core.formatting import brief
 from decentfn.gradient import LossFn, require_loss
+from decentfn.optim.transforms.transform import require_descent, require_pair, wants_mix
 from decentfn.topologies import Topology
-from decentfn.transforms.transform import require_descent, require_pair, wants_mix
-from decentfn.words import brief
 
 
 class Options(TypedDict, total=False):

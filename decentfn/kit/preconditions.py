@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from decentfn.buckets import Plan
 from decentfn.compressors import Compressor
-from decentfn.numbers import real
+from decentfn.core.buckets import Plan
+from decentfn.core.formatting import brief
+from decentfn.core.numbers import real
 from decentfn.topologies import Topology, mixing_matrix
-from decentfn.words import brief
 
 
 def require_doubly_stochastic(call: str, topology: Topology) -> None:

@@ -8,15 +8,16 @@ from typing import Any
 
 import torch
 
-from decentfn import collectives, trees
-from decentfn.buckets import Buckets, Mask, Places, Plan, flatten, part_of, part_shape
-from decentfn.fingerprint import agree, compare, fingerprint
+from decentfn.comm import collectives
+from decentfn.comm.fingerprint import agree, compare, fingerprint
+from decentfn.comm.replicas import digest
+from decentfn.core import trees
+from decentfn.core.buckets import Buckets, Mask, Places, Plan, flatten, part_of, part_shape
+from decentfn.core.trees import PyTree
 from decentfn.gradient import Inside
 from decentfn.kit.options import require_narrower
-from decentfn.replicas import digest
+from decentfn.optim.transforms.transform import require_descent
 from decentfn.topologies import Topology, certificate
-from decentfn.transforms.transform import require_descent
-from decentfn.trees import PyTree
 
 _log = logging.getLogger("decentfn")
 

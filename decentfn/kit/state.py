@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from decentfn.buckets import Buckets
+from decentfn.core.buckets import Buckets
+from decentfn.core.trees import PyTree
 from decentfn.gradient import LossScale
 from decentfn.gradient import Metrics as Metrics
-from decentfn.trees import PyTree
 
 
 class Guarded(NamedTuple):

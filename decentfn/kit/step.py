@@ -13,17 +13,18 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from decentfn import collectives, draws
-from decentfn.buckets import Buckets, Plan
+from decentfn.comm import collectives
+from decentfn.core import draws
+from decentfn.core.buckets import Buckets, Plan
+from decentfn.core.formatting import brief, brief_error
+from decentfn.core.scalars import as_step
+from decentfn.core.trees import PyTree
 from decentfn.gradient import LossFn, is_by_autograd
 from decentfn.gradient.beside import passing_beside
 from decentfn.kit.expected import CALL, WAY_OUT, kind_of, left_alone, require_order, require_result
-from decentfn.scalars import as_step
 from decentfn.topologies import Topology
 from decentfn.torch_private import functorch
 from decentfn.torch_private.profiler import nothing
-from decentfn.trees import PyTree
-from decentfn.words import brief, brief_error
 
 _READERS = [Path(__file__).parent.parent / room for room in ("algorithms", "gossip", "kit", "transforms", "wrappers")]
 """The code that reads states."""

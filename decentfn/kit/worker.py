@@ -11,20 +11,21 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from decentfn import collectives, gossip, trees
-from decentfn.buckets import Buckets, all_finite, elementwise, global_norm, loose
-from decentfn.gossip import Posted, collect
+from decentfn.comm import collectives, gossip
+from decentfn.comm.gossip import Posted, collect
+from decentfn.comm.replicas import require_equal
+from decentfn.core import trees
+from decentfn.core.buckets import Buckets, all_finite, elementwise, global_norm, loose
+from decentfn.core.trees import PyTree
 from decentfn.gradient import DynamicLossScale, Gradient, LossFn, evaluate, inside_of, where_good
 from decentfn.kit.gradient import good_update
 from decentfn.kit.options import DEFAULTS, Options, require_arguments
 from decentfn.kit.start import lay_out
 from decentfn.kit.state import Local, Metrics, State
 from decentfn.kit.step import Algorithm, Step
-from decentfn.replicas import require_equal
+from decentfn.optim.transforms.transform import wants_mix
 from decentfn.topologies import Topology, complete
 from decentfn.torch_private.profiler import span
-from decentfn.transforms.transform import wants_mix
-from decentfn.trees import PyTree
 
 
 class Worker:

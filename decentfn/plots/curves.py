@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from decentfn.numbers import require
+from decentfn.core.formatting import brief
+from decentfn.core.numbers import require
 from decentfn.plots import paper
-from decentfn.words import brief
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from decentfn import topologies
-from decentfn.numbers import require
+from decentfn.core.formatting import brief
+from decentfn.core.numbers import require
+from decentfn.core.scalars import as_step
 from decentfn.plots import paper
-from decentfn.scalars import as_step
 from decentfn.topologies.rounds import require_topology
-from decentfn.words import brief
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decentfn import trees
-from decentfn.buckets import Buckets
-from decentfn.consensus import params as params_of
+from decentfn.core import trees
+from decentfn.core.buckets import Buckets
+from decentfn.core.trees import PyTree
 from decentfn.engine.compilation import compile
 from decentfn.engine.simulation import simulate
 from decentfn.gradient import LossFn, accumulate, autograd, dynamic_loss_scale
 from decentfn.kit.step import Algorithm
+from decentfn.optim.transforms import MixAware, MixContext
 from decentfn.testing import problem
 from decentfn.testing.subjects import (
     STEPS,
@@ -33,8 +34,7 @@ from decentfn.testing.subjects import (
     simulated,
 )
 from decentfn.topologies import Topology
-from decentfn.transforms import MixAware, MixContext
-from decentfn.trees import PyTree
+from decentfn.train.consensus import params as params_of
 from decentfn.wrappers import average_buffers, ema, ema_params
 
 _LATE_S = 0.03

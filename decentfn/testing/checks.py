@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from decentfn import collectives, gossip, trees
-from decentfn.buckets import BucketPlan, Buckets, flatten, loose
+from decentfn.comm import collectives, gossip
 from decentfn.compressors import Compressor, Key
+from decentfn.core import trees
+from decentfn.core.buckets import BucketPlan, Buckets, flatten, loose
 from decentfn.engine.compilation import compile
 from decentfn.testing import problem
 from decentfn.testing.ranks import on_ranks

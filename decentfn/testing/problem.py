@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decentfn import trees
-from decentfn.trees import PyTree
+from decentfn.core import trees
+from decentfn.core.trees import PyTree
 
 BUCKET_MB = 0.002
 """Small; the leaves of each dtype are a bucket."""

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from decentfn.collectives import World, use
+from decentfn.comm.collectives import World, use
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decentfn.buckets import Buckets, flatten
+from decentfn.core.buckets import Buckets, flatten
 from decentfn.topologies import Topology, from_matrices, topology
 
 try:

@@ -11,17 +11,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from decentfn import compile_cache, trees
+from decentfn.core import trees
+from decentfn.core.trees import PyTree
+from decentfn.engine import cache as compile_cache
 from decentfn.engine.compilation import compile
 from decentfn.engine.donation import donate
 from decentfn.engine.simulation import simulate
 from decentfn.gradient import LossFn
 from decentfn.kit.step import Algorithm
+from decentfn.optim.transforms import sgd
 from decentfn.testing import problem
 from decentfn.testing.ranks import alone_as_rank_of, on_kept_ranks
 from decentfn.topologies import Topology
-from decentfn.transforms import sgd
-from decentfn.trees import PyTree
 
 STEPS = 6
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from decentfn.numbers import checks_numbers, require, require_at_most, whole
+from decentfn.core.numbers import checks_numbers, require, require_at_most, whole
 from decentfn.topologies.construct import idle
 from decentfn.topologies.drawn import from_rounds
 from decentfn.topologies.graphs import complete

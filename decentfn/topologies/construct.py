@@ -10,10 +10,10 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from decentfn.numbers import MOST_WORKERS, array, checks_numbers, real, require, require_at_most, whole
+from decentfn.core.formatting import brief
+from decentfn.core.numbers import MOST_WORKERS, array, checks_numbers, real, require, require_at_most, whole
 from decentfn.topologies.matrices import edge_colors, weighted_permutations
 from decentfn.topologies.rounds import Edge, Topology, check
-from decentfn.words import brief
 
 MOST_MESSAGES = 64
 """A worker holds that many messages at once, at most, in an undirected graph."""

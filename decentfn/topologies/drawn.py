@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from decentfn.numbers import MOST_WORKERS, checks_numbers, require, require_at_most
+from decentfn.core.numbers import MOST_WORKERS, checks_numbers, require, require_at_most
 from decentfn.topologies.construct import MOST_TABLE_ENTRIES, alone, from_permutations
 from decentfn.topologies.rounds import Round, Topology, check, silenced
 
@@ -26,7 +26,7 @@ def from_draw(name: str, num_workers: int, draw: Callable[[Tensor], tuple[Tensor
         name: what errors and fingerprints call it.
         num_workers: N.
         draw: `t` (0-d int64) -> `(sources [N, K], destinations [N, K], weights [N, K+1])`, int64, int64 and float64;
-            randomness comes from `decentfn.draws`, keyed by (seed, t). A worker that hears nobody is its own source.
+            randomness comes from `decentfn.core.draws`, keyed by (seed, t). A worker that hears nobody is its own source.
 
     Raises:
         ValueError: a shape or dtype, a round that is no sum of weighted permutations, is not doubly stochastic, or
@@ -121,7 +121,7 @@ def from_rounds(
             if was is not None and (now is None or not torch.equal(torch.as_tensor(was), torch.as_tensor(now))):
                 raise ValueError(
                     f"{name}: the {part} of step {t} differ when they are drawn twice; every worker draws for itself, so a "
-                    "round is a function of t (and a seed) alone: take its numbers from decentfn.draws, for example "
+                    "round is a function of t (and a seed) alone: take its numbers from decentfn.core.draws, for example "
                     f"draws.permutation(seed, t, {num_workers})."
                 )
     if in_tables:

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decentfn import draws
-from decentfn.numbers import MOST_WORKERS, require
+from decentfn.core import draws
+from decentfn.core.numbers import MOST_WORKERS, require
 from decentfn.topologies.construct import from_edges, from_shifts
 from decentfn.topologies.drawn import from_draw
 from decentfn.topologies.matching import pair_weights

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from decentfn import draws
-from decentfn.numbers import require
+from decentfn.core import draws
+from decentfn.core.numbers import require
 from decentfn.topologies.construct import alone
 from decentfn.topologies.drawn import from_draw, from_rounds
 from decentfn.topologies.registry import register_topology

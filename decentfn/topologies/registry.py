@@ -8,9 +8,9 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar
 
-from decentfn.numbers import MOST_WORKERS, checks_numbers, require, require_at_most, whole
+from decentfn.core.formatting import brief
+from decentfn.core.numbers import MOST_WORKERS, checks_numbers, require, require_at_most, whole
 from decentfn.topologies.rounds import Topology
-from decentfn.words import brief
 
 _registry: dict[str, Callable[..., Topology]] = {}
 Function = TypeVar("Function", bound=Callable[..., Topology])

@@ -12,8 +12,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from decentfn.numbers import checks_numbers, require
-from decentfn.words import brief
+from decentfn.core.formatting import brief
+from decentfn.core.numbers import checks_numbers, require
 
 _TOLERANCE = 1e-12
 _ROUNDS_KEPT = 256

@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from decentfn.core.formatting import root
 from decentfn.torch_private.names import ERRORS, GUARDS
-from decentfn.words import root
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -10,15 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decentfn import collectives, gossip, trees
-from decentfn.buckets import loose
-from decentfn.fingerprint import agree, describe
+from decentfn.comm import collectives, gossip
+from decentfn.comm.fingerprint import agree, describe
+from decentfn.core import trees
+from decentfn.core.buckets import loose
+from decentfn.core.numbers import checks_numbers
+from decentfn.core.trees import PyTree
 from decentfn.kit.hyperparameters import at
 from decentfn.kit.state import Metrics, State
 from decentfn.kit.step import Algorithm, require_bare
-from decentfn.numbers import checks_numbers
 from decentfn.topologies import Topology
-from decentfn.trees import PyTree
 
 
 @checks_numbers

@@ -9,18 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decentfn import collectives, gossip, trees
-from decentfn.buckets import Buckets, everywhere_inside, is_finite
+from decentfn.comm import collectives, gossip
+from decentfn.comm.fingerprint import agree, describe
+from decentfn.core import trees
+from decentfn.core.buckets import Buckets, everywhere_inside, is_finite
+from decentfn.core.formatting import brief
+from decentfn.core.numbers import checks_numbers
+from decentfn.core.trees import PyTree
 from decentfn.errors import NonFinite
-from decentfn.fingerprint import agree, describe
 from decentfn.kit.expected import kind_of
 from decentfn.kit.gradient import finite_or
 from decentfn.kit.state import Guarded, Metrics, State
 from decentfn.kit.step import Algorithm, require_bare
-from decentfn.numbers import checks_numbers
 from decentfn.torch_private import functorch
-from decentfn.trees import PyTree
-from decentfn.words import brief
 
 
 @checks_numbers

@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from decentfn import trees
-from decentfn.buckets import Buckets, cast_like, copy_wide, elementwise
-from decentfn.consensus import params
+from decentfn.core import trees
+from decentfn.core.buckets import Buckets, cast_like, copy_wide, elementwise
+from decentfn.core.formatting import brief
+from decentfn.core.numbers import checks_numbers
+from decentfn.core.trees import PyTree
 from decentfn.kit.expected import kind_of
 from decentfn.kit.state import Local, Metrics, State, restarted
 from decentfn.kit.step import Algorithm, require_bare
-from decentfn.numbers import checks_numbers
-from decentfn.trees import PyTree
-from decentfn.words import brief
+from decentfn.train.consensus import params
 
 
 class EMAMemory(NamedTuple):

@@ -11,14 +11,16 @@ from scipy.fft import dctn, idctn
 from torch._dynamo.testing import CompileCounter
 
 import decentfn as df
-from decentfn import collectives, compressors, trees
+from decentfn import compressors
 from decentfn.algorithms.choco_sgd import choco_sgd
 from decentfn.algorithms.deep_squeeze import deep_squeeze
 from decentfn.algorithms.demo import demo
 from decentfn.algorithms.power_gossip import power_gossip
-from decentfn.buckets import flatten
+from decentfn.comm import collectives
+from decentfn.comm.gossip.compressed import as_messages, everyone
 from decentfn.compressors import Key
-from decentfn.gossip.compressed import as_messages, everyone
+from decentfn.core import trees
+from decentfn.core.buckets import flatten
 from tests.quadratics import STEPS, Sgd, random_column_stochastic, random_symmetric, static_ring
 
 N = 5

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import decentfn as df
-from decentfn import compressors, trees
+from decentfn import compressors
+from decentfn.core import trees
 
 D = 64
 RANDOM = {"compressor": compressors.random_k(0.5), "gamma": 0.3}

@@ -4,8 +4,10 @@ import pytest
 import torch
 
 import decentfn as df
-from decentfn import algorithms, collectives, compressors, trees
+from decentfn import algorithms, compressors
+from decentfn.comm import collectives
 from decentfn.compressors import Compressor, Key
+from decentfn.core import trees
 from tests import cases
 from tests.cases import CORE, Case
 

@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 
 import decentfn as df
-from decentfn import trees
 from decentfn.algorithms.adapt_then_combine import adapt_then_combine
 from decentfn.algorithms.decentlam import decentlam
 from decentfn.algorithms.gradient_tracking import gradient_tracking
 from decentfn.algorithms.momentum_tracking import momentum_tracking
 from decentfn.algorithms.quasi_global_adam import quasi_global_adam
 from decentfn.algorithms.quasi_global_momentum import quasi_global_momentum
-from decentfn.transforms import sgd
+from decentfn.core import trees
+from decentfn.optim.transforms import sgd
 from tests.quadratics import (
     STEPS,
     Problem,

@@ -8,14 +8,15 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 
 import decentfn as df
-from decentfn import collectives, trees
 from decentfn.algorithms.adapt_then_combine import adapt_then_combine
 from decentfn.algorithms.diloco import diloco
 from decentfn.algorithms.noloco import noloco
 from decentfn.algorithms.slowmo import slowmo
 from decentfn.algorithms.streaming_diloco import streaming_diloco
+from decentfn.comm import collectives
+from decentfn.core import trees
+from decentfn.optim.transforms import sgd
 from decentfn.topologies.construct import idle
-from decentfn.transforms import sgd
 from tests.quadratics import (
     STEPS,
     Problem,

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import decentfn as df
-from decentfn import trees
 from decentfn.algorithms.adapt_then_combine import adapt_then_combine
 from decentfn.algorithms.gradient_tracking import gradient_tracking
 from decentfn.algorithms.push_diging import push_diging
 from decentfn.algorithms.stochastic_gradient_push import stochastic_gradient_push
+from decentfn.core import trees
 from tests.quadratics import (
     STEPS,
     Sgd,

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 
 import decentfn as df
-from decentfn import trees
 from decentfn.algorithms.d2 import companion_radius, d2, eigenvalues_of_circulant
 from decentfn.algorithms.exact_diffusion import exact_diffusion
 from decentfn.algorithms.extra import extra
@@ -16,6 +15,7 @@ from decentfn.algorithms.gradient_tracking import gradient_tracking
 from decentfn.algorithms.push_diging import push_diging
 from decentfn.algorithms.relay_sgd import relay_sgd
 from decentfn.algorithms.stochastic_gradient_push import stochastic_gradient_push
+from decentfn.core import trees
 from tests.quadratics import (
     STEPS,
     Problem,

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decentfn import trees
-from decentfn.buckets import flatten
+from decentfn.core import trees
+from decentfn.core.buckets import flatten
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128]
 

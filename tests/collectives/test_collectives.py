@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from torch.func import vmap
 
 import decentfn as df
-from decentfn import collectives
-from decentfn.collectives import Constant, exchange, group_mean, look_up, members, on_device, wait
+from decentfn.comm import collectives
+from decentfn.comm.collectives import Constant, exchange, group_mean, look_up, members, on_device, wait
 from decentfn.testing import on_ranks
 from decentfn.topologies import Round, Topology
 

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 import decentfn as df
-from decentfn import compressors, trees
-from decentfn.collectives import world
+from decentfn import compressors
+from decentfn.comm.collectives import world
+from decentfn.core import trees
 from decentfn.testing import on_ranks
 from decentfn.testing.ranks import alone_as_rank_of
 from tests.ranks import AT_ONCE, Ranks

@@ -6,8 +6,8 @@ import sys
 import pytest
 import torch
 
-from decentfn import collectives
-from decentfn.collectives import forks
+from decentfn.comm import collectives
+from decentfn.comm.collectives import forks
 
 ROUNDS = 100
 

@@ -5,8 +5,8 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import decentfn as df
-from decentfn import trees
-from decentfn.collectives import World, use
+from decentfn.comm.collectives import World, use
+from decentfn.core import trees
 from decentfn.testing import on_ranks
 from tests import cases
 from tests.cases import CASES, Case

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 import decentfn as df
-from decentfn import gossip
-from decentfn.buckets import loose
-from decentfn.collectives import World, exchange, look_up, use, wait
-from decentfn.collectives.steps import Steps
+from decentfn.comm import gossip
+from decentfn.comm.collectives import World, exchange, look_up, use, wait
+from decentfn.comm.collectives.steps import Steps
+from decentfn.core.buckets import loose
 from decentfn.testing import on_ranks
 from tests.collectives.test_collectives import schedule
 

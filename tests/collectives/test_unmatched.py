@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 import decentfn as df
-from decentfn import collectives
-from decentfn.collectives import World, outside, use
+from decentfn.comm import collectives
+from decentfn.comm.collectives import World, outside, use
 from decentfn.testing import on_ranks
 from tests.ranks import TIMEOUT, Ranks
 

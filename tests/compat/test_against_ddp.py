@@ -7,8 +7,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import decentfn as df
-from decentfn import trees
 from decentfn.compat.ddp import add_module_prefix, strip_module_prefix
+from decentfn.core import trees
 
 STEPS, MICRO = 50, 2
 

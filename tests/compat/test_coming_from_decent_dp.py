@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import decentfn as df
-from decentfn import trees
+from decentfn.core import trees
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "coming_from_decent_dp.md").read_text()

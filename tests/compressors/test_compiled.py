@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import decentfn as df
-from decentfn import compressors, trees
+from decentfn import compressors
+from decentfn.core import trees
 from decentfn.testing import on_ranks
 from decentfn.testing.ranks import alone_as_rank_of
 

@@ -13,8 +13,8 @@ from scipy.fft import dctn
 from torch.func import vmap
 
 from decentfn import compressors
-from decentfn.buckets import BucketPlan, Segment, flatten
 from decentfn.compressors import Key, wire
+from decentfn.core.buckets import BucketPlan, Segment, flatten
 
 COMPRESSORS = {
     c.name: c

@@ -6,7 +6,8 @@ Without any gradient the workers' mean must not move, though each of them is hea
 import torch
 
 import decentfn as df
-from decentfn import compressors, trees
+from decentfn import compressors
+from decentfn.core import trees
 
 N, STEPS = 4, 20
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import decentfn as df
-from decentfn import trees
+from decentfn.core import trees
 from decentfn.torch_private import scan
 from tests import cases
 

@@ -14,9 +14,11 @@ from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
 import decentfn as df
-from decentfn import compile_cache, testing, trees
-from decentfn.collectives import world
-from decentfn.draws import torch_draws
+from decentfn import testing
+from decentfn.comm.collectives import world
+from decentfn.core import trees
+from decentfn.core.draws import torch_draws
+from decentfn.engine import cache as compile_cache
 
 
 class Checkpointed(nn.Module):

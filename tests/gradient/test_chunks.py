@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import decentfn as df
-from decentfn import trees
+from decentfn.core import trees
 from tests import cases
 from tests.cases import Case
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import decentfn as df
-from decentfn import testing, trees
+from decentfn import testing
+from decentfn.core import trees
 
 OPTIMIZERS = {
     "sgd": (lambda: df.sgd(0.1, momentum=0.9, weight_decay=0.1), torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),

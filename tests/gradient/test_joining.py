@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import decentfn as df
-from decentfn.buckets import flatten
+from decentfn.core.buckets import flatten
 from decentfn.gradient.evaluation import evaluate
 from tests.allocations import peak_of
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import decentfn as df
-from decentfn import trees
+from decentfn.core import trees
 
 N, STEPS = 4, 24
 TOPOLOGY = df.topology("ring", N)

@@ -12,7 +12,8 @@ from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import decentfn as df
-from decentfn import compile_cache, trees
+from decentfn.core import trees
+from decentfn.engine import cache as compile_cache
 
 
 @dataclass

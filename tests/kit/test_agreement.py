@@ -9,7 +9,7 @@ import torch
 
 import decentfn as df
 from decentfn import compressors
-from decentfn.fingerprint import structure
+from decentfn.comm.fingerprint import structure
 from decentfn.kit import Options
 from decentfn.testing import on_ranks
 

@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import decentfn as df
-from decentfn import collectives, gossip, trees
-from decentfn.buckets import loose
+from decentfn.comm import collectives, gossip
+from decentfn.core import trees
+from decentfn.core.buckets import loose
 from tests import cases
 
 OPTIMIZERS = {

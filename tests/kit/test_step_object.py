@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import decentfn as df
-from decentfn import trees
+from decentfn.core import trees
 from tests import cases
 
 N = 4

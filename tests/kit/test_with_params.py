@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import decentfn as df
-from decentfn import algorithms, trees
+from decentfn import algorithms
+from decentfn.core import trees
 from tests import cases
 from tests.cases import CORE, Case
 

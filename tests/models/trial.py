@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import decentfn as df
-from decentfn import trees
+from decentfn.core import trees
 from tests.models.cases import CASES, Case, Made, batch_of
 from tests.models.registry import SEED
 

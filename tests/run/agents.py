@@ -18,8 +18,8 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import decentfn as df
-from decentfn.collectives import gather_objects
-from decentfn.run import process_group
+from decentfn.comm.collectives import gather_objects
+from decentfn.train import process_group
 
 STEPS = 12
 

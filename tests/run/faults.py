@@ -28,7 +28,8 @@ from unittest.mock import patch
 import torch
 
 import decentfn as df
-from decentfn import collectives, trees
+from decentfn.comm import collectives
+from decentfn.core import trees
 from decentfn.testing import problem
 from decentfn.testing.ranks import alone_as_rank_of
 from tests.collectives.test_failures import Breaks

@@ -15,11 +15,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import decentfn as df
-from decentfn import collectives, compressors, trees
-from decentfn.buckets import Buckets
-from decentfn.collectives import World
-from decentfn.fingerprint import compare
-from decentfn.replicas import digest
+from decentfn import compressors
+from decentfn.comm import collectives
+from decentfn.comm.collectives import World
+from decentfn.comm.fingerprint import compare
+from decentfn.comm.replicas import digest
+from decentfn.core import trees
+from decentfn.core.buckets import Buckets
 
 WORKERS, STEPS, CLIP = 2, 5, 0.1
 ALGORITHMS = {

@@ -14,12 +14,12 @@ from safetensors import safe_open
 from torch import nn
 
 import decentfn as df
-from decentfn import trees
-from decentfn.buckets import Buckets
-from decentfn.run.checkpoint import files, manifest
-from decentfn.run.checkpoint.layout import encoded, leaves_of, places_in
+from decentfn.core import trees
+from decentfn.core.buckets import Buckets
 from decentfn.testing import problem
 from decentfn.testing.ranks import on_kept_ranks
+from decentfn.train.checkpoint import files, manifest
+from decentfn.train.checkpoint.layout import encoded, leaves_of, places_in
 from tests.contract import ROWS
 
 N = 4

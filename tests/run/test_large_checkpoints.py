@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 import decentfn as df
-from decentfn import collectives
+from decentfn.comm import collectives
 from decentfn.errors import CheckpointCorrupt
-from decentfn.run.checkpoint import files
-from decentfn.run.checkpoint.layout import leaves_of
+from decentfn.train.checkpoint import files
+from decentfn.train.checkpoint.layout import leaves_of
 from tests.ranks import Ranks
 from tests.run.inside import Network, batch, sharded, workers
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import decentfn as df
-from decentfn import collectives
+from decentfn.comm import collectives
 from decentfn.errors import RunError
 from tests.ranks import AT_ONCE, Ranks
 from tests.run.inside import ALL_KINDS, Network, batch, workers

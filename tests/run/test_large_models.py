@@ -19,9 +19,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel, parallelize_module
 
 import decentfn as df
-from decentfn import collectives, compressors, trees
-from decentfn.buckets import flatten
-from decentfn.collectives import World
+from decentfn import compressors
+from decentfn.comm import collectives
+from decentfn.comm.collectives import World
+from decentfn.core import trees
+from decentfn.core.buckets import flatten
 from decentfn.torch_private import inductor
 from tests.ranks import AT_ONCE
 from tests.run.inside import (

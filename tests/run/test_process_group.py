@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import decentfn as df
-from decentfn import collectives
-from decentfn.collectives import World
+from decentfn.comm import collectives
+from decentfn.comm.collectives import World
 from decentfn.testing import on_ranks
 
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}

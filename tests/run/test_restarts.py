@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 import decentfn as df
-from decentfn.run.generation import fresh_part
+from decentfn.train.generation import fresh_part
 from tests.run.agents import STEPS
 
 

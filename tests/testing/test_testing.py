@@ -5,12 +5,14 @@ import torch
 from hypothesis import given
 
 import decentfn as df
-from decentfn import collectives, kit, testing, trees
-from decentfn.buckets import flatten
+from decentfn import kit, testing
+from decentfn.comm import collectives
+from decentfn.core import trees
+from decentfn.core.buckets import flatten
 from decentfn.kit import Metrics, State, Worker, add, collect
+from decentfn.optim.transforms import Transform
 from decentfn.testing import PROMISES, strategies
 from decentfn.testing.subjects import Run, ranks
-from decentfn.transforms import Transform
 
 
 def my_algorithm(fault):

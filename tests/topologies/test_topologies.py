@@ -10,7 +10,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from decentfn import collectives
+from decentfn.comm import collectives
 from decentfn.topologies import certificate, mixed, mixing_matrix, relabel, topology, topology_names
 from tests.topologies import is_doubly_stochastic
 

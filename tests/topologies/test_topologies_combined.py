@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import decentfn as df
-from decentfn import collectives
+from decentfn.comm import collectives
 from decentfn.topologies import (
     Edge,
     Round,

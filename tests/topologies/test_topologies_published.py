@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from decentfn import draws
+from decentfn.core import draws
 from decentfn.topologies import (
     alternating_exp_ring,
     certificate,

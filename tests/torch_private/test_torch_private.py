@@ -7,10 +7,10 @@ import torch
 from torch._inductor.utils import fresh_cache
 
 import decentfn as df
-from decentfn import compile_cache
-from decentfn.buckets import flatten
-from decentfn.collectives import operators
+from decentfn.comm.collectives import operators
 from decentfn.compressors import Key
+from decentfn.core.buckets import flatten
+from decentfn.engine import cache as compile_cache
 from decentfn.torch_private import inductor
 
 

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.func import grad
 
-from decentfn import trees
-from decentfn.buckets import Buckets, flatten, global_norm
-from decentfn.transforms import (
+from decentfn.core import trees
+from decentfn.core.buckets import Buckets, flatten, global_norm
+from decentfn.optim.transforms import (
     Transform,
     accum_adam,
     accum_adamw,

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 
-from decentfn import schedules
+from decentfn.optim import schedules
 
 CASES = {
     "constant": (0.1,),

@@ -9,9 +9,10 @@ from torch._inductor.utils import run_and_get_code
 from torch.func import vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from decentfn import schedules, transforms, trees
-from decentfn.buckets import Buckets, flatten
-from decentfn.transforms import (
+from decentfn.core import trees
+from decentfn.core.buckets import Buckets, flatten
+from decentfn.optim import schedules, transforms
+from decentfn.optim.transforms import (
     Transform,
     accum_adam,
     accum_adamw,

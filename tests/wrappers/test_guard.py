@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import decentfn as df
-from decentfn import trees
-from decentfn.collectives import operators
+from decentfn.comm.collectives import operators
+from decentfn.core import trees
 from decentfn.testing import problem
 from decentfn.testing.ranks import alone_as_rank_of, on_kept_ranks
 from decentfn.testing.subjects import assert_close

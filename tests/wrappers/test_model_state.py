@@ -8,7 +8,8 @@ from torch import nn
 from torch.utils.data import DistributedSampler
 
 import decentfn as df
-from decentfn import collectives, trees
+from decentfn.comm import collectives
+from decentfn.core import trees
 
 N = 4
 

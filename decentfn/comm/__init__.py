@@ -1,0 +1,1 @@
+"""Communication: collectives between workers, and gossip on top of them."""

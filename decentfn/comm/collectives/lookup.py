@@ -1,0 +1,174 @@
+"""What a step knows of its round, looked up by operators when it runs: peers, weights and numbers never enter a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from decentfn.comm.collectives.membership import World, world
+from decentfn.core.context import context
+from decentfn.core.scalars import integer, operator
+from decentfn.topologies import Topology
+from decentfn.topologies.rounds import by_handle
+
+
+def require_size(local: int, workers: int, what: str) -> World:
+    """Return the world, once the topology's workers are known to be those that exist, `local` of them in each process.
+
+    Raises:
+        ValueError: they are more, or fewer; `what` says who asks.
+    """
+    here = context.step or world()
+    if local * here.size == workers:
+        return here
+    if (each := here.processes_per_worker) > 1:
+        raise ValueError(
+            f"{what}: the topology has num_workers={workers}, but {here.size * each} processes run, {each} for each worker; make it "
+            f"with df.topology(name, world.num_workers), here {here.size}, or a multiple of that with df.simulate."
+        )
+    raise ValueError(
+        f"{what}: the topology has num_workers={workers}, but {here.size} process(es) hold {local} worker(s) each. "
+        f"Start {workers} processes with torchrun, or df.simulate(step, {max(1, workers // here.size)}) "
+        "so that workers x processes is the topology's size."
+    )
+
+
+def require_worker_axis(what: str, x: int | None, others: Sequence[int | None]) -> None:
+    """Raise ValueError unless, under `vmap`, the payload carries the worker axis and nothing else does."""
+    if x is None or any(dim is not None for dim in others):
+        raise ValueError(
+            f"{what} under vmap: the payload must carry the worker axis, and the topology and t must not; "
+            "use in_dims=(0, 0, None) for (state, batch, t), or df.simulate."
+        )
+
+
+class Row(NamedTuple):
+    """One worker's part of round `t`, on the device of its state."""
+
+    topology: Topology
+    t: Tensor  # 0-d int64 on the CPU
+    weights: Tensor  # [K+1] float64, own weight first
+    mean_weight: Tensor | None  # 0-d float64, the weight of the mean over the worker's group; None without groups
+    is_active: Tensor  # 0-d bool, False where the schedule rests
+    worker: Tensor  # 0-d int64, the worker's number
+    sources: Tensor  # [K] int64, whom it hears in each slot; -1: nobody
+    group: Tensor  # 0-d int64, the number of its group
+    group_size: Tensor  # 0-d int64
+    are_pairs: Tensor  # 0-d bool, whether in each slot two workers hear each other, with the same weight
+    given: Tensor  # [K] float64, what its messages weigh where they are heard; W[j, i], while `weights` are W[i, j]
+
+
+_FACTS = 5
+
+
+def look_up(token: Tensor, topology: Topology, t: Tensor) -> Row:
+    """Look up this worker's part of round `t`.
+
+    Args:
+        token: any tensor of this worker's state; it tells the device and, under `vmap`, the worker axis.
+        topology: the schedule.
+        t: 0-d int64 on the CPU.
+    """
+    k, row = topology.slots, _look_up(token, topology.handle, t, topology.slots, 0)
+    facts, weights, sources, given = row.split([_FACTS, k + 2, k, k])
+    facts = facts.to(torch.int64)
+    return Row(
+        topology,
+        t,
+        weights=weights[: k + 1],
+        mean_weight=weights[k + 1] if topology.has_groups else None,
+        is_active=facts[0] > 0,
+        worker=facts[1],
+        sources=sources.to(torch.int64),
+        group=facts[2],
+        group_size=facts[3],
+        are_pairs=facts[4] > 0,
+        given=given,
+    )
+
+
+def _look_up_kernel(token: Tensor, handle: Tensor, t: Tensor, slots: int, workers: int) -> Tensor:
+    topology = by_handle(handle)
+    here = require_size(workers or 1, topology.num_workers, "step(state, batch, t)")
+    rows = topology.rows(t, token.device)
+    return (rows[here.rank * workers : (here.rank + 1) * workers] if workers else rows[here.rank]).clone()
+
+
+def _look_up_shape(token: Tensor, handle: Tensor, t: Tensor, slots: int, workers: int) -> Tensor:
+    numbers = _FACTS + 2 + 3 * slots
+    return token.new_empty((workers, numbers) if workers else (numbers,), dtype=torch.float64)
+
+
+def _look_up_vmap(
+    info: Any, in_dims: Any, token: Tensor, handle: Tensor, t: Tensor, slots: int, workers: int
+) -> tuple[Tensor, int]:
+    require_worker_axis("a look-up", in_dims[0], in_dims[1:3])
+    return _look_up(token, handle, t, slots, info.batch_size), 0
+
+
+_look_up = operator(
+    # `workers`: 0 for one worker alone; L for the rows of the L workers here.
+    "look_up(Tensor token, Tensor topology, Tensor t, int slots, int workers) -> Tensor",
+    _look_up_kernel,
+    _look_up_shape,
+    _look_up_vmap,
+)
+_members = operator(
+    "members(Tensor group, Tensor topology, Tensor t, int num_workers) -> Tensor",
+    lambda group, handle, t, n: by_handle(handle).groups_of(t).to(group.device) == group[..., None],
+    lambda group, handle, t, n: group.new_empty((*group.shape, n), dtype=torch.bool),
+    lambda info, in_dims, group, handle, t, n: (_members(group.movedim(in_dims[0], 0), handle, t, n), 0),
+)
+
+
+def members(row: Row) -> Tensor | None:
+    """Return who is in this worker's group, `[N]` bool; None for a schedule without groups."""
+    topology = row.topology
+    return None if not topology.has_groups else _members(row.group, topology.handle, row.t, topology.num_workers)
+
+
+on_device = operator(
+    "step_number(Tensor token, Tensor t) -> Tensor",
+    lambda token, t: integer(int(t), token.device),
+    lambda token, t: token.new_empty((), dtype=torch.int64),
+    lambda info, in_dims, token, t: (on_device(token.select(in_dims[0], 0), t), None),
+)
+"""`(token, t)` -> t as 0-d int64 on the token's device."""
+
+
+class Constant:
+    """A table of int64 numbers that operators find by a handle; a device gets it once.
+
+    Args:
+        table: on the CPU.
+    """
+
+    def __init__(self, table: Tensor) -> None:
+        self.shape = tuple(table.shape)
+        self.handle = torch.tensor(len(_constants))
+        _constants.append({torch.device("cpu"): table})
+
+    def on(self, token: Tensor) -> Tensor:
+        """Return the table on the token's device."""
+        return _constant(token, self.handle, self.shape)
+
+
+_constants: list[dict[torch.device, Tensor]] = []
+
+
+def _constant_kernel(token: Tensor, handle: Tensor, shape: Sequence[int]) -> Tensor:
+    tables = _constants[int(handle)]
+    if token.device not in tables:
+        tables[token.device] = tables[torch.device("cpu")].to(token.device)
+    return tables[token.device].clone()
+
+
+_constant = operator(
+    "constant(Tensor token, Tensor handle, int[] shape) -> Tensor",
+    _constant_kernel,
+    lambda token, handle, shape: token.new_empty(tuple(shape), dtype=torch.int64),
+    lambda info, in_dims, token, handle, shape: (_constant(token.select(in_dims[0], 0), handle, shape), None),
+)

@@ -1,0 +1,257 @@
+"""The operators of a step: post messages or a group's mean, and wait for them.
+
+Time and peers stay outside the graph. Every operator takes the topology's handle and `t`, and finds its round when the step
+runs; so one compiled graph serves every phase of a schedule and every rank. Each has two interpreters:
+
+* under a process group `post` starts messages and returns at once, and `wait` completes them;
+* under `torch.func.vmap` over the worker axis nothing travels, and `wait` is an index or a segment mean. Where other
+  processes hold workers too, the rule calls the operator once for all workers here (`workers` of them; 0: one alone).
+
+The order in compiled code comes from data alone: the number that `post` returns is an argument of whatever must come after
+it (`after`, the gradient), and what must come before a `wait` is an argument of it. Call all of them outside `torch.func.grad`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from decentfn.comm.collectives.lookup import Row, require_size, require_worker_axis
+from decentfn.comm.collectives.membership import World, world
+from decentfn.comm.collectives.messages import begin, land, post, reduce
+from decentfn.comm.collectives.steps import Call, Part
+from decentfn.core.context import context
+from decentfn.core.scalars import integer, operator
+from decentfn.topologies.rounds import Peers, by_handle
+from decentfn.torch_private import functorch
+
+
+def make_groups(groups: Tensor) -> None:
+    """Make the process groups that means over these groups will need; collective, the same table everywhere.
+
+    Args:
+        groups: `[P, N]` int64, the group of each worker in each phase.
+    """
+    here = world()
+    if here.size > 1:
+        local = groups.shape[1] // here.size
+        wanted = set[tuple[int, ...]]()
+        for row in groups.tolist():
+            ranks: dict[int, dict[int, None]] = {}
+            for worker, group in enumerate(row):
+                ranks.setdefault(group, {})[worker // local] = None
+            wanted.update(map(tuple, ranks.values()))
+        here.make_subgroups(sorted(wanted))
+
+
+class Flight(NamedTuple):
+    """One posted tensor, and what `wait` needs to know of it."""
+
+    number: Tensor  # 0-d int64 on the CPU
+    x: Tensor  # what was sent: kept, and not written over, until `wait`
+    row: Row
+    good: Tensor | None
+    is_mean: bool
+
+
+def exchange(x: Tensor, row: Row, *, good: Tensor | None = None) -> Flight:
+    """Post `x` to this round's listeners; `wait` returns what arrives in each slot.
+
+    Args:
+        x: `[D]`, or `[K, D]`: a message of its own for each slot; contiguous.
+        row: this worker's part of the round.
+        good: 0-d bool; where it is False zeros are sent in the place of `x`.
+    """
+    return Flight(_post(x, row.topology.handle, row.t, good, False, 0), x, row, good, is_mean=False)
+
+
+def group_mean(x: Tensor, row: Row, *, good: Tensor | None = None) -> Flight:
+    """Post the mean of `x` `[D]` over this worker's group; `wait` returns it.
+
+    An all-reduce: 2(r-1)/r payloads for a group of r workers. Each worker divides by r before the sum.
+    """
+    return Flight(_post(x, row.topology.handle, row.t, good, True, 0), x, row, good, is_mean=True)
+
+
+def wait(flight: Flight, after: Sequence[Tensor] = ()) -> Tensor:
+    """Complete a flight.
+
+    Args:
+        flight: from `exchange` or `group_mean`.
+        after: what compiled code computes before it waits.
+
+    Returns:
+        `[K, D]` of messages, zeros where nothing was sent; or the mean `[D]`, `x` itself in a group of one.
+    """
+    number, x, row, good, is_mean = flight
+    peers, size = (row.group, row.group_size) if is_mean else (row.sources, None)
+    return _wait(number, x, peers, size, good, 0, list(after))
+
+
+def after(xs: Sequence[Tensor], flights: Sequence[Tensor]) -> list[Tensor]:
+    """Return `xs` such that compiled code computes nothing from them before it has posted `flights`."""
+    return _after(list(xs), list(flights)) if flights and torch.compiler.is_dynamo_compiling() else list(xs)
+
+
+_after = operator(
+    "after(Tensor[] xs, Tensor[] flights) -> Tensor[]",
+    lambda xs, flights: list(map(torch.clone, xs)),
+    lambda xs, flights: [torch.empty_like(x) for x in xs],
+    lambda info, in_dims, xs, flights: (
+        (list(xs) if world().size == 1 else _after(list(xs), list(flights))),
+        list(in_dims[0]),
+    ),
+)
+
+
+# -- post -----------------------------------------------------------------------------------------------------------
+
+
+def _sent(x: Tensor, good: Tensor | None) -> Tensor:
+    """Return `x` `[(L,) ...]`, or zeros for those of whom `good` `[(L)]` is False; a CPU copies nothing where there are none."""
+    if good is None or (good.device.type == "cpu" and not functorch.has_no_value(good) and bool(good.all())):
+        return x
+    return torch.where(good.view(*good.shape, *[1] * (x.dim() - good.dim())), x, torch.zeros_like(x))
+
+
+def _post_kernel(x: Tensor, handle: Tensor, t: Tensor, good: Tensor | None, is_mean: bool, workers: int) -> Tensor:
+    """Post `x`, or `[L, ...]` of the L workers here; return the call's number."""
+    if good is not None:
+        x = _sent(x, good)
+    if not workers:
+        x = x[None]
+    topology, what = by_handle(handle), "group_mean" if is_mean else "exchange"
+    here = require_size(x.shape[0], topology.num_workers, what)
+    call, peers = begin(here, what, t, x.shape[0]), topology.peers(t)
+    if is_mean:
+        _post_mean(here, call, peers.members or [], x)
+    else:
+        _post_messages(here, call, peers, x, topology.slots)
+    here.steps.in_flight[call.number] = call
+    return integer(call.number)
+
+
+def _post_messages(here: World, call: Call, peers: Peers, x: Tensor, slots: int) -> None:
+    local, first = call.local, here.rank * call.local
+    hears, tells = peers.sources[first : first + local], peers.destinations[first : first + local]
+    call.hears, call.tells = (hears[0], tells[0]) if local == 1 else (hears, tells)
+    call.nbytes = x.shape[-1] * x.itemsize
+    call.inbox = inbox = x.new_empty((local, slots, x.shape[-1]))
+    x = x if x.dim() == 3 else x[:, None].expand(-1, slots, -1)
+    receives: list[Part] = []
+    sends: list[Part] = []
+    if inbox.numel():
+        # Both lists are ordered by (slot, receiving worker): the order in which one process meets another's messages.
+        by_slot = zip(zip(*hears, strict=True), zip(*tells, strict=True), strict=True)
+        for slot, (sources, listeners) in enumerate(by_slot):
+            for i, source in enumerate(sources):
+                target = inbox[i, slot]
+                if source < 0:
+                    target.zero_()
+                elif source // local == here.rank:
+                    target.copy_(x[source - first, slot])
+                else:
+                    receives.append(Part(target, x[i, slot], source // local, slot))
+            for listener, i in sorted(zip(listeners, range(local), strict=True)):
+                if listener >= 0 and listener // local != here.rank:
+                    sends.append(Part(x[i, slot], None, listener // local, slot))
+    post(here, call, receives, sends)
+
+
+def _post_mean(here: World, call: Call, members: list[list[int]], x: Tensor) -> None:
+    local, call.nbytes = call.local, x[0].nbytes
+    if local == 1:
+        ranks = members[here.rank]
+        call.inbox = x / len(ranks)
+        reduce(here, call, call.inbox, x, ranks)
+        return
+    mean, first = torch.empty_like(x), here.rank * local
+    for group in sorted({tuple(its) for its in members[first : first + local]}):  # the same order everywhere
+        rows = [worker - first for worker in group if worker // local == here.rank]
+        own = torch.stack([x[i] for i in rows])
+        share = (own / len(group)).sum(0)
+        reduce(here, call, share, None, sorted({worker // local for worker in group}))
+        has_arrived = land(here, call)
+        for i, row_of_i in zip(rows, own, strict=True):
+            mean[i] = share if has_arrived else row_of_i
+    call.inbox = mean
+
+
+def _post_vmap(
+    info: Any, in_dims: Any, x: Tensor, handle: Tensor, t: Tensor, good: Tensor | None, is_mean: bool, workers: int
+) -> tuple[Tensor, None]:
+    n = info.batch_size
+    require_worker_axis("group_mean" if is_mean else "exchange", in_dims[0], in_dims[1:3])
+    if world().size == 1:
+        return handle, None  # any number: nothing is in flight
+    x, good = _workers_first(x, in_dims[0], n), None if good is None else _workers_first(good, in_dims[3], n)
+    return _post(x, handle, t, good, is_mean, n), None
+
+
+_post = operator(
+    "post(Tensor x, Tensor topology, Tensor t, Tensor? good, bool is_mean, int workers) -> Tensor",
+    _post_kernel,
+    lambda *_: torch.empty((), dtype=torch.int64, device="cpu"),
+    _post_vmap,
+)
+
+
+def _workers_first(x: Tensor, dim: int | None, size: int) -> Tensor:
+    return functorch.with_workers_first(x, dim, size).contiguous()
+
+
+# -- wait -----------------------------------------------------------------------------------------------------------
+
+
+def _wait_kernel(
+    number: Tensor, x: Tensor, peers: Tensor, size: Tensor | None, good: Tensor | None, workers: int, after: Any
+) -> Tensor:
+    here = context.step or world()
+    call = here.steps.in_flight.pop(int(number))
+    land(here, call)
+    inbox, call.inbox = call.inbox, None
+    return inbox if workers else inbox[0]
+
+
+def _wait_shape(
+    number: Tensor, x: Tensor, peers: Tensor, size: Tensor | None, good: Tensor | None, workers: int, after: Any
+) -> Tensor:
+    return x.new_empty((*peers.shape, x.shape[-1]) if size is None else x.shape)
+
+
+def _wait_vmap(
+    info: Any,
+    in_dims: Any,
+    number: Tensor,
+    x: Tensor,
+    peers: Tensor,
+    size: Tensor | None,
+    good: Tensor | None,
+    workers: int,
+    after: Sequence[Tensor],
+) -> tuple[Tensor, int]:
+    n = info.batch_size
+    x, peers = _workers_first(x, in_dims[1], n), _workers_first(peers, in_dims[2], n)
+    if world().size > 1:
+        return _wait(number, x, peers, size, None, n, list(after)), 0
+    x = _sent(x, None if good is None else _workers_first(good, in_dims[4], n))
+    if size is not None:
+        share = x / _workers_first(size, in_dims[3], n).view(-1, *[1] * (x.dim() - 1)).to(x.dtype)
+        return torch.zeros_like(x).index_add(0, peers, share).index_select(0, peers), 0
+    slots, rows = peers.shape[1], peers.clamp(min=0).reshape(-1)
+    if x.dim() == 3:
+        x, rows = x.flatten(0, 1), rows * slots + torch.arange(slots, device=x.device).repeat(n)
+    inbox = x.index_select(0, rows).view(n, slots, x.shape[-1])
+    return inbox.masked_fill((peers < 0).view(n, slots, 1), 0), 0
+
+
+_wait = operator(
+    # Of a mean, `peers` and `size` are the worker's group; of messages, `peers` are its sources.
+    "wait(Tensor number, Tensor x, Tensor peers, Tensor? size, Tensor? good, int workers, Tensor[] after) -> Tensor",
+    _wait_kernel,
+    _wait_shape,
+    _wait_vmap,
+)

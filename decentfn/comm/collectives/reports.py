@@ -1,0 +1,190 @@
+"""What is said of a lost message: which worker, step, peer and slot, why, and where the last exchanges are written down."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import time
+from pathlib import Path
+
+from decentfn.comm.collectives.membership import World
+from decentfn.comm.collectives.steps import Call, Loss, Note
+from decentfn.errors import ExchangeTimeout, PeerLost, RunError, StepMismatch
+
+FOLDER = "DECENTFN_FAILURES"
+"""The environment variable that names the folder for the last exchanges of a rank that fails."""
+
+_PATIENCE_S = 3.0
+"""So long a rank whose message has failed gives the others to fail, too, and to tell."""
+
+
+def has_timed_out(error: BaseException) -> bool:
+    """Whether a backend's error says that nothing came, and not that a connection broke."""
+    return "imed out" in str(error) or "imeout" in str(error)
+
+
+def is_lost(error: Exception) -> bool:
+    """Whether an error, perhaps of a collective of PyTorch's own, says that another process is gone or late."""
+    from_torch = isinstance(error, RuntimeError) and any(name in str(error) for name in ("gloo", "NCCL"))
+    return from_torch or isinstance(error, (ExchangeTimeout, PeerLost))
+
+
+def different_steps(
+    here: World, call: Call, mine: int, rank: int, theirs: int, number: int = 0, nbytes: int = 0
+) -> StepMismatch:
+    """What to raise where another rank is at another step; or at the same one, in another call, or with a larger message."""
+    more = ""
+    if mine == theirs:
+        more = f" ({call.number} calls since init of {call.nbytes:,} bytes here, and {number} of {nbytes:,} there)"
+    return StepMismatch(
+        f"{call.what} {call.index} of the step on {_name(call, here.rank)}: rank {here.rank} is at t={mine}, rank {rank} "
+        f"at t={theirs}{more}; every rank must call the step with the same t, equally often",
+        worker=here.rank * call.local,
+        process=here.rank,
+        step=mine,
+        peer=rank,
+    )
+
+
+def report(here: World, loss: Loss, next_step: int | None = None) -> RunError:
+    """The error for a loss, with what the others have told of theirs.
+
+    Args:
+        here: this process.
+        loss: its first.
+        next_step: the step before which the user's state stands now.
+    """
+    error = _named(here, loss, *_listen(here, loss))
+    error.next_step = next_step
+    said = [str(error)]
+    if next_step is not None:
+        has = "has written over it" if next_step > loss.call.step else "has left as it was"
+        said.append(f"The state that was passed is whole, that of t={next_step}, which the step {has}.")
+    said.append("No further step is taken: start the run again, on all processes.")
+    if path := _written(here, error):
+        said.append(f"The last exchanges: {path}")
+    error.args = (" ".join(f"{part.rstrip('.')}." for part in said[:-1]) + f" {said[-1]}",)
+    return error
+
+
+def told_of(here: World) -> str:
+    """Where another process has failed that this one waited for outside a step, as it may tell soon."""
+    gossip, end = here.gossip, time.monotonic() + _PATIENCE_S
+    while not (notes := gossip.steps.told()) and gossip.steps.board is not None and time.monotonic() < end:
+        time.sleep(0.02)
+    where = [
+        f"process {gossip.processes[note.rank]} waited in {note.outside or f'its step t={note.changes[-1][1]}'}"
+        for note in sorted(notes.values())
+        if note.outside or note.changes
+    ]
+    return f" ({', '.join(where)})" if where else ""
+
+
+def _listen(here: World, loss: Loss) -> tuple[dict[int, Note], StepMismatch | None]:
+    """What the others have told by now, or tell soon; and whether one of them is at another step."""
+    others, end = set(range(here.size)) - {here.rank}, time.monotonic() + _PATIENCE_S
+    while True:
+        notes = here.steps.told()
+        for note in notes.values():
+            if (steps := here.steps.different(note)) is not None:
+                return notes, different_steps(here, loss.call, steps[0], note.rank, steps[1])
+        if others <= notes.keys() | _dead(loss, notes) or time.monotonic() > end:
+            return notes, None
+        time.sleep(0.02)
+
+
+def _lost(loss: Loss, notes: dict[int, Note]) -> set[int | None]:
+    """The ranks whose messages did not come."""
+    return {loss.peer, *(note.peer for note in notes.values())}
+
+
+def _dead(loss: Loss, notes: dict[int, Note]) -> set[int | None]:
+    """Those whose connections broke: they tell nothing any more, while who was only late still may."""
+    broken = {note.peer for note in notes.values() if not note.timed_out}
+    return broken if has_timed_out(loss.error) else broken | {loss.peer}
+
+
+def _named(here: World, loss: Loss, notes: dict[int, Note], mismatch: StepMismatch | None) -> RunError:
+    call = loss.call
+    if mismatch is not None or isinstance(loss.error, StepMismatch):
+        return mismatch or loss.error  # pyright: ignore[reportReturnType]
+    peer, why = _blamed(here, loss, notes)
+    if loss.peer is None:
+        whom = f"over {', '.join(_name(call, rank) for rank in call.hears)}"
+    else:
+        whom = f"with {_name(call, loss.peer)}" + ("" if loss.slot is None else f" in slot {loss.slot}")
+    timed_out = has_timed_out(loss.error)
+    return (ExchangeTimeout if timed_out else PeerLost)(
+        f"step t={call.step} on {_name(call, here.rank)}: {call.what} {call.index} of the step ({call.nbytes:,} bytes) {whom} "
+        f"failed; {why}: {_brief(loss.error)}",
+        worker=here.rank * call.local,
+        process=here.rank,
+        step=call.step,
+        peer=peer,
+    )
+
+
+def _blamed(here: World, loss: Loss, notes: dict[int, Note]) -> tuple[int | None, str]:
+    """The rank that is to blame, if that is known, and a sentence: of a chain of ranks that lost one another, the silent one."""
+    for note in notes.values():
+        if note.outside:
+            return (
+                note.rank,
+                f"{_name(loss.call, note.rank)} waited in {note.outside}, which all processes call together",
+            )
+    call, told = loss.call, notes.get(loss.peer if loss.peer is not None else -1)
+    silent = _lost(loss, notes) - {None, here.rank} - notes.keys()
+    if not silent and loss.peer is None:
+        silent = set(call.hears) - {here.rank} - notes.keys()
+    blamed = silent.pop() if len(silent) == 1 else loss.peer
+    if has_timed_out(loss.error):
+        whose = "nobody" if loss.peer is None else _name(call, loss.peer)
+        late = whose if blamed is None or blamed == loss.peer else _name(call, blamed)
+        return blamed, f"nothing came within the timeout of df.init ({here.timeout}); {late} is late, or hangs"
+    if told is not None and told.peer is not None:
+        gave_up = "gave up waiting for" if told.timed_out else "has lost"
+        whom = "this one" if told.peer == here.rank else _name(call, told.peer)
+        return blamed, f"{_name(call, told.rank)} {gave_up} {whom}"
+    if blamed is None:
+        return None, "one of them has died, or has left"
+    return blamed, f"{_name(call, blamed)} has died, or has left"
+
+
+def _brief(error: Exception) -> str:
+    """The first sentence of gloo's, without the place in its sources."""
+    return re.sub(r"^\[\S*\] ", "", str(error)).split(". ")[0]
+
+
+def _name(call: Call, rank: int) -> str:
+    if call.local == 1:
+        return f"worker {rank}"
+    return f"process {rank} (workers {rank * call.local} to {(rank + 1) * call.local - 1})"
+
+
+def _written(here: World, error: RunError) -> Path | None:
+    """Write the last exchanges of this rank down; where, or None where that is not possible."""
+    kept = {name: getattr(error, name) for name in ("worker", "process", "step", "peer", "next_step")}
+    content = {
+        "error": {"type": type(error).__name__, "message": str(error), **kept},
+        "host": platform.node(),
+        "time": time.time(),
+        "exchanges": [call.as_dict() for call in here.steps.record],
+    }
+    try:
+        folder = Path(os.environ.get(FOLDER) or _cache() / "failures")
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = folder / f"{time.strftime('%Y%m%d-%H%M%S')}-process{here.rank}-{os.getpid()}.json"
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "w") as file:
+            json.dump(content, file, indent=1, allow_nan=False)
+    except (OSError, RuntimeError):  # no room, no right, no home
+        return None
+    return path
+
+
+def _cache() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME")
+    folder = (Path(base) if base else Path.home() / ".cache") / "decentfn"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder

@@ -1,0 +1,195 @@
+"""Modules whose parameters PyTorch has cut over processes, by `fully_shard` (FSDP2) or `parallelize_module`: what of them is here.
+
+FSDP2 takes a second to import, so only what meets a sharded module does.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from decentfn.comm.collectives.membership import close, everyone
+from decentfn.comm.collectives.outside import met
+from decentfn.core.buckets import Place, Places
+from decentfn.core.formatting import brief
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether a part of the module is cut over processes."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return any(is_fully_sharded(m) for m in module.modules()) or any(
+        isinstance(p, DTensor) for p in module.parameters()
+    )
+
+
+def require_unwrapped(module: nn.Module) -> None:
+    """Raise ValueError for a module in a wrapper that talks to other processes by itself, or that hides `fully_shard`."""
+    for m in module.modules():
+        name, way_out = type(m).__name__, None
+        if isinstance(m, nn.parallel.DistributedDataParallel):
+            way_out = "averages the gradients of all processes by itself; pass the module that it wraps, its .module"
+        elif name == "FullyShardedDataParallel":
+            way_out = "is FSDP1; call torch.distributed.fsdp.fully_shard(module, mesh=world.mesh['shard']) in its place"
+        elif (inner := getattr(m, "_orig_mod", None)) is not None and is_sharded(inner):
+            way_out = "hides the module that fully_shard was called on; compile that in place, module.compile()"
+        if way_out is not None:
+            raise ValueError(f"df.functional({type(module).__name__}): {name} {way_out}.")
+
+
+def local(x: Tensor) -> Tensor:
+    """What this process holds of a parameter, a view; a plain tensor is held whole."""
+    return x.to_local() if hasattr(x, "to_local") else x  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def is_fully_sharded(module: nn.Module) -> bool:
+    """Whether `fully_shard` has been called on it: its processes have a batch each, and gather what they need."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(module, FSDPModule)
+
+
+def require_parts(module: nn.Module) -> tuple[frozenset[str], int]:
+    """Which parameters several processes of this worker hold alike, by name, and how many do: a team.
+
+    Its processes, next to one another, compute one batch together: all of the worker's under tensor parallelism, one under
+    `fully_shard`, and under both as many as the inner axis of the mesh has.
+
+    Raises:
+        ValueError: a parameter that is cut over other processes, or in a way that is not known.
+    """
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    here, call = everyone(), f"df.functional({type(module).__name__})"
+    way_out = (
+        'world = df.init(processes_per_worker=S) and then fully_shard or parallelize_module with world.mesh["shard"]'
+    )
+    if here.mesh is None:
+        raise ValueError(f"{call}: the module is sharded, but a worker is one process; call {way_out}.")
+    own_shards(module)
+    mine = here.mesh["shard"].mesh.flatten().tolist()
+    has_shards = any(is_fully_sharded(m) for m in module.modules())
+    meshes = [p.device_mesh for p in module.parameters() if isinstance(p, DTensor)]
+    team = max((mesh.shape[-1] for mesh in meshes if mesh.ndim == 2), default=1) if has_shards else len(mine)
+    of_other_teams = mine[here.process % team :: team]  # with what this one has in its own
+    common = set[str]()
+    for name, p in module.named_parameters():
+        if not isinstance(p, DTensor):
+            if has_shards:
+                raise ValueError(
+                    f"{call}: parameter {name!r} is whole on every process and others are sharded; call fully_shard on the "
+                    "whole module, too, not on its parts alone."
+                )
+            common.add(name)
+            continue
+        mesh, theirs = p.device_mesh, p.device_mesh.mesh.flatten().tolist()
+        is_one_axis, is_both = mesh.ndim == 1, has_shards and mesh.ndim == 2
+        if not (is_both or is_one_axis) or theirs != (of_other_teams if has_shards and is_one_axis else mine):
+            raise ValueError(
+                f"{call}: parameter {name!r} is sharded over processes {brief(theirs)} (a mesh of {mesh.ndim} axes), but this worker "
+                f"is processes {brief(mine)}; call {way_out}."
+            )
+        first, *others = p.placements
+        is_known = {*map(type, others if has_shards else p.placements)} <= {Shard, Replicate}
+        if has_shards and (first.is_replicate() or first.is_partial() or not is_fully_sharded(module)) or not is_known:
+            raise ValueError(
+                f"{call}: parameter {name!r} is placed as {brief(p.placements)}; call fully_shard on the whole module, if on any part, "
+                "and parallelize_module before it, over the inner axis of one mesh."
+            )
+        if any(placement.is_replicate() for placement in p.placements) or has_shards and is_one_axis and team > 1:
+            common.add(name)
+    strange = [name for name, b in module.named_buffers() if isinstance(b, DTensor)]
+    if strange:
+        raise ValueError(f"{call}: the buffers {brief(strange)} are DTensors; give their modules no parallel style.")
+    return frozenset(common), team
+
+
+def own_shards(module: nn.Module) -> None:
+    """Let the module have its shards for parameters, gather them in the next forward pass, and scatter the whole gradient.
+
+    After a forward pass without a backward pass some are whole.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    for m in module.modules():
+        if isinstance(m, FSDPModule):
+            m.reshard()
+            m.set_requires_gradient_sync(True, recurse=False)
+
+
+def leave(module: nn.Module) -> None:
+    """Close the connections over which the module runs: the other processes fail in it now, and do not wait for this one."""
+    meshes = {p.device_mesh for p in module.parameters() if hasattr(p, "device_mesh")}  # pyright: ignore[reportAttributeAccessIssue]
+    close([group for mesh in meshes for group in mesh.get_all_groups()])
+
+
+def places(module: nn.Module) -> Places:
+    """Where the shards of this process lie in the module's parameters."""
+    found = [(name, _offset(p), p.shape) for name, p in module.named_parameters()]
+    return tuple((name, Place(tuple(shape), offset)) for name, offset, shape in found if offset is not None)
+
+
+def placed_like(grad: Tensor, p: nn.Parameter) -> Tensor:
+    """What this process holds of a parameter's gradient, which may be a sum that is still to be taken; a view."""
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(grad, DTensor) and isinstance(p, DTensor):
+        grad = grad.redistribute(placements=p.placements)
+    return local(grad)
+
+
+def whole(shards: Iterable[tuple[nn.Parameter, Tensor]]) -> list[Tensor | None]:
+    """The whole tensors of these shards of such parameters, on the CPU of process 0 of the worker; None on the others.
+
+    Gathered one by one. Collective, over the worker's processes.
+    """
+    from torch.distributed.tensor import DTensor
+
+    here = everyone()
+    tensors: list[Tensor | None] = []
+    with torch.no_grad():
+        for p, shard in shards:
+            one = shard
+            if isinstance(p, DTensor):
+                with met(here, "gathering a parameter", 0, here.own_processes):
+                    one = DTensor.from_local(
+                        shard, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+                    ).full_tensor()
+            tensors.append(one.cpu() if here.process == 0 else None)
+    return tensors
+
+
+def cut(wholes: Iterable[tuple[Tensor, Tensor | None]]) -> list[Tensor]:
+    """This process's part of each parameter or buffer, of a whole tensor that process 0 of the worker has; in its dtype.
+
+    Sent one by one. Collective, over the worker's processes.
+
+    Args:
+        wholes: the parameters or buffers, and on process 0 what they shall be.
+    """
+    here, parts = everyone(), []
+    assert here.inside is not None
+    for p, whole in wholes:
+        own = local(p.detach())
+        one = torch.empty(p.shape, dtype=own.dtype, device=own.device)
+        if here.process == 0:
+            assert whole is not None
+            one.copy_(whole)
+        if one.numel():
+            with met(here, "sharing a parameter", one, here.own_processes, here.inside) as (group, _):
+                group.broadcast(one.view(-1).view(torch.uint8), 0).wait()
+        offset = _offset(p) or (0,) * p.dim()
+        parts.append(one[tuple(slice(a, a + n) for a, n in zip(offset, own.shape, strict=True))].clone())
+    return parts
+
+
+def _offset(p: Tensor) -> tuple[int, ...] | None:
+    """Where this process's shard begins; None: the tensor is not cut."""
+    from torch.distributed.tensor import DTensor
+
+    return tuple(p.__create_chunk_list__()[0].offsets) if isinstance(p, DTensor) else None

@@ -1,0 +1,135 @@
+"""What the processes of one worker do together in a step: the operators behind `buckets.sharing`. Each waits for all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from decentfn.comm.collectives.membership import World, world
+from decentfn.comm.collectives.outside import met, named_error
+from decentfn.core.buckets import rows_of
+from decentfn.core.scalars import operator
+from decentfn.errors import RunError, StepMismatch
+from decentfn.torch_private import functorch, inductor
+
+_ops = torch.ops.decentfn
+
+
+def _sum_inside(x: Tensor, processes: int, after: Tensor | None) -> Tensor:
+    here = world()
+    total = x.clone(memory_format=torch.contiguous_format)
+    if here.inside is not None:
+        with _begun(here, "a sum over a worker's processes", total, processes) as group:
+            group.allreduce([total]).wait()
+    return total
+
+
+def _gather_inside(x: Tensor, rows: Sequence[int], widths: Sequence[int], after: Tensor | None) -> Tensor:
+    here = _several()
+    sizes = _sizes(rows, widths, here.processes_per_worker)
+    longest = max(map(sum, sizes))
+    parts = x.new_empty((len(sizes), *x.shape[:-1], longest))
+    own = x.contiguous()
+    if x.shape[-1] < longest:
+        own = x.new_zeros((*x.shape[:-1], longest))
+        own[..., : x.shape[-1]] = x
+    if longest:
+        with _begun(here, "gathering a worker's parameters", parts) as group:
+            group._allgather_base(parts.view(-1), own.view(-1)).wait()
+    if len(rows) == 1 and x.dim() == 1:  # whole already: only the last part that is not empty may be a short one
+        return parts.view(-1)[: rows[0] * widths[0]]
+    of_each = [part[..., : sum(its)].split(its, dim=-1) for part, its in zip(parts, sizes, strict=True)]
+    return torch.cat([piece for of_leaf in zip(*of_each, strict=True) for piece in of_leaf], dim=-1)
+
+
+def _scatter_inside(x: Tensor, rows: Sequence[int], widths: Sequence[int], numel: int, after: Tensor | None) -> Tensor:
+    here = _several()
+    sizes = _sizes(rows, widths, here.processes_per_worker)
+    longest = max(map(sum, sizes))
+    parts = x.new_zeros((len(sizes), *x.shape[:-1], longest))
+    pieces = iter(x.split([size for of_leaf in zip(*sizes, strict=True) for size in of_leaf], dim=-1))
+    of_leaves = [[next(pieces) for _ in sizes] for _ in rows]
+    for part, its, of_one in zip(parts, sizes, zip(*of_leaves, strict=True), strict=True):
+        part[..., : sum(its)] = torch.cat(of_one, dim=-1)
+    parts /= len(sizes)
+    mean = torch.empty_like(parts[0])
+    if longest:
+        with _begun(here, "averaging a worker's gradients", parts) as group:
+            group._reduce_scatter_base(mean.view(-1), parts.view(-1)).wait()
+    return mean if numel == longest else mean[..., :numel].clone(memory_format=torch.contiguous_format)
+
+
+def _several() -> World:
+    """The world; a worker of the state that a step was given is several processes."""
+    here = world()
+    if here.inside is None:
+        raise ValueError(
+            "a state of workers of several processes, but a worker is one process now; say df.init(processes_per_worker=...) as when "
+            "the state was made."
+        )
+    return here
+
+
+@contextmanager
+def _begun(here: World, what: str, x: Tensor, processes: int | None = None) -> Iterator[Any]:
+    """The group of this worker's processes, or of so many next to one another, once they are known to be at the same point."""
+    whole, steps, size = here.whole, here.steps, processes or here.processes_per_worker
+    first = whole.rank - whole.rank % size
+    group, ranks = here.team(size), range(first, first + size)
+    if not steps.is_inside:
+        with met(here, what, x, ranks, group) as (outside, _):
+            yield outside
+        return
+    try:
+        if (other := steps.find_other(group, ranks, [steps.at, x.nbytes], x)) is not None:
+            rank, t, nbytes = other
+            raise StepMismatch(
+                f"{what}: process {whole.rank} is at t={steps.at} with {x.nbytes:,} bytes, process {rank} at t={t} with "
+                f"{nbytes:,}; every process must call the step with the same t, equally often",
+                process=whole.rank,
+                step=steps.at,
+                peer=rank,
+            )
+        yield group
+    except RunError:
+        raise
+    except RuntimeError as error:
+        raise named_error(here, what, error) from error
+
+
+def _sizes(rows: Sequence[int], widths: Sequence[int], processes: int) -> list[list[int]]:
+    """For each process how many elements of each leaf it has."""
+    return [
+        [len(rows_of(process, processes, r)) * w for r, w in zip(rows, widths, strict=True)]
+        for process in range(processes)
+    ]
+
+
+def _first(info: Any, in_dims: tuple[int | None, ...], x: Tensor) -> Tensor:
+    return functorch.with_workers_first(x, in_dims[0], info.batch_size)
+
+
+operator(
+    "sum_inside(Tensor x, int processes, Tensor? after) -> Tensor",
+    _sum_inside,
+    lambda x, processes, after: torch.empty_like(x),
+    lambda info, in_dims, x, *others: (_ops.sum_inside(x, *others), in_dims[0]),
+)
+operator(
+    "gather_inside(Tensor x, int[] rows, int[] widths, Tensor? after) -> Tensor",
+    _gather_inside,
+    lambda x, rows, widths, after: x.new_empty((*x.shape[:-1], sum(r * w for r, w in zip(rows, widths, strict=True)))),
+    lambda info, in_dims, x, *others: (_ops.gather_inside(_first(info, in_dims, x), *others), 0),
+)
+operator(
+    "scatter_inside(Tensor x, int[] rows, int[] widths, int numel, Tensor? after) -> Tensor",
+    _scatter_inside,
+    lambda x, rows, widths, numel, after: x.new_empty((*x.shape[:-1], numel)),
+    lambda info, in_dims, x, *others: (_ops.scatter_inside(_first(info, in_dims, x), *others), 0),
+)
+for _name in ("sum_inside", "gather_inside", "scatter_inside"):
+    inductor.keep_in_order(_name)

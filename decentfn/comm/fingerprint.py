@@ -1,0 +1,128 @@
+"""Do all ranks run the same? gloo checks nothing, so they compare before anything is exchanged."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from decentfn.comm import collectives
+from decentfn.core.buckets import Mask, Plan
+from decentfn.errors import PlanMismatch
+from decentfn.topologies import Topology
+
+_STEPS_COMPARED = 4
+_TRIED = (0, 1, 10, 100, 1000, 10_000, 100_000)
+"""Where functions of a step are compared."""
+
+
+def fingerprint(plan: Plan, topology: Topology, masks: Sequence[Mask] = ()) -> list[str]:
+    """Lines that are equal on two ranks iff they run the same schedule in the same version, and masks take the same leaves."""
+    tables = [topology.sources, topology.weights, topology.groups, topology.mean_weights]
+    if topology.draw is not None:
+        tables = [table for t in range(_STEPS_COMPARED) for table in topology.round(t)[:-1]]
+    return [
+        f"torch {torch.__version__}",
+        f"topology={topology.name!r}",
+        f"num_workers={topology.num_workers}",
+        f"the topology's tables have digest {_digest(tables)}",
+        *sorted(
+            f"mask {index} takes {segment.name}"
+            for index, mask in enumerate(masks)
+            for bucket in plan.buckets
+            for segment in bucket.segments
+            if mask(segment.name, segment.shape)
+        ),
+    ]
+
+
+def describe(name: str, value: Any) -> str:
+    """A hyperparameter, in a line that is equal on two ranks iff it is; a function by its values at some steps."""
+    if callable(value):
+        return f"{name}(t)=" + ", ".join(f"{_value(value, t)} at {t}" for t in _TRIED)
+    return re.sub(r" at 0x[0-9a-f]+", "", f"{name}={value}")
+
+
+def structure(name: str, value: Any, inside: tuple[Any, ...] = ()) -> Iterator[str]:
+    """What a transform is made of, in lines: the types and functions, and the numbers that this library's close over.
+
+    What is not this library's is compared by its name alone: it may hold what is a rank's own.
+    """
+    if isinstance(value, (tuple, list)):
+        yield f"{name} is a {type(value).__name__} of {len(value)}"
+        for key, item in zip(getattr(value, "_fields", range(len(value))), value, strict=True):
+            yield from structure(f"{name}.{key}", item, inside)
+    elif isinstance(value, MethodType):
+        yield from structure(name, value.__func__, inside)
+    elif isinstance(value, FunctionType):
+        yield f"{name} is {value.__module__}.{value.__qualname__}"
+        if value.__module__.split(".")[0] == "decentfn" and value not in inside:  # a function may close over itself
+            for key, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+                yield from structure(f"{name}.{key}", cell.cell_contents, (*inside, value))
+    elif isinstance(value, (bool, int, float, str, torch.dtype, type(None))):
+        yield f"{name}={value}"
+    else:
+        yield f"{name} is {type(value).__module__}.{type(value).__qualname__}"
+
+
+def _value(function: Callable[[Tensor], Any], t: int) -> str:
+    try:
+        return f"{float(function(torch.tensor(t))):.4g}"  # processors may differ in the last bits of a cosine
+    except Exception as error:
+        return type(error).__name__  # a table that ends before
+
+
+def agree(lines: list[str], of_shard: Sequence[str] = ()) -> None:
+    """Compare what ranks are about to train; collective. Arguments and errors as of `compare`."""
+    compare("init(params)", lines, "every rank must build the same algorithm, model and topology", of_shard)
+
+
+def compare(
+    call: str, lines: list[str], rule: str, of_shard: Sequence[str] = (), of_team: Sequence[str] = (), team: int = 1
+) -> None:
+    """Compare `lines` over all ranks, `of_shard` over those that hold the same shard, `of_team` over so many neighbours; collective.
+
+    Raises:
+        PlanMismatch: on every rank, naming the first rank and line that differ from most, and the `rule`.
+    """
+    world = collectives.everyone()
+    size, here = world.processes_per_worker, world.rank
+    with collectives.calling(call):
+        told = collectives.gather_objects([lines, list(of_shard), list(of_team)], world)
+    groups = [[(rank, told[rank][0]) for rank in range(len(told))]]
+    groups += [[(rank, told[rank][1]) for rank in range(shard, len(told), size)] for shard in range(size)]
+    groups += [[(rank, told[rank][2]) for rank in range(i, i + team)] for i in range(0, len(told), team)]
+    for group in groups:
+        everyone = [theirs for _, theirs in group]
+        usual = max(everyone, key=everyone.count)
+        first = next(rank for rank, theirs in group if theirs == usual)
+        for rank, theirs in group:
+            if theirs != usual:
+                width = max(len(theirs), len(usual))
+                pairs = zip(_padded(usual, width), _padded(theirs, width), strict=True)
+                one, other = next(pair for pair in pairs if pair[0] != pair[1])
+                raise PlanMismatch(
+                    f"{call}: ranks disagree. {_name(first, size)} has {one!r}, {_name(rank, size).lower()} has {other!r}; {rule}.",
+                    process=here,
+                    peer=first if here == rank else rank,
+                )
+
+
+def _name(rank: int, size: int) -> str:
+    return f"Rank {rank}" + f" (process {rank % size} of worker {rank // size})" * (size > 1)
+
+
+def _padded(lines: list[str], width: int) -> list[str]:
+    return lines + ["nothing"] * (width - len(lines))
+
+
+def _digest(tables: list[Tensor | None]) -> str:
+    content = hashlib.sha256()
+    for table in tables:
+        content.update(b"none" if table is None else str(table.shape).encode() + table.numpy().tobytes())
+    return content.hexdigest()[:16]

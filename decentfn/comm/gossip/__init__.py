@@ -1,0 +1,36 @@
+"""Meeting the neighbours: `post` starts what travels, `collect` waits for it and mixes. Plain, compressed, and push-sum's."""
+
+from decentfn.comm.gossip.guarding import Noted, are_finite, guarded, is_guarded, note_skipped, unless_bad
+from decentfn.comm.gossip.plain import (
+    Posted,
+    arrived,
+    collect,
+    difference,
+    is_active,
+    mean,
+    mix_context,
+    narrow,
+    neighbours_sum,
+    post,
+    repaired,
+)
+
+__all__ = [
+    "Noted",
+    "Posted",
+    "are_finite",
+    "arrived",
+    "collect",
+    "difference",
+    "guarded",
+    "is_active",
+    "is_guarded",
+    "mean",
+    "mix_context",
+    "narrow",
+    "neighbours_sum",
+    "note_skipped",
+    "post",
+    "repaired",
+    "unless_bad",
+]

@@ -1,0 +1,141 @@
+"""Gossip with compressed messages: `post_compressed` starts what travels, the bytes and nothing else.
+
+Every worker decodes every message in its inbox, and its own: what it believes to have sent is what the others received.
+A schedule that averages in groups has to send messages here (`as_messages`), for bytes cannot be averaged.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from decentfn.comm import collectives
+from decentfn.comm.gossip.guarding import are_finite, is_guarded
+from decentfn.comm.gossip.plain import Posted, coarse, heard, inbox_of, own_gamma, post
+from decentfn.compressors import Compressor, Key
+from decentfn.core.buckets import BucketPlan, Buckets, loose, wide
+from decentfn.core.scalars import once, rounded
+from decentfn.topologies import Topology, from_permutations
+
+
+class Compressed(NamedTuple):
+    """In-flight compressed buckets: the messages, and what everyone makes of this worker's own."""
+
+    sent: Buckets  # C(x) of this worker, in float32 or wider
+    posted: Posted  # per bucket [B] uint8
+    compressor: Compressor
+
+
+def post_compressed(x: Buckets, compressor: Compressor, topology: Topology, t: Tensor) -> Compressed:
+    """Compress `x`, one message per bucket, and start to send it to the neighbours of step `t`.
+
+    Args:
+        x: buckets, `[D]` each; what is wider than the parameters is rounded to their dtypes first.
+        compressor: what makes the messages.
+        topology: a schedule of messages, without groups.
+        t: 0-d int64 on the CPU.
+    """
+    row = collectives.look_up(x[0], topology, t)
+    pairs = [(b.to(plan.dtype), plan) for b, plan in zip(x, x.plan.buckets, strict=True)]
+    # Stored, or what is sent and what is decoded here would be computed apart, and might be rounded apart.
+    messages = tuple(
+        once(compressor.compress(b, plan, Key(t, row.worker, index))) for index, (b, plan) in enumerate(pairs)
+    )
+    good = None
+    if is_guarded():
+        # A message of zeros stands for zeros.
+        decoded = [_decoded(compressor, m, plan) for m, plan in zip(messages, x.plan.buckets, strict=True)]
+        good = are_finite([*(b for b, _ in pairs), *decoded])
+        messages = tuple(once(torch.where(good, m, torch.zeros_like(m))) for m in messages)
+    posted = post(loose(messages), row, good=good)
+    sent = [_decoded(compressor, m, plan) for m, plan in zip(messages, x.plan.buckets, strict=True)]
+    return Compressed(Buckets(sent, x.plan), posted, compressor)
+
+
+def difference_compressed(compressed: Compressed, gamma: float = 1.0) -> Buckets:
+    """Wait for what was posted and return what mixing adds: `γ (W - I) C(x) = γ Σ_j W[i,j] (C(x_j) - C(x))`, in float32 or wider.
+
+    Its mean over workers is 0 to a rounding of the differences, as that of `difference`.
+    """
+    pulls, posted = [], heard(compressed.posted)
+    weights = posted.row.weights * own_gamma(posted, gamma)
+    for index, (own, plan) in enumerate(zip(compressed.sent, compressed.sent.plan.buckets, strict=True)):
+        pull = weights[0].to(own.dtype) * torch.zeros_like(own)  # 0, or NaN where a bad worker hears nothing good
+        if posted.messages:
+            inbox = inbox_of(posted, index)
+            for slot in range(inbox.shape[0]):
+                term = weights[1 + slot].to(own.dtype) * (_decoded(compressed.compressor, inbox[slot], plan) - own)
+                pull = pull + coarse(posted, term)
+        pulls.append(pull)
+    return Buckets(pulls, compressed.sent.plan)
+
+
+def sum_compressed(compressed: Compressed) -> Buckets:
+    """Wait for what was posted on `everyone`'s schedule: `Σ_j C(x_j)`, added in the order of the workers.
+
+    The order makes the sum the same on all workers to the last bit, so that what is computed from it keeps replicas
+    identical.
+    """
+    posted = compressed.posted
+    if not posted.messages:
+        return compressed.sent
+    order = torch.cat([posted.row.worker.view(1), posted.row.sources]).argsort()
+    totals = []
+    for index, (message, plan) in enumerate(zip(posted.own, compressed.sent.plan.buckets, strict=True)):
+        everything = torch.cat([message[None], inbox_of(posted, index)]).index_select(0, order)
+        total = torch.zeros(plan.numel, dtype=wide(plan.dtype), device=message.device)
+        for worker in range(everything.shape[0]):
+            total = total + _decoded(compressed.compressor, everything[worker], plan)
+        totals.append(total)
+    return Buckets(totals, compressed.sent.plan)
+
+
+def _decoded(compressor: Compressor, message: Tensor, plan: BucketPlan) -> Tensor:
+    """What everyone makes of a message, in float32 or wider; rounded to the bucket's dtype where that is narrower."""
+    x, dtype = compressor.decompress(message, plan), wide(plan.dtype)
+    return x if x.dtype == dtype else rounded(x.to(dtype), plan.dtype).to(dtype)
+
+
+def everyone(num_workers: int) -> Topology:
+    """Every worker sends to every other in one step: N - 1 messages each."""
+    me = torch.arange(num_workers)[:, None]
+    sources = (me - torch.arange(1, num_workers)) % num_workers
+    weights = torch.full((1, num_workers, num_workers), 1 / num_workers, dtype=torch.float64)
+    return from_permutations(f"everyone({num_workers})", sources[None], weights)
+
+
+def as_messages(topology: Topology) -> Topology:
+    """The same mixing matrices with messages in place of averages within groups; a group of r needs r - 1 slots.
+
+    Raises:
+        ValueError: a schedule without tables that averages in groups.
+    """
+    if topology.groups is None or topology.mean_weights is None:
+        return topology
+    if topology.draw is not None:
+        raise ValueError(
+            f"{topology.name!r} averages in groups and has no tables (random, or too long), but compressed messages "
+            "cannot be averaged on their way; use a topology whose rounds are messages, such as 'random-matching' or "
+            "'static-exp'."
+        )
+    period, n = topology.groups.shape
+    slots = max(int(row.bincount().max()) for row in topology.groups) - 1
+    sources = torch.arange(n)[None, :, None].repeat(period, 1, slots)
+    weights = torch.zeros(period, n, 1 + slots, dtype=torch.float64)
+    for p in range(period):
+        for group in topology.groups[p].unique():
+            members = (topology.groups[p] == group).nonzero()[:, 0]
+            share = topology.mean_weights[p, members] / len(members)
+            weights[p, members, 0] = share
+            for slot in range(1, len(members)):
+                sources[p, members, slot - 1] = members.roll(slot)
+                weights[p, members, slot] = share
+    weights[..., 0] += topology.weights[..., 0]
+    return from_permutations(
+        topology.name,
+        torch.cat([topology.sources, sources], -1),
+        torch.cat([weights[..., :1], topology.weights[..., 1:], weights[..., 1:]], -1),
+        is_column_stochastic=topology.is_column_stochastic,
+    )

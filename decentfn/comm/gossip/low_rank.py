@@ -1,0 +1,158 @@
+"""Gossip by low rank: on every edge a few columns travel, and both ends move along what their difference shows.
+
+On an edge i-j, for a leaf as matrix X (first axis x all others), with a direction p of r columns, the same at both ends:
+
+    p ← orth(p);    the two exchange X_i p and X_j p;    q = (X_i - X_j) p    for i > j
+    X_i -= W_ij q pᵀ;    X_j += W_ij q pᵀ;    the edge's next round transposes X and starts from q
+
+Leaves of one dimension travel as they are, in a step's last round.          (Vogels, Karimireddy, Jaggi, NeurIPS 2020)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from decentfn.comm import collectives
+from decentfn.comm.gossip.plain import Posted, arrived, post
+from decentfn.compressors.shaped import matrix_shape, orthonormal
+from decentfn.compressors.wire import leaves
+from decentfn.core import draws
+from decentfn.core.buckets import BucketPlan, Buckets, loose, wide
+from decentfn.topologies import Topology
+
+Directions = tuple[Tensor, ...]
+"""p of each edge, per bucket `[P, K, V]`: by phase and slot."""
+
+
+class LowRankGossip:
+    """The rounds of a step.
+
+    Args:
+        edges: a schedule whose slots are the same both ways.
+        rank: r >= 1.
+        iterations: rounds in a step, >= 1.
+        seed: of the first directions.
+    """
+
+    def __init__(self, edges: Topology, rank: int, iterations: int, seed: int) -> None:
+        self.edges, self.rank, self.iterations, self.seed = edges, rank, iterations, seed
+
+    def first(self, x: Buckets) -> Directions:
+        """Random directions, the same at both ends of an edge."""
+        return tuple(self._first(plan, b, x[b].device) for b, plan in enumerate(x.plan.buckets))
+
+    def _first(self, plan: BucketPlan, bucket: int, device: torch.device) -> Tensor:
+        shape = (self.edges.sources.shape[0], self.edges.sources.shape[2], sum(_sizes(plan, self.rank)))
+        return (2 * draws.uniform(self.seed, 0, bucket, shape, device=device) - 1).to(wide(plan.dtype))
+
+    def post(self, x: Buckets, directions: Directions, t: Tensor, i: int) -> list[Round]:
+        """Start round i of step t: orthonormal p and the messages X p, for each bucket."""
+        period, last = self.edges.sources.shape[0], i == self.iterations - 1
+        row, step = collectives.look_up(x[0], self.edges, t), collectives.on_device(x[0], t)
+        phase, met = step % period, step // period
+        even = (met * self.iterations + i) % 2 == 0  # by the edge's own rounds: it meets once a period
+        posted = []
+        for bucket, plan, p in zip(x, x.plan.buckets, directions, strict=True):
+            now = p.index_select(0, phase.view(1))[0]
+            posted.append(_post(bucket, plan, self.rank, now, even, last, row))
+        return posted
+
+    def collect(
+        self, posted: list[Round], x: Buckets, directions: Directions, t: Tensor, after: Sequence[Tensor] = ()
+    ) -> tuple[Buckets, Directions]:
+        """Finish a round: the parameters moved, and q in the place of p; where the ends agree, the first direction."""
+        row, period = posted[0].posted.row, self.edges.sources.shape[0]
+        phase = collectives.on_device(x[0], t) % period
+        # + at the end that is i > j, - at the other: q is (X_i - X_j) p at both.
+        side = torch.where(row.sources < row.worker, 1.0, -1.0)
+        changed, turned = [], []
+        for b, (bucket, plan, p) in enumerate(zip(x, x.plan.buckets, directions, strict=True)):
+            fresh = self._first(plan, b, p.device)
+            here = (torch.arange(period, device=p.device) == phase)[:, None, None]
+            x_next, q = _collect(posted[b], bucket, plan, self.rank, row.weights[1:], side, after)
+            q_or_fresh = torch.where(_spread(q != 0, plan, self.rank), q, fresh)
+            changed.append(x_next)
+            turned.append(torch.where(here, q_or_fresh, p))
+        return Buckets(changed, x.plan), tuple(turned)
+
+
+class Round(NamedTuple):
+    """One bucket's round on its way."""
+
+    p: list[Tensor]  # per leaf that is a matrix [K, L, r], orthonormal, zero below the side it stands for
+    posted: Posted  # [K, B]
+    even: Tensor  # 0-d bool: the round of X, not of its transpose
+    last: bool  # the round in which the leaves of one dimension travel, too
+
+
+def _matrices(plan: BucketPlan, rank: int) -> list[tuple[int, int, int] | None]:
+    """(m, n, r) of each leaf, r <= m and n; None for one that goes uncompressed. It takes max(m, n) r values of a p."""
+    shapes = [matrix_shape(segment) for segment in plan.segments]
+    return [(*shape, min(rank, *shape)) if shape else None for shape in shapes]
+
+
+def _sizes(plan: BucketPlan, rank: int) -> list[int]:
+    return [max(m, n) * r for m, n, r in filter(None, _matrices(plan, rank))]
+
+
+def _post(x: Tensor, plan: BucketPlan, rank: int, p: Tensor, even: Tensor, last: bool, row: collectives.Row) -> Round:
+    columns, message = iter(p.split(_sizes(plan, rank), 1)), []
+    orthonormals = []
+    for leaf, matrix in zip(leaves(x, plan), _matrices(plan, rank), strict=True):
+        if matrix:
+            m, n, r = matrix
+            long = max(m, n)
+            inside = torch.arange(long, device=x.device)[:, None] < torch.where(even, n, m)
+            q = orthonormal(next(columns).reshape(p.shape[0], long, r) * inside)
+            values = leaf.reshape(m, n).to(q.dtype)
+            right, left = values @ q[:, :n], values.T @ q[:, :m]
+            own_side = torch.where(even, pad(right, (0, 0, 0, long - m)), pad(left, (0, 0, 0, long - n)))
+            orthonormals.append(q)
+            message.append(own_side.reshape(p.shape[0], long * r).to(x.dtype))
+        elif last:
+            message.append(leaf.expand(p.shape[0], -1))
+    own = torch.cat(message, 1) if message else x.new_empty(p.shape[0], 0)
+    return Round(orthonormals, post(loose([own]), row), even, last)
+
+
+def _collect(
+    posted: Round, x: Tensor, plan: BucketPlan, rank: int, weights: Tensor, side: Tensor, after: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """The bucket after the round, and q `[K, V]`."""
+    dtype = wide(x.dtype)
+    own, flags = posted.posted.own[0], posted.posted.flags
+    difference = own.to(dtype) - arrived(posted.posted, [own], after=after)[0].to(dtype)
+    if flags is not None:
+        difference = torch.where(flags.own, difference, torch.zeros_like(difference))
+    weights = weights.to(dtype)
+    changed, turned, start = [], [], 0
+    p = iter(posted.p)
+    for leaf, matrix in zip(leaves(x, plan), _matrices(plan, rank), strict=True):
+        if not matrix and not posted.last:
+            changed.append(leaf)
+            continue
+        size = max(matrix[:2]) * matrix[2] if matrix else leaf.shape[0]
+        d = difference[:, start : start + size]
+        start += size
+        if matrix:
+            m, n, r = matrix
+            turned.append(side.to(dtype)[:, None] * d)
+            d, q = d.reshape(d.shape[0], max(m, n), r), next(p)
+            left = torch.where(posted.even, d, q)[:, :m] * weights[:, None, None]
+            right = torch.where(posted.even, q, d)[:, :n]
+            move = torch.einsum("kmr,knr->mn", left, right).reshape(-1)
+        else:
+            move = (weights[:, None] * d).sum(0)
+        changed.append((leaf.to(dtype) - move).to(x.dtype))
+    return torch.cat(changed), torch.cat(turned, 1) if turned else difference[:, :0]
+
+
+def _spread(different: Tensor, plan: BucketPlan, rank: int) -> Tensor:
+    """`[K, V]` bool -> the same, true for all of an edge's matrix where it is true for any of its values."""
+    pieces = different.split(_sizes(plan, rank), 1)
+    return torch.cat([piece.any(1, keepdim=True).expand_as(piece) for piece in pieces], 1) if pieces else different

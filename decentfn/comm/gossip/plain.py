@@ -1,0 +1,303 @@
+"""Mixing buckets with the neighbours of step `t`: `post` starts what travels, `collect` turns it into `W x`.
+
+Between the two nothing may be written over `x`; whatever stands between them overlaps with the communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from decentfn.comm import collectives
+from decentfn.comm.gossip import guarding
+from decentfn.core.buckets import Buckets, cast_like, where, wide
+from decentfn.core.scalars import rounded
+from decentfn.optim.transforms import MixContext
+from decentfn.topologies import Topology
+
+
+class Posted(NamedTuple):
+    """In-flight buckets: as they are here, as they travel, and the flights of their messages and means."""
+
+    own: Buckets  # [D] each, or [K, D] with a message of its own for each slot
+    sent: Sequence[Tensor]  # `own` as it travels
+    messages: tuple[collectives.Flight, ...]  # empty when no messages travel
+    means: tuple[collectives.Flight, ...]  # empty when the schedule has no groups
+    row: collectives.Row
+    landed: dict[Any, Any]  # what has arrived: nothing is waited for twice
+    flags: guarding.Flags | None = None  # in a guarded step, which of the messages are good
+    scale: Tensor | None = None  # once the flags are in, of the means
+    after: tuple[Tensor, ...] = ()  # what compiled code computes before it waits
+
+    @property
+    def numbers(self) -> list[Tensor]:
+        """What must be computed after this post, in compiled code, takes these as arguments: `Worker.gradient(after=...)`."""
+        return [flight.number for flight in (*self.messages, *self.means)]
+
+    @property
+    def is_active(self) -> Tensor:
+        """0-d bool, False where the schedule rests in this round."""
+        return self.row.is_active
+
+
+def post(
+    x: Buckets,
+    row: collectives.Row,
+    *,
+    wire_dtype: torch.dtype | None = None,
+    good: Tensor | None = None,
+) -> Posted:
+    """Start to send `x` to the neighbours of a round; an algorithm calls it as `Worker.post`.
+
+    What is kept wider than its plan says travels in the plan's dtypes; the own share is mixed unrounded.
+
+    Args:
+        x: one message for each bucket and neighbour; or, of `[K, D]`, one for each slot's listener (see `arrived`).
+        row: this worker's part of the round, from `collectives.look_up`.
+        wire_dtype: floating vectors wider than this dtype travel rounded to it (half the bytes for bfloat16).
+        good: 0-d bool, whether the message is good, where that cannot be seen from `x`; only a guarded step asks.
+    """
+    sent = [narrow(narrow(b, plan.dtype), wire_dtype) for b, plan in zip(x, x.plan.buckets, strict=True)]
+    if good is not None:
+        guarding.note_replaced(~good)
+    elif guarding.is_guarded():
+        good = guarding.judged(sent)
+    messages = means = ()
+    if row.topology.degree or x[0].dim() == 2:
+        messages = tuple(collectives.exchange(b, row, good=good) for b in sent)
+    if row.topology.has_groups:
+        means = tuple(collectives.group_mean(b, row, good=good) for b in sent)
+    flags = None if good is None else guarding.post_flags(good, row)
+    return Posted(x, sent, messages, means, row, {}, flags)
+
+
+def is_active(topology: Topology, t: Tensor, like: Buckets) -> Tensor:
+    """Whether `topology` has a round in step t or rests, 0-d bool on the device of `like`."""
+    return collectives.look_up(like[0], topology, t).is_active
+
+
+def collect(posted: Posted, gamma: float | Tensor = 1.0, *, after: Iterable[Tensor] = ()) -> Buckets:
+    """Wait for what was posted and mix: `(1 - γ) x + γ W x`, each bucket as soon as its own messages are in.
+
+    By differences: `x + γ Σ_j W[i,j] (Q(x_j) - Q(x))`, Q the rounding to a wire dtype. What rounding (of weights, on the wire) takes
+    from one worker it gives to others, where workers agree nothing changes, and updates far smaller than Q's resolution are not
+    lost. With a column-stochastic W: `x + γ Σ_j (W[i,j] Q(x_j) - W[j,i] Q(x))`. (A mean over a group is rounded once more on its way:
+    there the workers' mean is kept to Q's resolution only.)
+
+    Args:
+        posted: from `Worker.post`.
+        gamma: γ in [0, 1], a number or a 0-d tensor.
+        after: what compiled code computes before it waits: the gradient, which then hides the communication.
+    """
+    posted = heard(posted, after)
+    gamma = own_gamma(posted, gamma)
+    return Buckets([_mixed(posted, index, gamma) for index in range(len(posted.own))], posted.own.plan)
+
+
+def difference(posted: Posted, gamma: float | Tensor = 1.0, *, after: Iterable[Tensor] = ()) -> Buckets:
+    """Wait for what was posted and return what mixing adds: `γ (W - I) Q(x) = γ Σ_j W[i,j] (Q(x_j) - Q(x_i))`.
+
+    In float32 or float64. Two workers get the same difference with opposite signs, so that the mean over workers is 0 to
+    a rounding of the differences and not of x: what is summed up over many steps must not gather the roundings of x, so
+    add this, and not `W x - x`. Arguments as of `collect`.
+    """
+    posted = heard(posted, after)
+    gamma = own_gamma(posted, gamma)
+    return Buckets([_moved(posted, index, gamma) for index in range(len(posted.own))], posted.own.plan)
+
+
+def repaired(posted: Posted, x: Buckets, mix: Buckets | None = None) -> Buckets:
+    """`x`, or where a guarded step finds that what this worker posted is bad, the neighbours' mix in its place.
+
+    For what is added to a `difference`, which is 0 for such a worker. Without `df.guard` it is `x`.
+
+    Args:
+        posted: from `Worker.post`.
+        x: buckets of the same plan.
+        mix: the neighbours' mix, where that is not `collect(posted)`.
+    """
+    if posted.flags is None:
+        return x
+    return where(posted.flags.own, x, cast_like(collect(posted) if mix is None else mix, x))
+
+
+def heard(posted: Posted, after: Iterable[Tensor] = ()) -> Posted:
+    """What is waited for after `after`; in a guarded step wait for the flags, and give the weights of bad messages to others."""
+    posted = posted._replace(after=tuple(after))
+    if posted.flags is None:
+        return posted
+    if "flags" not in posted.landed:
+        posted.landed["flags"] = guarding.hear(posted.flags, posted.row)
+    row, scale = posted.landed["flags"]
+    return posted._replace(row=row, scale=scale)
+
+
+def arrived(posted: Posted, otherwise: Sequence[Tensor], *, after: Iterable[Tensor] = ()) -> list[Tensor]:
+    """Wait for the messages of each slot, `[K, D]`, in their own dtypes; `otherwise` in the place of bad ones."""
+    posted = posted._replace(after=tuple(after))
+    inboxes = [inbox_of(posted, index) for index in range(len(posted.own))]
+    if posted.flags is None or posted.flags.inbox is None:
+        return inboxes
+    good = collectives.wait(posted.flags.inbox) > 0
+    return [torch.where(good, inbox, old.to(inbox.dtype)) for inbox, old in zip(inboxes, otherwise, strict=True)]
+
+
+def neighbours_sum(posted: Posted, dtypes: Sequence[torch.dtype], *, after: Iterable[Tensor] = ()) -> list[Tensor]:
+    """Wait for what was posted and return the neighbours' share alone: `Σ_{j≠i} W[i,j] Q(x_j)`.
+
+    Where the schedule averages in groups, that average (own share included) is what is returned.
+
+    Args:
+        posted: from `post`.
+        dtypes: of the sums, at least as wide as what travelled.
+        after: as of `collect`.
+    """
+    posted, sums = heard(posted, after), []
+    for index, dtype in enumerate(dtypes):
+        zeros = torch.zeros_like(posted.sent[index], dtype=wide(dtype))
+        terms = zip(*_weighted(posted, index, own_gamma(posted, 1.0), wide(dtype)), strict=True)
+        sums.append(sum((w * x.to(w.dtype) for w, x in terms), zeros).to(dtype))
+    return sums
+
+
+def mix_context(posted: Posted) -> MixContext:
+    """Wait for what was posted and show it as it is: what an optimizer may ask for beside its gradient."""
+    posted = heard(posted)
+    row, count = posted.row, len(posted.own)
+    return MixContext(
+        tuple(inbox_of(posted, index) for index in range(count)) if posted.messages else (),
+        row.sources,
+        row.weights,
+        tuple(_mean(posted, index) for index in range(count)) if posted.means else (),
+        collectives.members(row),
+        row.mean_weight,
+        posted.own.plan,
+    )
+
+
+def mean(x: Buckets, everyone: Topology, t: Tensor, *, wire_dtype: torch.dtype | None = None) -> Buckets:
+    """The mean of Q(x) over all workers, bit for bit the same on each, in the dtypes of `x`; `everyone` is the complete topology.
+
+    In rounds in which `everyone` rests, the result is Q(x).
+    """
+    posted = heard(post(x, collectives.look_up(x[0], everyone, t), wire_dtype=wire_dtype))
+    triples = zip(range(len(x)), x, x.plan.buckets, strict=True)
+    return Buckets([_weighted_sum(posted, i).to(plan.dtype).to(b.dtype) for i, b, plan in triples], x.plan)
+
+
+def narrow(x: Tensor, wire_dtype: torch.dtype | None) -> Tensor:
+    """`x` rounded to the wire's dtype where that is narrower; `x` itself without one."""
+    return rounded(x, wire_dtype) if wire_dtype is not None and x.dtype.itemsize > wire_dtype.itemsize else x
+
+
+def inbox_of(posted: Posted, index: int) -> Tensor:
+    """Wait for one tensor's messages, `[K, D]`. Compiled code has then posted all of them."""
+    return _landed(posted, posted.messages[index], index)
+
+
+def _landed(posted: Posted, flight: collectives.Flight, index: int) -> Tensor:
+    """Wait for a flight, once; in compiled code after all of this post is posted, and after the flights waited for so far."""
+    landed, key = posted.landed, ("mean" if flight.is_mean else "messages", index)
+    if key not in landed:
+        before = landed.get("last", ())
+        landed[key] = collectives.wait(flight, (*posted.numbers, *posted.after, *before))
+        landed["last"] = (landed[key],)
+    return landed[key]
+
+
+def _weighted(
+    posted: Posted, index: int, gamma: float | Tensor, dtype: torch.dtype
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Wait for one tensor's inbox: the weights, in this dtype, and the messages; the last may be the group's mean."""
+    weights, messages = [], []
+    if posted.messages:
+        inbox = inbox_of(posted, index)
+        its_weights = (posted.row.weights * gamma).to(dtype)
+        weights += [its_weights[1 + slot] for slot in range(inbox.shape[0])]
+        messages += [inbox[slot] for slot in range(inbox.shape[0])]
+    if posted.means and posted.row.mean_weight is not None:
+        weights.append((posted.row.mean_weight * gamma).to(dtype))
+        messages.append(_mean(posted, index))
+    return weights, messages
+
+
+def _mean(posted: Posted, index: int) -> Tensor:
+    """A group's mean; in a guarded step that of its good members."""
+    mean = _landed(posted, posted.means[index], index)
+    if posted.scale is None:
+        return mean
+    dtype = wide(mean.dtype)
+    return (mean.to(dtype) * posted.scale.to(dtype)).to(mean.dtype)
+
+
+def own_gamma(posted: Posted, gamma: float | Tensor) -> float | Tensor:
+    """A worker whose own message is bad takes all of the mix."""
+    if posted.flags is None:
+        return gamma
+    one = torch.ones_like(posted.row.weights[0])
+    return torch.where(posted.flags.own, one * gamma, one)
+
+
+def coarse(posted: Posted, term: Tensor) -> Tensor:
+    """Return what one worker takes from another, so coarse that adding it to parameters loses nothing: 8 bits in float32, 24 in float64.
+
+    Where rounded values travel, differences do not vanish but go round in cycles. What rounding takes from a sum in such a cycle is
+    the same in each, and would move the workers' mean. Two workers that hear each other round opposite terms, and their mean is kept;
+    where messages go one way, and in a worker that takes all of the mix, terms stay as they are.
+    """
+    short = torch.bfloat16 if term.dtype == torch.float32 else torch.float32
+    is_coarse = posted.row.are_pairs if posted.flags is None else posted.row.are_pairs & posted.flags.own
+    return torch.where(is_coarse, rounded(term, short).to(term.dtype), term)
+
+
+def _weighted_sum(posted: Posted, index: int) -> Tensor:
+    """Return `Σ_j W[i, j] Q(x_j)`: of two workers that weigh alike the same bits on both, as differences are not."""
+    own = posted.sent[index]
+    dtype = wide(own.dtype)
+    x, kept = own.to(dtype), posted.row.weights[0].to(dtype)
+    if posted.flags is not None:
+        x = torch.where(posted.flags.own, x, torch.zeros_like(x))
+    weights, messages = _weighted(posted, index, own_gamma(posted, 1.0), dtype)
+    return sum((w * m.to(dtype) for w, m in zip(weights, messages, strict=True)), kept * x)
+
+
+def _mixed(posted: Posted, index: int, gamma: float | Tensor) -> Tensor:
+    own, row = posted.own[index], posted.row
+    dtype = wide(own.dtype)  # sixteen-bit values are mixed in float32; weights are exact to 1e-12
+    weights, messages = _weighted(posted, index, gamma, dtype)
+    x, sent = own.to(dtype), posted.sent[index].to(dtype)
+    if posted.flags is not None:
+        in_place_of_bad = row.weights[0].to(dtype)  # 0, or NaN where nothing good was heard
+        x, sent = (torch.where(posted.flags.own, values, in_place_of_bad) for values in (x, sent))
+    pairs = [(weight, message.to(dtype)) for weight, message in zip(weights, messages, strict=True)]
+    if posted.means and posted.sent[index] is own:
+        weight, mean = pairs.pop()
+        x = mean + (1.0 - weight) * (x - mean)  # with weight 1 the mean itself, the same on all workers
+    given = _given(row)
+    if given is None:
+        terms = [weight * (message - sent) for weight, message in pairs]
+        terms = terms if posted.sent[index] is own else [coarse(posted, term) for term in terms]
+    else:
+        terms = [weight * message for weight, message in pairs]
+        terms += [-weight * sent for weight in (given * gamma).to(dtype).unbind()]
+    return (x + sum(terms[1:], terms[0]) if terms else x).to(own.dtype)
+
+
+def _given(row: collectives.Row) -> Tensor | None:
+    """Return what a worker gives away of `x`, weight by weight; None where it is what it hears, as rows sum to one."""
+    if not row.topology.rows_sum_to_one:
+        return (1.0 - row.weights[0] - (0.0 if row.mean_weight is None else row.mean_weight)).view(1)
+    return row.given if row.topology.is_column_stochastic else None
+
+
+def _moved(posted: Posted, index: int, gamma: float | Tensor) -> Tensor:
+    dtype = wide(posted.own[index].dtype)
+    weights, messages = _weighted(posted, index, gamma, dtype)
+    sent = posted.sent[index].to(dtype)
+    terms = [weight * (x.to(dtype) - sent) for weight, x in zip(weights, messages, strict=True)]
+    terms = terms if posted.sent[index] is posted.own[index] else [coarse(posted, term) for term in terms]
+    total = sum(terms, torch.zeros_like(sent))
+    return total if posted.flags is None else torch.where(posted.flags.own, total, torch.zeros_like(total))

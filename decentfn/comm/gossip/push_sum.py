@@ -1,0 +1,44 @@
+"""Push-sum: the weight that corrects for column-stochastic mixing travels in the message whose values it divides.
+
+    x⁺ = A x;   w⁺ = A w;   z = x / w        (Kempe, Dobra, Gehrke, FOCS 2003)
+
+A: column-stochastic; x: biased sums; w: a worker's weight, w⁰ = 1, Σ w = N; z: the de-biased value. The states of the
+algorithms keep z and w; x = w z.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from decentfn.core.buckets import Buckets, Plan, loose
+
+
+def first_weight(x: Buckets) -> Tensor:
+    """`w⁰ = 1`, 0-d, in the dtype of the bucket in which it will travel."""
+    return torch.ones((), dtype=x[_carrier(x)].dtype, device=x[_carrier(x)].device)
+
+
+def pack(x: Buckets, w: Tensor) -> Buckets:
+    """The vectors of `x`, the widest with one more element at its end, `w`: no message of its own, and mixed as x is."""
+    tensors = list(x)
+    index = _carrier(x)
+    tensors[index] = torch.cat([tensors[index], w.view(1)])
+    return loose(tensors)
+
+
+def unpack(packed: Iterable[Tensor], plan: Plan) -> tuple[Buckets, Tensor]:
+    """`(x, w)` of `pack(x, w)`."""
+    tensors = list(packed)
+    index = next(
+        i for i, (p, bucket) in enumerate(zip(tensors, plan.buckets, strict=True)) if p.shape[0] > bucket.numel
+    )
+    tensors[index], w = tensors[index][:-1], tensors[index][-1]
+    return Buckets(tensors, plan), w.clone()
+
+
+def _carrier(x: Buckets) -> int:
+    sizes = [bucket.dtype.itemsize for bucket in x.plan.buckets]
+    return sizes.index(max(sizes))

@@ -1,0 +1,1 @@
+"""What everything stands on: trees, buckets, scalars, numbers, random draws, formatting."""

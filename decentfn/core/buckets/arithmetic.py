@@ -1,0 +1,102 @@
+"""Arithmetic of buckets, tensor by tensor. What is remembered or added up is kept `wide`: in float32, or float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from decentfn.core.buckets.plan import Buckets, Plan
+from decentfn.core.buckets.sharing import everywhere_inside, sum_inside
+from decentfn.core.scalars import once
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype to compute in: float32, or float64 for float64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def each(function: Callable[..., Tensor], *buckets: Buckets) -> Buckets:
+    """`function` of the first, second, ... tensors of all `buckets`, as buckets with the first one's plan."""
+    return Buckets([function(*tensors) for tensors in zip(*buckets, strict=True)], buckets[0].plan)
+
+
+elementwise = each
+"""`each`, of a function that computes every element of its result from those in its place."""
+
+
+def zeros_like(x: Buckets) -> Buckets:
+    """Zeros in the shapes of `x`, wide."""
+    return elementwise(lambda b: torch.zeros_like(b, dtype=wide(b.dtype)), x)
+
+
+def widen(x: Buckets) -> Buckets:
+    """`x` itself, wide."""
+    return elementwise(lambda b: b.to(wide(b.dtype)), x)
+
+
+def copy_wide(x: Buckets) -> Buckets:
+    """A copy of `x`, wide, so that small steps of slow parameters are not lost."""
+    return elementwise(lambda b: b.to(wide(b.dtype), copy=True), x)
+
+
+def cast_like(x: Buckets, y: Buckets) -> Buckets:
+    """`x` in the dtypes of `y`."""
+    return elementwise(lambda a, b: a.to(b.dtype), x, y)
+
+
+def add(x: Buckets, y: Buckets) -> Buckets:
+    """`x + y`, in the dtypes of `x`."""
+    return elementwise(lambda a, b: (a + b).to(a.dtype), x, y)
+
+
+def multiply(x: Buckets, factor: float | Tensor) -> Buckets:
+    """`x * factor`, computed wide, in the dtypes of `x`; a tensor as factor is 0-d."""
+
+    def product(b: Tensor) -> Tensor:
+        f = factor.to(wide(b.dtype)) if isinstance(factor, torch.Tensor) else factor
+        return (b.to(wide(b.dtype)) * f).to(b.dtype)
+
+    return elementwise(product, x)
+
+
+def scale(x: Buckets, factor: Tensor) -> Buckets:
+    """`x * factor` for a 0-d factor, computed in the dtypes of `x`."""
+    return elementwise(lambda bucket: bucket * once(factor.to(bucket.dtype)), x)
+
+
+def divide(x: Buckets, w: Tensor) -> Buckets:
+    """`x / w` for a 0-d divisor, computed in the dtypes of `x`."""
+    return elementwise(lambda bucket: bucket / once(w.to(bucket.dtype)), x)
+
+
+def where(condition: Tensor | Buckets, new: Buckets, old: Buckets) -> Buckets:
+    """`new` where `condition` (0-d bool, or bool buckets: one answer per element), else `old`; in the dtypes of `old`."""
+    if isinstance(condition, torch.Tensor):
+        return elementwise(lambda b, a: torch.where(condition, a.to(b.dtype), b), old, new)
+    return elementwise(lambda b, a, c: torch.where(c, a.to(b.dtype), b), old, new, condition)
+
+
+def global_norm(x: Buckets) -> Tensor:
+    """The l2 norm over all buckets, of all processes of the worker: 0-d, float32, or float64 where a bucket is."""
+    squares = counted_once([(b.to(wide(b.dtype)) ** 2).sum() for b in x], x.plan)
+    if not squares:
+        return torch.zeros(())
+    return torch.sqrt(sum_inside(sum(squares[1:], squares[0]), x.plan.processes))
+
+
+def counted_once(of_buckets: Sequence[Tensor], plan: Plan) -> list[Tensor]:
+    """What is to be summed over the worker's processes, of each bucket; of one that a team holds alike, a part."""
+    pairs = zip(of_buckets, plan.buckets, strict=True)
+    return [part / plan.team if bucket.is_common else part for part, bucket in pairs]
+
+
+def all_finite(x: Buckets) -> Tensor:
+    """Whether nothing in `x` is infinite or NaN, on no process of the worker, 0-d bool."""
+    return everywhere_inside(torch.stack([is_finite(b).all() for b in x]).all(), x.plan.processes)
+
+
+def is_finite(x: Tensor) -> Tensor:
+    """For each element whether it is neither infinite nor NaN; one comparison, where compiled `torch.isfinite` makes two."""
+    return x.abs() < float("inf")

@@ -1,0 +1,73 @@
+"""Buckets of which each process of a worker holds a part: some rows of every leaf, as `Plan.whole` says."""
+
+from __future__ import annotations
+
+import torch
+
+from decentfn.core.buckets.plan import BucketPlan, Buckets, Place, Plan, Segment
+from decentfn.core.buckets.sharing import gather_inside, mean_inside, rows_of, scatter_inside
+
+
+def part_shape(shape: tuple[int, ...], process: int, processes: int) -> tuple[int, ...]:
+    """The shape of one process's rows of a leaf; a number is one row."""
+    rows, *others = shape or (1,)
+    return len(rows_of(process, processes, rows)), *others
+
+
+def part_of(x: Buckets, process: int, processes: int) -> Buckets:
+    """What one of `processes` holds of whole buckets `[*workers, D]`; copies."""
+    plans, vectors, places = [], [], []
+    for bucket, tensor in zip(x.plan.buckets, x, strict=True):
+        segments, pieces, start = [], [], 0
+        for segment in bucket.segments:
+            rows, width = _rows(segment)
+            mine = rows_of(process, processes, rows)
+            begin, numel = segment.start + mine.start * width, len(mine) * width
+            shape = part_shape(segment.shape, process, processes)
+            segments.append(Segment(segment.name, shape, start, numel, segment.is_complex))
+            places.append((segment.name, Place(segment.shape or (1,), (mine.start, *[0] * (len(shape) - 1)))))
+            pieces.append(tensor[..., begin : begin + numel])
+            start += numel
+        plans.append(BucketPlan(bucket.dtype, tuple(segments), start))
+        vectors.append(torch.cat(pieces, dim=-1))
+    return Buckets(vectors, Plan(tuple(plans), x.plan.template, processes, places=tuple(places), whole=x.plan))
+
+
+def whole(x: Buckets) -> Buckets:
+    """The leaves that this process has parts of, gathered within its worker; `x` itself where it holds them whole."""
+    plan = x.plan.whole
+    if plan is None:
+        return x
+    return Buckets([gather_inside(b, *_cuts(one)) for b, one in zip(x, plan.buckets, strict=True)], plan)
+
+
+def without_values(x: Buckets) -> Buckets:
+    """What `whole(x)` is like, on the meta device."""
+    return (x.plan.whole or x.plan).without_values(x[0].shape[:-1])
+
+
+def mean_of_processes(x: Buckets, plan: Plan) -> Buckets:
+    """The mean of `x` over the worker's processes, as each holds it; what one process alone holds stays.
+
+    Args:
+        x: whole where `plan` is of parts, else of that plan.
+        plan: of the parameters.
+    """
+    if plan.whole is not None:
+        pairs = zip(x, plan.whole.buckets, plan.buckets, strict=True)
+        return Buckets([scatter_inside(b, *_cuts(one), part.numel) for b, one, part in pairs], plan)
+    if not any(bucket.is_common for bucket in plan.buckets):
+        return x
+    pairs = zip(x, plan.buckets, strict=True)
+    return Buckets([mean_inside(b, plan.team) if one.is_common else b for b, one in pairs], plan)
+
+
+def _rows(segment: Segment) -> tuple[int, int]:
+    """How many rows a leaf has, and elements in each; a number is one row."""
+    rows = segment.shape[0] if segment.shape else 1
+    return rows, segment.numel // max(rows, 1)
+
+
+def _cuts(bucket: BucketPlan) -> tuple[list[int], list[int]]:
+    rows, widths = zip(*map(_rows, bucket.segments), strict=True)
+    return list(rows), list(widths)

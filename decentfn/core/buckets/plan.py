@@ -1,0 +1,287 @@
+"""Flat buckets: one vector per dtype and group, and the plan that says where each leaf lies.
+
+A training state is made of `Buckets`; the loss sees views of them (`Buckets.tree`). The plan is plain data,
+so it can be compared, printed, stored and used inside a compiled function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from numbers import Real
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from decentfn.core import trees
+from decentfn.core.formatting import brief
+from decentfn.core.trees import PyTree
+
+Mask = Callable[[str, tuple[int, ...]], bool]
+"""A choice of leaves: `(dotted name, shape) -> bool`."""
+
+
+_OWN_BUCKET = 8
+
+
+class Place(NamedTuple):
+    """Where a part of a tensor lies in the whole."""
+
+    shape: tuple[int, ...]  # of the whole
+    offset: tuple[int, ...]
+
+
+Places = tuple[tuple[str, Place], ...]
+"""Of what is a part of a worker's tensor, by name; what is not named is whole."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Where one leaf lies: elements `start : start + numel` of its bucket, read as `shape`.
+
+    Of a complex leaf they are the real and imaginary parts in turn, as in `torch.view_as_real`.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    numel: int
+    is_complex: bool = False
+
+    def leaf(self, numbers: Tensor) -> Tensor:
+        """The leaf, `[*workers, *shape]`, a view of its elements `[*workers, numel]`."""
+        shape = self.shape if numbers.dim() == 1 else (*numbers.shape[:-1], *self.shape)
+        return torch.view_as_complex(numbers.view((*shape, 2))) if self.is_complex else numbers.view(shape)
+
+
+def elements(leaf: Tensor, workers: tuple[int, ...] = ()) -> Tensor:
+    """What of a leaf `[*workers, *shape]` lies in a bucket, `[*workers, numel]`: see `Segment.leaf`."""
+    return (torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf).reshape(*workers, -1)
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """One bucket: its dtype, its leaves in order and their number of elements together."""
+
+    dtype: torch.dtype
+    segments: tuple[Segment, ...]
+    numel: int
+    is_common: bool = False
+    """Whether all processes of a team hold these very leaves, with equal values."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the bucket."""
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a tree of tensors is laid out in flat buckets; plain data.
+
+    `template` is the user's tree with, in each leaf's place, the position of its segment when the segments of
+    all buckets are counted through. A leaf that stands in several places (a tied parameter) has one segment.
+    """
+
+    buckets: tuple[BucketPlan, ...]
+    template: PyTree
+    processes: int = 1
+    """So many processes of one worker hold a tree like this each, and their leaves together are the worker's."""
+    team: int = 1
+    """So many of them, next to one another, compute one batch together (tensor parallel)."""
+    places: Places = ()
+    """Of this process's parts, of the parameters and of the buffers beside them."""
+    whole: Plan | None = None
+    """That of the leaves of which these are this process's rows, where the loss wants them whole."""
+    starts_equal: bool = field(default=False, compare=False)
+    """Whether a run needs equal parameters on all workers where it starts, or it never makes them equal."""
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the leaves are parts, also for the loss."""
+        return bool(self.places) and self.whole is None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buckets together."""
+        return sum(bucket.nbytes for bucket in self.buckets)
+
+    def lay_out(self, tree: PyTree, workers: tuple[int, ...] = ()) -> list[Tensor]:
+        """The buckets' vectors, copies, `[*workers, D]`, of a tree like the one that was laid out.
+
+        Args:
+            tree: its leaves `[*workers, ...]`; a leaf that stands in several places counts in its first.
+            workers: the leading axes that every leaf has, `(N,)` when stacked.
+        """
+        leaf: dict[int, Tensor] = {}
+        for position, value in zip(trees.leaves(self.template), trees.leaves(tree), strict=True):
+            leaf.setdefault(position, value.detach())
+        vectors, first = [], 0
+        for bucket in self.buckets:
+            segments = range(first, first + len(bucket.segments))
+            vectors.append(torch.cat([elements(leaf[k], workers) for k in segments], dim=-1))
+            first = segments.stop
+        return vectors
+
+    def without_values(self, workers: Sequence[int] = ()) -> Buckets:
+        """What buckets `[*workers, D]` of this plan are like, on the meta device."""
+        return Buckets([torch.empty((*workers, b.numel), dtype=b.dtype, device="meta") for b in self.buckets], self)
+
+    def describe(self) -> list[str]:
+        """One line per leaf: bucket, dtype, name, shape and place. Equal on two workers iff their plans are."""
+        parts = [f"{name} is a part of {list(whole)} from {list(offset)} on" for name, (whole, offset) in self.places]
+        return parts + [
+            f"bucket {index} {bucket.dtype}: {s.name} {list(s.shape)}{' complex' * s.is_complex} at {s.start}"
+            for index, bucket in enumerate(self.buckets)
+            for s in bucket.segments
+        ]
+
+
+class Buckets:
+    """A tree of tensors as flat vectors, `[D]` each (`[N, D]` when stacked), with its plan as static context.
+
+    A pytree whose leaves are the bucket tensors: `trees.map` and `vmap` go through it.
+    """
+
+    __slots__ = ("plan", "tensors")
+
+    def __init__(self, tensors: Iterable[Tensor], plan: Plan) -> None:
+        self.tensors = tuple(tensors)
+        self.plan = plan
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.tensors[index]
+
+    def __repr__(self) -> str:
+        return f"Buckets({', '.join(f'{t.dtype}{list(t.shape)}' for t in self.tensors)})"
+
+    def leaves(self) -> list[Tensor]:
+        """Every segment as a view of its bucket, `[*shape]`, or `[N, *shape]` when stacked."""
+        views: list[Tensor] = []
+        for tensor, bucket in zip(self.tensors, self.plan.buckets, strict=True):
+            # Of a leaf alone in its bucket, too: a split's derivative is a vector of its own, with the strides of one.
+            pieces = tensor.split([segment.numel for segment in bucket.segments], dim=-1)
+            views += [segment.leaf(piece) for piece, segment in zip(pieces, bucket.segments, strict=True)]
+        return views
+
+    def tree(self) -> PyTree:
+        """The user's tree again, its leaves views of the buckets."""
+        return trees.fill(self.plan.template, self.leaves())
+
+
+def loose(tensors: Iterable[Tensor]) -> Buckets:
+    """Vectors `[..., D]` that hold no leaves (messages, slices, statistics), as buckets of one segment each."""
+    tensors = tuple(tensors)
+    sizes = [(x.dtype, x.shape[-1]) for x in tensors]
+    plans = tuple(BucketPlan(dtype, (Segment(str(i), (n,), 0, n),), n) for i, (dtype, n) in enumerate(sizes))
+    return Buckets(tensors, Plan(plans, tuple(range(len(tensors)))))
+
+
+trees.register_node(Buckets, lambda node: (node.tensors, node.plan), lambda plan, tensors: Buckets(tensors, plan))
+
+
+def flatten(
+    params: PyTree,
+    *,
+    bucket_mb: float = 25.0,
+    masks: Sequence[Mask] = (),
+    processes: int = 1,
+    team: int = 1,
+    places: Places = (),
+    common: frozenset[str] = frozenset(),
+) -> Buckets:
+    """Copy a tree of floating-point or complex tensors into flat buckets.
+
+    A bucket holds leaves of one dtype, one device and one answer to every mask, in their order and at most `bucket_mb`
+    MiB of them; complex ones as real numbers, as torch.optim treats them. A leaf of more than an eighth of that has a bucket of its own: its gradient then is the bucket's,
+    while those of smaller leaves are copied together (once, in one pass). The largest bucket comes first, so that
+    little is left to update when the last message is in; but those that all processes of a team hold come before all others,
+    in the same places, and so with the same draws, on each.
+
+    Args:
+        params: pytree of tensors, any shapes and strides; the same tensor in two places is stored once.
+        bucket_mb: largest bucket in MiB, positive.
+        masks: the choices by name and shape that a bucket must not mix.
+        processes: `Plan.processes`.
+        team: `Plan.team`.
+        places: `Plan.places`.
+        common: the names of the leaves that each process of a team holds.
+
+    Raises:
+        ValueError: no leaf, a leaf that is not a floating-point or complex tensor, or `bucket_mb` not positive.
+    """
+    named = trees.named_leaves(params)
+    if not named:
+        raise ValueError("init(params): the tree has no leaves, so there is nothing to train; pass a tree of tensors.")
+    require_bucket_mb(bucket_mb)
+    for name, leaf in named:
+        _check_leaf(name, leaf)
+
+    distinct: dict[object, tuple[str, Tensor]] = {}
+    for name, leaf in named:
+        distinct.setdefault(_memory(leaf), (name, leaf))
+    limit = int(bucket_mb * 2**20)
+    open_bucket: dict[object, tuple[list[object], int]] = {}
+    groups: list[list[object]] = []
+    for key, (name, leaf) in distinct.items():
+        kind = (leaf.dtype, leaf.device, name in common, *(bool(mask(name, tuple(leaf.shape))) for mask in masks))
+        size = leaf.numel() * leaf.element_size()
+        if size > limit // _OWN_BUCKET:
+            groups.append([key])
+            continue
+        group, filled = open_bucket.get(kind, ([], 0))
+        if not group or filled + size > limit:
+            group, filled = [], 0
+            groups.append(group)
+        group.append(key)
+        open_bucket[kind] = group, filled + size
+    groups.sort(key=lambda group: (distinct[group[0]][0] not in common, -sum(distinct[key][1].nbytes for key in group)))
+
+    position = {key: index for index, key in enumerate(key for group in groups for key in group)}
+    plans = tuple(_plan_bucket([distinct[key] for key in group], common) for group in groups)
+    template = trees.map(lambda leaf: position[_memory(leaf)], params)
+    plan = Plan(plans, template, processes, team, places)
+    return Buckets(plan.lay_out(params), plan)
+
+
+def require_bucket_mb(bucket_mb: object) -> None:
+    """A bucket's size is a number of MiB."""
+    if isinstance(bucket_mb, bool) or not isinstance(bucket_mb, Real) or not 0 < float(bucket_mb) < float("inf"):
+        raise ValueError(
+            f"bucket_mb={brief(bucket_mb)}: a bucket's size is a positive number of MiB; 25 is the default."
+        )
+
+
+def _memory(leaf: Tensor) -> object:
+    """What two places of a tied parameter have in common; empty tensors share nothing."""
+    return (leaf.data_ptr(), leaf.shape, leaf.stride(), leaf.dtype) if leaf.numel() else id(leaf)
+
+
+def _check_leaf(name: str, leaf: object) -> None:
+    if not isinstance(leaf, torch.Tensor):
+        raise ValueError(
+            f"init(params): leaf {name!r} is {type(leaf).__name__}, not a tensor; parameters are trees of tensors."
+        )
+    if not leaf.is_floating_point() and not leaf.is_complex():
+        raise ValueError(
+            f"init(params): leaf {name!r} has dtype {leaf.dtype}; parameters must be floating point or complex. "
+            "Pass integer and boolean tensors as buffers: init(params, buffers)."
+        )
+
+
+def _plan_bucket(named: list[tuple[str, Tensor]], common: frozenset[str]) -> BucketPlan:
+    segments, start = [], 0
+    for name, leaf in named:
+        shape = tuple(leaf.shape)
+        numel = prod(shape) * (1 + leaf.is_complex())
+        segments.append(Segment(name, shape, start, numel, leaf.is_complex()))
+        start += numel
+    return BucketPlan(named[0][1].dtype.to_real(), tuple(segments), start, named[0][0] in common)

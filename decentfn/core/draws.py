@@ -1,0 +1,218 @@
+"""Draws that every worker can repeat: functions of (seed, t, stream, worker), one operator in a graph.
+
+A `torch.Generator` does not trace, so numbers come from a counter-based integer hash: what is drawn in step t depends
+on nothing that was drawn before, the same on every machine, eager or compiled, on CPU or GPU. All arithmetic is int64
+on values below 2^63, so nothing overflows. Good for schedules and compressors; not for cryptography.
+
+`t` and `worker` may be tensors (0-d int64); under `vmap` t is unbatched and `worker` may be batched.
+
+PyTorch's own generators, which a loss draws from, are seeded in the same spirit: `worker_seed`, `torch_draws`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from decentfn.core.context import context
+from decentfn.core.numbers import checks_numbers
+from decentfn.core.scalars import operator
+
+_32_BITS = 0xFFFFFFFF
+# Odd and below 2^31: times a number below 2^32, the product stays below 2^63.
+_MULTIPLIERS = ((16, 0x7FEB352D), (15, 0x21F0AAAD), (15, 0x31848BAB))
+_PI = (
+    "243F6A8885A308D313198A2E03707344A4093822299F31D0082EFA98EC4E6C89452821E638D01377BE5466CF34E90C6C"
+    "C0AC29B7C97C50DD3F84D5B5B54709179216D5D98979FB1BD1310BA698DFB5AC2FFD72DBD01ADFB7B8E1AFED6A267E96"
+)
+_STARTS = [[int(_PI[48 * key + 8 * word :][:8], 16) for word in range(6)] for key in range(4)]
+"""For each half of each key, a number to start each word from: the digits of π."""
+
+
+def bits(
+    seed: int, t: int | Tensor, stream: int, shape: Sequence[int], *, worker: int | Tensor = 0, device: object = None
+) -> Tensor:
+    """32 random bits in each entry.
+
+    Args:
+        seed: any integer; its low 64 bits count.
+        t: the step, >= 0.
+        stream: tells apart what is drawn for different purposes in one step.
+        shape: of the result; fewer than 2^32 entries.
+        worker: the worker that draws, where each draws its own; leave it out for draws that all share.
+        device: where the result lives (default: CPU, or `worker`'s device).
+
+    Returns:
+        `shape` int64, uniform in [0, 2^32).
+
+    >>> bits(0, 7, 0, (3,)).tolist() == bits(0, torch.tensor(7), 0, (3,)).tolist()
+    True
+    """
+    return _draw(seed, t, stream, shape, worker, device, is_wide=False)
+
+
+def uniform(
+    seed: int, t: int | Tensor, stream: int, shape: Sequence[int], *, worker: int | Tensor = 0, device: object = None
+) -> Tensor:
+    """`shape` float64, uniform in [0, 1), with 53 random bits. Arguments as for `bits`."""
+    return (_draw(seed, t, stream, shape, worker, device, is_wide=True) >> 10).to(torch.float64) * 2.0**-53
+
+
+def sign(
+    seed: int, t: int | Tensor, stream: int, shape: Sequence[int], *, worker: int | Tensor = 0, device: object = None
+) -> Tensor:
+    """`shape` float64, -1 or 1 with equal probability. Arguments as for `bits`."""
+    drawn = bits(seed, t, stream, shape, worker=worker, device=device)
+    return ((drawn >> 31) * 2 - 1).to(torch.float64)
+
+
+def integers(
+    seed: int,
+    t: int | Tensor,
+    stream: int,
+    shape: Sequence[int],
+    bound: int,
+    *,
+    worker: int | Tensor = 0,
+    device: object = None,
+) -> Tensor:
+    """`shape` int64, uniform in [0, bound) to within bound / 2^32; 1 <= bound < 2^31. Other arguments as for `bits`."""
+    if not 1 <= bound < 2**31:
+        raise ValueError(f"draws.integers(bound={bound}): the bound lies in [1, 2^31).")
+    return (bits(seed, t, stream, shape, worker=worker, device=device) * bound) >> 32
+
+
+def permutation(
+    seed: int, t: int | Tensor, n: int, *, stream: int = 0, worker: int | Tensor = 0, device: object = None
+) -> Tensor:
+    """A random permutation of 0..n-1, `[n]` int64: the order of n draws of 63 bits. Arguments as for `bits`."""
+    return torch.argsort(_draw(seed, t, stream, (n,), worker, device, is_wide=True), stable=True)
+
+
+# -- PyTorch's generators -------------------------------------------------------------------------------------------
+
+
+@checks_numbers
+def worker_seed(seed: int, worker: int, t: int = 0) -> int:
+    """A seed for what one worker draws by itself (augmentation, the order of its samples), of a seed that all share.
+
+    Args:
+        seed: any integer.
+        worker: the worker's number.
+        t: the step, where every step has a generator of its own: then no generator's state needs saving.
+
+    Returns:
+        An integer in [0, 2^63) for `torch.Generator().manual_seed`; other arguments, however near, give unrelated draws.
+
+    >>> draw = torch.Generator().manual_seed(worker_seed(0, worker=3, t=7))
+    """
+    return _mixed(seed, t, worker)
+
+
+class torch_draws:
+    """Within, PyTorch's default generators draw by (torch's seed, t, worker, part); afterwards they are as they were before.
+
+    So where every rank has said `torch.manual_seed(0)`, ranks and steps draw differently, and the same in every run.
+    One within another draws by the seed that was torch's outside both, and the outer one goes on from there.
+    """
+
+    __slots__ = ("_before", "_key", "_outer")
+
+    def __init__(self, t: int | Tensor, worker: int, part: int = 0) -> None:
+        self._key = int(t), worker, part, 1  # 1: never what `worker_seed` gives
+
+    def __enter__(self) -> None:
+        self._outer = context.seed, context.generators
+        base = torch.default_generator.initial_seed() if context.seed is None else context.seed
+        seed = _mixed(base, *self._key)
+        generators = [torch.default_generator]
+        if torch.cuda.is_initialized():
+            generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
+        self._before: dict[torch.Generator, Tensor] = {}
+        for generator in generators:
+            if generator not in context.generators:
+                self._before[generator] = generator.get_state()
+        for generator in generators:
+            generator.manual_seed(seed)
+        context.seed, context.generators = base, (*context.generators, *self._before)
+
+    def __exit__(self, *error: object) -> None:
+        context.seed, context.generators = self._outer
+        for generator, state in self._before.items():
+            generator.set_state(state)
+
+
+def _mixed(*numbers: int) -> int:
+    """One seed of several numbers (splitmix64)."""
+    z = 0
+    for number in numbers:
+        z = (z + number + 0x9E3779B97F4A7C15) & (2**64 - 1)
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
+        z ^= z >> 31
+    return z >> 1
+
+
+# -- the hash -------------------------------------------------------------------------------------------------------
+
+
+def _draw(
+    seed: int,
+    t: int | Tensor,
+    stream: int,
+    shape: Sequence[int],
+    worker: int | Tensor,
+    device: object,
+    *,
+    is_wide: bool,
+) -> Tensor:
+    """Return `shape` int64 of 32 random bits, or 63 if `is_wide`."""
+    seed = (seed + 2**63) % 2**64 - 2**63  # its low 64 bits, as an operator takes them
+    if not isinstance(worker, Tensor):
+        worker = torch.full((), worker, dtype=torch.int64, device=cast(Any, device))
+    step = t if isinstance(t, Tensor) else None
+    return _draw_operator(seed, step, 0 if step is not None else t, stream, list(shape), worker, is_wide)
+
+
+def _kernel(
+    seed: int, t: Tensor | None, at: int, stream: int, shape: Sequence[int], worker: Tensor, is_wide: bool
+) -> Tensor:
+    """Draw for one worker, 0-d, or for several, `[N]`: then the draws are `[N, *shape]`."""
+    step = at if t is None else int(t)
+    number = int(worker) if worker.dim() == 0 and worker.device.type == "cpu" else worker
+    words = (seed & _32_BITS, seed >> 32 & _32_BITS, stream & _32_BITS, number, step & _32_BITS, step >> 32 & _32_BITS)
+    keys: list[Any] = []
+    for starts in _STARTS[: 4 if is_wide else 2]:
+        key = sum(_scramble(start ^ word) for start, word in zip(starts, words, strict=True)) & _32_BITS
+        key = _scramble(key)
+        keys.append(key.view((*key.shape, *[1] * len(shape))) if isinstance(key, Tensor) else key)
+    index = torch.arange(prod(shape), device=worker.device).view(tuple(shape))
+    if not is_wide:
+        return _hash(index, keys[0], keys[1])
+    return (_hash(index, keys[0], keys[1]) << 31) | (_hash(index, keys[2], keys[3]) >> 1)
+
+
+def _scramble(x: Any) -> Any:
+    """Permute the 32-bit numbers such that each bit of `x` moves every bit (xorshift, multiply)."""
+    for shift, multiplier in _MULTIPLIERS:
+        x = ((x ^ (x >> shift)) * multiplier) & _32_BITS
+    return x ^ (x >> 14)
+
+
+def _hash(index: Tensor, first: Any, second: Any) -> Tensor:
+    return _scramble((_scramble(index ^ first) + second) & _32_BITS)
+
+
+_draw_operator = operator(
+    "draw(int seed, Tensor? t, int at, int stream, int[] shape, Tensor worker, bool is_wide) -> Tensor",
+    _kernel,
+    lambda seed, t, at, stream, shape, worker, is_wide: worker.new_empty((*worker.shape, *shape), dtype=torch.int64),
+    lambda info, in_dims, seed, t, at, stream, shape, worker, is_wide: (
+        _draw_operator(seed, t, at, stream, shape, worker.movedim(in_dims[5], 0), is_wide),
+        0,
+    ),
+)

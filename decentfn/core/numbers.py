@@ -1,0 +1,140 @@
+"""Numbers that users give: checked in one way, by the annotations of the function that takes them."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Callable, Mapping
+from functools import wraps
+from numbers import Integral, Real
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+import torch
+
+from decentfn.core.formatting import brief
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+MOST_WORKERS = 2**20
+"""Of a topology, and the most of what else is counted out one by one."""
+
+
+def real(call: str, name: str, value: Any) -> float:
+    """A finite real number, as Python's own, or a ValueError that names the call."""
+    if isinstance(value, torch.Tensor):
+        raise ValueError(
+            f"{call}({name}={brief(value)}): {name} is one number for the whole run, and a later change of the tensor would not count; "
+            f"pass float({name}), or a function where one is taken."
+        )
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise ValueError(f"{call}({name}={brief(value)}): {name} is a number; found {type(value).__name__}.")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise ValueError(f"{call}({name}={brief(value)}): {name} is a finite number.")
+    return value if type(value) is int and abs(value) < 2**53 else number
+
+
+def whole(call: str, name: str, value: Any) -> int:
+    """An integer, as Python's own, or a ValueError that names the call; a 0-d tensor of integers is one."""
+    if isinstance(value, torch.Tensor) and value.dim() == 0:
+        value = value.item()
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise ValueError(f"{call}({name}={brief(value)}): {name} is an integer; found {type(value).__name__}.")
+    return int(value)
+
+
+def at_least(call: str, name: str, value: Any, least: int) -> int:
+    """Return an integer that is no smaller than `least`, or raise ValueError."""
+    number = whole(call, name, value)
+    if number < least:
+        raise ValueError(f"{call}({name}={brief(value)}): {name} is an integer >= {least}.")
+    return number
+
+
+def require_at_most(call: str, most: int, **counts: int) -> None:
+    """Raise ValueError unless each count is in [1, most]."""
+    for name, count in counts.items():
+        if not 1 <= count <= most:
+            raise ValueError(f"{call}({name}={brief(count)}): {name} is an integer >= 1, at most {most}.")
+
+
+def require(holds: bool, call: str, rule: str, **values: Any) -> None:
+    """Raise ValueError unless `holds`: the call with these values of its arguments, then the rule."""
+    if not holds:
+        given = ", ".join(f"{name}={brief(value)}" for name, value in values.items())
+        raise ValueError(f"{call}({given}): {rule}" if given else f"{call}: {rule}")
+
+
+def array(name: str, what: str, values: object, dtype: type = np.float64) -> np.ndarray:
+    """A copy as numbers, integers where `dtype` says so, or a ValueError that says what is none."""
+    try:
+        numbers = np.asarray(values, dtype=np.float64)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{name}: the {what} {brief(values)} are no array of numbers ({error}).") from None
+    if dtype is np.int64 and not (numbers == numbers.astype(dtype)).all():
+        raise ValueError(f"{name}: the {what} {brief(values)} are not all integers.")
+    return numbers.astype(dtype)
+
+
+def plain(call: str, parameters: Mapping[str, inspect.Parameter], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments, those that are annotated as numbers or booleans as Python's own, or a ValueError."""
+    return {name: _plain(call, name, _kinds(parameters[name]), value) for name, value in arguments.items()}
+
+
+def bind(function: Callable[..., Any], signature: inspect.Signature, args: Any, kwargs: Any) -> inspect.BoundArguments:
+    """Bind arguments to a function's signature; where they do not fit, raise the TypeError of the call itself, which names it."""
+    try:
+        return signature.bind(*args, **kwargs)
+    except TypeError:
+        function(*args, **kwargs)
+        raise
+
+
+def checks_numbers(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorate a public function: its `int`, `float` and `bool` arguments are such, finite, and no other type's.
+
+    NumPy's scalars, fractions and, for integers, 0-d tensors are taken and become Python's own. What the annotation names
+    beside them passes.
+    """
+    signature = inspect.signature(function)
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        bound = bind(function, signature, args, kwargs)
+        bound.arguments.update(plain(function.__name__, signature.parameters, bound.arguments))
+        return function(*bound.args, **bound.kwargs)
+
+    return call
+
+
+def _kinds(parameter: inspect.Parameter) -> frozenset[str]:
+    if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+        return frozenset()
+    without_brackets = re.sub(r"\[.*\]", "", str(parameter.annotation))
+    kinds = {part.strip() for part in without_brackets.split("|")}
+    return frozenset(kinds | {"float", "Callable"} if "Scalar" in kinds else kinds)
+
+
+def _plain(call: str, name: str, kinds: frozenset[str], value: Any) -> Any:
+    numbers = kinds & {"int", "float", "bool"}
+    if not numbers or (value is None and "None" in kinds) or (callable(value) and "Callable" in kinds):
+        return value
+    is_number = isinstance(value, (Real, torch.Tensor, bool))
+    if not is_number and kinds - {"int", "float", "bool", "None", "Callable"}:
+        return value  # what else is taken, the function looks at
+    if "bool" in kinds:
+        if str(type(value).__name__) not in ("bool", "bool_"):
+            raise ValueError(f"{call}({name}={brief(value)}): {name} is True or False.")
+        return bool(value)
+    if "int" not in kinds:
+        return real(call, name, value)
+    number = whole(call, name, value)
+    if name != "seed" and abs(number) >= 2**53:  # of a seed the low bits count
+        raise ValueError(f"{call}({name}={brief(value)}): {name} is an integer below 2^53.")
+    return number

@@ -1,0 +1,82 @@
+"""`vmap` over the workers of this process, and what is done for a few of them at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from decentfn.core import trees
+from decentfn.core.context import context
+from decentfn.core.trees import PyTree
+from decentfn.torch_private import functorch
+
+
+class _Chunks(NamedTuple):
+    num_workers: int
+    size: int
+
+
+def require_rows(what: str, tree: PyTree, num_workers: int) -> None:
+    """Every leaf of the state or the batch, `what`, has a row for each worker."""
+    for index, leaf in enumerate(trees.leaves(tree)):
+        if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0 or leaf.shape[0] != num_workers:
+            name = trees.named_leaves(tree)[index][0]  # Dynamo cannot trace optree's names through a dict
+            shape = list(leaf.shape) if isinstance(leaf, torch.Tensor) else type(leaf).__name__
+            way_out = "df.stack(state, num_workers)" if what == "state" else "stack one batch per worker"
+            raise ValueError(
+                f"simulate(num_workers={num_workers}): leaf {name!r} of the {what} is {shape}; its first axis must be "
+                f"the {num_workers} workers: {way_out}."
+            )
+
+
+def over_workers(
+    function: Callable[..., PyTree], num_workers: int, *arguments: PyTree, chunk_size: int | None = None
+) -> PyTree:
+    """`function` of one worker, for all of them at once; every leaf of arguments and result has the workers first.
+
+    With `chunk_size`, what `in_chunks` wraps is done for so many workers at a time, and random operations in it are refused:
+    within a chunk nothing tells its workers from those of other chunks.
+    """
+    one, returned = _on_leaves(function, arguments)
+    outer = context.chunks
+    context.chunks = None if chunk_size is None or chunk_size >= num_workers else _Chunks(num_workers, chunk_size)
+    try:
+        stacked = vmap(one, randomness="different")(trees.leaves(arguments))
+    finally:
+        context.chunks = outer
+    return trees.fill(returned[0], stacked)
+
+
+def in_chunks(function: Callable[..., PyTree], *arguments: PyTree) -> PyTree:
+    """`function(*arguments)`, for one chunk of the workers after the other where the simulation was told to."""
+    if (chunks := context.chunks) is None:
+        return function(*arguments)
+    num_workers, size = chunks
+    leaves = trees.leaves(arguments)
+    everyone = [functorch.all_rows(leaf, leaves[0]) for leaf in leaves]
+    one, returned = _on_leaves(function, arguments)
+    parts = [
+        vmap(one, randomness="error")([leaf[first : first + size] for leaf in everyone])
+        for first in range(0, num_workers, size)
+    ]
+    joined = [functorch.row(torch.cat(rows), leaves[0]) for rows in zip(*parts, strict=True)]
+    return trees.fill(returned[0], joined)
+
+
+def _on_leaves(
+    function: Callable[..., PyTree], arguments: PyTree
+) -> tuple[Callable[[list[Tensor]], list[Tensor]], list[PyTree]]:
+    """`function` from the leaves of its arguments to those of its result, and where it leaves the tree around them."""
+    template = trees.enumerate_leaves(arguments)
+    returned: list[PyTree] = []
+
+    def one(leaves: list[Tensor]) -> list[Tensor]:
+        out = function(*trees.fill(template, leaves))
+        returned.append(trees.enumerate_leaves(out))
+        return trees.leaves(out)
+
+    return one, returned

@@ -1,0 +1,1 @@
+"""Gradient transforms, and schedules of the update count."""

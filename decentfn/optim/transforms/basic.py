@@ -1,0 +1,195 @@
+"""The parts that optimizers are made of: scale, clip, decay, remember.
+
+Numbers that follow the count of updates are computed in float64, once, and cast where they meet a bucket: a float64 0-d
+tensor has an axis under `vmap`, so that some operators (torch.where) would promote a float32 bucket. Sixteen-bit
+buckets are computed, and their states kept, in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from numbers import Real
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from decentfn.core.buckets import Buckets, Mask, each, elementwise, global_norm, multiply, wide, zeros_like
+from decentfn.core.numbers import checks_numbers, real, require
+from decentfn.core.scalars import once
+from decentfn.core.trees import PyTree
+from decentfn.optim.transforms.transform import Transform, ascending, masked, require_one_process
+
+Scalar = float | Callable[[Tensor], "Tensor | float"]
+"""A number, or a function of the count of updates before this one (0-d int64 tensor): see `decentfn.optim.schedules`."""
+
+
+class ScheduleState(NamedTuple):
+    """How often a transform with a scheduled number was applied."""
+
+    count: Tensor  # 0-d int64
+
+
+class TraceState(NamedTuple):
+    """The momentum `m`, in float32 or wider."""
+
+    momentum: Buckets
+
+
+def new_count(params: Buckets) -> Tensor:
+    """No update yet: 0-d int64, on the parameters' device."""
+    return torch.zeros((), dtype=torch.int64, device=params[0].device if len(params) else None)
+
+
+def require_mask(call: str, mask: object) -> None:
+    """Raise ValueError unless `mask` is a function of a leaf's name and shape, or None."""
+    rule = "a mask is a function (dotted name, shape) -> bool, or None for all."
+    require(mask is None or callable(mask), call, rule, mask=mask)
+
+
+def require_scalars(call: str, **scalars: Scalar) -> None:
+    """Raise ValueError unless each is a number >= 0, or a function of the count."""
+    for name, value in scalars.items():
+        rule = "a finite number >= 0, or a function of the update count that returns one (see decentfn.optim.schedules)"
+        require(callable(value) or real(call, name, value) >= 0, call, f"{name} is {rule}.", **{name: value})
+
+
+def unless_zero(scalar: Scalar, transform: Callable[[], Transform]) -> tuple[Transform, ...]:
+    """The transform as a part of a chain, left out where its number is the constant 0."""
+    return () if not callable(scalar) and scalar == 0 else (transform(),)
+
+
+def _scheduled(
+    scalar: Scalar, apply: Callable[[float | Tensor, Buckets, Buckets], Buckets], *, ascends: bool = False
+) -> Transform:
+    """`apply(number, grads, params)`; counts its updates only if the number follows them."""
+    pair = ascending if ascends else Transform
+    if not callable(scalar):
+        number = float(scalar)
+        return pair(lambda params: (), lambda grads, state, params: (apply(number, grads, params), state))
+
+    def init(params: Buckets) -> ScheduleState:
+        return ScheduleState(new_count(params))
+
+    def update(grads: Buckets, state: ScheduleState, params: Buckets) -> tuple[Buckets, ScheduleState]:
+        number = torch.as_tensor(scalar(state.count), dtype=torch.float64, device=state.count.device)
+        return apply(once(number), grads, params), ScheduleState(state.count + 1)
+
+    return pair(init, update)
+
+
+@checks_numbers
+def scale(factor: float) -> Transform:
+    """Multiply by a constant. `scale(0.0)` freezes parameters.
+
+    Args:
+        factor: any finite number; a negative one descends.
+    """
+    return _scheduled(factor, lambda number, grads, params: multiply(grads, number), ascends=factor > 0)
+
+
+@checks_numbers
+def scale_by_learning_rate(learning_rate: Scalar) -> Transform:
+    """Multiply by `-learning_rate`, which turns a direction of ascent into an update.
+
+    Args:
+        learning_rate: a number >= 0, or a function of the count of updates before this one (0-d int64 tensor).
+    """
+    require_scalars("scale_by_learning_rate", learning_rate=learning_rate)
+    return _scheduled(learning_rate, lambda number, grads, params: multiply(grads, -number))
+
+
+@checks_numbers
+def add_decayed_weights(weight_decay: Scalar, mask: Mask | None = None) -> Transform:
+    """`g + λ x`: before an adaptive part this is l2 regularization, after it decoupled weight decay.
+
+    Args:
+        weight_decay: λ >= 0, or a function of the count of updates before this one (0-d int64 tensor).
+        mask: the leaves that decay, `(dotted name, shape) -> bool`, for example `not_bias_or_norm`; None: all.
+    """
+    require_scalars("add_decayed_weights", weight_decay=weight_decay)
+    require_mask("add_decayed_weights", mask)
+
+    def decay(number: float | Tensor, grads: Buckets, params: Buckets) -> Buckets:
+        def one(g: Tensor, x: Tensor) -> Tensor:
+            w = wide(g.dtype)
+            f = number.to(w) if isinstance(number, torch.Tensor) else number
+            return (g.to(w) + f * x.to(w)).to(g.dtype)
+
+        return elementwise(one, grads, params)
+
+    transform = _scheduled(weight_decay, decay, ascends=True)
+    return transform if mask is None else masked(transform, mask)
+
+
+@checks_numbers
+def trace(decay: float, nesterov: bool = False) -> Transform:
+    """Momentum: `m⁺ = β m + g`, update `m⁺`; Nesterov: `g + β m⁺`.
+
+    Args:
+        decay: β in [0, 1).
+        nesterov: look ahead by one step.
+    """
+    require(0 <= decay < 1, "trace", "decay is in [0, 1).", decay=decay)
+
+    def init(params: Buckets) -> TraceState:
+        return TraceState(zeros_like(params))
+
+    def update(grads: Buckets, state: TraceState, params: Buckets) -> tuple[Buckets, TraceState]:
+        momentum = elementwise(lambda m, g: decay * m + g.to(m.dtype), state.momentum, grads)
+
+        def direction(g: Tensor, m: Tensor) -> Tensor:
+            # A copy: the caller's updates and the state are never one tensor.
+            return (g.to(m.dtype) + decay * m).to(g.dtype) if nesterov else m.to(g.dtype, copy=True)
+
+        return elementwise(direction, grads, momentum), TraceState(momentum)
+
+    return ascending(init, update)
+
+
+def clip_by_global_norm(max_norm: float) -> Transform:
+    """Multiply by `min(1, max_norm / (‖g‖ + 1e-6))`, the norm taken over all buckets.
+
+    Args:
+        max_norm: positive; `inf` clips nothing.
+    Source: `torch.nn.utils.clip_grad_norm_`.
+    """
+    max_norm = _max_norm("clip_by_global_norm", max_norm)
+
+    def update(grads: Buckets, state: PyTree, params: Buckets) -> tuple[Buckets, PyTree]:
+        return multiply(grads, _clip_factor(global_norm(grads), max_norm)), state
+
+    return ascending(lambda params: (), update)
+
+
+def clip_by_bucket_norm(max_norm: float) -> Transform:
+    """Clip every bucket by its own norm, as Decent-DP does; the result depends on the size of buckets.
+
+    Args:
+        max_norm: positive; `inf` clips nothing.
+    """
+    max_norm = _max_norm("clip_by_bucket_norm", max_norm)
+
+    def clip(grads: Buckets) -> Buckets:
+        def one(g: Tensor) -> Tensor:
+            bucket = g.to(wide(g.dtype))
+            return (bucket * _clip_factor(torch.sqrt((bucket**2).sum()), max_norm)).to(g.dtype)
+
+        return each(one, grads)
+
+    def init(params: Buckets) -> tuple[()]:
+        require_one_process("clip_by_bucket_norm", params, "a bucket's norm is not its processes'")
+        return ()
+
+    return ascending(init, lambda grads, state, params: (clip(grads), state))
+
+
+def _max_norm(call: str, max_norm: float) -> float:
+    """The number itself, where it is one and positive; `inf` is."""
+    number = max_norm if isinstance(max_norm, Real) and max_norm == float("inf") else real(call, "max_norm", max_norm)
+    require(number > 0, call, "max_norm is positive.", max_norm=max_norm)
+    return number
+
+
+def _clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    return once(torch.clamp(max_norm / (norm + 1e-6), max=1.0))

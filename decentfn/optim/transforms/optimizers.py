@@ -1,0 +1,249 @@
+"""Optimizers, each a chain of parts: torch.optim's arithmetic on flat buckets.
+
+An optimizer of elementwise parts fuses into one kernel per bucket when compiled.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from decentfn.core.buckets import Buckets, Mask, elementwise, zeros_like
+from decentfn.core.numbers import checks_numbers, require
+from decentfn.core.scalars import once
+from decentfn.optim.transforms.basic import (
+    Scalar,
+    add_decayed_weights,
+    new_count,
+    require_mask,
+    require_scalars,
+    scale_by_learning_rate,
+    trace,
+    unless_zero,
+)
+from decentfn.optim.transforms.transform import Transform, ascending, chain
+
+
+class AdamState(NamedTuple):
+    """How many updates were made, and the running means of g and g², in float32 or wider."""
+
+    count: Tensor  # 0-d int64
+    mu: Buckets
+    nu: Buckets
+
+
+class AccumAdamState(NamedTuple):
+    """AccumAdam's count, means (kept multiplied by β) and the mean gradient of the open window so far."""
+
+    count: Tensor  # 0-d int64
+    mu: Buckets  # M
+    nu: Buckets  # V
+    accumulated: Buckets  # A
+
+
+@checks_numbers
+def sgd(
+    learning_rate: Scalar,
+    momentum: float = 0.0,
+    nesterov: bool = False,
+    weight_decay: Scalar = 0.0,
+    mask: Mask | None = None,
+) -> Transform:
+    """Stochastic gradient descent: `g ← g + λx;  m⁺ = βm + g;  x⁺ = x - η m⁺`, Nesterov `x⁺ = x - η (g + β m⁺)`.
+
+    Args:
+        learning_rate: η >= 0, or a function of the count of updates before this one (0-d int64 tensor).
+        momentum: β in [0, 1); 0 keeps no state.
+        nesterov: look ahead by one step; needs momentum.
+        weight_decay: λ >= 0 (l2 regularization), or a function of the count.
+        mask: the leaves that decay, `(dotted name, shape) -> bool`; None: all.
+    Source: torch.optim.SGD.
+    """
+    require_scalars("sgd", learning_rate=learning_rate, weight_decay=weight_decay)
+    require_mask("sgd", mask)
+    require(0 <= momentum < 1, "sgd", "momentum is in [0, 1).", momentum=momentum)
+    rule = "Nesterov looks ahead along the momentum; set momentum=0.9."
+    require(not nesterov or momentum > 0, "sgd", rule, nesterov=nesterov, momentum=momentum)
+    return chain(
+        *unless_zero(weight_decay, lambda: add_decayed_weights(weight_decay, mask)),
+        *unless_zero(momentum, lambda: trace(momentum, nesterov)),
+        scale_by_learning_rate(learning_rate),
+    )
+
+
+@checks_numbers
+def adam(
+    learning_rate: Scalar = 1e-3,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: Scalar = 0.0,
+    mask: Mask | None = None,
+) -> Transform:
+    """Adam; weight decay is added to the gradient (l2 regularization), as in torch.optim.Adam.
+
+    `g ← g + λx;  m⁺ = β₁m + (1-β₁)g;  v⁺ = β₂v + (1-β₂)g²;  x⁺ = x - η m⁺/(1-β₁ᵏ) / (√(v⁺/(1-β₂ᵏ)) + ε)`
+
+    Args:
+        learning_rate: η >= 0, or a function of the count of updates before this one (0-d int64 tensor).
+        b1: β₁ in [0, 1).
+        b2: β₂ in [0, 1).
+        eps: ε > 0.
+        weight_decay: λ >= 0, or a function of the count.
+        mask: the leaves that decay, `(dotted name, shape) -> bool`, for example `not_bias_or_norm`; None: all.
+    Source: Kingma and Ba, ICLR 2015; torch.optim.Adam.
+    """
+    _require("adam", learning_rate, weight_decay, mask, b1, b2, eps)
+    return _with_decay(learning_rate, weight_decay, mask, scale_by_adam(b1, b2, eps), is_decoupled=False)
+
+
+@checks_numbers
+def adamw(
+    learning_rate: Scalar = 1e-3,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: Scalar = 1e-2,
+    mask: Mask | None = None,
+) -> Transform:
+    """Adam with decoupled weight decay: `adam`, and its arguments, but `x ← x (1 - ηλ)` in place of `g ← g + λx`.
+
+    Source: Loshchilov and Hutter, ICLR 2019; torch.optim.AdamW.
+    """
+    _require("adamw", learning_rate, weight_decay, mask, b1, b2, eps)
+    return _with_decay(learning_rate, weight_decay, mask, scale_by_adam(b1, b2, eps), is_decoupled=True)
+
+
+@checks_numbers
+def accum_adam(
+    learning_rate: Scalar = 1e-3,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: Scalar = 0.0,
+    accum_iter: int = 4,
+    mask: Mask | None = None,
+) -> Transform:
+    """Adam whose moments take in the mean gradient of a window, while every gradient moves the parameters.
+
+    Weight decay is added to the gradient. Equations: `scale_by_accum_adam`.
+
+    Args:
+        learning_rate: this and the others as for `adam`.
+        b1: β₁ in [0, 1).
+        b2: β₂ in [0, 1).
+        eps: ε > 0.
+        weight_decay: λ >= 0, or a function of the count.
+        accum_iter: s >= 1, updates in a window; 1 is `adam`.
+        mask: the leaves that decay.
+    Source: Wang et al., ICLR 2025 (Decent-DP).
+    """
+    _require("accum_adam", learning_rate, weight_decay, mask, b1, b2, eps, accum_iter)
+    return _with_decay(
+        learning_rate, weight_decay, mask, scale_by_accum_adam(b1, b2, eps, accum_iter), is_decoupled=False
+    )
+
+
+@checks_numbers
+def accum_adamw(
+    learning_rate: Scalar = 1e-3,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: Scalar = 1e-2,
+    accum_iter: int = 4,
+    mask: Mask | None = None,
+) -> Transform:
+    """`accum_adam`, and its arguments, with decoupled weight decay; with `accum_iter=1` it is `adamw`.
+
+    Source: Wang et al., ICLR 2025 (Decent-DP).
+    """
+    _require("accum_adamw", learning_rate, weight_decay, mask, b1, b2, eps, accum_iter)
+    return _with_decay(
+        learning_rate, weight_decay, mask, scale_by_accum_adam(b1, b2, eps, accum_iter), is_decoupled=True
+    )
+
+
+@checks_numbers
+def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Transform:
+    """Adam's direction, `m⁺/(1-β₁ᵏ) / (√(v⁺/(1-β₂ᵏ)) + ε)` with `k` counted from 1; see `adam`."""
+    _require_adam("scale_by_adam", b1, b2, eps)
+
+    def init(params: Buckets) -> AdamState:
+        return AdamState(new_count(params), zeros_like(params), zeros_like(params))
+
+    def update(grads: Buckets, state: AdamState, params: Buckets) -> tuple[Buckets, AdamState]:
+        k = state.count + 1
+        mu = elementwise(lambda m, g: torch.lerp(m, g.to(m.dtype), 1 - b1), state.mu, grads)
+        nu = elementwise(
+            lambda v, g: torch.addcmul(b2 * v, g.to(v.dtype), g.to(v.dtype), value=1 - b2), state.nu, grads
+        )
+        return _direction(grads, mu, nu, k, b1, b2, eps), AdamState(k, mu, nu)
+
+    return ascending(init, update)
+
+
+@checks_numbers
+def scale_by_accum_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, accum_iter: int = 4) -> Transform:
+    """AccumAdam's direction. In update k (from 1), with windows of `s = accum_iter` updates and `K = ⌈k/s⌉`:
+
+    `A ← A + g/s`, direction `(M + (1-β₁)g)/(1-β₁ᴷ) / (√((V + (1-β₂)g²)/(1-β₂ᴷ)) + ε)`; if s divides k:
+    `M ← β₁(M + (1-β₁)A);  V ← β₂(V + (1-β₂)A²);  A ← 0`.
+
+    Source: Wang et al., ICLR 2025 (Decent-DP).
+    """
+    _require_adam("scale_by_accum_adam", b1, b2, eps, accum_iter)
+
+    def init(params: Buckets) -> AccumAdamState:
+        return AccumAdamState(new_count(params), *(zeros_like(params) for _ in range(3)))
+
+    def update(grads: Buckets, state: AccumAdamState, params: Buckets) -> tuple[Buckets, AccumAdamState]:
+        k = state.count + 1
+        window = (k + accum_iter - 1) // accum_iter
+        is_last = once(k % accum_iter == 0)
+        mu = elementwise(lambda m, g: m + (1 - b1) * g.to(m.dtype), state.mu, grads)
+        nu = elementwise(lambda v, g: v + (1 - b2) * g.to(v.dtype) ** 2, state.nu, grads)
+        direction = _direction(grads, mu, nu, window, b1, b2, eps)
+
+        mean = elementwise(lambda a, g: a + g.to(a.dtype) / accum_iter, state.accumulated, grads)
+        new_mu = elementwise(lambda m, a: torch.where(is_last, b1 * (m + (1 - b1) * a), m), state.mu, mean)
+        new_nu = elementwise(lambda v, a: torch.where(is_last, b2 * (v + (1 - b2) * a**2), v), state.nu, mean)
+        accumulated = elementwise(lambda a: torch.where(is_last, torch.zeros_like(a), a), mean)
+        return direction, AccumAdamState(k, new_mu, new_nu, accumulated)
+
+    return ascending(init, update)
+
+
+def _direction(grads: Buckets, mu: Buckets, nu: Buckets, k: Tensor, b1: float, b2: float, eps: float) -> Buckets:
+    correction1 = once(1 / (1 - b1 ** k.to(torch.float64)))
+    correction2 = once(1 / torch.sqrt(1 - b2 ** k.to(torch.float64)))
+
+    def one(g: Tensor, m: Tensor, v: Tensor) -> Tensor:
+        root = torch.sqrt(v) * correction2.to(v.dtype) + eps
+        return (m * correction1.to(m.dtype) / root).to(g.dtype)
+
+    return elementwise(one, grads, mu, nu)
+
+
+def _with_decay(
+    learning_rate: Scalar, weight_decay: Scalar, mask: Mask | None, direction: Transform, *, is_decoupled: bool
+) -> Transform:
+    decay = unless_zero(weight_decay, lambda: add_decayed_weights(weight_decay, mask))
+    parts = (direction, *decay) if is_decoupled else (*decay, direction)
+    return chain(*parts, scale_by_learning_rate(learning_rate))
+
+
+def _require(call: str, learning_rate: Scalar, weight_decay: Scalar, mask: Mask | None, *adam: float) -> None:
+    require_scalars(call, learning_rate=learning_rate, weight_decay=weight_decay)
+    require_mask(call, mask)
+    _require_adam(call, *adam)
+
+
+def _require_adam(call: str, b1: float, b2: float, eps: float, accum_iter: float = 1) -> None:
+    require(0 <= b1 < 1, call, "b1 is in [0, 1).", b1=b1)
+    require(0 <= b2 < 1, call, "b2 is in [0, 1).", b2=b2)
+    require(eps > 0, call, "eps is positive; 1e-8 is the default.", eps=eps)
+    rule = "accum_iter is an integer >= 1, the updates in a window; 1 is plain Adam."
+    require(accum_iter >= 1, call, rule, accum_iter=accum_iter)

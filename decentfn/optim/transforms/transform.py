@@ -1,0 +1,334 @@
+"""What a gradient transform is, and how transforms are put together: in a chain, on some leaves, by groups."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from decentfn.core import trees
+from decentfn.core.buckets import Buckets, Mask, Plan, elements
+from decentfn.core.formatting import brief
+from decentfn.core.numbers import require
+from decentfn.core.trees import PyTree
+
+
+class Transform(NamedTuple):
+    """A gradient transform: a pair of pure functions.
+
+    `init(params) -> state` and `update(grads, state, params) -> (updates, state)`, where `params`, `grads` and
+    `updates` are `Buckets`. Updates are *added* to the parameters. A state is a pytree whose leaves are tensors, no
+    tensor in two places.
+    """
+
+    init: Callable[[Buckets], PyTree]
+    update: Callable[..., tuple[Buckets, PyTree]]
+
+
+class MaskedTransform(Transform):
+    """A transform that treats some leaves differently, so that its buckets must not mix them, or that ascends.
+
+    An algorithm reads `masks` when it lays out the parameters; by hand: `flatten(params, masks=optimizer.masks)`.
+    """
+
+    masks: tuple[Mask, ...] = ()
+    ascends: Mask | None = None
+    """The leaves whose updates point along the gradient, so that added to the parameters they ascend; None: none."""
+
+
+def _declared(
+    init: Callable[..., Any], update: Callable[..., Any], masks: tuple[Mask, ...], ascends: Mask | None
+) -> Transform:
+    transform = MaskedTransform(init, update)
+    transform.masks, transform.ascends = masks, ascends
+    return transform
+
+
+def everywhere(name: str, shape: tuple[int, ...]) -> bool:
+    """Return True: the mask of all leaves."""
+    return True
+
+
+def ascending(init: Callable[..., Any], update: Callable[..., Any]) -> Transform:
+    """A pair that reshapes gradients and leaves the descent to what stands after it in a chain."""
+    return _declared(init, update, (), everywhere)
+
+
+def require_descent(optimizer: Any, plan: Plan | None = None) -> None:
+    """Raise ValueError if the optimizer's updates ascend on all leaves, or on one of the plan's.
+
+    What is not of this library, or made of something that is not, is taken to descend.
+    """
+    ascends = getattr(optimizer, "ascends", None)
+    if ascends is None:
+        return
+    segments = () if plan is None else [segment for bucket in plan.buckets for segment in bucket.segments]
+    leaf = next((f"leaf {s.name!r}" for s in segments if ascends(s.name, s.shape)), None)
+    leaf = "the parameters" if ascends is everywhere else leaf
+    rule = f"its updates are added to {leaf} and point along the gradient, so the loss would grow"
+    way_out = "end the chain with what descends: df.chain(df.clip_by_global_norm(1.0), df.sgd(0.1))."
+    require(leaf is None, "optimizer", f"{rule}; {way_out}")
+
+
+class MixContext(NamedTuple):
+    """One worker's view of the mix of this step: `x̃ = weights[0] x + Σ_k weights[1 + k] inbox_k + mean_weight mean`."""
+
+    # Per bucket [K, D] in the wire's dtype: slot k's message, zeros where nothing was sent; () if K = 0.
+    inboxes: tuple[Tensor, ...]
+    sources: Tensor  # [K] int64, whom slot k's message is from; -1 is nobody, the own number a message to oneself
+    weights: Tensor  # [K+1] float64, own weight first
+    means: tuple[Tensor, ...]  # per bucket [D]: the mean over this worker's group, itself included; () without groups
+    members: Tensor | None  # [N] bool, who is in this worker's group; None without groups
+    mean_weight: Tensor | None  # 0-d float64, the weight of the group's mean
+    plan: Plan  # which leaf lies where in a bucket
+
+
+class MixAware(MaskedTransform):
+    """A transform that also sees the mix: `update(grads, state, params, mix)`, `mix` a `MixContext`.
+
+    For algorithms that have the neighbors' parameters at hand when they update: `df.adapt_while_communicate`.
+    """
+
+    wants_mix: bool = True
+
+
+def wants_mix(transform: Any) -> bool:
+    """Return True if `update` takes the mix as its fourth argument: decided by the type, not by the signature."""
+    return getattr(transform, "wants_mix", False) is True
+
+
+def masks_of(*transforms: Any) -> tuple[Mask, ...]:
+    """The masks that these transforms declare, in order."""
+    return tuple(mask for transform in transforms for mask in getattr(transform, "masks", ()))
+
+
+def require_pair(call: str, transform: Any) -> None:
+    """Raise ValueError unless `transform` has callable `init` and `update`."""
+    kind = transform if isinstance(transform, type) else type(transform)
+    if issubclass(kind, torch.optim.Optimizer):
+        ours = kind.__name__.lower() if kind.__name__ in ("SGD", "Adam", "AdamW") else "adamw"
+        raise ValueError(
+            f"{call}: torch.optim.{kind.__name__} keeps parameters and writes over them; an optimizer here is a pair "
+            f"(init, update) of pure functions, for example df.{ours}(learning_rate)."
+        )
+    for method in ("init", "update"):
+        rule = f"{brief(transform)} has no {method}(); a transform is a pair (init, update), for example df.adamw(3e-4) or "
+        require(callable(getattr(transform, method, None)), call, f"{rule}df.Transform(init, update).")
+
+
+def _require_unaware(call: str, transform: Any) -> None:
+    rule = "a MixAware transform sees all buckets and their mix; use it by itself, or in df.chain, and let it choose leaves by mix.plan."
+    require(not wants_mix(transform), call, rule)
+
+
+def identity() -> Transform:
+    """Leave the gradients as they are."""
+    return ascending(lambda params: (), lambda grads, state, params: (grads, state))
+
+
+def chain(*transforms: Any) -> Transform:
+    """Apply transforms one after another; the state is the tuple of their states.
+
+    Args:
+        transforms: transforms, or any objects with `init` and `update`; none at all is the identity.
+
+    >>> from decentfn.optim.transforms import adamw, clip_by_global_norm
+    >>> optimizer = chain(clip_by_global_norm(1.0), adamw(3e-4, weight_decay=0.1))
+    """
+    for transform in transforms:
+        require_pair("chain(...)", transform)
+
+    def init(params: Buckets) -> tuple[PyTree, ...]:
+        return tuple(transform.init(params) for transform in transforms)
+
+    def update(
+        grads: Buckets, state: tuple[PyTree, ...], params: Buckets, *mix: Any
+    ) -> tuple[Buckets, tuple[PyTree, ...]]:
+        states = []
+        for transform, old in zip(transforms, state, strict=True):
+            grads, new = transform.update(grads, old, params, *(mix if wants_mix(transform) else ()))
+            states.append(new)
+        return grads, tuple(states)
+
+    if any(wants_mix(transform) for transform in transforms):
+        aware = MixAware(init, update)
+        aware.masks = masks_of(*transforms)
+        return aware
+    of_parts = [getattr(transform, "ascends", None) for transform in transforms]
+    return _declared(init, update, masks_of(*transforms), _all(of_parts))
+
+
+def _all(masks: list[Mask | None]) -> Mask | None:
+    """The leaves that all of the masks take; None: none."""
+    some = [mask for mask in masks if mask is not None and mask is not everywhere]
+    if None in masks or not some:
+        return None if None in masks else everywhere
+    return lambda name, shape: all(mask(name, shape) for mask in some)
+
+
+def masked(transform: Any, mask: Mask) -> Transform:
+    """Apply `transform` to the leaves that `mask` takes; the others pass through unchanged.
+
+    The inner transform sees only the buckets taken (as a tree: a dict of leaves by dotted name), so its state and
+    its norms cover these alone.
+
+    Args:
+        transform: any transform.
+        mask: `(dotted name, shape) -> bool`, deterministic.
+
+    Raises:
+        ValueError: when called, a bucket mixes leaves that the mask takes with others.
+    """
+    require_pair("masked(transform, mask)", transform)
+    _require_unaware("masked(transform, mask)", transform)
+    require(callable(mask), "masked", "a mask is a function (dotted name, shape) -> bool.", mask=mask)
+
+    def init(params: Buckets) -> PyTree:
+        return transform.init(_take(params, _answers(params.plan, mask)))
+
+    def update(grads: Buckets, state: PyTree, params: Buckets) -> tuple[Buckets, PyTree]:
+        taken = _answers(params.plan, mask)
+        updates, state = transform.update(_take(grads, taken), state, _take(params, taken))
+        own = iter(updates)
+        return Buckets([next(own) if take else g for g, take in zip(grads, taken, strict=True)], grads.plan), state
+
+    inside = getattr(transform, "ascends", None)
+
+    def ascends(name: str, shape: tuple[int, ...]) -> bool:
+        return not mask(name, shape) or (inside is not None and inside(name, shape))
+
+    masks = (mask, *masks_of(transform))
+    return _declared(init, update, masks, everywhere if inside is everywhere else ascends)
+
+
+def _answers(plan: Plan, mask: Mask) -> list[bool]:
+    """What the mask says of every bucket."""
+    answers = []
+    for index, bucket in enumerate(plan.buckets):
+        takes = [bool(mask(segment.name, segment.shape)) for segment in bucket.segments]
+        if any(takes) and not all(takes):
+            names = [segment.name for segment in bucket.segments]
+            raise ValueError(
+                f"masked(transform, mask): bucket {index} holds {names[takes.index(True)]!r}, which the mask takes, and "
+                f"{names[takes.index(False)]!r}, which it does not; a bucket is updated as a whole. Lay the parameters "
+                "out with flatten(params, masks=optimizer.masks), as algorithms do; a wrapper written by hand must "
+                "pass `masks` on."
+            )
+        answers.append(all(takes))
+    return answers
+
+
+def _take(x: Buckets, taken: list[bool]) -> Buckets:
+    """The buckets taken, their tree a dict by dotted name."""
+    plans = [bucket for bucket, take in zip(x.plan.buckets, taken, strict=True) if take]
+    names = [segment.name for bucket in plans for segment in bucket.segments]
+    own = [tensor for tensor, take in zip(x, taken, strict=True) if take]
+    tree = {name: index for index, name in enumerate(names)}
+    return Buckets(own, replace(x.plan, buckets=tuple(plans), template=tree))
+
+
+def partition(transforms: Mapping[Hashable, Any], labels: Callable[[str, tuple[int, ...]], Hashable]) -> Transform:
+    """Parameter groups: every leaf gets the transform of its label.
+
+    The state is the tuple of the groups' states, in the order of `transforms`.
+
+    Args:
+        transforms: the transform of each label; a label that no leaf has is allowed.
+        labels: `(dotted name, shape) -> label`, deterministic; `init` refuses one that has no transform.
+    Source: optax.partition.
+
+    >>> from decentfn.optim.transforms import adamw, sgd
+    >>> optimizer = partition(
+    ...     {"head": adamw(1e-3), "body": sgd(1e-2)}, lambda name, shape: "head" if name.startswith("head") else "body"
+    ... )
+    """
+    for label, transform in transforms.items():
+        require_pair(f"partition(transforms[{label!r}])", transform)
+    require(callable(labels), "partition", "labels are a function (dotted name, shape) -> label.", labels=labels)
+    # The groups are disjoint, and each lets the others' leaves pass, so one after another is all at once.
+    groups = chain(*(masked(transform, _has_label(label, labels)) for label, transform in transforms.items()))
+
+    def init(params: Buckets) -> PyTree:
+        for bucket in params.plan.buckets:
+            for segment in bucket.segments:
+                label = labels(segment.name, segment.shape)
+                rule = f"labels({segment.name!r}, {segment.shape}) is {label!r}, which has no transform; known labels: {list(transforms)}"
+                require(label in transforms, "partition", f"{rule}. Add it; df.transforms.scale(0.0) freezes a group.")
+        return groups.init(params)
+
+    return _declared(init, groups.update, masks_of(groups), getattr(groups, "ascends", None))
+
+
+def _has_label(label: Hashable, labels: Callable[[str, tuple[int, ...]], Hashable]) -> Mask:
+    return lambda name, shape: labels(name, shape) == label
+
+
+def by_leaf(transform: Any) -> Transform:
+    """Show `transform` the tree of leaves in their shapes, instead of flat buckets.
+
+    For transforms that need shapes, and for those written for trees (optax-like ones). It costs one concatenation of
+    the updates. A tied leaf is seen in all its places; the update in the first of them counts. A transform with
+    masks (`masked`, `partition`, a `mask=`) needs buckets: put it outside, `masked(by_leaf(transform), mask)`. A complex
+    leaf is shown as it is; everything else here computes with its real and imaginary parts.
+
+    Args:
+        transform: `init(tree) -> state`, `update(grads, state, params) -> (updates, state)` on trees of tensors.
+
+    Raises:
+        ValueError: `transform` has masks; when called, updates with other leaves than the parameters; in `init`, a worker
+            of several processes, of which none has whole leaves.
+    """
+    require_pair("by_leaf(transform)", transform)
+    _require_unaware("by_leaf(transform)", transform)
+    rule = "it has masks, which choose among buckets; put the mask outside: masked(by_leaf(transform), mask)."
+    require(not masks_of(transform), "by_leaf(transform)", rule)
+
+    def init(params: Buckets) -> PyTree:
+        require_one_process("by_leaf(transform)", params, "it looks at whole leaves")
+        # Copies: a state that keeps parameters must not share their memory, nor a tied leaf's twice.
+        return transform.init(trees.map(torch.clone, params.tree()))
+
+    def update(grads: Buckets, state: PyTree, params: Buckets) -> tuple[Buckets, PyTree]:
+        updates, state = transform.update(grads.tree(), state, params.tree())
+        return _flatten_like(grads, updates), state
+
+    return Transform(init, update)
+
+
+def require_one_process(call: str, params: Buckets, why: str) -> None:
+    """Raise ValueError where the leaves are cut over the processes of a worker."""
+    rule = (
+        f"{why}, but a worker is {params.plan.processes} processes that hold a shard each; use a transform of elements"
+    )
+    require(params.plan.processes == 1, call, f"{rule}, such as df.adamw, or df.init() with one process per worker.")
+
+
+def _flatten_like(x: Buckets, tree: PyTree) -> Buckets:
+    """The tree's leaves as buckets with the plan of `x`; of a tied leaf the first place."""
+    positions, values = trees.leaves(x.plan.template), trees.leaves(tree)
+    rule = (
+        f"update returned {len(values)} leaves for {len(positions)} parameters; updates are a tree like the parameters."
+    )
+    require(len(positions) == len(values), "by_leaf(transform)", rule)
+    leaf_at = dict(reversed(list(zip(positions, values, strict=True))))
+    tensors, places = [], itertools.count()
+    for tensor, bucket in zip(x, x.plan.buckets, strict=True):
+        own = [leaf_at[next(places)] for _ in bucket.segments]
+        tensors.append(torch.cat([elements(leaf, tuple(tensor.shape[:-1])).to(tensor.dtype) for leaf in own], dim=-1))
+    return Buckets(tensors, x.plan)
+
+
+def not_bias_or_norm(name: str, shape: tuple[int, ...]) -> bool:
+    """A mask for weight decay: true for leaves of two or more axes that are no bias and no norm's parameter.
+
+    >>> not_bias_or_norm("layers.0.weight", (4, 4)), not_bias_or_norm("layers.0.bias", (4,))
+    (True, False)
+    >>> not_bias_or_norm("block.layer_norm.scale", (1, 4, 1)), not_bias_or_norm("subnet.weight", (4, 4))
+    (False, True)
+    """
+    return len(shape) > 1 and not re.search(r"bias|norm|(^|[._])bn\d*([._]|$)", name.lower())

@@ -1,0 +1,85 @@
+"""Weights for others, and from others: plain state dicts in safetensors files."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from decentfn.comm import collectives
+from decentfn.core.formatting import brief
+from decentfn.errors import CheckpointCorrupt
+from decentfn.kit.state import State
+from decentfn.train.checkpoint import files
+from decentfn.train.checkpoint.layout import DTYPES, EXPORTED, encoded
+from decentfn.train.state_dicts import state_dict
+from decentfn.train.together import as_path, on_first
+
+_PREFIX = "module."
+
+
+@collectives.calling("df.checkpoint.export(path, module, state)", of_state=True)
+def export(path: str | Path, module: nn.Module, state: State) -> None:
+    """Write the mean over all workers as a safetensors file that `module.load_state_dict` takes, strictly. Collective.
+
+    Process 0 writes it, over an older file of that name when it is complete.
+
+    Args:
+        path: of the file.
+        module: the module of `df.functional`; it stays as it is.
+        state: a training state, of one worker or stacked; of `df.ema`'s average, `df.ema_state(state)`.
+
+    Raises:
+        ValueError: the module's `state_dict` has what is no tensor (`get_extra_state`), or another shape than the state.
+        OSError: on all processes, it cannot be written.
+    """
+    path = as_path("export(path, module, state)", path)
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"export(module={brief(module)}): expected the nn.Module of df.functional.")
+    on_first("export", _write, path, state_dict(module, state, consensus=True), module.state_dict())
+
+
+def import_(path: str | Path) -> dict[str, Tensor]:
+    """Read a state dict from a safetensors file, without a `module.` before all names, unless `export` wrote it.
+
+    `df.load_state_dict(module, state, df.checkpoint.import_(path))` starts from it.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CheckpointCorrupt: it is no safetensors file, or cut short. A bit that has flipped goes unnoticed: it has no digest.
+    """
+    path = as_path("import_(path)", path)
+    try:
+        named: dict[str, Any] = load_file(path)
+        with safe_open(path, "pt") as file:
+            is_own = EXPORTED in (file.metadata() or {})
+    except SafetensorError as error:
+        raise CheckpointCorrupt(f"{path}: {error}; write it again.") from error
+    if named and not is_own and all(name.startswith(_PREFIX) for name in named):
+        return {name.removeprefix(_PREFIX): x for name, x in named.items()}
+    return named
+
+
+def _write(path: Path, named: dict[str, Any], own: dict[str, Any]) -> None:
+    for name, x in named.items():
+        if not isinstance(x, torch.Tensor) or x.dtype not in DTYPES:
+            raise ValueError(
+                f"export({str(path)!r}): {name!r} is {getattr(x, 'dtype', type(x).__name__)}, which safetensors files do not hold; "
+                "store df.state_dict(module, state, consensus=True) in a way of your own."
+            )
+        if x.shape != own[name].shape:
+            raise ValueError(
+                f"export(path, module, state): {name!r} is {list(x.shape)} in the state and {list(own[name].shape)} in the module; "
+                "give the module of df.functional."
+            )
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        files.write(temporary, encoded({name: x.cpu() for name, x in named.items()}))
+        files.publish(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,144 @@
+"""A state as named leaves with their places among all workers, and the safetensors file of those of one process.
+
+A leaf of a bucket is stored by the parameter's name, so that other buckets can read it. Every leaf has the workers as its
+first axis: its shape is that over all workers, its offset where the part of this file begins. Where a worker is several
+processes each stores its shards, whose places are those in the worker's whole tensors, and a copy of what is not cut.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from decentfn.core import trees
+from decentfn.core.buckets import Buckets, Place, Plan
+from decentfn.train.consensus import is_stacked
+
+DTYPES = {
+    torch.complex64: "C64",
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""What a safetensors file can hold, by its own names."""
+
+GENERATOR = "generator/"
+"""Prefix of the names of torch's generators' states."""
+EXPORTED = "decentfn_export"
+"""Marks a file whose names are a module's own."""
+_LEAVES = "leaves"
+_BUFFERS = "local.buffers."
+
+
+class Leaf(NamedTuple):
+    """A leaf's part in this process, `[L, ...]` for L workers: a view of the state."""
+
+    name: str
+    values: Tensor
+    is_by_bucket: bool  # what a state keeps for each bucket, not for each parameter
+    shard: Place | None  # where it lies in the worker's; None: it is the worker's whole, or the process's own
+
+
+def local_workers(state: Any) -> int:
+    """How many workers' state this is."""
+    return state.params[0].shape[0] if is_stacked(state) else 1
+
+
+def algorithm_of(state: Any) -> str | None:
+    """The algorithm of this library whose memory a state has; None where it has none, or another's."""
+    memory = state.memory
+    while hasattr(memory, "inner"):  # a wrapper's
+        memory = memory.inner
+    package, _, name = type(memory).__module__.rpartition(".")
+    return name if package == "decentfn.algorithms" else None
+
+
+def leaves_of(state: Any) -> list[Leaf]:
+    """The state's leaves, by name; of complex ones the real and imaginary parts, `[..., 2]`.
+
+    Raises:
+        ValueError: two leaves of one name, or a leaf that is no tensor of a dtype that can be stored.
+    """
+    stacked, found, shards = is_stacked(state), dict[str, Leaf](), dict(state.params.plan.places)
+    for path, node in trees.named_leaves(state, Buckets):
+        if isinstance(node, Buckets):
+            owns = [segment.name for bucket in node.plan.buckets for segment in bucket.segments]
+            rows = [(f"{path}/{own}", shards.get(own), x) for own, x in zip(owns, node.leaves(), strict=True)]
+        else:
+            own = path.removeprefix(_BUFFERS)
+            rows = [(path, shards.get(own) if own != path else None, node)]
+        for name, shard, x in rows:
+            if isinstance(x, torch.Tensor) and x.is_complex():
+                x = torch.view_as_real(x)
+                shard = shard and Place((*shard.shape, 2), (*shard.offset, 0))
+            if not isinstance(x, torch.Tensor) or x.dtype not in DTYPES:
+                kind = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
+                raise ValueError(
+                    f"checkpoint: leaf {name!r} of the state is {kind}, which safetensors files do not hold."
+                )
+            if name in found:
+                raise ValueError(
+                    f"checkpoint: two leaves of the state are called {name!r}; rename a key of the parameters."
+                )
+            values = x if stacked else x[None]
+            by_bucket = not isinstance(node, Buckets) and values.dim() > 1 and not path.startswith("local.buffers")
+            found[name] = Leaf(name, values, by_bucket, shard)
+    return list(found.values())
+
+
+def place(leaf: Leaf, first: int, num_workers: int) -> Place:
+    """Where `[L, ...]` of the workers from `first` on lies among all workers."""
+    shape = leaf.values.shape[1:]
+    whole, offset = leaf.shard or (shape, [0] * len(shape))
+    return Place((num_workers, *whole), (first, *offset))
+
+
+def digest_of_plan(plan: Plan) -> str:
+    """Equal for two plans iff their buckets are."""
+    return hashlib.sha256("\n".join(plan.describe()).encode()).hexdigest()[:16]
+
+
+def encoded(tensors: Mapping[str, Tensor], places: Mapping[str, Place] | None = None) -> Iterator[bytes | memoryview]:
+    """A safetensors file, piece by piece and without copying; tensors on the CPU."""
+    own = {EXPORTED: "1"} if places is None else {_LEAVES: json.dumps({n: p._asdict() for n, p in places.items()})}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"} | own}
+    start = 0
+    for name, x in tensors.items():
+        stop = start + x.nbytes
+        header[name] = {"dtype": DTYPES[x.dtype], "shape": list(x.shape), "data_offsets": [start, stop]}
+        start = stop
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for x in tensors.values():
+        yield from _bytes(x)
+
+
+def places_in(metadata: Mapping[str, str]) -> dict[str, Place]:
+    """The places of a file's leaves, from its metadata."""
+    told = json.loads(metadata[_LEAVES])
+    return {name: Place(tuple(place["shape"]), tuple(place["offset"])) for name, place in told.items()}
+
+
+def _bytes(x: Tensor) -> Iterator[memoryview]:
+    if not x.numel():
+        return
+    if x.is_contiguous():
+        yield x.detach().view(-1).view(torch.uint8).numpy().data
+    else:
+        for row in x:
+            yield from _bytes(row)

@@ -1,0 +1,147 @@
+"""What a checkpoint says of itself, and which checkpoints a run's directory has.
+
+    run/checkpoint-000002-step-100/manifest.json
+                                   process-00000.safetensors
+                                   process-00001.safetensors
+
+The first number counts the checkpoints of the directory: the newest has the highest, whatever its step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from decentfn.errors import CheckpointCorrupt
+from decentfn.train.together import as_path
+
+FORMAT = 2
+"""Of a checkpoint of workers of several processes; that of workers of one is 1."""
+MANIFEST = "manifest.json"
+UNFINISHED = ".unfinished-"
+
+_FILE = re.compile(r"process-\d{5,}\.safetensors")
+_NAME = re.compile(r"checkpoint-(\d{6,})-step-(\d+)")
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether this is the directory of one checkpoint, by its name, or by its manifest where it holds no checkpoints."""
+    return _NAME.fullmatch(path.name) is not None or ((path / MANIFEST).exists() and not saved(path))
+
+
+def saved(directory: Path) -> list[Path]:
+    """The checkpoints of a run's directory, the oldest first."""
+    if not directory.exists():
+        return []
+    found = [(int(match[1]), path) for path in directory.iterdir() if (match := _NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(found) if path.is_dir()]
+
+
+def latest(directory: str | Path) -> Path | None:
+    """The newest checkpoint of a run's directory, or None. It is whole, unless its files were changed later.
+
+    Raises:
+        NotADirectoryError: that is a file.
+
+    >>> latest("no such directory") is None
+    True
+    """
+    return next(reversed(saved(as_path("latest(directory)", directory))), None)
+
+
+def best(directory: str | Path) -> Path | None:
+    """The checkpoint with the lowest `score`, of several the newest; None where none was saved with one. Raises as `latest`."""
+    scores = [
+        (score, path)
+        for path in reversed(saved(as_path("best(directory)", directory)))
+        if (score := _score(path)) is not None
+    ]
+    return min(scores, key=lambda pair: pair[0])[1] if scores else None
+
+
+def next_name(directory: Path, step: int) -> str:
+    """The name of the next checkpoint."""
+    newest = latest(directory)
+    match = _NAME.fullmatch(newest.name) if newest else None
+    return f"checkpoint-{int(match[1]) + 1 if match else 1:06}-step-{step}"
+
+
+def encode(content: dict[str, Any], allow_nan: bool = False) -> bytes:
+    """A manifest as a file, with its own digest. NaN and infinity are not JSON; older versions wrote them nevertheless."""
+    digest = hashlib.sha256(_text(content, allow_nan)).hexdigest()
+    return _text(content | {"digest": digest}, allow_nan)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint.
+
+    Raises:
+        CheckpointCorrupt: it is missing or not as it was written.
+        ValueError: a newer version of the library has written it.
+    """
+    file = path / MANIFEST
+    try:
+        raw = file.read_bytes()
+        content = json.loads(raw)
+        del content["digest"]
+        whole = raw == encode(content, allow_nan=True)
+    except OSError as error:
+        raise CheckpointCorrupt(f"{file}: cannot be read ({error}); {_WAY_OUT}.") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        whole = False
+    if not whole:
+        raise CheckpointCorrupt(f"{file}: its content does not have the digest that it names; {_WAY_OUT}.")
+    number, versions = content.get("format"), content.get("versions")
+    if isinstance(number, int) and number > FORMAT:
+        writer = f"decentfn {versions.get('decentfn')}" if isinstance(versions, dict) else "a newer decentfn"
+        raise ValueError(
+            f"{file}: format {number}, written by {writer}; this version reads formats up to {FORMAT}: update decentfn."
+        )
+    if not _is_complete(content):
+        raise CheckpointCorrupt(f"{file}: it does not say what the manifest of a checkpoint says; {_WAY_OUT}.")
+    return content
+
+
+def _is_complete(content: dict[str, Any]) -> bool:
+    """Whether every entry that is read is there, and what it must be: a forger can write a digest that fits."""
+    kinds = {"format": int, "step": int, "num_workers": int, "buckets": str, "processes": list}
+    if any(type(content.get(name)) is not kind for name, kind in kinds.items()):
+        return False
+    if not {"config", "score"} <= content.keys() or type(content["score"]) not in (int, float, type(None)):
+        return False
+    size, processes = content.get("processes_per_worker", 1), content["processes"]
+    if type(size) is not int or size < 1 or not processes or len(processes) % size:
+        return False
+    return content["num_workers"] > 0 and content["step"] >= 0 and all(map(_is_process, processes))
+
+
+def _is_process(its: Any) -> bool:
+    try:
+        first, end = its["workers"]
+        kinds = [type(x) for x in (its["file"], its["sha256"], its["bytes"], first, end)]
+        is_named = _FILE.fullmatch(its["file"]) is not None and type(its.get("buckets", "")) is str
+        return kinds == [str, str, int, int, int] and "extra" in its and is_named
+    except (KeyError, TypeError, ValueError):
+        return False
+
+
+_WAY_OUT = "restore an earlier checkpoint of the run's directory by its own path"
+
+
+def corrupt(file: Path, reason: str) -> CheckpointCorrupt:
+    """What to raise where a file is not what the manifest says."""
+    return CheckpointCorrupt(f"{file}: {reason}; {_WAY_OUT}.")
+
+
+def _score(path: Path) -> float | None:
+    try:
+        return read(path)["score"]
+    except ValueError:
+        return None
+
+
+def _text(content: dict[str, Any], allow_nan: bool) -> bytes:
+    return json.dumps(content, indent=1, sort_keys=True, allow_nan=allow_nan).encode()

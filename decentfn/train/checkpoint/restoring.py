@@ -1,0 +1,267 @@
+"""Restore: check every file, then every leaf, and only then hand out a state."""
+
+from __future__ import annotations
+
+import math
+import stat
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from decentfn.comm import collectives
+from decentfn.core import trees
+from decentfn.core.buckets import Buckets, Place
+from decentfn.engine.simulation import stack
+from decentfn.train.checkpoint import files, manifest
+from decentfn.train.checkpoint.layout import (
+    DTYPES,
+    GENERATOR,
+    Leaf,
+    algorithm_of,
+    digest_of_plan,
+    leaves_of,
+    local_workers,
+    place,
+    places_in,
+)
+from decentfn.train.consensus import is_stacked
+from decentfn.train.resizing import resized
+from decentfn.train.together import on_first, one_path, together
+
+
+class Restored(NamedTuple):
+    """What a checkpoint held."""
+
+    state: Any
+    step: int  # the t of the next step
+    extra: Any
+    """What this process saved; with another number of processes, what the one of its first worker did; of workers, process 0."""
+    config: Any
+
+
+@collectives.calling("df.checkpoint.restore(source, state)")
+def restore(source: str | Path, state: Any) -> Restored:
+    """Read a checkpoint; torch's generators go on where they were. Collective.
+
+    Every file is compared with its digest, every leaf with the template's. Other buckets (`bucket_mb`) and another number
+    of processes for the same workers, each of which holds several workers or a part of one, are fine. With another number of workers every one of them starts from what `df.resize`
+    makes of those that were saved; a process then reads all files, a bucket of one worker at a time.
+
+    Args:
+        source: a run's directory, of which the newest checkpoint is read, or a checkpoint's own.
+        state: the template, `init(params)` of the same algorithm on its topology of today, stacked where this process holds
+            several workers; it stays as it is.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint.
+        CheckpointCorrupt: on all processes, naming the file and what is wrong with it.
+        ValueError: on all processes, naming the first rank and leaf that does not fit.
+        NonFinite: on all processes, another number of workers would start from parameters that are infinite or NaN.
+    """
+    found = on_first("restore", _newest, one_path("restore(source, state)", source))
+    if found is None:
+        raise FileNotFoundError(f"restore({str(source)!r}, state): no checkpoint is there; start with init(params).")
+    read: list[tuple[Restored, dict[str, Tensor]]] = []
+    together("restore", lambda: read.append(_read(Path(found), state)))
+    restored, generators = read[0]
+    torch.set_rng_state(generators["cpu"])
+    if "cuda" in generators:
+        torch.cuda.set_rng_state(generators["cuda"], state.params[0].device)
+    return restored
+
+
+def _newest(source: Path) -> str | None:
+    found = source if manifest.is_checkpoint(source) else manifest.latest(source)
+    return None if found is None else str(found)
+
+
+def _read(path: Path, template: Any) -> tuple[Restored, dict[str, Tensor]]:
+    about = manifest.read(path)
+    theirs, mine = about.get("algorithm"), algorithm_of(template)
+    if None not in (theirs, mine) and theirs != mine:
+        raise ValueError(
+            f"restore: {path} holds what {theirs} remembers, and the state is {mine}'s; build the algorithm that it was saved "
+            "with, and begin with another from its parameters: init(df.params(state))."
+        )
+    here, local = collectives.world(), local_workers(template)
+    first, num_workers = here.worker * local, here.num_workers * local
+    as_many = about["num_workers"] == num_workers
+    buckets = digest_of_plan(template.params.plan)
+    entries, others = _of_process(about, range(first, first + local) if as_many else None)
+    are_mine = all(entry.get("buckets", about["buckets"]) == buckets for entry in entries)
+    if not are_mine or about.get("processes_per_worker", 1) != here.processes_per_worker:
+        entries += others  # which have shards of these leaves
+    parts = [_Part(path, entry) for entry in entries]
+    one = trees.map(lambda x: x[0], template) if is_stacked(template) else template
+    state = trees.map(torch.empty_like, template if as_many else one)
+    leaves = leaves_of(state)
+    by_bucket = [leaf.name for leaf in leaves if leaf.is_by_bucket]
+    if by_bucket and not are_mine:
+        raise ValueError(
+            f"restore: leaf {by_bucket[0]!r} is kept for each bucket, and {path} has other buckets; build the algorithm with "
+            "the bucket_mb that it was saved with."
+        )
+    _compare_names(leaves, parts, path)
+    saved = _Saved(path, parts, about["num_workers"])
+    if as_many:
+        saved.fill(leaves, first)
+    else:
+        state = resized(one, saved.rows(state, leaves))
+        state = stack(state, local) if is_stacked(template) else state
+    generators = parts[0].generators(template.params[0].device)
+    return Restored(state, about["step"], parts[0].extra, about["config"]), generators
+
+
+def _of_process(about: dict[str, Any], workers: range | None) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Of the processes that had these workers (None: any), those that had this process's own part of them, and the others."""
+    size, here = about.get("processes_per_worker", 1), collectives.world()
+    source = here.process * size // here.processes_per_worker
+    sides: tuple[list[dict[str, Any]], list[dict[str, Any]]] = [], []
+    for rank, entry in enumerate(about["processes"]):
+        start, stop = entry["workers"]
+        if workers is None or (start < workers.stop and workers.start < stop):
+            sides[rank % size != source].append(entry)
+    return sides
+
+
+class _Part:
+    """The file of one process: compared with its digest, then open."""
+
+    def __init__(self, path: Path, process: dict[str, Any]) -> None:
+        file = path / process["file"]
+        try:
+            size, mode = file.stat().st_size, file.stat().st_mode
+            if not stat.S_ISREG(mode):
+                raise manifest.corrupt(file, "it is no regular file")
+            if size != process["bytes"]:
+                raise manifest.corrupt(file, f"it has {size} bytes where the manifest says {process['bytes']}")
+            if files.digest_of(file) != process["sha256"]:
+                raise manifest.corrupt(file, "its content does not have the digest that the manifest names")
+        except OSError as error:
+            raise manifest.corrupt(file, f"cannot be read ({error})") from error
+        try:
+            self._open = safe_open(file, framework="pt")
+            self.places = places_in(self._open.metadata())
+        except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise manifest.corrupt(file, f"it is not a process's part of a checkpoint ({error})") from error
+        stored = set(self._open.keys())
+        for name in self.places.keys() | {name for name in stored if not name.startswith(GENERATOR)}:
+            if name not in stored or name not in self.places or not self._is_inside(name):
+                raise manifest.corrupt(file, f"its part of leaf {name!r} is missing, or outside the leaf")
+        self._file, self.extra = file, process["extra"]
+
+    def _is_inside(self, name: str) -> bool:
+        """Return True if the values lie within the whole leaf."""
+        whole, counts = self.places[name], self._open.get_slice(name).get_shape()
+        if len(whole.shape) != len(counts) or len(whole.offset) != len(counts):
+            return False
+        rows = zip(whole.shape, whole.offset, counts, strict=True)
+        return all(type(n) is type(at) is int and 0 <= at <= n - count for n, at, count in rows)
+
+    def generators(self, device: torch.device) -> dict[str, Tensor]:
+        """The states of the CPU's generator and of the device's, each of which a generator has taken."""
+        states = {}
+        for where in (torch.device("cpu"), device):
+            name = f"{GENERATOR}{where.type}"
+            if where.type == "cpu" or name in self._open.keys():  # noqa: SIM118
+                try:
+                    states[where.type] = self._open.get_tensor(name)
+                    torch.Generator(where).set_state(states[where.type])
+                except (SafetensorError, RuntimeError, TypeError) as error:
+                    raise manifest.corrupt(self._file, f"{name!r} is not a generator's state ({error})") from error
+        return states
+
+    def box(self, name: str) -> tuple[tuple[int, int], ...]:
+        """Where its values lie in the whole leaf: from, to, on each axis."""
+        counts = self._open.get_slice(name).get_shape()
+        return tuple((at, at + count) for at, count in zip(self.places[name].offset, counts, strict=True))
+
+    def kind(self, name: str) -> tuple[str, list[int]]:
+        """The leaf's dtype, as the file calls it, and its shape over all workers."""
+        return self._open.get_slice(name).get_dtype(), list(self.places[name].shape)
+
+    def copy(self, name: str, wanted: Place, into: Tensor, done: list[tuple[slice, ...]]) -> int:
+        """Copy what this file has of the wanted part, unless it is `done`; how many values that is."""
+        spans = [
+            (max(mine, theirs), min(end, theirs + wide), mine, theirs)
+            for (mine, end), theirs, wide in zip(self.box(name), wanted.offset, into.shape, strict=True)
+        ]
+        if any(start >= stop for start, stop, _, _ in spans):
+            return 0
+        source = tuple(slice(start - mine, stop - mine) for start, stop, mine, _ in spans)
+        target = tuple(slice(start - theirs, stop - theirs) for start, stop, _, theirs in spans)
+        if target in done:  # another process has a copy
+            return 0
+        done.append(target)
+        into[target].copy_(self._open.get_slice(name)[source])
+        return math.prod(stop - start for start, stop, _, _ in spans)
+
+
+def _compare_names(leaves: Sequence[Leaf], parts: Sequence[_Part], path: Path) -> None:
+    own, theirs = {leaf.name for leaf in leaves}, {name for part in parts for name in part.places}
+    for names, has, lacks in ((own - theirs, "the state", str(path)), (theirs - own, str(path), "the state")):
+        if names:
+            raise ValueError(
+                f"restore: {has} has the leaf {min(names)!r}, which {lacks} does not have; build the same algorithm, optimizer "
+                "and network as when it was saved."
+            )
+
+
+class _Saved(NamedTuple):
+    """What the files hold together."""
+
+    path: Path
+    parts: Sequence[_Part]
+    num_workers: int
+
+    def require_fit(self, leaf: Leaf) -> None:
+        """All files describe the leaf as the template does, and their parts of it are the same or do not overlap."""
+        parts = [part for part in self.parts if leaf.name in part.places]
+        mine = DTYPES[leaf.values.dtype], list(place(leaf, 0, self.num_workers).shape)
+        for part in parts:
+            theirs = part.kind(leaf.name)
+            if theirs != mine:
+                raise ValueError(
+                    f"restore: leaf {leaf.name!r} is {theirs[0]} {theirs[1]} in {self.path} (workers first) and {mine[0]} "
+                    f"{mine[1]} in the state; build the same algorithm, optimizer and network as when it was saved."
+                )
+        boxes = sorted({part.box(leaf.name) for part in parts})
+        for i, box in enumerate(boxes):
+            for other in boxes[i + 1 :]:
+                if other[0][0] >= box[0][1]:  # of later workers, as are all that follow
+                    break
+                if all(a < end and start < b for (a, b), (start, end) in zip(box, other, strict=True)):
+                    raise manifest.corrupt(self.path, f"parts of leaf {leaf.name!r} overlap")
+
+    def fill(self, leaves: Sequence[Leaf], first: int) -> None:
+        """Read what the workers from `first` on have in these leaves, which the files together hold."""
+        for leaf in leaves:
+            self.require_fit(leaf)
+        for leaf in leaves:
+            wanted, done, filled = place(leaf, first, self.num_workers), list[tuple[slice, ...]](), 0
+            for part in self.parts:
+                if leaf.name in part.places and filled < leaf.values.numel():
+                    filled += part.copy(leaf.name, wanted, leaf.values, done)
+            if filled != leaf.values.numel():
+                held = f"of leaf {leaf.name!r} it holds {filled} of {leaf.values.numel()} values"
+                raise manifest.corrupt(self.path, held)
+
+    def rows(self, one: Any, leaves: Sequence[Leaf]) -> Any:
+        """In the place of each tensor of one worker's state its values on all workers, read when they are asked for."""
+        counts = []
+        for _, node in trees.named_leaves(one, Buckets):
+            counts += [len(b.segments) for b in node.plan.buckets] if isinstance(node, Buckets) else [1]
+        rest = iter(leaves)
+        pieces = [list(islice(rest, count)) for count in counts]
+        pairs = zip(trees.leaves(one), pieces, strict=True)
+        return trees.fill(trees.enumerate_leaves(one), [self._row_by_row(*pair) for pair in pairs])
+
+    def _row_by_row(self, tensor: Tensor, pieces: Sequence[Leaf]) -> Iterator[Tensor]:
+        for worker in range(self.num_workers):
+            self.fill(pieces, worker)
+            yield tensor.clone()

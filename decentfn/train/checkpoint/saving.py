@@ -1,0 +1,362 @@
+"""Save: every process writes its own workers to one directory, which gets its name when all of it is on the disk."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import platform
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+from uuid import uuid4
+
+import torch
+from filelock import FileLock, Timeout
+from torch import Tensor
+
+import decentfn
+from decentfn.comm import collectives
+from decentfn.core import trees
+from decentfn.core.buckets import Place
+from decentfn.core.formatting import brief
+from decentfn.core.numbers import at_least
+from decentfn.errors import RunError
+from decentfn.kit.expected import is_state
+from decentfn.topologies import Topology
+from decentfn.train.checkpoint import files, manifest
+from decentfn.train.checkpoint.layout import (
+    GENERATOR,
+    algorithm_of,
+    digest_of_plan,
+    encoded,
+    leaves_of,
+    local_workers,
+    place,
+)
+from decentfn.train.together import make_directory, on_first, one_path, together
+
+_log = logging.getLogger("decentfn")
+
+_RESCUED = "rescued"
+"""Folder of what `Saver.rescue` saves."""
+
+
+@collectives.calling("df.checkpoint.save(directory, state, step)", of_state=True)
+def save(
+    directory: str | Path,
+    state: Any,
+    step: int,
+    *,
+    topology: Topology | None = None,
+    config: Any = None,
+    extra: Any = None,
+    score: float | None = None,
+) -> Path:
+    """Save one checkpoint, and return when it is on the disk; earlier ones stay. Collective.
+
+    Arguments and errors are those of `Saver` and its `save`; during a run, a `Saver` costs a step less.
+
+    Returns:
+        The checkpoint's own directory, in the run's.
+    """
+    with Saver(directory, topology=topology, config=config, keep=None) as saver:
+        return _write(saver.directory, saver._content(state, step, extra, score), None)
+
+
+class Saver:
+    """Saves checkpoints of a run to its directory while the run goes on. A context manager; collective.
+
+    `save` copies the state and returns; a thread writes the copy. All processes see the directory, which is this run's alone until
+    `close`, or the end of the `with`, has waited for the last checkpoint.
+
+    Args:
+        directory: the run's; made, for its owner only, where it does not exist.
+        topology: of all workers; each checkpoint tells its name, period and phase.
+        config: what else each checkpoint tells, anything that JSON holds.
+        keep: so many of the newest checkpoints stay, >= 1, and the one with the lowest score; None: all.
+
+    Raises:
+        RuntimeError: on all processes, where another run has the directory.
+    """
+
+    @collectives.calling("df.checkpoint.Saver(directory)")
+    def __init__(
+        self, directory: str | Path, *, topology: Topology | None = None, config: Any = None, keep: int | None = 3
+    ) -> None:
+        self._config = together("Saver", _arguments, keep, config)[collectives.everyone().rank]
+        self.directory = one_path("Saver(directory)", directory)
+        self._topology, self._keep = topology, keep
+        self._lock = FileLock(self.directory / "lock")  # the system takes it back when the process ends
+        on_first("Saver", self._claim)
+        self._world = collectives.everyone().apart()
+        self._thread = ThreadPoolExecutor(1, "decentfn checkpoint")
+        self._writing: Future[Path] | None = None
+        self._is_closed = False
+
+    def save(self, state: Any, step: int, *, extra: Any = None, score: float | None = None) -> None:
+        """Save the state as it is now, as soon as the checkpoint before is written. Collective, in the same step.
+
+        Args:
+            state: of one worker, or stacked.
+            step: the `t` of the next step, which is the number of steps taken.
+            extra: this process's own, anything that JSON holds: where it is in its data, for example.
+            score: the lower the better, for `keep` and `best`; the mean over the processes counts, NaN does not.
+
+        Raises:
+            ValueError: on all processes, a leaf or an argument that cannot be saved.
+            OSError, RuntimeError: on all processes, the checkpoint before was not written; those before it are whole.
+        """
+        self._require_open("save")
+        self.wait()
+        content = self._content(state, step, extra, score, copy=True)
+        self._writing = self._thread.submit(self._write_apart, content)
+
+    def rescue(self, state: Any, error: RunError, *, extra: Any = None) -> Path | None:
+        """Save what a step that failed has left, and return when it is on the disk. Collective, each with its own error.
+
+        Each worker's state is whole, but some may be steps further than others, and what they know of one another is off by
+        the messages that were lost. So it lies apart, in the folder `rescued` of the run's directory, where `latest` does not
+        find it; `export` makes one network of it.
+
+        Args:
+            state: that was passed to the step.
+            error: what it raised.
+            extra: as for `save`.
+
+        Returns:
+            The checkpoint, whose step is the largest of the processes' next steps; None where there is none, because a process is gone
+            or does not know whether its state is whole. The log says why.
+        """
+        self._require_open("rescue")
+        collectives.world().hang_up()  # or whoever raised for another reason would let its neighbours wait
+        with contextlib.suppress(Exception):  # the log has it
+            self.wait()
+        own: Any = getattr(error, "next_step", None)
+        size = collectives.processes_per_worker()
+        content = _content_of(state, own or 0, self._topology, self._config, extra, None, copy=False)
+        try:
+            with collectives.use(self._world):
+                steps = together("Saver.rescue", lambda: own)
+                _require_whole(steps, size)
+                content.about["step"] = max(steps)
+                return _write(self.directory / _RESCUED, content, None)
+        except (OSError, RuntimeError) as reason:
+            _log.error("nothing was rescued: %s", reason)
+            return None
+
+    def wait(self) -> None:
+        """Return when what was saved is on the disk, or raise what went wrong."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def close(self) -> None:
+        """Wait, and give the directory back."""
+        self._is_closed = True
+        try:
+            self.wait()
+        finally:
+            self._thread.shutdown()
+            if self._world.size > 1:  # else it is not this Saver's alone
+                self._world.let_go()
+            self._lock.release()
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
+        try:
+            self.close()
+        except Exception:
+            if error is None:
+                raise  # else what ended the run is raised, and the log has this
+
+    def _require_open(self, call: str) -> None:
+        if self._is_closed:
+            raise ValueError(
+                f"Saver({str(self.directory)!r}).{call}: it is closed, and the directory given back; open another."
+            )
+
+    def _claim(self) -> None:
+        """Lock the run's directory, and remove what a run that was killed has left in it."""
+        make_directory(self.directory, 0o700)
+        try:
+            self._lock.acquire(timeout=0)
+        except Timeout as error:
+            raise RuntimeError(
+                f"{self.directory}: another run or Saver holds the lock of this directory, and the two would mix their checkpoints; end "
+                "the other first, or choose another directory."
+            ) from error
+        try:
+            for place in (self.directory, self.directory / _RESCUED):
+                files.sweep(place, manifest.UNFINISHED)
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def _content(self, state: Any, step: int, extra: Any, score: float | None, *, copy: bool = False) -> Content:
+        """Return what this process writes, or raise on all processes. Collective."""
+        made: list[Content] = []
+        arguments = (state, step, self._topology, self._config, extra, score, copy)
+        together("save", lambda: made.append(_content_of(*arguments)))
+        return made[0]
+
+    def _write_apart(self, content: Content) -> Path:
+        try:
+            with collectives.use(self._world):
+                return _write(self.directory, content, self._keep)
+        except BaseException as error:
+            _log.error("a checkpoint was not written to %s: %s", self.directory, error)
+            raise
+
+
+class Content(NamedTuple):
+    """What this process writes."""
+
+    tensors: dict[str, Tensor]
+    places: dict[str, Place]
+    about: dict[str, Any]  # what all processes say alike
+    process: dict[str, Any]  # what is this one's own
+    score: float | None
+
+
+def _content_of(
+    state: Any, step: int, topology: Topology | None, config: Any, extra: Any, score: float | None, copy: bool
+) -> Content:
+    if not is_state(state):
+        raise ValueError(
+            f"save(state, step): the state is {brief(state)}; expected a training state, from init(params)."
+        )
+    step = at_least("save", "step", step, 0)
+    if topology is not None and not isinstance(topology, Topology):
+        raise ValueError(f"save(topology={brief(topology)}): expected a df.topology(...); algorithm.topology is one.")
+    here, local = collectives.world(), local_workers(state)
+    first, num_workers = here.worker * local, here.num_workers * local
+    if topology is not None and topology.num_workers != num_workers:
+        raise ValueError(
+            f"save(state, step): the topology has {topology.num_workers} workers, but the processes hold {num_workers}; "
+            "pass the topology of the algorithm."
+        )
+    leaves = leaves_of(trees.map(lambda x: x.detach().to("cpu", copy=copy), state))
+    tensors = {leaf.name: leaf.values for leaf in leaves}
+    places = {leaf.name: place(leaf, first, num_workers) for leaf in leaves}
+    tensors[f"{GENERATOR}cpu"] = torch.get_rng_state()
+    device = state.params[0].device
+    if device.type == "cuda":
+        tensors[f"{GENERATOR}cuda"] = torch.cuda.get_rng_state(device)
+    about = {
+        "step": step,
+        "num_workers": num_workers,
+        "processes_per_worker": here.processes_per_worker,
+        "topology": topology and {"name": topology.name, "period": topology.period},
+        "algorithm": algorithm_of(state),
+        "buckets": digest_of_plan(state.params.plan),
+        "config": config,
+    }
+    process = {
+        "step": step,
+        "extra": _plain("save(extra=...)", extra),
+        "workers": (first, first + local),
+        "buckets": about["buckets"],
+    }
+    return Content(tensors, places, about, process, _number(score))
+
+
+def _number(score: Any) -> float | None:
+    try:
+        number = math.nan if score is None else float(score)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ValueError(f"save(score={brief(score)}): a number, the lower the better; NaN does not count.") from error
+    return number if math.isfinite(number) else None
+
+
+def _plain(what: str, value: Any) -> Any:
+    """Return the value as JSON gives it back, or raise ValueError."""
+    try:
+        return json.loads(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{what}: JSON holds finite numbers, strings, lists and dicts, and this is {brief(value)}; for NaN and infinity give "
+            "None or a string."
+        ) from error
+
+
+def _arguments(keep: Any, config: Any) -> Any:
+    if keep is not None:
+        at_least("Saver", "keep", keep, 1)
+    return _plain("Saver(config=...)", config)
+
+
+def _require_whole(steps: list[int | None], size: int) -> None:
+    """Raise unless every process's state is whole, and so are the workers of `size` processes each."""
+    if None in steps:
+        raise RuntimeError(f"process {steps.index(None)} does not know whether its state is whole")
+    for first in range(0, len(steps), size):
+        if len(set(steps[first : first + size])) > 1:
+            raise RuntimeError(f"the processes of worker {first // size} are at steps {steps[first : first + size]}")
+
+
+def _write(directory: Path, content: Content, keep: int | None) -> Path:
+    """Write a checkpoint, remove older ones than `keep`, and return its directory. Collective."""
+    temporary = Path(on_first("save", _begin, directory, content.about["step"]))
+    try:
+        told = together("save", _write_own, temporary, content)
+        return Path(on_first("save", _finish, directory, temporary, told, keep))
+    except BaseException:
+        if collectives.everyone().rank == 0:
+            with contextlib.suppress(OSError):
+                files.remove(temporary)
+        raise
+
+
+def _begin(directory: Path, step: int) -> str:
+    path = directory / f"{manifest.UNFINISHED}{step}-{uuid4().hex[:8]}"
+    path.mkdir(mode=0o700, parents=True)
+    return str(path)
+
+
+def _write_own(path: Path, content: Content) -> dict[str, Any]:
+    if not path.exists():
+        raise OSError(f"{path}: made by rank 0, and not seen by this process; choose a directory that all share.")
+    name = f"process-{collectives.everyone().rank:05}.safetensors"
+    size, digest = files.write(path / name, encoded(content.tensors, content.places))
+    its = {"file": name, "bytes": size, "sha256": digest} | content.process
+    return {"process": its, "score": content.score, "about": content.about}
+
+
+def _finish(directory: Path, path: Path, told: list[dict[str, Any]], keep: int | None) -> str:
+    """Write the manifest of what all processes have written, give the checkpoint its name, remove older ones."""
+    about = told[0]["about"]
+    size = about["processes_per_worker"]
+    for rank, its in enumerate(told):
+        expected = about | {"buckets": told[rank % size]["about"]["buckets"]}  # shards of their own
+        if its["about"] != expected:
+            name = next(name for name in expected if its["about"][name] != expected[name])
+            raise ValueError(
+                f"save(state, step): {name} is {its['about'][name]!r} on rank {rank} and {expected[name]!r} on rank 0; all ranks save "
+                "the same step of the same run, and what is a process's own goes into extra."
+            )
+    topology, scores = about["topology"], [its["score"] for its in told if its["score"] is not None]
+    if topology is not None:
+        topology["phase"] = None if topology["period"] is None else about["step"] % topology["period"]
+    content = {
+        "format": manifest.FORMAT if size > 1 else 1,
+        **about,
+        "score": sum(scores) / len(scores) if scores else None,
+        "versions": {
+            "decentfn": decentfn.__version__,
+            "torch": str(torch.__version__),
+            "python": platform.python_version(),
+        },
+        "processes": [its["process"] for its in told],
+    }
+    files.write(path / manifest.MANIFEST, [manifest.encode(content)])
+    files.sync_directory(path)
+    name = directory / manifest.next_name(directory, about["step"])
+    files.publish(path, name)
+    if keep is not None:
+        for old in set(manifest.saved(directory)[:-keep]) - {manifest.best(directory)}:
+            files.remove(old)
+    return str(name)

@@ -1,0 +1,252 @@
+"""What the workers hold together: parameters, their mean and distance, gathered metrics, equal replicas.
+
+All of it works for the state of one worker (under a process group, collectively) and for a stacked one. Not for use inside a step.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from decentfn.comm import collectives
+from decentfn.comm.fingerprint import compare
+from decentfn.comm.replicas import digest, require_equal, require_equal_rows
+from decentfn.core import trees
+from decentfn.core.buckets import Buckets, Plan, counted_once, part_of, sum_inside, whole, without_values
+from decentfn.core.stacking import over_workers
+from decentfn.core.trees import PyTree
+from decentfn.errors import ReplicaMismatch
+from decentfn.kit.state import State, restarted
+
+
+def params(state: Any) -> PyTree:
+    """The parameters that one evaluates, as the tree that `init` was given; copies. `[N, ...]` when stacked.
+
+    Of a sharded module they are this process's shards; `df.state_dict(module, state)` gathers them. Where a worker is several
+    processes and the loss wants whole parameters, they are gathered: collective, over the worker's processes.
+    """
+    return trees.map(torch.clone, whole(_buckets(state)).tree())
+
+
+def buffers(state: Any) -> PyTree:
+    """This worker's own buffers, as the tree that `init` was given or the loss last returned; copies. `[N, ...]` when stacked."""
+    return trees.map(torch.clone, state.buffers)
+
+
+def with_params(state: Any, params: PyTree) -> Any:
+    """Return the state with other parameters: from a checkpoint, an average, a surgery. Copies.
+
+    The optimizer's state and the buffers are kept. What the algorithm itself remembers (slow copies, trackers, momentum,
+    corrections, errors, messages on their way, the average of `df.ema`) starts anew at the new parameters, so that nothing
+    pulls back to the old ones. Give all workers theirs in the same step (under torchrun on every rank), or what they remember of one
+    another never adds up again.
+
+    Args:
+        state: a training state, `State(params, local, memory)`.
+        params: a tree like the one that `init` was given, `[N, ...]` for a stacked state; a tied leaf counts in its
+            first place.
+
+    Raises:
+        ValueError: other leaves, shapes or dtypes than the state's, or a state whose memory has no `restart`; on every rank,
+            unequal parameters where the algorithm's workers must start equal (`all_reduce`, `demo`, ...).
+    """
+    x = _buckets(state)
+    expected = [(name, leaf.shape, leaf.dtype) for name, leaf in trees.named_leaves(without_values(x).tree())]
+    given = [(name, leaf.shape, leaf.dtype) for name, leaf in trees.named_leaves(params)]
+    for want, got in itertools.zip_longest(expected, given):
+        if want != got:
+            raise ValueError(
+                f"with_params(state, params): found {got} where the state has {want} (name, shape, dtype); pass a tree "
+                "like df.params(state)."
+            )
+    if x.plan.starts_equal:
+        require_equal("with_params(state, params)", {"params": params})
+        if is_stacked(state):
+            require_equal_rows("with_params(state, params)", {"params": params})
+    plan = x.plan.whole or x.plan
+    new = Buckets(plan.lay_out(params, workers=tuple(x[0].shape[:-1])), plan)
+    if x.plan.whole is not None:
+        new = Buckets(part_of(new, collectives.everyone().process, x.plan.processes), x.plan)
+    new = Buckets([new.to(old.device) for new, old in zip(new, x, strict=True)], x.plan)
+
+    def anew(state: State, x: Buckets) -> State:
+        return state._replace(params=x, memory=restarted(state.memory, x))
+
+    if not is_stacked(state):
+        return trees.map(torch.clone, anew(state, new))
+    # What does not depend on the worker comes back expanded.
+    stacked = over_workers(anew, new[0].shape[0], state, new)
+    return trees.map(lambda leaf: leaf.clone(memory_format=torch.contiguous_format), stacked)
+
+
+def is_stacked(state: Any) -> bool:
+    """Return True if the state has a leading axis of workers (buckets of one worker are vectors)."""
+    return _buckets(state)[0].dim() == 2
+
+
+def require_sharded_alike(call: str, plan: Plan, *, is_sharded: bool) -> None:
+    """Raise ValueError where a state of a plain module meets what is of a sharded one, or the other way."""
+    if plan.is_cut and not is_sharded or plan.whole is not None and is_sharded:
+        kinds = ("plain", "sharded") if is_sharded else ("sharded", "plain")
+        raise ValueError(
+            f"{call}: the state is of a {kinds[0]} module, and this is of a {kinds[1]} one; pass the module that df.functional was "
+            "given, or what df.functional(module, criterion) or df.functional(module, forward=...) has made of it."
+        )
+
+
+@collectives.calling("df.consensus_mean(state)", of_state=True)
+def consensus_mean(state: Any) -> PyTree:
+    """The mean of the parameters over all workers, as the user's tree; copies, the same on every rank. Collective."""
+    x = _buckets(state)
+    return trees.map(torch.clone, whole(Buckets([_mean(bucket) for bucket in x], x.plan)).tree())
+
+
+@collectives.calling("df.consensus_buffers(state)", of_state=True)
+def consensus_buffers(state: Any) -> PyTree:
+    """The mean of the floating-point buffers over all workers, the same on every rank; others are worker 0's; copies. Collective.
+
+    Buffers that are equal on all workers (frozen parameters) come back bit for bit. Where a worker is several processes the mean is
+    over all of them, and of a frozen parameter that is cut, over those that hold the same shard.
+    """
+    stacked, plan = is_stacked(state), state.params.plan
+    shards = {name for name, _ in plan.places} if plan.is_cut else ()
+
+    def mean(name: str, b: Tensor) -> Tensor:
+        among = collectives.world() if name in shards else collectives.everyone()
+        # Around worker 0's, so that equal ones have no rounding, and masks of -inf are no NaN.
+        first = collectives.process_broadcast(b[0] if stacked else b, among)
+        if not b.is_floating_point():
+            return first
+        away = torch.where(b == first, 0.0, b.double() - first.double())
+        return (first.double() + collectives.process_mean(away.mean(0) if stacked else away, among)).to(b.dtype)
+
+    means = [mean(name, b) for name, b in trees.named_leaves(state.buffers)]
+    return trees.fill(trees.enumerate_leaves(state.buffers), means)
+
+
+@collectives.calling("df.consensus_distance(state)", of_state=True)
+def consensus_distance(state: Any) -> Tensor:
+    """`sqrt(mean_i ‖x_i - x̄‖²)` over all workers and parameters, 0-d float64; the same on every rank. Collective."""
+    return collectives.process_mean((distance_to_consensus(state) ** 2).mean()).sqrt()
+
+
+@collectives.calling("df.distance_to_consensus(state)", of_state=True)
+def distance_to_consensus(state: Any) -> Tensor:
+    """`‖x_i - x̄‖₂` of this worker (0-d float64), or of each (`[N]`) when stacked. Collective."""
+    x = _buckets(state)
+    squares = [((bucket.double() - _mean(bucket).double()) ** 2).sum(-1) for bucket in x]
+    return sum_inside(torch.stack(counted_once(squares, x.plan)).sum(0), x.plan.processes).sqrt()
+
+
+@collectives.calling("df.gather(state, tree)", of_state=True)
+def gather(state: Any, tree: PyTree) -> PyTree:
+    """Gather what every worker has, `[N, ...]` in each leaf, worker 0's first; the same on every rank, copies. Collective.
+
+    `df.gather(state, metrics).loss` are the losses of all workers, under torchrun and simulated.
+
+    Args:
+        state: the training state that says whether this process holds one worker, or several, stacked.
+        tree: tensors or numbers, of the same shapes and dtypes on every rank; `[L, ...]` where the state is stacked of L workers.
+
+    Raises:
+        ValueError: on every rank, if the trees differ in more than their values or a leaf has not a row for each worker.
+    """
+    return trees.fill(trees.enumerate_leaves(tree), _gathered("gather(state, tree)", state, tree))
+
+
+@collectives.calling("df.mean(state, tree)", of_state=True)
+def mean(state: Any, tree: PyTree) -> PyTree:
+    """The mean over all workers of what every one has, in float64 (complex: complex128); the same on every rank. Collective.
+
+    `df.mean(state, metrics).loss` is the loss that a run is judged by. Arguments and errors are those of `gather`.
+    """
+    rows = _gathered("mean(state, tree)", state, tree)
+    means = [x.to(torch.promote_types(x.dtype, torch.float64)).mean(0) for x in rows]
+    return trees.fill(trees.enumerate_leaves(tree), means)
+
+
+@collectives.calling("df.check_replicas(state)", of_state=True)
+def check_replicas(state: Any, tree: PyTree = None) -> None:
+    """Raise unless all workers hold the same, bit for bit: after `init`, and at any time where `all_reduce` trains. Collective.
+
+    Args:
+        state: a training state, of one worker or stacked.
+        tree: what is compared; None is the parameters. `df.buffers(state)` and `state.local.opt` are others.
+
+    Raises:
+        df.errors.ReplicaMismatch: on every rank, naming the workers that differ from most, and in which leaf first.
+        ValueError: on every rank, if the trees differ in more than their values.
+    """
+    tree = params(state) if tree is None else tree
+    rows = _rows("check_replicas(state)", state, tree)
+    mine = [[digest(row) for row in leaf] for leaf in rows]
+    here = collectives.everyone()
+    told, size = collectives.gather_objects(mine, here), here.processes_per_worker
+    shards = [[leaf for its in told[i : i + size] for leaf in its] for i in range(0, len(told), size)]
+    everyone = [list(worker) for leaves in shards for worker in zip(*leaves, strict=True)]
+    usual = max(everyone, key=everyone.count)
+    others = [worker for worker, theirs in enumerate(everyone) if theirs != usual]
+    if not others:
+        return
+    names = [name or "leaf" for name, _ in trees.named_leaves(tree)] * size
+    differing = [name for name, one, most in zip(names, everyone[others[0]], usual, strict=True) if one != most]
+    raise ReplicaMismatch(
+        f"check_replicas(state): worker {others[0]} differs from worker {everyone.index(usual)} in {len(differing)} of {len(names)} "
+        f"leaves, first in {differing[0]!r}; {len(others)} of {len(everyone)} workers differ from most: {others[:8]}"
+        f"{' ...' if len(others) > 8 else ''}. Give all workers one start with df.broadcast before init; under decentralized "
+        "algorithms replicas differ by design.",
+        process=here.rank,
+        peer=others[0] * here.size // len(everyone),
+    )
+
+
+def _gathered(call: str, state: Any, tree: PyTree) -> list[Tensor]:
+    """Each leaf of all workers, `[N, ...]`, on the device that it came from."""
+    rows = _rows(call, state, tree)
+    if collectives.world().size == 1 or not rows:
+        return [x.clone() for x in rows]
+    flat = [x.cpu().contiguous().view(-1).view(torch.uint8) for x in rows]
+    everyone = [told.split([x.numel() for x in flat]) for told in collectives.gather_bytes(torch.cat(flat))]
+    return [
+        torch.cat([part.clone().view(x.dtype).view(x.shape) for part in parts]).to(x.device)
+        for x, parts in zip(rows, zip(*everyone, strict=True), strict=True)
+    ]
+
+
+def _rows(call: str, state: Any, tree: PyTree) -> Sequence[Tensor]:
+    """The leaves as tensors with this process's workers first, once all ranks agree on what they are. Collective."""
+    local = state.params[0].shape[0] if is_stacked(state) else None
+    rows, lines = [], []
+    for name, leaf in trees.named_leaves(tree):
+        if not isinstance(leaf, (Tensor, bool, int, float, complex)):
+            lines.append(f"{name or 'leaf'} of type {type(leaf).__name__}, which is no tensor and no number")
+            break
+        x = torch.as_tensor(leaf).detach()
+        if local is not None and (x.dim() == 0 or len(x) != local):
+            lines.append(f"{name or 'leaf'} {list(x.shape)}, which has no row for each of the {local} workers here")
+            break
+        rows.append(x if local is not None else x[None])
+        lines.append(f"{name or 'leaf'} {list(x.shape)} {x.dtype}")
+    compare(call, [], "pass the same tree on every rank", lines)
+    if len(lines) > len(rows):
+        raise ValueError(f"{call}: a leaf is {lines[-1]}.")
+    return rows
+
+
+def _mean(bucket: Tensor) -> Tensor:
+    """Mean over the workers here (the first of two axes, if there are two) and over all processes."""
+    return collectives.process_mean(bucket.mean(0) if bucket.dim() == 2 else bucket)
+
+
+def _buckets(state: Any) -> Buckets:
+    found = getattr(state, "params", None)
+    if not isinstance(found, Buckets):
+        raise ValueError(
+            f"{type(state).__name__} is not a training state: expected a `.params` of buckets, from init(params)."
+        )
+    collectives.require_workers_of(found.plan.processes)
+    return found

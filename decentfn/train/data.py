@@ -1,0 +1,343 @@
+"""Who reads which samples in which step: a function of (seed, t, worker), so there is no sampler state to save.
+
+Every worker has a batch of the same size in every step, however uneven the shards.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from numbers import Integral
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset, Sampler, default_collate
+
+from decentfn.core import trees
+from decentfn.core.draws import worker_seed
+from decentfn.core.formatting import brief
+from decentfn.core.numbers import at_least, checks_numbers
+
+__all__ = [
+    "BatchSampler",
+    "Seeded",
+    "Shards",
+    "batch_sampler",
+    "dirichlet_shards",
+    "fixed_shards",
+    "seeded",
+    "shards",
+    "stacked_collate",
+    "worker_seed",
+]
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The samples of every step and worker. Made by `shards` and `fixed_shards`."""
+
+    num_workers: int
+    batch_size: int
+    steps_per_epoch: int = field(repr=False)
+    """Steps in which the workers together see as many samples as there are."""
+    _positions: Callable[[int, int], Tensor] = field(repr=False)
+
+    def batch_at(self, t: int, worker: int) -> Tensor:
+        """The samples of `worker` in step `t`: indices, `[batch_size]` int64."""
+        if not 0 <= worker < self.num_workers or t < 0:
+            raise ValueError(
+                f"batch_at(t={t}, worker={worker}): t >= 0, and there are {self.num_workers} workers, from 0."
+            )
+        return self._positions(t, worker)
+
+    def stacked_at(self, t: int) -> Tensor:
+        """The samples of all workers in step `t`: indices, `[N, batch_size]` int64."""
+        return torch.stack([self.batch_at(t, worker) for worker in range(self.num_workers)])
+
+
+class _Batch(list[int]):
+    """The sample indices of one batch, and who reads them when."""
+
+    def __init__(self, samples: Sequence[int], t: int, workers: Sequence[int]) -> None:
+        super().__init__(samples)
+        self.t, self.workers = t, workers
+
+
+class BatchSampler(Sampler[list[int]]):
+    """The sample indices of one batch after the other, from a step on. Made by `batch_sampler`."""
+
+    def __init__(self, shards: Shards, workers: Sequence[int], first_step: int, steps: int | None) -> None:
+        self._shards, self._workers, self._steps = shards, workers, steps
+        self.first_step = first_step
+        self._is_read = False
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """From `first_step` on; a second iteration raises ValueError."""
+        if self._is_read:  # how far it was used nobody knows: a DataLoader reads ahead
+            raise ValueError(
+                f"batch_sampler(first_step={self.first_step}): it was iterated over before, and would give the same batches again. Read "
+                "all steps of the run in one loop; or make a sampler for each epoch, batch_sampler(shards, worker, first_step=t, "
+                "steps=(epoch + 1) * shards.steps_per_epoch)."
+            )
+        self._is_read = True
+        for t in itertools.count(self.first_step) if self._steps is None else range(self.first_step, self._steps):
+            samples = [self._shards.batch_at(t, worker).tolist() for worker in self._workers]
+            yield _Batch(list(itertools.chain(*samples)), t, self._workers)
+
+    def __len__(self) -> int:
+        """The number of batches, where `steps` is known."""
+        if self._steps is None:
+            raise TypeError("batch_sampler(...) without steps= has no length: it goes on for ever.")
+        return max(0, self._steps - self.first_step)
+
+
+@checks_numbers
+def batch_sampler(
+    shards: Shards, worker: int | Sequence[int], first_step: int = 0, *, steps: int | None = None
+) -> BatchSampler:
+    """Return the `batch_sampler=` of torch's DataLoader: the batches of steps `first_step`, `first_step + 1`, ...
+
+    A run that goes on at step t makes it anew with `first_step=t`, whatever the loader's workers had read ahead. One loop reads all
+    steps of the run; or each epoch has a sampler of its own, with `first_step=t` and `steps=(epoch + 1) * shards.steps_per_epoch`.
+
+    Args:
+        shards: whose samples, from `shards` or `fixed_shards`.
+        worker: the number of the worker that reads, `world.rank` under torchrun; or of several that this process simulates,
+            `world.workers(local)`, whose samples come one worker after the other: see `stacked_collate`.
+        first_step: t of the first batch, >= 0.
+        steps: the run's last batch is that of step `steps - 1`; None goes on for ever.
+
+    >>> dealt = shards(10, num_workers=2, batch_size=2)
+    >>> whole, rest = batch_sampler(dealt, 1, steps=5), batch_sampler(dealt, 1, first_step=3, steps=5)
+    >>> list(whole)[3:] == list(rest), len(rest)
+    (True, 2)
+    """
+    if not isinstance(shards, Shards):
+        raise ValueError(f"batch_sampler(shards={brief(shards)}): expected df.data.shards(...) or fixed_shards(...).")
+    workers = [worker] if isinstance(worker, Integral) else list(worker) if isinstance(worker, Sequence) else []
+    known = range(shards.num_workers)
+    if not workers or any(i not in known for i in workers) or len({int(i) for i in workers}) < len(workers):
+        raise ValueError(
+            f"batch_sampler(worker={brief(worker)}): there are {len(known)} workers, from 0; world.rank, or "
+            "world.workers(local) where a process simulates several, each once."
+        )
+    at_least("batch_sampler", "first_step", first_step, 0)
+    at_least("batch_sampler", "steps", 0 if steps is None else steps, 0)
+    return BatchSampler(shards, [int(i) for i in workers], first_step, steps)
+
+
+@checks_numbers
+def stacked_collate(
+    num_workers: int, collate: Callable[[list[Any]], Any] = default_collate
+) -> Callable[[list[Any]], Any]:
+    """Return a DataLoader's `collate_fn` for simulated workers: each leaf is `[num_workers, B, ...]`, as `simulate` takes it.
+
+    Args:
+        num_workers: L, the workers of this process; their samples come one worker after the other, as from `batch_sampler`.
+        collate: makes a batch of one worker's samples.
+    """
+    at_least("stacked_collate", "num_workers", num_workers, 1)
+    return partial(_stacked, num_workers, collate)
+
+
+def _stacked(num_workers: int, collate: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
+    size, left = divmod(len(samples), num_workers)
+    if left or not size:
+        raise ValueError(
+            f"stacked_collate(num_workers={num_workers}): a batch of {len(samples)} samples has not the same number for each worker; "
+            "make the loader's batch_size a multiple of the workers, and pass drop_last=True if the last batch is shorter."
+        )
+    batches = [collate(samples[i * size : (i + 1) * size]) for i in range(num_workers)]
+    return trees.map(lambda *rows: torch.stack(rows), *batches)
+
+
+class Seeded(Dataset[Any]):
+    """A dataset whose random numbers are a function of (seed, t, worker). Made by `seeded`."""
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self.dataset, self._seed = dataset, seed
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, sample: Any) -> Any:
+        """Refused: a sample alone has no step."""
+        return self.__getitems__([sample])
+
+    def __getitems__(self, samples: list[int]) -> list[Any]:
+        """The samples of one batch."""
+        if not isinstance(samples, _Batch):
+            raise ValueError(
+                "seeded(dataset): it is read by a DataLoader with batch_sampler=df.data.batch_sampler(...), which knows the step and the "
+                "worker; make it last, after Subset and the like, and evaluate on the dataset itself."
+            )
+        size, read = len(samples) // len(samples.workers), getattr(self.dataset, "__getitems__", None)
+        found: list[Any] = []
+        for i, worker in enumerate(samples.workers):
+            own = samples[i * size : (i + 1) * size]
+            with _drawing_by(worker_seed(worker_seed(self._seed, worker, samples.t), 0)):  # unlike the permutations
+                found += [self.dataset[sample] for sample in own] if read is None else read(own)
+        return found
+
+
+@checks_numbers
+def seeded(dataset: Any, seed: int = 0) -> Seeded:
+    """The dataset, whose augmentation draws other numbers in every step and on every worker, and the same in every run.
+
+    For a DataLoader with `batch_sampler=df.data.batch_sampler(...)`. While a worker's samples of one step are read, the CPU generators
+    of torch, NumPy and Python are seeded by (seed, t, worker), however many loader processes read, wherever a run was resumed, and
+    whether or not workers are simulated.
+
+    Args:
+        dataset: with `dataset[i]`, no IterableDataset.
+        seed: any integer, the same on every worker.
+    """
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+        raise ValueError(
+            f"seeded(dataset={brief(dataset)}): expected a dataset with samples by index; give a DataLoader of another one a generator "
+            "for each rank, generator=torch.Generator().manual_seed(df.data.worker_seed(seed, worker, t))."
+        )
+    return Seeded(dataset, seed)
+
+
+@contextmanager
+def _drawing_by(seed: int) -> Iterator[None]:
+    """Within, the CPU generators that a transform may draw from are seeded; afterwards they are as they were."""
+    before = np.random.get_state(), random.getstate()
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
+        try:
+            yield
+        finally:
+            np.random.set_state(before[0])
+            random.setstate(before[1])
+
+
+@checks_numbers
+def shards(num_samples: int, num_workers: int, batch_size: int, seed: int = 0) -> Shards:
+    """Deal all samples out anew in every epoch; the few that do not fill a batch for everyone sit that epoch out.
+
+    Args:
+        num_samples: at least `num_workers * batch_size`.
+        num_workers: N.
+        batch_size: samples of one worker in one step; N times as many are seen by all together.
+        seed: of the permutations, the same on every worker.
+
+    >>> dealt = shards(10, num_workers=2, batch_size=2)
+    >>> dealt.steps_per_epoch, torch.cat([dealt.stacked_at(t) for t in range(2)]).unique().numel()
+    (2, 8)
+    """
+    for name, count in {"num_samples": num_samples, "num_workers": num_workers, "batch_size": batch_size}.items():
+        at_least("shards", name, count, 1)
+    step = num_workers * batch_size
+    if num_samples < step:
+        raise ValueError(
+            f"shards(num_samples={num_samples}): a step of {num_workers} workers x {batch_size} needs {step} samples; "
+            "make batch_size smaller."
+        )
+    steps_per_epoch = num_samples // step
+
+    @lru_cache(maxsize=2)
+    def order(epoch: int) -> Tensor:
+        return _permutation(num_samples, seed, epoch, 0)
+
+    def positions(t: int, worker: int) -> Tensor:
+        epoch, k = divmod(t, steps_per_epoch)
+        first = k * step + worker * batch_size
+        return order(epoch)[first : first + batch_size].clone()
+
+    return Shards(num_workers, batch_size, steps_per_epoch, positions)
+
+
+@checks_numbers
+def fixed_shards(parts: Sequence[Tensor | Sequence[int]], batch_size: int, seed: int = 0) -> Shards:
+    """Every worker reads its own part over and over, in a new order each time; a short part begins anew earlier.
+
+    Args:
+        parts: the sample indices of each worker, none empty, of any lengths.
+        batch_size: samples of one worker in one step; may exceed a part, which is then repeated within the batch.
+        seed: of the permutations.
+    """
+    lists = [torch.as_tensor(part) for part in parts]
+    at_least("fixed_shards", "batch_size", batch_size, 1)
+    at_least("fixed_shards", "parts", len(lists), 1)
+    for worker, part in enumerate(lists):
+        if part.dim() != 1 or not part.numel() or not _are_integers(part) or part.min() < 0:
+            raise ValueError(
+                f"fixed_shards(parts): part {worker} is {brief(part)}, of shape {list(part.shape)}; a part is a vector of sample indices, "
+                "integers >= 0, at least one. Of a mask take mask.nonzero()[:, 0]."
+            )
+    lists = [part.long() for part in lists]
+
+    @lru_cache(maxsize=4 * len(lists))
+    def order(worker: int, epoch: int) -> Tensor:
+        return lists[worker][_permutation(lists[worker].numel(), seed, epoch, worker)]
+
+    def positions(t: int, worker: int) -> Tensor:
+        size, first = lists[worker].numel(), t * batch_size
+        epochs = range(first // size, (first + batch_size - 1) // size + 1)
+        stream = torch.cat([order(worker, epoch) for epoch in epochs])
+        begin = first - epochs[0] * size
+        return stream[begin : begin + batch_size].clone()
+
+    total = sum(part.numel() for part in lists)
+    return Shards(len(lists), batch_size, max(1, total // (len(lists) * batch_size)), positions)
+
+
+@checks_numbers
+def dirichlet_shards(labels: Tensor | Sequence[int], num_workers: int, alpha: float, seed: int = 0) -> list[Tensor]:
+    """Label-skewed parts: of every class, worker i gets a share drawn from Dirichlet(α, …, α). For experiments.
+
+    Every sample is in exactly one part. A worker that would get none takes one from the largest part.
+
+    Args:
+        labels: `[num_samples]` integers, at least `num_workers` of them.
+        num_workers: N.
+        alpha: α > 0; small is skewed (0.1: few classes a worker), large is even.
+        seed: of the draw, the same on every worker.
+
+    Returns:
+        Sample indices of each worker, `N` int64 vectors, ascending: for `fixed_shards`, or torch's `Subset`.
+    Source: Hsu, Qi, Brown, 2019.
+    """
+    y = torch.as_tensor(labels)
+    at_least("dirichlet_shards", "num_workers", num_workers, 1)
+    if y.dim() != 1 or y.numel() < num_workers or not _are_integers(y):
+        raise ValueError(
+            f"dirichlet_shards(labels): {y.dtype} of shape {list(y.shape)}; labels are integers, the number of each sample's class, at "
+            f"least num_workers={num_workers}."
+        )
+    if not 0 < alpha < float("inf"):
+        raise ValueError(f"dirichlet_shards(alpha={alpha!r}): α is positive and finite; 0.1 is skewed, 100 is even.")
+    order = torch.Generator().manual_seed(worker_seed(seed, 0))
+    draw = np.random.default_rng(worker_seed(seed, 1))
+    parts: list[list[Tensor]] = [[] for _ in range(num_workers)]
+    for label in y.unique():
+        members = (y == label).nonzero()[:, 0]
+        members = members[torch.randperm(members.numel(), generator=order)]
+        shares = torch.from_numpy(draw.dirichlet([float(alpha)] * num_workers))
+        cuts = (shares.cumsum(0)[:-1] * members.numel()).round().to(torch.int64)
+        for part, piece in zip(parts, members.tensor_split(cuts.tolist()), strict=True):
+            part.append(piece)
+    lists = [torch.cat(part) for part in parts]
+    for worker in range(num_workers):
+        if not lists[worker].numel():
+            richest = max(range(num_workers), key=lambda i: lists[i].numel())
+            lists[worker], lists[richest] = lists[richest][:1], lists[richest][1:]
+    return [part.sort().values for part in lists]
+
+
+def _permutation(size: int, seed: int, epoch: int, worker: int) -> Tensor:
+    return torch.randperm(size, generator=torch.Generator().manual_seed(worker_seed(seed, worker, epoch)))
+
+
+def _are_integers(x: Tensor) -> bool:
+    return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)

@@ -1,0 +1,180 @@
+"""Preemption: a signal to one process, and all of them stop after the same step."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+from uuid import uuid4
+
+from torch import Tensor
+
+from decentfn.comm import collectives
+from decentfn.core.numbers import at_least
+from decentfn.train.together import as_path, make_directory
+
+_log = logging.getLogger("decentfn")
+
+_SIGNALS = [signal.Signals[name] for name in ("SIGTERM", "SIGUSR1") if name in signal.Signals.__members__]
+
+_SAME_S = 1.0
+"""Seconds within which a signal that comes twice counts once: SLURM sends it to all processes, and torchrun passes it on."""
+
+_SHIELDED = {*_SIGNALS, signal.SIGINT}
+
+
+class Stop:
+    """Tells whether all processes stop now: `stop(t)`, after every step. Made by `preemption`."""
+
+    def __init__(self, marker: Path, every: int) -> None:
+        self._marker = marker
+        self._world = collectives.everyone().apart()
+        self._every = every if self._world.size > 1 else 1
+        self._thread = ThreadPoolExecutor(1, "decentfn preemption")
+        self._asked: Future[list[bool]] | None = None
+        self._process = os.getpid()
+        self._received: dict[int, float] = {}  # signal -> when it first came
+        self._calls = self._next_step = 0
+        self._leaving: SystemExit | None = None
+
+    def __call__(self, t: int | Tensor) -> bool:
+        """Return True to stop after step `t`; the same on all processes. Collective: every process asks after every step.
+
+        Every `every` calls, each of several processes starts to gather which have a signal, and reads what was gathered the time
+        before. So nobody waits unless another is `every` steps behind.
+
+        Raises:
+            df.errors.PeerLost: another process is gone, or has left the `with` by an error.
+            df.errors.ExchangeTimeout: another did not come in time.
+        """
+        self._next_step = int(t) + 1
+        self._calls += 1
+        if self._calls % self._every:
+            return False
+        if self._world.size == 1:
+            stops = bool(self._received)
+        else:
+            stops = self._asked is not None and any(self._asked.result())
+            self._asked = self._ask(bool(self._received))
+        if stops:
+            names = ", ".join(signal.Signals(number).name for number in self._received)
+            _log.info("all processes stop after step %d: %s", int(t), names or "another process has a signal")
+        return stops
+
+    def leave(self) -> NoReturn:
+        """Raise `SystemExit(0)`. At the end of the `with`, when every process has come there, the marker is written."""
+        self._leaving = SystemExit(0)
+        raise self._leaving
+
+    def _ask(self, has_signal: bool) -> Future[list[bool]]:
+        call = f"stop(t={self._next_step - 1})"
+
+        def gather() -> list[bool]:
+            with collectives.calling(call):
+                return collectives.gather_objects(has_signal, self._world)
+
+        return self._thread.submit(gather)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if os.getpid() != self._process or now - self._received.setdefault(number, now) > _SAME_S:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    def _end(self, error: BaseException | None) -> None:
+        """End the `with`: to leave, or else by an error, where the others must not wait for this process."""
+        try:
+            if error is not None and error is self._leaving:
+                self._ask(True).result()
+                if os.environ.get("LOCAL_RANK", "0") == "0":
+                    # Several nodes may write it, in one directory that all of them see.
+                    new = self._marker.with_name(f"{self._marker.name}.{uuid4().hex[:8]}")
+                    new.write_text(json.dumps({"step": self._next_step}) + "\n")
+                    new.replace(self._marker)
+            elif error is not None:
+                self._world.hang_up()
+        finally:
+            self._thread.shutdown()
+            if self._world.size > 1:
+                self._world.let_go()
+
+
+def _shield_a_fork() -> None:
+    """Within the `with`, a fork (a data loader's worker) hears signals from its parent alone.
+
+    torchrun signals the whole group of a process, and a loader whose worker is gone ends the run before it can save.
+    """
+    if getattr(signal.getsignal(signal.SIGTERM), "__func__", None) is Stop._receive:
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SHIELDED)
+        for number in _SIGNALS:
+            signal.signal(number, signal.SIG_DFL)  # Python's handlers would wait for the main thread
+        threading.Thread(target=_hear_the_parent, daemon=True).start()
+
+
+def _hear_the_parent() -> None:
+    while (heard := signal.sigwaitinfo(_SHIELDED)).si_pid != os.getppid():
+        pass
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SHIELDED)
+    os.kill(os.getpid(), heard.si_signo)
+
+
+if hasattr(signal, "sigwaitinfo"):  # not on macOS
+    os.register_at_fork(after_in_child=_shield_a_fork)
+
+
+@contextmanager
+def preemption(marker: str | Path, *, every: int = 10) -> Iterator[Stop]:
+    """Let SIGTERM and SIGUSR1, sent to any process, stop all of them after the same step. A context manager; collective.
+
+    In a training loop::
+
+        with df.preemption("runs/a/preempted.json") as stop, df.checkpoint.Saver("runs/a") as saver:
+            for t, batch in enumerate(batches):
+                state, metrics = decent_step(state, batch, t)
+                if stop(t):
+                    saver.save(state, t + 1)
+                    stop.leave()
+
+    Processes leave with exit code 0, since torchrun takes any other for a failure and starts them again. The marker,
+    `{"step": 41}`, tells such a run from a finished one: it is written when all have left what stands inside the `with`, such as the
+    saver, and removed when the next run begins. The same signal again, after a second, ends a process at once. Worker processes
+    that a DataLoader forks within the `with` go on until it ends, though torchrun signals them too (Linux).
+
+    Args:
+        marker: the file to write, by one process of each node; its directory is made, for its owner only.
+        every: so many steps apart processes look, >= 1: they stop at most `2 * every` steps after the signal. One process alone
+            looks at every step.
+
+    Yields:
+        `stop`: `stop(t)` says whether to stop, `stop.leave()` leaves.
+    """
+    every = at_least("preemption", "every", every, 1)
+    if threading.current_thread() is not threading.main_thread():
+        raise ValueError("preemption(marker): Python hands signals to the main thread; enter the `with` there.")
+    marker = as_path("preemption(marker)", marker)
+    if marker.is_dir():
+        raise ValueError(f"preemption(marker={str(marker)!r}): that is a directory; the marker is a file in it.")
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        make_directory(marker.parent, 0o700)
+        marker.unlink(missing_ok=True)
+    stop = Stop(marker, every)
+    before: dict[int, Any] = {number: signal.signal(number, stop._receive) for number in _SIGNALS}
+    try:
+        yield stop
+    except BaseException as error:
+        stop._end(error)
+        raise
+    else:
+        stop._end(None)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)

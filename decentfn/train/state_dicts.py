@@ -1,0 +1,155 @@
+"""From a training state to what `nn.Module.load_state_dict` takes, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from decentfn.comm import collectives
+from decentfn.core import trees
+from decentfn.core.numbers import checks_numbers
+from decentfn.gradient.lending import alone
+from decentfn.kit.state import State
+from decentfn.torch_private.modules import weights
+from decentfn.train.consensus import (
+    buffers,
+    consensus_buffers,
+    consensus_mean,
+    is_stacked,
+    params,
+    require_sharded_alike,
+    with_params,
+)
+from decentfn.train.together import together
+
+
+@checks_numbers
+@collectives.calling("df.state_dict(module, state)", of_state=True)
+def state_dict(module: nn.Module, state: State, *, consensus: bool = False) -> dict[str, Any]:
+    """What `module.load_state_dict` takes, strictly: tied names, persistent buffers, `get_extra_state`; copies.
+
+    Args:
+        module: the module of `df.functional`; it stays as it is.
+        state: a training state whose parameters and buffers came from `df.functional`.
+        consensus: the mean over all workers (collective: call it on every rank) in place of this worker's own replica.
+
+    Returns:
+        Names and tensors. Where a worker is several processes, shards are gathered one by one (collective) to its process 0, on the
+        CPU; its other processes get an empty dict.
+    """
+    if is_stacked(state) and not consensus:
+        raise ValueError(
+            "state_dict(module, state): the state is stacked; take one worker's, df.worker(state, i), or the mean of all, "
+            "consensus=True."
+        )
+    require_sharded_alike("state_dict(module, state)", state.params.plan, is_sharded=collectives.is_sharded(module))
+    own = (consensus_mean(state), consensus_buffers(state)) if consensus else (params(state), buffers(state))
+    tensors = {**own[0], **(own[1] or {})}
+    if collectives.is_sharded(module):
+        return _gathered(module, tensors)
+    with alone([*module.modules()]), weights(module, _without_criterion(module, tensors)):
+        named = module.state_dict()
+    return {name: x.detach().clone() if isinstance(x, torch.Tensor) else x for name, x in named.items()}
+
+
+def _gathered(module: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """`state_dict` of a sharded module on process 0 of the worker, nothing on the others; collective."""
+    collectives.own_shards(module)
+    parameters = dict(module.named_parameters())
+    wholes = collectives.whole((p, tensors[name]) for name, p in parameters.items())
+    values: dict[int, Any] = {id(b): tensors[name].detach().clone() for name, b in module.named_buffers()}
+    values |= {id(p): one for p, one in zip(parameters.values(), wholes, strict=True)}
+    if collectives.everyone().process:
+        return {}
+    return {name: values.get(id(x), x) for name, x in module.state_dict(keep_vars=True).items()}
+
+
+@collectives.calling("df.load_state_dict(module, state, state_dict)")
+def load_state_dict(module: nn.Module, state: State, state_dict: Mapping[str, Any]) -> State:
+    """The state with the parameters and buffers of a module's `state_dict`, checked as `load_state_dict` does, strictly.
+
+    What the algorithm remembers starts anew, as by `df.with_params`: give all workers theirs in the same step.
+
+    Args:
+        module: the module of `df.functional`; it stays as it is.
+        state: the state of one worker.
+        state_dict: as `module.state_dict()` or `df.state_dict(module, state)` gives it. Where a worker is several processes that of
+            its process 0 counts, which sends it to the others, tensor by tensor (collective); `{}` will do on those. What
+            `get_extra_state` gave is left out there.
+
+    Raises:
+        ValueError: a stacked state; a sharded module and a state of a plain one, or the other way.
+        RuntimeError: PyTorch's, where names or shapes do not fit; where a worker is several processes, on every process.
+    """
+    if is_stacked(state):
+        raise ValueError(
+            "load_state_dict(module, state, state_dict): the state is stacked; df.stack(df.load_state_dict(module, one, ...), N) "
+            "of one worker's."
+        )
+    is_sharded = collectives.is_sharded(module)
+    require_sharded_alike("load_state_dict(module, state, state_dict)", state.params.plan, is_sharded=is_sharded)
+    x, b = params(state), buffers(state)
+    tensors = {**x, **(b or {})}
+    if is_sharded:
+        tensors |= _shards(module, state_dict)
+    elif state.params.plan.whole is not None:
+        has_it = _on_process_0(_load, module, tensors, state_dict)
+        parts = collectives.cut((x, x if has_it else None) for x in tensors.values())
+        tensors = dict(zip(tensors, parts, strict=True))
+    else:
+        _load(module, tensors, state_dict)
+    new = with_params(state, {name: tensors[name] for name in x})
+    if b is None:
+        return new
+    loaded = trees.map(lambda x: x, b)  # of the same type
+    loaded.update({name: tensors[name] for name in b})
+    return new._replace(local=new.local._replace(buffers=loaded))
+
+
+def _load(module: nn.Module, tensors: dict[str, Tensor], state_dict: Mapping[str, Any]) -> None:
+    """Write the state dict over these tensors of a plain module."""
+    with torch.no_grad(), alone([*module.modules()]), weights(module, _without_criterion(module, tensors)):
+        module.load_state_dict(state_dict, strict=True)
+
+
+def _on_process_0(function: Callable[..., None], *arguments: Any) -> bool:
+    """Call the function on process 0 of each worker; return whether this is such. Collective, raises on all what it does on one."""
+    is_first = collectives.everyone().process == 0
+    together("load_state_dict(module, state, state_dict)", function if is_first else lambda *_: None, *arguments)
+    return is_first
+
+
+def _shards(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
+    """What this process holds of the state dict that process 0 of its worker has, by the module's own names; collective."""
+    collectives.own_shards(module)
+    own = module.state_dict(keep_vars=True)
+    has_it = _on_process_0(_require_fit, module, own, state_dict)
+    wanted = {name: x for name, x in own.items() if isinstance(x, torch.Tensor)}
+    parts = collectives.cut((x, state_dict[name] if has_it else None) for name, x in wanted.items())
+    # Of a tied one the last name counts.
+    by_tensor = {id(x): part for x, part in zip(wanted.values(), parts, strict=True)}
+    named = (*module.named_parameters(), *module.named_buffers())
+    return {name: by_tensor[id(x)] for name, x in named if id(x) in by_tensor}
+
+
+def _require_fit(module: nn.Module, own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Raise where `load_state_dict` would refuse `given`."""
+    shapes = [{k: list(x.shape) for k, x in named.items() if isinstance(x, torch.Tensor)} for named in (own, given)]
+    wrong = [name for name in shapes[0] if name in given and shapes[0][name] != shapes[1].get(name)]
+    found = [
+        f"{what} key(s): {sorted(names)}"
+        for what, names in {"Missing": own.keys() - given.keys(), "Unexpected": given.keys() - own.keys()}.items()
+        if names
+    ]
+    found += [f"{name} is {shapes[1].get(name)} there and {shapes[0][name]} in the module" for name in wrong]
+    if found:
+        raise RuntimeError(f"Error(s) in loading state_dict for {type(module).__name__}: {'; '.join(found)}.")
+
+
+def _without_criterion(module: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors without those of a criterion that was trained beside the module."""
+    own = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
+    return {name: x for name, x in tensors.items() if name in own or not name.startswith("criterion.")}

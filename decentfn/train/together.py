@@ -1,0 +1,69 @@
+"""What all processes do together outside a step, so that an error of one is an error of all; and paths that they agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from decentfn.comm import collectives
+from decentfn.core.formatting import brief
+from decentfn.errors import CheckpointCorrupt, NonFinite, RunError
+
+_KINDS: dict[str, type[Exception]] = {
+    kind.__name__: kind for kind in (CheckpointCorrupt, NonFinite, OSError, ValueError, RuntimeError)
+}
+"""Kinds of errors that the other processes raise too; the first one that fits."""
+
+
+def together(call: str, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Call `function(*arguments)` on every process and return all results, by rank, as JSON gives them back. Collective.
+
+    Raises:
+        CheckpointCorrupt, NonFinite, OSError, ValueError, RuntimeError: on every process, what the first has raised; of several it is
+            one that has not only lost another.
+        RunError: on every process, where it has raised anything else.
+    """
+    everyone, own = collectives.attempt(call, function, *arguments)
+    failed = [rank for rank, its in enumerate(everyone) if "error" in its]
+    if not failed:
+        return [its["value"] for its in everyone]
+    if len(everyone) == 1 and own is not None:
+        raise own
+    rank = min(failed, key=lambda rank: "PeerLost" in everyone[rank]["kinds"])
+    its = everyone[rank]
+    for name, kind in _KINDS.items():
+        if name in its["kinds"]:
+            raise kind(f"rank {rank}: {its['error']}") from own
+    raise RunError(f"{call}: rank {rank} has failed: {its['brief']}", peer=rank) from own
+
+
+def on_first(call: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call `function(*arguments)` on process 0 and return its result on every process. Collective; raises as `together`."""
+    return together(call, function if collectives.everyone().rank == 0 else lambda *_: None, *arguments)[0]
+
+
+def as_path(call: str, path: Any) -> Path:
+    """Return the path, or raise ValueError: an empty one would be the working directory."""
+    if not isinstance(path, (str, Path)) or not str(path).strip():
+        raise ValueError(f"{call}: the path is {brief(path)}; expected a str that is not empty, or a pathlib.Path.")
+    return Path(path)
+
+
+def make_directory(path: Path, mode: int = 0o777) -> None:
+    """Make a directory; one that exists stays as it is."""
+    try:
+        path.mkdir(mode=mode, parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise NotADirectoryError(f"{path}: a file is where a directory is needed; give another path.") from error
+
+
+def one_path(call: str, path: Any) -> Path:
+    """Return the path that all processes give, or raise ValueError on all of them. Collective."""
+    told = together(call, lambda: str(as_path(call, path)))
+    for rank, its in enumerate(told):
+        if its != told[0]:
+            raise ValueError(
+                f"{call}: the path is {its!r} on rank {rank} and {told[0]!r} on rank 0; give one that all of them see."
+            )
+    return Path(told[0])
