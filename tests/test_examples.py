@@ -202,7 +202,7 @@ def ends(script, arguments, capsys):
         (["--algorithm-args", "x=open('a')"], "train_lm: --algorithm-args x=open('a'): malformed"),
         (
             ["--algorithm", "choco-sgd", "--algorithm-args", "gamma=0.3", "compressor=top_k(2)"],
-            "train_lm: --algorithm-args compressor=top_k(2): top_k(2): the fraction lies",
+            "train_lm: --algorithm-args compressor=top_k(2): top_k(fraction=2): the fraction lies",
         ),
         (["--algorithm", "choco-sgd", "--algorithm-args", "gamma=0.3", "compressor=none"], "train_lm: choco_sgd"),
         (["--accumulate", "0"], "train_lm: --accumulate 0: it is at least 1"),
@@ -339,7 +339,7 @@ def test_ranks_say_a_sentence_once():
     [
         ("digits", ["--topology", "nope"], "digits: topology('nope')"),
         ("digits", ["--topology", "hierarchical"], "digits: topology('hierarchical', 1): missing a required argument"),
-        ("digits", ["--simulate", "-1"], "digits: topology('one-peer-exp', num_workers=-1)"),
+        ("digits", ["--simulate", "-1"], "digits: one_peer_exp(num_workers=-1)"),
         ("digits", ["--simulate", "2048"], "digits: fixed_shards(parts): part 1437"),
         ("heterogeneity", ["--methods", "foo"], "invalid choice 'foo'"),
         ("heterogeneity", ["--methods"], "--methods: the table needs at least one"),

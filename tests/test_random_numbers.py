@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import decentfn as df
+from decentfn.core import draws
 
 STEPS = 3
 HOW = [None, "aot_eager", "inductor"]
@@ -112,7 +113,7 @@ def test_one_that_cannot_begin_leaves_nothing_behind(monkeypatch):
             raise RuntimeError("a CUDA graph is captured")
 
     def drawn():
-        with df.draws.torch_draws(2, 0):
+        with draws.torch_draws(2, 0):
             return torch.rand(1).item()
 
     torch.manual_seed(1)
@@ -134,8 +135,8 @@ def test_a_gpu_that_the_loss_is_the_first_to_use_gets_its_generators_state_back(
     monkeypatch.setattr(torch.cuda, "current_device", int)
     monkeypatch.setattr(torch.cuda, "default_generators", (gpu,))
     before = gpu.get_state()
-    with df.draws.torch_draws(0, 0):
+    with draws.torch_draws(0, 0):
         is_initialized.append(True)
-        with df.draws.torch_draws(0, 0, 1):
+        with draws.torch_draws(0, 0, 1):
             torch.rand(3, generator=gpu)
     assert torch.equal(gpu.get_state(), before)

@@ -4,6 +4,9 @@
     v = x½ + δ;    δ⁺ = v - C(v)
     x⁺ = x½ + γ (W C(v) - C(v))
 
+In float64 the mean of workers without gradients drifts by 48 (random_k) to 382 (quantize(8)) units in the last place in 10,000 steps, 2e-13
+of |x| about 2: the workers end in a cycle of roundings. In float32 what they take from each other is so coarse that sums lose nothing.
+
 x: a worker's parameters; u: the optimizer's update at its gradient g; δ: what compression has left out, 0 at the
 start; C: the compressor; W: the mixing matrix of step t; γ: the consensus step size.
 """

@@ -18,6 +18,7 @@ from decentfn.core.trees import PyTree
 from decentfn.gradient.beside import Beside
 from decentfn.kit.expected import is_state
 from decentfn.kit.step import Step
+from decentfn.torch_private import functorch
 
 
 @checks_numbers
@@ -78,7 +79,7 @@ def simulate(step: Step | Callable[..., Any], num_workers: int, *, chunk_size: i
         require_rows("state", state, num_workers)
         batch = trees.plain(batch)
         require_rows("batch", batch, num_workers)
-        if step.starts_equal and int(t) == 0 and is_state(state):
+        if step.starts_equal and not functorch.has_no_value(t) and int(t) == 0 and is_state(state):
             require_equal_rows("simulate(step, N)(state, batch, 0)", {"params": state.params.tree()})
         first, its_batch = trees.map(lambda leaf: leaf[0], (state, batch))
         assert step.check is not None

@@ -22,7 +22,7 @@ from decentfn.core.trees import PyTree
 from decentfn.gradient.accumulated import micro_batch_count, micro_batches
 from decentfn.gradient.beside import around
 from decentfn.gradient.lending import Lent
-from decentfn.gradient.loss import LossFn, call
+from decentfn.gradient.loss import LossFn, call, scalar
 from decentfn.gradient.others import Others, no_other_weights
 from decentfn.gradient.traced import unscaled
 from decentfn.torch_private.autograd import enabled
@@ -149,6 +149,7 @@ def _forward_backward(
 ) -> tuple[Tensor, PyTree]:
     """The loss and aux; the gradients are added to the leaves' `.grad`."""
     loss, aux = given.of(batch)
+    loss = scalar(loss)
     others = Others(loss, leaves, batch) if is_first and given.constant else None
     if not loss.requires_grad:
         raise RuntimeError(

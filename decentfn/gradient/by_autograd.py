@@ -103,9 +103,7 @@ def autograd(loss_fn: LossFn, *, skip_unused: bool = False) -> LossFn:
     if not isinstance(skip_unused, bool):
         raise ValueError(f"autograd(skip_unused={brief(skip_unused)}): True or False.")
     if missing:
-        raise ValueError(
-            f"autograd(loss_fn): this version of PyTorch has no torch._C.{missing[0]}; let the loss be traced."
-        )
+        raise ValueError(f"autograd(loss_fn): this version of PyTorch has no {missing[0]}; let the loss be traced.")
     return ByAutograd(loss_fn, skip_unused)
 
 

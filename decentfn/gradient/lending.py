@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from decentfn.core.formatting import brief
-from decentfn.gradient.loss import scalar
 
 _changed = threading.Condition()
 _users: list[tuple[int, frozenset[int], bool]] = []
@@ -132,12 +131,12 @@ class Lent:
         return [p for p in self._places if p.key not in p.holder or p.holder[p.key] is not p.own]
 
     def of(self, batch: Any) -> tuple[Tensor, Any]:
-        """The loss of a batch and its aux; raises ValueError where a parameter is no longer in its place."""
+        """What the loss gives for a batch, and its aux; raises ValueError where a parameter is no longer in its place."""
         loss, aux = self._loss_fn.of(batch)
         if replaced := self._replaced():
             constant = set(map(id, self.constant.values()))
             self._loss_fn.require_in_place([p.name for p in replaced if id(p.own) in constant])
-        return scalar(loss), aux
+        return loss, aux
 
     def buffers(self) -> dict[str, Tensor]:
         """The buffers as the loss left them."""

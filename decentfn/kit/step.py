@@ -26,7 +26,7 @@ from decentfn.topologies import Topology
 from decentfn.torch_private import functorch
 from decentfn.torch_private.profiler import nothing
 
-_READERS = [Path(__file__).parent.parent / room for room in ("algorithms", "gossip", "kit", "transforms", "wrappers")]
+_READERS = [Path(__file__).parent.parent / room for room in ("algorithms", "comm", "kit", "optim", "wrappers")]
 """The code that reads states."""
 
 _TORCH = Path(torch.__file__).parent

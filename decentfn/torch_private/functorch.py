@@ -55,7 +55,8 @@ _library = torch.library.Library("decentfn", "FRAGMENT")
 _library.define("all_rows(Tensor x, Tensor like) -> Tensor")
 _library.define("row(Tensor rows, Tensor like) -> Tensor")
 _library.define("is_batched(Tensor x) -> Tensor")
-_library.impl("is_batched", lambda x: torch.tensor(False), "CompositeExplicitAutograd")
+_NO, _YES = torch.tensor(False), torch.tensor(True)  # made here: what is traced makes no constant
+_library.impl("is_batched", lambda x: _NO, "CompositeExplicitAutograd")
 _ops = torch.ops.decentfn
 
 
@@ -90,7 +91,7 @@ torch.library.register_vmap(
     lambda info, dims, x, like: (with_workers_first(x, dims[0], info.batch_size), None),
     lib=_library,
 )
-torch.library.register_vmap("decentfn::is_batched", lambda info, dims, x: (torch.tensor(True), None), lib=_library)
+torch.library.register_vmap("decentfn::is_batched", lambda info, dims, x: (_YES, None), lib=_library)
 torch.library.register_vmap("decentfn::row", lambda info, dims, rows, like: (rows.view_as(rows), 0), lib=_library)
 
 

@@ -113,7 +113,8 @@ def _decentfn(
     held, batches = [init(params, buffers)], workload.batches(rank)
     params.clear()
     if not is_sharded:
-        module.to("meta")  # the state holds the parameters; the module is a template from here on
+        for p in module.parameters():  # the state holds them; the module is a template from here on
+            p.data = p.new_empty(0)
 
     def run(t: int) -> None:
         held[0], _ = step(held[0], batches[t % len(batches)], t)

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import decentfn as df
+from decentfn.core import draws
 from tests.models.cases import CASES, batch_of
 from tests.models.test_models import made_by
 from tests.models.trial import MOMENTUM, RATE, STEPS, difference, loss_of, start, step_of, tensors
@@ -22,7 +23,7 @@ def with_ddp(name):
     optimizer = torch.optim.SGD(made.module.parameters(), RATE, momentum=MOMENTUM)
     for t in range(STEPS):
         optimizer.zero_grad()
-        with df.draws.torch_draws(t, dist.get_rank()):
+        with draws.torch_draws(t, dist.get_rank()):
             loss = loss_of(parallel, batch_of(made, t, dist.get_rank()))
             loss.backward()
         optimizer.step()

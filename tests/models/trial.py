@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import decentfn as df
-from decentfn.core import trees
+from decentfn.core import draws, trees
 from tests.models.cases import CASES, Case, Made, batch_of
 from tests.models.registry import SEED
 
@@ -53,7 +53,7 @@ def plain(case: Case, workers: int) -> list[State]:
     for t in range(STEPS):
         for worker, one in enumerate(ones):
             optimizers[worker].zero_grad()
-            with df.draws.torch_draws(t, worker):
+            with draws.torch_draws(t, worker):
                 loss = loss_of(one, batch_of(one, t, worker))
                 loss.backward()
             losses[worker].append(float(loss.detach()))

@@ -71,7 +71,7 @@ import json, os, sys, time, types, warnings
 import torch
 import torch.distributed as dist
 import decentfn as df
-from decentfn import collectives
+from decentfn.comm import collectives
 
 chosen, group = [], {}
 torch.cuda.set_device = lambda device: chosen.append(str(device))
@@ -209,7 +209,7 @@ LEAVES = """
 import sys
 import torch.distributed as dist
 import decentfn as df
-from decentfn import collectives
+from decentfn.comm import collectives
 if sys.argv[1] == "own":
     dist.init_process_group("gloo")
 df.init()

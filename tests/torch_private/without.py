@@ -36,7 +36,7 @@ elif removed:
     delattr(found, name)
 
 import decentfn as df
-from decentfn import trees
+from decentfn.core import trees
 
 N = 4
 topology = df.topology("ring", num_workers=N)

@@ -351,7 +351,7 @@ def test_torchs_distributed_sampler_serves_workers_too():
 def test_numbers_without_sense_are_errors():
     for wrong, message in [
         (lambda: df.data.shards(10, 4, 3), "needs 12 samples"),
-        (lambda: df.data.fixed_shards([[1], []], 2), "part 1 has shape"),
+        (lambda: df.data.fixed_shards([[1], []], 2), "part 1 is tensor"),
         (lambda: df.data.fixed_shards([torch.tensor([True, False])], 2), r"mask\.nonzero"),
         (lambda: df.data.fixed_shards([[0.5, 1.5]], 2), "sample indices"),
         (lambda: df.data.dirichlet_shards([1.0, float("nan")], 2, 0.1), "labels are integers"),

@@ -242,15 +242,16 @@ def own_gamma(posted: Posted, gamma: float | Tensor) -> float | Tensor:
 
 
 def coarse(posted: Posted, term: Tensor) -> Tensor:
-    """Return what one worker takes from another, so coarse that adding it to parameters loses nothing: 8 bits in float32, 24 in float64.
+    """Return what one worker takes from another, in float32 rounded to 8 bits: so coarse that adding it to parameters loses nothing.
 
     Where rounded values travel, differences do not vanish but go round in cycles. What rounding takes from a sum in such a cycle is
     the same in each, and would move the workers' mean. Two workers that hear each other round opposite terms, and their mean is kept;
     where messages go one way, and in a worker that takes all of the mix, terms stay as they are.
     """
-    short = torch.bfloat16 if term.dtype == torch.float32 else torch.float32
+    if term.dtype != torch.float32:
+        return term
     is_coarse = posted.row.are_pairs if posted.flags is None else posted.row.are_pairs & posted.flags.own
-    return torch.where(is_coarse, rounded(term, short).to(term.dtype), term)
+    return torch.where(is_coarse, rounded(term, torch.bfloat16).to(term.dtype), term)
 
 
 def _weighted_sum(posted: Posted, index: int) -> Tensor:
