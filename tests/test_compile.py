@@ -249,7 +249,7 @@ def test_a_step_is_a_dozen_python_calls_however_many_tensors_there_are(ranks):
     own, calls = python_calls(1)
     assert [own, calls] == python_calls(10) and len(own) <= 25 and len(calls) <= 130
     for own, calls in ranks(2).run(python_calls, 10):
-        assert len(own) <= 50 and len(calls) <= 180, (len(own), len(calls), own)
+        assert len(own) <= 45 and len(calls) <= 195, (len(own), len(calls), own)
 
 
 def test_metrics_of_the_old_state_seen_through_its_parts():
