@@ -16,10 +16,11 @@ from torch import Tensor
 from decentfn.comm import collectives
 from decentfn.core import trees
 from decentfn.core.formatting import brief, brief_error, is_ours
+from decentfn.core.spans import nothing
 from decentfn.core.trees import PyTree
 from decentfn.engine import cache as compile_cache
 from decentfn.engine.donation import require_distinct, require_layout
-from decentfn.engine.memory import settling
+from decentfn.engine.memory import give_back_freed_memory
 from decentfn.gradient import raise_own, reading
 from decentfn.kit.expected import is_state, kind_of
 from decentfn.kit.step import Step
@@ -34,7 +35,6 @@ from decentfn.torch_private.dynamo import (
     prepare,
     too_many_graphs,
 )
-from decentfn.torch_private.profiler import nothing
 
 _GRAPHS = 32
 """A step is compiled at most so often: for batches of other structures, dtypes and kinds of shapes."""
@@ -55,11 +55,11 @@ def compile(
     """Compile `step(state, batch, t)` into one graph that serves every `t`.
 
     Communication is posted first and waited for last. Whatever the step reads from outside (numbers, flags, modules, tensors,
-    by the loss, the optimizer or the topology) is looked at again in every call as far as Dynamo guards it (`docs/gotchas.md` lists its
-    gaps), and the step is compiled again where it has changed: a number that is another in every step should be a tensor that is filled in place. The logger "decentfn" says at
-    level DEBUG when something is compiled and how long it took. With `donate`, the new state is
-    written over the old one by the kernel that computes it: the state that was passed in *is* the new state, and nothing
-    else is allocated for it.
+    by the loss, the optimizer or the topology) is looked at again in every call as far as Dynamo guards it (`docs/gotchas.md`
+    lists its gaps), and the step is compiled again where it has changed: a number that is another in every step should be a
+    tensor that is filled in place. The logger "decentfn" says at level DEBUG when something is compiled and how long it took.
+    With `donate`, the new state is written over the old one by the kernel that computes it: the state that was passed in *is*
+    the new state, and nothing else is allocated for it.
 
     Args:
         step: a step of this library, a simulated step, or any pure function of the same form. `t` may be an int or a
@@ -120,12 +120,13 @@ def compile(
         batch = batch if step.is_by_autograd or isinstance(batch, Tensor) else trees.plain(batch)
         guard_everything()
         try:
-            with settling() if is_new else nothing, reading(read) if read is not None else nothing:
+            with nothing if read is None else reading(read):
                 result = graph(leaves, batch, t)
         except Exception as error:
             _explain(step, error, state, batch)
             raise
         if is_new:
+            give_back_freed_memory()
             graphs.append((form, graph))
         if progress.since is not None:
             progress.end(progress.since)

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from decentfn.core import trees
 from decentfn.core.formatting import brief
-from decentfn.engine.memory import settling
+from decentfn.engine.memory import give_back_freed_memory
 from decentfn.kit.step import Step
-from decentfn.torch_private.profiler import nothing
 
 
 def donate(step: Step | Callable[..., Any]) -> Step:
@@ -57,8 +56,9 @@ def donate(step: Step | Callable[..., Any]) -> Step:
             known.append(structure)
         # Metrics must not show the next state through a view of it.
         metrics = trees.map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, metrics)
-        with nothing if is_known else settling():
-            _write_over(old, leaves)
+        _write_over(old, leaves)
+        if not is_known:
+            give_back_freed_memory()
         return state, metrics
 
     return replace(step, finish=finish, is_donated=True)

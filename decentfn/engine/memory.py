@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
@@ -23,10 +21,8 @@ def keep_freed_memory() -> bool:
     return mallopt is not None and bool(mallopt(_M_MMAP_MAX, 0)) and bool(mallopt(_M_TRIM_THRESHOLD, -1))
 
 
-@contextmanager
-def settling() -> Iterator[None]:
-    """Around a first step: what setting up and compiling freed is given back to the system."""
-    yield
+def give_back_freed_memory() -> None:
+    """Give back to the system what setting up and compiling freed: after a first step."""
     malloc_trim = _from_c("malloc_trim")
     if malloc_trim is not None:
         malloc_trim(0)

@@ -18,6 +18,7 @@ from decentfn.comm.replicas import digest
 from decentfn.core import draws, trees
 from decentfn.core.buckets import Buckets, Plan, elements, wide
 from decentfn.core.formatting import brief
+from decentfn.core.spans import nothing
 from decentfn.core.trees import PyTree
 from decentfn.gradient.accumulated import micro_batch_count, micro_batches
 from decentfn.gradient.beside import around
@@ -26,7 +27,6 @@ from decentfn.gradient.loss import LossFn, call, scalar
 from decentfn.gradient.others import Others, no_other_weights
 from decentfn.gradient.traced import unscaled
 from decentfn.torch_private.autograd import enabled
-from decentfn.torch_private.profiler import nothing
 
 
 class Backward(NamedTuple):

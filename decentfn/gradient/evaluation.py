@@ -12,6 +12,7 @@ from torch import Tensor
 from decentfn.core import trees
 from decentfn.core.buckets import Buckets, elementwise, mean_inside, mean_of_processes, whole
 from decentfn.core.formatting import brief_error
+from decentfn.core.spans import nothing, span
 from decentfn.core.stacking import in_chunks
 from decentfn.core.trees import PyTree
 from decentfn.gradient.accumulated import Accumulated, mean_gradient_of, micro_batch_count, micro_batches
@@ -23,7 +24,6 @@ from decentfn.gradient.others import require_no_others
 from decentfn.gradient.result import Gradient
 from decentfn.gradient.traced import gradient_of
 from decentfn.torch_private import functorch
-from decentfn.torch_private.profiler import nothing, span
 
 
 def require_inputs(call: str, loss_fn: LossFn, params: PyTree, buffers: PyTree) -> None:

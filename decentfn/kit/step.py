@@ -18,13 +18,13 @@ from decentfn.core import draws
 from decentfn.core.buckets import Buckets, Plan
 from decentfn.core.formatting import brief, brief_error
 from decentfn.core.scalars import as_step
+from decentfn.core.spans import nothing
 from decentfn.core.trees import PyTree
 from decentfn.gradient import LossFn, is_by_autograd
 from decentfn.gradient.beside import passing_beside
 from decentfn.kit.expected import CALL, WAY_OUT, kind_of, left_alone, require_order, require_result
 from decentfn.topologies import Topology
 from decentfn.torch_private import functorch
-from decentfn.torch_private.profiler import nothing
 
 _READERS = [Path(__file__).parent.parent / room for room in ("algorithms", "comm", "kit", "optim", "wrappers")]
 """The code that reads states."""

@@ -16,6 +16,7 @@ from decentfn.comm.gossip import Posted, collect
 from decentfn.comm.replicas import require_equal
 from decentfn.core import trees
 from decentfn.core.buckets import Buckets, all_finite, elementwise, global_norm, loose
+from decentfn.core.spans import span
 from decentfn.core.trees import PyTree
 from decentfn.gradient import DynamicLossScale, Gradient, LossFn, evaluate, inside_of, where_good
 from decentfn.kit.gradient import good_update
@@ -25,7 +26,6 @@ from decentfn.kit.state import Local, Metrics, State
 from decentfn.kit.step import Algorithm, Step
 from decentfn.optim.transforms.transform import wants_mix
 from decentfn.topologies import Topology, complete
-from decentfn.torch_private.profiler import span
 
 
 class Worker:

@@ -134,9 +134,8 @@ def _start(backend: str | None, gpus: int, timeout: timedelta) -> None:
     store.set_timeout(timeout)
     store = fresh_part(store, rank, size, timeout)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    index = (
-        0 if gpus == 1 else local_rank
-    )  # a scheduler may show each process its own GPU alone: number 0 to all of them
+    # A scheduler may show each process its own GPU alone: number 0 to all of them.
+    index = 0 if gpus == 1 else local_rank
     own = {
         "versions": _versions(),
         "local rank": local_rank,

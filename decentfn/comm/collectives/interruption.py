@@ -11,7 +11,7 @@ from decentfn.comm.collectives.membership import World, world
 from decentfn.comm.collectives.reports import report
 from decentfn.comm.collectives.steps import Call
 from decentfn.core.context import context
-from decentfn.torch_private.profiler import span
+from decentfn.core.spans import span
 
 _PATIENCE_S = 5.0
 """How long the messages of a step that was cut short are waited for, all together."""

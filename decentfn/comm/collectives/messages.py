@@ -15,8 +15,8 @@ from torch import Tensor
 from decentfn.comm.collectives.membership import World
 from decentfn.comm.collectives.reports import different_steps, has_timed_out, report
 from decentfn.comm.collectives.steps import Call, Loss, Part
+from decentfn.core.spans import span
 from decentfn.errors import StepMismatch
-from decentfn.torch_private.profiler import span
 
 _PATIENCE = timedelta(seconds=1)
 """How long each remaining message of a step that lost one is waited for: its connection is closed, so it has come or never will."""

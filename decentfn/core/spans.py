@@ -1,4 +1,4 @@
-"""Ranges that torch.profiler shows."""
+"""Ranges that torch.profiler shows, and the context that does nothing."""
 
 from __future__ import annotations
 
