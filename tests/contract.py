@@ -130,6 +130,20 @@ ROWS: dict[str, Subject] = {
 }
 """A row per algorithm, and per form of it that takes another way; the name up to a comma is the function's."""
 
+FAMILIES = (
+    "adapt_while_communicate, Decent-DP",
+    "gradient_tracking, atc",
+    "d2",
+    "stochastic_gradient_push, delayed",
+    "quasi_global_momentum",
+    "choco_sgd",
+    "power_gossip",
+    "relay_sgd, models",
+    "streaming_diloco",
+    "slowmo",
+)
+"""One row of each family, with a period, an outer round or messages under way."""
+
 HEADS = {
     "interpreters_agree": "ranks = simulator",
     "traced_ranks_agree": "aot_eager",

@@ -14,8 +14,7 @@ from torch._dynamo.utils import counters
 
 import decentfn as df
 from decentfn.core import trees
-from tests import cases
-from tests.cases import Case
+from tests import network
 
 
 def calls_in_order(code):
@@ -145,9 +144,9 @@ def run_of_200_steps():
     sources = torch.stack([torch.randperm(here.size, generator=random) for _ in range(100)])[..., None]
     weights = torch.full((100, here.size, 2), 0.5, dtype=torch.float64)
     topology = df.topologies.from_permutations("hundred phases", sources, weights)
-    init, step = df.adapt_while_communicate(cases.loss_fn, df.sgd(0.01), topology)
-    state, step = init(cases.params()), df.compile(step)
-    batch = tuple(x[here.rank] for x in cases.batches(here.size, 0))
+    init, step = df.adapt_while_communicate(network.loss_fn, df.sgd(0.01), topology)
+    state, step = init(network.params()), df.compile(step)
+    batch = tuple(x[here.rank] for x in network.batches(here.size, 0))
     for t in range(200):
         state, _ = step(state, batch, t)
     return counters["stats"]["unique_graphs"]
@@ -158,15 +157,15 @@ def test_200_steps_of_100_random_phases_are_one_graph(ranks):
 
 
 def test_donated_and_pure_steps_agree_bit_for_bit_and_pure_ones_leave_their_input():
-    case = Case("adapt_then_combine", "ring")
-    init, step = cases.build(case, 4)
-    start = df.stack(init(cases.params()), 4)
+    case = "adapt_then_combine on ring"
+    init, step = network.build(case, 4)
+    start = df.stack(init(network.params()), 4)
     kept = trees.map(torch.clone, start)
     donated, pure = df.compile(df.simulate(step, 4)), df.compile(df.simulate(step, 4), donate=False)
     a, b = trees.map(torch.clone, start), start
     for t in range(3):
-        a, m = donated(a, cases.batches(4, t), t)
-        b, n = pure(b, cases.batches(4, t), t)
+        a, m = donated(a, network.batches(4, t), t)
+        b, n = pure(b, network.batches(4, t), t)
     assert all(torch.equal(x, y) for x, y in zip(trees.leaves(start), trees.leaves(kept), strict=True))
     assert all(torch.equal(x, y) for x, y in zip(trees.leaves((a, m)), trees.leaves((b, n)), strict=True))
 
@@ -205,17 +204,17 @@ def test_the_update_and_writing_back_are_one_loop_beside_that_of_the_gradients_n
 
 
 def test_a_donated_step_whose_metrics_look_at_the_old_state_reports_the_old_state():
-    init, step = df.adapt_while_communicate(cases.loss_fn, df.sgd(0.5), df.topology("complete", 1))
+    init, step = df.adapt_while_communicate(network.loss_fn, df.sgd(0.5), df.topology("complete", 1))
 
     def reporting(state, batch, t):
         new, metrics = step(state, batch, t)
         old = [(b * b).sum() for b in state.params]
         return new, (metrics, old, [b[:3] + 1 for b in state.params])
 
-    batch = tuple(x[0] for x in cases.batches(1, 0))
-    _, donated = df.compile(reporting)(init(cases.params()), batch, 0)
-    _, pure = df.compile(reporting, donate=False)(init(cases.params()), batch, 0)
-    _, eager = reporting(init(cases.params()), batch, 0)
+    batch = tuple(x[0] for x in network.batches(1, 0))
+    _, donated = df.compile(reporting)(init(network.params()), batch, 0)
+    _, pure = df.compile(reporting, donate=False)(init(network.params()), batch, 0)
+    _, eager = reporting(init(network.params()), batch, 0)
     for a, b, c in zip(trees.leaves(donated), trees.leaves(pure), trees.leaves(eager), strict=True):
         torch.testing.assert_close(a, c), torch.testing.assert_close(b, c)
 

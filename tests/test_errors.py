@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import decentfn as df
-from tests import cases
+from tests import network
 from tests.ranks import AT_ONCE
 
 
@@ -149,7 +149,7 @@ def start_with_a_field_changed(culprit):
         seed = {"seed": given.pop("seed")} if "seed" in given else {}
         topology = df.topology(*schedule, **seed) if tables is None else mean_of(*tables)
         torch.__version__ = given.pop("torch", torch_version)
-        init, _ = getattr(df, make)(cases.loss_fn, optimizer, topology, **given)
+        init, _ = getattr(df, make)(network.loss_fn, optimizer, topology, **given)
         since = time.perf_counter()
         try:
             init(params)

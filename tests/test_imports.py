@@ -51,17 +51,15 @@ print(json.dumps([brought, sorted(others), refused]))
 WITHOUT_THE_COMPILER = """
 import sys
 import decentfn as df
-from tests import cases
+from tests import contract, network
 
-for case in cases.CASES:
-    if case.topology == "alternating-exp-ring":
-        continue  # one worker is no ring of pairs
-    init, step = cases.build(case, 1, loss=df.autograd(cases.loss_fn))
-    state = init(cases.params())
+for row in contract.ROWS:
+    init, step = network.build(row, 1, loss=df.autograd(network.loss_fn))
+    state = init(network.params())
     for t in range(2):
-        state, _ = step(state, tuple(x[0] for x in cases.batches(1, t)), t)
+        state, _ = step(state, tuple(x[0] for x in network.batches(1, t)), t)
     found = {"sympy", "torch._dynamo", "torch._inductor"} & set(sys.modules)
-    assert not found, f"{case}: {found}"
+    assert not found, f"{row}: {found}"
 """
 
 

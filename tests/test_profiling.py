@@ -14,8 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 import decentfn as df
 from decentfn.core import trees
 from decentfn.testing import on_ranks
-from tests import cases
-from tests.cases import Case
+from tests import network
 from tests.test_examples import load
 
 
@@ -24,40 +23,39 @@ def profiled():
 
 
 def batch_of(rank, num_workers, t):
-    return tuple(x[rank] for x in cases.batches(num_workers, t))
+    return tuple(x[rank] for x in network.batches(num_workers, t))
 
 
 # -- counters -------------------------------------------------------------------------------------------------------
 
 
-def payload_bytes(case, plan):
+def payload_bytes(row, plan, wire_dtype=torch.float64):
     """What one worker's parameters are on the wire, from the plan alone."""
-    if "compressor" in case.hyperparameters:
+    if row == "choco_sgd":
         return sum(df.compressors.top_k(0.25).nbytes(bucket) for bucket in plan.buckets)
-    wire = case.hyperparameters.get("wire_dtype", torch.float64)
-    return sum(bucket.numel * min(bucket.dtype.itemsize, wire.itemsize) for bucket in plan.buckets)
+    return sum(bucket.numel * min(bucket.dtype.itemsize, wire_dtype.itemsize) for bucket in plan.buckets)
 
 
 @pytest.mark.parametrize(
-    "case",
+    ("row", "options"),
     [
-        Case("adapt_while_communicate", "one-peer-exp"),
-        Case("adapt_then_combine", "ring"),
-        Case("adapt_while_communicate", "static-exp", {"wire_dtype": torch.bfloat16}),
-        Case("choco_sgd", "static-ring", {"compressor": "top_k", "gamma": 0.3}),
-        Case("adapt_while_communicate", "alternating-exp-ring"),
-        Case("all_reduce", "complete"),
+        ("adapt_while_communicate on one-peer-exp", {}),
+        ("adapt_then_combine on ring", {}),
+        ("adapt_while_communicate on static-exp", {"wire_dtype": torch.bfloat16}),
+        ("choco_sgd", {}),
+        ("adapt_while_communicate on alternating-exp-ring", {}),
+        ("all_reduce on complete", {}),
     ],
     ids=str,
 )
-def test_the_bytes_of_every_worker_are_those_that_its_topology_plans(case):
+def test_the_bytes_of_every_worker_are_those_that_its_topology_plans(row, options):
     n = 4
-    topology = df.topology(case.topology, n, **cases.CORE_TOPOLOGIES.get(case.topology, {}))
+    topology = network.subject(row).topology(n)
     planned = df.topologies.certificate(topology)
 
     def train(rank):
-        init, step = cases.build(case, n)
-        state = init(cases.params())
+        init, step = network.build(row, n, **options)
+        state = init(network.params())
         with df.profiling.communication() as whole:
             for t in range(topology.period):
                 with df.profiling.communication() as one:
@@ -66,7 +64,7 @@ def test_the_bytes_of_every_worker_are_those_that_its_topology_plans(case):
         return whole, one, state.params.plan
 
     for whole, one, plan in on_ranks(n, train):
-        bytes_planned = topology.period * planned.bytes_per_step(payload_bytes(case, plan))
+        bytes_planned = topology.period * planned.bytes_per_step(payload_bytes(row, plan, **options))
         assert whole.bytes_sent == whole.bytes_received == pytest.approx(bytes_planned, rel=1e-12)
         assert whole.messages == topology.period * planned.messages_per_step * len(plan.buckets)
         assert one == whole if topology.period == 1 else one.bytes_sent < whole.bytes_sent
@@ -74,9 +72,9 @@ def test_the_bytes_of_every_worker_are_those_that_its_topology_plans(case):
 
 def test_of_several_workers_in_a_process_only_what_leaves_it_is_counted():
     def train(rank):
-        init, step = cases.build(Case("adapt_while_communicate", "static-exp"), 4)
-        state = df.stack(init(cases.params()), 2)
-        batch = tuple(x[2 * rank : 2 * rank + 2] for x in cases.batches(4, 0))
+        init, step = network.build("adapt_while_communicate on static-exp", 4)
+        state = df.stack(init(network.params()), 2)
+        batch = tuple(x[2 * rank : 2 * rank + 2] for x in network.batches(4, 0))
         with df.profiling.communication() as counted:
             df.simulate(step, 2)(state, batch, 0)
         return counted, state.params.plan
@@ -91,8 +89,8 @@ def test_of_several_workers_in_a_process_only_what_leaves_it_is_counted():
 
 def test_who_waits_for_a_slow_peer_counts_the_wait_and_the_peer_does_not():
     def train(rank):
-        init, step = cases.build(Case("adapt_while_communicate", "ring"), 2)
-        state, _ = step(init(cases.params()), batch_of(rank, 2, 0), 0)
+        init, step = network.build("adapt_while_communicate on ring", 2)
+        state, _ = step(init(network.params()), batch_of(rank, 2, 0), 0)
         time.sleep(0.4 * rank)
         with df.profiling.communication() as counted:
             step(state, batch_of(rank, 2, 1), 1)
@@ -104,7 +102,7 @@ def test_who_waits_for_a_slow_peer_counts_the_wait_and_the_peer_does_not():
 
 def test_simulated_workers_send_nothing_and_wait_for_nothing():
     with df.profiling.communication() as counted:
-        cases.simulated(Case("adapt_while_communicate", "ring"), 4, 2)
+        network.simulated("adapt_while_communicate on ring", 4, 2)
     assert counted == df.profiling.Communication(0, 0, 0, 0.0)
 
 
@@ -146,19 +144,19 @@ def names(profiler):
 
 
 def test_an_eager_step_shows_its_gradient_and_update():
-    init, step = cases.build(Case("adapt_while_communicate", "ring"), 2)
-    state = df.stack(init(cases.params()), 2)
+    init, step = network.build("adapt_while_communicate on ring", 2)
+    state = df.stack(init(network.params()), 2)
     with profiled() as p:
-        df.simulate(step, 2)(state, cases.batches(2, 7), 7)
+        df.simulate(step, 2)(state, network.batches(2, 7), 7)
     shown = [name for name in names(p) if re.match("decentfn::(step|gradient|update)", name)]
     assert shown == ["decentfn::step 7", "decentfn::gradient", "decentfn::update"]
 
 
 def test_a_gradient_by_autograd_is_shown_by_its_name():
     init, step = df.adapt_while_communicate(
-        df.autograd(cases.loss_fn), df.sgd(0.1), df.topology("complete", 1), bucket_mb=0.002
+        df.autograd(network.loss_fn), df.sgd(0.1), df.topology("complete", 1), bucket_mb=0.002
     )
-    state, batch = init(cases.params()), batch_of(0, 1, 0)
+    state, batch = init(network.params()), batch_of(0, 1, 0)
     step = df.compile(step, backend="eager")
     state, _ = step(state, batch, 0)
     with profiled() as p:
@@ -235,9 +233,9 @@ def test_the_example_s_compiled_step_is_a_trace_that_perfetto_shows_and_a_pictur
 
 
 def test_an_exported_trace_may_be_packed(tmp_path):
-    init, step = cases.build(Case("adapt_while_communicate", "complete"), 1)
+    init, step = network.build("adapt_while_communicate on complete", 1)
     with profiled() as p:
-        step(init(cases.params()), batch_of(0, 1, 0), 0)
+        step(init(network.params()), batch_of(0, 1, 0), 0)
     df.profiling.export(p, tmp_path / "trace.json.gz")
     with gzip.open(tmp_path / "trace.json.gz") as file:
         trace = json.load(file)

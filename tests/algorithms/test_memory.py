@@ -4,42 +4,39 @@ import pytest
 import torch
 
 import decentfn as df
-from decentfn import algorithms, compressors
+from decentfn import compressors
 from decentfn.comm import collectives
 from decentfn.compressors import Compressor, Key
 from decentfn.core import trees
-from tests import cases
-from tests.cases import CORE, Case
+from tests import contract, network
 
 N = 4
 BF16 = torch.bfloat16
-NAMES = sorted(algorithms.__all__)
 NO_SUMS = ("params", "start", "outboxes", "weight")
 """Fields of states in the parameters' own dtype: copies, messages, and push-sum's weight, which is mixed as they are."""
 
 
 def of(name):
-    plain = Case(name, "ring", {"wire_dtype": None})
-    return [plain] if name in CORE else [case for case in cases.CASES if case.algorithm == name]
+    return [row for row in contract.ROWS if row.partition(",")[0] == name]
 
 
-each_algorithm = pytest.mark.parametrize("case", [case for name in NAMES for case in of(name)], ids=str)
+each_algorithm = pytest.mark.parametrize("row", contract.ROWS)
 
 
 @pytest.fixture(autouse=True)
 def in_float32(monkeypatch):
-    """The cases' loss for parameters of any dtype."""
-    plain = cases.loss_fn
-    monkeypatch.setattr(cases, "loss_fn", lambda params, batch: plain(trees.map(torch.Tensor.float, params), batch))
+    """The network's loss for parameters of any dtype."""
+    plain = network.loss_fn
+    monkeypatch.setattr(network, "loss_fn", lambda params, batch: plain(trees.map(torch.Tensor.float, params), batch))
 
 
-def trained(case, steps, dtype=BF16, backend=None):
-    algorithm = cases.build(case, N)
-    state = df.stack(algorithm.init(trees.map(lambda leaf: leaf.to(dtype), cases.params())), N)
+def trained(row, steps, dtype=BF16, backend=None):
+    algorithm = network.build(row, N)
+    state = df.stack(algorithm.init(trees.map(lambda leaf: leaf.to(dtype), network.params())), N)
     step = df.simulate(algorithm.step, N)
     step = step if backend is None else df.compile(step, backend=backend)
     for t in range(steps):
-        state, _ = step(state, cases.batches(N, t), t)
+        state, _ = step(state, network.batches(N, t), t)
     return state
 
 
@@ -48,19 +45,20 @@ def dtypes(state):
 
 
 @each_algorithm
-def test_memory_is_wide_and_dtypes_stay(case):
-    before, after = dtypes(trained(case, 0)), dtypes(trained(case, 3))
+def test_memory_is_wide_and_dtypes_stay(row):
+    before, after = dtypes(trained(row, 0)), dtypes(trained(row, 3))
     assert before == after
     for name, dtype in after.items():
         field = name.removeprefix("memory.").removeprefix("local.").split(".")[0]
         assert dtype == (BF16 if field in NO_SUMS else torch.float32), name
 
 
-PLAIN_MESSAGES = [c for n in NAMES if n not in ("choco_sgd", "deep_squeeze", "demo", "relay_sgd") for c in of(n)]
+COMPRESSED = ("choco_sgd", "deep_squeeze", "demo", "relay_sgd")
+PLAIN_MESSAGES = [row for row in contract.ROWS if row.partition(",")[0] not in COMPRESSED]
 
 
-@pytest.mark.parametrize("case", PLAIN_MESSAGES, ids=str)
-def test_sixteen_bit_parameters_send_half_the_bytes(case, monkeypatch):
+@pytest.mark.parametrize("row", PLAIN_MESSAGES)
+def test_sixteen_bit_parameters_send_half_the_bytes(row, monkeypatch):
     """Whatever is remembered wide; `certificate.bytes_per_step(plan.nbytes)` is planned from the parameters."""
     sent = []
 
@@ -76,7 +74,7 @@ def test_sixteen_bit_parameters_send_half_the_bytes(case, monkeypatch):
 
     def bytes_of(dtype):
         sent.clear()
-        trained(case, 3, dtype)
+        trained(row, 3, dtype)
         return sum(sent)
 
     assert 2 * bytes_of(BF16) == bytes_of(torch.float32) > 0
@@ -117,9 +115,9 @@ INVARIANTS = {
 """What holds in exact arithmetic however messages are rounded, and accumulates where memory is."""
 
 
-@pytest.mark.parametrize("case", [case for name in INVARIANTS for case in of(name)], ids=str)
-def test_what_memories_have_in_common_is_not_lost_in_rounding(case):
-    left, right = INVARIANTS[case.algorithm](trained(case, 40))
+@pytest.mark.parametrize("row", [row for name in INVARIANTS for row in of(name)])
+def test_what_memories_have_in_common_is_not_lost_in_rounding(row):
+    left, right = INVARIANTS[row.partition(",")[0]](trained(row, 40))
     assert (left - right).abs().max() < 1e-5
 
 

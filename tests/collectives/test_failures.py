@@ -31,6 +31,7 @@ class Breaks:
 
     def __init__(self, group, k, where):
         self.group, self.k, self.where, self.calls = group, k, where, 0
+        self.kept = []  # gloo stops reading a connection where nobody holds a message's work any more
 
     def __getattr__(self, name):
         return getattr(self.group, name)
@@ -39,7 +40,7 @@ class Breaks:
         is_it, self.calls = self.calls == self.k, self.calls + 1
         if is_it and self.where == "post":
             raise RuntimeError(BROKEN)
-        work = getattr(self.group, name)(*args)
+        self.kept.append(work := getattr(self.group, name)(*args))
         return BrokenWork() if is_it else work
 
     recv = functools.partialmethod(_call, "recv")

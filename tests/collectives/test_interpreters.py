@@ -1,5 +1,7 @@
 """One step, two interpreters: what gloo ranks compute, vmap computes."""
 
+import functools
+
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -8,16 +10,20 @@ import decentfn as df
 from decentfn.comm.collectives import World, use
 from decentfn.core import trees
 from decentfn.testing import on_ranks
-from tests import cases
-from tests.cases import CASES, Case
+from tests import contract, network
 
 STEPS = 5
+ON_TWO, ON_FOUR, ON_EIGHT = (
+    ("ring", "one-peer-exp"),
+    ("complete", "ring", "one-peer-exp", "alternating-exp-ring"),
+    ("ring",),
+)
+"""Topologies of the core algorithms; the contract runs each of its rows on four ranks."""
 
 
-def assert_same(case, ranks_results, simulated, local=1):
+def assert_same(ranks_results, simulated, local=1, sums_are_rounded=False):
+    """Sums of bfloat16 numbers depend on their order; nothing else differs by more than float32's rounding."""
     leaves, losses = simulated
-    # Sums of bfloat16 numbers depend on their order; nothing else does by more than float32's rounding.
-    sums_are_rounded = case.algorithm == "all_reduce" and "wire_dtype" in case.hyperparameters
     close = {"atol": 5e-3, "rtol": 0.02} if sums_are_rounded else {"atol": 1e-6, "rtol": 1e-5}
     for rank, (mine, my_losses) in enumerate(ranks_results):
         rows = slice(rank * local, (rank + 1) * local) if local > 1 else rank
@@ -27,76 +33,70 @@ def assert_same(case, ranks_results, simulated, local=1):
         torch.testing.assert_close(torch.stack(my_losses), torch.stack(losses)[:, rows], **close)
 
 
-def possible(case, n):
-    if case.topology == "alternating-exp-ring" and n % 2:
-        return False
-    return not (case.topology in ("static-ring", "chain", "binary-tree") and n < 4)
+def on_processes(ranks, n, row, local=1, backend=None, **options):
+    return ranks(n).run(functools.partial(network.on_this_rank, row, STEPS, local, backend, **options))
 
 
-def test_every_algorithm_has_a_case():
-    functions = set(df.algorithms.__all__)
-    assert functions == {case.algorithm for case in CASES} | set(cases.OTHERS) & functions
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("n", [2, 4, 8])
-def test_gloo_ranks_agree_with_vmap(ranks, case, n):
-    if not possible(case, n) or (n == 8 and case.algorithm not in cases.CORE):
-        pytest.skip("the topology has another size, or smaller sizes cover the algorithm")
-    if n == 8:  # threads: to start so many processes takes longer than all else here
-        results = on_ranks(8, lambda rank: cases.on_this_rank(case, STEPS, 1, None))
-    else:
-        results = ranks(n).run(cases.on_this_rank, case, STEPS, 1, None)
-    assert_same(case, results, cases.simulated(case, n, STEPS))
-
-
-BY_INDUCTOR = [
-    Case("adapt_while_communicate", "ring"),
-    Case("adapt_then_combine", "alternating-exp-ring"),
+SIZES = [
+    (n, f"{name} on {topology}")
+    for n, some in ((2, ON_TWO), (4, ON_FOUR))
+    for name in network.CORE
+    for topology in some
 ]
 
 
-def one_case_each(algorithms):
-    return [next(case for case in CASES if case.algorithm == algorithm) for algorithm in algorithms]
+@pytest.mark.parametrize(("n", "row"), SIZES)
+def test_gloo_ranks_agree_with_vmap(ranks, n, row):
+    assert_same(on_processes(ranks, n, row), network.simulated(row, n, STEPS))
 
 
-def assert_compiled_ranks_agree(ranks, case, backend):
-    n = 2 if case.algorithm in cases.CORE and case.topology != "alternating-exp-ring" else 4
-    assert_same(case, ranks(n).run(cases.on_this_rank, case, STEPS, 1, backend), cases.simulated(case, n, STEPS))
+@pytest.mark.parametrize("row", contract.FAMILIES)
+def test_one_algorithm_of_each_family_agrees_on_processes(ranks, row):
+    assert_same(on_processes(ranks, 4, row), network.simulated(row, 4, STEPS))
 
 
-@pytest.mark.parametrize("case", BY_INDUCTOR, ids=str)
-def test_compiled_gloo_ranks_agree_with_vmap(ranks, case):
-    assert_compiled_ranks_agree(ranks, case, "inductor")
+@pytest.mark.parametrize("name", network.CORE)
+def test_eight_ranks_agree_with_vmap(name):
+    """Threads: to start so many processes takes longer than all else here."""
+    results = on_ranks(8, lambda rank: network.on_this_rank(f"{name} on ring", STEPS))
+    assert_same(results, network.simulated(f"{name} on ring", 8, STEPS))
+
+
+@pytest.mark.parametrize("row", ["adapt_while_communicate on ring", "all_reduce on complete"])
+def test_a_narrow_wire_agrees_with_vmap(ranks, row):
+    wire = {"wire_dtype": torch.bfloat16}
+    simulated = network.simulated(row, 4, STEPS, **wire)
+    assert_same(on_processes(ranks, 4, row, **wire), simulated, sums_are_rounded="all_reduce" in row)
+
+
+@pytest.mark.parametrize("row", ["adapt_while_communicate on ring", "adapt_then_combine on alternating-exp-ring"])
+def test_compiled_gloo_ranks_agree_with_vmap(ranks, row):
+    n = 4 if "alternating" in row else 2
+    assert_same(on_processes(ranks, n, row, backend="inductor"), network.simulated(row, n, STEPS))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_case_compiled_on_gloo_ranks_agrees_with_vmap(ranks, case):
-    assert_compiled_ranks_agree(ranks, case, "inductor")
+@pytest.mark.parametrize("row", contract.ROWS)
+def test_every_row_compiled_on_processes_agrees_with_vmap(ranks, row):
+    assert_same(on_processes(ranks, 4, row, backend="inductor"), network.simulated(row, 4, STEPS))
 
 
-@pytest.mark.parametrize(
-    "case", [Case("adapt_while_communicate", "ring"), Case("adapt_then_combine", "complete")], ids=str
-)
-def test_workers_packed_in_processes_agree_with_vmap(ranks, case):
-    results = ranks(2).run(cases.on_this_rank, case, STEPS, 2, None)
-    assert_same(case, results, cases.simulated(case, 4, STEPS), local=2)
+@pytest.mark.parametrize("row", ["adapt_while_communicate on ring", "adapt_then_combine on complete"])
+def test_workers_packed_in_processes_agree_with_vmap(ranks, row):
+    assert_same(on_processes(ranks, 2, row, local=2), network.simulated(row, 4, STEPS), local=2)
 
 
-@pytest.mark.parametrize(
-    "case", [Case("adapt_while_communicate", "ring"), Case("adapt_then_combine", "one-peer-exp")], ids=str
-)
-def test_pairwise_mixing_is_bitwise_the_same(ranks, case):
-    simulated, _ = cases.simulated(case, 4, STEPS)
-    for rank, (mine, _) in enumerate(ranks(4).run(cases.on_this_rank, case, STEPS, 1, None)):
+@pytest.mark.parametrize("row", ["adapt_while_communicate on ring", "adapt_then_combine on one-peer-exp"])
+def test_pairwise_mixing_is_bitwise_the_same(ranks, row):
+    simulated, _ = network.simulated(row, 4, STEPS)
+    for rank, (mine, _) in enumerate(on_processes(ranks, 4, row)):
         assert all(torch.equal(got, expected[rank]) for got, expected in zip(mine, simulated, strict=True))
 
 
 def traced(built, rank):
     """What is traced of a step on one of two processes with two workers each: the code and the constants in it."""
     init, step = built
-    state, batch, step = df.stack(init(cases.params()), 2), cases.batches(2, 0), df.simulate(step, 2)
+    state, batch, step = df.stack(init(network.params()), 2), network.batches(2, 0), df.simulate(step, 2)
     leaves, template = trees.leaves(state), trees.enumerate_leaves(state)
 
     def run(leaves, batch, t):
@@ -107,8 +107,8 @@ def traced(built, rank):
     return graph.code, [constant.tolist() for _, constant in sorted(graph.named_buffers())]
 
 
-@pytest.mark.parametrize("case", one_case_each(dict.fromkeys(case.algorithm for case in CASES)), ids=str)
-def test_what_is_traced_does_not_know_the_rank(case):
+@pytest.mark.parametrize("row", contract.ROWS)
+def test_what_is_traced_does_not_know_the_rank(row):
     """Ranks share compiled code, found by the graph that Dynamo sees; a rank in it would be that of who compiled first."""
-    built = cases.build(case, 4)
+    built = network.build(row, 4)
     assert traced(built, rank=0) == traced(built, rank=1)

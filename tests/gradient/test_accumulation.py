@@ -7,14 +7,14 @@ from torch import nn
 import decentfn as df
 from decentfn.core import trees
 from decentfn.torch_private import scan
-from tests import cases
+from tests import network
 
 N = 4
 
 
 def accumulating(algorithm="adapt_while_communicate", accumulated=True):
     topology = df.topology("one-peer-exp", N)
-    loss_fn = df.accumulate(cases.loss_fn) if accumulated else cases.loss_fn
+    loss_fn = df.accumulate(network.loss_fn) if accumulated else network.loss_fn
     return getattr(df, algorithm)(loss_fn, df.adamw(0.01), topology, bucket_mb=0.002)
 
 
@@ -24,10 +24,10 @@ def in_micro_batches(batch, k, axis=1):
 
 def trajectory(algorithm, k=None, steps=4, listed=False, **compile_options):
     init, step = accumulating(algorithm, accumulated=k is not None)
-    state, step = df.stack(init(cases.params()), N), df.simulate(step, N)
+    state, step = df.stack(init(network.params()), N), df.simulate(step, N)
     step = df.compile(step, **compile_options) if compile_options else step
     for t in range(steps):
-        batch = cases.batches(N, t)
+        batch = network.batches(N, t)
         if k is not None:
             batch = in_micro_batches(batch, k)
         if listed:
@@ -82,8 +82,8 @@ def nodes(k):
         return module.forward
 
     init, step = accumulating()
-    state, step = df.stack(init(cases.params()), N), df.compile(df.simulate(step, N), backend=count)
-    step(state, in_micro_batches(cases.batches(N, 0), k), 0)
+    state, step = df.stack(init(network.params()), N), df.compile(df.simulate(step, N), backend=count)
+    step(state, in_micro_batches(network.batches(N, 0), k), 0)
     return counts
 
 
@@ -102,9 +102,9 @@ def test_one_graph_serves_a_run_with_accumulation():
 def on_this_rank():
     here = df.init()
     init, step = accumulating()
-    state, step = init(cases.params()), df.compile(step, backend="aot_eager")
+    state, step = init(network.params()), df.compile(step, backend="aot_eager")
     for t in range(4):
-        batch = in_micro_batches(tuple(x[here.rank] for x in cases.batches(here.size, t)), 4, axis=0)
+        batch = in_micro_batches(tuple(x[here.rank] for x in network.batches(here.size, t)), 4, axis=0)
         state, metrics = step(state, batch, t)
     return trees.leaves(state), metrics
 
@@ -141,7 +141,7 @@ def test_micro_batches_of_different_numbers_are_an_error():
     with pytest.raises(ValueError, match=r"leaves are \[\[2, 3\], \[3\]\].*same leading axis of M >= 1"):
         step(init(torch.ones(3)), (torch.ones(2, 3), torch.ones(3)), 0)
     with pytest.raises(ValueError, match="not accumulated yet"):
-        df.accumulate(df.accumulate(cases.loss_fn))
+        df.accumulate(df.accumulate(network.loss_fn))
 
 
 LINEAR = df.functional(nn.Linear(3, 1), nn.functional.mse_loss)
@@ -185,10 +185,10 @@ def test_a_list_of_micro_batches_says_where_each_begins_whatever_their_leaves():
 def test_accum_adam_steps_on_every_micro_batch_beside_it():
     """Decent-DP's other way to use a large batch: a window of updates, each with an exchange of its own."""
     init, step = df.adapt_while_communicate(
-        cases.loss_fn, df.transforms.accum_adamw(0.01, accum_iter=4), df.topology("ring", N), bucket_mb=0.002
+        network.loss_fn, df.transforms.accum_adamw(0.01, accum_iter=4), df.topology("ring", N), bucket_mb=0.002
     )
-    state, step = df.stack(init(cases.params()), N), df.simulate(step, N)
-    first = step(state, cases.batches(N, 0), 0)[1].loss
+    state, step = df.stack(init(network.params()), N), df.simulate(step, N)
+    first = step(state, network.batches(N, 0), 0)[1].loss
     for t in range(40):
-        state, metrics = step(state, cases.batches(N, t), t)
+        state, metrics = step(state, network.batches(N, t), t)
     assert (metrics.loss < first).all()

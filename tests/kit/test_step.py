@@ -9,7 +9,7 @@ import decentfn as df
 from decentfn.comm import collectives, gossip
 from decentfn.core import trees
 from decentfn.core.buckets import loose
-from tests import cases
+from tests import network
 
 OPTIMIZERS = {
     "sgd": (lambda: df.sgd(0.05, momentum=0.9), lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9)),
@@ -41,7 +41,7 @@ def data(n, t, size=6):
     return inputs, torch.sin(inputs[..., :2]) + torch.arange(n, dtype=torch.float64).view(n, 1, 1) / n
 
 
-@pytest.mark.parametrize("algorithm", cases.CORE)
+@pytest.mark.parametrize("algorithm", network.CORE)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_one_worker_is_torch_optim(algorithm, optimizer):
     ours, theirs = OPTIMIZERS[optimizer]

@@ -7,15 +7,15 @@ import torch
 
 import decentfn as df
 from decentfn.core import trees
-from tests import cases
+from tests import network
 
 N = 4
-CASE = cases.Case("adapt_then_combine", "ring")
+CASE = "adapt_then_combine on ring"
 
 
 def started(wrap=lambda algorithm: algorithm):
-    init, step = wrap(cases.build(CASE, N))
-    return df.stack(init(cases.params()), N), step
+    init, step = wrap(network.build(CASE, N))
+    return df.stack(init(network.params()), N), step
 
 
 def assert_equal(a, b):
@@ -41,7 +41,7 @@ def test_its_fields_say_what_was_done_to_it():
 
 def test_torch_func_and_torch_compile_take_it_as_a_function():
     state, step = started()
-    batch = cases.batches(N, 0)
+    batch = network.batches(N, 0)
     expected = df.simulate(step, N)(state, batch, 0)
     template = trees.enumerate_leaves(state)
 

@@ -6,48 +6,38 @@ import pytest
 import torch
 
 import decentfn as df
-from decentfn import algorithms
 from decentfn.core import trees
-from tests import cases
-from tests.cases import CORE, Case
+from tests import contract, network
 
 N = 4
-NAMES = sorted(algorithms.__all__)
 LATER = [
-    Case("stochastic_gradient_push", "one-peer-exp-directed", {"delay": 2}),
-    Case("streaming_diloco", "complete", {"inner_steps": 6, "num_fragments": 2, "delay": 3}),
+    ("stochastic_gradient_push, delayed", {"delay": 2}),
+    ("streaming_diloco", {"inner_steps": 6, "num_fragments": 2, "delay": 3}),
 ]
 """Hyperparameters with which more is on its way."""
-
-
-def of(name):
-    """The cases of an algorithm, with plain SGD; a new algorithm needs one in tests/cases.py."""
-    if name in CORE:
-        return [Case(name, "ring", {"wire_dtype": None})]
-    found = [case for case in cases.CASES + LATER if case.algorithm == name]
-    assert found, f"tests/cases.py has no case of {name}"
-    return found
-
-
-EVERY = [case for name in NAMES for case in of(name)]
-each_algorithm = pytest.mark.parametrize("case", EVERY, ids=str)
+EVERY = [(row, {}) for row in contract.ROWS] + LATER
+each_algorithm = pytest.mark.parametrize(("row", "options"), EVERY, ids=str)
 REMEMBER_NOTHING = ("adapt_while_communicate", "adapt_then_combine", "all_reduce", "power_gossip")
 
 
 @pytest.fixture(autouse=True)
 def gated(monkeypatch):
-    """The cases' loss, times a number in the batch: 0 for a gradient of zero."""
-    plain = cases.loss_fn
-    monkeypatch.setattr(cases, "loss_fn", lambda params, batch: (batch[0] * plain(params, batch[1:])[0], None))
+    """The network's loss, times a number in the batch: 0 for a gradient of zero."""
+    plain = network.loss_fn
+    monkeypatch.setattr(network, "loss_fn", lambda params, batch: (batch[0] * plain(params, batch[1:])[0], None))
+
+
+def build(row, options):
+    return network.build(row, N, **options)
 
 
 def shifted(by):
-    return trees.map(lambda leaf: leaf + by, cases.params())
+    return trees.map(lambda leaf: leaf + by, network.params())
 
 
 def train(step, state, first, steps, gate=1.0, data=0):
     for t in range(first, first + steps):
-        state, _ = step(state, (torch.full((N,), gate), *cases.batches(N, t + data)), t)
+        state, _ = step(state, (torch.full((N,), gate), *network.batches(N, t + data)), t)
     return state
 
 
@@ -63,8 +53,8 @@ def assert_close(a, b, atol=2e-5):
 
 
 @each_algorithm
-def test_without_gradients_all_workers_stay_where_they_were_put(case):
-    state, step = started(cases.build(case, N))
+def test_without_gradients_all_workers_stay_where_they_were_put(row, options):
+    state, step = started(build(row, options))
     p = df.stack(shifted(3.0), N)
     state = df.with_params(state, p)
     assert all(torch.equal(a, b) for a, b in zip(trees.leaves(df.params(state)), trees.leaves(p), strict=True))
@@ -72,8 +62,8 @@ def test_without_gradients_all_workers_stay_where_they_were_put(case):
 
 
 @each_algorithm
-def test_two_pasts_that_get_the_same_parameters_have_one_future(case):
-    algorithm, p = cases.build(case, N), df.stack(shifted(0.1), N)
+def test_two_pasts_that_get_the_same_parameters_have_one_future(row, options):
+    algorithm, p = build(row, options), df.stack(shifted(0.1), N)
     ends = []
     for by, data in ((0.0, 0), (-0.2, 100)):
         state, step = started(algorithm, by, data)
@@ -82,8 +72,8 @@ def test_two_pasts_that_get_the_same_parameters_have_one_future(case):
 
 
 @each_algorithm
-def test_a_stacked_state_gets_what_each_worker_would_get_alone(case):
-    state, _ = started(cases.build(case, N))
+def test_a_stacked_state_gets_what_each_worker_would_get_alone(row, options):
+    state, _ = started(build(row, options))
     new = df.with_params(state, df.stack(shifted(1.0), N))
     for i in range(N):
         alone = df.with_params(df.worker(state, i), shifted(1.0))
@@ -95,15 +85,14 @@ def test_a_stacked_state_gets_what_each_worker_would_get_alone(case):
 
 @pytest.mark.parametrize("name", REMEMBER_NOTHING)
 def test_where_nothing_is_remembered_the_own_parameters_change_nothing(name):
-    state, step = started(cases.build(of(name)[0], N))
+    state, step = started(network.build(name, N))
     went_on = train(step, state, 7, 5)
     assert_close(train(step, df.with_params(state, df.params(state)), 7, 5), went_on, atol=0)
 
 
 @pytest.mark.parametrize("name", ["diloco", "adapt_while_communicate"])
 def test_an_ema_starts_anew_or_goes_on(name):
-    case = of(name)[0]
-    algorithm = df.ema(cases.build(case, N), 0.9)
+    algorithm = df.ema(network.build(name, N), 0.9)
     state, step = started(algorithm)
     p = df.stack(shifted(3.0), N)
     new = df.with_params(state, p)
@@ -116,6 +105,6 @@ class OwnMemory(NamedTuple):
 
 
 def test_a_memory_that_does_not_say_how_it_restarts_is_refused():
-    state = cases.build(of("all_reduce")[0], N).init(cases.params())
+    state = network.build("all_reduce", N).init(network.params())
     with pytest.raises(ValueError, match=r"a OwnMemory, does not say.*restart\(self, x\)"):
-        df.with_params(state._replace(memory=OwnMemory(torch.ones(3))), cases.params())
+        df.with_params(state._replace(memory=OwnMemory(torch.ones(3))), network.params())

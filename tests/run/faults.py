@@ -33,7 +33,7 @@ from decentfn.core import trees
 from decentfn.testing import problem
 from decentfn.testing.ranks import alone_as_rank_of
 from tests.collectives.test_failures import Breaks
-from tests.contract import ROWS
+from tests.contract import FAMILIES, ROWS
 
 PATCHED = ("mkdir", "open", "write", "fsync", "replace", "unlink", "rmdir")
 
@@ -111,19 +111,6 @@ def points(root: Path) -> int:
 # -- at random steps ------------------------------------------------------------------------------------------------
 
 STEPS = 7
-FAMILIES = (
-    "adapt_while_communicate, Decent-DP",
-    "gradient_tracking, atc",
-    "d2",
-    "stochastic_gradient_push, delayed",
-    "quasi_global_momentum",
-    "choco_sgd",
-    "power_gossip",
-    "relay_sgd, models",
-    "streaming_diloco",
-    "slowmo",
-)
-"""One algorithm of each, with a period, an outer round or messages under way."""
 
 
 def train(row: str, directory: Path, backend: str | None, kill: tuple[str, int, int] | None) -> None:
