@@ -148,7 +148,7 @@ def train(row: str, directory: Path, backend: str | None, kill: tuple[str, int, 
     done.write_text(digest.hexdigest())
 
 
-def on_processes(function: Callable[[int], None], *, is_killed: bool = False) -> None:
+def on_processes(function: Callable[[int], None], *, is_killed: bool = False, timeout: float = 200) -> None:
     """Two gloo ranks; where one dies, the other is killed as well."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -160,7 +160,7 @@ def on_processes(function: Callable[[int], None], *, is_killed: bool = False) ->
             os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             random.seed(os.getpid())
             try:
-                df.init(timeout=timedelta(seconds=200))
+                df.init(timeout=timedelta(seconds=timeout))
                 function(rank)
                 collectives.leave_default_group()
                 os._exit(0)
@@ -245,7 +245,8 @@ def rescue(root: Path) -> int:
     calls = int((root / "healthy" / "calls-1").read_text())
     for lost in itertools.product(range(calls), ("post", "wait")):
         directory = root / f"{lost[1]}-{lost[0]}"
-        on_processes(lambda rank, directory=directory, lost=lost: run(rank, directory, lost))
+        # gloo never tells of the message that it was writing when a connection closed: that one ends at the timeout.
+        on_processes(lambda rank, directory=directory, lost=lost: run(rank, directory, lost), timeout=40)
         assert df.checkpoint.latest(directory) is None
         restored = df.checkpoint.restore(directory / "rescued", df.stack(start, 2))
         steps, held = zip(*(torch.load(directory / f"rank-{rank}.pt") for rank in range(2)), strict=True)

@@ -137,11 +137,11 @@ class World:
     def apart(self) -> World:
         """The same processes with connections of their own, for what another thread does outside steps; collective.
 
-        `let_go` of it in the end.
+        It waits twice as long: a process may notice only at its timeout that a step's message is lost. `let_go` of it in the end.
         """
         if self.size == 1:
             return self
-        world = World(None, self.rank, self.size, self.timeout, self.device)
+        world = World(None, self.rank, self.size, 2 * (self.timeout or default_pg_timeout), self.device)
         world._store = PrefixStore(
             f"apart {next(self._made_apart)}", self.store
         )  # all make the same ones in the same order

@@ -1,8 +1,8 @@
 """Try the networks of tests/models one by one, and write the results in models.md: what works traced and by autograd.
 
-python docs/models.py                       tries what has no result yet, and writes the page
-python docs/models.py --only gpt-2 --again  tries this case anew, where the library is another than then
-python docs/models.py --seconds-in-all 0    only writes the page
+python -m tests.models.results                       tries what has no result yet, and writes the page
+python -m tests.models.results --only gpt-2 --again  tries this case anew, where the library is another than then
+python -m tests.models.results --seconds-in-all 0    only writes the page
 """
 
 from __future__ import annotations
@@ -21,13 +21,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from tests.models.cases import CASES
+from tests.models.trial import COLUMNS, WAYS
+
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
-
-from tests.models.cases import CASES  # noqa: E402
-from tests.models.trial import COLUMNS, WAYS  # noqa: E402
-
-RESULTS, PAGE = HERE / "models.jsonl", HERE / "models.md"
+RESULTS, PAGE = HERE / "results.jsonl", HERE.parent.parent / "docs" / "models.md"
 LONGEST = 90
 PACKAGES = ("torch", "torchvision", "timm", "transformers", "peft", "x-transformers", "torch_geometric")
 
@@ -42,7 +40,7 @@ def commit() -> str:
     try:
         said = [
             subprocess.run(
-                ["git", *words, "--", "decentfn"], cwd=HERE.parent, capture_output=True, text=True, check=True
+                ["git", *words, "--", "decentfn"], cwd=HERE.parent.parent, capture_output=True, text=True, check=True
             )
             for words in (("log", "-1", "--format=%h"), ("status", "--porcelain"))
         ]
@@ -79,7 +77,9 @@ def attempt(case: str, way: str, columns: list[str], limit: float) -> Iterator[d
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     began, left = time.monotonic(), list(columns)
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
-        process = subprocess.Popen(command, cwd=HERE.parent, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            command, cwd=HERE.parent.parent, env=environment, stdout=output, stderr=subprocess.STDOUT
+        )
         try:
             process.wait(limit)
         except subprocess.TimeoutExpired:
@@ -130,7 +130,7 @@ def try_all(arguments: argparse.Namespace) -> None:
 
 # -- the page ---------------------------------------------------------------------------------------------------------
 
-BEGIN, END = "<!-- results: python docs/models.py -->", "<!-- end of results -->"
+BEGIN, END = "<!-- results: python -m tests.models.results -->", "<!-- end of results -->"
 
 
 def page(results: dict[Key, dict[str, Any]]) -> str:
