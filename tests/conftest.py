@@ -18,6 +18,16 @@ torch.set_num_threads(1)  # many small workers on few cores
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # and in the processes that tests start
 
 
+FIRST_SCREENS = ("README.md", "getting_started.md")
+
+
+def pytest_collection_modifyitems(items):
+    """Pages that one reads later are thorough tests."""
+    for item in items:
+        if item.path.suffix == ".md" and item.path.name not in FIRST_SCREENS:
+            item.add_marker("thorough")
+
+
 def pytest_collection_finish():
     """A sixth of the suite's time went to looking for garbage among what stays."""
     gc.collect()

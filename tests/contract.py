@@ -190,7 +190,8 @@ INTRODUCTION = """# The contract
 For researchers and engineers who want to know which promises hold for every algorithm.
 
 Every algorithm is tried as users run it. Each cell is a test (`tests/algorithms/test_contract.py`) on gloo ranks that are threads of one
-process, and CI runs all of them; `python -m tests.contract` tries them again and writes this page. `df.testing.check_algorithm` tries
+process. CI runs all of them, but those of the column "Inductor" for one algorithm of each family (`-m slow` runs the others);
+`python -m tests.contract` tries them again and writes this page. `df.testing.check_algorithm` tries
 your own algorithm.
 
 The problem has leaves of two dtypes (float32 and float64) in several buckets, four workers with data of their own, and unequal starts

@@ -18,6 +18,8 @@ from decentfn.core import trees
 from decentfn.core.buckets import flatten
 from tests import contract
 
+pytestmark = pytest.mark.thorough
+
 LIBRARY = Path(df.__file__).parent
 N, NAN, INF = 4, float("nan"), float("inf")
 BAD = [

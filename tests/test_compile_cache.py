@@ -14,6 +14,8 @@ import decentfn as df
 from decentfn.engine import cache as compile_cache
 from decentfn.torch_private import inductor
 
+pytestmark = pytest.mark.thorough
+
 GRAPH = torch.fx.GraphModule({}, torch.fx.Graph())
 
 

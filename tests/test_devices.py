@@ -13,6 +13,8 @@ from decentfn.gradient.backward import backward
 from decentfn.testing import problem
 from tests import contract, devices
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.mark.parametrize("row", contract.ROWS)
 def test_a_step_reads_nothing_back_and_copies_nothing(row):

@@ -8,6 +8,8 @@ import decentfn as df
 from decentfn.errors import ReplicaMismatch, RunError
 from decentfn.testing.ranks import on_kept_ranks
 
+pytestmark = pytest.mark.thorough
+
 N = 4
 DATA = [torch.arange(0.0, 8.0), torch.arange(8.0, 13.0), torch.tensor([20.0])]  # 14 samples in three uneven batches
 W = torch.tensor([1.0, 3.0, -2.0, 0.5])

@@ -16,6 +16,8 @@ import tyro
 
 import decentfn as df
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).parent.parent
 TINY = ["--steps", "5", "--warmup", "2", "--layers", "1", "--dim", "16", "--heads", "2", "--batch-size", "2"]
 TINY += ["--seq-len", "32", "--log-every", "2", "--eval-bytes", "1024", "--no-compile"]

@@ -8,6 +8,8 @@ import pytest
 import decentfn as df
 from tests.test_examples import load
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 ALGORITHMS = Path(df.algorithms.__file__).parent

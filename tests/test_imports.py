@@ -10,6 +10,8 @@ import pytest
 
 import decentfn as df
 
+pytestmark = pytest.mark.thorough
+
 ALONE = """
 import importlib, json, pkgutil, sys
 from importlib import metadata

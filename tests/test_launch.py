@@ -14,7 +14,7 @@ import yaml
 LAUNCH = Path(__file__).parent.parent / "examples" / "launch"
 DIGITS = [str(LAUNCH.parent / "digits.py"), "--steps", "5"]
 
-pytestmark = pytest.mark.xdist_group("launch")
+pytestmark = [pytest.mark.xdist_group("launch"), pytest.mark.thorough]
 
 
 def start(script, *arguments, **variables):

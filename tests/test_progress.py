@@ -3,9 +3,12 @@
 import logging
 import re
 
+import pytest
 import torch
 
 import decentfn as df
+
+pytestmark = pytest.mark.thorough
 
 COMPILING = r"compiling adapt_then_combine\.step{} \.\.\."
 COMPILED = r"compiled adapt_then_combine\.step in \d+\.\d s"

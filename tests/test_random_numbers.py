@@ -8,6 +8,8 @@ import torch
 import decentfn as df
 from decentfn.core import draws
 
+pytestmark = pytest.mark.thorough
+
 STEPS = 3
 HOW = [None, "aot_eager", "inductor"]
 

@@ -11,6 +11,8 @@ from decentfn.compat import ddp, decent_dp
 from decentfn.core import trees
 from tests.run.inside import ALL_KINDS, workers
 
+pytestmark = pytest.mark.thorough
+
 ONE, STACKED = "one worker", "stacked"
 
 

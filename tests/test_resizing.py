@@ -13,6 +13,8 @@ from decentfn.testing.ranks import on_kept_ranks
 from tests.contract import ROWS
 from tests.test_examples import load
 
+pytestmark = pytest.mark.thorough
+
 PAGE = Path(__file__).parent.parent / "docs" / "resizing.md"
 SIZES = (4, 3, 5)
 F64 = torch.float64

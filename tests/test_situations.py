@@ -20,6 +20,8 @@ from decentfn.comm import collectives
 from decentfn.core import trees
 from decentfn.testing import on_ranks
 
+pytestmark = pytest.mark.thorough
+
 SOON = timedelta(seconds=3)
 
 # -- unmatched calls -------------------------------------------------------------------------------------------------

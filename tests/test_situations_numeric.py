@@ -11,6 +11,8 @@ from decentfn import compressors
 from decentfn.core import trees
 from decentfn.topologies import every, from_matrices, later
 
+pytestmark = pytest.mark.thorough
+
 
 def loss(params, batch):
     return sum(0.0 * p.abs().float().sum() for p in trees.leaves(params))

@@ -15,7 +15,7 @@ import decentfn as df
 from decentfn.testing import PROMISES, Subject, check_algorithm, check_topology, check_transform, try_promise
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-pytestmark = pytest.mark.xdist_group("small examples")
+pytestmark = [pytest.mark.xdist_group("small examples"), pytest.mark.thorough]
 
 
 @pytest.fixture(scope="module")

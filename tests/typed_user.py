@@ -2,11 +2,10 @@
 
 # pyright: strict
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_type
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import assert_type
 
 import decentfn as df
 from decentfn.gradient import LossFn

@@ -23,6 +23,8 @@ from decentfn.core import trees
 from decentfn.core.buckets import flatten
 from tests.quadratics import STEPS, Sgd, random_column_stochastic, random_symmetric, static_ring
 
+pytestmark = pytest.mark.thorough
+
 N = 5
 LR = 0.1
 SHAPES = {"s": (3, 3), "v": (5,), "w": (4, 6)}

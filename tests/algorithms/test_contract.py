@@ -14,9 +14,13 @@ def test_every_algorithm_has_a_row_and_every_promise_a_column():
 
 
 def cells():
+    """One row of each family by default; Inductor, which takes half a minute, for others only if slow tests are asked for."""
     for row in contract.ROWS:
         for promise in PROMISES:
-            yield pytest.param(row, promise, marks=pytest.mark.xdist_group(row))
+            marks = [pytest.mark.xdist_group(row)]
+            if row not in contract.FAMILIES:
+                marks.append(pytest.mark.slow if promise == "compiled_ranks_agree" else pytest.mark.thorough)
+            yield pytest.param(row, promise, marks=marks)
 
 
 @pytest.mark.parametrize(("row", "promise"), list(cells()))

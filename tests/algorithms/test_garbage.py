@@ -9,6 +9,8 @@ import decentfn as df
 from decentfn.testing import problem
 from tests import contract
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.fixture
 def collected():

@@ -7,7 +7,7 @@ import pytest
 import decentfn as df
 from tests.test_examples import load
 
-pytestmark = pytest.mark.xdist_group("heterogeneity")  # one process makes the fixture
+pytestmark = [pytest.mark.xdist_group("heterogeneity"), pytest.mark.thorough]  # one process makes the fixture
 
 
 @pytest.fixture(scope="module")

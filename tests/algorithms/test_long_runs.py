@@ -15,6 +15,8 @@ import decentfn as df
 from decentfn import compressors
 from decentfn.core import trees
 
+pytestmark = pytest.mark.thorough
+
 D = 64
 RANDOM = {"compressor": compressors.random_k(0.5), "gamma": 0.3}
 

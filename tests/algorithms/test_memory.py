@@ -10,6 +10,8 @@ from decentfn.compressors import Compressor, Key
 from decentfn.core import trees
 from tests import contract, network
 
+pytestmark = pytest.mark.thorough
+
 N = 4
 BF16 = torch.bfloat16
 NO_SUMS = ("params", "start", "outboxes", "weight")

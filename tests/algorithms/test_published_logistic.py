@@ -35,7 +35,7 @@ def loss_fn(x, batch):
     return torch.log1p(torch.exp(-y * (X @ x))).mean() + RHO / 2 * torch.linalg.vector_norm(x)
 
 
-pytestmark = pytest.mark.xdist_group("published_logistic")  # one process makes the fixture
+pytestmark = [pytest.mark.xdist_group("published_logistic"), pytest.mark.thorough]  # one process makes the fixture
 
 
 @pytest.fixture(scope="module")

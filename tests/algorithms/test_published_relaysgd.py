@@ -5,6 +5,8 @@ import torch
 
 from tests.relaysgd_records import METHODS, Record, by_run, quadratic, records, replay
 
+pytestmark = pytest.mark.thorough
+
 LONGEST = 1000  # steps that CI may take
 
 

@@ -21,6 +21,8 @@ from decentfn.testing import on_ranks
 from decentfn.testing.ranks import alone_as_rank_of
 from tests.ranks import AT_ONCE, Ranks
 
+pytestmark = pytest.mark.thorough
+
 BROKEN = "Connection closed by peer [10.0.0.1]:1"
 AT = 2
 """The step in which a message is lost."""

@@ -9,6 +9,8 @@ import torch
 from decentfn.comm import collectives
 from decentfn.comm.collectives import forks
 
+pytestmark = pytest.mark.thorough
+
 ROUNDS = 100
 
 

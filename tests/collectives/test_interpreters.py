@@ -12,6 +12,8 @@ from decentfn.core import trees
 from decentfn.testing import on_ranks
 from tests import contract, network
 
+pytestmark = pytest.mark.thorough
+
 STEPS = 5
 ON_TWO, ON_FOUR, ON_EIGHT = (
     ("ring", "one-peer-exp"),

@@ -10,6 +10,8 @@ import decentfn as df
 from decentfn.compat.ddp import add_module_prefix, strip_module_prefix
 from decentfn.core import trees
 
+pytestmark = pytest.mark.thorough
+
 STEPS, MICRO = 50, 2
 
 

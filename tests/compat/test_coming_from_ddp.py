@@ -1,5 +1,6 @@
 """The page "Coming from DistributedDataParallel" does what it says: its code is run, before against after."""
 
+import pytest
 import re
 from pathlib import Path
 
@@ -8,6 +9,8 @@ from torch import nn
 
 import decentfn as df
 from decentfn.compat.ddp import strip_module_prefix
+
+pytestmark = pytest.mark.thorough
 
 PAGE = Path(__file__).parents[2] / "docs" / "coming_from_ddp.md"
 

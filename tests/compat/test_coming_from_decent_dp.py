@@ -13,6 +13,8 @@ import torch
 import decentfn as df
 from decentfn.core import trees
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "coming_from_decent_dp.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)

@@ -8,6 +8,8 @@ from torch import nn
 
 import decentfn as df
 
+pytestmark = pytest.mark.thorough
+
 
 def linear(params, x):
     return x @ params["weight"] + params["bias"]

@@ -9,6 +9,8 @@ from decentfn.core import trees
 from decentfn.testing import on_ranks
 from decentfn.testing.ranks import alone_as_rank_of
 
+pytestmark = pytest.mark.thorough
+
 COMPRESSORS = (
     compressors.random_k(0.5),
     compressors.top_k(0.25),

@@ -3,11 +3,14 @@
 Without any gradient the workers' mean must not move, though each of them is heard rounded to three digits or less.
 """
 
+import pytest
 import torch
 
 import decentfn as df
 from decentfn import compressors
 from decentfn.core import trees
+
+pytestmark = pytest.mark.thorough
 
 N, STEPS = 4, 20
 

@@ -1,10 +1,13 @@
 """Half the bytes, the same curve: parameters that travel as bfloat16 train as well as those that travel whole."""
 
+import pytest
 import torch
 from sklearn.datasets import load_digits
 from torch.nn.functional import cross_entropy
 
 import decentfn as df
+
+pytestmark = pytest.mark.thorough
 
 N, STEPS, SEEDS = 8, 150, 5
 

@@ -37,7 +37,7 @@ def of_any_size(row):
     return True
 
 
-@pytest.mark.parametrize("row", filter(of_any_size, contract.ROWS))
+@pytest.mark.parametrize("row", list(filter(of_any_size, contract.ROWS)))
 def test_chunks_change_nothing(row):
     agree(lambda: (*network.build(row, N), network.params()), lambda t: network.batches(N, t), [4], steps=2)
 

@@ -7,6 +7,8 @@ import decentfn as df
 from decentfn import testing
 from decentfn.core import trees
 
+pytestmark = pytest.mark.thorough
+
 OPTIMIZERS = {
     "sgd": (lambda: df.sgd(0.1, momentum=0.9, weight_decay=0.1), torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
     "adamw": (lambda: df.adamw(0.05, weight_decay=0.1), torch.optim.AdamW, {"lr": 0.05}),

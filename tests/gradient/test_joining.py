@@ -10,6 +10,8 @@ from decentfn.core.buckets import flatten
 from decentfn.gradient.evaluation import evaluate
 from tests.allocations import peak_of
 
+pytestmark = pytest.mark.thorough
+
 WIDTH, LAYERS = 384, 15  # weights of 590 kB
 
 

@@ -15,6 +15,8 @@ import decentfn as df
 from decentfn.core import trees
 from decentfn.engine import cache as compile_cache
 
+pytestmark = pytest.mark.thorough
+
 
 @dataclass
 class Output:

@@ -10,6 +10,8 @@ from torch.nn.functional import cross_entropy, mse_loss
 import decentfn as df
 from tests.gradient.test_one_rule import AROUND, everywhere
 
+pytestmark = pytest.mark.thorough
+
 BATCH = (torch.linspace(-1, 1, 12).view(4, 3), torch.linspace(0, 1, 4)[:, None])
 WAYS = pytest.mark.parametrize("around", [AROUND["traced"], AROUND["autograd"]], ids=["traced", "autograd"])
 BACKENDS = pytest.mark.parametrize("backend", [None, "eager"])

@@ -10,6 +10,8 @@ from torch.nn.functional import mse_loss
 
 import decentfn as df
 
+pytestmark = pytest.mark.thorough
+
 X, Y = torch.arange(12.0).view(3, 4) / 10, torch.ones(3, 2)
 
 

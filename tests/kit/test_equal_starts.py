@@ -7,6 +7,8 @@ import decentfn as df
 from decentfn.testing import problem
 from tests import contract
 
+pytestmark = pytest.mark.thorough
+
 N, STEPS = 4, 50
 NARROW = [row for row in contract.ROWS if row.startswith(("diloco", "streaming_diloco"))]
 CASES = [(row, {}) for row in contract.ROWS] + [(row, {"wire_dtype": torch.bfloat16}) for row in NARROW]

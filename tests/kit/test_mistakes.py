@@ -6,6 +6,8 @@ from torch.nn.functional import mse_loss
 
 import decentfn as df
 
+pytestmark = pytest.mark.thorough
+
 N = 4
 
 

@@ -9,6 +9,8 @@ import decentfn as df
 from decentfn.core import trees
 from tests import contract, network
 
+pytestmark = pytest.mark.thorough
+
 N = 4
 LATER = [
     ("stochastic_gradient_push, delayed", {"delay": 2}),

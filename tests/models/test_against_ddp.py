@@ -13,7 +13,7 @@ from tests.models.cases import CASES, batch_of
 from tests.models.test_models import made_by
 from tests.models.trial import MOMENTUM, RATE, STEPS, difference, loss_of, start, step_of, tensors
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.thorough]
 
 
 def with_ddp(name):

@@ -6,7 +6,7 @@ from tests.models.cases import CASES
 from tests.models.registry import import_package
 from tests.models.trial import Differs, attempt
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # what other packages warn of
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.thorough]  # what other packages warn of
 
 CHEAP = (
     *(name for name, case in CASES.items() if case.package == "torch"),

@@ -7,7 +7,7 @@ import decentfn as df
 from tests.models.cases import batch_of
 from tests.models.test_models import made_by
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # what other packages warn of
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.thorough]  # what other packages warn of
 
 
 @pytest.mark.parametrize("name", ["gpt-2", "llama-2-layers", "t5", "bert", "lora-on-gpt-2"])

@@ -10,6 +10,8 @@ import torch
 
 import decentfn as df
 
+pytestmark = pytest.mark.thorough
+
 LOSSES = torch.randn(20, 5, generator=torch.Generator().manual_seed(0))
 
 

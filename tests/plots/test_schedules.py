@@ -7,6 +7,8 @@ from matplotlib.patches import FancyArrowPatch, Polygon
 
 import decentfn as df
 
+pytestmark = pytest.mark.thorough
+
 DRAWN = {
     "one-peer-exp": df.topology("one-peer-exp", 8),
     "directed": df.topology("one-peer-exp-directed", 8),

@@ -17,6 +17,8 @@ from decentfn.testing import problem
 from decentfn.testing.ranks import on_kept_ranks
 from tests.run.faults import are_equal, at_point, small
 
+pytestmark = pytest.mark.thorough
+
 
 def save_by_two_ranks(directory, step):
     """A checkpoint of two files; the stacked state of both workers."""

@@ -20,6 +20,8 @@ from decentfn.train.checkpoint.layout import leaves_of
 from tests.ranks import Ranks
 from tests.run.inside import Network, batch, sharded, workers
 
+pytestmark = pytest.mark.thorough
+
 MSE = nn.functional.mse_loss
 
 

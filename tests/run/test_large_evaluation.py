@@ -14,6 +14,8 @@ from decentfn.errors import RunError
 from tests.ranks import AT_ONCE, Ranks
 from tests.run.inside import ALL_KINDS, Network, batch, workers
 
+pytestmark = pytest.mark.thorough
+
 MSE = nn.functional.mse_loss
 
 

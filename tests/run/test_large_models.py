@@ -49,6 +49,8 @@ from tests.run.inside import (
     workers,
 )
 
+pytestmark = pytest.mark.thorough
+
 SHARDS, STEPS = 2, 6
 PAGE = Path(df.__file__).parent.parent / "docs" / "large_models.md"
 

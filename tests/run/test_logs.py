@@ -12,6 +12,8 @@ import torch
 import decentfn as df
 from decentfn.testing.ranks import on_kept_ranks
 
+pytestmark = pytest.mark.thorough
+
 
 def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]

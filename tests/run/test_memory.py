@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.thorough
+
 SCRIPT = """
 import ctypes, sys
 import torch, torch._dynamo

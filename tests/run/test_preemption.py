@@ -11,7 +11,7 @@ import pytest
 import decentfn as df
 from tests.ranks import AT_ONCE
 
-pytestmark = pytest.mark.xdist_group("restarts")
+pytestmark = [pytest.mark.xdist_group("restarts"), pytest.mark.thorough]
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 

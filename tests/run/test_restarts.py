@@ -74,7 +74,7 @@ def trained(num_workers, steps=STEPS, x=None):
     return x
 
 
-pytestmark = pytest.mark.xdist_group("restarts")
+pytestmark = [pytest.mark.xdist_group("restarts"), pytest.mark.thorough]
 
 
 def require_whole(events, size):

@@ -14,6 +14,8 @@ from decentfn.optim.transforms import Transform
 from decentfn.testing import PROMISES, strategies
 from decentfn.testing.subjects import Run, ranks
 
+pytestmark = pytest.mark.thorough
+
 
 def my_algorithm(fault):
     """Adapt then combine, with a fault."""

@@ -13,7 +13,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "write_your_own.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
 
 
-pytestmark = pytest.mark.xdist_group("write your own")
+pytestmark = [pytest.mark.xdist_group("write your own"), pytest.mark.thorough]
 
 
 @pytest.fixture(scope="module")

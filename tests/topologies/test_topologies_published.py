@@ -21,6 +21,8 @@ from decentfn.topologies import (
 )
 from decentfn.topologies.matching import pair_weights
 
+pytestmark = pytest.mark.thorough
+
 
 def ring_gap(n):
     return 1 - (1 + 2 * math.cos(2 * math.pi / n)) / 3

@@ -9,6 +9,8 @@ import decentfn
 from decentfn.torch_private.names import NAMES
 from tests.torch_private import without
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(decentfn.__file__).parent
 PRIVATE = r"torch(?:\.\w+)*?\._[a-zA-Z]\w*(?:\.\w+)*|from torch[\w.]* import _\w+"
 

@@ -13,6 +13,8 @@ from decentfn.core.buckets import flatten
 from decentfn.engine import cache as compile_cache
 from decentfn.torch_private import inductor
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.fixture
 def as_pytorch_is(monkeypatch):
