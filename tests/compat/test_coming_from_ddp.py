@@ -1,9 +1,9 @@
 """The page "Coming from DistributedDataParallel" does what it says: its code is run, before against after."""
 
-import pytest
 import re
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
