@@ -240,7 +240,7 @@ PROBES = {
         "push-sum",
         [[[1], [2], [3], [0]]],
         [[[0.7, 0.5], [0.5, 0.5], [0.5, 0.5], [0.5, 0.3]]],
-        is_column_stochastic=True,
+        needs_push_sum=True,
     ),
 }
 HYPERPARAMETERS = {"compressor": lambda: compressors.top_k(0.5), "gamma": lambda: 0.4, "inner_steps": lambda: 4}
@@ -297,7 +297,7 @@ def distance_to_optimum(name: str) -> float:
     return float((df.params(state) - optimum).norm(dim=1).mean())
 
 
-def behaviour(name: str) -> list[str]:
+def behavior(name: str) -> list[str]:
     is_exact = distance_to_optimum(name) < EXACT
     return [*(tick(accepts(name, p)) for p in PROBES.values()), state_size(name), "exact" if is_exact else "biased"]
 
@@ -337,7 +337,7 @@ def algorithms_page() -> str:
         ([f"[`{k}`](#{f['file']})", f["title"], f["topology"], f["signature"], f["source"]] for k, f in facts.items()),
     )
     sends = table(["name", "sends", "overlaps"], ([f"`{k}`", f["sends"], f["overlap"]] for k, f in facts.items()))
-    does = table(["name", *PROBES, "state", "different data"], ([f"`{k}`", *behaviour(k)] for k in names))
+    does = table(["name", *PROBES, "state", "different data"], ([f"`{k}`", *behavior(k)] for k in names))
     sections = "\n".join(equation_section(file, module) for file, module in equations.items())
     return f"""# Algorithms
 

@@ -1,4 +1,4 @@
-"""A model of the transformers package, as it is: four workers train a small GPT-2 on the text of this file's neighbours.
+"""A model of the transformers package, as it is: four workers train a small GPT-2 on the text of this file's neighbors.
 
 pip install transformers, then
 

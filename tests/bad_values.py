@@ -49,7 +49,7 @@ MENDED = {
     "power_gossip": _NEVER,
     "relay_sgd, gradients": _NEVER,
 }
-"""What a worker goes on from whose parameters were bad, where that is not the mix of its neighbours."""
+"""What a worker goes on from whose parameters were bad, where that is not the mix of its neighbors."""
 
 GRADIENT = {
     "all_reduce": "left out of the mean; all take the step",

@@ -32,7 +32,7 @@ def unequal_shares(n: int) -> df.Topology:
     eye, right = np.eye(n), np.roll(np.eye(n), 1, 0)
     kept = np.linspace(0.3, 0.7, n)
     rounds = [eye * k + right * (1 - k) for k in (kept, kept[::-1])]
-    return df.topologies.from_matrices("unequal shares", np.stack(rounds), is_column_stochastic=True)
+    return df.topologies.from_matrices("unequal shares", np.stack(rounds), needs_push_sum=True)
 
 
 # -- laws beside those of df.testing ------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What is counted is what was planned and travelled; what is shown is where it happened; neither changes the step."""
+"""What is counted is what was planned and traveled; what is shown is where it happened; neither changes the step."""
 
 import gzip
 import json

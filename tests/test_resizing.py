@@ -262,12 +262,12 @@ def test_a_worker_that_is_not_finite_does_not_spread_over_all(tmp_path):
     algorithm = alike(3)
     state = df.stack(alike(4).init(problem.params()), 4)
     state.params[0][1, 2] = float("nan")
-    with pytest.raises(df.errors.NonFinite, match="give it its neighbour's"):
+    with pytest.raises(df.errors.NonFinite, match="give it its neighbor's"):
         df.resize(state, algorithm)
     df.checkpoint.save(tmp_path, state, 0)
 
     def refused(rank):
-        with pytest.raises(df.errors.NonFinite, match="give it its neighbour's"):
+        with pytest.raises(df.errors.NonFinite, match="give it its neighbor's"):
             df.checkpoint.restore(tmp_path, algorithm.init(problem.params()))
 
     on_kept_ranks(3, refused)

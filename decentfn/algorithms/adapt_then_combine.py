@@ -22,9 +22,9 @@ def adapt_then_combine(loss_fn: LossFn, optimizer: Any, topology: Topology, **op
     """Update, then mix what was updated.
 
     Nothing can be sent before the update, so only the last buckets' messages overlap with anything; in exchange every
-    neighbour's gradient is in the next step's parameters. Local SGD (periodic averaging) is this algorithm on
+    neighbor's gradient is in the next step's parameters. Local SGD (periodic averaging) is this algorithm on
     `every(H, complete)`, Gossip-PGA is it on `pga(H, topology)`.
-    Sent per step: the parameters, once per neighbour (or one all-reduce within the group).
+    Sent per step: the parameters, once per neighbor (or one all-reduce within the group).
 
     Args:
         loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.

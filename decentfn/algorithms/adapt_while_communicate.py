@@ -46,7 +46,7 @@ def adapt_while_communicate(
     """Send the parameters while the gradient is computed; add the update to what was mixed.
 
     Everything overlaps: what travels is posted before the forward pass and needed after the backward pass.
-    Sent per step: the parameters, once per neighbour (or one all-reduce within the group).
+    Sent per step: the parameters, once per neighbor (or one all-reduce within the group).
 
     Args:
         loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.

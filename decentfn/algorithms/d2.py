@@ -63,7 +63,7 @@ def d2(loss_fn: LossFn, optimizer: Any, topology: Topology, **options: Unpack[Op
     """Adapt then combine, corrected by the last step's change; as accurate as if all workers shared their data.
 
     Nothing can be sent before the update, so only the last buckets' messages overlap with anything.
-    Sent per step: x + u + c, once per neighbour (or one all-reduce within the group).
+    Sent per step: x + u + c, once per neighbor (or one all-reduce within the group).
 
     Args:
         loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.
@@ -116,8 +116,8 @@ def require_stable(topology: Topology, tolerance: float = 1e-9) -> None:
     if len(circulant) == len(modes):
         radius = companion_radius(circulant)
     else:
-        centred = [mixing_matrix(topology, p) - 1 / topology.num_workers for p in range(topology.period)]
-        radius = companion_radius(centred)
+        centered = [mixing_matrix(topology, p) - 1 / topology.num_workers for p in range(topology.period)]
+        radius = companion_radius(centered)
     if radius > 1 + tolerance:
         raise ValueError(
             f"d2: on {topology.name!r} disagreement grows by {radius:.6g} per period of {topology.period} even without "

@@ -82,14 +82,14 @@ def decentlam(
     """Momentum on the whole step of adapt-then-combine, the mixing included.
 
     As with adapt-then-combine nothing can be sent before the update, so only the last buckets' messages overlap.
-    Sent per step: the parameters, once per neighbour (or one all-reduce within the group).
+    Sent per step: the parameters, once per neighbor (or one all-reduce within the group).
     With `beta=0` it is `adapt_then_combine`.
 
     Args:
         loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.
         optimizer: a pair `(init, update)` that turns g into -η g, without momentum of its own: `df.sgd(lr)`.
         topology: the schedule of mixing matrices, doubly stochastic, on which disagreement does not grow (500 steps without
-            gradients are tried): any static undirected one. The paper analyses those.
+            gradients are tried): any static undirected one. The paper analyzes those.
         beta: β in [0, 1].
         learning_rate: η as a function of t, where the optimizer's changes. The parameters do not depend on a constant
             η (it only fixes the unit of m), so a constant one need not be named twice.

@@ -66,9 +66,9 @@ def deep_squeeze(
     """Update, send the compressed parameters with the error of last time added, and mix what arrived.
 
     What travels is known after the update only, so messages overlap with the compression of later buckets and with
-    nothing else. Nothing is remembered about neighbours, so any schedule will do. With `compressors.identity()` and
+    nothing else. Nothing is remembered about neighbors, so any schedule will do. With `compressors.identity()` and
     γ = 1 it is adapt_then_combine.
-    Sent per step: one compressed message per bucket and neighbour (to everyone else in a group).
+    Sent per step: one compressed message per bucket and neighbor (to everyone else in a group).
 
     Args:
         loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.
@@ -85,7 +85,7 @@ def deep_squeeze(
     require_compressor("deep_squeeze", compressor, gamma, options)
     worker = Worker(loss_fn, optimizer, topology, **options)
     require_doubly_stochastic("deep_squeeze", topology)
-    neighbours = as_messages(topology)
+    neighbors = as_messages(topology)
 
     def start(x: Buckets) -> Memory:
         require_contraction("deep_squeeze", compressor, x.plan)
@@ -97,7 +97,7 @@ def deep_squeeze(
         u, local = worker.update(g.grads, g, local, x)
         x_half = add(x, u)
         v = add(error, x_half)
-        c = post_compressed(v, compressor, neighbours, t)
+        c = post_compressed(v, compressor, neighbors, t)
         error = elementwise(torch.sub, v, c.sent)
         pull = difference_compressed(c, gamma)
         x = elementwise(lambda x, pull: (x + pull).to(x.dtype), x_half, pull)

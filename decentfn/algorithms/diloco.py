@@ -78,7 +78,7 @@ def diloco(
     Args:
         loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.
         optimizer: a pair `(init, update)`, the inner optimizer (AdamW in the paper); its state stays the worker's own.
-        topology: only its `num_workers` counts for the mixing: outer steps average over everyone (`noloco` averages over neighbours).
+        topology: only its `num_workers` counts for the mixing: outer steps average over everyone (`noloco` averages over neighbors).
         inner_steps: H; the outer step follows steps H-1, 2H-1, …
         outer_learning_rate: η > 0.
         outer_momentum: β in [0, 1], Nesterov's.

@@ -58,7 +58,7 @@ def exact_diffusion(loss_fn: LossFn, optimizer: Any, topology: Topology, **optio
 
     It is D² on (I + W)/2, which is positive semidefinite for every W: no spectral condition is left.
     Nothing can be sent before the update, so only the last buckets' messages overlap with anything.
-    Sent per step: φ, once per neighbour.
+    Sent per step: φ, once per neighbor.
 
     Args:
         loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.

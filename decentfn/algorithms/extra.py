@@ -53,10 +53,10 @@ class Memory(NamedTuple):
 
 @algorithm
 def extra(loss_fn: LossFn, optimizer: Any, topology: Topology, **options: Unpack[Options]) -> Algorithm:
-    """Gradient descent on gossip, its bias cancelled by the disagreement summed over time.
+    """Gradient descent on gossip, its bias canceled by the disagreement summed over time.
 
     Everything overlaps: x is posted before the forward pass and needed after the backward pass.
-    Sent per step: the parameters, once per neighbour.
+    Sent per step: the parameters, once per neighbor.
 
     Args:
         loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.

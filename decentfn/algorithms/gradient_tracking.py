@@ -76,7 +76,7 @@ def gradient_tracking(
     Overlaps: "atc", the default, nothing: y waits for the gradient and x for y, so a step takes as long as both
     messages and the gradient together; "semi-atc" y, "awc" everything (x and y travel while the gradient is computed).
     The latter two suit static topologies, and others at small learning rates.
-    Sent per step: the parameters and the tracker, each once per neighbour (or one all-reduce within the group).
+    Sent per step: the parameters and the tracker, each once per neighbor (or one all-reduce within the group).
 
     Args:
         loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.

@@ -62,8 +62,8 @@ def momentum_tracking(
 
     Everything overlaps: both messages are posted before the forward pass. (In the form with c, the correction could
     travel only after the backward pass; what it would carry waits in the state and travels in the next step, through
-    the neighbours of the step that it belongs to.)
-    Sent per step: parameters and tracked momentum, once per neighbour (or two all-reduces within the group).
+    the neighbors of the step that it belongs to.)
+    Sent per step: parameters and tracked momentum, once per neighbor (or two all-reduces within the group).
     Invariant: mean(y) = mean(u). With `beta=0` it is gradient tracking in its adapt-while-communicate form.
 
     It starts with c = u = 0 instead of the paper's (g⁰ - ḡ⁰)/(1 - β), which would need everyone's first gradient:

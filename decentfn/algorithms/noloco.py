@@ -1,4 +1,4 @@
-"""NoLoCo: DiLoCo without its all-reduce; outer steps average over a neighbour or two.
+"""NoLoCo: DiLoCo without its all-reduce; outer steps average over a neighbor or two.
 
     θ ← θ + u(θ, g(θ))                                       in every step      (Kolehmainen et al., 2025;
     d = θ - φ                                                after every H       arXiv:2506.10911)
@@ -70,9 +70,9 @@ def noloco(
     gamma: float = 0.7,
     **options: Unpack[Options],
 ) -> Algorithm:
-    """Train apart for H steps, then step along the neighbours' mean progress and towards their slow parameters.
+    """Train apart for H steps, then step along the neighbors' mean progress and toward their slow parameters.
 
-    Sent: in each H-th step one payload of the parameters' size per neighbour, after the update, so that it does not
+    Sent: in each H-th step one payload of the parameters' size per neighbor, after the update, so that it does not
     overlap with the gradient; in all other steps nothing. (By linearity β W d + γ W φ = W (β d + γ φ): half of what
     the authors' code sends.) Outer step k is round k of the topology.
     With `alpha=0, beta=1, gamma=1` it is local SGD over the topology, with rounds in steps H-1, 2H-1, …

@@ -65,7 +65,7 @@ def power_gossip(
     uncompressed, once a step. An edge whose ends agree takes its first direction again. With r > 1 runs that differ by
     rounding come apart slowly: where the difference has a lower rank, its last columns are rounding.
     The last round overlaps with the gradient; with more than one, each waits for the one before.
-    Sent per step and neighbour: max(m, n) r values for each m x n matrix and iteration (an edge takes X and Xᵀ by turns,
+    Sent per step and neighbor: max(m, n) r values for each m x n matrix and iteration (an edge takes X and Xᵀ by turns,
     and one graph sends messages of one size), and the leaves of one dimension.
 
     Args:
@@ -113,7 +113,7 @@ def _undirected(topology: Topology) -> Topology:
     if asymmetry > 1e-12:
         raise ValueError(
             f"power_gossip: a mixing matrix of {topology.name!r} differs from its transpose by {asymmetry:.3g}, but both "
-            "ends of an edge move towards each other, which needs W = Wᵀ; use an undirected topology such as "
+            "ends of an edge move toward each other, which needs W = Wᵀ; use an undirected topology such as "
             "'static-ring', or deep_squeeze."
         )
     return from_matrices(topology.name, matrices)

@@ -64,7 +64,7 @@ def push_diging(loss_fn: LossFn, optimizer: Any, topology: Topology, **options: 
 
     Step t first completes the last step's `A y`, with the last step's mixing matrix: it overlaps with the gradient;
     u and v can be sent only after the update.
-    Sent per step: the parameters, the tracker and one number more, once per neighbour.
+    Sent per step: the parameters, the tracker and one number more, once per neighbor.
 
     Args:
         loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.

@@ -68,7 +68,7 @@ def quasi_global_adam(
     gradient_weight: float = 1.0,
     **options: Unpack[Options],
 ) -> Algorithm:
-    """Adam whose moments are fed with the normalised difference of mixed parameters instead of the gradient.
+    """Adam whose moments are fed with the normalized difference of mixed parameters instead of the gradient.
 
     Sent per step, and overlap: as `quasi_global_momentum`. Bias is corrected as in the authors' code.
 

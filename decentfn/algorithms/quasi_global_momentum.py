@@ -67,7 +67,7 @@ def quasi_global_momentum(
     """Follow momentum that all workers nearly share, so that heterogeneous data do not pull it apart.
 
     As with adapt-then-combine nothing can be sent before the update, so only the last buckets' messages overlap.
-    Sent per step: the parameters, once per neighbour (or one all-reduce within the group); momentum is free.
+    Sent per step: the parameters, once per neighbor (or one all-reduce within the group); momentum is free.
     With `beta=0` it is `adapt_then_combine`. The Adam variant is `quasi_global_adam`.
 
     Args:

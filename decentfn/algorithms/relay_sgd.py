@@ -6,7 +6,7 @@
 
     m_{i→j} = g_i + Σ_{k≠j} m_{k→i}(previous step);    x⁺ = x - η (g_i + Σ_j m_{j→i}) / n    relay="gradients"
 
-x: a worker's parameters; g: its gradient at x; -η g: the optimizer's update; m_{i→j}: what i relays to its neighbour j,
+x: a worker's parameters; g: its gradient at x; -η g: the optimizer's update; m_{i→j}: what i relays to its neighbor j,
 the sum of what lies on i's side of their link, each worker's as old as it is far; c_{i→j}: how many workers' values that
 holds; n: the number of workers.
 """
@@ -44,7 +44,7 @@ from decentfn.topologies import Topology
 class Memory(NamedTuple):
     """What a worker remembers."""
 
-    messages: Buckets  # [K, D] each, at least float32: m_{k→i}, what each neighbour relayed in the last step
+    messages: Buckets  # [K, D] each, at least float32: m_{k→i}, what each neighbor relayed in the last step
     start: Buckets | None  # x⁰, in the place of models that have not arrived yet; relay="models" only
     age: Tensor  # 0-d int64, steps taken
 
@@ -67,7 +67,7 @@ def relay_sgd(
 
     The counts c are the same for everyone who knows the tree: computed when the algorithm is built, they need not travel.
     Nothing can be sent before the update (the gradient), so only the last buckets' messages overlap with anything.
-    Sent per step: one payload per neighbour, in no less than float32 (`wire_dtype` may narrow gradients).
+    Sent per step: one payload per neighbor, in no less than float32 (`wire_dtype` may narrow gradients).
 
     Args:
         loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.
@@ -97,7 +97,7 @@ def relay_sgd(
         return Memory(messages, first, torch.zeros((), dtype=torch.int64, device=x[0].device))
 
     def send(own: Buckets, messages: Buckets, row: collectives.Row) -> Buckets:
-        """To each neighbour: `own` and what the others relayed. Returns what they relay to us."""
+        """To each neighbor: `own` and what the others relayed. Returns what they relay to us."""
         outgoing = each(lambda x, m: x.to(m.dtype) + (m.sum(0) - m), own, messages)
         posted = gossip.post(loose(outgoing), row, wire_dtype=worker.wire_dtype)
         relayed = gossip.arrived(posted, list(messages))

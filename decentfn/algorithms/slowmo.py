@@ -74,7 +74,7 @@ def slowmo(
     """Adapt-then-combine on `topology`; after every H steps the mean over everyone and a step of slow momentum.
 
     As with adapt-then-combine nothing can be sent before the update, so only the last buckets' messages overlap.
-    Sent per step: the parameters, once per neighbour (or one all-reduce within the group); in each H-th step one
+    Sent per step: the parameters, once per neighbor (or one all-reduce within the group); in each H-th step one
     all-reduce of them instead. Around local SGD the topology is `idle(N)`: nothing travels in between.
     With `alpha=1, beta=0` it is Gossip-PGA, or local SGD: adapt-then-combine that averages in steps H-1, 2H-1, …
     (`pga(H, topology)` does so in steps 0, H, …). The base optimizer's own state is kept across slow steps.

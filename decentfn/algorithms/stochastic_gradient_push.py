@@ -73,7 +73,7 @@ def stochastic_gradient_push(
 
     With delay=0 nothing can be sent before the update; with delay=1 everything overlaps: what a step computed is
     posted before the next step's forward pass and needed after its backward pass. More delay only makes messages older.
-    Sent per step: the parameters and one number more, `rounds` times per neighbour. In sixteen-bit buckets or with a
+    Sent per step: the parameters and one number more, `rounds` times per neighbor. In sixteen-bit buckets or with a
     wire dtype the weight is rounded as the parameters are.
 
     Args:

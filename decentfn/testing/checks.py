@@ -50,7 +50,7 @@ def check_topology(topology: Topology) -> None:
         what = f"round {t} of {name!r}"
         assert w.shape == (n, n) and bool((w >= -1e-12).all()), f"{what}: weights are not negative, [N, N]"
         _assert_sums(what, "columns", w.sum(0))
-        if not topology.is_column_stochastic:
+        if not topology.needs_push_sum:
             _assert_sums(what, "rows", w.sum(1))
         this = topology.round(torch.tensor(t))
         for slot in range(this.sources.shape[1]):

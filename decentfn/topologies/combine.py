@@ -209,7 +209,7 @@ def _rearranged(
         round_of,
         period=topology.period,
         groups=None if topology.groups is None else torch.stack([grouped(row[rows]) for row in topology.groups]),
-        is_column_stochastic=topology.is_column_stochastic,
+        needs_push_sum=topology.needs_push_sum,
     )
 
 
@@ -243,7 +243,7 @@ def _switch(
         round_of,
         period=None if None in periods else period_of([period for period in periods if period is not None]),
         groups=groupings,
-        is_column_stochastic=any(part.is_column_stochastic for part in parts),
+        needs_push_sum=any(part.needs_push_sum for part in parts),
         in_tables=not has_start,
     )
 

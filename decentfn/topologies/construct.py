@@ -22,7 +22,7 @@ MOST_TABLE_ENTRIES = 2**22
 
 
 @checks_numbers
-def from_permutations(name: str, sources: object, weights: object, *, is_column_stochastic: bool = False) -> Topology:
+def from_permutations(name: str, sources: object, weights: object, *, needs_push_sum: bool = False) -> Topology:
     """A schedule from explicit tables of messages.
 
     Args:
@@ -30,7 +30,7 @@ def from_permutations(name: str, sources: object, weights: object, *, is_column_
         sources: `[P, N, K]` integers; every `sources[p, :, k]` is a permutation of the workers. A worker that is its
             own source sends nothing in that slot (its weight is added to the own weight).
         weights: `[P, N, K+1]`, own weight first; rows and columns of every mixing matrix sum to 1 (1e-12).
-        is_column_stochastic: only the columns must (push-sum: `weights[p, j, 1+k]` is what j gives to what it hears,
+        needs_push_sum: only the columns must (push-sum: `weights[p, j, 1+k]` is what j gives to what it hears,
             so that each sender's weights sum to 1).
 
     Raises:
@@ -55,13 +55,13 @@ def from_permutations(name: str, sources: object, weights: object, *, is_column_
     rests = s == torch.arange(n)[:, None]
     w[..., 0] += (w[..., 1:] * rests).sum(-1)
     w[..., 1:].masked_fill_(rests, 0.0)
-    topology = Topology(name, n, s, w, is_column_stochastic=is_column_stochastic)
+    topology = Topology(name, n, s, w, needs_push_sum=needs_push_sum)
     check(topology)
     return topology
 
 
 @checks_numbers
-def from_matrices(name: str, matrices: object, *, is_column_stochastic: bool = False) -> Topology:
+def from_matrices(name: str, matrices: object, *, needs_push_sum: bool = False) -> Topology:
     """A schedule from mixing matrices, each decomposed into weighted permutations (messages).
 
     Undirected rounds are colored by edges, so that the partner of a slot is the same both ways.
@@ -69,7 +69,7 @@ def from_matrices(name: str, matrices: object, *, is_column_stochastic: bool = F
     Args:
         name: what errors and fingerprints call it.
         matrices: `[P, N, N]` (or `[N, N]`), `W[i, j]` the weight that i gives to j, not negative.
-        is_column_stochastic: only the columns sum to 1 (push-sum).
+        needs_push_sum: only the columns sum to 1 (push-sum).
 
     Raises:
         ValueError: not square, else as `from_permutations`.
@@ -78,7 +78,7 @@ def from_matrices(name: str, matrices: object, *, is_column_stochastic: bool = F
     stack = stack[None] if stack.ndim == 2 else stack
     are_square = stack.ndim == 3 and stack.shape[1] == stack.shape[2] and len(stack) > 0
     require(are_square, name, f"matrices of shape {list(stack.shape)}; mixing matrices are [P, N, N] or [N, N].")
-    return _padded(name, [weighted_permutations(w) for w in stack], is_column_stochastic)
+    return _padded(name, [weighted_permutations(w) for w in stack], needs_push_sum)
 
 
 @checks_numbers
@@ -226,7 +226,7 @@ def _idle_tables(n: int) -> tuple[np.ndarray, np.ndarray]:
     return np.zeros((n, 0), dtype=np.int64), np.ones((n, 1))
 
 
-def _padded(name: str, tables: Sequence[tuple[np.ndarray, np.ndarray]], is_column_stochastic: bool = False) -> Topology:
+def _padded(name: str, tables: Sequence[tuple[np.ndarray, np.ndarray]], needs_push_sum: bool = False) -> Topology:
     """Rounds `(sources [N, K_p], weights [N, K_p + 1])` as one topology; a worker rests in the slots that are left."""
     num_workers, slots = tables[0][0].shape[0], max(sources.shape[1] for sources, _ in tables)
     s = np.tile(np.arange(num_workers)[None, :, None], (len(tables), 1, slots))
@@ -234,7 +234,7 @@ def _padded(name: str, tables: Sequence[tuple[np.ndarray, np.ndarray]], is_colum
     for p, (sources, weights) in enumerate(tables):
         s[p, :, : sources.shape[1]] = sources
         w[p, :, : weights.shape[1]] = weights
-    return from_permutations(name, s, w, is_column_stochastic=is_column_stochastic)
+    return from_permutations(name, s, w, needs_push_sum=needs_push_sum)
 
 
 @checks_numbers

@@ -74,7 +74,7 @@ def from_rounds(
     *,
     period: int | None,
     groups: Tensor | None = None,
-    is_column_stochastic: bool = False,
+    needs_push_sum: bool = False,
     in_tables: bool = True,
 ) -> Topology:
     """A schedule given by a function of the step; one with a short period is written out as tables.
@@ -86,7 +86,7 @@ def from_rounds(
         period: of the schedule; None for a random one.
         groups: `[G, N]` int64, all groupings that its rounds use, if there are any: groups are never random, since their
             process groups are made beforehand.
-        is_column_stochastic: as in `from_permutations`.
+        needs_push_sum: as in `from_permutations`.
         in_tables: False: rounds are always computed, as of a schedule whose beginning does not repeat.
 
     Raises:
@@ -114,7 +114,7 @@ def from_rounds(
         mean_weights = torch.stack([this.mean_weights for this in drawn if this.mean_weights is not None])
     are_active = torch.tensor([this.is_active for this in drawn])
     active = None if bool(are_active.all()) else are_active
-    tables = Topology(name, num_workers, sources, weights, rows, mean_weights, is_column_stochastic, active=active)
+    tables = Topology(name, num_workers, sources, weights, rows, mean_weights, needs_push_sum, active=active)
     check(tables, nobody_left_out=in_tables)
     for t, before in reversed(list(zip(steps[: len(_STEPS_TRIED)], drawn, strict=False))):
         for part, was, now in zip(Round._fields, before, round_of(torch.tensor(t)), strict=True):
@@ -128,5 +128,5 @@ def from_rounds(
         return tables
     first = None if mean_weights is None else mean_weights[:1]
     return Topology(
-        name, num_workers, sources[:1], weights[:1], groups, first, is_column_stochastic, round_of, repeats=period
+        name, num_workers, sources[:1], weights[:1], groups, first, needs_push_sum, round_of, repeats=period
     )

@@ -74,7 +74,7 @@ class Topology:
     """`[P, N]` int64: the group over which worker i averages in phase p, if the schedule averages in groups."""
     mean_weights: Tensor | None = None
     """`[P, N]` float64: the weight of that mean."""
-    is_column_stochastic: bool = False
+    needs_push_sum: bool = False
     """Declared: only the columns sum to one (push-sum); otherwise rows do too."""
     draw: Callable[[Tensor], Round] | None = None
     """Schedules without tables: the round of step t (0-d int64), a function of t alone. Random ones are such, and ones
@@ -226,8 +226,8 @@ def check(topology: Topology, *, nobody_left_out: bool = True) -> None:
     for slot in range(topology.slots):
         columns = columns.scatter_add(1, sources[..., slot], weights[..., 1 + slot])
     _check_ones(name, columns, "column", "columns must sum to 1 so that the mean is kept")
-    if not topology.is_column_stochastic:
-        way_out = "rows must sum to 1 so that consensus is kept; a push-sum graph declares is_column_stochastic=True"
+    if not topology.needs_push_sum:
+        way_out = "rows must sum to 1 so that consensus is kept; a push-sum graph declares needs_push_sum=True"
         _check_ones(name, weights.sum(-1) + means, "row", way_out)
     me = torch.arange(topology.num_workers)[:, None]
     hears = ((sources != me) & (weights[..., 1:] != 0)).any(-1) | ((sizes > 1) & (means != 0))

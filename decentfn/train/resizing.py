@@ -30,7 +30,7 @@ def resize(state: State, algorithm: Algorithm) -> State:
 
     With W' = W it comes back bit for bit. Otherwise every new worker starts from the mean of all, computed in float64 and
     rounded once: parameters, the optimizer's state, floating-point buffers, averages of `df.ema`; of integers (counts of
-    updates) from the largest, of loss scales from the smallest. What the algorithm remembers of its neighbours starts anew
+    updates) from the largest, of loss scales from the smallest. What the algorithm remembers of its neighbors starts anew
     and what it remembers of the run is averaged, so that its invariants hold for W' workers (`docs/resizing.md`).
 
     You divide the data anew; `t` goes on. Under torchrun another number of processes takes a restart from a checkpoint.
@@ -89,7 +89,7 @@ def resized(fresh: State, rows: State) -> State:
         if rule is mean and bool((leaf.isnan() | (is_finite(start) & ~is_finite(leaf))).any()):
             raise NonFinite(
                 f"resize: a worker's {name} is infinite or NaN, and so would be the mean of all, from which all start; give it its "
-                "neighbour's (parameters with df.with_params), or go back to an earlier checkpoint."
+                "neighbor's (parameters with df.with_params), or go back to an earlier checkpoint."
             )
     return new
 

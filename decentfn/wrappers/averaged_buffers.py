@@ -32,7 +32,7 @@ def average_buffers(
         b⁺ = b' + γ (W - I) b'       overlap=False: b' is posted after it, and all wait for it
 
     Without it every worker keeps its own; `df.consensus_buffers` averages them for an evaluation. Frozen parameters of
-    `df.functional` are left alone. Sent per step: one message per dtype and neighbour. Around an algorithm that averages
+    `df.functional` are left alone. Sent per step: one message per dtype and neighbor. Around an algorithm that averages
     over everyone, W is the mean of all in every step; with overlap=False and γ = 1 all workers' buffers are then equal.
 
     Args:
@@ -55,7 +55,7 @@ def average_buffers(
             "average_buffers(algorithm): the algorithm does not say which topology it mixes on; decorate the function that "
             "builds it with df.kit.algorithm."
         )
-    if topology.is_column_stochastic:
+    if topology.needs_push_sum:
         raise ValueError(
             f"average_buffers(algorithm): {topology.name!r} is column-stochastic only, so what is mixed without push-sum's "
             "weight drifts away from the mean; average buffers where you evaluate, with df.consensus_buffers(state)."

@@ -26,18 +26,18 @@ from decentfn.torch_private import functorch
 
 @checks_numbers
 def guard(algorithm: Algorithm, limit: int = 20) -> Algorithm:
-    """The algorithm, in which no worker sends anything that is infinite or NaN, and one that has it is helped by its neighbours.
+    """The algorithm, in which no worker sends anything that is infinite or NaN, and one that has it is helped by its neighbors.
 
     * A bad gradient is no update for that worker in that step; it mixes as always. A bad update (of an overflow, or of bad
       moments) is none for those elements, whose moments stay, or start anew where they were bad before.
     * What a worker would send is looked at before it leaves. If anything in it is bad, nothing of it counts: a flag says so to
-      the neighbours, each of whom keeps for itself the weight that it had for it, and the worker takes the mix of its neighbours
+      the neighbors, each of whom keeps for itself the weight that it had for it, and the worker takes the mix of its neighbors
       in the place of its own. A mean over a group is that of its good members.
     * An element of the buffers, or of what the algorithm remembers, that would become bad stays as it was.
 
     `metrics.guard` counts the steps of each worker with a bad gradient, update or buffer (`skipped`), with bad messages (`replaced`),
     and how many either way came last `in_a_row`. With nothing bad the state is what it is without the guard.
-    Sent beside: one number per message and neighbour. What it costs, and what it cannot mend, says docs/bad_values.md.
+    Sent beside: one number per message and neighbor. What it costs, and what it cannot mend, says docs/bad_values.md.
 
     Args:
         algorithm: from any function of `decentfn.algorithms`, perhaps within other wrappers.
@@ -142,7 +142,7 @@ def _error(state: State, t: int, limit: int) -> NonFinite:
     return NonFinite(
         f"step(state, batch, t): worker {worker} has had infinite values or NaN in {int(in_a_row[row])} steps in a row, the last at "
         f"t={t} (df.guard(limit={limit})): in all {int(skipped[row])} steps with a bad gradient or update, {int(replaced[row])} with "
-        "bad messages. Look at its data and the learning rate; parameters that no neighbour can mend are set by df.with_params.",
+        "bad messages. Look at its data and the learning rate; parameters that no neighbor can mend are set by df.with_params.",
         worker=worker,
         process=here.rank,
         step=t,

@@ -119,7 +119,7 @@ class BareExchange:
         self.works: list[Any] = []
 
     def partner(self, t: int) -> int:
-        """`rank XOR 2^k` for a power of two, else neighbours in turn."""
+        """`rank XOR 2^k` for a power of two, else neighbors in turn."""
         if self.size & (self.size - 1) == 0:
             return self.rank ^ (1 << t % (self.size.bit_length() - 1))
         return (self.rank + (1 if (self.rank + t) % 2 == 0 else -1)) % self.size

@@ -216,7 +216,7 @@ def plot(result: dict[str, Any], path: str) -> None:
     axes.invert_yaxis()
     axes.margins(x=0.12)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.set_xlabel("ms per step (median, quartiles); grey: parts by hand; dashed: the whole step by hand")
+    axes.set_xlabel("ms per step (median, quartiles); gray: parts by hand; dashed: the whole step by hand")
     axes.set_title(f"{result['workload']}, {result['workers']} workers")
     figure.savefig(path, dpi=150)
 

@@ -75,7 +75,7 @@ def tried(ranks, case):
     for graphs, _, sent, held in told:
         assert len(graphs) == case.compiled
         if case.algorithm == "adapt_while_communicate":
-            assert sent == held  # one message to one neighbour: a process sends what it holds
+            assert sent == held  # one message to one neighbor: a process sends what it holds
             gradient = "gather_inside" if case.kind == "traced" else "gradient"
             for graph in graphs:
                 where = [graph.index(call) for call in ("post.default", gradient, "wait.default")]

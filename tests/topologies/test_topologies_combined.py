@@ -157,9 +157,9 @@ def test_which_rounds_are_active_is_declared_and_not_seen_from_the_weights(n):
 def test_push_sum_graphs_stay_declared():
     w = np.array([[0.5, 0, 0.5], [0.5, 0.5, 0], [0, 0.5, 0.5]])
     w[:, 0] = [0.2, 0.8, 0]
-    pushed = from_matrices("pushed", w, is_column_stochastic=True)
+    pushed = from_matrices("pushed", w, needs_push_sum=True)
     made = alternate(pushed, topology("static-ring", 3))
-    assert made.is_column_stochastic
+    assert made.needs_push_sum
     facts = certificate(pushed)
     assert facts.is_column_stochastic and not facts.is_doubly_stochastic and facts.is_connected
 

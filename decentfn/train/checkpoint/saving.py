@@ -130,7 +130,7 @@ class Saver:
             or does not know whether its state is whole. The log says why.
         """
         self._require_open("rescue")
-        collectives.world().hang_up()  # or whoever raised for another reason would let its neighbours wait
+        collectives.world().hang_up()  # or whoever raised for another reason would let its neighbors wait
         with contextlib.suppress(Exception):  # the log has it
             self.wait()
         own: Any = getattr(error, "next_step", None)
