@@ -250,7 +250,7 @@ ERRORS = [
     (lambda: df.register_topology("ring")(lambda num_workers: None), r"register_topology\('ring'\).*choose another"),
     (
         lambda: df.adapt_while_communicate(squared, df.sgd(0.1), df.topology("ring", 2), gamma=1.5),
-        r"adapt_while_communicate\(gamma=1.5\): γ lies in \[0, 1\]",
+        r"adapt_while_communicate\(gamma=1.5\): γ is in \[0, 1\]",
     ),
 ]
 
