@@ -5,9 +5,9 @@
     d⁺ = d + (W - I) q               d = W x̂ - x̂, a running sum
     x⁺ = x½ + γ d⁺
 
-d is a sum of differences: its rounding error in the workers' mean moves x in every later step. Measured in float32 without
-gradients, for |x| about 2, four workers on 'static-ring', quantize(8) and γ = 0.3, the mean of an element moved by 2e-7
-(rms) in 100 steps and in 10,000.
+d is a sum of differences: its rounding error in the workers' mean moves x in every later step. Measured in float32
+without gradients, for |x| about 2, four workers on 'static-ring', quantize(8) and γ = 0.3, the mean of an element moved
+by 2e-7 (rms) in 100 steps and in 10,000.
 
 x: a worker's parameters; u: the optimizer's update at its gradient g; x̂: its public copy, known to all neighbors, 0 at
 the start; C: the compressor; W: the mixing matrix; γ: the consensus step size.

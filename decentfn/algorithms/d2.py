@@ -12,9 +12,10 @@ Without gradients a mode of disagreement with W's eigenvalue λ moves by the roo
 gradient noise or rounding excite it. 'static-ring' with an even number of workers and 'hypercube' with four have such a
 mode; start the workers equal there, or use exact_diffusion, whose roots are smaller than 1.
 
-c is a sum of differences: its rounding error in the workers' mean moves x in every later step. Measured in float32 without
-gradients, for |x| about 2 and four workers on 'static-ring' that start unequal (so that differences persist), the mean of
-an element moves in 100, 1,000 and 10,000 steps by 9e-7, 1e-5 and 1e-4 (rms; adapt_then_combine: by 1e-7, once).
+c is a sum of differences: its rounding error in the workers' mean moves x in every later step. Measured in float32
+without gradients, for |x| about 2 and four workers on 'static-ring' that start unequal (so that differences persist),
+the mean of an element moves in 100, 1,000 and 10,000 steps by 9e-7, 1e-5 and 1e-4 (rms; adapt_then_combine: by 1e-7,
+once).
 
 x: a worker's parameters; W: the mixing matrix of step t; g: its gradient at x; u: the optimizer's update.
 """
@@ -68,9 +69,9 @@ def d2(loss_fn: LossFn, optimizer: Any, topology: Topology, **options: Unpack[Op
     Args:
         loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.
         optimizer: a pair `(init, update)`.
-        topology: doubly stochastic. If static and symmetric, λ_min(W) >= -1/3 (at the bound, as on 'static-ring' with an
-            even number of workers, a part of the disagreement never shrinks). On other schedules the recursion without
-            gradients must not grow over a period (checked by eigenvalues of a matrix of order 2N).
+        topology: doubly stochastic. If static and symmetric, λ_min(W) >= -1/3 (at the bound, as on 'static-ring' with
+            an even number of workers, a part of the disagreement never shrinks). On other schedules the recursion
+            without gradients must not grow over a period (checked by eigenvalues of a matrix of order 2N).
         options: `bucket_mb`, `wire_dtype`; see `Options`.
 
     Raises:

@@ -4,9 +4,9 @@
     m⁺ = β m + g̃
     x⁺ = x - η m⁺
 
-Momentum acts on the mixing too: without gradients x⁺ = W x - η β m, η m⁺ = η β m + x - W x, and disagreement shrinks for
-every static symmetric W and β < 1. On links that change from step to step, or are directed, momentum repeats a round's
-move in later rounds that do not correct it: for β = 0.9 and 16 workers disagreement grows by 1.22 per step on
+Momentum acts on the mixing too: without gradients x⁺ = W x - η β m, η m⁺ = η β m + x - W x, and disagreement shrinks
+for every static symmetric W and β < 1. On links that change from step to step, or are directed, momentum repeats a
+round's move in later rounds that do not correct it: for β = 0.9 and 16 workers disagreement grows by 1.22 per step on
 one-peer-exp and by 1.25 on static-exp, at every learning rate.
 
 The rounding error of x⁺ is added to m, which returns it: mean(x - η β / (1 - β) m), which mixing keeps, does not drift.
@@ -91,8 +91,8 @@ def decentlam(
         topology: doubly stochastic, and disagreement must not grow on it (500 steps without gradients are tried). Every
             static undirected topology qualifies; the paper analyzes those.
         beta: β in [0, 1].
-        learning_rate: η as a function of t, if the learning rate of the optimizer changes. The parameters do not depend on a constant
-            η (it only sets the unit of m), so omit a constant one.
+        learning_rate: η as a function of t, if the learning rate of the optimizer changes. The parameters do not depend
+            on a constant η (it only sets the unit of m), so omit a constant one.
         options: `bucket_mb`, `wire_dtype`; see `Options`.
 
     Raises:
@@ -150,7 +150,7 @@ def require_stable(topology: Topology, beta: float) -> None:
     rate = (max(sizes[-fifth:]) - max(sizes[:fifth])) / (_STEPS_TRIED - fifth)
     if rate > _GROWTH:
         raise ValueError(
-            f"decentlam(beta={beta}): on {topology.name!r} disagreement grows by {rate:.2g} of itself per step even without "
-            "gradients, since momentum continues after the links have changed; use a static undirected topology such as 'static-ring' or "
-            "'hypercube', a smaller beta, or quasi_global_momentum."
+            f"decentlam(beta={beta}): on {topology.name!r} disagreement grows by {rate:.2g} of itself per step even "
+            "without gradients, since momentum continues after the links have changed; use a static undirected "
+            "topology such as 'static-ring' or 'hypercube', a smaller beta, or quasi_global_momentum."
         )

@@ -85,7 +85,8 @@ def demo(
         options: `bucket_mb`; see `Options`.
 
     Raises:
-        ValueError: η not positive, κ outside [0, 1), k or chunk not positive, `wire_dtype`; from `init`, unequal parameters.
+        ValueError: η not positive, κ outside [0, 1), k or chunk not positive, `wire_dtype`; from `init`, unequal
+            parameters.
     """
     compressor = dct_top_k(k, chunk=chunk) if compressor is None else compressor
     require_compressor("demo", compressor, 1.0, options)

@@ -9,8 +9,8 @@ x: a worker's parameters; W: the mixing matrix of a step, the same for x and y; 
 y: its estimate of the mean gradient, mean(y) = mean(g) at every step; -η y: the optimizer's update for y.
 
 Why "atc" is the default: a round of pairs removes the pairs' disagreement d from x at once, and the gradients change by
-g⁺ - g = -a d (a: the curvature). The other two forms add this change to y unmixed, and it stays in y until the same pairs
-meet again. Meanwhile y pushes x back, and momentum pushes it further. "atc" mixes the change over the same link.
+g⁺ - g = -a d (a: the curvature). The other two forms add this change to y unmixed, and it stays in y until the same
+pairs meet again. Meanwhile y pushes x back, and momentum pushes it further. "atc" mixes the change over the same link.
 Disagreement grows in these ranges (spectral radius of one period, 16 workers of equal curvature, momentum 0.9; in
 parentheses without momentum):
 

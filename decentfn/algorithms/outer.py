@@ -24,7 +24,8 @@ def after_steps(inner_steps: int, topology: Topology) -> Topology:
 def progress(phi: Buckets, theta: Buckets) -> Buckets:
     """Return `φ - θ` in float32 or wider, where θ began as φ rounded to the parameters' dtype.
 
-    That rounding error is excluded: slow momentum would treat it as a gradient and, in 16 bits, keep moving without one.
+    That rounding error is excluded: slow momentum would treat it as a gradient and, in 16 bits, keep moving without
+    one.
     """
     start = [gossip.narrow(p, plan.dtype) for p, plan in zip(phi, phi.plan.buckets, strict=True)]
     return Buckets([s.to(p.dtype) - x.to(p.dtype) for s, x, p in zip(start, theta, phi, strict=True)], phi.plan)

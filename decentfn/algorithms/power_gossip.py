@@ -112,8 +112,8 @@ def _undirected(topology: Topology) -> Topology:
     asymmetry = float((matrices - matrices.mT).abs().max())
     if asymmetry > 1e-12:
         raise ValueError(
-            f"power_gossip: a mixing matrix of {topology.name!r} differs from its transpose by {asymmetry:.3g}, but both "
-            "ends of an edge move toward each other, which needs W = Wᵀ; use an undirected topology such as "
+            f"power_gossip: a mixing matrix of {topology.name!r} differs from its transpose by {asymmetry:.3g}, but "
+            "both ends of an edge move toward each other, which needs W = Wᵀ; use an undirected topology such as "
             "'static-ring', or deep_squeeze."
         )
     return from_matrices(topology.name, matrices)

@@ -6,9 +6,10 @@ u: a worker's biased parameters; v: its push-sum weight; x: its de-biased parame
 y: its share of the mean gradient, Σ y = Σ g; A: the column-stochastic mixing matrix of a step, the same for u, v and y;
 -η y: the optimizer's update for y.
 
-g⁺ - g enters y unmixed, as in gradient_tracking's form="semi-atc", to which this reduces if A is doubly stochastic. So it
-also diverges on one-peer schedules unless the learning rate is small (with momentum 0.9: η x curvature below 0.065 on
-one-peer-exp with 16 workers). If A is doubly stochastic, use gradient_tracking's default form, which does not diverge.
+g⁺ - g enters y unmixed, as in gradient_tracking's form="semi-atc", to which this reduces if A is doubly stochastic. So
+it also diverges on one-peer schedules unless the learning rate is small (with momentum 0.9: η x curvature below 0.065
+on one-peer-exp with 16 workers). If A is doubly stochastic, use gradient_tracking's default form, which does not
+diverge.
 """
 
 from __future__ import annotations

@@ -77,8 +77,8 @@ def quasi_global_momentum(
         beta: β in [0, 1], the weight of m.
         mu: μ in [0, 1], the decay of m; the authors use β.
         nesterov: use Nesterov's momentum.
-        learning_rate: η as a function of t, if the learning rate of the optimizer changes. The parameters do not depend on a constant
-            η (it only sets the unit of m), so omit a constant one.
+        learning_rate: η as a function of t, if the learning rate of the optimizer changes. The parameters do not depend
+            on a constant η (it only sets the unit of m), so omit a constant one.
         options: `bucket_mb`, `wire_dtype`; see `Options`.
 
     Raises:

@@ -6,9 +6,9 @@
 
     m_{i→j} = g_i + Σ_{k≠j} m_{k→i}(previous step);    x⁺ = x - η (g_i + Σ_j m_{j→i}) / n    relay="gradients"
 
-x: a worker's parameters; g: its gradient at x; -η g: the optimizer's update; m_{i→j}: the message from i to its neighbor
-j, the sum over all workers on i's side of their link, each delayed by its distance; c_{i→j}: the number of workers in
-that sum; n: the number of workers.
+x: a worker's parameters; g: its gradient at x; -η g: the optimizer's update; m_{i→j}: the message from i to its
+neighbor j, the sum over all workers on i's side of their link, each delayed by its distance; c_{i→j}: the number of
+workers in that sum; n: the number of workers.
 """
 
 from __future__ import annotations
@@ -77,16 +77,16 @@ def relay_sgd(
         options: `bucket_mb`, `wire_dtype`; see `Options`.
 
     Raises:
-        ValueError: a topology that is not a static undirected tree; a wire dtype with relay="models"; from `init`, unequal
-            parameters with relay="gradients", which would stay unequal.
+        ValueError: a topology that is not a static undirected tree; a wire dtype with relay="models"; from `init`,
+            unequal parameters with relay="gradients", which would stay unequal.
     """
     worker = Worker(loss_fn, optimizer, topology, **options)
     if relay not in ("models", "gradients"):
         raise ValueError(f"relay_sgd(relay={relay!r}): choose 'models' or 'gradients'.")
     if relay == "models" and worker.wire_dtype is not None:
         raise ValueError(
-            f"relay_sgd(wire_dtype={worker.wire_dtype}): sums of models rounded to it would lose small updates permanently; "
-            "leave it out, or use relay='gradients'."
+            f"relay_sgd(wire_dtype={worker.wire_dtype}): sums of models rounded to it would lose small updates "
+            "permanently; leave it out, or use relay='gradients'."
         )
     counts = collectives.Constant(relay_counts(topology))
     n = topology.num_workers

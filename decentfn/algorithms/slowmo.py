@@ -85,8 +85,8 @@ def slowmo(
         inner_steps: H, steps between two slow steps; the slow step follows steps H-1, 2H-1, …
         alpha: α > 0.
         beta: β in [0, 1].
-        learning_rate: η as a function of t, if the optimizer's learning rate changes (then u is in units of a gradient).
-            The parameters do not depend on a constant η, so omit a constant one.
+        learning_rate: η as a function of t, if the optimizer's learning rate changes (then u is in units of a
+            gradient). The parameters do not depend on a constant η, so omit a constant one.
         options: `bucket_mb`, `wire_dtype`; see `Options`.
 
     Raises:

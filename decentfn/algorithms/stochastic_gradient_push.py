@@ -141,6 +141,6 @@ def _check(topology: Topology, rounds: int, delay: int) -> None:
     smallest = float(topology.weights[..., 0].min())
     if delay and not smallest > 0:
         raise ValueError(
-            f"{call}: {topology.name!r} has a self-weight of {smallest:g}, so with late messages a worker would have no "
-            "weight to divide by; use delay=0, or a topology with positive self-weights."
+            f"{call}: {topology.name!r} has a self-weight of {smallest:g}, so with late messages a worker would have "
+            "no weight to divide by; use delay=0, or a topology with positive self-weights."
         )

@@ -18,7 +18,8 @@ def low_rank(rank: int = 1, *, seed: int = 0) -> Compressor:
     """Project each matrix M `[m, n]` (first axis x all others) onto r columns: P = orth(M G), G Gaussian, C = P (Pᵀ M).
 
     One step of a power iteration from a random start. δ = min over the matrices of r/min(m, n). Sent: P and Pᵀ M,
-    (m + n) r values per matrix. Leaves that this does not make smaller, and one-dimensional ones, are sent uncompressed.
+    (m + n) r values per matrix. Leaves that this does not make smaller, and one-dimensional ones, are sent
+    uncompressed.
 
     Args:
         rank: r >= 1.

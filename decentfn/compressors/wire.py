@@ -33,8 +33,8 @@ def split(message: Tensor, fields: list[tuple[int, torch.dtype]]) -> list[Tensor
 def placed(values: Tensor, places: Tensor, numel: int) -> Tensor:
     """Return zeros `[..., numel]` with `values` `[..., k]` added at `places` `[..., k]`, integers of any width.
 
-    This is an operator because Inductor (PyTorch 2.13) miscompiles `zeros.scatter`: it fuses the reader of several decoded
-    messages into the loop that fills their zeros, before the scatter. The messages then decode to zeros.
+    This is an operator because Inductor (PyTorch 2.13) miscompiles `zeros.scatter`: it fuses the reader of several
+    decoded messages into the loop that fills their zeros, before the scatter. The messages then decode to zeros.
     """
     return torch.ops.decentfn.placed(values, places, numel)
 
@@ -106,5 +106,5 @@ def place_dtype(size: int) -> torch.dtype:
 
 
 def uniform(seed: int, t: Tensor | int, stream: int, shape: tuple[int, ...], worker: Tensor) -> Tensor:
-    """Draw `shape` float64 in [0, 1) with 32 random bits on the worker's device, stored (see `once`) before it is read."""
+    """Draw `shape` float64 in [0, 1) with 32 random bits on the worker's device, stored before use (see `once`)."""
     return once(draws.bits(seed, t, stream, shape, worker=worker).to(torch.float64) * 2.0**-32)

@@ -44,9 +44,9 @@ class Certificate:
     spectral_gap: float | None
     """1 - the second largest singular value of the product over a period; None for a random schedule."""
     expected_contraction: float | None
-    """ρ of a random schedule, the largest eigenvalue of E[(W - J)ᵀ(W - J)] (Boyd et al., 2006); None for a periodic one.
-    If rounds are drawn independently, E‖x_t - x̄‖² <= ρᵗ ‖x_0 - x̄‖². Estimated with a standard error of at most 0.03: the
-    direction that shrinks least is taken from steps 0 to 255, its contraction from steps 256 to 511."""
+    """ρ of a random schedule, the largest eigenvalue of E[(W - J)ᵀ(W - J)] (Boyd et al., 2006); None for a periodic
+    one. If rounds are drawn independently, E‖x_t - x̄‖² <= ρᵗ ‖x_0 - x̄‖². Estimated with a standard error of at most
+    0.03: the direction that shrinks least is taken from steps 0 to 255, its contraction from steps 256 to 511."""
     messages_per_step: float
     """Mean number of messages per worker and step."""
     payloads_per_step: float

@@ -58,8 +58,8 @@ def _with_shapes(name: str, num_workers: int, round_of: Callable[[Tensor], Round
             if list(table.shape) != [num_workers, width] or table.dtype != dtype:
                 raise ValueError(
                     f"{name}: the {part} of step {int(t)} are {list(table.shape)} {table.dtype}, not "
-                    f"{[num_workers, width]} {dtype}; sources and destinations are [N, K], weights [N, K+1], the same K "
-                    "in every step (an idle worker is its own source)."
+                    f"{[num_workers, width]} {dtype}; sources and destinations are [N, K], weights [N, K+1], the same "
+                    "K in every step (an idle worker is its own source)."
                 )
         return this
 
@@ -120,9 +120,9 @@ def from_rounds(
         for part, was, now in zip(Round._fields, before, round_of(torch.tensor(t)), strict=True):
             if was is not None and (now is None or not torch.equal(torch.as_tensor(was), torch.as_tensor(now))):
                 raise ValueError(
-                    f"{name}: the {part} of step {t} differ when they are drawn twice; every worker draws for itself, so a "
-                    "round is a function of t (and a seed) alone: take its numbers from decentfn.core.draws, for example "
-                    f"draws.permutation(seed, t, {num_workers})."
+                    f"{name}: the {part} of step {t} differ when they are drawn twice; every worker draws for itself, "
+                    "so a round is a function of t (and a seed) alone: take its numbers from decentfn.core.draws, for "
+                    f"example draws.permutation(seed, t, {num_workers})."
                 )
     if in_tables:
         return tables

@@ -32,7 +32,8 @@ def graph(num_workers: int, *, graph: Any, has_weights: bool = False) -> Topolog
     Args:
         num_workers: N, the number of the graph's nodes.
         graph: an undirected, connected networkx graph, or an adjacency matrix `[N, N]`, with at most 64 neighbors per
-            node. Nodes named 0..N-1 are the workers of that number; others follow the order of the graph. Loops are ignored.
+            node. Nodes named 0..N-1 are the workers of that number; others follow the order of the graph. Loops are
+            ignored.
         has_weights: use the edges' own weights (networkx's attribute "weight", or the matrix's entries) as the weights
             of W; the self-weight is 1 minus their sum.
 
@@ -133,9 +134,9 @@ def chain(num_workers: int) -> Topology:
 def torus(num_workers: int, *, rows: int | None = None) -> Topology:
     """Average with the neighbors on a grid that wraps around, weights 1/5 if both sides are at least 3.
 
-    Weights are 1/(1 + neighbors): a worker has two neighbors along a side of at least 3, one along a side of 2, and none
-    along a side of 1 (a prime number of workers is a ring). Spectral gap (2 - 2 cos(2π / longest side)) / 5 for sides of
-    at least 3.
+    Weights are 1/(1 + neighbors): a worker has two neighbors along a side of at least 3, one along a side of 2, and
+    none along a side of 1 (a prime number of workers is a ring). Spectral gap (2 - 2 cos(2π / longest side)) / 5 for
+    sides of at least 3.
     Cost per step and worker: four messages at most.
 
     Args:
@@ -189,7 +190,8 @@ def star(num_workers: int) -> Topology:
         num_workers: N, 1 to 65.
     """
     n = num_workers
-    rule = f"the center would hold {n - 1} messages at once, more than {MOST_MESSAGES}; use 'complete' (an all-reduce) or 'binary-tree'."
+    way_out = "use 'complete' (an all-reduce) or 'binary-tree'."
+    rule = f"the center would hold {n - 1} messages at once, more than {MOST_MESSAGES}; {way_out}"
     require(n - 1 <= MOST_MESSAGES, "star", rule, num_workers=n)
     leaves = np.arange(1, n)
     return _weighted("star", n, (np.zeros_like(leaves), leaves))

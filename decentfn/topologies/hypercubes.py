@@ -1,4 +1,4 @@
-"""Hypercubes, hyper-hypercubes and Base-(k+1) graphs: the exact mean in finitely many steps, at most k peers per step."""
+"""Hypercubes, hyper-hypercubes and Base-(k+1) graphs: exact in finitely many steps, at most k peers per step."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def hyper_hypercube(num_workers: int, *, k: int = 1) -> Topology:
     rounds = _hyper_hypercube_rounds(np.arange(num_workers), k)
     if rounds is None:
         raise ValueError(
-            f"hyper_hypercube(num_workers={num_workers}, k={k}): {num_workers} has a prime factor above k + 1 = {k + 1}; "
-            f"use base(num_workers={num_workers}, k={k}), which accepts any number."
+            f"hyper_hypercube(num_workers={num_workers}, k={k}): {num_workers} has a prime factor above k + 1 = "
+            f"{k + 1}; use base(num_workers={num_workers}, k={k}), which accepts any number."
         )
     return from_edges("hyper-hypercube", rounds, num_workers)
 

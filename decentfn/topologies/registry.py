@@ -35,7 +35,8 @@ def register_topology(name: str) -> Callable[[Function], Function]:
         known, call = _registry.get(name), function.__name__
         if known is not None and known.__qualname__ != function.__qualname__:
             raise ValueError(
-                f"register_topology({name!r}): the name belongs to {known.__module__}.{known.__qualname__}; choose another."
+                f"register_topology({name!r}): the name belongs to {known.__module__}.{known.__qualname__}; choose "
+                "another."
             )
 
         @wraps(function)

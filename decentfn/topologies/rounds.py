@@ -39,7 +39,8 @@ class Round(NamedTuple):
 
 
 class Edge(NamedTuple):
-    """Group of workers that average, with self-weight `weight` (by default 1/len(ranks)); the others share the rest equally.
+    """Group of workers that average, with self-weight `weight` (by default 1/len(ranks)); the others share the rest
+    equally.
 
     (Decent-DP's `Edge`.)
     """
@@ -60,8 +61,8 @@ class Peers(NamedTuple):
 class Topology:
     """Schedule of mixing matrices: sources and weights of every worker and step.
 
-    Make one by name with `decentfn.topology`, or with the `from_...` functions of `decentfn.topologies`, which check it.
-    `decentfn.topologies.certificate` computes its guarantees.
+    Make one by name with `decentfn.topology`, or with the `from_...` functions of `decentfn.topologies`, which check
+    it. `decentfn.topologies.certificate` computes its guarantees.
     """
 
     name: str
@@ -133,9 +134,9 @@ class Topology:
     def rows(self, t: int | Tensor, device: torch.device) -> Tensor:
         """Return every worker's row of round `t` on the device.
 
-        `[N, 7 + 3K]` float64: 1 in an active round; the worker; its group; the group's size; 1 if both ends of every slot
-        hear each other with the same weight; self-weight; K weights of the slots; weight of the group's mean; K sources; K
-        weights that the receivers give to its messages.
+        `[N, 7 + 3K]` float64: 1 in an active round; the worker; its group; the group's size; 1 if both ends of every
+        slot hear each other with the same weight; self-weight; K weights of the slots; weight of the group's mean; K
+        sources; K weights that the receivers give to its messages.
         """
         return self._rows(int(t) if self.draw else int(t) % len(self.sources), device)
 
@@ -219,8 +220,8 @@ def check(topology: Topology, *, nobody_left_out: bool = True) -> None:
         other = None if k == 0 else int(sources[p, i, k - 1])
         whose = f"worker {i}'s self-weight" if k == 0 else f"the weight that worker {i} gives to worker {other}"
         raise ValueError(
-            f"{name}: {whose} in phase {p} is {entries[p, i, k].item():.15g}; weights must not be negative, or mixing could "
-            "drive the workers apart."
+            f"{name}: {whose} in phase {p} is {entries[p, i, k].item():.15g}; weights must not be negative, or mixing "
+            "could drive the workers apart."
         )
     columns = weights[..., 0] + means
     for slot in range(topology.slots):

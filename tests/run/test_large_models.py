@@ -667,7 +667,7 @@ def test_what_is_not_there_is_said_on_every_rank(four):
     per_rank = four(mistakes)
     for name, words in {
         "start": "the processes of a worker start equal",
-        "whole": "by_leaf(transform): it looks at whole leaves, but a worker is 2 processes",
+        "whole": "by_leaf(transform): it needs whole leaves, but a worker is 2 processes",
         "tensor": "the gradient of a sharded module is PyTorch's own; write df.autograd(loss_fn)",
         "batch": "compute one batch together: draw it by world.worker",
         "strange": "are DTensors",
@@ -676,7 +676,7 @@ def test_what_is_not_there_is_said_on_every_rank(four):
         "part": "is whole on every process and others are sharded",
         "outer": "is sharded over processes [0, 2, 1, 3] (a mesh of 2 axes)",
         "traced": "write df.autograd(loss_fn)",
-        "by_leaf": "by_leaf(transform): it looks at whole leaves, but a worker is 2 processes",
+        "by_leaf": "by_leaf(transform): it needs whole leaves, but a worker is 2 processes",
         "bucket": "clip_by_bucket_norm: a bucket's norm",
         "buffers": "average_buffers(algorithm): a worker is 2 processes",
         "evaluate": "the state is of a sharded module, and this is of a plain one",

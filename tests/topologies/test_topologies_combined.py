@@ -229,7 +229,7 @@ def test_sudden_and_gradual_consensus_are_told_apart():
         (lambda: alternate(ring(4), ring(6)), r"\[4, 6\] workers"),
         (lambda: relabel(ring(4), [0, 1, 1, 2]), "each of 0..3 once"),
         (lambda: from_edges("mine", [([0], [1], [1.5])], 2), "worker 0's self-weight .* is -0.5"),
-        (lambda: from_shifts("mine", [{1: 0.5}, {}], 2) and from_shifts("mine", [{}], 2), "receive from nobody"),
+        (lambda: from_shifts("mine", [{1: 0.5}, {}], 2) and from_shifts("mine", [{}], 2), "receive no message"),
         (lambda: from_permutations("mine", [[[0], [0]]], [[[0.5, 0.5]] * 2]), "not a permutation"),
         (lambda: from_permutations("mine", [[[1], [2]]], [[[0.5, 0.5]] * 2]), "workers are 0..1"),
         (lambda: from_matrices("mine", [[0.5, 0.5], [0.4, 0.6]]), "column 0 of phase 0 sums to 0.9"),

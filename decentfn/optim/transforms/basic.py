@@ -1,8 +1,8 @@
 """Building blocks of optimizers: scale, clip, decay, momentum.
 
 Scheduled numbers are computed once in float64 and cast to each bucket's dtype: a float64 0-d tensor has an axis under
-`vmap`, so some operators (torch.where) would promote a float32 bucket. 16-bit buckets compute, and keep their states, in
-float32.
+`vmap`, so some operators (torch.where) would promote a float32 bucket. 16-bit buckets compute, and keep their states,
+in float32.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from decentfn.core.trees import PyTree
 from decentfn.optim.transforms.transform import Transform, ascending, masked, require_one_process
 
 Scalar = float | Callable[[Tensor], "Tensor | float"]
-"""A number, or a function of the count of updates before this one (0-d int64 tensor): see `decentfn.optim.schedules`."""
+"""Number, or function of the count of earlier updates (0-d int64 tensor); see `decentfn.optim.schedules`."""
 
 
 class ScheduleState(NamedTuple):

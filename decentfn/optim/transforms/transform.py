@@ -33,7 +33,7 @@ class Transform(NamedTuple):
 class MaskedTransform(Transform):
     """Transform that treats some leaves differently, so buckets must not mix them, or whose updates ascend.
 
-    Algorithms read `masks` when they lay out the parameters; to do so by hand, `flatten(params, masks=optimizer.masks)`.
+    Algorithms read `masks` when they lay out the parameters, `flatten(params, masks=optimizer.masks)`.
     """
 
     masks: tuple[Mask, ...] = ()
@@ -117,12 +117,12 @@ def require_pair(call: str, transform: Any) -> None:
             f"(init, update) of pure functions, for example df.{ours}(learning_rate)."
         )
     for method in ("init", "update"):
-        rule = f"{brief(transform)} has no {method}(); a transform is a pair (init, update), for example df.adamw(3e-4) or "
-        require(callable(getattr(transform, method, None)), call, f"{rule}df.Transform(init, update).")
+        rule = f"{brief(transform)} has no {method}(); a transform is a pair (init, update), for example df.adamw(3e-4)"
+        require(callable(getattr(transform, method, None)), call, f"{rule} or df.Transform(init, update).")
 
 
 def _require_unaware(call: str, transform: Any) -> None:
-    rule = "a MixAware transform sees all buckets and their mix; use it alone, or in df.chain, and select leaves by mix.plan."
+    rule = "a MixAware transform sees all buckets; use it alone, or in df.chain, and select leaves by mix.plan."
     require(not wants_mix(transform), call, rule)
 
 
@@ -174,8 +174,8 @@ def _all(masks: list[Mask | None]) -> Mask | None:
 def masked(transform: Any, mask: Mask) -> Transform:
     """Apply `transform` to the leaves that `mask` selects; the others pass through unchanged.
 
-    The inner transform sees only the selected buckets (as a tree: a dict of leaves by dotted name), so its state and its
-    norms cover only these.
+    The inner transform sees only the selected buckets (as a tree: a dict of leaves by dotted name), so its state and
+    its norms cover only these.
 
     Args:
         transform: any transform.
@@ -214,10 +214,10 @@ def _answers(plan: Plan, mask: Mask) -> list[bool]:
         if any(takes) and not all(takes):
             names = [segment.name for segment in bucket.segments]
             raise ValueError(
-                f"masked(transform, mask): bucket {index} holds {names[takes.index(True)]!r}, which the mask takes, and "
-                f"{names[takes.index(False)]!r}, which it does not; a bucket is updated as a whole. Lay the parameters "
-                "out with flatten(params, masks=optimizer.masks), as algorithms do; a wrapper written by hand must "
-                "pass `masks` on."
+                f"masked(transform, mask): bucket {index} holds {names[takes.index(True)]!r}, which the mask takes, "
+                f"and {names[takes.index(False)]!r}, which it does not; a bucket is updated as a whole. Lay the "
+                "parameters out with flatten(params, masks=optimizer.masks), as algorithms do; a wrapper written by "
+                "hand must pass `masks` on."
             )
         answers.append(all(takes))
     return answers
@@ -257,8 +257,9 @@ def partition(transforms: Mapping[Hashable, Any], labels: Callable[[str, tuple[i
         for bucket in params.plan.buckets:
             for segment in bucket.segments:
                 label = labels(segment.name, segment.shape)
-                rule = f"labels({segment.name!r}, {segment.shape}) is {label!r}, which has no transform; known labels: {list(transforms)}"
-                require(label in transforms, "partition", f"{rule}. Add it; df.transforms.scale(0.0) freezes a group.")
+                rule = f"labels({segment.name!r}, {segment.shape}) is {label!r}, which has no transform; known labels:"
+                way_out = f"{list(transforms)}. Add it; df.transforms.scale(0.0) freezes a group."
+                require(label in transforms, "partition", f"{rule} {way_out}")
         return groups.init(params)
 
     return _declared(init, groups.update, masks_of(groups), getattr(groups, "ascends", None))
@@ -272,9 +273,9 @@ def by_leaf(transform: Any) -> Transform:
     """Show `transform` the tree of leaves in their shapes, instead of flat buckets.
 
     For transforms that need shapes, and for those written for trees (as in optax). It costs one concatenation of the
-    updates. A tied leaf appears in all its places; the update of the first one counts. A transform with masks (`masked`,
-    `partition`, a `mask=`) needs buckets: put it outside, `masked(by_leaf(transform), mask)`. Complex leaves stay complex;
-    all other transforms see their real and imaginary parts.
+    updates. A tied leaf appears in all its places; the update of the first one counts. A transform with masks
+    (`masked`, `partition`, a `mask=`) needs buckets: put it outside, `masked(by_leaf(transform), mask)`. Complex leaves
+    stay complex; all other transforms see their real and imaginary parts.
 
     Args:
         transform: `init(tree) -> state`, `update(grads, state, params) -> (updates, state)` on trees of tensors.
