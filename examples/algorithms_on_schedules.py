@@ -35,7 +35,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "noloco": {"inner_steps": 10},
     "streaming_diloco": {"inner_steps": 20},
 }
-"""What has no default, and outer steps often enough for a short run."""
+"""Hyperparameters without a default, and outer steps often enough for a short run."""
 OWN_MOMENTUM = ("decentlam", "demo", "momentum_tracking", "quasi_global_adam", "quasi_global_momentum")
 RATES = {"quasi_global_adam": 0.003, "demo": 0.01}
 """Those that step by the gradient's sign or so; all others take 0.2."""
@@ -43,7 +43,7 @@ RATES = {"quasi_global_adam": 0.003, "demo": 0.01}
 
 @dataclass(frozen=True)
 class Config:
-    """What is run; the defaults are the page's."""
+    """Settings of a run; the defaults are the page's."""
 
     steps: int = 300
     seeds: int = 1

@@ -1,4 +1,4 @@
-"""What a step costs: decentfn beside DDP, Decent-DP, FSDP2, periodic averaging and no communication at all.
+"""Cost of a step: decentfn, DDP, Decent-DP, FSDP2, periodic averaging, and no communication.
 
     python examples/benchmark.py --workload mlp                             2 ranks of this machine
     sudo python examples/benchmark.py --workload gpt --workers 4 --link-mbit 1000     behind rate-limited links

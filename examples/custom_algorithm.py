@@ -24,7 +24,7 @@ from decentfn import kit
 
 
 class Momentum(NamedTuple):
-    """What a worker remembers."""
+    """Memory of one worker."""
 
     m: kit.Buckets
     averaged = ("m",)  # over the old workers, where `df.resize` changes their number

@@ -1,4 +1,4 @@
-"""What label skew does to decentralized training: sixteen simulated workers on scikit-learn's digits.
+"""Effect of label skew on decentralized training: sixteen simulated workers on scikit-learn's digits.
 
     python examples/heterogeneity.py                 the table and the picture of docs/heterogeneity.md
     python examples/heterogeneity.py --tune          the learning rates that it uses, chosen again

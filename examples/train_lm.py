@@ -37,7 +37,7 @@ import decentfn as df
 
 ALGORITHMS = {name.replace("_", "-"): getattr(df, name) for name in df.algorithms.__all__}
 SPEAKS = os.environ.get("RANK", "0") == "0"
-"""Whether this process is the one that says what all could say."""
+"""True on the process that prints."""
 NODES = ("alternating-exp-ring", "hierarchical")
 """Topologies that know which workers a machine has."""
 OPTIMIZERS = {
@@ -59,7 +59,7 @@ class Config:
     algorithm_args: tuple[str, ...] = ()
     """Its own hyperparameters, as name=value: a number, a word, or a compressor such as compressor=top_k(0.1)."""
     wire_dtype: Literal["bfloat16", "float16"] | None = None
-    """Of what is exchanged; None sends parameters as they are."""
+    """Dtype of messages; None sends parameters unchanged."""
     optimizer: Literal[tuple(OPTIMIZERS)] = "adamw"
     learning_rate: float = 3e-3
     """The peak, after --warmup steps; the cosine ends at zero."""
@@ -87,10 +87,10 @@ class Config:
     simulate: int = 0
     """Workers in this process; 0 is one, without the simulator."""
     processes_per_worker: int = 1
-    """So many processes share a worker's parameters."""
+    """Number of processes that share a worker's parameters."""
     inside: Literal["sharded", "replicated", "tensor"] = "sharded"
-    """How: under PyTorch's fully_shard, or gathered whole in every step, with a batch each; or with one batch, each a part of the
-    feed-forward layers, by parallelize_module."""
+    """By PyTorch's fully_shard, or gathered unsharded in every step, with a batch per process; or by
+    parallelize_module, each process a part of the feed-forward layers, with one batch."""
     loader_workers: int = 0
     """Processes that read ahead, for each process that trains."""
     log_every: int = 20
@@ -106,7 +106,7 @@ class Config:
     tensorboard: Path | None = None
 
     def check(self) -> None:
-        """What could only fail later, and less clearly."""
+        """Reject settings that would fail later, and less clearly."""
         least = dict.fromkeys(
             ["steps", "batch_size", "accumulate", "seq_len", "dim", "heads", "log_every", "save_every", "eval_bytes"], 1
         )
@@ -234,7 +234,7 @@ def told_in_a_sentence() -> Iterator[None]:
 
 
 class Shown(logging.Handler):
-    """What decentfn says: in a terminal "compiling ..." stands in the bar, everything else in lines."""
+    """Handler of decentfn's log: in a terminal "compiling ..." appears in the bar, everything else as lines."""
 
     bar: tqdm | None = None
 
@@ -313,12 +313,12 @@ def train(config: Config, until_the_end: ExitStack) -> dict[str, Any]:
     inputs, targets = (torch.stack(half).to(device) for half in zip(*(held_out[int(i)] for i in chosen), strict=True))
 
     def share(first: int, of: int) -> list[tuple[Tensor, ...]]:
-        """Of the held-out sequences every so manyth, in batches."""
+        """Return every `of`-th held-out sequence from `first`, in batches."""
         halves = [half[first::of].split(32) for half in (inputs, targets)]
         return list(zip(*halves, strict=True)) if first < len(inputs) else []
 
     def bits_per_byte() -> dict[str, Any]:
-        """Of the mean of all workers, evaluated in shares, and of each worker's own replica, on the same bytes."""
+        """Return bits per byte of the workers' mean, evaluated in shares, and of each replica, on the same bytes."""
         mine = share(world.rank // team, world.size // team)
         of_worker = share(world.process // team, world.processes_per_worker // team)
         nats = {"consensus_mean": df.evaluate(loss_fn, state, mine)}

@@ -174,7 +174,7 @@ BASES = {
         },
     ),
 }
-"""How each function is called in good order, and what becomes of what it returns."""
+"""Valid calls of each function, and the use of their results."""
 OPTIONS = {
     df.choco_sgd: {"compressor": C.top_k(0.5), "gamma": 0.3},
     df.deep_squeeze: {"compressor": C.top_k(0.5), "gamma": 0.3},
@@ -199,7 +199,7 @@ ELSEWHERE = {
     "testing": ["on_ranks"],
     "Decent-DP": ["clip_by_buckets", "after_forgotten_revert"],
 }
-"""What takes numbers, too, and is tried where it is tested."""
+"""Functions that also take numbers, but are tried in their own tests."""
 CASES = [(use, f, args) for use, calls in BASES.values() for f, args in calls.items()]
 
 

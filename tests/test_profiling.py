@@ -1,4 +1,4 @@
-"""What is counted is what was planned and traveled; what is shown is where it happened; neither changes the step."""
+"""Counters match planned and sent bytes, traces show events in the right place, and neither changes the step."""
 
 import gzip
 import json
@@ -31,7 +31,7 @@ def batch_of(rank, num_workers, t):
 
 
 def payload_bytes(case, plan):
-    """What one worker's parameters are on the wire, from the plan alone."""
+    """Return the bytes of one worker's parameters on the wire, from the plan alone."""
     if "compressor" in case.hyperparameters:
         return sum(df.compressors.top_k(0.25).nbytes(bucket) for bucket in plan.buckets)
     wire = case.hyperparameters.get("wire_dtype", torch.float64)
@@ -185,7 +185,7 @@ def require_nested(slices):
 
 
 def require_trace(trace):
-    """What Perfetto needs of a trace in JSON: slices that nest, other events that begin and end by their numbers."""
+    """Require what Perfetto needs: nested slices, and other events with matching begin and end."""
     by_thread, begun = {}, {}
     for event in trace["traceEvents"]:
         assert event["ph"] in "XbeMisf", event

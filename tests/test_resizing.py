@@ -102,7 +102,7 @@ def test_every_worker_starts_from_the_mean_of_all_and_the_invariants_hold(row):
 
 
 def _assert_laws(subject, algorithm, state):
-    """What the algorithm keeps constant is what it would be at the start of a run; with gradients it stays so."""
+    """Assert that invariants have their values of a new run, and keep them with gradients."""
     inner = lambda s: s._replace(memory=s.memory.inner)  # noqa: E731
     fresh = algorithm.init(trees.map(lambda x: x[0], df.params(state)), problem.buffers())
     fresh = df.stack(fresh, len(state.params[0]))
@@ -148,7 +148,7 @@ NOT_OF_THE_MEAN_ALONE = (
     "relay_sgd, models",
     "relay_sgd, gradients",
 )
-"""What the workers' mean does next is no function of means: unequal weights, squares and signs, messages on their way."""
+"""Algorithms whose mean is not a function of means: unequal weights, squares and signs, in-flight messages."""
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row not in NOT_OF_THE_MEAN_ALONE])

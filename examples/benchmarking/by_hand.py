@@ -53,9 +53,9 @@ class ByHand:
         self.nbytes = sum(p.nbytes for p in x)
 
     def state(self) -> tuple[list[Tensor], list[Tensor], list[Tensor], Tensor]:
-        """What the next update takes: parameters, moments, and the corrections of their bias.
+        """Inputs of the next update: parameters, moments, and bias corrections.
 
-        The corrections are computed out here: within the graph Inductor computes them anew for every 16 elements.
+        The corrections are computed outside the graph, where Inductor would recompute them for every 16 elements.
         """
         self.count += 1
         return self.x, self.m, self.v, torch.tensor([1 / (1 - B1**self.count), (1 - B2**self.count) ** -0.5])

@@ -1,4 +1,4 @@
-"""What is trained: six networks of different shapes, on random data that changes from step to step."""
+"""Workloads: six networks of different shapes, on random data that changes from step to step."""
 
 from __future__ import annotations
 

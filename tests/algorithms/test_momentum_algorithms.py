@@ -36,7 +36,7 @@ from tests.quadratics import (
 N = 6
 LR = 0.1
 SMALL_BETA = {decentlam: {"beta": 0.1}}
-"""What it accepts on schedules that vary."""
+"""Hyperparameters accepted on time-varying schedules."""
 algorithms = pytest.mark.parametrize(
     "algorithm", [quasi_global_momentum, quasi_global_adam, decentlam, momentum_tracking], ids=lambda f: f.__name__
 )

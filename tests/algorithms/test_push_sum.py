@@ -108,7 +108,7 @@ def test_push_diging_follows_its_equation(matrices):
 
 
 def in_flight(history, matrices, t, delay):
-    """What has been given away and not yet been received before step t: (of x, of w)."""
+    """Return the mass in flight before step t: (of x, of w)."""
     of_x, of_w = 0.0, 0.0
     for age, outbox in enumerate(history[t].memory.outboxes):
         sent_at = t - delay + age

@@ -54,7 +54,7 @@ def hyperparameters(name):
 
 
 def refused(*algorithms):
-    """What `init` says on two ranks that build an algorithm each."""
+    """Return the message of `init` on two ranks that build one algorithm each."""
 
     def start(rank):
         try:

@@ -43,7 +43,7 @@ def trained(row, algorithm, state, steps, workers=range(N)):
 
 
 def by_name(state):
-    """What users see of a state, without its buckets: a dict of tensors."""
+    """Return the user-visible tensors of a state, without buckets."""
     opened = trees.map_nodes(Buckets, lambda node: {"": node.tree()}, state)
     return dict(trees.named_leaves(opened))
 
@@ -350,7 +350,7 @@ FORMAT_1 = Path(__file__).parent.parent / "data" / "checkpoint-000001-step-5"
 
 
 def state_of_format_1(value):
-    """That of the file: two workers in two processes, with an average, a loss scale and buffers."""
+    """Return the state in the file: two workers in two processes, with an average, a loss scale and buffers."""
     row = "gradient_tracking, atc"
     state = start(row, built(row), range(2))
     leaves = trees.leaves(state)

@@ -358,7 +358,7 @@ def in_narrow_numbers(reduce_dtype):
 
 @pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.bfloat16])
 def test_a_narrow_policy_is_the_simulator_within_its_rounding(four, reduce_dtype):
-    """Of parameters in the measure of how far they went."""
+    """Errors are relative to the distance that the parameters moved."""
     expected = simulated(made("adapt_while_communicate"), "sharded", SHARDS, steps=STEPS)
     start = df.functional(Network(), nn.functional.mse_loss)[0]
     far = max(float((rows - start[name]).abs().max()) for name, rows in expected.params.items())
@@ -432,7 +432,7 @@ NUMBERS |= {"random_k": 0.3, "sign": (), "top_k": 0.3}
 
 
 def compresses_nothing():
-    """Of a layer with one row process 1 holds no value at all."""
+    """Process 1 holds no value of a layer with one row."""
     with workers(SHARDS) as world:
         for name, number in NUMBERS.items():
             compressor = getattr(compressors, name)(*[number] if number != () else [])

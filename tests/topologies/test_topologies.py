@@ -58,7 +58,7 @@ DEGREES = {
 every_name = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.xdist_group(f"topology {name}")) for name in NAMES]
 )
-"""Of one name in one process, where its facts are computed once."""
+"""Cases of one name in one process, where its certificate is computed once."""
 sizes = st.integers(1, 33)
 
 
