@@ -120,7 +120,7 @@ def from_rounds(
         for part, was, now in zip(Round._fields, before, round_of(torch.tensor(t)), strict=True):
             if was is not None and (now is None or not torch.equal(torch.as_tensor(was), torch.as_tensor(now))):
                 raise ValueError(
-                    f"{name}: the {part} of step {t} differ when they are drawn twice; every worker draws for itself, "
+                    f"{name}: the {part} of step {t} differ when drawn twice; every worker draws them itself, "
                     "so a round is a function of t (and a seed) alone: take its numbers from decentfn.core.draws, for "
                     f"example draws.permutation(seed, t, {num_workers})."
                 )

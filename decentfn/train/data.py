@@ -81,8 +81,8 @@ class BatchSampler(Sampler[list[int]]):
         """Yield batches from `first_step` on; a second iteration raises ValueError."""
         if self._is_read:  # the progress is unknown, since a DataLoader reads ahead
             raise ValueError(
-                f"batch_sampler(first_step={self.first_step}): it was iterated over before, and would give the same "
-                "batches again. Read all steps of the run in one loop; or make a sampler for each epoch, "
+                f"batch_sampler(first_step={self.first_step}): it was already iterated over, and would repeat its "
+                "batches. Read all steps of the run in one loop; or make a sampler for each epoch, "
                 "batch_sampler(shards, worker, first_step=t, steps=(epoch + 1) * shards.steps_per_epoch)."
             )
         self._is_read = True
@@ -93,7 +93,7 @@ class BatchSampler(Sampler[list[int]]):
     def __len__(self) -> int:
         """Return the number of batches, if `steps` is given."""
         if self._steps is None:
-            raise TypeError("batch_sampler(...) without steps= has no length: it goes on for ever.")
+            raise TypeError("batch_sampler(...) without steps= has no length: it is endless.")
         return max(0, self._steps - self.first_step)
 
 
@@ -151,9 +151,9 @@ def _stacked(num_workers: int, collate: Callable[[list[Any]], Any], samples: lis
     size, left = divmod(len(samples), num_workers)
     if left or not size:
         raise ValueError(
-            f"stacked_collate(num_workers={num_workers}): a batch of {len(samples)} samples has not the same number "
-            "for each worker; make the loader's batch_size a multiple of the workers, and pass drop_last=True if the "
-            "last batch is shorter."
+            f"stacked_collate(num_workers={num_workers}): a batch of {len(samples)} samples does not have the same "
+            "number for each worker; make the loader's batch_size a multiple of the workers, and pass drop_last=True "
+            "if the last batch is shorter."
         )
     batches = [collate(samples[i * size : (i + 1) * size]) for i in range(num_workers)]
     return trees.map(lambda *rows: torch.stack(rows), *batches)
@@ -176,8 +176,8 @@ class Seeded(Dataset[Any]):
         """Return the samples of one batch."""
         if not isinstance(samples, _Batch):
             raise ValueError(
-                "seeded(dataset): it is read by a DataLoader with batch_sampler=df.data.batch_sampler(...), which "
-                "knows the step and the worker; make it last, after Subset and the like, and evaluate on the dataset "
+                "seeded(dataset): read it with a DataLoader and batch_sampler=df.data.batch_sampler(...), which "
+                "knows the step and the worker; apply it last, after Subset and the like, and evaluate on the dataset "
                 "itself."
             )
         size, read = len(samples) // len(samples.workers), getattr(self.dataset, "__getitems__", None)

@@ -197,7 +197,7 @@ def _in_step(call: str, batches: Iterator[tuple[Any, int]], tensor_parallel: int
             here = collectives.everyone()
             raise ValueError(
                 f"{call}(batches): process {here.process} of worker {here.worker} has no batch, and others of its "
-                "worker have; they run the module together: give each of them a batch, the same will do."
+                "worker have; they run the module together: give each of them a batch; the same one works."
             )
         try:
             yield (last, 0) if batch is None else (batch, size)
@@ -213,8 +213,8 @@ def _tell_worker(what: str, batch: Any, tensor_parallel: int) -> dict[str, bool]
 
     "different": whether batches differ within a tensor-parallel group.
     """
-    has_twins = tensor_parallel > 1
-    tensors = [x for x in trees.leaves(trees.plain(batch)) if isinstance(x, torch.Tensor)] if has_twins else []
+    leaves = trees.leaves(trees.plain(batch)) if tensor_parallel > 1 else []
+    tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
     marks = " ".join(f"{list(x.shape)} {digest(x)}" for x in tensors)
     mark = torch.tensor(zlib.crc32(marks.encode()), dtype=torch.float64)
     differs = bool(sum_inside(mark, tensor_parallel) != tensor_parallel * mark)
@@ -252,8 +252,8 @@ def _size(call: str, samples: _Count | None, batch: Any) -> int:
         shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in named)
         raise ValueError(
             f"{call}(batches): the samples of {brief(batch)} cannot be counted by the first axis of its tensors "
-            f"({shapes}); count them, samples=lambda batch: len(...), or keep what has no axis of samples out of the "
-            "batch, which is of one worker."
+            f"({shapes}); count them, samples=lambda batch: len(...), or remove tensors without an axis of samples "
+            "from the batch of one worker."
         )
     return len(named[0][1])
 

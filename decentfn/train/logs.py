@@ -159,7 +159,7 @@ def _as_json(value: Any) -> Any:
         return dict(value)
     if isinstance(value, (Path, torch.dtype, torch.device)):
         return str(value)
-    raise TypeError(f"{type(value).__name__} is nothing that JSON holds")
+    raise TypeError(f"{type(value).__name__} is not a JSON value")
 
 
 def _numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

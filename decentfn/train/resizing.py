@@ -50,7 +50,7 @@ def resize(state: State, algorithm: Algorithm) -> State:
         raise ValueError(f"{_CALL}: the state is one worker's; stack it, df.resize(df.stack(state, 1), algorithm).")
     if collectives.everyone().size > 1:
         raise ValueError(
-            f"{_CALL}: {collectives.everyone().size} processes hold a part of the workers each; save a checkpoint, and "
+            f"{_CALL}: {collectives.everyone().size} processes each hold a part of the workers; save a checkpoint, and "
             "restore it with the other number of processes."
         )
     if algorithm.topology is None:
@@ -88,8 +88,8 @@ def resized(fresh: State, rows: State) -> State:
         # A value that a fresh state has too is intended, such as a mask of -inf.
         if rule is mean and bool((leaf.isnan() | (is_finite(start) & ~is_finite(leaf))).any()):
             raise NonFinite(
-                f"resize: a worker's {name} is infinite or NaN, and so would be the mean of all, from which all start; "
-                "give it its neighbor's (parameters with df.with_params), or go back to an earlier checkpoint."
+                f"resize: a worker's {name} is infinite or NaN, and so would be the mean, from which all workers "
+                "start; give it its neighbor's (parameters with df.with_params), or go back to an earlier checkpoint."
             )
     return new
 

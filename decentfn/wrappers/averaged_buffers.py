@@ -58,14 +58,14 @@ def average_buffers(
         )
     if topology.needs_push_sum:
         raise ValueError(
-            f"average_buffers(algorithm): {topology.name!r} is column-stochastic only, so what is mixed without "
-            "push-sum's weight drifts away from the mean; average buffers where you evaluate, with "
+            f"average_buffers(algorithm): {topology.name!r} is column-stochastic only, so buffers that are mixed "
+            "without push-sum's weight drift away from the mean; average buffers where you evaluate, with "
             "df.consensus_buffers(state)."
         )
     size = collectives.processes_per_worker()
     if size > 1:
         raise ValueError(
-            f"average_buffers(algorithm): a worker is {size} processes, and each has buffers of its own; leave it out, "
+            f"average_buffers(algorithm): a worker is {size} processes, and each has its own buffers; leave it out, "
             "or use a network without running statistics."
         )
     init, step = algorithm

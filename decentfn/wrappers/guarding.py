@@ -64,8 +64,8 @@ def guard(algorithm: Algorithm, limit: int = 20) -> Algorithm:
     def check(state: Any, batch: PyTree, t: Tensor) -> None:
         if not _is_guarded(state):
             raise ValueError(
-                f"step(state, batch, t): the state is a {kind_of(state)} that is not guarded, and this step takes one "
-                "that is; call the init that df.guard(...) returned beside it."
+                f"step(state, batch, t): the state is a {kind_of(state)} that is not guarded, but this step needs a "
+                "guarded one; call the init that df.guard(...) returned with it."
             )
         if step.check is not None:
             step.check(_with(state, None), batch, t)
@@ -142,8 +142,8 @@ def _error(state: State, t: int, limit: int) -> NonFinite:
     return NonFinite(
         f"step(state, batch, t): worker {worker} has had infinite values or NaN in {int(in_a_row[row])} steps in a "
         f"row, the last at t={t} (df.guard(limit={limit})): in all {int(skipped[row])} steps with a bad gradient or "
-        f"update, {int(replaced[row])} with bad messages. Look at its data and the learning rate; parameters that no "
-        "neighbor can mend are set by df.with_params.",
+        f"update, {int(replaced[row])} with bad messages. Look at its data and the learning rate; set parameters that "
+        "no neighbor can repair with df.with_params.",
         worker=worker,
         process=here.rank,
         step=t,

@@ -57,8 +57,8 @@ def ema(algorithm: Algorithm, decay: float = 0.999) -> Algorithm:
     def check(state: Any, batch: PyTree, t: Tensor) -> None:
         if not _has_average(state):
             raise ValueError(
-                f"step(state, batch, t): the state is a {kind_of(state)}, and this step takes one with an average; "
-                "call the init that df.ema(...) returned beside it."
+                f"step(state, batch, t): the state is a {kind_of(state)}, but this step needs one with an average; "
+                "call the init that df.ema(...) returned with it."
             )
         if step.check is not None:
             step.check(state._replace(memory=state.memory.inner), batch, t)

@@ -247,7 +247,7 @@ def test_ranks_that_save_different_steps_are_told(tmp_path):
         (lambda d, s: df.checkpoint.latest(None), r"latest\(directory\): the path is None"),
         (lambda d, s: df.checkpoint.export(d, None, s), r"export\(module=None\)"),
         (lambda d, s: df.checkpoint.import_(d), "No such file"),
-        (lambda d, s: df.checkpoint.restore(d, s), "no checkpoint is there"),
+        (lambda d, s: df.checkpoint.restore(d, s), "there is no checkpoint"),
     ],
 )
 def test_what_cannot_be_saved_is_refused(call, words, tmp_path):
@@ -406,7 +406,7 @@ def test_a_forged_manifest_opens_no_other_file_and_is_answered_with_a_sentence(t
     said = manifest.read(path)
     forge(said)
     (path / "manifest.json").write_bytes(manifest.encode(said))
-    with pytest.raises(df.errors.CheckpointCorrupt, match="does not say what the manifest"):
+    with pytest.raises(df.errors.CheckpointCorrupt, match="is not the manifest"):
         df.checkpoint.restore(path, state)
 
 

@@ -214,7 +214,7 @@ def _answers(plan: Plan, mask: Mask) -> list[bool]:
         if any(takes) and not all(takes):
             names = [segment.name for segment in bucket.segments]
             raise ValueError(
-                f"masked(transform, mask): bucket {index} holds {names[takes.index(True)]!r}, which the mask takes, "
+                f"masked(transform, mask): bucket {index} holds {names[takes.index(True)]!r}, which the mask selects, "
                 f"and {names[takes.index(False)]!r}, which it does not; a bucket is updated as a whole. Lay the "
                 "parameters out with flatten(params, masks=optimizer.masks), as algorithms do; a wrapper written by "
                 "hand must pass `masks` on."

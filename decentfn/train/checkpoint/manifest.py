@@ -101,7 +101,7 @@ def read(path: Path) -> dict[str, Any]:
             f"{file}: format {number}, written by {writer}; this version reads formats up to {FORMAT}: update decentfn."
         )
     if not _is_complete(content):
-        raise CheckpointCorrupt(f"{file}: it does not say what the manifest of a checkpoint says; {_WAY_OUT}.")
+        raise CheckpointCorrupt(f"{file}: it is not the manifest of a checkpoint; {_WAY_OUT}.")
     return content
 
 

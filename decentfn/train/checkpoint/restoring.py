@@ -65,7 +65,7 @@ def restore(source: str | Path, state: Any) -> Restored:
     """
     found = on_first("restore", _newest, one_path("restore(source, state)", source))
     if found is None:
-        raise FileNotFoundError(f"restore({str(source)!r}, state): no checkpoint is there; start with init(params).")
+        raise FileNotFoundError(f"restore({str(source)!r}, state): there is no checkpoint; start with init(params).")
     read: list[tuple[Restored, dict[str, Tensor]]] = []
     together("restore", lambda: read.append(_read(Path(found), state)))
     restored, generators = read[0]
@@ -85,8 +85,8 @@ def _read(path: Path, template: Any) -> tuple[Restored, dict[str, Tensor]]:
     theirs, mine = about.get("algorithm"), algorithm_of(template)
     if None not in (theirs, mine) and theirs != mine:
         raise ValueError(
-            f"restore: {path} holds what {theirs} remembers, and the state is {mine}'s; build the algorithm that it "
-            "was saved with, and begin with another from its parameters: init(df.params(state))."
+            f"restore: {path} has the memory of {theirs}, and the state is {mine}'s; build the algorithm that it "
+            "was saved with, or start another one from its parameters: init(df.params(state))."
         )
     here, local = collectives.world(), local_workers(template)
     first, num_workers = here.worker * local, here.num_workers * local

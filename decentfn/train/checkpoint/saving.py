@@ -177,7 +177,7 @@ class Saver:
     def _require_open(self, call: str) -> None:
         if self._is_closed:
             raise ValueError(
-                f"Saver({str(self.directory)!r}).{call}: it is closed, and the directory given back; open another."
+                f"Saver({str(self.directory)!r}).{call}: it is closed and has released the directory; open another."
             )
 
     def _claim(self) -> None:
@@ -320,7 +320,7 @@ def _begin(directory: Path, step: int) -> str:
 
 def _write_own(path: Path, content: Content) -> dict[str, Any]:
     if not path.exists():
-        raise OSError(f"{path}: made by rank 0, and not seen by this process; choose a directory that all share.")
+        raise OSError(f"{path}: created by rank 0, but not visible to this process; choose a directory that all share.")
     name = f"process-{collectives.everyone().rank:05}.safetensors"
     size, digest = files.write(path / name, encoded(content.tensors, content.places))
     its = {"file": name, "bytes": size, "sha256": digest} | content.process
@@ -339,7 +339,7 @@ def _finish(directory: Path, path: Path, told: list[dict[str, Any]], keep: int |
             name = next(name for name in expected if its["about"][name] != expected[name])
             raise ValueError(
                 f"save(state, step): {name} is {its['about'][name]!r} on rank {rank} and {expected[name]!r} on rank 0; "
-                "all ranks save the same step of the same run, and what is a process's own goes into extra."
+                "all ranks save the same step of the same run, and values of a single process belong in extra."
             )
     topology, scores = about["topology"], [its["score"] for its in told if its["score"] is not None]
     if topology is not None:
