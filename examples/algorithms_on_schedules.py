@@ -1,9 +1,9 @@
-"""Every algorithm on every schedule that varies: docs/heterogeneity.md has a part of the tables.
+"""Every algorithm on every time-varying schedule; docs/heterogeneity.md has a part of the tables.
 
-    python examples/algorithms_on_schedules.py          runs what runs.jsonl does not hold yet, and prints the tables
+    python examples/algorithms_on_schedules.py          makes the runs missing in runs.jsonl, and prints the tables
 
-The experiment is heterogeneity.py's at its hardest: sixteen simulated workers on digits, labels skewed by α = 0.1. A
-method whose mean model falls below 80 % on a schedule is tried again with smaller learning rates.
+The experiment is the hardest of heterogeneity.py: sixteen simulated workers on digits, labels skewed by α = 0.1. A
+method whose mean model falls below 80 % on a schedule is repeated with smaller learning rates.
 """
 
 import json

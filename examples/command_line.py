@@ -1,4 +1,4 @@
-"""The command line of the small examples: a function's arguments are its options, a mistake ends with a sentence."""
+"""Command line of the small examples: a function's arguments are its options, and a mistake ends with one sentence."""
 
 import os
 import sys

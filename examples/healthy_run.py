@@ -3,7 +3,7 @@
 python examples/healthy_run.py              the table of docs/healthy_run.md
 python examples/healthy_run.py --steps 50   quicker
 
-Eight simulated workers learn scikit-learn's digits. Every row reports what a run can watch while it trains.
+Eight simulated workers learn scikit-learn's digits. Every row reports signs that a run can watch while it trains.
 """
 
 import sys

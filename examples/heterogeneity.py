@@ -4,9 +4,9 @@
     python examples/heterogeneity.py --tune          the learning rates that it uses, chosen again
     python examples/heterogeneity.py --help
 
-Every worker's labels follow a Dirichlet distribution: α = 10 is nearly even, at 0.1 workers know a few digits each.
-D-PSGD, which averages with its neighbors on a ring, loses accuracy as α shrinks; methods that correct its bias, or relay
-every worker's contribution to all, do not (the ordering of RelaySGD's table: Vogels et al., NeurIPS 2021).
+Every worker's labels follow a Dirichlet distribution: α = 10 is nearly even, at 0.1 workers have a few digits each.
+D-PSGD on a ring loses accuracy as α shrinks. Methods that correct its bias, or relay every worker's contribution to all,
+do not (as in RelaySGD's table: Vogels et al., NeurIPS 2021).
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Where a compiled step spends its time: a trace for Perfetto (https://ui.perfetto.dev), a picture of it, and counters.
+"""Profile of a compiled step: a trace for Perfetto (https://ui.perfetto.dev), a plot of it, and counters.
 
 torchrun --standalone --nproc-per-node 2 examples/profile_step.py
 """

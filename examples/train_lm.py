@@ -1,4 +1,4 @@
-"""Train a language model on Python's own sources, without a coordinator. A script to copy: the loop and all that stands around it.
+"""Train a language model on Python's own sources, without a coordinator. A complete training script to copy.
 
     torchrun --standalone --nproc-per-node 4 examples/train_lm.py
     python examples/train_lm.py --simulate 4       the same four workers in one process
@@ -8,7 +8,7 @@
 
 A decoder-only transformer (`byte_transformer.py`) learns the bytes of the standard library. Workers start equal and draw different data.
 Every `--log-every` steps a line of JSON goes to `--out`; the last line holds the bits per byte on held-out files.
-With `--checkpoint DIR` a run that was ended goes on where it was, also under `torchrun --max-restarts`.
+With `--checkpoint DIR` an interrupted run resumes, also under `torchrun --max-restarts`.
 """
 
 import ast
@@ -70,7 +70,7 @@ class Config:
     ema: float | None = None
     """Decay of an average of the parameters that is evaluated too, 0.999 for example."""
     batch_size: int = 8
-    """Sequences per micro-batch and worker, or process of a worker that has a batch of its own."""
+    """Sequences per micro-batch and worker (per process, if each process of a worker has its own batch)."""
     accumulate: int = 1
     """Micro-batches of a step."""
     seq_len: int = 128
@@ -78,10 +78,10 @@ class Config:
     layers: int = 3
     heads: int = 4
     autocast: bool = False
-    """Compute in bfloat16 where that is enough; parameters stay float32."""
+    """Use torch.autocast with bfloat16; parameters stay float32."""
     compile: bool = True
     device: Literal["cpu", "cuda"] | None = None
-    """None takes GPUs where every process has one."""
+    """None takes GPUs if every process has one."""
     backend: Literal["gloo", "nccl"] | None = None
     seed: int = 0
     simulate: int = 0
@@ -95,14 +95,14 @@ class Config:
     """Processes that read ahead, for each process that trains."""
     log_every: int = 20
     eval_every: int | None = None
-    """Evaluate after so many steps, and at the end; None: at the end only."""
+    """Steps between evaluations, besides the one at the end; None: only at the end."""
     eval_bytes: int = 2**16
     """Held-out bytes that are predicted."""
     checkpoint: Path | None = None
-    """A directory to save in every --save-every steps and on Ctrl-C, SIGTERM and SIGUSR1, and to go on from."""
+    """Directory to resume from and to save to, every --save-every steps and on Ctrl-C, SIGTERM and SIGUSR1."""
     save_every: int = 100
     out: Path | None = None
-    """The log; None is log.jsonl beside the checkpoints, or runs/train_lm.jsonl. A second run takes another name."""
+    """The log; None is log.jsonl in the checkpoint directory, or runs/train_lm.jsonl. A second run gets a new name."""
     tensorboard: Path | None = None
 
     def check(self) -> None:
@@ -298,7 +298,7 @@ def train(config: Config, until_the_end: ExitStack) -> dict[str, Any]:
     if config.compile:
         decent_step = df.compile(decent_step)
 
-    # Who reads what is a function of (seed, t, reader): nothing of it is saved.
+    # Samples are a function of (seed, t, reader), so no sampler state is saved.
     pieces, readers = Windows(text, config.seq_len), range(world.rank // team * local, (world.rank // team + 1) * local)
     shards = df.data.shards(len(pieces), num_readers, config.batch_size * config.accumulate, config.seed)
     batches = DataLoader(

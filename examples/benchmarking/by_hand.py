@@ -1,4 +1,4 @@
-"""The step as one would write it without any library: the measure of what a library costs."""
+"""Steps written by hand without any library, to measure the cost of a library."""
 
 from __future__ import annotations
 
