@@ -331,7 +331,7 @@ def test_what_is_no_stacked_state_or_no_algorithm_is_refused():
 def test_processes_are_sent_to_a_checkpoint():
     def refused(rank):
         algorithm = alike(2)
-        with pytest.raises(ValueError, match="2 processes hold a part.*checkpoint"):
+        with pytest.raises(ValueError, match="2 processes each hold a part.*checkpoint"):
             df.resize(df.stack(algorithm.init(problem.params()), 1), algorithm)
 
     on_kept_ranks(2, refused)

@@ -169,10 +169,10 @@ def _graph(topology: topologies.Topology, t: int, axes: Axes) -> None:
     axes.set(xlim=(-1.25, 1.25), ylim=(-1.25, 1.25), aspect="equal")
     axes.axis("off")
     name = f"step {t}" if topology.period is None else f"phase {t % topology.period}"
-    axes.set_title(f"{name}\n{_said(both, single, groups, n)}", fontsize=10)
+    axes.set_title(f"{name}\n{_described(both, single, groups, n)}", fontsize=10)
 
 
-def _said(both: list[Any], single: list[Any], groups: list[list[int]], n: int) -> str:
+def _described(both: list[Any], single: list[Any], groups: list[list[int]], n: int) -> str:
     """Short description of what the workers do."""
     parts = []
     if groups:

@@ -207,7 +207,7 @@ def require_topology(call: str, topology: object) -> None:
         raise ValueError(f"{call}({brief(topology)}): expected a topology, such as df.topology('ring', 4).")
 
 
-def check(topology: Topology, *, nobody_left_out: bool = True) -> None:
+def check(topology: Topology, *, all_receive: bool = True) -> None:
     """Raise ValueError unless every phase is stochastic and every worker hears another over the period."""
     name, sources, weights = topology.name, topology.sources, topology.weights
     means, sizes = torch.zeros_like(weights[..., 0]), torch.ones_like(sources[..., :1].sum(-1))
@@ -233,7 +233,7 @@ def check(topology: Topology, *, nobody_left_out: bool = True) -> None:
     me = torch.arange(topology.num_workers)[:, None]
     hears = ((sources != me) & (weights[..., 1:] != 0)).any(-1) | ((sizes > 1) & (means != 0))
     lonely = (~hears.any(0)).nonzero()[:, 0].tolist()
-    if nobody_left_out and lonely and topology.num_workers > 1:
+    if all_receive and lonely and topology.num_workers > 1:
         raise ValueError(
             f"{name}: workers {lonely[:8]} receive no message in the whole period, so they would train alone; "
             "give each a neighbor in some phase."

@@ -75,13 +75,13 @@ def with_params(state: Any, params: PyTree) -> Any:
         new = Buckets(part_of(new, collectives.everyone().process, x.plan.processes), x.plan)
     new = Buckets([new.to(old.device) for new, old in zip(new, x, strict=True)], x.plan)
 
-    def anew(state: State, x: Buckets) -> State:
+    def restart(state: State, x: Buckets) -> State:
         return state._replace(params=x, memory=restarted(state.memory, x))
 
     if not is_stacked(state):
-        return trees.map(torch.clone, anew(state, new))
+        return trees.map(torch.clone, restart(state, new))
     # Leaves that do not depend on the worker come back expanded.
-    stacked = over_workers(anew, new[0].shape[0], state, new)
+    stacked = over_workers(restart, new[0].shape[0], state, new)
     return trees.map(lambda leaf: leaf.clone(memory_format=torch.contiguous_format), stacked)
 
 

@@ -27,24 +27,24 @@ def fresh_part(store: Store, rank: int, size: int, timeout: timedelta) -> Prefix
     """
     notes, name = PrefixStore("decentfn", store), uuid4().hex
     if rank == 0:
-        _tell(name, notes, size, timeout)
+        _answer(name, notes, size, timeout)
     else:
         question = uuid4().hex
         notes.set(str(rank), question)
         try:
             name = notes.get(question).decode()
         except RuntimeError as error:
-            raise _nobody(rank, "rank 0", 0, timeout) from error
+            raise _no_answer(rank, "rank 0", 0, timeout) from error
         notes.set(str(rank), name)
     return PrefixStore(f"decentfn {name}", store)
 
 
-def _tell(name: str, notes: Store, size: int, timeout: timedelta) -> None:
+def _answer(name: str, notes: Store, size: int, timeout: timedelta) -> None:
     end = time.monotonic() + timeout.total_seconds()
     waiting = [str(rank) for rank in range(1, size)]
     while waiting:
         if time.monotonic() > end:
-            raise _nobody(0, f"ranks {', '.join(waiting)}", int(waiting[0]), timeout)
+            raise _no_answer(0, f"ranks {', '.join(waiting)}", int(waiting[0]), timeout)
         time.sleep(_POLL_S)
         for rank in [rank for rank in waiting if notes.check([rank])]:
             said = notes.get(rank).decode()
@@ -54,10 +54,10 @@ def _tell(name: str, notes: Store, size: int, timeout: timedelta) -> None:
                 notes.set(said, name)  # the answer to a dead rank's question is never read
 
 
-def _nobody(rank: int, whom: str, peer: int, timeout: timedelta) -> ExchangeTimeout:
+def _no_answer(rank: int, missing: str, peer: int, timeout: timedelta) -> ExchangeTimeout:
     place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     return ExchangeTimeout(
-        f"init(timeout={timeout}): rank {rank} heard nothing of {whom} in the store at {place}; a process did not "
+        f"init(timeout={timeout}): rank {rank} heard nothing of {missing} in the store at {place}; a process did not "
         "start, or was told of another store: where nodes come and go, start torchrun with "
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment.",
         process=rank,

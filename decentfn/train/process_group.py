@@ -145,7 +145,7 @@ def _start(backend: str | None, gpus: int, timeout: timedelta) -> None:
         "gpu": _gpu(index) if index < gpus else None,
     }
     # Compare over ranks first: only some machines may have enough GPUs.
-    everyone = _told(PrefixStore("machines", store), rank, size, own)
+    everyone = _gathered(PrefixStore("machines", store), rank, size, own)
     _require_same_versions(everyone, rank)
     taken = [its["gpu"] for its in everyone]
     without = [i for i, gpu in enumerate(taken) if gpu is None or gpu in taken[:i]]
@@ -182,7 +182,7 @@ def _start(backend: str | None, gpus: int, timeout: timedelta) -> None:
     atexit.register(collectives.leave_default_group)
 
 
-def _told(store: Store, rank: int, size: int, value: Any) -> list[Any]:
+def _gathered(store: Store, rank: int, size: int, value: Any) -> list[Any]:
     """Return the values of all ranks by rank, after a JSON round trip; collective."""
     store.set(str(rank), json.dumps(value))
     everyone = [json.loads(said) for said in store.multi_get([str(i) for i in range(size)])]

@@ -33,7 +33,7 @@ def resize(state: State, algorithm: Algorithm) -> State:
     integers (update counts); and from the smallest loss scale. The algorithm's memory of neighbors restarts, and its
     memory of the run is averaged, so its invariants hold for W' workers (`docs/resizing.md`).
 
-    Divide the data anew; `t` continues. Under torchrun another number of processes needs a restart from a checkpoint.
+    Divide the data again; `t` continues. Under torchrun another number of processes needs a restart from a checkpoint.
 
     Args:
         state: `[W, ...]` in every leaf, from `df.stack` or `df.simulate`.
@@ -80,8 +80,8 @@ def resized(fresh: State, rows: State) -> State:
     """
     rules = _rules(fresh)
     x = trees.map(lambda rule, values: rule(values), rules.params, rows.params)
-    anew = (fresh.local, restarted(fresh.memory, x))
-    new = State(x, *trees.map(_apply, rules[1:], rows[1:], anew))
+    restart = (fresh.local, restarted(fresh.memory, x))
+    new = State(x, *trees.map(_apply, rules[1:], rows[1:], restart))
     for (name, leaf), rule, start in zip(
         trees.named_leaves(new), trees.leaves(rules), trees.leaves(fresh), strict=True
     ):
@@ -94,8 +94,8 @@ def resized(fresh: State, rows: State) -> State:
     return new
 
 
-def _apply(rule: Rule, rows: Iterable[Tensor], anew: Tensor) -> Tensor:
-    return anew.clone() if rule is _anew else rule(rows)
+def _apply(rule: Rule, rows: Iterable[Tensor], fresh: Tensor) -> Tensor:
+    return fresh.clone() if rule is _restart else rule(rows)
 
 
 def mean(rows: Iterable[Tensor]) -> Tensor:
@@ -118,22 +118,22 @@ def smallest(rows: Iterable[Tensor]) -> Tensor:
     return torch.stack(list(rows)).amin(0)
 
 
-def _anew(rows: Iterable[Tensor]) -> Tensor:
-    raise AssertionError("what starts anew is not asked for")
+def _restart(rows: Iterable[Tensor]) -> Tensor:
+    raise AssertionError("leaves that restart have no rule")
 
 
 def _rules(state: State) -> State:
     """Return a tree with the rule of each leaf."""
     opt, buffers = trees.map(_by_dtype, (state.local.opt, state.local.buffers))
     scale = trees.map(lambda leaf: smallest, state.local.scale)
-    local = trees.map(lambda leaf: _anew, state.local)._replace(opt=opt, buffers=buffers, scale=scale)
+    local = trees.map(lambda leaf: _restart, state.local)._replace(opt=opt, buffers=buffers, scale=scale)
     return State(trees.map(_by_dtype, state.params), local, _rules_of_memory(state.memory))
 
 
 def _rules_of_memory(memory: Any) -> Any:
     """Return the mean for fields named in the memory's `averaged`; a wrapper's memory contains the algorithm's."""
     if not hasattr(memory, "_fields"):
-        return trees.map(lambda leaf: _anew, memory)
+        return trees.map(lambda leaf: _restart, memory)
     averaged = getattr(memory, "averaged", ())
     fields = zip(memory._fields, memory, strict=True)
     return type(memory)(*(trees.map(_by_dtype, v) if name in averaged else _rules_of_memory(v) for name, v in fields))
@@ -148,7 +148,7 @@ def _require_alike(old: State, fresh: State, *, everything: bool) -> None:
     rules = trees.leaves(_rules(fresh))
     lines = [_lines(old), _lines(fresh)]
     if not everything and len(lines[0]) == len(rules):
-        lines = [[line for line, rule in zip(side, rules, strict=True) if rule is not _anew] for side in lines]
+        lines = [[line for line, rule in zip(side, rules, strict=True) if rule is not _restart] for side in lines]
     layouts = [[*state.params.plan.describe(), *side] for state, side in zip((old, fresh), lines, strict=True)]
     for found, expected in itertools.zip_longest(*layouts, fillvalue="nothing"):
         if found != expected:

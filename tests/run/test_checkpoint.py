@@ -382,7 +382,7 @@ def test_what_another_algorithm_remembers_is_refused_though_its_leaves_have_the_
     states = [df.stack(algorithm.init({"w": torch.zeros(3)}), 4) for algorithm in made]
     df.checkpoint.save(tmp_path, states[0], 1)
     df.checkpoint.restore(tmp_path, states[0])
-    with pytest.raises(ValueError, match="what quasi_global_momentum remembers, and the state is decentlam's"):
+    with pytest.raises(ValueError, match="the memory of quasi_global_momentum, and the state is decentlam's"):
         df.checkpoint.restore(tmp_path, states[1])
 
 
