@@ -2,9 +2,9 @@
 
 >>> import decentfn as df
 
-The verbs, the algorithms and the common optimizers stand here; everything else is found by room: `df.topologies`,
-`df.transforms`, `df.schedules`, `df.compressors`, `df.data`, `df.checkpoint`, `df.logs`, `df.profiling`, `df.errors`, `df.kit` (what an
-algorithm is made of), `df.testing` and `df.plots` (pictures).
+The main functions, the algorithms and the common optimizers are here. Everything else is in submodules:
+`df.topologies`, `df.transforms`, `df.schedules`, `df.compressors`, `df.data`, `df.checkpoint`, `df.logs`,
+`df.profiling`, `df.errors`, `df.kit` (building blocks of an algorithm), `df.testing` and `df.plots`.
 """
 
 import warnings
@@ -149,7 +149,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """What stood here before it moved to its room."""
+    """Return a name that has moved to a submodule, with a DeprecationWarning."""
     for room in (topologies, transforms, schedules, data, kit, ddp):
         if name in room.__all__:
             place = "decentfn.compat.ddp" if room is ddp else f"df.{room.__name__.rpartition('.')[2]}"

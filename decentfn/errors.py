@@ -1,4 +1,4 @@
-"""What ends a run, by name, with the place where it happened: `except df.errors.PeerLost as lost: ... lost.peer`."""
+"""Errors that end a run, with the place where they happened: `except df.errors.PeerLost as lost: ... lost.peer`."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ __all__ = [
 
 
 class RunError(Exception):
-    """What all errors of a run have in common: where it happened. None is what does not apply, or is not known.
+    """Base class of a run's errors, with the place of the error; None if unknown or not applicable.
 
     Args:
-        message: a sentence that says the same in words.
-        worker: the number of the worker that raised; the first one of several that are simulated in a process.
+        message: the description.
+        worker: the number of the worker that raised; the first of several simulated in one process.
         process: the rank of its process.
         step: the step `t`.
         peer: the rank of the other process.
-        next_step: the step to be taken next with the state that was passed to the step that raised, which is whole: `step`
-            where it was left as it was, `step + 1` where the step (donated) has written over it.
+        next_step: the step to take next with the state that was passed to the failed step: `step` if the state is
+            unchanged, `step + 1` if a donated step has overwritten it. The state is complete in both cases.
     """
 
     def __init__(
@@ -44,27 +44,27 @@ class RunError(Exception):
 
 
 class PlanMismatch(RunError, ValueError):
-    """Processes are about to train different things; `peer` is the first that differs from process 0."""
+    """Processes have built different plans; `peer` is the first that differs from process 0."""
 
 
 class ReplicaMismatch(RunError, ValueError):
-    """Replicas that should be equal are not; `peer` is the process of the first that differs from most."""
+    """Replicas that should be equal differ; `peer` is the process of the first that differs from the majority."""
 
 
 class StepMismatch(RunError, RuntimeError):
-    """Processes have called the step with different `t`; `peer` is one that has another."""
+    """Processes have called the step with different `t`; `peer` is one that differs."""
 
 
 class CallMismatch(RunError, RuntimeError):
-    """Processes have called different functions together, outside steps; nothing was sent. `peer` is one that differs."""
+    """Processes have made different collective calls outside steps; nothing was sent. `peer` is one that differs."""
 
 
 class PeerLost(RunError, RuntimeError):
-    """The connection to another process was lost while messages were on their way: it died, or ended early."""
+    """The connection to another process was lost while messages were in flight: it died, or ended early."""
 
 
 class ExchangeTimeout(RunError, RuntimeError):
-    """A message did not come within the timeout of `df.init`, though the connection stands."""
+    """A message did not arrive within the timeout of `df.init`, although the connection is open."""
 
 
 class NonFinite(RunError, RuntimeError):
@@ -72,4 +72,4 @@ class NonFinite(RunError, RuntimeError):
 
 
 class CheckpointCorrupt(RunError, ValueError):
-    """A checkpoint is not what was written: a file is missing, cut short or changed."""
+    """A checkpoint is damaged: a file is missing, truncated or changed."""

@@ -21,7 +21,7 @@ import heterogeneity as experiment  # noqa: E402
 import skewed_digits as digits  # noqa: E402
 
 FOLDER = Path(__file__).parent / "pictures"
-BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#8A8F98"
+BLUE, ORANGE, GREEN, GRAY = "#0072B2", "#D55E00", "#009E73", "#8A8F98"
 
 
 # -- the timeline of a step ---------------------------------------------------------------------------------------------
@@ -61,7 +61,7 @@ def posts_and_waits() -> Figure:
     _bar(axes, 3.4, ends, top, BLUE, "backward")
     for bucket, arrival in enumerate((2.7, 4.7, 6.7)):
         y, wait = 1.4 - 0.68 * bucket, ends + 1.35 * bucket
-        _bar(axes, 0.95, arrival, y, GREY, f"bucket {bucket}")
+        _bar(axes, 0.95, arrival, y, GRAY, f"bucket {bucket}")
         _bar(axes, wait, wait + 0.3, top, ORANGE, "wait")
         _bar(axes, wait + 0.3, wait + 1.35, top, GREEN, f"bucket {bucket}")
         _arrow(axes, (0.5 - 0.15 * bucket, top - 0.32), (0.97, y), "angleA=-90,angleB=0")
@@ -116,7 +116,7 @@ def overview() -> Figure:
     for t, axes in enumerate(left.subplots(1, 3)):
         df.plots.graph(schedule, t, axes)
         axes.set_title(f"step {t}, {t + 3}, {t + 6}, ...", fontsize=10)
-    left.supxlabel("After these three steps each has heard of all eight. There is no centre.", fontsize=10)
+    left.supxlabel("After these three steps each has heard of all eight. There is no center.", fontsize=10)
     axes = right.subplots()
     at = range(EVERY, STEPS + 1, EVERY)
     runs = (

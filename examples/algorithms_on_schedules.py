@@ -1,9 +1,9 @@
-"""Every algorithm on every schedule that varies: docs/heterogeneity.md has a part of the tables.
+"""Every algorithm on every time-varying schedule; docs/heterogeneity.md has a part of the tables.
 
-    python examples/algorithms_on_schedules.py          runs what runs.jsonl does not hold yet, and prints the tables
+    python examples/algorithms_on_schedules.py          makes the runs missing in runs.jsonl, and prints the tables
 
-The experiment is heterogeneity.py's at its hardest: sixteen simulated workers on digits, labels skewed by α = 0.1. A
-method whose mean model falls below 80 % on a schedule is tried again with smaller learning rates.
+The experiment is the hardest of heterogeneity.py: sixteen simulated workers on digits, labels skewed by α = 0.1. A
+method whose mean model falls below 80 % on a schedule is repeated with smaller learning rates.
 """
 
 import json
@@ -35,7 +35,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "noloco": {"inner_steps": 10},
     "streaming_diloco": {"inner_steps": 20},
 }
-"""What has no default, and outer steps often enough for a short run."""
+"""Hyperparameters without a default, and outer steps often enough for a short run."""
 OWN_MOMENTUM = ("decentlam", "demo", "momentum_tracking", "quasi_global_adam", "quasi_global_momentum")
 RATES = {"quasi_global_adam": 0.003, "demo": 0.01}
 """Those that step by the gradient's sign or so; all others take 0.2."""
@@ -43,7 +43,7 @@ RATES = {"quasi_global_adam": 0.003, "demo": 0.01}
 
 @dataclass(frozen=True)
 class Config:
-    """What is run; the defaults are the page's."""
+    """Settings of a run; the defaults are the page's."""
 
     steps: int = 300
     seeds: int = 1

@@ -1,12 +1,12 @@
-"""Gossip alone: every worker holds a number, and talking to neighbours gives all of them the mean.
+"""Gossip alone: every worker holds a number, and averaging with neighbors gives all of them the mean.
 
 python examples/average_consensus.py
 python examples/average_consensus.py --num-workers 64
 torchrun --standalone --nproc-per-node 2 examples/average_consensus.py      eight of the sixteen in each process
 
-A loss of zero leaves of a training step what it says to the neighbours: x <- W x. The table has how far the workers are
-from the mean after t steps (the root of their mean square). On `one-peer-exp` a worker meets one other per step, and after log2(N) steps all hold the exact
-mean; on a ring news travels one place per step, and the error shrinks by the spectral gap.
+With a loss of zero a training step is only mixing: x <- W x. The table shows the workers' distance from the mean after t
+steps (root mean square). On `one-peer-exp` a worker averages with one other per step, and after log2(N) steps all hold
+the exact mean; on a ring information moves one place per step, and the error shrinks by the spectral gap.
 """
 
 import command_line

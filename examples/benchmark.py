@@ -1,4 +1,4 @@
-"""What a step costs: decentfn beside DDP, Decent-DP, FSDP2, periodic averaging and no communication at all.
+"""Cost of a step: decentfn, DDP, Decent-DP, FSDP2, periodic averaging, and no communication.
 
     python examples/benchmark.py --workload mlp                             2 ranks of this machine
     sudo python examples/benchmark.py --workload gpt --workers 4 --link-mbit 1000     behind rate-limited links
@@ -6,9 +6,10 @@
     torchrun --nnodes 2 --nproc-per-node 1 ... examples/benchmark.py        on real hosts
     python examples/benchmark.py --memory | --compile-times | --scaling 1 2 4 | --overhead | --simulator | --checkpoints
 
-All peers run in one launch, in drained blocks that take turns (A B A B ...), so that their ratios hold on a noisy
-machine too; a peer that cannot run is named and the exit code is 1. Beside them stand the floors, written by hand without any library: compute alone, exchange alone (bare
-receives and sends), and both overlapped. `df.init()` lets glibc keep freed memory; peers in the process gain alike.
+All peers run in one launch, in alternating blocks that end when all messages have arrived (A B A B ...), so their ratios
+are reliable on a noisy machine. If a peer cannot run, it is named and the exit code is 1. Floors, written by hand without
+any library, are measured too: compute alone, exchange alone (bare receives and sends), and both overlapped. `df.init()`
+lets glibc keep freed memory, which helps all peers of the process equally.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What train_lm.py trains, and on what: a small transformer on the bytes of Python's standard library."""
+"""Model and data of train_lm.py: a small transformer on the bytes of Python's standard library."""
 
 import hashlib
 import sysconfig

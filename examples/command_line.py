@@ -1,4 +1,4 @@
-"""The command line of the small examples: a function's arguments are its options, a mistake ends with a sentence."""
+"""Command line of the small examples: a function's arguments are its options, and a mistake ends with one sentence."""
 
 import os
 import sys
@@ -30,7 +30,7 @@ def at_least(least: int, **options: int) -> None:
 
 
 def workers_here(num_workers: int, processes: int) -> int:
-    """How many of all workers each process simulates: `python` starts one process, torchrun as many as it is told."""
+    """Return the number of workers per process: `python` starts one process, torchrun as many as requested."""
     at_least(1, num_workers=num_workers)
     if num_workers % processes:
         raise ValueError(

@@ -1,10 +1,10 @@
-"""Fewer bytes: neighbours are sent the largest changes only, and what was left out goes with a later message.
+"""Fewer bytes: workers send only the largest changes, and the rest in later messages.
 
 python examples/compressed_gossip.py
 
-CHOCO-SGD (Koloskova, Stich, Jaggi, ICML 2019) on sixteen workers that know a few digits each, on a ring. `top_k(0.1)` sends the
-tenth of the values that has changed most, and their places. The smaller the share, the smaller is gamma, the step towards
-the neighbours; docs/algorithms.md names the other methods that compress, `df.compressors` the other compressors.
+CHOCO-SGD (Koloskova, Stich, Jaggi, ICML 2019) on a ring of sixteen workers with a few digits each. `top_k(0.1)` sends the
+tenth of the values that changed most, and their places. A smaller share needs a smaller gamma, the step toward the
+neighbors. docs/algorithms.md lists other methods with compression, `df.compressors` has the other compressors.
 """
 
 import command_line

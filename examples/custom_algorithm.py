@@ -1,16 +1,16 @@
-"""An algorithm of your own, written for one worker, as its paper writes it.
+"""Your own algorithm, written for one worker, as in a paper.
 
 python examples/custom_algorithm.py
 
-Here it is momentum SGD whose momentum is gossiped too (Yu, Jin, Yang, ICML 2019, algorithm 3):
+This is momentum SGD with gossip of the momentum (Yu, Jin, Yang, ICML 2019, algorithm 3):
 
     m' = beta m + g(x)
     x+ = W (x - eta m'),    m+ = W m'
 
-Twice as much travels as in D-PSGD, where every worker keeps its momentum to itself, and the workers stay closer together; here
-sixteen of them know a few digits each. Nothing in it speaks of ranks, of simulation, of buckets on a wire or of mixed precision, and it has them all:
-`df.testing.check_algorithm(momentum_mixing, ...)` tries that, as tests/test_small_examples.py does. docs/write_your_own.md says what
-the pieces are.
+It sends twice as much as D-PSGD, where every worker keeps its own momentum, and the workers stay closer together; here
+each of sixteen workers has a few digits. The code does not mention ranks, simulation, buckets on a wire or mixed
+precision, and works with all of them: `df.testing.check_algorithm(momentum_mixing, ...)` checks that, as in
+tests/test_small_examples.py. docs/write_your_own.md explains the parts.
 """
 
 from typing import NamedTuple
@@ -24,7 +24,7 @@ from decentfn import kit
 
 
 class Momentum(NamedTuple):
-    """What a worker remembers."""
+    """Memory of one worker."""
 
     m: kit.Buckets
     averaged = ("m",)  # over the old workers, where `df.resize` changes their number

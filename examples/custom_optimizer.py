@@ -1,4 +1,4 @@
-"""An optimizer of your own: a pair of functions, `init` and `update`, as in optax. This one is Lion.
+"""Your own optimizer: a pair of functions, `init` and `update`, as in optax. This one is Lion.
 
 python examples/custom_optimizer.py
 
@@ -8,8 +8,8 @@ Lion (Chen et al., "Symbolic Discovery of Optimization Algorithms", NeurIPS 2023
     x+ = x - lr (sign(c) + decay x)
     m+ = b2 m + (1 - b2) g
 
-Only its direction is written here. Decoupled decay and the learning rate, a number or a schedule, are transforms that
-exist, and `df.chain` puts them after it. tests/test_small_examples.py proves it equal to the three lines in float64.
+This file implements only its direction. Decoupled decay and the learning rate (a number or a schedule) are existing
+transforms, appended by `df.chain`. tests/test_small_examples.py checks the three lines in float64.
 """
 
 import command_line

@@ -1,13 +1,14 @@
-"""A topology of your own: a function of the number of workers, found by name like the others.
+"""Your own topology: a function of the number of workers, registered under a name.
 
 python examples/custom_topology.py
 
-Two racks of workers with one slow cable between them. Inside its rack a worker hears one other per step, at distance 1, 2, 4, ...;
-then some pairs meet across the cable. The table compares what travels over the cable with how fast the workers agree.
+Two racks of workers with one slow cable between them. Inside its rack a worker receives from one other per step, at
+distance 1, 2, 4, ...; then some pairs exchange across the cable. The table compares the messages over the cable with the
+speed of consensus.
 
-`register_topology` gives it a name, the weights are checked when it is built, and its certificate measures what it
-promises. tests/test_small_examples.py tests it for every number of workers, as you should test yours; docs/write_your_own.md and
-docs/topologies.md have the other ways to write one.
+`register_topology` gives it a name, its weights are checked when it is built, and its certificate has its guarantees.
+tests/test_small_examples.py tests it for every number of workers, as you should test yours; docs/write_your_own.md and
+docs/topologies.md have other ways to write one.
 """
 
 import command_line

@@ -1,4 +1,4 @@
-"""The training loop at its smallest: every worker sees only some of the digits, their mean knows them all.
+"""The smallest training loop: every worker has only some of the digits, and their mean recognizes all.
 
 torchrun --standalone --nproc-per-node 4 examples/digits.py
 python examples/digits.py --simulate 4        the same workers in one process

@@ -1,9 +1,9 @@
-"""What a healthy run looks like, and a sick one: the same small training, well and with one thing wrong at a time.
+"""Signs of healthy and of faulty runs: the same small training, correct and with one fault at a time.
 
 python examples/healthy_run.py              the table of docs/healthy_run.md
 python examples/healthy_run.py --steps 50   quicker
 
-Eight simulated workers learn scikit-learn's digits. Every row reports what a run can watch while it trains.
+Eight simulated workers learn scikit-learn's digits. Every row reports signs that a run can watch while it trains.
 """
 
 import sys
@@ -82,7 +82,7 @@ SICK = {
 
 
 class Signs(NamedTuple):
-    """What a run can watch, over its last fifth, and what came of it."""
+    """Signs that a run can watch, over its last fifth, and its result."""
 
     distance: float  # consensus distance / norm of the mean parameters
     growth: float  # that distance, over what it was in the fifth before
@@ -96,7 +96,7 @@ class Signs(NamedTuple):
 
 
 def one_step(case: Case, grad_norm: Tensor) -> Tensor:
-    """How far one worker goes in a step: SGD by η / (1 - momentum) of its gradient, AdamW by about η in each parameter."""
+    """Return one worker's step length: η / (1 - momentum) of its gradient for SGD, about η per parameter for AdamW."""
     size = sum(leaf.numel() for leaf in start(0).values())
     return (
         torch.tensor(case.learning_rate * size**0.5) if case.adamw else case.learning_rate / (1 - MOMENTUM) * grad_norm

@@ -1,12 +1,12 @@
-"""What label skew does to decentralized training: sixteen simulated workers on scikit-learn's digits.
+"""Effect of label skew on decentralized training: sixteen simulated workers on scikit-learn's digits.
 
     python examples/heterogeneity.py                 the table and the picture of docs/heterogeneity.md
     python examples/heterogeneity.py --tune          the learning rates that it uses, chosen again
     python examples/heterogeneity.py --help
 
-Every worker's labels follow a Dirichlet distribution: α = 10 is nearly even, at 0.1 workers know a few digits each.
-D-PSGD, which averages with its neighbours on a ring, loses accuracy as α shrinks; methods that correct its bias, or relay
-every worker's contribution to all, do not (the ordering of RelaySGD's table: Vogels et al., NeurIPS 2021).
+Every worker's labels follow a Dirichlet distribution: α = 10 is nearly even, at 0.1 workers have a few digits each.
+D-PSGD on a ring loses accuracy as α shrinks. Methods that correct its bias, or relay every worker's contribution to all,
+do not (as in RelaySGD's table: Vogels et al., NeurIPS 2021).
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Where a compiled step spends its time: a trace for Perfetto (https://ui.perfetto.dev), a picture of it, and counters.
+"""Profile of a compiled step: a trace for Perfetto (https://ui.perfetto.dev), a plot of it, and counters.
 
 torchrun --standalone --nproc-per-node 2 examples/profile_step.py
 """
@@ -62,7 +62,7 @@ def main(
     return counted
 
 
-COLOURS = {
+COLORS = {
     "post": "#08519c",
     "gradient: forward and backward pass": "#238b45",
     "wait: what nothing hides": "#cb181d",
@@ -80,12 +80,12 @@ def draw_step(events: list[dict[str, Any]], path: Path) -> None:
     inside = [e for e in events if e.get("pid") == step["pid"] and 0 <= e.get("ts", -1) - step["ts"] <= step["dur"]]
     buckets = sum(e["name"].startswith("decentfn::post ") for e in inside)
     arrived = {e["id"]: e["ts"] for e in inside if e["ph"] == "e"}
-    post, gradient, wait, update, way = COLOURS.values()
+    post, gradient, wait, update, way = COLORS.values()
     figure = Figure(figsize=(11, 3.8), layout="constrained")
     axes = figure.subplots()
 
-    def bar(row: int, e: dict[str, Any], end: float, colour: str) -> None:
-        axes.barh(row, (end - e["ts"]) / 1000, 0.75, (e["ts"] - step["ts"]) / 1000, color=colour, linewidth=0)
+    def bar(row: int, e: dict[str, Any], end: float, color: str) -> None:
+        axes.barh(row, (end - e["ts"]) / 1000, 0.75, (e["ts"] - step["ts"]) / 1000, color=color, linewidth=0)
 
     ranges = [e for e in inside if e["name"].startswith(("decentfn::post ", "decentfn::wait "))]
     ranges = sorted((e for e in ranges if e["ph"] == "X"), key=lambda e: e["ts"])
@@ -109,7 +109,7 @@ def draw_step(events: list[dict[str, Any]], path: Path) -> None:
     axes.set_xlim(0, step["dur"] / 1000)
     axes.set_xlabel("milliseconds since the step began")
     axes.spines[["top", "right"]].set_visible(False)
-    patches = [Patch(color=colour, label=label) for label, colour in COLOURS.items()]
+    patches = [Patch(color=color, label=label) for label, color in COLORS.items()]
     figure.legend(handles=patches, loc="outside upper center", ncols=3, frameon=False, fontsize=9)
     figure.savefig(path, dpi=120)
 

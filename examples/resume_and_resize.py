@@ -1,10 +1,10 @@
-"""A run that is stopped, goes on as if it had not been, and then goes on with two workers in the place of four.
+"""A run that stops, resumes to the bit, and then continues with two workers instead of four.
 
 python examples/resume_and_resize.py
 torchrun --standalone --nproc-per-node 2 examples/resume_and_resize.py --folder FOLDER      two processes, one folder
 
-A checkpoint has every worker's whole state, so the run that goes on computes the same bits. On another number of workers
-all start from the mean of those that saved. docs/checkpoints.md and docs/resizing.md say what exactly.
+A checkpoint has every worker's complete state, so the resumed run computes the same bits. With another number of workers
+all start from the mean of the saved ones. docs/checkpoints.md and docs/resizing.md have the details.
 """
 
 import tempfile

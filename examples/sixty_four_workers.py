@@ -4,8 +4,8 @@ python examples/sixty_four_workers.py
 python examples/sixty_four_workers.py --no-compile                          without waiting for the compiler
 torchrun --standalone --nproc-per-node 2 examples/sixty_four_workers.py      thirty-two in each process
 
-Every worker has some twenty images, of a few digits. Alone it learns these; in a step it meets one other, on a schedule
-of six rounds after which everyone has heard from everyone (`one-peer-exp`), and the workers' mean knows all ten.
+Every worker has about twenty images of a few digits, and alone it learns only these. In a step it averages with one
+other, on a schedule of six rounds that connects all workers (`one-peer-exp`), and the workers' mean recognizes all ten.
 """
 
 import time

@@ -1,6 +1,6 @@
-"""What the experiments and the small examples learn: scikit-learn's digits, 1,797 real images of 8 x 8, by a network of two layers.
+"""Data and model of the experiments and small examples: scikit-learn's digits (1,797 images of 8 x 8), two layers.
 
-The workers' labels are skewed: with α = 0.1 each knows a few digits only, and together they know all.
+The workers' labels are skewed: with α = 0.1 each has only a few digits, and together they have all.
 """
 
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Train a language model on Python's own sources, without a coordinator. A script to copy: the loop and all that stands around it.
+"""Train a language model on Python's own sources, without a coordinator. A complete training script to copy.
 
     torchrun --standalone --nproc-per-node 4 examples/train_lm.py
     python examples/train_lm.py --simulate 4       the same four workers in one process
@@ -8,7 +8,7 @@
 
 A decoder-only transformer (`byte_transformer.py`) learns the bytes of the standard library. Workers start equal and draw different data.
 Every `--log-every` steps a line of JSON goes to `--out`; the last line holds the bits per byte on held-out files.
-With `--checkpoint DIR` a run that was ended goes on where it was, also under `torchrun --max-restarts`.
+With `--checkpoint DIR` an interrupted run resumes, also under `torchrun --max-restarts`.
 """
 
 import ast
@@ -37,7 +37,7 @@ import decentfn as df
 
 ALGORITHMS = {name.replace("_", "-"): getattr(df, name) for name in df.algorithms.__all__}
 SPEAKS = os.environ.get("RANK", "0") == "0"
-"""Whether this process is the one that says what all could say."""
+"""True on the process that prints."""
 NODES = ("alternating-exp-ring", "hierarchical")
 """Topologies that know which workers a machine has."""
 OPTIMIZERS = {
@@ -59,7 +59,7 @@ class Config:
     algorithm_args: tuple[str, ...] = ()
     """Its own hyperparameters, as name=value: a number, a word, or a compressor such as compressor=top_k(0.1)."""
     wire_dtype: Literal["bfloat16", "float16"] | None = None
-    """Of what is exchanged; None sends parameters as they are."""
+    """Dtype of messages; None sends parameters unchanged."""
     optimizer: Literal[tuple(OPTIMIZERS)] = "adamw"
     learning_rate: float = 3e-3
     """The peak, after --warmup steps; the cosine ends at zero."""
@@ -70,7 +70,7 @@ class Config:
     ema: float | None = None
     """Decay of an average of the parameters that is evaluated too, 0.999 for example."""
     batch_size: int = 8
-    """Sequences per micro-batch and worker, or process of a worker that has a batch of its own."""
+    """Sequences per micro-batch and worker (per process, if each process of a worker has its own batch)."""
     accumulate: int = 1
     """Micro-batches of a step."""
     seq_len: int = 128
@@ -78,35 +78,35 @@ class Config:
     layers: int = 3
     heads: int = 4
     autocast: bool = False
-    """Compute in bfloat16 where that is enough; parameters stay float32."""
+    """Use torch.autocast with bfloat16; parameters stay float32."""
     compile: bool = True
     device: Literal["cpu", "cuda"] | None = None
-    """None takes GPUs where every process has one."""
+    """None takes GPUs if every process has one."""
     backend: Literal["gloo", "nccl"] | None = None
     seed: int = 0
     simulate: int = 0
     """Workers in this process; 0 is one, without the simulator."""
     processes_per_worker: int = 1
-    """So many processes share a worker's parameters."""
+    """Number of processes that share a worker's parameters."""
     inside: Literal["sharded", "replicated", "tensor"] = "sharded"
-    """How: under PyTorch's fully_shard, or gathered whole in every step, with a batch each; or with one batch, each a part of the
-    feed-forward layers, by parallelize_module."""
+    """By PyTorch's fully_shard, or gathered unsharded in every step, with a batch per process; or by
+    parallelize_module, each process a part of the feed-forward layers, with one batch."""
     loader_workers: int = 0
     """Processes that read ahead, for each process that trains."""
     log_every: int = 20
     eval_every: int | None = None
-    """Evaluate after so many steps, and at the end; None: at the end only."""
+    """Steps between evaluations, besides the one at the end; None: only at the end."""
     eval_bytes: int = 2**16
     """Held-out bytes that are predicted."""
     checkpoint: Path | None = None
-    """A directory to save in every --save-every steps and on Ctrl-C, SIGTERM and SIGUSR1, and to go on from."""
+    """Directory to resume from and to save to, every --save-every steps and on Ctrl-C, SIGTERM and SIGUSR1."""
     save_every: int = 100
     out: Path | None = None
-    """The log; None is log.jsonl beside the checkpoints, or runs/train_lm.jsonl. A second run takes another name."""
+    """The log; None is log.jsonl in the checkpoint directory, or runs/train_lm.jsonl. A second run gets a new name."""
     tensorboard: Path | None = None
 
     def check(self) -> None:
-        """What could only fail later, and less clearly."""
+        """Reject settings that would fail later, and less clearly."""
         least = dict.fromkeys(
             ["steps", "batch_size", "accumulate", "seq_len", "dim", "heads", "log_every", "save_every", "eval_bytes"], 1
         )
@@ -234,7 +234,7 @@ def told_in_a_sentence() -> Iterator[None]:
 
 
 class Shown(logging.Handler):
-    """What decentfn says: in a terminal "compiling ..." stands in the bar, everything else in lines."""
+    """Handler of decentfn's log: in a terminal "compiling ..." appears in the bar, everything else as lines."""
 
     bar: tqdm | None = None
 
@@ -298,7 +298,7 @@ def train(config: Config, until_the_end: ExitStack) -> dict[str, Any]:
     if config.compile:
         decent_step = df.compile(decent_step)
 
-    # Who reads what is a function of (seed, t, reader): nothing of it is saved.
+    # Samples are a function of (seed, t, reader), so no sampler state is saved.
     pieces, readers = Windows(text, config.seq_len), range(world.rank // team * local, (world.rank // team + 1) * local)
     shards = df.data.shards(len(pieces), num_readers, config.batch_size * config.accumulate, config.seed)
     batches = DataLoader(
@@ -313,12 +313,12 @@ def train(config: Config, until_the_end: ExitStack) -> dict[str, Any]:
     inputs, targets = (torch.stack(half).to(device) for half in zip(*(held_out[int(i)] for i in chosen), strict=True))
 
     def share(first: int, of: int) -> list[tuple[Tensor, ...]]:
-        """Of the held-out sequences every so manyth, in batches."""
+        """Return every `of`-th held-out sequence from `first`, in batches."""
         halves = [half[first::of].split(32) for half in (inputs, targets)]
         return list(zip(*halves, strict=True)) if first < len(inputs) else []
 
     def bits_per_byte() -> dict[str, Any]:
-        """Of the mean of all workers, evaluated in shares, and of each worker's own replica, on the same bytes."""
+        """Return bits per byte of the workers' mean, evaluated in shares, and of each replica, on the same bytes."""
         mine = share(world.rank // team, world.size // team)
         of_worker = share(world.process // team, world.processes_per_worker // team)
         nats = {"consensus_mean": df.evaluate(loss_fn, state, mine)}

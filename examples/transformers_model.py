@@ -1,14 +1,14 @@
-"""A model of the transformers package, as it is: four workers train a small GPT-2 on the text of this file's neighbours.
+"""An unmodified model of the transformers package: four workers train a small GPT-2 on the text of these examples.
 
 pip install transformers, then
 
 python examples/transformers_model.py
 torchrun --standalone --nproc-per-node 4 examples/transformers_model.py
 
-The configuration is small and the weights are random, so that nothing is downloaded: `from_pretrained(...)` in their place is all
-that changes. `df.functional` takes a module whose batches are keyword arguments and whose output has a `.loss`;
-`df.autograd` lets PyTorch take the gradient, so that whatever trains elsewhere trains here (docs/traced_or_autograd.md;
-docs/models.md has the models that were tried).
+The configuration is small and the weights are random, so nothing is downloaded; for a pretrained model use
+`from_pretrained(...)` instead. `df.functional` accepts a module whose batches are keyword arguments and whose output has
+a `.loss`. `df.autograd` lets PyTorch compute the gradient, so models that train elsewhere train here
+(docs/traced_or_autograd.md; docs/models.md lists the models that were tried).
 """
 
 from pathlib import Path

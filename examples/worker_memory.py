@@ -1,4 +1,4 @@
-"""What a process of a worker holds from step to step, the state and the module's own storage, and what a step needs beside it.
+"""Memory of a worker's process: the state and the module's own storage, and the peak of a step.
 
 torchrun --standalone --nproc-per-node 4 examples/worker_memory.py --processes-per-worker 2
 """
@@ -31,7 +31,7 @@ class Config:
 
 
 def most_at_once(function: Callable[..., Any], *arguments: Any) -> tuple[Any, int]:
-    """What it returns, and the bytes on the CPU that it had taken, and not given back, when they were most."""
+    """Return the result of a call and its peak of allocated bytes on the CPU."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         result = function(*arguments)
     results = profiled.profiler.kineto_results if profiled.profiler else None

@@ -1,4 +1,4 @@
-"""What PyTorch allocates on the CPU."""
+"""Allocations of PyTorch on the CPU."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""What becomes of bad values in every algorithm, with the guard around it; run as a program, it writes docs/bad_values.md's table.
+"""Effect of bad values in every algorithm with the guard; run as a program, it writes docs/bad_values.md's table.
 
 python -m tests.bad_values
 """
@@ -33,7 +33,7 @@ def _mean(field: str) -> Law:
 
 
 INVARIANTS = {"extra": _mean("p"), "exact_diffusion": _mean("c"), "d2": _mean("c"), "choco_sgd": _mean("pull")}
-"""What the corrections rest on, beside the contract's own laws."""
+"""Further laws that the corrections need, besides the contract's own."""
 
 _MIX, _OUTER, _NEVER = "neighbors' mix", "outer parameters", "not repaired"
 MENDED = {
@@ -49,7 +49,7 @@ MENDED = {
     "power_gossip": _NEVER,
     "relay_sgd, gradients": _NEVER,
 }
-"""What a worker goes on from whose parameters were bad, where that is not the mix of its neighbours."""
+"""New start of a worker with bad parameters, if it is not the mix of its neighbors."""
 
 GRADIENT = {
     "all_reduce": "left out of the mean; all take the step",

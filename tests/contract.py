@@ -32,7 +32,7 @@ def unequal_shares(n: int) -> df.Topology:
     eye, right = np.eye(n), np.roll(np.eye(n), 1, 0)
     kept = np.linspace(0.3, 0.7, n)
     rounds = [eye * k + right * (1 - k) for k in (kept, kept[::-1])]
-    return df.topologies.from_matrices("unequal shares", np.stack(rounds), is_column_stochastic=True)
+    return df.topologies.from_matrices("unequal shares", np.stack(rounds), needs_push_sum=True)
 
 
 # -- laws beside those of df.testing ------------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ HEADS = {
 
 
 def cell(row: str, promise: str, declined: str | None) -> str:
-    """What the table says where the promise holds, or the algorithm declined it."""
+    """Return the table's cell for a promise that holds or is declined."""
     if declined is not None:
         return "declined"
     if promise == "laws_hold_on_a_narrow_wire" and not ROWS[row].mixes_narrow:
@@ -178,7 +178,7 @@ def cell(row: str, promise: str, declined: str | None) -> str:
 
 
 def committed_cells() -> dict[tuple[str, str], str]:
-    """What the page says, by row and column head."""
+    """Return the cells of the committed page, by row and column head."""
     lines = [line.strip("| ").split(" | ") for line in PAGE.read_text(encoding="utf-8").splitlines() if line[:1] == "|"]
     heads = lines[0][1:]
     rows = {name.strip("`"): cells for name, *cells in lines[2:]}
@@ -189,14 +189,13 @@ INTRODUCTION = """# The contract
 
 For researchers and engineers who want to know which promises hold for every algorithm.
 
-Every algorithm is tried as users run it. Each cell is a test (`tests/algorithms/test_contract.py`) on gloo ranks that are threads of one
-process. CI runs all of them, but those of the column "Inductor" for one algorithm of each family (`-m slow` runs the others);
-`python -m tests.contract` tries them again and writes this page. `df.testing.check_algorithm` tries
-your own algorithm.
+Every algorithm is tested as users run it. Each cell is a test (`tests/algorithms/test_contract.py`) on gloo ranks that are
+threads of one process. CI runs all of them, except that it compiles with Inductor one algorithm of each family; `-m slow`
+compiles the others. `python -m tests.contract` repeats them and writes this page. `df.testing.check_algorithm` checks your own algorithm.
 
-The problem has leaves of two dtypes (float32 and float64) in several buckets, four workers with data of their own, and unequal starts
-where the algorithm allows them. "–" means that the paper has no invariant, "to its rounding" that sums within a group are rounded on the
-wire. Push-sum's methods run on a graph that is column-stochastic and not doubly so.
+The problem has leaves of two dtypes (float32 and float64) in several buckets, four workers with different data, and
+unequal starts if the algorithm allows them. "–" means that the paper has no invariant, "to its rounding" that sums
+within a group are rounded on the wire. Push-sum's methods run on a column-stochastic graph that is not doubly stochastic.
 """
 
 

@@ -1,4 +1,4 @@
-"""What a step would copy to a GPU, and whether it waits for it, counted without one; writes docs/gpu.md.
+"""Copies of a step to a GPU, and waits for them, counted without a GPU; writes docs/gpu.md.
 
 python -m tests.devices
 
@@ -75,7 +75,7 @@ def copies(subject: Subject, *, simulated: bool) -> tuple[list[Copy], Any]:
 
 
 def on_the_cpu(subject: Subject, *, simulated: bool) -> list[str]:
-    """What the traced graph of the same step computes on the CPU, or copies between devices; this library's operators are left out."""
+    """Return the CPU operations and device copies in the step's traced graph, without this library's operators."""
     step, state, batch = on_another_device(subject, simulated=simulated)
     template = trees.enumerate_leaves(state)
 
@@ -112,14 +112,15 @@ def page() -> str:
 
 For engineers who train on GPUs: what was checked without one, and what to run on yours.
 
-CI has no GPU. `tests/test_devices.py` takes an eager step of every algorithm with its state on another device, traces it, and finds what crosses.
+CI has no GPU. `tests/test_devices.py` traces an eager step of every algorithm with its state on another device, and finds
+copies and reads between devices.
 
 * **Nothing is read back.** No step reads a value of the state (`.item()`, a Python `if`).
-* **Nothing is copied between devices.** `t`, the tables of peers and a round's random choices are on the CPU, where the operators read them. An
-  operator returns this worker's weights from a table that it put on the state's device once. A random schedule's weights are sent
-  from pinned memory that is not written again.
-* With `df.autograd` the same holds, except for what the loss itself reads.
-* The first eager step also compares parameters and buffers with what the loss left of them.
+* **Nothing is copied between devices.** `t`, the tables of peers and a round's random choices are on the CPU, where the
+  operators read them. An operator returns this worker's weights from a table that it put on the state's device once. A
+  random schedule's weights are sent from pinned memory that is not overwritten.
+* With `df.autograd` the same holds, except for reads of the loss itself.
+* The first eager step also checks whether the loss changed parameters or buffers.
 
 ## Tests for your GPU
 

@@ -166,7 +166,7 @@ def answer(call: str) -> str:
 
 
 def command(line: str) -> str:
-    """What an example says when it is called so, before it ends with 2."""
+    """Return the message of an example with these arguments before it exits with 2."""
     script, *arguments = line.split()
     said, code, path, argv = io.StringIO(), None, list(sys.path), sys.argv
     sys.path.insert(0, str((ROOT / "examples" / script).parent))

@@ -86,7 +86,7 @@ def run(algorithm: Any, given: Problem, steps: int = STEPS) -> np.ndarray:
 def build(function: Any, given: Problem, matrices: np.ndarray, lr: float = 0.1, **options: Any) -> Any:
     """The algorithm on a schedule given by its matrices; a bucket for each leaf."""
     column = not np.allclose(matrices.sum(-1), 1)
-    topology = df.topologies.from_matrices("given", matrices, is_column_stochastic=column)
+    topology = df.topologies.from_matrices("given", matrices, needs_push_sum=column)
     return function(loss, Sgd(lr), topology, bucket_mb=1e-9, **options)
 
 
@@ -121,7 +121,7 @@ def random_symmetric(n: int, period: int, seed: int) -> np.ndarray:
 
 
 def random_column_stochastic(n: int, period: int, seed: int) -> np.ndarray:
-    """Every worker splits what it has unequally between itself, its right neighbour and some others."""
+    """Every worker splits what it has unequally between itself, its right neighbor and some others."""
     rng = np.random.default_rng(seed)
     A = rng.random((period, n, n)) * (rng.random((period, n, n)) < 0.3)
     A += np.eye(n) * (0.2 + rng.random((period, 1, n))) + np.roll(np.eye(n), 1, 0) * 0.5

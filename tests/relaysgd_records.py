@@ -63,7 +63,7 @@ class Record(NamedTuple):
 
     @property
     def until_threshold(self) -> bool:
-        """Whether `steps` counts to an error below 1e-6; else to where the error stands still."""
+        """True if `steps` counts to an error below 1e-6, else to the end of progress."""
         return self.algorithm in TUNED_FOR_STEPS or self.heterogeneity == 0
 
     @property

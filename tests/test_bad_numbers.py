@@ -176,7 +176,7 @@ BASES = {
         },
     ),
 }
-"""How each function is called in good order, and what becomes of what it returns."""
+"""Valid calls of each function, and the use of their results."""
 OPTIONS = {
     df.choco_sgd: {"compressor": C.top_k(0.5), "gamma": 0.3},
     df.deep_squeeze: {"compressor": C.top_k(0.5), "gamma": 0.3},
@@ -201,7 +201,7 @@ ELSEWHERE = {
     "testing": ["on_ranks"],
     "Decent-DP": ["clip_by_buckets", "after_forgotten_revert"],
 }
-"""What takes numbers, too, and is tried where it is tested."""
+"""Functions that also take numbers, but are tried in their own tests."""
 CASES = [(use, f, args) for use, calls in BASES.values() for f, args in calls.items()]
 
 
@@ -268,14 +268,14 @@ def own(name="w"):
         (lambda: df.mixing_matrix(RING, -1), r"mixing_matrix\(t=-1\).*from 0"),
         (lambda: df.mixing_matrix("ring", 0), r"mixing_matrix\('ring'\).*topology"),
         (lambda: G.mixed(RING, 0, torch.ones(3, 2)), r"mixed.*row for each of the 4 workers"),
-        (lambda: G.from_shifts("m", [{1: 5000}], 4), r"m: worker 0's own weight.*-4999"),
+        (lambda: G.from_shifts("m", [{1: 5000}], 4), r"m: worker 0's self-weight.*-4999"),
         (lambda: G.from_shifts("m", [{1: 0.5}, "x"], 4), r"m: a round is 'x'"),
         (lambda: G.from_shifts("m", [{1.5: 0.5}], 4), r"m\(shift=1.5\).*integer"),
-        (lambda: G.from_permutations("m", [[[1], [0]]], [[[-4.0, 5.0]] * 2]), r"m: worker 0's own weight.*-4"),
+        (lambda: G.from_permutations("m", [[[1], [0]]], [[[-4.0, 5.0]] * 2]), r"m: worker 0's self-weight.*-4"),
         (lambda: G.from_permutations("m", [[[1], [0]]], [[[2.0, -1.0]] * 2]), r"worker 0 gives to worker 1.*-1"),
         (lambda: G.from_permutations("m", [[[1.2], [0.2]]], [[[0.5, 0.5]] * 2]), r"m: the sources.*integers"),
         (lambda: G.from_permutations("m", "x", "y"), r"m: the sources 'x'"),
-        (lambda: G.from_matrices("m", [[-0.5, 1.5], [1.5, -0.5]]), r"m: worker 0's own weight.*-0.5"),
+        (lambda: G.from_matrices("m", [[-0.5, 1.5], [1.5, -0.5]]), r"m: worker 0's self-weight.*-0.5"),
         (lambda: G.from_matrices("m", [[NAN, 1.0], [1.0, 0.0]]), r"m: column 0.*nan"),
         (lambda: G.from_edges("m", [([0, 1], [1, 7], [0.5, 0.5])], 4), r"m: round 0.*workers 0..3"),
         (lambda: G.from_edges("m", [([0, 2], [1, 2], [0.5, 0.5])], 4), r"m: round 0.*joins two"),

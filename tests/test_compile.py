@@ -1,4 +1,4 @@
-"""What compilation promises, counted: graphs, positions, allocations, purity."""
+"""Promises of compilation, counted: graphs, positions, allocations, purity."""
 
 import os
 import re

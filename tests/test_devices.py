@@ -26,7 +26,7 @@ def test_a_step_reads_nothing_back_and_copies_nothing(row):
 
 @pytest.mark.parametrize("row", contract.ROWS)
 def test_a_traced_step_computes_nothing_on_another_device(row):
-    """Of periodic and of random schedules: on a GPU each such operation would be compiled by C++, and its result copied."""
+    """For periodic and random schedules. On a GPU each such operation would need C++ compilation and a copy."""
     subject = contract.ROWS[row]
     random = replace(subject, topology=lambda n: df.topology("random-matching", n))
     for simulated in (False, True):

@@ -86,7 +86,7 @@ def test_uniform_has_the_moments_of_a_uniform_and_signs_balance():
 
 
 @pytest.mark.parametrize("key", ["seed", "t", "stream", "worker"])
-def test_draws_of_neighbouring_keys_do_not_correlate(key):
+def test_draws_of_neighboring_keys_do_not_correlate(key):
     def draw(value):
         keys = {"seed": 0, "t": 0, "stream": 0, "worker": 0} | {key: value}
         return draws.uniform(keys["seed"], keys["t"], keys["stream"], (1000,), worker=keys["worker"])

@@ -41,7 +41,7 @@ def loss_fn(params, batch):
             lambda: df.topologies.from_permutations("mine", [[[1], [1]]], [[[0.5, 0.5]] * 2]),
             r"phase 0, slot 0.*not a permutation",
         ),
-        (lambda: df.topologies.from_matrices("mine", torch.eye(3)), r"workers \[0, 1, 2\] receive from nobody"),
+        (lambda: df.topologies.from_matrices("mine", torch.eye(3)), r"workers \[0, 1, 2\] receive no message"),
         (
             lambda: df.adapt_while_communicate(loss_fn, object(), ring()),
             r"no init\(\).*pair \(init, update\).*df.adamw",

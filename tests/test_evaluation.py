@@ -29,7 +29,7 @@ def state_of(workers):
 
 
 def on_processes(size, job):
-    """What `job(rank, its workers)` returns on each of `size` processes that hold N workers together."""
+    """Return `job(rank, workers)` of each of `size` processes, which hold N workers together."""
     local = N // size
     if size == 1:
         return [job(0, range(N))]

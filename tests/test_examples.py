@@ -153,7 +153,7 @@ def language_model():
 
 
 def ends(script, arguments, capsys):
-    """What a script says and its exit code when it is called so; None where it runs to its end."""
+    """Return a script's output and exit code for these arguments; None if it succeeds."""
     try:
         if script.__name__ == "digits":
             tyro.cli(script.main, args=arguments)
@@ -292,7 +292,7 @@ def heeding_ctrl_c():
 
 
 def interrupted(tmp_path, *arguments):
-    """What the script says and how it ends when Ctrl-C comes after its first line of the loop."""
+    """Return the script's output and exit code after Ctrl-C at the first line of its loop."""
     options = [
         *TINY,
         "--steps",

@@ -1,4 +1,4 @@
-"""What needs a GPU: every algorithm there computes what it computes on the CPU. `pytest tests/test_gpu.py --durations=0` times it."""
+"""Tests that need a GPU: every algorithm agrees with the CPU. `pytest tests/test_gpu.py --durations=0` times it."""
 
 import pytest
 import torch

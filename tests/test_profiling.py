@@ -1,4 +1,4 @@
-"""What is counted is what was planned and travelled; what is shown is where it happened; neither changes the step."""
+"""Counters match planned and sent bytes, traces show events in the right place, and neither changes the step."""
 
 import gzip
 import json
@@ -30,7 +30,7 @@ def batch_of(rank, num_workers, t):
 
 
 def payload_bytes(row, plan, wire_dtype=torch.float64):
-    """What one worker's parameters are on the wire, from the plan alone."""
+    """Return the bytes of one worker's parameters on the wire, from the plan alone."""
     if row == "choco_sgd":
         return sum(df.compressors.top_k(0.25).nbytes(bucket) for bucket in plan.buckets)
     return sum(bucket.numel * min(bucket.dtype.itemsize, wire_dtype.itemsize) for bucket in plan.buckets)
@@ -183,7 +183,7 @@ def require_nested(slices):
 
 
 def require_trace(trace):
-    """What Perfetto needs of a trace in JSON: slices that nest, other events that begin and end by their numbers."""
+    """Require what Perfetto needs: nested slices, and other events with matching begin and end."""
     by_thread, begun = {}, {}
     for event in trace["traceEvents"]:
         assert event["ph"] in "XbeMisf", event

@@ -1,4 +1,4 @@
-"""What a loss draws in a step is a function of torch's seed, the step and the worker, in both interpreters."""
+"""Random numbers of a loss are a function of torch's seed, the step and the worker, in both interpreters."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""What one reads of a state is a copy: a donated step does not change it, and writing to it does not change the state."""
+"""Values read from a state are copies: donated steps do not change them, and writing to them does not change it."""
 
 import inspect
 
@@ -17,7 +17,7 @@ ONE, STACKED = "one worker", "stacked"
 
 
 def seen_by(evaluate):
-    """What the metric of an evaluation is given."""
+    """Return the arguments of an evaluation's metric."""
 
     def read(state, case):
         seen = []
@@ -65,7 +65,7 @@ READS = {
     df.kit.Plan.lay_out: lambda state, case: state.params.plan.lay_out(state.params.tree()),
     decent_dp.keep_average: lambda state, case: decent_dp.keep_average(state),
 }
-"""How each function is called that returns something of a state."""
+"""Calls of every function that returns a part of a state."""
 ONLY = {df.resize: STACKED, df.worker: STACKED, df.stack: ONE, df.load_state_dict: ONE, df.kit.Plan.lay_out: ONE}
 NOT_OF_PROCESSES = {df.resize, df.worker}
 RETURN_NOTHING_OF_IT = {

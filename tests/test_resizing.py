@@ -104,7 +104,7 @@ def test_every_worker_starts_from_the_mean_of_all_and_the_invariants_hold(row):
 
 
 def _assert_laws(subject, algorithm, state):
-    """What the algorithm keeps constant is what it would be at the start of a run; with gradients it stays so."""
+    """Assert that invariants have their values of a new run, and keep them with gradients."""
     inner = lambda s: s._replace(memory=s.memory.inner)  # noqa: E731
     fresh = algorithm.init(trees.map(lambda x: x[0], df.params(state)), problem.buffers())
     fresh = df.stack(fresh, len(state.params[0]))
@@ -150,7 +150,7 @@ NOT_OF_THE_MEAN_ALONE = (
     "relay_sgd, models",
     "relay_sgd, gradients",
 )
-"""What the workers' mean does next is no function of means: unequal weights, squares and signs, messages on their way."""
+"""Algorithms whose mean is not a function of means: unequal weights, squares and signs, in-flight messages."""
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row not in NOT_OF_THE_MEAN_ALONE])
@@ -264,12 +264,12 @@ def test_a_worker_that_is_not_finite_does_not_spread_over_all(tmp_path):
     algorithm = alike(3)
     state = df.stack(alike(4).init(problem.params()), 4)
     state.params[0][1, 2] = float("nan")
-    with pytest.raises(df.errors.NonFinite, match="give it its neighbour's"):
+    with pytest.raises(df.errors.NonFinite, match="give it its neighbor's"):
         df.resize(state, algorithm)
     df.checkpoint.save(tmp_path, state, 0)
 
     def refused(rank):
-        with pytest.raises(df.errors.NonFinite, match="give it its neighbour's"):
+        with pytest.raises(df.errors.NonFinite, match="give it its neighbor's"):
             df.checkpoint.restore(tmp_path, algorithm.init(problem.params()))
 
     on_kept_ranks(3, refused)
@@ -333,7 +333,7 @@ def test_what_is_no_stacked_state_or_no_algorithm_is_refused():
 def test_processes_are_sent_to_a_checkpoint():
     def refused(rank):
         algorithm = alike(2)
-        with pytest.raises(ValueError, match="2 processes hold a part.*checkpoint"):
+        with pytest.raises(ValueError, match="2 processes each hold a part.*checkpoint"):
             df.resize(df.stack(algorithm.init(problem.params()), 1), algorithm)
 
     on_kept_ranks(2, refused)

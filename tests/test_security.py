@@ -1,4 +1,4 @@
-"""What docs/security.md promises of the sources."""
+"""Promises of docs/security.md about the sources."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ ROOT = Path(decentfn.__file__).parent.parent
 BEFORE = ROOT / "examples" / "from_ddp" / "ddp.py"  # the script that decent.py replaces, as people write it
 SOURCES = sorted({*(ROOT / "decentfn").rglob("*.py"), *(ROOT / "examples").rglob("*.py")} - {BEFORE})
 UNPICKLES = r"\bpickle\b|torch\.(load|save)\b|_object(_list)?\(|\b(marshal|shelve|dill|joblib|cloudpickle)\b|torch\.hub|np\.load\("
-"""What reads pickled bytes, and torch.distributed's collectives that send them."""
+"""Functions that read pickled bytes, and torch.distributed's collectives that send them."""
 RUNS = r"(?<![\w.])(eval|exec)\(|os\.system|shell=True"
 
 

@@ -113,7 +113,7 @@ def test_the_mean_stays_with(situation):
 def test_random_column_stochastic_rounds_keep_the_mass_and_the_weighted_sum(name):
     numbers, n, steps = np.random.RandomState(0), 5, 400
     rounds = numbers.rand(3, n, n) * (numbers.rand(3, n, n) < 0.5) + 0.1 * np.eye(n)
-    topology = from_matrices("columns", rounds / rounds.sum(1, keepdims=True), is_column_stochastic=True)
+    topology = from_matrices("columns", rounds / rounds.sum(1, keepdims=True), needs_push_sum=True)
     algorithm = getattr(df, name)(loss, df.sgd(0.1), topology)
     draw = torch.Generator().manual_seed(0)
     state = started(algorithm, [[1.5 + torch.rand(64, generator=draw)] for _ in range(n)])

@@ -164,9 +164,9 @@ def test_lion_trains(example):
 
 def test_a_third_of_the_bytes_trains_as_well(example):
     table = example("compressed_gossip").main(steps=200)
-    d, neighbours = 64 * 32 + 32 + 32 * 10 + 10, 2
-    assert table["everything"][0] == pytest.approx(neighbours * 4 * d / 1e3)
-    assert table["top_k(0.25)"][0] == pytest.approx(neighbours * (4 + 2) * round(0.25 * d) / 1e3, rel=1e-3)
+    d, neighbors = 64 * 32 + 32 + 32 * 10 + 10, 2
+    assert table["everything"][0] == pytest.approx(neighbors * 4 * d / 1e3)
+    assert table["top_k(0.25)"][0] == pytest.approx(neighbors * (4 + 2) * round(0.25 * d) / 1e3, rel=1e-3)
     assert table["top_k(0.25)"][1] > table["everything"][1] - 0.03
     assert table["sign"][0] < table["everything"][0] / 30 and table["sign"][1] > 0.8
 

@@ -1,4 +1,4 @@
-"""Algorithms, a file each, which reads like its paper: `df.diloco` is `decentfn.algorithms.diloco.diloco`."""
+"""Algorithms, one paper per file: `df.diloco` is `decentfn.algorithms.diloco.diloco`."""
 
 from decentfn.algorithms import (
     adapt_then_combine,

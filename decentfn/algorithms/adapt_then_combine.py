@@ -19,12 +19,12 @@ from decentfn.topologies import Topology
 
 @algorithm
 def adapt_then_combine(loss_fn: LossFn, optimizer: Any, topology: Topology, **options: Unpack[Options]) -> Algorithm:
-    """Update, then mix what was updated.
+    """Update, then mix the updated parameters.
 
-    Nothing can be sent before the update, so only the last buckets' messages overlap with anything; in exchange every
-    neighbour's gradient is in the next step's parameters. Local SGD (periodic averaging) is this algorithm on
-    `every(H, complete)`, Gossip-PGA is it on `pga(H, topology)`.
-    Sent per step: the parameters, once per neighbour (or one all-reduce within the group).
+    Nothing can be sent before the update, so only the messages of the last buckets overlap with computation. In return,
+    every neighbor's gradient enters the next step's parameters. Local SGD (periodic averaging) is this algorithm on
+    `every(H, complete)`; Gossip-PGA is this algorithm on `pga(H, topology)`.
+    Sent per step: the parameters, once per neighbor (or one all-reduce within the group).
 
     Args:
         loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.

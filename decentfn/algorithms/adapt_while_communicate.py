@@ -5,7 +5,7 @@
     x⁺ = x̃ + u(x̃, g(x))              update_at="mixed"   (Decent-DP; Wang et al., ICLR 2025)
 
 x: a worker's parameters; W: the mixing matrix of step t; g(x): its gradient at its own, unmixed x; u: the
-optimizer's update; γ: how much of the mix is taken.
+optimizer's update; γ: the consensus step size.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ def adapt_while_communicate(
     update_at: Literal["local", "mixed"] = "local",
     **options: Unpack[Options],
 ) -> Algorithm:
-    """Send the parameters while the gradient is computed; add the update to what was mixed.
+    """Send the parameters while the gradient is computed; add the update to the mix.
 
-    Everything overlaps: what travels is posted before the forward pass and needed after the backward pass.
-    Sent per step: the parameters, once per neighbour (or one all-reduce within the group).
+    Everything overlaps: messages are posted before the forward pass and needed after the backward pass.
+    Sent per step: the parameters, once per neighbor (or one all-reduce within the group).
 
     Args:
         loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.
         optimizer: a pair `(init, update)`.
         topology: the schedule of mixing matrices.
         gamma: γ in [0, 1], or a function of `t` (0-d int64 tensor) that returns it.
-        update_at: where the optimizer sees the parameters (weight decay acts there): at the worker's own `x`, or at
-            the mixed point as Decent-DP does.
+        update_at: the parameters that the optimizer sees (weight decay acts there): the worker's own `x`, or the
+            mixed ones, as in Decent-DP.
         options: `bucket_mb`, `wire_dtype`; see `Options`.
     """
     worker = Worker(loss_fn, optimizer, topology, shows_mix=True, **options)
@@ -62,7 +62,7 @@ def adapt_while_communicate(
     if update_at not in ("local", "mixed"):
         raise ValueError(f"adapt_while_communicate(update_at={update_at!r}): choose 'local' or 'mixed'.")
     if not callable(gamma) and not 0 <= gamma <= 1:
-        raise ValueError(f"adapt_while_communicate(gamma={gamma}): γ lies in [0, 1], or is a function of t.")
+        raise ValueError(f"adapt_while_communicate(gamma={gamma}): γ is in [0, 1], or a function of t.")
 
     def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
         x = state.params

@@ -19,9 +19,9 @@ from decentfn.topologies import Topology
 
 @algorithm
 def all_reduce(loss_fn: LossFn, optimizer: Any, topology: Topology, **options: Unpack[Options]) -> Algorithm:
-    """Average the gradients over everyone, then update; all replicas stay identical.
+    """Average the gradients over all workers, then update; all replicas stay identical.
 
-    A bucket's all-reduce starts as soon as its gradients are there and overlaps with the rest of the backward pass.
+    A bucket's all-reduce starts as soon as its gradients are ready and overlaps with the rest of the backward pass.
     Sent per step: 2(N-1)/N times the gradients.
 
     Args:
@@ -31,7 +31,7 @@ def all_reduce(loss_fn: LossFn, optimizer: Any, topology: Topology, **options: U
         options: `bucket_mb`, `wire_dtype`; see `Options`.
 
     Raises:
-        ValueError: from `init`, replicas that do not start equal; `df.broadcast` makes them so.
+        ValueError: from `init`, unequal replicas; make them equal with `df.broadcast`.
     """
     worker = Worker(loss_fn, optimizer, topology, **options)
 

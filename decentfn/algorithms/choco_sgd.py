@@ -5,12 +5,12 @@
     d⁺ = d + (W - I) q               d = W x̂ - x̂, a running sum
     x⁺ = x½ + γ d⁺
 
-d is a sum of differences, and what its rounding leaves in the workers' mean moves x in every later step. Measured in float32 without
-gradients, for |x| about 2, four workers on 'static-ring', quantize(8) and γ = 0.3, the mean of an element moved by 2e-7 (rms) in 100
-steps and in 10,000.
+d is a sum of differences: its rounding error in the workers' mean moves x in every later step. Measured in float32
+without gradients, for |x| about 2, four workers on 'static-ring', quantize(8) and γ = 0.3, the mean of an element moved
+by 2e-7 (rms) in 100 steps and in 10,000.
 
-x: a worker's parameters; u: the optimizer's update at its gradient g; x̂: its public copy, which all neighbours can
-follow, 0 at the start; C: the compressor; W: the mixing matrix; γ: the consensus step size.
+x: a worker's parameters; u: the optimizer's update at its gradient g; x̂: its public copy, known to all neighbors, 0 at
+the start; C: the compressor; W: the mixing matrix; γ: the consensus step size.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from decentfn.topologies import Topology
 
 
 class Memory(NamedTuple):
-    """What a worker remembers."""
+    """Memory of one worker."""
 
     public: Buckets  # x̂, this worker's public copy
     pull: Buckets  # d = Σ_j W[i,j] (x̂_j - x̂), whose mean over the workers is 0
@@ -54,7 +54,7 @@ class Memory(NamedTuple):
 
     @classmethod
     def restart(cls, x: Buckets) -> Memory:
-        """Public copies and their sum start again from 0, where all workers' agree."""
+        """Reset public copies and their sum to 0, where all workers agree."""
         return cls(zeros_like(x), zeros_like(x))
 
 
@@ -68,18 +68,18 @@ def choco_sgd(
     gamma: float,
     **options: Unpack[Options],
 ) -> Algorithm:
-    """Update, send the neighbours how the parameters differ from what they know, and move towards their copies.
+    """Update, send the compressed change against the public copy, and move toward the neighbors' public copies.
 
-    What travels is known after the update only, so messages overlap with the compression of later buckets and with
-    nothing else. With `compressors.identity()` and γ = 1 it is adapt_then_combine.
-    Sent per step: one compressed message per bucket and neighbour (to everyone else on a topology of groups).
+    Messages are known only after the update, so they overlap only with the compression of later buckets.
+    With `compressors.identity()` and γ = 1 it is adapt_then_combine.
+    Sent per step: one compressed message per bucket and neighbor (to everyone else on a topology of groups).
 
     Args:
         loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.
         optimizer: a pair `(init, update)`.
-        topology: one mixing matrix for all steps, doubly stochastic: a worker keeps Σ_j W[i,j] (x̂_j - x̂), not each x̂_j.
-        compressor: C, a contraction; the smaller its δ, the smaller must γ be.
-        gamma: γ in (0, 1]; as a start, about δ, then tuned.
+        topology: doubly stochastic and static: a worker keeps Σ_j W[i,j] (x̂_j - x̂), not each x̂_j.
+        compressor: C, a contraction; a smaller δ needs a smaller γ.
+        gamma: γ in (0, 1]; start with about δ, then tune.
         options: `bucket_mb`; see `Options`.
 
     Raises:
@@ -90,7 +90,7 @@ def choco_sgd(
     worker = Worker(loss_fn, optimizer, topology, **options)
     require_doubly_stochastic("choco_sgd", topology)
     require_static("choco_sgd", topology, "a worker keeps Σ_j W[i,j] (x̂_j - x̂) as one running sum", "deep_squeeze")
-    neighbours = as_messages(topology)
+    neighbors = as_messages(topology)
 
     def start(x: Buckets) -> Memory:
         require_contraction("choco_sgd", compressor, x.plan)
@@ -101,7 +101,7 @@ def choco_sgd(
         g, local = worker.gradient(x, state.local, batch, t)
         u, local = worker.update(g.grads, g, local, x)
         x_half = unless_bad(add(x, u), lambda: x_hat)
-        q = post_compressed(elementwise(torch.sub, x_half, x_hat), compressor, neighbours, t)
+        q = post_compressed(elementwise(torch.sub, x_half, x_hat), compressor, neighbors, t)
         x_hat = add(x_hat, q.sent)
         pull = add(pull, difference_compressed(q))
         x = elementwise(lambda x, pull: (x + gamma * pull).to(x.dtype), x_half, pull)

@@ -3,18 +3,19 @@
     x¹ = W (x⁰ - η g⁰)
     x^{t+1} = W (2 x^t - x^{t-1} - η (g^t - g^{t-1}))
 
-with c^t = (x^t - x^{t-1}) - u^{t-1}, what the last mixing and correction moved beside the update:
+with c^t = (x^t - x^{t-1}) - u^{t-1}, the last step's move by mixing and correction:
 
     u = -η g;    x⁺ = W (x + u + c);    c⁺ = x⁺ - x - u = c + (W - I)(x + u + c);    c⁰ = 0
 
-Without gradients a mode of disagreement with W's eigenvalue λ moves by the roots z of z² = 2λz - λ. For λ = -1/3, the bound, they are
-1/3 and -1: such a mode changes its sign in every step and never shrinks, whatever excites it (unequal starts, noise of gradients,
-rounding). 'static-ring' of an even number of workers and 'hypercube' of four have one; start the workers equal there, or use
-exact_diffusion, whose roots are smaller than 1.
+Without gradients a mode of disagreement with W's eigenvalue λ moves by the roots z of z² = 2λz - λ. At the bound,
+λ = -1/3, they are 1/3 and -1: the mode changes its sign in every step and never shrinks, whether unequal starts,
+gradient noise or rounding excite it. 'static-ring' with an even number of workers and 'hypercube' with four have such a
+mode; start the workers equal there, or use exact_diffusion, whose roots are smaller than 1.
 
-c is a sum of differences, and what its rounding leaves in the workers' mean moves x in every later step. Measured in float32 without
-gradients, for |x| about 2 and four workers on 'static-ring' that start unequal, where differences go on, the mean of an element moves in
-100, 1,000 and 10,000 steps by 9e-7, 1e-5 and 1e-4 (rms; adapt_then_combine: by 1e-7, once).
+c is a sum of differences: its rounding error in the workers' mean moves x in every later step. Measured in float32
+without gradients, for |x| about 2 and four workers on 'static-ring' that start unequal (so that differences persist),
+the mean of an element moves in 100, 1,000 and 10,000 steps by 9e-7, 1e-5 and 1e-4 (rms; adapt_then_combine: by 1e-7,
+once).
 
 x: a worker's parameters; W: the mixing matrix of step t; g: its gradient at x; u: the optimizer's update.
 """
@@ -54,23 +55,23 @@ class Memory(NamedTuple):
 
     @classmethod
     def restart(cls, x: Buckets) -> Memory:
-        """The correction starts anew."""
+        """Reset the correction."""
         return cls(zeros_like(x))
 
 
 @algorithm
 def d2(loss_fn: LossFn, optimizer: Any, topology: Topology, **options: Unpack[Options]) -> Algorithm:
-    """Adapt then combine, corrected by the last step's change; as accurate as if all workers shared their data.
+    """Adapt then combine, corrected by the last step's change; heterogeneous data leave no bias.
 
-    Nothing can be sent before the update, so only the last buckets' messages overlap with anything.
-    Sent per step: x + u + c, once per neighbour (or one all-reduce within the group).
+    Nothing can be sent before the update, so only the messages of the last buckets overlap with computation.
+    Sent per step: x + u + c, once per neighbor (or one all-reduce within the group).
 
     Args:
         loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.
         optimizer: a pair `(init, update)`.
-        topology: doubly stochastic, with λ_min(W) >= -1/3 if it is static and symmetric (at the bound itself, as on 'static-ring' of
-            an even number of workers, a part of the disagreement never shrinks); for other schedules the recursion without gradients must
-            not grow over a period (checked by eigenvalues of a matrix of order 2N).
+        topology: doubly stochastic. If static and symmetric, λ_min(W) >= -1/3 (at the bound, as on 'static-ring' with
+            an even number of workers, a part of the disagreement never shrinks). On other schedules the recursion
+            without gradients must not grow over a period (checked by eigenvalues of a matrix of order 2N).
         options: `bucket_mb`, `wire_dtype`; see `Options`.
 
     Raises:
@@ -98,7 +99,7 @@ def require_stable(topology: Topology, tolerance: float = 1e-9) -> None:
     way_out = "use exact_diffusion, which is D² on (I + W)/2, or a topology such as 'static-ring'"
     if topology.period is None:
         raise ValueError(
-            f"d2: {topology.name!r} is random and never repeats, so that D² is stable on it cannot be checked; use "
+            f"d2: {topology.name!r} is random and never repeats, so the stability of D² on it cannot be checked; use "
             "gradient_tracking, or a static topology such as 'static-ring'."
         )
     modes = [eigenvalues_of_circulant(mixing_matrix(topology, p)) for p in range(topology.period)]
@@ -116,8 +117,8 @@ def require_stable(topology: Topology, tolerance: float = 1e-9) -> None:
     if len(circulant) == len(modes):
         radius = companion_radius(circulant)
     else:
-        centred = [mixing_matrix(topology, p) - 1 / topology.num_workers for p in range(topology.period)]
-        radius = companion_radius(centred)
+        centered = [mixing_matrix(topology, p) - 1 / topology.num_workers for p in range(topology.period)]
+        radius = companion_radius(centered)
     if radius > 1 + tolerance:
         raise ValueError(
             f"d2: on {topology.name!r} disagreement grows by {radius:.6g} per period of {topology.period} even without "
@@ -130,7 +131,7 @@ def companion_radius(rounds: list[Tensor]) -> float:
     """Spectral radius of `(x^t, x^{t-1}) ↦ (W (2 x^t - x^{t-1}), x^t)` over the rounds W of a period.
 
     Args:
-        rounds: `[n, n]` each (or a batch of them, of which the largest radius counts), without the consensus: W - J.
+        rounds: W - J of each round, `[n, n]` (or a batch; its largest radius counts).
     """
     eye = torch.eye(rounds[0].shape[-1], dtype=rounds[0].dtype).expand_as(rounds[0])
     over_period = torch.eye(2 * eye.shape[-1], dtype=eye.dtype)
@@ -140,7 +141,7 @@ def companion_radius(rounds: list[Tensor]) -> float:
 
 
 def eigenvalues_of_circulant(matrix: Tensor) -> Tensor | None:
-    """Those of a circulant `[N, N]` matrix, that of the consensus first, ordered alike for all; None for others."""
+    """Return the eigenvalues of a circulant `[N, N]` matrix in a fixed order, consensus first; None for others."""
     n = matrix.shape[0]
     distance = (torch.arange(n) - torch.arange(n)[:, None]) % n
     return torch.fft.fft(matrix[0]) if torch.allclose(matrix, matrix[0][distance], rtol=0.0, atol=1e-12) else None

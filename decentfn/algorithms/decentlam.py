@@ -4,16 +4,16 @@
     m⁺ = β m + g̃
     x⁺ = x - η m⁺
 
-Momentum acts on the mixing too: without gradients x⁺ = W x - η β m, η m⁺ = η β m + x - W x, and disagreement shrinks for
-every static symmetric W and β < 1. Where links change from step to step, or go one way, what a round has moved goes on
-moving in rounds that do not see it: for β = 0.9 and 16 workers disagreement grows by 1.22 in a step on one-peer-exp, by
-1.25 on static-exp, at every learning rate.
+Momentum acts on the mixing too: without gradients x⁺ = W x - η β m, η m⁺ = η β m + x - W x, and disagreement shrinks
+for every static symmetric W and β < 1. On links that change from step to step, or are directed, momentum repeats a
+round's move in later rounds that do not correct it: for β = 0.9 and 16 workers disagreement grows by 1.22 per step on
+one-peer-exp and by 1.25 on static-exp, at every learning rate.
 
-What rounding takes from x⁺ goes into m, from where it comes back: mean(x - η β / (1 - β) m), which mixing keeps, does not walk. Without
-that, momentum keeps differences of one rounding alive, and in a cycle of them the mean drifts in one direction.
+The rounding error of x⁺ is added to m, which returns it: mean(x - η β / (1 - β) m), which mixing keeps, does not drift.
+Otherwise momentum would keep single roundings alive, and in a cycle of them the mean would drift in one direction.
 
 x: a worker's parameters; g: its gradient; W: the mixing matrix of the step; η: the learning rate; g̃: the direction
-that adapt-then-combine takes; m: its momentum; β: how much of it is kept.
+of adapt-then-combine; m: its momentum; β: its decay.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ _GROWTH = 4e-4
 
 
 class Memory(NamedTuple):
-    """The momentum m, in units of a gradient (of an update where learning_rate is left at 1)."""
+    """The momentum m, in units of a gradient (of an update if learning_rate is 1)."""
 
     m: Buckets
     averaged = ("m",)  # over the workers, by df.resize
 
     @classmethod
     def restart(cls, x: Buckets) -> Memory:
-        """The momentum starts anew."""
+        """Reset the momentum."""
         return cls(zeros_like(x))
 
 
@@ -79,24 +79,24 @@ def decentlam(
     learning_rate: Scalar = 1.0,
     **options: Unpack[Options],
 ) -> Algorithm:
-    """Momentum on the whole step of adapt-then-combine, the mixing included.
+    """Apply momentum to the whole step of adapt-then-combine, mixing included.
 
-    As with adapt-then-combine nothing can be sent before the update, so only the last buckets' messages overlap.
-    Sent per step: the parameters, once per neighbour (or one all-reduce within the group).
+    Nothing can be sent before the update, so only the messages of the last buckets overlap with computation.
+    Sent per step: the parameters, once per neighbor (or one all-reduce within the group).
     With `beta=0` it is `adapt_then_combine`.
 
     Args:
         loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.
-        optimizer: a pair `(init, update)` that turns g into -η g, without momentum of its own: `df.sgd(lr)`.
-        topology: the schedule of mixing matrices, doubly stochastic, on which disagreement does not grow (500 steps without
-            gradients are tried): any static undirected one. The paper analyses those.
+        optimizer: a pair `(init, update)` that turns g into -η g, without its own momentum: `df.sgd(lr)`.
+        topology: doubly stochastic, and disagreement must not grow on it (500 steps without gradients are tried). Every
+            static undirected topology qualifies; the paper analyzes those.
         beta: β in [0, 1].
-        learning_rate: η as a function of t, where the optimizer's changes. The parameters do not depend on a constant
-            η (it only fixes the unit of m), so a constant one need not be named twice.
+        learning_rate: η as a function of t, if the learning rate of the optimizer changes. The parameters do not depend
+            on a constant η (it only sets the unit of m), so omit a constant one.
         options: `bucket_mb`, `wire_dtype`; see `Options`.
 
     Raises:
-        ValueError: β outside [0, 1], η not positive, a topology that is column-stochastic only, or on which the method
+        ValueError: β outside [0, 1], η not positive, a push-sum topology, or one on which the method
             diverges at every learning rate.
     """
     worker = Worker(loss_fn, optimizer, topology, **options)
@@ -104,7 +104,7 @@ def decentlam(
     require_rate("decentlam", learning_rate=learning_rate)
     require_doubly_stochastic("decentlam", topology)
     require_stable(topology, beta)
-    # Momentum pays back r in the next steps: β r (1 - β) / β, β² r (1 - β) / β, ...
+    # Momentum returns r in the next steps: β r (1 - β) / β, β² r (1 - β) / β, ...
     repay = (1 - beta) / beta if beta else 0.0
 
     def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
@@ -118,11 +118,11 @@ def decentlam(
         pull, half = difference(posted), repaired(posted, half)  # (W - I)(x - η g)
         new = elementwise(lambda half, d, m, x: (half + d - eta * beta * m).to(x.dtype), half, pull, m, x)
 
-        # Sixteen-bit numbers are stored first: a compiled kernel would go on with them as they were before rounding.
+        # Store 16-bit numbers first: a compiled kernel would continue with the values before rounding.
         stored = elementwise(lambda new: once(new) if new.dtype.itemsize < 4 else new, new)
 
         def momentum(m: Tensor, u: Tensor, d: Tensor, half: Tensor, new: Tensor) -> Tensor:
-            # (x - W (x - η g)) / η without x, whose roundings momentum would gather; and what rounding has just taken from x⁺.
+            # (x - W (x - η g)) / η without x, whose roundings momentum would accumulate; plus the rounding error of x⁺.
             lost = (d - eta * beta * m) - (new.to(half.dtype) - half)
             return (beta * m - (u + d + repay * lost) * per_eta).to(m.dtype)
 
@@ -133,7 +133,7 @@ def decentlam(
 
 
 def require_stable(topology: Topology, beta: float) -> None:
-    """Raise ValueError if DecentLaM without gradients, `(x, m) -> (W x - β m, β m + x - W x)`, goes on growing."""
+    """Raise ValueError if DecentLaM without gradients, `(x, m) -> (W x - β m, β m + x - W x)`, keeps growing."""
     x = draws.sign(0, 0, 0, (topology.num_workers, 4)).double()
     x = x - x.mean(0)
     m, size, sizes = torch.zeros_like(x), 0.0, []
@@ -145,12 +145,12 @@ def require_stable(topology: Topology, beta: float) -> None:
             return
         x, m, size = x / norm, m / norm, size + math.log(norm)
         sizes.append(size)
-    # Where it is stable with β = 1, it swings.
+    # If it is stable at β = 1, it oscillates.
     fifth = _STEPS_TRIED // 5
     rate = (max(sizes[-fifth:]) - max(sizes[:fifth])) / (_STEPS_TRIED - fifth)
     if rate > _GROWTH:
         raise ValueError(
-            f"decentlam(beta={beta}): on {topology.name!r} disagreement grows by {rate:.2g} of itself per step even without "
-            "gradients, since momentum goes on where links do not; use a static undirected topology such as 'static-ring' or "
-            "'hypercube', a smaller beta, or quasi_global_momentum."
+            f"decentlam(beta={beta}): on {topology.name!r} disagreement grows by {rate:.2g} of itself per step even "
+            "without gradients, since momentum continues after the links have changed; use a static undirected "
+            "topology such as 'static-ring' or 'hypercube', a smaller beta, or quasi_global_momentum."
         )

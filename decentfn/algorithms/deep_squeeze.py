@@ -4,11 +4,12 @@
     v = x½ + δ;    δ⁺ = v - C(v)
     x⁺ = x½ + γ (W C(v) - C(v))
 
-In float64 the mean of workers without gradients drifts by 48 (random_k) to 382 (quantize(8)) units in the last place in 10,000 steps, 2e-13
-of |x| about 2: the workers end in a cycle of roundings. In float32 what they take from each other is so coarse that sums lose nothing.
+In float64 without gradients the mean drifts by 48 (random_k) to 382 (quantize(8)) units in the last place in 10,000
+steps, 2e-13 for |x| about 2: the workers end in a cycle of roundings. In float32 messages are so coarse that sums are
+exact.
 
-x: a worker's parameters; u: the optimizer's update at its gradient g; δ: what compression has left out, 0 at the
-start; C: the compressor; W: the mixing matrix of step t; γ: the consensus step size.
+x: a worker's parameters; u: the optimizer's update at its gradient g; δ: the compression error, 0 at the start; C: the
+compressor; W: the mixing matrix of step t; γ: the consensus step size.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ from decentfn.topologies import Topology
 
 
 class Memory(NamedTuple):
-    """What a worker remembers."""
+    """Memory of one worker."""
 
     error: Buckets  # δ
 
     @classmethod
     def restart(cls, x: Buckets) -> Memory:
-        """Nothing of the new parameters is left out."""
+        """Reset the compression error."""
         return cls(zeros_like(x))
 
 
@@ -63,29 +64,29 @@ def deep_squeeze(
     gamma: float,
     **options: Unpack[Options],
 ) -> Algorithm:
-    """Update, send the compressed parameters with the error of last time added, and mix what arrived.
+    """Update, send the compressed sum of the parameters and the last compression error, and mix.
 
-    What travels is known after the update only, so messages overlap with the compression of later buckets and with
-    nothing else. Nothing is remembered about neighbours, so any schedule will do. With `compressors.identity()` and
-    γ = 1 it is adapt_then_combine.
-    Sent per step: one compressed message per bucket and neighbour (to everyone else in a group).
+    Messages are known only after the update, so they overlap only with the compression of later buckets.
+    Workers store nothing about their neighbors, so any schedule works. With `compressors.identity()` and γ = 1 it is
+    adapt_then_combine.
+    Sent per step: one compressed message per bucket and neighbor (to everyone else in a group).
 
     Args:
         loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.
         optimizer: a pair `(init, update)`.
         topology: the schedule of mixing matrices, doubly stochastic.
-        compressor: C, a contraction; the smaller its δ, the smaller must γ be.
+        compressor: C, a contraction; a smaller δ needs a smaller γ.
         gamma: γ in (0, 1].
         options: `bucket_mb`; see `Options`.
 
     Raises:
         ValueError: a push-sum topology, γ outside (0, 1], no compressor, `wire_dtype`; at `init`, a compressor that is
-            no contraction.
+            not a contraction.
     """
     require_compressor("deep_squeeze", compressor, gamma, options)
     worker = Worker(loss_fn, optimizer, topology, **options)
     require_doubly_stochastic("deep_squeeze", topology)
-    neighbours = as_messages(topology)
+    neighbors = as_messages(topology)
 
     def start(x: Buckets) -> Memory:
         require_contraction("deep_squeeze", compressor, x.plan)
@@ -97,11 +98,11 @@ def deep_squeeze(
         u, local = worker.update(g.grads, g, local, x)
         x_half = add(x, u)
         v = add(error, x_half)
-        c = post_compressed(v, compressor, neighbours, t)
+        c = post_compressed(v, compressor, neighbors, t)
         error = elementwise(torch.sub, v, c.sent)
         pull = difference_compressed(c, gamma)
         x = elementwise(lambda x, pull: (x + pull).to(x.dtype), x_half, pull)
-        x = repaired(c.posted, x, pull)  # zeros were sent: the pull is the mix
+        x = repaired(c.posted, x, pull)  # a bad worker sent zeros, so the pull is the mix
         return State(x, local, Memory(error)), g.metrics
 
     return worker.algorithm(step, start)

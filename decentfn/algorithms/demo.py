@@ -4,7 +4,7 @@
     q = topk(DCT_chunk δ);    δ⁺ = δ - IDCT q
     θ⁺ = θ - η sign(IDCT Σ_i q_i)
 
-θ: the parameters, the same on every worker; δ: a worker's own momentum, of which only the fast-moving part q is sent;
+θ: the parameters, the same on every worker; δ: a worker's own momentum; q: its fast-moving part, which is sent;
 g: its gradient; κ: the decay; η: the learning rate; DCT_chunk: the cosine transform of tiles of chunk x chunk.
 """
 
@@ -41,14 +41,14 @@ from decentfn.topologies import Topology
 
 
 class Memory(NamedTuple):
-    """What a worker remembers."""
+    """Memory of one worker."""
 
     momentum: Buckets  # δ
     averaged = ("momentum",)  # over the workers, by df.resize
 
     @classmethod
     def restart(cls, x: Buckets) -> Memory:
-        """The momentum starts anew."""
+        """Reset the momentum."""
         return cls(zeros_like(x))
 
 
@@ -65,34 +65,35 @@ def demo(
     compressor: Compressor | None = None,
     **options: Unpack[Options],
 ) -> Algorithm:
-    """Send everyone the largest cosine components of the momentum, forget them, and step by the sign of their sum.
+    """Send all workers the largest cosine components of the momentum, remove them, and step by the sign of their sum.
 
-    The transform is linear, so Σ_i IDCT q_i stands for IDCT Σ_i q_i; it is added in the order of the workers, which
-    keeps replicas identical to the last bit. What travels is known after the gradient only, so messages overlap with
-    the compression of later buckets and with nothing else.
+    The transform is linear, so Σ_i IDCT q_i replaces IDCT Σ_i q_i. It is added in the order of the workers, which
+    keeps replicas bitwise identical. Messages are known only after the gradient, so they overlap only with the
+    compression of later buckets.
     Sent per step: one compressed message per bucket to each of the N - 1 others (k values and k places per tile).
 
     Args:
         loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.
-        optimizer: a pair `(init, update)` that sees sign(...) for a gradient; sgd(η) is the paper's.
+        optimizer: a pair `(init, update)` that sees sign(...) as the gradient; the paper uses sgd(η).
         topology: only its `num_workers` counts.
-        learning_rate: the η that weighs new gradients in δ. The sign forgets a constant, so it matters only if it is a
-            function of t (0-d int64 tensor): the optimizer's schedule, into which an algorithm cannot look.
+        learning_rate: the η that weights new gradients in δ. The sign ignores a constant, so it matters only as a
+            function of t (0-d int64 tensor). Pass the optimizer's schedule, which an algorithm cannot read.
         decay: κ in [0, 1).
         k: components sent per tile.
         chunk: longest side of a tile, in values.
-        compressor: what takes the place of `dct_top_k(k, chunk=chunk)`.
+        compressor: a replacement for `dct_top_k(k, chunk=chunk)`.
         options: `bucket_mb`; see `Options`.
 
     Raises:
-        ValueError: η not positive, κ outside [0, 1), k or chunk not positive, `wire_dtype`; from `init`, unequal parameters.
+        ValueError: η not positive, κ outside [0, 1), k or chunk not positive, `wire_dtype`; from `init`, unequal
+            parameters.
     """
     compressor = dct_top_k(k, chunk=chunk) if compressor is None else compressor
     require_compressor("demo", compressor, 1.0, options)
     worker = Worker(loss_fn, optimizer, topology, **options)
     require_rate("demo", learning_rate=learning_rate)
     if not 0 <= decay < 1:
-        raise ValueError(f"demo(decay={decay}): κ lies in [0, 1); the paper's is 0.999.")
+        raise ValueError(f"demo(decay={decay}): κ is in [0, 1); the paper uses 0.999.")
     others = everyone(topology.num_workers)
 
     def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
@@ -104,7 +105,7 @@ def demo(
         q = post_compressed(delta, compressor, others, t)
         delta = elementwise(torch.sub, delta, q.sent)
         direction = cast_like(elementwise(torch.sign, sum_compressed(q)), theta)
-        # All take the same step, a worker with a bad gradient too, or replicas would part.
+        # A worker with a bad gradient takes the same step, or replicas would diverge.
         u, local = worker.update(direction, g._replace(good=None), local, theta)
         return State(add(theta, u), local, Memory(delta)), g.metrics
 

@@ -1,4 +1,4 @@
-"""DiLoCo: many local steps, then one step of Nesterov's momentum on how far the workers went together.
+"""DiLoCo: many local steps, then one step of Nesterov's momentum on the workers' mean progress.
 
     θ ← θ + u(θ, g(θ))                 in every step               (Douillard et al., 2023; arXiv:2311.08105)
     Δ = φ - mean_i θ_i                 after every H steps, and then
@@ -7,7 +7,7 @@
     θ ← φ⁺
 
 θ: a worker's (inner) parameters; g: its gradient; u: the inner optimizer's update; φ: the outer parameters, the same
-on all workers; Δ: the outer gradient, with the sign of a gradient; b: the outer momentum, β: how much of it is kept;
+on all workers; Δ: the outer gradient, with the sign of a gradient; b: the outer momentum, β: its decay;
 η: the outer learning rate.
 """
 
@@ -44,7 +44,7 @@ from decentfn.topologies import Topology
 
 
 class Memory(NamedTuple):
-    """What a worker remembers."""
+    """Memory of one worker."""
 
     phi: Buckets  # outer parameters, the same on all workers
     b: Buckets  # outer momentum, likewise
@@ -52,7 +52,7 @@ class Memory(NamedTuple):
 
     @classmethod
     def restart(cls, x: Buckets) -> Memory:
-        """The outer parameters are the new ones; the outer momentum starts anew."""
+        """Take `x` as outer parameters and reset the outer momentum."""
         return cls(copy_wide(x), zeros_like(x))
 
 
@@ -67,18 +67,18 @@ def diloco(
     outer_momentum: float = 0.9,
     **options: Unpack[Options],
 ) -> Algorithm:
-    """Train apart for H steps, then move the common parameters along the mean of what each has found.
+    """Train locally for H steps, then move the common parameters along the workers' mean progress.
 
-    Sent: in each H-th step 2(N-1)/N times the parameters, after the update, so that it does not overlap with the
-    gradient (`streaming_diloco` does); in all other steps nothing. With a narrow `wire_dtype` the
-    differences φ - θ travel, so that what was learned is not lost in rounding (the workers must then start equal).
+    Sent: 2(N-1)/N times the parameters in every H-th step, after the update, so it does not overlap with the
+    gradient (`streaming_diloco` does); nothing in all other steps. With a narrow `wire_dtype` the differences φ - θ
+    are sent, so that rounding does not lose small progress (the workers must then start equal).
     With `outer_learning_rate=1, outer_momentum=0` it is local SGD: adapt-then-combine on `every(H, complete)`
-    with its steps counted from 1 (averages fall on steps H-1, 2H-1, …).
+    with steps counted from 1 (averages in steps H-1, 2H-1, …).
 
     Args:
         loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.
         optimizer: a pair `(init, update)`, the inner optimizer (AdamW in the paper); its state stays the worker's own.
-        topology: only its `num_workers` counts for the mixing: outer steps average over everyone (`noloco` averages over neighbours).
+        topology: only its `num_workers` counts: outer steps average over all workers (`noloco`: over neighbors).
         inner_steps: H; the outer step follows steps H-1, 2H-1, …
         outer_learning_rate: η > 0.
         outer_momentum: β in [0, 1], Nesterov's.

@@ -4,12 +4,12 @@
     φ  = ψ⁺ + x - ψ                correct
     x⁺ = W̄ φ,   W̄ = (I + W)/2      combine;   ψ⁰ = x⁰
 
-with c = x - ψ, what the last combination and correction moved beside the update: φ = ψ⁺ + c,
+with c = x - ψ, the last step's move by combination and correction: φ = ψ⁺ + c,
 c⁺ = x⁺ - ψ⁺ = c + (W̄ - I) φ, c⁰ = 0.
 
-c is a sum of differences, and what its rounding leaves in the workers' mean moves x in every later step. Measured in float32 without
-gradients, for |x| about 2 and four workers on 'static-ring', the mean of an element moves in 100, 1,000 and 10,000 steps by 3e-7,
-8e-7 and 7e-6 (rms; adapt_then_combine: by 1e-7, once).
+c is a sum of differences: its rounding error in the workers' mean moves x in every later step. Measured in float32
+without gradients, for |x| about 2 and four workers on 'static-ring', the mean of an element moves in 100, 1,000 and
+10,000 steps by 3e-7, 8e-7 and 7e-6 (rms; adapt_then_combine: by 1e-7, once).
 
 x: a worker's parameters; W: the mixing matrix; g: its gradient at x; -η g: the optimizer's update.
 """
@@ -48,17 +48,17 @@ class Memory(NamedTuple):
 
     @classmethod
     def restart(cls, x: Buckets) -> Memory:
-        """The correction starts anew."""
+        """Reset the correction."""
         return cls(zeros_like(x))
 
 
 @algorithm
 def exact_diffusion(loss_fn: LossFn, optimizer: Any, topology: Topology, **options: Unpack[Options]) -> Algorithm:
-    """Adapt then combine, its bias removed by a correction before the combination.
+    """Adapt, correct, then combine; the correction removes the bias of adapt-then-combine.
 
-    It is D² on (I + W)/2, which is positive semidefinite for every W: no spectral condition is left.
-    Nothing can be sent before the update, so only the last buckets' messages overlap with anything.
-    Sent per step: φ, once per neighbour.
+    It is D² on (I + W)/2, which is positive semidefinite for every W, so there is no spectral condition.
+    Nothing can be sent before the update, so only the messages of the last buckets overlap with computation.
+    Sent per step: φ, once per neighbor.
 
     Args:
         loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.

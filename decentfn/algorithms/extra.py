@@ -7,8 +7,9 @@ summed up over the steps (the paper's cumulative form, which this file computes)
 
     x⁺ = W x - η g - p;    p⁺ = p + ½ (x - W x);    p⁰ = 0
 
-p is a sum of differences, and what its rounding leaves in the workers' mean moves x in every later step. Measured in float32 without
-gradients, for |x| about 2 and four workers on 'static-ring', the mean of an element moved by 5e-7 (rms) in 100 steps and in 10,000.
+p is a sum of differences: its rounding error in the workers' mean moves x in every later step. Measured in float32
+without gradients, for |x| about 2 and four workers on 'static-ring', the mean of an element moved by 5e-7 (rms) in 100
+steps and in 10,000.
 
 x: a worker's parameters; W: the mixing matrix; g: its gradient at x; -η g: the optimizer's update; p: the sum of
 half the disagreement seen so far, mean(p) = 0.
@@ -47,16 +48,16 @@ class Memory(NamedTuple):
 
     @classmethod
     def restart(cls, x: Buckets) -> Memory:
-        """The sum starts anew."""
+        """Reset the sum."""
         return cls(zeros_like(x))
 
 
 @algorithm
 def extra(loss_fn: LossFn, optimizer: Any, topology: Topology, **options: Unpack[Options]) -> Algorithm:
-    """Gradient descent on gossip, its bias cancelled by the disagreement summed over time.
+    """Mix and descend; the sum of past disagreement cancels the bias.
 
     Everything overlaps: x is posted before the forward pass and needed after the backward pass.
-    Sent per step: the parameters, once per neighbour.
+    Sent per step: the parameters, once per neighbor.
 
     Args:
         loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.

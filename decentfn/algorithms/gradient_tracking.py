@@ -8,11 +8,11 @@
 x: a worker's parameters; W: the mixing matrix of a step, the same for x and y; g, g⁺: its gradients at x and x⁺;
 y: its estimate of the mean gradient, mean(y) = mean(g) at every step; -η y: the optimizer's update for y.
 
-Why "atc" is the default. A round of pairs takes all of the pairs' disagreement d out of x at once, and the gradients answer
-with g⁺ - g = -a d (a: the curvature). In the other two forms this enters y unmixed, and links that do not join these
-pairs leave it there: until the same pairs meet again y pushes x back to where it was, and momentum carries it beyond.
-"atc" takes it out of y with the link that made it. Where disagreement grows, by the spectral radius of one period for 16
-workers of equal curvature, each with momentum 0.9 (without):
+Why "atc" is the default: a round of pairs removes the pairs' disagreement d from x at once, and the gradients change by
+g⁺ - g = -a d (a: the curvature). The other two forms add this change to y unmixed, and it stays in y until the same
+pairs meet again. Meanwhile y pushes x back, and momentum pushes it further. "atc" mixes the change over the same link.
+Disagreement grows in these ranges (spectral radius of one period, 16 workers of equal curvature, momentum 0.9; in
+parentheses without momentum):
 
     one-peer-exp     "atc": η a > 2 (2)     "semi-atc": η a > 0.065 (1)         "awc": η a > 0.065 (0.5)
     ring             "atc": η a > 2 (2)     "semi-atc": η a > 0.0079 (0.076)    "awc": η a > 0.0079 (0.076)
@@ -50,14 +50,14 @@ from decentfn.topologies import Topology, later
 
 
 class Memory(NamedTuple):
-    """What a worker remembers."""
+    """Memory of one worker."""
 
     y: Buckets  # the tracked gradient
     g: Buckets  # this worker's own gradient
     started: Tensor | None  # 0-d bool: a step was taken; only form="atc" needs it
 
     def restart(self, x: Buckets) -> Memory:
-        """The tracker starts anew."""
+        """Reset the tracker."""
         return trees.map(torch.zeros_like, self)
 
 
@@ -70,23 +70,23 @@ def gradient_tracking(
     form: Literal["atc", "semi-atc", "awc"] = "atc",
     **options: Unpack[Options],
 ) -> Algorithm:
-    """Descend along a gossiped estimate of the mean gradient; the optimizer sees y in the gradient's place.
+    """Descend along a gossiped estimate of the mean gradient; the optimizer sees y instead of the gradient.
 
     Step t first completes the last step's `W y`, with the last step's mixing matrix, and then uses y for its update.
-    Overlaps: "atc", the default, nothing: y waits for the gradient and x for y, so a step takes as long as both
-    messages and the gradient together; "semi-atc" y, "awc" everything (x and y travel while the gradient is computed).
+    Overlaps: nothing with "atc", the default: y waits for the gradient and x for y, so a step takes as long as both
+    messages and the gradient together. With "semi-atc" y overlaps; with "awc" both do.
     The latter two suit static topologies, and others at small learning rates.
-    Sent per step: the parameters and the tracker, each once per neighbour (or one all-reduce within the group).
+    Sent per step: the parameters and the tracker, each once per neighbor (or one all-reduce within the group).
 
     Args:
         loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.
         optimizer: a pair `(init, update)`; it sees y.
         topology: any doubly stochastic schedule.
-        form: which of the three; with "semi-atc" and "awc" disagreement may grow on schedules that vary (above).
+        form: the equation; with "semi-atc" and "awc" disagreement may grow on time-varying schedules (see the module).
         options: `bucket_mb`, `wire_dtype`; see `Options`.
 
     Raises:
-        ValueError: an unknown form, or a column-stochastic topology.
+        ValueError: an unknown form, or a push-sum topology.
     """
     worker = Worker(loss_fn, optimizer, topology, shows_mix=form == "awc", **options)
     if form not in ("atc", "semi-atc", "awc"):

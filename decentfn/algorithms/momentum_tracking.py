@@ -10,7 +10,7 @@ or, with the direction y⁺ = u⁺ - c in place of c,
     x⁺ = W x - η y⁺
 
 x: a worker's parameters; g: its gradient; W: the mixing matrix of the step; η: the learning rate; u: the worker's own
-momentum, β: how much of it is kept; c: by how much it departs from the mean of all; y: the tracked momentum.
+momentum, β: its decay; c: its deviation from the workers' mean; y: the tracked momentum.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from decentfn.topologies import Topology, later
 
 
 class Memory(NamedTuple):
-    """The own momentum and the tracked one."""
+    """Own and tracked momentum."""
 
     u: Buckets  # own momentum
     y: Buckets  # tracked momentum, the last direction; the paper's c is W y subtracted from u
@@ -50,7 +50,7 @@ class Memory(NamedTuple):
 
     @classmethod
     def restart(cls, x: Buckets) -> Memory:
-        """Momentum and tracker start anew."""
+        """Reset momentum and tracker."""
         return cls(zeros_like(x), zeros_like(x))
 
 
@@ -58,27 +58,27 @@ class Memory(NamedTuple):
 def momentum_tracking(
     loss_fn: LossFn, optimizer: Any, topology: Topology, *, beta: float = 0.9, **options: Unpack[Options]
 ) -> Algorithm:
-    """Track the mean of everyone's momentum and step along it.
+    """Track the mean momentum of all workers and step along it.
 
     Everything overlaps: both messages are posted before the forward pass. (In the form with c, the correction could
-    travel only after the backward pass; what it would carry waits in the state and travels in the next step, through
-    the neighbours of the step that it belongs to.)
-    Sent per step: parameters and tracked momentum, once per neighbour (or two all-reduces within the group).
+    be sent only after the backward pass; here it waits in the state and is sent in the next step, to the neighbors of
+    its own step.)
+    Sent per step: parameters and tracked momentum, once per neighbor (or two all-reduces within the group).
     Invariant: mean(y) = mean(u). With `beta=0` it is gradient tracking in its adapt-while-communicate form.
 
-    It starts with c = u = 0 instead of the paper's (g⁰ - ḡ⁰)/(1 - β), which would need everyone's first gradient:
-    both have mean zero, so the mean of the parameters takes the same path.
+    It starts with c = u = 0 instead of the paper's (g⁰ - ḡ⁰)/(1 - β), which needs all workers' first gradients.
+    Both have mean zero, so the mean of the parameters is the same.
 
     Args:
         loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.
-        optimizer: a pair `(init, update)` that sees the tracked momentum in place of the gradient and turns it into
-            -η y: `df.sgd(lr)`, without momentum of its own.
+        optimizer: a pair `(init, update)` that sees the tracked momentum instead of the gradient and turns it into
+            -η y, without its own momentum: `df.sgd(lr)`.
         topology: the schedule of mixing matrices, doubly stochastic.
         beta: β in [0, 1].
         options: `bucket_mb`, `wire_dtype`; see `Options`.
 
     Raises:
-        ValueError: β outside [0, 1], a topology that is column-stochastic only.
+        ValueError: β outside [0, 1], a push-sum topology.
     """
     worker = Worker(loss_fn, optimizer, topology, shows_mix=True, **options)
     require_fractions("momentum_tracking", beta=beta)

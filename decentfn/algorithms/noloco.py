@@ -1,4 +1,4 @@
-"""NoLoCo: DiLoCo without its all-reduce; outer steps average over a neighbour or two.
+"""NoLoCo: DiLoCo without its all-reduce; outer steps average over a neighbor or two.
 
     θ ← θ + u(θ, g(θ))                                       in every step      (Kolehmainen et al., 2025;
     d = θ - φ                                                after every H       arXiv:2506.10911)
@@ -6,9 +6,9 @@
     φ⁺ = φ + b⁺
     θ ← φ⁺
 
-θ: a worker's (fast) parameters; g: its gradient; u: the inner optimizer's update; φ: its slow parameters; d: how far
-it went; W: the mixing matrix of this outer step (random pairs in the paper); b: the outer momentum, α: how much of it
-is kept; β: the outer learning rate; γ: how strongly slow parameters are pulled together.
+θ: a worker's (fast) parameters; g: its gradient; u: the inner optimizer's update; φ: its slow parameters; d: its
+progress; W: the mixing matrix of this outer step (random pairs in the paper); b: the outer momentum, α: its decay;
+β: the outer learning rate; γ: the strength of mixing of slow parameters.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from decentfn.topologies import Topology
 
 
 class Memory(NamedTuple):
-    """What a worker remembers."""
+    """Memory of one worker."""
 
     phi: Buckets  # slow parameters, this worker's own
     b: Buckets  # outer momentum, likewise
@@ -54,7 +54,7 @@ class Memory(NamedTuple):
 
     @classmethod
     def restart(cls, x: Buckets) -> Memory:
-        """The slow parameters are the new ones; the outer momentum starts anew."""
+        """Take `x` as slow parameters and reset the outer momentum."""
         return cls(copy_wide(x), zeros_like(x))
 
 
@@ -70,17 +70,17 @@ def noloco(
     gamma: float = 0.7,
     **options: Unpack[Options],
 ) -> Algorithm:
-    """Train apart for H steps, then step along the neighbours' mean progress and towards their slow parameters.
+    """Train locally for H steps, then step along the neighbors' mean progress and toward their slow parameters.
 
-    Sent: in each H-th step one payload of the parameters' size per neighbour, after the update, so that it does not
-    overlap with the gradient; in all other steps nothing. (By linearity β W d + γ W φ = W (β d + γ φ): half of what
-    the authors' code sends.) Outer step k is round k of the topology.
+    Sent: one payload of the parameters' size per neighbor in every H-th step, after the update, so it does not overlap
+    with the gradient; nothing in all other steps. (By linearity β W d + γ W φ = W (β d + γ φ): half the bytes of the
+    authors' code.) Outer step k is round k of the topology.
     With `alpha=0, beta=1, gamma=1` it is local SGD over the topology, with rounds in steps H-1, 2H-1, …
 
     Args:
         loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.
         optimizer: a pair `(init, update)`, the inner optimizer; its state stays the worker's own.
-        topology: with whom the outer steps average, doubly stochastic; `random-matching` in the paper.
+        topology: the schedule of outer steps, doubly stochastic; `random-matching` in the paper.
         inner_steps: H; the outer step follows steps H-1, 2H-1, …
         alpha: α in [0, 1].
         beta: β > 0.
@@ -88,7 +88,7 @@ def noloco(
         options: `bucket_mb`, `wire_dtype`; see `Options`.
 
     Raises:
-        ValueError: H < 1, α outside [0, 1], β or γ not positive, a topology that is column-stochastic only, or that
+        ValueError: H < 1, α outside [0, 1], β or γ not positive, a push-sum topology, or one that
             has phases in which nothing is sent.
     """
     worker = Worker(loss_fn, optimizer, topology, **options)
@@ -99,7 +99,7 @@ def noloco(
     rounds = range(min(topology.period or 0, 64)) if topology.num_workers > 1 else ()
     if any((topology.round(k).weights[:, 0] == 1).all() for k in rounds):
         raise ValueError(
-            f"noloco(topology={topology.name!r}): in some phases nothing is sent, but noloco itself rests for "
+            f"noloco(topology={topology.name!r}): in some phases nothing is sent, but noloco itself waits "
             "inner_steps between two rounds; pass the topology of the outer steps alone."
         )
 

@@ -1,7 +1,7 @@
-"""Parts of the algorithms with an outer loop: when a round is due, what travels, what changes only then.
+"""Building blocks of algorithms with an outer loop.
 
-Communication every H steps is a schedule that rests in between, `after_steps(H, topology)`: nothing travels then, its round is
-not active, and one graph serves both kinds of step.
+Communication every H steps is the schedule `after_steps(H, topology)`, whose rounds in between are inactive and send
+nothing. One graph serves both kinds of step.
 """
 
 from __future__ import annotations
@@ -17,34 +17,35 @@ from decentfn.topologies import Topology, every, later
 
 
 def after_steps(inner_steps: int, topology: Topology) -> Topology:
-    """The schedule whose round k is in step (k + 1) H - 1, at the end of each H = `inner_steps` steps."""
+    """Return the schedule whose round k is in step (k + 1) H - 1, at the end of each H = `inner_steps` steps."""
     return later(inner_steps - 1, every(inner_steps, topology))
 
 
 def progress(phi: Buckets, theta: Buckets) -> Buckets:
-    """`φ - θ`, in float32 or wider, where θ began as φ rounded to the parameters' dtype.
+    """Return `φ - θ` in float32 or wider, where θ began as φ rounded to the parameters' dtype.
 
-    What that rounding took is not progress: slow momentum would take it for a gradient and, in 16 bits, keep moving without one.
+    That rounding error is excluded: slow momentum would treat it as a gradient and, in 16 bits, keep moving without
+    one.
     """
     start = [gossip.narrow(p, plan.dtype) for p, plan in zip(phi, phi.plan.buckets, strict=True)]
     return Buckets([s.to(p.dtype) - x.to(p.dtype) for s, x, p in zip(start, theta, phi, strict=True)], phi.plan)
 
 
 def to_send(phi: Buckets, theta: Buckets, wire_dtype: torch.dtype | None) -> Buckets:
-    """What a worker contributes to the outer gradient: θ, or where that is rounded the difference φ - θ.
+    """Return a worker's contribution to the outer gradient: θ, or the difference φ - θ if the wire rounds.
 
-    The mean of θ also brings φ together where they started apart; but rounded, it would drown what was learned.
+    The mean of θ also corrects unequal starts, but rounding θ would hide small progress.
     """
     return theta if wire_dtype is None else progress(phi, theta)
 
 
 def outer_gradient(phi: Buckets, mean: Buckets, wire_dtype: torch.dtype | None) -> Buckets:
-    """`Δ = φ - mean_i θ_i` from the mean of what was sent."""
+    """Return `Δ = φ - mean_i θ_i` from the mean of the contributions."""
     return progress(phi, mean) if wire_dtype is None else elementwise(lambda phi, m: m.to(phi.dtype), phi, mean)
 
 
 class Fragments:
-    """P equal slices of every bucket: fragment p is the p-th of each, and has its turn after ⌊(p+1) H / P⌋ steps of H."""
+    """P equal slices of every bucket; fragment p, the p-th slice of each, is due after ⌊(p+1) H / P⌋ steps of H."""
 
     def __init__(self, count: int, inner_steps: int, everyone: Topology) -> None:
         self.count = count
@@ -52,19 +53,19 @@ class Fragments:
         self._every = every(inner_steps, everyone)
 
     def schedules(self, steps: int) -> list[Topology]:
-        """Each fragment's schedule: its round is `steps` steps after the step in which its turn comes, counted from 0."""
+        """Return each fragment's schedule: its round is `steps` steps after the step in which it is due."""
         return [later(offset + steps, self._every) for offset in self._offsets]
 
     def split(self, x: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-        """The slices of each fragment."""
+        """Return the slices of each fragment."""
         return list(zip(*[bucket.tensor_split(self.count) for bucket in x], strict=True))
 
     def join(self, fragments: Iterable[Iterable[Tensor]], plan: Plan) -> Buckets:
-        """The buckets of which these are the slices."""
+        """Join slices into buckets; the inverse of `split`."""
         return Buckets([torch.cat(slices) for slices in zip(*fragments, strict=True)], plan)
 
     def turn(self, like: Buckets, schedules: Sequence[Topology], t: Tensor) -> Buckets:
-        """Per element, whether its fragment's schedule is active in step t."""
+        """Return a mask of the elements whose fragment's schedule is active in step t."""
         dues = [is_active(schedule, t, like) for schedule in schedules]
         pairs = zip(dues, self.split(list(like)), strict=True)
         slices = [[due.expand(piece.shape) for piece in fragment] for due, fragment in pairs]

@@ -2,14 +2,14 @@
 
 On an edge i-j, for a parameter as matrix X (first axis x all others):
 
-    p ← orth(p);    the two exchange X_i p and X_j p;    q = (X_i - X_j) p    for i > j
+    p ← orth(p);    exchange X_i p and X_j p;    q = (X_i - X_j) p    for i > j
     X_i -= W_ij q pᵀ;    X_j += W_ij q pᵀ
     this edge's next round transposes X and starts from q
 
 and a step is x⁺ = PowerGossip(x) + u(x, g(x)).
 
-x: a worker's parameters; W: the symmetric mixing matrix of step t; u: the optimizer's update at the gradient g of the
-worker's own, unmixed x; p: the edge's direction, r columns, the same at both ends.
+x: a worker's parameters; W: the symmetric mixing matrix of step t; u: the optimizer's update at the gradient g of its
+own, unmixed x; p: the edge's direction, r columns, the same at both ends.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from decentfn.topologies import Topology, from_matrices, mixing_matrix
 
 
 class Memory(NamedTuple):
-    """What a worker remembers."""
+    """Memory of one worker."""
 
     directions: Directions
 
     def restart(self, x: Buckets) -> Memory:
-        """The directions stay: they say where to look for differences, and move no parameters."""
+        """Keep the directions, which are search directions and do not depend on parameters."""
         return self
 
 
@@ -59,22 +59,22 @@ def power_gossip(
     seed: int = 0,
     **options: Unpack[Options],
 ) -> Algorithm:
-    """Send the parameters times a few columns while the gradient is computed; move along what the difference shows.
+    """Send low-rank products of the parameters while the gradient is computed; mix along the difference.
 
-    No step size to tune. On square matrices with r = n it is adapt_while_communicate. Leaves of one dimension are mixed
-    uncompressed, once a step. An edge whose ends agree takes its first direction again. With r > 1 runs that differ by
-    rounding come apart slowly: where the difference has a lower rank, its last columns are rounding.
+    There is no step size to tune. On square matrices with r = n it is adapt_while_communicate. One-dimensional leaves
+    are mixed uncompressed, once per step. An edge whose ends agree restarts from its first direction. With r > 1 runs
+    that differ by rounding diverge slowly: if the difference has a lower rank, its last columns are rounding errors.
     The last round overlaps with the gradient; with more than one, each waits for the one before.
-    Sent per step and neighbour: max(m, n) r values for each m x n matrix and iteration (an edge takes X and Xᵀ by turns,
-    and one graph sends messages of one size), and the leaves of one dimension.
+    Sent per step and neighbor: max(m, n) r values for each m x n matrix and iteration (an edge alternates X and Xᵀ, and
+    one graph sends messages of one size), and the one-dimensional leaves.
 
     Args:
         loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.
         optimizer: a pair `(init, update)`.
-        topology: undirected (W symmetric) in every step and not random: an edge remembers its direction.
-        rank: r >= 1, columns of p (min(m, n) where a matrix has fewer).
-        iterations: rounds in a step, >= 1; one is the paper's default.
-        seed: of the first directions.
+        topology: undirected (W symmetric) in every step and not random: an edge stores its direction.
+        rank: r >= 1, columns of p (at most min(m, n)).
+        iterations: rounds per step, >= 1; the paper's default is 1.
+        seed: seed of the first directions.
         options: `bucket_mb`; see `Options`.
 
     Raises:
@@ -82,7 +82,7 @@ def power_gossip(
     """
     require_whole("power_gossip", rank=rank, iterations=iterations)
     if options.get("wire_dtype") is not None:
-        raise ValueError("power_gossip(wire_dtype=...): what travels is low rank already; choose a smaller rank.")
+        raise ValueError("power_gossip(wire_dtype=...): messages are low-rank already; choose a smaller rank.")
     worker = Worker(loss_fn, optimizer, topology, **options)
     gossip = LowRankGossip(_undirected(topology), rank, iterations, seed)
 
@@ -101,19 +101,19 @@ def power_gossip(
 
 
 def _undirected(topology: Topology) -> Topology:
-    """The same matrices with slots whose partner is the same both ways."""
+    """Return the same matrices with slots whose partner is the same in both directions."""
     require_doubly_stochastic("power_gossip", topology)
     if topology.period is None:
         raise ValueError(
-            f"power_gossip: {topology.name!r} is random, but an edge remembers its direction; use a schedule that "
+            f"power_gossip: {topology.name!r} is random, but an edge stores its direction; use a schedule that "
             "repeats, such as 'static-ring' or 'one-peer-exp', or deep_squeeze."
         )
     matrices = torch.stack([mixing_matrix(topology, phase) for phase in range(topology.period)])
     asymmetry = float((matrices - matrices.mT).abs().max())
     if asymmetry > 1e-12:
         raise ValueError(
-            f"power_gossip: a mixing matrix of {topology.name!r} differs from its transpose by {asymmetry:.3g}, but both "
-            "ends of an edge move towards each other, which needs W = Wᵀ; use an undirected topology such as "
+            f"power_gossip: a mixing matrix of {topology.name!r} differs from its transpose by {asymmetry:.3g}, but "
+            "both ends of an edge move toward each other, which needs W = Wᵀ; use an undirected topology such as "
             "'static-ring', or deep_squeeze."
         )
     return from_matrices(topology.name, matrices)

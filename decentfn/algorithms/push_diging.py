@@ -6,9 +6,10 @@ u: a worker's biased parameters; v: its push-sum weight; x: its de-biased parame
 y: its share of the mean gradient, Σ y = Σ g; A: the column-stochastic mixing matrix of a step, the same for u, v and y;
 -η y: the optimizer's update for y.
 
-g⁺ - g enters y unmixed, as in gradient_tracking's form="semi-atc", which this is where A is doubly stochastic; so on
-one-peer schedules it diverges, too, unless the learning rate is small (with momentum 0.9: η x curvature below 0.065 on
-one-peer-exp with 16 workers). Where A is doubly stochastic gradient_tracking as it comes does not.
+g⁺ - g enters y unmixed, as in gradient_tracking's form="semi-atc", to which this reduces if A is doubly stochastic. So
+it also diverges on one-peer schedules unless the learning rate is small (with momentum 0.9: η x curvature below 0.065
+on one-peer-exp with 16 workers). If A is doubly stochastic, use gradient_tracking's default form, which does not
+diverge.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from decentfn.topologies import Topology, later
 
 
 class Memory(NamedTuple):
-    """The push-sum weight, and the tracker with the gradient that it holds; y and g belong to the last step."""
+    """Push-sum weight, tracker y and gradient g of the last step."""
 
     weight: Tensor  # v, 0-d; the biased parameters are u = v x
     y: Buckets
@@ -50,11 +51,11 @@ class Memory(NamedTuple):
 
     @classmethod
     def start(cls, x: Buckets) -> Memory:
-        """At the first parameters; from y = g = 0 the first y is A 0 + g - 0."""
+        """Start from y = g = 0, so that the first y is A 0 + g - 0."""
         return cls(first_weight(x), zeros_like(x), zeros_like(x))
 
     def restart(self, x: Buckets) -> Memory:
-        """The tracker starts anew; the weight knows no parameters."""
+        """Reset the tracker; the weight does not depend on parameters."""
         return self._replace(y=zeros_like(x), g=zeros_like(x))
 
 
@@ -62,14 +63,14 @@ class Memory(NamedTuple):
 def push_diging(loss_fn: LossFn, optimizer: Any, topology: Topology, **options: Unpack[Options]) -> Algorithm:
     """Descend along a pushed estimate of the gradients' sum; exact on directed and time-varying graphs.
 
-    Step t first completes the last step's `A y`, with the last step's mixing matrix: it overlaps with the gradient;
+    Step t first completes the last step's `A y`, with the last step's mixing matrix, which overlaps with the gradient;
     u and v can be sent only after the update.
-    Sent per step: the parameters, the tracker and one number more, once per neighbour.
+    Sent per step: the parameters, the tracker and one more number, once per neighbor.
 
     Args:
         loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.
         optimizer: a pair `(init, update)`; it sees y.
-        topology: any schedule, column-stochastic ones too; where few links are used in a step, at small learning rates.
+        topology: any schedule, column-stochastic ones too; one-peer schedules need small learning rates.
         options: `bucket_mb`, `wire_dtype`; see `Options`.
     """
     worker = Worker(loss_fn, optimizer, topology, **options)

@@ -7,8 +7,8 @@
     m⁺ = β₁ m + (1 - β₁) d;   v⁺ = β₂ v + (1 - β₂) d²
 
 x: a worker's parameters; g: its gradient; W: the mixing matrix of the step; η: the learning rate; m, v: the
-quasi-global moments, β₁, β₂: how much of them is used; k: steps, from 1; c: the weight of the gradient (1 in the authors'
-code, which the figures come from; 1 - β₁ in Adam).
+quasi-global moments, β₁, β₂: their decays; k: the step, from 1; c: the weight of the gradient (1 in the authors' code,
+which produced the paper's figures; 1 - β₁ in Adam).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from decentfn.topologies import Topology
 
 
 class Memory(NamedTuple):
-    """The quasi-global moments."""
+    """Quasi-global moments."""
 
     m: Buckets  # the first
     v: Buckets  # the second
@@ -52,7 +52,7 @@ class Memory(NamedTuple):
 
     @classmethod
     def restart(cls, x: Buckets) -> Memory:
-        """The moments start anew, and the count that corrects their bias."""
+        """Reset the moments and the count that corrects their bias."""
         return cls(zeros_like(x), zeros_like(x), torch.zeros((), dtype=torch.int64, device=x[0].device))
 
 
@@ -68,9 +68,9 @@ def quasi_global_adam(
     gradient_weight: float = 1.0,
     **options: Unpack[Options],
 ) -> Algorithm:
-    """Adam whose moments are fed with the normalised difference of mixed parameters instead of the gradient.
+    """Run Adam whose moments average the normalized difference of mixed parameters instead of the gradient.
 
-    Sent per step, and overlap: as `quasi_global_momentum`. Bias is corrected as in the authors' code.
+    Sent per step, and overlap: as `quasi_global_momentum`. Bias correction follows the authors' code.
 
     Args:
         loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.
@@ -79,18 +79,18 @@ def quasi_global_adam(
         b1: β₁ in [0, 1).
         b2: β₂ in [0, 1).
         eps: ε > 0.
-        gradient_weight: c > 0. 1 as in the authors' code; `1 - b1` is Adam's.
+        gradient_weight: c > 0; 1 in the authors' code, `1 - b1` in Adam.
         options: `bucket_mb`, `wire_dtype`; see `Options`.
 
     Raises:
-        ValueError: β₁ or β₂ outside [0, 1), a topology that is column-stochastic only.
+        ValueError: β₁ or β₂ outside [0, 1), a push-sum topology.
     """
     worker = Worker(loss_fn, optimizer, topology, **options)
     require_fractions("quasi_global_adam", b1=b1, b2=b2)
     require_positive("quasi_global_adam", eps=eps, gradient_weight=gradient_weight)
     if b1 == 1 or b2 == 1:
         raise ValueError(
-            f"quasi_global_adam(b1={b1}, b2={b2}): the correction of the bias divides by 1 - βᵏ, so both stay below 1."
+            f"quasi_global_adam(b1={b1}, b2={b2}): the bias correction divides by 1 - βᵏ, so both must be below 1."
         )
     require_doubly_stochastic("quasi_global_adam", topology)
 

@@ -6,7 +6,7 @@
     m⁺ = μ m + (1 - μ) (x - x⁺) / η
 
 x: a worker's parameters; g: its gradient; W: the mixing matrix of the step; η: the learning rate; m: the quasi-global
-momentum, β: how much of it is used, μ: how much of it is kept.
+momentum, β: its weight, μ: its decay.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from decentfn.topologies import Topology
 
 
 class Memory(NamedTuple):
-    """Quasi-global momentum, in units of a gradient (of an update where learning_rate is left at 1)."""
+    """Quasi-global momentum, in units of a gradient (of an update if learning_rate is 1)."""
 
     m: Buckets
     averaged = ("m",)  # over the workers, by df.resize
 
     @classmethod
     def restart(cls, x: Buckets) -> Memory:
-        """The momentum starts anew."""
+        """Reset the momentum."""
         return cls(zeros_like(x))
 
 
@@ -64,25 +64,25 @@ def quasi_global_momentum(
     learning_rate: Scalar = 1.0,
     **options: Unpack[Options],
 ) -> Algorithm:
-    """Follow momentum that all workers nearly share, so that heterogeneous data do not pull it apart.
+    """Use momentum that is nearly the same on all workers, even with heterogeneous data.
 
-    As with adapt-then-combine nothing can be sent before the update, so only the last buckets' messages overlap.
-    Sent per step: the parameters, once per neighbour (or one all-reduce within the group); momentum is free.
+    Nothing can be sent before the update, so only the messages of the last buckets overlap with computation.
+    Sent per step: the parameters, once per neighbor (or one all-reduce within the group); momentum is free.
     With `beta=0` it is `adapt_then_combine`. The Adam variant is `quasi_global_adam`.
 
     Args:
         loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.
-        optimizer: a pair `(init, update)` that turns g into -η g, without momentum of its own: `df.sgd(lr)`.
+        optimizer: a pair `(init, update)` that turns g into -η g, without its own momentum: `df.sgd(lr)`.
         topology: the schedule of mixing matrices, doubly stochastic.
-        beta: β in [0, 1], how strongly m pulls.
-        mu: μ in [0, 1], how much of m is kept; the authors use β.
-        nesterov: look ahead by β.
-        learning_rate: η as a function of t, where the optimizer's changes. The parameters do not depend on a constant
-            η (it only fixes the unit of m), so a constant one need not be named twice.
+        beta: β in [0, 1], the weight of m.
+        mu: μ in [0, 1], the decay of m; the authors use β.
+        nesterov: use Nesterov's momentum.
+        learning_rate: η as a function of t, if the learning rate of the optimizer changes. The parameters do not depend
+            on a constant η (it only sets the unit of m), so omit a constant one.
         options: `bucket_mb`, `wire_dtype`; see `Options`.
 
     Raises:
-        ValueError: β or μ outside [0, 1], η not positive, a topology that is column-stochastic only.
+        ValueError: β or μ outside [0, 1], η not positive, a push-sum topology.
     """
     worker = Worker(loss_fn, optimizer, topology, **options)
     require_fractions("quasi_global_momentum", beta=beta, mu=mu)
@@ -102,7 +102,7 @@ def quasi_global_momentum(
         posted = worker.post(half, t)
         pull, half = difference(posted), repaired(posted, half)  # (W - I) x½
         mixed = elementwise(lambda half, d, x: (half + d).to(x.dtype), half, pull, x)
-        # (x - x⁺) / η without x, whose roundings momentum would gather.
+        # (x - x⁺) / η without x, whose roundings momentum would accumulate.
         m_new = elementwise(lambda m, move, d: (mu * m - (1 - mu) * (move + d) * per_eta).to(m.dtype), m, move, pull)
         return State(mixed, local, Memory(m_new)), g.metrics
 

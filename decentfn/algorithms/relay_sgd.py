@@ -6,9 +6,9 @@
 
     m_{i→j} = g_i + Σ_{k≠j} m_{k→i}(previous step);    x⁺ = x - η (g_i + Σ_j m_{j→i}) / n    relay="gradients"
 
-x: a worker's parameters; g: its gradient at x; -η g: the optimizer's update; m_{i→j}: what i relays to its neighbour j,
-the sum of what lies on i's side of their link, each worker's as old as it is far; c_{i→j}: how many workers' values that
-holds; n: the number of workers.
+x: a worker's parameters; g: its gradient at x; -η g: the optimizer's update; m_{i→j}: the message from i to its
+neighbor j, the sum over all workers on i's side of their link, each delayed by its distance; c_{i→j}: the number of
+workers in that sum; n: the number of workers.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from decentfn.topologies import Topology
 
 
 class Memory(NamedTuple):
-    """What a worker remembers."""
+    """Memory of one worker."""
 
-    messages: Buckets  # [K, D] each, at least float32: m_{k→i}, what each neighbour relayed in the last step
+    messages: Buckets  # [K, D] each, at least float32: m_{k→i}, what each neighbor relayed in the last step
     start: Buckets | None  # x⁰, in the place of models that have not arrived yet; relay="models" only
     age: Tensor  # 0-d int64, steps taken
 
     def restart(self, x: Buckets) -> Memory:
-        """Nothing was relayed yet; until models have arrived, the new parameters stand in their place."""
+        """Clear the messages; the new parameters replace models that have not arrived."""
         messages, age = trees.map(torch.zeros_like, (self.messages, self.age))
         return Memory(messages, None if self.start is None else each(torch.clone, x), age)
 
@@ -63,30 +63,30 @@ def relay_sgd(
     relay: Literal["models", "gradients"] = "models",
     **options: Unpack[Options],
 ) -> Algorithm:
-    """Average models (or gradients) uniformly over all workers, each as old as it is far along a tree.
+    """Average models (or gradients) uniformly over all workers of a tree, each delayed by its distance.
 
-    The counts c are the same for everyone who knows the tree: computed when the algorithm is built, they need not travel.
-    Nothing can be sent before the update (the gradient), so only the last buckets' messages overlap with anything.
-    Sent per step: one payload per neighbour, in no less than float32 (`wire_dtype` may narrow gradients).
+    The counts c depend only on the tree: they are computed when the algorithm is built and not sent.
+    Nothing can be sent before the update (the gradient), so only messages of the last buckets overlap with computation.
+    Sent per step: one payload per neighbor, in no less than float32 (`wire_dtype` may narrow gradients).
 
     Args:
         loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.
         optimizer: a pair `(init, update)`; for relay="gradients" it sees the relayed mean.
         topology: a static tree, such as 'chain' or 'binary-tree'; its weights do not matter.
-        relay: what is relayed.
+        relay: the quantity that is relayed.
         options: `bucket_mb`, `wire_dtype`; see `Options`.
 
     Raises:
-        ValueError: a topology that is no static undirected tree; a wire dtype with relay="models"; from `init`, unequal
-            parameters with relay="gradients", which never makes them equal.
+        ValueError: a topology that is not a static undirected tree; a wire dtype with relay="models"; from `init`,
+            unequal parameters with relay="gradients", which would stay unequal.
     """
     worker = Worker(loss_fn, optimizer, topology, **options)
     if relay not in ("models", "gradients"):
         raise ValueError(f"relay_sgd(relay={relay!r}): choose 'models' or 'gradients'.")
     if relay == "models" and worker.wire_dtype is not None:
         raise ValueError(
-            f"relay_sgd(wire_dtype={worker.wire_dtype}): sums of models rounded to it would lose small updates for good; "
-            "leave it out, or use relay='gradients'."
+            f"relay_sgd(wire_dtype={worker.wire_dtype}): sums of models rounded to it would lose small updates "
+            "permanently; leave it out, or use relay='gradients'."
         )
     counts = collectives.Constant(relay_counts(topology))
     n = topology.num_workers
@@ -97,14 +97,14 @@ def relay_sgd(
         return Memory(messages, first, torch.zeros((), dtype=torch.int64, device=x[0].device))
 
     def send(own: Buckets, messages: Buckets, row: collectives.Row) -> Buckets:
-        """To each neighbour: `own` and what the others relayed. Returns what they relay to us."""
+        """Send each neighbor `own` plus the other neighbors' messages; return the messages received."""
         outgoing = each(lambda x, m: x.to(m.dtype) + (m.sum(0) - m), own, messages)
         posted = gossip.post(loose(outgoing), row, wire_dtype=worker.wire_dtype)
         relayed = gossip.arrived(posted, list(messages))
         return Buckets([r.to(m.dtype) for r, m in zip(relayed, messages, strict=True)], own.plan)
 
     def heard_last(messages: Buckets, first: Buckets, age: Tensor, row: collectives.Row) -> Buckets:
-        """The mean of the others, as it was heard in the last step."""
+        """Return the mean of the other workers, as received in the last step."""
         missing = n - 1 - torch.where(age > 0, _count(counts, (age - 1).clamp(min=0), row), 0)
         total = each(lambda m, r: m.sum(0) + once(missing.to(m.dtype)) * r, messages, first)
         return each(lambda total: total / max(1, n - 1), total)
@@ -126,7 +126,7 @@ def relay_sgd(
         g, local = worker.gradient(x, state.local, batch, t)
         messages = send(g.grads, messages, collectives.look_up(x[0], topology, t))
         mean = each(lambda g, m: ((g + m.sum(0)) / n).to(g.dtype), g.grads, messages)
-        # What the others relayed is good, and comes but once.
+        # Relayed messages are good, and arrive only once.
         u, local = worker.update(mean, g._replace(good=None), local, x)
         return State(add(x, u), local, Memory(messages, None, age + 1)), g.metrics
 
@@ -143,13 +143,13 @@ def _count(counts: collectives.Constant, age: Tensor, row: collectives.Row) -> T
 
 
 def relay_counts(topology: Topology) -> Tensor:
-    """`Σ_j c_{j→i}` of each worker and step: how many others' values have reached it.
+    """Return `Σ_j c_{j→i}` of each step and worker: the number of other workers whose values have arrived.
 
     Returns:
-        `[T, N]` int64; T is the tree's diameter (at least 1), from which on every count is N - 1.
+        `[T, N]` int64; T is the tree's diameter (at least 1), after which every count is N - 1.
 
     Raises:
-        ValueError: the topology is no static, undirected, connected tree.
+        ValueError: the topology is not a static, undirected, connected tree.
     """
     n, name = topology.num_workers, topology.name
     way_out = "use 'chain', 'binary-tree' or any connected graph of N - 1 undirected links"
@@ -160,7 +160,7 @@ def relay_counts(topology: Topology) -> Tensor:
     sources, me = topology.sources[0], torch.arange(n)[:, None]
     is_link = sources != me
     if not torch.equal(sources.gather(0, sources), me.expand_as(sources)):
-        raise ValueError(f"relay_sgd: {name!r} has links that go one way, but relaying needs both; {way_out}.")
+        raise ValueError(f"relay_sgd: {name!r} has directed links, but relaying needs both directions; {way_out}.")
     links = int(is_link.sum()) // 2
     if links != n - 1:
         raise ValueError(f"relay_sgd: {name!r} joins {n} workers by {links} links, but a tree has {n - 1}; {way_out}.")

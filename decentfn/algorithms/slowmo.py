@@ -5,9 +5,8 @@
     u⁺ = β u + (x_0 - x_H) / η
     x⁺ = x_0 - α η u⁺
 
-x: a worker's parameters, x_0: what they were H steps before; W: the mixing matrix of the step; g: its gradient;
-v: the base optimizer's update; η: the base (fast) learning rate; u: the slow momentum; β: how much of it is kept;
-α: the slow learning rate.
+x: a worker's parameters, x_0: those of H steps before; W: the mixing matrix of the step; g: its gradient; v: the base
+optimizer's update; η: the base (fast) learning rate; u: the slow momentum, β: its decay; α: the slow learning rate.
 """
 
 from __future__ import annotations
@@ -47,15 +46,15 @@ from decentfn.topologies import Topology, paused
 
 
 class Memory(NamedTuple):
-    """What a worker remembers."""
+    """Memory of one worker."""
 
     x0: Buckets  # parameters after the last slow step
-    u: Buckets  # slow momentum, in units of a gradient (of an update where learning_rate is left at 1)
+    u: Buckets  # slow momentum, in units of a gradient (of an update if learning_rate is 1)
     averaged = ("x0", "u")  # over the workers, by df.resize
 
     @classmethod
     def restart(cls, x: Buckets) -> Memory:
-        """The slow parameters are the new ones; the slow momentum starts anew."""
+        """Take `x` as slow parameters and reset the slow momentum."""
         return cls(copy_wide(x), zeros_like(x))
 
 
@@ -71,27 +70,27 @@ def slowmo(
     learning_rate: Scalar = 1.0,
     **options: Unpack[Options],
 ) -> Algorithm:
-    """Adapt-then-combine on `topology`; after every H steps the mean over everyone and a step of slow momentum.
+    """Adapt then combine on `topology`; every H steps, average over all workers and take a step of slow momentum.
 
-    As with adapt-then-combine nothing can be sent before the update, so only the last buckets' messages overlap.
-    Sent per step: the parameters, once per neighbour (or one all-reduce within the group); in each H-th step one
-    all-reduce of them instead. Around local SGD the topology is `idle(N)`: nothing travels in between.
+    Nothing can be sent before the update, so only the messages of the last buckets overlap with computation.
+    Sent per step: the parameters, once per neighbor (or one all-reduce within the group); in every H-th step one
+    all-reduce instead. For SlowMo around local SGD pass `idle(N)`, which sends nothing in between.
     With `alpha=1, beta=0` it is Gossip-PGA, or local SGD: adapt-then-combine that averages in steps H-1, 2H-1, …
-    (`pga(H, topology)` does so in steps 0, H, …). The base optimizer's own state is kept across slow steps.
+    (`pga(H, topology)` averages in steps 0, H, …). The base optimizer's state is kept across slow steps.
 
     Args:
         loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.
         optimizer: a pair `(init, update)`, the base optimizer.
-        topology: how the base method mixes in the steps between, doubly stochastic.
+        topology: the schedule of the base method between slow steps, doubly stochastic.
         inner_steps: H, steps between two slow steps; the slow step follows steps H-1, 2H-1, …
         alpha: α > 0.
         beta: β in [0, 1].
-        learning_rate: η as a function of t, where the optimizer's changes (then u is carried over in units of a
-            gradient). The parameters do not depend on a constant η, so a constant one need not be named twice.
+        learning_rate: η as a function of t, if the optimizer's learning rate changes (then u is in units of a
+            gradient). The parameters do not depend on a constant η, so omit a constant one.
         options: `bucket_mb`, `wire_dtype`; see `Options`.
 
     Raises:
-        ValueError: H < 1, α or η not positive, β outside [0, 1], a topology that is column-stochastic only.
+        ValueError: H < 1, α or η not positive, β outside [0, 1], a push-sum topology.
     """
     worker = Worker(loss_fn, optimizer, topology, **options)
     require_whole("slowmo", inner_steps=inner_steps)

@@ -5,7 +5,7 @@
 x: a worker's biased parameters; w: its push-sum weight; z: its de-biased parameters, at which the gradient g is taken;
 A: the column-stochastic mixing matrix of step t (doubly stochastic ones are too); -η g: the optimizer's update.
 
-Overlap SGP applies messages τ steps late, x and w together, so that nothing is created or lost on the way; with
+Overlap SGP applies messages τ steps late, x and w together, so mass is conserved; with
 x½ = x - η g(z) and a = A[i, i]:
 
     x_i⁺ = a_t x½_i + Σ_{j≠i} A_{t-τ}[i, j] x½_j(t-τ);    w_i⁺ = a_t w_i + Σ_{j≠i} A_{t-τ}[i, j] w_j(t-τ)
@@ -44,13 +44,13 @@ from decentfn.topologies import Topology, later, nth_round
 
 
 class Memory(NamedTuple):
-    """What a worker remembers."""
+    """Memory of one worker."""
 
     weight: Tensor  # w, 0-d
-    outboxes: tuple[tuple[Tensor, ...], ...]  # the last τ steps' (x½, w) as they travel, the oldest first
+    outboxes: tuple[tuple[Tensor, ...], ...]  # the last τ steps' (x½, w) in the wire dtype, the oldest first
 
     def restart(self, x: Buckets) -> Memory:
-        """Weights stay, here and on their way; what they weigh are the new parameters."""
+        """Keep all weights, also those in flight, and give them the new parameters."""
         boxes = []
         for outbox in self.outboxes:
             w = unpack(outbox, x.plan)[1]
@@ -69,23 +69,23 @@ def stochastic_gradient_push(
     delay: int = 0,
     **options: Unpack[Options],
 ) -> Algorithm:
-    """Adapt then combine over directed graphs: what mixing does to the scale is divided out by push-sum's weight.
+    """Adapt then combine over directed graphs; push-sum's weight corrects the scale of the mix.
 
-    With delay=0 nothing can be sent before the update; with delay=1 everything overlaps: what a step computed is
-    posted before the next step's forward pass and needed after its backward pass. More delay only makes messages older.
-    Sent per step: the parameters and one number more, `rounds` times per neighbour. In sixteen-bit buckets or with a
-    wire dtype the weight is rounded as the parameters are.
+    With delay=0 nothing can be sent before the update. With delay=1 everything overlaps: a step's result is posted
+    before the next step's forward pass and needed after its backward pass. More delay only makes messages older.
+    Sent per step: the parameters and one more number, `rounds` times per neighbor. In 16-bit buckets or with a wire
+    dtype the weight is rounded like the parameters.
 
     Args:
         loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.
         optimizer: a pair `(init, update)`; it sees z and the gradient there.
         topology: any schedule, column-stochastic ones too.
         rounds: r >= 1 rounds of mixing per step; round k of step t is phase r·t + k of the schedule.
-        delay: τ >= 0 steps by which messages are late. Needs rounds=1 and own weights that are positive.
+        delay: delay τ >= 0 of messages, in steps. Needs rounds=1 and positive self-weights.
         options: `bucket_mb`, `wire_dtype`; see `Options`.
 
     Raises:
-        ValueError: rounds or delay out of range, or a delay where a worker would give everything away.
+        ValueError: rounds or delay out of range, or a delay with a self-weight of 0.
     """
     worker = Worker(loss_fn, optimizer, topology, **options)
     _check(topology, rounds, delay)
@@ -103,7 +103,7 @@ def stochastic_gradient_push(
 
         g, local = worker.gradient(z, state.local, batch, t, after=late)
         u, local = worker.update(g.grads, g, local, z)
-        # Bad mass is no mass: what is left is weighed by what is left of w.
+        # Drop bad mass together with its weight.
         x_and_w = pack(add(scale(z, w), u), w)
         x_and_w = unless_bad(x_and_w, lambda: each(torch.zeros_like, x_and_w))
 
@@ -127,7 +127,7 @@ def stochastic_gradient_push(
 
 
 def _without(x: Tensor, sent: Tensor, given: Tensor) -> Tensor:
-    """`x` less what others will hear, product by product, so that rounding creates nothing and loses nothing."""
+    """Return `x` minus the sent shares, product by product, so that rounding conserves mass."""
     weights, sent = once(given.to(wide(x.dtype))), sent.to(wide(x.dtype))
     return sum((-weight * sent for weight in weights.unbind()), x.to(sent.dtype))
 
@@ -141,6 +141,6 @@ def _check(topology: Topology, rounds: int, delay: int) -> None:
     smallest = float(topology.weights[..., 0].min())
     if delay and not smallest > 0:
         raise ValueError(
-            f"{call}: {topology.name!r} has an own weight of {smallest:g}, so a worker whose messages are late would be left "
-            "with no weight to divide by; use delay=0, or a topology on which everyone keeps a share."
+            f"{call}: {topology.name!r} has a self-weight of {smallest:g}, so with late messages a worker would have "
+            "no weight to divide by; use delay=0, or a topology with positive self-weights."
         )

@@ -1,4 +1,4 @@
-"""Streaming DiLoCo: DiLoCo, a fragment of the parameters at a time, its communication behind the next steps.
+"""Streaming DiLoCo: DiLoCo on one fragment of the parameters at a time, overlapped with the next steps.
 
     θ ← θ + u(θ, g(θ))                       in every step         (Douillard et al., 2025; arXiv:2501.18512)
     Δ_p = φ_p - mean_i θ_{i,p}               launched after s steps, s ≡ ⌊(p+1) H / P⌋ (mod H), and applied τ later:
@@ -7,8 +7,8 @@
     θ_p ← (1 - α) φ_p⁺ + α θ_p
 
 θ: a worker's (inner) parameters; g: its gradient; u: the inner optimizer's update; φ: the outer parameters, the same
-on all workers; p = 0 … P-1: a fragment; Δ: the outer gradient; b: the outer momentum, β: how much of it is kept;
-η: the outer learning rate; α: how much of its own θ a worker keeps; H: steps between two rounds of a fragment.
+on all workers; p = 0 … P-1: a fragment; Δ: the outer gradient; b: the outer momentum, β: its decay;
+η: the outer learning rate; α: the weight of a worker's own θ; H: steps between two rounds of a fragment.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ from decentfn.topologies import Topology
 
 
 class Memory(NamedTuple):
-    """What a worker remembers."""
+    """Memory of one worker."""
 
     phi: Buckets  # outer parameters, the same on all workers
     b: Buckets  # outer momentum, likewise
-    delta: Buckets | None  # outer gradients that have arrived and wait to be applied; None where delay <= 1
+    delta: Buckets | None  # outer gradients that have arrived and wait to be applied; None if delay <= 1
     averaged = ("phi", "b", "delta")  # over the workers, by df.resize
 
     def restart(self, x: Buckets) -> Memory:
-        """The outer parameters are the new ones; the outer momentum and gradients start anew."""
+        """Take `x` as outer parameters; reset the outer momentum and gradients."""
         return Memory(copy_wide(x), zeros_like(x), None if self.delta is None else zeros_like(x))
 
 
@@ -72,25 +72,25 @@ def streaming_diloco(
     outer_momentum: float = 0.9,
     **options: Unpack[Options],
 ) -> Algorithm:
-    """Average one fragment at a time, each every H steps, while training goes on.
+    """Average one fragment at a time, each every H steps, while training continues.
 
-    Fragment p is the p-th of P equal slices of every bucket: as large as any other, and spread over the whole depth
-    of the model. (The outer step is elementwise, so borders of leaves do not matter to it.)
+    Fragment p is the p-th of P equal slices of every bucket, so fragments have equal sizes and each spans the model's
+    depth. (The outer step is elementwise, so it may split leaves.)
     Everything overlaps if `delay >= 1`: a fragment's message is posted before the forward pass of the step after its
-    launch and waited for after that step's backward pass; if `delay > 1` what has arrived then waits in the state.
-    A slower link wants more fragments, not a longer delay.
-    With a narrow `wire_dtype` the differences φ - θ travel (the workers must then start equal).
-    Sent: 2(N-1)/N times a P-th of the parameters, in P of H steps; in all other steps nothing.
+    launch and waited for after that step's backward pass; if `delay > 1` its outer gradient then waits in the state.
+    A slower link needs more fragments, not a longer delay.
+    With a narrow `wire_dtype` the differences φ - θ are sent (the workers must then start equal).
+    Sent: 2(N-1)/N times 1/P of the parameters, in P of H steps; nothing in all other steps.
     With `num_fragments=1, delay=0, alpha=0` it is `diloco`.
 
     Args:
         loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.
         optimizer: a pair `(init, update)`, the inner optimizer; its state stays the worker's own.
-        topology: only its `num_workers` counts for the mixing: outer steps average over everyone.
+        topology: only its `num_workers` counts: outer steps average over all workers.
         inner_steps: H >= 1.
-        num_fragments: P, from 1 to H, so that no two fragments travel in one step.
+        num_fragments: P, from 1 to H, so that a step sends at most one fragment.
         delay: τ, from 0 to H - 1.
-        alpha: α in [0, 1]; 0 takes the outer parameters alone.
+        alpha: α in [0, 1]; 0 uses the outer parameters alone.
         outer_learning_rate: η > 0.
         outer_momentum: β in [0, 1], Nesterov's.
         options: `bucket_mb`, `wire_dtype`; see `Options`.
@@ -117,13 +117,13 @@ def streaming_diloco(
         return Memory(copy_wide(x), zeros_like(x), zeros_like(x) if delay > 1 else None)
 
     def launch(theta: Buckets, phi: Buckets, t: Tensor) -> list[Posted]:
-        """Post the fragment whose turn it is, if there is one."""
+        """Post the fragment that is due, if any."""
         sent = fragments.split([gossip.narrow(bucket, wire) for bucket in to_send(phi, theta, wire)])
         pairs = zip(sent, launches, strict=True)
         return [worker.post(loose(fragment), t, schedule) for fragment, schedule in pairs]
 
     def collect(posted: list[Posted], phi: Buckets, after: Buckets) -> Buckets:
-        """The outer gradient of the fragments that have arrived."""
+        """Return the outer gradient of the fragments that have arrived."""
         means = [gossip.collect(fragment, after=after) for fragment in posted]
         return outer_gradient(phi, fragments.join(means, phi.plan), wire)
 

@@ -1,1 +1,1 @@
-"""Other libraries' habits, for checking that nothing changed when one moves over. Never a default here."""
+"""Conventions of other libraries, to check that results stay the same after a migration. Never a default."""

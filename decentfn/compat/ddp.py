@@ -1,4 +1,4 @@
-"""What a run of DistributedDataParallel leaves behind, and what it expects."""
+"""Conversion of DistributedDataParallel's state dicts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PREFIX = "module."
 
 
 def strip_module_prefix(state_dict: Mapping[str, V]) -> dict[str, V]:
-    """A state dict without the `module.` that DistributedDataParallel puts before every name; one without stays as it is.
+    """Remove DistributedDataParallel's prefix `module.` from every name of a state dict, if it has one.
 
     >>> strip_module_prefix({"module.weight": 1, "module.bias": 2})
     {'weight': 1, 'bias': 2}
@@ -29,7 +29,7 @@ def strip_module_prefix(state_dict: Mapping[str, V]) -> dict[str, V]:
 
 
 def add_module_prefix(state_dict: Mapping[str, V]) -> dict[str, V]:
-    """A state dict with `module.` before every name, as a model wrapped in DistributedDataParallel expects it.
+    """Add the prefix `module.` to every name of a state dict, as a model in DistributedDataParallel expects.
 
     >>> add_module_prefix({"weight": 1})
     {'module.weight': 1}

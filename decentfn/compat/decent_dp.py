@@ -1,12 +1,12 @@
-"""Decent-DP 0.2.3's habits, so that a run of it can be repeated to rounding by this library's own step. Never a default.
+"""Conventions of Decent-DP 0.2.3, to repeat its runs to rounding with this library's step. Never a default.
 
     g = ∇F(x)                                        at the worker's own, unmixed x
     x̃ = (1-γ) x + γ (w x + s Σ_{j∈R, j≠i} x_j)       s = (1-w)/(r-1)
     x⁺ = x̃ + u(x̃, g)
 
-x: a worker's parameters; R: the edge (group of r workers) that it averages in; w: the edge's own weight; γ: the adaptive
-factor; u: the optimizer's update. That is `adapt_while_communicate(update_at="mixed", gamma=γ)`; what is particular to
-Decent-DP stands here:
+x: a worker's parameters; R: its edge (a group of r workers that average); w: the edge's self-weight; γ: the adaptive
+factor; u: the optimizer's update. This is `adapt_while_communicate(update_at="mixed", gamma=γ)`; the rest is particular
+to Decent-DP:
 
 >>> import decentfn as df
 >>> from decentfn.compat import decent_dp
@@ -45,17 +45,17 @@ _ALIGNED_TO = 32
 
 
 def schedule(topology: Topology) -> Topology:
-    """The order in which Decent-DP goes through a topology's edges: in update u (t = u - 1) it mixes over edge u.
+    """Reorder a topology's edges as in Decent-DP: update u (t = u - 1) mixes over edge u.
 
-    Two exceptions: update 1 does not mix, and update 2 mixes what was sent over edge 1, but keeps of its own parameters
-    what edge 2's weight says. If the weights of edges 1 and 2 differ, that multiplies all parameters by a factor other
-    than 1, so **the result is not checked to be stochastic**; any other use of such edges in this library is.
+    Two exceptions: update 1 does not mix, and update 2 mixes messages of edge 1 with the self-weight of edge 2. If the
+    weights of the two edges differ, this multiplies all parameters by a factor other than 1, so **the result is not
+    checked to be stochastic**, unlike all other topologies.
 
     Args:
-        topology: a schedule of pairs or groups with a period (Decent-DP's edges), as `from_groups` makes.
+        topology: a periodic schedule of pairs or groups (Decent-DP's edges), as made by `from_groups`.
 
     Returns:
-        A topology that never repeats: its rounds 0 and 1 are not seen again.
+        A topology whose rounds 0 and 1 do not repeat.
 
     >>> from decentfn.topologies import mixing_matrix, topology
     >>> ring = topology("ring", num_workers=4)
@@ -88,13 +88,13 @@ def schedule(topology: Topology) -> Topology:
 
 
 class _Unbalanced(Topology):
-    """Decent-DP's second update scales the parameters where the weights of edges differ by step."""
+    """Topology whose second update scales the parameters if edge weights differ by step."""
 
     rows_sum_to_one = False
 
 
 def _own(topology: Topology, phase: int) -> Tensor:
-    """`w - s` of every worker in one phase, `[N]`: what is kept of x where the sum over the edge includes it."""
+    """Return `w - s` of every worker in one phase, `[N]`: the weight of x if the sum over the edge includes it."""
     if topology.groups is not None:
         return topology.weights[phase, :, 0]
     return topology.weights[phase, :, 0] - topology.weights[phase, :, 1:].sum(-1)
@@ -102,13 +102,13 @@ def _own(topology: Topology, phase: int) -> Tensor:
 
 @checks_numbers
 def buckets(named_params: Iterable[tuple[str, Tensor]], bucket_size_in_mb: float = 25) -> list[list[str]]:
-    """Decent-DP's buckets, by name.
+    """Return Decent-DP's buckets, by parameter name.
 
     Args:
-        named_params: (dotted name, parameter) in the order in which the first backward pass reached them; for a chain of
-            `nn.Linear` layers that is the registered order backwards.
-        bucket_size_in_mb: a bucket closes once it holds that many MiB, every parameter padded to 32 elements; 0 gives
-            every parameter a bucket of its own.
+        named_params: (dotted name, parameter) in the order of the first backward pass; for a chain of `nn.Linear`
+            layers the reverse of the registered order.
+        bucket_size_in_mb: size in MiB at which a bucket is closed, every parameter padded to 32 elements; 0 gives every
+            parameter its own bucket.
 
     >>> layers = [("1.bias", torch.zeros(4)), ("1.weight", torch.zeros(4, 8)), ("0.bias", torch.zeros(8))]
     >>> buckets(layers, bucket_size_in_mb=0)
@@ -128,7 +128,7 @@ def buckets(named_params: Iterable[tuple[str, Tensor]], bucket_size_in_mb: float
 def clip_by_buckets(max_norm: float, buckets: Sequence[Sequence[str]]) -> Transform:
     """Clip each of Decent-DP's buckets by its own norm (its `grad_clip_norm`); the result depends on their size.
 
-    `buckets` are from the function of that name; every trained parameter is in one of them.
+    `buckets` is the result of the function of that name and contains every trained parameter.
     """
     bucket_of = {name: index for index, names in enumerate(buckets) for name in names}
     clips: dict[Hashable, Transform] = {index: clip_by_global_norm(max_norm) for index in range(len(buckets))}
@@ -136,9 +136,9 @@ def clip_by_buckets(max_norm: float, buckets: Sequence[Sequence[str]]) -> Transf
 
 
 def decays(name: str, shape: tuple[int, ...]) -> bool:
-    """The mask of the weight decay of Decent-DP's `optim_fn_...`: biases and batch norms decay, weights do not.
+    """Weight decay mask of Decent-DP's `optim_fn_...`: biases and batch norms decay, weights do not.
 
-    Inverted by mistake, there; `df.transforms.not_bias_or_norm` is the right way round.
+    Decent-DP inverted it by mistake; `df.transforms.not_bias_or_norm` is correct.
 
     >>> decays("0.bias", (8,)), decays("0.weight", (8, 4))
     (True, False)
@@ -147,7 +147,7 @@ def decays(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def keep_average(state: Any) -> Any:
-    """`global_avg(will_revert=False)`: the state, stacked or not, with the mean of the parameters. Collective."""
+    """Set the parameters of a state to their mean, as `global_avg(will_revert=False)`. Collective."""
     mean = consensus_mean(state)
     return with_params(state, stack(mean, state.params[0].shape[0]) if is_stacked(state) else mean)
 
@@ -161,13 +161,13 @@ def after_forgotten_revert(
     gamma: float = 1.0,
     **options: Unpack[Options],
 ) -> Callable[[tuple[State, Buckets], PyTree, int | Tensor], tuple[State, Metrics]]:
-    """The update after `global_avg(will_revert=True)` whose `revert_global_avg` was forgotten.
+    """Make the update after a `global_avg(will_revert=True)` without its `revert_global_avg`.
 
-    The parameters x are the mean then, but what travels are those before, y: `x̃ = (1-γ) x + γ ((w-s) x + s Σ_{j∈R} y_j)`.
-    A fault that a functional state cannot have; here to repeat such a run. Arguments as of `adapt_while_communicate`.
+    The parameters x are then the mean, but the old ones, y, are sent: `x̃ = (1-γ) x + γ ((w-s) x + s Σ_{j∈R} y_j)`. A
+    functional state cannot have this fault; the function repeats such runs. Arguments as of `adapt_while_communicate`.
 
     Returns:
-        `step((state, y), batch, t) -> (state, metrics)`, to be called once; `y` are the parameters before the average.
+        `step((state, y), batch, t) -> (state, metrics)`, to call once; `y` are the parameters before the average.
     """
     worker = Worker(loss_fn, optimizer, topology, **options)
 

@@ -1,10 +1,10 @@
 """Compressors: `(compress, decompress)` pairs that turn a bucket into a message of a fixed number of bytes and back.
 
-A message is one uint8 vector that holds all there is to say (values, places, scales), packed to the bit, so that one
-exchange carries it and what is sent is what was planned: `nbytes`. Nothing is entropy-coded. Random ones draw from
-`noise`, a function of (seed, t, worker, bucket); what the receiver needs of the draw travels in the message.
+A message is one uint8 vector with all values, places and scales, packed to the bit. One exchange carries it, and its
+size is planned: `nbytes`. There is no entropy coding. Random compressors draw by (seed, t, worker, bucket); the message
+contains what the receiver needs of the draw.
 
-C is a δ-contraction if E‖x - C(x)‖² <= (1 - δ) ‖x‖², 0 < δ <= 1: what CHOCO-SGD, DeepSqueeze and error feedback need.
+C is a δ-contraction if E‖x - C(x)‖² <= (1 - δ) ‖x‖², 0 < δ <= 1; CHOCO-SGD, DeepSqueeze and error feedback need one.
 C is unbiased if E C(x) = x.
 """
 

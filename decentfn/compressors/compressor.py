@@ -1,4 +1,4 @@
-"""What a compressor is."""
+"""The type of compressors, and compressors whose messages are made of fields."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from decentfn.core.numbers import require
 
 
 class Key(NamedTuple):
-    """Whose message it is: what random compressors draw by, beside their seed."""
+    """Step, sender and bucket of a message: with the seed, they determine the draws of random compressors."""
 
     t: Tensor  # 0-d int64, the step
     worker: Tensor  # 0-d int64, the sender
@@ -22,13 +22,13 @@ class Key(NamedTuple):
 
 
 class Compressor(NamedTuple):
-    """A pair of functions between a bucket `[D]` and a message `[B]` uint8, and what is known about it.
+    """Pair of functions between a bucket `[D]` and a message `[B]` uint8, and their properties.
 
-    The plan tells the bucket's dtype, size and the shapes of its leaves; `B` depends on nothing else.
+    The plan holds the bucket's dtype, its size and the shapes of its leaves; `B` depends on nothing else.
     """
 
     name: str
-    """The call that made it, with its arguments."""
+    """Call that made the compressor, with its arguments."""
     compress: Callable[[Tensor, BucketPlan, Key], Tensor]
     """`(bucket [D], plan, key) -> message [B]` uint8."""
     decompress: Callable[[Tensor, BucketPlan], Tensor]
@@ -36,7 +36,7 @@ class Compressor(NamedTuple):
     nbytes: Callable[[BucketPlan], int]
     """B, the bytes on the wire."""
     delta: Callable[[BucketPlan], float | None]
-    """δ, a lower bound that holds for every x; None if C is no contraction."""
+    """δ, a lower bound for every x; None if C is not a contraction."""
     is_unbiased: bool = False
 
     def __repr__(self) -> str:
@@ -44,7 +44,7 @@ class Compressor(NamedTuple):
 
 
 Fields = list[tuple[int, torch.dtype]]
-"""The parts of a message: how many values, of which dtype."""
+"""Parts of a message: number and dtype of the values of each."""
 
 
 def packed(
@@ -55,7 +55,7 @@ def packed(
     delta: Callable[[BucketPlan], float | None],
     is_unbiased: bool = False,
 ) -> Compressor:
-    """A compressor whose message is the bytes of its fields: `encode` returns their values, `decode(plan, *values)` gets them."""
+    """Make a compressor whose message is the bytes of its fields: `encode` returns their values, `decode` gets them."""
     return Compressor(
         name,
         lambda x, plan, key: wire.join(*encode(x, plan, key)),

@@ -1,4 +1,4 @@
-"""All values of a bucket, with fewer bits each."""
+"""Compressors that send all values of a bucket with fewer bits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from decentfn.core.numbers import checks_numbers, require
 
 
 def identity() -> Compressor:
-    """The bucket as it is: D values. δ = 1."""
+    """Send the bucket unchanged: D values. δ = 1."""
     return packed(
         "identity()",
         lambda plan: [(plan.numel, plan.dtype)],
@@ -28,7 +28,7 @@ def identity() -> Compressor:
 
 
 def cast(dtype: torch.dtype) -> Compressor:
-    """Round every value to `dtype`. Sent: D values of it. δ = 1 - ε²/4, ε the dtype's eps, while nothing overflows.
+    """Round every value to `dtype`. Sent: D values of it. δ = 1 - ε²/4, ε the dtype's eps, if no value overflows.
 
     Args:
         dtype: a floating dtype; bfloat16 has float32's range, float16 overflows at 65,504.
@@ -46,13 +46,13 @@ def cast(dtype: torch.dtype) -> Compressor:
 
 @checks_numbers
 def sign(chunk: int | None = 1024) -> Compressor:
-    """The mean of abs(x) times the sign of each value (0 counts as positive), in chunks.
+    """Send the signs (0 counts as positive) and the mean of abs(x) of each chunk.
 
     Sent: 1 bit per value and a scale per chunk. δ = ‖x‖₁² / (c ‖x‖₂²) of a chunk of c values, which is >= 1/c and, for
     Gaussian values, 2/π.
 
     Args:
-        chunk: values that share a scale, >= 1; None: the whole bucket.
+        chunk: values that share a scale, >= 1; None is the whole bucket.
     Source: Bernstein et al., ICML 2018; with its scale, Karimireddy et al., ICML 2019.
     """
     check_chunk("sign", chunk)
@@ -79,16 +79,16 @@ def sign(chunk: int | None = 1024) -> Compressor:
 
 @checks_numbers
 def quantize(bits: int = 8, *, chunk: int | None = None, stochastic: bool = False, seed: int = 0) -> Compressor:
-    """Round to 2L + 1 levels between ±max abs(x) of a chunk, L = 2^(bits-1) - 1, to the nearest or, unbiased, at random.
+    """Round to 2L + 1 levels between ±max abs(x) of a chunk, L = 2^(bits-1) - 1, to the nearest or stochastically.
 
-    Sent: `bits` per value and a scale per chunk. With chunks of c values, to the nearest: δ = 4L²/(4L² + c - 1);
-    stochastic: unbiased with variance ω <= (c - 1)/(4L²), and δ = 1 - ω where that is positive.
+    Sent: `bits` per value and a scale per chunk. With chunks of c values, rounding to the nearest has
+    δ = 4L²/(4L² + c - 1); stochastic rounding is unbiased with variance ω <= (c - 1)/(4L²), and δ = 1 - ω if positive.
 
     Args:
         bits: 8 or 4 (or 2: three levels).
-        chunk: values that share a scale, >= 1; 256 for 8 bits, else 64, if None.
-        stochastic: round up with the probability of the distance to the level below.
-        seed: of the draws of stochastic rounding.
+        chunk: values that share a scale, >= 1; None is 256 for 8 bits, else 64.
+        stochastic: round up with a probability equal to the distance to the level below.
+        seed: seed of stochastic rounding.
     """
     require(bits in (2, 4, 8), "quantize", "bits per value are 8, 4 or 2.", bits=bits)
     check_chunk("quantize", chunk)
@@ -111,12 +111,12 @@ def qsgd(levels: int = 7, *, chunk: int | None = 512, seed: int = 0) -> Compress
     """Round x s/‖x‖₂ of a chunk stochastically to integers in [-s, s]; unbiased.
 
     Sent: 2 bits per value for s = 1, 4 for s <= 7, 8 for s <= 127, and a norm per chunk. With chunks of c values the
-    variance is ω <= min(c/s², √c/s); δ = 1 - ω where that is positive.
+    variance is ω <= min(c/s², √c/s); δ = 1 - ω if positive.
 
     Args:
         levels: s, 1 to 127.
-        chunk: values that share a norm, >= 1; None: the whole bucket.
-        seed: of the draws.
+        chunk: values that share a norm, >= 1; None is the whole bucket.
+        seed: seed of the draws.
     Source: Alistarh et al., NeurIPS 2017 (with fixed-length codes).
     """
     rule = "levels is an integer in [1, 127], so that a value fits in a byte."
@@ -141,7 +141,7 @@ def _rounding(
     delta: Callable[[BucketPlan], float | None],
     seed: int | None,
 ) -> Compressor:
-    """Integers in [-levels, levels] times a chunk's scale/levels; rounded at random with a seed, else to the nearest."""
+    """Send integers in [-levels, levels] and scales; round stochastically with a seed, else to the nearest."""
 
     def encode(x: Tensor, plan: BucketPlan, key: Key) -> tuple[Tensor, Tensor]:
         rows = wire.rows(x, chunk)

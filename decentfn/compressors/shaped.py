@@ -1,4 +1,4 @@
-"""Compressors that look at the leaves as matrices."""
+"""Compressors that treat the leaves as matrices."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ def low_rank(rank: int = 1, *, seed: int = 0) -> Compressor:
     """Project each matrix M `[m, n]` (first axis x all others) onto r columns: P = orth(M G), G Gaussian, C = P (Pᵀ M).
 
     One step of a power iteration from a random start. δ = min over the matrices of r/min(m, n). Sent: P and Pᵀ M,
-    (m + n) r values a matrix; a leaf for which that is not less, and one with one dimension, goes uncompressed.
+    (m + n) r values per matrix. Leaves that this does not make smaller, and one-dimensional ones, are sent
+    uncompressed.
 
     Args:
         rank: r >= 1.
-        seed: of the draws of G.
-    Source: PowerSGD, Vogels et al., NeurIPS 2019, without its warm start (a message depends on nothing before it).
+        seed: seed of G.
+    Source: PowerSGD, Vogels et al., NeurIPS 2019, without its warm start (messages do not depend on earlier ones).
     """
     require(rank >= 1, "low_rank", "the rank is an integer >= 1.", rank=rank)
 
@@ -66,13 +67,13 @@ def low_rank(rank: int = 1, *, seed: int = 0) -> Compressor:
 
 @checks_numbers
 def dct_top_k(k: int = 32, *, chunk: int = 64) -> Compressor:
-    """The k largest coefficients of the discrete cosine transform of each tile of a leaf. δ = min over tiles of k/size.
+    """Send the k largest DCT coefficients of each tile of a leaf. δ = min over tiles of k/size.
 
-    A matrix (first axis x all others) is cut into tiles whose sides are the largest divisors of its sides up to
-    `chunk`, a vector likewise. Sent: k values and k places (1 or 2 bytes each) a tile, or all of a tile that is no larger.
+    A matrix (first axis x all others) or vector is divided into tiles whose sides are the largest divisors of its sides
+    up to `chunk`. Sent per tile: k values and k places (1 or 2 bytes each), or all values of a tile of at most k.
 
     Args:
-        k: coefficients a tile, >= 1.
+        k: coefficients per tile, >= 1.
         chunk: longest side of a tile, >= 1; 64 x 64 = 4,096 values for a matrix whose sides it divides.
     Source: DeMo, Peng et al., 2024.
     """
@@ -80,7 +81,7 @@ def dct_top_k(k: int = 32, *, chunk: int = 64) -> Compressor:
     require(chunk >= 1, "dct_top_k", "the side of a tile is an integer >= 1.", chunk=chunk)
 
     def tiles(segment: Segment) -> tuple[int, int, int, int]:
-        """Tiles down and across, and the sides of one."""
+        """Return the numbers of tiles down and across, and the sides of a tile."""
         m, n = matrix_shape(segment) or (1, segment.numel)
         h, w = _divisor(m, chunk), _divisor(n, chunk)
         return m // h, n // w, h, w
@@ -126,7 +127,7 @@ def dct_top_k(k: int = 32, *, chunk: int = 64) -> Compressor:
 
 
 def matrix_shape(segment: Segment) -> tuple[int, int] | None:
-    """A leaf as a matrix, first axis x all others; None for one that is a vector."""
+    """Return a leaf's shape as a matrix, first axis x all others; None for a vector."""
     if len(segment.shape) < 2 or not segment.numel:
         return None
     m, n = segment.shape[0], segment.numel // segment.shape[0]
@@ -134,13 +135,13 @@ def matrix_shape(segment: Segment) -> tuple[int, int] | None:
 
 
 def orthonormal(p: Tensor) -> Tensor:
-    """Orthonormal columns that span those of `p` `[..., m, r]`, r <= m, and more where those are dependent."""
-    # Householder's: Gram-Schmidt's columns are not orthogonal where p's are nearly dependent.
+    """Return r orthonormal columns whose span contains the columns of `p` `[..., m, r]`, r <= m."""
+    # Householder: Gram-Schmidt's columns are not orthogonal if those of p are nearly dependent.
     return torch.linalg.qr(p).Q
 
 
 def _cosines(size: int, like: Tensor) -> Tensor:
-    """The orthonormal DCT-II as a matrix `[size, size]`: row f is frequency f."""
+    """Return the orthonormal DCT-II as a matrix `[size, size]`; row f is frequency f."""
     f = torch.arange(size, dtype=torch.float64, device=like.device)
     table = torch.cos(math.pi / size * f[:, None] * (f[None, :] + 0.5)) * math.sqrt(2 / max(1, size))
     scaled = torch.where(f[:, None] == 0, table / math.sqrt(2), table)
@@ -148,5 +149,5 @@ def _cosines(size: int, like: Tensor) -> Tensor:
 
 
 def _divisor(n: int, limit: int) -> int:
-    """The largest divisor of n up to `limit`."""
+    """Return the largest divisor of n up to `limit`."""
     return next((d for d in range(min(n, limit), 0, -1) if n % d == 0), 1)

@@ -1,4 +1,4 @@
-"""Few values of a bucket, and their places."""
+"""Compressors that send few values of a bucket and their places."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from decentfn.core.scalars import once
 
 @checks_numbers
 def top_k(fraction: float = 0.01, *, k: int | None = None) -> Compressor:
-    """The k values of a bucket that are largest in magnitude. δ = k/D.
+    """Send the k values of a bucket that are largest in magnitude. δ = k/D.
 
-    Sent: k values and their k places (1, 2 or 4 bytes each, as the bucket's size needs).
+    Sent: k values and k places (1, 2 or 4 bytes each, depending on the bucket's size).
 
     Args:
         fraction: k/D, in (0, 1]; at least one value is sent.
-        k: the number itself, >= 1, instead of a fraction (the whole bucket, where that is smaller).
+        k: the number of values, >= 1, instead of a fraction (at most the whole bucket).
     """
     _require_k("top_k", fraction, k)
 
@@ -42,15 +42,15 @@ def top_k(fraction: float = 0.01, *, k: int | None = None) -> Compressor:
 
 @checks_numbers
 def random_k(fraction: float = 0.01, *, k: int | None = None, seed: int = 0) -> Compressor:
-    """Random k values of a bucket. δ = k/D (D/k times it would be unbiased, and no contraction).
+    """Send k random values of a bucket. δ = k/D (scaled by D/k it would be unbiased, but not a contraction).
 
-    The places are one out of each of k strata of the bucket, all rotated by a random offset, so that every value is
-    sent with probability k/D. Sent: k values and the 8 bytes that the places are drawn from.
+    The places are one of each of k strata of the bucket, rotated by a random offset, so every value is sent with
+    probability k/D. Sent: k values and the 8 bytes from which the places are drawn.
 
     Args:
         fraction: k/D, in (0, 1]; at least one value is sent.
-        k: the number itself, >= 1, instead of a fraction (the whole bucket, where that is smaller).
-        seed: of the draws.
+        k: the number of values, >= 1, instead of a fraction (at most the whole bucket).
+        seed: seed of the draws.
     """
     _require_k("random_k", fraction, k)
 
@@ -61,8 +61,8 @@ def random_k(fraction: float = 0.01, *, k: int | None = None, seed: int = 0) -> 
         count = _count(plan, fraction, k)
         u = wire.uniform(seed, 0, 0, (count + 1,), drawn.view(()))
         edges = torch.arange(count + 1, device=drawn.device) * plan.numel // max(1, count)
-        inside = (u[1:] * (edges[1:] - edges[:-1])).long()
-        return (edges[:-1] + inside + (u[:1] * plan.numel).long()) % max(1, plan.numel)
+        offsets = (u[1:] * (edges[1:] - edges[:-1])).long()
+        return (edges[:-1] + offsets + (u[:1] * plan.numel).long()) % max(1, plan.numel)
 
     def encode(x: Tensor, plan: BucketPlan, key: Key) -> tuple[Tensor, Tensor]:
         drawn = once(draws.bits(seed, key.t, key.bucket, (1,), worker=key.worker))

@@ -1,4 +1,4 @@
-"""The bytes and bits that messages are made of."""
+"""Bytes and bits of messages."""
 
 from __future__ import annotations
 
@@ -17,31 +17,30 @@ _library = torch.library.Library("decentfn", "FRAGMENT")
 
 
 def join(*fields: Tensor) -> Tensor:
-    """The bytes of all fields, one after another."""
+    """Concatenate the bytes of all fields."""
     return torch.cat([field.reshape(-1).contiguous().view(torch.uint8) for field in fields])
 
 
 def split(message: Tensor, fields: list[tuple[int, torch.dtype]]) -> list[Tensor]:
-    """What `join` was given: `(count, dtype)` of each field, flat."""
+    """Split a message into flat fields of `(count, dtype)`; the inverse of `join`."""
     pieces = message.split([count * dtype.itemsize for count, dtype in fields])
     pairs = zip(pieces, fields, strict=True)
-    # Copies, because a view in another dtype must start at a multiple of its size, and so must one worker's row alone; empty ones
-    # cannot be viewed.
+    # Copy, because a view in another dtype must be aligned to its size; empty tensors cannot be viewed.
     fresh = ((once(piece.clone(memory_format=torch.contiguous_format)), *field) for piece, field in pairs)
     return [piece.view(dtype) if count else piece.to(dtype) for piece, count, dtype in fresh]
 
 
 def placed(values: Tensor, places: Tensor, numel: int) -> Tensor:
-    """Zeros `[..., numel]` with `values` `[..., k]` added at `places` `[..., k]`, integers of any width.
+    """Return zeros `[..., numel]` with `values` `[..., k]` added at `places` `[..., k]`, integers of any width.
 
-    An operator, because Inductor (PyTorch 2.13) gets `zeros.scatter` wrong: it fills the zeros of several decoded messages in one
-    loop and fuses into that loop what reads them, before later kernels scatter. The messages then decode to zeros.
+    This is an operator because Inductor (PyTorch 2.13) miscompiles `zeros.scatter`: it fuses the reader of several
+    decoded messages into the loop that fills their zeros, before the scatter. The messages then decode to zeros.
     """
     return torch.ops.decentfn.placed(values, places, numel)
 
 
 def _placed(values: Tensor, places: Tensor, numel: int) -> Tensor:
-    # Added, because a message of zeros (nobody spoke) may name one place many times.
+    # Add, because a message of zeros (an idle slot) may name one place many times.
     return values.new_zeros((*values.shape[:-1], numel)).scatter_add_(-1, places.long(), values)
 
 
@@ -61,51 +60,51 @@ torch.library.register_vmap("decentfn::placed", _placed_vmap, lib=_library)
 
 
 def pack(values: Tensor, bits: int) -> Tensor:
-    """`[D]` uint8 below 2^bits -> `[ceil(D bits / 8)]` uint8, the first value in the lowest bits."""
+    """Pack `[D]` uint8 below 2^bits into `[ceil(D bits / 8)]` uint8, the first value in the lowest bits."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=values.device)
     rows = pad(values, (0, -values.shape[0] % len(shifts))).reshape(-1, len(shifts))
     return (rows << shifts).sum(1, dtype=torch.uint8)
 
 
 def unpack(packed: Tensor, count: int, bits: int) -> Tensor:
-    """The first `count` values that `pack` was given, uint8."""
+    """Unpack the first `count` values, uint8; the inverse of `pack`."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
     return ((packed[:, None] >> shifts) & (2**bits - 1)).reshape(-1)[:count]
 
 
 def grid(plan: BucketPlan, chunk: int | None) -> tuple[int, int]:
-    """Number of chunks and values in each (the last one may hold fewer)."""
+    """Return the number of chunks and the values per chunk (the last one may hold fewer)."""
     width = min(chunk or plan.numel, plan.numel)
     return -(-plan.numel // max(1, width)), width
 
 
 def chunked(plan: BucketPlan, chunk: int | None, bits: int) -> list[tuple[int, torch.dtype]]:
-    """The fields of a message of one scale per chunk and `bits` per value."""
+    """Return the fields of a message of one scale per chunk and `bits` per value."""
     return [(grid(plan, chunk)[0], wide(plan.dtype)), (-(-plan.numel * bits // 8), torch.uint8)]
 
 
 def rows(x: Tensor, chunk: int | None) -> Tensor:
-    """`[D]` -> `[chunks, width]`, filled up with zeros; sixteen-bit values as float32."""
+    """Reshape `[D]` to `[chunks, width]`, padded with zeros; 16-bit values become float32."""
     width = max(1, min(chunk or x.shape[0], x.shape[0]))
     return pad(x.to(wide(x.dtype)), (0, -x.shape[0] % width)).reshape(-1, width)
 
 
 def scaled(values: Tensor, scales: Tensor, chunk: int | None, plan: BucketPlan) -> Tensor:
-    """A bucket from integers `[D]` and one scale for each chunk of them."""
+    """Return a bucket from integers `[D]` and one scale per chunk."""
     return (rows(values, chunk) * scales[:, None]).reshape(-1)[: plan.numel].to(plan.dtype)
 
 
 def leaves(x: Tensor, plan: BucketPlan) -> tuple[Tensor, ...]:
-    """The leaves of a bucket, flat."""
+    """Split a bucket into flat leaves."""
     return x.split([segment.numel for segment in plan.segments])
 
 
 def place_dtype(size: int) -> torch.dtype:
-    """The narrowest integers that hold the places 0 to size - 1."""
+    """Return the narrowest integer dtype for places 0 to size - 1."""
     dtypes = (torch.uint8, torch.int16, torch.int32, torch.int64)
     return next(dtype for dtype in dtypes if size <= torch.iinfo(dtype).max + 1)
 
 
 def uniform(seed: int, t: Tensor | int, stream: int, shape: tuple[int, ...], worker: Tensor) -> Tensor:
-    """`shape` float64 in [0, 1) with 32 random bits, on the worker's device, stored (see `once`) before it is read."""
+    """Draw `shape` float64 in [0, 1) with 32 random bits on the worker's device, stored before use (see `once`)."""
     return once(draws.bits(seed, t, stream, shape, worker=worker).to(torch.float64) * 2.0**-32)

@@ -14,7 +14,7 @@ from decentfn.topologies import Topology, mixing_matrix
 
 def require_doubly_stochastic(call: str, topology: Topology) -> None:
     """Raise ValueError if only the columns of `topology` sum to one; `call` is how the user wrote the algorithm."""
-    if topology.is_column_stochastic:
+    if topology.needs_push_sum:
         raise ValueError(
             f"{call}: {topology.name!r} is column-stochastic only, so mixing drifts away from consensus; use "
             "stochastic_gradient_push or push_diging, which correct for it, or a doubly stochastic topology."

@@ -1,6 +1,6 @@
 """Schedules: functions of the count of updates (0-d int64 tensor, from 0) that return a 0-d float64 tensor.
 
-An optimizer takes one wherever it takes a learning rate or a weight decay. They trace, so a whole run is one graph.
+An optimizer accepts one as its learning rate or weight decay. They are traced, so a whole run is one graph.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = [
 
 @checks_numbers
 def constant(value: float) -> Schedule:
-    """The same value at every count.
+    """Constant `value`.
 
     >>> constant(0.1)(torch.tensor(7))
     tensor(0.1000, dtype=torch.float64)
@@ -40,7 +40,7 @@ def constant(value: float) -> Schedule:
 
 @checks_numbers
 def linear(start: float, end: float, steps: int) -> Schedule:
-    """From `start` at count 0 in a straight line to `end` at count `steps`, and `end` from there on.
+    """Straight line from `start` at count 0 to `end` at count `steps`, then constant.
 
     Args:
         start: the first value, >= 0.
@@ -57,7 +57,7 @@ def linear(start: float, end: float, steps: int) -> Schedule:
 
 @checks_numbers
 def cosine(start: float, steps: int, end: float = 0.0) -> Schedule:
-    """From `start` at count 0 along half a cosine to `end` at count `steps`, and `end` from there on.
+    """Half a cosine from `start` at count 0 to `end` at count `steps`, then constant.
 
     Args:
         start: the first value, >= 0.
@@ -76,16 +76,16 @@ def cosine_with_warmup(
 ) -> Schedule:
     """Decent-DP's schedule: a linear warm-up, then a cosine of `t_max` updates.
 
-    Count u < t_warmup: `lr (w + (1-w) u/t_warmup)`, w = `warmup_decay`; from there on
+    For u < t_warmup: `lr (w + (1-w) u/t_warmup)`, w = `warmup_decay`; then
     `η + (lr - η)(1 + cos(π (u - t_warmup)/t_max))/2`, η = `cosine_eta_min`. The cosine ends at count
-    `t_warmup + t_max` and rises again after it, as Decent-DP's does.
+    `t_warmup + t_max` and then rises again, as in Decent-DP.
 
     Args:
         learning_rate: lr >= 0, the highest value.
         t_max: updates of the cosine, >= 1, not counting the warm-up.
         t_warmup: updates of the warm-up, >= 0.
         cosine_eta_min: η >= 0, the lowest value of the cosine.
-        warmup_decay: w in [0, 1], the share of lr at count 0.
+        warmup_decay: w in [0, 1], the fraction of lr at count 0.
     Source: Decent-DP 0.2, `lr_scheduler_fn_cosine_with_warmup`.
     """
     _check_values("cosine_with_warmup", learning_rate=learning_rate, cosine_eta_min=cosine_eta_min)
@@ -106,13 +106,13 @@ def cosine_with_warmup(
 
 @checks_numbers
 def exponential_decay(start: float, rate: float, steps: int, staircase: bool = False) -> Schedule:
-    """`start * rate ** (count / steps)`.
+    """Exponential decay: `start * rate ** (count / steps)`.
 
     Args:
         start: the value at count 0, >= 0.
-        rate: what the value is multiplied by in `steps` updates, positive.
+        rate: the positive factor per `steps` updates.
         steps: >= 1.
-        staircase: multiply once every `steps` updates rather than a little in each.
+        staircase: multiply once every `steps` updates instead of gradually.
     """
     _check_values("exponential_decay", start=start)
     _check_steps("exponential_decay", "steps", steps)
@@ -127,7 +127,7 @@ def exponential_decay(start: float, rate: float, steps: int, staircase: bool = F
 
 @checks_numbers
 def piecewise_constant(start: float, factors: Mapping[int, float]) -> Schedule:
-    """`start`, multiplied by each factor from its count on.
+    """Step function: `start`, multiplied by each factor from its count on.
 
     Args:
         start: the value at count 0, >= 0.
@@ -155,7 +155,7 @@ def piecewise_constant(start: float, factors: Mapping[int, float]) -> Schedule:
 
 
 def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
-    """One schedule after another; each counts from 0 where it begins.
+    """Concatenate schedules; each counts from 0 at its beginning.
 
     Args:
         schedules: one or more.
@@ -191,14 +191,14 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
 def gamma_from_learning_rate(
     schedule: Schedule, power: float, start: float, total: int, *, peak: float | None = None
 ) -> Schedule:
-    """γ that follows the learning rate: 1 before count `start * total`, `(lr/lr_max)^p` from there on.
+    """γ that follows the learning rate: 1 before count `start * total`, then `(lr/lr_max)^p`.
 
     For `df.adapt_while_communicate(..., gamma=...)`, whose step number is the optimizer's count.
 
     Args:
-        schedule: the learning rate, as the optimizer has it.
+        schedule: the optimizer's learning rate.
         power: p >= 0.
-        start: the share of the run, in [0, 1], after which γ follows.
+        start: the fraction of the run, in [0, 1], after which γ follows.
         total: updates of the run, >= 1.
         peak: lr_max > 0; by default the largest value of `schedule` in `total` updates. Larger values give γ = 1.
 

@@ -1,7 +1,7 @@
-"""Pictures of topologies and runs. They need matplotlib (`pip install 'decentfn[plots]'`), loaded by the first picture.
+"""Plots of topologies and runs. They need matplotlib (`pip install 'decentfn[plots]'`), loaded on first use.
 
-Every function returns a `matplotlib.figure.Figure`: `figure.savefig("picture.png", dpi=150)` writes it, a notebook shows it.
-Nothing opens a window, and pyplot's state stays as it is.
+Every function returns a `matplotlib.figure.Figure`; write it with `figure.savefig("plot.png", dpi=150)`, or show it in
+a notebook. No window is opened, and pyplot's state does not change.
 """
 
 from decentfn.plots.curves import consensus, run, training_curves

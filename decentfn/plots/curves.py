@@ -1,4 +1,4 @@
-"""Runs: losses of all workers, and how far apart they are."""
+"""Plots of runs: losses and consensus distance."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ if TYPE_CHECKING:
 def training_curves(
     values: Any, *, steps: Any = None, name: str = "loss", axes: Axes | None = None, color: str = paper.BLUE
 ) -> Figure:
-    """A thin line for every worker and a thick one for their mean.
+    """Plot a thin line for every worker and a thick one for their mean.
 
     Args:
-        values: `[T, N]`, a row per step: `torch.stack` of `metrics.loss`, a list of lists, an array. `[T]` is one worker.
+        values: `[T, N]`, a row per step: `torch.stack` of `metrics.loss`, a list of lists, an array. `[T]` is one
+            worker.
         steps: `[T]`, the steps of the rows; by default 0, 1, 2, ...
-        name: what the values are, for the axis; with its unit if it has one.
-        axes: where to draw; by default on a figure of its own.
-        color: of the mean; the workers' lines are paler.
+        name: label of the axis, with the unit if any.
+        axes: axes to draw on; by default those of a new figure.
+        color: color of the mean; the workers' lines are paler.
     """
     rows = _numbers("training_curves", "values", values, "[T] or [T, N]")
     rows = rows[:, None] if rows.ndim == 1 else rows
@@ -48,13 +49,12 @@ def training_curves(
 
 
 def consensus(distances: Any, *, steps: Any = None, axes: Axes | None = None) -> Figure:
-    """How far the workers are from their mean, `df.consensus_distance(state)`, on a logarithmic scale.
+    """Plot the consensus distance, `df.consensus_distance(state)`, on a logarithmic scale.
 
     Args:
-        distances: `[T]`, one per step; or a mapping from a name to such a curve, to compare several. Where all workers are
-            equal (0) a curve ends.
+        distances: `[T]`, one per step; or a mapping from names to such curves. A curve ends where the distance is 0.
         steps: `[T]`, the steps; by default 0, 1, 2, ...
-        axes: where to draw; by default on a figure of its own.
+        axes: axes to draw on; by default those of a new figure.
     """
     named = distances if isinstance(distances, Mapping) else {None: distances}
     require(len(named) > 0, "df.plots.consensus({})", "there is no curve to draw; give at least one, {'ring': [...]}.")
@@ -72,12 +72,12 @@ def consensus(distances: Any, *, steps: Any = None, axes: Axes | None = None) ->
 
 
 def run(log: str | os.PathLike[str] | Iterable[Mapping[str, Any]]) -> Figure:
-    """A run's log as a picture: the loss beside the consensus distance.
+    """Plot a run's log: the loss, and the consensus distance if it is logged.
 
     Args:
-        log: a file of JSON lines, as `examples/train_lm.py` writes it, or the same as dictionaries. Lines with a `step` and a
-            `loss` count: a number, a list with one per worker, or `{"min", "mean", "max"}` over the workers, beside which
-            `losses` may have the list; with a `consensus_distance` there is a second panel.
+        log: a file of JSON lines, as `examples/train_lm.py` writes it, or a list of dictionaries. Lines with a `step`
+            and a `loss` are used. The loss is a number, a list with one per worker, or `{"min", "mean", "max"}` over
+            the workers with an optional list `losses`; `consensus_distance` adds a second panel.
     """
     lines = [line for line in _read(log) if isinstance(line, Mapping) and "step" in line and "loss" in line]
     form = '{"step": 0, "loss": {"min": 5.1, "mean": 5.2, "max": 5.3}, "consensus_distance": 0.1}'

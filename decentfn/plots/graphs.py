@@ -1,4 +1,4 @@
-"""Topologies: who hears whom in each phase, as a graph and as the mixing matrix."""
+"""Plots of topologies: each phase as a graph and as a mixing matrix."""
 
 from __future__ import annotations
 
@@ -22,17 +22,16 @@ if TYPE_CHECKING:
 
 _MOST_WORKERS, _MOST_PHASES, _COLUMNS = 256, 12, 4
 _NUMBERED, _WITH_VALUES = 32, 8
-"""Up to so many workers have their numbers in the graph, and their weights in the matrix."""
+"""Most workers with numbers in the graph, and with weights in the matrix."""
 
 
 def topology(topology: topologies.Topology, phases: Sequence[int] | None = None) -> Figure:
-    """A schedule's phases: who hears whom as a graph, and below it the mixing matrix.
+    """Plot a schedule's phases, each as a graph with the mixing matrix below.
 
     Args:
-        topology: of at most 256 workers.
-        phases: the steps t to show, at most 12. By default the whole period, or its first 12 phases; of a random schedule the
-            first 4 steps.
-
+        topology: a topology of at most 256 workers.
+        phases: the steps t to show, at most 12; by default the period's first 12 phases, or 4 steps of a random
+            schedule.
 
     >>> import decentfn as df
     >>> figure = df.plots.topology(df.topology("one-peer-exp", 8))
@@ -64,14 +63,14 @@ def topology(topology: topologies.Topology, phases: Sequence[int] | None = None)
 
 
 def graph(topology: topologies.Topology, t: int, axes: Axes | None = None) -> Figure:
-    """The workers of step `t` on a circle: a line where two hear each other, an arrow from sender to receiver where one does.
+    """Plot the workers of step `t` on a circle, with lines for mutual links and arrows for directed ones.
 
-    Workers that average as a group stand on a colored ground.
+    Groups that average have a colored background.
 
     Args:
-        topology: of at most 256 workers.
+        topology: a topology of at most 256 workers.
         t: the step.
-        axes: where to draw; by default on a figure of its own.
+        axes: axes to draw on; by default those of a new figure.
     """
     _check("graph", topology)
     step = _step("graph", t)
@@ -81,12 +80,12 @@ def graph(topology: topologies.Topology, t: int, axes: Axes | None = None) -> Fi
 
 
 def matrix(topology: topologies.Topology, t: int, axes: Axes | None = None) -> Figure:
-    """The mixing matrix of step `t`, `df.mixing_matrix(topology, t)`: row i holds the weights that worker i gives.
+    """Plot the mixing matrix of step `t`, `df.mixing_matrix(topology, t)`: row i holds the weights that worker i gives.
 
     Args:
-        topology: of any number of workers.
+        topology: a topology of any size.
         t: the step.
-        axes: where to draw; by default on a figure of its own.
+        axes: axes to draw on; by default those of a new figure.
     """
     _check("matrix", topology, most=None)
     step, is_mine = _step("matrix", t), axes is None
@@ -116,7 +115,7 @@ def _count(number: int, what: str) -> str:
 
 
 def _links(topology: topologies.Topology, t: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Pairs that hear each other, and (sender, receiver) where only one does; of the messages, not of groups."""
+    """Return mutual links, and directed ones as (sender, receiver), of messages without groups."""
     this = topology.round(t)
     i, k = ((this.sources >= 0) & (this.weights[:, 1:] != 0)).nonzero().T
     heard = {(j, i) for j, i in zip(this.sources[i, k].tolist(), i.tolist(), strict=True) if j != i}
@@ -125,7 +124,7 @@ def _links(topology: topologies.Topology, t: int) -> tuple[list[tuple[int, int]]
 
 
 def _groups(topology: topologies.Topology, t: int) -> list[list[int]]:
-    """The workers of each group that averages, two or more."""
+    """Return the workers of each averaging group of two or more."""
     groups, mean_weights = topology.round(t)[3:5]
     if groups is None or mean_weights is None:
         return []
@@ -170,10 +169,10 @@ def _graph(topology: topologies.Topology, t: int, axes: Axes) -> None:
     axes.set(xlim=(-1.25, 1.25), ylim=(-1.25, 1.25), aspect="equal")
     axes.axis("off")
     name = f"step {t}" if topology.period is None else f"phase {t % topology.period}"
-    axes.set_title(f"{name}\n{_said(both, single, groups, n)}", fontsize=10)
+    axes.set_title(f"{name}\n{_described(both, single, groups, n)}", fontsize=10)
 
 
-def _said(both: list[Any], single: list[Any], groups: list[list[int]], n: int) -> str:
+def _described(both: list[Any], single: list[Any], groups: list[list[int]], n: int) -> str:
     """Short description of what the workers do."""
     parts = []
     if groups:
@@ -189,7 +188,7 @@ def _matrix(topology: topologies.Topology, t: int, axes: Axes, largest: float | 
     weights = topologies.mixing_matrix(topology, t).numpy()
     n = topology.num_workers
     most = largest or float(weights.max())
-    shown = np.ma.masked_equal(weights, 0.0)  # white: only there is nothing
+    shown = np.ma.masked_equal(weights, 0.0)  # only zeros are white
     axes.imshow(shown, cmap="Blues", vmin=-0.3 * most, vmax=1.25 * most, interpolation="nearest")
     axes.set_xlabel("hears worker j", fontsize=9)
     axes.set_ylabel("worker i", fontsize=9)
@@ -206,6 +205,6 @@ def _matrix(topology: topologies.Topology, t: int, axes: Axes, largest: float | 
 
 
 def _fraction(weight: float) -> str:
-    """1/2 for 0.5; two digits where no small fraction fits."""
+    """Format 0.5 as 1/2; use two digits if no small fraction fits."""
     near = Fraction(weight).limit_denominator(64)
     return str(near) if abs(near - weight) < 1e-9 else f"{weight:.2f}"

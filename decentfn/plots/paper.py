@@ -1,4 +1,4 @@
-"""What all pictures share: the paper that they are drawn on, and colors."""
+"""Figure, axes and colors of all plots."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-"""Okabe and Ito's, which color-blind readers tell apart."""
+"""Colors of Okabe and Ito, which color-blind readers can distinguish."""
 BLUE, GRAY = COLORS[0], "#8A8F98"
 
 
 def blank(call: str, width: float, height: float) -> Figure:
-    """An empty figure, in inches; it belongs to no window."""
+    """Make an empty figure without a window; sizes in inches."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
@@ -27,7 +27,7 @@ def blank(call: str, width: float, height: float) -> Figure:
 
 
 def place(call: str, axes: Any, width: float, height: float) -> tuple[Figure, Axes]:
-    """The figure and the axes to draw on: the user's, or new ones."""
+    """Return the figure and axes to draw on: the user's, or new ones."""
     figure = blank(call, width, height)
     if axes is None:
         return figure, figure.add_subplot()
@@ -39,7 +39,7 @@ def place(call: str, axes: Any, width: float, height: float) -> tuple[Figure, Ax
 
 
 def label(axes: Axes, y: str) -> None:
-    """Curves over the steps, of `y`."""
+    """Label the axes of curves of `y` over steps."""
     from matplotlib.ticker import MaxNLocator
 
     axes.set_xlabel("step")

@@ -1,12 +1,12 @@
-"""Checks for algorithms, topologies, transforms and compressors of your own: those that this library's own pass.
+"""Checks for your own algorithms, topologies, transforms and compressors; this library's own pass them too.
 
     check_algorithm(my_algorithm, lambda n: df.topology("one-peer-exp", n))
     check_topology(my_topology(8))
     check_transform(lambda: my_optimizer(1e-3))
     check_compressor(my_compressor())
 
-`on_ranks(4, function)` runs a function on four gloo ranks, threads of this process. `decentfn.testing.strategies`, which
-needs hypothesis, draws trees of parameters, matrices and schedules.
+`on_ranks(4, function)` runs a function on four gloo ranks, threads of this process. `decentfn.testing.strategies`,
+which needs hypothesis, draws trees of parameters, matrices and schedules.
 """
 
 from decentfn.testing.algorithms import PROMISES, check_algorithm, try_promise

@@ -1,6 +1,6 @@
-"""What every algorithm promises, each promise a function of a `Subject` that raises AssertionError where it is broken.
+"""Promises of every algorithm: functions of a `Subject` that raise AssertionError if the promise is broken.
 
-A promise that the algorithm declines at construction, with a ValueError, is no broken one: `try_promise` returns the reason.
+An algorithm may decline a promise at construction with a ValueError; `try_promise` returns the reason.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ _LATE_S = 0.03
 
 
 def interpreters_agree(subject: Subject) -> None:
-    """Gloo ranks compute what the simulator computes: with one worker a process, and with two."""
+    """Gloo ranks, with one worker or two per process, agree with the simulator."""
     for local in (1, 2):
         assert_close(ranks(subject, Run(local=local))[-1], simulated(subject)[-1])
 
 
 def traced_ranks_agree(subject: Subject) -> None:
-    """Traced and donated (aot_eager) on gloo ranks: what the simulator computes, one worker a process or two."""
+    """Gloo ranks, traced (aot_eager) and donated, with one worker or two per process, agree with the simulator."""
     for run in _traced(subject):
         assert_close(ranks(subject, run)[-1], simulated(subject, run)[-1])
 
 
 def compiled_ranks_agree(subject: Subject) -> None:
-    """Compiled by Inductor and donated on gloo ranks: what the simulator computes, one worker a process or two."""
+    """Gloo ranks, compiled by Inductor and donated, with one worker or two per process, agree with the simulator."""
     assert_close(ranks(subject, _COMPILED)[-1], simulated(subject, _COMPILED)[-1])
     _assert_packed_ranks_agree(subject)
 
 
 def donated_is_pure(subject: Subject) -> None:
-    """On ranks: the state written over by a step, traced or eager, is, bit for bit, what the eager, pure step returns."""
+    """A donated step on ranks, traced or eager, is bitwise equal to the eager pure step."""
     donated = _full(subject)
     pure = ranks(subject, donated._replace(backend=None))
     for run in (donated, donated._replace(backend="donate")):
@@ -68,7 +68,7 @@ def donated_is_pure(subject: Subject) -> None:
 
 
 def one_graph(subject: Subject) -> None:
-    """One graph serves all steps, on ranks, one worker a process or two."""
+    """One graph serves all steps, on ranks, with one worker or two per process."""
     for run in _traced(subject):
         ranks(subject, run)
         assert graphs(subject, run) == 1, f"{graphs(subject, run)} graphs for {STEPS} steps"
@@ -90,7 +90,7 @@ _COMPILED = Run("inductor", wrappers=(_averaged,))
 
 @lru_cache(maxsize=64)
 def _full(subject: Subject) -> Run:
-    """Traced, the loss scaled, with an EMA and, where it takes them, averaged buffers: one trace for many promises."""
+    """Return a traced run with loss scaling, EMA and, if accepted, averaged buffers: one trace for many promises."""
     wrappers = (average_buffers, _averaged) if _takes(subject, _MIXED_BUFFERS) else (_averaged,)
     return Run("aot_eager", with_buffers=True, losses=(_scaled,), wrappers=wrappers)
 
@@ -100,13 +100,13 @@ def _traced(subject: Subject) -> tuple[Run, Run]:
 
 
 def _packed(subject: Subject) -> Run:
-    """Compiled by Inductor, two workers a process, and bfloat16 on the wire where the algorithm takes it."""
+    """Return a run compiled by Inductor with two workers per process and, if accepted, a bfloat16 wire."""
     return Run("inductor", local=2, options=_NARROW.options if _takes(subject, _NARROW) else ())
 
 
 def _assert_packed_ranks_agree(subject: Subject) -> None:
     packed = _packed(subject)
-    # An average over a group is rounded once more on a narrow wire, in the order of the processes.
+    # A group average on a narrow wire is rounded once more, in the order of the processes.
     averages = not subject.mixes_narrow or subject.topology(subject.num_workers).groups is not None
     apart = 0.0 if not packed.options else 1.0 if averages else _MAY_ROUND_APART
     assert_close(ranks(subject, packed)[-1], simulated(subject, packed)[-1], but=apart)
@@ -125,11 +125,11 @@ _FEW = 4
 _MAY_CHOOSE_APART = 0.05
 
 _MAY_ROUND_APART = 0.01
-"""Share of values that two computations of x, equal to rounding, may round to different bfloat16 numbers."""
+"""Fraction of values that two computations, equal to rounding, may round to different bfloat16 numbers."""
 
 
 def dtypes_stay(subject: Subject) -> None:
-    """Parameters of every floating dtype keep it, the whole state its shapes and dtypes; the old state is untouched."""
+    """The state keeps its shapes and dtypes, for parameters of every floating dtype; the old state is not changed."""
     n, dtypes = subject.num_workers, (torch.float32, torch.float64, torch.bfloat16, torch.float16)
     algorithm = subject.build()
     state = subject.start(algorithm, range(n), stacked=True, dtypes=dtypes)
@@ -142,7 +142,7 @@ def dtypes_stay(subject: Subject) -> None:
 
 
 def sixteen_bits_compile(subject: Subject) -> None:
-    """bfloat16 parameters, simulated, compiled by Inductor and donated: what eager code computes, to rounding."""
+    """With bfloat16 parameters, simulated, a compiled (Inductor), donated step agrees with eager code to rounding."""
     n, dtypes, ends = subject.num_workers, (torch.bfloat16,), []
     algorithm = subject.build()
     step = simulate(algorithm.step, n)
@@ -152,13 +152,13 @@ def sixteen_bits_compile(subject: Subject) -> None:
             state, _ = run(state, problem.stacked([problem.batch(i, t, dtypes=dtypes) for i in range(n)]), t)
         ends.append(torch.cat([bucket.flatten() for bucket in state.params]).double())
     eager, compiled = ends
-    # A rounding may turn the choice of a compressor, or a sign, for a few values.
+    # Rounding may change a compressor's choice, or a sign, for a few values.
     share = float(torch.isclose(compiled, eager, rtol=0.03, atol=0.03).double().mean())
     assert share >= 1 - _MAY_CHOOSE_APART, f"{1 - share:.0%} of the values differ"
 
 
 def works_alone(subject: Subject) -> None:
-    """One worker trains without a process group: eager and in one graph alike, and learns."""
+    """One worker trains without a process group, eagerly and in one graph alike, and learns."""
     algorithm = subject.build(num_workers=1)
     steps = {"eager": algorithm.step, "one graph": compile(algorithm.step, backend="eager")}
     ends, losses = {}, {}
@@ -174,12 +174,12 @@ def works_alone(subject: Subject) -> None:
 
 
 def laws_hold(subject: Subject) -> None:
-    """Its invariants, on ranks, compiled by Inductor and donated."""
+    """The invariants hold on ranks, compiled by Inductor and donated."""
     _assert_laws(subject, _COMPILED)
 
 
 def laws_hold_on_a_narrow_wire(subject: Subject) -> None:
-    """The same while bfloat16 travels, two workers a process."""
+    """The invariants hold with a bfloat16 wire and two workers per process."""
     build_only(subject, _NARROW)
     if subject.mixes_narrow:
         _assert_laws(subject, _packed(subject))
@@ -188,14 +188,14 @@ def laws_hold_on_a_narrow_wire(subject: Subject) -> None:
 
 
 def nothing_in_flight_is_written_over(subject: Subject) -> None:
-    """Messages that leave late, read from memory only then, change nothing: compiled, donated, on ranks."""
+    """Messages in flight are not overwritten: sending late does not change results (compiled, donated, on ranks)."""
     for run in (_COMPILED, _packed(subject)):
         for mine, theirs in zip(ranks(subject, run, delay=_LATE_S), ranks(subject, run), strict=True):
             assert_close(mine, theirs, within={})
 
 
 def accumulates(subject: Subject) -> None:
-    """Two micro-batches are one batch of both, simulated and on ranks."""
+    """Two accumulated micro-batches equal one batch of both, simulated and on ranks."""
     run = Run(losses=(accumulate,))
     assert_close(simulated(subject, run, batches=_halves)[-1], simulated(subject)[-1])
     assert_close(ranks(subject, run, batches=_halves)[-1], simulated(subject)[-1])
@@ -206,7 +206,9 @@ def _halves(worker: int, t: int) -> PyTree:
 
 
 def works_by_autograd(subject: Subject) -> None:
-    """With `df.autograd` it computes what it computes traced, in one graph, with every feature, on ranks, donated; its invariants hold where one worker overflows, too; accumulated, two workers a process."""
+    """`df.autograd` agrees with the traced gradient on ranks, in one graph, donated, with every feature; the invariants
+    hold if one worker overflows, and with accumulation and two workers per process.
+    """
     traced = _full(subject)
     run = traced._replace(losses=(autograd, *traced.losses))
     expected = simulated(subject, traced)[-1]
@@ -219,7 +221,9 @@ def works_by_autograd(subject: Subject) -> None:
 
 
 def scales_the_loss(subject: Subject) -> None:
-    """A loss scale changes nothing where nothing overflows; where one worker overflows, its scale shrinks, all stay finite, and the invariants hold: traced, on ranks."""
+    """A loss scale without overflow does not change the result; if one worker overflows, its scale shrinks, all values
+    stay finite, and the invariants hold (traced, on ranks).
+    """
     build_only(subject, _SCALED)
     run = _full(subject)
     assert_close(params_of(ranks(subject, run)[-1]), params_of(simulated(subject)[-1]))
@@ -230,7 +234,7 @@ def scales_the_loss(subject: Subject) -> None:
 
 
 def _overflowing(batches: Batches) -> Batches:
-    """The same, but worker 1's gradient of step 3 is not finite."""
+    """Return the batches with a non-finite gradient of worker 1 in step 3."""
 
     def spoilt(worker: int, t: int) -> PyTree:
         targets, weight = batches(worker, t)
@@ -249,7 +253,7 @@ def keeps_an_ema(subject: Subject) -> None:
 
 
 def averages_buffers(subject: Subject) -> None:
-    """`average_buffers` mixes floating buffers and leaves others, on ranks, traced and donated; they draw near."""
+    """`average_buffers` mixes floating-point buffers only, on ranks, traced and donated; their disagreement shrinks."""
     build_only(subject, _MIXED_BUFFERS)
     mixed = ranks(subject, _full(subject))
     apart = simulated(subject, Run(with_buffers=True))
@@ -261,7 +265,7 @@ def averages_buffers(subject: Subject) -> None:
 
 
 def shows_the_mix(subject: Subject) -> None:
-    """An optimizer that is `MixAware` is handed what arrived, with weights that sum to one: on ranks as in the simulator."""
+    """A `MixAware` optimizer receives the messages, with weights that sum to one, on ranks and in the simulator."""
     build_only(subject, _MIX_AWARE)
     end = simulated(subject, _MIX_AWARE)[-1]
     assert_close(ranks(subject, _MIX_AWARE)[-1], end)
@@ -321,10 +325,10 @@ PROMISES: dict[str, Callable[[Subject], None]] = {
 
 
 def try_promise(promise: Callable[[Subject], None], subject: Subject) -> str | None:
-    """Why the algorithm declines what the promise needs (its own words), or None: the promise holds.
+    """Return None if the promise holds, or the reason for which the algorithm declines it.
 
     Raises:
-        AssertionError: it is broken.
+        AssertionError: the promise is broken.
     """
     try:
         promise(subject)
@@ -336,15 +340,15 @@ def try_promise(promise: Callable[[Subject], None], subject: Subject) -> str | N
 def check_algorithm(
     algorithm: Callable[..., Algorithm], topology: Callable[[int], Topology], **how: Any
 ) -> dict[str, str | None]:
-    """Try every promise on an algorithm: some 15, with three compilations by Inductor, in half a minute.
+    """Try every promise on an algorithm: about 15, with three compilations by Inductor, in half a minute.
 
     Args:
-        algorithm: as the functions of `decentfn.algorithms`.
-        topology: `num_workers -> Topology`, of 1 and of 4 workers.
+        algorithm: a function like those of `decentfn.algorithms`.
+        topology: `num_workers -> Topology`, for 1 and 4 workers.
         how: see `Subject`.
 
     Returns:
-        For each promise None, or the reason for which the algorithm declines it.
+        None for each promise that holds, or the reason for which the algorithm declines it.
 
     Raises:
         AssertionError: a promise is broken.

@@ -1,4 +1,4 @@
-"""What every topology, transform and compressor promises."""
+"""Checks of the promises of every topology, transform and compressor."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _DRAWS = 20  # of a compressor
 
 
 def check_topology(topology: Topology) -> None:
-    """Try the rounds of a schedule (the first 16 of a long or random one).
+    """Check the rounds of a schedule (the first 16 of a long or random one).
 
-    Its matrices are stochastic as declared; what it calls a permutation is one; gossip over it is `W x`, in the simulator
-    and, with at most 9 workers, on gloo ranks; so the mean (of a push-sum graph: the sum with its weights) stays.
+    Matrices are stochastic as declared; slots are permutations; gossip computes `W x`, in the simulator and, with at
+    most 9 workers, on gloo ranks; so the mean is preserved (on a push-sum graph, with its weights).
 
     Raises:
         AssertionError: a promise is broken.
@@ -50,7 +50,7 @@ def check_topology(topology: Topology) -> None:
         what = f"round {t} of {name!r}"
         assert w.shape == (n, n) and bool((w >= -1e-12).all()), f"{what}: weights are not negative, [N, N]"
         _assert_sums(what, "columns", w.sum(0))
-        if not topology.is_column_stochastic:
+        if not topology.needs_push_sum:
             _assert_sums(what, "rows", w.sum(1))
         this = topology.round(torch.tensor(t))
         for slot in range(this.sources.shape[1]):
@@ -76,14 +76,14 @@ def _assert_sums(what: str, axis: str, sums: Tensor) -> None:
 def check_transform(
     make: Callable[[], Any], *, dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float64)
 ) -> None:
-    """Try a gradient transform on small buckets of these dtypes.
+    """Check a gradient transform on small buckets of these dtypes.
 
     It is pure; its updates have the gradients' layout and are finite; its state keeps its layout and shares no memory;
-    traced it is one graph and gives what it gives eagerly; under `vmap` it treats workers apart.
+    it traces to one graph with the eager result; under `vmap` workers are independent.
 
     Args:
-        make: makes the transform, `df.adamw(1e-3)` or your own.
-        dtypes: of the parameters.
+        make: makes the transform, such as `df.adamw(1e-3)` or your own.
+        dtypes: dtypes of the parameters.
 
     Raises:
         AssertionError: a promise is broken.
@@ -121,7 +121,7 @@ def check_transform(
 
 
 def _updates(update: Callable[..., Any], state: Any, gradients: list[Buckets], x: Buckets) -> list[Any]:
-    """Updates and state after each gradient."""
+    """Return updates and state after each gradient."""
     kept, results = trees.map(torch.clone, (state, gradients, x)), []
     given = (state, gradients, x)
     for gradient in gradients:
@@ -133,7 +133,7 @@ def _updates(update: Callable[..., Any], state: Any, gradients: list[Buckets], x
 
 
 def _traced(update: Callable[..., Any], graphs: list[Any]) -> Callable[..., Any]:
-    """`update`, compiled as part of a step."""
+    """Compile `update` as part of a step."""
 
     def count(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         graphs.append(graph)
@@ -176,10 +176,10 @@ def _assert_close(what: str, got: Any, expected: Any) -> None:
 def check_compressor(
     compressor: Compressor, *, dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float64, torch.bfloat16)
 ) -> None:
-    """Try a compressor on small buckets of these dtypes.
+    """Check a compressor on small buckets of these dtypes.
 
-    Its messages have the planned number of bytes; a message of zeros means zeros; it contracts by the δ that it
-    promises; it is a function of the bucket and the key; traced (aot_eager) and under `vmap` it says and hears the same.
+    Messages have the planned number of bytes; a message of zeros decodes to zeros; it contracts by its δ; it is a
+    function of the bucket and the key; traced (aot_eager) and under `vmap` messages and decoded values are the same.
 
     Raises:
         AssertionError: a promise is broken.
@@ -230,6 +230,6 @@ def _check_contraction(compressor: Compressor, x: Tensor, plan: BucketPlan, ther
         errors.append(((y.double() - heard.double()) ** 2).sum() / (y.double() ** 2).sum())
     rounding = 4 * torch.finfo(plan.dtype).eps
     mean, bound = float(torch.stack(errors).mean()), (1 - delta) + rounding
-    # Random compressors promise a mean: three standard errors are allowed for.
+    # Random compressors promise a mean, so allow three standard errors.
     slack = 3 * float(torch.stack(errors).std()) / _DRAWS**0.5
     assert mean <= bound + slack, f"{name}: it leaves {mean:.3g} of ‖x‖², more than 1 - δ = {1 - delta:.3g}"

@@ -1,6 +1,6 @@
-"""The problem that contracts are tried on: a few leaves, every worker with data of its own, gradients that are exact.
+"""Problem for the contract tests: few leaves, different data on every worker, exact gradients.
 
-Leaf by leaf a quadratic in the leaf's own dtype, so that float64 leaves are computed in float64 from end to end.
+Each leaf has a quadratic loss in its own dtype, so float64 leaves are computed in float64 throughout.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from decentfn.core import trees
 from decentfn.core.trees import PyTree
 
 BUCKET_MB = 0.002
-"""Small; the leaves of each dtype are a bucket."""
+"""Small, but the leaves of each dtype fit one bucket."""
 
 _SHAPES = {"matrix": (5, 6), "nested": [(7,)], "scalar": ()}
 DTYPES = (torch.float32, torch.float64)
 
 
 def params(worker: int = 0, dtypes: tuple[torch.dtype, ...] = DTYPES) -> PyTree:
-    """A start: a tree of a few leaves of each dtype, other numbers for every worker."""
+    """Return initial parameters: a tree of a few leaves of each dtype, different for every worker."""
     draw = torch.Generator().manual_seed(worker)
     return {str(dtype)[6:]: _normal(draw, dtype) for dtype in dtypes}
 
 
 def batch(worker: int, t: int, strength: float = 1.0, dtypes: tuple[torch.dtype, ...] = DTYPES) -> PyTree:
-    """Worker's data of step t: targets `[4, ...]` for every leaf, and the weight `[4]` of each sample (0: no gradient)."""
+    """Return the worker's batch of step t: targets `[4, ...]` per leaf, and sample weights `[4]` (0: no gradient)."""
     draw = torch.Generator().manual_seed(1000 * (t + 1) + worker)
     samples = [{str(dtype)[6:]: _normal(draw, dtype) for dtype in dtypes} for _ in range(4)]
-    # Workers do not agree on where the minimum is.
+    # Workers have different minima.
     targets = trees.map(lambda *rows: torch.stack(rows) + worker / 4, *samples)
     return targets, torch.full((4,), strength)
 
 
 def loss_fn(params: PyTree, batch: PyTree) -> tuple[Tensor, Tensor]:
-    """The weighted mean over samples of the squared distance to their targets; aux is the distance of one leaf."""
+    """Return the weighted mean of squared distances to the targets; aux is the distance of one leaf."""
     targets, weight = batch
     pairs = list(zip(trees.leaves(params), trees.leaves(targets), strict=True))
     losses = [(weight.to(p.dtype) * ((p - y) ** 2).reshape(len(y), -1).mean(1)).mean() for p, y in pairs]
@@ -44,7 +44,7 @@ def loss_fn(params: PyTree, batch: PyTree) -> tuple[Tensor, Tensor]:
 
 
 def loss_with_buffers(params: PyTree, buffers: PyTree, batch: PyTree) -> tuple[Tensor, tuple[PyTree, Tensor]]:
-    """The same with buffers as BatchNorm has them: running means of the batch, and a count."""
+    """Return the loss with buffers like BatchNorm's: running means of the batch, and a count."""
     targets, _ = batch
     new = {
         "means": trees.map(lambda m, y: 0.9 * m + 0.1 * y.mean(0).to(m.dtype), buffers["means"], targets),
@@ -55,12 +55,12 @@ def loss_with_buffers(params: PyTree, buffers: PyTree, batch: PyTree) -> tuple[T
 
 
 def buffers(worker: int = 0) -> PyTree:
-    """Buffers for `loss_with_buffers`."""
+    """Return buffers for `loss_with_buffers`."""
     return {"means": params(worker + 100), "count": torch.tensor(worker)}
 
 
 def stacked(rows: list[Any]) -> Any:
-    """One tree of rows `[N, ...]` from the trees of N workers."""
+    """Stack the trees of N workers into one with leaves `[N, ...]`."""
     return trees.map(lambda *leaves: torch.stack(leaves), *rows)
 
 

@@ -1,7 +1,6 @@
-"""Gloo ranks that are threads of this process: real sends and receives, for the price of a function call.
+"""Gloo ranks as threads of this process: real sends and receives over loopback, without starting processes.
 
-They share the process's modules, its compiled code and its random number generators. What they exchange goes through
-gloo, over the loopback interface.
+They share the process's modules, compiled code and random number generators.
 """
 
 from __future__ import annotations
@@ -26,25 +25,25 @@ _kept: dict[tuple[int, float], list[World]] = {}
 
 
 def on_ranks(num_ranks: int, function: Callable[..., T], *arguments: Any, timeout: timedelta = _TIMEOUT) -> list[T]:
-    """`function(rank, *arguments)` on every rank at once; what each returned, by rank.
+    """Run `function(rank, *arguments)` on all ranks at once and return the results by rank.
 
     Args:
-        num_ranks: threads, each with a gloo group of its own.
-        function: what a rank does. Inside, `df.init()` and everything collective see a world of `num_ranks` processes.
-        arguments: passed on to all ranks.
+        num_ranks: number of threads, each with its own gloo group.
+        function: the rank's program. In it, `df.init()` and all collectives see a world of `num_ranks` processes.
+        arguments: arguments for all ranks.
         timeout: how long a message waits for its peer.
 
     Raises:
-        The first exception that a rank raised; the others then time out.
+        The first exception of any rank; the others then time out.
     """
     return _run(_connect(num_ranks, timeout, 0.0), function, *arguments)
 
 
 def on_kept_ranks(num_ranks: int, function: Callable[..., T], *, delay: float = 0.0) -> list[T]:
-    """As `on_ranks`, on connections that stay open for the next call, and must be left without a message in flight.
+    """Run as `on_ranks`, on connections that stay open for the next call; no message may be left in flight.
 
-    Every message leaves `delay` seconds late, read from memory only then: what is written over before its message was
-    waited for arrives changed.
+    Every message is read from memory and sent `delay` seconds late, so a buffer that is overwritten before the wait
+    arrives changed.
     """
     key = (num_ranks, delay)
     if key not in _kept:
@@ -58,9 +57,9 @@ def on_kept_ranks(num_ranks: int, function: Callable[..., T], *, delay: float = 
 
 @contextmanager
 def alone_as_rank_of(num_ranks: int) -> Iterator[World]:
-    """This thread as rank 0 of a world that nobody else is in: messages go nowhere, and zeros arrive.
+    """Make this thread rank 0 of a world without other ranks: messages are dropped, and zeros arrive.
 
-    For compiling a step once, before all ranks run its code.
+    Used to compile a step once before all ranks run its code.
     """
     with use(_Nowhere(_NoGroup(), 0, num_ranks)) as world:  # pyright: ignore[reportArgumentType]
         yield world
@@ -85,7 +84,7 @@ def _connect(num_ranks: int, timeout: timedelta, delay: float) -> list[World]:
 
 
 class ThreadWorld(World):
-    """A rank that is a thread: its own gloo groups over a store in memory."""
+    """World of a rank that is a thread, with its own gloo groups over a store in memory."""
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, delay: float = 0.0) -> None:
         self._store, self._delay = store, delay
@@ -93,7 +92,7 @@ class ThreadWorld(World):
         super().__init__(self._group("all", tuple(range(size))), rank, size, timeout)
 
     def _new_group(self, ranks: tuple[int, ...]) -> Any:
-        self._made += 1  # all make the same groups in the same order
+        self._made += 1  # all ranks make the same groups in the same order
         return self._group(f"group {self._made}", ranks) if self.rank in ranks else None
 
     def _group(self, name: str, ranks: tuple[int, ...]) -> Any:
@@ -103,7 +102,7 @@ class ThreadWorld(World):
 
 
 class _Late:
-    """A group whose messages leave `delay` seconds after they were posted, in their order."""
+    """Group whose messages are sent `delay` seconds after they were posted, in order."""
 
     def __init__(self, group: Any, delay: float) -> None:
         self._group, self._delay, self._thread = group, delay, ThreadPoolExecutor(1)
@@ -144,7 +143,7 @@ class _Nowhere(World):
 
 
 class _NoGroup:
-    """Zeros arrive: what lies in memory is no message that could be decoded."""
+    """Group in which zeros arrive, since uninitialized memory could not be decoded."""
 
     def recv(self, tensors: Sequence[Tensor], *where: int) -> _NoGroup:
         for tensor in tensors:

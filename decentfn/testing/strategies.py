@@ -23,7 +23,7 @@ _NAMES = (
 
 
 def num_workers(min_value: int = 1, max_value: int = 9) -> st.SearchStrategy[int]:
-    """How many workers."""
+    """Numbers of workers."""
     return st.integers(min_value, max_value)
 
 
@@ -33,7 +33,7 @@ def seeds() -> st.SearchStrategy[int]:
 
 
 def tensors(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> st.SearchStrategy[Tensor]:
-    """Normal numbers, drawn by a seed: hypothesis shrinks the shape and the seed, not each float."""
+    """Tensors of normal numbers, drawn by a seed: hypothesis shrinks the shape and the seed, not each float."""
     return seeds().map(lambda seed: torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype))
 
 
@@ -41,20 +41,20 @@ def tensors(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> st.Se
 def param_trees(
     draw: Any, *, dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float64), max_leaves: int = 5
 ) -> Any:
-    """Dicts of tensors: one to five leaves, of up to three axes of 1 to 4, scalars among them."""
+    """Dicts of one to five tensors with up to three axes of 1 to 4, including scalars."""
     shapes = draw(st.lists(st.lists(st.integers(1, 4), max_size=3).map(tuple), min_size=1, max_size=max_leaves))
     return {f"leaf{i}": draw(tensors(shape, draw(st.sampled_from(dtypes)))) for i, shape in enumerate(shapes)}
 
 
 def buckets(*, dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float64)) -> st.SearchStrategy[Buckets]:
-    """Parameters laid out in buckets of all sizes, from one a leaf to one a dtype."""
+    """Parameters in buckets of all sizes, from one per leaf to one per dtype."""
     sizes = st.sampled_from([1e-9, 1e-4, 25.0])
     return st.builds(lambda tree, mb: flatten(tree, bucket_mb=mb), param_trees(dtypes=dtypes), sizes)
 
 
 @st.composite
 def mixing_matrices(draw: Any, workers: st.SearchStrategy[int] | None = None, *, doubly: bool = True) -> np.ndarray:
-    """`[N, N]` float64 whose columns, and if `doubly` rows, sum to one: weighted permutations, a ring's among them."""
+    """Matrices `[N, N]` float64 whose columns (and, if `doubly`, rows) sum to 1, made of permutations and a ring."""
     n = draw(num_workers(2) if workers is None else workers)
     rng = np.random.default_rng(draw(seeds()))
     terms = draw(st.integers(1, 3))
@@ -70,7 +70,7 @@ def mixing_matrices(draw: Any, workers: st.SearchStrategy[int] | None = None, *,
 
 @st.composite
 def topologies(draw: Any, workers: st.SearchStrategy[int] | None = None) -> Topology:
-    """Doubly stochastic schedules: from the registry, at sizes that they have, or of random matrices."""
+    """Doubly stochastic schedules: registered ones at valid sizes, or of random matrices."""
     n = draw(num_workers() if workers is None else workers)
     rounds = draw(st.integers(1, 3))
     own = st.lists(mixing_matrices(st.just(n)), min_size=rounds, max_size=rounds)

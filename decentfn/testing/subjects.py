@@ -28,13 +28,13 @@ STEPS = 6
 
 
 class Law(NamedTuple):
-    """Something that stays as it was at the start, in every step, on every schedule."""
+    """Quantity that keeps its initial value in every step, on every schedule."""
 
     name: str
     quantity: Callable[[Any, Topology, int], list[Tensor]]
-    """`(stacked state, topology, steps taken) -> [D] float64` of each bucket of the parameters."""
+    """`(stacked state, topology, steps taken) -> [D] float64` for each bucket of the parameters."""
     with_gradients: bool = False
-    """Whether it also holds while workers follow their gradients."""
+    """True if it also holds while workers follow their gradients."""
 
 
 def _mean(state: Any, topology: Topology, t: int) -> list[Tensor]:
@@ -51,16 +51,16 @@ replicas_stay_equal = Law("replicas equal", _spread, with_gradients=True)
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """An algorithm under test.
+    """Algorithm under test.
 
     Args:
         algorithm: `(loss_fn, optimizer, topology, **hyperparameters) -> Algorithm`.
         topology: `num_workers -> Topology`.
-        hyperparameters: of the algorithm.
+        hyperparameters: the algorithm's hyperparameters.
         laws: its invariants.
         num_workers: N, even.
-        starts_equal: whether all workers must start with the same parameters.
-        mixes_narrow: whether its laws hold with a narrow `wire_dtype`, too (averages within groups round their sums).
+        starts_equal: all workers must start with the same parameters.
+        mixes_narrow: the laws also hold with a narrow `wire_dtype` (group averages round their sums).
     """
 
     algorithm: Callable[..., Algorithm]
@@ -74,7 +74,7 @@ class Subject:
     def build(
         self, num_workers: int | None = None, loss_fn: Any = problem.loss_fn, optimizer: Any = None, **options: Any
     ) -> Algorithm:
-        """The algorithm on the problem of these contracts."""
+        """Build the algorithm on the contract tests' problem."""
         optimizer = sgd(0.05, momentum=0.5) if optimizer is None else optimizer
         options = {"bucket_mb": problem.BUCKET_MB, **self.hyperparameters, **options}
         return self.algorithm(loss_fn, optimizer, self.topology(num_workers or self.num_workers), **options)
@@ -88,7 +88,7 @@ class Subject:
         with_buffers: bool = False,
         dtypes: tuple[torch.dtype, ...] = problem.DTYPES,
     ) -> Any:
-        """The state of these workers: one worker's, or stacked."""
+        """Return the initial state of these workers, of one or stacked."""
         seeds = [0 if self.starts_equal else i for i in workers]
         buffers = [(problem.buffers(i),) if with_buffers else () for i in seeds]
         states = [algorithm.init(problem.params(i, dtypes), *more) for i, more in zip(seeds, buffers, strict=True)]
@@ -96,9 +96,9 @@ class Subject:
 
 
 class Run(NamedTuple):
-    """How an algorithm is run."""
+    """Configuration of a run."""
 
-    backend: str | None = None  # of torch.compile; "donate": eager, over its state
+    backend: str | None = None  # of torch.compile; "donate": eager and donated
     donate: bool = True
     local: int = 1  # workers of each process
     options: tuple[tuple[str, Any], ...] = ()
@@ -108,14 +108,14 @@ class Run(NamedTuple):
 
 
 class Declined(ValueError):
-    """The algorithm was not built, in its own words."""
+    """The algorithm refused to be built; the message is its own."""
 
 
 class _Program(NamedTuple):
     algorithm: Algorithm
     step: Callable[..., Any]
     is_compiled: threading.Event
-    graphs: list[Any]  # that were traced, where the backend is not Inductor
+    graphs: list[Any]  # traced graphs, unless the backend is Inductor
 
 
 @lru_cache(maxsize=16)
@@ -140,7 +140,7 @@ def _program(subject: Subject, run: Run) -> _Program:
 
 
 def graphs(subject: Subject, run: Run) -> int:
-    """How many graphs the step of this run has been, so far."""
+    """Return the number of graphs of this run's step so far."""
     return len(_program(subject, run).graphs)
 
 
@@ -153,7 +153,7 @@ Batches = Callable[[int, int], PyTree]
 def ranks(
     subject: Subject, run: Run, *, steps: int = STEPS, batches: Batches = problem.batch, delay: float = 0.0
 ) -> list[Any]:
-    """The stacked state of all workers after every step, the start first, computed by gloo ranks."""
+    """Return the stacked states of all workers, initial and after every step, computed by gloo ranks."""
     program, size = _program(subject, run), subject.num_workers // run.local
 
     def workers(rank: int) -> range:
@@ -186,7 +186,7 @@ def ranks(
 
 @lru_cache(maxsize=32)
 def simulated(subject: Subject, run: Run = _PLAIN, *, batches: Batches = problem.batch) -> list[Any]:
-    """The same, eagerly by the simulator."""
+    """Return the states as `ranks` does, computed eagerly by the simulator."""
     n = subject.num_workers
     program = _program(subject, run._replace(backend=None, donate=True, local=n))
     state = subject.start(program.algorithm, range(n), stacked=True, with_buffers=run.with_buffers)
@@ -209,9 +209,10 @@ _CLOSE = {torch.float64: 1e-7, torch.float32: 2e-5, torch.bfloat16: 0.05, torch.
 def assert_close(
     got: Any, expected: Any, *, within: Mapping[torch.dtype, float] | None = None, but: float = 0.0
 ) -> None:
-    """Two states agree, leaf by leaf: to rounding of the leaf's dtype, or `within` so much (a dtype that it does not name: bit for bit).
+    """Assert that two states agree leaf by leaf, to rounding of the dtype, or `within` bounds by dtype (default:
+    bitwise).
 
-    A share of the values, `but`, may be off by up to 0.02.
+    A fraction `but` of the values may be off by up to 0.02.
     """
     assert len(trees.leaves(got)) == len(trees.leaves(expected)), "the states have other numbers of leaves"
     for (name, mine), theirs in zip(trees.named_leaves(got), trees.leaves(expected), strict=True):

@@ -1,4 +1,4 @@
-"""Topologies: one family a file, each a function that returns a checked `Topology`."""
+"""Topologies: functions that return a checked `Topology`, one family per file."""
 
 from decentfn.topologies.certificates import Certificate, certificate, consensus_steps, spectral_gap
 from decentfn.topologies.combine import alternate, every, later, nth_round, paused, pga, relabel

@@ -1,6 +1,6 @@
-"""What a topology promises, computed when asked for: stochastic, connected, exact after so many steps, its gap, its cost.
+"""Certificates of topologies: stochasticity, connection, steps to consensus, spectral gap and cost.
 
-Small schedules are measured by singular values, large ones by applying their rounds, random ones by drawing some.
+Small schedules are measured by singular values, large ones by applying their rounds, random ones by sampling.
 """
 
 from __future__ import annotations
@@ -23,43 +23,44 @@ _KRYLOV = 64
 
 @dataclass(frozen=True)
 class Certificate:
-    """The facts of a topology; of a random one those of its first 64 rounds, its contraction of 512."""
+    """Measured properties of a topology; a random one is sampled (64 rounds, 512 for its contraction)."""
 
     name: str
     num_workers: int
     period: int | None
     """Steps after which the schedule repeats; None for a random one."""
     degree: int
-    """Messages that a worker sends in a step, at most."""
+    """Most messages that a worker sends in a step."""
     is_doubly_stochastic: bool
     """Rows and columns of every round sum to 1 and no entry is negative (1e-12)."""
     is_column_stochastic: bool
-    """Columns of every round do: the mean is kept."""
+    """Columns of every round sum to 1, so mixing keeps the mean."""
     is_symmetric: bool
     """Every round's matrix is symmetric."""
     is_connected: bool
-    """Over a period, what one worker knows reaches every other."""
+    """Over a period, information of each worker reaches all others."""
     steps_to_consensus: int | None
-    """Steps from t = 0 after which all hold the exact mean (to rounding), within a period; None if there are none."""
+    """Steps from t = 0 until all workers hold the exact mean (to rounding); None if not within a period."""
     spectral_gap: float | None
     """1 - the second largest singular value of the product over a period; None for a random schedule."""
     expected_contraction: float | None
-    """Of a random schedule what it has in the gap's place: ρ, the largest eigenvalue of E[(W - J)ᵀ(W - J)] (Boyd et al.,
-    2006). The expected squared disagreement shrinks at least by ρ a step, where rounds are drawn independently:
-    E‖x_t - x̄‖² <= ρᵗ ‖x_0 - x̄‖². None for a schedule that repeats. Estimated from its own draws, with a standard error
-    of at most 0.03: the direction that shrinks least in steps 0 to 255, and by how much it does in steps 256 to 511."""
+    """ρ of a random schedule, the largest eigenvalue of E[(W - J)ᵀ(W - J)] (Boyd et al., 2006); None for a periodic
+    one. If rounds are drawn independently, E‖x_t - x̄‖² <= ρᵗ ‖x_0 - x̄‖². Estimated with a standard error of at most
+    0.03: the direction that shrinks least is taken from steps 0 to 255, its contraction from steps 256 to 511."""
     messages_per_step: float
-    """Messages that a worker sends in a step, on average over workers and steps."""
+    """Mean number of messages per worker and step."""
     payloads_per_step: float
-    """Payloads that a worker sends in a step, on average: messages, and 2(r-1)/r for an all-reduce of r workers."""
+    """Mean number of payloads per worker and step: messages, plus 2(r-1)/r for an all-reduce of r workers."""
 
     def bytes_per_step(self, payload_bytes: float) -> float:
-        """Bytes that a worker sends in a step, on average, where what it mixes has `payload_bytes`."""
+        """Return the mean bytes per worker and step if a payload has `payload_bytes`."""
         return self.payloads_per_step * payload_bytes
 
 
 def certificate(topology: Topology) -> Certificate:
-    """Measure what `topology` promises: for 4,096 workers seconds, half a minute if its period has thousands of steps.
+    """Measure the properties of `topology`.
+
+    Takes seconds for 4,096 workers, half a minute if the period has thousands of steps.
 
     >>> from decentfn.topologies import one_peer_exp
     >>> facts = certificate(one_peer_exp(8))
@@ -98,20 +99,19 @@ def certificate(topology: Topology) -> Certificate:
 
 
 def consensus_steps(topology: Topology) -> int | None:
-    """Steps from t = 0 after which all workers hold the exact mean, to rounding.
+    """Return the number of steps from t = 0 until all workers hold the exact mean, to rounding.
 
-    Looked for within one period, with random vectors as parameters: 0 for one worker, None if disagreement remains (as
-    for every random schedule).
+    Measured over one period with random vectors: 0 for one worker, None if disagreement remains (as for every random
+    schedule).
     """
     require_topology("consensus_steps", topology)
     return _Schedule(topology).steps_to_consensus
 
 
 def spectral_gap(topology: Topology) -> float | None:
-    """`1 - ‖W_(P-1) ... W_0 - J‖₂` of one period; None for a random schedule (see `Certificate.expected_contraction`).
+    """Return `1 - ‖W_(P-1) ... W_0 - J‖₂` of one period; None if random (see `Certificate.expected_contraction`).
 
-    Exact for up to 512 workers; beyond, by ARPACK, which applies the rounds. A push-sum schedule keeps no consensus, so
-    that its number is of J in place of its own limit.
+    Exact for up to 512 workers, by ARPACK beyond. For a push-sum schedule, J replaces the schedule's own limit.
     """
     require_topology("spectral_gap", topology)
     return _Schedule(topology).spectral_gap
@@ -136,12 +136,12 @@ class _Round:
             self.mean_payloads = float((2 * np.maximum(self.sizes - 1, 0)).sum()) / n
 
     def apply(self, x: np.ndarray) -> np.ndarray:
-        """`W x`, of `[N]` or `[N, D]`."""
+        """Return `W x`, `[N]` or `[N, D]`."""
         y = self.sparse @ x
         return y if self.mean_weights is None else y + (self.mean_weights * self._means(x).T).T
 
     def apply_transposed(self, x: np.ndarray) -> np.ndarray:
-        """`Wᵀ x`, of `[N]` or `[N, D]`."""
+        """Return `Wᵀ x`, `[N]` or `[N, D]`."""
         y = self.sparse.T @ x
         return y if self.mean_weights is None else y + self._means((self.mean_weights * x.T).T)
 
@@ -152,7 +152,7 @@ class _Round:
 
     @property
     def smallest(self) -> float:
-        """The least weight that a worker gives to itself, another one or the mean of its group."""
+        """Smallest weight in the round, the weights of group means included."""
         if self.mean_weights is None:
             return float(self.sparse.data.min())
         entries = self.sparse.copy()
@@ -160,7 +160,7 @@ class _Round:
         return float(min(entries.data.min(), self.mean_weights.min()))
 
     def links(self) -> tuple[np.ndarray, np.ndarray]:
-        """From whom to whom something travels; a group is a circle of its members."""
+        """Return sources and receivers of all links; a group counts as a circle of its members."""
         receivers, sources = self.sparse.nonzero()
         if self.mean_weights is None:
             return sources, receivers
@@ -172,7 +172,7 @@ class _Round:
 
 
 class _Schedule:
-    """The rounds of one period, or of the first steps of a random schedule; a short one's are kept."""
+    """Rounds of one period, or the first rounds of a random schedule, cached if short."""
 
     def __init__(self, topology: Topology) -> None:
         self.num_workers, self.is_random = topology.num_workers, topology.period is None
@@ -180,7 +180,7 @@ class _Schedule:
         self.round = lru_cache(2**24 // topology.weights[0].numel())(lambda t: _Round(topology, t))
 
     def random(self, columns: int) -> np.ndarray:
-        """`[N, columns]`, the same for every schedule, off the consensus."""
+        """Return fixed random columns `[N, columns]` with mean 0."""
         x = np.random.RandomState(0).standard_normal((self.num_workers, columns))
         return x - x.mean(0)
 
@@ -202,7 +202,7 @@ class _Schedule:
             return 0
         if self.is_random:
             return None
-        # A sudden end; what merely decays as far does not drop a thousandfold in one step.
+        # Exact consensus drops a thousandfold in one step; geometric decay does not.
         *_, before, last = self._disagreements
         return len(self._disagreements) - 1 if last <= min(_ROUNDING, before / 1e3) else None
 
@@ -220,7 +220,7 @@ class _Schedule:
             return 1.0
 
         def squared(x: np.ndarray) -> np.ndarray:
-            """`MᵀM x`, M the product off the consensus."""
+            """Return `MᵀM x`, M the product without the consensus."""
             x = x - x.mean()
             for t in rounds:
                 x = self.round(t).apply(x)
@@ -233,15 +233,15 @@ class _Schedule:
 
     @property
     def expected_contraction(self) -> float | None:
-        """By fresh draws, along the direction that shrinks least in others.
+        """Contraction of fresh draws along the direction that shrinks least in earlier draws.
 
-        Where many directions shrink alike the largest eigenvalue of one mean of draws is too large by 1/√steps.
+        (The largest eigenvalue of a single sample mean would be too large by 1/√steps.)
         """
         if not self.is_random:
             return None
 
         def squared(x: np.ndarray) -> np.ndarray:
-            """The mean of `(W - J)ᵀ(W - J) x`."""
+            """Return the mean of `(W - J)ᵀ(W - J) x`."""
             total = np.zeros_like(x)
             for this in map(self.round, range(_STEPS_AVERAGED)):
                 total += this.apply_transposed(this.apply(x - x.mean(0)))
@@ -256,7 +256,7 @@ class _Schedule:
         return float(np.mean([np.sum(this.apply(slowest) ** 2) for this in fresh]) / np.sum(slowest**2))
 
     def _largest(self, apply: Any) -> tuple[float, np.ndarray]:
-        """The largest eigenvalue and its vector (ARPACK)."""
+        """Return the largest eigenvalue and its vector (ARPACK)."""
         from scipy.sparse.linalg import LinearOperator, eigsh
 
         kernel: Any = LinearOperator

@@ -1,6 +1,6 @@
 """Schedules made of schedules: `every`, `later`, `nth_round`, `alternate`, `pga`, and `relabel`.
 
-All work for messages, averages in groups and random rounds, mixed: one graph, in which idle operators do nothing.
+They may combine messages, group averages and random rounds in one graph, in which idle operators do nothing.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _MOST_STEPS = 2**31 - 1
 
 @checks_numbers
 def every(H: int, topology: Topology) -> Topology:
-    """Mix in the steps t = 0, H, 2H, ...; rest in the others: nothing is sent, and `W_t = I`.
+    """Mix in steps t = 0, H, 2H, ...; send nothing in all others, `W_t = I`.
 
-    Step k H is round k of `topology`, which so goes through all its rounds. `every(H, complete(N))` is local SGD with
-    periodic averaging. Cost per step and worker: that of `topology`, divided by H.
+    Step k H is round k of `topology`, so all its rounds are used. `every(H, complete(N))` is local SGD with periodic
+    averaging. Cost per step and worker: that of `topology`, divided by H.
 
     Args:
         H: steps from one mix to the next, at least 1.
-        topology: what mixes; the period is H x its own.
+        topology: the schedule of mixes; the new period is H times its period.
 
     >>> every(4, complete(8)).period
     4
@@ -43,11 +43,11 @@ def every(H: int, topology: Topology) -> Topology:
 
 @checks_numbers
 def later(steps: int, topology: Topology) -> Topology:
-    """The same schedule, begun `steps` steps later: step t is round t - steps, and before that it rests.
+    """Delay a schedule by `steps` steps: step t is round t - steps, and the first `steps` steps are idle.
 
     Args:
         steps: at least 0.
-        topology: the schedule; the period, from its beginning on, is the same.
+        topology: the schedule; its period stays the same after the idle steps.
 
     >>> later(3, every(4, complete(8))).round(3).is_active
     True
@@ -63,7 +63,7 @@ def later(steps: int, topology: Topology) -> Topology:
 
 @checks_numbers
 def nth_round(k: int, rounds: int, topology: Topology) -> Topology:
-    """Round k of a step that mixes `rounds` times: step t is round `rounds * t + k` of `topology`.
+    """Select round k of a step that mixes `rounds` times: step t is round `rounds * t + k` of `topology`.
 
     Args:
         k: from 0 to rounds - 1.
@@ -87,11 +87,11 @@ def nth_round(k: int, rounds: int, topology: Topology) -> Topology:
 
 
 def paused(topology: Topology, other: Topology) -> Topology:
-    """The same schedule, except that it rests in the steps in which `other` is active.
+    """Pause a schedule in the steps in which `other` is active.
 
     Args:
         topology: the schedule.
-        other: a schedule of as many workers; the period is the common multiple of both.
+        other: a schedule of the same number of workers; the new period is the common multiple of both.
 
     >>> from decentfn.topologies import ring
     >>> [paused(ring(4), every(3, complete(4))).round(t).is_active for t in range(3)]
@@ -107,11 +107,11 @@ def paused(topology: Topology, other: Topology) -> Topology:
 
 
 def alternate(*topologies: Topology) -> Topology:
-    """One round of each in turn: step m k + j, of m topologies, is round k of the j-th.
+    """Cycle through topologies: with m of them, step m k + j is round k of the j-th.
 
     Args:
-        topologies: at least one, of the same number of workers; a topology may be given more than once. The period is
-            m x the common multiple of their periods.
+        topologies: at least one, of the same number of workers; repetitions are allowed. The new period is m times the
+            common multiple of their periods.
 
     >>> from decentfn.topologies import ring
     >>> alternate(ring(4), complete(4)).period
@@ -127,14 +127,14 @@ def alternate(*topologies: Topology) -> Topology:
 
 @checks_numbers
 def pga(H: int, topology: Topology) -> Topology:
-    """Gossip with periodic global averaging: the mean over all workers in steps 0, H, 2H, ..., else `topology`.
+    """Gossip with periodic global averaging: average over all workers in steps 0, H, 2H, ..., else use `topology`.
 
     Step t is round t of `topology`, unless H divides t. Cost per step and worker: that of `topology`, and every H
-    steps an all-reduce of 2(N-1)/N payloads in its stead.
+    steps an all-reduce of 2(N-1)/N payloads instead.
 
     Args:
         H: steps from one global average to the next, at least 1.
-        topology: what mixes in between; the period is the common multiple of H and its own.
+        topology: the schedule in between; the new period is the common multiple of H and its period.
 
     Source: Chen et al., 2021 (Gossip-PGA).
 
@@ -149,7 +149,7 @@ def pga(H: int, topology: Topology) -> Topology:
 
 
 def relabel(topology: Topology, workers: Sequence[int]) -> Topology:
-    """The same schedule with `workers[i]` in the place of worker i, to put neighbors where they are close.
+    """Replace worker i of a schedule by `workers[i]`, for example to place neighbors on one machine.
 
     Args:
         topology: the schedule.
@@ -165,19 +165,19 @@ def relabel(topology: Topology, workers: Sequence[int]) -> Topology:
     is_permutation = is_list and set(workers) == set(range(n))
     require(is_permutation, "relabel", f"expected each of 0..{n - 1} once.", topology=topology, workers=workers)
     places = torch.tensor([whole("relabel", "workers", i) for i in workers])
-    name_of = torch.cat([places, torch.tensor([-1])])  # index -1, nobody, stays nobody
+    name_of = torch.cat([places, torch.tensor([-1])])  # index -1, no peer, stays -1
     return _rearranged(topology, places.argsort(), lambda peers: name_of[peers], lambda groups: groups)
 
 
 def blocks(topology: Topology, count: int) -> Topology:
-    """`I ⊗ W`: the schedule within each of `count` blocks of consecutive workers."""
+    """Apply the schedule within each of `count` blocks of consecutive workers: `I ⊗ W`."""
     worker = torch.arange(count * topology.num_workers)
     place = worker % topology.num_workers
     return _rearranged(topology, place, lambda peers: peers + (worker - place)[:, None])
 
 
 def across(topology: Topology, size: int) -> Topology:
-    """`W ⊗ I`: the schedule among blocks of `size` consecutive workers, between those at the same place in each."""
+    """Apply the schedule across blocks of `size` consecutive workers, between equal places in them: `W ⊗ I`."""
     worker = torch.arange(size * topology.num_workers)
     return _rearranged(topology, worker // size, lambda peers: peers * size + (worker % size)[:, None])
 
@@ -188,7 +188,7 @@ def _rearranged(
     renamed: Callable[[Tensor], Tensor],
     regrouped: Callable[[Tensor], Tensor] | None = None,
 ) -> Topology:
-    """The schedule whose worker w has the row `rows[w]`, with its peers renamed, `[N', K] -> [N', K]`."""
+    """Return the schedule whose worker w has the row `rows[w]`, with renamed peers, `[N', K] -> [N', K]`."""
 
     def peers(table: Tensor) -> Tensor:
         return torch.where(table < 0, -1, renamed(table))
@@ -209,7 +209,7 @@ def _rearranged(
         round_of,
         period=topology.period,
         groups=None if topology.groups is None else torch.stack([grouped(row[rows]) for row in topology.groups]),
-        is_column_stochastic=topology.is_column_stochastic,
+        needs_push_sum=topology.needs_push_sum,
     )
 
 
@@ -223,8 +223,8 @@ def _switch(
 ) -> Topology:
     """Return the schedule whose step t is round s of part k, where `k, s = turn(t)`.
 
-    `period_of` makes its period of the parts'. With `has_start` the first steps differ from what repeats, so that the
-    schedule is no table of one period.
+    `period_of` computes the period from those of the parts. With `has_start` the first steps do not repeat, so the
+    schedule is not a table of one period.
     """
     n, sizes = parts[0].num_workers, [part.num_workers for part in parts]
     require(set(sizes) == {n}, name, f"its parts have {sizes} workers, not the same number.")
@@ -243,13 +243,13 @@ def _switch(
         round_of,
         period=None if None in periods else period_of([period for period in periods if period is not None]),
         groups=groupings,
-        is_column_stochastic=any(part.is_column_stochastic for part in parts),
+        needs_push_sum=any(part.needs_push_sum for part in parts),
         in_tables=not has_start,
     )
 
 
 def _padded(this: Round, slots: int, *, has_groups: bool) -> Round:
-    """Return the round with empty slots up to `slots`, and every worker in a group where the schedule has groups."""
+    """Return the round padded to `slots` slots, and to single groups if the schedule has groups."""
     more = (0, slots - this.sources.shape[1])
     sources, destinations = pad(this.sources, more, value=-1), pad(this.destinations, more, value=-1)
     groups, mean_weights = this.groups, this.mean_weights

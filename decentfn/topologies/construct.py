@@ -1,4 +1,4 @@
-"""The ways to make a topology: from tables, matrices, groups, edges, shifts, or a function of the step. All check it."""
+"""Constructors of checked topologies: from tables, matrices, groups, edges or shifts."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from decentfn.topologies.matrices import edge_colors, weighted_permutations
 from decentfn.topologies.rounds import Edge, Topology, check
 
 MOST_MESSAGES = 64
-"""A worker holds that many messages at once, at most, in an undirected graph."""
+"""Most messages that a worker of an undirected graph holds at once."""
 MOST_TABLE_ENTRIES = 2**22
-"""Longer schedules are not written out as tables."""
+"""Largest schedule that is stored as tables."""
 
 
 @checks_numbers
-def from_permutations(name: str, sources: object, weights: object, *, is_column_stochastic: bool = False) -> Topology:
-    """A schedule from explicit tables of messages.
+def from_permutations(name: str, sources: object, weights: object, *, needs_push_sum: bool = False) -> Topology:
+    """Make a schedule from explicit tables of messages.
 
     Args:
-        name: what errors and fingerprints call it.
+        name: name in errors and fingerprints.
         sources: `[P, N, K]` integers; every `sources[p, :, k]` is a permutation of the workers. A worker that is its
-            own source sends nothing in that slot (its weight is added to the own weight).
-        weights: `[P, N, K+1]`, own weight first; rows and columns of every mixing matrix sum to 1 (1e-12).
-        is_column_stochastic: only the columns must (push-sum: `weights[p, j, 1+k]` is what j gives to what it hears,
-            so that each sender's weights sum to 1).
+            own source sends nothing in that slot (its weight is added to the self-weight).
+        weights: `[P, N, K+1]`, self-weight first; rows and columns of every mixing matrix sum to 1 (1e-12).
+        needs_push_sum: only columns sum to 1, so algorithms need push-sum. `weights[p, j, 1+k]` is the weight that j
+            gives to its source; each sender's weights sum to 1.
 
     Raises:
-        ValueError: shapes, a column that is no permutation, a negative weight, weights that do not sum to 1, a worker
-            that hears nobody in all phases.
+        ValueError: wrong shapes, a column that is not a permutation, a negative weight, weights that do not sum to 1, a
+            worker that receives from no other in all phases.
     """
     s = torch.from_numpy(array(name, "sources", sources, np.int64))
     w = torch.from_numpy(array(name, "weights", weights))
@@ -55,47 +55,47 @@ def from_permutations(name: str, sources: object, weights: object, *, is_column_
     rests = s == torch.arange(n)[:, None]
     w[..., 0] += (w[..., 1:] * rests).sum(-1)
     w[..., 1:].masked_fill_(rests, 0.0)
-    topology = Topology(name, n, s, w, is_column_stochastic=is_column_stochastic)
+    topology = Topology(name, n, s, w, needs_push_sum=needs_push_sum)
     check(topology)
     return topology
 
 
 @checks_numbers
-def from_matrices(name: str, matrices: object, *, is_column_stochastic: bool = False) -> Topology:
-    """A schedule from mixing matrices, each decomposed into weighted permutations (messages).
+def from_matrices(name: str, matrices: object, *, needs_push_sum: bool = False) -> Topology:
+    """Make a schedule from mixing matrices, each decomposed into weighted permutations (messages).
 
-    Undirected rounds are colored by edges, so that the partner of a slot is the same both ways.
+    Undirected rounds are edge-colored, so a slot has the same partner in both directions.
 
     Args:
-        name: what errors and fingerprints call it.
+        name: name in errors and fingerprints.
         matrices: `[P, N, N]` (or `[N, N]`), `W[i, j]` the weight that i gives to j, not negative.
-        is_column_stochastic: only the columns sum to 1 (push-sum).
+        needs_push_sum: only the columns sum to 1 (push-sum).
 
     Raises:
-        ValueError: not square, else as `from_permutations`.
+        ValueError: not square, or as `from_permutations`.
     """
     stack = array(name, "matrices", matrices)
     stack = stack[None] if stack.ndim == 2 else stack
     are_square = stack.ndim == 3 and stack.shape[1] == stack.shape[2] and len(stack) > 0
     require(are_square, name, f"matrices of shape {list(stack.shape)}; mixing matrices are [P, N, N] or [N, N].")
-    return _padded(name, [weighted_permutations(w) for w in stack], is_column_stochastic)
+    return _padded(name, [weighted_permutations(w) for w in stack], needs_push_sum)
 
 
 @checks_numbers
 def from_groups(name: str, phases: Sequence[Sequence[Edge]], num_workers: int) -> Topology:
-    """A schedule from groups of workers that average, Decent-DP's edges. Every worker is in exactly one per phase.
+    """Make a schedule from groups of workers that average (Decent-DP's edges), one per worker and phase.
 
-    A schedule whose groups are all pairs (or singles) travels as messages, one per worker and step; any larger group
-    is averaged by an all-reduce within the group.
+    If all groups are pairs (or singles), workers send messages, one per worker and step. Larger groups use an
+    all-reduce within the group.
 
     Args:
-        name: what errors and fingerprints call it.
-        phases: for each step of the period, its edges: `Edge(ranks, weight)` or `(ranks, weight)`, the own weight in
-            [0, 1], 1/len(ranks) if it is None.
+        name: name in errors and fingerprints.
+        phases: the edges of each step of the period, `Edge(ranks, weight)` or `(ranks, weight)`, with a self-weight in
+            [0, 1]; None is 1/len(ranks).
         num_workers: N.
 
     Raises:
-        ValueError: a worker in no edge or in two, an own weight outside [0, 1], a worker left out over the period.
+        ValueError: a worker in no edge or in two, a self-weight outside [0, 1], a worker left out over the period.
     """
     require_at_most(name, MOST_WORKERS, num_workers=num_workers)
     _require_listed(name, "phases", phases)
@@ -106,7 +106,7 @@ def from_groups(name: str, phases: Sequence[Sequence[Edge]], num_workers: int) -
         if seen != list(range(num_workers)):
             raise ValueError(
                 f"{name}: phase {p} has workers {seen} in its edges; each of 0..{num_workers - 1} must be in exactly "
-                "one (a worker that rests has an edge of its own)."
+                "one (an idle worker has its own edge)."
             )
     largest = max(len(ranks) for phase in edges for ranks, _ in phase)
     slots = largest - 1 if largest <= 2 else 0  # pairs are messages
@@ -138,7 +138,7 @@ def _edge(name: str, edge: Edge | tuple[Sequence[int], float | None]) -> tuple[l
     ranks, weight = [whole(name, "ranks", rank) for rank in edge[0]], edge[1]
     weight = 1 / len(ranks) if weight is None else real(name, "weight", weight)
     is_share = 0 <= weight <= 1 and (len(ranks) > 1 or weight == 1)
-    rule = "the own weight lies in [0, 1] and is 1 for a single worker."
+    rule = "the self-weight lies in [0, 1] and is 1 for a single worker."
     require(is_share, name, f"Edge({ranks}, weight={weight}): {rule}")
     return ranks, weight
 
@@ -151,17 +151,17 @@ def _require_listed(name: str, what: str, given: Any) -> Any:
 
 @checks_numbers
 def from_edges(name: str, rounds: Sequence[tuple[ArrayLike, ArrayLike, ArrayLike]], num_workers: int) -> Topology:
-    """A schedule of undirected rounds from weighted edges; a worker keeps what its edges leave of 1.
+    """Make a schedule of undirected rounds from weighted edges; the self-weight is 1 minus the weights of its edges.
 
-    Edges are colored, a color a slot, so that the partner of a slot is the same both ways.
+    Edges are colored, one color per slot, so a slot has the same partner in both directions.
 
     Args:
-        name: what errors and fingerprints call it.
-        rounds: for each step of the period `(u, v, weights)`, `[E]` each, every edge once; none for a worker alone.
+        name: name in errors and fingerprints.
+        rounds: `(u, v, weights)` of each step of the period, `[E]` each, every edge once; none for a single worker.
         num_workers: N.
 
     Raises:
-        ValueError: a worker with more than 64 edges in a round, else as `from_permutations`.
+        ValueError: a worker with more than 64 edges in a round, or as `from_permutations`.
     """
     require_at_most(name, MOST_WORKERS, num_workers=num_workers)
     tables = []
@@ -196,16 +196,16 @@ def from_edges(name: str, rounds: Sequence[tuple[ArrayLike, ArrayLike, ArrayLike
 
 @checks_numbers
 def from_shifts(name: str, rounds: Sequence[Mapping[int, float]], num_workers: int) -> Topology:
-    """A schedule of circulant rounds `W = w_0 I + Σ_s w_s P^s`: worker i receives from i - s with weight w_s.
+    """Make a schedule of circulant rounds `W = w_0 I + Σ_s w_s P^s`: worker i receives from i - s with weight w_s.
 
     Args:
-        name: what errors and fingerprints call it.
-        rounds: for each step of the period its shifts and weights; shifts that agree modulo N are one message, those
-            that are 0 none. The own weight is what the others leave of 1.
+        name: name in errors and fingerprints.
+        rounds: shifts and weights of each step of the period; shifts that agree modulo N are one message, shift 0 is
+            none. The self-weight is 1 minus the other weights.
         num_workers: N.
 
     Raises:
-        ValueError: weights that are negative, or beyond 1.
+        ValueError: negative weights, or weights above 1.
     """
     require_at_most(name, MOST_WORKERS, num_workers=num_workers)
     n, tables = num_workers, []
@@ -226,25 +226,25 @@ def _idle_tables(n: int) -> tuple[np.ndarray, np.ndarray]:
     return np.zeros((n, 0), dtype=np.int64), np.ones((n, 1))
 
 
-def _padded(name: str, tables: Sequence[tuple[np.ndarray, np.ndarray]], is_column_stochastic: bool = False) -> Topology:
-    """Rounds `(sources [N, K_p], weights [N, K_p + 1])` as one topology; a worker rests in the slots that are left."""
+def _padded(name: str, tables: Sequence[tuple[np.ndarray, np.ndarray]], needs_push_sum: bool = False) -> Topology:
+    """Make a topology of rounds `(sources [N, K_p], weights [N, K_p + 1])`, padded with idle slots."""
     num_workers, slots = tables[0][0].shape[0], max(sources.shape[1] for sources, _ in tables)
     s = np.tile(np.arange(num_workers)[None, :, None], (len(tables), 1, slots))
     w = np.zeros((len(tables), num_workers, slots + 1))
     for p, (sources, weights) in enumerate(tables):
         s[p, :, : sources.shape[1]] = sources
         w[p, :, : weights.shape[1]] = weights
-    return from_permutations(name, s, w, is_column_stochastic=is_column_stochastic)
+    return from_permutations(name, s, w, needs_push_sum=needs_push_sum)
 
 
 @checks_numbers
 def idle(num_workers: int, name: str = "idle") -> Topology:
-    """Rest in every step: `W = I`, period 1, nothing sent."""
+    """Send nothing in any step: `W = I`, period 1."""
     require_at_most("idle", MOST_WORKERS, num_workers=num_workers)
     sources, weights = (torch.from_numpy(table)[None] for table in _idle_tables(num_workers))
     return Topology(name, num_workers, sources, weights, active=torch.tensor([False]))
 
 
 def alone(name: str) -> Topology:
-    """Return the schedule of one worker, which mixes with nobody in every step."""
+    """Return the schedule of a single worker."""
     return from_shifts(name, [], 1)

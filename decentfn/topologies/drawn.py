@@ -1,4 +1,4 @@
-"""Schedules that are functions of the step: drawn at random, or made of other schedules. Their rounds are checked as tables are."""
+"""Schedules given by a function of the step: random ones, and combinations. Sample rounds are checked like tables."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from decentfn.topologies.rounds import Round, Topology, check, silenced
 
 _LONGEST_TABLE = 2**11
 _STEPS_TRIED = (*range(16), 10**6)
-"""Of a schedule without tables: checked as a table's rounds would be, and drawn twice."""
+"""Sample rounds of a schedule without tables: checked like a table's rounds, and drawn twice."""
 
 
 @checks_numbers
 def from_draw(name: str, num_workers: int, draw: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]) -> Topology:
-    """A random schedule: a function of t alone, the same on every worker, evaluated when a step runs.
+    """Make a random schedule: a function of t alone, the same on every worker, evaluated when a step runs.
 
-    The first 16 rounds and a late one are checked here as tables would be, and drawn again to see that they stay.
+    The first 16 rounds and a late one are checked like tables and drawn twice to check that they repeat.
 
     Args:
-        name: what errors and fingerprints call it.
+        name: name in errors and fingerprints.
         num_workers: N.
         draw: `t` (0-d int64) -> `(sources [N, K], destinations [N, K], weights [N, K+1])`, int64, int64 and float64;
-            randomness comes from `decentfn.core.draws`, keyed by (seed, t). A worker that hears nobody is its own source.
+            randomness comes from `decentfn.core.draws`, keyed by (seed, t). An idle worker is its own source.
 
     Raises:
-        ValueError: a shape or dtype, a round that is no sum of weighted permutations, is not doubly stochastic, or
-            differs when it is drawn again.
+        ValueError: a wrong shape or dtype; a round that is not a sum of weighted permutations, is not doubly
+            stochastic, or differs when drawn again.
     """
     require_at_most(name, MOST_WORKERS, num_workers=num_workers)
     if num_workers == 1:
@@ -48,7 +48,7 @@ def _silent_round(this: Round) -> Round:
 
 
 def _with_shapes(name: str, num_workers: int, round_of: Callable[[Tensor], Round]) -> Callable[[Tensor], Round]:
-    """The same function, whose rounds have the right shapes and dtypes and as many slots as the first."""
+    """Wrap the function so that it checks shapes and dtypes; all rounds have the first one's number of slots."""
     slots = round_of(torch.tensor(0)).sources.shape[-1]
 
     def checked(t: Tensor) -> Round:
@@ -58,8 +58,8 @@ def _with_shapes(name: str, num_workers: int, round_of: Callable[[Tensor], Round
             if list(table.shape) != [num_workers, width] or table.dtype != dtype:
                 raise ValueError(
                     f"{name}: the {part} of step {int(t)} are {list(table.shape)} {table.dtype}, not "
-                    f"{[num_workers, width]} {dtype}; sources and destinations are [N, K], weights [N, K+1], the same K "
-                    "in every step (a worker that rests is its own source)."
+                    f"{[num_workers, width]} {dtype}; sources and destinations are [N, K], weights [N, K+1], the same "
+                    "K in every step (an idle worker is its own source)."
                 )
         return this
 
@@ -74,24 +74,24 @@ def from_rounds(
     *,
     period: int | None,
     groups: Tensor | None = None,
-    is_column_stochastic: bool = False,
+    needs_push_sum: bool = False,
     in_tables: bool = True,
 ) -> Topology:
-    """A schedule given by a function of the step; one with a short period is written out as tables.
+    """Make a schedule from a function of the step; a short period is stored as tables.
 
     Args:
-        name: what errors and fingerprints call it.
+        name: name in errors and fingerprints.
         num_workers: N.
-        round_of: `t` (0-d int64) -> its `Round`; -1 where nobody is heard.
-        period: of the schedule; None for a random one.
-        groups: `[G, N]` int64, all groupings that its rounds use, if there are any: groups are never random, since their
-            process groups are made beforehand.
-        is_column_stochastic: as in `from_permutations`.
-        in_tables: False: rounds are always computed, as of a schedule whose beginning does not repeat.
+        round_of: `t` (0-d int64) -> its `Round`; -1 marks an idle slot.
+        period: period of the schedule; None for a random one.
+        groups: `[G, N]` int64, all groupings of its rounds, if any. Groups are never random, since their process groups
+            are created in advance.
+        needs_push_sum: as in `from_permutations`.
+        in_tables: False computes every round, for a schedule whose first steps do not repeat.
 
     Raises:
-        ValueError: a shape or dtype, a round whose weights do not sum to 1, whose destinations are not the inverse of
-            its sources, or that differs when it is drawn again.
+        ValueError: a wrong shape or dtype; a round whose weights do not sum to 1, whose destinations are not the
+            inverse of its sources, or that differs when drawn again.
     """
     require_at_most(name, MOST_WORKERS, num_workers=num_workers)
     require(
@@ -114,19 +114,19 @@ def from_rounds(
         mean_weights = torch.stack([this.mean_weights for this in drawn if this.mean_weights is not None])
     are_active = torch.tensor([this.is_active for this in drawn])
     active = None if bool(are_active.all()) else are_active
-    tables = Topology(name, num_workers, sources, weights, rows, mean_weights, is_column_stochastic, active=active)
-    check(tables, nobody_left_out=in_tables)
+    tables = Topology(name, num_workers, sources, weights, rows, mean_weights, needs_push_sum, active=active)
+    check(tables, all_receive=in_tables)
     for t, before in reversed(list(zip(steps[: len(_STEPS_TRIED)], drawn, strict=False))):
         for part, was, now in zip(Round._fields, before, round_of(torch.tensor(t)), strict=True):
             if was is not None and (now is None or not torch.equal(torch.as_tensor(was), torch.as_tensor(now))):
                 raise ValueError(
-                    f"{name}: the {part} of step {t} differ when they are drawn twice; every worker draws for itself, so a "
-                    "round is a function of t (and a seed) alone: take its numbers from decentfn.core.draws, for example "
-                    f"draws.permutation(seed, t, {num_workers})."
+                    f"{name}: the {part} of step {t} differ when drawn twice; every worker draws them itself, "
+                    "so a round is a function of t (and a seed) alone: take its numbers from decentfn.core.draws, for "
+                    f"example draws.permutation(seed, t, {num_workers})."
                 )
     if in_tables:
         return tables
     first = None if mean_weights is None else mean_weights[:1]
     return Topology(
-        name, num_workers, sources[:1], weights[:1], groups, first, is_column_stochastic, round_of, repeats=period
+        name, num_workers, sources[:1], weights[:1], groups, first, needs_push_sum, round_of, repeats=period
     )

@@ -1,4 +1,4 @@
-"""EquiTopo: shifts by random distances, whose gap does not shrink as N grows."""
+"""EquiTopo: shifts by random distances; the spectral gap does not shrink as N grows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from decentfn.topologies.rounds import Topology
 
 
 def _distances(call: str, n: int, m: int | None, seed: int) -> list[int]:
-    """M random distances, drawn again until they join all workers (the few even ones of N = 8 might not)."""
+    """Draw M random distances until they connect all workers (a few even ones for N = 8 might not)."""
     count = max(1, (n - 1).bit_length()) if m is None else m
     rule = f"M, the number of shifts, is at least 1 and at most {MOST_WORKERS}."
     require(1 <= count <= MOST_WORKERS, call, rule, num_workers=n, M=m)
@@ -35,9 +35,9 @@ def _distances(call: str, n: int, m: int | None, seed: int) -> list[int]:
 def equitopo_d_static(num_workers: int, *, M: int | None = None, seed: int = 0) -> Topology:
     """D-EquiStatic: the mean of M matrices A = I/N + (N-1)/N P^a with random distances a in 1..N-1, in every step.
 
-    Distances that leave the graph in parts are drawn again.
+    Distances that leave the graph disconnected are drawn again.
 
-    Cost per step and worker: M messages (fewer where distances repeat). A static graph for each seed, not symmetric.
+    Cost per step and worker: M messages (fewer if distances repeat). A static graph for each seed, not symmetric.
 
     Args:
         num_workers: N >= 1.
@@ -84,7 +84,7 @@ def equitopo_u_static(num_workers: int, *, M: int | None = None, seed: int = 0) 
 
 @register_topology("equitopo-od-dyn")
 def equitopo_od_dyn(num_workers: int, *, eta: float = 0.5, seed: int = 0) -> Topology:
-    """OD-EquiDyn: `W_t = (1-η) I + η (I/N + (N-1)/N P^a)`, the distance a drawn anew in every step.
+    """OD-EquiDyn: `W_t = (1-η) I + η (I/N + (N-1)/N P^a)`, with a new random distance a in every step.
 
     In expectation a step contracts the squared disagreement by `1 - 2η(1-η)` for large N.
     Cost per step and worker: one message. A function of (seed, t), the same on every worker; rounds are not symmetric.
@@ -111,7 +111,7 @@ def equitopo_od_dyn(num_workers: int, *, eta: float = 0.5, seed: int = 0) -> Top
 def equitopo_ou_dyn(num_workers: int, *, eta: float = 0.5, seed: int = 0) -> Topology:
     """OU-EquiDyn: pairs at a random distance, `W_t = (1-η) I + η A`, where A gives a pair's partner (N-1)/N.
 
-    From a random start s, the workers s, s+1, ... in turn pair with the one at distance a, if both are free.
+    From a random start s, workers s, s+1, ... in turn pair with the worker at distance a, if both are free.
     Cost per step and worker: at most one message. A function of (seed, t), the same on every worker.
 
     Args:

@@ -1,4 +1,4 @@
-"""Exponential graphs: neighbors at distances that are powers of two, or of p + 1; CECA's; pairs by the bits of their numbers."""
+"""Exponential graphs: neighbors at distances that are powers of two or of p + 1; CECA; pairs that differ in one bit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def is_power_of_two(n: int) -> bool:
 
 
 def _digits(n: int, base: int) -> int:
-    """`⌈log_base n⌉`, without rounding."""
+    """Return `⌈log_base n⌉`, without rounding errors."""
     count, reach = 0, 1
     while reach < n:
         count, reach = count + 1, reach * base
@@ -74,11 +74,11 @@ def p_peer_exp(num_workers: int, *, p: int = 2) -> Topology:
 
 @register_topology("ceca")
 def ceca(num_workers: int) -> Topology:
-    """The messages of CECA: in each round a worker receives from one at a distance, weight 1/2: `(I + P^s)/2`.
+    """Use CECA's messages: in each round receive from the worker at one distance, weight 1/2: `(I + P^s)/2`.
 
-    Of the bits of N-1, most significant first, with e = 0: the round of a bit receives from i-(e+bit), and e ← 2e + bit.
-    CECA itself updates two buffers by these messages and holds the exact mean after ⌈log2 N⌉ rounds; one buffer, as all
-    algorithms here keep, does so where N is a power of two.
+    Round by round over the bits of N-1, most significant first, from e = 0: receive from i-(e+bit), then e ← 2e + bit.
+    CECA itself updates two buffers with these messages and holds the exact mean after ⌈log2 N⌉ rounds. With one buffer,
+    as in all algorithms here, this holds if N is a power of two.
     Cost per step and worker: one message.
 
     Source: Ding et al., 2023.
@@ -96,7 +96,7 @@ def ceca(num_workers: int) -> Topology:
 @register_topology("one-peer-hypercube")
 @register_topology("one-peer-exp")
 def one_peer_exp(num_workers: int) -> Topology:
-    """Pair `i` with `i XOR 2^k` in phase k, weight 1/2: the one-peer hypercube.
+    """Pair `i` with `i XOR 2^k` in phase k, weight 1/2 (the one-peer hypercube).
 
     Cost per step and worker: one message. Exact consensus after log2(N) steps.
 

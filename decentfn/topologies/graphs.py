@@ -1,4 +1,4 @@
-"""Static undirected graphs: any, and well-known ones, with Metropolis-Hastings weights; rings of pairs by turns."""
+"""Undirected graphs with Metropolis-Hastings weights: your own, and well-known ones; the ring of alternating pairs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from decentfn.topologies.rounds import Edge, Topology
 
 
 def _weighted(name: str, num_workers: int, *rounds: tuple[np.ndarray, np.ndarray]) -> Topology:
-    """Rounds of edges u - v, weights 1 / (1 + max(d_u, d_v)), d the degrees: doubly stochastic on any graph."""
+    """Make rounds of edges u - v with weights 1 / (1 + max(d_u, d_v)), d the degrees; always doubly stochastic."""
     weighted = []
     for u, v in rounds:
         degrees = np.bincount(np.concatenate([u, v]), minlength=num_workers)
@@ -27,14 +27,15 @@ def _weighted(name: str, num_workers: int, *rounds: tuple[np.ndarray, np.ndarray
 def graph(num_workers: int, *, graph: Any, has_weights: bool = False) -> Topology:
     """Average with all neighbors on a graph in every step, Metropolis-Hastings weights 1/(1 + max(d_i, d_j)).
 
-    Cost per step and worker: as many messages as it has neighbors.
+    Cost per step and worker: one message per neighbor.
 
     Args:
         num_workers: N, the number of the graph's nodes.
-        graph: an undirected, connected networkx graph, or an adjacency matrix `[N, N]`, of at most 64 neighbors each. Nodes
-            that are the numbers 0..N-1 are the workers of that number, others in the order of the graph. Loops do not count.
-        has_weights: take the edges' own weights, networkx's attribute "weight" or the matrix's entries, as the weights
-            of W; a worker keeps what its edges leave of 1.
+        graph: an undirected, connected networkx graph, or an adjacency matrix `[N, N]`, with at most 64 neighbors per
+            node. Nodes named 0..N-1 are the workers of that number; others follow the order of the graph. Loops are
+            ignored.
+        has_weights: use the edges' own weights (networkx's attribute "weight", or the matrix's entries) as the weights
+            of W; the self-weight is 1 minus their sum.
 
     >>> graph(4, graph=[[0, 1, 1, 1], [1, 0, 0, 0], [1, 0, 0, 0], [1, 0, 0, 0]]).degree
     3
@@ -58,7 +59,7 @@ def _from_networkx(call: str, graph: Any) -> tuple[np.ndarray, np.ndarray, np.nd
         nodes = list(range(len(nodes)))
     number = {node: index for index, node in enumerate(nodes)}
     edges = [(*sorted((number[a], number[b])), w) for a, b, w in graph.edges(data="weight", default=0.0) if a != b]
-    weight_of = {(a, b): weight for a, b, weight in edges}  # a multigraph's last one counts
+    weight_of = {(a, b): weight for a, b, weight in edges}  # in a multigraph the last edge counts
     ends = np.array(list(weight_of), dtype=np.int64).reshape(-1, 2)
     return ends[:, 0], ends[:, 1], np.array(list(weight_of.values()), dtype=np.float64), len(nodes)
 
@@ -73,7 +74,7 @@ def _from_matrix(call: str, graph: Any) -> tuple[np.ndarray, np.ndarray, np.ndar
 
 @register_topology("complete")
 def complete(num_workers: int) -> Topology:
-    """Average with everyone, weight 1/N: `W = J`.
+    """Average over all workers, weight 1/N: `W = J`.
 
     Cost per step and worker: an all-reduce, 2(N-1)/N payloads; no messages.
 
@@ -85,7 +86,7 @@ def complete(num_workers: int) -> Topology:
 
 @register_topology("ring")
 def ring(num_workers: int) -> Topology:
-    """Average with the right neighbor, then with the left: (0 1)(2 3)..., then (0 N-1)(1 2)...; weight 1/2.
+    """Average with the right neighbor, then with the left, weight 1/2: (0 1)(2 3)..., then (0 N-1)(1 2)...
 
     Cost per step and worker: one message. Period 2 (1 for N = 2).
 
@@ -108,8 +109,8 @@ def ring(num_workers: int) -> Topology:
 def static_ring(num_workers: int) -> Topology:
     """Average with both neighbors in every step, weights 1/3 (two workers: 1/2).
 
-    Spectral gap 1 - (1 + 2 cos(2π/N)) / 3 for N >= 4; exact for N <= 3. Symmetric; odd rings take three slots, since
-    partners pair up in each. Cost per step and worker: two messages (one for N = 2).
+    Spectral gap 1 - (1 + 2 cos(2π/N)) / 3 for N >= 4; exact for N <= 3. Symmetric; odd rings need three slots, since
+    each slot is a matching. Cost per step and worker: two messages (one for N = 2).
 
     >>> static_ring(6).degree
     2
@@ -120,9 +121,9 @@ def static_ring(num_workers: int) -> Topology:
 
 @register_topology("chain")
 def chain(num_workers: int) -> Topology:
-    """Workers in a line, Metropolis-Hastings weights: 1/3 for each neighbor (two workers: 1/2).
+    """Average with the neighbors on a line, Metropolis-Hastings weights: 1/3 for each neighbor (two workers: 1/2).
 
-    Spectral gap that of a ring of 2N: 1 - (1 + 2 cos(π/N)) / 3 for N >= 3.
+    Spectral gap 1 - (1 + 2 cos(π/N)) / 3 for N >= 3, that of a ring of 2N.
     Cost per step and worker: two messages at most.
     """
     u = np.arange(num_workers - 1)
@@ -131,10 +132,11 @@ def chain(num_workers: int) -> Topology:
 
 @register_topology("torus")
 def torus(num_workers: int, *, rows: int | None = None) -> Topology:
-    """Average with the neighbors on a grid whose sides are glued: weights 1/5 where both sides are at least 3.
+    """Average with the neighbors on a grid that wraps around, weights 1/5 if both sides are at least 3.
 
-    A side of 2 has one neighbor along it, not two, so the weights are 1/(1 + neighbors), 1/4 or 1/3; a side of 1 none
-    (a prime number of workers is a ring). Spectral gap (2 - 2 cos(2π / longest side)) / 5 for sides of at least 3.
+    Weights are 1/(1 + neighbors): a worker has two neighbors along a side of at least 3, one along a side of 2, and
+    none along a side of 1 (a prime number of workers is a ring). Spectral gap (2 - 2 cos(2π / longest side)) / 5 for
+    sides of at least 3.
     Cost per step and worker: four messages at most.
 
     Args:
@@ -180,15 +182,16 @@ def _lattice(name: str, down: tuple[np.ndarray, np.ndarray], right: tuple[np.nda
 
 @register_topology("star")
 def star(num_workers: int) -> Topology:
-    """Worker 0 averages with everyone, the others with worker 0 alone: Metropolis-Hastings weights 1/N.
+    """Average worker 0 with all others, and each other worker with worker 0, Metropolis-Hastings weights 1/N.
 
-    Spectral gap 1/N. Cost per step: N - 1 messages to and from the center, which holds them all at once, so N <= 65.
+    Spectral gap 1/N. Cost per step: N - 1 messages to and from worker 0, which holds them all at once, so N <= 65.
 
     Args:
         num_workers: N, 1 to 65.
     """
     n = num_workers
-    rule = f"the center would hold {n - 1} messages at once, more than {MOST_MESSAGES}; use 'complete' (an all-reduce) or 'binary-tree'."
+    way_out = "use 'complete' (an all-reduce) or 'binary-tree'."
+    rule = f"the center would hold {n - 1} messages at once, more than {MOST_MESSAGES}; {way_out}"
     require(n - 1 <= MOST_MESSAGES, "star", rule, num_workers=n)
     leaves = np.arange(1, n)
     return _weighted("star", n, (np.zeros_like(leaves), leaves))
@@ -196,7 +199,7 @@ def star(num_workers: int) -> Topology:
 
 @register_topology("binary-tree")
 def binary_tree(num_workers: int) -> Topology:
-    """Average with parent and children in every step: root 0 joined to 1, worker w > 1 to w // 2.
+    """Average with parent and children in every step; 0 is the parent of 1, and w // 2 that of w > 1.
 
     Metropolis-Hastings weights. Cost per step and worker: three messages at most.
 
@@ -211,9 +214,9 @@ def binary_tree(num_workers: int) -> Topology:
 
 @register_topology("double-binary-tree")
 def double_binary_tree(num_workers: int) -> Topology:
-    """The binary tree and its mirror image, in which worker w takes the place of N - 1 - w, in turn.
+    """Alternate the binary tree and its mirror image, in which worker w takes the place of N - 1 - w.
 
-    Inner workers of one tree are mostly leaves of the other, so that in two steps all have sent alike.
+    Inner workers of one tree are mostly leaves of the other, which balances the messages over two steps.
     Cost per step and worker: three messages at most. Period 2 (1 for N <= 2).
     """
     n, children = num_workers, np.arange(1, num_workers)

@@ -1,4 +1,4 @@
-"""Two levels: averages inside the nodes alternate with a schedule across them, or grow out of them."""
+"""Two-level schedules: averages inside the nodes, combined with a schedule across nodes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from decentfn.topologies.rounds import Edge, Topology, require_topology
 def hierarchical(
     num_workers: int, *, local_world_size: int, inner: str | Topology = "complete", outer: str | Topology = "base"
 ) -> Topology:
-    """Mix inside each node in even steps, across the nodes in odd ones.
+    """Mix inside each node in even steps and across nodes in odd steps.
 
-    Step 2k is round k of `inner`, on the L workers of each node; step 2k+1 is round k of `outer`, on the N/L nodes,
-    between the workers at the same place in each. With `inner="complete"` two steps make `W_nodes ⊗ (1/L) 11ᵀ`. The
-    two depend on one another, so they cannot be posted in one step: that is why they alternate.
-    Cost per step and worker: half of `inner`'s and half of `outer`'s; "complete" is an all-reduce inside the node.
+    Step 2k is round k of `inner` on the L workers of each node. Step 2k+1 is round k of `outer` on the N/L nodes,
+    between workers at the same place. With `inner="complete"` two steps make `W_nodes ⊗ (1/L) 11ᵀ`. The levels
+    alternate because the second needs the result of the first, so one step cannot post both.
+    Cost per step and worker: half of `inner`'s plus half of `outer`'s; "complete" is an all-reduce inside the node.
 
     Args:
         num_workers: N, a multiple of local_world_size.
@@ -42,10 +42,10 @@ def hierarchical(
 
 @register_topology("alternating-exp-ring")
 def alternating_exp_ring(num_workers: int, *, local_world_size: int) -> Topology:
-    """Exponential rounds across nodes of `local_world_size` workers, alternating with averages inside the nodes.
+    """Alternate exponential rounds across nodes of `local_world_size` workers with averages inside the nodes.
 
-    Each round across nodes spans two steps, in which alternating pairs of nodes swap an average inside each node
-    and one over both nodes. Groups of 2L workers are averaged by an all-reduce.
+    A round across nodes takes two steps, in which alternating pairs of nodes average either over both nodes or inside
+    each node. Groups of up to 2L workers average by an all-reduce.
 
     Args:
         num_workers: N = nodes x local_world_size, the number of nodes a power of two.

@@ -1,4 +1,4 @@
-"""Hypercubes, with sides of up to k + 1, and Base-(k+1) graphs: the exact mean in finitely many steps, at most k peers a step."""
+"""Hypercubes, hyper-hypercubes and Base-(k+1) graphs: exact in finitely many steps, at most k peers per step."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Edges = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 @register_topology("hypercube")
 def hypercube(num_workers: int) -> Topology:
-    """Average with all workers whose number differs in one bit, in every step; all weights 1/(1 + log2 N).
+    """Average in every step with all workers whose number differs in one bit, all weights 1/(1 + log2 N).
 
-    Spectral gap 2/(1 + log2 N). Cost per step and worker: log2(N) messages. One bit at a time is 'one-peer-hypercube'.
+    Spectral gap 2/(1 + log2 N). Cost per step and worker: log2(N) messages. 'one-peer-hypercube' uses one bit per step.
 
     Args:
         num_workers: N, a power of two.
@@ -36,7 +36,7 @@ def hypercube(num_workers: int) -> Topology:
 def hyper_hypercube(num_workers: int, *, k: int = 1) -> Topology:
     """Average in groups of f_r at stride f_1 ... f_(r-1) in round r, where N = f_1 f_2 ... and all f <= k + 1.
 
-    Exact after one period, as many rounds as there are factors. Cost per step and worker: at most k messages.
+    Exact after one period, one round per factor. Cost per step and worker: at most k messages.
 
     Args:
         num_workers: N, without prime factors above k + 1.
@@ -51,8 +51,8 @@ def hyper_hypercube(num_workers: int, *, k: int = 1) -> Topology:
     rounds = _hyper_hypercube_rounds(np.arange(num_workers), k)
     if rounds is None:
         raise ValueError(
-            f"hyper_hypercube(num_workers={num_workers}, k={k}): {num_workers} has a prime factor above k + 1 = {k + 1}; "
-            f"use base(num_workers={num_workers}, k={k}), which takes any number."
+            f"hyper_hypercube(num_workers={num_workers}, k={k}): {num_workers} has a prime factor above k + 1 = "
+            f"{k + 1}; use base(num_workers={num_workers}, k={k}), which accepts any number."
         )
     return from_edges("hyper-hypercube", rounds, num_workers)
 
@@ -63,7 +63,7 @@ def _require_peers(call: str, n: int, k: int) -> None:
 
 
 def _hyper_hypercube_rounds(nodes: np.ndarray, k: int) -> list[Edges] | None:
-    """The rounds over `nodes`; None if their number has a prime factor above k + 1."""
+    """Return the rounds over `nodes`; None if their number has a prime factor above k + 1."""
     factors = _fewest_factors(len(nodes), k + 1)
     if factors is None:
         return None
@@ -79,7 +79,7 @@ def _hyper_hypercube_rounds(nodes: np.ndarray, k: int) -> list[Edges] | None:
 
 @lru_cache(maxsize=4096)
 def _fewest_factors(n: int, largest: int) -> tuple[int, ...] | None:
-    """As few factors of n as possible, each at most `largest`, in descending order; None if there are none."""
+    """Return the fewest factors of n that are at most `largest`, in descending order; None if there are none."""
     if n == 1:
         return ()
     best = None
@@ -93,11 +93,11 @@ def _fewest_factors(n: int, largest: int) -> tuple[int, ...] | None:
 
 @register_topology("base")
 def base(num_workers: int, *, k: int = 1) -> Topology:
-    """The Base-(k+1) graph: simple Base graphs in blocks, then a hyper-hypercube across the blocks.
+    """Base-(k+1) graph: simple Base graphs in blocks, then a hyper-hypercube across the blocks.
 
-    N = power x rest, `power` without prime factors above k + 1: blocks of `rest` workers find their means as in
-    'simple-base', then the blocks average as in 'hyper-hypercube'; the plain 'simple-base' where that is shorter.
-    The mean is exact after a period, about 2 log_(k+1) N + 2 steps at most.
+    N = power x rest, `power` without prime factors above k + 1: blocks of `rest` workers average as in 'simple-base',
+    then the blocks average as in 'hyper-hypercube'. If plain 'simple-base' is shorter, it is used instead.
+    The mean is exact after a period, at most about 2 log_(k+1) N + 2 steps.
     Cost per step and worker: at most k messages.
 
     Args:
@@ -125,7 +125,7 @@ def base(num_workers: int, *, k: int = 1) -> Topology:
 
 @register_topology("simple-base")
 def simple_base(num_workers: int, *, k: int = 1) -> Topology:
-    """The Simple Base-(k+1) graph: parts of N's digits in base k + 1 average, share with the later parts, average again.
+    """Simple Base-(k+1) graph: parts of N's digits in base k + 1 average, share with later parts, average again.
 
     The mean is exact after a period. Cost per step and worker: at most k messages.
 

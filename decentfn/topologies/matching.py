@@ -1,4 +1,4 @@
-"""Pairs that change from step to step: at random, or by a shift."""
+"""Pairs that change from step to step, at random or by a shift."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from decentfn.topologies.rounds import Round, Topology
 
 
 def pair_weights(partner: Tensor, weight: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Sources, destinations and weights of a round of pairs: `partner` `[N]`, its own inverse, heard with `weight`."""
+    """Return sources, destinations and weights of a round of pairs: `partner` `[N]`, its own inverse, at `weight`."""
     heard = torch.where(partner == torch.arange(partner.shape[0]), 0.0, weight).to(torch.float64)
     return partner[:, None], partner[:, None], torch.stack([1.0 - heard, heard], dim=1)
 
 
 @register_topology("random-matching")
 def random_matching(num_workers: int, *, seed: int = 0) -> Topology:
-    """Random pairs, new in every step, weight 1/2; with an odd number one worker rests.
+    """Average in new random pairs in every step, weight 1/2; one worker of an odd number is idle.
 
     In expectation a step contracts the squared disagreement by 1/2 for large N.
     Cost per step and worker: one message. A function of (seed, t), the same on every worker.

@@ -1,4 +1,4 @@
-"""Mixing matrices, `[N, N]` float64, as weighted permutations; edge colors; connection."""
+"""Decomposition of mixing matrices into weighted permutations, edge coloring and connectivity."""
 
 from __future__ import annotations
 
@@ -6,24 +6,23 @@ import numpy as np
 
 
 def weighted_permutations(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """`W = diag(w_0) + Σ_k diag(w_k) P_k`: the form in which messages carry a matrix (Birkhoff).
+    """Decompose a matrix into messages: `W = diag(w_0) + Σ_k diag(w_k) P_k` (Birkhoff).
 
-    As few permutations as the largest degree for directed and for bipartite undirected graphs, for other undirected
-    ones one more or, if they are dense, a few. Where every link goes both ways, each permutation is an involution (an edge
-    coloring).
+    Directed and bipartite undirected graphs need as many permutations as the largest degree, other undirected ones one
+    more, or a few more if dense. In undirected graphs each permutation is an involution (an edge coloring).
 
     Args:
         matrix: `[N, N]` float64, `W[i, j]` the weight that i gives to j.
 
     Returns:
-        `sources [N, K]` int64, every column a permutation (a worker that receives from nobody is its own source), and
-        `weights [N, K+1]` float64, own weight first.
+        `sources [N, K]` int64, every column a permutation (an idle worker is its own source), and `weights [N, K+1]`
+        float64, self-weight first.
     """
     n = matrix.shape[0]
     links = (matrix != 0) & ~np.eye(n, dtype=bool)
     is_undirected = bool((links == links.T).all())
     i, j = np.nonzero(np.triu(links) if is_undirected else links)
-    # A directed graph: hearing i and telling j are the two sides of a bipartite graph (König's theorem).
+    # A directed graph: receivers i and senders j are the two sides of a bipartite graph (König's theorem).
     colors = edge_colors(i, j, n) if is_undirected else edge_colors(i, n + j, 2 * n)
     if is_undirected:
         i, j, colors = np.concatenate([i, j]), np.concatenate([j, i]), np.tile(colors, 2)
@@ -40,10 +39,7 @@ def weighted_permutations(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _complete(i: np.ndarray, j: np.ndarray, n: int) -> np.ndarray:
-    """The permutation that takes every i to its j and the loose end of each chain of links to its start.
-
-    The added links weigh 0; all other workers stay where they are.
-    """
+    """Return the permutation that maps i to j and closes each chain of links into a cycle by a link of weight 0."""
     partial = dict(zip(i.tolist(), j.tolist(), strict=True))
     heard = set(partial.values())
     permutation = np.arange(n)
@@ -58,11 +54,11 @@ def _complete(i: np.ndarray, j: np.ndarray, n: int) -> np.ndarray:
 
 
 def edge_colors(u: np.ndarray, v: np.ndarray, num_nodes: int) -> np.ndarray:
-    """Color edges so that no two at one node share a color: each color is a matching.
+    """Color edges so that no two edges at one node share a color; each color is a matching.
 
-    An edge takes a color that is free at both ends; where there is none, a path of two alternating colors is flipped
-    (Kempe), and only where every such path is closed, a color is added. Bipartite graphs get as many colors as the
-    largest degree.
+    An edge takes a color that is free at both ends. If there is none, a path of two alternating colors is flipped
+    (Kempe); a color is added only if every such path is closed. Bipartite graphs need as many colors as the largest
+    degree.
 
     Args:
         u: `[E]` one end of each edge, no edge twice.
@@ -78,7 +74,7 @@ def edge_colors(u: np.ndarray, v: np.ndarray, num_nodes: int) -> np.ndarray:
     palette = int(np.bincount(np.concatenate([u, v]), minlength=1).max(initial=0)) if ends else 0
 
     def path(start: int, first: int, second: int) -> tuple[list[int], int]:
-        """The edges of alternating colors that leave `start` with `first`, and the node where they end."""
+        """Return the path of alternating colors that leaves `start` with `first`, and its last node."""
         edges: list[int] = []
         node, color, other = start, first, second
         while color in used[node]:
@@ -98,7 +94,7 @@ def edge_colors(u: np.ndarray, v: np.ndarray, num_nodes: int) -> np.ndarray:
                 used[end][colors[edge]] = edge
 
     def freed(a: int, b: int) -> int | None:
-        """A color that is free at both ends once a path from b is flipped; none if all paths lead to a."""
+        """Flip a path from b so that a color is free at both ends; return it, or None if all paths lead to a."""
         for mine in (c for c in range(palette) if c not in used[a]):
             for theirs in (c for c in range(palette) if c not in used[b]):
                 edges, last = path(b, mine, theirs)

@@ -35,7 +35,8 @@ def register_topology(name: str) -> Callable[[Function], Function]:
         known, call = _registry.get(name), function.__name__
         if known is not None and known.__qualname__ != function.__qualname__:
             raise ValueError(
-                f"register_topology({name!r}): the name belongs to {known.__module__}.{known.__qualname__}; choose another."
+                f"register_topology({name!r}): the name belongs to {known.__module__}.{known.__qualname__}; choose "
+                "another."
             )
 
         @wraps(function)
@@ -51,12 +52,12 @@ def register_topology(name: str) -> Callable[[Function], Function]:
 
 
 def topology_names() -> list[str]:
-    """The registered names, sorted."""
+    """Return the registered names, sorted."""
     return sorted(_registry)
 
 
 def topology(name: str, num_workers: int, **options: Any) -> Topology:
-    """The topology registered as `name`.
+    """Make the topology registered as `name`.
 
     Args:
         name: one of `topology_names()`.
@@ -64,8 +65,8 @@ def topology(name: str, num_workers: int, **options: Any) -> Topology:
         options: the named topology's own keyword arguments.
 
     Raises:
-        ValueError: an unknown name, or a size that the topology does not have.
-        TypeError: an option that the topology does not have, or needs and did not get.
+        ValueError: an unknown name, or a size that the topology does not support.
+        TypeError: an unknown option, or a missing required one.
     """
     rule = "the name comes first, then the number of workers: df.topology('ring', 4)."
     require(isinstance(name, str), f"topology({brief(name)}, {brief(num_workers)})", rule)

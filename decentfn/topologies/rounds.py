@@ -1,4 +1,4 @@
-"""Topologies: whom each worker receives from in step t, with which weights, and the checks of both."""
+"""Topologies: sources and weights of every worker and step, and their checks."""
 
 from __future__ import annotations
 
@@ -20,28 +20,29 @@ _ROUNDS_KEPT = 256
 
 
 class Round(NamedTuple):
-    """One step's mixing. Worker i's next value is
+    """Mixing of one step. Worker i's next value is
     `weights[i, 0] x_i + Σ_k weights[i, 1+k] x_sources[i, k] + mean_weights[i] · (mean of x over i's group)`.
     """
 
-    sources: Tensor  # [N, K] int64, whom i receives from in slot k; -1: nobody
-    destinations: Tensor  # [N, K] int64, the inverse: whom i sends to; -1: nobody
-    weights: Tensor  # [N, K+1] float64, own weight first
+    sources: Tensor  # [N, K] int64, the worker that i receives from in slot k; -1: none
+    destinations: Tensor  # [N, K] int64, the inverse: the worker that i sends to; -1: none
+    weights: Tensor  # [N, K+1] float64, self-weight first
     groups: Tensor | None = None  # [N] int64
     mean_weights: Tensor | None = None  # [N] float64
     is_active: bool = True
-    """False where the schedule rests: everyone keeps what it has, and an outer update waits."""
+    """False in an idle round: all workers keep their values, and an outer update waits."""
 
     @property
     def heard(self) -> Tensor:
-        """`[N, K]` int64: the sources, with a worker itself where it hears nobody."""
+        """Sources `[N, K]` int64, with the worker itself in idle slots."""
         return torch.where(self.sources < 0, torch.arange(len(self.sources))[:, None], self.sources)
 
 
 class Edge(NamedTuple):
-    """A group of workers that average: own weight `weight`, the rest shared equally among the others.
+    """Group of workers that average, with self-weight `weight` (by default 1/len(ranks)); the others share the rest
+    equally.
 
-    The default weight is 1/len(ranks). (Decent-DP's `Edge`.)
+    (Decent-DP's `Edge`.)
     """
 
     ranks: Sequence[int]
@@ -49,49 +50,49 @@ class Edge(NamedTuple):
 
 
 class Peers(NamedTuple):
-    """A round's peers as Python integers, for the backend."""
+    """Peers of a round as Python integers, for the backend."""
 
     sources: list[list[int]]  # [N][K]
     destinations: list[list[int]]  # [N][K]
-    members: list[list[int]] | None  # [N]: of each worker's group, ascending
+    members: list[list[int]] | None  # [N]: members of each worker's group, ascending
 
 
 @dataclass(frozen=True, eq=False)
 class Topology:
-    """A schedule of mixing matrices: whom each worker receives from in step t, and with which weights.
+    """Schedule of mixing matrices: sources and weights of every worker and step.
 
-    Made by the `from_...` functions of `decentfn.topologies.construct`, which check it; or by name with
-    `decentfn.topology`. `decentfn.certificate` computes its guarantees.
+    Make one by name with `decentfn.topology`, or with the `from_...` functions of `decentfn.topologies`, which check
+    it. `decentfn.topologies.certificate` computes its guarantees.
     """
 
     name: str
     num_workers: int
     sources: Tensor
-    """`[P, N, K]` int64: the worker that i receives from in slot k of phase p (itself: nobody)."""
+    """`[P, N, K]` int64: the worker that i receives from in slot k of phase p; i itself if the slot is idle."""
     weights: Tensor
-    """`[P, N, K+1]` float64: own weight first, then one per slot."""
+    """`[P, N, K+1]` float64: self-weight first, then one per slot."""
     groups: Tensor | None = None
     """`[P, N]` int64: the group over which worker i averages in phase p, if the schedule averages in groups."""
     mean_weights: Tensor | None = None
-    """`[P, N]` float64: the weight of that mean."""
-    is_column_stochastic: bool = False
-    """Declared: only the columns sum to one (push-sum); otherwise rows do too."""
+    """`[P, N]` float64: the weight of the group's mean."""
+    needs_push_sum: bool = False
+    """True if only columns are declared to sum to 1, so that algorithms need push-sum; otherwise rows do too."""
     draw: Callable[[Tensor], Round] | None = None
-    """Schedules without tables: the round of step t (0-d int64), a function of t alone. Random ones are such, and ones
-    whose tables would be too long. `sources` and `weights` then show round 0, and `groups` all groupings that occur."""
+    """Round of step t (0-d int64), a function of t alone, for schedules that are random or too long for tables.
+    `sources` and `weights` then hold round 0, and `groups` all groupings that occur."""
     repeats: int | None = None
-    """With `draw`: the period, if it is not random."""
+    """Period of a schedule with `draw` that is not random."""
     active: Tensor | None = None
-    """`[P]` bool: False in phases in which the schedule rests; None: it never does."""
+    """`[P]` bool: False in idle phases; None: there are none."""
     rows_sum_to_one = True
-    """Whether rows sum to one unless only columns do; False where a fault of another library is repeated."""
+    """False if the schedule reproduces a fault of another library: rows that do not sum to 1."""
     degree: int = field(init=False)
-    """Messages that a worker sends in a step, at most; averages in groups are not messages. At most `slots`."""
+    """Most messages that a worker sends in a step, without group averages. At most `slots`."""
     slots: int = field(init=False)
-    """K, the messages that a step has room for: a few more than `degree` where partners must pair up."""
+    """K, the number of message slots of a step: a few more than `degree` if slots must be matchings."""
     has_groups: bool = field(init=False)
     handle: Tensor = field(init=False)
-    """0-d int64, the number by which operators find this topology. A tensor, so that it is an input of compiled code."""
+    """0-d int64, the number by which operators find this topology. A tensor, so it is an input of compiled code."""
     _rounds: Callable[[int], Round] = field(init=False)
     _peers: Callable[[int], Peers] = field(init=False)
     _rows: Callable[[int, torch.device], Tensor] = field(init=False)
@@ -114,7 +115,7 @@ class Topology:
 
     @property
     def period(self) -> int | None:
-        """Steps after which the schedule repeats; None for a random one, which never does."""
+        """Steps after which the schedule repeats; None for a random one."""
         return self.repeats if self.draw else self.sources.shape[0]
 
     def round(self, t: int | Tensor) -> Round:
@@ -122,20 +123,20 @@ class Topology:
         return self._rounds(int(t) if self.draw else int(t) % len(self.sources))
 
     def peers(self, t: int | Tensor) -> Peers:
-        """Return the peers of step `t`, as Python integers."""
+        """Return the peers of step `t` as Python integers."""
         return self._peers(int(t) if self.draw else int(t) % len(self.sources))
 
     def groups_of(self, t: int | Tensor) -> Tensor:
-        """Return the group of every worker in step `t`, `[N]` int64; of a schedule without groups, the worker's own number."""
+        """Return the group of every worker in step `t`, `[N]` int64; without groups, the worker's number."""
         groups = self.round(t).groups
         return torch.arange(self.num_workers) if groups is None else groups
 
     def rows(self, t: int | Tensor, device: torch.device) -> Tensor:
-        """Return every worker's part of round `t` as numbers, on the device.
+        """Return every worker's row of round `t` on the device.
 
-        `[N, 7 + 3K]` float64: 1 in an active round, the worker, its group, the group's size, 1 where each slot's two ends hear each
-        other with the same weight, own weight, a weight for each slot, the weight of the group's mean, whom it hears in each slot,
-        what its own messages weigh where they are heard.
+        `[N, 7 + 3K]` float64: 1 in an active round; the worker; its group; the group's size; 1 if both ends of every
+        slot hear each other with the same weight; self-weight; K weights of the slots; weight of the group's mean; K
+        sources; K weights that the receivers give to its messages.
         """
         return self._rows(int(t) if self.draw else int(t) % len(self.sources), device)
 
@@ -169,10 +170,10 @@ class Topology:
         rows = torch.cat([facts, this.weights, mean_weights[:, None], this.sources, given], dim=1).to(torch.float64)
         if device.type == "cpu":
             return rows
-        # Nobody writes to this pinned copy, and PyTorch's allocator keeps it until the device has read it.
+        # This pinned copy is never overwritten, and PyTorch's allocator keeps it until the device has read it.
         return rows.pin_memory().to(device, non_blocking=True)
 
-    def __reduce__(self) -> tuple[Any, ...]:  # a copy gets a handle of its own
+    def __reduce__(self) -> tuple[Any, ...]:  # a copy gets its own handle
         return type(self), tuple(getattr(self, field.name) for field in fields(self) if field.init)
 
     def __repr__(self) -> str:
@@ -190,24 +191,24 @@ def by_handle(handle: Tensor) -> Topology:
 
 
 def inverse(sources: Tensor) -> Tensor:
-    """Sources -> destinations, `[..., N, K]`."""
+    """Return the destinations of `sources`, `[..., N, K]`."""
     me = torch.arange(sources.shape[-2])[:, None].expand_as(sources)
     return torch.empty_like(sources).scatter_(-2, sources, me)
 
 
 def silenced(peers: Tensor) -> Tensor:
-    """`[..., N, K]`, with -1 where a worker is its own peer."""
+    """Return `peers` `[..., N, K]` with -1 where a worker is its own peer."""
     return peers.masked_fill(peers == torch.arange(peers.shape[-2])[:, None], -1)
 
 
 def require_topology(call: str, topology: object) -> None:
-    """Raise ValueError unless this is a topology; `call` is how the user wrote what takes it."""
+    """Raise ValueError unless this is a topology; `call` is the user's call."""
     if not isinstance(topology, Topology):
         raise ValueError(f"{call}({brief(topology)}): expected a topology, such as df.topology('ring', 4).")
 
 
-def check(topology: Topology, *, nobody_left_out: bool = True) -> None:
-    """Raise ValueError unless every phase is stochastic and every worker hears another one over the period."""
+def check(topology: Topology, *, all_receive: bool = True) -> None:
+    """Raise ValueError unless every phase is stochastic and every worker hears another over the period."""
     name, sources, weights = topology.name, topology.sources, topology.weights
     means, sizes = torch.zeros_like(weights[..., 0]), torch.ones_like(sources[..., :1].sum(-1))
     if topology.groups is not None and topology.mean_weights is not None:
@@ -217,24 +218,24 @@ def check(topology: Topology, *, nobody_left_out: bool = True) -> None:
     if (entries < -_TOLERANCE).any():
         p, i, k = (entries < -_TOLERANCE).nonzero()[0].tolist()
         other = None if k == 0 else int(sources[p, i, k - 1])
-        whose = f"worker {i}'s own weight" if k == 0 else f"the weight that worker {i} gives to worker {other}"
+        whose = f"worker {i}'s self-weight" if k == 0 else f"the weight that worker {i} gives to worker {other}"
         raise ValueError(
-            f"{name}: {whose} in phase {p} is {entries[p, i, k].item():.15g}; weights are not negative, or mixing could "
-            "drive the workers apart."
+            f"{name}: {whose} in phase {p} is {entries[p, i, k].item():.15g}; weights must not be negative, or mixing "
+            "could drive the workers apart."
         )
     columns = weights[..., 0] + means
     for slot in range(topology.slots):
         columns = columns.scatter_add(1, sources[..., slot], weights[..., 1 + slot])
     _check_ones(name, columns, "column", "columns must sum to 1 so that the mean is kept")
-    if not topology.is_column_stochastic:
-        way_out = "rows must sum to 1 so that consensus is kept; a push-sum graph declares is_column_stochastic=True"
+    if not topology.needs_push_sum:
+        way_out = "rows must sum to 1 so that consensus is kept; a push-sum graph declares needs_push_sum=True"
         _check_ones(name, weights.sum(-1) + means, "row", way_out)
     me = torch.arange(topology.num_workers)[:, None]
     hears = ((sources != me) & (weights[..., 1:] != 0)).any(-1) | ((sizes > 1) & (means != 0))
     lonely = (~hears.any(0)).nonzero()[:, 0].tolist()
-    if nobody_left_out and lonely and topology.num_workers > 1:
+    if all_receive and lonely and topology.num_workers > 1:
         raise ValueError(
-            f"{name}: workers {lonely[:8]} receive from nobody in the whole period, so they would train alone; "
+            f"{name}: workers {lonely[:8]} receive no message in the whole period, so they would train alone; "
             "give each a neighbor in some phase."
         )
 
@@ -248,7 +249,7 @@ def _check_ones(name: str, sums: Tensor, kind: str, way_out: str) -> None:
 
 @checks_numbers
 def mixed(topology: Topology, t: int, x: Tensor) -> Tensor:
-    """`W_t x`, `[N, D]`: what mixing in step `t` makes of the workers' rows of `x`."""
+    """Return `W_t x`, `[N, D]`: the workers' rows of `x` after mixing in step `t`."""
     require_topology("mixed", topology)
     require(0 <= t < 2**63, "mixed", "t numbers the steps, from 0.", t=t)
     has_rows = isinstance(x, torch.Tensor) and x.dim() == 2 and len(x) == topology.num_workers
@@ -265,7 +266,7 @@ def mixed(topology: Topology, t: int, x: Tensor) -> Tensor:
 
 @checks_numbers
 def mixing_matrix(topology: Topology, t: int) -> Tensor:
-    """The mixing matrix of step `t`: `[N, N]` float64, `W[i, j]` the weight that worker i gives to worker j."""
+    """Return the mixing matrix of step `t`: `[N, N]` float64, `W[i, j]` the weight that worker i gives to worker j."""
     require_topology("mixing_matrix", topology)
     require(0 <= t < 2**63, "mixing_matrix", "t numbers the steps, from 0.", t=t)
     return mixed(topology, t, torch.eye(topology.num_workers, dtype=torch.float64))

@@ -1,4 +1,4 @@
-"""What surrounds a training run."""
+"""Everything around the training step: setup, data, checkpoints, evaluation, logs."""
 
 from decentfn.train import checkpoint, data, logs
 from decentfn.train.process_group import init

@@ -1,6 +1,6 @@
-"""Who reads which samples in which step: a function of (seed, t, worker), so there is no sampler state to save.
+"""Samples of every step and worker as a function of (seed, t, worker), so there is no sampler state to save.
 
-Every worker has a batch of the same size in every step, however uneven the shards.
+All workers have batches of one size in every step, even if the shards are uneven.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Shards:
-    """The samples of every step and worker. Made by `shards` and `fixed_shards`."""
+    """Samples of every step and worker. Made by `shards` and `fixed_shards`."""
 
     num_workers: int
     batch_size: int
     steps_per_epoch: int = field(repr=False)
-    """Steps in which the workers together see as many samples as there are."""
+    """Steps in which all workers together read as many samples as there are."""
     _positions: Callable[[int, int], Tensor] = field(repr=False)
 
     def batch_at(self, t: int, worker: int) -> Tensor:
-        """The samples of `worker` in step `t`: indices, `[batch_size]` int64."""
+        """Return the sample indices of `worker` in step `t`, `[batch_size]` int64."""
         if not 0 <= worker < self.num_workers or t < 0:
             raise ValueError(
                 f"batch_at(t={t}, worker={worker}): t >= 0, and there are {self.num_workers} workers, from 0."
@@ -57,12 +57,12 @@ class Shards:
         return self._positions(t, worker)
 
     def stacked_at(self, t: int) -> Tensor:
-        """The samples of all workers in step `t`: indices, `[N, batch_size]` int64."""
+        """Return the sample indices of all workers in step `t`, `[N, batch_size]` int64."""
         return torch.stack([self.batch_at(t, worker) for worker in range(self.num_workers)])
 
 
 class _Batch(list[int]):
-    """The sample indices of one batch, and who reads them when."""
+    """Sample indices of one batch, with its step and workers."""
 
     def __init__(self, samples: Sequence[int], t: int, workers: Sequence[int]) -> None:
         super().__init__(samples)
@@ -70,7 +70,7 @@ class _Batch(list[int]):
 
 
 class BatchSampler(Sampler[list[int]]):
-    """The sample indices of one batch after the other, from a step on. Made by `batch_sampler`."""
+    """Sampler of batches of sample indices, from a step on. Made by `batch_sampler`."""
 
     def __init__(self, shards: Shards, workers: Sequence[int], first_step: int, steps: int | None) -> None:
         self._shards, self._workers, self._steps = shards, workers, steps
@@ -78,12 +78,12 @@ class BatchSampler(Sampler[list[int]]):
         self._is_read = False
 
     def __iter__(self) -> Iterator[list[int]]:
-        """From `first_step` on; a second iteration raises ValueError."""
-        if self._is_read:  # how far it was used nobody knows: a DataLoader reads ahead
+        """Yield batches from `first_step` on; a second iteration raises ValueError."""
+        if self._is_read:  # the progress is unknown, since a DataLoader reads ahead
             raise ValueError(
-                f"batch_sampler(first_step={self.first_step}): it was iterated over before, and would give the same batches again. Read "
-                "all steps of the run in one loop; or make a sampler for each epoch, batch_sampler(shards, worker, first_step=t, "
-                "steps=(epoch + 1) * shards.steps_per_epoch)."
+                f"batch_sampler(first_step={self.first_step}): it was already iterated over, and would repeat its "
+                "batches. Read all steps of the run in one loop; or make a sampler for each epoch, "
+                "batch_sampler(shards, worker, first_step=t, steps=(epoch + 1) * shards.steps_per_epoch)."
             )
         self._is_read = True
         for t in itertools.count(self.first_step) if self._steps is None else range(self.first_step, self._steps):
@@ -91,9 +91,9 @@ class BatchSampler(Sampler[list[int]]):
             yield _Batch(list(itertools.chain(*samples)), t, self._workers)
 
     def __len__(self) -> int:
-        """The number of batches, where `steps` is known."""
+        """Return the number of batches, if `steps` is given."""
         if self._steps is None:
-            raise TypeError("batch_sampler(...) without steps= has no length: it goes on for ever.")
+            raise TypeError("batch_sampler(...) without steps= has no length: it is endless.")
         return max(0, self._steps - self.first_step)
 
 
@@ -101,17 +101,18 @@ class BatchSampler(Sampler[list[int]]):
 def batch_sampler(
     shards: Shards, worker: int | Sequence[int], first_step: int = 0, *, steps: int | None = None
 ) -> BatchSampler:
-    """Return the `batch_sampler=` of torch's DataLoader: the batches of steps `first_step`, `first_step + 1`, ...
+    """Make the `batch_sampler=` of torch's DataLoader: the batches of steps `first_step`, `first_step + 1`, ...
 
-    A run that goes on at step t makes it anew with `first_step=t`, whatever the loader's workers had read ahead. One loop reads all
-    steps of the run; or each epoch has a sampler of its own, with `first_step=t` and `steps=(epoch + 1) * shards.steps_per_epoch`.
+    To resume at step t, make a new one with `first_step=t`; batches that the loader read ahead do not matter. Read all
+    steps of the run in one loop, or make a sampler per epoch with `first_step=t` and `steps=(epoch + 1) *
+    shards.steps_per_epoch`.
 
     Args:
-        shards: whose samples, from `shards` or `fixed_shards`.
-        worker: the number of the worker that reads, `world.rank` under torchrun; or of several that this process simulates,
-            `world.workers(local)`, whose samples come one worker after the other: see `stacked_collate`.
+        shards: the result of `shards` or `fixed_shards`.
+        worker: the worker's number, `world.rank` under torchrun; or the numbers of the workers that this process
+            simulates, `world.workers(local)`, whose samples are concatenated (see `stacked_collate`).
         first_step: t of the first batch, >= 0.
-        steps: the run's last batch is that of step `steps - 1`; None goes on for ever.
+        steps: the last batch is that of step `steps - 1`; None never ends.
 
     >>> dealt = shards(10, num_workers=2, batch_size=2)
     >>> whole, rest = batch_sampler(dealt, 1, steps=5), batch_sampler(dealt, 1, first_step=3, steps=5)
@@ -136,10 +137,10 @@ def batch_sampler(
 def stacked_collate(
     num_workers: int, collate: Callable[[list[Any]], Any] = default_collate
 ) -> Callable[[list[Any]], Any]:
-    """Return a DataLoader's `collate_fn` for simulated workers: each leaf is `[num_workers, B, ...]`, as `simulate` takes it.
+    """Make a DataLoader's `collate_fn` for simulated workers, with leaves `[num_workers, B, ...]` as `simulate` needs.
 
     Args:
-        num_workers: L, the workers of this process; their samples come one worker after the other, as from `batch_sampler`.
+        num_workers: L, the workers of this process; their samples are concatenated, as by `batch_sampler`.
         collate: makes a batch of one worker's samples.
     """
     at_least("stacked_collate", "num_workers", num_workers, 1)
@@ -150,15 +151,16 @@ def _stacked(num_workers: int, collate: Callable[[list[Any]], Any], samples: lis
     size, left = divmod(len(samples), num_workers)
     if left or not size:
         raise ValueError(
-            f"stacked_collate(num_workers={num_workers}): a batch of {len(samples)} samples has not the same number for each worker; "
-            "make the loader's batch_size a multiple of the workers, and pass drop_last=True if the last batch is shorter."
+            f"stacked_collate(num_workers={num_workers}): a batch of {len(samples)} samples does not have the same "
+            "number for each worker; make the loader's batch_size a multiple of the workers, and pass drop_last=True "
+            "if the last batch is shorter."
         )
     batches = [collate(samples[i * size : (i + 1) * size]) for i in range(num_workers)]
     return trees.map(lambda *rows: torch.stack(rows), *batches)
 
 
 class Seeded(Dataset[Any]):
-    """A dataset whose random numbers are a function of (seed, t, worker). Made by `seeded`."""
+    """Dataset whose random numbers are a function of (seed, t, worker). Made by `seeded`."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self.dataset, self._seed = dataset, seed
@@ -167,15 +169,16 @@ class Seeded(Dataset[Any]):
         return len(self.dataset)
 
     def __getitem__(self, sample: Any) -> Any:
-        """Refused: a sample alone has no step."""
+        """Raise ValueError, since a single sample has no step."""
         return self.__getitems__([sample])
 
     def __getitems__(self, samples: list[int]) -> list[Any]:
-        """The samples of one batch."""
+        """Return the samples of one batch."""
         if not isinstance(samples, _Batch):
             raise ValueError(
-                "seeded(dataset): it is read by a DataLoader with batch_sampler=df.data.batch_sampler(...), which knows the step and the "
-                "worker; make it last, after Subset and the like, and evaluate on the dataset itself."
+                "seeded(dataset): read it with a DataLoader and batch_sampler=df.data.batch_sampler(...), which "
+                "knows the step and the worker; apply it last, after Subset and the like, and evaluate on the dataset "
+                "itself."
             )
         size, read = len(samples) // len(samples.workers), getattr(self.dataset, "__getitems__", None)
         found: list[Any] = []
@@ -188,27 +191,28 @@ class Seeded(Dataset[Any]):
 
 @checks_numbers
 def seeded(dataset: Any, seed: int = 0) -> Seeded:
-    """The dataset, whose augmentation draws other numbers in every step and on every worker, and the same in every run.
+    """Seed a dataset's augmentation by (seed, t, worker): new numbers in every step and worker, the same in every run.
 
-    For a DataLoader with `batch_sampler=df.data.batch_sampler(...)`. While a worker's samples of one step are read, the CPU generators
-    of torch, NumPy and Python are seeded by (seed, t, worker), however many loader processes read, wherever a run was resumed, and
-    whether or not workers are simulated.
+    For a DataLoader with `batch_sampler=df.data.batch_sampler(...)`. While the samples of one worker and step are read,
+    the CPU generators of torch, NumPy and Python are seeded. The result does not depend on the number of loader
+    processes, on resumption, or on simulation.
 
     Args:
-        dataset: with `dataset[i]`, no IterableDataset.
+        dataset: a dataset with `dataset[i]`, not an IterableDataset.
         seed: any integer, the same on every worker.
     """
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         raise ValueError(
-            f"seeded(dataset={brief(dataset)}): expected a dataset with samples by index; give a DataLoader of another one a generator "
-            "for each rank, generator=torch.Generator().manual_seed(df.data.worker_seed(seed, worker, t))."
+            f"seeded(dataset={brief(dataset)}): expected a dataset with samples by index; give a DataLoader of another "
+            "one a generator for each rank, generator=torch.Generator().manual_seed(df.data.worker_seed(seed, worker, "
+            "t))."
         )
     return Seeded(dataset, seed)
 
 
 @contextmanager
 def _drawing_by(seed: int) -> Iterator[None]:
-    """Within, the CPU generators that a transform may draw from are seeded; afterwards they are as they were."""
+    """Context in which the CPU generators of torch, NumPy and Python are seeded; it restores them."""
     before = np.random.get_state(), random.getstate()
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
@@ -223,13 +227,13 @@ def _drawing_by(seed: int) -> Iterator[None]:
 
 @checks_numbers
 def shards(num_samples: int, num_workers: int, batch_size: int, seed: int = 0) -> Shards:
-    """Deal all samples out anew in every epoch; the few that do not fill a batch for everyone sit that epoch out.
+    """Distribute all samples anew in every epoch; a remainder that does not fill a batch for every worker is skipped.
 
     Args:
         num_samples: at least `num_workers * batch_size`.
         num_workers: N.
-        batch_size: samples of one worker in one step; N times as many are seen by all together.
-        seed: of the permutations, the same on every worker.
+        batch_size: samples per worker and step; all workers together read N times as many.
+        seed: seed of the permutations, the same on every worker.
 
     >>> dealt = shards(10, num_workers=2, batch_size=2)
     >>> dealt.steps_per_epoch, torch.cat([dealt.stacked_at(t) for t in range(2)]).unique().numel()
@@ -259,12 +263,12 @@ def shards(num_samples: int, num_workers: int, batch_size: int, seed: int = 0) -
 
 @checks_numbers
 def fixed_shards(parts: Sequence[Tensor | Sequence[int]], batch_size: int, seed: int = 0) -> Shards:
-    """Every worker reads its own part over and over, in a new order each time; a short part begins anew earlier.
+    """Let every worker read its own part repeatedly, in a new order each time; shorter parts repeat earlier.
 
     Args:
-        parts: the sample indices of each worker, none empty, of any lengths.
-        batch_size: samples of one worker in one step; may exceed a part, which is then repeated within the batch.
-        seed: of the permutations.
+        parts: the sample indices of each worker, not empty, of any lengths.
+        batch_size: samples per worker and step; may exceed a part, which is then repeated within the batch.
+        seed: seed of the permutations.
     """
     lists = [torch.as_tensor(part) for part in parts]
     at_least("fixed_shards", "batch_size", batch_size, 1)
@@ -272,8 +276,8 @@ def fixed_shards(parts: Sequence[Tensor | Sequence[int]], batch_size: int, seed:
     for worker, part in enumerate(lists):
         if part.dim() != 1 or not part.numel() or not _are_integers(part) or part.min() < 0:
             raise ValueError(
-                f"fixed_shards(parts): part {worker} is {brief(part)}, of shape {list(part.shape)}; a part is a vector of sample indices, "
-                "integers >= 0, at least one. Of a mask take mask.nonzero()[:, 0]."
+                f"fixed_shards(parts): part {worker} is {brief(part)}, of shape {list(part.shape)}; a part is a vector "
+                "of sample indices, integers >= 0, at least one. Of a mask take mask.nonzero()[:, 0]."
             )
     lists = [part.long() for part in lists]
 
@@ -294,15 +298,15 @@ def fixed_shards(parts: Sequence[Tensor | Sequence[int]], batch_size: int, seed:
 
 @checks_numbers
 def dirichlet_shards(labels: Tensor | Sequence[int], num_workers: int, alpha: float, seed: int = 0) -> list[Tensor]:
-    """Label-skewed parts: of every class, worker i gets a share drawn from Dirichlet(α, …, α). For experiments.
+    """Split samples with label skew: worker i's share of each class is drawn from Dirichlet(α, …, α). For experiments.
 
-    Every sample is in exactly one part. A worker that would get none takes one from the largest part.
+    Every sample is in exactly one part. A worker without samples takes one from the largest part.
 
     Args:
         labels: `[num_samples]` integers, at least `num_workers` of them.
         num_workers: N.
-        alpha: α > 0; small is skewed (0.1: few classes a worker), large is even.
-        seed: of the draw, the same on every worker.
+        alpha: α > 0; small is skewed (0.1: few classes per worker), large is even.
+        seed: seed of the draw, the same on every worker.
 
     Returns:
         Sample indices of each worker, `N` int64 vectors, ascending: for `fixed_shards`, or torch's `Subset`.
@@ -312,8 +316,8 @@ def dirichlet_shards(labels: Tensor | Sequence[int], num_workers: int, alpha: fl
     at_least("dirichlet_shards", "num_workers", num_workers, 1)
     if y.dim() != 1 or y.numel() < num_workers or not _are_integers(y):
         raise ValueError(
-            f"dirichlet_shards(labels): {y.dtype} of shape {list(y.shape)}; labels are integers, the number of each sample's class, at "
-            f"least num_workers={num_workers}."
+            f"dirichlet_shards(labels): {y.dtype} of shape {list(y.shape)}; labels are integers, the number of each "
+            f"sample's class, at least num_workers={num_workers}."
         )
     if not 0 < alpha < float("inf"):
         raise ValueError(f"dirichlet_shards(alpha={alpha!r}): α is positive and finite; 0.1 is skewed, 100 is even.")

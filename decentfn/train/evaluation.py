@@ -1,4 +1,4 @@
-"""A metric over held-out batches, of the consensus or of every worker's own replica; exact for batches of unequal sizes."""
+"""Metrics over held-out batches, of the consensus or of every worker's own replica; exact for unequal batch sizes."""
 
 from __future__ import annotations
 
@@ -27,35 +27,38 @@ from decentfn.train.together import together
 _Replica = tuple[PyTree, PyTree]
 _Count = Callable[[Any], int]
 _Sums = dict[str, Any]
-"""`samples`, and each value's sum over them by name; "" where the metric is one value."""
+"""`samples`, and the sum of each value over them by name; "" if the metric is one value."""
 
 
 @collectives.calling("df.evaluate(metric, state, batches)", of_state=True)
 def evaluate(metric: Callable[..., Any], state: Any, batches: Iterable[Any], *, samples: _Count | None = None) -> Any:
-    """Average a metric over all samples, of the consensus (`consensus_mean`, `consensus_buffers`). Collective.
+    """Average a metric of the consensus (`consensus_mean`, `consensus_buffers`) over all samples. Collective.
 
-    No gradient is taken. A module that `df.functional` made the metric of is in eval mode meanwhile, and its buffers stay. The mean
-    is over the samples of all processes: a short last batch counts by its samples, and a process may have no batch at all. Where a
-    worker is several processes they run the module together, on a batch of each: one that has fewer batches repeats its last one,
-    which does not count, and one that has none is refused if others of its worker have some. Processes of a tensor-parallel worker
-    have the same batches. Where a sharded module fails on one process its worker's others lose it: start again.
+    No gradient is computed. The mean is over the samples of all processes: a short last batch counts by its samples,
+    and a process may have no batch. A module of `df.functional` is in eval mode during the call, and its buffers do not
+    change.
+
+    If a worker is several processes, they run the module together, each on its own batch (a tensor-parallel worker's on
+    the same batch). A process with fewer batches repeats its last one, which does not count; having none is an error if
+    others of its worker have some. If a sharded module fails on one process, the worker's others lose it: restart.
 
     Args:
-        metric: `(params, batch)`, or with buffers `(params, buffers, batch)`, returns the mean over the batch's samples: a 0-d
-            tensor or a number, or a dict of them. A loss will do; what it returns beside the loss is left out. Of a sharded module
-            it is one of `df.functional`, such as `df.functional(module, forward=lambda module, batch: ...)[2]`.
+        metric: `(params, batch)` or `(params, buffers, batch)` -> the mean over the batch's samples, a 0-d tensor or
+            number, or a dict of them. A loss works; its aux is ignored. For a sharded module use a loss of
+            `df.functional`, such as `df.functional(module, forward=lambda module, batch: ...)[2]`.
         state: a training state, of one worker or stacked; `df.ema_state(state)` evaluates the average.
-        batches: this process's own share of the held-out data, of one worker's form. Where every process passes all of the data,
-            the result is the same and takes longer.
-        samples: counts a batch's samples. None: the length of its tensors, which all have the same (0-d ones aside).
+        batches: this process's share of the held-out data, in one worker's form. If every process passes all data, the
+            result is the same but takes longer.
+        samples: counts a batch's samples. None: the common length of its tensors (0-d ones aside).
 
     Returns:
         A 0-d float64 tensor, or a dict of them; the same on every rank.
 
     Raises:
-        ValueError: no process has a sample, or a batch's tensors differ in length, or the metric returns something else, or is not of
-            the sharded module.
-        df.errors.RunError: on every rank, where the metric or the batches of one have failed (of one process, what they raised).
+        ValueError: no process has a sample; a batch's tensors differ in length; the metric returns something else, or
+            does not belong to the sharded module.
+        df.errors.RunError: on every rank, if the metric or the batches of one rank failed (a single process raises the
+            original error).
     """
     replicas = [(consensus_mean(state), consensus_buffers(state))]
     total = _added(_of_workers("evaluate", metric, replicas, batches, samples, state.params.plan))
@@ -66,14 +69,13 @@ def evaluate(metric: Callable[..., Any], state: Any, batches: Iterable[Any], *, 
 def evaluate_replicas(
     metric: Callable[..., Any], state: Any, batches: Iterable[Any], *, samples: _Count | None = None
 ) -> Any:
-    """Average a metric over a process's samples, of each worker's own replica and buffers: `[N]` float64. Collective.
+    """Average a metric of each worker's own replica and buffers over its process's samples. Collective.
 
-    Everything else is as in `evaluate`. The workers of a process evaluate all of its batches, a worker of several processes those of
-    all of them. To compare replicas give every process the same data; for their mean alone, `evaluate_replicas(...).nanmean()`, shares
-    will do.
+    Otherwise as `evaluate`. Each worker evaluates all batches of its process (or processes). To compare replicas, give
+    every process the same data; for their mean alone, `evaluate_replicas(...).nanmean()`, shares suffice.
 
     Returns:
-        `[N]` float64, NaN for the workers of a process without a batch, or a dict of such; the same on every rank.
+        `[N]` float64, NaN for the workers of a process without a batch, or a dict of them; the same on every rank.
     """
     if is_stacked(state):
         replicas = [worker((state.params, state.buffers), i) for i in range(state.params[0].shape[0])]
@@ -101,7 +103,7 @@ def _of_workers(
     while isinstance(metric, WrappedLoss):
         metric = metric.loss_fn
     require_sharded_alike(f"{call}(metric={brief(metric)})", plan, is_sharded=isinstance(metric, ShardedLoss))
-    # In one place and the same order: the same answer on every rank.
+    # Sum in one order, for the same result on every rank.
     told = together(call, _sums, call, metric, replicas, batches, samples, plan.is_cut)
     size = collectives.processes_per_worker()
     names = [sorted(of["sums"]) for its in told for of in its if of["samples"]]
@@ -109,11 +111,11 @@ def _of_workers(
         raise ValueError(f"{call}(batches): no process has a sample; give at least one of them a batch.")
     if differing := [others for others in names if others != names[0]]:
         raise ValueError(f"{call}(metric): it returned {differing[0]} on one process and {names[0]} on another.")
-    team = getattr(metric, "team", 1)  # which counts once
+    tensor_parallel = getattr(metric, "team", 1)  # processes whose common batch counts once
     return [
         _added(parts)
         for first in range(0, len(told), size)
-        for parts in zip(*told[first : first + size : team], strict=True)
+        for parts in zip(*told[first : first + size : tensor_parallel], strict=True)
     ]
 
 
@@ -149,7 +151,7 @@ def _sums(
 
 
 def _together(metric: ShardedLoss) -> Callable[..., Any]:
-    """Return the metric; where it fails, the other processes that run its module with this one are let go."""
+    """Wrap the metric so that its failure releases the other processes that run the module with this one."""
 
     def evaluated(*arguments: Any) -> Any:
         try:
@@ -164,52 +166,58 @@ def _together(metric: ShardedLoss) -> Callable[..., Any]:
     return evaluated
 
 
-def _in_step(call: str, batches: Iterator[tuple[Any, int]], team: int) -> Generator[tuple[Any, int]]:
-    """Yield batches and sizes, as many as any process of this worker has: after its own the last one again, with size 0.
+def _in_step(call: str, batches: Iterator[tuple[Any, int]], tensor_parallel: int) -> Generator[tuple[Any, int]]:
+    """Yield batches and sizes, as many as any process of this worker has; repeat the last one with size 0.
 
-    Ends where another process has failed; left by an error, it lets the others end.
+    Ends if another process has failed, and ends the others if this one fails.
     """
     last = None
     while True:
         try:
             batch, size = next(batches, (None, 0))
         except Exception:
-            _told_inside("failed", None, team)
+            _tell_worker("failed", None, tensor_parallel)
             raise
-        others = _told_inside("none" if batch is None else "batch", batch, team)
-        if others["failed"] or not others["batch"]:
+        told = _tell_worker("none" if batch is None else "batch", batch, tensor_parallel)
+        if told["failed"] or not told["batch"]:
             return
-        if others["different"]:
-            raise ValueError(
-                f"{call}(batches): the processes of a tensor-parallel worker run the module together on the same batches, and "
-                f"theirs differ; choose them by {'world.worker' if team == collectives.processes_per_worker() else f'world.rank // {team}'}."
+        if told["different"]:
+            number = (
+                "world.worker"
+                if tensor_parallel == collectives.processes_per_worker()
+                else f"world.rank // {tensor_parallel}"
             )
-        if others["none"] and last is None:  # in the first round
+            raise ValueError(
+                f"{call}(batches): the processes of a tensor-parallel worker run the module together on the same "
+                f"batches, and theirs differ; choose them by {number}."
+            )
+        if told["none"] and last is None:  # in the first round
             if batch is not None:
                 return
             here = collectives.everyone()
             raise ValueError(
-                f"{call}(batches): process {here.process} of worker {here.worker} has no batch, and others of its worker have; they "
-                "run the module together: give each of them a batch, the same will do."
+                f"{call}(batches): process {here.process} of worker {here.worker} has no batch, and others of its "
+                "worker have; they run the module together: give each of them a batch; the same one works."
             )
         try:
             yield (last, 0) if batch is None else (batch, size)
         except GeneratorExit:
-            with suppress(RunError):  # of others that are gone
-                _told_inside("failed", None, team)
+            with suppress(RunError):  # the others may be gone
+                _tell_worker("failed", None, tensor_parallel)
             raise
         last = batch if batch is not None else last
 
 
-def _told_inside(what: str, batch: Any, team: int) -> dict[str, bool]:
-    """Return whether any process of this worker tells of a "batch", of "none", or that it has "failed". Collective over them.
+def _tell_worker(what: str, batch: Any, tensor_parallel: int) -> dict[str, bool]:
+    """Return which of "batch", "none" and "failed" any process of this worker reports. Collective over them.
 
-    And whether the batches of those of a team are "different".
+    "different": whether batches differ within a tensor-parallel group.
     """
-    tensors = [x for x in trees.leaves(trees.plain(batch)) if isinstance(x, torch.Tensor)] if team > 1 else []
+    leaves = trees.leaves(trees.plain(batch)) if tensor_parallel > 1 else []
+    tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
     marks = " ".join(f"{list(x.shape)} {digest(x)}" for x in tensors)
     mark = torch.tensor(zlib.crc32(marks.encode()), dtype=torch.float64)
-    differs = bool(sum_inside(mark, team) != team * mark)
+    differs = bool(sum_inside(mark, tensor_parallel) != tensor_parallel * mark)
     kinds = ("batch", "none", "failed", "different")
     own = [float(kind == what or differs and kind == "different") for kind in kinds]
     told = sum_inside(torch.tensor(own), collectives.processes_per_worker())
@@ -218,7 +226,7 @@ def _told_inside(what: str, batch: Any, team: int) -> dict[str, bool]:
 
 @contextmanager
 def _in_eval_mode(metric: ModuleLoss) -> Iterator[None]:
-    """Within, the module and all inside it are in eval mode, and no other thread trains it; afterwards each is as it was."""
+    """Context in which the module and its submodules are in eval mode, and no other thread trains it."""
     with metric.alone():
         were = [(inner, inner.training) for inner in metric.whole.modules()]
         metric.whole.eval()
@@ -230,7 +238,7 @@ def _in_eval_mode(metric: ModuleLoss) -> Iterator[None]:
 
 
 def _size(call: str, samples: _Count | None, batch: Any) -> int:
-    """Return how many samples a batch has."""
+    """Return a batch's number of samples."""
     if samples is not None:
         size: Any = samples(batch)
         size = size.item() if isinstance(size, torch.Tensor) and not size.dim() else size
@@ -243,8 +251,9 @@ def _size(call: str, samples: _Count | None, batch: Any) -> int:
     if len({len(x) for _, x in named}) != 1:
         shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in named)
         raise ValueError(
-            f"{call}(batches): the samples of {brief(batch)} cannot be counted by the first axis of its tensors ({shapes}); count them, "
-            "samples=lambda batch: len(...), or keep what has no axis of samples out of the batch, which is of one worker."
+            f"{call}(batches): the samples of {brief(batch)} cannot be counted by the first axis of its tensors "
+            f"({shapes}); count them, samples=lambda batch: len(...), or remove tensors without an axis of samples "
+            "from the batch of one worker."
         )
     return len(named[0][1])
 
@@ -257,8 +266,8 @@ def _values(call: str, value: Any) -> dict[str, Tensor]:
         if x is None or x.dim() or x.is_complex() or not isinstance(name, str):
             got = f"{name!r}: {brief(values[name])}" if name else brief(value)
             raise ValueError(
-                f"{call}(metric): it returned {got}; a metric returns the mean over the batch's samples, a 0-d real tensor or a "
-                "number, or a dict of them by name."
+                f"{call}(metric): it returned {got}; a metric returns the mean over the batch's samples, a 0-d real "
+                "tensor or a number, or a dict of them by name."
             )
         values[name] = x.double()
     return values

@@ -1,4 +1,4 @@
-"""What a run reports: a file of JSON lines, and TensorBoard's. One process writes."""
+"""Logs of a run, as JSON lines and for TensorBoard, written by one process."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _loads = partial(json.loads, parse_constant=lambda name: None)  # NaN and infini
 
 
 class _Log:
-    """A context manager that closes in the end."""
+    """Context manager that closes the log."""
 
     def close(self) -> None:
-        """Write what is not written yet; no more comes."""
+        """Write pending values and close the log."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:
@@ -40,19 +40,19 @@ class _Log:
 
 
 class JSONLines(_Log):
-    """A log of one JSON object a line, written by process 0, to `write` to from all. A context manager; collective.
+    """Log with one JSON object per line, which process 0 writes; all may call `write`. A context manager; collective.
 
-    A new run never writes over another's log: where `path` exists, its log is `name-2.jsonl`, `name-3.jsonl`, ... A run that goes
-    on from step t appends to the last of these and drops the lines of steps >= t, which are taken again, and one that a crash has
-    cut short. A line is on its way to the disk when `write` returns, so a process that dies leaves whole lines.
+    A new run never overwrites another's log: if `path` exists, its log is `name-2.jsonl`, `name-3.jsonl`, ... A run
+    resumed at step t appends to the last of these, without lines of steps >= t and without a line cut short by a crash.
+    `write` hands a line to the operating system before it returns, so a process that dies leaves complete lines.
 
     Args:
-        path: of the file; its directory is made where it does not exist.
-        first_step: the step that the run begins with; 0 is a new run.
+        path: path of the file; its directory is created if needed.
+        first_step: the run's first step; 0 is a new run.
     """
 
     path: Path
-    """Where the lines go."""
+    """File of the lines."""
 
     def __init__(self, path: str | Path, first_step: int = 0) -> None:
         at_least("JSONLines", "first_step", first_step, 0)
@@ -60,11 +60,11 @@ class JSONLines(_Log):
         self._file = self.path.open("ab", buffering=0) if collectives.everyone().rank == 0 else None
 
     def write(self, values: Mapping[str, Any], step: int | None = None) -> None:
-        """Append a line; not collective, and nothing on processes other than 0.
+        """Append a line on process 0, do nothing on others; not collective.
 
         Args:
-            values: anything that JSON holds, tensors (as numbers and lists) and paths among it. NaN and infinity are null.
-            step: `t`, the line's first entry; None where a line is of no step: the run's configuration, its result.
+            values: JSON values; tensors become numbers and lists, paths strings, NaN and infinity null.
+            step: `t`, the line's first entry; None for lines without a step, such as the configuration or a result.
         """
         if self._file is None:
             return
@@ -75,19 +75,19 @@ class JSONLines(_Log):
             text = json.dumps(_loads(json.dumps(line, default=_as_json)))
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"JSONLines.write({brief(values)}): {error}") from None
-        self._file.write(f"{text}\n".encode())  # one call, so that the line is whole or not there
+        self._file.write(f"{text}\n".encode())  # one call, so the line is complete or absent
 
     def close(self) -> None:
-        """No more lines come."""
+        """Close the log."""
         if self._file is not None:
             self._file.close()
 
 
 class TensorBoard(_Log):
-    """The same `write`, for TensorBoard: the numbers of a line are scalars, by their names joined with "/". A context manager.
+    """Log for TensorBoard: the numbers of a line become scalars, nested names joined with "/". A context manager.
 
-    Process 0 writes. Lines without a step are left out, and so is what is no number. A run that goes on from `first_step` hides what
-    an earlier one has written of later steps.
+    Process 0 writes. Lines without a step and values that are not numbers are skipped. A run resumed at `first_step`
+    hides later steps of an earlier run.
     """
 
     def __init__(self, directory: str | Path, first_step: int = 0) -> None:
@@ -110,16 +110,16 @@ class TensorBoard(_Log):
             self._writer.add_scalar(name, number, step)
 
     def close(self) -> None:
-        """Write what is not written yet; no more comes."""
+        """Write pending values and close the log."""
         if self._writer is not None:
             self._writer.close()
 
 
 def read(path: str | Path) -> list[dict[str, Any]]:
-    """The lines of a `JSONLines` log, without a last one that a crash has cut short.
+    """Return the lines of a `JSONLines` log, without a last line cut short by a crash.
 
     Raises:
-        ValueError: a line in it is not a JSON object.
+        ValueError: a line is not a JSON object.
     """
     lines = []
     for number, line in enumerate(Path(path).read_bytes().split(b"\n")[:-1], start=1):
@@ -133,7 +133,7 @@ def read(path: str | Path) -> list[dict[str, Any]]:
 
 
 def _open(path: Path, first_step: int) -> str:
-    """Return the path of the log: that of a new one, or of the last, without the steps that are taken again."""
+    """Return the path of a new log, or of the last one after removing lines of steps >= `first_step`."""
     make_directory(path.parent)
     last, paths = path, chain([path], (path.with_name(f"{path.stem}-{n}{path.suffix}") for n in count(2)))
     if first_step == 0:
@@ -152,14 +152,14 @@ def _open(path: Path, first_step: int) -> str:
 
 
 def _as_json(value: Any) -> Any:
-    """Return what `json` does not know in a form that it knows."""
+    """Convert tensors and paths for `json`."""
     if isinstance(value, torch.Tensor):
         return value.tolist()
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, (Path, torch.dtype, torch.device)):
         return str(value)
-    raise TypeError(f"{type(value).__name__} is nothing that JSON holds")
+    raise TypeError(f"{type(value).__name__} is not a JSON value")
 
 
 def _numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

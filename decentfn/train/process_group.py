@@ -1,4 +1,4 @@
-"""The process group, from torchrun's environment and the GPUs that are there."""
+"""Setup of the process group from torchrun's environment and the available GPUs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _LAUNCHERS = {
     "srun": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
     "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
 }
-"""What else starts processes, and its names for RANK, WORLD_SIZE and LOCAL_RANK."""
+"""Other launchers, and their names for RANK, WORLD_SIZE and LOCAL_RANK."""
 
 
 def init(
@@ -39,32 +39,33 @@ def init(
     timeout: timedelta = timedelta(minutes=10),
     processes_per_worker: int | Literal["node"] | None = None,
 ) -> World:
-    """Set up the process group that torchrun describes: NCCL where every process has a GPU of its own, else gloo.
+    """Set up the process group that torchrun describes: NCCL if every process has its own GPU, else gloo.
 
-    Without torchrun there is one process and no group. Calling it twice is harmless. Processes that torchrun has started again
-    join each other, whatever the dead ones left in its store (`docs/restarts.md`). On the CPU the process also keeps
-    the memory that it frees (`keep_freed_memory`).
+    Without torchrun there is one process and no group. Repeated calls are harmless. Processes restarted by torchrun
+    find each other despite stale entries in its store (`docs/restarts.md`). On the CPU the process also keeps the
+    memory that it frees (`keep_freed_memory`).
 
     Args:
-        backend: gloo, nccl or another of torch.distributed's; None chooses, the same for all ranks, and warns where there
-            are GPUs, but fewer than processes.
-        timeout: how long a collective waits for the others before it fails. The first step must outlast the slowest
-            compilation among the ranks, so minutes, not seconds.
-        processes_per_worker: S, so many processes, next to one another by rank, share a worker's parameters: row by row, or as
-            `fully_shard` or `parallelize_module` over `world.mesh["shard"]` say, see docs/large_models.md. "node": all of a machine,
-            as many as torchrun says (LOCAL_WORLD_SIZE). None: what was said before, or 1. Said anew, states from before are of no use.
+        backend: gloo, nccl or another of torch.distributed's; None chooses the same for all ranks, and warns if there
+            are fewer GPUs than processes.
+        timeout: how long a collective waits before it fails. It must cover the slowest compilation among the ranks in
+            the first step, so minutes, not seconds.
+        processes_per_worker: S, the number of processes with consecutive ranks that share a worker's parameters: row by
+            row, or as `fully_shard` or `parallelize_module` over `world.mesh["shard"]` shard them
+            (docs/large_models.md). "node": all processes of a machine (torchrun's LOCAL_WORLD_SIZE). None: the earlier
+            value, or 1. A change invalidates earlier states.
 
     Returns:
-        This process's world: `rank` and `size` count processes, `worker` and `num_workers` workers, `process` is which of its
-        worker's `processes_per_worker` this one is; `device`, `workers(local)`, and where a worker is several processes, `mesh`,
-        with the axes "worker" and "shard".
+        This process's world: `rank` and `size` count processes; `worker` and `num_workers` count workers; `process` is
+        this process's number among its worker's `processes_per_worker`; `device`; `workers(local)`; and, if a worker is
+        several processes, `mesh` with axes "worker" and "shard".
 
     Raises:
-        ValueError: on all processes, S does not divide their number, or another one says another; the timeout is not positive;
-            torchrun's environment is incomplete, or another launcher's (srun, mpirun) with several processes stands in its place;
-            NCCL was asked for, and a rank has no GPU of its own.
-        df.errors.PlanMismatch: on all processes, they run different versions of decentfn, torch or Python (3.11 and 3.12).
-        df.errors.ExchangeTimeout: a process did not come within the timeout.
+        ValueError: on all processes, S does not divide their number, or differs between them; the timeout is not
+            positive; torchrun's environment is incomplete, or another launcher (srun, mpirun) started several processes
+            without it; NCCL was requested, and a rank has no GPU of its own.
+        df.errors.PlanMismatch: on all processes, their versions of decentfn, torch or Python (3.11 and 3.12) differ.
+        df.errors.ExchangeTimeout: a process did not arrive within the timeout.
     """
     if timeout <= timedelta(0):
         raise ValueError(f"init(timeout={timeout}): the timeout is positive; minutes are usual.")
@@ -85,7 +86,7 @@ def init(
 
 
 def _processes_per_worker(said: int | str, world: World) -> int:
-    """Return how many processes a worker is, the same on all, or raise on all. Collective."""
+    """Return the number of processes per worker, the same on all, or raise on all. Collective."""
     local = os.environ.get("LOCAL_WORLD_SIZE", "not set")
     number = int(local) if said == "node" and local.isdecimal() else said
     with collectives.calling("df.init(processes_per_worker=...)"):
@@ -93,12 +94,13 @@ def _processes_per_worker(said: int | str, world: World) -> int:
     for rank, (its, size) in enumerate(everyone):
         if its == "'node'" and not isinstance(size, int):
             raise ValueError(
-                f"init(processes_per_worker='node'): LOCAL_WORLD_SIZE is {size} on rank {rank}; start with torchrun, or give the number."
+                f"init(processes_per_worker='node'): LOCAL_WORLD_SIZE is {size} on rank {rank}; start with torchrun, "
+                "or give the number."
             )
         if not isinstance(size, int) or size < 1 or world.size % size or size != everyone[0][1]:
             raise ValueError(
-                f"init(processes_per_worker={its}): a worker is so many processes of {world.size}; give a divisor of their number, on all "
-                f"of them alike (rank {rank}: {its}, rank 0: {everyone[0][0]})."
+                f"init(processes_per_worker={its}): a worker is so many processes of {world.size}; give a divisor of "
+                f"their number, on all of them alike (rank {rank}: {its}, rank 0: {everyone[0][0]})."
             )
     return everyone[0][1]
 
@@ -114,27 +116,27 @@ def _device_alone(gpus: int) -> torch.device:
 
 
 def _is_launched(environment: Mapping[str, str]) -> bool:
-    """Return True if torchrun's environment says that this is one of several processes; what it lacks, PyTorch names."""
+    """Return True if torchrun's environment describes several processes; PyTorch reports missing variables."""
     if environment.get("RANK") or environment.get("WORLD_SIZE"):
         return True
     for launcher, (rank, size, local_rank) in _LAUNCHERS.items():
         if rank in environment and int(environment.get(size, "1")) > 1:
             raise ValueError(
-                f"init(): {rank}={environment[rank]} and {size}={environment[size]}: {launcher} started several processes, "
-                f"but RANK is not set, so each would train alone; start them with torchrun, or export RANK=${rank}, "
-                f"WORLD_SIZE=${size}, LOCAL_RANK=${local_rank}, MASTER_ADDR and MASTER_PORT in every process "
-                f"(for one process alone, unset {size})."
+                f"init(): {rank}={environment[rank]} and {size}={environment[size]}: {launcher} started several "
+                "processes, but RANK is not set, so each would train alone; start them with torchrun, or export "
+                f"RANK=${rank}, WORLD_SIZE=${size}, LOCAL_RANK=${local_rank}, MASTER_ADDR and MASTER_PORT in every "
+                f"process (for one process alone, unset {size})."
             )
     return False
 
 
 def _start(backend: str | None, gpus: int, timeout: timedelta) -> None:
-    """Make the default group, of the backend that all ranks can take."""
+    """Create the default group with a backend that all ranks support."""
     store, rank, size = next(rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)
     store = fresh_part(store, rank, size, timeout)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    # A scheduler may show each process its own GPU alone: number 0 to all of them.
+    # A scheduler may show each process only its own GPU, as number 0.
     index = 0 if gpus == 1 else local_rank
     own = {
         "versions": _versions(),
@@ -142,8 +144,8 @@ def _start(backend: str | None, gpus: int, timeout: timedelta) -> None:
         "gpus": gpus,
         "gpu": _gpu(index) if index < gpus else None,
     }
-    # They ask each other first: on some machines there may be GPUs enough.
-    everyone = _told(PrefixStore("machines", store), rank, size, own)
+    # Compare over ranks first: only some machines may have enough GPUs.
+    everyone = _gathered(PrefixStore("machines", store), rank, size, own)
     _require_same_versions(everyone, rank)
     taken = [its["gpu"] for its in everyone]
     without = [i for i, gpu in enumerate(taken) if gpu is None or gpu in taken[:i]]
@@ -153,26 +155,26 @@ def _start(backend: str | None, gpus: int, timeout: timedelta) -> None:
         fact = f"rank {without[0]} has LOCAL_RANK={its['local rank']}, but its machine shows {its['gpus']} GPUs"
         if backend is not None:
             raise ValueError(
-                f"init(backend={backend!r}): {fact}, and NCCL needs one for each process; start fewer processes on a machine, "
-                "or leave backend out and train on the CPU."
+                f"init(backend={backend!r}): {fact}, and NCCL needs one for each process; start fewer processes on a "
+                "machine, or leave backend out and train on the CPU."
             )
         if rank == 0 and any(its["gpus"] for its in everyone):
             warnings.warn(
-                f"init(): {fact} ({len(without)} such ranks), so all ranks train on the CPU with gloo; start one process for "
-                "each GPU, or say backend='gloo'.",
+                f"init(): {fact} ({len(without)} such ranks), so all ranks train on the CPU with gloo; start one "
+                "process for each GPU, or say backend='gloo'.",
                 stacklevel=3,
             )
     device = torch.device("cuda", index) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
     dist.init_process_group(
-        # The CPU side serves metrics, fingerprints and the checks of a run on GPUs too.
+        # gloo also serves metrics, fingerprints and checks of a run on GPUs.
         backend or ("cpu:gloo,cuda:nccl" if on_gpu else "gloo"),
         store=PrefixStore("default_pg", store),
         rank=rank,
         world_size=size,
         timeout=timeout,
-        device_id=device if on_gpu else None,  # communicators are made now, not by the first message
+        device_id=device if on_gpu else None,  # create communicators now, not with the first message
     )
     collectives.adopt_default_group(timeout, device)
     if rank == 0:
@@ -180,12 +182,12 @@ def _start(backend: str | None, gpus: int, timeout: timedelta) -> None:
     atexit.register(collectives.leave_default_group)
 
 
-def _told(store: Store, rank: int, size: int, value: Any) -> list[Any]:
-    """Return what every rank says of itself, by rank, as JSON gives it back; collective."""
+def _gathered(store: Store, rank: int, size: int, value: Any) -> list[Any]:
+    """Return the values of all ranks by rank, after a JSON round trip; collective."""
     store.set(str(rank), json.dumps(value))
     everyone = [json.loads(said) for said in store.multi_get([str(i) for i in range(size)])]
     store.set(f"heard {rank}", "")
-    if rank == 0:  # its process may hold the store: if it left with an error first, the others would not hear which
+    if rank == 0:  # its process may hold the store: if it failed first, the others could not read its error
         store.wait([f"heard {i}" for i in range(size)])
     return everyone
 
@@ -201,15 +203,15 @@ def _require_same_versions(everyone: list[Any], rank: int) -> None:
         for other, its in enumerate(everyone):
             if its["versions"].get(name) != version:
                 raise PlanMismatch(
-                    f"init(): the ranks run different versions of {name}: {version} on rank 0, {its['versions'].get(name)} on rank "
-                    f"{other}; install the same everywhere.",
+                    f"init(): the ranks run different versions of {name}: {version} on rank 0, "
+                    f"{its['versions'].get(name)} on rank {other}; install the same everywhere.",
                     process=rank,
                     peer=other if rank != other else 0,
                 )
 
 
 def _gpu(index: int) -> str:
-    """Return which GPU that is, as no two processes may have the same."""
-    shown = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")  # tells the parts of a GPU apart
+    """Return an identifier of the GPU, to check that no two processes share one."""
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")  # distinguishes the parts of a GPU
     uuid = getattr(torch.cuda.get_device_properties(index), "uuid", index)
     return f"{platform.node()} {uuid} {shown[index] if index < len(shown) else ''}"

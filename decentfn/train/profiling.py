@@ -1,7 +1,6 @@
-"""How a step spends its time and what it sends: counters, and a trace in which Perfetto shows all of it.
+"""Profiling of steps: communication counters, and traces that Perfetto shows completely.
 
-`torch.profiler` shows this library's ranges by itself (`docs/profiling.md` lists them); where no profiler runs, they cost
-nothing.
+`torch.profiler` shows this library's ranges (`docs/profiling.md` lists them), which cost nothing without a profiler.
 """
 
 from __future__ import annotations
@@ -22,13 +21,14 @@ _POST = "decentfn::post "
 
 
 def export(profile: profile, path: str | Path) -> None:
-    """Write the trace as `profile.export_chrome_trace(path)` does, so that Perfetto (https://ui.perfetto.dev) shows all of it.
+    """Write the trace like `profile.export_chrome_trace(path)`, but so that Perfetto (https://ui.perfetto.dev) shows it
+    all.
 
-    PyTorch draws gloo's messages, which overlap, over the thread that posted them; Perfetto drops what does not nest, the waits
-    among it. Here they have rows of their own, such as "exchange 2: gloo:recv", from the post to the end of the wait.
+    PyTorch puts gloo's overlapping messages on the thread that posted them, and Perfetto drops events that do not nest,
+    such as the waits. Here messages have their own rows, such as "exchange 2: gloo:recv", from post to end of wait.
 
     Args:
-        profile: a `torch.profiler.profile` that has ended, or what `on_trace_ready` is called with.
+        profile: a finished `torch.profiler.profile`, or the argument of `on_trace_ready`.
         path: ends in .json or .json.gz.
     """
     path = Path(path)
@@ -43,7 +43,7 @@ def export(profile: profile, path: str | Path) -> None:
 
 
 def _with_rows_for_messages(events: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield the events; those of gloo begin and end for themselves, and say which post they belong to."""
+    """Yield the events; gloo's become separate begin and end events, named after their post."""
     posts: dict[Any, dict[str, Any]] = {}
     for number, event in enumerate(events):
         name = event["name"]

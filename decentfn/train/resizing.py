@@ -1,4 +1,4 @@
-"""A run that goes on with another number of workers: all of them start from the mean of the old ones."""
+"""Resizing: continue a run with another number of workers, which all start from the mean of the old ones."""
 
 from __future__ import annotations
 
@@ -22,36 +22,36 @@ from decentfn.train.consensus import is_stacked
 _CALL = "resize(state, algorithm)"
 
 Rule = Callable[[Iterable[Tensor]], Tensor]
-"""From the old workers' values of a leaf, one after another, to the new workers' common one."""
+"""Function from the old workers' values of a leaf to the new workers' common value."""
 
 
 def resize(state: State, algorithm: Algorithm) -> State:
-    """Return the stacked state of W workers as one of W', with which `algorithm` goes on. Copies.
+    """Convert the stacked state of W workers to one of W' workers for `algorithm`. Copies.
 
-    With W' = W it comes back bit for bit. Otherwise every new worker starts from the mean of all, computed in float64 and
-    rounded once: parameters, the optimizer's state, floating-point buffers, averages of `df.ema`; of integers (counts of
-    updates) from the largest, of loss scales from the smallest. What the algorithm remembers of its neighbours starts anew
-    and what it remembers of the run is averaged, so that its invariants hold for W' workers (`docs/resizing.md`).
+    With W' = W the state is bitwise unchanged. Otherwise every new worker starts from the mean, computed in float64 and
+    rounded once, of parameters, optimizer state, floating-point buffers and averages of `df.ema`; from the largest of
+    integers (update counts); and from the smallest loss scale. The algorithm's memory of neighbors restarts, and its
+    memory of the run is averaged, so its invariants hold for W' workers (`docs/resizing.md`).
 
-    You divide the data anew; `t` goes on. Under torchrun another number of processes takes a restart from a checkpoint.
+    Divide the data again; `t` continues. Under torchrun another number of processes needs a restart from a checkpoint.
 
     Args:
         state: `[W, ...]` in every leaf, from `df.stack` or `df.simulate`.
-        algorithm: the same algorithm, built with a topology of W' workers; the optimizer, the options and the wrappers
-            (`df.ema`, ...) are those of the old run.
+        algorithm: the same algorithm with a topology of W' workers, and the optimizer, options and wrappers (`df.ema`,
+            ...) of the old run.
 
     Raises:
         ValueError: a state that is not stacked, or not of this algorithm, optimizer and options; an algorithm without
             `topology`; several processes.
-        NonFinite: a worker's parameters, or what else is averaged, are infinite or NaN, and the mean with them.
+        NonFinite: a mean is infinite or NaN because a worker's value is.
     """
     require_algorithm("resize", algorithm)
     if not is_stacked(state):
         raise ValueError(f"{_CALL}: the state is one worker's; stack it, df.resize(df.stack(state, 1), algorithm).")
     if collectives.everyone().size > 1:
         raise ValueError(
-            f"{_CALL}: {collectives.everyone().size} processes hold a part of the workers each; save a checkpoint, and restore "
-            "it with the other number of processes."
+            f"{_CALL}: {collectives.everyone().size} processes each hold a part of the workers; save a checkpoint, and "
+            "restore it with the other number of processes."
         )
     if algorithm.topology is None:
         raise ValueError(
@@ -68,38 +68,38 @@ def resize(state: State, algorithm: Algorithm) -> State:
 
 
 def resized(fresh: State, rows: State) -> State:
-    """Return the state that every worker starts from after W workers.
+    """Return the state that every new worker starts from.
 
     Args:
-        fresh: what the new algorithm's `init` lays out; its values stand for nothing but what starts anew.
-        rows: a tree like it; in the place of each leaf an iterable of the W workers' values, such as a tensor `[W, ...]`.
-            It is gone through once, and not at all where a leaf starts anew.
+        fresh: the state of the new algorithm's `init`; its values are used only for leaves that restart.
+        rows: a tree like it, with an iterable of the W workers' values for each leaf, such as a tensor `[W, ...]`. It
+            is read once, and not at all for leaves that restart.
 
     Raises:
         NonFinite: a mean is infinite or NaN.
     """
     rules = _rules(fresh)
     x = trees.map(lambda rule, values: rule(values), rules.params, rows.params)
-    anew = (fresh.local, restarted(fresh.memory, x))
-    new = State(x, *trees.map(_apply, rules[1:], rows[1:], anew))
+    restart = (fresh.local, restarted(fresh.memory, x))
+    new = State(x, *trees.map(_apply, rules[1:], rows[1:], restart))
     for (name, leaf), rule, start in zip(
         trees.named_leaves(new), trees.leaves(rules), trees.leaves(fresh), strict=True
     ):
-        # What a start has, too, is meant: a mask of -inf.
+        # A value that a fresh state has too is intended, such as a mask of -inf.
         if rule is mean and bool((leaf.isnan() | (is_finite(start) & ~is_finite(leaf))).any()):
             raise NonFinite(
-                f"resize: a worker's {name} is infinite or NaN, and so would be the mean of all, from which all start; give it its "
-                "neighbour's (parameters with df.with_params), or go back to an earlier checkpoint."
+                f"resize: a worker's {name} is infinite or NaN, and so would be the mean, from which all workers "
+                "start; give it its neighbor's (parameters with df.with_params), or go back to an earlier checkpoint."
             )
     return new
 
 
-def _apply(rule: Rule, rows: Iterable[Tensor], anew: Tensor) -> Tensor:
-    return anew.clone() if rule is _anew else rule(rows)
+def _apply(rule: Rule, rows: Iterable[Tensor], fresh: Tensor) -> Tensor:
+    return fresh.clone() if rule is _restart else rule(rows)
 
 
 def mean(rows: Iterable[Tensor]) -> Tensor:
-    """Summed in float64, rounded once."""
+    """Average in float64 and round once."""
     total, count, dtype = None, 0, torch.float64
     for row in rows:
         wide = row.to(torch.promote_types(row.dtype, torch.float64))
@@ -109,31 +109,31 @@ def mean(rows: Iterable[Tensor]) -> Tensor:
 
 
 def largest(rows: Iterable[Tensor]) -> Tensor:
-    """Of counts, which differ where workers skipped updates."""
+    """Return the largest count; counts differ if workers skipped updates."""
     return torch.stack(list(rows)).amax(0)
 
 
 def smallest(rows: Iterable[Tensor]) -> Tensor:
-    """Of loss scales, which is safe for all."""
+    """Return the smallest loss scale, which is safe for all workers."""
     return torch.stack(list(rows)).amin(0)
 
 
-def _anew(rows: Iterable[Tensor]) -> Tensor:
-    raise AssertionError("what starts anew is not asked for")
+def _restart(rows: Iterable[Tensor]) -> Tensor:
+    raise AssertionError("leaves that restart have no rule")
 
 
 def _rules(state: State) -> State:
-    """The rule of each leaf, in its place."""
+    """Return a tree with the rule of each leaf."""
     opt, buffers = trees.map(_by_dtype, (state.local.opt, state.local.buffers))
     scale = trees.map(lambda leaf: smallest, state.local.scale)
-    local = trees.map(lambda leaf: _anew, state.local)._replace(opt=opt, buffers=buffers, scale=scale)
+    local = trees.map(lambda leaf: _restart, state.local)._replace(opt=opt, buffers=buffers, scale=scale)
     return State(trees.map(_by_dtype, state.params), local, _rules_of_memory(state.memory))
 
 
 def _rules_of_memory(memory: Any) -> Any:
-    """Means of the fields that the memory says are `averaged`; a wrapper's holds the algorithm's own."""
+    """Return the mean for fields named in the memory's `averaged`; a wrapper's memory contains the algorithm's."""
     if not hasattr(memory, "_fields"):
-        return trees.map(lambda leaf: _anew, memory)
+        return trees.map(lambda leaf: _restart, memory)
     averaged = getattr(memory, "averaged", ())
     fields = zip(memory._fields, memory, strict=True)
     return type(memory)(*(trees.map(_by_dtype, v) if name in averaged else _rules_of_memory(v) for name, v in fields))
@@ -144,17 +144,17 @@ def _by_dtype(leaf: Tensor) -> Rule:
 
 
 def _require_alike(old: State, fresh: State, *, everything: bool) -> None:
-    """The states have the same leaves, in shapes and dtypes too, but where leaves start anew (or `everything`)."""
+    """Raise unless names, shapes and dtypes agree, except for leaves that restart (unless `everything`)."""
     rules = trees.leaves(_rules(fresh))
     lines = [_lines(old), _lines(fresh)]
     if not everything and len(lines[0]) == len(rules):
-        lines = [[line for line, rule in zip(side, rules, strict=True) if rule is not _anew] for side in lines]
+        lines = [[line for line, rule in zip(side, rules, strict=True) if rule is not _restart] for side in lines]
     layouts = [[*state.params.plan.describe(), *side] for state, side in zip((old, fresh), lines, strict=True)]
     for found, expected in itertools.zip_longest(*layouts, fillvalue="nothing"):
         if found != expected:
             raise ValueError(
-                f"{_CALL}: the state holds {found} where the algorithm lays out {expected}; build it with the algorithm, "
-                "the optimizer, the options and the wrappers of the old run, and another topology."
+                f"{_CALL}: the state holds {found} where the algorithm lays out {expected}; build it with the "
+                "algorithm, the optimizer, the options and the wrappers of the old run, and another topology."
             )
 
 

@@ -1,4 +1,4 @@
-"""Preemption: a signal to one process, and all of them stop after the same step."""
+"""Preemption: after a signal to one process, all processes stop after the same step."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _log = logging.getLogger("decentfn")
 _SIGNALS = [signal.Signals[name] for name in ("SIGTERM", "SIGUSR1") if name in signal.Signals.__members__]
 
 _SAME_S = 1.0
-"""Seconds within which a signal that comes twice counts once: SLURM sends it to all processes, and torchrun passes it on."""
+"""Seconds within which a repeated signal counts once: SLURM signals all processes, and torchrun forwards it."""
 
 _SHIELDED = {*_SIGNALS, signal.SIGINT}
 
 
 class Stop:
-    """Tells whether all processes stop now: `stop(t)`, after every step. Made by `preemption`."""
+    """Common decision of all processes to stop: call `stop(t)` after every step. Made by `preemption`."""
 
     def __init__(self, marker: Path, every: int) -> None:
         self._marker = marker
@@ -47,14 +47,15 @@ class Stop:
         self._leaving: SystemExit | None = None
 
     def __call__(self, t: int | Tensor) -> bool:
-        """Return True to stop after step `t`; the same on all processes. Collective: every process asks after every step.
+        """Return True to stop after step `t`, the same on all processes. Collective: every process calls it after every
+        step.
 
-        Every `every` calls, each of several processes starts to gather which have a signal, and reads what was gathered the time
-        before. So nobody waits unless another is `every` steps behind.
+        Every `every` calls, processes start to gather who has a signal and read the previous result. So no process
+        waits unless another is `every` steps behind.
 
         Raises:
-            df.errors.PeerLost: another process is gone, or has left the `with` by an error.
-            df.errors.ExchangeTimeout: another did not come in time.
+            df.errors.PeerLost: another process died, or left the `with` by an error.
+            df.errors.ExchangeTimeout: another did not arrive in time.
         """
         self._next_step = int(t) + 1
         self._calls += 1
@@ -71,7 +72,7 @@ class Stop:
         return stops
 
     def leave(self) -> NoReturn:
-        """Raise `SystemExit(0)`. At the end of the `with`, when every process has come there, the marker is written."""
+        """Raise `SystemExit(0)`. The marker is written when all processes have reached the end of the `with`."""
         self._leaving = SystemExit(0)
         raise self._leaving
 
@@ -91,12 +92,12 @@ class Stop:
             os.kill(os.getpid(), number)
 
     def _end(self, error: BaseException | None) -> None:
-        """End the `with`: to leave, or else by an error, where the others must not wait for this process."""
+        """End the `with`, in order or by an error, after which the others must not wait for this process."""
         try:
             if error is not None and error is self._leaving:
                 self._ask(True).result()
                 if os.environ.get("LOCAL_RANK", "0") == "0":
-                    # Several nodes may write it, in one directory that all of them see.
+                    # Several nodes may write it to one shared directory.
                     new = self._marker.with_name(f"{self._marker.name}.{uuid4().hex[:8]}")
                     new.write_text(json.dumps({"step": self._next_step}) + "\n")
                     new.replace(self._marker)
@@ -109,9 +110,9 @@ class Stop:
 
 
 def _shield_a_fork() -> None:
-    """Within the `with`, a fork (a data loader's worker) hears signals from its parent alone.
+    """Let a process forked within the `with` (a data loader's worker) receive signals only from its parent.
 
-    torchrun signals the whole group of a process, and a loader whose worker is gone ends the run before it can save.
+    torchrun signals a whole process group; a loader that loses its worker would end the run before it can save.
     """
     if getattr(signal.getsignal(signal.SIGTERM), "__func__", None) is Stop._receive:
         signal.pthread_sigmask(signal.SIG_BLOCK, _SHIELDED)
@@ -133,7 +134,8 @@ if hasattr(signal, "sigwaitinfo"):  # not on macOS
 
 @contextmanager
 def preemption(marker: str | Path, *, every: int = 10) -> Iterator[Stop]:
-    """Let SIGTERM and SIGUSR1, sent to any process, stop all of them after the same step. A context manager; collective.
+    """Let SIGTERM and SIGUSR1, sent to any process, stop all of them after the same step. A context manager;
+    collective.
 
     In a training loop::
 
@@ -144,18 +146,19 @@ def preemption(marker: str | Path, *, every: int = 10) -> Iterator[Stop]:
                     saver.save(state, t + 1)
                     stop.leave()
 
-    Processes leave with exit code 0, since torchrun takes any other for a failure and starts them again. The marker,
-    `{"step": 41}`, tells such a run from a finished one: it is written when all have left what stands inside the `with`, such as the
-    saver, and removed when the next run begins. The same signal again, after a second, ends a process at once. Worker processes
-    that a DataLoader forks within the `with` go on until it ends, though torchrun signals them too (Linux).
+    Processes leave with exit code 0, since torchrun treats any other as a failure and restarts them. The marker,
+    `{"step": 41}`, distinguishes such a run from a finished one. It is written when all processes have left the inner
+    context managers, such as the saver, and removed when the next run begins. Repeating the signal after a second ends
+    a process at once. Worker processes that a DataLoader forks within the `with` run until it ends, though torchrun
+    signals them (Linux).
 
     Args:
-        marker: the file to write, by one process of each node; its directory is made, for its owner only.
-        every: so many steps apart processes look, >= 1: they stop at most `2 * every` steps after the signal. One process alone
-            looks at every step.
+        marker: file that one process of each node writes; its directory is created for its owner only.
+        every: steps between checks, >= 1; processes stop at most `2 * every` steps after the signal. A single process
+            checks every step.
 
     Yields:
-        `stop`: `stop(t)` says whether to stop, `stop.leave()` leaves.
+        `stop`: `stop(t)` returns True to stop; `stop.leave()` leaves.
     """
     every = at_least("preemption", "every", every, 1)
     if threading.current_thread() is not threading.main_thread():

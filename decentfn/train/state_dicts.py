@@ -1,4 +1,4 @@
-"""From a training state to what `nn.Module.load_state_dict` takes, and back."""
+"""Conversion between training states and the state dicts of `nn.Module`."""
 
 from __future__ import annotations
 
@@ -29,21 +29,22 @@ from decentfn.train.together import together
 @checks_numbers
 @collectives.calling("df.state_dict(module, state)", of_state=True)
 def state_dict(module: nn.Module, state: State, *, consensus: bool = False) -> dict[str, Any]:
-    """What `module.load_state_dict` takes, strictly: tied names, persistent buffers, `get_extra_state`; copies.
+    """Return a strict state dict for `module.load_state_dict`: tied names, persistent buffers, `get_extra_state`;
+    copies.
 
     Args:
-        module: the module of `df.functional`; it stays as it is.
+        module: the module of `df.functional`; it is not changed.
         state: a training state whose parameters and buffers came from `df.functional`.
-        consensus: the mean over all workers (collective: call it on every rank) in place of this worker's own replica.
+        consensus: use the mean over all workers (collective) instead of this worker's own replica.
 
     Returns:
-        Names and tensors. Where a worker is several processes, shards are gathered one by one (collective) to its process 0, on the
-        CPU; its other processes get an empty dict.
+        Names and tensors. If a worker is several processes, shards are gathered one by one (collective) to its process
+        0, on the CPU; its other processes get an empty dict.
     """
     if is_stacked(state) and not consensus:
         raise ValueError(
-            "state_dict(module, state): the state is stacked; take one worker's, df.worker(state, i), or the mean of all, "
-            "consensus=True."
+            "state_dict(module, state): the state is stacked; take one worker's, df.worker(state, i), or the mean of "
+            "all, consensus=True."
         )
     require_sharded_alike("state_dict(module, state)", state.params.plan, is_sharded=collectives.is_sharded(module))
     own = (consensus_mean(state), consensus_buffers(state)) if consensus else (params(state), buffers(state))
@@ -56,12 +57,12 @@ def state_dict(module: nn.Module, state: State, *, consensus: bool = False) -> d
 
 
 def _gathered(module: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """`state_dict` of a sharded module on process 0 of the worker, nothing on the others; collective."""
+    """Gather the state dict of a sharded module on process 0 of the worker; the others get {}. Collective."""
     collectives.own_shards(module)
     parameters = dict(module.named_parameters())
-    wholes = collectives.whole((p, tensors[name]) for name, p in parameters.items())
+    unsharded = collectives.whole((p, tensors[name]) for name, p in parameters.items())
     values: dict[int, Any] = {id(b): tensors[name].detach().clone() for name, b in module.named_buffers()}
-    values |= {id(p): one for p, one in zip(parameters.values(), wholes, strict=True)}
+    values |= {id(p): one for p, one in zip(parameters.values(), unsharded, strict=True)}
     if collectives.everyone().process:
         return {}
     return {name: values.get(id(x), x) for name, x in module.state_dict(keep_vars=True).items()}
@@ -69,25 +70,25 @@ def _gathered(module: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 @collectives.calling("df.load_state_dict(module, state, state_dict)")
 def load_state_dict(module: nn.Module, state: State, state_dict: Mapping[str, Any]) -> State:
-    """The state with the parameters and buffers of a module's `state_dict`, checked as `load_state_dict` does, strictly.
+    """Return the state with the parameters and buffers of a `state_dict`, checked like a strict `load_state_dict`.
 
-    What the algorithm remembers starts anew, as by `df.with_params`: give all workers theirs in the same step.
+    The algorithm's memory restarts, as with `df.with_params`: set all workers in the same step.
 
     Args:
-        module: the module of `df.functional`; it stays as it is.
+        module: the module of `df.functional`; it is not changed.
         state: the state of one worker.
-        state_dict: as `module.state_dict()` or `df.state_dict(module, state)` gives it. Where a worker is several processes that of
-            its process 0 counts, which sends it to the others, tensor by tensor (collective); `{}` will do on those. What
-            `get_extra_state` gave is left out there.
+        state_dict: the result of `module.state_dict()` or `df.state_dict(module, state)`. If a worker is several
+            processes, its process 0 sends its own to the others, tensor by tensor (collective), which may pass `{}`.
+            Values of `get_extra_state` are then ignored.
 
     Raises:
-        ValueError: a stacked state; a sharded module and a state of a plain one, or the other way.
-        RuntimeError: PyTorch's, where names or shapes do not fit; where a worker is several processes, on every process.
+        ValueError: a stacked state; a sharded module with a state of a plain one, or vice versa.
+        RuntimeError: PyTorch's, if names or shapes do not fit; on every process of the worker.
     """
     if is_stacked(state):
         raise ValueError(
-            "load_state_dict(module, state, state_dict): the state is stacked; df.stack(df.load_state_dict(module, one, ...), N) "
-            "of one worker's."
+            "load_state_dict(module, state, state_dict): the state is stacked; df.stack(df.load_state_dict(module, "
+            "one, ...), N) of one worker's."
         )
     is_sharded = collectives.is_sharded(module)
     require_sharded_alike("load_state_dict(module, state, state_dict)", state.params.plan, is_sharded=is_sharded)
@@ -116,27 +117,27 @@ def _load(module: nn.Module, tensors: dict[str, Tensor], state_dict: Mapping[str
 
 
 def _on_process_0(function: Callable[..., None], *arguments: Any) -> bool:
-    """Call the function on process 0 of each worker; return whether this is such. Collective, raises on all what it does on one."""
+    """Call the function on process 0 of each worker; return True there. Collective; an error is raised on all."""
     is_first = collectives.everyone().process == 0
     together("load_state_dict(module, state, state_dict)", function if is_first else lambda *_: None, *arguments)
     return is_first
 
 
 def _shards(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
-    """What this process holds of the state dict that process 0 of its worker has, by the module's own names; collective."""
+    """Return this process's shards of the state dict on its worker's process 0, by the module's names; collective."""
     collectives.own_shards(module)
     own = module.state_dict(keep_vars=True)
     has_it = _on_process_0(_require_fit, module, own, state_dict)
     wanted = {name: x for name, x in own.items() if isinstance(x, torch.Tensor)}
     parts = collectives.cut((x, state_dict[name] if has_it else None) for name, x in wanted.items())
-    # Of a tied one the last name counts.
+    # The last name of a tied tensor counts.
     by_tensor = {id(x): part for x, part in zip(wanted.values(), parts, strict=True)}
     named = (*module.named_parameters(), *module.named_buffers())
     return {name: by_tensor[id(x)] for name, x in named if id(x) in by_tensor}
 
 
 def _require_fit(module: nn.Module, own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Raise where `load_state_dict` would refuse `given`."""
+    """Raise if `load_state_dict` would refuse `given`."""
     shapes = [{k: list(x.shape) for k, x in named.items() if isinstance(x, torch.Tensor)} for named in (own, given)]
     wrong = [name for name in shapes[0] if name in given and shapes[0][name] != shapes[1].get(name)]
     found = [
@@ -150,6 +151,6 @@ def _require_fit(module: nn.Module, own: Mapping[str, Any], given: Mapping[str, 
 
 
 def _without_criterion(module: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors without those of a criterion that was trained beside the module."""
+    """Return the tensors without those of a criterion that was trained with the module."""
     own = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
     return {name: x for name, x in tensors.items() if name in own or not name.startswith("criterion.")}

@@ -1,4 +1,4 @@
-"""What all processes do together outside a step, so that an error of one is an error of all; and paths that they agree on."""
+"""Collective calls outside a step, in which an error of one process is an error of all; paths that all agree on."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from decentfn.errors import CheckpointCorrupt, NonFinite, RunError
 _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind for kind in (CheckpointCorrupt, NonFinite, OSError, ValueError, RuntimeError)
 }
-"""Kinds of errors that the other processes raise too; the first one that fits."""
+"""Kinds of errors that the other processes raise too; the first match counts."""
 
 
 def together(call: str, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Call `function(*arguments)` on every process and return all results, by rank, as JSON gives them back. Collective.
+    """Call `function(*arguments)` on every process and return all results by rank, after a JSON round trip. Collective.
 
     Raises:
-        CheckpointCorrupt, NonFinite, OSError, ValueError, RuntimeError: on every process, what the first has raised; of several it is
-            one that has not only lost another.
-        RunError: on every process, where it has raised anything else.
+        CheckpointCorrupt, NonFinite, OSError, ValueError, RuntimeError: on every process, the first error; one that is
+        not
+            merely the loss of another process comes first.
+        RunError: on every process, if the error is of another kind.
     """
     everyone, own = collectives.attempt(call, function, *arguments)
     failed = [rank for rank, its in enumerate(everyone) if "error" in its]
@@ -39,19 +40,19 @@ def together(call: str, function: Callable[..., Any], *arguments: Any) -> list[A
 
 
 def on_first(call: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call `function(*arguments)` on process 0 and return its result on every process. Collective; raises as `together`."""
+    """Call `function(*arguments)` on process 0; return its result on all. Collective; raises as `together`."""
     return together(call, function if collectives.everyone().rank == 0 else lambda *_: None, *arguments)[0]
 
 
 def as_path(call: str, path: Any) -> Path:
-    """Return the path, or raise ValueError: an empty one would be the working directory."""
+    """Return the path, or raise ValueError if it is empty, which would be the working directory."""
     if not isinstance(path, (str, Path)) or not str(path).strip():
         raise ValueError(f"{call}: the path is {brief(path)}; expected a str that is not empty, or a pathlib.Path.")
     return Path(path)
 
 
 def make_directory(path: Path, mode: int = 0o777) -> None:
-    """Make a directory; one that exists stays as it is."""
+    """Make a directory unless it exists."""
     try:
         path.mkdir(mode=mode, parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
@@ -59,7 +60,7 @@ def make_directory(path: Path, mode: int = 0o777) -> None:
 
 
 def one_path(call: str, path: Any) -> Path:
-    """Return the path that all processes give, or raise ValueError on all of them. Collective."""
+    """Return the path if all processes pass the same, or raise ValueError on all. Collective."""
     told = together(call, lambda: str(as_path(call, path)))
     for rank, its in enumerate(told):
         if its != told[0]:

@@ -1,4 +1,4 @@
-"""What works around any algorithm."""
+"""Wrappers around any algorithm: guard, EMA, averaged buffers."""
 
 from decentfn.wrappers.averaged_buffers import average_buffers
 from decentfn.wrappers.guarding import guard

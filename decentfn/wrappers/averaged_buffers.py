@@ -1,4 +1,4 @@
-"""Buffers (BatchNorm's statistics) that are mixed as the parameters are, around any algorithm."""
+"""Mixing of buffers (BatchNorm's statistics) like parameters, around any algorithm."""
 
 from __future__ import annotations
 
@@ -26,23 +26,24 @@ from decentfn.topologies import Topology
 def average_buffers(
     algorithm: Algorithm, gamma: float | Callable[[Tensor], Tensor] = 1.0, *, overlap: bool = True
 ) -> Algorithm:
-    """The algorithm, whose floating-point buffers are mixed on its topology in every step, b' being the loss's:
+    """Mix floating-point buffers on the algorithm's topology in every step; b' are the buffers that the loss returns.
 
         b⁺ = b' + γ (W - I) b        overlap=True: b is posted before the step
-        b⁺ = b' + γ (W - I) b'       overlap=False: b' is posted after it, and all wait for it
+        b⁺ = b' + γ (W - I) b'       overlap=False: b' is posted after the step
 
-    Without it every worker keeps its own; `df.consensus_buffers` averages them for an evaluation. Frozen parameters of
-    `df.functional` are left alone. Sent per step: one message per dtype and neighbour. Around an algorithm that averages
-    over everyone, W is the mean of all in every step; with overlap=False and γ = 1 all workers' buffers are then equal.
+    Without it every worker keeps its own buffers, and `df.consensus_buffers` averages them for an evaluation. Frozen
+    parameters of `df.functional` are not mixed. Sent per step: one message per dtype and neighbor. If the algorithm
+    averages over all workers, W is the mean in every step; with overlap=False and γ = 1 all workers' buffers are then
+    equal.
 
     Args:
-        algorithm: from any function of `decentfn.algorithms`, on a doubly stochastic topology.
+        algorithm: the result of any function of `decentfn.algorithms`, on a doubly stochastic topology.
         gamma: γ in [0, 1], or a function of `t` (0-d int64 tensor) that returns it.
-        overlap: whether b travels while the gradient is computed.
+        overlap: send b while the gradient is computed.
 
     Raises:
-        ValueError: γ out of its range, a column-stochastic topology, on which buffers would drift away, or an algorithm
-            whose buffers are averaged already.
+        ValueError: γ out of range, a push-sum topology, on which buffers would drift, or an algorithm whose buffers are
+            averaged already.
     """
     require_bare("average_buffers", algorithm)
     if not callable(gamma) and not 0 <= gamma <= 1:
@@ -52,19 +53,20 @@ def average_buffers(
     topology = algorithm.topology
     if topology is None:
         raise ValueError(
-            "average_buffers(algorithm): the algorithm does not say which topology it mixes on; decorate the function that "
-            "builds it with df.kit.algorithm."
+            "average_buffers(algorithm): the algorithm does not say which topology it mixes on; decorate the function "
+            "that builds it with df.kit.algorithm."
         )
-    if topology.is_column_stochastic:
+    if topology.needs_push_sum:
         raise ValueError(
-            f"average_buffers(algorithm): {topology.name!r} is column-stochastic only, so what is mixed without push-sum's "
-            "weight drifts away from the mean; average buffers where you evaluate, with df.consensus_buffers(state)."
+            f"average_buffers(algorithm): {topology.name!r} is column-stochastic only, so buffers that are mixed "
+            "without push-sum's weight drift away from the mean; average buffers where you evaluate, with "
+            "df.consensus_buffers(state)."
         )
     size = collectives.processes_per_worker()
     if size > 1:
         raise ValueError(
-            f"average_buffers(algorithm): a worker is {size} processes, and each has buffers of its own; leave it out, or use a "
-            "network without running statistics."
+            f"average_buffers(algorithm): a worker is {size} processes, and each has its own buffers; leave it out, "
+            "or use a network without running statistics."
         )
     init, step = algorithm
     one = step.run
@@ -94,7 +96,7 @@ def average_buffers(
 
 
 def _travel(buffers: PyTree, frozen: frozenset[str]) -> list[bool]:
-    """For every leaf of the buffers whether it is averaged: floating point and not frozen."""
+    """Return True for every leaf of the buffers to average: floating point and not frozen."""
     leaves: list[Any] = trees.leaves(buffers)
     names: list[str | None] = [None] * len(leaves)
     if frozen and isinstance(buffers, dict):
@@ -107,7 +109,7 @@ def _chosen(buffers: PyTree, which: list[bool]) -> list[Tensor]:
 
 
 def _by_dtype(tensors: list[Tensor]) -> list[Tensor]:
-    """One vector for each dtype, the tensors of it one after another: a message for each, not for each tensor."""
+    """Concatenate tensors by dtype, for one message per dtype instead of one per tensor."""
     return [torch.cat([x.reshape(-1) for x in tensors if x.dtype == d]) for d in _dtypes(tensors)]
 
 
@@ -116,7 +118,7 @@ def _post(tensors: list[Tensor], topology: Topology, t: Tensor) -> gossip.Posted
 
 
 def _pieces(vectors: Iterable[Tensor], like: list[Tensor]) -> list[Tensor]:
-    """The tensors again that `_by_dtype(like)` put together."""
+    """Split vectors of `_by_dtype(like)` into tensors again."""
     split = {
         d: iter(vector.split([x.numel() for x in like if x.dtype == d]))
         for d, vector in zip(_dtypes(like), vectors, strict=True)

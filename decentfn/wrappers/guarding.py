@@ -26,26 +26,26 @@ from decentfn.torch_private import functorch
 
 @checks_numbers
 def guard(algorithm: Algorithm, limit: int = 20) -> Algorithm:
-    """The algorithm, in which no worker sends anything that is infinite or NaN, and one that has it is helped by its neighbours.
+    """Contain infinite and NaN values ("bad" values): workers do not send them, and neighbors repair a bad worker.
 
-    * A bad gradient is no update for that worker in that step; it mixes as always. A bad update (of an overflow, or of bad
-      moments) is none for those elements, whose moments stay, or start anew where they were bad before.
-    * What a worker would send is looked at before it leaves. If anything in it is bad, nothing of it counts: a flag says so to
-      the neighbours, each of whom keeps for itself the weight that it had for it, and the worker takes the mix of its neighbours
-      in the place of its own. A mean over a group is that of its good members.
-    * An element of the buffers, or of what the algorithm remembers, that would become bad stays as it was.
+    * A worker with a bad gradient makes no update in that step; it mixes as usual. Elements with a bad update
+      (overflow, bad moments) are not updated; their moments stay, or restart if they were bad before.
+    * Messages are checked before they are sent. If any value is bad, the message is flagged: each neighbor keeps the
+      sender's weight for itself, and the sender takes the mix of its neighbors instead of its own value. A group mean
+      is taken over the good members.
+    * An element of the buffers or of the algorithm's memory that would become bad keeps its old value.
 
-    `metrics.guard` counts the steps of each worker with a bad gradient, update or buffer (`skipped`), with bad messages (`replaced`),
-    and how many either way came last `in_a_row`. With nothing bad the state is what it is without the guard.
-    Sent beside: one number per message and neighbour. What it costs, and what it cannot mend, says docs/bad_values.md.
+    `metrics.guard` counts, per worker, steps with a bad gradient, update or buffer (`skipped`), steps with bad messages
+    (`replaced`), and current consecutive bad steps of both kinds (`in_a_row`). Without bad values the state is the same
+    as without the guard. Also sent: one number per message and neighbor. docs/bad_values.md has the costs and limits.
 
     Args:
-        algorithm: from any function of `decentfn.algorithms`, perhaps within other wrappers.
-        limit: after so many bad steps in a row of one worker `df.errors.NonFinite` is raised, >= 1. On a GPU this is looked at in
-            every `limit`-th step, so that no other waits for the GPU.
+        algorithm: the result of any function of `decentfn.algorithms`, possibly with other wrappers.
+        limit: consecutive bad steps of a worker, >= 1, after which `df.errors.NonFinite` is raised. On a GPU this is
+            checked in every `limit`-th step, so that other steps do not wait for the GPU.
 
     Raises:
-        ValueError: no algorithm, or one that is guarded already; `limit` no integer >= 1.
+        ValueError: not an algorithm, or guarded already; `limit` is not an integer >= 1.
     """
     require_bare("guard", algorithm)
     if limit < 1:
@@ -64,8 +64,8 @@ def guard(algorithm: Algorithm, limit: int = 20) -> Algorithm:
     def check(state: Any, batch: PyTree, t: Tensor) -> None:
         if not _is_guarded(state):
             raise ValueError(
-                f"step(state, batch, t): the state is a {kind_of(state)} that is not guarded, and this step takes one that is; call "
-                "the init that df.guard(...) returned beside it."
+                f"step(state, batch, t): the state is a {kind_of(state)} that is not guarded, but this step needs a "
+                "guarded one; call the init that df.guard(...) returned with it."
             )
         if step.check is not None:
             step.check(_with(state, None), batch, t)
@@ -76,7 +76,7 @@ def guard(algorithm: Algorithm, limit: int = 20) -> Algorithm:
         with gossip.guarded() as noted:
             new, metrics = one(old, batch, t)
         noted.skipped.extend(
-            (is_finite(before) & ~is_finite(after)).any()  # a mask of -inf is meant
+            (is_finite(before) & ~is_finite(after)).any()  # a mask of -inf is intended
             for before, after in zip(trees.leaves(old.buffers), trees.leaves(new.buffers), strict=True)
             if after.is_floating_point() or after.is_complex()
         )
@@ -120,7 +120,7 @@ def _any(claims: Sequence[Tensor], like: Tensor) -> Tensor:
 
 
 def _finite(new: State, old: State) -> State:
-    """The new state; an element that would be infinite or NaN stays as it was, and where it was so before, memory starts anew."""
+    """Return the new state; bad elements keep their old value, and memory restarts if that is bad too."""
     memory = new.memory
     first = memory.restart(new.params) if hasattr(memory, "restart") else memory
 
@@ -140,9 +140,10 @@ def _error(state: State, t: int, limit: int) -> NonFinite:
     row, here = int(in_a_row.argmax()), collectives.world()
     worker = here.workers(len(in_a_row))[row]
     return NonFinite(
-        f"step(state, batch, t): worker {worker} has had infinite values or NaN in {int(in_a_row[row])} steps in a row, the last at "
-        f"t={t} (df.guard(limit={limit})): in all {int(skipped[row])} steps with a bad gradient or update, {int(replaced[row])} with "
-        "bad messages. Look at its data and the learning rate; parameters that no neighbour can mend are set by df.with_params.",
+        f"step(state, batch, t): worker {worker} has had infinite values or NaN in {int(in_a_row[row])} steps in a "
+        f"row, the last at t={t} (df.guard(limit={limit})): in all {int(skipped[row])} steps with a bad gradient or "
+        f"update, {int(replaced[row])} with bad messages. Look at its data and the learning rate; set parameters that "
+        "no neighbor can repair with df.with_params.",
         worker=worker,
         process=here.rank,
         step=t,

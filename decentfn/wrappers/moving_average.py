@@ -1,4 +1,4 @@
-"""An exponential moving average of the parameters, kept beside any algorithm's memory."""
+"""Exponential moving average of the parameters, with any algorithm."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from decentfn.train.consensus import params
 
 
 class EMAMemory(NamedTuple):
-    """The algorithm's own memory, and the average, in float32 or wider."""
+    """The algorithm's memory and the average, in float32 or wider."""
 
     inner: Any
     ema: Buckets
@@ -28,19 +28,19 @@ class EMAMemory(NamedTuple):
     averaged = ("ema",)
 
     def restart(self, x: Buckets) -> EMAMemory:
-        """The average starts anew, at the new parameters."""
+        """Restart the average at the new parameters."""
         return EMAMemory(restarted(self.inner, x), copy_wide(x))
 
 
 @checks_numbers
 def ema(algorithm: Algorithm, decay: float = 0.999) -> Algorithm:
-    """The algorithm, with `ema⁺ = d ema + (1 - d) x⁺` beside it on every worker; nothing more travels.
+    """Add a moving average `ema⁺ = d ema + (1 - d) x⁺` on every worker; nothing more is sent.
 
-    The average starts at the first parameters. `df.ema_params(state)` is a worker's own;
-    `df.consensus_mean(df.ema_state(state))` the mean over workers.
+    The average starts at the first parameters. `df.ema_params(state)` is a worker's own average;
+    `df.consensus_mean(df.ema_state(state))` is the mean over workers.
 
     Args:
-        algorithm: from any function of `decentfn.algorithms`.
+        algorithm: the result of any function of `decentfn.algorithms`.
         decay: d in [0, 1).
     Source: torch.optim.swa_utils.get_ema_multi_avg_fn.
     """
@@ -57,8 +57,8 @@ def ema(algorithm: Algorithm, decay: float = 0.999) -> Algorithm:
     def check(state: Any, batch: PyTree, t: Tensor) -> None:
         if not _has_average(state):
             raise ValueError(
-                f"step(state, batch, t): the state is a {kind_of(state)}, and this step takes one with an average; call the "
-                "init that df.ema(...) returned beside it."
+                f"step(state, batch, t): the state is a {kind_of(state)}, but this step needs one with an average; "
+                "call the init that df.ema(...) returned with it."
             )
         if step.check is not None:
             step.check(state._replace(memory=state.memory.inner), batch, t)
@@ -73,14 +73,14 @@ def ema(algorithm: Algorithm, decay: float = 0.999) -> Algorithm:
 
 
 def ema_state(state: State) -> State:
-    """A state with the average in place of the parameters, for `params`, `consensus_mean`, distances; not to train on. Copies."""
+    """Return a copy of the state with the average as parameters, for `params`, `consensus_mean`, ...; not to train."""
     if not _has_average(state):
         raise ValueError(f"ema_state({kind_of(state)}): there is no average; make the algorithm with df.ema(...).")
     return trees.map(torch.clone, State(cast_like(state.memory.ema, state.params), Local(None, state.buffers)))
 
 
 def ema_params(state: State) -> PyTree:
-    """This worker's averaged parameters as the user's tree, in the parameters' dtypes; copies. `[N, ...]` when stacked."""
+    """Return this worker's averaged parameters as the user's tree in their dtypes; copies. `[N, ...]` if stacked."""
     return params(ema_state(state))
 
 

@@ -1,4 +1,4 @@
-"""The step as one would write it without any library: the measure of what a library costs."""
+"""Steps written by hand without any library, to measure the cost of a library."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ class ByHand:
         self.nbytes = sum(p.nbytes for p in x)
 
     def state(self) -> tuple[list[Tensor], list[Tensor], list[Tensor], Tensor]:
-        """What the next update takes: parameters, moments, and the corrections of their bias.
+        """Inputs of the next update: parameters, moments, and bias corrections.
 
-        The corrections are computed out here: within the graph Inductor computes them anew for every 16 elements.
+        The corrections are computed outside the graph, where Inductor would recompute them for every 16 elements.
         """
         self.count += 1
         return self.x, self.m, self.v, torch.tensor([1 / (1 - B1**self.count), (1 - B2**self.count) ** -0.5])
@@ -119,7 +119,7 @@ class BareExchange:
         self.works: list[Any] = []
 
     def partner(self, t: int) -> int:
-        """`rank XOR 2^k` for a power of two, else neighbours in turn."""
+        """`rank XOR 2^k` for a power of two, else neighbors in turn."""
         if self.size & (self.size - 1) == 0:
             return self.rank ^ (1 << t % (self.size.bit_length() - 1))
         return (self.rank + (1 if (self.rank + t) % 2 == 0 else -1)) % self.size

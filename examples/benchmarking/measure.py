@@ -46,7 +46,7 @@ def barrier() -> None:
 
 
 def gathered(value: object) -> list[Any]:
-    """What every process passed, by rank, as JSON gives it back; collective."""
+    """Gather the values of all processes by rank, after a JSON round trip; collective."""
     if not dist.is_initialized():
         return [value]
     text = json.dumps(value).encode()

@@ -1,4 +1,4 @@
-"""What is compared: each peer is built from a line of text, `name:key=value,key=value`."""
+"""Peers to compare, each built from a line of text, `name:key=value,key=value`."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def _median(rows: dict[str, dict[str, Any]], spec: str) -> float | None:
 
 
 def is_named(spec: str, peer: str) -> bool:
-    """Whether `spec` is this peer or its name, which stands for all its ways."""
+    """Return True if `spec` is this peer or its name, which covers all its variants."""
     return spec in (peer, peer.partition(":")[0])
 
 
@@ -162,7 +162,7 @@ def compile_table(rows: list[dict[str, Any]]) -> str:
 
 
 def failures(result: Any) -> list[str]:
-    """What could not run, and why."""
+    """List the peers that could not run, with reasons."""
     found: dict[str, str] = {}
     for part in result if isinstance(result, list) else [result]:
         for row in part.get("rows", [part]):
@@ -216,7 +216,7 @@ def plot(result: dict[str, Any], path: str) -> None:
     axes.invert_yaxis()
     axes.margins(x=0.12)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.set_xlabel("ms per step (median, quartiles); grey: parts by hand; dashed: the whole step by hand")
+    axes.set_xlabel("ms per step (median, quartiles); gray: parts by hand; dashed: the whole step by hand")
     axes.set_title(f"{result['workload']}, {result['workers']} workers")
     figure.savefig(path, dpi=150)
 

@@ -1,4 +1,4 @@
-"""What checkpoints cost: blocks of steps with one save and without take turns, and the last one is restored."""
+"""Cost of checkpoints: blocks of steps with and without a save alternate, and the last checkpoint is restored."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def measure(workload: Workload, rank: int, size: int, *, blocks: int, steps: int
 
 
 def table(found: dict[str, Any]) -> str:
-    """What was found, in words."""
+    """Format the results."""
     share = found["save_s"] / (found["steps"] * found["step_s"])
     return f"""{found["workload"]}, {found["workers"]} workers, {found["bytes"] / 1e6:.0f} MB in all, load {found["machine"]["load"]}
   a step                        {1e3 * found["step_s"]:9.1f} ms

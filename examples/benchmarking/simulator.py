@@ -1,4 +1,4 @@
-"""Many workers in one process: what stacking costs beside what else one could do."""
+"""Many workers in one process: the cost of stacking, compared with alternatives."""
 
 from __future__ import annotations
 

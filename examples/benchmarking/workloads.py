@@ -1,4 +1,4 @@
-"""What is trained: six networks of different shapes, on random data that changes from step to step."""
+"""Workloads: six networks of different shapes, on random data that changes from step to step."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def _classes(width: int, classes: int) -> Callable[[int, torch.Generator], tuple
     return lambda n, g: (torch.randn(n, width, generator=g), torch.randint(classes, (n,), generator=g))
 
 
-def _labelled(*shape: int) -> Callable[[int, torch.Generator], tuple[Tensor, Tensor]]:
+def _labeled(*shape: int) -> Callable[[int, torch.Generator], tuple[Tensor, Tensor]]:
     return lambda n, g: (torch.randn(n, *shape, generator=g), torch.randint(10, (n,), generator=g))
 
 
@@ -199,15 +199,15 @@ def workload(name: str, *, small: bool = False, batch_size: int | None = None) -
         "conv": Workload(
             "conv",
             lambda: ConvNet(8 if small else 32, 1 if small else 4),
-            _labelled(3, 32, 32),
+            _labeled(3, 32, 32),
             cross_entropy,
             4 if small else 16,
         ),
         "lstm": Workload(
-            "lstm", lambda: Recurrent(64, 16 if small else 256), _labelled(32, 64), cross_entropy, 4 if small else 16
+            "lstm", lambda: Recurrent(64, 16 if small else 256), _labeled(32, 64), cross_entropy, 4 if small else 16
         ),
         "lstm64": Workload(
-            "lstm64", lambda: Recurrent(64, 8 if small else 64), _labelled(32, 64), cross_entropy, 4 if small else 16
+            "lstm64", lambda: Recurrent(64, 8 if small else 64), _labeled(32, 64), cross_entropy, 4 if small else 16
         ),
         "tiny": Workload("tiny", lambda: MLP(64, 128, 10), _classes(64, 10), cross_entropy, 32),
     }[name]

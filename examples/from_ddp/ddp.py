@@ -1,4 +1,4 @@
-"""The digits with DistributedDataParallel. `decent.py` beside it is the same, line for line, without a coordinator.
+"""Digits with DistributedDataParallel. `decent.py` is the same script, line for line, without a coordinator.
 
 torchrun --standalone --nproc-per-node 2 examples/from_ddp/ddp.py
 """

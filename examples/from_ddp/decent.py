@@ -1,4 +1,4 @@
-"""The digits without a coordinator. `ddp.py` beside it is the same, line for line, with DistributedDataParallel.
+"""Digits without a coordinator. `ddp.py` is the same script, line for line, with DistributedDataParallel.
 
 torchrun --standalone --nproc-per-node 2 examples/from_ddp/decent.py
 torchrun --standalone --nproc-per-node 2 examples/from_ddp/decent.py --algorithm all_reduce     DDP's arithmetic

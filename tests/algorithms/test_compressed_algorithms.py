@@ -257,7 +257,7 @@ def test_power_gossip_is_its_equation(rank, iterations, matrices):
     assert np.abs(run(algorithm, steps) - expected[: steps + 1]).max() <= 1e-10
 
 
-def test_power_gossip_does_not_stay_silent_after_neighbours_have_agreed():
+def test_power_gossip_does_not_stay_silent_after_neighbors_have_agreed():
     # Equal starts leave no direction to remember; the first unit vector, which orth(0) would give, sees no difference
     # here, for the first row and column never change.
     algorithm = power_gossip(lambda s, target: ((s[1:, 1:] - target) ** 2).sum() / 2, Sgd(LR), schedule(STATIC["ring"]))
@@ -455,7 +455,7 @@ def test_averages_within_groups_become_messages_with_the_same_matrices():
 
 RING, CHANGING = schedule(STATIC["ring"]), schedule(VARYING)
 DIRECTED = df.topologies.from_matrices("directed", (np.eye(N) + np.roll(np.eye(N), 1, 0)) / 2)
-PUSH = df.topologies.from_matrices("push", random_column_stochastic(N, 1, 0), is_column_stochastic=True)
+PUSH = df.topologies.from_matrices("push", random_column_stochastic(N, 1, 0), needs_push_sum=True)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What a step computes is freed when it returns: no cycle of references keeps vectors until Python's garbage collector runs."""
+"""Temporaries of a step are freed when it returns, without waiting for Python's garbage collector."""
 
 import gc
 

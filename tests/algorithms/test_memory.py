@@ -114,7 +114,7 @@ INVARIANTS = {
     "extra": lambda s: (mean(s.memory.p), 0),
     "choco_sgd": lambda s: (mean(s.memory.pull), 0),
 }
-"""What holds in exact arithmetic however messages are rounded, and accumulates where memory is."""
+"""Invariants in exact arithmetic for any rounding of messages, which accumulate errors in the memory."""
 
 
 @pytest.mark.parametrize("row", [row for name in INVARIANTS for row in of(name)])

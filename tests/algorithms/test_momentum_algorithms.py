@@ -36,7 +36,7 @@ from tests.quadratics import (
 N = 6
 LR = 0.1
 SMALL_BETA = {decentlam: {"beta": 0.1}}
-"""What it accepts on schedules that vary."""
+"""Hyperparameters accepted on time-varying schedules."""
 algorithms = pytest.mark.parametrize(
     "algorithm", [quasi_global_momentum, quasi_global_adam, decentlam, momentum_tracking], ids=lambda f: f.__name__
 )
@@ -259,7 +259,7 @@ def test_mixing_keeps_the_mean_where_there_is_no_gradient(algorithm, n, period, 
     simulated = run(built, still, steps=8)
     scale = np.abs(simulated).max()
     agree(simulated[1].mean(0), p.start.mean(0), atol=1e-12 * scale)
-    if algorithm is not quasi_global_adam:  # its momentum is normalised worker by worker
+    if algorithm is not quasi_global_adam:  # its momentum is normalized worker by worker
         agree(simulated[-1].mean(0), p.start.mean(0), atol=1e-12 * scale)
 
 

@@ -340,7 +340,7 @@ def steps_that_speak(monkeypatch, built, p, steps):
     ("algorithm", "expected"),
     [
         (diloco, [0, 0, 0, 5, 0, 0, 0, 5, 0, 0]),
-        (noloco, [0, 0, 0, 10, 0, 0, 0, 10, 0, 0]),  # two neighbours
+        (noloco, [0, 0, 0, 10, 0, 0, 0, 10, 0, 0]),  # two neighbors
         (slowmo, [10, 10, 10, 5, 10, 10, 10, 5, 10, 10]),
         # Launched after 2, 4, 6, 8 steps: 1 + 2 elements of the leaves' 2 and 3, then 1 + 1; they travel one step later.
         (streaming_diloco, [0, 0, 3, 0, 2, 0, 3, 0, 2, 0]),

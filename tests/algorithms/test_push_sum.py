@@ -108,7 +108,7 @@ def test_push_diging_follows_its_equation(matrices):
 
 
 def in_flight(history, matrices, t, delay):
-    """What has been given away and not yet been received before step t: (of x, of w)."""
+    """Return the mass in flight before step t: (of x, of w)."""
     of_x, of_w = 0.0, 0.0
     for age, outbox in enumerate(history[t].memory.outboxes):
         sent_at = t - delay + age
@@ -218,7 +218,7 @@ def test_rounds_and_delays_out_of_range_are_refused(options, rule):
 
 
 def test_a_delay_needs_a_share_that_stays_at_home():
-    with pytest.raises(ValueError, match="own weight of 0.*delay=0"):
+    with pytest.raises(ValueError, match="self-weight of 0.*delay=0"):
         stochastic_gradient_push(loss, Sgd(LR), df.topology("complete", 4), delay=1)
 
 

@@ -137,7 +137,7 @@ def test_sixteen_bit_models_are_relayed_in_float32_and_gradients_as_narrow_as_as
     [
         (static_ring(5), "5 workers by 5 links, but a tree has 4"),
         (np.stack([metropolis_hastings(random_graph(4, s)) for s in (0, 1)]), "not one static graph"),
-        ((np.eye(4) + np.roll(np.eye(4), 1, 0))[None] / 2, "links that go one way"),
+        ((np.eye(4) + np.roll(np.eye(4), 1, 0))[None] / 2, "directed links"),
         (metropolis_hastings(nx.Graph([(0, 1), (1, 2), (2, 0), (3, 4)]))[None], "has a cycle and is not connected"),
     ],
 )

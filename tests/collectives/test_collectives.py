@@ -55,7 +55,7 @@ def averaged(x, topology, t):
 
 
 def heard_by(table, x, t, per_slot):
-    """What worker i hears, by plain indexing: `[N, K, D]`."""
+    """Return the messages that worker i receives, by plain indexing: `[N, K, D]`."""
     sources = table[t % len(table), 0]
     n, slots = sources.shape
     rows = [

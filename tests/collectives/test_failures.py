@@ -232,7 +232,7 @@ def test_after_the_first_loss_no_bucket_waits_for_its_own_timeout():
 
 
 def test_a_loss_goes_around_the_ranks_at_once():
-    """Of a mean over four only two speak with rank 0, which is gone; nobody waits for the timeout of a minute."""
+    """In a mean over four, only two talk to the lost rank 0; no rank waits for the one-minute timeout."""
 
     def run(rank):
         init, step, _ = build("adapt_then_combine", "complete", 4)
@@ -248,7 +248,7 @@ def test_a_loss_goes_around_the_ranks_at_once():
 
 
 def train_until_killed(victim, at):
-    """What ends the run, how long that step took, and which leaves are as they were before."""
+    """Return the error that ends the run, the time of that step, and the unchanged leaves."""
     here = df.init()
     init, step, _ = build("adapt_while_communicate", "static-ring", here.size)
     step = df.compile(step, backend="eager")

@@ -15,7 +15,7 @@ ROUNDS = 100
 
 
 def _references_at_forks():
-    """How often the tensors of a collective that has ended were still held by gloo's thread when a child was forked."""
+    """Count forks at which gloo's thread still held the tensors of a finished collective."""
     group = collectives.world().group
     late = 0
     for _ in range(ROUNDS):

@@ -96,7 +96,7 @@ def test_pairwise_mixing_is_bitwise_the_same(ranks, row):
 
 
 def traced(built, rank):
-    """What is traced of a step on one of two processes with two workers each: the code and the constants in it."""
+    """Return the traced code and constants of a step on one of two processes with two workers each."""
     init, step = built
     state, batch, step = df.stack(init(network.params()), 2), network.batches(2, 0), df.simulate(step, 2)
     leaves, template = trees.leaves(state), trees.enumerate_leaves(state)

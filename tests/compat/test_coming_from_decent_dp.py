@@ -21,7 +21,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
 def printed(name, folder, ranks):
-    """What the block that begins with `# name` prints under torchrun."""
+    """Return the output of the block that begins with `# name` under torchrun."""
     [code] = [block for block in BLOCKS if block.startswith(f"# {name}\n")]
     (folder / name).write_text(code)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]

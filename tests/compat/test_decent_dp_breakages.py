@@ -1,4 +1,4 @@
-"""What breaks Decent-DP 0.2.3, item by item as its users meet it, and trains here."""
+"""Cases that break Decent-DP 0.2.3, in the order in which users meet them, and train here."""
 
 import copy
 
@@ -243,7 +243,7 @@ ERRORS = [
     ),
     (
         lambda: df.topologies.from_groups("mine", [[df.topologies.Edge([0, 1])]], 3),
-        r"mine: phase 0 .* \(a worker that rests has an edge of its",
+        r"mine: phase 0 .* \(an idle worker has its own edge",
     ),
     (
         lambda: df.topologies.from_groups("mine", [[df.topologies.Edge([0, 1], 1.5)]], 2),
@@ -252,7 +252,7 @@ ERRORS = [
     (lambda: df.register_topology("ring")(lambda num_workers: None), r"register_topology\('ring'\).*choose another"),
     (
         lambda: df.adapt_while_communicate(squared, df.sgd(0.1), df.topology("ring", 2), gamma=1.5),
-        r"adapt_while_communicate\(gamma=1.5\): γ lies in \[0, 1\]",
+        r"adapt_while_communicate\(gamma=1.5\): γ is in \[0, 1\]",
     ),
 ]
 

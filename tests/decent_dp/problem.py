@@ -1,4 +1,4 @@
-"""What Decent-DP and this library both train, and in which cases. Needs numpy and torch only.
+"""Problem and cases that Decent-DP and this library both train. Needs only numpy and torch.
 
 A network Linear(6, 16) tanh Linear(16, 12) tanh Linear(12, 3), mean squared error, and data that every rank draws by itself.
 """

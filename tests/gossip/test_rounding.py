@@ -1,6 +1,6 @@
-"""What rounding or compression takes from one worker it gives to others, compiled too: everyone sees the same numbers.
+"""Rounding and compression conserve the workers' sum, compiled too: all workers see the same numbers.
 
-Without any gradient the workers' mean must not move, though each of them is heard rounded to three digits or less.
+Without gradients the workers' mean must not move, although messages are rounded to three digits or fewer.
 """
 
 import pytest
@@ -20,7 +20,7 @@ def params_mean(state):
 
 
 def mass(state):
-    """Of push-sum on one-peer-exp-directed, where half of what was computed last is still on its way."""
+    """Return the mass of push-sum on one-peer-exp-directed, half of which is in flight."""
     biased = state.memory.weight.double().view(-1, 1) * state.params[0].double()
     return (
         torch.cat([biased, state.memory.weight.double().view(-1, 1)], 1) + state.memory.outboxes[0][0].double() / 2
@@ -37,7 +37,7 @@ LAWS = {
     "top_k": ("choco_sgd", "static-ring", {"compressor": compressors.top_k(0.1), "gamma": 0.1}, params_mean),
     "low_rank": ("choco_sgd", "static-ring", {"compressor": compressors.low_rank(), "gamma": 0.1}, params_mean),
 }
-"""What rounds -> an algorithm, its topology and hyperparameters, and what it preserves."""
+"""Kind of rounding -> algorithm, topology, hyperparameters, and the preserved quantity."""
 COMPILED = ("bfloat16", "late", "cast", "quantize")
 ON_RANKS = ("bfloat16", "late", "top_k")  # of top_k a message is 378 bytes: no float starts where the second one does
 
@@ -102,7 +102,7 @@ def test_the_mean_is_preserved_on_compiled_ranks(ranks):
 
 
 def test_what_sixteen_bit_workers_make_of_a_message_are_sixteen_bit_numbers_compiled_too():
-    """What is sent is rounded to the parameters' dtype; Inductor would go on with the wider decoded value in some kernels."""
+    """Messages are rounded to the parameters' dtype; some Inductor kernels would keep the wider decoded value."""
     init, step = df.choco_sgd(
         lambda params, batch: 0.0 * params["a"].float().sum(),
         df.sgd(0.1),

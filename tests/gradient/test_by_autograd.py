@@ -93,7 +93,7 @@ class Following(nn.Module):
 
 
 class Remembering(nn.Module):
-    """What it keeps from one call to the next is no buffer."""
+    """Module that keeps a value between calls without a buffer."""
 
     def __init__(self):
         super().__init__()

@@ -25,7 +25,7 @@ def start():
 
 
 def loss_fn(params, batch):
-    """Of a spectrum `[n, 5]` that is filtered, and the filters' outputs, which are not told from their conjugates."""
+    """Return the loss of a filtered spectrum `[n, 5]`, the same for the filters' conjugates."""
     out = torch.einsum("nf,cf->nc", batch * torch.exp(params["phase"].to(torch.complex64)), params["filter"])
     return ((out.real * params["gain"]).square() + out.imag.square()).mean() + (
         params["filter"] - 1j

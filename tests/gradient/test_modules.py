@@ -24,7 +24,7 @@ class Output:
     loss: torch.Tensor | None = None
 
 
-class Labelled(nn.Module):
+class Labeled(nn.Module):
     """As transformers' models: keyword arguments, and the loss in the output."""
 
     def __init__(self):
@@ -63,7 +63,7 @@ WAYS = pytest.mark.parametrize("around", [lambda f: f, df.autograd], ids=["trace
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_keyword_batches_and_outputs_with_a_loss(around, compiled):
     torch.manual_seed(0)
-    net, batch = Labelled(), {"tokens": tokens(3, 5), "labels": tokens(3, 5)}
+    net, batch = Labeled(), {"tokens": tokens(3, 5), "labels": tokens(3, 5)}
     plain = copy.deepcopy(net)
     opt = torch.optim.SGD(plain.parameters(), 0.1)
     for _ in range(3):
@@ -223,7 +223,7 @@ def test_what_functional_cannot_take_is_refused():
 
 
 def test_a_state_dict_comes_back():
-    net, batch = Labelled(), {"tokens": tokens(3, 5), "labels": tokens(3, 5)}
+    net, batch = Labeled(), {"tokens": tokens(3, 5), "labels": tokens(3, 5)}
     params, buffers, loss_fn = df.functional(net)
     init, step = df.all_reduce(loss_fn, df.adamw(1e-2), df.topology("complete", 2))
     state = df.stack(init(params, buffers), 2)

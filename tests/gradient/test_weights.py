@@ -1,4 +1,4 @@
-"""What a loss does to weights: it writes over those that it is given, or takes a gradient of others."""
+"""Losses that overwrite the given weights, or differentiate other weights."""
 
 import pytest
 import torch

@@ -54,7 +54,7 @@ def hyperparameters(name):
 
 
 def refused(*algorithms):
-    """What `init` says on two ranks that build an algorithm each."""
+    """Return the message of `init` on two ranks that build one algorithm each."""
 
     def start(rank):
         try:
@@ -85,8 +85,8 @@ def test_another_algorithm_is_named():
 
 def test_an_option_that_is_left_out_is_its_default():
     plain = build("adapt_then_combine")
-    spelt_out = build("adapt_then_combine", bucket_mb=25.0, wire_dtype=None)
-    assert refused(plain, spelt_out) == "accepted"
+    spelled_out = build("adapt_then_combine", bucket_mb=25.0, wire_dtype=None)
+    assert refused(plain, spelled_out) == "accepted"
 
 
 def test_functions_are_compared_by_their_values():

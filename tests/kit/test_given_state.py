@@ -137,7 +137,7 @@ def test_an_optimizer_whose_start_depends_on_values_is_taken():
 
 
 def test_a_known_state_is_not_looked_at_again():
-    """What is checked is remembered by the plan, so a step pays for the check once."""
+    """The plan caches the check, so a step pays for it once."""
     laid_out = []
 
     def init_state(params):

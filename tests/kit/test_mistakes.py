@@ -1,4 +1,4 @@
-"""What people do wrong first: one sentence that says what was found and what to write instead."""
+"""Common first mistakes: one sentence names the finding and the fix."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What goes wrong in an algorithm of one's own gets a sentence, at the first step or before."""
+"""Mistakes in user-written algorithms raise a clear error at the first step or before."""
 
 from typing import Any, NamedTuple
 

@@ -48,7 +48,7 @@ def x_transformers_generator():
 
 
 def graph(draw, step):
-    """Nodes and two-way edges; nobody is its own neighbour."""
+    """Nodes and two-way edges; nobody is its own neighbor."""
     ends = torch.randint(6, (2, 8), generator=draw)
     ends[1] = torch.where(ends[0] == ends[1], (ends[1] + 1) % 6, ends[1])
     return torch.randn(6, 4, generator=draw), torch.cat([ends, ends.flip(0)], 1), torch.randint(3, (6,), generator=draw)

@@ -1,4 +1,4 @@
-"""What a case is, and the table that the files beside this one fill."""
+"""The type of a case, and the table that the sibling files fill."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Of docs/models.md's cases with `df.autograd` those of PyTorch alone, and a handful of others where their packages are installed."""
+"""Cases of docs/models.md with `df.autograd`: PyTorch's own, and a few others if their packages are installed."""
 
 import pytest
 

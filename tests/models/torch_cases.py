@@ -1,4 +1,4 @@
-"""What PyTorch's own layers, hooks, parametrizations and modes do."""
+"""Cases of PyTorch's own layers, hooks, parametrizations and modes."""
 
 import math
 

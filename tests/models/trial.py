@@ -45,7 +45,7 @@ def loss_of(made: Made, batch: Any) -> Tensor:
 
 
 def plain(case: Case, workers: int) -> list[State]:
-    """What each worker has after the steps, where the mean of their gradients moves them all."""
+    """Return the workers' parameters after training with the mean gradient."""
     ones = [case.make() for _ in range(workers)]
     optimizers = [torch.optim.SGD(one.module.parameters(), RATE, momentum=MOMENTUM) for one in ones]
     torch.manual_seed(SEED)
@@ -153,7 +153,7 @@ def attempt(case: Case, way: str, column: str, backend: str = "inductor") -> flo
 
 
 def comparable(way: str, column: str) -> bool:
-    """Whether a loss that draws random numbers draws the plain loop's."""
+    """Return True if a loss draws the same random numbers as the plain loop."""
     return "ranks" not in column if way == "autograd" else column == "eager"
 
 

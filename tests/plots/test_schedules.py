@@ -23,11 +23,11 @@ DRAWN = {
 
 def drawn(axes):
     """Links as (sender, receiver), and groups as sets, read back from what lies on the axes."""
-    [centres] = [{tuple(np.round(circle.center, 6)): int(i) for i, circle in enumerate(_circles(axes))}]
+    [centers] = [{tuple(np.round(circle.center, 6)): int(i) for i, circle in enumerate(_circles(axes))}]
     [lines] = [c for c in axes.collections if isinstance(c, LineCollection)]
 
     def worker(point):
-        return centres[tuple(np.round(point, 6))]
+        return centers[tuple(np.round(point, 6))]
 
     links = set()
     for start, end in lines.get_segments():

@@ -25,7 +25,7 @@ STEPS = 12
 
 
 def make(num_workers):
-    """Workers that pull towards their own number, on a graph of any number of workers."""
+    """Workers that pull toward their own number, on a graph of any number of workers."""
 
     def loss_fn(params, target):
         return ((params["x"] - target) ** 2).sum()
@@ -99,7 +99,7 @@ def train_until_told(folder, to_agent):
         raise
 
 
-def signalled(folder, *signals):
+def signaled(folder, *signals):
     """A process alone that gets `(signal, seconds until the next)`, and its fork that gets SIGTERM; how both ended."""
     folder.mkdir()
     child = os.fork()
@@ -190,10 +190,10 @@ def main():
     wait(*start(folder / "two nodes", (2, 2), 2 * restarts, [[3 * i % 4, when[i]] for i in range(restarts)]))
     wait(*start(folder / "its agent is told", (1, 1), 2, True, function=train_until_told))
     wait(*start(folder / "a process is told", (1, 1), 2, False, function=train_until_told))
-    signalled(folder / "once", (signal.SIGTERM, 0))
-    signalled(folder / "at once from two sides", (signal.SIGTERM, 0), (signal.SIGTERM, 0))
-    signalled(folder / "two kinds", (signal.SIGUSR1, 1.2), (signal.SIGTERM, 0))
-    signalled(folder / "again", (signal.SIGUSR1, 1.2), (signal.SIGUSR1, 0))
+    signaled(folder / "once", (signal.SIGTERM, 0))
+    signaled(folder / "at once from two sides", (signal.SIGTERM, 0), (signal.SIGTERM, 0))
+    signaled(folder / "two kinds", (signal.SIGUSR1, 1.2), (signal.SIGTERM, 0))
+    signaled(folder / "again", (signal.SIGUSR1, 1.2), (signal.SIGUSR1, 0))
 
 
 if __name__ == "__main__":

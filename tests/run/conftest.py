@@ -11,7 +11,7 @@ ROOT = str(Path(df.__file__).parent.parent)
 
 
 def told(folder, restarts):
-    """What the processes of each job in `tests.run.agents` have told."""
+    """Results of the processes of each job in `tests.run.agents`."""
     command = [sys.executable, "-m", "tests.run.agents", str(folder), str(restarts)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -1,4 +1,4 @@
-"""What goes wrong: a process that dies at a point of writing, or at a step; a disk that is full.
+"""Faults: a process that dies while writing or at a step; a full disk.
 
 python -m tests.run.faults points DIRECTORY                          killed at every point of writing
 python -m tests.run.faults resume DIRECTORY KILLS [BACKEND]          killed at random steps on two gloo ranks

@@ -120,7 +120,7 @@ class Inside(NamedTuple):
     place: Callable[[Any, nn.Module], nn.Module] = lambda world, module: module
     loss: Callable[[Any], Any] = df.autograd
     team: int | None = 1
-    """So many processes compute one batch together; None: all of a worker's."""
+    """Number of processes that share one batch; None: all of a worker's."""
 
     def team_of(self, processes):
         return self.team or processes
@@ -137,7 +137,7 @@ ALL_KINDS = KINDS | {"both": Inside(Hidden, both, team=2)}
 
 
 class Case(NamedTuple):
-    """What is tried together."""
+    """Combination of features to try."""
 
     kind: str
     algorithm: str
@@ -173,7 +173,7 @@ EIGHT = (
         for compiled in (False, True)
     ),
 )
-"""Of eight processes: four workers of two, and two of four that are sharded and tensor-parallel."""
+"""Cases of eight processes: four workers of two, and two of four that are sharded and tensor-parallel."""
 
 
 def batch(worker, process, t):
@@ -183,13 +183,13 @@ def batch(worker, process, t):
 
 
 def whole_batch(worker, processes, t, batch=batch):
-    """What the processes of a worker, or those of them that are named, have together."""
+    """Return the concatenated batch of a worker's processes, or of the given ones."""
     named = range(processes) if isinstance(processes, int) else processes
     return tuple(map(torch.cat, zip(*(batch(worker, s, t) for s in named), strict=True)))
 
 
 def batch_of(world, team, t, batch=batch):
-    """What this process is given: its own batch, or that of its team."""
+    """Return this process's batch: its own, or that of its tensor-parallel group."""
     first = world.process // team * team
     return whole_batch(world.worker, range(first, first + team), t, batch)
 
@@ -281,7 +281,7 @@ def made(name, num_workers=WORKERS):
 
 
 def expected_of(case):
-    """What `trains` must come to."""
+    """Return the expected result of `trains`."""
     is_cut = case.algorithm == "choco_sgd"
     make = made(case.algorithm, case.num_workers)
     return simulated(make, case.kind, case.processes, clips=case.clips, is_cut=is_cut, num_workers=case.num_workers)
@@ -364,7 +364,7 @@ def assert_as_simulated(world, case, module, state, metrics, expected):
 
 
 def require_equal_copies(state):
-    """What all processes of a team hold is equal, bit for bit, the optimizer's state and the algorithm's memory too."""
+    """Require bitwise equal states in a tensor-parallel group, including optimizer state and algorithm memory."""
     found = []
     trees.map_nodes(Buckets, lambda x: found.append(x) or x, state)
     common = [b for x in found for b, one in zip(x, x.plan.buckets, strict=True) if one.is_common]

@@ -43,7 +43,7 @@ def trained(row, algorithm, state, steps, workers=range(N)):
 
 
 def by_name(state):
-    """What users see of a state, without its buckets: a dict of tensors."""
+    """Return the user-visible tensors of a state, without buckets."""
     opened = trees.map_nodes(Buckets, lambda node: {"": node.tree()}, state)
     return dict(trees.named_leaves(opened))
 
@@ -247,7 +247,7 @@ def test_ranks_that_save_different_steps_are_told(tmp_path):
         (lambda d, s: df.checkpoint.latest(None), r"latest\(directory\): the path is None"),
         (lambda d, s: df.checkpoint.export(d, None, s), r"export\(module=None\)"),
         (lambda d, s: df.checkpoint.import_(d), "No such file"),
-        (lambda d, s: df.checkpoint.restore(d, s), "no checkpoint is there"),
+        (lambda d, s: df.checkpoint.restore(d, s), "there is no checkpoint"),
     ],
 )
 def test_what_cannot_be_saved_is_refused(call, words, tmp_path):
@@ -350,7 +350,7 @@ FORMAT_1 = Path(__file__).parent.parent / "data" / "checkpoint-000001-step-5"
 
 
 def state_of_format_1(value):
-    """That of the file: two workers in two processes, with an average, a loss scale and buffers."""
+    """Return the state in the file: two workers in two processes, with an average, a loss scale and buffers."""
     row = "gradient_tracking, atc"
     state = start(row, built(row), range(2))
     leaves = trees.leaves(state)
@@ -382,7 +382,7 @@ def test_what_another_algorithm_remembers_is_refused_though_its_leaves_have_the_
     states = [df.stack(algorithm.init({"w": torch.zeros(3)}), 4) for algorithm in made]
     df.checkpoint.save(tmp_path, states[0], 1)
     df.checkpoint.restore(tmp_path, states[0])
-    with pytest.raises(ValueError, match="what quasi_global_momentum remembers, and the state is decentlam's"):
+    with pytest.raises(ValueError, match="the memory of quasi_global_momentum, and the state is decentlam's"):
         df.checkpoint.restore(tmp_path, states[1])
 
 
@@ -406,7 +406,7 @@ def test_a_forged_manifest_opens_no_other_file_and_is_answered_with_a_sentence(t
     said = manifest.read(path)
     forge(said)
     (path / "manifest.json").write_bytes(manifest.encode(said))
-    with pytest.raises(df.errors.CheckpointCorrupt, match="does not say what the manifest"):
+    with pytest.raises(df.errors.CheckpointCorrupt, match="is not the manifest"):
         df.checkpoint.restore(path, state)
 
 

@@ -59,7 +59,7 @@ def told(state):
 
 
 def joined(per_process):
-    """What the processes of one worker told, with shards put together; of what is not cut process 0's."""
+    """Join the results of one worker's processes: shards concatenated, unsharded values from process 0."""
     whole = {}
     for name, (values, shard) in per_process[0].items():
         if shard is not None:
@@ -210,7 +210,7 @@ def test_where_one_process_cannot_write_the_older_one_stays(four, tmp_path):
 
 
 def killed_in_a_save(directory):
-    """Of one worker of two processes one is killed in the middle of the second file that it writes."""
+    """Kill one of a worker's two processes in the middle of the second file that it writes."""
     df.init(processes_per_worker=2)
     world = df.init()
     _, algorithm, state = made(world)

@@ -77,7 +77,7 @@ def tried(ranks, case):
     for graphs, _, sent, held in told:
         assert len(graphs) == case.compiled
         if case.algorithm == "adapt_while_communicate":
-            assert sent == held  # one message to one neighbour: a process sends what it holds
+            assert sent == held  # one message to one neighbor: a process sends what it holds
             gradient = "gather_inside" if case.kind == "traced" else "gradient"
             for graph in graphs:
                 where = [graph.index(call) for call in ("post.default", gradient, "wait.default")]
@@ -360,7 +360,7 @@ def in_narrow_numbers(reduce_dtype):
 
 @pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.bfloat16])
 def test_a_narrow_policy_is_the_simulator_within_its_rounding(four, reduce_dtype):
-    """Of parameters in the measure of how far they went."""
+    """Errors are relative to the distance that the parameters moved."""
     expected = simulated(made("adapt_while_communicate"), "sharded", SHARDS, steps=STEPS)
     start = df.functional(Network(), nn.functional.mse_loss)[0]
     far = max(float((rows - start[name]).abs().max()) for name, rows in expected.params.items())
@@ -434,7 +434,7 @@ NUMBERS |= {"random_k": 0.3, "sign": (), "top_k": 0.3}
 
 
 def compresses_nothing():
-    """Of a layer with one row process 1 holds no value at all."""
+    """Process 1 holds no value of a layer with one row."""
     with workers(SHARDS) as world:
         for name, number in NUMBERS.items():
             compressor = getattr(compressors, name)(*[number] if number != () else [])
@@ -669,7 +669,7 @@ def test_what_is_not_there_is_said_on_every_rank(four):
     per_rank = four(mistakes)
     for name, words in {
         "start": "the processes of a worker start equal",
-        "whole": "by_leaf(transform): it looks at whole leaves, but a worker is 2 processes",
+        "whole": "by_leaf(transform): it needs whole leaves, but a worker is 2 processes",
         "tensor": "the gradient of a sharded module is PyTorch's own; write df.autograd(loss_fn)",
         "batch": "compute one batch together: draw it by world.worker",
         "strange": "are DTensors",
@@ -678,7 +678,7 @@ def test_what_is_not_there_is_said_on_every_rank(four):
         "part": "is whole on every process and others are sharded",
         "outer": "is sharded over processes [0, 2, 1, 3] (a mesh of 2 axes)",
         "traced": "write df.autograd(loss_fn)",
-        "by_leaf": "by_leaf(transform): it looks at whole leaves, but a worker is 2 processes",
+        "by_leaf": "by_leaf(transform): it needs whole leaves, but a worker is 2 processes",
         "bucket": "clip_by_bucket_norm: a bucket's norm",
         "buffers": "average_buffers(algorithm): a worker is 2 processes",
         "evaluate": "the state is of a sharded module, and this is of a plain one",

@@ -1,4 +1,4 @@
-"""What is freed while a run is set up is given back to the system."""
+"""Memory that is freed during setup is returned to the system."""
 
 import subprocess
 import sys

@@ -52,7 +52,7 @@ def test_all_processes_leave_after_the_same_step_whoever_is_told(ranks, tmp_path
 
 
 def is_left_alone(marker, how):
-    """What the other rank hears of one that fails, or leaves: the error's name, and after how many seconds."""
+    """Return the error of the other rank, and after how many seconds it is raised, if one fails or leaves."""
     rank, begin = df.init().rank, None
     try:
         with df.preemption(marker, every=2) as stop:

@@ -125,7 +125,7 @@ def free_port():
 
 
 def started():
-    """What each rank printed, and whether both ended well."""
+    """Return each rank's output, and True if both succeeded."""
     runs = json.dumps([(free_port(), *machine) for machine in MACHINES.values()])
     root = str(Path(df.__file__).parent.parent)
     ranks = []
@@ -144,7 +144,7 @@ def started():
 
 @pytest.fixture(scope="module")
 def found():
-    """What the two ranks found on each machine."""
+    """Return the values found by the two ranks on each machine."""
     outputs, ended_well = started()
     if not ended_well:  # somebody else may have taken a port
         outputs, ended_well = started()

@@ -14,7 +14,7 @@ from tests.run.agents import STEPS
 
 
 def at_once(calls):
-    """What each call returns or raises, made in threads."""
+    """Make the calls in threads; return their results or exceptions."""
     results = [None] * len(calls)
 
     def run(i):

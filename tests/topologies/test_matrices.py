@@ -45,7 +45,7 @@ def test_bipartite_graphs_take_as_many_colors_as_the_largest_degree(left, right,
         assert len(set(zip(ends.tolist(), colors.tolist(), strict=True))) == len(u)
 
 
-def test_complete_graphs_are_coloured():
+def test_complete_graphs_are_colored():
     for n in (4, 5, 8, 9, 21):
         u, v = np.triu_indices(n, 1)
         colors = matrices.edge_colors(u, v, n)

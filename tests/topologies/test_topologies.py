@@ -58,7 +58,7 @@ DEGREES = {
 every_name = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.xdist_group(f"topology {name}")) for name in NAMES]
 )
-"""Of one name in one process, where its facts are computed once."""
+"""Cases of one name in one process, where its certificate is computed once."""
 sizes = st.integers(1, 33)
 
 
@@ -197,7 +197,7 @@ def test_planned_degrees_and_bytes_are_what_travels(name, n):
 
 @every_name
 @given(n=st.integers(1, 17), seed=st.integers(0, 2**32 - 1), t=st.integers(0, 40))
-def test_relabelling_moves_rows_and_columns(name, n, seed, t):
+def test_relabeling_moves_rows_and_columns(name, n, seed, t):
     made = make(name, n)
     if made is None:
         return

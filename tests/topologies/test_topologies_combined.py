@@ -157,9 +157,9 @@ def test_which_rounds_are_active_is_declared_and_not_seen_from_the_weights(n):
 def test_push_sum_graphs_stay_declared():
     w = np.array([[0.5, 0, 0.5], [0.5, 0.5, 0], [0, 0.5, 0.5]])
     w[:, 0] = [0.2, 0.8, 0]
-    pushed = from_matrices("pushed", w, is_column_stochastic=True)
+    pushed = from_matrices("pushed", w, needs_push_sum=True)
     made = alternate(pushed, topology("static-ring", 3))
-    assert made.is_column_stochastic
+    assert made.needs_push_sum
     facts = certificate(pushed)
     assert facts.is_column_stochastic and not facts.is_doubly_stochastic and facts.is_connected
 
@@ -228,8 +228,8 @@ def test_sudden_and_gradual_consensus_are_told_apart():
         (lambda: alternate(), "at least one topology"),
         (lambda: alternate(ring(4), ring(6)), r"\[4, 6\] workers"),
         (lambda: relabel(ring(4), [0, 1, 1, 2]), "each of 0..3 once"),
-        (lambda: from_edges("mine", [([0], [1], [1.5])], 2), "worker 0's own weight .* is -0.5"),
-        (lambda: from_shifts("mine", [{1: 0.5}, {}], 2) and from_shifts("mine", [{}], 2), "receive from nobody"),
+        (lambda: from_edges("mine", [([0], [1], [1.5])], 2), "worker 0's self-weight .* is -0.5"),
+        (lambda: from_shifts("mine", [{1: 0.5}, {}], 2) and from_shifts("mine", [{}], 2), "receive no message"),
         (lambda: from_permutations("mine", [[[0], [0]]], [[[0.5, 0.5]] * 2]), "not a permutation"),
         (lambda: from_permutations("mine", [[[1], [2]]], [[[0.5, 0.5]] * 2]), "workers are 0..1"),
         (lambda: from_matrices("mine", [[0.5, 0.5], [0.4, 0.6]]), "column 0 of phase 0 sums to 0.9"),

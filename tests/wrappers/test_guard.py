@@ -97,7 +97,7 @@ def without(w, bad):
 
 @pytest.mark.parametrize("wire", [None, torch.bfloat16])
 @pytest.mark.parametrize("topology", ["static-ring", "one-peer-exp-directed", "random-matching"])
-def test_neighbours_keep_the_weight_of_a_bad_worker_which_takes_theirs(topology, wire):
+def test_neighbors_keep_the_weight_of_a_bad_worker_which_takes_theirs(topology, wire):
     schedule = df.topology(topology, N)
     # By one step of size 0; every value is a bfloat16 number. What one worker takes from another, of 2.5 / 3 or less, has 8 bits.
     algorithm = df.guard(df.adapt_while_communicate(lambda p, b: (p * b).sum(), df.sgd(0.0), schedule, wire_dtype=wire))

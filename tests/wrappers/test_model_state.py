@@ -167,7 +167,7 @@ def test_buffers_travel_in_one_message_for_each_dtype(algorithm, monkeypatch):
 
 @pytest.mark.parametrize("algorithm", ["adapt_while_communicate", "adapt_then_combine"])
 def test_averaged_buffers_have_memory_of_their_own(algorithm):
-    """As a donated step needs it, although they travelled together."""
+    """As a donated step needs it, although they traveled together."""
     buffers = trees.leaves(averaged(algorithm, df.topology("ring", N), steps=1, copies=False))
     assert len({b.untyped_storage().data_ptr() for b in buffers}) == len(buffers)
 
@@ -183,7 +183,7 @@ def test_averaging_no_buffers_changes_nothing():
 def test_where_buffers_cannot_be_averaged_it_says_so():
     directed = df.topology("one-peer-exp-directed", N)
     push = df.stochastic_gradient_push(lambda p, b: p.sum(), df.sgd(0.1), directed)
-    column_stochastic = df.topologies.from_matrices("shares", [[[0.6, 0.3], [0.4, 0.7]]], is_column_stochastic=True)
+    column_stochastic = df.topologies.from_matrices("shares", [[[0.6, 0.3], [0.4, 0.7]]], needs_push_sum=True)
     pushed = df.stochastic_gradient_push(lambda p, b: p.sum(), df.sgd(0.1), column_stochastic)
     assert df.average_buffers(push)
     with pytest.raises(ValueError, match="once is enough"):
@@ -198,7 +198,7 @@ def test_where_buffers_cannot_be_averaged_it_says_so():
 
 def test_on_a_column_stochastic_graph_averaging_would_drive_equal_buffers_apart():
     """Why it is refused there: b⁺ = b + (A - I) b keeps the mean, but A 1 is not 1."""
-    topology = df.topologies.from_matrices("shares", [[[0.6, 0.3], [0.4, 0.7]]], is_column_stochastic=True)
+    topology = df.topologies.from_matrices("shares", [[[0.6, 0.3], [0.4, 0.7]]], needs_push_sum=True)
     A, b = df.mixing_matrix(topology, 0), torch.ones(2, dtype=torch.float64)
     for _ in range(50):
         b = b + (A - torch.eye(2)) @ b
@@ -256,7 +256,7 @@ def test_ema_is_torchs_and_its_consensus_the_mean_over_workers(backend):
 
 
 def recorder():
-    """An optimizer that pulls towards what it heard and remembers whom it heard."""
+    """An optimizer that pulls toward what it heard and remembers whom it heard."""
 
     def init(params):
         return {"sources": torch.zeros(1, dtype=torch.int64), "members": torch.zeros(N, dtype=torch.bool)}

@@ -137,5 +137,5 @@ def as_messages(topology: Topology) -> Topology:
         topology.name,
         torch.cat([topology.sources, sources], -1),
         torch.cat([weights[..., :1], topology.weights[..., 1:], weights[..., 1:]], -1),
-        is_column_stochastic=topology.is_column_stochastic,
+        needs_push_sum=topology.needs_push_sum,
     )

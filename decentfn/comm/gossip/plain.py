@@ -291,7 +291,7 @@ def _given(row: collectives.Row) -> Tensor | None:
     """Return what a worker gives away of `x`, weight by weight; None where it is what it hears, as rows sum to one."""
     if not row.topology.rows_sum_to_one:
         return (1.0 - row.weights[0] - (0.0 if row.mean_weight is None else row.mean_weight)).view(1)
-    return row.given if row.topology.is_column_stochastic else None
+    return row.given if row.topology.needs_push_sum else None
 
 
 def _moved(posted: Posted, index: int, gamma: float | Tensor) -> Tensor:

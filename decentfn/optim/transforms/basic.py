@@ -1,8 +1,8 @@
-"""The parts that optimizers are made of: scale, clip, decay, remember.
+"""Building blocks of optimizers: scale, clip, decay, momentum.
 
-Numbers that follow the count of updates are computed in float64, once, and cast where they meet a bucket: a float64 0-d
-tensor has an axis under `vmap`, so that some operators (torch.where) would promote a float32 bucket. Sixteen-bit
-buckets are computed, and their states kept, in float32.
+Scheduled numbers are computed once in float64 and cast to each bucket's dtype: a float64 0-d tensor has an axis under
+`vmap`, so some operators (torch.where) would promote a float32 bucket. 16-bit buckets compute, and keep their states,
+in float32.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from decentfn.core.trees import PyTree
 from decentfn.optim.transforms.transform import Transform, ascending, masked, require_one_process
 
 Scalar = float | Callable[[Tensor], "Tensor | float"]
-"""A number, or a function of the count of updates before this one (0-d int64 tensor): see `decentfn.optim.schedules`."""
+"""Number, or function of the count of earlier updates (0-d int64 tensor); see `decentfn.optim.schedules`."""
 
 
 class ScheduleState(NamedTuple):
-    """How often a transform with a scheduled number was applied."""
+    """Number of updates of a transform with a scheduled number."""
 
     count: Tensor  # 0-d int64
 
 
 class TraceState(NamedTuple):
-    """The momentum `m`, in float32 or wider."""
+    """Momentum `m`, in float32 or wider."""
 
     momentum: Buckets
 
 
 def new_count(params: Buckets) -> Tensor:
-    """No update yet: 0-d int64, on the parameters' device."""
+    """Return a count of 0, 0-d int64 on the parameters' device."""
     return torch.zeros((), dtype=torch.int64, device=params[0].device if len(params) else None)
 
 
@@ -55,14 +55,14 @@ def require_scalars(call: str, **scalars: Scalar) -> None:
 
 
 def unless_zero(scalar: Scalar, transform: Callable[[], Transform]) -> tuple[Transform, ...]:
-    """The transform as a part of a chain, left out where its number is the constant 0."""
+    """Return the transform as part of a chain, or nothing if its number is the constant 0."""
     return () if not callable(scalar) and scalar == 0 else (transform(),)
 
 
 def _scheduled(
     scalar: Scalar, apply: Callable[[float | Tensor, Buckets, Buckets], Buckets], *, ascends: bool = False
 ) -> Transform:
-    """`apply(number, grads, params)`; counts its updates only if the number follows them."""
+    """Make a transform of `apply(number, grads, params)` that counts updates only if the number is scheduled."""
     pair = ascending if ascends else Transform
     if not callable(scalar):
         number = float(scalar)
@@ -83,14 +83,14 @@ def scale(factor: float) -> Transform:
     """Multiply by a constant. `scale(0.0)` freezes parameters.
 
     Args:
-        factor: any finite number; a negative one descends.
+        factor: any finite number; negative to descend.
     """
     return _scheduled(factor, lambda number, grads, params: multiply(grads, number), ascends=factor > 0)
 
 
 @checks_numbers
 def scale_by_learning_rate(learning_rate: Scalar) -> Transform:
-    """Multiply by `-learning_rate`, which turns a direction of ascent into an update.
+    """Multiply by `-learning_rate`, which turns a gradient direction into an update.
 
     Args:
         learning_rate: a number >= 0, or a function of the count of updates before this one (0-d int64 tensor).
@@ -101,7 +101,7 @@ def scale_by_learning_rate(learning_rate: Scalar) -> Transform:
 
 @checks_numbers
 def add_decayed_weights(weight_decay: Scalar, mask: Mask | None = None) -> Transform:
-    """`g + λ x`: before an adaptive part this is l2 regularization, after it decoupled weight decay.
+    """Add weight decay, `g + λ x`: l2 regularization before an adaptive part, decoupled weight decay after it.
 
     Args:
         weight_decay: λ >= 0, or a function of the count of updates before this one (0-d int64 tensor).
@@ -124,11 +124,11 @@ def add_decayed_weights(weight_decay: Scalar, mask: Mask | None = None) -> Trans
 
 @checks_numbers
 def trace(decay: float, nesterov: bool = False) -> Transform:
-    """Momentum: `m⁺ = β m + g`, update `m⁺`; Nesterov: `g + β m⁺`.
+    """Apply momentum: `m⁺ = β m + g`, update `m⁺`; Nesterov: `g + β m⁺`.
 
     Args:
         decay: β in [0, 1).
-        nesterov: look ahead by one step.
+        nesterov: use Nesterov's momentum.
     """
     require(0 <= decay < 1, "trace", "decay is in [0, 1).", decay=decay)
 
@@ -139,7 +139,7 @@ def trace(decay: float, nesterov: bool = False) -> Transform:
         momentum = elementwise(lambda m, g: decay * m + g.to(m.dtype), state.momentum, grads)
 
         def direction(g: Tensor, m: Tensor) -> Tensor:
-            # A copy: the caller's updates and the state are never one tensor.
+            # Copy, so that the caller's updates and the state are never one tensor.
             return (g.to(m.dtype) + decay * m).to(g.dtype) if nesterov else m.to(g.dtype, copy=True)
 
         return elementwise(direction, grads, momentum), TraceState(momentum)
@@ -163,7 +163,7 @@ def clip_by_global_norm(max_norm: float) -> Transform:
 
 
 def clip_by_bucket_norm(max_norm: float) -> Transform:
-    """Clip every bucket by its own norm, as Decent-DP does; the result depends on the size of buckets.
+    """Clip every bucket by its own norm, as in Decent-DP; the result depends on the bucket size.
 
     Args:
         max_norm: positive; `inf` clips nothing.
@@ -185,7 +185,7 @@ def clip_by_bucket_norm(max_norm: float) -> Transform:
 
 
 def _max_norm(call: str, max_norm: float) -> float:
-    """The number itself, where it is one and positive; `inf` is."""
+    """Return `max_norm` if it is a positive number (`inf` included), else raise ValueError."""
     number = max_norm if isinstance(max_norm, Real) and max_norm == float("inf") else real(call, "max_norm", max_norm)
     require(number > 0, call, "max_norm is positive.", max_norm=max_norm)
     return number

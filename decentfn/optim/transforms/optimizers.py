@@ -1,6 +1,6 @@
-"""Optimizers, each a chain of parts: torch.optim's arithmetic on flat buckets.
+"""Optimizers with torch.optim's arithmetic on flat buckets, each a chain of transforms.
 
-An optimizer of elementwise parts fuses into one kernel per bucket when compiled.
+An optimizer of elementwise transforms compiles to one kernel per bucket.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from decentfn.optim.transforms.transform import Transform, ascending, chain
 
 
 class AdamState(NamedTuple):
-    """How many updates were made, and the running means of g and g², in float32 or wider."""
+    """Number of updates, and running means of g and g² in float32 or wider."""
 
     count: Tensor  # 0-d int64
     mu: Buckets
@@ -35,7 +35,7 @@ class AdamState(NamedTuple):
 
 
 class AccumAdamState(NamedTuple):
-    """AccumAdam's count, means (kept multiplied by β) and the mean gradient of the open window so far."""
+    """AccumAdam's count, means (multiplied by β) and the partial mean gradient of the current window."""
 
     count: Tensor  # 0-d int64
     mu: Buckets  # M
@@ -56,7 +56,7 @@ def sgd(
     Args:
         learning_rate: η >= 0, or a function of the count of updates before this one (0-d int64 tensor).
         momentum: β in [0, 1); 0 keeps no state.
-        nesterov: look ahead by one step; needs momentum.
+        nesterov: use Nesterov's momentum; needs momentum > 0.
         weight_decay: λ >= 0 (l2 regularization), or a function of the count.
         mask: the leaves that decay, `(dotted name, shape) -> bool`; None: all.
     Source: torch.optim.SGD.
@@ -82,7 +82,7 @@ def adam(
     weight_decay: Scalar = 0.0,
     mask: Mask | None = None,
 ) -> Transform:
-    """Adam; weight decay is added to the gradient (l2 regularization), as in torch.optim.Adam.
+    """Adam, with weight decay added to the gradient (l2 regularization), as in torch.optim.Adam.
 
     `g ← g + λx;  m⁺ = β₁m + (1-β₁)g;  v⁺ = β₂v + (1-β₂)g²;  x⁺ = x - η m⁺/(1-β₁ᵏ) / (√(v⁺/(1-β₂ᵏ)) + ε)`
 
@@ -108,7 +108,7 @@ def adamw(
     weight_decay: Scalar = 1e-2,
     mask: Mask | None = None,
 ) -> Transform:
-    """Adam with decoupled weight decay: `adam`, and its arguments, but `x ← x (1 - ηλ)` in place of `g ← g + λx`.
+    """Adam with decoupled weight decay: as `adam`, with `x ← x (1 - ηλ)` instead of `g ← g + λx`.
 
     Source: Loshchilov and Hutter, ICLR 2019; torch.optim.AdamW.
     """
@@ -126,12 +126,12 @@ def accum_adam(
     accum_iter: int = 4,
     mask: Mask | None = None,
 ) -> Transform:
-    """Adam whose moments take in the mean gradient of a window, while every gradient moves the parameters.
+    """Adam whose moments average the mean gradients of windows, while every gradient updates the parameters.
 
     Weight decay is added to the gradient. Equations: `scale_by_accum_adam`.
 
     Args:
-        learning_rate: this and the others as for `adam`.
+        learning_rate: as for `adam`.
         b1: β₁ in [0, 1).
         b2: β₂ in [0, 1).
         eps: ε > 0.
@@ -156,7 +156,7 @@ def accum_adamw(
     accum_iter: int = 4,
     mask: Mask | None = None,
 ) -> Transform:
-    """`accum_adam`, and its arguments, with decoupled weight decay; with `accum_iter=1` it is `adamw`.
+    """AccumAdam with decoupled weight decay, otherwise as `accum_adam`; with `accum_iter=1` it is `adamw`.
 
     Source: Wang et al., ICLR 2025 (Decent-DP).
     """
@@ -187,8 +187,9 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Tran
 
 @checks_numbers
 def scale_by_accum_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, accum_iter: int = 4) -> Transform:
-    """AccumAdam's direction. In update k (from 1), with windows of `s = accum_iter` updates and `K = ⌈k/s⌉`:
+    """AccumAdam's direction, with windows of `s = accum_iter` updates.
 
+    In update k (from 1), with `K = ⌈k/s⌉`:
     `A ← A + g/s`, direction `(M + (1-β₁)g)/(1-β₁ᴷ) / (√((V + (1-β₂)g²)/(1-β₂ᴷ)) + ε)`; if s divides k:
     `M ← β₁(M + (1-β₁)A);  V ← β₂(V + (1-β₂)A²);  A ← 0`.
 

@@ -1,4 +1,4 @@
-"""What a gradient transform is, and how transforms are put together: in a chain, on some leaves, by groups."""
+"""Gradient transforms and their combinations: in a chain, on selected leaves, by parameter groups."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from decentfn.core.trees import PyTree
 
 
 class Transform(NamedTuple):
-    """A gradient transform: a pair of pure functions.
+    """Gradient transform: a pair of pure functions.
 
     `init(params) -> state` and `update(grads, state, params) -> (updates, state)`, where `params`, `grads` and
-    `updates` are `Buckets`. Updates are *added* to the parameters. A state is a pytree whose leaves are tensors, no
-    tensor in two places.
+    `updates` are `Buckets`. Updates are *added* to the parameters. A state is a pytree of tensors, none of them in two
+    places.
     """
 
     init: Callable[[Buckets], PyTree]
@@ -31,14 +31,14 @@ class Transform(NamedTuple):
 
 
 class MaskedTransform(Transform):
-    """A transform that treats some leaves differently, so that its buckets must not mix them, or that ascends.
+    """Transform that treats some leaves differently, so buckets must not mix them, or whose updates ascend.
 
-    An algorithm reads `masks` when it lays out the parameters; by hand: `flatten(params, masks=optimizer.masks)`.
+    Algorithms read `masks` when they lay out the parameters, `flatten(params, masks=optimizer.masks)`.
     """
 
     masks: tuple[Mask, ...] = ()
     ascends: Mask | None = None
-    """The leaves whose updates point along the gradient, so that added to the parameters they ascend; None: none."""
+    """Mask of the leaves whose updates point along the gradient, so adding them ascends; None: no leaf."""
 
 
 def _declared(
@@ -50,19 +50,19 @@ def _declared(
 
 
 def everywhere(name: str, shape: tuple[int, ...]) -> bool:
-    """Return True: the mask of all leaves."""
+    """Return True; the mask of all leaves."""
     return True
 
 
 def ascending(init: Callable[..., Any], update: Callable[..., Any]) -> Transform:
-    """A pair that reshapes gradients and leaves the descent to what stands after it in a chain."""
+    """Make a transform whose updates point along the gradient; a later one in the chain must descend."""
     return _declared(init, update, (), everywhere)
 
 
 def require_descent(optimizer: Any, plan: Plan | None = None) -> None:
     """Raise ValueError if the optimizer's updates ascend on all leaves, or on one of the plan's.
 
-    What is not of this library, or made of something that is not, is taken to descend.
+    Transforms of other libraries are assumed to descend.
     """
     ascends = getattr(optimizer, "ascends", None)
     if ascends is None:
@@ -71,39 +71,39 @@ def require_descent(optimizer: Any, plan: Plan | None = None) -> None:
     leaf = next((f"leaf {s.name!r}" for s in segments if ascends(s.name, s.shape)), None)
     leaf = "the parameters" if ascends is everywhere else leaf
     rule = f"its updates are added to {leaf} and point along the gradient, so the loss would grow"
-    way_out = "end the chain with what descends: df.chain(df.clip_by_global_norm(1.0), df.sgd(0.1))."
+    way_out = "end the chain with an optimizer: df.chain(df.clip_by_global_norm(1.0), df.sgd(0.1))."
     require(leaf is None, "optimizer", f"{rule}; {way_out}")
 
 
 class MixContext(NamedTuple):
-    """One worker's view of the mix of this step: `x̃ = weights[0] x + Σ_k weights[1 + k] inbox_k + mean_weight mean`."""
+    """One worker's view of this step's mix: `x̃ = weights[0] x + Σ_k weights[1 + k] inbox_k + mean_weight mean`."""
 
     # Per bucket [K, D] in the wire's dtype: slot k's message, zeros where nothing was sent; () if K = 0.
     inboxes: tuple[Tensor, ...]
-    sources: Tensor  # [K] int64, whom slot k's message is from; -1 is nobody, the own number a message to oneself
-    weights: Tensor  # [K+1] float64, own weight first
+    sources: Tensor  # [K] int64, the sender of slot k's message, possibly the worker itself; -1: none
+    weights: Tensor  # [K+1] float64, self-weight first
     means: tuple[Tensor, ...]  # per bucket [D]: the mean over this worker's group, itself included; () without groups
-    members: Tensor | None  # [N] bool, who is in this worker's group; None without groups
+    members: Tensor | None  # [N] bool, members of this worker's group; None without groups
     mean_weight: Tensor | None  # 0-d float64, the weight of the group's mean
-    plan: Plan  # which leaf lies where in a bucket
+    plan: Plan  # layout of the buckets
 
 
 class MixAware(MaskedTransform):
-    """A transform that also sees the mix: `update(grads, state, params, mix)`, `mix` a `MixContext`.
+    """Transform that also sees the mix: `update(grads, state, params, mix)`, `mix` a `MixContext`.
 
-    For algorithms that have the neighbors' parameters at hand when they update: `df.adapt_while_communicate`.
+    For algorithms that hold the neighbors' parameters when they update: `df.adapt_while_communicate`.
     """
 
     wants_mix: bool = True
 
 
 def wants_mix(transform: Any) -> bool:
-    """Return True if `update` takes the mix as its fourth argument: decided by the type, not by the signature."""
+    """Return True if `update` takes the mix as its fourth argument; decided by type, not by signature."""
     return getattr(transform, "wants_mix", False) is True
 
 
 def masks_of(*transforms: Any) -> tuple[Mask, ...]:
-    """The masks that these transforms declare, in order."""
+    """Return the masks that these transforms declare, in order."""
     return tuple(mask for transform in transforms for mask in getattr(transform, "masks", ()))
 
 
@@ -117,12 +117,12 @@ def require_pair(call: str, transform: Any) -> None:
             f"(init, update) of pure functions, for example df.{ours}(learning_rate)."
         )
     for method in ("init", "update"):
-        rule = f"{brief(transform)} has no {method}(); a transform is a pair (init, update), for example df.adamw(3e-4) or "
-        require(callable(getattr(transform, method, None)), call, f"{rule}df.Transform(init, update).")
+        rule = f"{brief(transform)} has no {method}(); a transform is a pair (init, update), for example df.adamw(3e-4)"
+        require(callable(getattr(transform, method, None)), call, f"{rule} or df.Transform(init, update).")
 
 
 def _require_unaware(call: str, transform: Any) -> None:
-    rule = "a MixAware transform sees all buckets and their mix; use it by itself, or in df.chain, and let it choose leaves by mix.plan."
+    rule = "a MixAware transform sees all buckets; use it alone, or in df.chain, and select leaves by mix.plan."
     require(not wants_mix(transform), call, rule)
 
 
@@ -164,7 +164,7 @@ def chain(*transforms: Any) -> Transform:
 
 
 def _all(masks: list[Mask | None]) -> Mask | None:
-    """The leaves that all of the masks take; None: none."""
+    """Return the mask of leaves that all masks select; None if a mask is None."""
     some = [mask for mask in masks if mask is not None and mask is not everywhere]
     if None in masks or not some:
         return None if None in masks else everywhere
@@ -172,17 +172,17 @@ def _all(masks: list[Mask | None]) -> Mask | None:
 
 
 def masked(transform: Any, mask: Mask) -> Transform:
-    """Apply `transform` to the leaves that `mask` takes; the others pass through unchanged.
+    """Apply `transform` to the leaves that `mask` selects; the others pass through unchanged.
 
-    The inner transform sees only the buckets taken (as a tree: a dict of leaves by dotted name), so its state and
-    its norms cover these alone.
+    The inner transform sees only the selected buckets (as a tree: a dict of leaves by dotted name), so its state and
+    its norms cover only these.
 
     Args:
         transform: any transform.
         mask: `(dotted name, shape) -> bool`, deterministic.
 
     Raises:
-        ValueError: when called, a bucket mixes leaves that the mask takes with others.
+        ValueError: when called, a bucket mixes selected leaves with others.
     """
     require_pair("masked(transform, mask)", transform)
     _require_unaware("masked(transform, mask)", transform)
@@ -207,24 +207,24 @@ def masked(transform: Any, mask: Mask) -> Transform:
 
 
 def _answers(plan: Plan, mask: Mask) -> list[bool]:
-    """What the mask says of every bucket."""
+    """Return the mask's value for every bucket; raise ValueError if a bucket mixes values."""
     answers = []
     for index, bucket in enumerate(plan.buckets):
         takes = [bool(mask(segment.name, segment.shape)) for segment in bucket.segments]
         if any(takes) and not all(takes):
             names = [segment.name for segment in bucket.segments]
             raise ValueError(
-                f"masked(transform, mask): bucket {index} holds {names[takes.index(True)]!r}, which the mask takes, and "
-                f"{names[takes.index(False)]!r}, which it does not; a bucket is updated as a whole. Lay the parameters "
-                "out with flatten(params, masks=optimizer.masks), as algorithms do; a wrapper written by hand must "
-                "pass `masks` on."
+                f"masked(transform, mask): bucket {index} holds {names[takes.index(True)]!r}, which the mask selects, "
+                f"and {names[takes.index(False)]!r}, which it does not; a bucket is updated as a whole. Lay the "
+                "parameters out with flatten(params, masks=optimizer.masks), as algorithms do; a wrapper written by "
+                "hand must pass `masks` on."
             )
         answers.append(all(takes))
     return answers
 
 
 def _take(x: Buckets, taken: list[bool]) -> Buckets:
-    """The buckets taken, their tree a dict by dotted name."""
+    """Return the selected buckets, their tree a dict by dotted name."""
     plans = [bucket for bucket, take in zip(x.plan.buckets, taken, strict=True) if take]
     names = [segment.name for bucket in plans for segment in bucket.segments]
     own = [tensor for tensor, take in zip(x, taken, strict=True) if take]
@@ -250,15 +250,16 @@ def partition(transforms: Mapping[Hashable, Any], labels: Callable[[str, tuple[i
     for label, transform in transforms.items():
         require_pair(f"partition(transforms[{label!r}])", transform)
     require(callable(labels), "partition", "labels are a function (dotted name, shape) -> label.", labels=labels)
-    # The groups are disjoint, and each lets the others' leaves pass, so one after another is all at once.
+    # The groups are disjoint and pass other leaves through, so the order of the transforms does not matter.
     groups = chain(*(masked(transform, _has_label(label, labels)) for label, transform in transforms.items()))
 
     def init(params: Buckets) -> PyTree:
         for bucket in params.plan.buckets:
             for segment in bucket.segments:
                 label = labels(segment.name, segment.shape)
-                rule = f"labels({segment.name!r}, {segment.shape}) is {label!r}, which has no transform; known labels: {list(transforms)}"
-                require(label in transforms, "partition", f"{rule}. Add it; df.transforms.scale(0.0) freezes a group.")
+                rule = f"labels({segment.name!r}, {segment.shape}) is {label!r}, which has no transform; known labels:"
+                way_out = f"{list(transforms)}. Add it; df.transforms.scale(0.0) freezes a group."
+                require(label in transforms, "partition", f"{rule} {way_out}")
         return groups.init(params)
 
     return _declared(init, groups.update, masks_of(groups), getattr(groups, "ascends", None))
@@ -271,26 +272,26 @@ def _has_label(label: Hashable, labels: Callable[[str, tuple[int, ...]], Hashabl
 def by_leaf(transform: Any) -> Transform:
     """Show `transform` the tree of leaves in their shapes, instead of flat buckets.
 
-    For transforms that need shapes, and for those written for trees (optax-like ones). It costs one concatenation of
-    the updates. A tied leaf is seen in all its places; the update in the first of them counts. A transform with
-    masks (`masked`, `partition`, a `mask=`) needs buckets: put it outside, `masked(by_leaf(transform), mask)`. A complex
-    leaf is shown as it is; everything else here computes with its real and imaginary parts.
+    For transforms that need shapes, and for those written for trees (as in optax). It costs one concatenation of the
+    updates. A tied leaf appears in all its places; the update of the first one counts. A transform with masks
+    (`masked`, `partition`, a `mask=`) needs buckets: put it outside, `masked(by_leaf(transform), mask)`. Complex leaves
+    stay complex; all other transforms see their real and imaginary parts.
 
     Args:
         transform: `init(tree) -> state`, `update(grads, state, params) -> (updates, state)` on trees of tensors.
 
     Raises:
-        ValueError: `transform` has masks; when called, updates with other leaves than the parameters; in `init`, a worker
-            of several processes, of which none has whole leaves.
+        ValueError: `transform` has masks; when called, updates whose leaves differ from the parameters'; in `init`, a
+            worker of several processes, none of which has whole leaves.
     """
     require_pair("by_leaf(transform)", transform)
     _require_unaware("by_leaf(transform)", transform)
-    rule = "it has masks, which choose among buckets; put the mask outside: masked(by_leaf(transform), mask)."
+    rule = "it has masks, which select buckets; put the mask outside: masked(by_leaf(transform), mask)."
     require(not masks_of(transform), "by_leaf(transform)", rule)
 
     def init(params: Buckets) -> PyTree:
-        require_one_process("by_leaf(transform)", params, "it looks at whole leaves")
-        # Copies: a state that keeps parameters must not share their memory, nor a tied leaf's twice.
+        require_one_process("by_leaf(transform)", params, "it needs whole leaves")
+        # Copy: a state that keeps parameters must not share their memory, nor that of a tied leaf twice.
         return transform.init(trees.map(torch.clone, params.tree()))
 
     def update(grads: Buckets, state: PyTree, params: Buckets) -> tuple[Buckets, PyTree]:
@@ -301,15 +302,13 @@ def by_leaf(transform: Any) -> Transform:
 
 
 def require_one_process(call: str, params: Buckets, why: str) -> None:
-    """Raise ValueError where the leaves are cut over the processes of a worker."""
-    rule = (
-        f"{why}, but a worker is {params.plan.processes} processes that hold a shard each; use a transform of elements"
-    )
+    """Raise ValueError if the leaves are sharded over the processes of a worker."""
+    rule = f"{why}, but a worker is {params.plan.processes} processes with a shard each; use an elementwise transform"
     require(params.plan.processes == 1, call, f"{rule}, such as df.adamw, or df.init() with one process per worker.")
 
 
 def _flatten_like(x: Buckets, tree: PyTree) -> Buckets:
-    """The tree's leaves as buckets with the plan of `x`; of a tied leaf the first place."""
+    """Return the tree's leaves as buckets with the plan of `x`, a tied leaf from its first place."""
     positions, values = trees.leaves(x.plan.template), trees.leaves(tree)
     rule = (
         f"update returned {len(values)} leaves for {len(positions)} parameters; updates are a tree like the parameters."
@@ -324,7 +323,7 @@ def _flatten_like(x: Buckets, tree: PyTree) -> Buckets:
 
 
 def not_bias_or_norm(name: str, shape: tuple[int, ...]) -> bool:
-    """A mask for weight decay: true for leaves of two or more axes that are no bias and no norm's parameter.
+    """Return True for leaves to decay: two or more axes, not a bias, not a parameter of a norm.
 
     >>> not_bias_or_norm("layers.0.weight", (4, 4)), not_bias_or_norm("layers.0.bias", (4,))
     (True, False)

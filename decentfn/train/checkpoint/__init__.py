@@ -1,4 +1,4 @@
-"""Checkpoints of a run: every worker's state, whole or not at all, and weights for others."""
+"""Checkpoints of a run, complete or absent, and exchange of weights with other programs."""
 
 from decentfn.train.checkpoint.exchange import export, import_
 from decentfn.train.checkpoint.manifest import best, latest

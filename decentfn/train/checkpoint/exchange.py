@@ -1,4 +1,4 @@
-"""Weights for others, and from others: plain state dicts in safetensors files."""
+"""Export and import of weights: plain state dicts in safetensors files."""
 
 from __future__ import annotations
 
@@ -25,18 +25,19 @@ _PREFIX = "module."
 
 @collectives.calling("df.checkpoint.export(path, module, state)", of_state=True)
 def export(path: str | Path, module: nn.Module, state: State) -> None:
-    """Write the mean over all workers as a safetensors file that `module.load_state_dict` takes, strictly. Collective.
+    """Write the mean over all workers as a safetensors file for a strict `module.load_state_dict`. Collective.
 
-    Process 0 writes it, over an older file of that name when it is complete.
+    Process 0 writes the file and then replaces an older one of that name.
 
     Args:
-        path: of the file.
-        module: the module of `df.functional`; it stays as it is.
-        state: a training state, of one worker or stacked; of `df.ema`'s average, `df.ema_state(state)`.
+        path: path of the file.
+        module: the module of `df.functional`; it is not changed.
+        state: a training state, of one worker or stacked; `df.ema_state(state)` for the average of `df.ema`.
 
     Raises:
-        ValueError: the module's `state_dict` has what is no tensor (`get_extra_state`), or another shape than the state.
-        OSError: on all processes, it cannot be written.
+        ValueError: the module's `state_dict` contains non-tensors (`get_extra_state`) or shapes that differ from the
+            state's.
+        OSError: on all processes, if the file cannot be written.
     """
     path = as_path("export(path, module, state)", path)
     if not isinstance(module, nn.Module):
@@ -45,13 +46,14 @@ def export(path: str | Path, module: nn.Module, state: State) -> None:
 
 
 def import_(path: str | Path) -> dict[str, Tensor]:
-    """Read a state dict from a safetensors file, without a `module.` before all names, unless `export` wrote it.
+    """Read a state dict from a safetensors file; drop a `module.` before all names, unless `export` wrote the file.
 
     `df.load_state_dict(module, state, df.checkpoint.import_(path))` starts from it.
 
     Raises:
         FileNotFoundError: there is no such file.
-        CheckpointCorrupt: it is no safetensors file, or cut short. A bit that has flipped goes unnoticed: it has no digest.
+        CheckpointCorrupt: not a safetensors file, or truncated. (The format has no digest, so a flipped bit is not
+            detected.)
     """
     path = as_path("import_(path)", path)
     try:
@@ -69,13 +71,13 @@ def _write(path: Path, named: dict[str, Any], own: dict[str, Any]) -> None:
     for name, x in named.items():
         if not isinstance(x, torch.Tensor) or x.dtype not in DTYPES:
             raise ValueError(
-                f"export({str(path)!r}): {name!r} is {getattr(x, 'dtype', type(x).__name__)}, which safetensors files do not hold; "
-                "store df.state_dict(module, state, consensus=True) in a way of your own."
+                f"export({str(path)!r}): {name!r} is {getattr(x, 'dtype', type(x).__name__)}, which safetensors files "
+                "do not hold; store df.state_dict(module, state, consensus=True) in a way of your own."
             )
         if x.shape != own[name].shape:
             raise ValueError(
-                f"export(path, module, state): {name!r} is {list(x.shape)} in the state and {list(own[name].shape)} in the module; "
-                "give the module of df.functional."
+                f"export(path, module, state): {name!r} is {list(x.shape)} in the state and {list(own[name].shape)} in "
+                "the module; give the module of df.functional."
             )
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:

@@ -9,13 +9,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 _SLICE = 2**20
-"""Bytes hashed while they are in the processor's cache, and written."""
+"""Bytes hashed and written at a time, so that they stay in the processor's cache."""
 
 _REMOVED = ".removed-"
 
 
 def write(path: Path, content: Iterable[memoryview | bytes]) -> tuple[int, str]:
-    """Write a new file through to the disk; return its size in bytes and the SHA-256 of its content."""
+    """Write a new file and sync it to disk; return its size in bytes and its SHA-256."""
     size, digest = 0, hashlib.sha256()
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
@@ -45,7 +45,7 @@ def digest_of(path: Path) -> str:
 
 
 def sync_directory(path: Path) -> None:
-    """Write a directory's list of files through to the disk."""
+    """Sync a directory's list of files to disk."""
     file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)
@@ -54,13 +54,13 @@ def sync_directory(path: Path) -> None:
 
 
 def publish(path: Path, name: Path) -> None:
-    """Rename a complete file or directory, over an older file of that name."""
+    """Rename a complete file or directory; it replaces an older file of that name."""
     os.replace(path, name)
     sync_directory(name.parent)
 
 
 def remove(path: Path) -> None:
-    """Rename a directory, then remove its files, so that no half of it is ever seen."""
+    """Rename a directory, then remove its files, so that a partial one is never visible."""
     if path.is_symlink():
         path.unlink()
         return
@@ -70,7 +70,7 @@ def remove(path: Path) -> None:
 
 
 def sweep(directory: Path, unfinished: str) -> None:
-    """Remove what a killed run has left: directories that begin with `unfinished`, or were about to be removed."""
+    """Remove leftovers of a killed run: directories that begin with `unfinished`, or were being removed."""
     for path in directory.iterdir() if directory.is_dir() else ():
         if path.name.startswith((unfinished, _REMOVED)) and path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

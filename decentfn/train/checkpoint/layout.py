@@ -1,8 +1,8 @@
-"""A state as named leaves with their places among all workers, and the safetensors file of those of one process.
+"""Layout of checkpoints: a state as named leaves with their places, and one safetensors file per process.
 
-A leaf of a bucket is stored by the parameter's name, so that other buckets can read it. Every leaf has the workers as its
-first axis: its shape is that over all workers, its offset where the part of this file begins. Where a worker is several
-processes each stores its shards, whose places are those in the worker's whole tensors, and a copy of what is not cut.
+Leaves of a bucket are stored by parameter name, so other bucket sizes can read them. Workers are the first axis of
+every leaf: its shape is over all workers, its offset is where this file's part begins. If a worker is several
+processes, each stores its shards, placed in the worker's unsharded tensors, and a copy of unsharded leaves.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""What a safetensors file can hold, by its own names."""
+"""Dtypes of safetensors files, by their names there."""
 
 GENERATOR = "generator/"
 """Prefix of the names of torch's generators' states."""
@@ -45,21 +45,21 @@ _BUFFERS = "local.buffers."
 
 
 class Leaf(NamedTuple):
-    """A leaf's part in this process, `[L, ...]` for L workers: a view of the state."""
+    """This process's part of a leaf, `[L, ...]` for L workers: a view of the state."""
 
     name: str
     values: Tensor
-    is_by_bucket: bool  # what a state keeps for each bucket, not for each parameter
-    shard: Place | None  # where it lies in the worker's; None: it is the worker's whole, or the process's own
+    is_by_bucket: bool  # one value per bucket, not per parameter
+    shard: Place | None  # place in the worker's tensor; None: unsharded, or the process's own
 
 
 def local_workers(state: Any) -> int:
-    """How many workers' state this is."""
+    """Return the number of workers in the state."""
     return state.params[0].shape[0] if is_stacked(state) else 1
 
 
 def algorithm_of(state: Any) -> str | None:
-    """The algorithm of this library whose memory a state has; None where it has none, or another's."""
+    """Return the algorithm of this library that owns the state's memory; None if there is none."""
     memory = state.memory
     while hasattr(memory, "inner"):  # a wrapper's
         memory = memory.inner
@@ -68,10 +68,10 @@ def algorithm_of(state: Any) -> str | None:
 
 
 def leaves_of(state: Any) -> list[Leaf]:
-    """The state's leaves, by name; of complex ones the real and imaginary parts, `[..., 2]`.
+    """Return the state's leaves by name; complex ones as real and imaginary parts, `[..., 2]`.
 
     Raises:
-        ValueError: two leaves of one name, or a leaf that is no tensor of a dtype that can be stored.
+        ValueError: two leaves of one name, or a leaf that is not a tensor of a supported dtype.
     """
     stacked, found, shards = is_stacked(state), dict[str, Leaf](), dict(state.params.plan.places)
     for path, node in trees.named_leaves(state, Buckets):
@@ -101,19 +101,19 @@ def leaves_of(state: Any) -> list[Leaf]:
 
 
 def place(leaf: Leaf, first: int, num_workers: int) -> Place:
-    """Where `[L, ...]` of the workers from `first` on lies among all workers."""
+    """Return the place of `[L, ...]`, of the workers from `first` on, among all workers."""
     shape = leaf.values.shape[1:]
-    whole, offset = leaf.shard or (shape, [0] * len(shape))
-    return Place((num_workers, *whole), (first, *offset))
+    unsharded, offset = leaf.shard or (shape, [0] * len(shape))
+    return Place((num_workers, *unsharded), (first, *offset))
 
 
 def digest_of_plan(plan: Plan) -> str:
-    """Equal for two plans iff their buckets are."""
+    """Return a digest that is equal for two plans iff their buckets are."""
     return hashlib.sha256("\n".join(plan.describe()).encode()).hexdigest()[:16]
 
 
 def encoded(tensors: Mapping[str, Tensor], places: Mapping[str, Place] | None = None) -> Iterator[bytes | memoryview]:
-    """A safetensors file, piece by piece and without copying; tensors on the CPU."""
+    """Yield the bytes of a safetensors file without copying; tensors are on the CPU."""
     own = {EXPORTED: "1"} if places is None else {_LEAVES: json.dumps({n: p._asdict() for n, p in places.items()})}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"} | own}
     start = 0
@@ -129,7 +129,7 @@ def encoded(tensors: Mapping[str, Tensor], places: Mapping[str, Place] | None = 
 
 
 def places_in(metadata: Mapping[str, str]) -> dict[str, Place]:
-    """The places of a file's leaves, from its metadata."""
+    """Return the places of a file's leaves from its metadata."""
     told = json.loads(metadata[_LEAVES])
     return {name: Place(tuple(place["shape"]), tuple(place["offset"])) for name, place in told.items()}
 

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself, and which checkpoints a run's directory has.
+"""Manifests of checkpoints, and the list of checkpoints in a run's directory.
 
     run/checkpoint-000002-step-100/manifest.json
                                    process-00000.safetensors
@@ -19,7 +19,7 @@ from decentfn.errors import CheckpointCorrupt
 from decentfn.train.together import as_path
 
 FORMAT = 2
-"""Of a checkpoint of workers of several processes; that of workers of one is 1."""
+"""Format with several processes per worker; with one it is 1."""
 MANIFEST = "manifest.json"
 UNFINISHED = ".unfinished-"
 
@@ -28,12 +28,12 @@ _NAME = re.compile(r"checkpoint-(\d{6,})-step-(\d+)")
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether this is the directory of one checkpoint, by its name, or by its manifest where it holds no checkpoints."""
+    """Return True for the directory of one checkpoint, by its name, or by a manifest and no checkpoints inside."""
     return _NAME.fullmatch(path.name) is not None or ((path / MANIFEST).exists() and not saved(path))
 
 
 def saved(directory: Path) -> list[Path]:
-    """The checkpoints of a run's directory, the oldest first."""
+    """Return the checkpoints of a run's directory, the oldest first."""
     if not directory.exists():
         return []
     found = [(int(match[1]), path) for path in directory.iterdir() if (match := _NAME.fullmatch(path.name))]
@@ -41,10 +41,10 @@ def saved(directory: Path) -> list[Path]:
 
 
 def latest(directory: str | Path) -> Path | None:
-    """The newest checkpoint of a run's directory, or None. It is whole, unless its files were changed later.
+    """Return the newest checkpoint of a run's directory, or None. It is complete unless its files were changed later.
 
     Raises:
-        NotADirectoryError: that is a file.
+        NotADirectoryError: the path is a file.
 
     >>> latest("no such directory") is None
     True
@@ -53,7 +53,7 @@ def latest(directory: str | Path) -> Path | None:
 
 
 def best(directory: str | Path) -> Path | None:
-    """The checkpoint with the lowest `score`, of several the newest; None where none was saved with one. Raises as `latest`."""
+    """Return the newest checkpoint with the lowest `score`; None if none has a score. Raises as `latest`."""
     scores = [
         (score, path)
         for path in reversed(saved(as_path("best(directory)", directory)))
@@ -63,36 +63,36 @@ def best(directory: str | Path) -> Path | None:
 
 
 def next_name(directory: Path, step: int) -> str:
-    """The name of the next checkpoint."""
+    """Return the name of the next checkpoint."""
     newest = latest(directory)
     match = _NAME.fullmatch(newest.name) if newest else None
     return f"checkpoint-{int(match[1]) + 1 if match else 1:06}-step-{step}"
 
 
 def encode(content: dict[str, Any], allow_nan: bool = False) -> bytes:
-    """A manifest as a file, with its own digest. NaN and infinity are not JSON; older versions wrote them nevertheless."""
+    """Encode a manifest with its own digest. (NaN and infinity are not JSON, but older versions wrote them.)"""
     digest = hashlib.sha256(_text(content, allow_nan)).hexdigest()
     return _text(content | {"digest": digest}, allow_nan)
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint.
+    """Read the manifest of a checkpoint.
 
     Raises:
-        CheckpointCorrupt: it is missing or not as it was written.
-        ValueError: a newer version of the library has written it.
+        CheckpointCorrupt: missing or changed.
+        ValueError: written by a newer version of the library.
     """
     file = path / MANIFEST
     try:
         raw = file.read_bytes()
         content = json.loads(raw)
         del content["digest"]
-        whole = raw == encode(content, allow_nan=True)
+        is_intact = raw == encode(content, allow_nan=True)
     except OSError as error:
         raise CheckpointCorrupt(f"{file}: cannot be read ({error}); {_WAY_OUT}.") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        whole = False
-    if not whole:
+        is_intact = False
+    if not is_intact:
         raise CheckpointCorrupt(f"{file}: its content does not have the digest that it names; {_WAY_OUT}.")
     number, versions = content.get("format"), content.get("versions")
     if isinstance(number, int) and number > FORMAT:
@@ -101,12 +101,12 @@ def read(path: Path) -> dict[str, Any]:
             f"{file}: format {number}, written by {writer}; this version reads formats up to {FORMAT}: update decentfn."
         )
     if not _is_complete(content):
-        raise CheckpointCorrupt(f"{file}: it does not say what the manifest of a checkpoint says; {_WAY_OUT}.")
+        raise CheckpointCorrupt(f"{file}: it is not the manifest of a checkpoint; {_WAY_OUT}.")
     return content
 
 
 def _is_complete(content: dict[str, Any]) -> bool:
-    """Whether every entry that is read is there, and what it must be: a forger can write a digest that fits."""
+    """Return True if all entries exist and have valid values; a forged manifest may have a valid digest."""
     kinds = {"format": int, "step": int, "num_workers": int, "buckets": str, "processes": list}
     if any(type(content.get(name)) is not kind for name, kind in kinds.items()):
         return False
@@ -132,7 +132,7 @@ _WAY_OUT = "restore an earlier checkpoint of the run's directory by its own path
 
 
 def corrupt(file: Path, reason: str) -> CheckpointCorrupt:
-    """What to raise where a file is not what the manifest says."""
+    """Return the error for a file that differs from the manifest."""
     return CheckpointCorrupt(f"{file}: {reason}; {_WAY_OUT}.")
 
 

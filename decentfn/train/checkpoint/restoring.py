@@ -1,4 +1,4 @@
-"""Restore: check every file, then every leaf, and only then hand out a state."""
+"""Restoring: check every file, then every leaf, and only then return a state."""
 
 from __future__ import annotations
 
@@ -35,37 +35,37 @@ from decentfn.train.together import on_first, one_path, together
 
 
 class Restored(NamedTuple):
-    """What a checkpoint held."""
+    """Content of a checkpoint."""
 
     state: Any
     step: int  # the t of the next step
     extra: Any
-    """What this process saved; with another number of processes, what the one of its first worker did; of workers, process 0."""
+    """This process's own; with other processes, that of its first worker; with other workers, that of process 0."""
     config: Any
 
 
 @collectives.calling("df.checkpoint.restore(source, state)")
 def restore(source: str | Path, state: Any) -> Restored:
-    """Read a checkpoint; torch's generators go on where they were. Collective.
+    """Read a checkpoint and restore torch's generators. Collective.
 
-    Every file is compared with its digest, every leaf with the template's. Other buckets (`bucket_mb`) and another number
-    of processes for the same workers, each of which holds several workers or a part of one, are fine. With another number of workers every one of them starts from what `df.resize`
-    makes of those that were saved; a process then reads all files, a bucket of one worker at a time.
+    Every file is checked against its digest, every leaf against the template. The bucket size (`bucket_mb`) and the
+    number of processes for the same workers may change. With another number of workers, every worker starts from the
+    result of `df.resize`; each process then reads all files, one bucket of one worker at a time.
 
     Args:
-        source: a run's directory, of which the newest checkpoint is read, or a checkpoint's own.
-        state: the template, `init(params)` of the same algorithm on its topology of today, stacked where this process holds
-            several workers; it stays as it is.
+        source: a run's directory, for its newest checkpoint, or a checkpoint's directory.
+        state: the template, `init(params)` of the same algorithm on the current topology, stacked if this process holds
+            several workers; it is not changed.
 
     Raises:
         FileNotFoundError: there is no checkpoint.
-        CheckpointCorrupt: on all processes, naming the file and what is wrong with it.
-        ValueError: on all processes, naming the first rank and leaf that does not fit.
-        NonFinite: on all processes, another number of workers would start from parameters that are infinite or NaN.
+        CheckpointCorrupt: on all processes, with the file and the defect.
+        ValueError: on all processes, with the first rank and leaf that does not fit.
+        NonFinite: on all processes, if another number of workers would start from infinite or NaN parameters.
     """
     found = on_first("restore", _newest, one_path("restore(source, state)", source))
     if found is None:
-        raise FileNotFoundError(f"restore({str(source)!r}, state): no checkpoint is there; start with init(params).")
+        raise FileNotFoundError(f"restore({str(source)!r}, state): there is no checkpoint; start with init(params).")
     read: list[tuple[Restored, dict[str, Tensor]]] = []
     together("restore", lambda: read.append(_read(Path(found), state)))
     restored, generators = read[0]
@@ -85,8 +85,8 @@ def _read(path: Path, template: Any) -> tuple[Restored, dict[str, Tensor]]:
     theirs, mine = about.get("algorithm"), algorithm_of(template)
     if None not in (theirs, mine) and theirs != mine:
         raise ValueError(
-            f"restore: {path} holds what {theirs} remembers, and the state is {mine}'s; build the algorithm that it was saved "
-            "with, and begin with another from its parameters: init(df.params(state))."
+            f"restore: {path} has the memory of {theirs}, and the state is {mine}'s; build the algorithm that it "
+            "was saved with, or start another one from its parameters: init(df.params(state))."
         )
     here, local = collectives.world(), local_workers(template)
     first, num_workers = here.worker * local, here.num_workers * local
@@ -103,8 +103,8 @@ def _read(path: Path, template: Any) -> tuple[Restored, dict[str, Tensor]]:
     by_bucket = [leaf.name for leaf in leaves if leaf.is_by_bucket]
     if by_bucket and not are_mine:
         raise ValueError(
-            f"restore: leaf {by_bucket[0]!r} is kept for each bucket, and {path} has other buckets; build the algorithm with "
-            "the bucket_mb that it was saved with."
+            f"restore: leaf {by_bucket[0]!r} is kept for each bucket, and {path} has other buckets; build the "
+            "algorithm with the bucket_mb that it was saved with."
         )
     _compare_names(leaves, parts, path)
     saved = _Saved(path, parts, about["num_workers"])
@@ -118,7 +118,7 @@ def _read(path: Path, template: Any) -> tuple[Restored, dict[str, Tensor]]:
 
 
 def _of_process(about: dict[str, Any], workers: range | None) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Of the processes that had these workers (None: any), those that had this process's own part of them, and the others."""
+    """Return processes that saved this process's part of these workers (None: any), and the workers' others."""
     size, here = about.get("processes_per_worker", 1), collectives.world()
     source = here.process * size // here.processes_per_worker
     sides: tuple[list[dict[str, Any]], list[dict[str, Any]]] = [], []
@@ -130,7 +130,7 @@ def _of_process(about: dict[str, Any], workers: range | None) -> tuple[list[dict
 
 
 class _Part:
-    """The file of one process: compared with its digest, then open."""
+    """File of one process, opened after its digest is checked."""
 
     def __init__(self, path: Path, process: dict[str, Any]) -> None:
         file = path / process["file"]
@@ -151,20 +151,20 @@ class _Part:
             raise manifest.corrupt(file, f"it is not a process's part of a checkpoint ({error})") from error
         stored = set(self._open.keys())
         for name in self.places.keys() | {name for name in stored if not name.startswith(GENERATOR)}:
-            if name not in stored or name not in self.places or not self._is_inside(name):
+            if name not in stored or name not in self.places or not self._fits_leaf(name):
                 raise manifest.corrupt(file, f"its part of leaf {name!r} is missing, or outside the leaf")
         self._file, self.extra = file, process["extra"]
 
-    def _is_inside(self, name: str) -> bool:
-        """Return True if the values lie within the whole leaf."""
-        whole, counts = self.places[name], self._open.get_slice(name).get_shape()
-        if len(whole.shape) != len(counts) or len(whole.offset) != len(counts):
+    def _fits_leaf(self, name: str) -> bool:
+        """Return True if the place of the values is within the leaf."""
+        place, counts = self.places[name], self._open.get_slice(name).get_shape()
+        if len(place.shape) != len(counts) or len(place.offset) != len(counts):
             return False
-        rows = zip(whole.shape, whole.offset, counts, strict=True)
+        rows = zip(place.shape, place.offset, counts, strict=True)
         return all(type(n) is type(at) is int and 0 <= at <= n - count for n, at, count in rows)
 
     def generators(self, device: torch.device) -> dict[str, Tensor]:
-        """The states of the CPU's generator and of the device's, each of which a generator has taken."""
+        """Return the states of the CPU's and the device's generator, after a trial load."""
         states = {}
         for where in (torch.device("cpu"), device):
             name = f"{GENERATOR}{where.type}"
@@ -177,16 +177,16 @@ class _Part:
         return states
 
     def box(self, name: str) -> tuple[tuple[int, int], ...]:
-        """Where its values lie in the whole leaf: from, to, on each axis."""
+        """Return start and end of its values in the leaf, per axis."""
         counts = self._open.get_slice(name).get_shape()
         return tuple((at, at + count) for at, count in zip(self.places[name].offset, counts, strict=True))
 
     def kind(self, name: str) -> tuple[str, list[int]]:
-        """The leaf's dtype, as the file calls it, and its shape over all workers."""
+        """Return the leaf's dtype, by its safetensors name, and its shape over all workers."""
         return self._open.get_slice(name).get_dtype(), list(self.places[name].shape)
 
     def copy(self, name: str, wanted: Place, into: Tensor, done: list[tuple[slice, ...]]) -> int:
-        """Copy what this file has of the wanted part, unless it is `done`; how many values that is."""
+        """Copy this file's share of the wanted part, unless it is `done`; return the number of values."""
         spans = [
             (max(mine, theirs), min(end, theirs + wide), mine, theirs)
             for (mine, end), theirs, wide in zip(self.box(name), wanted.offset, into.shape, strict=True)
@@ -207,39 +207,40 @@ def _compare_names(leaves: Sequence[Leaf], parts: Sequence[_Part], path: Path) -
     for names, has, lacks in ((own - theirs, "the state", str(path)), (theirs - own, str(path), "the state")):
         if names:
             raise ValueError(
-                f"restore: {has} has the leaf {min(names)!r}, which {lacks} does not have; build the same algorithm, optimizer "
-                "and network as when it was saved."
+                f"restore: {has} has the leaf {min(names)!r}, which {lacks} does not have; build the same algorithm, "
+                "optimizer and network as when it was saved."
             )
 
 
 class _Saved(NamedTuple):
-    """What the files hold together."""
+    """All files of a checkpoint."""
 
     path: Path
     parts: Sequence[_Part]
     num_workers: int
 
     def require_fit(self, leaf: Leaf) -> None:
-        """All files describe the leaf as the template does, and their parts of it are the same or do not overlap."""
+        """Raise unless all files agree with the template on the leaf, and their parts are equal or do not overlap."""
         parts = [part for part in self.parts if leaf.name in part.places]
         mine = DTYPES[leaf.values.dtype], list(place(leaf, 0, self.num_workers).shape)
         for part in parts:
             theirs = part.kind(leaf.name)
             if theirs != mine:
                 raise ValueError(
-                    f"restore: leaf {leaf.name!r} is {theirs[0]} {theirs[1]} in {self.path} (workers first) and {mine[0]} "
-                    f"{mine[1]} in the state; build the same algorithm, optimizer and network as when it was saved."
+                    f"restore: leaf {leaf.name!r} is {theirs[0]} {theirs[1]} in {self.path} (workers first) and "
+                    f"{mine[0]} {mine[1]} in the state; build the same algorithm, optimizer and network as when it was "
+                    "saved."
                 )
         boxes = sorted({part.box(leaf.name) for part in parts})
         for i, box in enumerate(boxes):
             for other in boxes[i + 1 :]:
-                if other[0][0] >= box[0][1]:  # of later workers, as are all that follow
+                if other[0][0] >= box[0][1]:  # this and all following belong to later workers
                     break
                 if all(a < end and start < b for (a, b), (start, end) in zip(box, other, strict=True)):
                     raise manifest.corrupt(self.path, f"parts of leaf {leaf.name!r} overlap")
 
     def fill(self, leaves: Sequence[Leaf], first: int) -> None:
-        """Read what the workers from `first` on have in these leaves, which the files together hold."""
+        """Read the values of these leaves for the workers from `first` on."""
         for leaf in leaves:
             self.require_fit(leaf)
         for leaf in leaves:
@@ -252,7 +253,7 @@ class _Saved(NamedTuple):
                 raise manifest.corrupt(self.path, held)
 
     def rows(self, one: Any, leaves: Sequence[Leaf]) -> Any:
-        """In the place of each tensor of one worker's state its values on all workers, read when they are asked for."""
+        """Replace each tensor of one worker's state by an iterable of all workers' values, read on demand."""
         counts = []
         for _, node in trees.named_leaves(one, Buckets):
             counts += [len(b.segments) for b in node.plan.buckets] if isinstance(node, Buckets) else [1]

@@ -1,4 +1,4 @@
-"""Save: every process writes its own workers to one directory, which gets its name when all of it is on the disk."""
+"""Saving: every process writes its workers to one directory, which gets its name when all files are on disk."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from decentfn.train.together import make_directory, on_first, one_path, together
 _log = logging.getLogger("decentfn")
 
 _RESCUED = "rescued"
-"""Folder of what `Saver.rescue` saves."""
+"""Folder of checkpoints from `Saver.rescue`."""
 
 
 @collectives.calling("df.checkpoint.save(directory, state, step)", of_state=True)
@@ -54,31 +54,31 @@ def save(
     extra: Any = None,
     score: float | None = None,
 ) -> Path:
-    """Save one checkpoint, and return when it is on the disk; earlier ones stay. Collective.
+    """Save one checkpoint and return when it is on disk; earlier ones stay. Collective.
 
-    Arguments and errors are those of `Saver` and its `save`; during a run, a `Saver` costs a step less.
+    Arguments and errors are those of `Saver` and its `save`. During a run, a `Saver` delays the step less.
 
     Returns:
-        The checkpoint's own directory, in the run's.
+        The checkpoint's directory, inside the run's.
     """
     with Saver(directory, topology=topology, config=config, keep=None) as saver:
         return _write(saver.directory, saver._content(state, step, extra, score), None)
 
 
 class Saver:
-    """Saves checkpoints of a run to its directory while the run goes on. A context manager; collective.
+    """Background writer of a run's checkpoints. A context manager; collective.
 
-    `save` copies the state and returns; a thread writes the copy. All processes see the directory, which is this run's alone until
-    `close`, or the end of the `with`, has waited for the last checkpoint.
+    `save` copies the state and returns; a thread writes the copy. All processes share the directory, which this run
+    locks until `close`, or the end of the `with`, which waits for the last checkpoint.
 
     Args:
-        directory: the run's; made, for its owner only, where it does not exist.
-        topology: of all workers; each checkpoint tells its name, period and phase.
-        config: what else each checkpoint tells, anything that JSON holds.
-        keep: so many of the newest checkpoints stay, >= 1, and the one with the lowest score; None: all.
+        directory: the run's directory; created for its owner only.
+        topology: the topology of all workers; checkpoints record its name, period and phase.
+        config: further JSON content of each checkpoint.
+        keep: number of newest checkpoints to keep, >= 1, beside the one with the lowest score; None keeps all.
 
     Raises:
-        RuntimeError: on all processes, where another run has the directory.
+        RuntimeError: on all processes, if another run has locked the directory.
     """
 
     @collectives.calling("df.checkpoint.Saver(directory)")
@@ -88,7 +88,7 @@ class Saver:
         self._config = together("Saver", _arguments, keep, config)[collectives.everyone().rank]
         self.directory = one_path("Saver(directory)", directory)
         self._topology, self._keep = topology, keep
-        self._lock = FileLock(self.directory / "lock")  # the system takes it back when the process ends
+        self._lock = FileLock(self.directory / "lock")  # the system releases it when the process ends
         on_first("Saver", self._claim)
         self._world = collectives.everyone().apart()
         self._thread = ThreadPoolExecutor(1, "decentfn checkpoint")
@@ -96,17 +96,17 @@ class Saver:
         self._is_closed = False
 
     def save(self, state: Any, step: int, *, extra: Any = None, score: float | None = None) -> None:
-        """Save the state as it is now, as soon as the checkpoint before is written. Collective, in the same step.
+        """Save the current state after the previous checkpoint is written. Collective, in the same step.
 
         Args:
-            state: of one worker, or stacked.
+            state: the state of one worker, or stacked.
             step: the `t` of the next step, which is the number of steps taken.
-            extra: this process's own, anything that JSON holds: where it is in its data, for example.
-            score: the lower the better, for `keep` and `best`; the mean over the processes counts, NaN does not.
+            extra: JSON content of this process, for example its position in the data.
+            score: for `keep` and `best`, lower is better; the mean over the processes counts, NaN does not.
 
         Raises:
             ValueError: on all processes, a leaf or an argument that cannot be saved.
-            OSError, RuntimeError: on all processes, the checkpoint before was not written; those before it are whole.
+            OSError, RuntimeError: on all processes, the previous checkpoint was not written; earlier ones are complete.
         """
         self._require_open("save")
         self.wait()
@@ -114,24 +114,25 @@ class Saver:
         self._writing = self._thread.submit(self._write_apart, content)
 
     def rescue(self, state: Any, error: RunError, *, extra: Any = None) -> Path | None:
-        """Save what a step that failed has left, and return when it is on the disk. Collective, each with its own error.
+        """Save the state after a failed step and return when it is on disk. Collective, each process with its own
+        error.
 
-        Each worker's state is whole, but some may be steps further than others, and what they know of one another is off by
-        the messages that were lost. So it lies apart, in the folder `rescued` of the run's directory, where `latest` does not
-        find it; `export` makes one network of it.
+        Each worker's state is complete, but workers may be at different steps, and their memories of one another lack
+        the lost messages. So the checkpoint is stored in the folder `rescued` of the run's directory, where `latest`
+        does not find it; `export` can average it.
 
         Args:
-            state: that was passed to the step.
-            error: what it raised.
+            state: the state that was passed to the step.
+            error: the error that the step raised.
             extra: as for `save`.
 
         Returns:
-            The checkpoint, whose step is the largest of the processes' next steps; None where there is none, because a process is gone
-            or does not know whether its state is whole. The log says why.
+            The checkpoint, whose step is the largest of the processes' next steps; None if a process is gone or does
+            not know whether its state is complete. The log has the reason.
         """
         self._require_open("rescue")
-        collectives.world().hang_up()  # or whoever raised for another reason would let its neighbours wait
-        with contextlib.suppress(Exception):  # the log has it
+        collectives.world().hang_up()  # otherwise a process with its own error would let its neighbors wait
+        with contextlib.suppress(Exception):  # it is logged
             self.wait()
         own: Any = getattr(error, "next_step", None)
         size = collectives.processes_per_worker()
@@ -147,19 +148,19 @@ class Saver:
             return None
 
     def wait(self) -> None:
-        """Return when what was saved is on the disk, or raise what went wrong."""
+        """Wait until the last checkpoint is on disk, or raise its error."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
 
     def close(self) -> None:
-        """Wait, and give the directory back."""
+        """Wait, and release the directory."""
         self._is_closed = True
         try:
             self.wait()
         finally:
             self._thread.shutdown()
-            if self._world.size > 1:  # else it is not this Saver's alone
+            if self._world.size > 1:  # otherwise it does not belong to this Saver alone
                 self._world.let_go()
             self._lock.release()
 
@@ -171,23 +172,23 @@ class Saver:
             self.close()
         except Exception:
             if error is None:
-                raise  # else what ended the run is raised, and the log has this
+                raise  # otherwise the error that ended the run is raised, and this one is logged
 
     def _require_open(self, call: str) -> None:
         if self._is_closed:
             raise ValueError(
-                f"Saver({str(self.directory)!r}).{call}: it is closed, and the directory given back; open another."
+                f"Saver({str(self.directory)!r}).{call}: it is closed and has released the directory; open another."
             )
 
     def _claim(self) -> None:
-        """Lock the run's directory, and remove what a run that was killed has left in it."""
+        """Lock the run's directory and remove leftovers of a killed run."""
         make_directory(self.directory, 0o700)
         try:
             self._lock.acquire(timeout=0)
         except Timeout as error:
             raise RuntimeError(
-                f"{self.directory}: another run or Saver holds the lock of this directory, and the two would mix their checkpoints; end "
-                "the other first, or choose another directory."
+                f"{self.directory}: another run or Saver holds the lock of this directory, and the two would mix their "
+                "checkpoints; end the other first, or choose another directory."
             ) from error
         try:
             for place in (self.directory, self.directory / _RESCUED):
@@ -197,7 +198,7 @@ class Saver:
             raise
 
     def _content(self, state: Any, step: int, extra: Any, score: float | None, *, copy: bool = False) -> Content:
-        """Return what this process writes, or raise on all processes. Collective."""
+        """Return this process's content, or raise on all processes. Collective."""
         made: list[Content] = []
         arguments = (state, step, self._topology, self._config, extra, score, copy)
         together("save", lambda: made.append(_content_of(*arguments)))
@@ -213,12 +214,12 @@ class Saver:
 
 
 class Content(NamedTuple):
-    """What this process writes."""
+    """Content that this process writes."""
 
     tensors: dict[str, Tensor]
     places: dict[str, Place]
-    about: dict[str, Any]  # what all processes say alike
-    process: dict[str, Any]  # what is this one's own
+    about: dict[str, Any]  # equal on all processes
+    process: dict[str, Any]  # this process's own
     score: float | None
 
 
@@ -236,8 +237,8 @@ def _content_of(
     first, num_workers = here.worker * local, here.num_workers * local
     if topology is not None and topology.num_workers != num_workers:
         raise ValueError(
-            f"save(state, step): the topology has {topology.num_workers} workers, but the processes hold {num_workers}; "
-            "pass the topology of the algorithm."
+            f"save(state, step): the topology has {topology.num_workers} workers, but the processes hold "
+            f"{num_workers}; pass the topology of the algorithm."
         )
     leaves = leaves_of(trees.map(lambda x: x.detach().to("cpu", copy=copy), state))
     tensors = {leaf.name: leaf.values for leaf in leaves}
@@ -273,13 +274,13 @@ def _number(score: Any) -> float | None:
 
 
 def _plain(what: str, value: Any) -> Any:
-    """Return the value as JSON gives it back, or raise ValueError."""
+    """Return the value after a JSON round trip, or raise ValueError."""
     try:
         return json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(
-            f"{what}: JSON holds finite numbers, strings, lists and dicts, and this is {brief(value)}; for NaN and infinity give "
-            "None or a string."
+            f"{what}: JSON holds finite numbers, strings, lists and dicts, and this is {brief(value)}; for NaN and "
+            "infinity give None or a string."
         ) from error
 
 
@@ -290,7 +291,7 @@ def _arguments(keep: Any, config: Any) -> Any:
 
 
 def _require_whole(steps: list[int | None], size: int) -> None:
-    """Raise unless every process's state is whole, and so are the workers of `size` processes each."""
+    """Raise unless every process's state is complete, and processes of one worker are at the same step."""
     if None in steps:
         raise RuntimeError(f"process {steps.index(None)} does not know whether its state is whole")
     for first in range(0, len(steps), size):
@@ -319,7 +320,7 @@ def _begin(directory: Path, step: int) -> str:
 
 def _write_own(path: Path, content: Content) -> dict[str, Any]:
     if not path.exists():
-        raise OSError(f"{path}: made by rank 0, and not seen by this process; choose a directory that all share.")
+        raise OSError(f"{path}: created by rank 0, but not visible to this process; choose a directory that all share.")
     name = f"process-{collectives.everyone().rank:05}.safetensors"
     size, digest = files.write(path / name, encoded(content.tensors, content.places))
     its = {"file": name, "bytes": size, "sha256": digest} | content.process
@@ -327,16 +328,18 @@ def _write_own(path: Path, content: Content) -> dict[str, Any]:
 
 
 def _finish(directory: Path, path: Path, told: list[dict[str, Any]], keep: int | None) -> str:
-    """Write the manifest of what all processes have written, give the checkpoint its name, remove older ones."""
+    """Write the manifest of all processes' files, rename the checkpoint, remove older ones."""
     about = told[0]["about"]
     size = about["processes_per_worker"]
     for rank, its in enumerate(told):
-        expected = about | {"buckets": told[rank % size]["about"]["buckets"]}  # shards of their own
+        expected = about | {
+            "buckets": told[rank % size]["about"]["buckets"]
+        }  # processes of a worker have different shards
         if its["about"] != expected:
             name = next(name for name in expected if its["about"][name] != expected[name])
             raise ValueError(
-                f"save(state, step): {name} is {its['about'][name]!r} on rank {rank} and {expected[name]!r} on rank 0; all ranks save "
-                "the same step of the same run, and what is a process's own goes into extra."
+                f"save(state, step): {name} is {its['about'][name]!r} on rank {rank} and {expected[name]!r} on rank 0; "
+                "all ranks save the same step of the same run, and values of a single process belong in extra."
             )
     topology, scores = about["topology"], [its["score"] for its in told if its["score"] is not None]
     if topology is not None:
