@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import random
 import stat
 import threading
 from pathlib import Path
@@ -216,7 +217,7 @@ def test_an_error_of_the_thread_comes_out_once_at_the_next_call_and_the_run_goes
         saver.save(state, 4)
         with pytest.raises(OSError, match="Not a directory"):
             saver.close()
-    assert [path.name for path in manifest.saved(tmp_path / "again")] == ["checkpoint-000001-step-3"]
+    assert [path.name for path in manifest.checkpoints(tmp_path / "again")] == ["checkpoint-000001-step-3"]
 
 
 def test_ranks_that_save_different_steps_are_told(tmp_path):
@@ -539,7 +540,7 @@ def test_links_and_files_of_others_in_the_directory_do_no_harm(tmp_path):
         saver.save(state, 2)
     assert df.checkpoint.restore(run, state).step == 2
     assert df.checkpoint.restore(moved, state).step == 1
-    assert [path.name for path in manifest.saved(run)] == ["checkpoint-000002-step-2"]
+    assert [path.name for path in manifest.checkpoints(run)] == ["checkpoint-000002-step-2"]
     assert not list((run / "rescued").iterdir())
 
 
@@ -555,7 +556,7 @@ def test_threads_that_share_a_saver_take_turns(tmp_path):
             thread.start()
         for thread in threads:
             thread.join()
-    found = [df.checkpoint.restore(path, states[0]).state.params[0] for path in manifest.saved(tmp_path)]
+    found = [df.checkpoint.restore(path, states[0]).state.params[0] for path in manifest.checkpoints(tmp_path)]
     assert len(found) == 16 and all(len(x.unique()) == 1 for x in found)
 
 
@@ -624,7 +625,169 @@ def test_what_is_wrong_on_one_rank_is_raised_on_all_and_the_next_checkpoint_is_s
         df.checkpoint.save(tmp_path, state, 2)
 
     on_kept_ranks(2, job)
-    assert [path.name for path in manifest.saved(tmp_path)] == ["checkpoint-000001-step-2"]
+    assert [path.name for path in manifest.checkpoints(tmp_path)] == ["checkpoint-000001-step-2"]
+
+
+# -- damaged, forged and pruned ------------------------------------------------------------------------------------------
+
+
+def test_a_directory_is_restored_from_its_newest_intact_checkpoint_and_the_log_names_the_others(tmp_path, caplog):
+    states = [algorithm_of(2).init(net(seed)) for seed in range(4)]
+    for step, state in enumerate(states):
+        on_kept_ranks(2, lambda rank, step=step, state=state: df.checkpoint.save(tmp_path, state, step))
+    paths = df.checkpoint.checkpoints(tmp_path)
+    assert [path.name[-1] for path in paths] == ["0", "1", "2", "3"] and paths[-1] == df.checkpoint.latest(tmp_path)
+    (paths[3] / "process-00001.safetensors").write_bytes(b"")
+    (paths[2] / "manifest.json").unlink()
+    restored = on_kept_ranks(2, lambda rank: df.checkpoint.restore(tmp_path, states[0]))
+    assert [its.step for its in restored] == [1, 1]
+    assert_same(restored[0].state, states[1])
+    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert [(str(path) in said, "read " in said) for path, said in zip(paths[:1:-1], warned, strict=True)] == [
+        (True,) * 2
+    ] * 2
+    assert "process-00001.safetensors: it has 0 bytes" in warned[0] and "manifest.json: cannot be read" in warned[1]
+    for path in paths[2:]:  # an exact name is not replaced
+        with pytest.raises(df.errors.CheckpointCorrupt):
+            df.checkpoint.restore(path, states[0])
+    for path in paths[:2]:
+        (path / "manifest.json").unlink()
+    with pytest.raises(df.errors.CheckpointCorrupt, match=r"no checkpoint is intact. The newest: .*process-00001"):
+        df.checkpoint.restore(tmp_path, df.stack(states[0], 2))
+
+
+def test_another_number_of_workers_is_logged(tmp_path, caplog):
+    state = df.stack(algorithm_of(3).init(net()), 3)
+    df.checkpoint.save(tmp_path, state, 1)
+    df.checkpoint.restore(tmp_path, state)
+    assert not caplog.records
+    on_kept_ranks(2, lambda rank: df.checkpoint.restore(tmp_path, algorithm_of(2).init(net())))
+    [said] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "saved by 3 workers, and there are 2: each starts from their mean" in said
+
+
+@pytest.mark.parametrize(
+    "make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), lambda path: path.mkdir(), None]
+)
+@pytest.mark.parametrize("name", ["manifest.json", "process-00000.safetensors"])
+def test_what_is_no_regular_file_is_not_read(tmp_path, make, name):
+    state = algorithm_of(1).init(net())
+    path = df.checkpoint.save(tmp_path, state, 0)
+    (path / name).unlink()
+    if make is None:
+        with (path / name).open("wb") as sparse:
+            sparse.truncate(2**29)
+    else:
+        make(path / name)
+    with pytest.raises(df.errors.CheckpointCorrupt, match=f"{name}: "):
+        df.checkpoint.restore(path, state)
+
+
+WEIRD = (
+    None,
+    True,
+    -1,
+    -5,
+    0,
+    1,
+    7,
+    2**31,
+    2**63,
+    10**30,
+    0.5,
+    1e308,
+    "",
+    "x",
+    "0",
+    [],
+    [0],
+    [0, 1],
+    [[]],
+    {},
+    {"a": 1},
+    "\\ud800",
+)
+
+
+def spoiled(value, draw):
+    """Another JSON value, with something weird somewhere in it."""
+    if isinstance(value, dict) and value and draw.random() < 0.9:
+        key = draw.choice(sorted(value))
+        if draw.random() < 0.1:
+            return {name: x for name, x in value.items() if name != key}
+        return value | {key: spoiled(value[key], draw)}
+    if isinstance(value, list) and value and draw.random() < 0.8:
+        i = draw.randrange(len(value))
+        return [*value[:i], *([] if draw.random() < 0.1 else [spoiled(value[i], draw)]), *value[i + 1 :]]
+    return draw.choice(WEIRD)
+
+
+def forged(raw, said, draw):
+    """The file of a process and the manifest, one of them forged; digests fit."""
+    kind = draw.randrange(4)
+    if kind == 0:
+        return raw, spoiled(said, draw)
+    size = int.from_bytes(raw[:8], "little")
+    if kind == 1:
+        at = draw.randrange(size + 64)
+        raw = raw[:at] if draw.random() < 0.5 else raw[:at] + draw.randbytes(4) + raw[at + 4 :]
+    else:
+        header = json.loads(raw[8 : 8 + size])
+        if kind == 2:
+            header = spoiled(header, draw)
+        else:
+            leaves = json.dumps(spoiled(json.loads(header["__metadata__"]["leaves"]), draw))
+            header["__metadata__"]["leaves"] = leaves
+        text = json.dumps(header).encode()
+        raw = len(text).to_bytes(8, "little") + text + raw[8 + size :]
+    its = {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
+    return raw, said | {"processes": [said["processes"][0] | its]}
+
+
+@pytest.mark.parametrize("num_workers", [2, 3])
+def test_whatever_is_forged_is_answered_with_an_error_of_this_library(tmp_path, num_workers):
+    """Or is read, where it is what a checkpoint may be."""
+    path = df.checkpoint.save(tmp_path, df.stack(algorithm_of(2).init(net()), 2), 5, extra={"at": [1]})
+    template, draw = df.stack(algorithm_of(num_workers).init(net()), num_workers), random.Random(num_workers)
+    raw, said = (path / "process-00000.safetensors").read_bytes(), manifest.read(path)
+    read = 0
+    for _ in range(512):
+        file, content = forged(raw, said, draw)
+        (path / "process-00000.safetensors").write_bytes(file)
+        encode = manifest.encode if isinstance(content, dict) else lambda x: json.dumps(x).encode()
+        (path / "manifest.json").write_bytes(encode(content))
+        try:
+            restored = df.checkpoint.restore(path, template)
+        except df.errors.CheckpointCorrupt:
+            continue
+        except ValueError as error:  # of another format, algorithm or network, as far as one can tell
+            assert str(error).startswith("restore: ") or "update decentfn" in str(error), error
+            continue
+        read += 1
+        assert 0 <= restored.step < 2**63 and all(bool(x.isfinite().all()) for x in trees.leaves(restored.state))
+    assert read < 150
+
+
+def test_a_link_in_the_place_of_rescued_removes_nothing_elsewhere(tmp_path):
+    (tmp_path / "other" / ".unfinished-3-ab").mkdir(parents=True)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "rescued").symlink_to(tmp_path / "other")
+    with df.checkpoint.Saver(tmp_path / "run"):
+        assert (tmp_path / "other" / ".unfinished-3-ab").exists()
+
+
+def test_a_reader_beside_a_run_that_removes_its_checkpoint_takes_the_next(tmp_path, monkeypatch):
+    state, read, is_late = algorithm_of(1).init(net()), manifest.read, [True, True]
+    df.checkpoint.save(tmp_path, state, 0)
+
+    def read_late(path):
+        if threading.current_thread() is threading.main_thread() and is_late and is_late.pop():
+            with df.checkpoint.Saver(tmp_path, keep=1) as saver:
+                saver.save(state, 2 - len(is_late))
+        return read(path)
+
+    monkeypatch.setattr(manifest, "read", read_late)
+    assert df.checkpoint.restore(tmp_path, state).step == 2 and not is_late
 
 
 if __name__ == "__main__":  # writes the file of today's format

@@ -190,8 +190,9 @@ class Saver:
                 "the other first, or choose another directory."
             ) from error
         try:
-            for place in (self.directory, self.directory / _RESCUED):
-                files.sweep(place, manifest.UNFINISHED)
+            files.sweep(self.directory, manifest.UNFINISHED)
+            if not (rescued := self.directory / _RESCUED).is_symlink():  # it may lead to another run's
+                files.sweep(rescued, manifest.UNFINISHED)
         except BaseException:
             self._lock.release()
             raise
@@ -357,6 +358,6 @@ def _finish(directory: Path, path: Path, told: list[dict[str, Any]], keep: int |
     name = directory / manifest.next_name(directory, about["step"])
     files.publish(path, name)
     if keep is not None:
-        for old in set(manifest.saved(directory)[:-keep]) - {manifest.best(directory)}:
+        for old in set(manifest.checkpoints(directory)[:-keep]) - {manifest.best(directory)}:
             files.remove(old)
     return str(name)
