@@ -6,6 +6,8 @@ import os
 import random
 import stat
 import threading
+import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -21,7 +23,9 @@ from decentfn.testing import problem
 from decentfn.testing.ranks import on_kept_ranks
 from decentfn.train.checkpoint import files, manifest
 from decentfn.train.checkpoint.layout import encoded, leaves_of, places_in
+from decentfn.train.checkpoint.saving import _content_of
 from tests.contract import ROWS
+from tests.ranks import AT_ONCE
 
 N = 4
 
@@ -599,6 +603,58 @@ def test_a_save_that_failed_before_does_not_keep_a_rescue_from_saving(tmp_path):
     said = manifest.read(rescued)
     assert said["step"] == 4 and [its["step"] for its in said["processes"]] == [3, 4]
     assert df.checkpoint.latest(tmp_path) is None
+
+
+def test_a_rank_that_waited_in_save_for_a_late_one_and_the_late_one_rescue_together(tmp_path):
+    def job(rank):
+        state = algorithm_of(2).init(net())
+        with df.checkpoint.Saver(tmp_path) as saver:
+            time.sleep(3 * rank)
+            with pytest.raises(df.errors.RunError) as caught:
+                saver.save(state, 4)
+            return saver.rescue(state, caught.value)
+
+    rescued = df.testing.on_ranks(2, job, timeout=timedelta(seconds=2))
+    assert rescued[0] is not None and rescued[0] == rescued[1]
+    assert [its["step"] for its in manifest.read(rescued[0])["processes"]] == [4, 4]
+
+
+@pytest.mark.parametrize("saved_before", [0, 1])
+def test_a_save_that_only_some_ranks_have_begun_does_not_keep_a_rescue_from_saving(tmp_path, saved_before):
+    def job(rank):
+        state, error = algorithm_of(2).init(net()), df.errors.NonFinite("bad", next_step=2)
+        with df.checkpoint.Saver(tmp_path) as saver:
+            for step in range(saved_before):
+                saver.save(state, step)
+            if rank == 0:  # the other fails before it hears that all are ready
+                saver._content = lambda state, step, extra, score, copy: _content_of(
+                    state, step, None, None, extra, score, copy
+                )
+                saver.save(state, 1)
+            since = time.monotonic()
+            return saver.rescue(state, error), time.monotonic() - since
+
+    for rescued, seconds in df.testing.on_ranks(2, job):
+        assert rescued is not None and seconds < AT_ONCE / 2
+    assert len(df.checkpoint.checkpoints(tmp_path)) == saved_before
+
+
+def test_an_error_of_the_thread_names_the_step_and_the_process_that_is_gone(tmp_path, caplog):
+    def job(rank):
+        state = algorithm_of(2).init(net())
+        with df.checkpoint.Saver(tmp_path) as saver:
+            if rank == 1:
+                saver._write_apart = lambda content: saver._world.hang_up()  # as its end would
+            saver.save(state, 3)
+            if rank == 1:
+                return saver.wait()
+            with pytest.raises(df.errors.PeerLost) as caught:
+                saver.wait()
+            return caught.value
+
+    error = df.testing.on_ranks(2, job)[0]
+    assert (error.step, error.peer) == (2, 1)
+    assert "the checkpoint of step 3 was not written" in caplog.text
 
 
 def test_a_directory_comes_back_after_a_start_that_failed_and_stray_files_do_no_harm(tmp_path, monkeypatch):

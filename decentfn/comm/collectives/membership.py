@@ -145,6 +145,7 @@ class World:
         world._store = PrefixStore(
             f"apart {next(self._made_apart)}", self.store
         )  # all make the same ones in the same order
+        world.steps.board = world._store
         return world
 
     def subgroup(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:

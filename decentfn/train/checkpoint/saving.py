@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import platform
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -89,10 +90,13 @@ class Saver:
         self.directory = one_path("Saver(directory)", directory)
         self._topology, self._keep = topology, keep
         self._lock = FileLock(self.directory / "lock")  # the system takes it back when the process ends
-        on_first("Saver", self._claim)
         self._world = collectives.everyone().apart()
+        with collectives.use(self._world):  # connects it, so that `hang_up` ends what waits
+            on_first("Saver", self._claim)
         self._thread = ThreadPoolExecutor(1, "decentfn checkpoint")
         self._writing: Future[Path] | None = None
+        self._started = 0
+        """Checkpoints whose writing has begun."""
         self._is_closed = False
 
     def save(self, state: Any, step: int, *, extra: Any = None, score: float | None = None) -> None:
@@ -109,9 +113,14 @@ class Saver:
             OSError, RuntimeError: on all processes, the checkpoint before was not written; those before it are whole.
         """
         self._require_open("save")
-        self.wait()
-        content = self._content(state, step, extra, score, copy=True)
+        try:
+            self.wait()
+            content = self._content(state, step, extra, score, copy=True)
+        except RunError as error:
+            error.next_step = step  # for `rescue`: the state is as whole as it was
+            raise
         self._writing = self._thread.submit(self._write_apart, content)
+        self._started += 1
 
     def rescue(self, state: Any, error: RunError, *, extra: Any = None) -> Path | None:
         """Save what a step that failed has left, and return when it is on the disk. Collective, each with its own error.
@@ -122,7 +131,7 @@ class Saver:
 
         Args:
             state: that was passed to the step.
-            error: what it raised.
+            error: what it raised, or `save` did.
             extra: as for `save`.
 
         Returns:
@@ -131,20 +140,26 @@ class Saver:
         """
         self._require_open("rescue")
         collectives.world().hang_up()  # or whoever raised for another reason would let its neighbours wait
-        with contextlib.suppress(Exception):  # the log has it
-            self.wait()
         own: Any = getattr(error, "next_step", None)
         size = collectives.processes_per_worker()
         content = _content_of(state, own or 0, self._topology, self._config, extra, None, copy=False)
+        aside = collectives.everyone().apart()
         try:
-            with collectives.use(self._world):
-                steps = together("Saver.rescue", lambda: own)
+            with collectives.use(aside):
+                steps, started = zip(*together("Saver.rescue", lambda: (own, self._started)), strict=True)
+                if len(set(started)) > 1:
+                    self._world.hang_up()  # a checkpoint that only some have begun never ends
+                with contextlib.suppress(Exception):  # the log has it
+                    self.wait()
                 _require_whole(steps, size)
                 content.about["step"] = max(steps)
                 return _write(self.directory / _RESCUED, content, None)
         except (OSError, RuntimeError) as reason:
             _log.error("nothing was rescued: %s", reason)
             return None
+        finally:
+            if aside.size > 1:
+                aside.let_go()
 
     def wait(self) -> None:
         """Return when what was saved is on the disk, or raise what went wrong."""
@@ -209,7 +224,11 @@ class Saver:
             with collectives.use(self._world):
                 return _write(self.directory, content, self._keep)
         except BaseException as error:
-            _log.error("a checkpoint was not written to %s: %s", self.directory, error)
+            if isinstance(error, RunError):
+                error.step = content.about["step"] - 1
+            _log.error(
+                "the checkpoint of step %d was not written to %s: %s", content.about["step"], self.directory, error
+            )
             raise
 
 
@@ -290,7 +309,7 @@ def _arguments(keep: Any, config: Any) -> Any:
     return _plain("Saver(config=...)", config)
 
 
-def _require_whole(steps: list[int | None], size: int) -> None:
+def _require_whole(steps: Sequence[int | None], size: int) -> None:
     """Raise unless every process's state is whole, and so are the workers of `size` processes each."""
     if None in steps:
         raise RuntimeError(f"process {steps.index(None)} does not know whether its state is whole")
