@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import itertools
 import threading
+import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -134,14 +135,14 @@ class World:
             self._outside[processes] = cast(dist.ProcessGroup, made)
         return self._outside[processes]
 
-    def apart(self) -> World:
+    def apart(self, timeout: timedelta | None = None) -> World:
         """The same processes with connections of their own, for what another thread does outside steps; collective.
 
         `let_go` of it in the end.
         """
         if self.size == 1:
             return self
-        world = World(None, self.rank, self.size, self.timeout, self.device)
+        world = World(None, self.rank, self.size, timeout or self.timeout, self.device)
         world._store = PrefixStore(
             f"apart {next(self._made_apart)}", self.store
         )  # all make the same ones in the same order
@@ -221,6 +222,15 @@ class SameShard(World):
 
 
 _worlds = weakref.WeakSet[World]()
+
+
+def end_waits(longer_than: float) -> bool:
+    """Close the connections over which a thread has waited for more seconds, and return True if there are such: it raises."""
+    now = time.monotonic()
+    late = [w for w in list(_worlds) if w.steps.waits_since is not None and now - w.steps.waits_since > longer_than]
+    for world in late:
+        world.hang_up()
+    return bool(late)
 
 
 def _let_go_of_all() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -88,6 +89,7 @@ def met(
     exchanges = steps.calls if of_state and steps.is_whole else -1
     mine = _Header(x if isinstance(x, int) else x.nbytes, exchanges, steps.at, text).encoded()
     with here.whole.turn:
+        steps.waits_since = time.monotonic()
         try:
             outside: Any = here.outside(processes)
             heard = [torch.empty_like(mine) for _ in processes]
@@ -105,6 +107,8 @@ def met(
         ) as error:  # as by Ctrl-C: what this process calls next would meet the rest of the others' call
             _end(here, call, error)
             raise
+        finally:
+            steps.waits_since = None
 
 
 def _require_same(here: World, processes: range, headers: list[_Header]) -> None:

@@ -36,6 +36,7 @@ from decentfn.train.checkpoint.layout import (
     local_workers,
     place,
 )
+from decentfn.train.signals import time_to_leave
 from decentfn.train.together import make_directory, on_first, one_path, together
 
 _log = logging.getLogger("decentfn")
@@ -143,7 +144,7 @@ class Saver:
         own: Any = getattr(error, "next_step", None)
         size = collectives.processes_per_worker()
         content = _content_of(state, own or 0, self._topology, self._config, extra, None, copy=False)
-        aside = collectives.everyone().apart()
+        aside = collectives.everyone().apart(time_to_leave())
         try:
             with collectives.use(aside):
                 steps, started = zip(*together("Saver.rescue", lambda: (own, self._started)), strict=True)
