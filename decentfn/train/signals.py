@@ -22,6 +22,7 @@ from torch import Tensor
 from decentfn.comm import collectives
 from decentfn.core.numbers import at_least
 from decentfn.errors import RunError
+from decentfn.train.ends import killed_after_s
 from decentfn.train.together import as_path, make_directory
 
 _log = logging.getLogger("decentfn")
@@ -33,19 +34,13 @@ _SAME_S = 1.0
 
 _SHIELDED = {*_SIGNALS, signal.SIGINT}
 
-
-def _killed_after_s() -> float:
-    """Seconds from SIGTERM to SIGKILL, by torchrun."""
-    return float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30))
-
-
 _terminated = threading.Event()
 """SIGTERM has come, within a `preemption`."""
 
 
 def time_to_leave() -> timedelta | None:
     """Return how long a process may wait for others to save with it before it is killed; None: as long as usual."""
-    return timedelta(seconds=_killed_after_s() / 6) if _terminated.is_set() else None
+    return timedelta(seconds=killed_after_s() / 6) if _terminated.is_set() else None
 
 
 class Stop:
@@ -114,7 +109,7 @@ class Stop:
             pass
         if number:
             _terminated.set()
-            since, limit = time.monotonic(), _killed_after_s()
+            since, limit = time.monotonic(), killed_after_s()
             while not self._has_ended.wait(limit / 100):
                 if (seconds := time.monotonic() - since) > limit / 3 and collectives.end_waits(limit / 4):
                     _log.warning(
