@@ -739,6 +739,32 @@ def test_what_is_no_regular_file_is_not_read(tmp_path, make, name):
         df.checkpoint.restore(path, state)
 
 
+def test_for_another_number_of_workers_each_file_is_verified_once_and_a_bad_one_is_heard_of_by_all(
+    tmp_path, monkeypatch
+):
+    path = on_kept_ranks(3, lambda rank: df.checkpoint.save(tmp_path, algorithm_of(3).init(net()), 1))[0]
+    verified, digest_of = [], files.digest_of
+    monkeypatch.setattr(files, "digest_of", lambda file: (verified.append(file.name), digest_of(file))[1])
+    state = algorithm_of(2).init(net())
+    on_kept_ranks(2, lambda rank: df.checkpoint.restore(path, state))
+    assert sorted(verified) == [f"process-0000{i}.safetensors" for i in range(3)]
+    file = path / "process-00001.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+
+    def restore(rank):
+        with pytest.raises(df.errors.CheckpointCorrupt, match=r"rank 1: .*process-00001.safetensors: "):
+            df.checkpoint.restore(path, state)
+
+    on_kept_ranks(2, restore)
+
+
+def test_the_mean_with_its_moments_is_a_checkpoint_of_one_worker(tmp_path):
+    state = problem.stacked([algorithm_of(3).init(net(seed)) for seed in range(3)])
+    df.checkpoint.save(tmp_path, df.resize(state, algorithm_of(1)), 1)
+    restored = df.checkpoint.restore(tmp_path, df.stack(algorithm_of(2).init(net()), 2)).state
+    assert_same(restored, df.resize(state, algorithm_of(2)))
+
+
 WEIRD = (
     None,
     True,

@@ -53,7 +53,8 @@ def restore(source: str | Path, state: Any) -> Restored:
 
     Every file is compared with its digest, every leaf with the template's. Other buckets (`bucket_mb`) and another number
     of processes for the same workers, each of which holds several workers or a part of one, are fine. With another number of workers every one of them starts from what `df.resize`
-    makes of those that were saved; a process then reads all files, a bucket of one worker at a time.
+    makes of those that were saved: each process reads the values of its own leaves on all workers, a bucket of one worker at a
+    time, and verifies the digests of its share of the files.
 
     Args:
         source: a run's directory, of which the newest intact checkpoint is read (the log names newer ones that are damaged), or a
@@ -71,6 +72,7 @@ def restore(source: str | Path, state: Any) -> Restored:
     while (found := on_first("restore", _newest, source, list(skipped))) is not None:
         read: list[tuple[Restored, dict[str, Tensor], int]] = []
         try:
+            together("restore", _verify_share, Path(found), state)
             together("restore", lambda path=Path(found), read=read: read.append(_read(path, state)))
         except CheckpointCorrupt as error:
             if found == str(source):
@@ -116,6 +118,27 @@ def _tell(found: str, state: Any, saved_workers: int, skipped: dict[str, Checkpo
         )
 
 
+def _verify_share(path: Path, template: Any) -> None:
+    """Where all processes read all files, for another number of workers, verify this one's share of them."""
+    about, here = manifest.read(path), collectives.everyone()
+    if about["num_workers"] != here.num_workers * local_workers(template):
+        for entry in about["processes"][here.rank :: here.size]:
+            _verify(path, entry)
+
+
+def _verify(path: Path, process: dict[str, Any]) -> None:
+    """Raise CheckpointCorrupt unless the file of a process is what the manifest says."""
+    file = path / process["file"]
+    try:
+        size, digest = files.digest_of(file)
+    except OSError as error:
+        raise manifest.corrupt(file, f"cannot be read ({error})") from error
+    if size != process["bytes"]:
+        raise manifest.corrupt(file, f"it has {size} bytes where the manifest says {process['bytes']}")
+    if digest != process["sha256"]:
+        raise manifest.corrupt(file, "its content does not have the digest that the manifest names")
+
+
 def _read(path: Path, template: Any) -> tuple[Restored, dict[str, Tensor], int]:
     """Return what the checkpoint holds for this process, the generators' states and the number of workers that saved it."""
     about = manifest.read(path)
@@ -133,6 +156,9 @@ def _read(path: Path, template: Any) -> tuple[Restored, dict[str, Tensor], int]:
     are_mine = all(entry.get("buckets", about["buckets"]) == buckets for entry in entries)
     if not are_mine or about.get("processes_per_worker", 1) != here.processes_per_worker:
         entries += others  # which have shards of these leaves
+    if as_many:
+        for entry in entries:
+            _verify(path, entry)
     parts = [_Part(path, entry) for entry in entries]
     one = trees.map(lambda x: x[0], template) if is_stacked(template) else template
     state = trees.map(torch.empty_like, template if as_many else one)
@@ -167,18 +193,10 @@ def _of_process(about: dict[str, Any], workers: range | None) -> tuple[list[dict
 
 
 class _Part:
-    """The file of one process: compared with its digest, then open."""
+    """The file of one process, which was verified."""
 
     def __init__(self, path: Path, process: dict[str, Any]) -> None:
         file = path / process["file"]
-        try:
-            size, digest = files.digest_of(file)
-        except OSError as error:
-            raise manifest.corrupt(file, f"cannot be read ({error})") from error
-        if size != process["bytes"]:
-            raise manifest.corrupt(file, f"it has {size} bytes where the manifest says {process['bytes']}")
-        if digest != process["sha256"]:
-            raise manifest.corrupt(file, "its content does not have the digest that the manifest names")
         try:
             self._open = safe_open(file, framework="pt")
             self.places = places_in(self._open.metadata())
