@@ -29,7 +29,7 @@ def loss_fn(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(predict(params, images), labels)
 
 
-def main(steps: int = 300, topology: str = "one-peer-exp", seed: int = 0, simulate: int = 0) -> float:
+def main(steps: int = 300, topology: str = "base", seed: int = 0, simulate: int = 0) -> float:
     """Returns the held-out accuracy of the mean of all workers' parameters.
 
     Args:

@@ -34,7 +34,7 @@ def main(
         raise ValueError(f"--out {out}: {out.parent} is a file; the traces are written into a directory.")
     out.parent.mkdir(parents=True, exist_ok=True)
     here = df.init()
-    topology = df.topology("one-peer-exp", here.size)
+    topology = df.topology("base", here.size)
     init, step = df.adapt_while_communicate(loss_fn, df.adamw(1e-3), topology, bucket_mb=width**2 * 4 / 2**20)
     draw = torch.Generator().manual_seed(0)
     state = init({f"w{i}": torch.randn(width, width, generator=draw) / width**0.5 for i in range(4)})

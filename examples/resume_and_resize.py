@@ -22,7 +22,7 @@ def train(folder: Path, num_workers: int, until: int, world) -> df.State:
     local = command_line.workers_here(num_workers, world.size)
     data, _ = digits.load()
     shards = df.data.fixed_shards(df.data.dirichlet_shards(data.labels, num_workers, alpha=0.1), batch_size=16)
-    topology = df.topology("one-peer-exp", num_workers)
+    topology = df.topology("base", num_workers)
     # Whatever an algorithm and an optimizer remember is in the checkpoint too: here trackers and Adam's moments.
     init, step = df.gradient_tracking(digits.loss_fn, df.adam(0.01), topology)
     state, step, begin = df.stack(init(digits.start()), local), df.simulate(step, local), 0

@@ -51,8 +51,8 @@ class Config:
     """One run."""
 
     steps: int = 500
-    topology: str = "one-peer-exp"
-    """A registered name: complete, ring, one-peer-exp, alternating-exp-ring, ..."""
+    topology: str = "base"
+    """A registered name: base, complete, ring, alternating-exp-ring, ..."""
     topology_args: tuple[str, ...] = ()
     """Its own keyword arguments, as name=value."""
     algorithm: Literal[tuple(ALGORITHMS)] = "adapt-while-communicate"

@@ -38,7 +38,7 @@ def main(steps: int = 60, num_workers: int = 4, seq_len: int = 64, batch_size: i
 
     params, buffers, loss_fn = df.functional(module)
     optimizer = df.chain(df.clip_by_global_norm(1.0), df.adamw(1e-2))
-    init, step = df.adapt_while_communicate(df.autograd(loss_fn), optimizer, df.topology("one-peer-exp", num_workers))
+    init, step = df.adapt_while_communicate(df.autograd(loss_fn), optimizer, df.topology("base", num_workers))
     state, step = df.stack(init(params, buffers), local), df.simulate(step, local)
 
     windows = text().unfold(0, seq_len, seq_len)

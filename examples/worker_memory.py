@@ -56,7 +56,7 @@ def main(config: Config) -> dict[str, float]:
         nn.init.normal_((p.to_local() if world.mesh else p).detach(), std=0.02)
     params, buffers, loss_fn = df.functional(module, F.mse_loss)
     init, step = df.adapt_while_communicate(
-        df.autograd(loss_fn), df.adamw(1e-3), df.topology("one-peer-exp", world.num_workers)
+        df.autograd(loss_fn), df.adamw(1e-3), df.topology("base", world.num_workers)
     )
     state, step = init(params, buffers), df.donate(step)
     del params

@@ -77,6 +77,44 @@ def test_the_cache_is_its_owners_alone_unless_somebody_chose_its_place(monkeypat
         inductor.cache_dir()
 
 
+def test_a_file_that_a_kill_has_damaged_is_removed_and_compiled_again_on_all_ranks(monkeypatch, folder, caplog):
+    files, results = [folder / "il" / f"{name}.main.so" for name in "xy"], []
+    files[0].parent.mkdir()
+    for file in files:
+        file.touch()
+
+    def compiler(graph, inputs, config_patches):
+        for file in files:
+            if not file.exists():
+                file.write_bytes(b"code")
+            if not file.read_bytes():
+                raise ImportError(f"{file}: file too short")
+        return "compiled"
+
+    monkeypatch.setattr(compile_cache, "lookup_backend", lambda name: compiler)
+    ranks = [threading.Thread(target=lambda: results.append(compile_cache.inductor(GRAPH, []))) for _ in range(3)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    assert results == ["compiled"] * 3
+    assert [str(file) in said for file, said in zip(files, caplog.messages, strict=True)] == [True, True]
+
+
+@pytest.mark.parametrize("where", ["/elsewhere/x.so", "{}/il/x.so"])
+def test_what_cannot_be_loaded_twice_or_lies_elsewhere_is_an_error(monkeypatch, folder, where):
+    calls, elsewhere = [], where.format(folder)
+
+    def compiler(graph, inputs, config_patches):
+        calls.append(graph)
+        raise OSError(f"{elsewhere}: file too short")
+
+    monkeypatch.setattr(compile_cache, "lookup_backend", lambda name: compiler)
+    with pytest.raises(OSError, match="too short"):
+        compile_cache.inductor(GRAPH, [])
+    assert len(calls) == (2 if "{" in where else 1)
+
+
 @pytest.mark.parametrize("wrap", [lambda loss_fn: loss_fn, df.autograd])
 def test_a_damaged_file_in_the_cache_is_named_with_the_way_out(wrap):
     def backend(graph, inputs):

@@ -77,7 +77,7 @@ SAID = [  # of each message that the page quotes, what stands between its names 
     " a process did not start, or was told of another store: where nodes come and go, start torchrun with",
     "replicas must start equal: `params, buffers = df.broadcast((params, buffers))` before init",
     "; every rank must call the step with the same t",
-    "a process is later than the timeout of df.init (",
+    " is later than the timeout of df.init (",
     " has died, or has left",
     ". A file in Inductor's cache is damaged, as after a kill or on a full disk; delete ",
 ]

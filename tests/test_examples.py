@@ -218,7 +218,7 @@ def ends(script, arguments, capsys):
         (["--topology", "ring", "--simulate", "3"], "train_lm: ring(num_workers=3)"),
         (["--algorithm", "choco-sgd"], "train_lm: --algorithm choco-sgd: choco_sgd() missing 2 required"),
         (["--algorithm", "nope"], "invalid choice 'nope'"),
-        (["--algorithm", "extra", "--simulate", "4"], "train_lm: extra: 'one-peer-exp' has period 2"),
+        (["--algorithm", "extra", "--simulate", "4"], "train_lm: extra: 'base' has period 2"),
         (["--out", str(ROOT / "README.md" / "log")], "README.md: a file is where a directory is needed"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -341,7 +341,7 @@ def test_ranks_say_a_sentence_once():
     [
         ("digits", ["--topology", "nope"], "digits: topology('nope')"),
         ("digits", ["--topology", "hierarchical"], "digits: topology('hierarchical', 1): missing a required argument"),
-        ("digits", ["--simulate", "-1"], "digits: one_peer_exp(num_workers=-1)"),
+        ("digits", ["--simulate", "-1"], "digits: base(num_workers=-1)"),
         ("digits", ["--simulate", "2048"], "digits: fixed_shards(parts): part 1437"),
         ("heterogeneity", ["--methods", "foo"], "invalid choice 'foo'"),
         ("heterogeneity", ["--methods"], "--methods: the table needs at least one"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -26,7 +27,24 @@ def inductor(
 ) -> Callable[..., Any]:
     """Inductor as a backend of torch.compile; of a machine's ranks one compiles, and the others find its code cached."""
     with contextlib.nullcontext() if "MASTER_PORT" not in os.environ else _turn(), without_faults():
-        return cast(Any, lookup_backend("inductor"))(graph, inputs, config_patches=options)
+        removed = None
+        while True:
+            try:
+                return cast(Any, lookup_backend("inductor"))(graph, inputs, config_patches=options)
+            except Exception as error:
+                said = getattr(error, "inner_exception", error)
+                damaged = _damaged(said)
+                if damaged is None or damaged == removed:
+                    raise
+                damaged.unlink(missing_ok=True)  # another rank may have
+                _log.warning("removed a file of Inductor's cache that a kill or a full disk had damaged: %s", said)
+                removed = damaged
+
+
+def _damaged(error: Exception) -> Path | None:
+    """The file of Inductor's cache that the system could not load, if that is what `error` says."""
+    said = re.match(r"(.*?\.so): ", str(error)) if isinstance(error, (ImportError, OSError)) else None
+    return Path(said[1]) if said and Path(cache_dir()) in Path(said[1]).parents else None
 
 
 def counted(backend: str, graphs: list[torch.fx.GraphModule]) -> Callable[..., Any]:

@@ -22,6 +22,7 @@ from decentfn.comm import collectives
 from decentfn.comm.collectives import World
 from decentfn.engine.memory import keep_freed_memory
 from decentfn.errors import PlanMismatch
+from decentfn.train.ends import end_with_agent, report_root_cause
 from decentfn.train.generation import fresh_part
 
 _log = logging.getLogger("decentfn")
@@ -42,8 +43,8 @@ def init(
     """Set up the process group that torchrun describes: NCCL if every process has its own GPU, else gloo.
 
     Without torchrun there is one process and no group. Repeated calls are harmless. Processes restarted by torchrun
-    find each other despite stale entries in its store (`docs/restarts.md`). On the CPU the process also keeps the
-    memory that it frees (`keep_freed_memory`).
+    find each other despite stale entries in its store (`docs/restarts.md`). If torchrun itself is killed, they end. On
+    the CPU the process also keeps the memory that it frees (`keep_freed_memory`).
 
     Args:
         backend: gloo, nccl or another of torch.distributed's; None chooses the same for all ranks, and warns if there
@@ -72,6 +73,8 @@ def init(
     if not dist.is_initialized():
         gpus = torch.cuda.device_count() if _takes_gpus(backend) and torch.cuda.is_available() else 0
         if _is_launched(os.environ):
+            report_root_cause()
+            end_with_agent()
             _start(backend, gpus, timeout)
         else:
             collectives.adopt_default_group(device=_device_alone(gpus))

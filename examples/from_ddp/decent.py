@@ -72,7 +72,7 @@ def main() -> None:
     *_, accuracy = df.functional(model, forward=accuracy)
     schedule = df.schedules.cosine_with_warmup(1e-2, config.steps, t_warmup=0, cosine_eta_min=0.0)
     optimizer = df.chain(df.clip_by_global_norm(1.0), df.adamw(schedule, weight_decay=0.01))
-    topology = df.topology("one-peer-exp", size)
+    topology = df.topology("base", size)
     init, decent_step = getattr(df, config.algorithm)(df.autograd(loss_fn), optimizer, topology)
     state = init(*df.broadcast((params, buffers)))
 

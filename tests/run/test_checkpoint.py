@@ -3,8 +3,11 @@
 import hashlib
 import json
 import os
+import random
 import stat
 import threading
+import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -20,7 +23,9 @@ from decentfn.testing import problem
 from decentfn.testing.ranks import on_kept_ranks
 from decentfn.train.checkpoint import files, manifest
 from decentfn.train.checkpoint.layout import encoded, leaves_of, places_in
+from decentfn.train.checkpoint.saving import _content_of
 from tests.contract import ROWS
+from tests.ranks import AT_ONCE
 
 N = 4
 
@@ -216,7 +221,7 @@ def test_an_error_of_the_thread_comes_out_once_at_the_next_call_and_the_run_goes
         saver.save(state, 4)
         with pytest.raises(OSError, match="Not a directory"):
             saver.close()
-    assert [path.name for path in manifest.saved(tmp_path / "again")] == ["checkpoint-000001-step-3"]
+    assert [path.name for path in manifest.checkpoints(tmp_path / "again")] == ["checkpoint-000001-step-3"]
 
 
 def test_ranks_that_save_different_steps_are_told(tmp_path):
@@ -539,7 +544,7 @@ def test_links_and_files_of_others_in_the_directory_do_no_harm(tmp_path):
         saver.save(state, 2)
     assert df.checkpoint.restore(run, state).step == 2
     assert df.checkpoint.restore(moved, state).step == 1
-    assert [path.name for path in manifest.saved(run)] == ["checkpoint-000002-step-2"]
+    assert [path.name for path in manifest.checkpoints(run)] == ["checkpoint-000002-step-2"]
     assert not list((run / "rescued").iterdir())
 
 
@@ -555,7 +560,7 @@ def test_threads_that_share_a_saver_take_turns(tmp_path):
             thread.start()
         for thread in threads:
             thread.join()
-    found = [df.checkpoint.restore(path, states[0]).state.params[0] for path in manifest.saved(tmp_path)]
+    found = [df.checkpoint.restore(path, states[0]).state.params[0] for path in manifest.checkpoints(tmp_path)]
     assert len(found) == 16 and all(len(x.unique()) == 1 for x in found)
 
 
@@ -600,6 +605,58 @@ def test_a_save_that_failed_before_does_not_keep_a_rescue_from_saving(tmp_path):
     assert df.checkpoint.latest(tmp_path) is None
 
 
+def test_a_rank_that_waited_in_save_for_a_late_one_and_the_late_one_rescue_together(tmp_path):
+    def job(rank):
+        state = algorithm_of(2).init(net())
+        with df.checkpoint.Saver(tmp_path) as saver:
+            time.sleep(3 * rank)
+            with pytest.raises(df.errors.RunError) as caught:
+                saver.save(state, 4)
+            return saver.rescue(state, caught.value)
+
+    rescued = df.testing.on_ranks(2, job, timeout=timedelta(seconds=2))
+    assert rescued[0] is not None and rescued[0] == rescued[1]
+    assert [its["step"] for its in manifest.read(rescued[0])["processes"]] == [4, 4]
+
+
+@pytest.mark.parametrize("saved_before", [0, 1])
+def test_a_save_that_only_some_ranks_have_begun_does_not_keep_a_rescue_from_saving(tmp_path, saved_before):
+    def job(rank):
+        state, error = algorithm_of(2).init(net()), df.errors.NonFinite("bad", next_step=2)
+        with df.checkpoint.Saver(tmp_path) as saver:
+            for step in range(saved_before):
+                saver.save(state, step)
+            if rank == 0:  # the other fails before it hears that all are ready
+                saver._content = lambda state, step, extra, score, copy: _content_of(
+                    state, step, None, None, extra, score, copy
+                )
+                saver.save(state, 1)
+            since = time.monotonic()
+            return saver.rescue(state, error), time.monotonic() - since
+
+    for rescued, seconds in df.testing.on_ranks(2, job):
+        assert rescued is not None and seconds < AT_ONCE / 2
+    assert len(df.checkpoint.checkpoints(tmp_path)) == saved_before
+
+
+def test_an_error_of_the_thread_names_the_step_and_the_process_that_is_gone(tmp_path, caplog):
+    def job(rank):
+        state = algorithm_of(2).init(net())
+        with df.checkpoint.Saver(tmp_path) as saver:
+            if rank == 1:
+                saver._write_apart = lambda content: saver._world.hang_up()  # as its end would
+            saver.save(state, 3)
+            if rank == 1:
+                return saver.wait()
+            with pytest.raises(df.errors.PeerLost) as caught:
+                saver.wait()
+            return caught.value
+
+    error = df.testing.on_ranks(2, job)[0]
+    assert (error.step, error.peer) == (2, 1)
+    assert "the checkpoint of step 3 was not written" in caplog.text
+
+
 def test_a_directory_comes_back_after_a_start_that_failed_and_stray_files_do_no_harm(tmp_path, monkeypatch):
     state = algorithm_of(1).init(net())
     with monkeypatch.context() as broken:
@@ -624,7 +681,195 @@ def test_what_is_wrong_on_one_rank_is_raised_on_all_and_the_next_checkpoint_is_s
         df.checkpoint.save(tmp_path, state, 2)
 
     on_kept_ranks(2, job)
-    assert [path.name for path in manifest.saved(tmp_path)] == ["checkpoint-000001-step-2"]
+    assert [path.name for path in manifest.checkpoints(tmp_path)] == ["checkpoint-000001-step-2"]
+
+
+# -- damaged, forged and pruned ------------------------------------------------------------------------------------------
+
+
+def test_a_directory_is_restored_from_its_newest_intact_checkpoint_and_the_log_names_the_others(tmp_path, caplog):
+    states = [algorithm_of(2).init(net(seed)) for seed in range(4)]
+    for step, state in enumerate(states):
+        on_kept_ranks(2, lambda rank, step=step, state=state: df.checkpoint.save(tmp_path, state, step))
+    paths = df.checkpoint.checkpoints(tmp_path)
+    assert [path.name[-1] for path in paths] == ["0", "1", "2", "3"] and paths[-1] == df.checkpoint.latest(tmp_path)
+    (paths[3] / "process-00001.safetensors").write_bytes(b"")
+    (paths[2] / "manifest.json").unlink()
+    restored = on_kept_ranks(2, lambda rank: df.checkpoint.restore(tmp_path, states[0]))
+    assert [its.step for its in restored] == [1, 1]
+    assert_same(restored[0].state, states[1])
+    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert [(str(path) in said, "read " in said) for path, said in zip(paths[:1:-1], warned, strict=True)] == [
+        (True,) * 2
+    ] * 2
+    assert "process-00001.safetensors: it has 0 bytes" in warned[0] and "manifest.json: cannot be read" in warned[1]
+    for path in paths[2:]:  # an exact name is not replaced
+        with pytest.raises(df.errors.CheckpointCorrupt):
+            df.checkpoint.restore(path, states[0])
+    for path in paths[:2]:
+        (path / "manifest.json").unlink()
+    with pytest.raises(df.errors.CheckpointCorrupt, match=r"no checkpoint is intact. The newest: .*process-00001"):
+        df.checkpoint.restore(tmp_path, df.stack(states[0], 2))
+
+
+def test_another_number_of_workers_is_logged(tmp_path, caplog):
+    state = df.stack(algorithm_of(3).init(net()), 3)
+    df.checkpoint.save(tmp_path, state, 1)
+    df.checkpoint.restore(tmp_path, state)
+    assert not caplog.records
+    on_kept_ranks(2, lambda rank: df.checkpoint.restore(tmp_path, algorithm_of(2).init(net())))
+    [said] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "saved by 3 workers, and there are 2: each starts from their mean" in said
+
+
+@pytest.mark.parametrize(
+    "make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), lambda path: path.mkdir(), None]
+)
+@pytest.mark.parametrize("name", ["manifest.json", "process-00000.safetensors"])
+def test_what_is_no_regular_file_is_not_read(tmp_path, make, name):
+    state = algorithm_of(1).init(net())
+    path = df.checkpoint.save(tmp_path, state, 0)
+    (path / name).unlink()
+    if make is None:
+        with (path / name).open("wb") as sparse:
+            sparse.truncate(2**29)
+    else:
+        make(path / name)
+    with pytest.raises(df.errors.CheckpointCorrupt, match=f"{name}: "):
+        df.checkpoint.restore(path, state)
+
+
+def test_for_another_number_of_workers_each_file_is_verified_once_and_a_bad_one_is_heard_of_by_all(
+    tmp_path, monkeypatch
+):
+    path = on_kept_ranks(3, lambda rank: df.checkpoint.save(tmp_path, algorithm_of(3).init(net()), 1))[0]
+    verified, digest_of = [], files.digest_of
+    monkeypatch.setattr(files, "digest_of", lambda file: (verified.append(file.name), digest_of(file))[1])
+    state = algorithm_of(2).init(net())
+    on_kept_ranks(2, lambda rank: df.checkpoint.restore(path, state))
+    assert sorted(verified) == [f"process-0000{i}.safetensors" for i in range(3)]
+    file = path / "process-00001.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+
+    def restore(rank):
+        with pytest.raises(df.errors.CheckpointCorrupt, match=r"rank 1: .*process-00001.safetensors: "):
+            df.checkpoint.restore(path, state)
+
+    on_kept_ranks(2, restore)
+
+
+def test_the_mean_with_its_moments_is_a_checkpoint_of_one_worker(tmp_path):
+    state = problem.stacked([algorithm_of(3).init(net(seed)) for seed in range(3)])
+    df.checkpoint.save(tmp_path, df.resize(state, algorithm_of(1)), 1)
+    restored = df.checkpoint.restore(tmp_path, df.stack(algorithm_of(2).init(net()), 2)).state
+    assert_same(restored, df.resize(state, algorithm_of(2)))
+
+
+WEIRD = (
+    None,
+    True,
+    -1,
+    -5,
+    0,
+    1,
+    7,
+    2**31,
+    2**63,
+    10**30,
+    0.5,
+    1e308,
+    "",
+    "x",
+    "0",
+    [],
+    [0],
+    [0, 1],
+    [[]],
+    {},
+    {"a": 1},
+    "\\ud800",
+)
+
+
+def spoiled(value, draw):
+    """Another JSON value, with something weird somewhere in it."""
+    if isinstance(value, dict) and value and draw.random() < 0.9:
+        key = draw.choice(sorted(value))
+        if draw.random() < 0.1:
+            return {name: x for name, x in value.items() if name != key}
+        return value | {key: spoiled(value[key], draw)}
+    if isinstance(value, list) and value and draw.random() < 0.8:
+        i = draw.randrange(len(value))
+        return [*value[:i], *([] if draw.random() < 0.1 else [spoiled(value[i], draw)]), *value[i + 1 :]]
+    return draw.choice(WEIRD)
+
+
+def forged(raw, said, draw):
+    """The file of a process and the manifest, one of them forged; digests fit."""
+    kind = draw.randrange(4)
+    if kind == 0:
+        return raw, spoiled(said, draw)
+    size = int.from_bytes(raw[:8], "little")
+    if kind == 1:
+        at = draw.randrange(size + 64)
+        raw = raw[:at] if draw.random() < 0.5 else raw[:at] + draw.randbytes(4) + raw[at + 4 :]
+    else:
+        header = json.loads(raw[8 : 8 + size])
+        if kind == 2:
+            header = spoiled(header, draw)
+        else:
+            leaves = json.dumps(spoiled(json.loads(header["__metadata__"]["leaves"]), draw))
+            header["__metadata__"]["leaves"] = leaves
+        text = json.dumps(header).encode()
+        raw = len(text).to_bytes(8, "little") + text + raw[8 + size :]
+    its = {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
+    return raw, said | {"processes": [said["processes"][0] | its]}
+
+
+@pytest.mark.parametrize("num_workers", [2, 3])
+def test_whatever_is_forged_is_answered_with_an_error_of_this_library(tmp_path, num_workers):
+    """Or is read, where it is what a checkpoint may be."""
+    path = df.checkpoint.save(tmp_path, df.stack(algorithm_of(2).init(net()), 2), 5, extra={"at": [1]})
+    template, draw = df.stack(algorithm_of(num_workers).init(net()), num_workers), random.Random(num_workers)
+    raw, said = (path / "process-00000.safetensors").read_bytes(), manifest.read(path)
+    read = 0
+    for _ in range(512):
+        file, content = forged(raw, said, draw)
+        (path / "process-00000.safetensors").write_bytes(file)
+        encode = manifest.encode if isinstance(content, dict) else lambda x: json.dumps(x).encode()
+        (path / "manifest.json").write_bytes(encode(content))
+        try:
+            restored = df.checkpoint.restore(path, template)
+        except df.errors.CheckpointCorrupt:
+            continue
+        except ValueError as error:  # of another format, algorithm or network, as far as one can tell
+            assert str(error).startswith("restore: ") or "update decentfn" in str(error), error
+            continue
+        read += 1
+        assert 0 <= restored.step < 2**63 and all(bool(x.isfinite().all()) for x in trees.leaves(restored.state))
+    assert read < 150
+
+
+def test_a_link_in_the_place_of_rescued_removes_nothing_elsewhere(tmp_path):
+    (tmp_path / "other" / ".unfinished-3-ab").mkdir(parents=True)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "rescued").symlink_to(tmp_path / "other")
+    with df.checkpoint.Saver(tmp_path / "run"):
+        assert (tmp_path / "other" / ".unfinished-3-ab").exists()
+
+
+def test_a_reader_beside_a_run_that_removes_its_checkpoint_takes_the_next(tmp_path, monkeypatch):
+    state, read, is_late = algorithm_of(1).init(net()), manifest.read, [True, True]
+    df.checkpoint.save(tmp_path, state, 0)
+
+    def read_late(path):
+        if threading.current_thread() is threading.main_thread() and is_late and is_late.pop():
+            with df.checkpoint.Saver(tmp_path, keep=1) as saver:
+                saver.save(state, 2 - len(is_late))
+        return read(path)
+
+    monkeypatch.setattr(manifest, "read", read_late)
+    assert df.checkpoint.restore(tmp_path, state).step == 2 and not is_late
 
 
 if __name__ == "__main__":  # writes the file of today's format

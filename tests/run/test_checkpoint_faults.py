@@ -146,7 +146,8 @@ def run_faults(*arguments, timeout=3600):
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.run.faults", *arguments]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
-    assert finished.returncode == 0, finished.stderr[-3000:]
+    why = [line for line in finished.stderr.splitlines() if "nothing was rescued" in line]
+    assert finished.returncode == 0, "\n".join([*why, finished.stderr[-3000:]])
     return finished.stdout
 
 

@@ -1,6 +1,10 @@
 """torchrun starts processes again, and `df.init` joins them, whatever the dead ones left in the store."""
 
+import json
+import subprocess
+import sys
 import threading
+import time
 from collections import Counter
 from datetime import timedelta
 
@@ -9,6 +13,7 @@ import pytest
 import torch.distributed as dist
 
 import decentfn as df
+from decentfn.train import ends
 from decentfn.train.generation import fresh_part
 from tests.run.agents import STEPS
 
@@ -106,3 +111,48 @@ def test_after_the_loss_of_a_node_the_other_goes_on(lost, job, codes):
     assert first in (4, 5)  # it died at 5, when 5 was being written
     ends = {rank: x for what, rank, _, x in events if what == "end"}
     assert [ends[0], ends[1]] == pytest.approx(trained(2, STEPS - first, trained(4, first)[:2]), rel=1e-5)
+
+
+def test_the_user_s_exception_is_the_root_cause_and_who_lost_its_rank_prints_one_line(monkeypatch, tmp_path, capsys):
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    ends.report_root_cause()
+    since = time.monotonic()
+    lost = df.errors.PeerLost("step t=4 on worker 3: worker 1 has died", peer=1)
+    sys.excepthook(type(lost), lost, None)
+    assert capsys.readouterr().err == "rank 3: PeerLost: step t=4 on worker 3: worker 1 has died\n"
+    assert not file.exists() and time.monotonic() - since >= 1  # torchrun sees the other one first
+    mine = KeyError("of the user's loss")
+    sys.excepthook(KeyError, mine, None)
+    said = json.loads(file.read_text())["message"]
+    assert said["message"] == 'KeyError: "of the user\'s loss"' and "KeyError" in said["extraInfo"]["py_callstack"]
+    assert "KeyError" in capsys.readouterr().err
+
+
+ORPHAN = """
+import os, time
+from decentfn.train import ends
+begin, end = os.pipe()
+if not os.fork():  # the agent
+    if not os.fork():  # its process
+        os.close(begin)
+        os.environ["TORCHELASTIC_RUN_ID"] = "x"
+        ends.end_with_agent()
+        os.write(end, b"!")
+        time.sleep(120)
+        os._exit(0)
+    os.read(begin, 1)
+    os.kill(os.getpid(), 9)
+os.close(end)
+os.wait()
+since = time.monotonic()
+assert not os.read(begin, 1)  # it is gone
+assert time.monotonic() - since < 60
+"""
+
+
+def test_a_process_ends_when_its_agent_is_killed():
+    done = subprocess.run([sys.executable, "-c", ORPHAN], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0 and "torchrun has ended" in done.stderr, done.stderr

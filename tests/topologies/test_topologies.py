@@ -2,6 +2,8 @@
 
 import functools
 import inspect
+import re
+from pathlib import Path
 
 import networkx as nx
 import numpy as np
@@ -234,3 +236,31 @@ def test_compiled_code_looks_up_the_rounds_that_are_drawn(name):
         sources, weights = compiled(torch.zeros(10, 1), torch.tensor(t))
         assert torch.equal(sources, made.round(t).sources)
         assert torch.equal(weights, made.round(t).weights)
+
+
+TEMPLATES = [
+    "README.md",
+    "docs/getting_started.md",
+    "docs/training_loop.md",
+    "docs/checkpoints.md",
+    "docs/large_models.md",
+    "examples/digits.py",
+    "examples/from_ddp/decent.py",
+    "examples/resume_and_resize.py",
+    "examples/train_lm.py",
+    "examples/transformers_model.py",
+]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_the_default_of_a_template_serves_a_run_that_lost_any_of_its_workers(template):
+    root = Path(__file__).parents[2]
+    [name] = set(re.findall(r'topology(?:\("|: str = ")([\w-]+)"', (root / template).read_text())) - {"complete"}
+    for n in range(1, 18):
+        assert certificate(topology(name, n)).steps_to_consensus is not None, n
+
+
+@pytest.mark.parametrize("n", [1, 2, 4, 8, 16])
+def test_base_of_a_power_of_two_is_one_peer_exp(n):
+    base, pairs = topology("base", n), topology("one-peer-exp", n)
+    assert torch.equal(base.sources, pairs.sources) and torch.equal(base.weights, pairs.weights)

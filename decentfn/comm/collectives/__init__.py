@@ -7,6 +7,7 @@ from decentfn.comm.collectives.lookup import Constant, Row, look_up, members, on
 from decentfn.comm.collectives.membership import (
     World,
     adopt_default_group,
+    end_waits,
     everyone,
     leave_default_group,
     processes_per_worker,
@@ -54,6 +55,7 @@ __all__ = [
     "compare_steps",
     "cut",
     "cut_short",
+    "end_waits",
     "everyone",
     "exchange",
     "fresh_board",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import itertools
 import threading
+import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -134,17 +135,19 @@ class World:
             self._outside[processes] = cast(dist.ProcessGroup, made)
         return self._outside[processes]
 
-    def apart(self) -> World:
+    def apart(self, timeout: timedelta | None = None) -> World:
         """The same processes with connections of their own, for what another thread does outside steps; collective.
 
-        It waits twice as long: a process may notice only at its timeout that a step's message is lost. `let_go` of it in the end.
+        Without a `timeout` they wait twice as long as here: a process may notice only at its timeout that a step's
+        message is lost. `let_go` of it in the end.
         """
         if self.size == 1:
             return self
-        world = World(None, self.rank, self.size, 2 * (self.timeout or default_pg_timeout), self.device)
+        world = World(None, self.rank, self.size, timeout or 2 * (self.timeout or default_pg_timeout), self.device)
         world._store = PrefixStore(
             f"apart {next(self._made_apart)}", self.store
         )  # all make the same ones in the same order
+        world.steps.board = world._store
         return world
 
     def subgroup(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
@@ -220,6 +223,15 @@ class SameShard(World):
 
 
 _worlds = weakref.WeakSet[World]()
+
+
+def end_waits(longer_than: float) -> bool:
+    """Close the connections over which a thread has waited for more seconds, and return True if there are such: it raises."""
+    now = time.monotonic()
+    late = [w for w in list(_worlds) if w.steps.waits_since is not None and now - w.steps.waits_since > longer_than]
+    for world in late:
+        world.hang_up()
+    return bool(late)
 
 
 def _let_go_of_all() -> None:

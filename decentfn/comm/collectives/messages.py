@@ -113,6 +113,7 @@ def land(here: World, call: Call) -> bool:
         RunError: it did not arrive, and no step runs that could be finished first.
     """
     since = time.perf_counter()
+    here.steps.waits_since = time.monotonic()
     with span("wait", call.what, call.index):
         one_by_one = len(call.works) == len(call.parts)  # else the backend has put them together
         for index, work in enumerate(call.works):
@@ -124,6 +125,7 @@ def land(here: World, call: Call) -> bool:
             except RuntimeError as error:
                 _lose(here, call, error, *(call.parts[index][2:] if one_by_one else ()))
     waited = time.perf_counter() - since
+    here.steps.waits_since = None
     for counted in here.counters:
         counted.seconds_waited += waited
     if call.lost is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -19,7 +20,8 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
 from decentfn.comm.collectives.membership import World, everyone, world
-from decentfn.comm.collectives.reports import has_timed_out, told_of
+from decentfn.comm.collectives.reports import has_timed_out, told_outside, where_told
+from decentfn.comm.collectives.steps import Note
 from decentfn.core.context import context
 from decentfn.core.formatting import brief_error
 from decentfn.errors import CallMismatch, ExchangeTimeout, PeerLost, RunError
@@ -87,6 +89,7 @@ def met(
     exchanges = steps.calls if of_state and steps.is_whole else -1
     mine = _Header(x if isinstance(x, int) else x.nbytes, exchanges, steps.at, text).encoded()
     with here.whole.turn:
+        steps.waits_since = time.monotonic()
         try:
             outside: Any = here.outside(processes)
             heard = [torch.empty_like(mine) for _ in processes]
@@ -104,6 +107,8 @@ def met(
         ) as error:  # as by Ctrl-C: what this process calls next would meet the rest of the others' call
             _end(here, call, error)
             raise
+        finally:
+            steps.waits_since = None
 
 
 def _require_same(here: World, processes: range, headers: list[_Header]) -> None:
@@ -134,9 +139,13 @@ def _require_same(here: World, processes: range, headers: list[_Header]) -> None
 
 def _failed(here: World, call: str, error: RuntimeError) -> RunError:
     """The error for a call that another process did not come to."""
+    steps = here.gossip.steps
+    was_whole = steps.is_whole
     _end(here, call, error)
-    named = named_error(here, call, error, told_of(here))
-    here.gossip.steps.cut_short = call, named
+    named = named_error(here, call, error, told_outside(here))
+    if was_whole and not steps.is_inside:
+        named.next_step = None if named.step is None else named.step + 1
+    steps.cut_short = call, named
     return named
 
 
@@ -148,15 +157,28 @@ def _end(here: World, call: str, error: BaseException) -> None:
     steps.cut_short = call, error
 
 
-def named_error(here: World, call: str, error: RuntimeError, told: str = "") -> RunError:
-    """What PyTorch has raised as this library's error, which says what failed, and what another process told of it."""
-    timed_out = has_timed_out(error)
-    if timed_out:
-        why = f"a process is later than the timeout of df.init ({here.timeout})"
+def named_error(here: World, call: str, error: RuntimeError, notes: dict[int, Note] | None = None) -> RunError:
+    """What PyTorch has raised as this library's error, which says what failed, and what other processes told of it."""
+    gossip, notes = here.gossip, notes or {}
+    silent = set(range(gossip.size)) - {gossip.rank} - notes.keys()
+    gave_up = [rank for rank, note in sorted(notes.items()) if note.timed_out]
+    blamed = silent or set(gave_up) or set(notes)
+    # Of workers of several processes, those of other shards tell each other.
+    peer = blamed.pop() if len(blamed) == 1 and here.processes_per_worker == 1 else None
+    who = "a process" if peer is None else f"process {peer}"
+    if has_timed_out(error):
+        why = f"{who} is later than the timeout of df.init ({here.timeout})"
+    elif gave_up:
+        why = f"process {gossip.processes[gave_up[0]]} gave up waiting"
     else:
-        why = "a process has died, or has left"
-    return (ExchangeTimeout if timed_out else PeerLost)(
-        f"{call} failed on process {here.whole.rank}; {why}{told}: {error}", process=here.whole.rank
+        why = f"{who} has died, or has left"
+    step = gossip.steps.at if gossip.steps.calls else None
+    after = "" if step is None else f" after step t={step}"
+    return (ExchangeTimeout if has_timed_out(error) or gave_up else PeerLost)(
+        f"{call} failed on process {here.whole.rank}{after}; {why}{where_told(here, notes)}: {error}",
+        process=here.whole.rank,
+        step=step,
+        peer=peer,
     )
 
 

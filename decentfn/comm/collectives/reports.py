@@ -69,11 +69,20 @@ def report(here: World, loss: Loss, next_step: int | None = None) -> RunError:
     return error
 
 
-def told_of(here: World) -> str:
-    """Where another process has failed that this one waited for outside a step, as it may tell soon."""
+def told_outside(here: World) -> dict[int, Note]:
+    """Return what other processes tell soon that this one waited for outside a step: all of them, or all but one."""
     gossip, end = here.gossip, time.monotonic() + _PATIENCE_S
-    while not (notes := gossip.steps.told()) and gossip.steps.board is not None and time.monotonic() < end:
+    while True:
+        notes = gossip.steps.told()
+        has_heard = notes and len(notes) >= gossip.size - 2
+        if has_heard or gossip.steps.board is None or time.monotonic() > end:
+            return notes
         time.sleep(0.02)
+
+
+def where_told(here: World, notes: dict[int, Note]) -> str:
+    """Where the others have failed, in words."""
+    gossip = here.gossip
     where = [
         f"process {gossip.processes[note.rank]} waited in {note.outside or f'its step t={note.changes[-1][1]}'}"
         for note in sorted(notes.values())
@@ -115,8 +124,8 @@ def _named(here: World, loss: Loss, notes: dict[int, Note], mismatch: StepMismat
         whom = f"over {', '.join(_name(call, rank) for rank in call.hears)}"
     else:
         whom = f"with {_name(call, loss.peer)}" + ("" if loss.slot is None else f" in slot {loss.slot}")
-    timed_out = has_timed_out(loss.error)
-    return (ExchangeTimeout if timed_out else PeerLost)(
+    is_late = has_timed_out(loss.error) or any(note.timed_out for note in notes.values())
+    return (ExchangeTimeout if is_late else PeerLost)(
         f"step t={call.step} on {_name(call, here.rank)}: {call.what} {call.index} of the step ({call.nbytes:,} bytes) {whom} "
         f"failed; {why}: {_brief(loss.error)}",
         worker=here.rank * call.local,
@@ -147,9 +156,9 @@ def _blamed(here: World, loss: Loss, notes: dict[int, Note]) -> tuple[int | None
         gave_up = "gave up waiting for" if told.timed_out else "has lost"
         whom = "this one" if told.peer == here.rank else _name(call, told.peer)
         return blamed, f"{_name(call, told.rank)} {gave_up} {whom}"
-    if blamed is None:
-        return None, "one of them has died, or has left"
-    return blamed, f"{_name(call, blamed)} has died, or has left"
+    is_late = any(note.timed_out for note in notes.values())
+    who = "one of them" if blamed is None else _name(call, blamed)
+    return blamed, f"{who} {'is late, or hangs' if is_late else 'has died, or has left'}"
 
 
 def _brief(error: Exception) -> str:

@@ -121,6 +121,8 @@ class Steps:
         self.lost: Loss | None = None
         self.cut_short: tuple[str, BaseException] | None = None
         """The step that raised after it had posted, or a call outside steps that lost another rank, and what it raised."""
+        self.waits_since: float | None = None
+        """When a thread began to wait for another rank, by `time.monotonic`; None: none waits."""
         self.board: Any = None
         """A store of torch.distributed, on which the ranks meet."""
         self._met = set[int]()  # the groups whose ranks are known to be in this step

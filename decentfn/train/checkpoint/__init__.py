@@ -1,8 +1,8 @@
 """Checkpoints of a run, complete or absent, and exchange of weights with other programs."""
 
 from decentfn.train.checkpoint.exchange import export, import_
-from decentfn.train.checkpoint.manifest import best, latest
+from decentfn.train.checkpoint.manifest import best, checkpoints, latest
 from decentfn.train.checkpoint.restoring import Restored, restore
 from decentfn.train.checkpoint.saving import Saver, save
 
-__all__ = ["Restored", "Saver", "best", "export", "import_", "latest", "restore", "save"]
+__all__ = ["Restored", "Saver", "best", "checkpoints", "export", "import_", "latest", "restore", "save"]

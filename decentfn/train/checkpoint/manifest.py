@@ -16,12 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from decentfn.errors import CheckpointCorrupt
+from decentfn.train.checkpoint import files
 from decentfn.train.together import as_path
 
 FORMAT = 2
 """Format with several processes per worker; with one it is 1."""
 MANIFEST = "manifest.json"
 UNFINISHED = ".unfinished-"
+_LARGEST = 2**28
+"""Bytes of a manifest."""
 
 _FILE = re.compile(r"process-\d{5,}\.safetensors")
 _NAME = re.compile(r"checkpoint-(\d{6,})-step-(\d+)")
@@ -29,11 +32,19 @@ _NAME = re.compile(r"checkpoint-(\d{6,})-step-(\d+)")
 
 def is_checkpoint(path: Path) -> bool:
     """Return True for the directory of one checkpoint, by its name, or by a manifest and no checkpoints inside."""
-    return _NAME.fullmatch(path.name) is not None or ((path / MANIFEST).exists() and not saved(path))
+    return _NAME.fullmatch(path.name) is not None or ((path / MANIFEST).exists() and not checkpoints(path))
 
 
-def saved(directory: Path) -> list[Path]:
-    """Return the checkpoints of a run's directory, the oldest first."""
+def checkpoints(directory: str | Path) -> list[Path]:
+    """Return the checkpoints of a run's directory, oldest first, without checking that their files are intact.
+
+    Raises:
+        NotADirectoryError: the path is a file.
+
+    >>> checkpoints("no such directory")
+    []
+    """
+    directory = as_path("checkpoints(directory)", directory)
     if not directory.exists():
         return []
     found = [(int(match[1]), path) for path in directory.iterdir() if (match := _NAME.fullmatch(path.name))]
@@ -49,14 +60,14 @@ def latest(directory: str | Path) -> Path | None:
     >>> latest("no such directory") is None
     True
     """
-    return next(reversed(saved(as_path("latest(directory)", directory))), None)
+    return next(reversed(checkpoints(as_path("latest(directory)", directory))), None)
 
 
 def best(directory: str | Path) -> Path | None:
     """Return the newest checkpoint with the lowest `score`; None if none has a score. Raises as `latest`."""
     scores = [
         (score, path)
-        for path in reversed(saved(as_path("best(directory)", directory)))
+        for path in reversed(checkpoints(as_path("best(directory)", directory)))
         if (score := _score(path)) is not None
     ]
     return min(scores, key=lambda pair: pair[0])[1] if scores else None
@@ -84,16 +95,16 @@ def read(path: Path) -> dict[str, Any]:
     """
     file = path / MANIFEST
     try:
-        raw = file.read_bytes()
+        raw = files.read(file, _LARGEST)
         content = json.loads(raw)
         del content["digest"]
         is_intact = raw == encode(content, allow_nan=True)
     except OSError as error:
-        raise CheckpointCorrupt(f"{file}: cannot be read ({error}); {_WAY_OUT}.") from error
+        raise corrupt(file, f"cannot be read ({error})") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         is_intact = False
     if not is_intact:
-        raise CheckpointCorrupt(f"{file}: its content does not have the digest that it names; {_WAY_OUT}.")
+        raise corrupt(file, "its content does not have the digest that it names")
     number, versions = content.get("format"), content.get("versions")
     if isinstance(number, int) and number > FORMAT:
         writer = f"decentfn {versions.get('decentfn')}" if isinstance(versions, dict) else "a newer decentfn"
@@ -101,7 +112,7 @@ def read(path: Path) -> dict[str, Any]:
             f"{file}: format {number}, written by {writer}; this version reads formats up to {FORMAT}: update decentfn."
         )
     if not _is_complete(content):
-        raise CheckpointCorrupt(f"{file}: it is not the manifest of a checkpoint; {_WAY_OUT}.")
+        raise corrupt(file, "it is not the manifest of a checkpoint")
     return content
 
 
@@ -115,7 +126,15 @@ def _is_complete(content: dict[str, Any]) -> bool:
     size, processes = content.get("processes_per_worker", 1), content["processes"]
     if type(size) is not int or size < 1 or not processes or len(processes) % size:
         return False
-    return content["num_workers"] > 0 and content["step"] >= 0 and all(map(_is_process, processes))
+    if not 0 <= content["step"] < 2**63 or not all(map(_is_process, processes)):
+        return False
+    workers, begin = [its["workers"] for its in processes], 0
+    for i in range(0, len(workers), size):  # of `size` processes each
+        start, end = workers[i]
+        if start != begin or end <= start or workers[i : i + size] != [workers[i]] * size:
+            return False
+        begin = end
+    return begin == content["num_workers"]
 
 
 def _is_process(its: Any) -> bool:
@@ -128,7 +147,7 @@ def _is_process(its: Any) -> bool:
         return False
 
 
-_WAY_OUT = "restore an earlier checkpoint of the run's directory by its own path"
+_WAY_OUT = "restore(directory, state) reads the newest intact checkpoint of a run's directory"
 
 
 def corrupt(file: Path, reason: str) -> CheckpointCorrupt:

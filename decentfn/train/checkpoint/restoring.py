@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 import math
-import stat
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -17,6 +17,7 @@ from decentfn.comm import collectives
 from decentfn.core import trees
 from decentfn.core.buckets import Buckets, Place
 from decentfn.engine.simulation import stack
+from decentfn.errors import CheckpointCorrupt
 from decentfn.train.checkpoint import files, manifest
 from decentfn.train.checkpoint.layout import (
     DTYPES,
@@ -32,6 +33,8 @@ from decentfn.train.checkpoint.layout import (
 from decentfn.train.consensus import is_stacked
 from decentfn.train.resizing import resized
 from decentfn.train.together import on_first, one_path, together
+
+_log = logging.getLogger("decentfn")
 
 
 class Restored(NamedTuple):
@@ -50,10 +53,12 @@ def restore(source: str | Path, state: Any) -> Restored:
 
     Every file is checked against its digest, every leaf against the template. The bucket size (`bucket_mb`) and the
     number of processes for the same workers may change. With another number of workers, every worker starts from the
-    result of `df.resize`; each process then reads all files, one bucket of one worker at a time.
+    result of `df.resize`; each process then reads the values of its own leaves on all workers, one bucket of one worker
+    at a time, and verifies its share of the files.
 
     Args:
-        source: a run's directory, for its newest checkpoint, or a checkpoint's directory.
+        source: a run's directory, for its newest intact checkpoint (the log names newer ones that are damaged), or a
+            checkpoint's directory.
         state: the template, `init(params)` of the same algorithm on the current topology, stacked if this process holds
             several workers; it is not changed.
 
@@ -63,24 +68,79 @@ def restore(source: str | Path, state: Any) -> Restored:
         ValueError: on all processes, with the first rank and leaf that does not fit.
         NonFinite: on all processes, if another number of workers would start from infinite or NaN parameters.
     """
-    found = on_first("restore", _newest, one_path("restore(source, state)", source))
-    if found is None:
-        raise FileNotFoundError(f"restore({str(source)!r}, state): there is no checkpoint; start with init(params).")
-    read: list[tuple[Restored, dict[str, Tensor]]] = []
-    together("restore", lambda: read.append(_read(Path(found), state)))
-    restored, generators = read[0]
-    torch.set_rng_state(generators["cpu"])
-    if "cuda" in generators:
-        torch.cuda.set_rng_state(generators["cuda"], state.params[0].device)
-    return restored
+    source, skipped = one_path("restore(source, state)", source), dict[str, CheckpointCorrupt]()
+    while (found := on_first("restore", _newest, source, list(skipped))) is not None:
+        read: list[tuple[Restored, dict[str, Tensor], int]] = []
+        try:
+            together("restore", _verify_share, Path(found), state)
+            together("restore", lambda path=Path(found), read=read: read.append(_read(path, state)))
+        except CheckpointCorrupt as error:
+            if found == str(source):
+                raise
+            skipped[found] = error  # damaged, or removed by the run that writes here
+            continue
+        restored, generators, saved_workers = read[0]
+        _tell(found, state, saved_workers, skipped)
+        torch.set_rng_state(generators["cpu"])
+        if "cuda" in generators:
+            torch.cuda.set_rng_state(generators["cuda"], state.params[0].device)
+        return restored
+    if not skipped:
+        raise FileNotFoundError(f"restore({str(source)!r}, state): no checkpoint is there; start with init(params).")
+    error = next(iter(skipped.values()))
+    raise CheckpointCorrupt(f"restore({str(source)!r}, state): no checkpoint is intact. The newest: {error}") from error
 
 
-def _newest(source: Path) -> str | None:
-    found = source if manifest.is_checkpoint(source) else manifest.latest(source)
-    return None if found is None else str(found)
+def _newest(source: Path, skipped: list[str]) -> str | None:
+    if manifest.is_checkpoint(source):
+        return str(source)
+    for _ in range(2):  # a list of files that change meanwhile may have neither an old one nor the new one
+        for path in reversed(manifest.checkpoints(source)):
+            if str(path) not in skipped:
+                return str(path)
+    return None
 
 
-def _read(path: Path, template: Any) -> tuple[Restored, dict[str, Tensor]]:
+def _tell(found: str, state: Any, saved_workers: int, skipped: dict[str, CheckpointCorrupt]) -> None:
+    """Log what differs from the newest checkpoint for the same workers."""
+    if collectives.everyone().rank > 0:
+        return
+    for path, error in skipped.items():
+        _log.warning("restore skipped %s, and read %s: %s", path, found, error)
+    num_workers = collectives.world().num_workers * local_workers(state)
+    if num_workers != saved_workers:
+        _log.warning(
+            "restore: %s was saved by %d workers, and there are %d: each starts from their mean, and with process 0's extra and "
+            "generators; divide the data anew (docs/resizing.md)",
+            found,
+            saved_workers,
+            num_workers,
+        )
+
+
+def _verify_share(path: Path, template: Any) -> None:
+    """Where all processes read all files, for another number of workers, verify this one's share of them."""
+    about, here = manifest.read(path), collectives.everyone()
+    if about["num_workers"] != here.num_workers * local_workers(template):
+        for entry in about["processes"][here.rank :: here.size]:
+            _verify(path, entry)
+
+
+def _verify(path: Path, process: dict[str, Any]) -> None:
+    """Raise CheckpointCorrupt unless the file of a process is what the manifest says."""
+    file = path / process["file"]
+    try:
+        size, digest = files.digest_of(file)
+    except OSError as error:
+        raise manifest.corrupt(file, f"cannot be read ({error})") from error
+    if size != process["bytes"]:
+        raise manifest.corrupt(file, f"it has {size} bytes where the manifest says {process['bytes']}")
+    if digest != process["sha256"]:
+        raise manifest.corrupt(file, "its content does not have the digest that the manifest names")
+
+
+def _read(path: Path, template: Any) -> tuple[Restored, dict[str, Tensor], int]:
+    """Return what the checkpoint holds for this process, the generators' states and the number of workers that saved it."""
     about = manifest.read(path)
     theirs, mine = about.get("algorithm"), algorithm_of(template)
     if None not in (theirs, mine) and theirs != mine:
@@ -96,6 +156,9 @@ def _read(path: Path, template: Any) -> tuple[Restored, dict[str, Tensor]]:
     are_mine = all(entry.get("buckets", about["buckets"]) == buckets for entry in entries)
     if not are_mine or about.get("processes_per_worker", 1) != here.processes_per_worker:
         entries += others  # which have shards of these leaves
+    if as_many:
+        for entry in entries:
+            _verify(path, entry)
     parts = [_Part(path, entry) for entry in entries]
     one = trees.map(lambda x: x[0], template) if is_stacked(template) else template
     state = trees.map(torch.empty_like, template if as_many else one)
@@ -114,7 +177,7 @@ def _read(path: Path, template: Any) -> tuple[Restored, dict[str, Tensor]]:
         state = resized(one, saved.rows(state, leaves))
         state = stack(state, local) if is_stacked(template) else state
     generators = parts[0].generators(template.params[0].device)
-    return Restored(state, about["step"], parts[0].extra, about["config"]), generators
+    return Restored(state, about["step"], parts[0].extra, about["config"]), generators, about["num_workers"]
 
 
 def _of_process(about: dict[str, Any], workers: range | None) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -130,24 +193,14 @@ def _of_process(about: dict[str, Any], workers: range | None) -> tuple[list[dict
 
 
 class _Part:
-    """File of one process, opened after its digest is checked."""
+    """File of one process, whose digest is checked."""
 
     def __init__(self, path: Path, process: dict[str, Any]) -> None:
         file = path / process["file"]
         try:
-            size, mode = file.stat().st_size, file.stat().st_mode
-            if not stat.S_ISREG(mode):
-                raise manifest.corrupt(file, "it is no regular file")
-            if size != process["bytes"]:
-                raise manifest.corrupt(file, f"it has {size} bytes where the manifest says {process['bytes']}")
-            if files.digest_of(file) != process["sha256"]:
-                raise manifest.corrupt(file, "its content does not have the digest that the manifest names")
-        except OSError as error:
-            raise manifest.corrupt(file, f"cannot be read ({error})") from error
-        try:
             self._open = safe_open(file, framework="pt")
             self.places = places_in(self._open.metadata())
-        except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise manifest.corrupt(file, f"it is not a process's part of a checkpoint ({error})") from error
         stored = set(self._open.keys())
         for name in self.places.keys() | {name for name in stored if not name.startswith(GENERATOR)}:
@@ -172,7 +225,7 @@ class _Part:
                 try:
                     states[where.type] = self._open.get_tensor(name)
                     torch.Generator(where).set_state(states[where.type])
-                except (SafetensorError, RuntimeError, TypeError) as error:
+                except (SafetensorError, RuntimeError, TypeError, ValueError, KeyError) as error:
                     raise manifest.corrupt(self._file, f"{name!r} is not a generator's state ({error})") from error
         return states
 

@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import platform
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,6 +36,7 @@ from decentfn.train.checkpoint.layout import (
     local_workers,
     place,
 )
+from decentfn.train.signals import time_to_leave
 from decentfn.train.together import make_directory, on_first, one_path, together
 
 _log = logging.getLogger("decentfn")
@@ -89,10 +91,13 @@ class Saver:
         self.directory = one_path("Saver(directory)", directory)
         self._topology, self._keep = topology, keep
         self._lock = FileLock(self.directory / "lock")  # the system releases it when the process ends
-        on_first("Saver", self._claim)
         self._world = collectives.everyone().apart()
+        with collectives.use(self._world):  # connects it, so that `hang_up` ends what waits
+            on_first("Saver", self._claim)
         self._thread = ThreadPoolExecutor(1, "decentfn checkpoint")
         self._writing: Future[Path] | None = None
+        self._started = 0
+        """Checkpoints whose writing has begun."""
         self._is_closed = False
 
     def save(self, state: Any, step: int, *, extra: Any = None, score: float | None = None) -> None:
@@ -109,9 +114,14 @@ class Saver:
             OSError, RuntimeError: on all processes, the previous checkpoint was not written; earlier ones are complete.
         """
         self._require_open("save")
-        self.wait()
-        content = self._content(state, step, extra, score, copy=True)
+        try:
+            self.wait()
+            content = self._content(state, step, extra, score, copy=True)
+        except RunError as error:
+            error.next_step = step  # for `rescue`: the state is as whole as it was
+            raise
         self._writing = self._thread.submit(self._write_apart, content)
+        self._started += 1
 
     def rescue(self, state: Any, error: RunError, *, extra: Any = None) -> Path | None:
         """Save the state after a failed step and return when it is on disk. Collective, each process with its own
@@ -123,7 +133,7 @@ class Saver:
 
         Args:
             state: the state that was passed to the step.
-            error: the error that the step raised.
+            error: the error that the step, or `save`, raised.
             extra: as for `save`.
 
         Returns:
@@ -132,20 +142,26 @@ class Saver:
         """
         self._require_open("rescue")
         collectives.world().hang_up()  # otherwise a process with its own error would let its neighbors wait
-        with contextlib.suppress(Exception):  # it is logged
-            self.wait()
         own: Any = getattr(error, "next_step", None)
         size = collectives.processes_per_worker()
         content = _content_of(state, own or 0, self._topology, self._config, extra, None, copy=False)
+        aside = collectives.everyone().apart(time_to_leave())
         try:
-            with collectives.use(self._world):
-                steps = together("Saver.rescue", lambda: own)
+            with collectives.use(aside):
+                steps, started = zip(*together("Saver.rescue", lambda: (own, self._started)), strict=True)
+                if len(set(started)) > 1:
+                    self._world.hang_up()  # a checkpoint that only some have begun never ends
+                with contextlib.suppress(Exception):  # the log has it
+                    self.wait()
                 _require_whole(steps, size)
                 content.about["step"] = max(steps)
                 return _write(self.directory / _RESCUED, content, None)
         except (OSError, RuntimeError) as reason:
             _log.error("nothing was rescued: %s", reason)
             return None
+        finally:
+            if aside.size > 1:
+                aside.let_go()
 
     def wait(self) -> None:
         """Wait until the last checkpoint is on disk, or raise its error."""
@@ -191,8 +207,9 @@ class Saver:
                 "checkpoints; end the other first, or choose another directory."
             ) from error
         try:
-            for place in (self.directory, self.directory / _RESCUED):
-                files.sweep(place, manifest.UNFINISHED)
+            files.sweep(self.directory, manifest.UNFINISHED)
+            if not (rescued := self.directory / _RESCUED).is_symlink():  # it may lead to another run's
+                files.sweep(rescued, manifest.UNFINISHED)
         except BaseException:
             self._lock.release()
             raise
@@ -209,7 +226,11 @@ class Saver:
             with collectives.use(self._world):
                 return _write(self.directory, content, self._keep)
         except BaseException as error:
-            _log.error("a checkpoint was not written to %s: %s", self.directory, error)
+            if isinstance(error, RunError):
+                error.step = content.about["step"] - 1
+            _log.error(
+                "the checkpoint of step %d was not written to %s: %s", content.about["step"], self.directory, error
+            )
             raise
 
 
@@ -290,7 +311,7 @@ def _arguments(keep: Any, config: Any) -> Any:
     return _plain("Saver(config=...)", config)
 
 
-def _require_whole(steps: list[int | None], size: int) -> None:
+def _require_whole(steps: Sequence[int | None], size: int) -> None:
     """Raise unless every process's state is complete, and processes of one worker are at the same step."""
     if None in steps:
         raise RuntimeError(f"process {steps.index(None)} does not know whether its state is whole")
@@ -360,6 +381,6 @@ def _finish(directory: Path, path: Path, told: list[dict[str, Any]], keep: int |
     name = directory / manifest.next_name(directory, about["step"])
     files.publish(path, name)
     if keep is not None:
-        for old in set(manifest.saved(directory)[:-keep]) - {manifest.best(directory)}:
+        for old in set(manifest.checkpoints(directory)[:-keep]) - {manifest.best(directory)}:
             files.remove(old)
     return str(name)

@@ -1,0 +1,62 @@
+"""How a process under torchrun ends: which error torchrun reports, and what a process does that has lost its agent."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from decentfn.errors import ExchangeTimeout, PeerLost
+
+_log = logging.getLogger("decentfn")
+
+_PAUSE_S = 1.0
+
+
+def killed_after_s() -> float:
+    """Return the seconds from SIGTERM to SIGKILL, by torchrun."""
+    return float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30))
+
+
+def report_root_cause() -> None:
+    """From here on, torchrun's "root cause" is the error with which the failure began, and other processes print one line."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        if isinstance(error, (PeerLost, ExchangeTimeout)):
+            print(f"rank {os.environ.get('RANK')}: {kind.__name__}: {error}", file=sys.stderr, flush=True)
+            time.sleep(_PAUSE_S)  # torchrun takes the process that ends first for the cause
+            return
+        file = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
+        if not file.exists():  # else `record` has written it
+            try:
+                raise error  # for its traceback
+            except BaseException as raised:
+                get_error_handler().record_exception(raised)
+        before(kind, error, traceback)
+
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        sys.excepthook = hook
+
+
+def end_with_agent() -> None:
+    """From here on, if the parent process ends, this one gets SIGTERM, and later SIGKILL, as torchrun would send them."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_PAUSE_S)
+        _log.error("torchrun has ended; this process ends too")
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(killed_after_s())
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        threading.Thread(target=watch, name="decentfn agent watch", daemon=True).start()
