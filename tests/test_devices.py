@@ -8,7 +8,7 @@ import torch
 import decentfn as df
 from decentfn.comm import collectives
 from decentfn.core import buckets, trees
-from decentfn.gradient import beside
+from decentfn.gradient import beside, by_autograd
 from decentfn.gradient.backward import backward
 from decentfn.testing import problem
 from tests import contract, devices
@@ -16,10 +16,11 @@ from tests import contract, devices
 
 @pytest.mark.parametrize("row", contract.ROWS)
 def test_a_step_reads_nothing_back_and_copies_nothing(row):
+    """Also within the operators, where a new round's table is sent once, from pinned memory."""
     for simulated in (False, True):
-        seen, new = devices.copies(contract.ROWS[row], simulated=simulated)
+        first, again, new = devices.copies(contract.ROWS[row], simulated=simulated)
         assert {leaf.device.type for leaf in trees.leaves(new)} == {"meta"}
-        assert seen == []
+        assert not any(copy.waits for copy in first) and again == []
 
 
 @pytest.mark.parametrize("row", contract.ROWS)
@@ -43,6 +44,29 @@ def test_the_gradient_by_autograd_waits_for_nothing_and_copies_nothing():
     with devices.Copies() as copies:
         one = beside.passing_beside(lambda _: backward(*known, batch), batch)
     assert copies.seen == [] and {g.device.type for g in [*one.grads, one.loss]} == {"meta"}
+
+
+def weighed_by_group(grads, state, params, mix):
+    share = 1.0 if mix.members is None else mix.members.to(torch.float64).sum()  # None: one worker alone
+    return df.kit.elementwise(lambda g: -0.1 * (g / share).to(g.dtype), grads), state
+
+
+@pytest.mark.parametrize(
+    "options", [{"guarded": True}, {"optimizer": df.transforms.MixAware(lambda params: (), weighed_by_group)}]
+)
+def test_what_is_around_a_step_reads_nothing_back_and_copies_nothing(options):
+    """A guard, which looks at its count only once in `limit` steps on a GPU, and an optimizer that asks who is in its group."""
+    subject = replace(contract.ROWS["adapt_while_communicate"], topology=contract.on("complete"))
+    for simulated in (False, True):
+        first, again, _ = devices.copies(subject, simulated=simulated, **options)
+        assert not any(copy.waits for copy in first) and again == []
+
+
+def test_which_leaves_are_used_reaches_the_device_from_pinned_memory():
+    one = by_autograd.Backward([], torch.zeros((), device="meta"), torch.float32, [True, False], [], None)
+    with devices.Copies() as copies:
+        by_autograd._used([one], 2, ())
+    assert copies.seen == [devices.Copy(2, False)]
 
 
 def test_what_waits_and_what_copies_is_seen():

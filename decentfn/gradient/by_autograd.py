@@ -20,7 +20,7 @@ from decentfn.comm.collectives import world
 from decentfn.core import trees
 from decentfn.core.buckets import Buckets, Plan
 from decentfn.core.formatting import brief
-from decentfn.core.scalars import integer
+from decentfn.core.scalars import integer, sent
 from decentfn.core.stacking import require_rows
 from decentfn.core.trees import PyTree
 from decentfn.gradient.accumulated import Accumulated
@@ -223,7 +223,7 @@ def _used(ones: Sequence[Backward], leaves: int, workers: tuple[int, ...]) -> li
     if not leaves:
         return []
     used = torch.tensor([one.used for one in ones], dtype=torch.bool)
-    return [used.view(*workers, leaves).to(ones[0].loss.device)]
+    return [sent(used.view(*workers, leaves), ones[0].loss.device)]
 
 
 @torch.library.register_fake("decentfn::gradient", lib=_library)
