@@ -88,7 +88,9 @@ def on_meta(x: Tensor) -> Tensor:
     return torch.empty_like(x, device="meta")
 
 
-def on_another_device(subject: Subject, *, simulated: bool, guarded: bool = False, optimizer: Any = None) -> tuple[Any, Any, Any]:
+def on_another_device(
+    subject: Subject, *, simulated: bool, guarded: bool = False, optimizer: Any = None
+) -> tuple[Any, Any, Any]:
     """A step, of all workers or of one alone, with a state and a batch for it on the meta device."""
     n = subject.num_workers if simulated else 1
     algorithm = subject.build(num_workers=n, optimizer=optimizer)

@@ -46,8 +46,8 @@ def init(
     the memory that it frees (`keep_freed_memory`).
 
     Args:
-        backend: gloo, nccl or another of torch.distributed's; None chooses, the same for all ranks, and warns where there
-            are GPUs, but fewer than processes.
+        backend: gloo, nccl (then gloo still serves the CPU) or another of torch.distributed's; None chooses, the same for all ranks,
+            and warns where there are GPUs, but fewer than processes.
         timeout: how long a collective waits for the others before it fails. The first step must outlast the slowest
             compilation among the ranks, so minutes, not seconds.
         processes_per_worker: S, so many processes, next to one another by rank, share a worker's parameters: row by row, or as
@@ -167,7 +167,7 @@ def _start(backend: str | None, gpus: int, timeout: timedelta) -> None:
         torch.cuda.set_device(device)
     dist.init_process_group(
         # The CPU side serves metrics, fingerprints and the checks of a run on GPUs too.
-        backend or ("cpu:gloo,cuda:nccl" if on_gpu else "gloo"),
+        "cpu:gloo,cuda:nccl" if on_gpu and backend in (None, "nccl") else backend or "gloo",
         store=PrefixStore("default_pg", store),
         rank=rank,
         world_size=size,
