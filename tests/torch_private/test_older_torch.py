@@ -43,5 +43,5 @@ def test_a_batch_of_nested_dicts_is_looked_through_before_it_is_traced(workers):
     if workers:
         state, step, batch = df.stack(state, 2), df.simulate(step, 2), df.stack(batch, 2)
     expected, _ = step(state, batch, 0)
-    got, _ = df.compile(step, backend="aot_eager", donate=False)(state, batch, 0)
+    got, _ = df.compile(step, backend="aot_eager")(state, batch, 0)
     torch.testing.assert_close(got.params[0], expected.params[0])
