@@ -1,6 +1,4 @@
-"""What a step would copy to a GPU, and whether it waits for it, counted without one; writes docs/gpu.md.
-
-python -m tests.devices
+"""What a step would copy to a GPU, and whether it waits for it, counted without one.
 
 The state and the batch are on PyTorch's meta device, which has no values: what reads a value of it raises, as it would
 wait on a GPU, and what goes there from the CPU is seen.
@@ -8,8 +6,6 @@ wait on a GPU, and what goes there from the CPU is seen.
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -22,9 +18,6 @@ import decentfn as df
 from decentfn.core import trees
 from decentfn.core.scalars import kernels
 from decentfn.testing import Subject, problem
-
-TESTS = Path(__file__).parent
-PAGE = TESTS.parent / "docs" / "gpu.md"
 
 
 class Copy(NamedTuple):
@@ -133,40 +126,3 @@ def on_the_cpu(subject: Subject, *, simulated: bool) -> list[str]:
         if any(is_elsewhere(leaf) for value in values for leaf in (value if isinstance(value, list) else [value])):
             found.append(f"{node} = {node.target}{node.args}")
     return found
-
-
-def tests_that_need_a_gpu() -> list[str]:
-    """The names of tests that skip where there is none."""
-    found = []
-    for path in sorted(TESTS.rglob("test_*.py")):
-        for match in re.finditer(r"@needs_gpu\n(?:@.*\n)*def (test_\w+)", path.read_text()):
-            found.append(f"{path.relative_to(TESTS.parent)}::{match.group(1)}")
-    return found
-
-
-def page() -> str:
-    waiting = "\n".join(f"* `{name}`" for name in tests_that_need_a_gpu())
-    return f"""# On a GPU
-
-For engineers who train on GPUs: what was checked without one, and what to run on yours.
-
-CI has no GPU. `tests/test_devices.py` takes an eager step of every algorithm with its state on another device, traces it, and finds what crosses.
-
-* **Nothing is read back.** No step reads a value of the state (`.item()`, a Python `if`).
-* **Nothing is copied between devices.** `t`, the tables of peers and a round's random choices are on the CPU, where the operators read them. An
-  operator returns this worker's weights from a table that it put on the state's device once. A random schedule's weights are sent
-  from pinned memory that is not written again.
-* With `df.autograd` the same holds, except for what the loss itself reads.
-* The first eager step also compares parameters and buffers with what the loss left of them.
-
-## Tests for your GPU
-
-They are skipped without one; `pytest tests/test_gpu.py --durations=0` runs them and prints absolute times.
-
-{waiting}
-"""
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page())
-    print(f"wrote {PAGE.name}")
