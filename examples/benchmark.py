@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from benchmarking import lab, measure, peers, report, saving, simulator
 from benchmarking.workloads import workload
+from command_line import start
 
 import decentfn as df
 
@@ -53,6 +54,8 @@ def arguments() -> argparse.ArgumentParser:
     add("--blocks", type=int, default=9)
     add("--seconds", type=float, default=2.0, help="about as long is a block")
     add("--steps", type=int, help="steps in a block, in place of --seconds")
+    add("--device", choices=["cpu", "cuda"], help="default: GPUs, where every rank has one")
+    add("--backend", choices=["gloo", "nccl"], help="default: NCCL on GPUs, gloo on the CPU")
     add("--threads", type=int, help="of torch; default: 1 per rank, and all cores for the simulator")
     add("--memory", action="store_true", help="peak memory per rank, each peer in processes of its own")
     add("--compile-times", action="store_true", help="first step with an empty and with a filled cache")
@@ -86,6 +89,10 @@ def checked(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse
         parser.error(
             f"--ranks-per-host {args.ranks_per_host}: --overhead, --simulator and --checkpoints are of one rank each."
         )
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: PyTorch finds no GPU here; leave the option out for the CPU.")
+    if (args.device, args.backend) in (("cpu", "nccl"), ("cuda", "gloo")):
+        parser.error(f"--device {args.device} --backend {args.backend}: NCCL moves what is on GPUs, gloo what is not.")
     args.peers = args.peers or list(peers.PEERS if args.ranks_per_host == 1 else peers.PEERS_OF_HOSTS)
     for spec in args.peers:
         if spec.partition(":")[0] not in peers.BUILDERS:
@@ -104,10 +111,10 @@ def compared_peers(args: argparse.Namespace, workers: int) -> list[str]:
 def as_rank(args: argparse.Namespace) -> None:
     """One rank's part, under torchrun or under our own launcher."""
     try:
-        world = df.init(processes_per_worker=args.ranks_per_host)
+        world = start(args.device, args.backend, processes_per_worker=args.ranks_per_host)
     except ValueError as error:
         raise SystemExit(f"benchmark: --ranks-per-host {args.ranks_per_host}: {error}") from None
-    chosen = workload(args.workload, small=args.small, batch_size=args.batch_size)
+    chosen = workload(args.workload, small=args.small, batch_size=args.batch_size, device=world.device.type)
     if args.single:
         result = measure.memory(args.single, chosen, world.rank, world.size, steps=8)
     elif args.checkpoints:
@@ -159,7 +166,7 @@ def forwarded(args: argparse.Namespace) -> list[str]:
     passed += ["--small"] if args.small else []
     passed += ["--no-floors"] if args.no_floors else []
     passed += ["--checkpoints"] if args.checkpoints else []
-    for name in ("batch_size", "ranks_per_host", "steps", "threads", "link_mbit", "folder"):
+    for name in ("batch_size", "ranks_per_host", "steps", "threads", "link_mbit", "folder", "device", "backend"):
         if getattr(args, name) is not None:
             passed += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
     return passed

@@ -9,6 +9,8 @@ from typing import Any
 
 import tyro
 
+import decentfn as df
+
 
 def run(main: Callable[..., Any]) -> None:
     """Call `main` with what the command line says. What cannot work is said once, not per process, and ends with 2."""
@@ -21,6 +23,16 @@ def run(main: Callable[..., Any]) -> None:
         else:
             time.sleep(30)  # torchrun ends all when the first has ended: that shall be the one that says why
         sys.exit(2)
+
+
+def start(device: str | None = None, backend: str | None = None, **options: Any) -> Any:
+    """`df.init` as --device and --backend say; None takes GPUs where every process has one."""
+    world = df.init(backend=backend or ("gloo" if device == "cpu" else None), **options)
+    if device not in (None, world.device.type):
+        raise ValueError(
+            f"--device {device}: the processes compute on {world.device.type}; a GPU is needed for each, and a backend for it."
+        )
+    return world
 
 
 def at_least(least: int, **options: int) -> None:

@@ -5,13 +5,11 @@ python examples/digits.py --simulate 4        the same workers in one process
 python examples/digits.py                     one worker alone
 """
 
-import os
-import sys
-import time
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
-import tyro
+from command_line import at_least, run, start
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor
@@ -29,29 +27,33 @@ def loss_fn(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(predict(params, images), labels)
 
 
-def main(steps: int = 300, topology: str = "base", seed: int = 0, simulate: int = 0) -> float:
+def main(
+    steps: int = 300,
+    topology: str = "base",
+    seed: int = 0,
+    simulate: int = 0,
+    device: Literal["cpu", "cuda"] | None = None,
+    backend: Literal["gloo", "nccl"] | None = None,
+) -> float:
     """Returns the held-out accuracy of the mean of all workers' parameters.
 
     Args:
         simulate: workers in this process; 0 is one, without the simulator.
+        device: None takes GPUs where every process has one.
     """
-    world = df.init()
+    at_least(0, steps=steps)
+    world = start(device, backend)
     num_workers = (simulate or 1) * world.size
     digits = load_digits()
-    images, labels = torch.tensor(digits.data / 16.0, dtype=torch.float32), torch.tensor(digits.target)
+    images = torch.tensor(digits.data / 16.0, dtype=torch.float32, device=world.device)
+    labels = torch.tensor(digits.target, device=world.device)
     train, test = train_test_split(range(len(labels)), test_size=0.2, random_state=0)
     try:
-        if steps < 0:
-            raise ValueError(f"--steps {steps}: it is at least 0.")
         who_meets_whom = df.topology(topology, num_workers)
-        sorted_rows = torch.tensor(train)[labels[train].argsort(stable=True)]  # worker 0 sees zeros, ones, a few twos
-        shards = df.data.fixed_shards(sorted_rows.tensor_split(num_workers), batch_size=32, seed=seed)
-    except (TypeError, ValueError) as error:  # a name or a number that cannot work
-        if world.rank == 0:
-            print(f"digits: {error}", file=sys.stderr)
-        else:
-            time.sleep(30)  # torchrun ends all when the first has ended: that shall be the one that says why
-        sys.exit(2)
+    except TypeError as error:  # one that needs more than its name
+        raise ValueError(error) from None
+    sorted_rows = torch.tensor(train)[labels.cpu()[train].argsort(stable=True)]  # worker 0 sees zeros, ones, a few twos
+    shards = df.data.fixed_shards(sorted_rows.tensor_split(num_workers), batch_size=32, seed=seed)
 
     draw = torch.Generator().manual_seed(seed)  # the same start on every worker
     params = {
@@ -61,11 +63,11 @@ def main(steps: int = 300, topology: str = "base", seed: int = 0, simulate: int 
         "b2": torch.zeros(10),
     }
     init, decent_step = df.adapt_while_communicate(loss_fn, df.sgd(0.1, momentum=0.9), who_meets_whom)
-    state = init(params)
+    state = init({name: p.to(world.device) for name, p in params.items()})
     if simulate:
         state, decent_step = df.stack(state, simulate), df.simulate(decent_step, simulate)
     for t in range(steps):
-        rows = torch.stack([shards.batch_at(t, worker) for worker in world.workers(simulate or 1)])
+        rows = torch.stack([shards.batch_at(t, worker) for worker in world.workers(simulate or 1)]).to(world.device)
         rows = rows if simulate else rows[0]
         state, metrics = decent_step(state, (images[rows], labels[rows]), t)
 
@@ -77,4 +79,4 @@ def main(steps: int = 300, topology: str = "base", seed: int = 0, simulate: int 
 
 
 if __name__ == "__main__":
-    tyro.cli(main, console_outputs=os.environ.get("RANK", "0") == "0")
+    run(main)

@@ -5,10 +5,10 @@ torchrun --standalone --nproc-per-node 2 examples/profile_step.py
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from command_line import at_least, run
+from command_line import at_least, run, start
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, schedule
 
@@ -22,29 +22,47 @@ def loss_fn(params: dict[str, Tensor], x: Tensor) -> Tensor:
 
 
 def main(
-    width: int = 1024, batch_size: int = 64, compile: bool = True, out: Path = Path("trace")
+    width: int = 1024,
+    batch_size: int = 64,
+    compile: bool = True,
+    out: Path = Path("trace"),
+    device: Literal["cpu", "cuda"] | None = None,
+    backend: Literal["gloo", "nccl"] | None = None,
+    nvtx: bool = False,
 ) -> df.profiling.Communication:
     """Writes OUT-rank0.json and so on, and OUT.png; returns what the last step has sent.
 
     Args:
         width: of the network's four layers; each has a bucket of its own.
+        device: None takes GPUs where every process has one.
+        nvtx: show this library's ranges to Nsight Systems, which runs this script, and write no trace.
     """
     at_least(1, width=width, batch_size=batch_size)
     if any(part.is_file() for part in out.parents):
         raise ValueError(f"--out {out}: {out.parent} is a file; the traces are written into a directory.")
     out.parent.mkdir(parents=True, exist_ok=True)
-    here = df.init()
+    here = start(device, backend)
+    on_gpu = here.device.type == "cuda"
+    if nvtx and not on_gpu:
+        raise ValueError("--nvtx: the ranges are for Nsight Systems, which shows GPUs; there is none here.")
     topology = df.topology("base", here.size)
     init, step = df.adapt_while_communicate(loss_fn, df.adamw(1e-3), topology, bucket_mb=width**2 * 4 / 2**20)
     draw = torch.Generator().manual_seed(0)
-    state = init({f"w{i}": torch.randn(width, width, generator=draw) / width**0.5 for i in range(4)})
-    batch = torch.randn(batch_size, width, generator=draw)
+    state = init({f"w{i}": (torch.randn(width, width, generator=draw) / width**0.5).to(here.device) for i in range(4)})
+    batch = torch.randn(batch_size, width, generator=draw).to(here.device)
     # With this option of Inductor's, compiled kernels have names in the trace; everyday runs go without it.
-    step = df.compile(step, **{"cpp.enable_kernel_profile": True}) if compile else step
+    step = df.compile(step, **({} if on_gpu else {"cpp.enable_kernel_profile": True})) if compile else step
 
+    if nvtx:
+        with torch.autograd.profiler.emit_nvtx():  # shows record_function's ranges, as this library's are
+            for t in range(6):
+                with df.profiling.communication() as counted:
+                    state, _ = step(state, batch, t)
+        torch.cuda.synchronize()
+        return counted
     file = out.with_name(f"{out.name}-rank{here.rank}.json")
     with profile(
-        activities=[ProfilerActivity.CPU],
+        activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu],
         schedule=schedule(wait=2, warmup=2, active=2, repeat=1),
         on_trace_ready=lambda profiler: df.profiling.export(profiler, file),
         acc_events=True,
@@ -52,12 +70,15 @@ def main(
         for t in range(6):
             with df.profiling.communication() as counted:
                 state, _ = step(state, batch, t)
+            if on_gpu:
+                torch.cuda.synchronize()  # or the last steps' kernels would be missing
             profiler.step()
     print(
         f"rank {here.rank}, last step: {counted.messages} messages, {counted.bytes_sent:,} bytes sent, "
         f"{1000 * counted.seconds_waited:.2f} ms waited; {file}"
+        + (f"; {torch.cuda.max_memory_allocated() / 1e6:.1f} MB of GPU memory" if on_gpu else "")
     )
-    if here.rank == 0:
+    if here.rank == 0 and not on_gpu:  # the picture is of a thread that computes itself
         draw_step(json.loads(file.read_text())["traceEvents"], out.with_name(f"{out.name}.png"))
     return counted
 

@@ -1,6 +1,4 @@
-"""Copies of a step to a GPU, and waits for them, counted without a GPU; writes docs/gpu.md.
-
-python -m tests.devices
+"""Copies of a step to a GPU, and waits for them, counted without one.
 
 The state and the batch are on PyTorch's meta device, which has no values: what reads a value of it raises, as it would
 wait on a GPU, and what goes there from the CPU is seen.
@@ -8,9 +6,8 @@ wait on a GPU, and what goes there from the CPU is seen.
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -19,10 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import decentfn as df
 from decentfn.core import trees
+from decentfn.core.scalars import kernels
 from decentfn.testing import Subject, problem
-
-TESTS = Path(__file__).parent
-PAGE = TESTS.parent / "docs" / "gpu.md"
 
 
 class Copy(NamedTuple):
@@ -33,22 +28,52 @@ class Copy(NamedTuple):
 
 
 class Copies(TorchDispatchMode):
-    """Notes every copy between devices."""
+    """Notes every copy between devices, also those within the kernels of this library's operators."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[Copy] = []
+        # Without a GPU no memory can be pinned; what is copied from memory that is not pinned waits.
+        self._pinned: list[Tensor] = []
+        self._patch = mock.patch.object(Tensor, "pin_memory", lambda x: self._pin(x))
+
+    def __enter__(self) -> Any:
+        if not self.depth:
+            self._patch.start()
+        self.depth += 1
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.depth -= 1
+        if not self.depth:
+            self._patch.stop()
+
+    depth = 0
+
+    def _pin(self, x: Tensor) -> Tensor:
+        self._pinned.append(x.clone())
+        return self._pinned[-1]
+
+    def _note(self, source: Tensor, non_blocking: bool) -> None:
+        is_pinned = any(source is x for x in self._pinned)
+        self.seen.append(Copy(source.numel(), not (non_blocking and is_pinned)))
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        with self:  # what is within: the kernel that a GPU would run, and what the dispatcher takes apart
+            if function in kernels:
+                return kernels[function](*args, **kwargs)
+            if (parts := function.decompose(*args, **kwargs)) is not NotImplemented:
+                return parts
         result = function(*args, **kwargs)
         name = function.overloadpacket.__name__
         if not isinstance(result, Tensor) or not result.numel():
             return result
         if name == "_to_copy" and result.device != args[0].device:
-            self.seen.append(Copy(result.numel(), not kwargs.get("non_blocking", False)))
+            self._note(args[0], kwargs.get("non_blocking", False))
         if name == "copy_" and args[0].device != args[1].device:
-            self.seen.append(Copy(args[1].numel(), not (args[2:] or [kwargs.get("non_blocking", False)])[0]))
+            self._note(args[1], (args[2:] or [kwargs.get("non_blocking", False)])[0])
         return result
 
 
@@ -56,22 +81,28 @@ def on_meta(x: Tensor) -> Tensor:
     return torch.empty_like(x, device="meta")
 
 
-def on_another_device(subject: Subject, *, simulated: bool) -> tuple[Any, Any, Any]:
+def on_another_device(
+    subject: Subject, *, simulated: bool, guarded: bool = False, optimizer: Any = None
+) -> tuple[Any, Any, Any]:
     """A step, of all workers or of one alone, with a state and a batch for it on the meta device."""
     n = subject.num_workers if simulated else 1
-    algorithm = subject.build(num_workers=n)
+    algorithm = subject.build(num_workers=n, optimizer=optimizer)
+    algorithm = df.guard(algorithm) if guarded else algorithm
     state = subject.start(algorithm, range(n), stacked=simulated)
     batch = problem.stacked([problem.batch(i, 0) for i in range(n)]) if simulated else problem.batch(0, 0)
     step = df.simulate(algorithm.step, n) if simulated else algorithm.step
     return step, trees.map(on_meta, state), trees.map(on_meta, batch)
 
 
-def copies(subject: Subject, *, simulated: bool) -> tuple[list[Copy], Any]:
-    """The copies of one step at t = 3, of all workers or of one alone, and the new state."""
-    step, state, batch = on_another_device(subject, simulated=simulated)
-    with Copies() as seen:
-        new, _ = step(state, batch, torch.tensor(3))
-    return seen.seen, new
+def copies(subject: Subject, *, simulated: bool, **options: Any) -> tuple[list[Copy], list[Copy], Any]:
+    """The copies of a step at t = 3 after one at t = 2, those of the same step again, and the new state; as `on_another_device`."""
+    step, state, batch = on_another_device(subject, simulated=simulated, **options)
+    found = []
+    for t in (2, 3, 3):
+        with Copies() as seen:
+            new, _ = step(state, batch, torch.tensor(t))
+        found.append(seen.seen)
+    return *found[1:], new
 
 
 def on_the_cpu(subject: Subject, *, simulated: bool) -> list[str]:
@@ -95,41 +126,3 @@ def on_the_cpu(subject: Subject, *, simulated: bool) -> list[str]:
         if any(is_elsewhere(leaf) for value in values for leaf in (value if isinstance(value, list) else [value])):
             found.append(f"{node} = {node.target}{node.args}")
     return found
-
-
-def tests_that_need_a_gpu() -> list[str]:
-    """The names of tests that skip where there is none."""
-    found = []
-    for path in sorted(TESTS.rglob("test_*.py")):
-        for match in re.finditer(r"@needs_gpu\n(?:@.*\n)*def (test_\w+)", path.read_text()):
-            found.append(f"{path.relative_to(TESTS.parent)}::{match.group(1)}")
-    return found
-
-
-def page() -> str:
-    waiting = "\n".join(f"* `{name}`" for name in tests_that_need_a_gpu())
-    return f"""# On a GPU
-
-For engineers who train on GPUs: what was checked without one, and what to run on yours.
-
-CI has no GPU. `tests/test_devices.py` traces an eager step of every algorithm with its state on another device, and finds
-copies and reads between devices.
-
-* **Nothing is read back.** No step reads a value of the state (`.item()`, a Python `if`).
-* **Nothing is copied between devices.** `t`, the tables of peers and a round's random choices are on the CPU, where the
-  operators read them. An operator returns this worker's weights from a table that it put on the state's device once. A
-  random schedule's weights are sent from pinned memory that is not overwritten.
-* With `df.autograd` the same holds, except for reads of the loss itself.
-* The first eager step also checks whether the loss changed parameters or buffers.
-
-## Tests for your GPU
-
-They are skipped without one; `pytest tests/test_gpu.py --durations=0` runs them and prints absolute times.
-
-{waiting}
-"""
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page())
-    print(f"wrote {PAGE.name}")

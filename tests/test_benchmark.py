@@ -214,6 +214,8 @@ def test_workers_of_several_ranks_send_what_workers_of_one_rank_do(tmp_path):
         (["--ranks-per-host", "0"], "--ranks-per-host 0: it is at least 1."),
         (["--ranks-per-host", "2", "--overhead"], "--checkpoints are of one rank each."),
         (["--peers", "hsdq"], "--peers hsdq: known are"),
+        (["--device", "cuda"], "--device cuda: PyTorch finds no GPU here"),
+        (["--device", "cpu", "--backend", "nccl"], "NCCL moves what is on GPUs, gloo what is not."),
         (["--peers", "ddp", "--against", "hsdp"], "--against hsdp: it is none of the peers compared, floor:kind="),
     ],
 )

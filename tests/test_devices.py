@@ -1,6 +1,8 @@
 """Nothing in a step reads from the device, copies to it, or computes elsewhere: every algorithm, counted on meta."""
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ import torch
 import decentfn as df
 from decentfn.comm import collectives
 from decentfn.core import buckets, trees
-from decentfn.gradient import beside
+from decentfn.gradient import beside, by_autograd
 from decentfn.gradient.backward import backward
 from decentfn.testing import problem
 from tests import contract, devices
@@ -18,10 +20,11 @@ pytestmark = pytest.mark.thorough
 
 @pytest.mark.parametrize("row", contract.ROWS)
 def test_a_step_reads_nothing_back_and_copies_nothing(row):
+    """Also within the operators, where a new round's table is sent once, from pinned memory."""
     for simulated in (False, True):
-        seen, new = devices.copies(contract.ROWS[row], simulated=simulated)
+        first, again, new = devices.copies(contract.ROWS[row], simulated=simulated)
         assert {leaf.device.type for leaf in trees.leaves(new)} == {"meta"}
-        assert seen == []
+        assert not any(copy.waits for copy in first) and again == []
 
 
 @pytest.mark.parametrize("row", contract.ROWS)
@@ -47,6 +50,29 @@ def test_the_gradient_by_autograd_waits_for_nothing_and_copies_nothing():
     assert copies.seen == [] and {g.device.type for g in [*one.grads, one.loss]} == {"meta"}
 
 
+def weighed_by_group(grads, state, params, mix):
+    share = 1.0 if mix.members is None else mix.members.to(torch.float64).sum()  # None: one worker alone
+    return df.kit.elementwise(lambda g: -0.1 * (g / share).to(g.dtype), grads), state
+
+
+@pytest.mark.parametrize(
+    "options", [{"guarded": True}, {"optimizer": df.transforms.MixAware(lambda params: (), weighed_by_group)}]
+)
+def test_what_is_around_a_step_reads_nothing_back_and_copies_nothing(options):
+    """A guard, which looks at its count only once in `limit` steps on a GPU, and an optimizer that asks who is in its group."""
+    subject = replace(contract.ROWS["adapt_while_communicate"], topology=contract.on("complete"))
+    for simulated in (False, True):
+        first, again, _ = devices.copies(subject, simulated=simulated, **options)
+        assert not any(copy.waits for copy in first) and again == []
+
+
+def test_which_leaves_are_used_reaches_the_device_from_pinned_memory():
+    one = by_autograd.Backward([], torch.zeros((), device="meta"), torch.float32, [True, False], [], None)
+    with devices.Copies() as copies:
+        by_autograd._used([one], 2, ())
+    assert copies.seen == [devices.Copy(2, False)]
+
+
 def test_what_waits_and_what_copies_is_seen():
     with devices.Copies() as copies:
         torch.ones(3).to("meta")
@@ -56,5 +82,10 @@ def test_what_waits_and_what_copies_is_seen():
         torch.ones(1, device="meta").item()
 
 
-def test_the_page_is_what_is_counted():
-    assert devices.PAGE.read_text() == devices.page()
+def test_the_page_names_every_test_that_needs_a_gpu():
+    here = Path(__file__).parent
+    found = [
+        name for path in (here / "gpu").glob("test_*.py") for name in re.findall(r"def (test_\w+)", path.read_text())
+    ]
+    page = (here.parent / "docs" / "gpu.md").read_text()
+    assert len(found) == 7 and sorted(re.findall(r"^\* `(test_\w+)`", page, re.M)) == sorted(found)

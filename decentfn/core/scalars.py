@@ -12,6 +12,9 @@ from decentfn.torch_private import functorch
 
 _library = torch.library.Library("decentfn", "FRAGMENT")
 
+kernels: dict[Any, Any] = {}
+"""Operator -> kernel, of those that `operator` has defined."""
+
 
 def operator(schema: str, kernel: Any, fake: Any, vmap: Any) -> Any:
     """Define an operator of this library by its kernel on every device, what its result looks like, and its rule under `vmap`."""
@@ -20,7 +23,9 @@ def operator(schema: str, kernel: Any, fake: Any, vmap: Any) -> Any:
     _library.impl(name, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"decentfn::{name}", fake, lib=_library)
     torch.library.register_vmap(f"decentfn::{name}", vmap, lib=_library)
-    return getattr(torch.ops.decentfn, name).default
+    defined = getattr(torch.ops.decentfn, name).default
+    kernels[defined] = kernel
+    return defined
 
 
 def as_step(t: int | Tensor) -> Tensor:
@@ -55,6 +60,15 @@ _rounded = operator(
     lambda x, dtype: torch.empty_like(x, dtype=dtype),
     lambda info, in_dims, x, dtype: (rounded(x, dtype), in_dims[0]),
 )
+
+
+def sent(x: Tensor, device: torch.device) -> Tensor:
+    """Copy `x`, on the CPU, to a device without waiting for it. For kernels: within a graph, Inductor would reuse the memory.
+
+    The copy reads pinned memory of its own, to which nobody else has a reference, and which PyTorch's allocator does not give to
+    anyone before the copy is done.
+    """
+    return x if device.type == "cpu" else x.pin_memory().to(device, non_blocking=True)
 
 
 def once(x: Tensor) -> Tensor:

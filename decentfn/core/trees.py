@@ -116,7 +116,12 @@ def register_node(
 
 
 def plain(tree: PyTree) -> PyTree:
-    """The tree with dicts in place of other mappings, which are no nodes to pytrees."""
+    """The tree with dicts in place of other mappings, which are no nodes to pytrees.
+
+    In a trace it is so already: `df.compile` has done it, and before torch 2.13 Dynamo cannot trace `is not` between dicts.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return tree
     if isinstance(tree, Mapping) and type(tree) not in _DICTS:
         return {key: plain(value) for key, value in tree.items()}
     if type(tree) in _DICTS or type(tree) in (list, tuple) or hasattr(tree, "_fields"):

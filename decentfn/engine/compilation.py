@@ -27,6 +27,7 @@ from decentfn.kit.step import Step
 from decentfn.torch_private import inductor
 from decentfn.torch_private.autograd import allow_saved_tensors_hooks
 from decentfn.torch_private.dynamo import (
+    at_most,
     first_error,
     guard_everything,
     guards_fail,
@@ -92,7 +93,7 @@ def compile(
         raise ValueError("compile(donate(step)): compile(step) donates by itself; leave df.donate out.")
     prepare()
     progress = _Progress(step.name)
-    kwargs: dict[str, Any] = {"fullgraph": True, "dynamic": dynamic, "recompile_limit": _GRAPHS, "backend": backend}
+    kwargs: dict[str, Any] = {"fullgraph": True, "dynamic": dynamic, "backend": backend, **at_most(_GRAPHS)}
     if backend == "inductor":
         kwargs["backend"] = progress.inductor
         kwargs["options"] = inductor.compile_options() | options
@@ -118,7 +119,7 @@ def compile(
             if isinstance(x, Tensor) and x.dim() == 0 and x.dtype == torch.float64:
                 leaves[i] = [x.view(1)]
         batch = batch if step.is_by_autograd or isinstance(batch, Tensor) else trees.plain(batch)
-        guard_everything()
+        guard_everything(_GRAPHS)
         try:
             with nothing if read is None else reading(read):
                 result = graph(leaves, batch, t)

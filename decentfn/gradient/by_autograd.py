@@ -18,9 +18,9 @@ from torch import Tensor
 
 from decentfn.comm.collectives import world
 from decentfn.core import trees
-from decentfn.core.buckets import Buckets, Plan
+from decentfn.core.buckets import Buckets, Plan, plan_of
 from decentfn.core.formatting import brief
-from decentfn.core.scalars import integer
+from decentfn.core.scalars import integer, sent
 from decentfn.core.stacking import require_rows
 from decentfn.core.trees import PyTree
 from decentfn.gradient.accumulated import Accumulated
@@ -135,7 +135,7 @@ def _gradient_beside(
 ) -> Gradient:
     template, old, size = trees.enumerate_leaves(buffers), trees.leaves(buffers), len(params)
     leaves = sum(len(bucket.segments) for bucket in params.plan.buckets) if loss_fn.skip_unused else 0
-    layout, changing = _remember(loss_fn.name, params.plan, template)
+    layout, changing = _remember(loss_fn.name, params.plan.number(), template)
     out = _gradient(loss_fn.handle, layout, changing, leaves, many, 0, t, scale, batch.number, list(params), old, None)
     loss, aux, *rest = out
     for i, new in zip(changing, rest[size:], strict=False):
@@ -155,9 +155,9 @@ def _by_element(used: Tensor, params: Buckets) -> Buckets:
 
 
 @constant_while_traced
-def _remember(name: str, plan: Plan, buffers: PyTree) -> tuple[int, tuple[int, ...]]:
+def _remember(name: str, number: int, buffers: PyTree) -> tuple[int, tuple[int, ...]]:
     """The number of a layout, and which of the buffers the loss changes; while the step is traced."""
-    loss_fn = _losses[int(name)]
+    loss_fn, plan = _losses[int(name)], plan_of(number)
     for index, layout in enumerate(loss_fn.layouts):
         if layout.buffers == buffers and (layout.plan is plan or layout.plan == plan):
             return index, layout.changing
@@ -223,7 +223,7 @@ def _used(ones: Sequence[Backward], leaves: int, workers: tuple[int, ...]) -> li
     if not leaves:
         return []
     used = torch.tensor([one.used for one in ones], dtype=torch.bool)
-    return [used.view(*workers, leaves).to(ones[0].loss.device)]
+    return [sent(used.view(*workers, leaves), ones[0].loss.device)]
 
 
 @torch.library.register_fake("decentfn::gradient", lib=_library)

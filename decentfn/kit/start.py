@@ -49,10 +49,12 @@ def lay_out(
         require_descent(optimizer, x.plan)
         require_narrower(wire_dtype, x)
         _require_divisible(topologies[0].num_workers)
+        device = _require_one_device(x)
     except Exception as error:
         agree([f"{type(error).__name__}: {error}"])  # or ranks without an error would wait for this one
         raise
-    agree(fingerprint(x.plan, topologies[0], masks), x.plan.describe())
+    # One over gloo and another over NCCL would wait for each other.
+    agree([f"parameters on {device.type}", *fingerprint(x.plan, topologies[0], masks)], x.plan.describe())
     if inside.processes > 1:
         _require_equal_inside(params, inside)
         collectives.world().make_teams(inside.team)
@@ -83,6 +85,18 @@ def _in_buckets(params: PyTree, bucket_mb: float, masks: Sequence[Mask], inside:
         return lambda name, shape: mask(name, part_shape(shape, process, size))
 
     return part_of(flatten(params, bucket_mb=bucket_mb, masks=[of_part(mask) for mask in masks]), process, size)
+
+
+def _require_one_device(x: Buckets) -> torch.device:
+    devices = {tensor.device: plan.segments[0].name for tensor, plan in zip(x, x.plan.buckets, strict=True)}
+    if len(devices) > 1:
+        where = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
+        raise ValueError(
+            f"init(params): {where}; a worker's parameters are on one device: model.to(df.init().device) before."
+        )
+    [device] = devices
+    collectives.require_messages_from("init(params)", device)
+    return device
 
 
 def _require_as_built(inside: Inside) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from decentfn.core.formatting import brief
 from decentfn.core.numbers import checks_numbers, require
+from decentfn.core.scalars import sent
 
 _TOLERANCE = 1e-12
 _ROUNDS_KEPT = 256
@@ -98,11 +99,11 @@ class Topology:
     _rows: Callable[[int, torch.device], Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
-        sent = (inverse(self.sources) != torch.arange(self.num_workers)[:, None]).sum(-1)
+        told = (inverse(self.sources) != torch.arange(self.num_workers)[:, None]).sum(-1)
         slots, number = self.sources.shape[2], next(_numbers)
         _known[number] = self
         computed = {
-            "degree": slots if self.draw else int(sent.max()),
+            "degree": slots if self.draw else int(told.max()),
             "slots": slots,
             "has_groups": self.groups is not None,
             "handle": torch.tensor(number),
@@ -168,10 +169,7 @@ class Topology:
         active, pairs = torch.full((n,), int(this.is_active)), torch.full((n,), int(are_pairs))
         facts = torch.stack([active, torch.arange(n), groups, groups.bincount()[groups], pairs], dim=1)
         rows = torch.cat([facts, this.weights, mean_weights[:, None], this.sources, given], dim=1).to(torch.float64)
-        if device.type == "cpu":
-            return rows
-        # This pinned copy is never overwritten, and PyTorch's allocator keeps it until the device has read it.
-        return rows.pin_memory().to(device, non_blocking=True)
+        return sent(rows, device)
 
     def __reduce__(self) -> tuple[Any, ...]:  # a copy gets its own handle
         return type(self), tuple(getattr(self, field.name) for field in fields(self) if field.init)

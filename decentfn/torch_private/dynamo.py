@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -13,6 +14,8 @@ from decentfn.torch_private.names import ERRORS, GUARDS
 F = TypeVar("F", bound=Callable[..., Any])
 
 _CALL = "df.compile(step)"
+
+_HAS_LIMIT = "recompile_limit" in inspect.signature(torch.compile).parameters
 
 
 def not_compiled() -> tuple[type[Exception], ...]:
@@ -55,9 +58,19 @@ def prepare() -> None:
         torch.compiler.assume_constant_result(function)
 
 
-def guard_everything() -> None:
-    """Let Dynamo guard in this thread what it leaves out by default: modules' hooks, and that no two parameters are one tensor."""
+def at_most(graphs: int) -> dict[str, Any]:
+    """Return the arguments of torch.compile for at most so many graphs; before torch 2.13 it has none, see `guard_everything`."""
+    return {"recompile_limit": graphs} if _HAS_LIMIT else {}
+
+
+def guard_everything(graphs: int) -> None:
+    """Let Dynamo guard in this thread what it leaves out by default: modules' hooks, and that no two parameters are one tensor.
+
+    Where torch.compile takes no limit of `graphs`, the thread's own is raised to it.
+    """
     config = GUARDS.find()
+    if not _HAS_LIMIT and config.recompile_limit < graphs:
+        config.recompile_limit = graphs
     if config.skip_nnmodule_hook_guards or config.skip_no_tensor_aliasing_guards_on_parameters:
         config.skip_nnmodule_hook_guards = config.skip_no_tensor_aliasing_guards_on_parameters = False
 

@@ -8,10 +8,9 @@ from contextlib import suppress
 from functools import partial
 from itertools import chain, count, takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
-from typing_extensions import Self
 
 from decentfn.comm import collectives
 from decentfn.core import trees

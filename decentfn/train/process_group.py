@@ -47,8 +47,8 @@ def init(
     the CPU the process also keeps the memory that it frees (`keep_freed_memory`).
 
     Args:
-        backend: gloo, nccl or another of torch.distributed's; None chooses the same for all ranks, and warns if there
-            are fewer GPUs than processes.
+        backend: gloo, nccl (then gloo still serves the CPU) or another of torch.distributed's; None chooses the same for
+            all ranks, and warns if there are fewer GPUs than processes.
         timeout: how long a collective waits before it fails. It must cover the slowest compilation among the ranks in
             the first step, so minutes, not seconds.
         processes_per_worker: S, the number of processes with consecutive ranks that share a worker's parameters: row by
@@ -172,7 +172,7 @@ def _start(backend: str | None, gpus: int, timeout: timedelta) -> None:
         torch.cuda.set_device(device)
     dist.init_process_group(
         # gloo also serves metrics, fingerprints and checks of a run on GPUs.
-        backend or ("cpu:gloo,cuda:nccl" if on_gpu else "gloo"),
+        "cpu:gloo,cuda:nccl" if on_gpu and backend in (None, "nccl") else backend or "gloo",
         store=PrefixStore("default_pg", store),
         rank=rank,
         world_size=size,

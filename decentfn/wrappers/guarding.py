@@ -86,7 +86,7 @@ def guard(algorithm: Algorithm, limit: int = 20) -> Algorithm:
     def watch(state: State, t: Tensor, is_donated: bool) -> None:
         assert state.local.guard is not None
         in_a_row = state.local.guard.in_a_row.view(-1)
-        if functorch.has_no_value(in_a_row) or (in_a_row.is_cuda and int(t) % limit):
+        if functorch.has_no_value(in_a_row) or (in_a_row.device.type != "cpu" and int(t) % limit):
             return
         if int(in_a_row.max()) >= limit:
             error = _error(state, int(t), limit)

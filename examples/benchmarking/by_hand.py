@@ -58,7 +58,13 @@ class ByHand:
         The corrections are computed outside the graph, where Inductor would recompute them for every 16 elements.
         """
         self.count += 1
-        return self.x, self.m, self.v, torch.tensor([1 / (1 - B1**self.count), (1 - B2**self.count) ** -0.5])
+        return self.x, self.m, self.v, self._corrections()
+
+    def _corrections(self) -> Tensor:
+        numbers = torch.tensor([1 / (1 - B1**self.count), (1 - B2**self.count) ** -0.5])
+        device = self.x[0].device
+        # Pinned: a copy from other memory would wait for the GPU in every step.
+        return numbers if device.type == "cpu" else numbers.pin_memory().to(device, non_blocking=True)
 
 
 class ShardedByHand(ByHand):
@@ -107,13 +113,19 @@ class BareExchange:
     """Sends and receives of `nbytes` with this step's partner, receives first; nothing else."""
 
     def __init__(
-        self, nbytes: int, rank: int, size: int, dtype: torch.dtype = torch.float32, group: Any = None
+        self,
+        nbytes: int,
+        rank: int,
+        size: int,
+        dtype: torch.dtype = torch.float32,
+        group: Any = None,
+        device: str = "cpu",
     ) -> None:
         elements = nbytes // 4  # as many as there are parameters
         per_message = MESSAGE_BYTES // dtype.itemsize
         lengths = [min(per_message, elements - start) for start in range(0, elements, per_message)]
-        self.out = [torch.zeros(length, dtype=dtype) for length in lengths]
-        self.inbox = [torch.zeros(length, dtype=dtype) for length in lengths]
+        self.out = [torch.zeros(length, dtype=dtype, device=device) for length in lengths]
+        self.inbox = [torch.zeros(length, dtype=dtype, device=device) for length in lengths]
         self.rank, self.size = rank, size
         self.group = group or dist.group.WORLD
         self.works: list[Any] = []
@@ -128,6 +140,11 @@ class BareExchange:
         if self.size == 1:
             return
         group, partner = self.group, self.partner(t)
+        if self.out[0].device.type != "cpu":  # NCCL takes the messages of both directions together, or each would wait
+            both = [(dist.irecv, self.inbox), (dist.isend, self.out)]
+            operations = [dist.P2POp(way, x, group=group, group_peer=partner) for way, xs in both for x in xs]
+            self.works = dist.batch_isend_irecv(operations)
+            return
         self.works = [group.recv([tensor], partner, 0) for tensor in self.inbox]
         self.works += [group.send([tensor], partner, 0) for tensor in self.out]
 
@@ -148,7 +165,7 @@ def floor(kind: str, workload: Workload, rank: int, wire: torch.dtype) -> tuple[
         hand, exchange_among = ByHand(workload), None
     else:
         hand, exchange_among = ShardedByHand(workload, world.mesh["shard"]), world.mesh["worker"].get_group()
-    exchange = BareExchange(hand.nbytes, world.worker, world.num_workers, wire, exchange_among)
+    exchange = BareExchange(hand.nbytes, world.worker, world.num_workers, wire, exchange_among, workload.device)
     is_silent = world.num_workers == 1 or kind in ("gradient", "update", "compute")
     payload = 0.0 if is_silent else float(sum(b.nbytes for b in exchange.out))
     if kind == "allreduce":

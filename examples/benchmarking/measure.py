@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -30,6 +31,7 @@ def machine() -> dict[str, Any]:
         "load": round(os.getloadavg()[0], 1),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_initialized() else None,
     }
 
 
@@ -38,6 +40,11 @@ def _read(path: str) -> str:
         return Path(path).read_text()
     except OSError:
         return ""
+
+
+def shown(name: str) -> Any:
+    """A range of this name for Nsight Systems, where there is a GPU."""
+    return torch.cuda.nvtx.range(name) if torch.cuda.is_initialized() else contextlib.nullcontext()
 
 
 def barrier() -> None:
@@ -85,7 +92,9 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def peak_memory() -> int:
-    """This process's largest resident size so far, bytes."""
+    """This process's largest resident size so far, bytes; where it computes on a GPU, what was allocated there at most."""
+    if torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated()
     found = re.search(r"VmHWM:\s*(\d+) kB", _read("/proc/self/status"))
     return int(found.group(1)) * 1024 if found else 0
 
@@ -120,10 +129,13 @@ class Contender:
     def run(self, steps: int) -> None:
         """A drained block: everything that was sent has arrived when it ends."""
         before = counters["stats"]["unique_graphs"]
-        for _ in range(steps):
-            self.peer.step(self.t)
-            self.t += 1
-        self.peer.drain()
+        with shown(self.spec):
+            for _ in range(steps):
+                self.peer.step(self.t)
+                self.t += 1
+            self.peer.drain()
+        if torch.cuda.is_initialized():  # once in a block: within, the host runs ahead of the GPU
+            torch.cuda.synchronize()
         self.graphs += counters["stats"]["unique_graphs"] - before
 
     def block(self, steps: int, interface: Interface) -> None:
@@ -207,7 +219,7 @@ def memory(spec: str, workload: Workload, rank: int, size: int, *, steps: int) -
     if contender.failure is None:
         contender.run(steps)
     with torch.device("meta"):
-        parameters = sum(p.nbytes for p in workload.module().parameters())
+        parameters = sum(p.nbytes for p in workload.build().parameters())
     row = {"peer": spec, "failure": contender.failure, "parameter_bytes": parameters}
     row["peak_bytes"] = gathered(peak_memory())
     row["added_bytes"] = gathered(peak_memory() - before)

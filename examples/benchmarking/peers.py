@@ -219,7 +219,7 @@ def _decent_dp(
 def _fsdp2(workload: Workload, rank: int, size: int) -> Peer:
     from torch.distributed.device_mesh import init_device_mesh
 
-    model = workload.fully_sharded(init_device_mesh("cpu", (size,)))
+    model = workload.fully_sharded(init_device_mesh(workload.device, (size,)))
     return Peer(_loop(workload, rank, model, _fused(model.parameters())))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -124,11 +124,12 @@ class Workload:
     draw: Callable[[int, torch.Generator], tuple[Tensor, Tensor]]  # (batch size, generator) -> (inputs, targets)
     criterion: Callable[[Tensor, Tensor], Tensor]
     batch_size: int
+    device: str = "cpu"
 
     def module(self) -> nn.Module:
         """The same start on every rank."""
         torch.manual_seed(0)
-        return self.build()
+        return self.build().to(self.device)
 
     def fully_sharded(self, mesh: Any, **options: Any) -> nn.Module:
         """The module under PyTorch's `fully_shard`, block by block, over this mesh; with its options."""
@@ -142,7 +143,8 @@ class Workload:
     def batches(self, rank: int) -> list[tuple[Tensor, Tensor]]:
         """Random batches of this rank's own, taken in turn."""
         generator = torch.Generator().manual_seed(1000 + rank)
-        return [self.draw(self.batch_size, generator) for _ in range(BATCHES)]
+        drawn = [self.draw(self.batch_size, generator) for _ in range(BATCHES)]
+        return [(inputs.to(self.device), targets.to(self.device)) for inputs, targets in drawn]
 
     def loss_fn(self, module: nn.Module) -> Callable[[Any, Any], Tensor]:
         """The loss as a function of (parameters by name, batch)."""
@@ -174,11 +176,11 @@ def _tokens(vocabulary: int, length: int) -> Callable[[int, torch.Generator], tu
     return draw
 
 
-def workload(name: str, *, small: bool = False, batch_size: int | None = None) -> Workload:
+def workload(name: str, *, small: bool = False, batch_size: int | None = None, device: str = "cpu") -> Workload:
     """One of `mlp` (10.5M parameters), `gpt` (13.9M), `conv` (0.08M), `lstm` (1.1M), `lstm64` (0.07M), `thousand` (1M in 1,000
     tensors) and `tiny` (9.6e3).
 
-    `small`: a hundredth of the size, for trying out. `batch_size`: per rank, None for the workload's own.
+    `small`: a hundredth of the size, for trying out. `batch_size`: per rank, None for the workload's own. `device`: of modules and batches.
     """
     cross_entropy, mse = F.cross_entropy, F.mse_loss
     wide = 128 if small else 2048
@@ -211,6 +213,4 @@ def workload(name: str, *, small: bool = False, batch_size: int | None = None) -
         ),
         "tiny": Workload("tiny", lambda: MLP(64, 128, 10), _classes(64, 10), cross_entropy, 32),
     }[name]
-    if batch_size is not None:
-        made = Workload(made.name, made.build, made.draw, made.criterion, batch_size)
-    return made
+    return replace(made, batch_size=made.batch_size if batch_size is None else batch_size, device=device)

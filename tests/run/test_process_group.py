@@ -14,7 +14,7 @@ import torch
 
 import decentfn as df
 from decentfn.comm import collectives
-from decentfn.comm.collectives import World
+from decentfn.comm.collectives import World, membership
 from decentfn.testing import on_ranks
 
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
@@ -114,6 +114,7 @@ MACHINES = {  # GPUs that each sees, whether they are its own, backend, what is 
     "each sees its own": (1, True, None, None),
     "too few GPUs": (1, False, None, None),
     "too few for NCCL": (1, False, "nccl", None),
+    "NCCL by name": (2, False, "nccl", None),
     "two versions": (0, False, None, "version"),
 }
 
@@ -164,6 +165,11 @@ def test_with_a_gpu_for_each_rank_nccl_joins_them(found, machine, indices):
         assert result["workers"] == list(range(3 * rank, 3 * rank + 3))
 
 
+def test_nccl_by_name_leaves_the_cpu_to_gloo(found):
+    for rank, result in enumerate(found["NCCL by name"]):
+        assert result["backend"] == "cpu:gloo,cuda:nccl" and result["device"] == f"cuda:{rank}"
+
+
 def test_with_too_few_gpus_all_ranks_take_the_cpu_and_one_says_so(found):
     results = found["too few GPUs"]
     for result in results:
@@ -203,6 +209,68 @@ def test_process_0_says_the_world_once_at_level_info(environment, caplog):
         df.init()
     [said] = [record.getMessage() for record in caplog.records]
     assert said.startswith("world: 1 processes, ") and "gloo" in said and said.endswith("on cpu, timeout 0:10:00")
+
+
+ONE_KIND = """
+import sys
+import torch
+import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg
+import decentfn as df
+from decentfn.comm import collectives
+rank = int(sys.argv[1])
+dist.init_process_group("cuda:fake", store=dist.FileStore(sys.argv[2], 2), rank=rank, world_size=2)
+world = df.init()
+told = collectives.gather_objects(rank)
+mean = collectives.process_mean(torch.full((3,), float(rank))).tolist()
+init, _ = df.adapt_while_communicate(lambda p, b: (p * b).sum(), df.sgd(0.1), df.topology("one-peer-exp", 2))
+try:
+    init(torch.zeros(3))
+except ValueError as error:
+    print(told, mean, error)
+"""
+
+
+def test_ranks_of_a_group_for_gpus_alone_tell_each_other_over_gloo_and_refuse_a_state_on_the_cpu(tmp_path):
+    """As of `dist.init_process_group("nccl")`; here messages from GPUs go nowhere, and nothing but gloo can carry the others."""
+    root = str(Path(df.__file__).parent.parent)
+    commands = [[sys.executable, "-W", "ignore", "-c", ONE_KIND, str(rank), str(tmp_path / "store")] for rank in (0, 1)]
+    ranks = [subprocess.Popen(c, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for c in commands]
+    for rank in ranks:
+        said, wrong = rank.communicate(timeout=100)
+        assert said.startswith(
+            "[0, 1] [0.5, 0.5, 0.5] init(params): the parameters are on cpu, and the process group (cuda:fake) carries messages "
+            "from cuda only; move the model there first, model.to('cuda')"
+        ), wrong
+
+
+class Group:
+    def __init__(self, device):
+        self.bound_device_id = device
+
+
+def test_the_device_of_a_group_is_the_one_that_it_is_bound_to_or_the_current_one(monkeypatch):
+    monkeypatch.setattr(membership.dist, "get_backend_config", lambda: "cuda:nccl")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    assert membership._device_of(Group(torch.device("cuda", 1))) == torch.device("cuda", 1)
+    assert membership._device_of(Group(None)) == torch.device("cuda", 2)
+    monkeypatch.setattr(membership.dist, "get_backend_config", lambda: "cpu:gloo,cuda:gloo")
+    assert membership._device_of(Group(None)) == torch.device("cpu")
+
+
+def test_parameters_on_several_devices_are_refused():
+    init, _ = df.adapt_while_communicate(lambda p, b: p["w"].sum(), df.sgd(0.1), df.topology("complete", 1))
+    with pytest.raises(
+        ValueError, match=r"init\(params\): 'v' on meta, 'w' on cpu; a worker's parameters are on one device"
+    ):
+        init({"v": torch.ones(2, device="meta"), "w": torch.ones(2)})
+
+    def on_rank(rank):
+        init, _ = df.adapt_while_communicate(lambda p, b: p.sum(), df.sgd(0.1), df.topology("one-peer-exp", 2))
+        with pytest.raises(df.errors.PlanMismatch, match="'parameters on cpu', rank 1 has 'parameters on meta'"):
+            init(torch.zeros(2, device="meta" if rank else "cpu"))
+
+    on_ranks(2, on_rank)
 
 
 LEAVES = """

@@ -61,7 +61,7 @@ class Row(NamedTuple):
     given: Tensor  # [K] float64, what its messages weigh where they are heard; W[j, i], while `weights` are W[i, j]
 
 
-_FACTS = 5
+_FACTS, _GROUP = 5, 2
 
 
 def look_up(token: Tensor, topology: Topology, t: Tensor) -> Row:
@@ -83,7 +83,7 @@ def look_up(token: Tensor, topology: Topology, t: Tensor) -> Row:
         is_active=facts[0] > 0,
         worker=facts[1],
         sources=sources.to(torch.int64),
-        group=facts[2],
+        group=facts[_GROUP],
         group_size=facts[3],
         are_pairs=facts[4] > 0,
         given=given,
@@ -118,7 +118,7 @@ _look_up = operator(
 )
 _members = operator(
     "members(Tensor group, Tensor topology, Tensor t, int num_workers) -> Tensor",
-    lambda group, handle, t, n: by_handle(handle).groups_of(t).to(group.device) == group[..., None],
+    lambda group, handle, t, n: by_handle(handle).rows(t, group.device)[:, _GROUP] == group[..., None],
     lambda group, handle, t, n: group.new_empty((*group.shape, n), dtype=torch.bool),
     lambda info, in_dims, group, handle, t, n: (_members(group.movedim(in_dims[0], 0), handle, t, n), 0),
 )

@@ -257,10 +257,30 @@ def world() -> World:
         return given._gossip or given
     group = dist.group.WORLD  # None without one
     if not _default or _default[0].group is not group:
-        has_gpu = group is not None and "nccl" in str(dist.get_backend_config())
-        return adopt_default_group(device=torch.device("cuda", torch.cuda.current_device()) if has_gpu else _CPU)
+        return adopt_default_group(device=_CPU if group is None else _device_of(group))
     found = _default[0]
     return found._gossip or found
+
+
+def _device_of(group: dist.ProcessGroup) -> torch.device:
+    """Return where the processes of a default group compute that a script has made itself, as for DDP."""
+    if "nccl" not in str(dist.get_backend_config()):
+        return _CPU
+    return group.bound_device_id or torch.device("cuda", torch.cuda.current_device())
+
+
+def require_messages_from(call: str, device: torch.device) -> None:
+    """Raise ValueError if the default group carries no messages from this kind of device, as one of NCCL alone from the CPU."""
+    here = everyone()
+    if here.size == 1 or context.world is not None:
+        return
+    backends = str(dist.get_backend_config())
+    if f"{device.type}:" not in backends:
+        kinds = [part.partition(":")[0] for part in backends.split(",")]
+        raise ValueError(
+            f"{call}: the parameters are on {device}, and the process group ({backends}) carries messages from {', '.join(kinds)} "
+            f"only; move the model there first, model.to({kinds[0]!r}), or leave the group to df.init()."
+        )
 
 
 def everyone() -> World:

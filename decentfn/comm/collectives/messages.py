@@ -66,7 +66,9 @@ def post(here: World, call: Call, receives: Sequence[Part], sends: Sequence[Part
             if call.inbox.device.type == "cpu":
                 for index, (x, own, rank, _) in enumerate(call.parts):  # noqa: B007
                     call.works.append((group.send if own is None else group.recv)([x], rank, tag))  # pyright: ignore
-            else:  # NCCL takes all messages of a call together
+            else:
+                # NCCL takes all messages of a call together. Its stream waits for this one, on which the parameters were written. The
+                # call holds what is sent and received until `land`, where this stream waits for NCCL's: no memory is reused before.
                 operations = [
                     dist.P2POp(dist.isend if own is None else dist.irecv, x, group=group, tag=tag, group_peer=rank)
                     for x, own, rank, _ in call.parts

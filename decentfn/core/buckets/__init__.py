@@ -30,6 +30,7 @@ from decentfn.core.buckets.plan import (
     elements,
     flatten,
     loose,
+    plan_of,
     require_bucket_mb,
 )
 from decentfn.core.buckets.sharing import everywhere_inside, mean_inside, rows_of, sum_inside
@@ -61,6 +62,7 @@ __all__ = [
     "multiply",
     "part_of",
     "part_shape",
+    "plan_of",
     "require_bucket_mb",
     "rows_of",
     "scale",

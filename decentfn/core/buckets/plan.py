@@ -6,11 +6,13 @@ so it can be compared, printed, stored and used inside a compiled function.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from numbers import Real
 from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -18,12 +20,22 @@ from torch import Tensor
 from decentfn.core import trees
 from decentfn.core.formatting import brief
 from decentfn.core.trees import PyTree
+from decentfn.torch_private.dynamo import constant_while_traced
 
 Mask = Callable[[str, tuple[int, ...]], bool]
 """A choice of leaves: `(dotted name, shape) -> bool`."""
 
 
 _OWN_BUCKET = 8
+
+
+_numbers = itertools.count()
+_numbered: WeakValueDictionary[int, Plan] = WeakValueDictionary()
+
+
+def plan_of(number: int) -> Plan:
+    """Return the plan of this number."""
+    return _numbered[number]
 
 
 class Place(NamedTuple):
@@ -97,6 +109,15 @@ class Plan:
     """That of the leaves of which these are this process's rows, where the loss wants them whole."""
     starts_equal: bool = field(default=False, compare=False)
     """Whether a run needs equal parameters on all workers where it starts, or it never makes them equal."""
+
+    @constant_while_traced
+    def number(self) -> int:
+        """Return the number by which `plan_of` finds this plan or an equal one: before torch 2.13, Dynamo cannot pass a plan."""
+        for number, plan in list(_numbered.items()):
+            if plan is self or plan == self:
+                return number
+        _numbered[number := next(_numbers)] = self
+        return number
 
     @property
     def is_cut(self) -> bool:

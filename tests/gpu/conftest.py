@@ -1,0 +1,30 @@
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.gpu.launched import Launches
+
+HERE = Path(__file__).parent
+DEVICE = os.environ.get("DECENTFN_TEST_DEVICE", "cuda")
+LACKS = DEVICE == "cuda" and not torch.cuda.is_available()
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.xdist_group("gpu"))
+            if LACKS:
+                item.add_marker(pytest.mark.skip(reason="needs a GPU; DECENTFN_TEST_DEVICE=cpu tries it over gloo"))
+
+
+@pytest.fixture(scope="session")
+def device():
+    return torch.device(DEVICE)
+
+
+@pytest.fixture(scope="session")
+def launches(tmp_path_factory):
+    with Launches(tmp_path_factory.mktemp("gpu"), DEVICE) as started:
+        yield started
