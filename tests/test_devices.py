@@ -9,7 +9,7 @@ import decentfn as df
 from decentfn.comm import collectives
 from decentfn.core import buckets, trees
 from decentfn.gradient import beside
-from decentfn.gradient.backward import backward
+from decentfn.gradient.backward import Layout, backward
 from decentfn.testing import problem
 from tests import contract, devices
 
@@ -39,9 +39,11 @@ def test_a_traced_step_computes_nothing_on_another_device(row):
 def test_the_gradient_by_autograd_waits_for_nothing_and_copies_nothing():
     params = trees.map(devices.on_meta, buckets.flatten(problem.params(0)))
     batch = trees.map(devices.on_meta, problem.batch(0, 0))
-    known = problem.loss_fn, params.plan, (), None, False, False, 3, collectives.world(), 0, None, list(params), []
+    form = Layout(params.plan, None, frozenset())
+    form.is_tried = True
+    known = problem.loss_fn, form, False, 3, collectives.world(), 0, None, list(params), []
     with devices.Copies() as copies:
-        one = beside.passing_beside(lambda _: backward(*known, batch), batch)
+        one = beside.passing_beside(lambda *_: backward(*known, batch), None, batch)
     assert copies.seen == [] and {g.device.type for g in [*one.grads, one.loss]} == {"meta"}
 
 

@@ -52,10 +52,8 @@ def over_workers(
 
 
 def in_chunks(function: Callable[..., PyTree], *arguments: PyTree) -> PyTree:
-    """`function(*arguments)`, for one chunk of the workers after the other where the simulation was told to."""
-    if (chunks := context.chunks) is None:
-        return function(*arguments)
-    num_workers, size = chunks
+    """`function(*arguments)`, for one chunk of the workers after the other, where the simulation was told to."""
+    num_workers, size = context.chunks
     leaves = trees.leaves(arguments)
     everyone = [functorch.all_rows(leaf, leaves[0]) for leaf in leaves]
     one, returned = _on_leaves(function, arguments)

@@ -100,15 +100,17 @@ def register_node(
     cls: type[T],
     flatten: Callable[[T], tuple[Sequence[Any], Hashable]],
     unflatten: Callable[[Any, Iterable[Any]], T],
+    in_c: Callable[[T], Any] | None = None,
 ) -> None:
     """Make `cls` an inner node of pytrees, for optree and for torch (vmap, Dynamo) alike.
 
-    `flatten` returns (children, static context); `unflatten` takes (context, children).
+    `flatten` returns (children, static context); `unflatten` takes (context, children). `in_c` is `flatten` in C, which Dynamo
+    cannot trace.
     """
     _nodes[cls] = (flatten, unflatten)
     optree.register_pytree_node(
         cast(Any, cls),
-        cast(Any, flatten),
+        cast(Any, in_c or flatten),
         cast(Any, unflatten),
         namespace=registry.__dict__["__GLOBAL_NAMESPACE"],
     )

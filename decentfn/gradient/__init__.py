@@ -2,7 +2,7 @@
 
 from decentfn.gradient.accumulated import Accumulated, accumulate
 from decentfn.gradient.by_autograd import autograd, is_by_autograd
-from decentfn.gradient.evaluation import evaluate, raise_own, reading, require_batch, require_inputs
+from decentfn.gradient.evaluation import evaluate, raise_own, require_batch, require_inputs, traced_module
 from decentfn.gradient.inside import Inside, inside_of
 from decentfn.gradient.loss import LossFn, require_loss
 from decentfn.gradient.module import functional
@@ -25,9 +25,9 @@ __all__ = [
     "inside_of",
     "is_by_autograd",
     "raise_own",
-    "reading",
     "require_batch",
     "require_inputs",
     "require_loss",
+    "traced_module",
     "where_good",
 ]

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from decentfn.core import trees
 from decentfn.core.buckets import Buckets, elementwise, mean_inside, mean_of_processes, whole
+from decentfn.core.context import context
 from decentfn.core.formatting import brief_error
-from decentfn.core.spans import nothing, span
 from decentfn.core.stacking import in_chunks
 from decentfn.core.trees import PyTree
 from decentfn.gradient.accumulated import Accumulated, mean_gradient_of, micro_batch_count, micro_batches
@@ -56,13 +56,13 @@ def require_batch(loss_fn: LossFn, batch: PyTree) -> None:
     return None if own is None else own(batch)
 
 
-def reading(loss_fn: LossFn) -> AbstractContextManager[None]:
-    """Within, no other thread lends weights to the loss's module, which a traced step looks at whenever it is called."""
+def traced_module(loss_fn: LossFn | None) -> ModuleLoss | None:
+    """The loss of a module that a traced step looks at whenever it is called: no other thread may lend it weights meanwhile."""
     while isinstance(loss_fn, WrappedLoss):
         if isinstance(loss_fn, ByAutograd):
-            return nothing  # its operator waits, when it lends them
+            return None  # its operator waits, when it lends them
         loss_fn = loss_fn.loss_fn
-    return loss_fn.alone(lends=False) if isinstance(loss_fn, ModuleLoss) else nothing
+    return loss_fn if isinstance(loss_fn, ModuleLoss) else None
 
 
 def evaluate(
@@ -102,16 +102,18 @@ def _evaluate(
     if isinstance(one, ByAutograd):
         return gradient_by_autograd(one, params, buffers, batch, t, scale, many)
     traced = partial(mean_gradient_of if many else gradient_of, one)
+    if context.chunks is not None:
+        traced = partial(in_chunks, traced)
     batch = micro_batches(batch) if many else batch
     if torch.compiler.is_dynamo_compiling():
-        e = in_chunks(traced, params, buffers, batch, scale)
+        e = traced(params, buffers, batch, scale)
         if _depends_on_others(e.loss, (params, buffers, batch)):
             raise RuntimeError("the loss takes a gradient of others than its parameters")  # `raise_own` says of which
         return e
     try:
-        with span("gradient"):
-            e = in_chunks(traced, params, buffers, batch, scale)
-        loss = functorch.by_worker([e.loss])[0][0]
+        with record_function("decentfn::gradient"):
+            e = traced(params, buffers, batch, scale)
+        loss = functorch.by_worker([e.loss])[0][0] if functorch.has_no_value(e.loss) else e.loss
         if _depends_on_others(loss, (params, buffers, batch)):
             require_no_others(loss)
         return e

@@ -51,6 +51,8 @@ class Gradient(NamedTuple):
 
     def move(self, u: Buckets, opt: PyTree, old: PyTree) -> tuple[Buckets, PyTree]:
         """The optimizer's update and new state; 0 and the old state where the gradient is bad, or a leaf has none."""
+        if self.used is None and self.good is None:
+            return u, opt
         nothing = elementwise(torch.zeros_like, u)
         if (used := self.used) is not None:
             u, opt = where(used, u, nothing), trees.map_nodes(Buckets, lambda new, old: where(used, new, old), opt, old)

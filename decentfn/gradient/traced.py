@@ -26,7 +26,7 @@ def gradient_of(loss_fn: LossFn, params: Buckets, buffers: PyTree, batch: PyTree
         scaled = loss if scale is None else loss.to(wide(loss.dtype)) * scale
         return scaled, (loss, extras)
 
-    found, (_, (loss, extras)) = grad_and_value(loss_of, has_aux=True)(list(params), buffers, batch)
+    found, (_, (loss, extras)) = grad_and_value(loss_of, has_aux=True)(list(params.tensors), buffers, batch)
     grads = Buckets(found, params.plan)
     new_buffers, aux = trees.fill(templates[0], extras)
     return Gradient(grads if scale is None else unscaled(grads, scale), loss, aux, new_buffers)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 from typing_extensions import Unpack
 
 from decentfn.comm import collectives, gossip
@@ -16,7 +17,7 @@ from decentfn.comm.gossip import Posted, collect
 from decentfn.comm.replicas import require_equal
 from decentfn.core import trees
 from decentfn.core.buckets import Buckets, all_finite, elementwise, global_norm, loose
-from decentfn.core.spans import span
+from decentfn.core.context import context
 from decentfn.core.trees import PyTree
 from decentfn.gradient import DynamicLossScale, Gradient, LossFn, evaluate, inside_of, where_good
 from decentfn.kit.gradient import good_update
@@ -57,6 +58,7 @@ class Worker:
         self.scaling = loss_fn if isinstance(loss_fn, DynamicLossScale) else None
         self.loss_fn = loss_fn if self.scaling is None else self.scaling.loss_fn
         self.optimizer = optimizer
+        self.wants_mix = wants_mix(optimizer)
         self.topology = topology
         self.everyone = complete(topology.num_workers)
         self.bucket_mb = options.get("bucket_mb", DEFAULTS["bucket_mb"])
@@ -121,10 +123,11 @@ class Worker:
                 hides the communication.
             together: a gradient that is bad on one worker counts as bad on all.
         """
-        batch = _after(batch, after)
+        if after is not None and torch.compiler.is_dynamo_compiling():
+            batch = _after(batch, after)
         scaling, scale = self.scaling, local.scale
         g = evaluate(self.loss_fn, x, local.buffers, batch, t, None if scale is None else scale.scale)
-        if scale is None and not gossip.is_guarded():
+        if scale is None and not context.guarded:
             return g, local._replace(buffers=g.buffers)
         own, norm = _judged(g, together)
         good, local = own, local._replace(buffers=where_good(own, g.buffers, local.buffers))
@@ -148,10 +151,10 @@ class Worker:
             x: where the optimizer sees the parameters.
             posted: the parameters that were posted in this step, for optimizers that look at the mix.
         """
-        mix = () if posted is None or not wants_mix(self.optimizer) else (gossip.mix_context(posted),)
-        with nullcontext() if torch.compiler.is_dynamo_compiling() else span("update"):
+        mix = () if posted is None or not self.wants_mix else (gossip.mix_context(posted),)
+        with nullcontext() if torch.compiler.is_dynamo_compiling() else record_function("decentfn::update"):
             u, opt = self.optimizer.update(direction, local.opt, x, *mix)
-        if gossip.is_guarded():
+        if context.guarded:
             u, opt = good_update(u, opt, local.opt, self.optimizer.init(x))
             if g.good is None:
                 g = g._replace(good=all_finite(direction))
@@ -173,7 +176,7 @@ class Worker:
             t: the step, 0-d int64 on the CPU.
             topology: a schedule made of the worker's own (`df.topologies.every`, ...), in place of it.
         """
-        row = collectives.look_up(x[0], topology or self.topology, t)
+        row = collectives.look_up(x.tensors[0], topology or self.topology, t)
         return gossip.post(x, row, wire_dtype=self.wire_dtype)
 
     def mix(self, x: Buckets, t: Tensor, topology: Topology | None = None) -> Buckets:
@@ -188,10 +191,8 @@ class Worker:
         return gossip.mean(x, everyone or self.everyone, t, wire_dtype=self.wire_dtype)
 
 
-def _after(batch: PyTree, posted: Posted | Sequence[Posted] | None) -> PyTree:
+def _after(batch: PyTree, posted: Posted | Sequence[Posted]) -> PyTree:
     """The batch, from which compiled code computes nothing before it has posted these."""
-    if posted is None or not torch.compiler.is_dynamo_compiling():
-        return batch
     several = (posted,) if isinstance(posted, Posted) else posted
     leaves = trees.leaves(batch)
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -203,7 +204,7 @@ def _after(batch: PyTree, posted: Posted | Sequence[Posted] | None) -> PyTree:
 
 def _judged(g: Gradient, together: bool) -> tuple[Tensor, Tensor | None]:
     """Whether a gradient is good (0-d bool), and its norm where that tells: in a guarded step."""
-    if not gossip.is_guarded():
+    if not context.guarded:
         return all_finite(g.grads), None
     norm = global_norm(g.grads)
     good = all_finite(g.grads) if together else torch.isfinite(norm)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,7 +9,7 @@ import torch
 _NAMES = ("_dispatch_tls_local_include_set", "_dispatch_tls_local_exclude_set", "_ForceDispatchKeyGuard")
 
 missing = [name for name in _NAMES if not hasattr(torch._C, name)]
-"""What `surroundings` and `enabled` need of torch._C and this version of PyTorch does not have."""
+"""What `surroundings` and `dispatching_as` need of torch._C and this version of PyTorch does not have."""
 
 
 def surroundings() -> tuple[Any, Any]:
@@ -23,11 +21,8 @@ def surroundings() -> tuple[Any, Any]:
     return torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
 
 
-@contextmanager
-def enabled(around: tuple[Any, Any]) -> Iterator[None]:
-    """Within an operator's kernel, autograd and all else is as it was `around`."""
-    with torch._C._ForceDispatchKeyGuard(*around), torch.enable_grad():
-        yield
+dispatching_as = getattr(torch._C, "_ForceDispatchKeyGuard", None)
+"""`with dispatching_as(*surroundings):` within an operator's kernel, autograd and all else is as it was there."""
 
 
 def allow_saved_tensors_hooks() -> None:

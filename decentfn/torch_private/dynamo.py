@@ -13,6 +13,7 @@ from decentfn.torch_private.names import ERRORS, GUARDS
 F = TypeVar("F", bound=Callable[..., Any])
 
 _CALL = "df.compile(step)"
+_config: Any = None  # Dynamo's, since `prepare`
 
 
 def not_compiled() -> tuple[type[Exception], ...]:
@@ -50,16 +51,16 @@ def prepare() -> None:
     Raises:
         RuntimeError: PyTorch lacks a name without which a compiled step would go on with what has changed.
     """
-    GUARDS.require(_CALL)
+    global _config
+    _config = GUARDS.require(_CALL)
     for function in _constant:
         torch.compiler.assume_constant_result(function)
 
 
 def guard_everything() -> None:
     """Let Dynamo guard in this thread what it leaves out by default: modules' hooks, and that no two parameters are one tensor."""
-    config = GUARDS.find()
-    if config.skip_nnmodule_hook_guards or config.skip_no_tensor_aliasing_guards_on_parameters:
-        config.skip_nnmodule_hook_guards = config.skip_no_tensor_aliasing_guards_on_parameters = False
+    if _config.skip_nnmodule_hook_guards or _config.skip_no_tensor_aliasing_guards_on_parameters:
+        _config.skip_nnmodule_hook_guards = _config.skip_no_tensor_aliasing_guards_on_parameters = False
 
 
 def guards_fail(error: AssertionError) -> bool:

@@ -3,7 +3,7 @@
 from decentfn.comm.collectives import within_worker as within_worker
 from decentfn.comm.collectives.counters import Communication, communication
 from decentfn.comm.collectives.interruption import cut_short, whole_step
-from decentfn.comm.collectives.lookup import Constant, Row, look_up, members, on_device, require_size
+from decentfn.comm.collectives.lookup import Constant, Row, look_up, members, on_device, refuse_size
 from decentfn.comm.collectives.membership import (
     World,
     adopt_default_group,
@@ -75,8 +75,8 @@ __all__ = [
     "process_broadcast",
     "process_mean",
     "processes_per_worker",
+    "refuse_size",
     "require_parts",
-    "require_size",
     "require_unwrapped",
     "require_workers_of",
     "split_workers",

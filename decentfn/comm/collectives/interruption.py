@@ -6,12 +6,12 @@ import time
 from datetime import timedelta
 
 from torch import Tensor
+from torch.profiler import record_function
 
 from decentfn.comm.collectives.membership import World, world
 from decentfn.comm.collectives.reports import report
 from decentfn.comm.collectives.steps import Call
 from decentfn.core.context import context
-from decentfn.core.spans import span
 
 _PATIENCE_S = 5.0
 """How long the messages of a step that was cut short are waited for, all together."""
@@ -43,7 +43,7 @@ class whole_step:
         if here.size * here.processes_per_worker > 1:
             here.steps.enter(self._t)
         self._outer, context.step = context.step, here
-        self._range = span("step", self._t)
+        self._range = record_function(f"decentfn::step {self._t}")
         self._range.__enter__()
         return here
 

@@ -11,11 +11,11 @@ from datetime import timedelta
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import record_function
 
 from decentfn.comm.collectives.membership import World
 from decentfn.comm.collectives.reports import different_steps, has_timed_out, report
 from decentfn.comm.collectives.steps import Call, Loss, Part
-from decentfn.core.spans import span
 from decentfn.errors import StepMismatch
 
 _PATIENCE = timedelta(seconds=1)
@@ -23,22 +23,7 @@ _PATIENCE = timedelta(seconds=1)
 _NOT_SENT = "not sent, because an earlier message was lost"
 
 
-def begin(here: World, what: str, t: Tensor, local: int) -> Call:
-    """Begin a call of an operator; where another rank made it at another step, all messages of this step are lost.
-
-    Raises:
-        RunError: an earlier one has failed, or another rank is at another step, and no step runs.
-    """
-    if here.steps.lost is not None and not here.steps.is_inside:
-        raise report(here, here.steps.lost)
-    call, different = here.steps.call(what, t, local)
-    if different is not None:
-        rank, step = different
-        _lose(here, call, different_steps(here, call, call.step, rank, step), rank)
-    return call
-
-
-def _lose(here: World, call: Call, error: Exception, peer: int | None = None, slot: int | None = None) -> None:
+def lose(here: World, call: Call, error: Exception, peer: int | None = None, slot: int | None = None) -> None:
     """Note a loss. The first one ends the exchanges of this process: it tells the others, and closes its connections."""
     steps, call.lost = here.steps, str(error)
     if steps.lost is None:
@@ -61,7 +46,7 @@ def post(here: World, call: Call, receives: Sequence[Part], sends: Sequence[Part
         return
     group, tag, index = here.group, here.steps.tag, 0
     assert group is not None
-    with span("post", call.what, call.index):
+    with record_function(f"decentfn::post {call.what} {call.index}"):
         try:
             if call.inbox.device.type == "cpu":
                 for index, (x, own, rank, _) in enumerate(call.parts):  # noqa: B007
@@ -73,7 +58,7 @@ def post(here: World, call: Call, receives: Sequence[Part], sends: Sequence[Part
                 ]
                 call.works += dist.batch_isend_irecv(operations)
         except RuntimeError as error:
-            _lose(here, call, error, *call.parts[index][2:])
+            lose(here, call, error, *call.parts[index][2:])
     for counted in here.counters:
         counted.messages += len(sends)
         counted.bytes_sent += sum(part.tensor.nbytes for part in sends)
@@ -91,14 +76,14 @@ def reduce(here: World, call: Call, x: Tensor, own: Tensor | None, ranks: list[i
         return
     group = here.subgroup(tuple(ranks))
     try:
-        with span("post", call.what, call.index):
+        with record_function(f"decentfn::post {call.what} {call.index}"):
             if (other := here.steps.find_other(group, ranks, [call.step, call.number, x.nbytes], x)) is not None:
                 raise different_steps(here, call, call.step, *other)
             call.works.append(group.allreduce([x]))
     except StepMismatch as error:
-        _lose(here, call, error, error.peer)
+        lose(here, call, error, error.peer)
     except RuntimeError as error:
-        _lose(here, call, error, call.parts[0].rank)
+        lose(here, call, error, call.parts[0].rank)
     else:
         share = round(2 * len(others) / len(ranks) * x.nbytes)
         for counted in here.counters:
@@ -113,7 +98,7 @@ def land(here: World, call: Call) -> bool:
         RunError: it did not arrive, and no step runs that could be finished first.
     """
     since = time.perf_counter()
-    with span("wait", call.what, call.index):
+    with record_function(f"decentfn::wait {call.what} {call.index}"):
         one_by_one = len(call.works) == len(call.parts)  # else the backend has put them together
         for index, work in enumerate(call.works):
             try:
@@ -122,7 +107,7 @@ def land(here: World, call: Call) -> bool:
                 else:
                     work.wait(_PATIENCE)
             except RuntimeError as error:
-                _lose(here, call, error, *(call.parts[index][2:] if one_by_one else ()))
+                lose(here, call, error, *(call.parts[index][2:] if one_by_one else ()))
     waited = time.perf_counter() - since
     for counted in here.counters:
         counted.seconds_waited += waited

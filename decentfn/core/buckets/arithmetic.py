@@ -19,7 +19,8 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 def each(function: Callable[..., Tensor], *buckets: Buckets) -> Buckets:
     """`function` of the first, second, ... tensors of all `buckets`, as buckets with the first one's plan."""
-    return Buckets([function(*tensors) for tensors in zip(*buckets, strict=True)], buckets[0].plan)
+    columns = zip(*[b.tensors for b in buckets], strict=True)
+    return Buckets([function(*tensors) for tensors in columns], buckets[0].plan)
 
 
 elementwise = each
@@ -80,9 +81,12 @@ def where(condition: Tensor | Buckets, new: Buckets, old: Buckets) -> Buckets:
 
 def global_norm(x: Buckets) -> Tensor:
     """The l2 norm over all buckets, of all processes of the worker: 0-d, float32, or float64 where a bucket is."""
-    squares = counted_once([(b.to(wide(b.dtype)) ** 2).sum() for b in x], x.plan)
+    squares = [(b.to(wide(b.dtype)) ** 2).sum() for b in x.tensors]
     if not squares:
         return torch.zeros(())
+    if x.plan.processes == 1:
+        return torch.sqrt(sum(squares[1:], squares[0]))
+    squares = counted_once(squares, x.plan)
     return torch.sqrt(sum_inside(sum(squares[1:], squares[0]), x.plan.processes))
 
 

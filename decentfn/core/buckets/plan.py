@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from numbers import Real
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -169,7 +170,11 @@ class Buckets:
         for tensor, bucket in zip(self.tensors, self.plan.buckets, strict=True):
             # Of a leaf alone in its bucket, too: a split's derivative is a vector of its own, with the strides of one.
             pieces = tensor.split([segment.numel for segment in bucket.segments], dim=-1)
-            views += [segment.leaf(piece) for piece, segment in zip(pieces, bucket.segments, strict=True)]
+            is_stacked = tensor.dim() > 1
+            views += [
+                segment.leaf(piece) if is_stacked or segment.is_complex else piece.view(segment.shape)
+                for piece, segment in zip(pieces, bucket.segments, strict=True)
+            ]
         return views
 
     def tree(self) -> PyTree:
@@ -185,7 +190,12 @@ def loose(tensors: Iterable[Tensor]) -> Buckets:
     return Buckets(tensors, Plan(plans, tuple(range(len(tensors)))))
 
 
-trees.register_node(Buckets, lambda node: (node.tensors, node.plan), lambda plan, tensors: Buckets(tensors, plan))
+trees.register_node(
+    Buckets,
+    lambda node: (node.tensors, node.plan),
+    lambda plan, tensors: Buckets(tensors, plan),
+    in_c=attrgetter("tensors", "plan"),
+)
 
 
 def flatten(
