@@ -8,26 +8,3 @@ from decentfn.gradient.loss import LossFn, require_loss
 from decentfn.gradient.module import functional
 from decentfn.gradient.result import Gradient, Metrics, where_good
 from decentfn.gradient.scaled import DynamicLossScale, LossScale, dynamic_loss_scale
-
-__all__ = [
-    "Accumulated",
-    "DynamicLossScale",
-    "Gradient",
-    "Inside",
-    "LossFn",
-    "LossScale",
-    "Metrics",
-    "accumulate",
-    "autograd",
-    "dynamic_loss_scale",
-    "evaluate",
-    "functional",
-    "inside_of",
-    "is_by_autograd",
-    "raise_own",
-    "require_batch",
-    "require_inputs",
-    "require_loss",
-    "traced_module",
-    "where_good",
-]

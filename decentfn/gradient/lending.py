@@ -155,6 +155,30 @@ def places_of(module: nn.Module, prefix: str = "") -> list[Place]:
     ]
 
 
+@contextmanager
+def weights(module: nn.Module, tensors: dict[str, Tensor]) -> Iterator[None]:
+    """Within, the module has `tensors` for its parameters and buffers, by name, also where one stands in several places.
+
+    Afterwards it has its own again, and where it put another tensor in a place, that one is in `tensors`. The public
+    `torch.func.functional_call` gives a block that is used twice its own weights back in the wrong order.
+    """
+    names: dict[Tensor, str] = {}
+    places = places_of(module)
+    for place in places:
+        if place.name in tensors and place.own not in names:
+            names[place.own] = place.name
+    places = [place for place in places if place.own in names]
+    try:
+        for place in places:
+            place.holder[place.key] = tensors[names[place.own]]
+        yield
+    finally:
+        for place in places:
+            if place.name in tensors:
+                tensors[place.name] = place.holder.get(place.key)  # pyright: ignore[reportArgumentType]
+            place.holder[place.key] = place.own
+
+
 def own_by_name(places: list[Place]) -> dict[str, Tensor]:
     """Each tensor by the first of its names."""
     own, seen = {}, set()

@@ -17,10 +17,9 @@ from decentfn.core import trees
 from decentfn.core.buckets import Places
 from decentfn.core.formatting import brief
 from decentfn.core.trees import PyTree
-from decentfn.gradient.lending import Lent, alone, attributes_put_back, own_by_name, places_of
+from decentfn.gradient.lending import Lent, alone, attributes_put_back, own_by_name, places_of, weights
 from decentfn.gradient.loss import is_pair
 from decentfn.torch_private import functorch
-from decentfn.torch_private.modules import weights
 
 
 class ModuleLoss:
