@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from decentfn.comm import collectives
-from decentfn.comm.replicas import require_equal_rows
+from decentfn.comm.fingerprint import require_equal_rows
 from decentfn.core import trees
 from decentfn.core.formatting import brief
 from decentfn.core.numbers import MOST_WORKERS, checks_numbers, require_at_most

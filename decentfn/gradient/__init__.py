@@ -2,8 +2,15 @@
 
 from decentfn.gradient.accumulated import Accumulated, accumulate
 from decentfn.gradient.by_autograd import autograd, is_by_autograd
-from decentfn.gradient.evaluation import evaluate, raise_own, require_batch, require_inputs, traced_module
-from decentfn.gradient.inside import Inside, inside_of
+from decentfn.gradient.evaluation import (
+    Inside,
+    evaluate,
+    inside_of,
+    raise_own,
+    require_batch,
+    require_inputs,
+    traced_module,
+)
 from decentfn.gradient.loss import LossFn, require_loss
 from decentfn.gradient.module import functional
 from decentfn.gradient.result import Gradient, Metrics, where_good

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from decentfn.comm import collectives
-from decentfn.comm.fingerprint import compare
-from decentfn.comm.replicas import digest
+from decentfn.comm.fingerprint import compare, digest
 from decentfn.core import draws, trees
 from decentfn.core.buckets import Buckets, Plan, elements, wide
 from decentfn.core.formatting import brief
@@ -25,7 +24,7 @@ from decentfn.gradient.beside import around
 from decentfn.gradient.lending import Lent
 from decentfn.gradient.loss import LossFn, call
 from decentfn.gradient.others import Others, no_other_weights
-from decentfn.gradient.traced import unscaled
+from decentfn.gradient.result import unscaled
 from decentfn.torch_private.autograd import dispatching_as
 
 

@@ -20,6 +20,7 @@ from decentfn.core import trees
 from decentfn.core.buckets import Buckets, Plan
 from decentfn.core.context import context
 from decentfn.core.formatting import brief
+from decentfn.core.scalars import operator
 from decentfn.core.stacking import require_rows
 from decentfn.core.trees import PyTree
 from decentfn.gradient.accumulated import Accumulated
@@ -151,13 +152,6 @@ def _remember(name: str, plan: Plan, buffers: PyTree) -> tuple[int, tuple[int, .
 
 # -- the operator ---------------------------------------------------------------------------------------------------
 
-_library = torch.library.Library("decentfn", "FRAGMENT")
-_library.define(
-    "gradient(Tensor loss_fn, int layout, int[] changing, int leaves, bool many, int workers, Tensor t, Tensor? scale, "
-    "Tensor batch, Tensor[] params, Tensor[] buffers, Tensor? after) -> Tensor[]"
-)
-_gradient = torch.ops.decentfn.gradient
-
 
 def _kernel(
     handle: Tensor,
@@ -206,7 +200,6 @@ def _kernel(
     return out
 
 
-@torch.library.register_fake("decentfn::gradient", lib=_library)
 def _fake(*arguments: Any) -> list[Tensor]:
     _, _, changing, leaves, _, workers, _, _, _, params, buffers, _ = arguments
     shape = (workers,) if workers else ()
@@ -232,6 +225,11 @@ def _vmap(info: Any, in_dims: Any, *arguments: Any) -> tuple[list[Tensor], list[
     return out, [0] * len(out)
 
 
-_library.impl("gradient", _kernel, "CompositeExplicitAutograd")
+_gradient = operator(
+    "gradient(Tensor loss_fn, int layout, int[] changing, int leaves, bool many, int workers, Tensor t, Tensor? scale, "
+    "Tensor batch, Tensor[] params, Tensor[] buffers, Tensor? after) -> Tensor[]",
+    _kernel,
+    _fake,
+    _vmap,
+)
 inductor.keep_in_order("gradient")
-torch.library.register_vmap("decentfn::gradient", _vmap, lib=_library)

@@ -3,27 +3,61 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from decentfn.comm import collectives
 from decentfn.core import trees
 from decentfn.core.buckets import Buckets, elementwise, mean_inside, mean_of_processes, whole
 from decentfn.core.context import context
-from decentfn.core.formatting import brief_error
+from decentfn.core.formatting import brief, brief_error
 from decentfn.core.stacking import in_chunks
 from decentfn.core.trees import PyTree
 from decentfn.gradient.accumulated import Accumulated, mean_gradient_of, micro_batch_count, micro_batches
 from decentfn.gradient.beside import Beside
 from decentfn.gradient.by_autograd import ByAutograd, gradient_by_autograd
 from decentfn.gradient.loss import LossFn, WrappedLoss, call, takes
-from decentfn.gradient.module import ModuleLoss
+from decentfn.gradient.module import ModuleLoss, ShardedLoss
 from decentfn.gradient.others import require_no_others
-from decentfn.gradient.result import Gradient
-from decentfn.gradient.traced import gradient_of
+from decentfn.gradient.result import Gradient, gradient_of
 from decentfn.torch_private import functorch
+
+
+class Inside(NamedTuple):
+    """What one of the processes of a worker is given for parameters, and what it holds."""
+
+    processes: int = 1
+    is_replicated: bool = False
+    """It is given whole leaves, and holds its part of them."""
+    team: int = 1
+    """So many of them, next to one another, compute one batch together."""
+    common: frozenset[str] = frozenset()
+    """Of the leaves that it is given, and holds, those that every process of its team holds."""
+
+
+def inside_of(loss_fn: LossFn) -> Inside:
+    """How a worker's processes share the parameters of this loss.
+
+    Raises:
+        ValueError: the gradient of a sharded module that is not `df.autograd`'s.
+    """
+    size = collectives.processes_per_worker()
+    if size == 1:
+        return Inside()
+    inner, by_autograd = loss_fn, False
+    while isinstance(inner, WrappedLoss):
+        by_autograd |= isinstance(inner, ByAutograd)
+        inner = inner.loss_fn
+    if not isinstance(inner, ShardedLoss):
+        return Inside(size, is_replicated=True)
+    if not by_autograd:
+        raise ValueError(
+            f"loss_fn={brief(inner)}: the gradient of a sharded module is PyTorch's own; write df.autograd(loss_fn)."
+        )
+    return Inside(size, team=inner.team, common=inner.common)
 
 
 def require_inputs(call: str, loss_fn: LossFn, params: PyTree, buffers: PyTree) -> None:

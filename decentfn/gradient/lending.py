@@ -156,14 +156,14 @@ def places_of(module: nn.Module, prefix: str = "") -> list[Place]:
 
 
 @contextmanager
-def weights(module: nn.Module, tensors: dict[str, Tensor]) -> Iterator[None]:
+def weights(module: nn.Module, tensors: dict[str, Tensor], prefix: str = "") -> Iterator[None]:
     """Within, the module has `tensors` for its parameters and buffers, by name, also where one stands in several places.
 
     Afterwards it has its own again, and where it put another tensor in a place, that one is in `tensors`. The public
     `torch.func.functional_call` gives a block that is used twice its own weights back in the wrong order.
     """
     names: dict[Tensor, str] = {}
-    places = places_of(module)
+    places = places_of(module, prefix)
     for place in places:
         if place.name in tensors and place.own not in names:
             names[place.own] = place.name

@@ -67,9 +67,8 @@ class ModuleLoss:
         self._hook(params)
         if torch.compiler.is_dynamo_compiling():
             self._require_trained(params)
-            tensors = self._inside(given)
             try:
-                with weights(self.whole, tensors):
+                with weights(self.whole, given, self._prefix):
                     loss, aux = self.of(batch)
             finally:  # While a step is traced only what is known to be computed can be put back.
                 for owner, name, x in self._computed:
@@ -79,16 +78,14 @@ class ModuleLoss:
             with alone(modules, refuses=True):
                 self._require_trained(params)
                 given = self._require_same(own_by_name(places_of(self.whole, self._prefix)), given)
-                tensors = self._inside(given)
                 is_traced = any(
                     [functorch.is_differentiated(x) or functorch.is_batched(x) for x in [*params.values()][:1]]
                 )
                 kept = attributes_put_back(name, modules) if is_traced else nullcontext()
-                with kept, weights(self.whole, tensors):
+                with kept, weights(self.whole, given, self._prefix):
                     loss, aux = self.of(batch)
-        after = dict(zip(given, tensors.values(), strict=True))
-        self.require_in_place(name for name in params if name in after and after[name] is not params[name])
-        new.update({name: x for name, x in after.items() if name in buffers and x is not None})
+        self.require_in_place(name for name in params if name in given and given[name] is not params[name])
+        new.update({name: x for name, x in given.items() if name in buffers and x is not None})
         return loss, (new, aux)
 
     @contextmanager
@@ -108,12 +105,6 @@ class ModuleLoss:
 
     gradient: Callable[[Tensor], Any] = attrgetter("grad")
     """What has arrived at a parameter of the module."""
-
-    def _inside(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors by their names in `whole`."""
-        if not self._prefix:
-            return dict(tensors)
-        return {n if n.startswith(_OF_CRITERION) else f"module.{n}": x for n, x in tensors.items()}
 
     def _require_same(self, own: dict[str, Tensor], given: dict[str, Tensor]) -> dict[str, Tensor]:
         """What is given to the module's own tensors; raises ValueError unless it has the parameters that it had."""

@@ -35,21 +35,19 @@ from decentfn.core.buckets import (
 from decentfn.core.scalars import once
 from decentfn.gradient import Gradient, LossFn
 from decentfn.kit.agreement import algorithm
-from decentfn.kit.hyperparameters import (
-    at,
-    reciprocal,
-    require_fractions,
-    require_positive,
-    require_rate,
-    require_whole,
-)
 from decentfn.kit.options import Options
 from decentfn.kit.preconditions import (
+    at,
+    reciprocal,
     require_compressor,
     require_contraction,
     require_doubly_stochastic,
+    require_fractions,
+    require_positive,
+    require_rate,
     require_static,
     require_static_symmetric,
+    require_whole,
 )
 from decentfn.kit.state import Local, Metrics, State
 from decentfn.kit.step import Algorithm, Step

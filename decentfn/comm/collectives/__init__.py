@@ -1,8 +1,6 @@
 """What the workers and their processes say to each other: the world, the operators of a step, and calls outside steps."""
 
 from decentfn.comm.collectives import within_worker
-from decentfn.comm.collectives.counters import Communication, communication
-from decentfn.comm.collectives.interruption import cut_short, whole_step
 from decentfn.comm.collectives.lookup import Constant, Row, look_up, members, on_device, refuse_size
 from decentfn.comm.collectives.membership import (
     World,
@@ -15,6 +13,7 @@ from decentfn.comm.collectives.membership import (
     use,
     world,
 )
+from decentfn.comm.collectives.messages import Communication, communication, cut_short, whole_step
 from decentfn.comm.collectives.operators import Flight, after, exchange, group_mean, make_groups, wait
 from decentfn.comm.collectives.outside import (
     attempt,

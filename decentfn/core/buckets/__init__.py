@@ -9,10 +9,14 @@ from decentfn.core.buckets.arithmetic import (
     divide,
     each,
     elementwise,
+    everywhere_inside,
     global_norm,
     is_finite,
+    mean_inside,
     multiply,
+    rows_of,
     scale,
+    sum_inside,
     where,
     wide,
     widen,
@@ -32,4 +36,3 @@ from decentfn.core.buckets.plan import (
     loose,
     require_bucket_mb,
 )
-from decentfn.core.buckets.sharing import everywhere_inside, mean_inside, rows_of, sum_inside

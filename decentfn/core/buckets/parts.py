@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from decentfn.core.buckets.arithmetic import gather_inside, mean_inside, rows_of, scatter_inside
 from decentfn.core.buckets.plan import BucketPlan, Buckets, Place, Plan, Segment
-from decentfn.core.buckets.sharing import gather_inside, mean_inside, rows_of, scatter_inside
 
 
 def part_shape(shape: tuple[int, ...], process: int, processes: int) -> tuple[int, ...]:
