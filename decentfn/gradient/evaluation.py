@@ -11,7 +11,7 @@ from torch.profiler import record_function
 
 from decentfn.comm import collectives
 from decentfn.core import trees
-from decentfn.core.buckets import Buckets, elementwise, mean_inside, mean_of_processes, whole
+from decentfn.core.buckets import Buckets, each, mean_inside, mean_of_processes, whole
 from decentfn.core.context import context
 from decentfn.core.formatting import brief, brief_error
 from decentfn.core.stacking import in_chunks
@@ -121,8 +121,8 @@ def evaluate(
     e = _evaluate(loss_fn, whole(params), buffers, batch, t, scale)
     used = e.used
     if used is not None:  # by any process
-        counts = mean_of_processes(elementwise(lambda flag: flag.to(torch.float32), used), plan)
-        used = elementwise(lambda count: count > 0, counts)
+        counts = mean_of_processes(each(lambda flag: flag.to(torch.float32), used), plan)
+        used = each(lambda count: count > 0, counts)
     grads, loss = mean_of_processes(e.grads, plan), mean_inside(e.loss, plan.processes)
     return e._replace(grads=grads, loss=loss, used=used)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.func import grad_and_value
 
 from decentfn.core import trees
-from decentfn.core.buckets import Buckets, elementwise, global_norm, where, wide
+from decentfn.core.buckets import Buckets, each, global_norm, where, wide
 from decentfn.core.trees import PyTree
 from decentfn.gradient.loss import LossFn, call
 
@@ -55,7 +55,7 @@ class Gradient(NamedTuple):
         """The optimizer's update and new state; 0 and the old state where the gradient is bad, or a leaf has none."""
         if self.used is None and self.good is None:
             return u, opt
-        nothing = elementwise(torch.zeros_like, u)
+        nothing = each(torch.zeros_like, u)
         if (used := self.used) is not None:
             u, opt = where(used, u, nothing), trees.map_nodes(Buckets, lambda new, old: where(used, new, old), opt, old)
         return self.keep(u, nothing), self.keep(opt, old)
@@ -88,4 +88,4 @@ def gradient_of(loss_fn: LossFn, params: Buckets, buffers: PyTree, batch: PyTree
 def unscaled(grads: Buckets, scale: Tensor) -> Buckets:
     """The gradient of a loss from that of `scale` times it."""
     inverse = scale.double().reciprocal().float()  # torch.amp.GradScaler's arithmetic
-    return elementwise(lambda g: (g.to(wide(g.dtype)) * inverse).to(g.dtype), grads)
+    return each(lambda g: (g.to(wide(g.dtype)) * inverse).to(g.dtype), grads)

@@ -17,7 +17,7 @@ from decentfn.comm import collectives, gossip
 from decentfn.comm.fingerprint import require_equal
 from decentfn.comm.gossip import Posted, collect
 from decentfn.core import trees
-from decentfn.core.buckets import Buckets, all_finite, elementwise, global_norm, is_finite, loose, where
+from decentfn.core.buckets import Buckets, all_finite, each, global_norm, is_finite, loose, where
 from decentfn.core.context import context
 from decentfn.core.trees import PyTree
 from decentfn.gradient import DynamicLossScale, Gradient, LossFn, evaluate, inside_of, where_good
@@ -136,7 +136,7 @@ class Worker:
             good, local = common if together else own, local._replace(scale=scaling.advance(scale, common))
         elif together:  # the bad ones are left out where they are averaged, and good is what is left
             return g._replace(norm=norm), local
-        grads = where_good(own, g.grads, elementwise(torch.zeros_like, g.grads))
+        grads = where_good(own, g.grads, each(torch.zeros_like, g.grads))
         return g._replace(grads=grads, good=good, norm=norm), local
 
     def update(
@@ -239,7 +239,7 @@ def good_update(u: Buckets, opt: PyTree, old: PyTree, first: PyTree) -> tuple[Bu
 
     others = trees.map(finite_or, opt, old, first)
     opt = trees.map_nodes(Buckets, settle, others, opt, old, first)
-    return where(good, u, elementwise(torch.zeros_like, u)), opt
+    return where(good, u, each(torch.zeros_like, u)), opt
 
 
 def finite_or(new: Tensor, old: Tensor, first: Tensor) -> Tensor:
@@ -253,5 +253,5 @@ def _all_finite(*several: Buckets, like: Buckets | None = None) -> Buckets:
     """For each element whether it is finite in all of these."""
     if not several:
         assert like is not None
-        return elementwise(lambda b: torch.ones_like(b, dtype=torch.bool), like)
-    return elementwise(lambda *tensors: functools.reduce(torch.logical_and, map(is_finite, tensors)), *several)
+        return each(lambda b: torch.ones_like(b, dtype=torch.bool), like)
+    return each(lambda *tensors: functools.reduce(torch.logical_and, map(is_finite, tensors)), *several)

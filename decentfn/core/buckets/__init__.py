@@ -8,7 +8,6 @@ from decentfn.core.buckets.arithmetic import (
     counted_once,
     divide,
     each,
-    elementwise,
     everywhere_inside,
     global_norm,
     is_finite,

@@ -29,33 +29,29 @@ def each(function: Callable[..., Tensor], *buckets: Buckets) -> Buckets:
     return Buckets([function(*tensors) for tensors in columns], buckets[0].plan)
 
 
-elementwise = each
-"""`each`, of a function that computes every element of its result from those in its place."""
-
-
 def zeros_like(x: Buckets) -> Buckets:
     """Zeros in the shapes of `x`, wide."""
-    return elementwise(lambda b: torch.zeros_like(b, dtype=wide(b.dtype)), x)
+    return each(lambda b: torch.zeros_like(b, dtype=wide(b.dtype)), x)
 
 
 def widen(x: Buckets) -> Buckets:
     """`x` itself, wide."""
-    return elementwise(lambda b: b.to(wide(b.dtype)), x)
+    return each(lambda b: b.to(wide(b.dtype)), x)
 
 
 def copy_wide(x: Buckets) -> Buckets:
     """A copy of `x`, wide, so that small steps of slow parameters are not lost."""
-    return elementwise(lambda b: b.to(wide(b.dtype), copy=True), x)
+    return each(lambda b: b.to(wide(b.dtype), copy=True), x)
 
 
 def cast_like(x: Buckets, y: Buckets) -> Buckets:
     """`x` in the dtypes of `y`."""
-    return elementwise(lambda a, b: a.to(b.dtype), x, y)
+    return each(lambda a, b: a.to(b.dtype), x, y)
 
 
 def add(x: Buckets, y: Buckets) -> Buckets:
     """`x + y`, in the dtypes of `x`."""
-    return elementwise(lambda a, b: (a + b).to(a.dtype), x, y)
+    return each(lambda a, b: (a + b).to(a.dtype), x, y)
 
 
 def multiply(x: Buckets, factor: float | Tensor) -> Buckets:
@@ -65,24 +61,24 @@ def multiply(x: Buckets, factor: float | Tensor) -> Buckets:
         f = factor.to(wide(b.dtype)) if isinstance(factor, torch.Tensor) else factor
         return (b.to(wide(b.dtype)) * f).to(b.dtype)
 
-    return elementwise(product, x)
+    return each(product, x)
 
 
 def scale(x: Buckets, factor: Tensor) -> Buckets:
     """`x * factor` for a 0-d factor, computed in the dtypes of `x`."""
-    return elementwise(lambda bucket: bucket * once(factor.to(bucket.dtype)), x)
+    return each(lambda bucket: bucket * once(factor.to(bucket.dtype)), x)
 
 
 def divide(x: Buckets, w: Tensor) -> Buckets:
     """`x / w` for a 0-d divisor, computed in the dtypes of `x`."""
-    return elementwise(lambda bucket: bucket / once(w.to(bucket.dtype)), x)
+    return each(lambda bucket: bucket / once(w.to(bucket.dtype)), x)
 
 
 def where(condition: Tensor | Buckets, new: Buckets, old: Buckets) -> Buckets:
     """`new` where `condition` (0-d bool, or bool buckets: one answer per element), else `old`; in the dtypes of `old`."""
     if isinstance(condition, torch.Tensor):
-        return elementwise(lambda b, a: torch.where(condition, a.to(b.dtype), b), old, new)
-    return elementwise(lambda b, a, c: torch.where(c, a.to(b.dtype), b), old, new, condition)
+        return each(lambda b, a: torch.where(condition, a.to(b.dtype), b), old, new)
+    return each(lambda b, a, c: torch.where(c, a.to(b.dtype), b), old, new, condition)
 
 
 def global_norm(x: Buckets) -> Tensor:
