@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Iterator, Sequence
+from itertools import zip_longest
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -105,8 +106,7 @@ def compare(
         first = next(rank for rank, theirs in group if theirs == usual)
         for rank, theirs in group:
             if theirs != usual:
-                width = max(len(theirs), len(usual))
-                pairs = zip(_padded(usual, width), _padded(theirs, width), strict=True)
+                pairs = zip_longest(usual, theirs, fillvalue="nothing")
                 one, other = next(pair for pair in pairs if pair[0] != pair[1])
                 raise PlanMismatch(
                     f"{call}: ranks disagree. {_name(first, size)} has {one!r}, {_name(rank, size).lower()} has {other!r}; {rule}.",
@@ -117,10 +117,6 @@ def compare(
 
 def _name(rank: int, size: int) -> str:
     return f"Rank {rank}" + f" (process {rank % size} of worker {rank // size})" * (size > 1)
-
-
-def _padded(lines: list[str], width: int) -> list[str]:
-    return lines + ["nothing"] * (width - len(lines))
 
 
 def _digest(tables: list[Tensor | None]) -> str:

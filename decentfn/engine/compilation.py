@@ -97,7 +97,7 @@ def compile(
     if backend == "inductor":
         kwargs["backend"] = progress.inductor
         kwargs["options"] = inductor.compile_options() | options
-    read = traced_module(step.loss_fn)
+    read = None if step.loss_fn is None else traced_module(step.loss_fn)
     graphs: list[tuple[Any, Callable[..., Any]]] = []
 
     def run(state: Any, batch: PyTree, t: Tensor) -> tuple[Any, Any]:

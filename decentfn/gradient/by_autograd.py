@@ -26,7 +26,7 @@ from decentfn.core.trees import PyTree
 from decentfn.gradient.accumulated import Accumulated
 from decentfn.gradient.backward import Layout, backward, stacked
 from decentfn.gradient.beside import Beside, Outcome, passing_beside, put, value
-from decentfn.gradient.loss import LossFn, WrappedLoss, require_loss
+from decentfn.gradient.loss import LossFn, WrappedLoss, require_loss, unwrapped
 from decentfn.gradient.result import Gradient
 from decentfn.gradient.scaled import DynamicLossScale
 from decentfn.torch_private import functorch, inductor
@@ -94,7 +94,7 @@ def autograd(loss_fn: LossFn, *, skip_unused: bool = False) -> LossFn:
 
 def is_by_autograd(loss_fn: LossFn) -> bool:
     """Whether the gradient of this loss, perhaps accumulated and scaled, is the operator's."""
-    return isinstance(loss_fn, WrappedLoss) and (isinstance(loss_fn, ByAutograd) or is_by_autograd(loss_fn.loss_fn))
+    return ByAutograd in unwrapped(loss_fn)[1]
 
 
 def gradient_by_autograd(

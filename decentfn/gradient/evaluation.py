@@ -19,7 +19,7 @@ from decentfn.core.trees import PyTree
 from decentfn.gradient.accumulated import Accumulated, mean_gradient_of, micro_batch_count, micro_batches
 from decentfn.gradient.beside import Beside
 from decentfn.gradient.by_autograd import ByAutograd, gradient_by_autograd
-from decentfn.gradient.loss import LossFn, WrappedLoss, call, takes
+from decentfn.gradient.loss import LossFn, call, takes, unwrapped
 from decentfn.gradient.module import ModuleLoss, ShardedLoss
 from decentfn.gradient.others import require_no_others
 from decentfn.gradient.result import Gradient, gradient_of
@@ -47,13 +47,10 @@ def inside_of(loss_fn: LossFn) -> Inside:
     size = collectives.processes_per_worker()
     if size == 1:
         return Inside()
-    inner, by_autograd = loss_fn, False
-    while isinstance(inner, WrappedLoss):
-        by_autograd |= isinstance(inner, ByAutograd)
-        inner = inner.loss_fn
+    inner, around = unwrapped(loss_fn)
     if not isinstance(inner, ShardedLoss):
         return Inside(size, is_replicated=True)
-    if not by_autograd:
+    if ByAutograd not in around:
         raise ValueError(
             f"loss_fn={brief(inner)}: the gradient of a sharded module is PyTorch's own; write df.autograd(loss_fn)."
         )
@@ -62,8 +59,7 @@ def inside_of(loss_fn: LossFn) -> Inside:
 
 def require_inputs(call: str, loss_fn: LossFn, params: PyTree, buffers: PyTree) -> None:
     """The loss takes these parameters, and buffers where there are any; `call` is what the user called."""
-    if isinstance(loss_fn, WrappedLoss):
-        return require_inputs(call, loss_fn.loss_fn, params, buffers)
+    loss_fn, _ = unwrapped(loss_fn)
     own = getattr(loss_fn, "require_inputs", None)
     if own is not None:
         return own(call, params, buffers)
@@ -83,20 +79,17 @@ def require_batch(loss_fn: LossFn, batch: PyTree) -> None:
     """The batch is of the kind that the loss unpacks, where it says so."""
     if isinstance(batch, Beside):
         return None  # it was looked at before it left
-    if isinstance(loss_fn, WrappedLoss):
-        inside = micro_batches(batch) if isinstance(loss_fn, Accumulated) else batch
-        return require_batch(loss_fn.loss_fn, inside)
-    own = getattr(loss_fn, "require_batch", None)
+    inner, around = unwrapped(loss_fn)
+    if Accumulated in around:
+        batch = micro_batches(batch)
+    own = getattr(inner, "require_batch", None)
     return None if own is None else own(batch)
 
 
-def traced_module(loss_fn: LossFn | None) -> ModuleLoss | None:
+def traced_module(loss_fn: LossFn) -> ModuleLoss | None:
     """The loss of a module that a traced step looks at whenever it is called: no other thread may lend it weights meanwhile."""
-    while isinstance(loss_fn, WrappedLoss):
-        if isinstance(loss_fn, ByAutograd):
-            return None  # its operator waits, when it lends them
-        loss_fn = loss_fn.loss_fn
-    return loss_fn if isinstance(loss_fn, ModuleLoss) else None
+    inner, around = unwrapped(loss_fn)  # an operator by autograd waits by itself, when it lends them
+    return inner if isinstance(inner, ModuleLoss) and ByAutograd not in around else None
 
 
 def evaluate(
@@ -175,15 +168,14 @@ def raise_own(loss_fn: LossFn, state: Any, batch: PyTree) -> None:
     """
     if state.params.plan.processes > 1:
         return
-    many = False
-    while isinstance(loss_fn, WrappedLoss):
-        many |= isinstance(loss_fn, Accumulated)
-        loss_fn = loss_fn.loss_fn
+    inner, around = unwrapped(loss_fn)
     given = state.params, state.buffers, trees.plain(batch)
     workers = state.params[0].shape[0] if state.params[0].dim() == 2 else None
     try:
         for i in range(workers or 1):
-            _plainly(loss_fn, many, *(given if workers is None else trees.map(lambda x, i=i: x[i], given)))
+            _plainly(
+                inner, Accumulated in around, *(given if workers is None else trees.map(lambda x, i=i: x[i], given))
+            )
     except Exception as own:
         raise own from None
 

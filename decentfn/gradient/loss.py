@@ -32,6 +32,15 @@ class WrappedLoss:
         return self.loss_fn(*arguments)
 
 
+def unwrapped(loss_fn: LossFn) -> tuple[LossFn, set[type]]:
+    """The innermost loss, and the types of what stands around it."""
+    around = set()
+    while isinstance(loss_fn, WrappedLoss):
+        around.add(type(loss_fn))
+        loss_fn = loss_fn.loss_fn
+    return loss_fn, around
+
+
 def require_loss(call: str, loss_fn: Any) -> None:
     """`loss_fn` is a function, and no module."""
     if isinstance(loss_fn, torch.nn.Module):
