@@ -47,6 +47,7 @@ def over_workers(
 
 def in_chunks(function: Callable[..., PyTree], *arguments: PyTree) -> PyTree:
     """`function(*arguments)`, for one chunk of the workers after the other, where the simulation was told to."""
+    assert context.chunks is not None
     num_workers, size = context.chunks
     leaves = trees.leaves(arguments)
     everyone = [functorch.all_rows(leaf, leaves[0]) for leaf in leaves]

@@ -31,11 +31,7 @@ from decentfn.torch_private import functorch
 
 
 def make_groups(groups: Tensor) -> None:
-    """Make the process groups that means over these groups will need; collective, the same table everywhere.
-
-    Args:
-        groups: `[P, N]` int64, the group of each worker in each phase.
-    """
+    """Make the process groups for means over `groups`, `[P, N]`, each worker's in each phase; collective, the same everywhere."""
     here = world()
     if here.size > 1:
         local = groups.shape[1] // here.size

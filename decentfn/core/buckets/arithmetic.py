@@ -109,17 +109,12 @@ def is_finite(x: Tensor) -> Tensor:
 
 
 def sum_inside(x: Tensor, processes: int) -> Tensor:
-    """The sum of `x` over processes of this worker, the same on each: `x` itself where it is one. All wait for the last.
-
-    Args:
-        x: of any shape, the same on all.
-        processes: so many, next to one another: all of the worker's, or a team.
-    """
+    """The sum of `x` over so many processes of this worker next to one another, all or a team; all wait for the last."""
     return x if processes == 1 else _ops.sum_inside(x, processes, None)
 
 
 def mean_inside(x: Tensor, processes: int) -> Tensor:
-    """The mean of `x` over processes of this worker; arguments as of `sum_inside`."""
+    """The mean of `x` over processes of this worker, as `sum_inside`."""
     return x if processes == 1 else sum_inside(x / processes, processes)
 
 
@@ -129,25 +124,15 @@ def everywhere_inside(claim: Tensor, processes: int) -> Tensor:
 
 
 def gather_inside(x: Tensor, rows: Sequence[int], widths: Sequence[int]) -> Tensor:
-    """A bucket whole, `[*workers, D]`, from each process's part of it; all wait for the last.
+    """A bucket whole, `[*workers, D]`, from each process's rows `[*workers, d]` of it; all wait for the last.
 
-    Args:
-        x: `[*workers, d]`, this process's rows of each leaf.
-        rows: of each leaf whole.
-        widths: elements in a row of each leaf.
+    Of each leaf `rows` are those of the whole, and `widths` the elements in a row.
     """
     return _ops.gather_inside(x, rows, widths, None)
 
 
 def scatter_inside(x: Tensor, rows: Sequence[int], widths: Sequence[int], numel: int) -> Tensor:
-    """This process's rows, `[*workers, numel]`, of the mean of `x` over the worker's processes; all wait for the last.
-
-    Args:
-        x: `[*workers, D]`, a bucket whole.
-        rows: as for `gather_inside`.
-        widths: as for `gather_inside`.
-        numel: of this process's part.
-    """
+    """This process's rows, `[*workers, numel]`, of the mean of whole buckets `[*workers, D]`; see `gather_inside`."""
     return _ops.scatter_inside(x, rows, widths, numel, None)
 
 

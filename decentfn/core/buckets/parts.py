@@ -47,12 +47,7 @@ def without_values(x: Buckets) -> Buckets:
 
 
 def mean_of_processes(x: Buckets, plan: Plan) -> Buckets:
-    """The mean of `x` over the worker's processes, as each holds it; what one process alone holds stays.
-
-    Args:
-        x: whole where `plan` is of parts, else of that plan.
-        plan: of the parameters.
-    """
+    """The mean of `x` (whole where `plan`, the parameters', is of parts) over the worker's processes; what one alone holds stays."""
     if plan.whole is not None:
         pairs = zip(x, plan.whole.buckets, plan.buckets, strict=True)
         return Buckets([scatter_inside(b, *_cuts(one), part.numel) for b, one, part in pairs], plan)

@@ -110,12 +110,7 @@ class Plan:
         return sum(bucket.nbytes for bucket in self.buckets)
 
     def lay_out(self, tree: PyTree, workers: tuple[int, ...] = ()) -> list[Tensor]:
-        """The buckets' vectors, copies, `[*workers, D]`, of a tree like the one that was laid out.
-
-        Args:
-            tree: its leaves `[*workers, ...]`; a leaf that stands in several places counts in its first.
-            workers: the leading axes that every leaf has, `(N,)` when stacked.
-        """
+        """The buckets' vectors `[*workers, D]`, copies, of a tree of leaves `[*workers, ...]`; of a tied leaf the first counts."""
         leaf: dict[int, Tensor] = {}
         for position, value in zip(trees.leaves(self.template), trees.leaves(tree), strict=True):
             leaf.setdefault(position, value.detach())
