@@ -33,7 +33,7 @@ from decentfn.algorithms.relay_sgd import relay_sgd
 from decentfn.algorithms.slowmo import slowmo
 from decentfn.algorithms.stochastic_gradient_push import stochastic_gradient_push
 from decentfn.algorithms.streaming_diloco import streaming_diloco
-from decentfn.comm.replicas import broadcast
+from decentfn.comm.fingerprint import broadcast
 from decentfn.compat import ddp
 from decentfn.engine.compilation import compile
 from decentfn.engine.donation import donate

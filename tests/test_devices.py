@@ -10,8 +10,9 @@ import torch
 import decentfn as df
 from decentfn.comm import collectives
 from decentfn.core import buckets, trees
-from decentfn.gradient import beside, by_autograd
-from decentfn.gradient.backward import backward
+from decentfn.core.scalars import sent
+from decentfn.gradient import beside
+from decentfn.gradient.backward import Layout, backward
 from decentfn.testing import problem
 from tests import contract, devices
 
@@ -44,15 +45,17 @@ def test_a_traced_step_computes_nothing_on_another_device(row):
 def test_the_gradient_by_autograd_waits_for_nothing_and_copies_nothing():
     params = trees.map(devices.on_meta, buckets.flatten(problem.params(0)))
     batch = trees.map(devices.on_meta, problem.batch(0, 0))
-    known = problem.loss_fn, params.plan, (), None, False, False, 3, collectives.world(), 0, None, list(params), []
+    form = Layout(params.plan, None, frozenset())
+    form.is_tried = True
+    known = problem.loss_fn, form, False, 3, collectives.world(), 0, None, list(params), []
     with devices.Copies() as copies:
-        one = beside.passing_beside(lambda _: backward(*known, batch), batch)
+        one = beside.passing_beside(lambda *_: backward(*known, batch), None, batch)
     assert copies.seen == [] and {g.device.type for g in [*one.grads, one.loss]} == {"meta"}
 
 
 def weighed_by_group(grads, state, params, mix):
     share = 1.0 if mix.members is None else mix.members.to(torch.float64).sum()  # None: one worker alone
-    return df.kit.elementwise(lambda g: -0.1 * (g / share).to(g.dtype), grads), state
+    return df.kit.each(lambda g: -0.1 * (g / share).to(g.dtype), grads), state
 
 
 @pytest.mark.parametrize(
@@ -66,10 +69,9 @@ def test_what_is_around_a_step_reads_nothing_back_and_copies_nothing(options):
         assert not any(copy.waits for copy in first) and again == []
 
 
-def test_which_leaves_are_used_reaches_the_device_from_pinned_memory():
-    one = by_autograd.Backward([], torch.zeros((), device="meta"), torch.float32, [True, False], [], None)
+def test_what_a_kernel_sends_comes_from_pinned_memory():
     with devices.Copies() as copies:
-        by_autograd._used([one], 2, ())
+        sent(torch.tensor([True, False]), torch.device("meta"))
     assert copies.seen == [devices.Copy(2, False)]
 
 

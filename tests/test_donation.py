@@ -14,15 +14,15 @@ def start():
 
 def swapped(state, batch, t):
     a, b, c = state
-    return (b, kit.elementwise(torch.add, a, b), kit.elementwise(lambda a: a, a)), None
+    return (b, kit.each(torch.add, a, b), kit.each(lambda a: a, a)), None
 
 
 def shifted(state, batch, t):
     """One vector in two places, and one that is read through a view with another beginning."""
     a, b, c = state
-    new = kit.elementwise(torch.mul, a, c)
+    new = kit.each(torch.mul, a, c)
     late = kit.Buckets([torch.cat([b[0][5:], a[0][:5]])], b.plan)
-    return (new, kit.elementwise(torch.add, late, kit.Buckets([torch.roll(a[0], 3)], a.plan)), new), None
+    return (new, kit.each(torch.add, late, kit.Buckets([torch.roll(a[0], 3)], a.plan)), new), None
 
 
 def viewed(state, batch, t):

@@ -88,7 +88,7 @@ FEW = ["a number", "a shorter mask", "what an algorithm reads", "what a topology
 def scaled():
     """A transform of the user's own, which reads a number from outside."""
     return df.transforms.Transform(
-        lambda params: (), lambda grads, state, params: (kit.elementwise(lambda g: g * outside.scale, grads), state)
+        lambda params: (), lambda grads, state, params: (kit.each(lambda g: g * outside.scale, grads), state)
     )
 
 
@@ -110,7 +110,7 @@ def own(loss_fn, optimizer, topology, **options):
 
     def step(state, batch, t):
         g, local = worker.gradient(state.params, state.local, batch, t)
-        u, local = worker.update(kit.elementwise(lambda g: g * outside.momentum, g.grads), g, local, state.params)
+        u, local = worker.update(kit.each(lambda g: g * outside.momentum, g.grads), g, local, state.params)
         return kit.State(worker.mix(kit.add(state.params, u), t), local), g.metrics
 
     return worker.algorithm(step)

@@ -34,7 +34,7 @@ from decentfn.kit import (
     Worker,
     add,
     algorithm,
-    elementwise,
+    each,
     require_compressor,
     require_contraction,
     require_doubly_stochastic,
@@ -101,10 +101,10 @@ def choco_sgd(
         g, local = worker.gradient(x, state.local, batch, t)
         u, local = worker.update(g.grads, g, local, x)
         x_half = unless_bad(add(x, u), lambda: x_hat)
-        q = post_compressed(elementwise(torch.sub, x_half, x_hat), compressor, neighbors, t)
+        q = post_compressed(each(torch.sub, x_half, x_hat), compressor, neighbors, t)
         x_hat = add(x_hat, q.sent)
         pull = add(pull, difference_compressed(q))
-        x = elementwise(lambda x, pull: (x + gamma * pull).to(x.dtype), x_half, pull)
+        x = each(lambda x, pull: (x + gamma * pull).to(x.dtype), x_half, pull)
         return State(x, local, Memory(x_hat, pull)), g.metrics
 
     return worker.algorithm(step, start)

@@ -40,7 +40,7 @@ from decentfn.kit import (
     add,
     algorithm,
     difference,
-    elementwise,
+    each,
     repaired,
     require_doubly_stochastic,
     zeros_like,
@@ -85,10 +85,10 @@ def d2(loss_fn: LossFn, optimizer: Any, topology: Topology, **options: Unpack[Op
         x, (c,) = state.params, state.memory
         g, local = worker.gradient(x, state.local, batch, t)
         u, local = worker.update(g.grads, g, local, x)
-        half = elementwise(lambda x, u, c: x.to(c.dtype) + u + c, x, u, c)
+        half = each(lambda x, u, c: x.to(c.dtype) + u + c, x, u, c)
         posted = worker.post(half, t)
         pull, half = difference(posted), repaired(posted, half)  # (W - I)(x + u + c)
-        x_next = elementwise(lambda half, d, x: (half + d).to(x.dtype), half, pull, x)
+        x_next = each(lambda half, d, x: (half + d).to(x.dtype), half, pull, x)
         return State(x_next, local, Memory(add(c, pull))), g.metrics
 
     return worker.algorithm(step, Memory.restart)

@@ -38,7 +38,7 @@ from decentfn.kit import (
     algorithm,
     at,
     difference,
-    elementwise,
+    each,
     once,
     reciprocal,
     repaired,
@@ -113,20 +113,20 @@ def decentlam(
         x, (m,) = state.params, state.memory
         g, local = worker.gradient(x, state.local, batch, t)
         u, local = worker.update(g.grads, g, local, x)
-        half = elementwise(lambda x, u: x.to(wide(x.dtype)) + u, x, u)
+        half = each(lambda x, u: x.to(wide(x.dtype)) + u, x, u)
         posted = worker.post(half, t)
         pull, half = difference(posted), repaired(posted, half)  # (W - I)(x - η g)
-        new = elementwise(lambda half, d, m, x: (half + d - eta * beta * m).to(x.dtype), half, pull, m, x)
+        new = each(lambda half, d, m, x: (half + d - eta * beta * m).to(x.dtype), half, pull, m, x)
 
         # Store 16-bit numbers first: a compiled kernel would continue with the values before rounding.
-        stored = elementwise(lambda new: once(new) if new.dtype.itemsize < 4 else new, new)
+        stored = each(lambda new: once(new) if new.dtype.itemsize < 4 else new, new)
 
         def momentum(m: Tensor, u: Tensor, d: Tensor, half: Tensor, new: Tensor) -> Tensor:
             # (x - W (x - η g)) / η without x, whose roundings momentum would accumulate; plus the rounding error of x⁺.
             lost = (d - eta * beta * m) - (new.to(half.dtype) - half)
             return (beta * m - (u + d + repay * lost) * per_eta).to(m.dtype)
 
-        m_new = elementwise(momentum, m, u, pull, half, stored)
+        m_new = each(momentum, m, u, pull, half, stored)
         return State(new, local, Memory(m_new)), g.metrics
 
     return worker.algorithm(step, Memory.restart)

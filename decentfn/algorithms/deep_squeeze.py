@@ -33,7 +33,7 @@ from decentfn.kit import (
     Worker,
     add,
     algorithm,
-    elementwise,
+    each,
     repaired,
     require_compressor,
     require_contraction,
@@ -99,9 +99,9 @@ def deep_squeeze(
         x_half = add(x, u)
         v = add(error, x_half)
         c = post_compressed(v, compressor, neighbors, t)
-        error = elementwise(torch.sub, v, c.sent)
+        error = each(torch.sub, v, c.sent)
         pull = difference_compressed(c, gamma)
-        x = elementwise(lambda x, pull: (x + pull).to(x.dtype), x_half, pull)
+        x = each(lambda x, pull: (x + pull).to(x.dtype), x_half, pull)
         x = repaired(c.posted, x, pull)  # a bad worker sent zeros, so the pull is the mix
         return State(x, local, Memory(error)), g.metrics
 

@@ -32,7 +32,7 @@ from decentfn.kit import (
     algorithm,
     at,
     cast_like,
-    elementwise,
+    each,
     require_compressor,
     require_rate,
     zeros_like,
@@ -100,11 +100,11 @@ def demo(
         theta, (delta,) = state.params, state.memory
         eta = at(learning_rate, t, theta)
         g, local = worker.gradient(theta, state.local, batch, t)
-        grown = elementwise(lambda delta, g: (decay * delta + eta * g).to(delta.dtype), delta, g.grads)
+        grown = each(lambda delta, g: (decay * delta + eta * g).to(delta.dtype), delta, g.grads)
         delta = g.keep(grown, delta)
         q = post_compressed(delta, compressor, others, t)
-        delta = elementwise(torch.sub, delta, q.sent)
-        direction = cast_like(elementwise(torch.sign, sum_compressed(q)), theta)
+        delta = each(torch.sub, delta, q.sent)
+        direction = cast_like(each(torch.sign, sum_compressed(q)), theta)
         # A worker with a bad gradient takes the same step, or replicas would diverge.
         u, local = worker.update(direction, g._replace(good=None), local, theta)
         return State(add(theta, u), local, Memory(delta)), g.metrics

@@ -31,7 +31,7 @@ from decentfn.kit import (
     add,
     algorithm,
     copy_wide,
-    elementwise,
+    each,
     is_active,
     require_fractions,
     require_positive,
@@ -104,8 +104,8 @@ def diloco(
         due = is_active(outer, t, theta)
         mean = worker.mean(to_send(phi, theta, wire), t, outer)
         delta = outer_gradient(phi, mean, wire)
-        b_new = elementwise(lambda b, delta: beta * b + delta, b, delta)
-        phi_new = elementwise(lambda phi, delta, b: phi - eta * (delta + beta * b), phi, delta, b_new)
+        b_new = each(lambda b, delta: beta * b + delta, b, delta)
+        phi_new = each(lambda phi, delta, b: phi - eta * (delta + beta * b), phi, delta, b_new)
         memory = Memory(where(due, phi_new, phi), where(due, b_new, b))
         return State(where(due, phi_new, theta), local, memory), g.metrics
 

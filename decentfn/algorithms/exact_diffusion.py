@@ -33,7 +33,7 @@ from decentfn.kit import (
     add,
     algorithm,
     difference,
-    elementwise,
+    each,
     repaired,
     require_static_symmetric,
     zeros_like,
@@ -76,10 +76,10 @@ def exact_diffusion(loss_fn: LossFn, optimizer: Any, topology: Topology, **optio
         x, (c,) = state.params, state.memory
         g, local = worker.gradient(x, state.local, batch, t)
         u, local = worker.update(g.grads, g, local, x)
-        phi = elementwise(lambda x, u, c: x.to(c.dtype) + u + c, x, u, c)
+        phi = each(lambda x, u, c: x.to(c.dtype) + u + c, x, u, c)
         posted = worker.post(phi, t)
         pull, phi = difference(posted, gamma=0.5), repaired(posted, phi)  # W̄ φ - φ
-        x_next = elementwise(lambda phi, d, x: (phi + d).to(x.dtype), phi, pull, x)
+        x_next = each(lambda phi, d, x: (phi + d).to(x.dtype), phi, pull, x)
         return State(x_next, local, Memory(add(c, pull))), g.metrics
 
     return worker.algorithm(step, Memory.restart)

@@ -33,7 +33,7 @@ from decentfn.kit import (
     Worker,
     algorithm,
     difference,
-    elementwise,
+    each,
     repaired,
     require_static_symmetric,
     zeros_like,
@@ -77,8 +77,8 @@ def extra(loss_fn: LossFn, optimizer: Any, topology: Topology, **options: Unpack
         g, local = worker.gradient(x, state.local, batch, t, after=posted)
         u, local = worker.update(g.grads, g, local, x, posted=posted)
         pull, x = difference(posted, after=g.grads), repaired(posted, x)  # W x - x
-        p_next = elementwise(lambda p, d: p - d / 2, p, pull)
-        x_next = elementwise(lambda x, d, u, p: (x.to(d.dtype) + d + u - p).to(x.dtype), x, pull, u, p)
+        p_next = each(lambda p, d: p - d / 2, p, pull)
+        x_next = each(lambda x, d, u, p: (x.to(d.dtype) + d + u - p).to(x.dtype), x, pull, u, p)
         return State(x_next, local, Memory(p_next)), g.metrics
 
     return worker.algorithm(step, Memory.restart)

@@ -40,7 +40,7 @@ from decentfn.kit import (
     algorithm,
     cast_like,
     collect,
-    elementwise,
+    each,
     require_doubly_stochastic,
     where,
     widen,
@@ -105,7 +105,7 @@ def gradient_tracking(
         gradient, local = worker.gradient(x, state.local, batch, t)
         g_new = gradient.keep(widen(gradient.grads), g)
         assert started is not None
-        y = where(started, worker.mix(add(y, elementwise(torch.sub, g_new, g)), t, late), g_new)
+        y = where(started, worker.mix(add(y, each(torch.sub, g_new, g)), t, late), g_new)
         u, local = worker.update(cast_like(y, x), gradient, local, x)
         return State(worker.mix(add(x, u), t), local, Memory(y, g_new, torch.ones_like(started))), gradient.metrics
 
@@ -114,7 +114,7 @@ def gradient_tracking(
         y_posted = worker.post(y, t, late)
         gradient, local = worker.gradient(x, state.local, batch, t, after=y_posted)
         g_new = gradient.keep(widen(gradient.grads), g)
-        y = add(collect(y_posted, after=gradient.grads), elementwise(torch.sub, g_new, g))
+        y = add(collect(y_posted, after=gradient.grads), each(torch.sub, g_new, g))
         u, local = worker.update(cast_like(y, x), gradient, local, x)
         return State(worker.mix(add(x, u), t), local, Memory(y, g_new, None)), gradient.metrics
 
@@ -123,7 +123,7 @@ def gradient_tracking(
         y_posted, x_posted = worker.post(y, t, late), worker.post(x, t)
         gradient, local = worker.gradient(x, state.local, batch, t, after=(y_posted, x_posted))
         g_new = gradient.keep(widen(gradient.grads), g)
-        y = add(collect(y_posted, after=gradient.grads), elementwise(torch.sub, g_new, g))
+        y = add(collect(y_posted, after=gradient.grads), each(torch.sub, g_new, g))
         u, local = worker.update(cast_like(y, x), gradient, local, x, posted=x_posted)
         return State(add(collect(x_posted, after=gradient.grads), u), local, Memory(y, g_new, None)), gradient.metrics
 

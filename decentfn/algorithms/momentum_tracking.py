@@ -33,7 +33,7 @@ from decentfn.kit import (
     algorithm,
     cast_like,
     collect,
-    elementwise,
+    each,
     require_doubly_stochastic,
     require_fractions,
     zeros_like,
@@ -89,9 +89,9 @@ def momentum_tracking(
         x, (u, y) = state.params, state.memory
         x_posted, y_posted = worker.post(x, t), worker.post(y, t, late)
         g, local = worker.gradient(x, state.local, batch, t, after=(x_posted, y_posted))
-        u_new = g.keep(elementwise(lambda u, g: beta * u + g, u, g.grads), u)
+        u_new = g.keep(each(lambda u, g: beta * u + g, u, g.grads), u)
         y_mixed = collect(y_posted, after=g.grads)
-        y = elementwise(lambda mixed, new, u: (mixed + (new - u)).to(mixed.dtype), y_mixed, u_new, u)
+        y = each(lambda mixed, new, u: (mixed + (new - u)).to(mixed.dtype), y_mixed, u_new, u)
         update, local = worker.update(cast_like(y, x), g, local, x, posted=x_posted)
         x = add(collect(x_posted, after=g.grads), update)
         return State(x, local, Memory(u_new, y)), g.metrics

@@ -32,7 +32,7 @@ from decentfn.kit import (
     add,
     algorithm,
     copy_wide,
-    elementwise,
+    each,
     is_active,
     require_doubly_stochastic,
     require_fractions,
@@ -111,9 +111,9 @@ def noloco(
         u, local = worker.update(g.grads, g, local, theta)
         theta = unless_bad(add(theta, u), lambda: phi)
         due = is_active(outer, t, theta)
-        mixed = worker.mix(elementwise(lambda phi, d: gamma * phi - beta * d, phi, progress(phi, theta)), t, outer)
-        b_new = elementwise(lambda b, mixed, phi: alpha * b + (mixed - gamma * phi), b, mixed, phi)
-        phi_new = elementwise(torch.add, phi, b_new)
+        mixed = worker.mix(each(lambda phi, d: gamma * phi - beta * d, phi, progress(phi, theta)), t, outer)
+        b_new = each(lambda b, mixed, phi: alpha * b + (mixed - gamma * phi), b, mixed, phi)
+        phi_new = each(torch.add, phi, b_new)
         memory = Memory(where(due, phi_new, phi), where(due, b_new, b))
         return State(where(due, phi_new, theta), local, memory), g.metrics
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from decentfn.comm import gossip
-from decentfn.kit import Buckets, Plan, elementwise, is_active
+from decentfn.kit import Buckets, Plan, each, is_active
 from decentfn.topologies import Topology, every, later
 
 
@@ -41,7 +41,7 @@ def to_send(phi: Buckets, theta: Buckets, wire_dtype: torch.dtype | None) -> Buc
 
 def outer_gradient(phi: Buckets, mean: Buckets, wire_dtype: torch.dtype | None) -> Buckets:
     """Return `Δ = φ - mean_i θ_i` from the mean of the contributions."""
-    return progress(phi, mean) if wire_dtype is None else elementwise(lambda phi, m: m.to(phi.dtype), phi, mean)
+    return progress(phi, mean) if wire_dtype is None else each(lambda phi, m: m.to(phi.dtype), phi, mean)
 
 
 class Fragments:

@@ -34,7 +34,7 @@ from decentfn.kit import (
     cast_like,
     collect,
     divide,
-    elementwise,
+    each,
     scale,
     widen,
     zeros_like,
@@ -82,7 +82,7 @@ def push_diging(loss_fn: LossFn, optimizer: Any, topology: Topology, **options: 
         gradient, local = worker.gradient(x, state.local, batch, t, after=y_posted)
         g_new = gradient.keep(widen(gradient.grads), g)
         ay = collect(y_posted, after=gradient.grads)
-        y = elementwise(lambda ay, new, old: ay + new - old, ay, g_new, g)
+        y = each(lambda ay, new, old: ay + new - old, ay, g_new, g)
         update, local = worker.update(cast_like(y, x), gradient, local, x)
         u_and_v = pack(add(scale(x, v), update), v)
         u, v = unpack(worker.mix(u_and_v, t), x.plan)

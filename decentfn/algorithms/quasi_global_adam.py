@@ -30,7 +30,7 @@ from decentfn.kit import (
     Worker,
     add,
     algorithm,
-    elementwise,
+    each,
     global_norm,
     once,
     require_doubly_stochastic,
@@ -106,13 +106,13 @@ def quasi_global_adam(
             return (m_hat / first.to(m.dtype) / (torch.sqrt(v_hat / second.to(m.dtype)) + eps)).to(dtype)
 
         g, local = worker.gradient(x, state.local, batch, t)
-        u, local = worker.update(elementwise(direction, g.grads, m, v), g, local, x)
+        u, local = worker.update(each(direction, g.grads, m, v), g, local, x)
         mixed = worker.mix(add(x, u), t)
-        moved = elementwise(torch.sub, widen(x), mixed)
+        moved = each(torch.sub, widen(x), mixed)
         length = global_norm(moved) + 1e-8
-        d = elementwise(lambda moved: moved / length.to(moved.dtype), moved)
-        m_new = elementwise(lambda m, d: b1 * m + (1 - b1) * d, m, d)
-        v_new = elementwise(lambda v, d: b2 * v + (1 - b2) * d**2, v, d)
+        d = each(lambda moved: moved / length.to(moved.dtype), moved)
+        m_new = each(lambda m, d: b1 * m + (1 - b1) * d, m, d)
+        v_new = each(lambda v, d: b2 * v + (1 - b2) * d**2, v, d)
         memory = g.keep(Memory(m_new, v_new, count + 1), state.memory)
         return State(mixed, local, memory), g.metrics
 

@@ -28,7 +28,7 @@ from decentfn.kit import (
     algorithm,
     at,
     difference,
-    elementwise,
+    each,
     reciprocal,
     repaired,
     require_doubly_stochastic,
@@ -96,14 +96,14 @@ def quasi_global_momentum(
         per_eta = reciprocal(eta)
         x, (m,) = state.params, state.memory
         g, local = worker.gradient(x, state.local, batch, t)
-        u, local = worker.update(elementwise(lambda g: of_g * g, g.grads), g, local, x)
-        move = elementwise(lambda u, m: u - eta * of_m * m, u, m)
-        half = elementwise(lambda x, move: x.to(move.dtype) + move, x, move)
+        u, local = worker.update(each(lambda g: of_g * g, g.grads), g, local, x)
+        move = each(lambda u, m: u - eta * of_m * m, u, m)
+        half = each(lambda x, move: x.to(move.dtype) + move, x, move)
         posted = worker.post(half, t)
         pull, half = difference(posted), repaired(posted, half)  # (W - I) x½
-        mixed = elementwise(lambda half, d, x: (half + d).to(x.dtype), half, pull, x)
+        mixed = each(lambda half, d, x: (half + d).to(x.dtype), half, pull, x)
         # (x - x⁺) / η without x, whose roundings momentum would accumulate.
-        m_new = elementwise(lambda m, move, d: (mu * m - (1 - mu) * (move + d) * per_eta).to(m.dtype), m, move, pull)
+        m_new = each(lambda m, move, d: (mu * m - (1 - mu) * (move + d) * per_eta).to(m.dtype), m, move, pull)
         return State(mixed, local, Memory(m_new)), g.metrics
 
     return worker.algorithm(step, Memory.restart)

@@ -30,7 +30,7 @@ from decentfn.kit import (
     algorithm,
     at,
     copy_wide,
-    elementwise,
+    each,
     is_active,
     reciprocal,
     require_doubly_stochastic,
@@ -112,8 +112,8 @@ def slowmo(
         x = worker.mix(add(x, v), t, inner)
         x_h = worker.mean(x, t, outer)
         due = is_active(outer, t, x)
-        u_new = elementwise(lambda u, d: beta * u + d * per_eta, u, progress(x0, x_h))
-        slow = elementwise(lambda x0, u: x0 - alpha * eta * u, x0, u_new)
+        u_new = each(lambda u, d: beta * u + d * per_eta, u, progress(x0, x_h))
+        slow = each(lambda x0, u: x0 - alpha * eta * u, x0, u_new)
         memory = Memory(where(due, slow, x0), where(due, u_new, u))
         return State(where(due, slow, x), local, memory), g.metrics
 

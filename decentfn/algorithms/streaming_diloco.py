@@ -34,7 +34,7 @@ from decentfn.kit import (
     add,
     algorithm,
     copy_wide,
-    elementwise,
+    each,
     require_fractions,
     require_positive,
     require_whole,
@@ -140,9 +140,9 @@ def streaming_diloco(
         delta = collect(posted, phi, g.grads)
         if waiting is not None:
             delta = waiting = where(fragments.turn(phi, launches, t), delta, waiting)
-        b_new = elementwise(lambda b, delta: beta * b + delta, b, delta)
-        phi_new = elementwise(lambda phi, delta, b: phi - eta * (delta + beta * b), phi, delta, b_new)
-        theta_new = elementwise(lambda phi, theta: (1 - alpha) * phi + alpha * theta, phi_new, theta)
+        b_new = each(lambda b, delta: beta * b + delta, b, delta)
+        phi_new = each(lambda phi, delta, b: phi - eta * (delta + beta * b), phi, delta, b_new)
+        theta_new = each(lambda phi, theta: (1 - alpha) * phi + alpha * theta, phi_new, theta)
         due = fragments.turn(phi, arrivals, t)
         memory = Memory(where(due, phi_new, phi), where(due, b_new, b), waiting)
         return State(where(due, theta_new, theta), local, memory), g.metrics

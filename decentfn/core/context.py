@@ -14,7 +14,9 @@ class _Context(threading.local):
         self.call: tuple[str, bool] | None = None  # the user's call outside steps (`collectives.calling`)
         self.seed: int | None = None  # torch's, outside of `draws.torch_draws`
         self.generators: tuple[Any, ...] = ()  # which the outer `draws.torch_draws` puts back
-        self.chunks: Any = None  # how the simulation chunks (`stacking.over_workers`)
+        self.chunks: tuple[int, int] | None = (
+            None  # the simulation's workers, and how many at a time (`stacking.over_workers`)
+        )
         # Added to and never set: torch.compile forgets what an attribute was set to where it traces a loop.
         self.guarded: list[Any] = []  # what the guarded steps have met, the innermost last (`gossip.guarded`)
 

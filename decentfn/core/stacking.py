@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,11 +12,6 @@ from decentfn.core import trees
 from decentfn.core.context import context
 from decentfn.core.trees import PyTree
 from decentfn.torch_private import functorch
-
-
-class _Chunks(NamedTuple):
-    num_workers: int
-    size: int
 
 
 def require_rows(what: str, tree: PyTree, num_workers: int) -> None:
@@ -43,7 +37,7 @@ def over_workers(
     """
     one, returned = _on_leaves(function, arguments)
     outer = context.chunks
-    context.chunks = None if chunk_size is None or chunk_size >= num_workers else _Chunks(num_workers, chunk_size)
+    context.chunks = None if chunk_size is None or chunk_size >= num_workers else (num_workers, chunk_size)
     try:
         stacked = vmap(one, randomness="different")(trees.leaves(arguments))
     finally:
@@ -52,10 +46,9 @@ def over_workers(
 
 
 def in_chunks(function: Callable[..., PyTree], *arguments: PyTree) -> PyTree:
-    """`function(*arguments)`, for one chunk of the workers after the other where the simulation was told to."""
-    if (chunks := context.chunks) is None:
-        return function(*arguments)
-    num_workers, size = chunks
+    """`function(*arguments)`, for one chunk of the workers after the other, where the simulation was told to."""
+    assert context.chunks is not None
+    num_workers, size = context.chunks
     leaves = trees.leaves(arguments)
     everyone = [functorch.all_rows(leaf, leaves[0]) for leaf in leaves]
     one, returned = _on_leaves(function, arguments)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import optree
@@ -38,15 +39,16 @@ def map(function: Callable[..., Any], tree: PyTree, *others: PyTree) -> PyTree:
     """`function` of the leaves of `tree` and of what stands in their places in `others`, as a tree."""
     if not torch.compiler.is_dynamo_compiling():
         return optree.tree_map(function, tree, *others)
-    if isinstance(tree, _LEAVES):
-        return function(tree, *others)
-    node = _open(tree)
-    if node is None:
-        return function(tree, *others)
+    node = None if isinstance(tree, _LEAVES) else _open(tree)
+    return function(tree, *others) if node is None else _rebuilt(map, function, node, others)
+
+
+def _rebuilt(visit: Callable[..., Any], function: Callable[..., Any], node: Any, others: Sequence[PyTree]) -> PyTree:
+    """An opened node with `visit(function, ...)` of its children, and of those in their places in `others`."""
     children, close = node
     opened = [_open(other) for other in others]
     rest = [() if other is None else other[0] for other in opened]
-    return close([map(function, *parts) for parts in zip(children, *rest, strict=True)])
+    return close([visit(function, *parts) for parts in zip(children, *rest, strict=True)])
 
 
 def cloned(tree: PyTree) -> PyTree:
@@ -100,15 +102,17 @@ def register_node(
     cls: type[T],
     flatten: Callable[[T], tuple[Sequence[Any], Hashable]],
     unflatten: Callable[[Any, Iterable[Any]], T],
+    in_c: Callable[[T], Any] | None = None,
 ) -> None:
     """Make `cls` an inner node of pytrees, for optree and for torch (vmap, Dynamo) alike.
 
-    `flatten` returns (children, static context); `unflatten` takes (context, children).
+    `flatten` returns (children, static context); `unflatten` takes (context, children). `in_c` is `flatten` in C, which Dynamo
+    cannot trace.
     """
     _nodes[cls] = (flatten, unflatten)
     optree.register_pytree_node(
         cast(Any, cls),
-        cast(Any, flatten),
+        cast(Any, in_c or flatten),
         cast(Any, unflatten),
         namespace=registry.__dict__["__GLOBAL_NAMESPACE"],
     )
@@ -134,12 +138,7 @@ def map_nodes(kind: type[T], function: Callable[..., T], tree: PyTree, *others: 
     if isinstance(tree, kind):
         return function(tree, *others)
     node = _open(tree)
-    if node is None:
-        return tree
-    children, close = node
-    opened = [_open(other) for other in others]
-    rest = [() if other is None else other[0] for other in opened]
-    return close([map_nodes(kind, function, *parts) for parts in zip(children, *rest, strict=True)])
+    return tree if node is None else _rebuilt(partial(map_nodes, kind), function, node, others)
 
 
 def named_leaves(tree: PyTree, kind: type | None = None) -> list[tuple[str, Any]]:

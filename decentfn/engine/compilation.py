@@ -6,6 +6,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from types import FunctionType
 from typing import Any
@@ -15,13 +16,13 @@ from torch import Tensor
 
 from decentfn.comm import collectives
 from decentfn.core import trees
+from decentfn.core.context import context
 from decentfn.core.formatting import brief, brief_error, is_ours
-from decentfn.core.spans import nothing
 from decentfn.core.trees import PyTree
 from decentfn.engine import cache as compile_cache
 from decentfn.engine.donation import require_distinct, require_layout
 from decentfn.engine.memory import give_back_freed_memory
-from decentfn.gradient import raise_own, reading
+from decentfn.gradient import raise_own, traced_module
 from decentfn.kit.expected import is_state, kind_of
 from decentfn.kit.step import Step
 from decentfn.torch_private import inductor
@@ -97,13 +98,12 @@ def compile(
     if backend == "inductor":
         kwargs["backend"] = progress.inductor
         kwargs["options"] = inductor.compile_options() | options
-    loss_fn = step.loss_fn
-    read = loss_fn if loss_fn is not None and reading(loss_fn) is not nothing else None
+    read = None if step.loss_fn is None else traced_module(step.loss_fn)
     graphs: list[tuple[Any, Callable[..., Any]]] = []
 
     def run(state: Any, batch: PyTree, t: Tensor) -> tuple[Any, Any]:
         leaves, structure = trees.flatten(state)
-        here = collectives.world()
+        here = context.step or collectives.world()
         form = here.size, here.processes_per_worker, structure  # what a graph is made for and Dynamo does not see
         graph = None
         for known, its_graph in graphs:
@@ -121,7 +121,7 @@ def compile(
         batch = batch if step.is_by_autograd or isinstance(batch, Tensor) else trees.plain(batch)
         guard_everything(_GRAPHS)
         try:
-            with nothing if read is None else reading(read):
+            with nullcontext() if read is None else read.alone(lends=False):
                 result = graph(leaves, batch, t)
         except Exception as error:
             _explain(step, error, state, batch)

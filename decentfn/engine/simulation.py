@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from decentfn.comm import collectives
-from decentfn.comm.replicas import require_equal_rows
+from decentfn.comm.fingerprint import require_equal_rows
 from decentfn.core import trees
 from decentfn.core.formatting import brief
 from decentfn.core.numbers import MOST_WORKERS, checks_numbers, require_at_most
@@ -74,8 +74,9 @@ def simulate(step: Step | Callable[..., Any], num_workers: int, *, chunk_size: i
         return over_workers(lambda state, batch: one(state, batch, t), num_workers, state, batch, chunk_size=chunk_size)
 
     def check(state: Any, batch: PyTree, t: Tensor) -> None:
-        if step.num_workers is not None:
-            collectives.require_size(num_workers, step.num_workers, "simulate")
+        here = collectives.world()
+        if step.num_workers is not None and num_workers * here.size != step.num_workers:
+            collectives.refuse_size(here, num_workers, step.num_workers, "simulate")
         require_rows("state", state, num_workers)
         batch = trees.plain(batch)
         require_rows("batch", batch, num_workers)

@@ -2,32 +2,16 @@
 
 from decentfn.gradient.accumulated import Accumulated, accumulate
 from decentfn.gradient.by_autograd import autograd, is_by_autograd
-from decentfn.gradient.evaluation import evaluate, raise_own, reading, require_batch, require_inputs
-from decentfn.gradient.inside import Inside, inside_of
+from decentfn.gradient.evaluation import (
+    Inside,
+    evaluate,
+    inside_of,
+    raise_own,
+    require_batch,
+    require_inputs,
+    traced_module,
+)
 from decentfn.gradient.loss import LossFn, require_loss
 from decentfn.gradient.module import functional
 from decentfn.gradient.result import Gradient, Metrics, where_good
 from decentfn.gradient.scaled import DynamicLossScale, LossScale, dynamic_loss_scale
-
-__all__ = [
-    "Accumulated",
-    "DynamicLossScale",
-    "Gradient",
-    "Inside",
-    "LossFn",
-    "LossScale",
-    "Metrics",
-    "accumulate",
-    "autograd",
-    "dynamic_loss_scale",
-    "evaluate",
-    "functional",
-    "inside_of",
-    "is_by_autograd",
-    "raise_own",
-    "reading",
-    "require_batch",
-    "require_inputs",
-    "require_loss",
-    "where_good",
-]

@@ -14,9 +14,8 @@ from decentfn.core.buckets import Buckets, wide
 from decentfn.core.formatting import brief
 from decentfn.core.trees import PyTree
 from decentfn.gradient.loss import LossFn, WrappedLoss, call, require_loss
-from decentfn.gradient.result import Gradient
+from decentfn.gradient.result import Gradient, gradient_of
 from decentfn.gradient.scaled import DynamicLossScale
-from decentfn.gradient.traced import gradient_of
 from decentfn.torch_private import scan
 
 

@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import chain
+from operator import attrgetter
 from types import FunctionType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from decentfn.comm import collectives
-from decentfn.comm.fingerprint import compare
-from decentfn.comm.replicas import digest
+from decentfn.comm.fingerprint import compare, digest
 from decentfn.core import draws, trees
 from decentfn.core.buckets import Buckets, Plan, elements, wide
 from decentfn.core.formatting import brief
-from decentfn.core.spans import nothing
 from decentfn.core.trees import PyTree
 from decentfn.gradient.accumulated import micro_batch_count, micro_batches
 from decentfn.gradient.beside import around
 from decentfn.gradient.lending import Lent
-from decentfn.gradient.loss import LossFn, call, scalar
+from decentfn.gradient.loss import LossFn, call
 from decentfn.gradient.others import Others, no_other_weights
-from decentfn.gradient.traced import unscaled
-from decentfn.torch_private.autograd import enabled
+from decentfn.gradient.result import unscaled
+from decentfn.torch_private.autograd import dispatching_as
 
 
 class Backward(NamedTuple):
@@ -40,38 +39,40 @@ class Backward(NamedTuple):
     aux: PyTree
 
 
+class Layout:
+    """Where the loss's leaves lie in buckets and in its tree of buffers."""
+
+    def __init__(self, plan: Plan, buffers: PyTree, frozen: frozenset[str]) -> None:
+        self.plan, self.buffers = plan, buffers
+        self.changing = tuple(i for name, i in trees.named_leaves(buffers) if name not in frozen)
+        self.names = [segment.name for bucket in plan.buckets for segment in bucket.segments]
+        self.is_tried = False
+        """Whether the loss has been evaluated, and nothing was wrong with it."""
+
+
 class _Function:
     """A loss that is a function, with a worker's values; see `Lent`."""
 
-    def __init__(self, loss_fn: LossFn, params: PyTree, buffers: PyTree) -> None:
+    gradient = attrgetter("grad")
+
+    def __init__(self, loss_fn: LossFn, form: Layout, views: list[Tensor], buffers: PyTree) -> None:
         self._loss_fn, self._buffers = loss_fn, buffers
-        # By .data, each has a version counter of its own.
-        self.leaves = trees.map(lambda x: x.data.requires_grad_(), params)
-        self.constant = dict(trees.named_leaves(self.leaves))
+        self.leaves = [x.data.requires_grad_() for x in views]  # by .data, each has a version counter of its own
+        self._params = trees.fill(form.plan.template, self.leaves)
+        self.constant = dict(zip(form.names, self.leaves, strict=True))
 
     def of(self, batch: Any) -> tuple[Tensor, PyTree]:
-        loss, new, aux = call(self._loss_fn, self.leaves, self._buffers, batch)
+        loss, new, aux = call(self._loss_fn, self._params, self._buffers, batch)
         self._buffers = None if new is None else trees.map(torch.detach, new)
         return loss, aux
-
-    def gradient(self, leaf: Tensor) -> Tensor | None:
-        return leaf.grad
 
     def buffers(self) -> PyTree:
         return self._buffers
 
 
-def _with_values(loss_fn: LossFn, params: PyTree, buffers: PyTree) -> AbstractContextManager[_Function | Lent]:
-    lent = getattr(loss_fn, "lent", None)
-    return nullcontext(_Function(loss_fn, params, buffers)) if lent is None else lent(params, buffers)
-
-
 def backward(
     loss_fn: LossFn,
-    plan: Plan,
-    changing: Sequence[int],
-    template: PyTree,
-    is_first: bool,
+    form: Layout,
     many: bool,
     t: int,
     here: collectives.World,
@@ -85,10 +86,8 @@ def backward(
 
     Args:
         loss_fn: the loss of one batch.
-        plan: of the buckets.
-        changing: which of the buffers' leaves the loss changes.
-        template: the tree of the buffers.
-        is_first: whether to look for what only values and graphs show: writing through `.data`, parameters of others.
+        form: where its leaves lie; the first time it is also looked for what only values and graphs show: writing through
+            `.data`, parameters of others.
         many: whether the batch is micro-batches, `[M, ...]` in every leaf: the gradient's mean is taken over them.
         t: the step.
         here: the world that the operator was called in.
@@ -98,41 +97,52 @@ def backward(
         buffers: the leaves of the loss's buffers.
         batch: what the loss takes.
     """
-    team = getattr(loss_fn, "team", 1)
+    plan, is_first, team = form.plan, not form.is_tried, getattr(loss_fn, "team", 1)
     if is_first and team > 1:
         _require_one_batch(batch, team)
+    place = worker if here.processes_per_worker == 1 else here.whole.rank // team * team
     # Sums of gradients in a narrow dtype would lose what they add.
     adds_in_place = not many or all(wide(b.dtype) == b.dtype for b in params)
     sums: list[Tensor] = []
     losses, auxes = [], []
-    with enabled(around()):
-        kept = [b.clone() if i in changing else b for i, b in enumerate(buffers)]
-        views = Buckets(params, plan)
-        with _with_values(loss_fn, views.tree(), trees.fill(template, kept)) as given:
-            leaves = _by_number(plan, given.leaves)
-            used = [False] * len(leaves)
-            before = _marks(given.constant, is_first)
+    with dispatching_as(*around()), torch.enable_grad():
+        kept = list(buffers)
+        for i in form.changing:
+            kept[i] = kept[i].clone()
+        views, given_buffers = Buckets(params, plan).leaves(), trees.fill(form.buffers, kept) if kept else form.buffers
+        if (lent := getattr(loss_fn, "lent", None)) is None:
+            values = nullcontext(_Function(loss_fn, form, views, given_buffers))
+        else:
+            values = lent(dict(zip(form.names, views, strict=True)), given_buffers)
+        with values as given:
+            used, before = [False] * len(views), _marks(given.constant, is_first)
             micros = _rows(micro_batches(batch)) if many else [batch]
             for index, data in enumerate(micros):
-                with draws.torch_draws(t, worker * here.processes_per_worker + here.process // team * team, index):
-                    loss, aux = _forward_backward(given, leaves, data, scale, is_first)
+                with draws.torch_draws(t, place, index):
+                    loss, aux = _forward_backward(given, data, scale, is_first)
                 losses.append(loss)
                 auxes.append(aux)
                 if index + 1 == len(micros) or not adds_in_place:
-                    parts = _in_buckets(views, leaves, given.gradient, used)
+                    parts = _in_buckets(plan, params, given, used)
                     parts = parts if adds_in_place else [g.to(wide(g.dtype)) for g in parts]
                     sums = [s + g for s, g in zip(sums, parts, strict=True)] if sums else parts
-            _require_left_alone(before, _marks(given.constant, is_first))
-            new = trees.leaves(given.buffers())
+            if (after := _marks(given.constant, is_first)) != before:
+                pairs = zip(given.constant, before, after, strict=True)
+                _refuse_writing(sorted(name for name, old, new in pairs if new != old))
+            new = []
+            if form.changing:
+                left = trees.leaves(given.buffers())
+                new = [_apart(left[i], kept[i]) for i in form.changing]
     with torch.no_grad():
         grads = [(g / len(micros)).to(b.dtype) for g, b in zip(sums, params, strict=True)] if many else sums
         if scale is not None:
             grads = list(unscaled(Buckets(grads, plan), scale))
         # In float64, which holds the value of any dtype exactly, as a graph must know the dtype; it may be a parameter, or aux.
-        wide_losses = [loss.to(torch.float64, copy=True) for loss in losses]
-        mean = torch.stack(wide_losses).mean() if many else wide_losses[0]
+        mean = losses[0].to(torch.float64, copy=True)
+        if many:
+            mean = torch.stack([mean, *(loss.to(torch.float64) for loss in losses[1:])]).mean()
     aux = trees.map(lambda *rows: stacked(rows), *auxes) if many else auxes[0]
-    return Backward(grads, mean, losses[0].dtype, used, [_apart(new[i], kept[i]) for i in changing], aux)
+    return Backward(grads, mean, losses[0].dtype, used, new, aux)
 
 
 def _require_one_batch(batch: Any, team: int) -> None:
@@ -145,18 +155,17 @@ def _require_one_batch(batch: Any, team: int) -> None:
 
 
 def _forward_backward(
-    given: _Function | Lent, leaves: list[Tensor], batch: Any, scale: Tensor | None, is_first: bool
+    given: _Function | Lent, batch: Any, scale: Tensor | None, is_first: bool
 ) -> tuple[Tensor, PyTree]:
     """The loss and aux; the gradients are added to the leaves' `.grad`."""
     loss, aux = given.of(batch)
-    loss = scalar(loss)
-    others = Others(loss, leaves, batch) if is_first and given.constant else None
+    others = Others(loss, given.leaves, batch) if is_first and given.constant else None
     if not loss.requires_grad:
         raise RuntimeError(
             "df.autograd(loss_fn): the loss does not depend on the parameters that it was given; compute it from `params` "
             "(torch.func.functional_call(module, params, ...), or df.functional), and not under torch.no_grad."
         )
-    with no_other_weights(loss) if is_first and isinstance(given, _Function) else nothing:
+    with no_other_weights(loss) if is_first and isinstance(given, _Function) else nullcontext():
         (loss if scale is None else loss.to(wide(loss.dtype)) * scale).backward()
     value, aux = loss.detach(), None if aux is None else trees.map(_beyond, trees.plain(aux))
     del loss
@@ -165,44 +174,37 @@ def _forward_backward(
     return value, aux
 
 
-def _by_number(plan: Plan, tree: PyTree) -> list[Tensor]:
-    """The leaves of a tree in the order in which they lie in the buckets."""
-    by_number = dict(zip(trees.leaves(plan.template), trees.leaves(tree), strict=True))
-    return [by_number[i] for i in range(len(by_number))]
-
-
-def _in_buckets(
-    views: Buckets, leaves: list[Tensor], gradient: Callable[[Tensor], Tensor | None], used: list[bool]
-) -> list[Tensor]:
+def _in_buckets(plan: Plan, params: Sequence[Tensor], given: _Function | Lent, used: list[bool]) -> list[Tensor]:
     """The gradients joined in buckets; the leaves give theirs up. A leaf without one has 0; which have some is noted."""
-    found, first = [], 0
-    for bucket, tensor in zip(views.plan.buckets, views, strict=True):
+    leaves, gradient, found, first = given.leaves, given.gradient, [], 0
+    for bucket, tensor in zip(plan.buckets, params, strict=True):
         parts = []
         for number, segment in enumerate(bucket.segments, first):
             grad = gradient(leaves[number])
             leaves[number].grad = None
-            used[number] |= grad is not None
             if grad is None:
                 grad = tensor.new_zeros(segment.numel)
-            parts.append(elements((grad if grad.layout == torch.strided else grad.to_dense()).detach()))
+            else:
+                used[number] = True
+                grad = (grad if grad.layout == torch.strided else grad.to_dense()).detach()
+            parts.append(elements(grad) if segment.is_complex else grad.reshape(-1))
         first += len(parts)
         found.append(parts[0] if len(parts) == 1 else torch.cat(parts))
     return found
 
 
-def _marks(tensors: dict[str, Tensor], is_first: bool) -> dict[str, tuple[int, int, str | None]]:
+def _marks(tensors: dict[str, Tensor], is_first: bool) -> list[tuple[int, int, str | None]]:
     """What changes where a tensor is written over, or comes to lie elsewhere."""
-    return {n: (x._version, x.data_ptr(), digest(x) if is_first else None) for n, x in tensors.items()}
+    return [(x._version, x.data_ptr(), digest(x) if is_first else None) for x in tensors.values()]
 
 
-def _require_left_alone(before: dict[str, Any], now: dict[str, Any]) -> None:
-    if now != before:
-        raise RuntimeError(
-            f"df.autograd(loss_fn): the loss wrote over {brief(sorted(n for n in now if now[n] != before[n]))} of the state, which only "
-            "the optimizer updates. Clip or normalize trained parameters after the step, with df.with_params, or compute with a clipped "
-            "copy (of an embedding's weights, in place of max_norm). Frozen ones that the loss moves are named in "
-            "df.functional(module, ..., overwritten=[...]). The state that the step was given is written over: go on from another."
-        )
+def _refuse_writing(names: list[str]) -> NoReturn:
+    raise RuntimeError(
+        f"df.autograd(loss_fn): the loss wrote over {brief(names)} of the state, which only "
+        "the optimizer updates. Clip or normalize trained parameters after the step, with df.with_params, or compute with a clipped "
+        "copy (of an embedding's weights, in place of max_norm). Frozen ones that the loss moves are named in "
+        "df.functional(module, ..., overwritten=[...]). The state that the step was given is written over: go on from another."
+    )
 
 
 def _rows(batch: PyTree) -> list[PyTree]:

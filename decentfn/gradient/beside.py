@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor
 
 from decentfn.core import trees
-from decentfn.core.scalars import integer
 from decentfn.torch_private.autograd import surroundings
 
 
@@ -41,25 +39,26 @@ class Outcome(NamedTuple):
 
 
 class _Here(threading.local):
-    values: dict[int, Any] | None = None
+    values: list[Any] | None = None
     around: tuple[Any, Any] | None = None
 
 
 _here = _Here()
-_numbers = itertools.count()
+_BATCH = Beside(torch.zeros((), dtype=torch.int64))
+"""It is the first value of a step."""
 
 
 def put(value: Any) -> int:
     """The number of a value, which is kept until the step ends."""
     assert _here.values is not None
-    number = next(_numbers)
-    _here.values[number] = value
-    return number
+    _here.values.append(value)
+    return len(_here.values) - 1
 
 
 def value(number: Tensor) -> Any:
     """What was put under this number, in this thread and step."""
-    return (_here.values or {})[int(number if number.dim() == 0 else number[0])]
+    assert _here.values is not None
+    return _here.values[int(number if number.dim() == 0 else number[0])]
 
 
 def around() -> tuple[Any, Any]:
@@ -68,23 +67,20 @@ def around() -> tuple[Any, Any]:
     return _here.around
 
 
-def passing_beside(function: Callable[[Beside], Any], batch: Any) -> Any:
-    """`function(batch)`, a step or a gradient, whose batch goes in beside the graph, as `aux` comes out.
+def passing_beside(function: Callable[..., Any], first: Any, batch: Any, *others: Any) -> Any:
+    """`function(first, batch, *others)`, a step or a gradient, whose batch goes in beside the graph, as `aux` comes out.
 
     What it returns, or the last part of it, has a loss and an aux.
     """
     outer = _here.values, _here.around
-    _here.values, _here.around = {}, surroundings()
+    values = [batch]
+    _here.values, _here.around = values, surroundings()
     try:
-        returned = function(Beside(integer(put(batch))))
-        return (returned[0], _arrived(returned[1])) if type(returned) is tuple else _arrived(returned)
+        returned = function(first, _BATCH, *others)
+        reported = returned[1] if type(returned) is tuple else returned
+        if isinstance(reported.aux, Beside):
+            outcome = values[int(reported.aux.number.view(-1)[0])]
+            reported = reported._replace(loss=reported.loss.to(outcome.loss_dtype), aux=outcome.aux)
+        return (returned[0], reported) if type(returned) is tuple else reported
     finally:
         _here.values, _here.around = outer
-
-
-def _arrived(reported: Any) -> Any:
-    """Metrics, or a gradient, with the loss in its own dtype and its aux, where the operator's number for both can be read."""
-    if not isinstance(reported.aux, Beside):
-        return reported
-    outcome = value(reported.aux.number)
-    return reported._replace(loss=reported.loss.to(outcome.loss_dtype), aux=outcome.aux)

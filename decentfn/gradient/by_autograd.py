@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -18,30 +17,21 @@ from torch import Tensor
 
 from decentfn.comm.collectives import world
 from decentfn.core import trees
-from decentfn.core.buckets import Buckets, Plan, plan_of
+from decentfn.core.buckets import Buckets, plan_of
+from decentfn.core.context import context
 from decentfn.core.formatting import brief
-from decentfn.core.scalars import integer, sent
+from decentfn.core.scalars import operator, sent
 from decentfn.core.stacking import require_rows
 from decentfn.core.trees import PyTree
 from decentfn.gradient.accumulated import Accumulated
-from decentfn.gradient.backward import Backward, backward, stacked
+from decentfn.gradient.backward import Layout, backward, stacked
 from decentfn.gradient.beside import Beside, Outcome, passing_beside, put, value
-from decentfn.gradient.loss import LossFn, WrappedLoss, require_loss
+from decentfn.gradient.loss import LossFn, WrappedLoss, require_loss, unwrapped
 from decentfn.gradient.result import Gradient
 from decentfn.gradient.scaled import DynamicLossScale
 from decentfn.torch_private import functorch, inductor
 from decentfn.torch_private.autograd import missing
 from decentfn.torch_private.dynamo import constant_while_traced
-
-
-class Layout:
-    """Where the loss's leaves lie in buckets and in its tree of buffers."""
-
-    def __init__(self, plan: Plan, buffers: PyTree, frozen: frozenset[str]) -> None:
-        self.plan, self.buffers = plan, buffers
-        self.changing = tuple(i for name, i in trees.named_leaves(buffers) if name not in frozen)
-        self.is_tried = False
-        """Whether the loss has been evaluated, and nothing was wrong with it."""
 
 
 class ByAutograd(WrappedLoss):
@@ -56,11 +46,6 @@ class ByAutograd(WrappedLoss):
         self.layouts: list[Layout] = []
         self.lock = threading.RLock()  # ranks may be threads that share it, and PyTorch's generator
         _losses[number] = self
-
-    def run(self, *arguments: Any) -> Backward:
-        """`backward` of this loss, in one thread at a time."""
-        with self.lock:
-            return backward(self.loss_fn, *arguments)
 
 
 _numbers = itertools.count()
@@ -109,7 +94,7 @@ def autograd(loss_fn: LossFn, *, skip_unused: bool = False) -> LossFn:
 
 def is_by_autograd(loss_fn: LossFn) -> bool:
     """Whether the gradient of this loss, perhaps accumulated and scaled, is the operator's."""
-    return isinstance(loss_fn, WrappedLoss) and (isinstance(loss_fn, ByAutograd) or is_by_autograd(loss_fn.loss_fn))
+    return ByAutograd in unwrapped(loss_fn)[1]
 
 
 def gradient_by_autograd(
@@ -121,17 +106,17 @@ def gradient_by_autograd(
             "df.autograd(loss_fn): a step cannot be differentiated through its gradient operator; leave df.autograd out."
         )
     if isinstance(batch, Beside):
-        return _gradient_beside(loss_fn, params, buffers, t, scale, many, batch)
+        return _gradient_beside(loss_fn, batch, params, buffers, t, scale, many)
     if functorch.has_no_value(params[0]):
         raise RuntimeError(
             "df.autograd(loss_fn): the batch must travel beside the graph; use df.compile and df.simulate, not torch.compile "
             "and torch.func.vmap, and decorate the function that builds the algorithm with df.kit.algorithm."
         )
-    return passing_beside(partial(_gradient_beside, loss_fn, params, buffers, t, scale, many), batch)
+    return passing_beside(_gradient_beside, loss_fn, batch, params, buffers, t, scale, many)
 
 
 def _gradient_beside(
-    loss_fn: ByAutograd, params: Buckets, buffers: PyTree, t: Tensor, scale: Tensor | None, many: bool, batch: Beside
+    loss_fn: ByAutograd, batch: Beside, params: Buckets, buffers: PyTree, t: Tensor, scale: Tensor | None, many: bool
 ) -> Gradient:
     template, old, size = trees.enumerate_leaves(buffers), trees.leaves(buffers), len(params)
     leaves = sum(len(bucket.segments) for bucket in params.plan.buckets) if loss_fn.skip_unused else 0
@@ -167,13 +152,6 @@ def _remember(name: str, number: int, buffers: PyTree) -> tuple[int, tuple[int, 
 
 # -- the operator ---------------------------------------------------------------------------------------------------
 
-_library = torch.library.Library("decentfn", "FRAGMENT")
-_library.define(
-    "gradient(Tensor loss_fn, int layout, int[] changing, int leaves, bool many, int workers, Tensor t, Tensor? scale, "
-    "Tensor batch, Tensor[] params, Tensor[] buffers, Tensor? after) -> Tensor[]"
-)
-_gradient = torch.ops.decentfn.gradient
-
 
 def _kernel(
     handle: Tensor,
@@ -193,40 +171,35 @@ def _kernel(
 
     One vector `used` where it is asked for the first so many `leaves`: all of them.
     """
-    loss_fn, data, here = _losses[int(handle)], value(batch), world()
+    loss_fn, data, here = _losses[int(handle)], value(batch), context.step or world()
     form = loss_fn.layouts[layout]
-    run = partial(loss_fn.run, form.plan, changing, form.buffers, not form.is_tried, many, int(t), here)
-    if not workers:
-        one = run(here.rank, scale, params, buffers, data)
+    with loss_fn.lock:
+        if not workers:
+            one = backward(loss_fn.loss_fn, form, many, int(t), here, here.rank, scale, params, buffers, data)
+            ones, loss, aux, grads, new = [one], one.loss, one.aux, one.grads, one.buffers
+        else:
+            data = trees.plain(data)
+            require_rows("batch", data, workers)
+            grads, ones = [torch.empty_like(b) for b in params], []
+            for i in range(workers):
+                its_batch, its_scale = trees.map(lambda x, i=i: x[i], data), None if scale is None else scale[i]
+                given = its_scale, [b[i] for b in params], [b[i] for b in buffers], its_batch
+                one = backward(loss_fn.loss_fn, form, many, int(t), here, here.rank * workers + i, *given)
+                for rows, row in zip(grads, one.grads, strict=True):
+                    rows[i] = row
+                ones.append(one._replace(grads=[]))
+            loss = torch.stack([one.loss for one in ones])
+            aux = trees.map(lambda *rows: stacked(rows), *(one.aux for one in ones))
+            new = [torch.stack(rows) for rows in zip(*(one.buffers for one in ones), strict=True)]
         form.is_tried = True
-        number = integer(put(Outcome(one.loss_dtype, one.aux)))
-        return [one.loss, number, *one.grads, *one.buffers, *_used([one], leaves, ())]
-    data = trees.plain(data)
-    require_rows("batch", data, workers)
-    grads = [torch.empty_like(b) for b in params]
-    ones = []
-    for i in range(workers):
-        its_batch, its_scale = trees.map(lambda x, i=i: x[i], data), None if scale is None else scale[i]
-        one = run(here.rank * workers + i, its_scale, [b[i] for b in params], [b[i] for b in buffers], its_batch)
-        for rows, row in zip(grads, one.grads, strict=True):
-            rows[i] = row
-        ones.append(one._replace(grads=[]))
-    form.is_tried = True
-    aux = trees.map(lambda *rows: stacked(rows), *(one.aux for one in ones))
-    new = [torch.stack(rows) for rows in zip(*(one.buffers for one in ones), strict=True)]
-    number = torch.full((workers,), put(Outcome(ones[0].loss_dtype, aux)))
-    return [torch.stack([one.loss for one in ones]), number, *grads, *new, *_used(ones, leaves, (workers,))]
+    shape = (workers,) if workers else ()
+    out = [loss, torch.full(shape, put(Outcome(ones[0].loss_dtype, aux))), *grads, *new]
+    if leaves:
+        used = torch.tensor([one.used for one in ones], dtype=torch.bool)
+        out.append(sent(used.view(*shape, leaves), loss.device))
+    return out
 
 
-def _used(ones: Sequence[Backward], leaves: int, workers: tuple[int, ...]) -> list[Tensor]:
-    """Which of so many leaves have a gradient, `[*workers, leaves]` bool; nothing where there are none to ask for."""
-    if not leaves:
-        return []
-    used = torch.tensor([one.used for one in ones], dtype=torch.bool)
-    return [sent(used.view(*workers, leaves), ones[0].loss.device)]
-
-
-@torch.library.register_fake("decentfn::gradient", lib=_library)
 def _fake(*arguments: Any) -> list[Tensor]:
     _, _, changing, leaves, _, workers, _, _, _, params, buffers, _ = arguments
     shape = (workers,) if workers else ()
@@ -252,6 +225,11 @@ def _vmap(info: Any, in_dims: Any, *arguments: Any) -> tuple[list[Tensor], list[
     return out, [0] * len(out)
 
 
-_library.impl("gradient", _kernel, "CompositeExplicitAutograd")
+_gradient = operator(
+    "gradient(Tensor loss_fn, int layout, int[] changing, int leaves, bool many, int workers, Tensor t, Tensor? scale, "
+    "Tensor batch, Tensor[] params, Tensor[] buffers, Tensor? after) -> Tensor[]",
+    _kernel,
+    _fake,
+    _vmap,
+)
 inductor.keep_in_order("gradient")
-torch.library.register_vmap("decentfn::gradient", _vmap, lib=_library)

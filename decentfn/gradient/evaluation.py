@@ -2,34 +2,64 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
+from decentfn.comm import collectives
 from decentfn.core import trees
-from decentfn.core.buckets import Buckets, elementwise, mean_inside, mean_of_processes, whole
-from decentfn.core.formatting import brief_error
-from decentfn.core.spans import nothing, span
+from decentfn.core.buckets import Buckets, each, mean_inside, mean_of_processes, whole
+from decentfn.core.context import context
+from decentfn.core.formatting import brief, brief_error
 from decentfn.core.stacking import in_chunks
 from decentfn.core.trees import PyTree
 from decentfn.gradient.accumulated import Accumulated, mean_gradient_of, micro_batch_count, micro_batches
 from decentfn.gradient.beside import Beside
 from decentfn.gradient.by_autograd import ByAutograd, gradient_by_autograd
-from decentfn.gradient.loss import LossFn, WrappedLoss, call, takes
-from decentfn.gradient.module import ModuleLoss
+from decentfn.gradient.loss import LossFn, call, takes, unwrapped
+from decentfn.gradient.module import ModuleLoss, ShardedLoss
 from decentfn.gradient.others import require_no_others
-from decentfn.gradient.result import Gradient
-from decentfn.gradient.traced import gradient_of
+from decentfn.gradient.result import Gradient, gradient_of
 from decentfn.torch_private import functorch
+
+
+class Inside(NamedTuple):
+    """What one of the processes of a worker is given for parameters, and what it holds."""
+
+    processes: int = 1
+    is_replicated: bool = False
+    """It is given whole leaves, and holds its part of them."""
+    team: int = 1
+    """So many of them, next to one another, compute one batch together."""
+    common: frozenset[str] = frozenset()
+    """Of the leaves that it is given, and holds, those that every process of its team holds."""
+
+
+def inside_of(loss_fn: LossFn) -> Inside:
+    """How a worker's processes share the parameters of this loss.
+
+    Raises:
+        ValueError: the gradient of a sharded module that is not `df.autograd`'s.
+    """
+    size = collectives.processes_per_worker()
+    if size == 1:
+        return Inside()
+    inner, around = unwrapped(loss_fn)
+    if not isinstance(inner, ShardedLoss):
+        return Inside(size, is_replicated=True)
+    if ByAutograd not in around:
+        raise ValueError(
+            f"loss_fn={brief(inner)}: the gradient of a sharded module is PyTorch's own; write df.autograd(loss_fn)."
+        )
+    return Inside(size, team=inner.team, common=inner.common)
 
 
 def require_inputs(call: str, loss_fn: LossFn, params: PyTree, buffers: PyTree) -> None:
     """The loss takes these parameters, and buffers where there are any; `call` is what the user called."""
-    if isinstance(loss_fn, WrappedLoss):
-        return require_inputs(call, loss_fn.loss_fn, params, buffers)
+    loss_fn, _ = unwrapped(loss_fn)
     own = getattr(loss_fn, "require_inputs", None)
     if own is not None:
         return own(call, params, buffers)
@@ -49,20 +79,17 @@ def require_batch(loss_fn: LossFn, batch: PyTree) -> None:
     """The batch is of the kind that the loss unpacks, where it says so."""
     if isinstance(batch, Beside):
         return None  # it was looked at before it left
-    if isinstance(loss_fn, WrappedLoss):
-        inside = micro_batches(batch) if isinstance(loss_fn, Accumulated) else batch
-        return require_batch(loss_fn.loss_fn, inside)
-    own = getattr(loss_fn, "require_batch", None)
+    inner, around = unwrapped(loss_fn)
+    if Accumulated in around:
+        batch = micro_batches(batch)
+    own = getattr(inner, "require_batch", None)
     return None if own is None else own(batch)
 
 
-def reading(loss_fn: LossFn) -> AbstractContextManager[None]:
-    """Within, no other thread lends weights to the loss's module, which a traced step looks at whenever it is called."""
-    while isinstance(loss_fn, WrappedLoss):
-        if isinstance(loss_fn, ByAutograd):
-            return nothing  # its operator waits, when it lends them
-        loss_fn = loss_fn.loss_fn
-    return loss_fn.alone(lends=False) if isinstance(loss_fn, ModuleLoss) else nothing
+def traced_module(loss_fn: LossFn) -> ModuleLoss | None:
+    """The loss of a module that a traced step looks at whenever it is called: no other thread may lend it weights meanwhile."""
+    inner, around = unwrapped(loss_fn)  # an operator by autograd waits by itself, when it lends them
+    return inner if isinstance(inner, ModuleLoss) and ByAutograd not in around else None
 
 
 def evaluate(
@@ -87,8 +114,8 @@ def evaluate(
     e = _evaluate(loss_fn, whole(params), buffers, batch, t, scale)
     used = e.used
     if used is not None:  # by any process
-        counts = mean_of_processes(elementwise(lambda flag: flag.to(torch.float32), used), plan)
-        used = elementwise(lambda count: count > 0, counts)
+        counts = mean_of_processes(each(lambda flag: flag.to(torch.float32), used), plan)
+        used = each(lambda count: count > 0, counts)
     grads, loss = mean_of_processes(e.grads, plan), mean_inside(e.loss, plan.processes)
     return e._replace(grads=grads, loss=loss, used=used)
 
@@ -102,16 +129,18 @@ def _evaluate(
     if isinstance(one, ByAutograd):
         return gradient_by_autograd(one, params, buffers, batch, t, scale, many)
     traced = partial(mean_gradient_of if many else gradient_of, one)
+    if context.chunks is not None:
+        traced = partial(in_chunks, traced)
     batch = micro_batches(batch) if many else batch
     if torch.compiler.is_dynamo_compiling():
-        e = in_chunks(traced, params, buffers, batch, scale)
+        e = traced(params, buffers, batch, scale)
         if _depends_on_others(e.loss, (params, buffers, batch)):
             raise RuntimeError("the loss takes a gradient of others than its parameters")  # `raise_own` says of which
         return e
     try:
-        with span("gradient"):
-            e = in_chunks(traced, params, buffers, batch, scale)
-        loss = functorch.by_worker([e.loss])[0][0]
+        with record_function("decentfn::gradient"):
+            e = traced(params, buffers, batch, scale)
+        loss = functorch.by_worker([e.loss])[0][0] if functorch.has_no_value(e.loss) else e.loss
         if _depends_on_others(loss, (params, buffers, batch)):
             require_no_others(loss)
         return e
@@ -139,15 +168,14 @@ def raise_own(loss_fn: LossFn, state: Any, batch: PyTree) -> None:
     """
     if state.params.plan.processes > 1:
         return
-    many = False
-    while isinstance(loss_fn, WrappedLoss):
-        many |= isinstance(loss_fn, Accumulated)
-        loss_fn = loss_fn.loss_fn
+    inner, around = unwrapped(loss_fn)
     given = state.params, state.buffers, trees.plain(batch)
     workers = state.params[0].shape[0] if state.params[0].dim() == 2 else None
     try:
         for i in range(workers or 1):
-            _plainly(loss_fn, many, *(given if workers is None else trees.map(lambda x, i=i: x[i], given)))
+            _plainly(
+                inner, Accumulated in around, *(given if workers is None else trees.map(lambda x, i=i: x[i], given))
+            )
     except Exception as own:
         raise own from None
 

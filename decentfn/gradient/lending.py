@@ -15,29 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from decentfn.core.formatting import brief
+from decentfn.gradient.loss import scalar
 
 _changed = threading.Condition()
 _users: list[tuple[int, frozenset[int], bool]] = []
 """Threads, the ids of the modules that they use, and whether they lend."""
-
-
-@contextmanager
-def alone(modules: list[nn.Module], lends: bool = True) -> Iterator[None]:
-    """Within, no other thread lends these modules' tensors: it waits. Threads that do not lend may go on together."""
-    own = get_ident(), frozenset(map(id, modules)), lends
-
-    def is_free() -> bool:
-        return all(t == own[0] or ids.isdisjoint(own[1]) or not (lends or other) for t, ids, other in _users)
-
-    with _changed:
-        _changed.wait_for(is_free)
-        _users.append(own)
-    try:
-        yield
-    finally:
-        with _changed:
-            _users.remove(own)
-            _changed.notify_all()
 
 
 _HOOK = -1
@@ -45,12 +27,16 @@ _HOOK = -1
 
 
 @contextmanager
-def refusing(modules: list[nn.Module]) -> Iterator[None]:
-    """Within, a call of one of these modules by another thread raises: it would see, and change, a worker's values."""
-    thread, own_modules = get_ident(), set(map(id, modules))
+def alone(modules: list[nn.Module], lends: bool = True, *, refuses: bool = False) -> Iterator[None]:
+    """Within, no other thread lends these modules' tensors: it waits. Threads that do not lend may go on together.
+
+    With `refuses`, a call of one of these modules by another thread raises: it would see, and change, a worker's values.
+    """
+    thread, ids = get_ident(), frozenset(map(id, modules))
+    own = thread, ids, lends
 
     def refuse(module: nn.Module, inputs: Any) -> None:
-        if torch.compiler.is_dynamo_compiling() or get_ident() == thread or id(module) not in own_modules:
+        if torch.compiler.is_dynamo_compiling() or get_ident() == thread or id(module) not in ids:
             return  # a copy that the loss makes has this hook too
         if isinstance(threading.current_thread(), threading._DummyThread):
             return  # a thread of PyTorch, which computes a forward pass again in a backward pass
@@ -60,15 +46,26 @@ def refusing(modules: list[nn.Module]) -> Iterator[None]:
             "or call a copy, copy.deepcopy(module), with df.load_state_dict."
         )
 
-    hooks = [m._forward_pre_hooks for m in modules if not isinstance(m, torch.jit.ScriptModule)]
-    hooks = [own for own in hooks if _HOOK not in own]  # this thread may lend a module that it lends already
-    for own in hooks:
-        own[_HOOK] = refuse
+    hooks: list[dict[int, Any]] = []
+    with _changed:
+        while _users and any(
+            t != thread and (lends or other) and not ids.isdisjoint(theirs) for t, theirs, other in _users
+        ):
+            _changed.wait()
+        _users.append(own)
     try:
+        for m in modules if refuses else ():
+            # This thread may lend a module that it lends already.
+            if not isinstance(m, torch.jit.ScriptModule) and _HOOK not in m._forward_pre_hooks:
+                hooks.append(m._forward_pre_hooks)  # pyright: ignore[reportArgumentType]
+                hooks[-1][_HOOK] = refuse
         yield
     finally:
-        for own in hooks:
-            del own[_HOOK]
+        for its in hooks:
+            del its[_HOOK]
+        with _changed:
+            _users.remove(own)
+            _changed.notify_all()
 
 
 class Place(NamedTuple):
@@ -87,8 +84,8 @@ class Lent:
     same values.
     """
 
-    leaves: dict[str, Tensor]
-    """Where gradients arrive, by name; `gradient(leaf)` is what has arrived."""
+    leaves: list[Tensor]
+    """Where gradients arrive; `gradient(leaf)` is what has arrived."""
     constant: dict[str, Tensor]
     """What the loss must leave as it is, by name."""
 
@@ -96,14 +93,15 @@ class Lent:
         self, loss_fn: Any, places: list[Place], values: dict[str, Tensor], buffers: dict[str, Tensor]
     ) -> None:
         self.own = own_by_name(places)
-        self.leaves, self.constant, self.gradient = {}, {}, loss_fn.gradient
+        self.leaves, self.constant, self.gradient = [], {}, loss_fn.gradient
         self._loss_fn, self._places, self._values, self._buffers = loss_fn, places, values, buffers
+        self._before: list[tuple[Tensor, Tensor, Tensor | None]] = []
 
     def __enter__(self) -> Lent:
-        lent = [self.own[name] for name in self._values]
-        self._before = [(x, x.data, x.grad if x.is_leaf else None) for x in lent]
         try:
-            for x, value in zip(lent, self._values.values(), strict=True):
+            for name, value in self._values.items():
+                x = self.own[name]
+                self._before.append((x, x.data, x.grad if x.is_leaf else None))
                 if x.is_leaf:
                     x.grad = None
                 x.data = value
@@ -117,8 +115,9 @@ class Lent:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for place in self._replaced():
-            place.holder[place.key] = place.own
+        for place in self._places:
+            if place.holder.get(place.key) is not place.own:
+                place.holder[place.key] = place.own
         for x, data, grad in self._before:
             if x.is_leaf:
                 x.grad = None
@@ -136,7 +135,7 @@ class Lent:
         if replaced := self._replaced():
             constant = set(map(id, self.constant.values()))
             self._loss_fn.require_in_place([p.name for p in replaced if id(p.own) in constant])
-        return loss, aux
+        return scalar(loss), aux
 
     def buffers(self) -> dict[str, Tensor]:
         """The buffers as the loss left them."""
@@ -156,12 +155,38 @@ def places_of(module: nn.Module, prefix: str = "") -> list[Place]:
     ]
 
 
+@contextmanager
+def weights(module: nn.Module, tensors: dict[str, Tensor], prefix: str = "") -> Iterator[None]:
+    """Within, the module has `tensors` for its parameters and buffers, by name, also where one stands in several places.
+
+    Afterwards it has its own again, and where it put another tensor in a place, that one is in `tensors`. The public
+    `torch.func.functional_call` gives a block that is used twice its own weights back in the wrong order.
+    """
+    names: dict[Tensor, str] = {}
+    places = places_of(module, prefix)
+    for place in places:
+        if place.name in tensors and place.own not in names:
+            names[place.own] = place.name
+    places = [place for place in places if place.own in names]
+    try:
+        for place in places:
+            place.holder[place.key] = tensors[names[place.own]]
+        yield
+    finally:
+        for place in places:
+            if place.name in tensors:
+                tensors[place.name] = place.holder.get(place.key)  # pyright: ignore[reportArgumentType]
+            place.holder[place.key] = place.own
+
+
 def own_by_name(places: list[Place]) -> dict[str, Tensor]:
     """Each tensor by the first of its names."""
-    first: dict[int, Place] = {}
+    own, seen = {}, set()
     for place in places:
-        first.setdefault(id(place.own), place)
-    return {place.name: place.own for place in first.values()}
+        if id(place.own) not in seen:
+            seen.add(id(place.own))
+            own[place.name] = place.own
+    return own
 
 
 @contextmanager

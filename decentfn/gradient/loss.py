@@ -32,6 +32,15 @@ class WrappedLoss:
         return self.loss_fn(*arguments)
 
 
+def unwrapped(loss_fn: LossFn) -> tuple[LossFn, set[type]]:
+    """The innermost loss, and the types of what stands around it."""
+    around = set()
+    while isinstance(loss_fn, WrappedLoss):
+        around.add(type(loss_fn))
+        loss_fn = loss_fn.loss_fn
+    return loss_fn, around
+
+
 def require_loss(call: str, loss_fn: Any) -> None:
     """`loss_fn` is a function, and no module."""
     if isinstance(loss_fn, torch.nn.Module):
@@ -59,7 +68,7 @@ def takes(function: Callable[..., Any], count: int) -> bool:
 def call(loss_fn: LossFn, params: PyTree, buffers: PyTree, batch: PyTree) -> tuple[Tensor, PyTree, PyTree]:
     """The loss, its new buffers and its aux."""
     returned = loss_fn(params, batch) if buffers is None else loss_fn(params, buffers, batch)
-    loss, beside = returned if is_pair(returned) else (returned, None)
+    loss, beside = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
     if buffers is None:
         new_buffers, aux = None, beside
     elif is_pair(beside):

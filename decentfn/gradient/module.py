@@ -17,10 +17,9 @@ from decentfn.core import trees
 from decentfn.core.buckets import Places
 from decentfn.core.formatting import brief
 from decentfn.core.trees import PyTree
-from decentfn.gradient.lending import Lent, Place, alone, attributes_put_back, own_by_name, places_of, refusing
+from decentfn.gradient.lending import Lent, alone, attributes_put_back, own_by_name, places_of, weights
 from decentfn.gradient.loss import is_pair
 from decentfn.torch_private import functorch
-from decentfn.torch_private.modules import weights
 
 
 class ModuleLoss:
@@ -43,9 +42,10 @@ class ModuleLoss:
         """Which of the buffers are frozen parameters, which the loss leaves alone."""
         self.whole = whole
         """The module, or one of it and a criterion that has parameters."""
+        self._prefix = "module." if isinstance(whole, _Pair) else ""
         self._shapes = _shapes(params), _shapes(buffers)
         self._trained = _trained(whole)
-        own = {name: p for name, p in own_by_name(self._places()).items() if name in params}
+        own = {name: p for name, p in own_by_name(places_of(self.whole, self._prefix)).items() if name in params}
         self._hooks = [(name, hook) for name, p in own.items() for hook in (p._backward_hooks or {}).values()]
         self._late_hooks = sorted(name for name, p in own.items() if getattr(p, "_post_accumulate_grad_hooks", None))
         self._computed = [
@@ -67,61 +67,54 @@ class ModuleLoss:
         self._hook(params)
         if torch.compiler.is_dynamo_compiling():
             self._require_trained(params)
-            tensors = self._inside(given)
             try:
-                with weights(self.whole, tensors):
+                with weights(self.whole, given, self._prefix):
                     loss, aux = self.of(batch)
             finally:  # While a step is traced only what is known to be computed can be put back.
                 for owner, name, x in self._computed:
                     setattr(owner, name, x)
         else:
             name, modules = type(self.module).__name__, [*self.whole.modules()]
-            with alone(modules), refusing(modules):
+            with alone(modules, refuses=True):
                 self._require_trained(params)
-                given = self._require_same(own_by_name(self._places()), given)
-                tensors = self._inside(given)
+                given = self._require_same(own_by_name(places_of(self.whole, self._prefix)), given)
                 is_traced = any(
                     [functorch.is_differentiated(x) or functorch.is_batched(x) for x in [*params.values()][:1]]
                 )
                 kept = attributes_put_back(name, modules) if is_traced else nullcontext()
-                with kept, weights(self.whole, tensors):
+                with kept, weights(self.whole, given, self._prefix):
                     loss, aux = self.of(batch)
-        after = dict(zip(given, tensors.values(), strict=True))
-        self.require_in_place(name for name in params if name in after and after[name] is not params[name])
-        new.update({name: x for name, x in after.items() if name in buffers and x is not None})
+        self.require_in_place(name for name in params if name in given and given[name] is not params[name])
+        new.update({name: x for name, x in given.items() if name in buffers and x is not None})
         return loss, (new, aux)
 
     @contextmanager
     def lent(self, params: dict[str, Tensor], buffers: dict[str, Tensor]) -> Iterator[Lent]:
         """Within, the module's own parameters and buffers have these values."""
         modules = [*self.whole.modules()]
-        with alone(modules), refusing(modules):
+        with alone(modules, refuses=True):
             self._require_trained(params, is_differentiated=True)
-            lent = Lent(self, self._places(), {**params, **buffers}, buffers)
+            lent = Lent(self, places_of(self.whole, self._prefix), {**params, **buffers}, buffers)
             self._require_same(lent.own, {**params, **buffers})
-            lent.leaves = {name: lent.own[name] for name in params}
-            lent.constant = lent.leaves | {name: lent.own[name] for name in self.frozen}
+            lent.leaves = [lent.own[name] for name in params]
+            lent.constant = dict(zip(params, lent.leaves, strict=True))
+            for name in self.frozen:
+                lent.constant[name] = lent.own[name]
             with lent:
                 yield lent
 
     gradient: Callable[[Tensor], Any] = attrgetter("grad")
     """What has arrived at a parameter of the module."""
 
-    def _inside(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors by their names in `whole`."""
-        if not isinstance(self.whole, _Pair):
-            return dict(tensors)
-        return {n if n.startswith(_OF_CRITERION) else f"module.{n}": x for n, x in tensors.items()}
-
-    def _places(self) -> list[Place]:
-        return places_of(self.whole, "module." if isinstance(self.whole, _Pair) else "")
-
     def _require_same(self, own: dict[str, Tensor], given: dict[str, Tensor]) -> dict[str, Tensor]:
         """What is given to the module's own tensors; raises ValueError unless it has the parameters that it had."""
-        # A state that was trained with another criterion has its parameters, too.
-        given = {n: x for n, x in given.items() if n in own or not n.startswith(_OF_CRITERION)}
-        missing = given.keys() - own.keys()
-        more = {name for name, x in own.items() if isinstance(x, nn.Parameter) and name not in given}
+        if (
+            missing := given.keys() - own.keys()
+        ):  # a state that was trained with another criterion has its parameters, too
+            given = {n: x for n, x in given.items() if n in own or not n.startswith(_OF_CRITERION)}
+            missing = given.keys() - own.keys()
+        if more := own.keys() - given.keys():
+            more = {name for name in more if isinstance(own[name], nn.Parameter)}
         if missing or more:
             raise ValueError(
                 f"df.functional({type(self.module).__name__}): the module has changed since, in {brief(sorted(missing or more))}; call "
@@ -257,7 +250,7 @@ class ShardedLoss(ModuleLoss):
         They stay in the module, which has its own storage for them; its buffers are its own again.
         """
         modules = [*self.whole.modules()]
-        with alone(modules), refusing(modules):
+        with alone(modules, refuses=True):
             collectives.own_shards(self.module)
             own = dict(self.module.named_parameters())
             with torch.no_grad():
@@ -265,9 +258,9 @@ class ShardedLoss(ModuleLoss):
                     collectives.local(p).copy_(params[name] if name in params else buffers[name])
                     p.grad = None
             others = {name: b for name, b in buffers.items() if name not in self.frozen}
-            places = [place for place in self._places() if not isinstance(place.own, nn.Parameter)]
+            places = [place for place in places_of(self.whole, self._prefix) if not isinstance(place.own, nn.Parameter)]
             lent = Lent(self, places, others, buffers)
-            lent.leaves = {name: own[name] for name in params}
+            lent.leaves = [own[name] for name in params]
             with lent:
                 yield lent
             for p in own.values():

@@ -1,4 +1,4 @@
-"""One evaluation of the loss and its gradient, and what a step reports of it."""
+"""One evaluation of the loss and its gradient, traced by torch.func, and what a step reports of it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.func import grad_and_value
 
 from decentfn.core import trees
-from decentfn.core.buckets import Buckets, elementwise, global_norm, where
+from decentfn.core.buckets import Buckets, each, global_norm, where, wide
 from decentfn.core.trees import PyTree
+from decentfn.gradient.loss import LossFn, call
 
 
 class Metrics(NamedTuple):
@@ -51,7 +53,9 @@ class Gradient(NamedTuple):
 
     def move(self, u: Buckets, opt: PyTree, old: PyTree) -> tuple[Buckets, PyTree]:
         """The optimizer's update and new state; 0 and the old state where the gradient is bad, or a leaf has none."""
-        nothing = elementwise(torch.zeros_like, u)
+        if self.used is None and self.good is None:
+            return u, opt
+        nothing = each(torch.zeros_like, u)
         if (used := self.used) is not None:
             u, opt = where(used, u, nothing), trees.map_nodes(Buckets, lambda new, old: where(used, new, old), opt, old)
         return self.keep(u, nothing), self.keep(opt, old)
@@ -60,3 +64,28 @@ class Gradient(NamedTuple):
 def where_good(condition: Tensor | None, new: PyTree, old: PyTree) -> PyTree:
     """`new` where the condition (0-d bool) holds or is None, else `old`, leaf by leaf."""
     return new if condition is None else trees.map(lambda a, b: torch.where(condition, a, b), new, old)
+
+
+def gradient_of(loss_fn: LossFn, params: Buckets, buffers: PyTree, batch: PyTree, scale: Tensor | None) -> Gradient:
+    """The gradient of one batch, traced by torch.func; see `evaluate`."""
+    templates: list[PyTree] = []
+
+    # Buffers and batch are arguments, not captured: torch.func forbids writing to what is captured.
+    def loss_of(x: list[Tensor], buffers: PyTree, batch: PyTree) -> tuple[Tensor, tuple[Tensor, list[Tensor]]]:
+        loss, new_buffers, aux = call(loss_fn, Buckets(x, params.plan).tree(), buffers, batch)
+        # torch.func takes tensors only, so the tree around them is kept aside.
+        templates.append(trees.enumerate_leaves((new_buffers, aux)))
+        extras = [torch.as_tensor(leaf) for leaf in trees.leaves((new_buffers, aux))]
+        scaled = loss if scale is None else loss.to(wide(loss.dtype)) * scale
+        return scaled, (loss, extras)
+
+    found, (_, (loss, extras)) = grad_and_value(loss_of, has_aux=True)(list(params.tensors), buffers, batch)
+    grads = Buckets(found, params.plan)
+    new_buffers, aux = trees.fill(templates[0], extras)
+    return Gradient(grads if scale is None else unscaled(grads, scale), loss, aux, new_buffers)
+
+
+def unscaled(grads: Buckets, scale: Tensor) -> Buckets:
+    """The gradient of a loss from that of `scale` times it."""
+    inverse = scale.double().reciprocal().float()  # torch.amp.GradScaler's arithmetic
+    return each(lambda g: (g.to(wide(g.dtype)) * inverse).to(g.dtype), grads)

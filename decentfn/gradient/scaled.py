@@ -1,7 +1,7 @@
 """Dynamic loss scaling as pure state: torch.amp.GradScaler's rule.
 
 `dynamic_loss_scale(loss_fn)` is a loss too, of a type of its own: whoever takes a gradient scales it, divides by the scale
-again (in `traced`) and finds out whether the gradient is finite (in `Worker.gradient`).
+again (in `result`) and finds out whether the gradient is finite (in `Worker.gradient`).
 """
 
 from __future__ import annotations

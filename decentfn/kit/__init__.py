@@ -24,7 +24,6 @@ from decentfn.core.buckets import (
     copy_wide,
     divide,
     each,
-    elementwise,
     global_norm,
     scale,
     where,
@@ -35,21 +34,19 @@ from decentfn.core.buckets import (
 from decentfn.core.scalars import once
 from decentfn.gradient import Gradient, LossFn
 from decentfn.kit.agreement import algorithm
-from decentfn.kit.hyperparameters import (
-    at,
-    reciprocal,
-    require_fractions,
-    require_positive,
-    require_rate,
-    require_whole,
-)
 from decentfn.kit.options import Options
 from decentfn.kit.preconditions import (
+    at,
+    reciprocal,
     require_compressor,
     require_contraction,
     require_doubly_stochastic,
+    require_fractions,
+    require_positive,
+    require_rate,
     require_static,
     require_static_symmetric,
+    require_whole,
 )
 from decentfn.kit.state import Local, Metrics, State
 from decentfn.kit.step import Algorithm, Step
@@ -77,7 +74,6 @@ __all__ = [
     "difference",
     "divide",
     "each",
-    "elementwise",
     "global_norm",
     "is_active",
     "once",

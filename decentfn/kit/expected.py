@@ -6,13 +6,13 @@ import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from numbers import Number
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from decentfn.comm import collectives
-from decentfn.comm.replicas import digest
+from decentfn.comm.fingerprint import digest
 from decentfn.core import trees
 from decentfn.core.buckets import Buckets, Plan, without_values
 from decentfn.core.formatting import brief
@@ -65,7 +65,8 @@ class Expected:
         Where `init` was not called here, as with a state from disk, there is nothing to compare the state with.
         """
         if not is_state(state):
-            _refuse_non_state(state, batch)
+            order = "; the batch comes second" if is_state(batch) else ", from init(params)"
+            raise ValueError(f"{CALL}: its first argument is a {type(state).__name__}, not a training state{order}.")
         x = state.params
         collectives.require_workers_of(x.plan.processes)
         if x[0].dim() == 2:
@@ -158,11 +159,6 @@ def require_order(state: Any, batch: PyTree, t: Any) -> None:
             f"{CALL}: its third argument is a {type(t).__name__}{first}; the order is the state, the batch, and t, the "
             "number of the step."
         )
-
-
-def _refuse_non_state(state: Any, batch: PyTree) -> NoReturn:
-    order = "; the batch comes second" if is_state(batch) else ", from init(params)"
-    raise ValueError(f"{CALL}: its first argument is a {type(state).__name__}, not a training state{order}.")
 
 
 def require_params(params: PyTree) -> None:

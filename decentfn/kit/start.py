@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from decentfn.comm import collectives
-from decentfn.comm.fingerprint import agree, compare, fingerprint
-from decentfn.comm.replicas import digest
+from decentfn.comm.fingerprint import agree, compare, digest, fingerprint
 from decentfn.core import trees
 from decentfn.core.buckets import Buckets, Mask, Places, Plan, flatten, part_of, part_shape
 from decentfn.core.trees import PyTree

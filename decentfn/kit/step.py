@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +19,6 @@ from decentfn.core import draws
 from decentfn.core.buckets import Buckets, Plan
 from decentfn.core.formatting import brief, brief_error
 from decentfn.core.scalars import as_step
-from decentfn.core.spans import nothing
 from decentfn.core.trees import PyTree
 from decentfn.gradient import LossFn, is_by_autograd
 from decentfn.gradient.beside import passing_beside
@@ -97,7 +97,7 @@ class Step:
         assert self.check is not None
         self.check(state, batch, t)
         try:
-            with nothing if self._writes_over else left_alone(state):
+            with nullcontext() if self._writes_over else left_alone(state):
                 result = self._whole(state, batch, t)
         except (AttributeError, IndexError, TypeError, ValueError) as error:
             if not _stumbles_over_state(error):
@@ -121,7 +121,7 @@ class Step:
             draws.torch_draws(number, here.place),
         ):
             if self.is_by_autograd and not functorch.has_no_value(state.params.tensors[0]):
-                result = passing_beside(lambda batch: self.run(state, batch, t), batch)
+                result = passing_beside(self.run, state, batch, t)
             else:
                 result = self.run(state, batch, t)
         if self.watch is not None:

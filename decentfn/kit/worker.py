@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -9,17 +10,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 from typing_extensions import Unpack
 
 from decentfn.comm import collectives, gossip
+from decentfn.comm.fingerprint import require_equal
 from decentfn.comm.gossip import Posted, collect
-from decentfn.comm.replicas import require_equal
 from decentfn.core import trees
-from decentfn.core.buckets import Buckets, all_finite, elementwise, global_norm, loose
-from decentfn.core.spans import span
+from decentfn.core.buckets import Buckets, all_finite, each, global_norm, is_finite, loose, where
+from decentfn.core.context import context
 from decentfn.core.trees import PyTree
 from decentfn.gradient import DynamicLossScale, Gradient, LossFn, evaluate, inside_of, where_good
-from decentfn.kit.gradient import good_update
 from decentfn.kit.options import DEFAULTS, Options, require_arguments
 from decentfn.kit.start import lay_out
 from decentfn.kit.state import Local, Metrics, State
@@ -57,6 +58,7 @@ class Worker:
         self.scaling = loss_fn if isinstance(loss_fn, DynamicLossScale) else None
         self.loss_fn = loss_fn if self.scaling is None else self.scaling.loss_fn
         self.optimizer = optimizer
+        self.wants_mix = wants_mix(optimizer)
         self.topology = topology
         self.everyone = complete(topology.num_workers)
         self.bucket_mb = options.get("bucket_mb", DEFAULTS["bucket_mb"])
@@ -121,10 +123,11 @@ class Worker:
                 hides the communication.
             together: a gradient that is bad on one worker counts as bad on all.
         """
-        batch = _after(batch, after)
+        if after is not None and torch.compiler.is_dynamo_compiling():
+            batch = _after(batch, after)
         scaling, scale = self.scaling, local.scale
         g = evaluate(self.loss_fn, x, local.buffers, batch, t, None if scale is None else scale.scale)
-        if scale is None and not gossip.is_guarded():
+        if scale is None and not context.guarded:
             return g, local._replace(buffers=g.buffers)
         own, norm = _judged(g, together)
         good, local = own, local._replace(buffers=where_good(own, g.buffers, local.buffers))
@@ -133,7 +136,7 @@ class Worker:
             good, local = common if together else own, local._replace(scale=scaling.advance(scale, common))
         elif together:  # the bad ones are left out where they are averaged, and good is what is left
             return g._replace(norm=norm), local
-        grads = where_good(own, g.grads, elementwise(torch.zeros_like, g.grads))
+        grads = where_good(own, g.grads, each(torch.zeros_like, g.grads))
         return g._replace(grads=grads, good=good, norm=norm), local
 
     def update(
@@ -148,10 +151,10 @@ class Worker:
             x: where the optimizer sees the parameters.
             posted: the parameters that were posted in this step, for optimizers that look at the mix.
         """
-        mix = () if posted is None or not wants_mix(self.optimizer) else (gossip.mix_context(posted),)
-        with nullcontext() if torch.compiler.is_dynamo_compiling() else span("update"):
+        mix = () if posted is None or not self.wants_mix else (gossip.mix_context(posted),)
+        with nullcontext() if torch.compiler.is_dynamo_compiling() else record_function("decentfn::update"):
             u, opt = self.optimizer.update(direction, local.opt, x, *mix)
-        if gossip.is_guarded():
+        if context.guarded:
             u, opt = good_update(u, opt, local.opt, self.optimizer.init(x))
             if g.good is None:
                 g = g._replace(good=all_finite(direction))
@@ -173,7 +176,7 @@ class Worker:
             t: the step, 0-d int64 on the CPU.
             topology: a schedule made of the worker's own (`df.topologies.every`, ...), in place of it.
         """
-        row = collectives.look_up(x[0], topology or self.topology, t)
+        row = collectives.look_up(x.tensors[0], topology or self.topology, t)
         return gossip.post(x, row, wire_dtype=self.wire_dtype)
 
     def mix(self, x: Buckets, t: Tensor, topology: Topology | None = None) -> Buckets:
@@ -188,10 +191,8 @@ class Worker:
         return gossip.mean(x, everyone or self.everyone, t, wire_dtype=self.wire_dtype)
 
 
-def _after(batch: PyTree, posted: Posted | Sequence[Posted] | None) -> PyTree:
+def _after(batch: PyTree, posted: Posted | Sequence[Posted]) -> PyTree:
     """The batch, from which compiled code computes nothing before it has posted these."""
-    if posted is None or not torch.compiler.is_dynamo_compiling():
-        return batch
     several = (posted,) if isinstance(posted, Posted) else posted
     leaves = trees.leaves(batch)
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -203,9 +204,54 @@ def _after(batch: PyTree, posted: Posted | Sequence[Posted] | None) -> PyTree:
 
 def _judged(g: Gradient, together: bool) -> tuple[Tensor, Tensor | None]:
     """Whether a gradient is good (0-d bool), and its norm where that tells: in a guarded step."""
-    if not gossip.is_guarded():
+    if not context.guarded:
         return all_finite(g.grads), None
     norm = global_norm(g.grads)
     good = all_finite(g.grads) if together else torch.isfinite(norm)
     gossip.note_skipped(~good)
     return good, norm
+
+
+def good_update(u: Buckets, opt: PyTree, old: PyTree, first: PyTree) -> tuple[Buckets, PyTree]:
+    """An optimizer's update and new state without what is infinite or NaN in them, element by element.
+
+    Where the update or any of an element's moments is bad, it is not updated and its moments stay as they were; they start
+    anew, all of them, where they were bad before. Whether anything was bad is noted.
+
+    Args:
+        u: the update.
+        opt: the new state.
+        old: the state before.
+        first: the state at a start.
+    """
+    shapes = [b.shape for b in u]
+
+    def moments(state: PyTree) -> list[Buckets]:
+        found: list[Buckets] = []
+        trees.map_nodes(Buckets, lambda node: found.append(node) or node, state)
+        return [node for node in found if [b.shape for b in node] == shapes]
+
+    good, was_good = _all_finite(u, *moments(opt)), _all_finite(*moments(old), like=u)
+    gossip.note_skipped(~gossip.are_finite(list(u)))
+
+    def settle(node: Buckets, new: Buckets, old: Buckets, first: Buckets) -> Buckets:
+        return where(good, new, where(was_good, old, first)) if [b.shape for b in new] == shapes else node
+
+    others = trees.map(finite_or, opt, old, first)
+    opt = trees.map_nodes(Buckets, settle, others, opt, old, first)
+    return where(good, u, each(torch.zeros_like, u)), opt
+
+
+def finite_or(new: Tensor, old: Tensor, first: Tensor) -> Tensor:
+    """`new`, where it is infinite or NaN `old`, and where that is, too, `first`; what is no floating-point number stays."""
+    if not (new.is_floating_point() or new.is_complex()):
+        return new
+    return torch.where(is_finite(new), new, torch.where(is_finite(old), old, first))
+
+
+def _all_finite(*several: Buckets, like: Buckets | None = None) -> Buckets:
+    """For each element whether it is finite in all of these."""
+    if not several:
+        assert like is not None
+        return each(lambda b: torch.ones_like(b, dtype=torch.bool), like)
+    return each(lambda *tensors: functools.reduce(torch.logical_and, map(is_finite, tensors)), *several)

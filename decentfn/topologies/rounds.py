@@ -101,7 +101,7 @@ class Topology:
     def __post_init__(self) -> None:
         told = (inverse(self.sources) != torch.arange(self.num_workers)[:, None]).sum(-1)
         slots, number = self.sources.shape[2], next(_numbers)
-        _known[number] = self
+        by_handle[number] = self
         computed = {
             "degree": slots if self.draw else int(told.max()),
             "slots": slots,
@@ -180,12 +180,8 @@ class Topology:
 
 
 _numbers = itertools.count()
-_known: WeakValueDictionary[int, Topology] = WeakValueDictionary()
-
-
-def by_handle(handle: Tensor) -> Topology:
-    """Return the topology of this handle."""
-    return _known[int(handle)]
+by_handle: WeakValueDictionary[int, Topology] = WeakValueDictionary()
+"""The topologies by the numbers in their handles."""
 
 
 def inverse(sources: Tensor) -> Tensor:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-_NAMES = ("_dispatch_tls_local_include_set", "_dispatch_tls_local_exclude_set", "_ForceDispatchKeyGuard")
+from decentfn.torch_private import functorch
+from decentfn.torch_private.names import DISPATCH
 
-missing = [name for name in _NAMES if not hasattr(torch._C, name)]
-"""What `surroundings` and `enabled` need of torch._C and this version of PyTorch does not have."""
+_included, _excluded, dispatching_as = (private.find() for private in DISPATCH)
+"""`with dispatching_as(*surroundings()):` within an operator's kernel, autograd and all else is as it was there."""
+
+missing = [private.name for private in DISPATCH if private.find() is None]
+"""What this needs and this version of PyTorch does not have."""
 
 
 def surroundings() -> tuple[Any, Any]:
@@ -20,16 +22,11 @@ def surroundings() -> tuple[Any, Any]:
     The public `torch.inference_mode(False)` switches autograd on, but AOTAutograd, which watches the first call of compiled code,
     also has views untracked there, and torch.func and conjugates off: gradients would be wrong in that call.
     """
-    return torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-
-
-@contextmanager
-def enabled(around: tuple[Any, Any]) -> Iterator[None]:
-    """Within an operator's kernel, autograd and all else is as it was `around`."""
-    with torch._C._ForceDispatchKeyGuard(*around), torch.enable_grad():
-        yield
+    return _included(), _excluded()
 
 
 def allow_saved_tensors_hooks() -> None:
     """Activation checkpointing works again on this thread: a compiler that fails while it traces torch.func.grad leaves it refused."""
-    torch._C._autograd._saved_tensors_hooks_enable()  # pyright: ignore[reportAttributeAccessIssue]
+    hooks = torch.autograd.graph.disable_saved_tensors_hooks("")
+    functorch.outside_transforms(hooks.__enter__)  # in a thread where they are allowed
+    hooks.__exit__(None, None, None)  # and so allows them here

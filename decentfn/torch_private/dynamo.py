@@ -14,6 +14,7 @@ from decentfn.torch_private.names import ERRORS, GUARDS
 F = TypeVar("F", bound=Callable[..., Any])
 
 _CALL = "df.compile(step)"
+_config: Any = None  # Dynamo's, since `prepare`
 
 _HAS_LIMIT = "recompile_limit" in inspect.signature(torch.compile).parameters
 
@@ -53,7 +54,8 @@ def prepare() -> None:
     Raises:
         RuntimeError: PyTorch lacks a name without which a compiled step would go on with what has changed.
     """
-    GUARDS.require(_CALL)
+    global _config
+    _config = GUARDS.require(_CALL)
     for function in _constant:
         torch.compiler.assume_constant_result(function)
 
@@ -66,13 +68,12 @@ def at_most(graphs: int) -> dict[str, Any]:
 def guard_everything(graphs: int) -> None:
     """Let Dynamo guard in this thread what it leaves out by default: modules' hooks, and that no two parameters are one tensor.
 
-    Where torch.compile takes no limit of `graphs`, the thread's own is raised to it.
+    If torch.compile takes no limit of `graphs`, the thread's own is raised to it.
     """
-    config = GUARDS.find()
-    if not _HAS_LIMIT and config.recompile_limit < graphs:
-        config.recompile_limit = graphs
-    if config.skip_nnmodule_hook_guards or config.skip_no_tensor_aliasing_guards_on_parameters:
-        config.skip_nnmodule_hook_guards = config.skip_no_tensor_aliasing_guards_on_parameters = False
+    if not _HAS_LIMIT and _config.recompile_limit < graphs:
+        _config.recompile_limit = graphs
+    if _config.skip_nnmodule_hook_guards or _config.skip_no_tensor_aliasing_guards_on_parameters:
+        _config.skip_nnmodule_hook_guards = _config.skip_no_tensor_aliasing_guards_on_parameters = False
 
 
 def guards_fail(error: AssertionError) -> bool:

@@ -43,7 +43,13 @@ def has_no_value(x: Tensor) -> bool:
 
     `torch.compiler.is_compiling` does not tell: it is True in all threads while one of them compiles.
     """
-    return torch.compiler.is_dynamo_compiling() or type(x) is not Tensor or is_batched(x)
+    if torch.compiler.is_dynamo_compiling() or type(x) is not Tensor:
+        return True
+    try:
+        x.data_ptr()  # what a transform wraps has no memory of its own
+    except RuntimeError:
+        return bool(_ops.is_batched(x))
+    return False
 
 
 def with_workers_first(x: Tensor, dim: int | None, size: int) -> Tensor:

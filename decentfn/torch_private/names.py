@@ -80,6 +80,14 @@ LINEAR = Private(
     "trace a linear layer for any length of its input",
     "a compiled traced step is compiled again for every length of sequences",
 )
+_OF_DISPATCH = (
+    "know and restore, inside the gradient's operator, what PyTorch's dispatcher does outside it",
+    "df.autograd is refused",
+)
+DISPATCH = tuple(
+    Private(f"torch._C.{name}", *_OF_DISPATCH)
+    for name in ("_dispatch_tls_local_include_set", "_dispatch_tls_local_exclude_set", "_ForceDispatchKeyGuard")
+)
 SCAN = Private(
     "torch._higher_order_ops.scan",
     "compile the loop over micro-batches as one loop",
@@ -116,4 +124,4 @@ READ_EXPR = Private(
     "some steps fail to compile, with PyTorch's KeyError",
 )
 
-NAMES = (PYTREE, LINEAR, SCAN, ERRORS, GUARDS, BACKEND, GRAPH_PASS, LOOP_SPLIT, READ_EXPR)
+NAMES = (PYTREE, LINEAR, *DISPATCH, SCAN, ERRORS, GUARDS, BACKEND, GRAPH_PASS, LOOP_SPLIT, READ_EXPR)

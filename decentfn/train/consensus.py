@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from decentfn.comm import collectives
-from decentfn.comm.fingerprint import compare
-from decentfn.comm.replicas import digest, require_equal, require_equal_rows
+from decentfn.comm.fingerprint import compare, digest, require_equal, require_equal_rows
 from decentfn.core import trees
 from decentfn.core.buckets import Buckets, Plan, counted_once, part_of, sum_inside, whole, without_values
 from decentfn.core.stacking import over_workers

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from decentfn.comm import collectives
-from decentfn.comm.replicas import digest
+from decentfn.comm.fingerprint import digest
 from decentfn.core import trees
 from decentfn.core.buckets import Plan, sum_inside, whole
 from decentfn.core.formatting import brief

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from decentfn.comm import collectives
 from decentfn.core import trees
 from decentfn.core.numbers import checks_numbers
-from decentfn.gradient.lending import alone
+from decentfn.gradient.lending import alone, weights
 from decentfn.kit.state import State
-from decentfn.torch_private.modules import weights
 from decentfn.train.consensus import (
     buffers,
     consensus_buffers,

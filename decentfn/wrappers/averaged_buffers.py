@@ -16,7 +16,7 @@ from decentfn.core import trees
 from decentfn.core.buckets import loose
 from decentfn.core.numbers import checks_numbers
 from decentfn.core.trees import PyTree
-from decentfn.kit.hyperparameters import at
+from decentfn.kit.preconditions import at
 from decentfn.kit.state import Metrics, State
 from decentfn.kit.step import Algorithm, require_bare
 from decentfn.topologies import Topology

@@ -18,9 +18,9 @@ from decentfn.core.numbers import checks_numbers
 from decentfn.core.trees import PyTree
 from decentfn.errors import NonFinite
 from decentfn.kit.expected import kind_of
-from decentfn.kit.gradient import finite_or
 from decentfn.kit.state import Guarded, Metrics, State
 from decentfn.kit.step import Algorithm, require_bare
+from decentfn.kit.worker import finite_or
 from decentfn.torch_private import functorch
 
 

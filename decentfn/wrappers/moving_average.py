@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from decentfn.core import trees
-from decentfn.core.buckets import Buckets, cast_like, copy_wide, elementwise
+from decentfn.core.buckets import Buckets, cast_like, copy_wide, each
 from decentfn.core.formatting import brief
 from decentfn.core.numbers import checks_numbers
 from decentfn.core.trees import PyTree
@@ -66,7 +66,7 @@ def ema(algorithm: Algorithm, decay: float = 0.999) -> Algorithm:
     def run(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
         inner, average = state.memory
         state, metrics = one(state._replace(memory=inner), batch, t)
-        average = elementwise(lambda e, x: decay * e + (1 - decay) * x.to(e.dtype), average, state.params)
+        average = each(lambda e, x: decay * e + (1 - decay) * x.to(e.dtype), average, state.params)
         return state._replace(memory=EMAMemory(state.memory, average)), metrics
 
     return algorithm._replace(init=start, step=replace(step, run=run, check=check))

@@ -575,3 +575,15 @@ def _ten_thousand_steps():
         assert max(resident) - resident[0] < 2 * 2**20, resident
     assert_as_before(net, before)
     torch.compile(copy.deepcopy(net), backend="eager")(batch[0])
+
+
+def test_a_parameter_in_two_places_has_the_sum_of_both_gradients():
+    w = torch.ones(3)
+
+    def loss_fn(params, batch):
+        return (params["a"] * batch).sum() + (2 * params["b"] * batch).sum()
+
+    for loss in (loss_fn, df.autograd(loss_fn)):
+        init, step = df.all_reduce(loss, df.sgd(1.0), df.topology("complete", 1))
+        state, _ = step(init({"a": w, "b": w}), torch.ones(3), 0)
+        assert {name: x.tolist() for name, x in df.params(state).items()} == {"a": [-2.0] * 3, "b": [-2.0] * 3}

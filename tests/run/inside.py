@@ -18,8 +18,7 @@ import decentfn as df
 from decentfn import compressors
 from decentfn.comm import collectives
 from decentfn.comm.collectives import World
-from decentfn.comm.fingerprint import compare
-from decentfn.comm.replicas import digest
+from decentfn.comm.fingerprint import compare, digest
 from decentfn.core import trees
 from decentfn.core.buckets import Buckets
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
-from decentfn.torch_private.names import LINEAR, NAMES
+from decentfn.torch_private.names import DISPATCH, LINEAR, NAMES
 
 PAGE = Path(__file__).parents[2] / "docs" / "upgrading.md"
 CASES = ("import", "eager", "simulated", "compiled", "df.autograd", "chunk_size")
-KEPT_BY_PYTORCH = {LINEAR.name}
-"""PyTorch itself reads it in every call of torch.func: it is hidden from decentfn alone."""
+KEPT_BY_PYTORCH = {private.name for private in (LINEAR, *DISPATCH)}
+"""PyTorch itself reads them: they are hidden from decentfn alone."""
 
 SCRIPT = """
 import json, sys

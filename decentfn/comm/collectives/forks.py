@@ -34,13 +34,11 @@ def wait_for_gloo() -> None:
     """Wait until no thread of gloo has run during a pause: it would have, had it waited for the GIL, which is free there."""
     end = time.monotonic() + _PATIENCE_S
     before = None
-    while (now := _gloo_threads()) and (now != before or not _rest(now)) and time.monotonic() < end:
+    while (now := _gloo_threads()) and time.monotonic() < end:
+        if now == before and all(state.startswith("State:\tS") for state, *_ in now):
+            return
         before = now
         time.sleep(_PAUSE_S)
-
-
-def _rest(threads: list[tuple[str, ...]]) -> bool:
-    return all(state.startswith("State:\tS") for state, *_ in threads)
 
 
 def _gloo_threads() -> list[tuple[str, ...]]:

@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from decentfn.comm.collectives.membership import World, world
 from decentfn.core.context import context
-from decentfn.core.scalars import integer, operator
+from decentfn.core.scalars import operator
 from decentfn.topologies import Topology
 from decentfn.topologies.rounds import by_handle
 
 
-def require_size(local: int, workers: int, what: str) -> World:
-    """Return the world, once the topology's workers are known to be those that exist, `local` of them in each process.
-
-    Raises:
-        ValueError: they are more, or fewer; `what` says who asks.
-    """
-    here = context.step or world()
-    if local * here.size == workers:
-        return here
+def refuse_size(here: World, local: int, workers: int, what: str) -> NoReturn:
+    """Raise ValueError for a topology of more or fewer workers than exist, `local` in each process; `what` says who asks."""
     if (each := here.processes_per_worker) > 1:
         raise ValueError(
             f"{what}: the topology has num_workers={workers}, but {here.size * each} processes run, {each} for each worker; make it "
@@ -91,8 +84,10 @@ def look_up(token: Tensor, topology: Topology, t: Tensor) -> Row:
 
 
 def _look_up_kernel(token: Tensor, handle: Tensor, t: Tensor, slots: int, workers: int) -> Tensor:
-    topology = by_handle(handle)
-    here = require_size(workers or 1, topology.num_workers, "step(state, batch, t)")
+    topology = by_handle[int(handle)]
+    here = context.step or world()
+    if (workers or 1) * here.size != topology.num_workers:
+        refuse_size(here, workers or 1, topology.num_workers, "step(state, batch, t)")
     rows = topology.rows(t, token.device)
     return (rows[here.rank * workers : (here.rank + 1) * workers] if workers else rows[here.rank]).clone()
 
@@ -118,7 +113,7 @@ _look_up = operator(
 )
 _members = operator(
     "members(Tensor group, Tensor topology, Tensor t, int num_workers) -> Tensor",
-    lambda group, handle, t, n: by_handle(handle).rows(t, group.device)[:, _GROUP] == group[..., None],
+    lambda group, handle, t, n: by_handle[int(handle)].rows(t, group.device)[:, _GROUP] == group[..., None],
     lambda group, handle, t, n: group.new_empty((*group.shape, n), dtype=torch.bool),
     lambda info, in_dims, group, handle, t, n: (_members(group.movedim(in_dims[0], 0), handle, t, n), 0),
 )
@@ -132,7 +127,7 @@ def members(row: Row) -> Tensor | None:
 
 on_device = operator(
     "step_number(Tensor token, Tensor t) -> Tensor",
-    lambda token, t: integer(int(t), token.device),
+    lambda token, t: torch.scalar_tensor(int(t), dtype=torch.int64, device=token.device),
     lambda token, t: token.new_empty((), dtype=torch.int64),
     lambda info, in_dims, token, t: (on_device(token.select(in_dims[0], 0), t), None),
 )

@@ -1,44 +1,111 @@
-"""In-flight messages. A lost message does not abort the step: the worker's own payload replaces it.
+"""The messages of a step. It ends with all of them, or with an error after which no other step follows it unaware.
 
-The state is then complete when the step is done, and `whole_step` raises.
+A lost message does not abort the step: the worker's own payload replaces it. The state is then complete when the step is done,
+and `whole_step` raises.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import record_function
 
-from decentfn.comm.collectives.membership import World
+from decentfn.comm.collectives.membership import World, world
 from decentfn.comm.collectives.reports import different_steps, has_timed_out, report
 from decentfn.comm.collectives.steps import Call, Loss, Part
-from decentfn.core.spans import span
+from decentfn.core.context import context
 from decentfn.errors import StepMismatch
 
 _PATIENCE = timedelta(seconds=1)
 """How long each remaining message of a step that lost one is waited for: its connection is closed, so it has come or never will."""
 _NOT_SENT = "not sent, because an earlier message was lost"
+_PATIENCE_OF_ALL_S = 5.0
+"""How long the messages of a step that was cut short are waited for, all together."""
+
+_abandoned: list[Call] = []
+"""What may still be written to."""
 
 
-def begin(here: World, what: str, t: Tensor, local: int) -> Call:
-    """Begin a call of an operator; where another rank made it at another step, all messages of this step are lost.
+# -- a step, whole or cut short ----------------------------------------------------------------------------------------
 
-    Raises:
-        RunError: an earlier one has failed, or another rank is at another step, and no step runs.
+
+class whole_step:
+    """A step at `t`. Where a message was lost, raises when the step is done; where the step raises, its messages are waited for.
+
+    In both cases the next step is refused: the other ranks have taken this one, or wait for its messages; what this rank
+    would post next, they would take for something else.
+
+    `with` gives the world in which it runs.
+
+    Args:
+        t: the step.
+        donated: whether it writes over the state that it is given.
     """
-    if here.steps.lost is not None and not here.steps.is_inside:
-        raise report(here, here.steps.lost)
-    call, different = here.steps.call(what, t, local)
-    if different is not None:
-        rank, step = different
-        _lose(here, call, different_steps(here, call, call.step, rank, step), rank)
-    return call
+
+    __slots__ = ("_donated", "_here", "_outer", "_range", "_t")
+
+    def __init__(self, t: int | Tensor, *, donated: bool = False) -> None:
+        self._t, self._donated = int(t), donated
+
+    def __enter__(self) -> World:
+        self._here = here = world()
+        if here.size * here.processes_per_worker > 1:
+            here.steps.enter(self._t)
+        self._outer, context.step = context.step, here
+        self._range = record_function(f"decentfn::step {self._t}")
+        self._range.__enter__()
+        return here
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self._range.__exit__(kind, error, traceback)
+        here, steps, context.step = self._here, self._here.steps, self._outer
+        steps.is_inside = False
+        if here.size == 1:
+            return
+        if steps.in_flight:  # of this step what nobody has waited for; all, where it raised after it had posted
+            if error is None:
+                _drain(here, steps.before)
+            elif steps.calls != steps.before:
+                _drain(here, 0)
+        if error is not None:
+            if steps.calls != steps.before:
+                steps.cut_short = f"step t={self._t}", error
+        elif steps.lost is not None:
+            named = report(here, steps.lost, self._t + self._donated)
+            steps.cut_short = f"step t={self._t}", named
+            raise named from steps.lost.error
 
 
-def _lose(here: World, call: Call, error: Exception, peer: int | None = None, slot: int | None = None) -> None:
+def cut_short(t: int, error: BaseException) -> None:
+    """Let no step follow that at `t`, which raises `error` after its messages are sent; alone, any may."""
+    here = world()
+    if here.size > 1:
+        here.steps.cut_short = f"step t={t}", error
+
+
+def _drain(here: World, since: int) -> None:
+    """Let this world's calls land, those after the first `since`."""
+    end, in_flight = time.monotonic() + _PATIENCE_OF_ALL_S, here.steps.in_flight
+    for number in [number for number in in_flight if number > since]:
+        call = in_flight.pop(number)
+        try:
+            for work in call.works:
+                work.wait(timedelta(seconds=max(0.01, end - time.monotonic())))
+            call.inbox, call.parts, call.works = None, (), []
+        except RuntimeError:
+            _abandoned.append(call)
+
+
+# -- messages ---------------------------------------------------------------------------------------------------------
+
+
+def lose(here: World, call: Call, error: Exception, peer: int | None = None, slot: int | None = None) -> None:
     """Note a loss. The first one ends the exchanges of this process: it tells the others, and closes its connections."""
     steps, call.lost = here.steps, str(error)
     if steps.lost is None:
@@ -61,7 +128,7 @@ def post(here: World, call: Call, receives: Sequence[Part], sends: Sequence[Part
         return
     group, tag, index = here.group, here.steps.tag, 0
     assert group is not None
-    with span("post", call.what, call.index):
+    with record_function(f"decentfn::post {call.what} {call.index}"):
         try:
             if call.inbox.device.type == "cpu":
                 for index, (x, own, rank, _) in enumerate(call.parts):  # noqa: B007
@@ -75,7 +142,7 @@ def post(here: World, call: Call, receives: Sequence[Part], sends: Sequence[Part
                 ]
                 call.works += dist.batch_isend_irecv(operations)
         except RuntimeError as error:
-            _lose(here, call, error, *call.parts[index][2:])
+            lose(here, call, error, *call.parts[index][2:])
     for counted in here.counters:
         counted.messages += len(sends)
         counted.bytes_sent += sum(part.tensor.nbytes for part in sends)
@@ -93,14 +160,14 @@ def reduce(here: World, call: Call, x: Tensor, own: Tensor | None, ranks: list[i
         return
     group = here.subgroup(tuple(ranks))
     try:
-        with span("post", call.what, call.index):
+        with record_function(f"decentfn::post {call.what} {call.index}"):
             if (other := here.steps.find_other(group, ranks, [call.step, call.number, x.nbytes], x)) is not None:
                 raise different_steps(here, call, call.step, *other)
             call.works.append(group.allreduce([x]))
     except StepMismatch as error:
-        _lose(here, call, error, error.peer)
+        lose(here, call, error, error.peer)
     except RuntimeError as error:
-        _lose(here, call, error, call.parts[0].rank)
+        lose(here, call, error, call.parts[0].rank)
     else:
         share = round(2 * len(others) / len(ranks) * x.nbytes)
         for counted in here.counters:
@@ -116,7 +183,7 @@ def land(here: World, call: Call) -> bool:
     """
     since = time.perf_counter()
     here.steps.waits_since = time.monotonic()
-    with span("wait", call.what, call.index):
+    with record_function(f"decentfn::wait {call.what} {call.index}"):
         one_by_one = len(call.works) == len(call.parts)  # else the backend has put them together
         for index, work in enumerate(call.works):
             try:
@@ -125,7 +192,7 @@ def land(here: World, call: Call) -> bool:
                 else:
                     work.wait(_PATIENCE)
             except RuntimeError as error:
-                _lose(here, call, error, *(call.parts[index][2:] if one_by_one else ()))
+                lose(here, call, error, *(call.parts[index][2:] if one_by_one else ()))
     waited = time.perf_counter() - since
     here.steps.waits_since = None
     for counted in here.counters:
@@ -138,3 +205,42 @@ def land(here: World, call: Call) -> bool:
                 part.tensor.copy_(part.own)
     call.parts, call.works = (), []
     return call.lost is None
+
+
+# -- counters ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Communication:
+    """What one process has exchanged with others inside steps; what its own workers say to each other is not counted."""
+
+    messages: int = 0
+    """That it has sent, one for each bucket and neighbour; a mean over a group is none."""
+    bytes_sent: int = 0
+    """In messages, and 2(r-1)/r payloads for each mean over a group of r processes."""
+    bytes_received: int = 0
+    """The same of what comes in."""
+    seconds_waited: float = 0.0
+    """In which this process stood still because something had not arrived: the part of the communication that no
+    computation hides. On a GPU the stream waits, and the process does not: there it is about 0."""
+
+
+@contextmanager
+def communication() -> Iterator[Communication]:
+    """Count what this process exchanges from here to the end of the block; the numbers can be read at any time.
+
+    Enter it after `df.init()`, around steps as they are, compiled or not: nothing in them changes, and nothing is counted
+    where nobody asks. One block may stand in another. In one process (`df.simulate`) nothing travels, and all is 0.
+
+    >>> import decentfn as df
+    >>> with df.profiling.communication() as counted:
+    ...     pass  # state, metrics = step(state, batch, t)
+    >>> counted
+    Communication(messages=0, bytes_sent=0, bytes_received=0, seconds_waited=0.0)
+    """
+    here, counted = world(), Communication()
+    here.counters = (*here.counters, counted)
+    try:
+        yield counted
+    finally:
+        here.counters = tuple(other for other in here.counters if other is not counted)

@@ -19,22 +19,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from decentfn.comm.collectives.lookup import Row, require_size, require_worker_axis
+from decentfn.comm.collectives.lookup import Row, refuse_size, require_worker_axis
 from decentfn.comm.collectives.membership import World, world
-from decentfn.comm.collectives.messages import begin, land, post, reduce
+from decentfn.comm.collectives.messages import land, lose, post, reduce
+from decentfn.comm.collectives.reports import different_steps, report
 from decentfn.comm.collectives.steps import Call, Part
 from decentfn.core.context import context
-from decentfn.core.scalars import integer, operator
+from decentfn.core.scalars import operator
 from decentfn.topologies.rounds import Peers, by_handle
 from decentfn.torch_private import functorch
 
 
 def make_groups(groups: Tensor) -> None:
-    """Make the process groups that means over these groups will need; collective, the same table everywhere.
-
-    Args:
-        groups: `[P, N]` int64, the group of each worker in each phase.
-    """
+    """Make the process groups for means over `groups`, `[P, N]`, each worker's in each phase; collective, the same everywhere."""
     here = world()
     if here.size > 1:
         local = groups.shape[1] // here.size
@@ -123,15 +120,22 @@ def _post_kernel(x: Tensor, handle: Tensor, t: Tensor, good: Tensor | None, is_m
         x = _sent(x, good)
     if not workers:
         x = x[None]
-    topology, what = by_handle(handle), "group_mean" if is_mean else "exchange"
-    here = require_size(x.shape[0], topology.num_workers, what)
-    call, peers = begin(here, what, t, x.shape[0]), topology.peers(t)
+    topology, what = by_handle[int(handle)], "group_mean" if is_mean else "exchange"
+    here, local = context.step or world(), x.shape[0]
+    if local * here.size != topology.num_workers:
+        refuse_size(here, local, topology.num_workers, what)
+    if here.steps.lost is not None and not here.steps.is_inside:
+        raise report(here, here.steps.lost)
+    call, different = here.steps.call(what, t, local)
+    if different is not None:  # another rank has made this call at another step
+        lose(here, call, different_steps(here, call, call.step, *different), different[0])
+    peers = topology.peers(t)
     if is_mean:
         _post_mean(here, call, peers.members or [], x)
     else:
         _post_messages(here, call, peers, x, topology.slots)
     here.steps.in_flight[call.number] = call
-    return integer(call.number)
+    return torch.scalar_tensor(call.number, dtype=torch.int64)
 
 
 def _post_messages(here: World, call: Call, peers: Peers, x: Tensor, slots: int) -> None:

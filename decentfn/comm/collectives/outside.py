@@ -193,23 +193,14 @@ def compare_steps() -> None:
 
 
 def fresh_board(among: World | None = None) -> PrefixStore:
-    """A part of the store on which nothing is written yet, the same for all of several processes; collective.
-
-    Args:
-        among: whose it is; None: gossip's.
-    """
+    """A part of the store on which nothing is written yet, the same for all processes of gossip, or `among`; collective."""
     here = among or world()
     with calling("a new board"):
         return PrefixStore(f"decentfn {gather_objects(uuid4().hex, here)[0]}", here.store)
 
 
 def process_mean(x: Tensor, among: World | None = None) -> Tensor:
-    """The mean of `x` over all processes, at once; `x` itself in one process. Not for use inside a step.
-
-    Args:
-        x: of the same shape and dtype on all.
-        among: the processes; None: gossip's.
-    """
+    """The mean of `x` over all processes of gossip, or `among`, at once; `x` itself in one. Not for use inside a step."""
     here = among or world()
     if here.size == 1:
         return x
@@ -232,12 +223,7 @@ def process_broadcast(x: Tensor, among: World | None = None) -> Tensor:
 
 
 def gather_objects(value: object, among: World | None = None) -> list[Any]:
-    """What every process passed, by rank, as JSON gives it back (tuples as lists). Not for use inside a step.
-
-    Args:
-        value: what JSON holds.
-        among: the processes; None: gossip's.
-    """
+    """What every process passed, by rank, as JSON gives it back (tuples as lists). Not for use inside a step."""
     told = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     return [json.loads(heard.numpy().tobytes()) for heard in gather_bytes(told, among)]
 

@@ -104,11 +104,6 @@ def _listen(here: World, loss: Loss) -> tuple[dict[int, Note], StepMismatch | No
         time.sleep(0.02)
 
 
-def _lost(loss: Loss, notes: dict[int, Note]) -> set[int | None]:
-    """The ranks whose messages did not come."""
-    return {loss.peer, *(note.peer for note in notes.values())}
-
-
 def _dead(loss: Loss, notes: dict[int, Note]) -> set[int | None]:
     """Those whose connections broke: they tell nothing any more, while who was only late still may."""
     broken = {note.peer for note in notes.values() if not note.timed_out}
@@ -144,7 +139,8 @@ def _blamed(here: World, loss: Loss, notes: dict[int, Note]) -> tuple[int | None
                 f"{_name(loss.call, note.rank)} waited in {note.outside}, which all processes call together",
             )
     call, told = loss.call, notes.get(loss.peer if loss.peer is not None else -1)
-    silent = _lost(loss, notes) - {None, here.rank} - notes.keys()
+    # Whose messages did not come, and who tells nothing.
+    silent = {loss.peer, *(note.peer for note in notes.values())} - {None, here.rank} - notes.keys()
     if not silent and loss.peer is None:
         silent = set(call.hears) - {here.rank} - notes.keys()
     blamed = silent.pop() if len(silent) == 1 else loss.peer

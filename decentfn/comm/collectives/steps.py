@@ -183,22 +183,19 @@ class Steps:
             self._changes.append((calls, step))
         call = Call(what, calls, step, calls - self.before, local)
         self.record.append(call)
-        if self.board is not None and (calls % _EVERY == 0 or calls & (calls - 1) == 0):
-            return call, self._compare()
-        return call, None
-
-    def _compare(self) -> tuple[int, int] | None:
+        if self.board is None or (calls % _EVERY and calls & (calls - 1)):
+            return call, None
         try:
-            first = self.board.compare_set(f"call {self.calls}", "", f"{self.rank} {self._last}")
-            if self.calls > _KEPT:
-                self.board.delete_key(f"call {self.calls - _KEPT}")
+            first = self.board.compare_set(f"call {calls}", "", f"{self.rank} {step}")
+            if calls > _KEPT:
+                self.board.delete_key(f"call {calls - _KEPT}")
         except RuntimeError as error:
             # The process that held it is done, or has died: then messages fail.
             _log.info("t is no longer compared between ranks: the store does not answer (%s)", error)
             self.board = None
-            return None
-        rank, step = map(int, first.split())
-        return None if step == self._last else (rank, step)
+            return call, None
+        rank, other = map(int, first.split())
+        return call, None if other == step else (rank, other)
 
     def tell(self, peer: int | None, *, timed_out: bool, outside: str | None = None) -> None:
         """Let the others know that a call of this rank has failed."""

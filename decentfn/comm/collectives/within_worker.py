@@ -1,4 +1,4 @@
-"""What the processes of one worker do together in a step: the operators behind `buckets.sharing`. Each waits for all."""
+"""What the processes of one worker do together in a step: the operators behind `buckets.arithmetic`. Each waits for all."""
 
 from __future__ import annotations
 

@@ -14,23 +14,3 @@ from decentfn.comm.gossip.plain import (
     post,
     repaired,
 )
-
-__all__ = [
-    "Noted",
-    "Posted",
-    "are_finite",
-    "arrived",
-    "collect",
-    "difference",
-    "guarded",
-    "is_active",
-    "is_guarded",
-    "mean",
-    "mix_context",
-    "narrow",
-    "neighbours_sum",
-    "note_skipped",
-    "post",
-    "repaired",
-    "unless_bad",
-]

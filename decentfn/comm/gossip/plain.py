@@ -14,6 +14,7 @@ from torch import Tensor
 from decentfn.comm import collectives
 from decentfn.comm.gossip import guarding
 from decentfn.core.buckets import Buckets, cast_like, where, wide
+from decentfn.core.context import context
 from decentfn.core.scalars import rounded
 from decentfn.optim.transforms import MixContext
 from decentfn.topologies import Topology
@@ -60,16 +61,16 @@ def post(
         wire_dtype: floating vectors wider than this dtype travel rounded to it (half the bytes for bfloat16).
         good: 0-d bool, whether the message is good, where that cannot be seen from `x`; only a guarded step asks.
     """
-    sent = [narrow(narrow(b, plan.dtype), wire_dtype) for b, plan in zip(x, x.plan.buckets, strict=True)]
+    sent = [narrow(b, plan.dtype, wire_dtype) for b, plan in zip(x.tensors, x.plan.buckets, strict=True)]
     if good is not None:
         guarding.note_replaced(~good)
-    elif guarding.is_guarded():
+    elif context.guarded:
         good = guarding.judged(sent)
     messages = means = ()
-    if row.topology.degree or x[0].dim() == 2:
-        messages = tuple(collectives.exchange(b, row, good=good) for b in sent)
+    if row.topology.degree or x.tensors[0].dim() == 2:
+        messages = tuple([collectives.exchange(b, row, good=good) for b in sent])
     if row.topology.has_groups:
-        means = tuple(collectives.group_mean(b, row, good=good) for b in sent)
+        means = tuple([collectives.group_mean(b, row, good=good) for b in sent])
     flags = None if good is None else guarding.post_flags(good, row)
     return Posted(x, sent, messages, means, row, {}, flags)
 
@@ -92,9 +93,8 @@ def collect(posted: Posted, gamma: float | Tensor = 1.0, *, after: Iterable[Tens
         gamma: γ in [0, 1], a number or a 0-d tensor.
         after: what compiled code computes before it waits: the gradient, which then hides the communication.
     """
-    posted = heard(posted, after)
-    gamma = own_gamma(posted, gamma)
-    return Buckets([_mixed(posted, index, gamma) for index in range(len(posted.own))], posted.own.plan)
+    posted, gamma = heard(posted, after), own_gamma(posted, gamma)
+    return Buckets([_mixed(posted, index, gamma) for index in range(len(posted.sent))], posted.own.plan)
 
 
 def difference(posted: Posted, gamma: float | Tensor = 1.0, *, after: Iterable[Tensor] = ()) -> Buckets:
@@ -104,9 +104,8 @@ def difference(posted: Posted, gamma: float | Tensor = 1.0, *, after: Iterable[T
     a rounding of the differences and not of x: what is summed up over many steps must not gather the roundings of x, so
     add this, and not `W x - x`. Arguments as of `collect`.
     """
-    posted = heard(posted, after)
-    gamma = own_gamma(posted, gamma)
-    return Buckets([_moved(posted, index, gamma) for index in range(len(posted.own))], posted.own.plan)
+    posted, gamma = heard(posted, after), own_gamma(posted, gamma)
+    return Buckets([_moved(posted, index, gamma) for index in range(len(posted.sent))], posted.own.plan)
 
 
 def repaired(posted: Posted, x: Buckets, mix: Buckets | None = None) -> Buckets:
@@ -188,9 +187,12 @@ def mean(x: Buckets, everyone: Topology, t: Tensor, *, wire_dtype: torch.dtype |
     return Buckets([_weighted_sum(posted, i).to(plan.dtype).to(b.dtype) for i, b, plan in triples], x.plan)
 
 
-def narrow(x: Tensor, wire_dtype: torch.dtype | None) -> Tensor:
-    """`x` rounded to the wire's dtype where that is narrower; `x` itself without one."""
-    return rounded(x, wire_dtype) if wire_dtype is not None and x.dtype.itemsize > wire_dtype.itemsize else x
+def narrow(x: Tensor, *dtypes: torch.dtype | None) -> Tensor:
+    """`x` rounded to each of these dtypes in turn where it is narrower; `x` itself without one."""
+    for dtype in dtypes:
+        if dtype is not None and x.dtype.itemsize > dtype.itemsize:
+            x = rounded(x, dtype)
+    return x
 
 
 def inbox_of(posted: Posted, index: int) -> Tensor:
@@ -266,7 +268,7 @@ def _weighted_sum(posted: Posted, index: int) -> Tensor:
 
 
 def _mixed(posted: Posted, index: int, gamma: float | Tensor) -> Tensor:
-    own, row = posted.own[index], posted.row
+    own, row = posted.own.tensors[index], posted.row
     dtype = wide(own.dtype)  # sixteen-bit values are mixed in float32; weights are exact to 1e-12
     weights, messages = _weighted(posted, index, gamma, dtype)
     x, sent = own.to(dtype), posted.sent[index].to(dtype)
@@ -295,10 +297,11 @@ def _given(row: collectives.Row) -> Tensor | None:
 
 
 def _moved(posted: Posted, index: int, gamma: float | Tensor) -> Tensor:
-    dtype = wide(posted.own[index].dtype)
+    own = posted.own.tensors[index]
+    dtype = wide(own.dtype)
     weights, messages = _weighted(posted, index, gamma, dtype)
     sent = posted.sent[index].to(dtype)
     terms = [weight * (x.to(dtype) - sent) for weight, x in zip(weights, messages, strict=True)]
-    terms = terms if posted.sent[index] is posted.own[index] else [coarse(posted, term) for term in terms]
+    terms = terms if posted.sent[index] is own else [coarse(posted, term) for term in terms]
     total = sum(terms, torch.zeros_like(sent))
     return total if posted.flags is None else torch.where(posted.flags.own, total, torch.zeros_like(total))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from decentfn.core.buckets.arithmetic import gather_inside, mean_inside, rows_of, scatter_inside
 from decentfn.core.buckets.plan import BucketPlan, Buckets, Place, Plan, Segment
-from decentfn.core.buckets.sharing import gather_inside, mean_inside, rows_of, scatter_inside
 
 
 def part_shape(shape: tuple[int, ...], process: int, processes: int) -> tuple[int, ...]:
@@ -47,12 +47,7 @@ def without_values(x: Buckets) -> Buckets:
 
 
 def mean_of_processes(x: Buckets, plan: Plan) -> Buckets:
-    """The mean of `x` over the worker's processes, as each holds it; what one process alone holds stays.
-
-    Args:
-        x: whole where `plan` is of parts, else of that plan.
-        plan: of the parameters.
-    """
+    """The mean of `x` (whole where `plan`, the parameters', is of parts) over the worker's processes; what one alone holds stays."""
     if plan.whole is not None:
         pairs = zip(x, plan.whole.buckets, plan.buckets, strict=True)
         return Buckets([scatter_inside(b, *_cuts(one), part.numel) for b, one, part in pairs], plan)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from numbers import Real
+from operator import attrgetter
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
@@ -130,12 +131,7 @@ class Plan:
         return sum(bucket.nbytes for bucket in self.buckets)
 
     def lay_out(self, tree: PyTree, workers: tuple[int, ...] = ()) -> list[Tensor]:
-        """The buckets' vectors, copies, `[*workers, D]`, of a tree like the one that was laid out.
-
-        Args:
-            tree: its leaves `[*workers, ...]`; a leaf that stands in several places counts in its first.
-            workers: the leading axes that every leaf has, `(N,)` when stacked.
-        """
+        """The buckets' vectors `[*workers, D]`, copies, of a tree of leaves `[*workers, ...]`; of a tied leaf the first counts."""
         leaf: dict[int, Tensor] = {}
         for position, value in zip(trees.leaves(self.template), trees.leaves(tree), strict=True):
             leaf.setdefault(position, value.detach())
@@ -190,7 +186,11 @@ class Buckets:
         for tensor, bucket in zip(self.tensors, self.plan.buckets, strict=True):
             # Of a leaf alone in its bucket, too: a split's derivative is a vector of its own, with the strides of one.
             pieces = tensor.split([segment.numel for segment in bucket.segments], dim=-1)
-            views += [segment.leaf(piece) for piece, segment in zip(pieces, bucket.segments, strict=True)]
+            is_stacked = tensor.dim() > 1
+            views += [
+                segment.leaf(piece) if is_stacked or segment.is_complex else piece.view(segment.shape)
+                for piece, segment in zip(pieces, bucket.segments, strict=True)
+            ]
         return views
 
     def tree(self) -> PyTree:
@@ -206,7 +206,12 @@ def loose(tensors: Iterable[Tensor]) -> Buckets:
     return Buckets(tensors, Plan(plans, tuple(range(len(tensors)))))
 
 
-trees.register_node(Buckets, lambda node: (node.tensors, node.plan), lambda plan, tensors: Buckets(tensors, plan))
+trees.register_node(
+    Buckets,
+    lambda node: (node.tensors, node.plan),
+    lambda plan, tensors: Buckets(tensors, plan),
+    in_c=attrgetter("tensors", "plan"),
+)
 
 
 def flatten(

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from decentfn.core.buckets import Buckets, Mask, each, elementwise, global_norm, multiply, wide, zeros_like
+from decentfn.core.buckets import Buckets, Mask, each, global_norm, multiply, wide, zeros_like
 from decentfn.core.numbers import checks_numbers, real, require
 from decentfn.core.scalars import once
 from decentfn.core.trees import PyTree
@@ -116,7 +116,7 @@ def add_decayed_weights(weight_decay: Scalar, mask: Mask | None = None) -> Trans
             f = number.to(w) if isinstance(number, torch.Tensor) else number
             return (g.to(w) + f * x.to(w)).to(g.dtype)
 
-        return elementwise(one, grads, params)
+        return each(one, grads, params)
 
     transform = _scheduled(weight_decay, decay, ascends=True)
     return transform if mask is None else masked(transform, mask)
@@ -136,13 +136,13 @@ def trace(decay: float, nesterov: bool = False) -> Transform:
         return TraceState(zeros_like(params))
 
     def update(grads: Buckets, state: TraceState, params: Buckets) -> tuple[Buckets, TraceState]:
-        momentum = elementwise(lambda m, g: decay * m + g.to(m.dtype), state.momentum, grads)
+        momentum = each(lambda m, g: decay * m + g.to(m.dtype), state.momentum, grads)
 
         def direction(g: Tensor, m: Tensor) -> Tensor:
             # Copy, so that the caller's updates and the state are never one tensor.
             return (g.to(m.dtype) + decay * m).to(g.dtype) if nesterov else m.to(g.dtype, copy=True)
 
-        return elementwise(direction, grads, momentum), TraceState(momentum)
+        return each(direction, grads, momentum), TraceState(momentum)
 
     return ascending(init, update)
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from decentfn.core.buckets import Buckets, Mask, elementwise, zeros_like
+from decentfn.core.buckets import Buckets, Mask, each, zeros_like
 from decentfn.core.numbers import checks_numbers, require
 from decentfn.core.scalars import once
 from decentfn.optim.transforms.basic import (
@@ -176,10 +176,8 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Tran
 
     def update(grads: Buckets, state: AdamState, params: Buckets) -> tuple[Buckets, AdamState]:
         k = state.count + 1
-        mu = elementwise(lambda m, g: torch.lerp(m, g.to(m.dtype), 1 - b1), state.mu, grads)
-        nu = elementwise(
-            lambda v, g: torch.addcmul(b2 * v, g.to(v.dtype), g.to(v.dtype), value=1 - b2), state.nu, grads
-        )
+        mu = each(lambda m, g: torch.lerp(m, g.to(m.dtype), 1 - b1), state.mu, grads)
+        nu = each(lambda v, g: torch.addcmul(b2 * v, g.to(v.dtype), g.to(v.dtype), value=1 - b2), state.nu, grads)
         return _direction(grads, mu, nu, k, b1, b2, eps), AdamState(k, mu, nu)
 
     return ascending(init, update)
@@ -204,14 +202,14 @@ def scale_by_accum_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, a
         k = state.count + 1
         window = (k + accum_iter - 1) // accum_iter
         is_last = once(k % accum_iter == 0)
-        mu = elementwise(lambda m, g: m + (1 - b1) * g.to(m.dtype), state.mu, grads)
-        nu = elementwise(lambda v, g: v + (1 - b2) * g.to(v.dtype) ** 2, state.nu, grads)
+        mu = each(lambda m, g: m + (1 - b1) * g.to(m.dtype), state.mu, grads)
+        nu = each(lambda v, g: v + (1 - b2) * g.to(v.dtype) ** 2, state.nu, grads)
         direction = _direction(grads, mu, nu, window, b1, b2, eps)
 
-        mean = elementwise(lambda a, g: a + g.to(a.dtype) / accum_iter, state.accumulated, grads)
-        new_mu = elementwise(lambda m, a: torch.where(is_last, b1 * (m + (1 - b1) * a), m), state.mu, mean)
-        new_nu = elementwise(lambda v, a: torch.where(is_last, b2 * (v + (1 - b2) * a**2), v), state.nu, mean)
-        accumulated = elementwise(lambda a: torch.where(is_last, torch.zeros_like(a), a), mean)
+        mean = each(lambda a, g: a + g.to(a.dtype) / accum_iter, state.accumulated, grads)
+        new_mu = each(lambda m, a: torch.where(is_last, b1 * (m + (1 - b1) * a), m), state.mu, mean)
+        new_nu = each(lambda v, a: torch.where(is_last, b2 * (v + (1 - b2) * a**2), v), state.nu, mean)
+        accumulated = each(lambda a: torch.where(is_last, torch.zeros_like(a), a), mean)
         return direction, AccumAdamState(k, new_mu, new_nu, accumulated)
 
     return ascending(init, update)
@@ -225,7 +223,7 @@ def _direction(grads: Buckets, mu: Buckets, nu: Buckets, k: Tensor, b1: float, b
         root = torch.sqrt(v) * correction2.to(v.dtype) + eps
         return (m * correction1.to(m.dtype) / root).to(g.dtype)
 
-    return elementwise(one, grads, mu, nu)
+    return each(one, grads, mu, nu)
 
 
 def _with_decay(

@@ -142,6 +142,7 @@ def chain(*transforms: Any) -> Transform:
     """
     for transform in transforms:
         require_pair("chain(...)", transform)
+    parts = [(transform.update, wants_mix(transform)) for transform in transforms]
 
     def init(params: Buckets) -> tuple[PyTree, ...]:
         return tuple(transform.init(params) for transform in transforms)
@@ -150,12 +151,12 @@ def chain(*transforms: Any) -> Transform:
         grads: Buckets, state: tuple[PyTree, ...], params: Buckets, *mix: Any
     ) -> tuple[Buckets, tuple[PyTree, ...]]:
         states = []
-        for transform, old in zip(transforms, state, strict=True):
-            grads, new = transform.update(grads, old, params, *(mix if wants_mix(transform) else ()))
+        for (change, is_aware), old in zip(parts, state, strict=True):
+            grads, new = change(grads, old, params, *(mix if is_aware else ()))
             states.append(new)
         return grads, tuple(states)
 
-    if any(wants_mix(transform) for transform in transforms):
+    if any(is_aware for _, is_aware in parts):
         aware = MixAware(init, update)
         aware.masks = masks_of(*transforms)
         return aware
