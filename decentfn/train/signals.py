@@ -47,8 +47,7 @@ class Stop:
         self._leaving: SystemExit | None = None
 
     def __call__(self, t: int | Tensor) -> bool:
-        """Return True to stop after step `t`, the same on all processes. Collective: every process calls it after every
-        step.
+        """Return True to stop after step `t`, the same on all processes. Collective, in every step.
 
         Every `every` calls, processes start to gather who has a signal and read the previous result. So no process
         waits unless another is `every` steps behind.
@@ -134,8 +133,7 @@ if hasattr(signal, "sigwaitinfo"):  # not on macOS
 
 @contextmanager
 def preemption(marker: str | Path, *, every: int = 10) -> Iterator[Stop]:
-    """Let SIGTERM and SIGUSR1, sent to any process, stop all of them after the same step. A context manager;
-    collective.
+    """Let SIGTERM and SIGUSR1, sent to any process, stop all of them after the same step. Collective; a `with`.
 
     In a training loop::
 
@@ -154,8 +152,7 @@ def preemption(marker: str | Path, *, every: int = 10) -> Iterator[Stop]:
 
     Args:
         marker: file that one process of each node writes; its directory is created for its owner only.
-        every: steps between checks, >= 1; processes stop at most `2 * every` steps after the signal. A single process
-            checks every step.
+        every: steps between checks, >= 1; processes stop at most `2 * every` steps after the signal. One process checks always.
 
     Yields:
         `stop`: `stop(t)` returns True to stop; `stop.leave()` leaves.
