@@ -30,7 +30,7 @@ def topology(topology: topologies.Topology, phases: Sequence[int] | None = None)
 
     Args:
         topology: a topology of at most 256 workers.
-        phases: the steps t to show, at most 12; by default the period's first 12 phases, or 4 random steps.
+        phases: the steps t to show, at most 12; by default the period's first 12 phases, or 4 steps if random.
 
     >>> import decentfn as df
     >>> figure = df.plots.topology(df.topology("one-peer-exp", 8))

@@ -42,7 +42,7 @@ def with_params(state: Any, params: PyTree) -> Any:
 
     The optimizer's state and the buffers are kept. The algorithm's memory (slow copies, trackers, momentum,
     corrections, errors, in-flight messages, the average of `df.ema`) restarts from the new parameters. Set the
-    parameters of all workers in the same step (under torchrun on every rank); or memories stay inconsistent.
+    parameters of all workers in the same step (under torchrun on every rank), or memories stay inconsistent.
 
     Args:
         state: a training state, `State(params, local, memory)`.
@@ -144,7 +144,7 @@ def distance_to_consensus(state: Any) -> Tensor:
 
 @collectives.calling("df.gather(state, tree)", of_state=True)
 def gather(state: Any, tree: PyTree) -> PyTree:
-    """Gather a tree from every worker, `[N, ...]` in each leaf, copies, the same on every rank. Collective.
+    """Gather a tree from every worker, `[N, ...]` in worker order, the same on every rank; copies. Collective.
 
     `df.gather(state, metrics).loss` contains the losses of all workers, under torchrun and simulated.
 

@@ -104,7 +104,7 @@ def batch_sampler(
     """Make the `batch_sampler=` of torch's DataLoader: the batches of steps `first_step`, `first_step + 1`, ...
 
     To resume at step t, make a new one with `first_step=t`; batches that the loader read ahead do not matter. Read
-    all steps in one loop, or make a sampler per epoch with `steps=(epoch + 1) * shards.steps_per_epoch`.
+    all steps in one loop, or make a sampler per epoch, also with `steps=(epoch + 1) * shards.steps_per_epoch`.
 
     Args:
         shards: the result of `shards` or `fixed_shards`.

@@ -35,7 +35,7 @@ def evaluate(metric: Callable[..., Any], state: Any, batches: Iterable[Any], *, 
     """Average a metric of the consensus (`consensus_mean`, `consensus_buffers`) over all samples. Collective.
 
     No gradient is computed. The mean is over the samples of all processes: a short last batch counts by its samples,
-    and a process may have no batch. A module of `df.functional` is in eval mode meanwhile, and its buffers do not change.
+    and a process may have no batch. A module of `df.functional` is in eval mode meanwhile, and its buffers stay.
 
     If a worker is several processes, they run the module together, each on its own batch (a tensor-parallel worker's on
     the same batch). A process with fewer batches repeats its last one, which does not count; having none is an error if

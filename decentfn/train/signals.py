@@ -133,7 +133,7 @@ if hasattr(signal, "sigwaitinfo"):  # not on macOS
 
 @contextmanager
 def preemption(marker: str | Path, *, every: int = 10) -> Iterator[Stop]:
-    """Let SIGTERM and SIGUSR1, sent to any process, stop all of them after the same step. Collective; a `with`.
+    """Stop all processes after the same step if one gets SIGTERM or SIGUSR1. A context manager; collective.
 
     In a training loop::
 
@@ -152,7 +152,8 @@ def preemption(marker: str | Path, *, every: int = 10) -> Iterator[Stop]:
 
     Args:
         marker: file that one process of each node writes; its directory is created for its owner only.
-        every: steps between checks, >= 1; processes stop at most `2 * every` steps after the signal. One process checks always.
+        every: steps between checks, >= 1; all stop within `2 * every` steps of the signal. A single process checks
+            every step.
 
     Yields:
         `stop`: `stop(t)` returns True to stop; `stop.leave()` leaves.

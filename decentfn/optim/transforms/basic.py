@@ -1,7 +1,8 @@
 """Building blocks of optimizers: scale, clip, decay, momentum.
 
 Scheduled numbers are computed once in float64 and cast to each bucket's dtype: a float64 0-d tensor has an axis under
-`vmap`, so some operators (torch.where) would promote a float32 bucket. 16-bit buckets compute and keep states in float32.
+`vmap`, so some operators (torch.where) would promote a float32 bucket. 16-bit buckets compute
+and keep states in float32.
 """
 
 from __future__ import annotations
