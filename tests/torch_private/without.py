@@ -1,4 +1,4 @@
-"""What happens without each private name of PyTorch: a table for `docs/upgrading.md`, which `python -m tests.torch_private.without` writes."""
+"""Behavior without each private name of PyTorch: a table for `docs/upgrading.md`, which `python -m tests.torch_private.without` writes."""
 
 import json
 import re
