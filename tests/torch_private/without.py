@@ -1,4 +1,7 @@
-"""Behavior without each private name of PyTorch: the table of docs/upgrading.md (`python -m tests.torch_private.without`)."""
+"""Behavior without each private name of PyTorch; writes the table of docs/upgrading.md.
+
+python -m tests.torch_private.without
+"""
 
 import json
 import re
