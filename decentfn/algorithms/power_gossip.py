@@ -101,7 +101,6 @@ def power_gossip(
 
 
 def _undirected(topology: Topology) -> Topology:
-    """Return the same matrices with slots whose partner is the same in both directions."""
     require_doubly_stochastic("power_gossip", topology)
     if topology.period is None:
         raise ValueError(

@@ -136,7 +136,6 @@ def relay_sgd(
 
 
 def _count(counts: collectives.Constant, age: Tensor, row: collectives.Row) -> Tensor:
-    """Return this worker's `Σ_j c_{j→i}` at `age` (0-d int64)."""
     last, n = counts.shape[0] - 1, counts.shape[1]
     index = age.clamp(max=last) * n + row.worker
     return counts.on(age).view(-1).index_select(0, index.view(1))[0]

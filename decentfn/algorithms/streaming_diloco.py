@@ -117,13 +117,11 @@ def streaming_diloco(
         return Memory(copy_wide(x), zeros_like(x), zeros_like(x) if delay > 1 else None)
 
     def launch(theta: Buckets, phi: Buckets, t: Tensor) -> list[Posted]:
-        """Post the fragment that is due, if any."""
         sent = fragments.split([gossip.narrow(bucket, wire) for bucket in to_send(phi, theta, wire)])
         pairs = zip(sent, launches, strict=True)
         return [worker.post(loose(fragment), t, schedule) for fragment, schedule in pairs]
 
     def collect(posted: list[Posted], phi: Buckets, after: Buckets) -> Buckets:
-        """Return the outer gradient of the fragments that have arrived."""
         means = [gossip.collect(fragment, after=after) for fragment in posted]
         return outer_gradient(phi, fragments.join(means, phi.plan), wire)
 

@@ -5,8 +5,7 @@
     x⁺ = x̃ + u(x̃, g)
 
 x: a worker's parameters; R: its edge (a group of r workers that average); w: the edge's self-weight; γ: the adaptive
-factor; u: the optimizer's update. This is `adapt_while_communicate(update_at="mixed", gamma=γ)`; the rest is particular
-to Decent-DP:
+factor; u: the optimizer's update. This is `adapt_while_communicate(update_at="mixed", gamma=γ)`; the rest is below:
 
 >>> import decentfn as df
 >>> from decentfn.compat import decent_dp
@@ -107,8 +106,7 @@ def buckets(named_params: Iterable[tuple[str, Tensor]], bucket_size_in_mb: float
     Args:
         named_params: (dotted name, parameter) in the order of the first backward pass; for a chain of `nn.Linear`
             layers the reverse of the registered order.
-        bucket_size_in_mb: size in MiB at which a bucket is closed, every parameter padded to 32 elements; 0 gives every
-            parameter its own bucket.
+        bucket_size_in_mb: size in MiB at which a bucket closes, parameters padded to 32 elements; 0: one per parameter.
 
     >>> layers = [("1.bias", torch.zeros(4)), ("1.weight", torch.zeros(4, 8)), ("0.bias", torch.zeros(8))]
     >>> buckets(layers, bucket_size_in_mb=0)

@@ -149,5 +149,4 @@ def _cosines(size: int, like: Tensor) -> Tensor:
 
 
 def _divisor(n: int, limit: int) -> int:
-    """Return the largest divisor of n up to `limit`."""
     return next((d for d in range(min(n, limit), 0, -1) if n % d == 0), 1)

@@ -26,8 +26,7 @@ def training_curves(
     """Plot a thin line for every worker and a thick one for their mean.
 
     Args:
-        values: `[T, N]`, a row per step: `torch.stack` of `metrics.loss`, a list of lists, an array. `[T]` is one
-            worker.
+        values: `[T, N]`, a row per step: `torch.stack` of `metrics.loss`, a list of lists, an array. `[T]`: one worker.
         steps: `[T]`, the steps of the rows; by default 0, 1, 2, ...
         name: label of the axis, with the unit if any.
         axes: axes to draw on; by default those of a new figure.

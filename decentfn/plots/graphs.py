@@ -30,8 +30,7 @@ def topology(topology: topologies.Topology, phases: Sequence[int] | None = None)
 
     Args:
         topology: a topology of at most 256 workers.
-        phases: the steps t to show, at most 12; by default the period's first 12 phases, or 4 steps of a random
-            schedule.
+        phases: the steps t to show, at most 12; by default the period's first 12 phases, or 4 steps if random.
 
     >>> import decentfn as df
     >>> figure = df.plots.topology(df.topology("one-peer-exp", 8))
@@ -115,7 +114,6 @@ def _count(number: int, what: str) -> str:
 
 
 def _links(topology: topologies.Topology, t: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Return mutual links, and directed ones as (sender, receiver), of messages without groups."""
     this = topology.round(t)
     i, k = ((this.sources >= 0) & (this.weights[:, 1:] != 0)).nonzero().T
     heard = {(j, i) for j, i in zip(this.sources[i, k].tolist(), i.tolist(), strict=True) if j != i}
@@ -124,7 +122,6 @@ def _links(topology: topologies.Topology, t: int) -> tuple[list[tuple[int, int]]
 
 
 def _groups(topology: topologies.Topology, t: int) -> list[list[int]]:
-    """Return the workers of each averaging group of two or more."""
     groups, mean_weights = topology.round(t)[3:5]
     if groups is None or mean_weights is None:
         return []
@@ -173,7 +170,6 @@ def _graph(topology: topologies.Topology, t: int, axes: Axes) -> None:
 
 
 def _described(both: list[Any], single: list[Any], groups: list[list[int]], n: int) -> str:
-    """Short description of what the workers do."""
     parts = []
     if groups:
         sizes = {len(group) for group in groups}
@@ -205,6 +201,5 @@ def _matrix(topology: topologies.Topology, t: int, axes: Axes, largest: float | 
 
 
 def _fraction(weight: float) -> str:
-    """Format 0.5 as 1/2; use two digits if no small fraction fits."""
     near = Fraction(weight).limit_denominator(64)
     return str(near) if abs(near - weight) < 1e-9 else f"{weight:.2f}"

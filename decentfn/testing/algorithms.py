@@ -234,7 +234,6 @@ def scales_the_loss(subject: Subject) -> None:
 
 
 def _overflowing(batches: Batches) -> Batches:
-    """Return the batches with a non-finite gradient of worker 1 in step 3."""
 
     def spoilt(worker: int, t: int) -> PyTree:
         targets, weight = batches(worker, t)

@@ -121,7 +121,6 @@ def check_transform(
 
 
 def _updates(update: Callable[..., Any], state: Any, gradients: list[Buckets], x: Buckets) -> list[Any]:
-    """Return updates and state after each gradient."""
     kept, results = trees.map(torch.clone, (state, gradients, x)), []
     given = (state, gradients, x)
     for gradient in gradients:
@@ -133,7 +132,6 @@ def _updates(update: Callable[..., Any], state: Any, gradients: list[Buckets], x
 
 
 def _traced(update: Callable[..., Any], graphs: list[Any]) -> Callable[..., Any]:
-    """Compile `update` as part of a step."""
 
     def count(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         graphs.append(graph)

@@ -42,8 +42,8 @@ def on_ranks(num_ranks: int, function: Callable[..., T], *arguments: Any, timeou
 def on_kept_ranks(num_ranks: int, function: Callable[..., T], *, delay: float = 0.0) -> list[T]:
     """Run as `on_ranks`, on connections that stay open for the next call; no message may be left in flight.
 
-    Every message is read from memory and sent `delay` seconds late, so a buffer that is overwritten before the wait
-    arrives changed.
+    Every message is read from memory and sent `delay` seconds late, so overwriting it before the wait changes the
+    message.
     """
     key = (num_ranks, delay)
     if key not in _kept:

@@ -209,8 +209,7 @@ _CLOSE = {torch.float64: 1e-7, torch.float32: 2e-5, torch.bfloat16: 0.05, torch.
 def assert_close(
     got: Any, expected: Any, *, within: Mapping[torch.dtype, float] | None = None, but: float = 0.0
 ) -> None:
-    """Assert that two states agree leaf by leaf, to rounding of the dtype, or `within` bounds by dtype (default:
-    bitwise).
+    """Assert that two states agree leaf by leaf, to rounding of the dtype, or `within` bounds by dtype (else bitwise).
 
     A fraction `but` of the values may be off by up to 0.02.
     """

@@ -101,8 +101,7 @@ def certificate(topology: Topology) -> Certificate:
 def consensus_steps(topology: Topology) -> int | None:
     """Return the number of steps from t = 0 until all workers hold the exact mean, to rounding.
 
-    Measured over one period with random vectors: 0 for one worker, None if disagreement remains (as for every random
-    schedule).
+    Measured over one period with random vectors: 0 for one worker, None if disagreement remains.
     """
     require_topology("consensus_steps", topology)
     return _Schedule(topology).steps_to_consensus
@@ -136,12 +135,10 @@ class _Round:
             self.mean_payloads = float((2 * np.maximum(self.sizes - 1, 0)).sum()) / n
 
     def apply(self, x: np.ndarray) -> np.ndarray:
-        """Return `W x`, `[N]` or `[N, D]`."""
         y = self.sparse @ x
         return y if self.mean_weights is None else y + (self.mean_weights * self._means(x).T).T
 
     def apply_transposed(self, x: np.ndarray) -> np.ndarray:
-        """Return `Wᵀ x`, `[N]` or `[N, D]`."""
         y = self.sparse.T @ x
         return y if self.mean_weights is None else y + self._means((self.mean_weights * x.T).T)
 
@@ -152,7 +149,6 @@ class _Round:
 
     @property
     def smallest(self) -> float:
-        """Smallest weight in the round, the weights of group means included."""
         if self.mean_weights is None:
             return float(self.sparse.data.min())
         entries = self.sparse.copy()
@@ -256,7 +252,6 @@ class _Schedule:
         return float(np.mean([np.sum(this.apply(slowest) ** 2) for this in fresh]) / np.sum(slowest**2))
 
     def _largest(self, apply: Any) -> tuple[float, np.ndarray]:
-        """Return the largest eigenvalue and its vector (ARPACK)."""
         from scipy.sparse.linalg import LinearOperator, eigsh
 
         kernel: Any = LinearOperator

@@ -249,7 +249,6 @@ def _switch(
 
 
 def _padded(this: Round, slots: int, *, has_groups: bool) -> Round:
-    """Return the round padded to `slots` slots, and to single groups if the schedule has groups."""
     more = (0, slots - this.sources.shape[1])
     sources, destinations = pad(this.sources, more, value=-1), pad(this.destinations, more, value=-1)
     groups, mean_weights = this.groups, this.mean_weights

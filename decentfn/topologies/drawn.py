@@ -48,7 +48,6 @@ def _silent_round(this: Round) -> Round:
 
 
 def _with_shapes(name: str, num_workers: int, round_of: Callable[[Tensor], Round]) -> Callable[[Tensor], Round]:
-    """Wrap the function so that it checks shapes and dtypes; all rounds have the first one's number of slots."""
     slots = round_of(torch.tensor(0)).sources.shape[-1]
 
     def checked(t: Tensor) -> Round:

@@ -14,7 +14,6 @@ def is_power_of_two(n: int) -> bool:
 
 
 def _digits(n: int, base: int) -> int:
-    """Return `⌈log_base n⌉`, without rounding errors."""
     count, reach = 0, 1
     while reach < n:
         count, reach = count + 1, reach * base

@@ -57,8 +57,7 @@ def edge_colors(u: np.ndarray, v: np.ndarray, num_nodes: int) -> np.ndarray:
     """Color edges so that no two edges at one node share a color; each color is a matching.
 
     An edge takes a color that is free at both ends. If there is none, a path of two alternating colors is flipped
-    (Kempe); a color is added only if every such path is closed. Bipartite graphs need as many colors as the largest
-    degree.
+    (Kempe); a color is added only if every such path is closed. Bipartite graphs need as many as the largest degree.
 
     Args:
         u: `[E]` one end of each edge, no edge twice.

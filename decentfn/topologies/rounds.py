@@ -40,11 +40,7 @@ class Round(NamedTuple):
 
 
 class Edge(NamedTuple):
-    """Group of workers that average, with self-weight `weight` (by default 1/len(ranks)); the others share the rest
-    equally.
-
-    (Decent-DP's `Edge`.)
-    """
+    """Decent-DP's `Edge`: workers that average with self-weight `weight` (1/len(ranks) if None), others equally."""
 
     ranks: Sequence[int]
     weight: float | None = None

@@ -1,7 +1,6 @@
 """Reads and comparisons across workers: parameters, their mean and distance, gathered metrics, equal replicas.
 
-They accept the state of one worker (collective under a process group) or a stacked state. Do not use them inside a
-step.
+They accept the state of one worker (collective under a process group) or a stacked state. Not for use inside a step.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ def params(state: Any) -> PyTree:
     """Return copies of the parameters to evaluate, as the tree given to `init`; `[N, ...]` if stacked.
 
     For a sharded module they are this process's shards; `df.state_dict(module, state)` gathers them. If a worker is
-    several processes and the loss takes unsharded parameters, they are gathered (collective over the worker's
-    processes).
+    several processes and the loss takes unsharded parameters, they are gathered (collective).
     """
     return trees.map(torch.clone, whole(_buckets(state)).tree())
 
@@ -43,13 +41,11 @@ def with_params(state: Any, params: PyTree) -> Any:
 
     The optimizer's state and the buffers are kept. The algorithm's memory (slow copies, trackers, momentum,
     corrections, errors, in-flight messages, the average of `df.ema`) restarts from the new parameters. Set the
-    parameters of all workers in the same step (under torchrun on every rank); otherwise the workers' memories stay
-    inconsistent.
+    parameters of all workers in the same step (under torchrun on every rank), or memories stay inconsistent.
 
     Args:
         state: a training state, `State(params, local, memory)`.
-        params: a tree like the one given to `init`, `[N, ...]` for a stacked state; a tied leaf is read from its first
-            place.
+        params: a tree like the one given to `init`, `[N, ...]` if stacked; a tied leaf is read from its first place.
 
     Raises:
         ValueError: leaves, shapes or dtypes that differ from the state's, or a memory without `restart`; on every rank,
@@ -147,19 +143,16 @@ def distance_to_consensus(state: Any) -> Tensor:
 
 @collectives.calling("df.gather(state, tree)", of_state=True)
 def gather(state: Any, tree: PyTree) -> PyTree:
-    """Gather a tree from every worker, `[N, ...]` in each leaf, worker 0 first; copies, the same on every rank.
-    Collective.
+    """Gather a tree from every worker, `[N, ...]` in worker order, the same on every rank; copies. Collective.
 
     `df.gather(state, metrics).loss` contains the losses of all workers, under torchrun and simulated.
 
     Args:
         state: the training state, of one worker or stacked.
-        tree: tensors or numbers of the same shapes and dtypes on every rank; `[L, ...]` if the state is stacked, of L
-            workers.
+        tree: tensors or numbers of the same shapes and dtypes on every rank; `[L, ...]` if stacked, of L workers.
 
     Raises:
-        ValueError: on every rank, if the trees differ in more than their values, or a leaf does not have a row per
-            worker.
+        ValueError: on every rank, if the trees differ in more than their values, or a leaf lacks a row per worker.
     """
     return trees.fill(trees.enumerate_leaves(tree), _gathered("gather(state, tree)", state, tree))
 

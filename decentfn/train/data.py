@@ -103,9 +103,8 @@ def batch_sampler(
 ) -> BatchSampler:
     """Make the `batch_sampler=` of torch's DataLoader: the batches of steps `first_step`, `first_step + 1`, ...
 
-    To resume at step t, make a new one with `first_step=t`; batches that the loader read ahead do not matter. Read all
-    steps of the run in one loop, or make a sampler per epoch with `first_step=t` and `steps=(epoch + 1) *
-    shards.steps_per_epoch`.
+    To resume at step t, make a new one with `first_step=t`; batches that the loader read ahead do not matter. Read
+    all steps in one loop, or make a sampler per epoch, also with `steps=(epoch + 1) * shards.steps_per_epoch`.
 
     Args:
         shards: the result of `shards` or `fixed_shards`.
@@ -212,7 +211,6 @@ def seeded(dataset: Any, seed: int = 0) -> Seeded:
 
 @contextmanager
 def _drawing_by(seed: int) -> Iterator[None]:
-    """Context in which the CPU generators of torch, NumPy and Python are seeded; it restores them."""
     before = np.random.get_state(), random.getstate()
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)

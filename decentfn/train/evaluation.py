@@ -35,8 +35,7 @@ def evaluate(metric: Callable[..., Any], state: Any, batches: Iterable[Any], *, 
     """Average a metric of the consensus (`consensus_mean`, `consensus_buffers`) over all samples. Collective.
 
     No gradient is computed. The mean is over the samples of all processes: a short last batch counts by its samples,
-    and a process may have no batch. A module of `df.functional` is in eval mode during the call, and its buffers do not
-    change.
+    and a process may have no batch. A module of `df.functional` is in eval mode meanwhile, and its buffers stay.
 
     If a worker is several processes, they run the module together, each on its own batch (a tensor-parallel worker's on
     the same batch). A process with fewer batches repeats its last one, which does not count; having none is an error if
@@ -226,7 +225,6 @@ def _tell_worker(what: str, batch: Any, tensor_parallel: int) -> dict[str, bool]
 
 @contextmanager
 def _in_eval_mode(metric: ModuleLoss) -> Iterator[None]:
-    """Context in which the module and its submodules are in eval mode, and no other thread trains it."""
     with metric.alone():
         were = [(inner, inner.training) for inner in metric.whole.modules()]
         metric.whole.eval()
@@ -238,7 +236,6 @@ def _in_eval_mode(metric: ModuleLoss) -> Iterator[None]:
 
 
 def _size(call: str, samples: _Count | None, batch: Any) -> int:
-    """Return a batch's number of samples."""
     if samples is not None:
         size: Any = samples(batch)
         size = size.item() if isinstance(size, torch.Tensor) and not size.dim() else size

@@ -25,8 +25,6 @@ _loads = partial(json.loads, parse_constant=lambda name: None)  # NaN and infini
 
 
 class _Log:
-    """Context manager that closes the log."""
-
     def close(self) -> None:
         """Write pending values and close the log."""
         raise NotImplementedError
@@ -151,7 +149,6 @@ def _open(path: Path, first_step: int) -> str:
 
 
 def _as_json(value: Any) -> Any:
-    """Convert tensors and paths for `json`."""
     if isinstance(value, torch.Tensor):
         return value.tolist()
     if isinstance(value, Mapping):

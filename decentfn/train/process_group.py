@@ -89,7 +89,6 @@ def init(
 
 
 def _processes_per_worker(said: int | str, world: World) -> int:
-    """Return the number of processes per worker, the same on all, or raise on all. Collective."""
     local = os.environ.get("LOCAL_WORLD_SIZE", "not set")
     number = int(local) if said == "node" and local.isdecimal() else said
     with collectives.calling("df.init(processes_per_worker=...)"):
@@ -134,7 +133,6 @@ def _is_launched(environment: Mapping[str, str]) -> bool:
 
 
 def _start(backend: str | None, gpus: int, timeout: timedelta) -> None:
-    """Create the default group with a backend that all ranks support."""
     store, rank, size = next(rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)
     store = fresh_part(store, rank, size, timeout)

@@ -21,8 +21,7 @@ _POST = "decentfn::post "
 
 
 def export(profile: profile, path: str | Path) -> None:
-    """Write the trace like `profile.export_chrome_trace(path)`, but so that Perfetto (https://ui.perfetto.dev) shows it
-    all.
+    """Write the trace like `profile.export_chrome_trace(path)`, but for Perfetto (https://ui.perfetto.dev).
 
     PyTorch puts gloo's overlapping messages on the thread that posted them, and Perfetto drops events that do not nest,
     such as the waits. Here messages have their own rows, such as "exchange 2: gloo:recv", from post to end of wait.

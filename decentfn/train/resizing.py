@@ -37,8 +37,7 @@ def resize(state: State, algorithm: Algorithm) -> State:
 
     Args:
         state: `[W, ...]` in every leaf, from `df.stack` or `df.simulate`.
-        algorithm: the same algorithm with a topology of W' workers, and the optimizer, options and wrappers (`df.ema`,
-            ...) of the old run.
+        algorithm: the same algorithm with a topology of W' workers, and the old run's optimizer, options and wrappers.
 
     Raises:
         ValueError: a state that is not stacked, or not of this algorithm, optimizer and options; an algorithm without
@@ -123,7 +122,6 @@ def _restart(rows: Iterable[Tensor]) -> Tensor:
 
 
 def _rules(state: State) -> State:
-    """Return a tree with the rule of each leaf."""
     opt, buffers = trees.map(_by_dtype, (state.local.opt, state.local.buffers))
     scale = trees.map(lambda leaf: smallest, state.local.scale)
     local = trees.map(lambda leaf: _restart, state.local)._replace(opt=opt, buffers=buffers, scale=scale)
@@ -144,7 +142,6 @@ def _by_dtype(leaf: Tensor) -> Rule:
 
 
 def _require_alike(old: State, fresh: State, *, everything: bool) -> None:
-    """Raise unless names, shapes and dtypes agree, except for leaves that restart (unless `everything`)."""
     rules = trees.leaves(_rules(fresh))
     lines = [_lines(old), _lines(fresh)]
     if not everything and len(lines[0]) == len(rules):

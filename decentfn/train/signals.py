@@ -66,8 +66,7 @@ class Stop:
         self._watching.start()
 
     def __call__(self, t: int | Tensor) -> bool:
-        """Return True to stop after step `t`, the same on all processes. Collective: every process calls it after every
-        step.
+        """Return True to stop after step `t`, the same on all processes. Collective, in every step.
 
         Every `every` calls, processes start to gather who has a signal and read the previous result. So no process
         waits unless another is `every` steps behind.
@@ -178,8 +177,7 @@ if hasattr(signal, "sigwaitinfo"):  # not on macOS
 
 @contextmanager
 def preemption(marker: str | Path, *, every: int = 10) -> Iterator[Stop]:
-    """Let SIGTERM and SIGUSR1, sent to any process, stop all of them after the same step. A context manager;
-    collective.
+    """Stop all processes after the same step if one gets SIGTERM or SIGUSR1. A context manager; collective.
 
     In a training loop::
 
@@ -198,8 +196,8 @@ def preemption(marker: str | Path, *, every: int = 10) -> Iterator[Stop]:
 
     Args:
         marker: file that one process of each node writes; its directory is created for its owner only.
-        every: steps between checks, >= 1; processes stop at most `2 * every` steps after the signal. A single process
-            checks every step.
+        every: steps between checks, >= 1; all stop within `2 * every` steps of the signal. A single process checks
+            every step.
 
     Yields:
         `stop`: `stop(t)` returns True to stop; `stop.leave()` leaves.

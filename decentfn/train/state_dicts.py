@@ -28,8 +28,7 @@ from decentfn.train.together import together
 @checks_numbers
 @collectives.calling("df.state_dict(module, state)", of_state=True)
 def state_dict(module: nn.Module, state: State, *, consensus: bool = False) -> dict[str, Any]:
-    """Return a strict state dict for `module.load_state_dict`: tied names, persistent buffers, `get_extra_state`;
-    copies.
+    """Return a strict state dict for `module.load_state_dict`: tied names, buffers, `get_extra_state`; copies.
 
     Args:
         module: the module of `df.functional`; it is not changed.
@@ -110,7 +109,6 @@ def load_state_dict(module: nn.Module, state: State, state_dict: Mapping[str, An
 
 
 def _load(module: nn.Module, tensors: dict[str, Tensor], state_dict: Mapping[str, Any]) -> None:
-    """Write the state dict over these tensors of a plain module."""
     with torch.no_grad(), alone([*module.modules()]), weights(module, _without_criterion(module, tensors)):
         module.load_state_dict(state_dict, strict=True)
 
@@ -136,7 +134,6 @@ def _shards(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Tenso
 
 
 def _require_fit(module: nn.Module, own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Raise if `load_state_dict` would refuse `given`."""
     shapes = [{k: list(x.shape) for k, x in named.items() if isinstance(x, torch.Tensor)} for named in (own, given)]
     wrong = [name for name in shapes[0] if name in given and shapes[0][name] != shapes[1].get(name)]
     found = [
@@ -150,6 +147,5 @@ def _require_fit(module: nn.Module, own: Mapping[str, Any], given: Mapping[str, 
 
 
 def _without_criterion(module: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors without those of a criterion that was trained with the module."""
     own = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
     return {name: x for name, x in tensors.items() if name in own or not name.startswith("criterion.")}

@@ -33,8 +33,7 @@ def average_buffers(
 
     Without it every worker keeps its own buffers, and `df.consensus_buffers` averages them for an evaluation. Frozen
     parameters of `df.functional` are not mixed. Sent per step: one message per dtype and neighbor. If the algorithm
-    averages over all workers, W is the mean in every step; with overlap=False and γ = 1 all workers' buffers are then
-    equal.
+    averages over all workers, W is the mean in every step; with overlap=False and γ = 1 buffers are then equal.
 
     Args:
         algorithm: the result of any function of `decentfn.algorithms`, on a doubly stochastic topology.
@@ -42,8 +41,7 @@ def average_buffers(
         overlap: send b while the gradient is computed.
 
     Raises:
-        ValueError: γ out of range, a push-sum topology, on which buffers would drift, or an algorithm whose buffers are
-            averaged already.
+        ValueError: γ out of range, a push-sum topology, on which buffers would drift, or buffers averaged already.
     """
     require_bare("average_buffers", algorithm)
     if not callable(gamma) and not 0 <= gamma <= 1:
@@ -96,7 +94,6 @@ def average_buffers(
 
 
 def _travel(buffers: PyTree, frozen: frozenset[str]) -> list[bool]:
-    """Return True for every leaf of the buffers to average: floating point and not frozen."""
     leaves: list[Any] = trees.leaves(buffers)
     names: list[str | None] = [None] * len(leaves)
     if frozen and isinstance(buffers, dict):
@@ -118,7 +115,6 @@ def _post(tensors: list[Tensor], topology: Topology, t: Tensor) -> gossip.Posted
 
 
 def _pieces(vectors: Iterable[Tensor], like: list[Tensor]) -> list[Tensor]:
-    """Split vectors of `_by_dtype(like)` into tensors again."""
     split = {
         d: iter(vector.split([x.numel() for x in like if x.dtype == d]))
         for d, vector in zip(_dtypes(like), vectors, strict=True)

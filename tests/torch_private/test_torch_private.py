@@ -1,4 +1,4 @@
-"""What Inductor is kept from."""
+"""Workarounds for Inductor."""
 
 from contextlib import nullcontext
 

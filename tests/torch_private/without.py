@@ -1,4 +1,7 @@
-"""What happens without each private name of PyTorch: a table for `docs/upgrading.md`, which `python -m tests.torch_private.without` writes."""
+"""Behavior without each private name of PyTorch; writes the table of docs/upgrading.md.
+
+python -m tests.torch_private.without
+"""
 
 import json
 import re
@@ -78,7 +81,7 @@ print(json.dumps(found))
 
 
 def outcomes(name: str = "") -> dict[str, list]:
-    """What each case gives without a name: `["same", numbers]`, or the type of an error and what it says."""
+    """Return each case's result without a name: `["same", numbers]`, or the type and message of an error."""
     how = "hidden" if name in KEPT_BY_PYTORCH else "deleted"
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, name, how], capture_output=True, text=True, timeout=900, cwd=PAGE.parents[1]

@@ -1,8 +1,8 @@
 """Building blocks of optimizers: scale, clip, decay, momentum.
 
 Scheduled numbers are computed once in float64 and cast to each bucket's dtype: a float64 0-d tensor has an axis under
-`vmap`, so some operators (torch.where) would promote a float32 bucket. 16-bit buckets compute, and keep their states,
-in float32.
+`vmap`, so some operators (torch.where) would promote a float32 bucket. 16-bit buckets compute
+and keep states in float32.
 """
 
 from __future__ import annotations
@@ -185,7 +185,6 @@ def clip_by_bucket_norm(max_norm: float) -> Transform:
 
 
 def _max_norm(call: str, max_norm: float) -> float:
-    """Return `max_norm` if it is a positive number (`inf` included), else raise ValueError."""
     number = max_norm if isinstance(max_norm, Real) and max_norm == float("inf") else real(call, "max_norm", max_norm)
     require(number > 0, call, "max_norm is positive.", max_norm=max_norm)
     return number

@@ -22,8 +22,7 @@ class Transform(NamedTuple):
     """Gradient transform: a pair of pure functions.
 
     `init(params) -> state` and `update(grads, state, params) -> (updates, state)`, where `params`, `grads` and
-    `updates` are `Buckets`. Updates are *added* to the parameters. A state is a pytree of tensors, none of them in two
-    places.
+    `updates` are `Buckets`. Updates are *added* to the parameters. A state is a pytree of distinct tensors.
     """
 
     init: Callable[[Buckets], PyTree]
@@ -165,7 +164,6 @@ def chain(*transforms: Any) -> Transform:
 
 
 def _all(masks: list[Mask | None]) -> Mask | None:
-    """Return the mask of leaves that all masks select; None if a mask is None."""
     some = [mask for mask in masks if mask is not None and mask is not everywhere]
     if None in masks or not some:
         return None if None in masks else everywhere
@@ -208,7 +206,6 @@ def masked(transform: Any, mask: Mask) -> Transform:
 
 
 def _answers(plan: Plan, mask: Mask) -> list[bool]:
-    """Return the mask's value for every bucket; raise ValueError if a bucket mixes values."""
     answers = []
     for index, bucket in enumerate(plan.buckets):
         takes = [bool(mask(segment.name, segment.shape)) for segment in bucket.segments]
@@ -225,7 +222,6 @@ def _answers(plan: Plan, mask: Mask) -> list[bool]:
 
 
 def _take(x: Buckets, taken: list[bool]) -> Buckets:
-    """Return the selected buckets, their tree a dict by dotted name."""
     plans = [bucket for bucket, take in zip(x.plan.buckets, taken, strict=True) if take]
     names = [segment.name for bucket in plans for segment in bucket.segments]
     own = [tensor for tensor, take in zip(x, taken, strict=True) if take]

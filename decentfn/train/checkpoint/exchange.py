@@ -35,8 +35,7 @@ def export(path: str | Path, module: nn.Module, state: State) -> None:
         state: a training state, of one worker or stacked; `df.ema_state(state)` for the average of `df.ema`.
 
     Raises:
-        ValueError: the module's `state_dict` contains non-tensors (`get_extra_state`) or shapes that differ from the
-            state's.
+        ValueError: the module's `state_dict` contains non-tensors (`get_extra_state`) or other shapes than the state.
         OSError: on all processes, if the file cannot be written.
     """
     path = as_path("export(path, module, state)", path)
@@ -52,8 +51,7 @@ def import_(path: str | Path) -> dict[str, Tensor]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        CheckpointCorrupt: not a safetensors file, or truncated. (The format has no digest, so a flipped bit is not
-            detected.)
+        CheckpointCorrupt: not a safetensors file, or truncated. (A flipped bit is not detected.)
     """
     path = as_path("import_(path)", path)
     try:

@@ -209,7 +209,6 @@ class _Part:
         self._file, self.extra = file, process["extra"]
 
     def _fits_leaf(self, name: str) -> bool:
-        """Return True if the place of the values is within the leaf."""
         place, counts = self.places[name], self._open.get_slice(name).get_shape()
         if len(place.shape) != len(counts) or len(place.offset) != len(counts):
             return False
@@ -230,7 +229,6 @@ class _Part:
         return states
 
     def box(self, name: str) -> tuple[tuple[int, int], ...]:
-        """Return start and end of its values in the leaf, per axis."""
         counts = self._open.get_slice(name).get_shape()
         return tuple((at, at + count) for at, count in zip(self.places[name].offset, counts, strict=True))
 
@@ -266,8 +264,6 @@ def _compare_names(leaves: Sequence[Leaf], parts: Sequence[_Part], path: Path) -
 
 
 class _Saved(NamedTuple):
-    """All files of a checkpoint."""
-
     path: Path
     parts: Sequence[_Part]
     num_workers: int

@@ -124,8 +124,7 @@ class Saver:
         self._started += 1
 
     def rescue(self, state: Any, error: RunError, *, extra: Any = None) -> Path | None:
-        """Save the state after a failed step and return when it is on disk. Collective, each process with its own
-        error.
+        """Save the state after a failed step and return when it is on disk. Collective, with its own error.
 
         Each worker's state is complete, but workers may be at different steps, and their memories of one another lack
         the lost messages. So the checkpoint is stored in the folder `rescued` of the run's directory, where `latest`
@@ -197,7 +196,6 @@ class Saver:
             )
 
     def _claim(self) -> None:
-        """Lock the run's directory and remove leftovers of a killed run."""
         make_directory(self.directory, 0o700)
         try:
             self._lock.acquire(timeout=0)
@@ -215,7 +213,6 @@ class Saver:
             raise
 
     def _content(self, state: Any, step: int, extra: Any, score: float | None, *, copy: bool = False) -> Content:
-        """Return this process's content, or raise on all processes. Collective."""
         made: list[Content] = []
         arguments = (state, step, self._topology, self._config, extra, score, copy)
         together("save", lambda: made.append(_content_of(*arguments)))
@@ -321,7 +318,6 @@ def _require_whole(steps: Sequence[int | None], size: int) -> None:
 
 
 def _write(directory: Path, content: Content, keep: int | None) -> Path:
-    """Write a checkpoint, remove older ones than `keep`, and return its directory. Collective."""
     temporary = Path(on_first("save", _begin, directory, content.about["step"]))
     try:
         told = together("save", _write_own, temporary, content)
@@ -349,7 +345,6 @@ def _write_own(path: Path, content: Content) -> dict[str, Any]:
 
 
 def _finish(directory: Path, path: Path, told: list[dict[str, Any]], keep: int | None) -> str:
-    """Write the manifest of all processes' files, rename the checkpoint, remove older ones."""
     about = told[0]["about"]
     size = about["processes_per_worker"]
     for rank, its in enumerate(told):
