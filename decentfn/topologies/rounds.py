@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -14,6 +14,9 @@ from torch import Tensor
 
 from decentfn.core.formatting import brief
 from decentfn.core.numbers import checks_numbers, require
+
+if TYPE_CHECKING:
+    from decentfn.topologies.resized import Resized
 
 _TOLERANCE = 1e-12
 _ROUNDS_KEPT = 256
@@ -85,6 +88,8 @@ class Topology:
     """`[P]` bool: False in phases in which the schedule rests; None: it never does."""
     rows_sum_to_one = True
     """Whether rows sum to one unless only columns do; False where a fault of another library is repeated."""
+    family: Callable[[int], Topology] | None = field(init=False, default=None)
+    """What makes it for another number of workers, with its options; None where it was not made by name."""
     degree: int = field(init=False)
     """Messages that a worker sends in a step, at most; averages in groups are not messages. At most `slots`."""
     slots: int = field(init=False)
@@ -172,8 +177,21 @@ class Topology:
         # Nobody writes to this pinned copy, and PyTorch's allocator keeps it until the device has read it.
         return rows.pin_memory().to(device, non_blocking=True)
 
+    def without(self, workers: Collection[int]) -> Resized:
+        """Return the schedule of the workers that are left, as `decentfn.topologies.resized.without` does."""
+        from decentfn.topologies.resized import without
+
+        return without(self, workers)
+
+    def resized(self, num_workers: int) -> Resized:
+        """Return the schedule for another number of workers, as `decentfn.topologies.resized.resized` does."""
+        from decentfn.topologies.resized import resized
+
+        return resized(self, num_workers)
+
     def __reduce__(self) -> tuple[Any, ...]:  # a copy gets a handle of its own
-        return type(self), tuple(getattr(self, field.name) for field in fields(self) if field.init)
+        arguments = tuple(getattr(self, field.name) for field in fields(self) if field.init)
+        return type(self), arguments, {"family": self.family}
 
     def __repr__(self) -> str:
         kind = "random" if self.period is None else f"period={self.period}"
