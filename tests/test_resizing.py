@@ -353,7 +353,7 @@ def test_the_page_says_of_every_algorithm_what_is_kept_and_what_starts_anew():
 
 
 def test_the_pages_code_runs():
-    [code] = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    code = "\n".join(re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL))
     exec(compile(code, str(PAGE), "exec"), {})
 
 

@@ -22,12 +22,14 @@ from decentfn.topologies.hierarchies import alternating_exp_ring, hierarchical
 from decentfn.topologies.hypercubes import base, hyper_hypercube, hypercube, simple_base
 from decentfn.topologies.matching import random_matching, shift_one
 from decentfn.topologies.registry import register_topology, topology, topology_names
+from decentfn.topologies.resized import Resized
 from decentfn.topologies.rounds import Edge, Round, Topology, mixed, mixing_matrix
 
 # `chain` stays out: in the package's namespace that name composes optimizers. topology("chain", N) makes it.
 __all__ = [
     "Certificate",
     "Edge",
+    "Resized",
     "Round",
     "Topology",
     "alternate",

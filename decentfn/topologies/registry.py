@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, TypeVar
 
 from decentfn.core.formatting import brief
@@ -43,7 +43,9 @@ def register_topology(name: str) -> Callable[[Function], Function]:
         def make(num_workers: int, *args: Any, **options: Any) -> Topology:
             num_workers = whole(call, "num_workers", num_workers)
             require_at_most(call, MOST_WORKERS, num_workers=num_workers)
-            return checks_numbers(function)(num_workers, *args, **options)
+            made = checks_numbers(function)(num_workers, *args, **options)
+            object.__setattr__(made, "family", partial(make, **options))
+            return made
 
         _registry[name] = make
         return make  # pyright: ignore[reportReturnType]

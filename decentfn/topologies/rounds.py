@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -15,6 +15,9 @@ from torch import Tensor
 from decentfn.core.formatting import brief
 from decentfn.core.numbers import checks_numbers, require
 from decentfn.core.scalars import sent
+
+if TYPE_CHECKING:
+    from decentfn.topologies.resized import Resized
 
 _TOLERANCE = 1e-12
 _ROUNDS_KEPT = 256
@@ -83,6 +86,8 @@ class Topology:
     """`[P]` bool: False in idle phases; None: there are none."""
     rows_sum_to_one = True
     """False if the schedule reproduces a fault of another library: rows that do not sum to 1."""
+    family: Callable[[int], Topology] | None = field(init=False, default=None)
+    """Constructor for another number of workers, with the same options; None if it was not made by name."""
     degree: int = field(init=False)
     """Most messages that a worker sends in a step, without group averages. At most `slots`."""
     slots: int = field(init=False)
@@ -167,8 +172,21 @@ class Topology:
         rows = torch.cat([facts, this.weights, mean_weights[:, None], this.sources, given], dim=1).to(torch.float64)
         return sent(rows, device)
 
+    def without(self, workers: Collection[int]) -> Resized:
+        """Return the schedule of the remaining workers, as `decentfn.topologies.resized.without` does."""
+        from decentfn.topologies.resized import without
+
+        return without(self, workers)
+
+    def resized(self, num_workers: int) -> Resized:
+        """Return the schedule for another number of workers, as `decentfn.topologies.resized.resized` does."""
+        from decentfn.topologies.resized import resized
+
+        return resized(self, num_workers)
+
     def __reduce__(self) -> tuple[Any, ...]:  # a copy gets its own handle
-        return type(self), tuple(getattr(self, field.name) for field in fields(self) if field.init)
+        arguments = tuple(getattr(self, field.name) for field in fields(self) if field.init)
+        return type(self), arguments, {"family": self.family}
 
     def __repr__(self) -> str:
         kind = "random" if self.period is None else f"period={self.period}"

@@ -1,0 +1,107 @@
+"""The schedule for fewer or more workers: of the same family where it has that size, else one that keeps the promises."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Literal, NamedTuple
+
+import torch
+
+from decentfn.core.formatting import brief
+from decentfn.core.numbers import MOST_WORKERS, require, require_at_most, whole
+from decentfn.topologies.certificates import Certificate, certificate, consensus_steps
+from decentfn.topologies.construct import from_matrices
+from decentfn.topologies.registry import topology as by_name
+from decentfn.topologies.rounds import Topology, mixing_matrix, require_topology
+
+ANY_SIZE = "base"
+"""A family of any size that is exact in finite time, doubly stochastic and symmetric."""
+
+
+class Resized(NamedTuple):
+    """A schedule for another number of workers, and where it comes from."""
+
+    topology: Topology
+    case: Literal["same family", "another family", "own weights"]
+    """The family, with its options, has that size; or a family of any size replaces it; or the schedule stays, and each worker
+    keeps the weights that it gave to lost ones."""
+
+    @property
+    def certificate(self) -> Certificate:
+        """What the schedule promises, measured."""
+        return certificate(self.topology)
+
+
+def without(topology: Topology, workers: Collection[int]) -> Resized:
+    """Return the schedule of the workers that are left, numbered anew in their order.
+
+    If the family has no such size, a schedule with finite-time consensus becomes `base`. Any other keeps its links, and each survivor
+    adds the weights of lost workers to its own weight; it becomes `base` too if that leaves it unconnected, or a random or directed
+    schedule not doubly stochastic as declared.
+
+    Args:
+        topology: of all workers.
+        workers: the lost ones; at least one worker is left.
+
+    >>> import decentfn as df
+    >>> left = df.topology("one-peer-exp", 4).without([2])
+    >>> left.topology, left.case, left.certificate.steps_to_consensus
+    (Topology('base', num_workers=3, period=3, degree=1), 'another family', 3)
+    """
+    require_topology("without", topology)
+    n = topology.num_workers
+    lost = {whole("without", "workers", worker) for worker in workers}
+    require(
+        lost <= set(range(n)) and len(lost) == len(workers) < n,
+        "without",
+        f"distinct numbers of lost workers, of 0..{n - 1}; one is left.",
+        workers=brief(sorted(workers)),
+    )
+    if not lost or (same := _same_family(topology, n - len(lost))) is not None:
+        return Resized(same if lost else topology, "same family")
+    if topology.draw is None and (topology.active is not None or consensus_steps(topology) is None):
+        kept = [worker for worker in range(n) if worker not in lost]
+        if (own := _own_weights(topology, kept)) is not None:
+            return Resized(own, "own weights")
+    return Resized(by_name(ANY_SIZE, n - len(lost)), "another family")
+
+
+def resized(topology: Topology, num_workers: int) -> Resized:
+    """Return the schedule for another number of workers: of the same family, or `base` where that has no such size.
+
+    >>> import decentfn as df
+    >>> df.topology("ring", 4).resized(6).topology, df.topology("ring", 4).resized(5).topology
+    (Topology('ring', num_workers=6, period=2, degree=1), Topology('base', num_workers=5, period=5, degree=1))
+    """
+    require_topology("resized", topology)
+    n = whole("resized", "num_workers", num_workers)
+    require_at_most("resized", MOST_WORKERS, num_workers=n)
+    if n == topology.num_workers:
+        return Resized(topology, "same family")
+    same = _same_family(topology, n)
+    return Resized(by_name(ANY_SIZE, n), "another family") if same is None else Resized(same, "same family")
+
+
+def _same_family(topology: Topology, n: int) -> Topology | None:
+    if topology.family is None:
+        return None
+    try:
+        return topology.family(n)
+    except ValueError:  # it has no such size
+        return None
+
+
+def _own_weights(topology: Topology, kept: list[int]) -> Topology | None:
+    """The same rounds among these workers, or None where they are not connected, or not as stochastic as declared."""
+    rounds = torch.stack([mixing_matrix(topology, t)[kept][:, kept] for t in range(len(topology.sources))])
+    missing = 1 - rounds.sum(1 if topology.is_column_stochastic else 2)
+    name = f"{topology.name} of {topology.num_workers}, workers {kept}"
+    try:
+        made = from_matrices(
+            name, rounds + torch.diag_embed(missing), is_column_stochastic=topology.is_column_stochastic
+        )
+    except ValueError:
+        return None
+    made = replace(made, active=topology.active)
+    return made if certificate(made).is_connected else None

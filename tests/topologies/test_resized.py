@@ -1,0 +1,102 @@
+"""Schedules of workers that are left, or of more: laws over every registered name and every loss of up to half of the workers."""
+
+import functools
+import itertools
+import pickle
+
+import networkx as nx
+import pytest
+import torch
+
+import decentfn as df
+from decentfn.topologies import certificate, mixing_matrix, topology, topology_names
+from tests.topologies import is_doubly_stochastic
+from tests.topologies.test_topologies import make
+
+NAMES = topology_names()
+
+
+@functools.cache
+def facts(name, n, case, num_workers, lost):
+    made = make(name, n)
+    return certificate((made.resized(num_workers) if lost is None else made.without(lost)).topology)
+
+
+@functools.cache
+def is_exact(made):
+    return certificate(made).steps_to_consensus is not None
+
+
+def assert_as_promised(made, result, found):
+    assert found.num_workers == result.topology.num_workers
+    assert found.is_connected and found.is_doubly_stochastic
+    if result.case != "same family" and is_exact(made):
+        assert found.steps_to_consensus is not None
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("n", [2, 4, 5, 6, pytest.param(8, marks=pytest.mark.slow)])
+def test_whoever_is_lost_the_others_schedule_keeps_its_promises(name, n):
+    made = make(name, n)
+    if made is None:
+        return
+    for count in range(1, n // 2 + 1):
+        for lost in itertools.combinations(range(n), count):
+            result = made.without(lost)
+            depends = lost if result.case == "own weights" else tuple(range(count))
+            found = facts(name, n, result.case, n - count, depends)
+            assert_as_promised(made, result, found)
+            if result.case == "same family":
+                break  # whoever is lost
+            if result.case == "own weights":
+                kept = [worker for worker in range(n) if worker not in lost]
+                off_diagonal = 1 - torch.eye(n - count, dtype=torch.float64)
+                for t in range(made.period):
+                    before, after = mixing_matrix(made, t)[kept][:, kept], mixing_matrix(result.topology, t)
+                    assert torch.allclose(before * off_diagonal, after * off_diagonal, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("num_workers", [1, 3, 5, 6, 9])
+def test_the_schedule_of_another_number_keeps_its_promises(name, num_workers):
+    made = make(name, 4)
+    result = made.resized(num_workers)
+    assert_as_promised(made, result, facts(name, 4, result.case, num_workers, None))
+
+
+def test_a_family_keeps_its_options_and_a_copy_its_family():
+    made = topology("base", 8, k=3)
+    for one in (made, pickle.loads(pickle.dumps(made))):
+        left, case, *_ = one.without([1, 7])
+        expected = topology("base", 6, k=3)
+        assert case == "same family" and torch.equal(left.weights, expected.weights)
+    assert made.without([]).topology is made.resized(8).topology is made
+
+
+def test_links_stay_where_the_schedule_is_the_users_own():
+    star = df.topologies.graph(5, graph=nx.cycle_graph(5))
+    left = star.without([0])
+    assert left.case == "own weights" and is_doubly_stochastic(mixing_matrix(left.topology, 0))
+    assert (mixing_matrix(left.topology, 0) != 0).sum() == 4 + 2 * 3  # a chain
+    hub = df.topologies.graph(5, graph=nx.star_graph(4))
+    assert hub.without([1]).case == "own weights" and hub.without([0]).case == "another family"
+
+
+def test_of_a_schedule_for_push_sum_columns_still_sum_to_one():
+    matrix = torch.tensor([[0.5, 0.0, 0.5], [0.5, 0.5, 0.0], [0.0, 0.5, 0.5]], dtype=torch.float64)
+    matrix = torch.block_diag(matrix, torch.ones(1, 1, dtype=torch.float64))
+    matrix[3, 0], matrix[0, 0], matrix[0, 3], matrix[3, 3] = 0.25, 0.25, 0.5, 0.5
+    made = df.topologies.from_matrices("own", matrix, is_column_stochastic=True)
+    left = made.without([3])
+    after = mixing_matrix(left.topology, 0)
+    assert left.case == "own weights" and left.topology.is_column_stochastic
+    assert torch.equal(after.sum(0), torch.ones(3, dtype=torch.float64)) and left.certificate.is_connected
+
+
+@pytest.mark.parametrize(
+    "call",
+    [lambda x: x.without([4]), lambda x: x.without([1, 1]), lambda x: x.without(range(4)), lambda x: x.resized(0)],
+)
+def test_what_cannot_be_is_refused(call):
+    with pytest.raises(ValueError, match=r"(without|resized)\("):
+        call(topology("base", 4))
