@@ -350,6 +350,7 @@ def train(config: Config, until_the_end: ExitStack) -> dict[str, Any]:
     bar = tqdm(total=config.steps, initial=first, disable=None if SPEAKS else True)  # None: off without a terminal
     shown.bar = until_the_end.enter_context(bar)
     for t, batch in enumerate(batches, start=first):
+        # Nobody waits for these copies: the loader writes each batch into pinned memory of its own, once.
         batch = tuple(half.to(device, non_blocking=True) for half in batch)
         state, metrics = decent_step(state, batch, t)
         since += 1

@@ -232,6 +232,18 @@ def test_the_example_s_compiled_step_is_a_trace_that_perfetto_shows_and_a_pictur
     assert (tmp_path / "trace.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"device": "cuda"}, "--device cuda: the processes compute on cpu"),
+        ({"nvtx": True}, "--nvtx: the ranges are for"),
+    ],
+)
+def test_the_example_refuses_a_gpu_that_is_not_there(options, sentence, tmp_path):
+    with pytest.raises(ValueError, match=sentence):
+        load("profile_step").main(width=8, out=tmp_path / "trace", **options)
+
+
 def test_an_exported_trace_may_be_packed(tmp_path):
     init, step = network.build("adapt_while_communicate on complete", 1)
     with profiled() as p:

@@ -24,8 +24,11 @@ _TRIED = (0, 1, 10, 100, 1000, 10_000, 100_000)
 """Where functions of a step are compared."""
 
 
-def fingerprint(plan: Plan, topology: Topology, masks: Sequence[Mask] = ()) -> list[str]:
-    """Lines that are equal on two ranks iff they run the same schedule in the same version, and masks take the same leaves."""
+def fingerprint(plan: Plan, topology: Topology, device: torch.device, masks: Sequence[Mask] = ()) -> list[str]:
+    """Lines that are equal on two ranks iff they run the same schedule in the same version, and masks take the same leaves.
+
+    Devices are of one kind: one over gloo and another over NCCL would wait for each other.
+    """
     tables = [topology.sources, topology.weights, topology.groups, topology.mean_weights]
     if topology.draw is not None:
         tables = [table for t in range(_STEPS_COMPARED) for table in topology.round(t)[:-1]]
@@ -34,6 +37,7 @@ def fingerprint(plan: Plan, topology: Topology, masks: Sequence[Mask] = ()) -> l
         f"topology={topology.name!r}",
         f"num_workers={topology.num_workers}",
         f"the topology's tables have digest {_digest(tables)}",
+        f"parameters on {device.type}",
         *sorted(
             f"mask {index} takes {segment.name}"
             for index, mask in enumerate(masks)

@@ -52,8 +52,7 @@ def lay_out(
     except Exception as error:
         agree([f"{type(error).__name__}: {error}"])  # or ranks without an error would wait for this one
         raise
-    # One over gloo and another over NCCL would wait for each other.
-    agree([f"parameters on {device.type}", *fingerprint(x.plan, topologies[0], masks)], x.plan.describe())
+    agree(fingerprint(x.plan, topologies[0], device, masks), x.plan.describe())
     if inside.processes > 1:
         _require_equal_inside(params, inside)
         collectives.world().make_teams(inside.team)

@@ -24,7 +24,8 @@ def device():
     return torch.device(DEVICE)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="session", autouse=True)
 def launches(tmp_path_factory):
+    """On a GPU all ranks start before the first test."""
     with Launches(tmp_path_factory.mktemp("gpu"), DEVICE) as started:
         yield started

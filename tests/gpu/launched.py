@@ -15,7 +15,7 @@ import torch
 from tests import contract
 from tests.gpu import training
 
-SECONDS = float(os.environ.get("DECENTFN_TEST_SECONDS", "330"))
+SECONDS = float(os.environ.get("DECENTFN_TEST_SECONDS", "270"))
 """So long a launch begins new rows; what is left then is skipped, and said."""
 ROWS = [row for row in contract.ROWS if row in os.environ.get("DECENTFN_TEST_ROWS", ";".join(contract.ROWS)).split(";")]
 JOBS: dict[str, tuple[str, int, tuple[str, ...]]] = {
@@ -40,6 +40,7 @@ class Launches:
     def __init__(self, folder: Path, device: str) -> None:
         self.folder, self.device = folder, device
         self.running: dict[str, subprocess.Popen[bytes]] = {}
+        self.ends: dict[str, float] = {}
 
     def __enter__(self) -> Launches:
         if self.device == "cuda":
@@ -61,6 +62,7 @@ class Launches:
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n), "-m"]
         command = [sys.executable, "-W", "ignore", *torchrun, "tests.gpu.on_rank", job, str(place), str(SECONDS), *hows]
         environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2"}
+        self.ends[name] = time.monotonic() + SECONDS + 120
         with open(place / "log.txt", "wb") as log:
             self.running[name] = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
 
@@ -70,7 +72,7 @@ class Launches:
             self._start(name)
         place = self.folder / name.replace(" ", "-")
         try:
-            code = self.running[name].wait(SECONDS + 150)
+            code = self.running[name].wait(max(1.0, self.ends[name] - time.monotonic()))
         except subprocess.TimeoutExpired:
             self.running[name].terminate()
             code = "none: it was stopped"

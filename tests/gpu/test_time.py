@@ -1,0 +1,62 @@
+"""How long a step takes, once no other ranks run; by its name this file comes last."""
+
+import statistics
+import time
+
+import pytest
+import torch
+
+import decentfn as df
+from tests.gpu.launched import keep
+from tests.gpu.on_rank import without_waiting
+
+HOW = ["eager", "traced", "by autograd", "traced, by autograd"]
+
+
+def network(how, device):
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 10)).to(device)
+    params, buffers, loss_fn = df.functional(net, torch.nn.functional.cross_entropy)
+    loss_fn = df.autograd(loss_fn) if "autograd" in how else loss_fn
+    init, step = df.adapt_while_communicate(loss_fn, df.adamw(1e-3), df.topology("complete", 1))
+    batch = torch.randn(32, 64, device=device), torch.randint(10, (32,), device=device)
+    return init(params, buffers), df.compile(step) if "traced" in how else df.donate(step), batch
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_step_waits_for_nothing_and_how_long_it_takes(how, device, capsys):
+    since = time.perf_counter()
+    state, step, batch = network(how, device)
+    for t in range(3):
+        state, _ = step(state, batch, t)
+        if t == 0:
+            first = time.perf_counter() - since
+    with without_waiting(device):
+        for t in range(3, 8):
+            state, _ = step(state, batch, t)
+    steps, times = 40 if device.type == "cuda" else 4, []
+    for block in range(5):
+        began = time.perf_counter()
+        for t in range(steps):
+            state, _ = step(state, batch, 8 + block * steps + t)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append((time.perf_counter() - began) / steps * 1e3)
+    assert all(bool(torch.isfinite(b).all()) for b in state.params)
+    said = {"ms per step": round(statistics.median(times), 3), "first step, s": round(first, 1)}
+    keep(f"one process, {how}", said)
+    with capsys.disabled():
+        print(f"\n{how}: {said}")
+
+
+@pytest.mark.parametrize("how", ["traced", "traced, by autograd"])
+def test_no_kernel_is_compiled_for_the_cpu(how, device):
+    """The first one takes 40 s, and its result would have to be copied."""
+    if device.type == "cpu":
+        pytest.skip("on the CPU all kernels are")
+    from torch._inductor.utils import run_and_get_code
+
+    torch._dynamo.reset()
+    state, step, batch = network(how, device)
+    _, codes = run_and_get_code(step, state, batch, 0)
+    assert codes and not any("cpp_fused" in code or "empty_strided_cpu" in code for code in codes)
