@@ -95,11 +95,11 @@ def _same_family(topology: Topology, n: int) -> Topology | None:
 def _own_weights(topology: Topology, kept: list[int]) -> Topology | None:
     """The same rounds among these workers, or None where they are not connected, or not as stochastic as declared."""
     rounds = torch.stack([mixing_matrix(topology, t)[kept][:, kept] for t in range(len(topology.sources))])
-    missing = 1 - rounds.sum(1 if topology.is_column_stochastic else 2)
+    missing = 1 - rounds.sum(1 if topology.needs_push_sum else 2)
     name = f"{topology.name} of {topology.num_workers}, workers {kept}"
     try:
         made = from_matrices(
-            name, rounds + torch.diag_embed(missing), is_column_stochastic=topology.is_column_stochastic
+            name, rounds + torch.diag_embed(missing), needs_push_sum=topology.needs_push_sum
         )
     except ValueError:
         return None

@@ -86,10 +86,10 @@ def test_of_a_schedule_for_push_sum_columns_still_sum_to_one():
     matrix = torch.tensor([[0.5, 0.0, 0.5], [0.5, 0.5, 0.0], [0.0, 0.5, 0.5]], dtype=torch.float64)
     matrix = torch.block_diag(matrix, torch.ones(1, 1, dtype=torch.float64))
     matrix[3, 0], matrix[0, 0], matrix[0, 3], matrix[3, 3] = 0.25, 0.25, 0.5, 0.5
-    made = df.topologies.from_matrices("own", matrix, is_column_stochastic=True)
+    made = df.topologies.from_matrices("own", matrix, needs_push_sum=True)
     left = made.without([3])
     after = mixing_matrix(left.topology, 0)
-    assert left.case == "own weights" and left.topology.is_column_stochastic
+    assert left.case == "own weights" and left.topology.needs_push_sum
     assert torch.equal(after.sum(0), torch.ones(3, dtype=torch.float64)) and left.certificate.is_connected
 
 
