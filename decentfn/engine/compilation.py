@@ -32,10 +32,10 @@ from decentfn.torch_private.dynamo import (
     first_error,
     guard_everything,
     guards_fail,
-    not_compiled,
+    is_not_compiled,
+    is_of_too_many_graphs,
     not_loaded,
     prepare,
-    too_many_graphs,
 )
 
 _GRAPHS = 32
@@ -138,7 +138,7 @@ def compile(
 
 def _explain(step: Step, error: Exception, state: Any, batch: PyTree) -> None:
     """Raise what went wrong when a step was compiled or called, in a sentence; return where `error` says it."""
-    if isinstance(error, too_many_graphs()):
+    if is_of_too_many_graphs(error):
         raise RuntimeError(
             f"df.compile(step): more than {_GRAPHS} kinds of batches (structures, dtypes, shapes that the compiler takes for "
             "different ones), or values of what the loss, the optimizer or the topology reads from outside (a number, a flag, a "
@@ -150,7 +150,7 @@ def _explain(step: Step, error: Exception, state: Any, batch: PyTree) -> None:
             "df.compile(step): torch.compile cannot look again at a NumPy array that the loss reads from outside; make it a tensor "
             "with torch.from_numpy before the first step."
         ) from error
-    if not isinstance(error, not_compiled()):
+    if not is_not_compiled(error):
         return
     allow_saved_tensors_hooks()
     if is_ours(said := first_error(error)):

@@ -20,6 +20,7 @@ from decentfn.core.trees import PyTree
 from decentfn.gradient.lending import Lent, alone, attributes_put_back, own_by_name, places_of, weights
 from decentfn.gradient.loss import is_pair
 from decentfn.torch_private import functorch
+from decentfn.torch_private.modules import traced_weights
 
 
 class ModuleLoss:
@@ -67,12 +68,14 @@ class ModuleLoss:
         self._hook(params)
         if torch.compiler.is_dynamo_compiling():
             self._require_trained(params)
+            inside = {n if n.startswith(_OF_CRITERION) else f"{self._prefix}{n}": x for n, x in given.items()}
             try:
-                with weights(self.whole, given, self._prefix):
+                with traced_weights(self.whole, inside):
                     loss, aux = self.of(batch)
             finally:  # While a step is traced only what is known to be computed can be put back.
                 for owner, name, x in self._computed:
                     setattr(owner, name, x)
+            given = dict(zip(given, inside.values(), strict=True))
         else:
             name, modules = type(self.module).__name__, [*self.whole.modules()]
             with alone(modules, refuses=True):

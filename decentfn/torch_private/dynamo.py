@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from decentfn.core.formatting import root
-from decentfn.torch_private.names import ERRORS, GUARDS
+from decentfn.torch_private.names import GUARDS, WEIGHTS
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -19,27 +19,30 @@ _config: Any = None  # Dynamo's, since `prepare`
 _HAS_LIMIT = "recompile_limit" in inspect.signature(torch.compile).parameters
 
 
-def not_compiled() -> tuple[type[Exception], ...]:
-    """What it raises where it cannot compile."""
-    return _errors(
-        "Unsupported",
-        "TorchRuntimeError",
-        "UserError",
-        "ObservedException",
-        "BackendCompilerFailed",
-        "InternalTorchDynamoError",
-        "UncapturedHigherOrderOpError",
-    )
+_NOT_COMPILED = (
+    "Unsupported",
+    "TorchRuntimeError",
+    "UserError",
+    "ObservedException",
+    "BackendCompilerFailed",
+    "InternalTorchDynamoError",
+)
 
 
-def too_many_graphs() -> tuple[type[Exception], ...]:
-    """What it raises where it would compile more often than it may."""
-    return _errors("FailOnRecompileLimitHit")
+def is_not_compiled(error: BaseException) -> bool:
+    """Return True if it is raised where torch.compile cannot compile."""
+    return _is(error, *_NOT_COMPILED)
 
 
-def _errors(*names: str) -> tuple[type[Exception], ...]:
-    exc = ERRORS.find()
-    return tuple(getattr(exc, name) for name in names if hasattr(exc, name))
+def is_of_too_many_graphs(error: BaseException) -> bool:
+    """Return True if it is raised where torch.compile would compile more often than it may."""
+    return _is(error, "FailOnRecompileLimitHit")
+
+
+def _is(error: BaseException, *names: str) -> bool:
+    """Return True for an error of one of these classes of the compiler's, which stand in a private module of PyTorch."""
+    kinds = [kind for kind in type(error).__mro__ if kind.__module__.startswith("torch.") and "._" in kind.__module__]
+    return any(kind.__name__ in names for kind in kinds)
 
 
 def not_loaded(error: BaseException) -> BaseException | None:
@@ -56,6 +59,7 @@ def prepare() -> None:
     """
     global _config
     _config = GUARDS.require(_CALL)
+    WEIGHTS.require(_CALL)
     for function in _constant:
         torch.compiler.assume_constant_result(function)
 
@@ -93,7 +97,7 @@ def constant_while_traced(function: F) -> F:
 def first_error(error: BaseException) -> BaseException:
     """The error with which it began; what an operator of the user's raised is only the context of Dynamo's own."""
     error = root(error)
-    if isinstance(error, _errors("TorchRuntimeError")):
+    if _is(error, "TorchRuntimeError"):
         while error.__context__ is not None:
             error = error.__context__
     return error

@@ -93,10 +93,10 @@ SCAN = Private(
     "compile the loop over micro-batches as one loop",
     "the loop is unrolled: the graph grows with the number of micro-batches",
 )
-ERRORS = Private(
-    "torch._dynamo.exc",
-    "know an error of the compiler from one of the loss",
-    "a step that cannot be compiled raises PyTorch's own error",
+WEIGHTS = Private(
+    "torch.nn.utils.stateless._reparametrize_module",
+    "give a module other weights in compiled code, also in a loop, where Dynamo lets nothing else write to a module",
+    "df.compile is refused",
 )
 GUARDS = Private(
     "torch._dynamo.config",
@@ -124,4 +124,4 @@ READ_EXPR = Private(
     "some steps fail to compile, with PyTorch's KeyError",
 )
 
-NAMES = (PYTREE, LINEAR, *DISPATCH, SCAN, ERRORS, GUARDS, BACKEND, GRAPH_PASS, LOOP_SPLIT, READ_EXPR)
+NAMES = (PYTREE, LINEAR, *DISPATCH, SCAN, WEIGHTS, GUARDS, BACKEND, GRAPH_PASS, LOOP_SPLIT, READ_EXPR)
