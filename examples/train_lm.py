@@ -282,11 +282,11 @@ def train(config: Config, until_the_end: ExitStack) -> dict[str, Any]:
 
     model.to(device)
     num_parameters = sum(p.numel() for p in model.parameters())
-    is_cut = world.mesh is not None and config.inside != "replicated"
-    if world.mesh and is_cut:
+    is_sharded = world.mesh is not None and config.inside != "replicated"
+    if world.mesh and is_sharded:
         share_inside(config, model, world.mesh["shard"])
     params, buffers, loss_fn = df.functional(model, forward=forward)
-    loss_fn = df.autograd(loss_fn) if is_cut else loss_fn
+    loss_fn = df.autograd(loss_fn) if is_sharded else loss_fn
     topology = make_topology(config, num_workers, local)
     init, decent_step = algorithm = make_algorithm(config, loss_fn, topology)
     state = init(params, buffers)

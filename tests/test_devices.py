@@ -11,7 +11,6 @@ import decentfn as df
 from decentfn.comm import collectives
 from decentfn.core import buckets, trees
 from decentfn.core.scalars import sent
-from decentfn.gradient import beside
 from decentfn.gradient.backward import Layout, backward
 from decentfn.testing import problem
 from tests import contract, devices
@@ -49,7 +48,7 @@ def test_the_gradient_by_autograd_waits_for_nothing_and_copies_nothing():
     form.is_tried = True
     known = problem.loss_fn, form, False, 3, collectives.world(), 0, None, list(params), []
     with devices.Copies() as copies:
-        one = beside.passing_beside(lambda *_: backward(*known, batch), None, batch)
+        one = side_channel.with_side_channel(lambda *_: backward(*known, batch), None, batch)
     assert copies.seen == [] and {g.device.type for g in [*one.grads, one.loss]} == {"meta"}
 
 

@@ -9,7 +9,7 @@ from torch import nn
 import decentfn as df
 from decentfn.compat import ddp, decent_dp
 from decentfn.core import trees
-from tests.run.inside import ALL_KINDS, workers
+from tests.run.within_worker import ALL_KINDS, workers
 
 pytestmark = pytest.mark.thorough
 

@@ -55,7 +55,7 @@ def describe(name: str, value: Any) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", f"{name}={value}")
 
 
-def structure(name: str, value: Any, inside: tuple[Any, ...] = ()) -> Iterator[str]:
+def structure(name: str, value: Any, intra_worker: tuple[Any, ...] = ()) -> Iterator[str]:
     """What a transform is made of, in lines: the types and functions, and the numbers that this library's close over.
 
     What is not this library's is compared by its name alone: it may hold what is a rank's own.
@@ -63,14 +63,16 @@ def structure(name: str, value: Any, inside: tuple[Any, ...] = ()) -> Iterator[s
     if isinstance(value, (tuple, list)):
         yield f"{name} is a {type(value).__name__} of {len(value)}"
         for key, item in zip(getattr(value, "_fields", range(len(value))), value, strict=True):
-            yield from structure(f"{name}.{key}", item, inside)
+            yield from structure(f"{name}.{key}", item, intra_worker)
     elif isinstance(value, MethodType):
-        yield from structure(name, value.__func__, inside)
+        yield from structure(name, value.__func__, intra_worker)
     elif isinstance(value, FunctionType):
         yield f"{name} is {value.__module__}.{value.__qualname__}"
-        if value.__module__.split(".")[0] == "decentfn" and value not in inside:  # a function may close over itself
+        if (
+            value.__module__.split(".")[0] == "decentfn" and value not in intra_worker
+        ):  # a function may close over itself
             for key, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-                yield from structure(f"{name}.{key}", cell.cell_contents, (*inside, value))
+                yield from structure(f"{name}.{key}", cell.cell_contents, (*intra_worker, value))
     elif isinstance(value, (bool, int, float, str, torch.dtype, type(None))):
         yield f"{name}={value}"
     else:
@@ -90,9 +92,14 @@ def agree(lines: list[str], of_shard: Sequence[str] = ()) -> None:
 
 
 def compare(
-    call: str, lines: list[str], rule: str, of_shard: Sequence[str] = (), of_team: Sequence[str] = (), team: int = 1
+    call: str,
+    lines: list[str],
+    rule: str,
+    of_shard: Sequence[str] = (),
+    of_tp_group: Sequence[str] = (),
+    tp_size: int = 1,
 ) -> None:
-    """Compare `lines` over all ranks, `of_shard` over those that hold the same shard, `of_team` over so many neighbours; collective.
+    """Compare `lines` over all ranks, `of_shard` over those that hold the same shard, `of_tp_group` over so many neighbours; collective.
 
     Raises:
         PlanMismatch: on every rank, naming the first rank and line that differ from most, and the `rule`.
@@ -100,10 +107,10 @@ def compare(
     world = collectives.everyone()
     size, here = world.processes_per_worker, world.rank
     with collectives.calling(call):
-        told = collectives.gather_objects([lines, list(of_shard), list(of_team)], world)
+        told = collectives.gather_objects([lines, list(of_shard), list(of_tp_group)], world)
     groups = [[(rank, told[rank][0]) for rank in range(len(told))]]
     groups += [[(rank, told[rank][1]) for rank in range(shard, len(told), size)] for shard in range(size)]
-    groups += [[(rank, told[rank][2]) for rank in range(i, i + team)] for i in range(0, len(told), team)]
+    groups += [[(rank, told[rank][2]) for rank in range(i, i + tp_size)] for i in range(0, len(told), tp_size)]
     for group in groups:
         everyone = [theirs for _, theirs in group]
         usual = max(everyone, key=everyone.count)

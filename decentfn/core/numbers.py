@@ -40,7 +40,7 @@ def real(call: str, name: str, value: Any) -> float:
     return value if type(value) is int and abs(value) < 2**53 else number
 
 
-def whole(call: str, name: str, value: Any) -> int:
+def whole_number(call: str, name: str, value: Any) -> int:
     """An integer, as Python's own, or a ValueError that names the call; a 0-d tensor of integers is one."""
     if isinstance(value, torch.Tensor) and value.dim() == 0:
         value = value.item()
@@ -51,7 +51,7 @@ def whole(call: str, name: str, value: Any) -> int:
 
 def at_least(call: str, name: str, value: Any, least: int) -> int:
     """Return an integer that is no smaller than `least`, or raise ValueError."""
-    number = whole(call, name, value)
+    number = whole_number(call, name, value)
     if number < least:
         raise ValueError(f"{call}({name}={brief(value)}): {name} is an integer >= {least}.")
     return number
@@ -134,7 +134,7 @@ def _plain(call: str, name: str, kinds: frozenset[str], value: Any) -> Any:
         return bool(value)
     if "int" not in kinds:
         return real(call, name, value)
-    number = whole(call, name, value)
+    number = whole_number(call, name, value)
     if name != "seed" and abs(number) >= 2**53:  # of a seed the low bits count
         raise ValueError(f"{call}({name}={brief(value)}): {name} is an integer below 2^53.")
     return number

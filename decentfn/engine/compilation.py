@@ -23,7 +23,7 @@ from decentfn.engine import cache as compile_cache
 from decentfn.engine.donation import require_distinct, require_layout
 from decentfn.engine.memory import give_back_freed_memory
 from decentfn.gradient import raise_own, traced_module
-from decentfn.kit.expected import is_state, kind_of
+from decentfn.kit.state_check import is_state, kind_of
 from decentfn.kit.step import Step
 from decentfn.torch_private import inductor
 from decentfn.torch_private.autograd import allow_saved_tensors_hooks

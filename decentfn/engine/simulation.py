@@ -15,8 +15,8 @@ from decentfn.core.formatting import brief
 from decentfn.core.numbers import MOST_WORKERS, checks_numbers, require_at_most
 from decentfn.core.stacking import over_workers, require_rows
 from decentfn.core.trees import PyTree
-from decentfn.gradient.beside import Beside
-from decentfn.kit.expected import is_state
+from decentfn.gradient.side_channel import SideChannel
+from decentfn.kit.state_check import is_state
 from decentfn.kit.step import Step
 from decentfn.torch_private import functorch
 
@@ -67,7 +67,7 @@ def simulate(step: Step | Callable[..., Any], num_workers: int, *, chunk_size: i
 
     def run(state: Any, batch: PyTree, t: Tensor) -> tuple[Any, Any]:
         require_rows("state", state, num_workers)
-        if isinstance(batch, Beside):
+        if isinstance(batch, SideChannel):
             return over_workers(lambda state: one(state, batch, t), num_workers, state, chunk_size=chunk_size)
         batch = trees.plain(batch)
         require_rows("batch", batch, num_workers)

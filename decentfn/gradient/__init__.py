@@ -3,13 +3,13 @@
 from decentfn.gradient.accumulated import Accumulated, accumulate
 from decentfn.gradient.by_autograd import autograd, is_by_autograd
 from decentfn.gradient.evaluation import (
-    Inside,
+    WithinWorker,
     evaluate,
-    inside_of,
     raise_own,
     require_batch,
     require_inputs,
     traced_module,
+    within_worker_of,
 )
 from decentfn.gradient.loss import LossFn, require_loss
 from decentfn.gradient.module import functional

@@ -20,11 +20,11 @@ from decentfn.core.buckets import Buckets, Plan, elements, wide
 from decentfn.core.formatting import brief
 from decentfn.core.trees import PyTree
 from decentfn.gradient.accumulated import micro_batch_count, micro_batches
-from decentfn.gradient.beside import around
+from decentfn.gradient.gradient_checks import UngivenLeaves, no_other_weights
 from decentfn.gradient.lending import Lent
 from decentfn.gradient.loss import LossFn, call
-from decentfn.gradient.others import Others, no_other_weights
 from decentfn.gradient.result import unscaled
+from decentfn.gradient.side_channel import around
 from decentfn.torch_private.autograd import dispatching_as
 
 
@@ -97,10 +97,10 @@ def backward(
         buffers: the leaves of the loss's buffers.
         batch: what the loss takes.
     """
-    plan, is_first, team = form.plan, not form.is_tried, getattr(loss_fn, "team", 1)
-    if is_first and team > 1:
-        _require_one_batch(batch, team)
-    place = worker if here.processes_per_worker == 1 else here.whole.rank // team * team
+    plan, is_first, tp_size = form.plan, not form.is_tried, getattr(loss_fn, "tp_size", 1)
+    if is_first and tp_size > 1:
+        _require_one_batch(batch, tp_size)
+    place = worker if here.processes_per_worker == 1 else here.all_processes.rank // tp_size * tp_size
     # Sums of gradients in a narrow dtype would lose what they add.
     adds_in_place = not many or all(wide(b.dtype) == b.dtype for b in params)
     sums: list[Tensor] = []
@@ -145,13 +145,13 @@ def backward(
     return Backward(grads, mean, losses[0].dtype, used, new, aux)
 
 
-def _require_one_batch(batch: Any, team: int) -> None:
+def _require_one_batch(batch: Any, tp_size: int) -> None:
     """Raise ValueError on every rank unless the processes of each team have one batch. Collective."""
     tensors = [(name, x) for name, x in trees.named_leaves(trees.plain(batch)) if isinstance(x, torch.Tensor)]
     lines = [f"{name or 'a batch'} {list(x.shape)} with digest {digest(x)}" for name, x in tensors]
-    by = "world.worker" if team == collectives.processes_per_worker() else f"world.rank // {team}"
+    by = "world.worker" if tp_size == collectives.processes_per_worker() else f"world.rank // {tp_size}"
     rule = f"a tensor-parallel worker's processes compute one batch together: draw it by {by}, not by world.rank"
-    compare("step(state, batch, t)", [], rule, of_team=lines, team=team)
+    compare("step(state, batch, t)", [], rule, of_tp_group=lines, tp_size=tp_size)
 
 
 def _forward_backward(
@@ -159,7 +159,7 @@ def _forward_backward(
 ) -> tuple[Tensor, PyTree]:
     """The loss and aux; the gradients are added to the leaves' `.grad`."""
     loss, aux = given.of(batch)
-    others = Others(loss, given.leaves, batch) if is_first and given.constant else None
+    others = UngivenLeaves(loss, given.leaves, batch) if is_first and given.constant else None
     if not loss.requires_grad:
         raise RuntimeError(
             "df.autograd(loss_fn): the loss does not depend on the parameters that it was given; compute it from `params` "
@@ -255,8 +255,8 @@ def _holds_tensors(x: Any, seen: set[int]) -> bool:
     if isinstance(x, torch.Tensor) or id(x) in seen:
         return isinstance(x, torch.Tensor)
     seen.add(id(x))
-    inside = list(x) if isinstance(x, (set, frozenset)) else list(_attributes(x).values())
-    return any(_holds_tensors(leaf, seen) for value in inside for leaf in trees.leaves(trees.plain(value)))
+    held = list(x) if isinstance(x, (set, frozenset)) else list(_attributes(x).values())
+    return any(_holds_tensors(leaf, seen) for value in held for leaf in trees.leaves(trees.plain(value)))
 
 
 def _attributes(x: Any) -> dict[str, Any]:

@@ -25,10 +25,10 @@ from decentfn.core.stacking import require_rows
 from decentfn.core.trees import PyTree
 from decentfn.gradient.accumulated import Accumulated
 from decentfn.gradient.backward import Layout, backward, stacked
-from decentfn.gradient.beside import Beside, Outcome, passing_beside, put, value
 from decentfn.gradient.loss import LossFn, WrappedLoss, require_loss, unwrapped
 from decentfn.gradient.result import Gradient
 from decentfn.gradient.scaled import DynamicLossScale
+from decentfn.gradient.side_channel import Outcome, SideChannel, put, value, with_side_channel
 from decentfn.torch_private import functorch, inductor
 from decentfn.torch_private.autograd import missing
 from decentfn.torch_private.dynamo import constant_while_traced
@@ -105,18 +105,24 @@ def gradient_by_autograd(
         raise RuntimeError(
             "df.autograd(loss_fn): a step cannot be differentiated through its gradient operator; leave df.autograd out."
         )
-    if isinstance(batch, Beside):
-        return _gradient_beside(loss_fn, batch, params, buffers, t, scale, many)
+    if isinstance(batch, SideChannel):
+        return _gradient_of_hidden(loss_fn, batch, params, buffers, t, scale, many)
     if functorch.has_no_value(params[0]):
         raise RuntimeError(
             "df.autograd(loss_fn): the batch must travel beside the graph; use df.compile and df.simulate, not torch.compile "
             "and torch.func.vmap, and decorate the function that builds the algorithm with df.kit.algorithm."
         )
-    return passing_beside(_gradient_beside, loss_fn, batch, params, buffers, t, scale, many)
+    return with_side_channel(_gradient_of_hidden, loss_fn, batch, params, buffers, t, scale, many)
 
 
-def _gradient_beside(
-    loss_fn: ByAutograd, batch: Beside, params: Buckets, buffers: PyTree, t: Tensor, scale: Tensor | None, many: bool
+def _gradient_of_hidden(
+    loss_fn: ByAutograd,
+    batch: SideChannel,
+    params: Buckets,
+    buffers: PyTree,
+    t: Tensor,
+    scale: Tensor | None,
+    many: bool,
 ) -> Gradient:
     template, old, size = trees.enumerate_leaves(buffers), trees.leaves(buffers), len(params)
     leaves = sum(len(bucket.segments) for bucket in params.plan.buckets) if loss_fn.skip_unused else 0
@@ -126,7 +132,7 @@ def _gradient_beside(
     for i, new in zip(changing, rest[size:], strict=False):
         old[i] = new
     flags = _by_element(rest[-1], params) if leaves else None
-    return Gradient(Buckets(rest[:size], params.plan), loss, Beside(aux), trees.fill(template, old), flags)
+    return Gradient(Buckets(rest[:size], params.plan), loss, SideChannel(aux), trees.fill(template, old), flags)
 
 
 def _by_element(used: Tensor, params: Buckets) -> Buckets:

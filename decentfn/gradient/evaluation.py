@@ -11,34 +11,34 @@ from torch.profiler import record_function
 
 from decentfn.comm import collectives
 from decentfn.core import trees
-from decentfn.core.buckets import Buckets, each, mean_inside, mean_of_processes, whole
+from decentfn.core.buckets import Buckets, each, mean_of_processes, mean_within_worker, unsharded
 from decentfn.core.context import context
 from decentfn.core.formatting import brief, brief_error
 from decentfn.core.stacking import in_chunks
 from decentfn.core.trees import PyTree
 from decentfn.gradient.accumulated import Accumulated, mean_gradient_of, micro_batch_count, micro_batches
-from decentfn.gradient.beside import Beside
 from decentfn.gradient.by_autograd import ByAutograd, gradient_by_autograd
+from decentfn.gradient.gradient_checks import require_given_leaves
 from decentfn.gradient.loss import LossFn, call, takes, unwrapped
 from decentfn.gradient.module import ModuleLoss, ShardedLoss
-from decentfn.gradient.others import require_no_others
 from decentfn.gradient.result import Gradient, gradient_of
+from decentfn.gradient.side_channel import SideChannel
 from decentfn.torch_private import functorch
 
 
-class Inside(NamedTuple):
+class WithinWorker(NamedTuple):
     """What one of the processes of a worker is given for parameters, and what it holds."""
 
     processes: int = 1
     is_replicated: bool = False
     """It is given whole leaves, and holds its part of them."""
-    team: int = 1
+    tp_size: int = 1
     """So many of them, next to one another, compute one batch together."""
     common: frozenset[str] = frozenset()
     """Of the leaves that it is given, and holds, those that every process of its team holds."""
 
 
-def inside_of(loss_fn: LossFn) -> Inside:
+def within_worker_of(loss_fn: LossFn) -> WithinWorker:
     """How a worker's processes share the parameters of this loss.
 
     Raises:
@@ -46,15 +46,15 @@ def inside_of(loss_fn: LossFn) -> Inside:
     """
     size = collectives.processes_per_worker()
     if size == 1:
-        return Inside()
+        return WithinWorker()
     inner, around = unwrapped(loss_fn)
     if not isinstance(inner, ShardedLoss):
-        return Inside(size, is_replicated=True)
+        return WithinWorker(size, is_replicated=True)
     if ByAutograd not in around:
         raise ValueError(
             f"loss_fn={brief(inner)}: the gradient of a sharded module is PyTorch's own; write df.autograd(loss_fn)."
         )
-    return Inside(size, team=inner.team, common=inner.common)
+    return WithinWorker(size, tp_size=inner.tp_size, common=inner.common)
 
 
 def require_inputs(call: str, loss_fn: LossFn, params: PyTree, buffers: PyTree) -> None:
@@ -77,7 +77,7 @@ def require_inputs(call: str, loss_fn: LossFn, params: PyTree, buffers: PyTree) 
 
 def require_batch(loss_fn: LossFn, batch: PyTree) -> None:
     """The batch is of the kind that the loss unpacks, where it says so."""
-    if isinstance(batch, Beside):
+    if isinstance(batch, SideChannel):
         return None  # it was looked at before it left
     inner, around = unwrapped(loss_fn)
     if Accumulated in around:
@@ -111,12 +111,12 @@ def evaluate(
     plan = params.plan
     if plan.processes == 1:
         return _evaluate(loss_fn, params, buffers, batch, t, scale)
-    e = _evaluate(loss_fn, whole(params), buffers, batch, t, scale)
+    e = _evaluate(loss_fn, unsharded(params), buffers, batch, t, scale)
     used = e.used
     if used is not None:  # by any process
         counts = mean_of_processes(each(lambda flag: flag.to(torch.float32), used), plan)
         used = each(lambda count: count > 0, counts)
-    grads, loss = mean_of_processes(e.grads, plan), mean_inside(e.loss, plan.processes)
+    grads, loss = mean_of_processes(e.grads, plan), mean_within_worker(e.loss, plan.processes)
     return e._replace(grads=grads, loss=loss, used=used)
 
 
@@ -134,15 +134,15 @@ def _evaluate(
     batch = micro_batches(batch) if many else batch
     if torch.compiler.is_dynamo_compiling():
         e = traced(params, buffers, batch, scale)
-        if _depends_on_others(e.loss, (params, buffers, batch)):
+        if _depends_on_ungiven(e.loss, (params, buffers, batch)):
             raise RuntimeError("the loss takes a gradient of others than its parameters")  # `raise_own` says of which
         return e
     try:
         with record_function("decentfn::gradient"):
             e = traced(params, buffers, batch, scale)
         loss = functorch.by_worker([e.loss])[0][0] if functorch.has_no_value(e.loss) else e.loss
-        if _depends_on_others(loss, (params, buffers, batch)):
-            require_no_others(loss)
+        if _depends_on_ungiven(loss, (params, buffers, batch)):
+            require_given_leaves(loss)
         return e
     except (RuntimeError, NotImplementedError) as error:
         if type(error) not in (RuntimeError, NotImplementedError):
@@ -156,7 +156,7 @@ def _evaluate(
         raise RuntimeError(_not_traced(error, functorch.is_batched(params[0]))) from error
 
 
-def _depends_on_others(loss: Tensor, given: PyTree) -> bool:
+def _depends_on_ungiven(loss: Tensor, given: PyTree) -> bool:
     """Return True if the loss, with its gradient taken, requires another one, and not because of what it was given."""
     return loss.requires_grad and not any(isinstance(x, Tensor) and x.requires_grad for x in trees.leaves(given))
 
@@ -190,7 +190,7 @@ def _plainly(loss_fn: LossFn, many: bool, params: Buckets, buffers: PyTree, batc
         data = trees.cloned(trees.map(lambda x, i=i: x[i], batch) if many else batch)
         with torch.enable_grad():
             loss, _, _ = call(loss_fn, Buckets(leaves, params.plan).tree(), trees.cloned(buffers), data)
-            require_no_others(loss, (leaves, data))
+            require_given_leaves(loss, (leaves, data))
             if loss.requires_grad:
                 torch.autograd.grad(loss, leaves, allow_unused=True)
 

@@ -68,11 +68,11 @@ def takes(function: Callable[..., Any], count: int) -> bool:
 def call(loss_fn: LossFn, params: PyTree, buffers: PyTree, batch: PyTree) -> tuple[Tensor, PyTree, PyTree]:
     """The loss, its new buffers and its aux."""
     returned = loss_fn(params, batch) if buffers is None else loss_fn(params, buffers, batch)
-    loss, beside = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
+    loss, extra = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
     if buffers is None:
-        new_buffers, aux = None, beside
-    elif is_pair(beside):
-        new_buffers, aux = _as_given(buffers, beside[0]), beside[1]
+        new_buffers, aux = None, extra
+    elif is_pair(extra):
+        new_buffers, aux = _as_given(buffers, extra[0]), extra[1]
     else:
         raise ValueError(
             f"loss_fn(params, buffers, batch) returned {brief(trees.map(type, returned))}: with buffers a loss returns "

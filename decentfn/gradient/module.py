@@ -31,7 +31,7 @@ class ModuleLoss:
         module: nn.Module,
         criterion: Callable[..., Tensor] | None,
         forward: Callable[[nn.Module, Any], Any] | None,
-        whole: nn.Module,
+        network: nn.Module,
         params: Mapping[str, Tensor],
         buffers: Mapping[str, Tensor],
         frozen: frozenset[str],
@@ -41,17 +41,17 @@ class ModuleLoss:
         self.forward = forward
         self.frozen = frozen
         """Which of the buffers are frozen parameters, which the loss leaves alone."""
-        self.whole = whole
+        self.network = network
         """The module, or one of it and a criterion that has parameters."""
-        self._prefix = "module." if isinstance(whole, _Pair) else ""
+        self._prefix = "module." if isinstance(network, _Pair) else ""
         self._shapes = _shapes(params), _shapes(buffers)
-        self._trained = _trained(whole)
-        own = {name: p for name, p in own_by_name(places_of(self.whole, self._prefix)).items() if name in params}
+        self._trained = _trained(network)
+        own = {name: p for name, p in own_by_name(places_of(self.network, self._prefix)).items() if name in params}
         self._hooks = [(name, hook) for name, p in own.items() for hook in (p._backward_hooks or {}).values()]
         self._late_hooks = sorted(name for name, p in own.items() if getattr(p, "_post_accumulate_grad_hooks", None))
         self._computed = [
             (m, n, x if x.is_leaf else x.detach())
-            for m in self.whole.modules()
+            for m in self.network.modules()
             for n, x in m.__dict__.items()
             if isinstance(x, torch.Tensor)
         ]
@@ -59,7 +59,7 @@ class ModuleLoss:
 
     def alone(self, lends: bool = True) -> AbstractContextManager[None]:
         """Within, no other thread evaluates the module; see `lending.alone`."""
-        return alone([*self.whole.modules()], lends)
+        return alone([*self.network.modules()], lends)
 
     def __call__(self, params: PyTree, buffers: PyTree, batch: Any) -> tuple[Tensor, tuple[PyTree, PyTree]]:
         """Run the module with these parameters and copies of these buffers; no tensor of torch.func is left in it."""
@@ -70,22 +70,22 @@ class ModuleLoss:
             self._require_trained(params)
             inside = {n if n.startswith(_OF_CRITERION) else f"{self._prefix}{n}": x for n, x in given.items()}
             try:
-                with traced_weights(self.whole, inside):
+                with traced_weights(self.network, inside):
                     loss, aux = self.of(batch)
             finally:  # While a step is traced only what is known to be computed can be put back.
                 for owner, name, x in self._computed:
                     setattr(owner, name, x)
             given = dict(zip(given, inside.values(), strict=True))
         else:
-            name, modules = type(self.module).__name__, [*self.whole.modules()]
+            name, modules = type(self.module).__name__, [*self.network.modules()]
             with alone(modules, refuses=True):
                 self._require_trained(params)
-                given = self._require_same(own_by_name(places_of(self.whole, self._prefix)), given)
+                given = self._require_same(own_by_name(places_of(self.network, self._prefix)), given)
                 is_traced = any(
                     [functorch.is_differentiated(x) or functorch.is_batched(x) for x in [*params.values()][:1]]
                 )
                 kept = attributes_put_back(name, modules) if is_traced else nullcontext()
-                with kept, weights(self.whole, given, self._prefix):
+                with kept, weights(self.network, given, self._prefix):
                     loss, aux = self.of(batch)
         self.require_in_place(name for name in params if name in given and given[name] is not params[name])
         new.update({name: x for name, x in given.items() if name in buffers and x is not None})
@@ -94,10 +94,10 @@ class ModuleLoss:
     @contextmanager
     def lent(self, params: dict[str, Tensor], buffers: dict[str, Tensor]) -> Iterator[Lent]:
         """Within, the module's own parameters and buffers have these values."""
-        modules = [*self.whole.modules()]
+        modules = [*self.network.modules()]
         with alone(modules, refuses=True):
             self._require_trained(params, is_differentiated=True)
-            lent = Lent(self, places_of(self.whole, self._prefix), {**params, **buffers}, buffers)
+            lent = Lent(self, places_of(self.network, self._prefix), {**params, **buffers}, buffers)
             self._require_same(lent.own, {**params, **buffers})
             lent.leaves = [lent.own[name] for name in params]
             lent.constant = dict(zip(params, lent.leaves, strict=True))
@@ -137,7 +137,7 @@ class ModuleLoss:
         """Raise ValueError where a gradient is taken and `requires_grad_` has chosen other parameters to be trained."""
         if not is_differentiated and not any([p.requires_grad for p in params.values()]):
             return
-        now = _trained(self.whole)
+        now = _trained(self.network)
         if now != self._trained and len(now) == len(self._trained):
             raise ValueError(
                 f"df.functional({type(self.module).__name__}): requires_grad of the module's parameters has changed since; the state has "
@@ -237,7 +237,7 @@ class ShardedLoss(ModuleLoss):
     """Of this process's shards of the parameters, the frozen ones too."""
     common: frozenset[str] = frozenset()
     """Which of the parameters every process of a team holds."""
-    team = 1
+    tp_size = 1
     """So many of a worker's processes, next to one another, compute one batch together (tensor parallel)."""
 
     def __call__(self, params: PyTree, buffers: PyTree, batch: Any) -> tuple[Tensor, tuple[PyTree, PyTree]]:
@@ -252,7 +252,7 @@ class ShardedLoss(ModuleLoss):
 
         They stay in the module, which has its own storage for them; its buffers are its own again.
         """
-        modules = [*self.whole.modules()]
+        modules = [*self.network.modules()]
         with alone(modules, refuses=True):
             collectives.own_shards(self.module)
             own = dict(self.module.named_parameters())
@@ -261,7 +261,9 @@ class ShardedLoss(ModuleLoss):
                     collectives.local(p).copy_(params[name] if name in params else buffers[name])
                     p.grad = None
             others = {name: b for name, b in buffers.items() if name not in self.frozen}
-            places = [place for place in places_of(self.whole, self._prefix) if not isinstance(place.own, nn.Parameter)]
+            places = [
+                place for place in places_of(self.network, self._prefix) if not isinstance(place.own, nn.Parameter)
+            ]
             lent = Lent(self, places, others, buffers)
             lent.leaves = [own[name] for name in params]
             with lent:
@@ -289,9 +291,9 @@ class _Pair(nn.Module):
         self.module, self.criterion = module, criterion
 
 
-def _trained(whole: nn.Module) -> list[bool]:
+def _trained(network: nn.Module) -> list[bool]:
     """Return which of the parameters require a gradient."""
-    return [p.requires_grad for m in whole.modules() for p in m._parameters.values() if p is not None]
+    return [p.requires_grad for m in network.modules() for p in m._parameters.values() if p is not None]
 
 
 def _shapes(tree: PyTree) -> dict[str, list[int]]:
@@ -337,18 +339,18 @@ def functional(
         raise ValueError("functional(module, criterion, forward=...): forward returns the loss itself; leave one out.")
     collectives.require_unwrapped(module)
     is_sharded = collectives.is_sharded(module)
-    common, team = collectives.require_parts(module) if is_sharded else (frozenset(), 1)
-    whole = module
+    common, tp_size = collectives.require_parts(module) if is_sharded else (frozenset(), 1)
+    network = module
     if isinstance(criterion, nn.Module) and any(p.requires_grad for p in criterion.parameters()):
-        whole = _Pair(module, criterion)
-    if is_sharded and whole is not module:
+        network = _Pair(module, criterion)
+    if is_sharded and network is not module:
         raise ValueError(
             f"functional({type(module).__name__}, criterion={brief(criterion)}): the criterion has parameters, and the module is sharded; "
             "make the criterion a submodule of it before it is sharded, and give forward=..."
         )
     named, named_buffers = (
-        [(name.removeprefix("module.") if whole is not module else name, x) for name, x in found]
-        for found in (whole.named_parameters(), whole.named_buffers())
+        [(name.removeprefix("module.") if network is not module else name, x) for name, x in found]
+        for found in (network.named_parameters(), network.named_buffers())
     )
     if len(dict(named) | dict(named_buffers)) < len(named) + len(named_buffers):
         raise ValueError(
@@ -377,10 +379,10 @@ def functional(
             "lost; make buffers of them."
         )
     kind = ShardedLoss if is_sharded else ModuleLoss
-    loss_fn = kind(module, criterion, forward, whole, trainable, buffers, frozenset(frozen) - moved)
+    loss_fn = kind(module, criterion, forward, network, trainable, buffers, frozenset(frozen) - moved)
     if isinstance(loss_fn, ShardedLoss):
         loss_fn.places = collectives.places(module)
-        loss_fn.common, loss_fn.team = common, team
+        loss_fn.common, loss_fn.tp_size = common, tp_size
     return trainable, buffers, loss_fn
 
 

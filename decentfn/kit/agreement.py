@@ -13,8 +13,8 @@ from decentfn.core.formatting import brief
 from decentfn.core.numbers import bind, plain
 from decentfn.core.trees import PyTree
 from decentfn.gradient import require_inputs
-from decentfn.kit.expected import Expected, require_params
 from decentfn.kit.options import DEFAULTS
+from decentfn.kit.state_check import StateCheck, require_params
 from decentfn.kit.step import Algorithm
 
 P = ParamSpec("P")
@@ -55,7 +55,7 @@ def algorithm(function: Callable[P, Algorithm]) -> Callable[P, Algorithm]:
         own = [name for name, p in signature.parameters.items() if p.kind is p.KEYWORD_ONLY]
         values = {name: call.arguments[name] for name in own} | DEFAULTS | call.arguments.get("options", {})
 
-        expected = Expected(loss_fn, starts_equal=built.step.starts_equal)
+        expected = StateCheck(loss_fn, starts_equal=built.step.starts_equal)
 
         def start(params: PyTree, buffers: PyTree = None) -> Any:
             require_params(params)

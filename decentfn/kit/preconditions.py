@@ -12,7 +12,7 @@ from decentfn.comm import collectives
 from decentfn.compressors import Compressor
 from decentfn.core.buckets import Plan
 from decentfn.core.formatting import brief
-from decentfn.core.numbers import real, whole
+from decentfn.core.numbers import real, whole_number
 from decentfn.core.scalars import once
 from decentfn.optim.transforms.basic import Scalar
 from decentfn.topologies import Topology, mixing_matrix
@@ -119,5 +119,5 @@ def require_positive(call: str, **values: Any) -> None:
 def require_whole(call: str, at_least: int = 1, **values: int) -> None:
     """Each value is an integer, at least `at_least`, or a ValueError says which is not."""
     for name, value in values.items():
-        if whole(call, name, value) < at_least:
+        if whole_number(call, name, value) < at_least:
             raise ValueError(f"{call}({name}={value!r}): {name} is a number of steps or parts, at least {at_least}.")

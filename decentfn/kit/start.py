@@ -13,7 +13,7 @@ from decentfn.comm.fingerprint import agree, compare, digest, fingerprint
 from decentfn.core import trees
 from decentfn.core.buckets import Buckets, Mask, Places, Plan, flatten, part_of, part_shape
 from decentfn.core.trees import PyTree
-from decentfn.gradient import Inside
+from decentfn.gradient import WithinWorker
 from decentfn.kit.options import require_narrower
 from decentfn.optim.transforms.transform import require_descent
 from decentfn.topologies import Topology, certificate
@@ -27,7 +27,7 @@ def lay_out(
     topologies: Sequence[Topology],
     bucket_mb: float,
     wire_dtype: torch.dtype | None,
-    inside: Inside,
+    within_worker: WithinWorker,
     places: Places,
 ) -> Buckets:
     """A copy of `params` in buckets; collective: makes the process groups and checks that all ranks agree.
@@ -38,13 +38,13 @@ def lay_out(
         topologies: all that the algorithm uses, its own schedule first.
         bucket_mb: largest bucket in MiB.
         wire_dtype: dtype of what is exchanged.
-        inside: how the processes of a worker share the parameters.
+        within_worker: how the processes of a worker share the parameters.
         places: where shards lie in the worker's parameters and buffers.
     """
     masks = getattr(optimizer, "masks", ())
     try:
-        _require_as_built(inside)
-        x = _in_buckets(params, bucket_mb, masks, inside, places)
+        _require_as_built(within_worker)
+        x = _in_buckets(params, bucket_mb, masks, within_worker, places)
         require_descent(optimizer, x.plan)
         require_narrower(wire_dtype, x)
         _require_divisible(topologies[0].num_workers)
@@ -53,9 +53,9 @@ def lay_out(
         agree([f"{type(error).__name__}: {error}"])  # or ranks without an error would wait for this one
         raise
     agree(fingerprint(x.plan, topologies[0], device, masks), x.plan.describe())
-    if inside.processes > 1:
-        _require_equal_inside(params, inside)
-        collectives.world().make_teams(inside.team)
+    if within_worker.processes > 1:
+        _require_equal_within_worker(params, within_worker)
+        collectives.world().make_tp_groups(within_worker.tp_size)
     for topology in topologies:
         if topology.groups is not None:
             collectives.make_groups(topology.groups)
@@ -65,18 +65,20 @@ def lay_out(
     return x
 
 
-def _in_buckets(params: PyTree, bucket_mb: float, masks: Sequence[Mask], inside: Inside, places: Places) -> Buckets:
+def _in_buckets(
+    params: PyTree, bucket_mb: float, masks: Sequence[Mask], within_worker: WithinWorker, places: Places
+) -> Buckets:
     """This process's part of the parameters."""
-    process, size = collectives.everyone().process, inside.processes
-    if not inside.is_replicated:
+    process, size = collectives.everyone().process, within_worker.processes
+    if not within_worker.is_replicated:
         return flatten(
             params,
             bucket_mb=bucket_mb,
             masks=masks,
             processes=size,
-            team=inside.team,
+            tp_size=within_worker.tp_size,
             places=places,
-            common=inside.common,
+            common=within_worker.common,
         )
 
     def of_part(mask: Mask) -> Mask:  # a transform will ask it of the parts
@@ -97,25 +99,25 @@ def _require_one_device(x: Buckets) -> torch.device:
     return device
 
 
-def _require_as_built(inside: Inside) -> None:
+def _require_as_built(within_worker: WithinWorker) -> None:
     size = collectives.processes_per_worker()
-    if size != inside.processes:
+    if size != within_worker.processes:
         raise ValueError(
-            f"init(params): the algorithm was built for workers of {inside.processes} processes, and now they are of {size}; call "
+            f"init(params): the algorithm was built for workers of {within_worker.processes} processes, and now they are of {size}; call "
             "df.init(processes_per_worker=...) once, before it."
         )
 
 
-def _require_equal_inside(params: PyTree, inside: Inside) -> None:
+def _require_equal_within_worker(params: PyTree, within_worker: WithinWorker) -> None:
     """The processes of a team hold the same values of what all of them hold, those of a worker of what all are given."""
     lines = [
         f"{name} with digest {digest(leaf)}"
         for name, leaf in trees.named_leaves(params)
-        if inside.is_replicated or name in inside.common
+        if within_worker.is_replicated or name in within_worker.common
     ]
     rule = "the processes of a worker start equal: make them after torch.manual_seed(0) on each"
-    team = inside.processes if inside.is_replicated else inside.team
-    compare("init(params)", [], rule, of_team=lines, team=team)
+    tp_size = within_worker.processes if within_worker.is_replicated else within_worker.tp_size
+    compare("init(params)", [], rule, of_tp_group=lines, tp_size=tp_size)
 
 
 def _say(plan: Plan, topology: Topology) -> None:

@@ -21,8 +21,8 @@ from decentfn.core.formatting import brief, brief_error
 from decentfn.core.scalars import as_step
 from decentfn.core.trees import PyTree
 from decentfn.gradient import LossFn, is_by_autograd
-from decentfn.gradient.beside import passing_beside
-from decentfn.kit.expected import CALL, WAY_OUT, kind_of, left_alone, require_order, require_result
+from decentfn.gradient.side_channel import with_side_channel
+from decentfn.kit.state_check import CALL, WAY_OUT, kind_of, left_alone, require_order, require_result
 from decentfn.topologies import Topology
 from decentfn.torch_private import functorch
 
@@ -89,7 +89,7 @@ class Step:
                 if x.plan.processes > 1:
                     collectives.require_workers_of(x.plan.processes)
             is_known = self.check is None or key in self._known
-            result = (self._whole if is_known else self._first)(state, batch, step_number)
+            result = (self._complete if is_known else self._first)(state, batch, step_number)
         return result if self.finish is None else self.finish(state, *result)
 
     def _first(self, state: Any, batch: PyTree, t: Tensor) -> tuple[Any, Any]:
@@ -98,7 +98,7 @@ class Step:
         self.check(state, batch, t)
         try:
             with nullcontext() if self._writes_over else left_alone(state):
-                result = self._whole(state, batch, t)
+                result = self._complete(state, batch, t)
         except (AttributeError, IndexError, TypeError, ValueError) as error:
             if not _stumbles_over_state(error):
                 raise
@@ -111,7 +111,7 @@ class Step:
         self._known[id(x.plan), x.tensors[0].dim()] = x.plan
         return result
 
-    def _whole(self, state: Any, batch: PyTree, t: Tensor) -> tuple[Any, Any]:
+    def _complete(self, state: Any, batch: PyTree, t: Tensor) -> tuple[Any, Any]:
         """The step with all of its messages; what it draws from PyTorch's generators follows from torch's seed, `t` and the worker."""
         if functorch.has_no_value(t):
             return self.run(state, batch, t)
@@ -121,7 +121,7 @@ class Step:
             draws.torch_draws(number, here.place),
         ):
             if self.is_by_autograd and not functorch.has_no_value(state.params.tensors[0]):
-                result = passing_beside(self.run, state, batch, t)
+                result = with_side_channel(self.run, state, batch, t)
             else:
                 result = self.run(state, batch, t)
         if self.watch is not None:

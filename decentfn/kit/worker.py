@@ -20,7 +20,7 @@ from decentfn.core import trees
 from decentfn.core.buckets import Buckets, all_finite, each, global_norm, is_finite, loose, where
 from decentfn.core.context import context
 from decentfn.core.trees import PyTree
-from decentfn.gradient import DynamicLossScale, Gradient, LossFn, evaluate, inside_of, where_good
+from decentfn.gradient import DynamicLossScale, Gradient, LossFn, evaluate, where_good, within_worker_of
 from decentfn.kit.options import DEFAULTS, Options, require_arguments
 from decentfn.kit.start import lay_out
 from decentfn.kit.state import Local, Metrics, State
@@ -54,7 +54,7 @@ class Worker:
         **options: Unpack[Options],
     ) -> None:
         require_arguments(loss_fn, optimizer, topology, shows_mix, options)
-        self.inside = inside_of(loss_fn)
+        self.within_worker = within_worker_of(loss_fn)
         self.scaling = loss_fn if isinstance(loss_fn, DynamicLossScale) else None
         self.loss_fn = loss_fn if self.scaling is None else self.scaling.loss_fn
         self.optimizer = optimizer
@@ -85,7 +85,7 @@ class Worker:
 
         def init(params: PyTree, buffers: PyTree = None) -> State:
             topologies, places = (self.topology, self.everyone), getattr(self.loss_fn, "places", ())
-            x = lay_out(params, self.optimizer, topologies, self.bucket_mb, self.wire_dtype, self.inside, places)
+            x = lay_out(params, self.optimizer, topologies, self.bucket_mb, self.wire_dtype, self.within_worker, places)
             x = Buckets(x, replace(x.plan, starts_equal=starts_equal))
             scale = None if self.scaling is None else self.scaling.init(x[0].device)
             local = Local(self.optimizer.init(x), trees.map(torch.clone, buffers), scale)

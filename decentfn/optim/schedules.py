@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from decentfn.core.numbers import checks_numbers, real, require, whole
+from decentfn.core.numbers import checks_numbers, real, require, whole_number
 
 Schedule = Callable[[Tensor], Tensor]
 
@@ -243,5 +243,5 @@ def _check_schedule(call: str, schedule: object) -> None:
 
 
 def _check_steps(call: str, name: str, steps: int) -> None:
-    is_count = 1 <= whole(call, name, steps) < 2**53
+    is_count = 1 <= whole_number(call, name, steps) < 2**53
     require(is_count, call, f"{name} is an integer >= 1, a number of updates.", **{name: steps})

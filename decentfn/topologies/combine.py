@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from decentfn.core.numbers import checks_numbers, require, require_at_most, whole
+from decentfn.core.numbers import checks_numbers, require, require_at_most, whole_number
 from decentfn.topologies.construct import idle
 from decentfn.topologies.drawn import from_rounds
 from decentfn.topologies.graphs import complete
@@ -164,7 +164,7 @@ def relabel(topology: Topology, workers: Sequence[int]) -> Topology:
     is_list = isinstance(workers, Sequence) and not isinstance(workers, str) and len(workers) == n
     is_permutation = is_list and set(workers) == set(range(n))
     require(is_permutation, "relabel", f"expected each of 0..{n - 1} once.", topology=topology, workers=workers)
-    places = torch.tensor([whole("relabel", "workers", i) for i in workers])
+    places = torch.tensor([whole_number("relabel", "workers", i) for i in workers])
     name_of = torch.cat([places, torch.tensor([-1])])  # index -1, no peer, stays -1
     return _rearranged(topology, places.argsort(), lambda peers: name_of[peers], lambda groups: groups)
 

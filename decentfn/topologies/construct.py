@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from decentfn.core.formatting import brief
-from decentfn.core.numbers import MOST_WORKERS, array, checks_numbers, real, require, require_at_most, whole
+from decentfn.core.numbers import MOST_WORKERS, array, checks_numbers, real, require, require_at_most, whole_number
 from decentfn.topologies.matrices import edge_colors, weighted_permutations
 from decentfn.topologies.rounds import Edge, Topology, check
 
@@ -135,7 +135,7 @@ def _edge(name: str, edge: Edge | tuple[Sequence[int], float | None]) -> tuple[l
     is_edge = is_pair and len(_require_listed(name, "an edge's workers", edge[0])) > 0
     if not is_edge:
         raise ValueError(f"{name}: the edge {brief(edge)} is not Edge(ranks, weight), of one rank at least.")
-    ranks, weight = [whole(name, "ranks", rank) for rank in edge[0]], edge[1]
+    ranks, weight = [whole_number(name, "ranks", rank) for rank in edge[0]], edge[1]
     weight = 1 / len(ranks) if weight is None else real(name, "weight", weight)
     is_share = 0 <= weight <= 1 and (len(ranks) > 1 or weight == 1)
     rule = "the self-weight lies in [0, 1] and is 1 for a single worker."
@@ -213,7 +213,7 @@ def from_shifts(name: str, rounds: Sequence[Mapping[int, float]], num_workers: i
         if not isinstance(shifts, Mapping):
             raise ValueError(f"{name}: a round is {brief(shifts)}; it is a dict of shifts and weights, {{1: 0.5}}.")
         weight_of: dict[int, float] = {}
-        for shift, weight in ((whole(name, "shift", s), real(name, "weight", w)) for s, w in shifts.items()):
+        for shift, weight in ((whole_number(name, "shift", s), real(name, "weight", w)) for s, w in shifts.items()):
             if shift % n:
                 weight_of[shift % n] = weight_of.get(shift % n, 0.0) + weight
         sources = (np.arange(n)[:, None] - np.array(list(weight_of), dtype=np.int64)) % n

@@ -34,8 +34,8 @@ def hierarchical(
     """
     n, size = num_workers, local_world_size
     call = _require_nodes("hierarchical", n, size)
-    inside, between = _level(call, "inner", inner, size), _level(call, "outer", outer, n // size)
-    levels = [] if size == 1 and n > 1 else [blocks(inside, n // size)]
+    within, between = _level(call, "inner", inner, size), _level(call, "outer", outer, n // size)
+    levels = [] if size == 1 and n > 1 else [blocks(within, n // size)]
     levels += [] if size == n else [across(between, size)]
     return replace(alternate(*levels), name="hierarchical")
 

@@ -114,11 +114,11 @@ def base(num_workers: int, *, k: int = 1) -> Topology:
     rest = _without_small_factors(num_workers, k + 1)
     blocks = workers.reshape(-1, rest)
     first = blocks[:, :1]
-    inside: list[Edges] = [
+    within: list[Edges] = [
         ((first + u).ravel(), (first + v).ravel(), np.tile(w, len(blocks))) for u, v, w in _simple(workers[:rest], k)
     ]
     across: list[list[Edges]] = [_hyper_hypercube_rounds(column, k) or [] for column in blocks.T]
-    rounds = inside + [_together(edges) for edges in zip(*across, strict=True)]
+    rounds = within + [_together(edges) for edges in zip(*across, strict=True)]
     simple = _simple(workers, k)
     return from_edges("base", simple if len(simple) < len(rounds) else rounds, num_workers)
 
@@ -140,9 +140,9 @@ def simple_base(num_workers: int, *, k: int = 1) -> Topology:
 
 
 def _simple(workers: np.ndarray, k: int) -> list[Edges]:
-    whole = _hyper_hypercube_rounds(workers, k)
-    if whole is not None:
-        return whole
+    single = _hyper_hypercube_rounds(workers, k)
+    if single is not None:
+        return single
     digits, parts = [], []  # the digit a of each part, and its workers: a chunks of a power of k + 1
     left, power = workers, (k + 1) ** len(workers).bit_length()
     while power:

@@ -9,7 +9,7 @@ from functools import partial, wraps
 from typing import Any, TypeVar
 
 from decentfn.core.formatting import brief
-from decentfn.core.numbers import MOST_WORKERS, checks_numbers, require, require_at_most, whole
+from decentfn.core.numbers import MOST_WORKERS, checks_numbers, require, require_at_most, whole_number
 from decentfn.topologies.rounds import Topology
 
 _registry: dict[str, Callable[..., Topology]] = {}
@@ -41,7 +41,7 @@ def register_topology(name: str) -> Callable[[Function], Function]:
 
         @wraps(function)
         def make(num_workers: int, *args: Any, **options: Any) -> Topology:
-            num_workers = whole(call, "num_workers", num_workers)
+            num_workers = whole_number(call, "num_workers", num_workers)
             require_at_most(call, MOST_WORKERS, num_workers=num_workers)
             made = checks_numbers(function)(num_workers, *args, **options)
             object.__setattr__(made, "family", partial(make, **options))

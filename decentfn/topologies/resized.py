@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from decentfn.core.formatting import brief
-from decentfn.core.numbers import MOST_WORKERS, require, require_at_most, whole
+from decentfn.core.numbers import MOST_WORKERS, require, require_at_most, whole_number
 from decentfn.topologies.certificates import Certificate, certificate, consensus_steps
 from decentfn.topologies.construct import from_matrices
 from decentfn.topologies.registry import topology as by_name
@@ -51,7 +51,7 @@ def without(topology: Topology, workers: Collection[int]) -> Resized:
     """
     require_topology("without", topology)
     n = topology.num_workers
-    lost = {whole("without", "workers", worker) for worker in workers}
+    lost = {whole_number("without", "workers", worker) for worker in workers}
     require(
         lost <= set(range(n)) and len(lost) == len(workers) < n,
         "without",
@@ -75,7 +75,7 @@ def resized(topology: Topology, num_workers: int) -> Resized:
     (Topology('ring', num_workers=6, period=2, degree=1), Topology('base', num_workers=5, period=5, degree=1))
     """
     require_topology("resized", topology)
-    n = whole("resized", "num_workers", num_workers)
+    n = whole_number("resized", "num_workers", num_workers)
     require_at_most("resized", MOST_WORKERS, num_workers=n)
     if n == topology.num_workers:
         return Resized(topology, "same family")
@@ -98,9 +98,7 @@ def _own_weights(topology: Topology, kept: list[int]) -> Topology | None:
     missing = 1 - rounds.sum(1 if topology.needs_push_sum else 2)
     name = f"{topology.name} of {topology.num_workers}, workers {kept}"
     try:
-        made = from_matrices(
-            name, rounds + torch.diag_embed(missing), needs_push_sum=topology.needs_push_sum
-        )
+        made = from_matrices(name, rounds + torch.diag_embed(missing), needs_push_sum=topology.needs_push_sum)
     except ValueError:
         return None
     made = replace(made, active=topology.active)

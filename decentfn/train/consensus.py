@@ -15,7 +15,7 @@ from torch import Tensor
 from decentfn.comm import collectives
 from decentfn.comm.fingerprint import compare, digest, require_equal, require_equal_rows
 from decentfn.core import trees
-from decentfn.core.buckets import Buckets, Plan, counted_once, part_of, sum_inside, whole, without_values
+from decentfn.core.buckets import Buckets, Plan, counted_once, part_of, sum_within_worker, unsharded, without_values
 from decentfn.core.stacking import over_workers
 from decentfn.core.trees import PyTree
 from decentfn.errors import ReplicaMismatch
@@ -28,7 +28,7 @@ def params(state: Any) -> PyTree:
     For a sharded module they are this process's shards; `df.state_dict(module, state)` gathers them. If a worker is
     several processes and the loss takes unsharded parameters, they are gathered (collective).
     """
-    return trees.map(torch.clone, whole(_buckets(state)).tree())
+    return trees.map(torch.clone, unsharded(_buckets(state)).tree())
 
 
 def buffers(state: Any) -> PyTree:
@@ -64,9 +64,9 @@ def with_params(state: Any, params: PyTree) -> Any:
         require_equal("with_params(state, params)", {"params": params})
         if is_stacked(state):
             require_equal_rows("with_params(state, params)", {"params": params})
-    plan = x.plan.whole or x.plan
+    plan = x.plan.unsharded or x.plan
     new = Buckets(plan.lay_out(params, workers=tuple(x[0].shape[:-1])), plan)
-    if x.plan.whole is not None:
+    if x.plan.unsharded is not None:
         new = Buckets(part_of(new, collectives.everyone().process, x.plan.processes), x.plan)
     new = Buckets([new.to(old.device) for new, old in zip(new, x, strict=True)], x.plan)
 
@@ -87,7 +87,7 @@ def is_stacked(state: Any) -> bool:
 
 def require_sharded_alike(call: str, plan: Plan, *, is_sharded: bool) -> None:
     """Raise ValueError if the state is of a plain module and the argument of a sharded one, or vice versa."""
-    if plan.is_cut and not is_sharded or plan.whole is not None and is_sharded:
+    if plan.is_sharded and not is_sharded or plan.unsharded is not None and is_sharded:
         kinds = ("plain", "sharded") if is_sharded else ("sharded", "plain")
         raise ValueError(
             f"{call}: the state is of a {kinds[0]} module, and this is of a {kinds[1]} one; pass the module that "
@@ -100,7 +100,7 @@ def require_sharded_alike(call: str, plan: Plan, *, is_sharded: bool) -> None:
 def consensus_mean(state: Any) -> PyTree:
     """Return the workers' mean of the parameters as the user's tree; copies, the same on every rank. Collective."""
     x = _buckets(state)
-    return trees.map(torch.clone, whole(Buckets([_mean(bucket) for bucket in x], x.plan)).tree())
+    return trees.map(torch.clone, unsharded(Buckets([_mean(bucket) for bucket in x], x.plan)).tree())
 
 
 @collectives.calling("df.consensus_buffers(state)", of_state=True)
@@ -112,7 +112,7 @@ def consensus_buffers(state: Any) -> PyTree:
     those that hold the same shard.
     """
     stacked, plan = is_stacked(state), state.params.plan
-    shards = {name for name, _ in plan.places} if plan.is_cut else ()
+    shards = {name for name, _ in plan.places} if plan.is_sharded else ()
 
     def mean(name: str, b: Tensor) -> Tensor:
         among = collectives.world() if name in shards else collectives.everyone()
@@ -138,7 +138,7 @@ def distance_to_consensus(state: Any) -> Tensor:
     """Return `‖x_i - x̄‖₂` of this worker (0-d float64), or of each (`[N]`) if stacked. Collective."""
     x = _buckets(state)
     squares = [((bucket.double() - _mean(bucket).double()) ** 2).sum(-1) for bucket in x]
-    return sum_inside(torch.stack(counted_once(squares, x.plan)).sum(0), x.plan.processes).sqrt()
+    return sum_within_worker(torch.stack(counted_once(squares, x.plan)).sum(0), x.plan.processes).sqrt()
 
 
 @collectives.calling("df.gather(state, tree)", of_state=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 from decentfn.comm import collectives
 from decentfn.comm.fingerprint import digest
 from decentfn.core import trees
-from decentfn.core.buckets import Plan, sum_inside, whole
+from decentfn.core.buckets import Plan, sum_within_worker, unsharded
 from decentfn.core.formatting import brief
 from decentfn.core.trees import PyTree
 from decentfn.engine.simulation import worker
@@ -80,7 +80,7 @@ def evaluate_replicas(
         replicas = [worker((state.params, state.buffers), i) for i in range(state.params[0].shape[0])]
     else:
         replicas = [trees.map(torch.clone, (state.params, state.buffers))]
-    own = [(whole(x).tree(), buffers) for x, buffers in replicas]
+    own = [(unsharded(x).tree(), buffers) for x, buffers in replicas]
     everyone = _of_workers("evaluate_replicas", metric, own, batches, samples, state.params.plan)
     nan = float("nan")
     means = {
@@ -103,14 +103,14 @@ def _of_workers(
         metric = metric.loss_fn
     require_sharded_alike(f"{call}(metric={brief(metric)})", plan, is_sharded=isinstance(metric, ShardedLoss))
     # Sum in one order, for the same result on every rank.
-    told = together(call, _sums, call, metric, replicas, batches, samples, plan.is_cut)
+    told = together(call, _sums, call, metric, replicas, batches, samples, plan.is_sharded)
     size = collectives.processes_per_worker()
     names = [sorted(of["sums"]) for its in told for of in its if of["samples"]]
     if not names:
         raise ValueError(f"{call}(batches): no process has a sample; give at least one of them a batch.")
     if differing := [others for others in names if others != names[0]]:
         raise ValueError(f"{call}(metric): it returned {differing[0]} on one process and {names[0]} on another.")
-    tensor_parallel = getattr(metric, "team", 1)  # processes whose common batch counts once
+    tensor_parallel = getattr(metric, "tp_size", 1)  # processes whose common batch counts once
     return [
         _added(parts)
         for first in range(0, len(told), size)
@@ -133,12 +133,12 @@ def _sums(
     replicas: list[_Replica],
     batches: Iterable[Any],
     samples: _Count | None,
-    is_cut: bool,
+    is_sharded: bool,
 ) -> list[_Sums]:
     evaluated: Any = _together(metric) if isinstance(metric, ShardedLoss) else metric
     number, totals = 0, [dict[str, Tensor]() for _ in replicas]
     sized = ((batch, _size(call, samples, batch)) for batch in batches)
-    with closing(_in_step(call, sized, getattr(metric, "team", 1)) if is_cut else sized) as rounds:
+    with closing(_in_step(call, sized, getattr(metric, "tp_size", 1)) if is_sharded else sized) as rounds:
         for batch, size in rounds:
             number += size
             with _in_eval_mode(metric) if isinstance(metric, ModuleLoss) else nullcontext():
@@ -216,18 +216,18 @@ def _tell_worker(what: str, batch: Any, tensor_parallel: int) -> dict[str, bool]
     tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
     marks = " ".join(f"{list(x.shape)} {digest(x)}" for x in tensors)
     mark = torch.tensor(zlib.crc32(marks.encode()), dtype=torch.float64)
-    differs = bool(sum_inside(mark, tensor_parallel) != tensor_parallel * mark)
+    differs = bool(sum_within_worker(mark, tensor_parallel) != tensor_parallel * mark)
     kinds = ("batch", "none", "failed", "different")
     own = [float(kind == what or differs and kind == "different") for kind in kinds]
-    told = sum_inside(torch.tensor(own), collectives.processes_per_worker())
+    told = sum_within_worker(torch.tensor(own), collectives.processes_per_worker())
     return {kind: bool(count > 0) for kind, count in zip(kinds, told, strict=True)}
 
 
 @contextmanager
 def _in_eval_mode(metric: ModuleLoss) -> Iterator[None]:
     with metric.alone():
-        were = [(inner, inner.training) for inner in metric.whole.modules()]
-        metric.whole.eval()
+        were = [(inner, inner.training) for inner in metric.network.modules()]
+        metric.network.eval()
         try:
             yield
         finally:

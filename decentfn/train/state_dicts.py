@@ -58,7 +58,7 @@ def _gathered(module: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """Gather the state dict of a sharded module on process 0 of the worker; the others get {}. Collective."""
     collectives.own_shards(module)
     parameters = dict(module.named_parameters())
-    unsharded = collectives.whole((p, tensors[name]) for name, p in parameters.items())
+    unsharded = collectives.unsharded((p, tensors[name]) for name, p in parameters.items())
     values: dict[int, Any] = {id(b): tensors[name].detach().clone() for name, b in module.named_buffers()}
     values |= {id(p): one for p, one in zip(parameters.values(), unsharded, strict=True)}
     if collectives.everyone().process:
@@ -94,9 +94,9 @@ def load_state_dict(module: nn.Module, state: State, state_dict: Mapping[str, An
     tensors = {**x, **(b or {})}
     if is_sharded:
         tensors |= _shards(module, state_dict)
-    elif state.params.plan.whole is not None:
+    elif state.params.plan.unsharded is not None:
         has_it = _on_process_0(_load, module, tensors, state_dict)
-        parts = collectives.cut((x, x if has_it else None) for x in tensors.values())
+        parts = collectives.sharded((x, x if has_it else None) for x in tensors.values())
         tensors = dict(zip(tensors, parts, strict=True))
     else:
         _load(module, tensors, state_dict)
@@ -126,7 +126,7 @@ def _shards(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Tenso
     own = module.state_dict(keep_vars=True)
     has_it = _on_process_0(_require_fit, module, own, state_dict)
     wanted = {name: x for name, x in own.items() if isinstance(x, torch.Tensor)}
-    parts = collectives.cut((x, state_dict[name] if has_it else None) for name, x in wanted.items())
+    parts = collectives.sharded((x, state_dict[name] if has_it else None) for name, x in wanted.items())
     # The last name of a tied tensor counts.
     by_tensor = {id(x): part for x, part in zip(wanted.values(), parts, strict=True)}
     named = (*module.named_parameters(), *module.named_buffers())

@@ -12,13 +12,13 @@ from torch import Tensor
 from decentfn.comm import collectives, gossip
 from decentfn.comm.fingerprint import agree, describe
 from decentfn.core import trees
-from decentfn.core.buckets import Buckets, everywhere_inside, is_finite
+from decentfn.core.buckets import Buckets, everywhere_within_worker, is_finite
 from decentfn.core.formatting import brief
 from decentfn.core.numbers import checks_numbers
 from decentfn.core.trees import PyTree
 from decentfn.errors import NonFinite
-from decentfn.kit.expected import kind_of
 from decentfn.kit.state import Guarded, Metrics, State
+from decentfn.kit.state_check import kind_of
 from decentfn.kit.step import Algorithm, require_bare
 from decentfn.kit.worker import finite_or
 from decentfn.torch_private import functorch
@@ -116,7 +116,7 @@ def _counted(counts: Guarded, noted: gossip.Noted) -> Guarded:
 def _any(claims: Sequence[Tensor], like: Tensor) -> Tensor:
     if not claims:
         return torch.zeros_like(like, dtype=torch.bool)
-    return ~everywhere_inside(~torch.stack(list(claims)).any(), collectives.processes_per_worker())
+    return ~everywhere_within_worker(~torch.stack(list(claims)).any(), collectives.processes_per_worker())
 
 
 def _finite(new: State, old: State) -> State:

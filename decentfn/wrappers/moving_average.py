@@ -13,8 +13,8 @@ from decentfn.core.buckets import Buckets, cast_like, copy_wide, each
 from decentfn.core.formatting import brief
 from decentfn.core.numbers import checks_numbers
 from decentfn.core.trees import PyTree
-from decentfn.kit.expected import kind_of
 from decentfn.kit.state import Local, Metrics, State, restarted
+from decentfn.kit.state_check import kind_of
 from decentfn.kit.step import Algorithm, require_bare
 from decentfn.train.consensus import params
 

@@ -18,7 +18,7 @@ from decentfn.errors import CheckpointCorrupt
 from decentfn.train.checkpoint import files
 from decentfn.train.checkpoint.layout import leaves_of
 from tests.ranks import Ranks
-from tests.run.inside import Network, batch, sharded, workers
+from tests.run.within_worker import Network, batch, sharded, workers
 
 pytestmark = pytest.mark.thorough
 

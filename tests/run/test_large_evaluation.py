@@ -12,7 +12,7 @@ import decentfn as df
 from decentfn.comm import collectives
 from decentfn.errors import RunError
 from tests.ranks import AT_ONCE, Ranks
-from tests.run.inside import ALL_KINDS, Network, batch, workers
+from tests.run.within_worker import ALL_KINDS, Network, batch, workers
 
 pytestmark = pytest.mark.thorough
 
@@ -177,14 +177,14 @@ def evaluates_in_teams(kind, size):
             df.autograd(loss_fn), df.sgd(0.1), df.topology("one-peer-exp", world.num_workers)
         )
         state = algorithm.init({name: x + world.worker for name, x in params.items()}, buffers)
-        team = world.rank // 2
-        got = df.evaluate(loss_fn, state, data(team))
-        each = df.evaluate_replicas(loss_fn, state, data(team))
+        tp_size = world.rank // 2
+        got = df.evaluate(loss_fn, state, data(tp_size))
+        each = df.evaluate_replicas(loss_fn, state, data(tp_size))
         whole, own = (df.state_dict(module, state, consensus=is_mean) for is_mean in (True, False))
         if world.process == 0:
             network = inside.network()
             torch.testing.assert_close(got, of_whole(whole, range(2), network), rtol=1e-5, atol=0)
-            theirs = range(size // 2) if size == 4 else [team]
+            theirs = range(size // 2) if size == 4 else [tp_size]
             torch.testing.assert_close(each[world.worker], of_whole(own, theirs, network), rtol=1e-5, atol=0)
         with pytest.raises(ValueError, match="the same batches, and theirs differ; choose them by world") as caught:
             df.evaluate(loss_fn, state, data(world.rank))

@@ -26,7 +26,7 @@ from decentfn.core import trees
 from decentfn.core.buckets import flatten
 from decentfn.torch_private import inductor
 from tests.ranks import AT_ONCE
-from tests.run.inside import (
+from tests.run.within_worker import (
     ALL,
     ALL_KINDS,
     EIGHT,
@@ -82,7 +82,7 @@ def tried(ranks, case):
             for graph in graphs:
                 where = [graph.index(call) for call in ("post.default", gradient, "wait.default")]
                 assert where == sorted(where) and "sum_inside" in graph
-    if ALL_KINDS[case.kind].team == 1:  # so that no part is held twice
+    if ALL_KINDS[case.kind].tp_size == 1:  # so that no part is held twice
         whole = sum(x.numel() * x.itemsize for x in Network().parameters() if x.requires_grad)
         assert sum(one.held for one in told[: case.processes]) == whole
 
@@ -462,7 +462,7 @@ def runs_the_page(directory):
     try:
         names = {}
         exec(script.replace("df.compile(decent_step)", "decent_step"), names)
-        assert names["parts"]["0.weight"].shape == (32, 32) and names["quarters_loss"].team == 2
+        assert names["parts"]["0.weight"].shape == (32, 32) and names["quarters_loss"].tp_size == 2
         return sorted(names["weights"]), float(names["metrics"].loss)
     finally:
         os.chdir(before)
@@ -633,12 +633,14 @@ def mistakes():
         note("weights of plain", df.state_dict, module, replicated)
         note("load", df.load_state_dict, Network(), state, {})
         note("resize", df.resize, df.stack(state, 1), algorithm)
-        note("DDP", df.functional, nn.parallel.DistributedDataParallel(Network(), process_group=world.inside), loss)
+        note(
+            "DDP", df.functional, nn.parallel.DistributedDataParallel(Network(), process_group=world.intra_worker), loss
+        )
         note("compiled", df.functional, torch.compile(module), loss)
         note(
             "FSDP1",
             df.functional,
-            FullyShardedDataParallel(nn.Linear(4, 4), world.inside, device_id=world.device),
+            FullyShardedDataParallel(nn.Linear(4, 4), world.intra_worker, device_id=world.device),
             loss,
         )
         every = make(df.autograd(plain_loss), optimizer(), df.topology("one-peer-exp", world.size))
@@ -714,10 +716,10 @@ def test_what_a_worker_waits_for_stays_in_one_order():
     graph = torch.fx.Graph()
     x = graph.placeholder("x")
     ops = torch.ops.decentfn
-    first = graph.call_function(ops.sum_inside.default, (x, 2, None))
+    first = graph.call_function(ops.sum_within_worker.default, (x, 2, None))
     gradient = graph.call_function(ops.gradient.default, (x, None))
     gradient.meta["val"] = [torch.zeros(()), torch.zeros(2)]
-    last = graph.call_function(ops.sum_inside.default, (x, 2, None))
+    last = graph.call_function(ops.sum_within_worker.default, (x, 2, None))
     graph.output((first, gradient, last))
     inductor._chain(graph)
     graph.lint()

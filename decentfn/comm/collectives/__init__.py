@@ -29,7 +29,6 @@ from decentfn.comm.collectives.outside import (
 )
 from decentfn.comm.collectives.reports import is_lost
 from decentfn.comm.collectives.sharded import (
-    cut,
     is_sharded,
     leave,
     local,
@@ -38,5 +37,6 @@ from decentfn.comm.collectives.sharded import (
     places,
     require_parts,
     require_unwrapped,
-    whole,
+    sharded,
+    unsharded,
 )

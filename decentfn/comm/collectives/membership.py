@@ -38,7 +38,7 @@ class World:
 
     mesh: DeviceMesh | None = None
     """The processes as a mesh of ("worker", "shard"), where a worker is several."""
-    inside: dist.ProcessGroup | None = None
+    intra_worker: dist.ProcessGroup | None = None
     """The processes of this one's worker, where they are several."""
     _store: Store | None = None  # the group's own
 
@@ -57,7 +57,7 @@ class World:
         """This process's rank among all, those of other shards too: what it draws random numbers by."""
         self.processes_per_worker = 1
         # Others than this one where a worker is several. No world refers to itself: its groups must end when it is let go.
-        self._whole: World | None = None
+        self._all_processes: World | None = None
         self._gossip: World | None = None
         self._outside: dict[range, dist.ProcessGroup] = {}
         self.turn = threading.Lock()
@@ -73,9 +73,9 @@ class World:
         _worlds.add(self)
 
     @property
-    def whole(self) -> World:
+    def all_processes(self) -> World:
         """All processes; of gossip's world, in which a worker has one, those of the other shards too."""
-        return self._whole or self
+        return self._all_processes or self
 
     @property
     def gossip(self) -> World:
@@ -85,17 +85,17 @@ class World:
     @property
     def worker(self) -> int:
         """The worker that this process belongs to; the first of those that it simulates is `workers(local)[0]`."""
-        return self.whole.rank // self.processes_per_worker
+        return self.all_processes.rank // self.processes_per_worker
 
     @property
     def num_workers(self) -> int:
         """How many workers the processes are."""
-        return self.whole.size // self.processes_per_worker
+        return self.all_processes.size // self.processes_per_worker
 
     @property
     def process(self) -> int:
         """Which of its worker's processes this one is, from 0."""
-        return self.whole.rank % self.processes_per_worker
+        return self.all_processes.rank % self.processes_per_worker
 
     @property
     def store(self) -> Store:
@@ -124,8 +124,8 @@ class World:
 
     def outside(self, processes: range) -> dist.ProcessGroup:
         """The group of these processes for everything that is not a step; the first call of each waits for the others'."""
-        if self._whole is not None:
-            return self._whole.outside(processes)
+        if self._all_processes is not None:
+            return self._all_processes.outside(processes)
         if processes not in self._outside:
             store = PrefixStore(f"outside {processes.start} {len(processes)} {processes.step}", self.store)
             # Not one of torch.distributed's, whose names count the groups that a process has made: this may be made by one call alone.
@@ -167,28 +167,30 @@ class World:
             if 1 < len(ranks) < self.size and ranks not in self._subgroups:
                 self._subgroups[ranks] = self._new_group(ranks)
 
-    def team(self, size: int) -> dist.ProcessGroup:
-        """The group of this process's team, so many of its worker's processes next to one another, which `make_teams` has made."""
+    def tp_group(self, size: int) -> dist.ProcessGroup:
+        """The group of this process's team, so many of its worker's processes next to one another, which `make_tp_groups` has made."""
         if size == self.processes_per_worker:
-            return cast(dist.ProcessGroup, self.inside)
-        first = self.whole.rank - self.whole.rank % size
-        return self.whole.subgroup(tuple(range(first, first + size)))
+            return cast(dist.ProcessGroup, self.intra_worker)
+        first = self.all_processes.rank - self.all_processes.rank % size
+        return self.all_processes.subgroup(tuple(range(first, first + size)))
 
-    def make_teams(self, size: int) -> None:
+    def make_tp_groups(self, size: int) -> None:
         """Make the groups of all teams of so many processes, where they are missing; collective over all processes."""
         if size < self.processes_per_worker:
-            self.whole.make_subgroups([tuple(range(i, i + size)) for i in range(0, self.whole.size, size)])
+            self.all_processes.make_subgroups(
+                [tuple(range(i, i + size)) for i in range(0, self.all_processes.size, size)]
+            )
 
     def hang_up(self) -> None:
         """Close the connections to all others, so that they notice now, and nothing of theirs is written here any more."""
-        if self._whole is not None:
-            self._whole.hang_up()
+        if self._all_processes is not None:
+            self._all_processes.hang_up()
         own = [group for ranks, group in self._subgroups.items() if self.rank in ranks]
-        close([group for group in (self.group, *own, self.inside, *self._outside.values()) if group is not None])
+        close([group for group in (self.group, *own, self.intra_worker, *self._outside.values()) if group is not None])
 
     def let_go(self) -> None:
         """Hold no group any more: the threads and connections of a group end with the last reference to it."""
-        self.group = self.inside = self.mesh = None
+        self.group = self.intra_worker = self.mesh = None
         self._subgroups.clear()
         self._outside.clear()
 
@@ -213,13 +215,13 @@ class SameShard(World):
 
     def _new_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         size = self.processes_per_worker
-        made = [self.whole._new_group(tuple(i * size + shard for i in ranks)) for shard in range(size)]
+        made = [self.all_processes._new_group(tuple(i * size + shard for i in ranks)) for shard in range(size)]
         return made[self.process]
 
     @property
     def processes(self) -> range:
         """The processes of this world, by their rank among all."""
-        return range(self.process, self.whole.size, self.processes_per_worker)
+        return range(self.process, self.all_processes.size, self.processes_per_worker)
 
 
 _worlds = weakref.WeakSet[World]()
@@ -285,7 +287,7 @@ def require_messages_from(call: str, device: torch.device) -> None:
 
 def everyone() -> World:
     """All processes, of all workers."""
-    return world().whole
+    return world().all_processes
 
 
 @constant_while_traced
@@ -309,7 +311,7 @@ def split_workers(processes_per_worker: int) -> World:
 
     Their number is divisible by it.
     """
-    whole, size = everyone(), processes_per_worker
+    all_processes, size = everyone(), processes_per_worker
     if context.world is not None:
         raise ValueError(
             f"init(processes_per_worker={size}): ranks that are threads (df.testing.on_ranks) are a worker each; start processes, "
@@ -318,24 +320,39 @@ def split_workers(processes_per_worker: int) -> World:
     if size in _split:
         _default[:] = [_split[size]]
         return _split[size]
-    outside, turn, made_apart = whole._outside, whole.turn, whole._made_apart
-    whole = World(whole.group, whole.rank, whole.size, whole.timeout, whole.device)
-    whole.processes_per_worker = size
-    whole._outside, whole.turn, whole._made_apart = outside, turn, made_apart  # one of each for a store
+    outside, turn, made_apart = all_processes._outside, all_processes.turn, all_processes._made_apart
+    all_processes = World(
+        all_processes.group, all_processes.rank, all_processes.size, all_processes.timeout, all_processes.device
+    )
+    all_processes.processes_per_worker = size
+    all_processes._outside, all_processes.turn, all_processes._made_apart = (
+        outside,
+        turn,
+        made_apart,
+    )  # one of each for a store
     if size > 1:
-        ranks = torch.arange(whole.size).view(-1, size)
-        rows = [whole._new_group(tuple(row)) for row in ranks.tolist()]
-        columns = [whole._new_group(tuple(column)) for column in ranks.T.tolist()]
-        group, whole.inside = columns[whole.process], rows[whole.worker]
-        whole.mesh = DeviceMesh.from_group(
-            [group, whole.inside], whole.device.type, mesh=ranks, mesh_dim_names=("worker", "shard")
+        ranks = torch.arange(all_processes.size).view(-1, size)
+        rows = [all_processes._new_group(tuple(row)) for row in ranks.tolist()]
+        columns = [all_processes._new_group(tuple(column)) for column in ranks.T.tolist()]
+        group, all_processes.intra_worker = columns[all_processes.process], rows[all_processes.worker]
+        all_processes.mesh = DeviceMesh.from_group(
+            [group, all_processes.intra_worker],
+            all_processes.device.type,
+            mesh=ranks,
+            mesh_dim_names=("worker", "shard"),
         )
-        gossip = SameShard(group, whole.worker, whole.num_workers, whole.timeout, whole.device)
-        gossip.processes_per_worker, gossip.inside, gossip.mesh = size, whole.inside, whole.mesh
-        gossip.place = whole.rank
-        gossip._whole, whole._gossip = whole, gossip
-    _default[:], _split[size] = [whole], whole
-    return whole
+        gossip = SameShard(
+            group, all_processes.worker, all_processes.num_workers, all_processes.timeout, all_processes.device
+        )
+        gossip.processes_per_worker, gossip.intra_worker, gossip.mesh = (
+            size,
+            all_processes.intra_worker,
+            all_processes.mesh,
+        )
+        gossip.place = all_processes.rank
+        gossip._all_processes, all_processes._gossip = all_processes, gossip
+    _default[:], _split[size] = [all_processes], all_processes
+    return all_processes
 
 
 def adopt_default_group(timeout: timedelta | None = None, device: torch.device = _CPU) -> World:

@@ -65,7 +65,7 @@ class whole_step:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._range.__exit__(kind, error, traceback)
         here, steps, context.step = self._here, self._here.steps, self._outer
-        steps.is_inside = False
+        steps.is_running = False
         if here.size == 1:
             return
         if steps.in_flight:  # of this step what nobody has waited for; all, where it raised after it had posted
@@ -112,7 +112,7 @@ def lose(here: World, call: Call, error: Exception, peer: int | None = None, slo
         steps.lost = Loss(call, error, peer, slot)
         steps.tell(peer, timed_out=has_timed_out(error))
         here.hang_up()
-    if not steps.is_inside:
+    if not steps.is_running:
         named = report(here, steps.lost)
         steps.cut_short = f"step t={call.step}", named
         raise named from error

@@ -124,7 +124,7 @@ def _post_kernel(x: Tensor, handle: Tensor, t: Tensor, good: Tensor | None, is_m
     here, local = context.step or world(), x.shape[0]
     if local * here.size != topology.num_workers:
         refuse_size(here, local, topology.num_workers, what)
-    if here.steps.lost is not None and not here.steps.is_inside:
+    if here.steps.lost is not None and not here.steps.is_running:
         raise report(here, here.steps.lost)
     call, different = here.steps.call(what, t, local)
     if different is not None:  # another rank has made this call at another step

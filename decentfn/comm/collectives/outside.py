@@ -88,7 +88,7 @@ def met(
     text = f"{call}: {what}" + ("" if isinstance(x, int) else f" of {list(x.shape)} {x.dtype}")
     exchanges = steps.calls if of_state and steps.is_whole else -1
     mine = _Header(x if isinstance(x, int) else x.nbytes, exchanges, steps.at, text).encoded()
-    with here.whole.turn:
+    with here.all_processes.turn:
         steps.waits_since = time.monotonic()
         try:
             outside: Any = here.outside(processes)
@@ -132,7 +132,7 @@ def _require_same(here: World, processes: range, headers: list[_Header]) -> None
             )
         else:
             continue
-        me = here.whole.rank
+        me = here.all_processes.rank
         peer = processes[first] if rank == me else rank
         raise CallMismatch(f"{said}; {rule}.", process=me, peer=peer)
 
@@ -143,7 +143,7 @@ def _failed(here: World, call: str, error: RuntimeError) -> RunError:
     was_whole = steps.is_whole
     _end(here, call, error)
     named = named_error(here, call, error, told_outside(here))
-    if was_whole and not steps.is_inside:
+    if was_whole and not steps.is_running:
         named.next_step = None if named.step is None else named.step + 1
     steps.cut_short = call, named
     return named
@@ -175,8 +175,8 @@ def named_error(here: World, call: str, error: RuntimeError, notes: dict[int, No
     step = gossip.steps.at if gossip.steps.calls else None
     after = "" if step is None else f" after step t={step}"
     return (ExchangeTimeout if has_timed_out(error) or gave_up else PeerLost)(
-        f"{call} failed on process {here.whole.rank}{after}; {why}{where_told(here, notes)}: {error}",
-        process=here.whole.rank,
+        f"{call} failed on process {here.all_processes.rank}{after}; {why}{where_told(here, notes)}: {error}",
+        process=here.all_processes.rank,
         step=step,
         peer=peer,
     )

@@ -75,8 +75,8 @@ def require_parts(module: nn.Module) -> tuple[frozenset[str], int]:
     mine = here.mesh["shard"].mesh.flatten().tolist()
     has_shards = any(is_fully_sharded(m) for m in module.modules())
     meshes = [p.device_mesh for p in module.parameters() if isinstance(p, DTensor)]
-    team = max((mesh.shape[-1] for mesh in meshes if mesh.ndim == 2), default=1) if has_shards else len(mine)
-    of_other_teams = mine[here.process % team :: team]  # with what this one has in its own
+    tp_size = max((mesh.shape[-1] for mesh in meshes if mesh.ndim == 2), default=1) if has_shards else len(mine)
+    of_other_tp_groups = mine[here.process % tp_size :: tp_size]  # with what this one has in its own
     common = set[str]()
     for name, p in module.named_parameters():
         if not isinstance(p, DTensor):
@@ -89,7 +89,7 @@ def require_parts(module: nn.Module) -> tuple[frozenset[str], int]:
             continue
         mesh, theirs = p.device_mesh, p.device_mesh.mesh.flatten().tolist()
         is_one_axis, is_both = mesh.ndim == 1, has_shards and mesh.ndim == 2
-        if not (is_both or is_one_axis) or theirs != (of_other_teams if has_shards and is_one_axis else mine):
+        if not (is_both or is_one_axis) or theirs != (of_other_tp_groups if has_shards and is_one_axis else mine):
             raise ValueError(
                 f"{call}: parameter {name!r} is sharded over processes {brief(theirs)} (a mesh of {mesh.ndim} axes), but this worker "
                 f"is processes {brief(mine)}; call {way_out}."
@@ -101,12 +101,12 @@ def require_parts(module: nn.Module) -> tuple[frozenset[str], int]:
                 f"{call}: parameter {name!r} is placed as {brief(p.placements)}; call fully_shard on the whole module, if on any part, "
                 "and parallelize_module before it, over the inner axis of one mesh."
             )
-        if any(placement.is_replicate() for placement in p.placements) or has_shards and is_one_axis and team > 1:
+        if any(placement.is_replicate() for placement in p.placements) or has_shards and is_one_axis and tp_size > 1:
             common.add(name)
     strange = [name for name, b in module.named_buffers() if isinstance(b, DTensor)]
     if strange:
         raise ValueError(f"{call}: the buffers {brief(strange)} are DTensors; give their modules no parallel style.")
-    return frozenset(common), team
+    return frozenset(common), tp_size
 
 
 def own_shards(module: nn.Module) -> None:
@@ -143,7 +143,7 @@ def placed_like(grad: Tensor, p: nn.Parameter) -> Tensor:
     return local(grad)
 
 
-def whole(shards: Iterable[tuple[nn.Parameter, Tensor]]) -> list[Tensor | None]:
+def unsharded(shards: Iterable[tuple[nn.Parameter, Tensor]]) -> list[Tensor | None]:
     """The whole tensors of these shards of such parameters, on the CPU of process 0 of the worker; None on the others.
 
     Gathered one by one. Collective, over the worker's processes.
@@ -164,7 +164,7 @@ def whole(shards: Iterable[tuple[nn.Parameter, Tensor]]) -> list[Tensor | None]:
     return tensors
 
 
-def cut(wholes: Iterable[tuple[Tensor, Tensor | None]]) -> list[Tensor]:
+def sharded(tensors: Iterable[tuple[Tensor, Tensor | None]]) -> list[Tensor]:
     """This process's part of each parameter or buffer, of a whole tensor that process 0 of the worker has; in its dtype.
 
     Sent one by one. Collective, over the worker's processes.
@@ -173,15 +173,15 @@ def cut(wholes: Iterable[tuple[Tensor, Tensor | None]]) -> list[Tensor]:
         wholes: the parameters or buffers, and on process 0 what they shall be.
     """
     here, parts = everyone(), []
-    assert here.inside is not None
-    for p, whole in wholes:
+    assert here.intra_worker is not None
+    for p, unsharded in tensors:
         own = local(p.detach())
         one = torch.empty(p.shape, dtype=own.dtype, device=own.device)
         if here.process == 0:
-            assert whole is not None
-            one.copy_(whole)
+            assert unsharded is not None
+            one.copy_(unsharded)
         if one.numel():
-            with met(here, "sharing a parameter", one, here.own_processes, here.inside) as (group, _):
+            with met(here, "sharing a parameter", one, here.own_processes, here.intra_worker) as (group, _):
                 group.broadcast(one.view(-1).view(torch.uint8), 0).wait()
         offset = _offset(p) or (0,) * p.dim()
         parts.append(one[tuple(slice(a, a + n) for a, n in zip(offset, own.shape, strict=True))].clone())

@@ -110,7 +110,7 @@ class Steps:
         self.in_flight: dict[int, Call] = {}
         """The calls that nobody has waited for yet, by number."""
         self.record: deque[Call] = deque(maxlen=_RECORDED)
-        self.is_inside = False
+        self.is_running = False
         """Whether a step runs, at whose end a loss is raised."""
         self.at = 0
         """The step that runs, or ran last."""
@@ -148,7 +148,7 @@ class Steps:
                 f"step(state, batch, t): rank {self.rank} cannot go on, because its {where} raised "
                 f"{type(error).__name__}: {error}; the other ranks have its messages and are ahead. Start the run again, on all ranks."
             ) from error
-        self.is_inside, self.at, self.before = True, t, self.calls
+        self.is_running, self.at, self.before = True, t, self.calls
         self._met.clear()
 
     @property
@@ -162,7 +162,7 @@ class Steps:
         A sum has no tag, and one that is larger elsewhere aborts the process. So this is done in a group's first call of a step,
         and in each outside steps; not in a group that moves `x` on GPUs alone.
         """
-        is_new = not self.is_inside or id(group) not in self._met
+        is_new = not self.is_running or id(group) not in self._met
         self._met.add(id(group))
         if not is_new or not (x.device.type == "cpu" or "gloo" in str(dist.get_backend_config(group))):
             return None
@@ -177,7 +177,7 @@ class Steps:
     def call(self, what: str, t: Tensor, local: int = 1) -> tuple[Call, tuple[int, int] | None]:
         """Note that an operator is called; and another rank that made the same call at another step, with that step."""
         self.calls = calls = self.calls + 1
-        step = self.at if self.is_inside else int(t)
+        step = self.at if self.is_running else int(t)
         if step != self._last or not self._changes:
             self._last, self.tag = step, step % TAGS
             self._changes.append((calls, step))

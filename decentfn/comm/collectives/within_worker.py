@@ -19,16 +19,16 @@ from decentfn.torch_private import functorch, inductor
 _ops = torch.ops.decentfn
 
 
-def _sum_inside(x: Tensor, processes: int, after: Tensor | None) -> Tensor:
+def _sum_within_worker(x: Tensor, processes: int, after: Tensor | None) -> Tensor:
     here = world()
     total = x.clone(memory_format=torch.contiguous_format)
-    if here.inside is not None:
+    if here.intra_worker is not None:
         with _begun(here, "a sum over a worker's processes", total, processes) as group:
             group.allreduce([total]).wait()
     return total
 
 
-def _gather_inside(x: Tensor, rows: Sequence[int], widths: Sequence[int], after: Tensor | None) -> Tensor:
+def _gather_within_worker(x: Tensor, rows: Sequence[int], widths: Sequence[int], after: Tensor | None) -> Tensor:
     here = _several()
     sizes = _sizes(rows, widths, here.processes_per_worker)
     longest = max(map(sum, sizes))
@@ -46,7 +46,9 @@ def _gather_inside(x: Tensor, rows: Sequence[int], widths: Sequence[int], after:
     return torch.cat([piece for of_leaf in zip(*of_each, strict=True) for piece in of_leaf], dim=-1)
 
 
-def _scatter_inside(x: Tensor, rows: Sequence[int], widths: Sequence[int], numel: int, after: Tensor | None) -> Tensor:
+def _scatter_within_worker(
+    x: Tensor, rows: Sequence[int], widths: Sequence[int], numel: int, after: Tensor | None
+) -> Tensor:
     here = _several()
     sizes = _sizes(rows, widths, here.processes_per_worker)
     longest = max(map(sum, sizes))
@@ -66,7 +68,7 @@ def _scatter_inside(x: Tensor, rows: Sequence[int], widths: Sequence[int], numel
 def _several() -> World:
     """The world; a worker of the state that a step was given is several processes."""
     here = world()
-    if here.inside is None:
+    if here.intra_worker is None:
         raise ValueError(
             "a state of workers of several processes, but a worker is one process now; say df.init(processes_per_worker=...) as when "
             "the state was made."
@@ -77,10 +79,10 @@ def _several() -> World:
 @contextmanager
 def _begun(here: World, what: str, x: Tensor, processes: int | None = None) -> Iterator[Any]:
     """The group of this worker's processes, or of so many next to one another, once they are known to be at the same point."""
-    whole, steps, size = here.whole, here.steps, processes or here.processes_per_worker
-    first = whole.rank - whole.rank % size
-    group, ranks = here.team(size), range(first, first + size)
-    if not steps.is_inside:
+    every, steps, size = here.all_processes, here.steps, processes or here.processes_per_worker
+    first = every.rank - every.rank % size
+    group, ranks = here.tp_group(size), range(first, first + size)
+    if not steps.is_running:
         with met(here, what, x, ranks, group) as (outside, _):
             yield outside
         return
@@ -88,9 +90,9 @@ def _begun(here: World, what: str, x: Tensor, processes: int | None = None) -> I
         if (other := steps.find_other(group, ranks, [steps.at, x.nbytes], x)) is not None:
             rank, t, nbytes = other
             raise StepMismatch(
-                f"{what}: process {whole.rank} is at t={steps.at} with {x.nbytes:,} bytes, process {rank} at t={t} with "
+                f"{what}: process {every.rank} is at t={steps.at} with {x.nbytes:,} bytes, process {rank} at t={t} with "
                 f"{nbytes:,}; every process must call the step with the same t, equally often",
-                process=whole.rank,
+                process=every.rank,
                 step=steps.at,
                 peer=rank,
             )
@@ -115,21 +117,21 @@ def _first(info: Any, in_dims: tuple[int | None, ...], x: Tensor) -> Tensor:
 
 operator(
     "sum_inside(Tensor x, int processes, Tensor? after) -> Tensor",
-    _sum_inside,
+    _sum_within_worker,
     lambda x, processes, after: torch.empty_like(x),
-    lambda info, in_dims, x, *others: (_ops.sum_inside(x, *others), in_dims[0]),
+    lambda info, in_dims, x, *others: (_ops.sum_within_worker(x, *others), in_dims[0]),
 )
 operator(
     "gather_inside(Tensor x, int[] rows, int[] widths, Tensor? after) -> Tensor",
-    _gather_inside,
+    _gather_within_worker,
     lambda x, rows, widths, after: x.new_empty((*x.shape[:-1], sum(r * w for r, w in zip(rows, widths, strict=True)))),
-    lambda info, in_dims, x, *others: (_ops.gather_inside(_first(info, in_dims, x), *others), 0),
+    lambda info, in_dims, x, *others: (_ops.gather_within_worker(_first(info, in_dims, x), *others), 0),
 )
 operator(
     "scatter_inside(Tensor x, int[] rows, int[] widths, int numel, Tensor? after) -> Tensor",
-    _scatter_inside,
+    _scatter_within_worker,
     lambda x, rows, widths, numel, after: x.new_empty((*x.shape[:-1], numel)),
-    lambda info, in_dims, x, *others: (_ops.scatter_inside(_first(info, in_dims, x), *others), 0),
+    lambda info, in_dims, x, *others: (_ops.scatter_within_worker(_first(info, in_dims, x), *others), 0),
 )
 for _name in ("sum_inside", "gather_inside", "scatter_inside"):
     inductor.keep_in_order(_name)

@@ -70,7 +70,7 @@ def are_finite(x: Iterable[Tensor]) -> Tensor:
     """Whether nothing in the tensors is infinite or NaN, on no process of this worker, 0-d bool."""
     # Counted in floating point, as a norm is: Inductor does both in the loop that writes the values.
     bad = [torch.where(buckets.is_finite(b), 0.0, 1.0).sum() for b in x]
-    return once(buckets.sum_inside(torch.stack(bad).sum(), collectives.processes_per_worker()) == 0)
+    return once(buckets.sum_within_worker(torch.stack(bad).sum(), collectives.processes_per_worker()) == 0)
 
 
 def judged(sent: Iterable[Tensor]) -> Tensor:

@@ -8,20 +8,20 @@ from decentfn.core.buckets.arithmetic import (
     counted_once,
     divide,
     each,
-    everywhere_inside,
+    everywhere_within_worker,
     global_norm,
     is_finite,
-    mean_inside,
+    mean_within_worker,
     multiply,
     rows_of,
     scale,
-    sum_inside,
+    sum_within_worker,
     where,
     wide,
     widen,
     zeros_like,
 )
-from decentfn.core.buckets.parts import mean_of_processes, part_of, part_shape, whole, without_values
+from decentfn.core.buckets.parts import mean_of_processes, part_of, part_shape, unsharded, without_values
 from decentfn.core.buckets.plan import (
     BucketPlan,
     Buckets,

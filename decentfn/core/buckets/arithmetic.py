@@ -1,7 +1,7 @@
 """Arithmetic of buckets, tensor by tensor. What is remembered or added up is kept `wide`: in float32, or float64.
 
 What the processes of one worker compute together is an operator of `collectives.within_worker`. Where they share a worker's
-parameters row by row, each has a part of every leaf's rows: `gather_inside` puts the parts of a bucket together, `scatter_inside`
+parameters row by row, each has a part of every leaf's rows: `gather_within_worker` puts the parts of a bucket together, `scatter_within_worker`
 gives each process the mean of its own.
 """
 
@@ -89,18 +89,18 @@ def global_norm(x: Buckets) -> Tensor:
     if x.plan.processes == 1:
         return torch.sqrt(sum(squares[1:], squares[0]))
     squares = counted_once(squares, x.plan)
-    return torch.sqrt(sum_inside(sum(squares[1:], squares[0]), x.plan.processes))
+    return torch.sqrt(sum_within_worker(sum(squares[1:], squares[0]), x.plan.processes))
 
 
 def counted_once(of_buckets: Sequence[Tensor], plan: Plan) -> list[Tensor]:
     """What is to be summed over the worker's processes, of each bucket; of one that a team holds alike, a part."""
     pairs = zip(of_buckets, plan.buckets, strict=True)
-    return [part / plan.team if bucket.is_common else part for part, bucket in pairs]
+    return [part / plan.tp_size if bucket.is_common else part for part, bucket in pairs]
 
 
 def all_finite(x: Buckets) -> Tensor:
     """Whether nothing in `x` is infinite or NaN, on no process of the worker, 0-d bool."""
-    return everywhere_inside(torch.stack([is_finite(b).all() for b in x]).all(), x.plan.processes)
+    return everywhere_within_worker(torch.stack([is_finite(b).all() for b in x]).all(), x.plan.processes)
 
 
 def is_finite(x: Tensor) -> Tensor:
@@ -108,32 +108,32 @@ def is_finite(x: Tensor) -> Tensor:
     return x.abs() < float("inf")
 
 
-def sum_inside(x: Tensor, processes: int) -> Tensor:
+def sum_within_worker(x: Tensor, processes: int) -> Tensor:
     """The sum of `x` over so many processes of this worker next to one another, all or a team; all wait for the last."""
-    return x if processes == 1 else _ops.sum_inside(x, processes, None)
+    return x if processes == 1 else _ops.sum_within_worker(x, processes, None)
 
 
-def mean_inside(x: Tensor, processes: int) -> Tensor:
-    """The mean of `x` over processes of this worker, as `sum_inside`."""
-    return x if processes == 1 else sum_inside(x / processes, processes)
+def mean_within_worker(x: Tensor, processes: int) -> Tensor:
+    """The mean of `x` over processes of this worker, as `sum_within_worker`."""
+    return x if processes == 1 else sum_within_worker(x / processes, processes)
 
 
-def everywhere_inside(claim: Tensor, processes: int) -> Tensor:
+def everywhere_within_worker(claim: Tensor, processes: int) -> Tensor:
     """Whether `claim` (bool) holds on all processes of this worker."""
-    return claim if processes == 1 else sum_inside((~claim).to(torch.float32), processes) == 0
+    return claim if processes == 1 else sum_within_worker((~claim).to(torch.float32), processes) == 0
 
 
-def gather_inside(x: Tensor, rows: Sequence[int], widths: Sequence[int]) -> Tensor:
+def gather_within_worker(x: Tensor, rows: Sequence[int], widths: Sequence[int]) -> Tensor:
     """A bucket whole, `[*workers, D]`, from each process's rows `[*workers, d]` of it; all wait for the last.
 
     Of each leaf `rows` are those of the whole, and `widths` the elements in a row.
     """
-    return _ops.gather_inside(x, rows, widths, None)
+    return _ops.gather_within_worker(x, rows, widths, None)
 
 
-def scatter_inside(x: Tensor, rows: Sequence[int], widths: Sequence[int], numel: int) -> Tensor:
-    """This process's rows, `[*workers, numel]`, of the mean of whole buckets `[*workers, D]`; see `gather_inside`."""
-    return _ops.scatter_inside(x, rows, widths, numel, None)
+def scatter_within_worker(x: Tensor, rows: Sequence[int], widths: Sequence[int], numel: int) -> Tensor:
+    """This process's rows, `[*workers, numel]`, of the mean of whole buckets `[*workers, D]`; see `gather_within_worker`."""
+    return _ops.scatter_within_worker(x, rows, widths, numel, None)
 
 
 def rows_of(process: int, processes: int, rows: int) -> range:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from decentfn.core.buckets.arithmetic import gather_inside, mean_inside, rows_of, scatter_inside
+from decentfn.core.buckets.arithmetic import gather_within_worker, mean_within_worker, rows_of, scatter_within_worker
 from decentfn.core.buckets.plan import BucketPlan, Buckets, Place, Plan, Segment
 
 
@@ -30,31 +30,31 @@ def part_of(x: Buckets, process: int, processes: int) -> Buckets:
             start += numel
         plans.append(BucketPlan(bucket.dtype, tuple(segments), start))
         vectors.append(torch.cat(pieces, dim=-1))
-    return Buckets(vectors, Plan(tuple(plans), x.plan.template, processes, places=tuple(places), whole=x.plan))
+    return Buckets(vectors, Plan(tuple(plans), x.plan.template, processes, places=tuple(places), unsharded=x.plan))
 
 
-def whole(x: Buckets) -> Buckets:
+def unsharded(x: Buckets) -> Buckets:
     """The leaves that this process has parts of, gathered within its worker; `x` itself where it holds them whole."""
-    plan = x.plan.whole
+    plan = x.plan.unsharded
     if plan is None:
         return x
-    return Buckets([gather_inside(b, *_cuts(one)) for b, one in zip(x, plan.buckets, strict=True)], plan)
+    return Buckets([gather_within_worker(b, *_cuts(one)) for b, one in zip(x, plan.buckets, strict=True)], plan)
 
 
 def without_values(x: Buckets) -> Buckets:
-    """What `whole(x)` is like, on the meta device."""
-    return (x.plan.whole or x.plan).without_values(x[0].shape[:-1])
+    """What `unsharded(x)` is like, on the meta device."""
+    return (x.plan.unsharded or x.plan).without_values(x[0].shape[:-1])
 
 
 def mean_of_processes(x: Buckets, plan: Plan) -> Buckets:
     """The mean of `x` (whole where `plan`, the parameters', is of parts) over the worker's processes; what one alone holds stays."""
-    if plan.whole is not None:
-        pairs = zip(x, plan.whole.buckets, plan.buckets, strict=True)
-        return Buckets([scatter_inside(b, *_cuts(one), part.numel) for b, one, part in pairs], plan)
+    if plan.unsharded is not None:
+        pairs = zip(x, plan.unsharded.buckets, plan.buckets, strict=True)
+        return Buckets([scatter_within_worker(b, *_cuts(one), part.numel) for b, one, part in pairs], plan)
     if not any(bucket.is_common for bucket in plan.buckets):
         return x
     pairs = zip(x, plan.buckets, strict=True)
-    return Buckets([mean_inside(b, plan.team) if one.is_common else b for b, one in pairs], plan)
+    return Buckets([mean_within_worker(b, plan.tp_size) if one.is_common else b for b, one in pairs], plan)
 
 
 def _rows(segment: Segment) -> tuple[int, int]:

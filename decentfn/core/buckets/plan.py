@@ -102,11 +102,11 @@ class Plan:
     template: PyTree
     processes: int = 1
     """So many processes of one worker hold a tree like this each, and their leaves together are the worker's."""
-    team: int = 1
+    tp_size: int = 1
     """So many of them, next to one another, compute one batch together (tensor parallel)."""
     places: Places = ()
     """Of this process's parts, of the parameters and of the buffers beside them."""
-    whole: Plan | None = None
+    unsharded: Plan | None = None
     """That of the leaves of which these are this process's rows, where the loss wants them whole."""
     starts_equal: bool = field(default=False, compare=False)
     """Whether a run needs equal parameters on all workers where it starts, or it never makes them equal."""
@@ -121,9 +121,9 @@ class Plan:
         return number
 
     @property
-    def is_cut(self) -> bool:
+    def is_sharded(self) -> bool:
         """Whether the leaves are parts, also for the loss."""
-        return bool(self.places) and self.whole is None
+        return bool(self.places) and self.unsharded is None
 
     @property
     def nbytes(self) -> int:
@@ -148,7 +148,7 @@ class Plan:
 
     def describe(self) -> list[str]:
         """One line per leaf: bucket, dtype, name, shape and place. Equal on two workers iff their plans are."""
-        parts = [f"{name} is a part of {list(whole)} from {list(offset)} on" for name, (whole, offset) in self.places]
+        parts = [f"{name} is a part of {list(shape)} from {list(offset)} on" for name, (shape, offset) in self.places]
         return parts + [
             f"bucket {index} {bucket.dtype}: {s.name} {list(s.shape)}{' complex' * s.is_complex} at {s.start}"
             for index, bucket in enumerate(self.buckets)
@@ -220,7 +220,7 @@ def flatten(
     bucket_mb: float = 25.0,
     masks: Sequence[Mask] = (),
     processes: int = 1,
-    team: int = 1,
+    tp_size: int = 1,
     places: Places = (),
     common: frozenset[str] = frozenset(),
 ) -> Buckets:
@@ -237,7 +237,7 @@ def flatten(
         bucket_mb: largest bucket in MiB, positive.
         masks: the choices by name and shape that a bucket must not mix.
         processes: `Plan.processes`.
-        team: `Plan.team`.
+        tp_size: `Plan.tp_size`.
         places: `Plan.places`.
         common: the names of the leaves that each process of a team holds.
 
@@ -274,7 +274,7 @@ def flatten(
     position = {key: index for index, key in enumerate(key for group in groups for key in group)}
     plans = tuple(_plan_bucket([distinct[key] for key in group], common) for group in groups)
     template = trees.map(lambda leaf: position[_memory(leaf)], params)
-    plan = Plan(plans, template, processes, team, places)
+    plan = Plan(plans, template, processes, tp_size, places)
     return Buckets(plan.lay_out(params), plan)
 
 

@@ -196,13 +196,13 @@ def masked(transform: Any, mask: Mask) -> Transform:
         own = iter(updates)
         return Buckets([next(own) if take else g for g, take in zip(grads, taken, strict=True)], grads.plan), state
 
-    inside = getattr(transform, "ascends", None)
+    inner = getattr(transform, "ascends", None)
 
     def ascends(name: str, shape: tuple[int, ...]) -> bool:
-        return not mask(name, shape) or (inside is not None and inside(name, shape))
+        return not mask(name, shape) or (inner is not None and inner(name, shape))
 
     masks = (mask, *masks_of(transform))
-    return _declared(init, update, masks, everywhere if inside is everywhere else ascends)
+    return _declared(init, update, masks, everywhere if inner is everywhere else ascends)
 
 
 def _answers(plan: Plan, mask: Mask) -> list[bool]:

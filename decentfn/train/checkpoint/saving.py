@@ -24,7 +24,7 @@ from decentfn.core.buckets import Place
 from decentfn.core.formatting import brief
 from decentfn.core.numbers import at_least
 from decentfn.errors import RunError
-from decentfn.kit.expected import is_state
+from decentfn.kit.state_check import is_state
 from decentfn.topologies import Topology
 from decentfn.train.checkpoint import files, manifest
 from decentfn.train.checkpoint.layout import (

@@ -40,7 +40,7 @@ def no_other_weights(loss: Tensor) -> Iterator[None]:
         )
 
 
-class Others:
+class UngivenLeaves:
     """Tensors that the loss takes a gradient of, apart from those that it was given.
 
     Some may have been made in the loss itself: `require_none` after the loss is gone looks for those that are still there.
@@ -57,7 +57,7 @@ class Others:
         require_none([x for r in self._refs if (x := r()) is not None])
 
 
-def require_no_others(loss: Tensor, given: Any = ()) -> None:
+def require_given_leaves(loss: Tensor, given: Any = ()) -> None:
     """Raise ValueError if a loss takes a gradient of other tensors than those that it was given."""
     known = {id(x) for x in trees.leaves(given)}
     require_none([x for x in _leaves(loss) if id(x) not in known])

@@ -112,27 +112,27 @@ def both(world, module):
     return fully_shard(module, mesh=mesh["shard"])
 
 
-class Inside(NamedTuple):
+class WithinWorker(NamedTuple):
     """One way to share: the network, what PyTorch does with it, and how its gradient is taken."""
 
     network: Callable[[], Any]
     place: Callable[[Any, nn.Module], nn.Module] = lambda world, module: module
     loss: Callable[[Any], Any] = df.autograd
-    team: int | None = 1
+    tp_size: int | None = 1
     """Number of processes that share one batch; None: all of a worker's."""
 
     def team_of(self, processes):
-        return self.team or processes
+        return self.tp_size or processes
 
 
 KINDS = {
-    "sharded": Inside(Network, sharded),
-    "replicated": Inside(Network),
-    "traced": Inside(Network, loss=lambda loss_fn: loss_fn),
-    "tensor": Inside(Hidden, tensor_parallel, team=None),
+    "sharded": WithinWorker(Network, sharded),
+    "replicated": WithinWorker(Network),
+    "traced": WithinWorker(Network, loss=lambda loss_fn: loss_fn),
+    "tensor": WithinWorker(Hidden, tensor_parallel, tp_size=None),
 }
 """Each on any number of processes."""
-ALL_KINDS = KINDS | {"both": Inside(Hidden, both, team=2)}
+ALL_KINDS = KINDS | {"both": WithinWorker(Hidden, both, tp_size=2)}
 
 
 class Case(NamedTuple):
@@ -187,10 +187,10 @@ def whole_batch(worker, processes, t, batch=batch):
     return tuple(map(torch.cat, zip(*(batch(worker, s, t) for s in named), strict=True)))
 
 
-def batch_of(world, team, t, batch=batch):
+def batch_of(world, tp_size, t, batch=batch):
     """Return this process's batch: its own, or that of its tensor-parallel group."""
-    first = world.process // team * team
-    return whole_batch(world.worker, range(first, first + team), t, batch)
+    first = world.process // tp_size * tp_size
+    return whole_batch(world.worker, range(first, first + tp_size), t, batch)
 
 
 def chunks(leaf, n, dim=0):
@@ -202,31 +202,31 @@ def cut(tree, processes, inside):
 
     First over a team's processes, then what each has of it over the teams.
     """
-    team = inside.team_of(processes)
+    tp_size = inside.team_of(processes)
     parts: dict[str, dict[str, Any]] = {f"{s}": {} for s in range(processes)}
-    parts |= {f"common {i}": {} for i in range(processes // team)} if None in inside.network.cut_at.values() else {}
+    parts |= {f"common {i}": {} for i in range(processes // tp_size)} if None in inside.network.cut_at.values() else {}
     for name, leaf in tree.items():
         dim = inside.network.cut_at.get(name, 0)
-        for j, piece in enumerate([leaf] if dim is None else chunks(leaf, team, dim)):
-            for i, part in enumerate(chunks(piece, processes // team)):
+        for j, piece in enumerate([leaf] if dim is None else chunks(leaf, tp_size, dim)):
+            for i, part in enumerate(chunks(piece, processes // tp_size)):
                 parts[f"common {i}" if dim is None else f"{i * team + j}"][name] = part.clone()
     return parts
 
 
-def own_part(parts, process, team):
+def own_part(parts, process, tp_size):
     return parts[f"{process}"] | parts.get(f"common {process // team}", {})
 
 
 def joined(parts, processes, inside, first=0):
     """The tree that was cut; `first` is how many axes stand before a leaf's own."""
-    team = inside.team_of(processes)
+    tp_size = inside.team_of(processes)
 
     def over_teams(key, name):
-        return torch.cat([parts[key(i)][name] for i in range(processes // team)], first)
+        return torch.cat([parts[key(i)][name] for i in range(processes // tp_size)], first)
 
     tree = {name: over_teams(lambda i: f"common {i}", name) for name in parts.get("common 0", ())}
     for name in parts["0"]:
-        pieces = [over_teams(lambda i, j=j: f"{i * team + j}", name) for j in range(team)]
+        pieces = [over_teams(lambda i, j=j: f"{i * team + j}", name) for j in range(tp_size)]
         tree[name] = torch.cat(pieces, first + inside.network.cut_at.get(name, 0))
     return tree
 
@@ -243,16 +243,16 @@ class Simulated(NamedTuple):
     distance: torch.Tensor
 
 
-def simulated(make, kind, processes, *, batch=batch, steps=STEPS, clips=True, is_cut=False, num_workers=WORKERS):
+def simulated(make, kind, processes, *, batch=batch, steps=STEPS, clips=True, is_sharded=False, num_workers=WORKERS):
     """Workers of one process on all batches: the last metrics, their parameters and their distance.
 
-    With `is_cut` of the tree cut into parts, each in buckets of its own, as a compressor sees them.
+    With `is_sharded` of the tree cut into parts, each in buckets of its own, as a compressor sees them.
     """
     inside = ALL_KINDS[kind]
     with collectives.use(World(None, 0, 1)):
         params, buffers, whole_loss = df.functional(inside.network(), nn.functional.mse_loss)
         loss_fn, masks = whole_loss, []
-        if is_cut:
+        if is_sharded:
             params = cut(params, processes, inside)
             masks = [lambda name, shape, key=key: name.startswith(f"{key}.") for key in params]
 
@@ -265,7 +265,7 @@ def simulated(make, kind, processes, *, batch=batch, steps=STEPS, clips=True, is
             rows = [whole_batch(w, processes, t, batch) for w in range(num_workers)]
             state, metrics = step(state, tuple(map(torch.stack, zip(*rows, strict=True))), t)
         tree = df.params(state)
-        tree = joined(tree, processes, inside, 1) if is_cut else tree
+        tree = joined(tree, processes, inside, 1) if is_sharded else tree
         return Simulated(metrics._replace(aux=None), tree, df.consensus_distance(state))
 
 
@@ -281,9 +281,11 @@ def made(name, num_workers=WORKERS):
 
 def expected_of(case):
     """Return the expected result of `trains`."""
-    is_cut = case.algorithm == "choco_sgd"
+    is_sharded = case.algorithm == "choco_sgd"
     make = made(case.algorithm, case.num_workers)
-    return simulated(make, case.kind, case.processes, clips=case.clips, is_cut=is_cut, num_workers=case.num_workers)
+    return simulated(
+        make, case.kind, case.processes, clips=case.clips, is_sharded=is_sharded, num_workers=case.num_workers
+    )
 
 
 class Counting:
@@ -367,4 +369,4 @@ def require_equal_copies(state):
     found = []
     trees.map_nodes(Buckets, lambda x: found.append(x) or x, state)
     common = [b for x in found for b, one in zip(x, x.plan.buckets, strict=True) if one.is_common]
-    compare("copies", [], "are equal", of_team=[digest(b) for b in common], team=state.params.plan.team)
+    compare("copies", [], "are equal", of_tp_group=[digest(b) for b in common], tp_size=state.params.plan.tp_size)

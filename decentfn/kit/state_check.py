@@ -40,7 +40,7 @@ class _Layout(NamedTuple):
         return cls(kind_of(state), state.params.plan, _lines(state))
 
 
-class Expected:
+class StateCheck:
     """The states that an algorithm's `init` has laid out; others are refused before their first step.
 
     Args:

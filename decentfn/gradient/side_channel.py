@@ -13,7 +13,7 @@ from decentfn.core import trees
 from decentfn.torch_private.autograd import surroundings
 
 
-class Beside:
+class SideChannel:
     """A value that is not in the graph: a pytree node of one leaf, the number under which `value` finds it."""
 
     def __init__(self, number: Tensor) -> None:
@@ -28,7 +28,7 @@ class Beside:
         )
 
 
-trees.register_node(Beside, lambda node: ((node.number,), None), lambda _, children: Beside(*children))
+trees.register_node(SideChannel, lambda node: ((node.number,), None), lambda _, children: SideChannel(*children))
 
 
 class Outcome(NamedTuple):
@@ -44,7 +44,7 @@ class _Here(threading.local):
 
 
 _here = _Here()
-_BATCH = Beside(torch.zeros((), dtype=torch.int64))
+_BATCH = SideChannel(torch.zeros((), dtype=torch.int64))
 """It is the first value of a step."""
 
 
@@ -67,7 +67,7 @@ def around() -> tuple[Any, Any]:
     return _here.around
 
 
-def passing_beside(function: Callable[..., Any], first: Any, batch: Any, *others: Any) -> Any:
+def with_side_channel(function: Callable[..., Any], first: Any, batch: Any, *others: Any) -> Any:
     """`function(first, batch, *others)`, a step or a gradient, whose batch goes in beside the graph, as `aux` comes out.
 
     What it returns, or the last part of it, has a loss and an aux.
@@ -78,7 +78,7 @@ def passing_beside(function: Callable[..., Any], first: Any, batch: Any, *others
     try:
         returned = function(first, _BATCH, *others)
         reported = returned[1] if type(returned) is tuple else returned
-        if isinstance(reported.aux, Beside):
+        if isinstance(reported.aux, SideChannel):
             outcome = values[int(reported.aux.number.view(-1)[0])]
             reported = reported._replace(loss=reported.loss.to(outcome.loss_dtype), aux=outcome.aux)
         return (returned[0], reported) if type(returned) is tuple else reported
