@@ -11,6 +11,7 @@ import decentfn as df
 from decentfn.comm import collectives
 from decentfn.core import buckets, trees
 from decentfn.core.scalars import sent
+from decentfn.gradient import side_channel
 from decentfn.gradient.backward import Layout, backward
 from decentfn.testing import problem
 from tests import contract, devices

@@ -78,10 +78,10 @@ def tried(ranks, case):
         assert len(graphs) == case.compiled
         if case.algorithm == "adapt_while_communicate":
             assert sent == held  # one message to one neighbor: a process sends what it holds
-            gradient = "gather_inside" if case.kind == "traced" else "gradient"
+            gradient = "gather_within_worker" if case.kind == "traced" else "gradient"
             for graph in graphs:
                 where = [graph.index(call) for call in ("post.default", gradient, "wait.default")]
-                assert where == sorted(where) and "sum_inside" in graph
+                assert where == sorted(where) and "sum_within_worker" in graph
     if ALL_KINDS[case.kind].tp_size == 1:  # so that no part is held twice
         whole = sum(x.numel() * x.itemsize for x in Network().parameters() if x.requires_grad)
         assert sum(one.held for one in told[: case.processes]) == whole
@@ -126,7 +126,9 @@ def test_inductor_keeps_posts_first_and_waits_last(ranks, kind):
         (code,) = one.code
         calls = re.findall(r"torch\.ops\.decentfn\.(\w+)\.default\(", code[code.index("def call(") :])
         posts, waits = ([i for i, call in enumerate(calls) if call == name] for name in ("exchange", "complete"))
-        between = [i for i, call in enumerate(calls) if call in ("gather_inside", "gradient", "scatter_inside")]
+        between = [
+            i for i, call in enumerate(calls) if call in ("gather_within_worker", "gradient", "scatter_within_worker")
+        ]
         assert len(posts) == len(waits) > 0 and between
         assert max(posts) < min(between) and max(between) < min(waits)
 

@@ -209,12 +209,12 @@ def cut(tree, processes, inside):
         dim = inside.network.cut_at.get(name, 0)
         for j, piece in enumerate([leaf] if dim is None else chunks(leaf, tp_size, dim)):
             for i, part in enumerate(chunks(piece, processes // tp_size)):
-                parts[f"common {i}" if dim is None else f"{i * team + j}"][name] = part.clone()
+                parts[f"common {i}" if dim is None else f"{i * tp_size + j}"][name] = part.clone()
     return parts
 
 
 def own_part(parts, process, tp_size):
-    return parts[f"{process}"] | parts.get(f"common {process // team}", {})
+    return parts[f"{process}"] | parts.get(f"common {process // tp_size}", {})
 
 
 def joined(parts, processes, inside, first=0):
@@ -226,7 +226,7 @@ def joined(parts, processes, inside, first=0):
 
     tree = {name: over_teams(lambda i: f"common {i}", name) for name in parts.get("common 0", ())}
     for name in parts["0"]:
-        pieces = [over_teams(lambda i, j=j: f"{i * team + j}", name) for j in range(tp_size)]
+        pieces = [over_teams(lambda i, j=j: f"{i * tp_size + j}", name) for j in range(tp_size)]
         tree[name] = torch.cat(pieces, first + inside.network.cut_at.get(name, 0))
     return tree
 

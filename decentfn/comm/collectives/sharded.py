@@ -170,7 +170,7 @@ def sharded(tensors: Iterable[tuple[Tensor, Tensor | None]]) -> list[Tensor]:
     Sent one by one. Collective, over the worker's processes.
 
     Args:
-        wholes: the parameters or buffers, and on process 0 what they shall be.
+        tensors: the parameters or buffers, and on process 0 their values.
     """
     here, parts = everyone(), []
     assert here.intra_worker is not None

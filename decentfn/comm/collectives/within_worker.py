@@ -116,22 +116,22 @@ def _first(info: Any, in_dims: tuple[int | None, ...], x: Tensor) -> Tensor:
 
 
 operator(
-    "sum_inside(Tensor x, int processes, Tensor? after) -> Tensor",
+    "sum_within_worker(Tensor x, int processes, Tensor? after) -> Tensor",
     _sum_within_worker,
     lambda x, processes, after: torch.empty_like(x),
     lambda info, in_dims, x, *others: (_ops.sum_within_worker(x, *others), in_dims[0]),
 )
 operator(
-    "gather_inside(Tensor x, int[] rows, int[] widths, Tensor? after) -> Tensor",
+    "gather_within_worker(Tensor x, int[] rows, int[] widths, Tensor? after) -> Tensor",
     _gather_within_worker,
     lambda x, rows, widths, after: x.new_empty((*x.shape[:-1], sum(r * w for r, w in zip(rows, widths, strict=True)))),
     lambda info, in_dims, x, *others: (_ops.gather_within_worker(_first(info, in_dims, x), *others), 0),
 )
 operator(
-    "scatter_inside(Tensor x, int[] rows, int[] widths, int numel, Tensor? after) -> Tensor",
+    "scatter_within_worker(Tensor x, int[] rows, int[] widths, int numel, Tensor? after) -> Tensor",
     _scatter_within_worker,
     lambda x, rows, widths, numel, after: x.new_empty((*x.shape[:-1], numel)),
     lambda info, in_dims, x, *others: (_ops.scatter_within_worker(_first(info, in_dims, x), *others), 0),
 )
-for _name in ("sum_inside", "gather_inside", "scatter_inside"):
+for _name in ("sum_within_worker", "gather_within_worker", "scatter_within_worker"):
     inductor.keep_in_order(_name)
