@@ -22,7 +22,7 @@ from decentfn.core.trees import PyTree
 from decentfn.gradient.accumulated import micro_batch_count, micro_batches
 from decentfn.gradient.gradient_checks import UngivenLeaves, no_other_weights
 from decentfn.gradient.lending import Lent
-from decentfn.gradient.loss import LossFn, call
+from decentfn.gradient.loss import LossFn, call, scalar
 from decentfn.gradient.result import unscaled
 from decentfn.gradient.side_channel import around
 from decentfn.torch_private.autograd import dispatching_as
@@ -158,7 +158,8 @@ def _forward_backward(
     given: _Function | Lent, batch: Any, scale: Tensor | None, is_first: bool
 ) -> tuple[Tensor, PyTree]:
     """The loss and aux; the gradients are added to the leaves' `.grad`."""
-    loss, aux = given.of(batch)
+    returned, aux = given.of(batch)
+    loss = scalar(returned)
     others = UngivenLeaves(loss, given.leaves, batch) if is_first and given.constant else None
     if not loss.requires_grad:
         raise RuntimeError(

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from decentfn.core.formatting import brief
-from decentfn.gradient.loss import scalar
 
 _changed = threading.Condition()
 _users: list[tuple[int, frozenset[int], bool]] = []
@@ -135,7 +134,7 @@ class Lent:
         if replaced := self._replaced():
             constant = set(map(id, self.constant.values()))
             self._loss_fn.require_in_place([p.name for p in replaced if id(p.own) in constant])
-        return scalar(loss), aux
+        return loss, aux
 
     def buffers(self) -> dict[str, Tensor]:
         """The buffers as the loss left them."""
