@@ -84,6 +84,12 @@ def test_what_waits_and_what_copies_is_seen():
         torch.ones(1, device="meta").item()
 
 
+def test_cuda_graphs_are_refused_where_the_step_is_compiled():
+    """A replayed graph would repeat the round that was captured."""
+    with pytest.raises(ValueError, match="triton.cudagraphs.*leave the option out"):
+        df.compile(lambda state, batch, t: (state, t), **{"triton.cudagraphs": True})
+
+
 def test_the_page_names_every_test_that_needs_a_gpu():
     here = Path(__file__).parent
     found = [

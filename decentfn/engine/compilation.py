@@ -77,7 +77,7 @@ def compile(
         Another step. A batch of another structure compiles once more.
 
     Raises:
-        ValueError: `step` is no function, or compiled already; at the first call, a state that another algorithm or
+        ValueError: `step` is no function, or compiled already; the options ask for CUDA graphs; at the first call, a state that another algorithm or
             optimizer made, one in which one tensor stands in two places (donated, it would be updated twice), or a step
             whose new state is not laid out as the old one.
 
@@ -92,6 +92,11 @@ def compile(
         raise ValueError("compile(compile(step)): the step is compiled already; compile it once.")
     if step.is_donated:
         raise ValueError("compile(donate(step)): compile(step) donates by itself; leave df.donate out.")
+    if options.get("triton.cudagraphs"):
+        raise ValueError(
+            "compile(step, **{'triton.cudagraphs': True}): a step looks up its round and its peers on the host, which a replayed CUDA "
+            "graph would not do again; leave the option out."
+        )
     prepare()
     progress = _Progress(step.name)
     kwargs: dict[str, Any] = {"fullgraph": True, "dynamic": dynamic, "backend": backend, **at_most(_GRAPHS)}
