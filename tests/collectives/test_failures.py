@@ -336,7 +336,7 @@ def test_a_call_outside_steps_names_its_step_and_the_process_that_is_gone(call):
 
 
 def test_a_process_that_is_only_late_is_never_called_dead():
-    errors = call_outside("df.consensus_mean(state)", lambda: time.sleep(4), 2)
+    errors = call_outside("df.consensus_mean(state)", lambda: time.sleep(6), 4)
     for error in errors:
         assert isinstance(error, df.errors.ExchangeTimeout) and "died" not in str(error), error
     assert [error.peer for error in errors[:2]] == [2, 2] and "gave up waiting" in str(errors[2])

@@ -609,12 +609,12 @@ def test_a_rank_that_waited_in_save_for_a_late_one_and_the_late_one_rescue_toget
     def job(rank):
         state = algorithm_of(2).init(net())
         with df.checkpoint.Saver(tmp_path) as saver:
-            time.sleep(3 * rank)
+            time.sleep(6 * rank)
             with pytest.raises(df.errors.RunError) as caught:
                 saver.save(state, 4)
             return saver.rescue(state, caught.value)
 
-    rescued = df.testing.on_ranks(2, job, timeout=timedelta(seconds=2))
+    rescued = df.testing.on_ranks(2, job, timeout=timedelta(seconds=5))
     assert rescued[0] is not None and rescued[0] == rescued[1]
     assert [its["step"] for its in manifest.read(rescued[0])["processes"]] == [4, 4]
 

@@ -80,7 +80,7 @@ def test_nobody_waits_for_a_process_that_has_failed_or_is_gone(ranks, tmp_path):
 def hangs(folder):
     """Rank 1 hangs at t = 3, and rank 0 gets SIGTERM: how it ends, after how many seconds."""
     rank = df.init().rank
-    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"], reports._PATIENCE_S = "9", 0.2
+    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"], reports._PATIENCE_S = "12", 0.2
     init, step = df.adapt_then_combine(lambda x, batch: (x**2).sum(), df.sgd(0.1), df.topology("complete", 2))
     state = init(torch.ones(3))
     try:
@@ -90,7 +90,7 @@ def hangs(folder):
                     if rank == 1 and t == 3:
                         os.kill(os.getpid(), signal.SIGSTOP)
                     if t == 3:
-                        killed_at = time.monotonic() + 9 + 1
+                        killed_at = time.monotonic() + 12 + 1
                         threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()
                     state, _ = step(state, torch.ones(()), t)
                     stop(t)
