@@ -1,4 +1,4 @@
-"""Buckets of which each process of a worker holds a part: some rows of every leaf, as `Plan.whole` says."""
+"""Buckets of which each process of a worker holds a part: some rows of every leaf, as `Plan.unsharded` says."""
 
 from __future__ import annotations
 
