@@ -1,5 +1,6 @@
 """Promises of compilation, counted: graphs, positions, allocations, purity."""
 
+import gc
 import os
 import re
 import subprocess
@@ -239,9 +240,12 @@ def python_calls(tensors, around=lambda loss_fn: loss_fn, change=df.compile):
             if frame.f_code.co_filename.startswith(library):
                 own.append(frame.f_code.co_name)
 
+    gc.collect()
+    gc.disable()  # or what it finalizes would be counted
     sys.setprofile(note)
     step(state, x, 3)
     sys.setprofile(None)
+    gc.enable()
     return [[name for name in names if not name.startswith("donated_")] for names in (own, calls)]
 
 

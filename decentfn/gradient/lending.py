@@ -115,7 +115,7 @@ class Lent:
 
     def __exit__(self, *error: object) -> None:
         for place in self._places:
-            if place.holder.get(place.key) is not place.own:
+            if place.key not in place.holder or place.holder[place.key] is not place.own:
                 place.holder[place.key] = place.own
         for x, data, grad in self._before:
             if x.is_leaf:
@@ -174,7 +174,8 @@ def weights(module: nn.Module, tensors: dict[str, Tensor], prefix: str = "") -> 
     finally:
         for place in places:
             if place.name in tensors:
-                tensors[place.name] = place.holder.get(place.key)  # pyright: ignore[reportArgumentType]
+                # A ScriptModule's holder has no `get`.
+                tensors[place.name] = place.holder[place.key] if place.key in place.holder else None  # noqa: SIM401  # pyright: ignore
             place.holder[place.key] = place.own
 
 
