@@ -86,7 +86,7 @@ def restore(source: str | Path, state: Any) -> Restored:
             torch.cuda.set_rng_state(generators["cuda"], state.params[0].device)
         return restored
     if not skipped:
-        raise FileNotFoundError(f"restore({str(source)!r}, state): no checkpoint is there; start with init(params).")
+        raise FileNotFoundError(f"restore({str(source)!r}, state): there is no checkpoint; start with init(params).")
     error = next(iter(skipped.values()))
     raise CheckpointCorrupt(f"restore({str(source)!r}, state): no checkpoint is intact. The newest: {error}") from error
 
