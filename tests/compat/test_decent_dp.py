@@ -21,7 +21,7 @@ SIZES = (2, 4)
 EVERY = [pytest.param(n, name, id=f"{n}-{name}") for n in SIZES for name in cases(n)]
 
 
-pytestmark = pytest.mark.xdist_group("decent_dp")  # one process makes the fixture
+pytestmark = [pytest.mark.xdist_group("decent_dp"), pytest.mark.thorough]  # one process makes the fixture
 
 
 @pytest.fixture(scope="module")
