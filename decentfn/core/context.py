@@ -15,7 +15,7 @@ class _Context(threading.local):
         self.seed: int | None = None  # torch's seed outside `draws.torch_draws`
         self.generators: tuple[Any, ...] = ()  # restored by the outer `draws.torch_draws`
         self.chunks: tuple[int, int] | None = (
-            None  # simulated workers, and the chunk size (`stacking.over_workers`)
+            None  # the number of simulated workers, and of those in a chunk (`stacking.over_workers`)
         )
         # Appended to and never assigned: torch.compile loses an assignment to an attribute when it traces a loop.
         self.guarded: list[Any] = []  # notes of the guarded steps, the innermost last (`gossip.guarded`)

@@ -75,7 +75,7 @@ def divide(x: Buckets, w: Tensor) -> Buckets:
 
 
 def where(condition: Tensor | Buckets, new: Buckets, old: Buckets) -> Buckets:
-    """Select `new` where `condition` (0-d bool, or bool buckets, element by element) holds, else `old`; dtypes of `old`."""
+    """Select `new` where `condition` (0-d bool, or bool buckets per element) holds, else `old`; dtypes of `old`."""
     if isinstance(condition, torch.Tensor):
         return each(lambda b, a: torch.where(condition, a.to(b.dtype), b), old, new)
     return each(lambda b, a, c: torch.where(c, a.to(b.dtype), b), old, new, condition)
@@ -109,7 +109,7 @@ def is_finite(x: Tensor) -> Tensor:
 
 
 def sum_within_worker(x: Tensor, processes: int) -> Tensor:
-    """Sum `x` over all processes of this worker, or over its tensor-parallel group of so many; all wait for the last."""
+    """Sum `x` over all processes of this worker, or over its tensor-parallel group; all wait for the last."""
     return x if processes == 1 else _ops.sum_within_worker(x, processes, None)
 
 

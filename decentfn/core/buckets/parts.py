@@ -49,7 +49,7 @@ def without_values(x: Buckets) -> Buckets:
 def mean_of_processes(x: Buckets, plan: Plan) -> Buckets:
     """Average `x` over the worker's processes; values held by one process alone stay.
 
-    `x` is unsharded even if `plan`, the parameters' plan, is sharded.
+    If `plan`, the parameters' plan, has an unsharded one, `x` is laid out as that.
     """
     if plan.unsharded is not None:
         pairs = zip(x, plan.unsharded.buckets, plan.buckets, strict=True)

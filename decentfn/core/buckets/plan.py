@@ -101,7 +101,7 @@ class Plan:
     buckets: tuple[BucketPlan, ...]
     template: PyTree
     processes: int = 1
-    """Number of processes of one worker; each holds a tree like this one, and their leaves together are the worker's."""
+    """Processes of one worker; each holds a tree like this one, and their leaves together are the worker's."""
     tp_size: int = 1
     """Size of a tensor-parallel group: consecutive processes of a worker that compute one batch together."""
     places: Places = ()
@@ -131,7 +131,7 @@ class Plan:
         return sum(bucket.nbytes for bucket in self.buckets)
 
     def lay_out(self, tree: PyTree, workers: tuple[int, ...] = ()) -> list[Tensor]:
-        """Copy a tree of leaves `[*workers, ...]` into vectors `[*workers, D]`; of a tied leaf the first place counts."""
+        """Copy a tree of leaves `[*workers, ...]` into vectors `[*workers, D]`; a tied leaf's first place counts."""
         leaf: dict[int, Tensor] = {}
         for position, value in zip(trees.leaves(self.template), trees.leaves(tree), strict=True):
             leaf.setdefault(position, value.detach())
