@@ -99,7 +99,7 @@ def compare(
     of_tp_group: Sequence[str] = (),
     tp_size: int = 1,
 ) -> None:
-    """Compare `lines` over all ranks, `of_shard` over ranks with one shard, `of_tp_group` within those groups; collective.
+    """Compare `lines` over all ranks, `of_shard` over ranks of a shard, `of_tp_group` in those groups; collective.
 
     Raises:
         PlanMismatch: on every rank, naming the first rank and line that differ from most, and the `rule`.
@@ -137,7 +137,7 @@ def _digest(tables: list[Tensor | None]) -> str:
     return content.hexdigest()[:16]
 
 
-# -- equal replicas: made by `broadcast`, and checked before a method relies on them; not for use inside a step ---------
+# -- equal replicas: made by `broadcast`, and checked before a method relies on them; not for use inside a step --------
 
 
 @collectives.calling("df.broadcast(tree)")

@@ -35,7 +35,7 @@ class Posted(NamedTuple):
 
     @property
     def numbers(self) -> list[Tensor]:
-        """Numbers of the flights; compiled code that takes them as arguments runs after this post (`Worker.gradient`)."""
+        """Numbers of the flights; compiled code with these as arguments runs after this post (`Worker.gradient`)."""
         return [flight.number for flight in (*self.messages, *self.means)]
 
     @property
@@ -84,9 +84,9 @@ def collect(posted: Posted, gamma: float | Tensor = 1.0, *, after: Iterable[Tens
     """Wait for the messages and mix: `(1 - γ) x + γ W x`, each bucket as soon as its own messages have arrived.
 
     Computed by differences: `x + γ Σ_j W[i,j] (Q(x_j) - Q(x))`, where Q rounds to the wire dtype. Rounding (of weights,
-    on the wire) gives to other workers what it takes from one; nothing changes if workers agree; and updates far smaller
-    than Q's resolution are not lost. With a column-stochastic W: `x + γ Σ_j (W[i,j] Q(x_j) - W[j,i] Q(x))`. (A mean over
-    a group is rounded once more on the wire, so the workers' mean is kept only to Q's resolution.)
+    on the wire) gives to other workers what it takes from one; nothing changes if workers agree; updates far smaller
+    than Q's resolution are not lost. With a column-stochastic W: `x + γ Σ_j (W[i,j] Q(x_j) - W[j,i] Q(x))`. (A mean
+    over a group is rounded once more on the wire, so the workers' mean is kept only to Q's resolution.)
 
     Args:
         posted: from `Worker.post`.
