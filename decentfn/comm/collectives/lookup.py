@@ -16,7 +16,7 @@ from decentfn.topologies.rounds import by_handle
 
 
 def refuse_size(here: World, local: int, workers: int, what: str) -> NoReturn:
-    """Raise ValueError for a topology of more or fewer workers than exist, `local` per process; `what` is the caller."""
+    """Raise ValueError for a topology of more or fewer workers than exist, `local` per process; `what` is the call."""
     if (each := here.processes_per_worker) > 1:
         raise ValueError(
             f"{what}: the topology has num_workers={workers}, but {here.size * each} processes run, {each} for each worker; make it "

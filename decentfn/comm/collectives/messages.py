@@ -135,7 +135,7 @@ def post(here: World, call: Call, receives: Sequence[Part], sends: Sequence[Part
                     call.works.append((group.send if own is None else group.recv)([x], rank, tag))  # pyright: ignore
             else:
                 # NCCL takes all messages of a call together. Its stream waits for this one, which wrote the parameters.
-                # The call holds the tensors until `land`, where this stream waits for NCCL's: no memory is reused early.
+                # The call holds the tensors until `land`, where this stream waits for NCCL's: no memory is reused.
                 operations = [
                     dist.P2POp(dist.isend if own is None else dist.irecv, x, group=group, tag=tag, group_peer=rank)
                     for x, own, rank, _ in call.parts

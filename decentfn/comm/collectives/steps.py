@@ -159,7 +159,7 @@ class Steps:
     def find_other(self, group: Any, ranks: Sequence[int], numbers: list[int], x: Tensor) -> list[int] | None:
         """Wait until all ranks of a group are in a step; return a rank with other numbers than these, and its numbers.
 
-        A sum has no tag, and a larger one on another rank aborts the process. Therefore this runs in a group's first call
+        A sum has no tag, and a larger one on another rank aborts the process. So this runs in a group's first call
         of a step, and in each call outside steps; not in a group that moves `x` on GPUs alone.
         """
         is_new = not self.is_running or id(group) not in self._met

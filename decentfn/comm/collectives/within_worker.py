@@ -70,8 +70,8 @@ def _several() -> World:
     here = world()
     if here.intra_worker is None:
         raise ValueError(
-            "a state of workers of several processes, but a worker is one process now; call df.init(processes_per_worker=...) as when "
-            "the state was made."
+            "a state of workers of several processes, but a worker is one process now; call df.init(processes_per_worker=...) "
+            "as when the state was made."
         )
     return here
 
