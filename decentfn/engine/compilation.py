@@ -78,9 +78,9 @@ def compile(
         Another step. A batch of another structure compiles once more.
 
     Raises:
-        ValueError: `step` is not a function, or is compiled already; the options request CUDA graphs; at the first call,
-            a state from another algorithm or optimizer, a state with one tensor in two places (donated, it would be
-            updated twice), or a step whose new state has another layout than the old one.
+        ValueError: `step` is not a function, or is compiled already; the options request CUDA graphs; at the first
+            call, a state from another algorithm or optimizer, a state with one tensor in two places (donated, it would
+            be updated twice), or a step whose new state has another layout than the old one.
 
     >>> step = compile(lambda state, batch, t: (state + batch * t, state.sum()), backend="eager")
     >>> step(torch.ones(2), torch.ones(2), 3)
