@@ -75,6 +75,7 @@ def dynamic_loss_scale(
     `all_reduce` skips the update on all of them, as DistributedDataParallel with a GradScaler does; in `demo` and
     `relay_sgd` with relay="gradients" all take the step of the good gradients. Momentum of mixing (`decentlam`,
     `quasi_global_momentum`) continues without the gradient, or the workers' mean would be lost. Apply it outermost,
+    around `df.accumulate`.
 
     Args:
         loss_fn: the loss, as an algorithm takes it, possibly accumulated.
