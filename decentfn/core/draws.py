@@ -82,7 +82,7 @@ def integers(
 ) -> Tensor:
     """Draw `shape` int64, uniform in [0, bound) to within bound / 2^32; 1 <= bound < 2^31. The rest as for `bits`."""
     if not 1 <= bound < 2**31:
-        raise ValueError(f"draws.integers(bound={bound}): the bound lies in [1, 2^31).")
+        raise ValueError(f"draws.integers(bound={bound}): the bound is in [1, 2^31).")
     return (bits(seed, t, stream, shape, worker=worker, device=device) * bound) >> 32
 
 

@@ -148,12 +148,12 @@ def _explain(step: Step, error: Exception, state: Any, batch: PyTree) -> None:
         raise RuntimeError(
             f"df.compile(step): more than {_GRAPHS} kinds of batches (structures, dtypes, shapes that the compiler takes for "
             "different ones), or values of what the loss, the optimizer or the topology reads from outside (a number, a flag, a "
-            "function that is another in every step); each is compiled. Pad the batches to a few shapes and leave dynamic=None; "
+            "function that changes in every step); each is compiled. Pad the batches to a few shapes and leave dynamic=None; "
             "read what changes from a tensor that is filled in place; or write df.autograd(loss_fn), whose loss is not compiled."
         ) from error
     if isinstance(error, AssertionError) and guards_fail(error):
         raise RuntimeError(
-            "df.compile(step): torch.compile cannot look again at a NumPy array that the loss reads from outside; make it a tensor "
+            "df.compile(step): torch.compile cannot guard a NumPy array that the loss reads from outside; make it a tensor "
             "with torch.from_numpy before the first step."
         ) from error
     if not is_not_compiled(error):

@@ -83,7 +83,7 @@ def require_layout(call: str, old: Any, new: Any) -> None:
         before, after = ([(x.shape, x.dtype) for x in trees.leaves(state)] for state in (old, new))
     if before != after:
         raise ValueError(
-            f"{call}(step): the step turned a state of {before} into one of {after}; a state that is written over "
+            f"{call}(step): the step turned a state of {before} into one of {after}; a state that overwrites "
             "the old one must have the old one's shapes and dtypes, in the same fields."
         )
 

@@ -205,7 +205,7 @@ def _refuse_writing(names: list[str]) -> NoReturn:
         f"df.autograd(loss_fn): the loss wrote over {brief(names)} of the state, which only "
         "the optimizer updates. Clip or normalize trained parameters after the step, with df.with_params, or compute with a clipped "
         "copy (of an embedding's weights, in place of max_norm). Frozen ones that the loss moves are named in "
-        "df.functional(module, ..., overwritten=[...]). The state that the step was given is written over: go on from another."
+        "df.functional(module, ..., overwritten=[...]). The state that the step was given is overwritten: continue from another."
     )
 
 

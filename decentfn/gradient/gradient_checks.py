@@ -67,8 +67,8 @@ def require_none(others: Sequence[Tensor]) -> None:
     """Raise ValueError for tensors with a gradient from the loss that are not among the state's parameters."""
     if others:
         raise ValueError(
-            f"loss_fn: it takes a gradient of {len(others)} tensor(s), of shapes {brief([list(x.shape) for x in others])}, which are not "
-            "among the state's parameters: nobody would train them. Let the criterion be an nn.Module that has them, "
+            f"loss_fn: it has a gradient of {len(others)} tensor(s), of shapes {brief([list(x.shape) for x in others])}, which are not "
+            "among the state's parameters: no optimizer would train them. Let the criterion be an nn.Module that has them, "
             "df.functional(module, criterion), or make them part of the module or of params; freeze what is not trained, with "
             "requires_grad_(False)."
         )

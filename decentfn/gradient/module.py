@@ -210,7 +210,7 @@ class ModuleLoss:
         ]
         raise ValueError(
             f"{call}: {differing[0]}, of which df.functional made the loss; call init(params, buffers) with what it "
-            "returned beside the loss. What shall not be trained is frozen before that, with requires_grad_(False)."
+            "returned with the loss. Freeze untrained parameters before that, with requires_grad_(False)."
         )
 
     def require_batch(self, batch: Any) -> None:

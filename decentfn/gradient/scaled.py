@@ -92,7 +92,7 @@ def dynamic_loss_scale(
     """
     if hasattr(loss_fn, "init") and hasattr(loss_fn, "update"):
         raise ValueError(
-            f"dynamic_loss_scale({brief(loss_fn)}): an optimizer, but what is scaled is the loss; write "
+            f"dynamic_loss_scale({brief(loss_fn)}): expected a loss, not an optimizer; write "
             "df.adapt_while_communicate(df.dynamic_loss_scale(loss_fn), optimizer, topology)."
         )
     require_loss("dynamic_loss_scale(loss_fn)", loss_fn)

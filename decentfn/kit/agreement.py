@@ -37,7 +37,7 @@ def algorithm(function: Callable[P, Algorithm]) -> Callable[P, Algorithm]:
     if list(signature.parameters)[:3] != ["loss_fn", "optimizer", "topology"]:
         raise ValueError(
             f"@kit.algorithm on {function.__name__}{signature}: its first arguments are loss_fn, optimizer, topology, and its "
-            "hyperparameters stand after a *."
+            "hyperparameters follow a *."
         )
 
     @functools.wraps(function)

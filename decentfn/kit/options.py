@@ -51,7 +51,7 @@ def require_options(options: Mapping[str, Any]) -> None:
     if "average_buffers" in options:
         raise TypeError("average_buffers is a wrapper: df.average_buffers(df.adapt_while_communicate(...)).")
     if "ema" in options or "loss_scale" in options:
-        raise TypeError("an average and a scaled loss stand around: df.ema(algorithm), df.dynamic_loss_scale(loss_fn).")
+        raise TypeError("an average and a scaled loss are wrappers: df.ema(algorithm), df.dynamic_loss_scale(loss_fn).")
     unknown = sorted(set(options) - set(Options.__annotations__))
     if unknown:
         raise TypeError(f"unknown options {unknown}; known: {sorted(Options.__annotations__)}.")

@@ -62,7 +62,7 @@ def require_compressor(call: str, compressor: object, gamma: float, options: Map
             f"{call}(compressor={brief(compressor)}): expected a Compressor, for example df.compressors.top_k(0.01)."
         )
     if not 0 < real(call, "gamma", gamma) <= 1:
-        raise ValueError(f"{call}(gamma={gamma!r}): γ lies in (0, 1]; about the compressor's δ is a start.")
+        raise ValueError(f"{call}(gamma={gamma!r}): γ is in (0, 1]; start near the compressor's δ.")
     if options.get("wire_dtype") is not None:
         raise ValueError(
             f"{call}(wire_dtype={options['wire_dtype']}): what travels is the compressor's message; for values rounded to "
@@ -99,7 +99,7 @@ def require_fractions(call: str, **values: float) -> None:
     """Raise ValueError, naming the value, unless each value is in [0, 1]."""
     for name, value in values.items():
         if not 0 <= real(call, name, value) <= 1:
-            raise ValueError(f"{call}({name}={value!r}): {name} is a share of what was there before, in [0, 1].")
+            raise ValueError(f"{call}({name}={value!r}): {name} is the fraction of the old value to keep, in [0, 1].")
 
 
 def require_rate(call: str, **scalars: Scalar) -> None:

@@ -103,7 +103,7 @@ def _require_as_built(within_worker: WithinWorker) -> None:
     size = collectives.processes_per_worker()
     if size != within_worker.processes:
         raise ValueError(
-            f"init(params): the algorithm was built for workers of {within_worker.processes} processes, and now they are of {size}; call "
+            f"init(params): the algorithm was built for workers of {within_worker.processes} processes, and now they have {size}; call "
             "df.init(processes_per_worker=...) once, before it."
         )
 

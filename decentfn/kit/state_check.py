@@ -165,7 +165,7 @@ def require_params(params: PyTree) -> None:
     """Raise ValueError unless `params` is a tree of tensors, not a state or a module."""
     if is_state(params) or isinstance(params, Buckets):
         raise ValueError(
-            f"init(params): found a training state's {type(params).__name__}, which step(state, batch, t) goes on with; "
+            f"init(params): found a training state's {type(params).__name__}, which step(state, batch, t) continues; "
             "to start anew from its parameters, call init(df.params(state))."
         )
     if isinstance(params, nn.Module):

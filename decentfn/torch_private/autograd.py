@@ -20,7 +20,8 @@ def surroundings() -> tuple[Any, Any]:
     """Return the state of PyTorch's dispatcher: autograd, autocast, torch.func. Compiled code turns most of it off.
 
     The public `torch.inference_mode(False)` turns autograd on, but AOTAutograd, which observes the first call of
-    compiled code, also leaves views untracked there, and torch.func and conjugates off: that call's gradients would be wrong.
+    compiled code, also leaves views untracked there, and torch.func and conjugates off: that call's gradients would be
+    wrong.
     """
     return _included(), _excluded()
 

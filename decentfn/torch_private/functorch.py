@@ -46,7 +46,7 @@ def has_no_value(x: Tensor) -> bool:
     if torch.compiler.is_dynamo_compiling() or type(x) is not Tensor:
         return True
     try:
-        x.data_ptr()  # what a transform wraps has no memory of its own
+        x.data_ptr()  # a wrapped tensor has no memory of its own
     except RuntimeError:
         return bool(_ops.is_batched(x))
     return False
@@ -71,7 +71,7 @@ def is_wrapped(x: Tensor) -> bool:
     if type(x) is not Tensor:
         return False
     try:
-        x.data_ptr()  # what a transform wraps has no memory of its own
+        x.data_ptr()  # a wrapped tensor has no memory of its own
     except RuntimeError:
         return True
     return False
