@@ -210,7 +210,6 @@ def _refuse_writing(names: list[str]) -> NoReturn:
 
 
 def _rows(batch: PyTree) -> list[PyTree]:
-    """Split the batch into micro-batches."""
     return [trees.map(lambda x, i=i: x[i], batch) for i in range(micro_batch_count(trees.leaves(batch)))]
 
 

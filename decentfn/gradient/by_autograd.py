@@ -137,7 +137,6 @@ def _gradient_of_hidden(
 
 
 def _by_element(used: Tensor, params: Buckets) -> Buckets:
-    """Expand `used` `[leaves]` to every element of the leaves."""
     flags, first = [], 0
     for bucket in params.plan.buckets:
         pieces = [used[first + k].expand(segment.numel) for k, segment in enumerate(bucket.segments)]

@@ -123,7 +123,6 @@ def evaluate(
 def _evaluate(
     loss_fn: LossFn, params: Buckets, buffers: PyTree, batch: PyTree, t: Tensor, scale: Tensor | None
 ) -> Gradient:
-    """Evaluate the loss and its gradient on this process."""
     many = isinstance(loss_fn, Accumulated)
     one = loss_fn.loss_fn if many else loss_fn
     if isinstance(one, ByAutograd):

@@ -79,7 +79,6 @@ def _is_trained(x: Tensor | None) -> bool:
 
 
 def _leaves(loss: Tensor) -> Iterator[Tensor]:
-    """Yield the leaf tensors of the loss's graph."""
     nodes, seen = [loss.grad_fn], set()
     while nodes:
         node = nodes.pop()

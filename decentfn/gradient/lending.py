@@ -125,7 +125,6 @@ class Lent:
                 x.grad = grad
 
     def _replaced(self) -> list[Place]:
-        """Return the places that now hold another tensor, or none."""
         return [p for p in self._places if p.key not in p.holder or p.holder[p.key] is not p.own]
 
     def of(self, batch: Any) -> tuple[Tensor, Any]:

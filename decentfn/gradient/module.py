@@ -292,7 +292,6 @@ class _Pair(nn.Module):
 
 
 def _trained(network: nn.Module) -> list[bool]:
-    """Return which of the parameters require a gradient."""
     return [p.requires_grad for m in network.modules() for p in m._parameters.values() if p is not None]
 
 

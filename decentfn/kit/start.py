@@ -68,7 +68,6 @@ def lay_out(
 def _in_buckets(
     params: PyTree, bucket_mb: float, masks: Sequence[Mask], within_worker: WithinWorker, places: Places
 ) -> Buckets:
-    """Lay out this process's part of the parameters."""
     process, size = collectives.everyone().process, within_worker.processes
     if not within_worker.is_replicated:
         return flatten(
@@ -121,7 +120,6 @@ def _require_equal_within_worker(params: PyTree, within_worker: WithinWorker) ->
 
 
 def _say(plan: Plan, topology: Topology) -> None:
-    """Log the layout and the topology's certificate."""
     leaves = sum(len(bucket.segments) for bucket in plan.buckets)
     sizes = ", ".join(f"{bucket.nbytes:,} of {bucket.dtype}" for bucket in plan.buckets)
     _log.info("plan: %d leaves in %d buckets, bytes %s", leaves, len(plan.buckets), sizes)

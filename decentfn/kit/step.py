@@ -135,7 +135,6 @@ class Step:
 
     @cached_property
     def _writes_over(self) -> bool:
-        """True if `run` itself overwrites the state."""
         return self.is_compiled and self.is_donated
 
 

@@ -252,7 +252,6 @@ def finite_or(new: Tensor, old: Tensor, first: Tensor) -> Tensor:
 
 
 def _all_finite(*several: Buckets, like: Buckets | None = None) -> Buckets:
-    """Return for each element True if it is finite in all of these."""
     if not several:
         assert like is not None
         return each(lambda b: torch.ones_like(b, dtype=torch.bool), like)

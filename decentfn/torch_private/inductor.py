@@ -93,7 +93,6 @@ def _chain(graph: torch.fx.Graph) -> None:
 
 
 def _short_name(target: Any) -> str | None:
-    """Return the name of an operator of this library, else None."""
     if getattr(target, "namespace", "") != "decentfn":
         return None
     return target._schema.name.removeprefix("decentfn::")

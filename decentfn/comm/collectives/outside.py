@@ -138,7 +138,6 @@ def _require_same(here: World, processes: range, headers: list[_Header]) -> None
 
 
 def _failed(here: World, call: str, error: RuntimeError) -> RunError:
-    """Build the error for a call that another process did not join."""
     steps = here.gossip.steps
     was_whole = steps.is_whole
     _end(here, call, error)
@@ -242,9 +241,7 @@ def gather_bytes(told: Tensor, among: World | None = None) -> list[Tensor]:
 
 
 def attempt(call: str, function: Callable[..., Any], *arguments: Any) -> tuple[list[dict[str, Any]], Exception | None]:
-    """Call `function(*arguments)` on every process and share the outcome, so that no process waits for a failed one.
-
-    Collective.
+    """Call `function(*arguments)` on every process and share the outcome, so that none waits in vain. Collective.
 
     Returns:
         For each rank its `call`, and the `value` after a JSON round trip, or the `error`'s text, `brief` with its type,

@@ -227,5 +227,4 @@ class Steps:
 
 
 def _step_of(call: int, changes: Iterable[tuple[int, int]]) -> int | None:
-    """Return t in that call; None if it was too long ago."""
     return max(((first, t) for first, t in changes if first <= call), default=(0, None))[1]

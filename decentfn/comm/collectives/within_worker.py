@@ -104,7 +104,6 @@ def _begun(here: World, what: str, x: Tensor, processes: int | None = None) -> I
 
 
 def _sizes(rows: Sequence[int], widths: Sequence[int], processes: int) -> list[list[int]]:
-    """Return each process's number of elements of each leaf."""
     return [
         [len(rows_of(process, processes, r)) * w for r, w in zip(rows, widths, strict=True)]
         for process in range(processes)

@@ -50,12 +50,12 @@ def is_guarded() -> bool:
 
 
 def note_skipped(bad: Tensor) -> None:
-    """Note a bad gradient or update (0-d bool); only in a guarded step."""
+    """Note a bad gradient or update (0-d bool) in a guarded step."""
     context.guarded[-1].skipped.append(bad)
 
 
 def note_replaced(bad: Tensor) -> None:
-    """Note a bad message of this worker (0-d bool); only in a guarded step."""
+    """Note a bad message of this worker (0-d bool) in a guarded step."""
     context.guarded[-1].replaced.append(bad)
 
 

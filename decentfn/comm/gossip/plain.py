@@ -227,7 +227,6 @@ def _weighted(
 
 
 def _mean(posted: Posted, index: int) -> Tensor:
-    """Return a group's mean; in a guarded step the mean of its good members."""
     mean = _landed(posted, posted.means[index], index)
     if posted.scale is None:
         return mean

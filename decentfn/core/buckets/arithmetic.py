@@ -132,10 +132,7 @@ def gather_within_worker(x: Tensor, rows: Sequence[int], widths: Sequence[int]) 
 
 
 def scatter_within_worker(x: Tensor, rows: Sequence[int], widths: Sequence[int], numel: int) -> Tensor:
-    """Return this process's rows, `[*workers, numel]`, of the mean of unsharded buckets `[*workers, D]`.
-
-    Other arguments as for `gather_within_worker`.
-    """
+    """Return this process's rows, `[*workers, numel]`, of the mean of unsharded buckets `[*workers, D]`."""
     return _ops.scatter_within_worker(x, rows, widths, numel, None)
 
 
