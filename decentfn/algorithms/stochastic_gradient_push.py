@@ -115,7 +115,7 @@ def stochastic_gradient_push(
             row = collectives.look_up(z[0], topology, t)
             given = row.given if row.mean_weight is None else torch.cat([row.given, row.mean_weight[None]])
             kept = [_without(x, q, given) for x, q in zip(x_and_w, sent, strict=True)]
-            received = gossip.neighbours_sum(late, [k.dtype for k in kept], after=g.grads)
+            received = gossip.neighbors_sum(late, [k.dtype for k in kept], after=g.grads)
             mixed = [(k + r).to(x.dtype) for x, k, r in zip(x_and_w, kept, received, strict=True)]
             x_and_w = Buckets(mixed, x_and_w.plan)
             outboxes = (*outboxes[1:], sent)

@@ -1,4 +1,4 @@
-"""Do all ranks run the same? gloo checks nothing, so they compare before anything is exchanged."""
+"""Check that all ranks run the same: gloo checks nothing, so they compare before anything is exchanged."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from decentfn.topologies import Topology
 
 _STEPS_COMPARED = 4
 _TRIED = (0, 1, 10, 100, 1000, 10_000, 100_000)
-"""Where functions of a step are compared."""
+"""Steps at which functions of t are compared."""
 
 
 def fingerprint(plan: Plan, topology: Topology, device: torch.device, masks: Sequence[Mask] = ()) -> list[str]:
-    """Lines that are equal on two ranks iff they run the same schedule in the same version, and masks take the same leaves.
+    """Return lines that are equal on two ranks iff version, schedule, device type and the leaves of every mask agree.
 
-    Devices are of one kind: one over gloo and another over NCCL would wait for each other.
+    Devices must be of one kind: a rank on gloo and a rank on NCCL would wait for each other.
     """
     tables = [topology.sources, topology.weights, topology.groups, topology.mean_weights]
     if topology.draw is not None:
@@ -49,16 +49,16 @@ def fingerprint(plan: Plan, topology: Topology, device: torch.device, masks: Seq
 
 
 def describe(name: str, value: Any) -> str:
-    """A hyperparameter, in a line that is equal on two ranks iff it is; a function by its values at some steps."""
+    """Describe a hyperparameter in a line that is equal iff the value is; a function by its values at some steps."""
     if callable(value):
         return f"{name}(t)=" + ", ".join(f"{_value(value, t)} at {t}" for t in _TRIED)
     return re.sub(r" at 0x[0-9a-f]+", "", f"{name}={value}")
 
 
 def structure(name: str, value: Any, intra_worker: tuple[Any, ...] = ()) -> Iterator[str]:
-    """What a transform is made of, in lines: the types and functions, and the numbers that this library's close over.
+    """Describe a transform in lines: its types and functions, and the numbers in the closures of this library's.
 
-    What is not this library's is compared by its name alone: it may hold what is a rank's own.
+    Functions from outside this library are compared by name alone: they may hold a rank's own data.
     """
     if isinstance(value, (tuple, list)):
         yield f"{name} is a {type(value).__name__} of {len(value)}"
@@ -87,7 +87,7 @@ def _value(function: Callable[[Tensor], Any], t: int) -> str:
 
 
 def agree(lines: list[str], of_shard: Sequence[str] = ()) -> None:
-    """Compare what ranks are about to train; collective. Arguments and errors as of `compare`."""
+    """Compare the runs that the ranks are about to start; collective. Arguments and errors as for `compare`."""
     compare("init(params)", lines, "every rank must build the same algorithm, model and topology", of_shard)
 
 
@@ -99,7 +99,7 @@ def compare(
     of_tp_group: Sequence[str] = (),
     tp_size: int = 1,
 ) -> None:
-    """Compare `lines` over all ranks, `of_shard` over those that hold the same shard, `of_tp_group` over so many neighbours; collective.
+    """Compare `lines` over all ranks, `of_shard` over ranks of a shard, `of_tp_group` in those groups; collective.
 
     Raises:
         PlanMismatch: on every rank, naming the first rank and line that differ from most, and the `rule`.
@@ -137,15 +137,15 @@ def _digest(tables: list[Tensor | None]) -> str:
     return content.hexdigest()[:16]
 
 
-# -- equal replicas: made by `broadcast`, and checked before a method relies on them; not for use inside a step ---------
+# -- equal replicas: made by `broadcast`, and checked before a method relies on them; not for use inside a step --------
 
 
 @collectives.calling("df.broadcast(tree)")
 def broadcast(tree: PyTree) -> PyTree:
-    """Worker 0's tree (process 0's) on every rank, bit for bit; copies. Collective.
+    """Copy worker 0's tree (process 0's) to every rank, bit for bit. Collective.
 
-    `params, buffers = df.broadcast((params, buffers))` before `init` gives all workers one start. Where a worker is several
-    processes, each gets what worker 0's process of its number has.
+    `params, buffers = df.broadcast((params, buffers))` before `init` gives all workers the same start. If a worker is
+    several processes, each receives the tree of the process with the same number in worker 0.
 
     Raises:
         ValueError: on every rank, if the trees differ in more than their values.
@@ -166,7 +166,7 @@ def require_equal(call: str, tree: PyTree) -> None:
 
 
 def require_equal_rows(call: str, tree: PyTree) -> None:
-    """Raise ValueError unless all workers of this process hold the same, bit for bit; each leaf is `[N, ...]`."""
+    """Raise ValueError unless all workers of this process hold equal values, bit for bit; each leaf is `[N, ...]`."""
     for name, leaf in trees.named_leaves(tree):
         digests = [digest(row) for row in leaf]
         for worker, one in enumerate(digests):
@@ -181,6 +181,6 @@ def _kind(name: str, leaf: object) -> str:
 
 
 def digest(leaf: Tensor) -> str:
-    """Equal for two tensors iff their bytes are."""
+    """Return a digest that is equal for two tensors iff their bytes are."""
     raw = leaf.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
     return hashlib.sha256(raw.numpy().data).hexdigest()[:16]

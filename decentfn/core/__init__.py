@@ -1,1 +1,1 @@
-"""What everything stands on: trees, buckets, scalars, numbers, random draws, formatting."""
+"""Foundations of the package: trees, buckets, scalars, numbers, random draws, formatting."""

@@ -1,4 +1,4 @@
-"""What surrounds the code that a thread runs: set by a `with` further up, and read where an argument would pass through user code."""
+"""Thread-local context, set by an enclosing `with` and read where an argument would have to pass through user code."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 class _Context(threading.local):
     def __init__(self) -> None:
         # Set here, and not in the class: torch.compile guards the fields in every thread that runs what it compiled.
-        self.world: Any = None  # whom the operators talk to (`collectives.use`)
-        self.step: Any = None  # the world in which the step runs (`collectives.whole_step`)
+        self.world: Any = None  # the world of the operators (`collectives.use`)
+        self.step: Any = None  # the world of the running step (`collectives.whole_step`)
         self.call: tuple[str, bool] | None = None  # the user's call outside steps (`collectives.calling`)
-        self.seed: int | None = None  # torch's, outside of `draws.torch_draws`
-        self.generators: tuple[Any, ...] = ()  # which the outer `draws.torch_draws` puts back
+        self.seed: int | None = None  # torch's seed outside `draws.torch_draws`
+        self.generators: tuple[Any, ...] = ()  # restored by the outer `draws.torch_draws`
         self.chunks: tuple[int, int] | None = (
-            None  # the simulation's workers, and how many at a time (`stacking.over_workers`)
+            None  # the number of simulated workers, and of those in a chunk (`stacking.over_workers`)
         )
-        # Added to and never set: torch.compile forgets what an attribute was set to where it traces a loop.
-        self.guarded: list[Any] = []  # what the guarded steps have met, the innermost last (`gossip.guarded`)
+        # Appended to and never assigned: torch.compile loses an assignment to an attribute when it traces a loop.
+        self.guarded: list[Any] = []  # notes of the guarded steps, the innermost last (`gossip.guarded`)
 
 
 context = _Context()
-"""This thread's."""
+"""The context of this thread."""

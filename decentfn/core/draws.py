@@ -1,12 +1,12 @@
 """Draws that every worker can repeat: functions of (seed, t, stream, worker), one operator in a graph.
 
-A `torch.Generator` does not trace, so numbers come from a counter-based integer hash: what is drawn in step t depends
-on nothing that was drawn before, the same on every machine, eager or compiled, on CPU or GPU. All arithmetic is int64
-on values below 2^63, so nothing overflows. Good for schedules and compressors; not for cryptography.
+A `torch.Generator` does not trace, so numbers come from a counter-based integer hash. The draws of step t do not depend
+on earlier draws; they are the same on every machine, eager or compiled, on CPU or GPU. All arithmetic is int64 on
+values below 2^63, so nothing overflows. Suitable for schedules and compressors; not for cryptography.
 
 `t` and `worker` may be tensors (0-d int64); under `vmap` t is unbatched and `worker` may be batched.
 
-PyTorch's own generators, which a loss draws from, are seeded in the same spirit: `worker_seed`, `torch_draws`.
+`worker_seed` and `torch_draws` seed PyTorch's own generators, from which a loss draws, in the same way.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ _PI = (
     "C0AC29B7C97C50DD3F84D5B5B54709179216D5D98979FB1BD1310BA698DFB5AC2FFD72DBD01ADFB7B8E1AFED6A267E96"
 )
 _STARTS = [[int(_PI[48 * key + 8 * word :][:8], 16) for word in range(6)] for key in range(4)]
-"""For each half of each key, a number to start each word from: the digits of π."""
+"""Start value of each word, for each half of each key: the digits of π."""
 
 
 def bits(
     seed: int, t: int | Tensor, stream: int, shape: Sequence[int], *, worker: int | Tensor = 0, device: object = None
 ) -> Tensor:
-    """32 random bits in each entry.
+    """Draw 32 random bits per entry.
 
     Args:
-        seed: any integer; its low 64 bits count.
+        seed: any integer; only its low 64 bits are used.
         t: the step, >= 0.
-        stream: tells apart what is drawn for different purposes in one step.
+        stream: separates draws for different purposes in one step.
         shape: of the result; fewer than 2^32 entries.
-        worker: the worker that draws, where each draws its own; leave it out for draws that all share.
+        worker: the worker that draws, if each draws its own; leave it out for draws shared by all workers.
         device: where the result lives (default: CPU, or `worker`'s device).
 
     Returns:
@@ -58,14 +58,14 @@ def bits(
 def uniform(
     seed: int, t: int | Tensor, stream: int, shape: Sequence[int], *, worker: int | Tensor = 0, device: object = None
 ) -> Tensor:
-    """`shape` float64, uniform in [0, 1), with 53 random bits. Arguments as for `bits`."""
+    """Draw `shape` float64, uniform in [0, 1), with 53 random bits. Arguments as for `bits`."""
     return (_draw(seed, t, stream, shape, worker, device, is_wide=True) >> 10).to(torch.float64) * 2.0**-53
 
 
 def sign(
     seed: int, t: int | Tensor, stream: int, shape: Sequence[int], *, worker: int | Tensor = 0, device: object = None
 ) -> Tensor:
-    """`shape` float64, -1 or 1 with equal probability. Arguments as for `bits`."""
+    """Draw `shape` float64, -1 or 1 with equal probability. Arguments as for `bits`."""
     drawn = bits(seed, t, stream, shape, worker=worker, device=device)
     return ((drawn >> 31) * 2 - 1).to(torch.float64)
 
@@ -80,9 +80,9 @@ def integers(
     worker: int | Tensor = 0,
     device: object = None,
 ) -> Tensor:
-    """`shape` int64, uniform in [0, bound) to within bound / 2^32; 1 <= bound < 2^31. Other arguments as for `bits`."""
+    """Draw `shape` int64, uniform in [0, bound) to within bound / 2^32; 1 <= bound < 2^31. The rest as for `bits`."""
     if not 1 <= bound < 2**31:
-        raise ValueError(f"draws.integers(bound={bound}): the bound lies in [1, 2^31).")
+        raise ValueError(f"draws.integers(bound={bound}): the bound is in [1, 2^31).")
     return (bits(seed, t, stream, shape, worker=worker, device=device) * bound) >> 32
 
 
@@ -98,15 +98,15 @@ def permutation(
 
 @checks_numbers
 def worker_seed(seed: int, worker: int, t: int = 0) -> int:
-    """A seed for what one worker draws by itself (augmentation, the order of its samples), of a seed that all share.
+    """Derive a worker's seed for its own draws (augmentation, sample order) from a seed shared by all workers.
 
     Args:
         seed: any integer.
         worker: the worker's number.
-        t: the step, where every step has a generator of its own: then no generator's state needs saving.
+        t: the step, if every step has its own generator; then no generator state needs saving.
 
     Returns:
-        An integer in [0, 2^63) for `torch.Generator().manual_seed`; other arguments, however near, give unrelated draws.
+        An integer in [0, 2^63) for `torch.Generator().manual_seed`; close arguments, too, give unrelated draws.
 
     >>> draw = torch.Generator().manual_seed(worker_seed(0, worker=3, t=7))
     """
@@ -114,16 +114,16 @@ def worker_seed(seed: int, worker: int, t: int = 0) -> int:
 
 
 class torch_draws:
-    """Within, PyTorch's default generators draw by (torch's seed, t, worker, part); afterwards they are as they were before.
+    """Seed PyTorch's default generators by (torch's seed, t, worker, part) inside, and restore them on exit.
 
-    So where every rank has said `torch.manual_seed(0)`, ranks and steps draw differently, and the same in every run.
-    One within another draws by the seed that was torch's outside both, and the outer one goes on from there.
+    If every rank calls `torch.manual_seed(0)`, ranks and steps draw differently, and every run draws the same numbers.
+    A nested context uses torch's seed from outside both; the outer one resumes after it.
     """
 
     __slots__ = ("_before", "_key", "_outer")
 
     def __init__(self, t: int | Tensor, worker: int, part: int = 0) -> None:
-        self._key = int(t), worker, part, 1  # 1: never what `worker_seed` gives
+        self._key = int(t), worker, part, 1  # 1: differs from every key of `worker_seed`
 
     def __enter__(self) -> None:
         self._outer = context.seed, context.generators
@@ -147,7 +147,7 @@ class torch_draws:
 
 
 def _mixed(*numbers: int) -> int:
-    """One seed of several numbers (splitmix64)."""
+    """Hash several numbers into one seed (splitmix64)."""
     z = 0
     for number in numbers:
         z = (z + number + 0x9E3779B97F4A7C15) & (2**64 - 1)
@@ -171,7 +171,7 @@ def _draw(
     is_wide: bool,
 ) -> Tensor:
     """Return `shape` int64 of 32 random bits, or 63 if `is_wide`."""
-    seed = (seed + 2**63) % 2**64 - 2**63  # its low 64 bits, as an operator takes them
+    seed = (seed + 2**63) % 2**64 - 2**63  # the low 64 bits, signed, as an operator takes them
     if not isinstance(worker, Tensor):
         worker = torch.full((), worker, dtype=torch.int64, device=cast(Any, device))
     step = t if isinstance(t, Tensor) else None
@@ -181,7 +181,7 @@ def _draw(
 def _kernel(
     seed: int, t: Tensor | None, at: int, stream: int, shape: Sequence[int], worker: Tensor, is_wide: bool
 ) -> Tensor:
-    """Draw for one worker, 0-d, or for several, `[N]`: then the draws are `[N, *shape]`."""
+    """Draw for one worker (`worker` 0-d) or for N workers (`worker` `[N]`, draws `[N, *shape]`)."""
     step = at if t is None else int(t)
     number = int(worker) if worker.dim() == 0 and worker.device.type == "cpu" else worker
     words = (seed & _32_BITS, seed >> 32 & _32_BITS, stream & _32_BITS, number, step & _32_BITS, step >> 32 & _32_BITS)
@@ -197,7 +197,7 @@ def _kernel(
 
 
 def _scramble(x: Any) -> Any:
-    """Permute the 32-bit numbers such that each bit of `x` moves every bit (xorshift, multiply)."""
+    """Permute the 32-bit numbers so that each bit of `x` affects every bit (xorshift, multiply)."""
     for shift, multiplier in _MULTIPLIERS:
         x = ((x ^ (x >> shift)) * multiplier) & _32_BITS
     return x ^ (x >> 14)

@@ -1,4 +1,4 @@
-"""How values are shown in errors, and which errors are this library's own."""
+"""Formatting of values and errors in messages, and recognition of this library's own errors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _LONGEST, _LONGEST_ERROR = 60, 300
 
 
 def brief(value: object) -> str:
-    """A value's repr on one line, cut where it gets long: a module's is a page.
+    """Return a value's repr on one line, truncated if it is long, such as a module's.
 
     >>> brief("ring"), brief(list(range(100)))
     ("'ring'", '[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16...')
@@ -20,20 +20,20 @@ def brief(value: object) -> str:
 
 
 def root(error: BaseException) -> BaseException:
-    """The first of the errors that led to this one."""
+    """Return the first error in this error's chain of causes."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error
 
 
 def is_ours(error: BaseException) -> bool:
-    """Whether this library raised it, in a sentence."""
+    """Return True if this library raised the error itself, as a ValueError."""
     frames = traceback.extract_tb(error.__traceback__)
     return isinstance(error, ValueError) and bool(frames) and Path(frames[-1].filename).is_relative_to(_LIBRARY)
 
 
 def brief_error(error: BaseException) -> str:
-    r"""An error's type and the first line of what it says, with the next one where that ends in a colon.
+    r"""Return an error's type and the first line of its message, with the next line if the first ends in a colon.
 
     >>> brief_error(KeyError("labels"))
     "KeyError: 'labels'"

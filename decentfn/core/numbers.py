@@ -1,4 +1,4 @@
-"""Numbers that users give: checked in one way, by the annotations of the function that takes them."""
+"""Checks of the numbers that users pass, driven by the annotations of the function that takes them."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 MOST_WORKERS = 2**20
-"""Of a topology, and the most of what else is counted out one by one."""
+"""Largest number of workers in a topology, and the limit of other counts that are enumerated."""
 
 
 def real(call: str, name: str, value: Any) -> float:
-    """A finite real number, as Python's own, or a ValueError that names the call."""
+    """Return a finite real number as a Python number, or raise a ValueError that names the call."""
     if isinstance(value, torch.Tensor):
         raise ValueError(
-            f"{call}({name}={brief(value)}): {name} is one number for the whole run, and a later change of the tensor would not count; "
-            f"pass float({name}), or a function where one is taken."
+            f"{call}({name}={brief(value)}): {name} is one number for the whole run; later changes of the tensor "
+            f"would be ignored; pass float({name}), or a function of t if one is accepted."
         )
     if not isinstance(value, Real) or isinstance(value, bool):
         raise ValueError(f"{call}({name}={brief(value)}): {name} is a number; found {type(value).__name__}.")
@@ -41,7 +41,7 @@ def real(call: str, name: str, value: Any) -> float:
 
 
 def whole_number(call: str, name: str, value: Any) -> int:
-    """An integer, as Python's own, or a ValueError that names the call; a 0-d tensor of integers is one."""
+    """Return an integer (or a 0-d integer tensor) as a Python int, or raise a ValueError that names the call."""
     if isinstance(value, torch.Tensor) and value.dim() == 0:
         value = value.item()
     if not isinstance(value, Integral) or isinstance(value, bool):
@@ -65,14 +65,14 @@ def require_at_most(call: str, most: int, **counts: int) -> None:
 
 
 def require(holds: bool, call: str, rule: str, **values: Any) -> None:
-    """Raise ValueError unless `holds`: the call with these values of its arguments, then the rule."""
+    """Raise ValueError unless `holds`; the message is the call with these arguments, then the rule."""
     if not holds:
         given = ", ".join(f"{name}={brief(value)}" for name, value in values.items())
         raise ValueError(f"{call}({given}): {rule}" if given else f"{call}: {rule}")
 
 
 def array(name: str, what: str, values: object, dtype: type = np.float64) -> np.ndarray:
-    """A copy as numbers, integers where `dtype` says so, or a ValueError that says what is none."""
+    """Return a copy of `values` as an array of `dtype`, or raise a ValueError that names the invalid values."""
     try:
         numbers = np.asarray(values, dtype=np.float64)
     except (TypeError, ValueError, OverflowError) as error:
@@ -83,12 +83,12 @@ def array(name: str, what: str, values: object, dtype: type = np.float64) -> np.
 
 
 def plain(call: str, parameters: Mapping[str, inspect.Parameter], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments, those that are annotated as numbers or booleans as Python's own, or a ValueError."""
+    """Return the arguments, with annotated numbers and booleans converted to Python's types, or raise ValueError."""
     return {name: _plain(call, name, _kinds(parameters[name]), value) for name, value in arguments.items()}
 
 
 def bind(function: Callable[..., Any], signature: inspect.Signature, args: Any, kwargs: Any) -> inspect.BoundArguments:
-    """Bind arguments to a function's signature; where they do not fit, raise the TypeError of the call itself, which names it."""
+    """Bind arguments to a function's signature; if they do not fit, raise the TypeError of the call itself."""
     try:
         return signature.bind(*args, **kwargs)
     except TypeError:
@@ -97,10 +97,10 @@ def bind(function: Callable[..., Any], signature: inspect.Signature, args: Any, 
 
 
 def checks_numbers(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a public function: its `int`, `float` and `bool` arguments are such, finite, and no other type's.
+    """Decorate a public function so that its `int`, `float` and `bool` arguments are checked for type and finiteness.
 
-    NumPy's scalars, fractions and, for integers, 0-d tensors are taken and become Python's own. What the annotation names
-    beside them passes.
+    NumPy scalars, fractions and, for integers, 0-d tensors are accepted and converted to Python's types. Other types
+    named by the annotation pass unchanged.
     """
     signature = inspect.signature(function)
 
@@ -127,7 +127,7 @@ def _plain(call: str, name: str, kinds: frozenset[str], value: Any) -> Any:
         return value
     is_number = isinstance(value, (Real, torch.Tensor, bool))
     if not is_number and kinds - {"int", "float", "bool", "None", "Callable"}:
-        return value  # what else is taken, the function looks at
+        return value  # other accepted types are checked by the function
     if "bool" in kinds:
         if str(type(value).__name__) not in ("bool", "bool_"):
             raise ValueError(f"{call}({name}={brief(value)}): {name} is True or False.")
@@ -135,6 +135,6 @@ def _plain(call: str, name: str, kinds: frozenset[str], value: Any) -> Any:
     if "int" not in kinds:
         return real(call, name, value)
     number = whole_number(call, name, value)
-    if name != "seed" and abs(number) >= 2**53:  # of a seed the low bits count
+    if name != "seed" and abs(number) >= 2**53:  # only a seed's low bits are used
         raise ValueError(f"{call}({name}={brief(value)}): {name} is an integer below 2^53.")
     return number

@@ -1,4 +1,4 @@
-"""The number of a step; operators, and what they compute once and store: scalars for a whole bucket, what travels rounded."""
+"""Step numbers, the definition of operators, and two operators that store their result: `once` and `rounded`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from decentfn.torch_private import functorch
 _library = torch.library.Library("decentfn", "FRAGMENT")
 
 kernels: dict[Any, Any] = {}
-"""Operator -> kernel, of those that `operator` has defined."""
+"""Kernel of each operator that `operator` has defined."""
 
 
 def operator(schema: str, kernel: Any, fake: Any, vmap: Any) -> Any:
-    """Define an operator of this library by its kernel on every device, what its result looks like, and its rule under `vmap`."""
+    """Define an operator of this library by its kernel for every device, its fake kernel, and its `vmap` rule."""
     name = schema[: schema.index("(")]
     _library.define(schema)
     _library.impl(name, kernel, "CompositeExplicitAutograd")
@@ -29,10 +29,10 @@ def operator(schema: str, kernel: Any, fake: Any, vmap: Any) -> Any:
 
 
 def as_step(t: int | Tensor) -> Tensor:
-    """The number of a step as 0-d int64 on the CPU: what every `t` that a user gives goes through.
+    """Convert a user's step number to 0-d int64 on the CPU.
 
     Raises:
-        ValueError: `t` is no integer, negative, or has an axis.
+        ValueError: `t` is not an integer, is negative, or has an axis.
     """
     if isinstance(t, torch.Tensor):
         if t.dim() == 0 and not (t.is_floating_point() or t.is_complex() or t.dtype == torch.bool):
@@ -58,26 +58,26 @@ _rounded = operator(
 
 
 def sent(x: Tensor, device: torch.device) -> Tensor:
-    """Copy `x`, on the CPU, to a device without waiting for it. For kernels: within a graph, Inductor would reuse the memory.
+    """Copy `x` from the CPU to a device without waiting. Only for kernels: in a graph, Inductor would reuse the memory.
 
-    The copy reads pinned memory of its own, to which nobody else has a reference, and which PyTorch's allocator does not give to
-    anyone before the copy is done.
+    The copy reads its own pinned memory. Nothing else references it, and PyTorch's allocator does not reuse it before
+    the copy is done.
     """
     return x if device.type == "cpu" else x.pin_memory().to(device, non_blocking=True)
 
 
 def once(x: Tensor) -> Tensor:
-    """`x` in memory of its own; a compiled kernel reads it instead of computing it for every element.
+    """Store `x` in its own memory, so that a compiled kernel reads it instead of recomputing it for every element.
 
-    Inductor inlines what a scalar was computed from (a power, a table look-up) into the loop over a bucket, where it
-    takes longer than the update.
+    Inductor inlines the computation of a scalar (a power, a table look-up) into the loop over a bucket, where it takes
+    longer than the update.
     """
     return _once(x)
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x.to(dtype)` for a narrower dtype, the very same numbers for everyone who reads it, compiled too.
+    """Round `x` to a narrower dtype, so that every reader gets the same numbers, also in compiled code.
 
-    Inductor would go on with the unrounded values where it finds them in a register.
+    Otherwise Inductor would use the unrounded values if it finds them in a register.
     """
     return _rounded(x, dtype)

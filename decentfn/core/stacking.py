@@ -1,4 +1,4 @@
-"""`vmap` over the workers of this process, and what is done for a few of them at a time."""
+"""`vmap` over the workers of this process, for all at once or in chunks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from decentfn.torch_private import functorch
 
 
 def require_rows(what: str, tree: PyTree, num_workers: int) -> None:
-    """Every leaf of the state or the batch, `what`, has a row for each worker."""
+    """Raise ValueError unless every leaf of the state or the batch (`what`) has a row for each worker."""
     for index, leaf in enumerate(trees.leaves(tree)):
         if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0 or leaf.shape[0] != num_workers:
             name = trees.named_leaves(tree)[index][0]  # Dynamo cannot trace optree's names through a dict
@@ -30,10 +30,10 @@ def require_rows(what: str, tree: PyTree, num_workers: int) -> None:
 def over_workers(
     function: Callable[..., PyTree], num_workers: int, *arguments: PyTree, chunk_size: int | None = None
 ) -> PyTree:
-    """`function` of one worker, for all of them at once; every leaf of arguments and result has the workers first.
+    """Apply a function of one worker to all workers at once; every leaf of arguments and result has the workers first.
 
-    With `chunk_size`, what `in_chunks` wraps is done for so many workers at a time, and random operations in it are refused:
-    within a chunk nothing tells its workers from those of other chunks.
+    With `chunk_size`, the parts wrapped by `in_chunks` run for that many workers at a time. Random operations in them
+    are refused, because the workers of one chunk cannot be told from those of another.
     """
     one, returned = _on_leaves(function, arguments)
     outer = context.chunks
@@ -46,7 +46,7 @@ def over_workers(
 
 
 def in_chunks(function: Callable[..., PyTree], *arguments: PyTree) -> PyTree:
-    """`function(*arguments)`, for one chunk of the workers after the other, where the simulation was told to."""
+    """Return `function(*arguments)`, evaluated for one chunk of workers after another."""
     assert context.chunks is not None
     num_workers, size = context.chunks
     leaves = trees.leaves(arguments)
@@ -63,7 +63,7 @@ def in_chunks(function: Callable[..., PyTree], *arguments: PyTree) -> PyTree:
 def _on_leaves(
     function: Callable[..., PyTree], arguments: PyTree
 ) -> tuple[Callable[[list[Tensor]], list[Tensor]], list[PyTree]]:
-    """`function` from the leaves of its arguments to those of its result, and where it leaves the tree around them."""
+    """Return `function` from leaves to leaves, and the list to which it appends the tree of its result."""
     template = trees.enumerate_leaves(arguments)
     returned: list[PyTree] = []
 

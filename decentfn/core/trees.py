@@ -18,7 +18,7 @@ T = TypeVar("T")
 PyTree = Any
 
 _LEAVES = (torch.Tensor, int)
-"""Known at a glance, so that Dynamo has less to trace."""
+"""Types that are recognized as leaves without a look-up, so that Dynamo has less to trace."""
 
 _DICTS = (dict, OrderedDict, defaultdict)
 
@@ -26,7 +26,7 @@ flatten: Callable[..., tuple[list[Any], Any]] = optree.tree_flatten
 
 
 def leaves(tree: PyTree) -> list[Any]:
-    """The leaves in flattening order: dicts by sorted key; None is no leaf."""
+    """Return the leaves in flattening order (dicts by sorted key); None is not a leaf."""
     if not torch.compiler.is_dynamo_compiling():
         return optree.tree_leaves(tree)
     if isinstance(tree, _LEAVES):
@@ -36,7 +36,7 @@ def leaves(tree: PyTree) -> list[Any]:
 
 
 def map(function: Callable[..., Any], tree: PyTree, *others: PyTree) -> PyTree:
-    """`function` of the leaves of `tree` and of what stands in their places in `others`, as a tree."""
+    """Apply `function` to each leaf of `tree` and the corresponding parts of `others`."""
     if not torch.compiler.is_dynamo_compiling():
         return optree.tree_map(function, tree, *others)
     node = None if isinstance(tree, _LEAVES) else _open(tree)
@@ -44,7 +44,7 @@ def map(function: Callable[..., Any], tree: PyTree, *others: PyTree) -> PyTree:
 
 
 def _rebuilt(visit: Callable[..., Any], function: Callable[..., Any], node: Any, others: Sequence[PyTree]) -> PyTree:
-    """An opened node with `visit(function, ...)` of its children, and of those in their places in `others`."""
+    """Rebuild an opened node from `visit(function, ...)` of its children and the corresponding ones of `others`."""
     children, close = node
     opened = [_open(other) for other in others]
     rest = [() if other is None else other[0] for other in opened]
@@ -52,7 +52,7 @@ def _rebuilt(visit: Callable[..., Any], function: Callable[..., Any], node: Any,
 
 
 def cloned(tree: PyTree) -> PyTree:
-    """The tree with every tensor in memory of its own; to autograd a leaf."""
+    """Return the tree with every tensor cloned, as an autograd leaf."""
 
     def clone(x: Any) -> Any:
         return x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
@@ -61,9 +61,9 @@ def cloned(tree: PyTree) -> PyTree:
 
 
 def _open(tree: PyTree) -> tuple[Sequence[Any], Callable[[list[Any]], Any]] | None:
-    """A node's children and the function that makes it again from others; None for a leaf.
+    """Return a node's children and the function that rebuilds it from new children; None for a leaf.
 
-    What optree does, for Dynamo: it cannot trace optree's own way through a dict.
+    A replacement for optree inside Dynamo, which cannot trace how optree goes through a dict.
     """
     kind = type(tree)
     if tree is None:
@@ -86,7 +86,7 @@ def _open(tree: PyTree) -> tuple[Sequence[Any], Callable[[list[Any]], Any]] | No
 
 
 def nodes(tree: PyTree) -> list[str]:
-    """The kinds of the inner nodes, outermost first; of dicts with their keys."""
+    """Return the kinds of the inner nodes, outermost first; dicts with their keys."""
     node = _open(tree)
     if node is None or tree is None:
         return []
@@ -106,8 +106,8 @@ def register_node(
 ) -> None:
     """Make `cls` an inner node of pytrees, for optree and for torch (vmap, Dynamo) alike.
 
-    `flatten` returns (children, static context); `unflatten` takes (context, children). `in_c` is `flatten` in C, which Dynamo
-    cannot trace.
+    `flatten` returns (children, static context); `unflatten` takes (context, children). `in_c` is an implementation of
+    `flatten` in C, which Dynamo cannot trace.
     """
     _nodes[cls] = (flatten, unflatten)
     optree.register_pytree_node(
@@ -120,9 +120,10 @@ def register_node(
 
 
 def plain(tree: PyTree) -> PyTree:
-    """The tree with dicts in place of other mappings, which are no nodes to pytrees.
+    """Return the tree with other mappings replaced by dicts, as pytrees do not treat them as nodes.
 
-    In a trace it is so already: `df.compile` has done it, and before torch 2.13 Dynamo cannot trace `is not` between dicts.
+    A no-op while tracing: `df.compile` has already done it, and before torch 2.13 Dynamo cannot trace `is not` between
+    dicts.
     """
     if torch.compiler.is_dynamo_compiling():
         return tree
@@ -134,7 +135,7 @@ def plain(tree: PyTree) -> PyTree:
 
 
 def map_nodes(kind: type[T], function: Callable[..., T], tree: PyTree, *others: PyTree) -> PyTree:
-    """`tree` with `function` of each node of this kind and of what stands in its place in `others`; the rest stays."""
+    """Replace each node of this kind by `function` of it and the corresponding parts of `others`; keep the rest."""
     if isinstance(tree, kind):
         return function(tree, *others)
     node = _open(tree)
@@ -142,7 +143,7 @@ def map_nodes(kind: type[T], function: Callable[..., T], tree: PyTree, *others: 
 
 
 def named_leaves(tree: PyTree, kind: type | None = None) -> list[tuple[str, Any]]:
-    """The leaves with their dotted paths, in flattening order; a node of this `kind` counts as a leaf.
+    """Return the leaves with their dotted paths, in flattening order; a node of this `kind` counts as a leaf.
 
     >>> named_leaves({"layer": {"weight": 1, "bias": 2}})
     [('layer.bias', 2), ('layer.weight', 1)]
@@ -155,14 +156,14 @@ def named_leaves(tree: PyTree, kind: type | None = None) -> list[tuple[str, Any]
 
 
 def enumerate_leaves(tree: PyTree) -> PyTree:
-    """The same tree with every leaf replaced by its position: a template that is plain data.
+    """Replace every leaf by its position: a template that is plain data.
 
-    `fill(template, leaves)` is its inverse. Unlike an optree spec it can be used inside a compiled function.
+    `fill(template, leaves)` is the inverse. Unlike an optree spec, the template works inside a compiled function.
     """
     positions = itertools.count()
     return map(lambda leaf: next(positions), tree)
 
 
 def fill(template: PyTree, values: Sequence[T]) -> PyTree:
-    """The tree whose leaf positions `template` holds, with `values` at those positions."""
+    """Replace the positions in `template` by the `values` at those positions."""
     return map(values.__getitem__, template)

@@ -1,1 +1,1 @@
-"""What is made of a step: `compile`, `simulate` and `donate` take a `Step` and return one."""
+"""Transforms of a step: `compile`, `simulate` and `donate` take a `Step` and return one."""

@@ -1,4 +1,4 @@
-"""Inductor as a backend that the ranks of a machine share: one compiles, the others find its code in the cache."""
+"""Inductor backend shared by the ranks of a machine: one compiles, the others load its code from the cache."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from decentfn.torch_private.inductor_on_cpu import without_faults
 _log = logging.getLogger("decentfn")
 
 _PATIENCE_S = 600.0
-"""So long a rank waits for another one's compiler before it compiles for itself."""
+"""Time that a rank waits for another one's compiler before it compiles itself."""
 
 
 def inductor(
     graph: torch.fx.GraphModule, inputs: Sequence[Any], *, options: dict[str, Any] | None = None
 ) -> Callable[..., Any]:
-    """Inductor as a backend of torch.compile; of a machine's ranks one compiles, and the others find its code cached."""
+    """Compile a graph with Inductor; one rank of a machine compiles, and the others find its code in the cache."""
     with contextlib.nullcontext() if "MASTER_PORT" not in os.environ else _turn(), without_faults():
         removed = None
         while True:
@@ -36,19 +36,19 @@ def inductor(
                 damaged = _damaged(said)
                 if damaged is None or damaged == removed:
                     raise
-                damaged.unlink(missing_ok=True)  # another rank may have
+                damaged.unlink(missing_ok=True)  # another rank may have removed it
                 _log.warning("removed a file of Inductor's cache that a kill or a full disk had damaged: %s", said)
                 removed = damaged
 
 
 def _damaged(error: Exception) -> Path | None:
-    """The file of Inductor's cache that the system could not load, if that is what `error` says."""
+    """Return the file of Inductor's cache that the system could not load, or None if `error` is another one."""
     said = re.match(r"(.*?\.so): ", str(error)) if isinstance(error, (ImportError, OSError)) else None
     return Path(said[1]) if said and Path(cache_dir()) in Path(said[1]).parents else None
 
 
 def counted(backend: str, graphs: list[torch.fx.GraphModule]) -> Callable[..., Any]:
-    """A backend of torch.compile, by name, that also leaves every graph that it is given in `graphs`."""
+    """Return the torch.compile backend of this name, wrapped to append every graph to `graphs`."""
 
     def compile_with(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         graphs.append(graph)
@@ -59,7 +59,7 @@ def counted(backend: str, graphs: list[torch.fx.GraphModule]) -> Callable[..., A
 
 @contextlib.contextmanager
 def _turn() -> Iterator[None]:
-    """For one rank at once; the others wait until it is done, and then go on together."""
+    """Let one rank in; the others wait until it is done and then continue together."""
     lock = FileLock(Path(cache_dir(), f"decentfn-{os.environ['MASTER_PORT']}.lock"))
     try:
         lock.acquire(timeout=0)

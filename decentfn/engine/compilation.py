@@ -39,7 +39,7 @@ from decentfn.torch_private.dynamo import (
 )
 
 _GRAPHS = 32
-"""A step is compiled at most so often: for batches of other structures, dtypes and kinds of shapes."""
+"""Largest number of graphs of a step, for batches of different structures, dtypes and kinds of shapes."""
 
 _log = logging.getLogger("decentfn")
 
@@ -56,30 +56,31 @@ def compile(
 ) -> Step:
     """Compile `step(state, batch, t)` into one graph that serves every `t`.
 
-    Communication is posted first and waited for last. Whatever the step reads from outside (numbers, flags, modules, tensors,
-    by the loss, the optimizer or the topology) is looked at again in every call as far as Dynamo guards it (`docs/gotchas.md`
-    lists its gaps), and the step is compiled again where it has changed: a number that is another in every step should be a
-    tensor that is filled in place. The logger "decentfn" says at level DEBUG when something is compiled and how long it took.
-    With `donate`, the new state is written over the old one by the kernel that computes it: the state that was passed in *is*
-    the new state, and nothing else is allocated for it.
+    Communication is posted first and waited for last. Dynamo guards the values that the loss, the optimizer or the
+    topology reads from outside (numbers, flags, modules, tensors; `docs/gotchas.md` lists the gaps): every call checks
+    them, and a change compiles the step again. A number that changes in every step should therefore be a tensor that is
+    filled in place. The logger "decentfn" reports compilations and their times at level DEBUG. With `donate`, the
+    kernel that computes the new state writes it over the old one: the state that was passed in *is* the new state, and
+    no second one is allocated.
 
     Args:
         step: a step of this library, a simulated step, or any pure function of the same form. `t` may be an int or a
             0-d tensor.
-        donate: write over the state that is passed in (as an optimizer in place would); False keeps the step pure.
-        dynamic: as of torch.compile: None compiles once more for the second shape of a batch and from then on for any, True
-            for any from the start, False anew for each. A loss by `df.autograd` needs one graph for all.
-        backend: of torch.compile.
-        options: further options for torch.compile's `options=` (Inductor's), as `layout_optimization=False` on the CPU for
+        donate: overwrite the state that is passed in (as an in-place optimizer would); False keeps the step pure.
+        dynamic: as for torch.compile: None compiles once more for the second shape of a batch, which then serves any
+            shape; True compiles for any shape from the start, False for each shape. A loss by `df.autograd` needs one
+            graph for all.
+        backend: as for torch.compile.
+        options: further `options=` of torch.compile (Inductor's), such as `layout_optimization=False` on the CPU for
             convolutions with batch, group or instance norm.
 
     Returns:
         Another step. A batch of another structure compiles once more.
 
     Raises:
-        ValueError: `step` is no function, or compiled already; the options ask for CUDA graphs; at the first call, a state that another algorithm or
-            optimizer made, one in which one tensor stands in two places (donated, it would be updated twice), or a step
-            whose new state is not laid out as the old one.
+        ValueError: `step` is not a function, or is compiled already; the options request CUDA graphs; at the first
+            call, a state from another algorithm or optimizer, a state with one tensor in two places (donated, it would
+            be updated twice), or a step whose new state has another layout than the old one.
 
     >>> step = compile(lambda state, batch, t: (state + batch * t, state.sum()), backend="eager")
     >>> step(torch.ones(2), torch.ones(2), 3)
@@ -109,7 +110,7 @@ def compile(
     def run(state: Any, batch: PyTree, t: Tensor) -> tuple[Any, Any]:
         leaves, structure = trees.flatten(state)
         here = context.step or collectives.world()
-        form = here.size, here.processes_per_worker, structure  # what a graph is made for and Dynamo does not see
+        form = here.size, here.processes_per_worker, structure  # a graph depends on these, and Dynamo does not see them
         graph = None
         for known, its_graph in graphs:
             if known == form:
@@ -119,7 +120,7 @@ def compile(
                 require_distinct("compile", state)
             graph = torch.compile(_on_leaves(step, trees.enumerate_leaves(state), donate), **kwargs)
             progress.begin()
-        # Torch.compile drops what is written over a 0-d float64 input, so such a leaf goes in as [its view of shape [1]].
+        # torch.compile drops writes to a 0-d float64 input, so such a leaf is passed as [its view of shape [1]].
         for i, x in enumerate(leaves):
             if isinstance(x, Tensor) and x.dim() == 0 and x.dtype == torch.float64:
                 leaves[i] = [x.view(1)]
@@ -142,17 +143,17 @@ def compile(
 
 
 def _explain(step: Step, error: Exception, state: Any, batch: PyTree) -> None:
-    """Raise what went wrong when a step was compiled or called, in a sentence; return where `error` says it."""
+    """Raise a clear error for a failed compilation or call of a step; return if `error` itself is clear."""
     if is_of_too_many_graphs(error):
         raise RuntimeError(
             f"df.compile(step): more than {_GRAPHS} kinds of batches (structures, dtypes, shapes that the compiler takes for "
             "different ones), or values of what the loss, the optimizer or the topology reads from outside (a number, a flag, a "
-            "function that is another in every step); each is compiled. Pad the batches to a few shapes and leave dynamic=None; "
+            "function that changes in every step); each is compiled. Pad the batches to a few shapes and leave dynamic=None; "
             "read what changes from a tensor that is filled in place; or write df.autograd(loss_fn), whose loss is not compiled."
         ) from error
     if isinstance(error, AssertionError) and guards_fail(error):
         raise RuntimeError(
-            "df.compile(step): torch.compile cannot look again at a NumPy array that the loss reads from outside; make it a tensor "
+            "df.compile(step): torch.compile cannot guard a NumPy array that the loss reads from outside; make it a tensor "
             "with torch.from_numpy before the first step."
         ) from error
     if not is_not_compiled(error):
@@ -177,7 +178,7 @@ def _explain(step: Step, error: Exception, state: Any, batch: PyTree) -> None:
 
 
 class _Progress:
-    """Says what is being compiled, and how long it took."""
+    """Log of compilations and their times."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -192,14 +193,14 @@ class _Progress:
         self.since = None
 
     def inductor(self, graph: torch.fx.GraphModule, inputs: Any, **kwargs: Any) -> Callable[..., Any]:
-        """The backend, which is called for every graph: after the first one, because the batch or the loss is another."""
+        """Compile with the backend; a graph after the first one means that the batch or the loss has changed."""
         if self.since is None:
             self.begin(", again, for another batch or loss")
         return compile_cache.inductor(graph, inputs, **kwargs)
 
 
 def _on_leaves(step: Step, template: PyTree, donate: bool) -> FunctionType:
-    """The step as a function of the state's leaves, so that what is guarded at each call is a list of tensors."""
+    """Return the step as a function of the state's leaves, so that each call guards a plain list of tensors."""
     one = step.run
 
     def pure(given: list[Any], batch: PyTree, t: Tensor) -> tuple[Any, Any]:
@@ -210,7 +211,7 @@ def _on_leaves(step: Step, template: PyTree, donate: bool) -> FunctionType:
         old = trees.fill(template, leaves)
         new, metrics = one(old, batch, t)
         require_layout("compile", old, new)
-        # Metrics must not show the next state through a view of it.
+        # Metrics must not be views of the next state.
         metrics = trees.map(torch.clone, metrics)
         for before, leaf, place in zip(leaves, trees.leaves(new), given, strict=True):
             if leaf is not before:
@@ -218,7 +219,7 @@ def _on_leaves(step: Step, template: PyTree, donate: bool) -> FunctionType:
         return metrics
 
     run = donated if donate else pure
-    # By code and name Dynamo counts recompilations and remembers which sizes change: not those of another step.
+    # Dynamo counts recompilations and remembers changing sizes by code and name; they must differ between steps.
     run.__code__ = run.__code__.replace(co_name=f"{run.__name__}_{step.name.replace('.', '_')}_{next(_numbers)}")
     return run
 

@@ -1,4 +1,4 @@
-"""A state that a step writes over: what such a state must be, and `donate`, for steps that are not compiled."""
+"""Donated states: requirements on a state that a step overwrites, and `donate`, for steps that are not compiled."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from decentfn.kit.step import Step
 
 
 def donate(step: Step | Callable[..., Any]) -> Step:
-    """The same step, eager, which writes the new state over the one that it is given: no second state is allocated.
+    """Return an eager step that writes the new state over the one it is given: no second state is allocated.
 
-    As an optimizer in place does: the state that was passed in *is* the new state. A compiled step is faster and donates by
-    itself; this is for runs too short to compile, and for looking at a step.
+    As with an in-place optimizer, the state that was passed in *is* the new state. A compiled step is faster and
+    donates by itself; use this for runs too short to compile, and to inspect a step.
 
     Args:
         step: a step of this library, a simulated step, or any pure function of the same form.
@@ -28,9 +28,9 @@ def donate(step: Step | Callable[..., Any]) -> Step:
         Another step. A step that raises leaves the state as it was.
 
     Raises:
-        ValueError: `step` is no function, or is compiled or donated already; at the first call, a state that another
-            algorithm or optimizer made, one in which one tensor stands in two places (it would be updated twice), or a
-            step whose new state is not laid out as the old one.
+        ValueError: `step` is not a function, or is compiled or donated already; at the first call, a state from another
+            algorithm or optimizer, a state with one tensor in two places (it would be updated twice), or a step whose
+            new state has another layout than the old one.
 
     >>> step = donate(lambda state, batch, t: (state + batch * t, state.sum()))
     >>> state = torch.ones(2)
@@ -54,7 +54,7 @@ def donate(step: Step | Callable[..., Any]) -> Step:
             require_distinct("donate", state)
             require_layout("donate", state, new)
             known.append(structure)
-        # Metrics must not show the next state through a view of it.
+        # Metrics must not be views of the next state.
         metrics = trees.map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, metrics)
         _write_over(old, leaves)
         if not is_known:
@@ -65,7 +65,7 @@ def donate(step: Step | Callable[..., Any]) -> Step:
 
 
 def _write_over(old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
-    """Write every new leaf over the old one in its place; one that shows another old leaf is read before that is written."""
+    """Copy every new leaf over the old one in its place; views of old leaves are read before any write."""
     own = {x.untyped_storage().data_ptr() for x in old}
     pairs = [
         (x, y.clone() if y.untyped_storage().data_ptr() in own else y)
@@ -83,13 +83,13 @@ def require_layout(call: str, old: Any, new: Any) -> None:
         before, after = ([(x.shape, x.dtype) for x in trees.leaves(state)] for state in (old, new))
     if before != after:
         raise ValueError(
-            f"{call}(step): the step turned a state of {before} into one of {after}; a state that is written over "
+            f"{call}(step): the step turned a state of {before} into one of {after}; a state that overwrites "
             "the old one must have the old one's shapes and dtypes, in the same fields."
         )
 
 
 def require_distinct(call: str, state: Any) -> None:
-    """No two leaves of a state that is written over share memory."""
+    """Raise ValueError if two leaves of a donated state share memory."""
     spans = []
     for name, leaf in trees.named_leaves(state):
         if not isinstance(leaf, torch.Tensor):

@@ -1,4 +1,4 @@
-"""`simulate`: many workers in one process, by the very step that trains on many processes."""
+"""`simulate`: many workers in one process, with the same step that trains on many processes."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from decentfn.torch_private import functorch
 
 @checks_numbers
 def simulate(step: Step | Callable[..., Any], num_workers: int, *, chunk_size: int | None = None) -> Step:
-    """The step of `num_workers` workers at once: every leaf of state, batch and metrics gains a leading `[N]`.
+    """Return the step of `num_workers` workers at once: every leaf of state, batch and metrics gains a leading `[N]`.
 
     In one process N is the topology's size. Under torchrun each process simulates N workers and
-    N x processes is the topology's size; worker i lives in process i // N. Compile as
-    `compile(simulate(step, N))`; with `donate=False` no copy back is made, at the price of a second state. Random
+    N x processes is the topology's size; worker i is in process i // N. Compile as
+    `compile(simulate(step, N))`; `donate=False` saves the copy back, at the price of a second state. Random
     operations in the loss (dropout) differ between workers.
 
     Args:
         step: a step written for one worker.
         num_workers: N >= 1, the workers of this process.
-        chunk_size: evaluate the loss and its gradient for so many workers at a time (None: for all at once), so that
-            no more of them hold activations at once. The compiled graph grows with the number of chunks, and a loss
-            that draws random numbers is refused.
+        chunk_size: number of workers for which the loss and its gradient are evaluated at a time (None: all), to
+            limit the memory of activations. The compiled graph grows with the number of chunks, and a loss that
+            draws random numbers is refused.
 
     Raises:
         ValueError: N or `chunk_size` is not positive, `step` is compiled or simulated already, or (when called) a leaf
@@ -91,10 +91,10 @@ def simulate(step: Step | Callable[..., Any], num_workers: int, *, chunk_size: i
 
 @checks_numbers
 def stack(state: PyTree, num_workers: int) -> PyTree:
-    """`num_workers` copies of a state (or a batch): every leaf `[...]` becomes `[N, ...]`, memory of its own.
+    """Stack `num_workers` copies of a state (or a batch): every leaf `[...]` becomes `[N, ...]`, in new memory.
 
     Raises:
-        ValueError: `num_workers` is no integer >= 1.
+        ValueError: `num_workers` is not an integer >= 1.
     """
     require_at_most("stack", MOST_WORKERS, num_workers=num_workers)
     return trees.map(lambda leaf: leaf.unsqueeze(0).repeat(num_workers, *[1] * leaf.dim()), state)
@@ -102,11 +102,11 @@ def stack(state: PyTree, num_workers: int) -> PyTree:
 
 @checks_numbers
 def worker(state: PyTree, i: int) -> PyTree:
-    """Worker `i`'s own part of a stacked state, as copies.
+    """Copy worker `i`'s own part of a stacked state.
 
     Args:
         state: stacked, every leaf `[N, ...]`.
-        i: from 0 to N - 1; of the workers that this process holds, where several processes hold some.
+        i: from 0 to N - 1, counted among the workers that this process holds.
 
     Raises:
         ValueError: there is no such worker.

@@ -1,4 +1,4 @@
-"""The loss and its gradient: of one batch, or averaged over micro-batches, of a module."""
+"""The loss and its gradient: of one batch or averaged over micro-batches, of a function or a module."""
 
 from decentfn.gradient.accumulated import Accumulated, accumulate
 from decentfn.gradient.by_autograd import autograd, is_by_autograd

@@ -1,7 +1,7 @@
-"""The gradient averaged over micro-batches.
+"""Gradient averaged over micro-batches.
 
-`accumulate(loss_fn)` is a loss too, of a type of its own: whoever takes a gradient sees from it that batches have a
-leading axis of micro-batches.
+`accumulate(loss_fn)` is a loss too, of a separate type, which tells the gradient code that batches have a leading axis
+of micro-batches.
 """
 
 from __future__ import annotations
@@ -20,25 +20,27 @@ from decentfn.torch_private import scan
 
 
 class Accumulated(WrappedLoss):
-    """A loss whose batches are micro-batches; called, it is the loss of one micro-batch. Made by `accumulate`."""
+    """Loss whose batches are micro-batches; calling it gives the loss of one micro-batch. Made by `accumulate`."""
 
 
 def accumulate(loss_fn: LossFn) -> LossFn:
-    """The same loss, whose gradient is averaged over micro-batches: one update and one exchange per step.
+    """Average the gradient of a loss over micro-batches: one update and one exchange per step.
 
-    Every leaf of the batch is `[M, b, ...]`: M micro-batches of b samples. Or the batch is a list of M micro-batches of one
-    structure, none of them a bare tensor (a list of tensors is one batch), whose leaves have any shapes. They are gone through in a loop, which does
-    not grow the compiled graph with M and holds one micro-batch's activations; buffers pass from one to the next. The
-    step reports the mean loss, the norm of the mean gradient, and `aux` stacked, `[M, ...]`.
+    Every leaf of the batch is `[M, b, ...]`: M micro-batches of b samples. Alternatively the batch is a list of M
+    micro-batches of one structure, with leaves of any shapes, none of them a bare tensor (a list of tensors is one
+    batch). A loop processes them: the compiled graph does not grow with M, and the activations of one micro-batch are
+    held at a time; buffers pass from one to the next. The step reports the mean loss, the norm of the mean gradient,
+    and `aux` stacked, `[M, ...]`.
 
-    With a loss that is a mean, M micro-batches of size b are one batch of size M b (but for batch statistics).
+    If the loss is a mean, M micro-batches of size b equal one batch of size M b (except for batch statistics).
 
     Args:
-        loss_fn: as an algorithm takes it, the loss of one micro-batch.
+        loss_fn: the loss of one micro-batch, as an algorithm takes it.
 
     Raises:
-        ValueError: `loss_fn` is not a function, or is accumulated already; in a step, the leaves do not agree in M and b. (Where
-            none of them tells, as in a single leaf `[B, T]`, a batch without the axis is taken for B micro-batches.)
+        ValueError: `loss_fn` is not a function, or is accumulated already; in a step, the leaves do not agree in M and
+            b. (If no leaf shows it, such as a single leaf `[B, T]`, a batch without the axis is taken for B
+            micro-batches.)
 
     >>> import decentfn as df
     >>> loss_fn = accumulate(lambda params, batch: ((batch - params) ** 2).mean())
@@ -61,7 +63,7 @@ def accumulate(loss_fn: LossFn) -> LossFn:
 
 
 def micro_batches(batch: PyTree) -> PyTree:
-    """The batch with a leading axis of micro-batches: a list of them is stacked, anything else has it already."""
+    """Return the batch with a leading axis of micro-batches; only a list needs stacking."""
     if type(batch) is not list or not batch or any(isinstance(item, torch.Tensor) for item in batch):
         return _with_both_axes(batch)
     first = trees.enumerate_leaves(batch[0])
@@ -72,7 +74,7 @@ def micro_batches(batch: PyTree) -> PyTree:
 
 
 def _with_both_axes(batch: PyTree) -> PyTree:
-    """The batch, whose leaves are `[M, b, ...]`: one of samples alone would pass for as many micro-batches of one sample."""
+    """Require leaves `[M, b, ...]`, or a batch of samples would pass for micro-batches of one; return the batch."""
     shapes = [list(x.shape) for x in trees.leaves(batch)]
     if any(len(shape) < 2 or shape[:2] != shapes[0][:2] for shape in shapes):
         raise ValueError(
@@ -86,11 +88,11 @@ def _with_both_axes(batch: PyTree) -> PyTree:
 def mean_gradient_of(
     loss_fn: LossFn, params: Buckets, buffers: PyTree, batch: PyTree, scale: Tensor | None
 ) -> Gradient:
-    """The mean over micro-batches: `[M, ...]` in every leaf of `batch`."""
+    """Average the gradient over micro-batches: every leaf of `batch` is `[M, ...]`."""
     stacks = trees.leaves(batch)
     count = micro_batch_count(stacks)
     batch_template, buffer_template = trees.enumerate_leaves(batch), trees.enumerate_leaves(buffers)
-    # A compiled loop returns tensors only, so what stands around aux is learnt from a call whose values nobody reads.
+    # A compiled loop returns tensors only, so the structure of aux comes from a call whose values are not used.
     loss, _, aux = call(loss_fn, params.tree(), buffers, trees.fill(batch_template, [x[0] for x in stacks]))
     aux_template = trees.enumerate_leaves(aux)
 
@@ -101,12 +103,12 @@ def mean_gradient_of(
         new = [b.to(old.dtype) for b, old in zip(trees.leaves(e.buffers), carry[size + 1 :], strict=True)]
         if (
             torch.compiler.is_dynamo_compiling()
-        ):  # a compiled loop does not take what comes out as it went in: what is frozen
+        ):  # a compiled loop refuses outputs that are its inputs, as frozen buffers are
             new = [torch.clone(b) for b in new]
         return [*sums, *new], trees.leaves(e.aux)
 
     size = len(params)
-    # Of the parameters' and buffers' own kind, so that under vmap the loop starts with as many workers as it ends with.
+    # Made from the parameters and buffers, so that under vmap the loop starts and ends with the same number of workers.
     zeros = [torch.zeros_like(b, dtype=wide(b.dtype)) for b in params]
     no_loss = params[0].new_zeros((), dtype=wide(loss.dtype))
     start = [*zeros, no_loss, *(torch.clone(b) for b in trees.leaves(buffers))]
@@ -118,12 +120,12 @@ def mean_gradient_of(
 
 
 def micro_batch_count(stacks: list[Tensor]) -> int:
-    """M, the length of every leaf's first axis."""
+    """Return M, the length of every leaf's first axis."""
     shapes = [list(x.shape) for x in stacks]
     if not shapes or any(not shape or shape[0] != shapes[0][0] or not shape[0] for shape in shapes):
         raise ValueError(
             f"accumulate(loss_fn): the batch's leaves are {shapes}, but each needs the same leading axis of M >= 1 "
             "micro-batches; stack them, or pass a list of micro-batches."
         )
-    # The length of a range is a constant to Dynamo also where M changes during a run, and a size is then a symbol.
+    # To Dynamo the length of a range is a constant even if M changes during a run, while a size becomes a symbol.
     return len(range(shapes[0][0]))

@@ -1,4 +1,4 @@
-"""One worker's gradient by PyTorch's own autograd: forward, backward, and the leaves' gradients in their buckets."""
+"""Gradient of one worker by PyTorch's own autograd: forward, backward, and the leaves' gradients in their buckets."""
 
 from __future__ import annotations
 
@@ -29,35 +29,35 @@ from decentfn.torch_private.autograd import dispatching_as
 
 
 class Backward(NamedTuple):
-    """What the loss of one worker gives."""
+    """Result of the forward and backward pass of one worker's loss."""
 
     grads: list[Tensor]
     loss: Tensor  # float64
     loss_dtype: torch.dtype
-    used: list[bool]  # by leaf, whether it has a gradient
+    used: list[bool]  # by leaf, True if it has a gradient
     buffers: list[Tensor]  # the changing ones
     aux: PyTree
 
 
 class Layout:
-    """Where the loss's leaves lie in buckets and in its tree of buffers."""
+    """Positions of the loss's leaves in buckets and in its tree of buffers."""
 
     def __init__(self, plan: Plan, buffers: PyTree, frozen: frozenset[str]) -> None:
         self.plan, self.buffers = plan, buffers
         self.changing = tuple(i for name, i in trees.named_leaves(buffers) if name not in frozen)
         self.names = [segment.name for bucket in plan.buckets for segment in bucket.segments]
         self.is_tried = False
-        """Whether the loss has been evaluated, and nothing was wrong with it."""
+        """True once the loss has been evaluated without an error."""
 
 
 class _Function:
-    """A loss that is a function, with a worker's values; see `Lent`."""
+    """Loss that is a function, with a worker's values; see `Lent`."""
 
     gradient = attrgetter("grad")
 
     def __init__(self, loss_fn: LossFn, form: Layout, views: list[Tensor], buffers: PyTree) -> None:
         self._loss_fn, self._buffers = loss_fn, buffers
-        self.leaves = [x.data.requires_grad_() for x in views]  # by .data, each has a version counter of its own
+        self.leaves = [x.data.requires_grad_() for x in views]  # .data gives each its own version counter
         self._params = trees.fill(form.plan.template, self.leaves)
         self.constant = dict(zip(form.names, self.leaves, strict=True))
 
@@ -82,26 +82,26 @@ def backward(
     buffers: Sequence[Tensor],
     batch: Any,
 ) -> Backward:
-    """The loss of worker number `worker` in step `t`, and its gradient, unscaled.
+    """Compute the loss of worker `worker` in step `t`, and its unscaled gradient.
 
     Args:
         loss_fn: the loss of one batch.
-        form: where its leaves lie; the first time it is also looked for what only values and graphs show: writing through
-            `.data`, parameters of others.
-        many: whether the batch is micro-batches, `[M, ...]` in every leaf: the gradient's mean is taken over them.
+        form: positions of its leaves; the first call also checks for errors that only values and graphs show: writing
+            through `.data`, parameters from elsewhere.
+        many: True if the batch is micro-batches, `[M, ...]` in every leaf: the gradient is averaged over them.
         t: the step.
-        here: the world that the operator was called in.
-        worker: draws its own random numbers, as each team of its processes does.
-        scale: 0-d; the gradient is taken of `scale * loss`.
+        here: the world in which the operator was called.
+        worker: its number, a key of its random numbers, as is the number of its tensor-parallel group.
+        scale: 0-d factor; the gradient of `scale * loss` is computed and divided by it.
         params: the buckets.
         buffers: the leaves of the loss's buffers.
-        batch: what the loss takes.
+        batch: the batch of the loss.
     """
     plan, is_first, tp_size = form.plan, not form.is_tried, getattr(loss_fn, "tp_size", 1)
     if is_first and tp_size > 1:
         _require_one_batch(batch, tp_size)
     place = worker if here.processes_per_worker == 1 else here.all_processes.rank // tp_size * tp_size
-    # Sums of gradients in a narrow dtype would lose what they add.
+    # Sums of gradients in a narrow dtype would lose small terms.
     adds_in_place = not many or all(wide(b.dtype) == b.dtype for b in params)
     sums: list[Tensor] = []
     losses, auxes = [], []
@@ -137,7 +137,8 @@ def backward(
         grads = [(g / len(micros)).to(b.dtype) for g, b in zip(sums, params, strict=True)] if many else sums
         if scale is not None:
             grads = list(unscaled(Buckets(grads, plan), scale))
-        # In float64, which holds the value of any dtype exactly, as a graph must know the dtype; it may be a parameter, or aux.
+        # In float64, which holds any dtype's value exactly, because a graph must know the dtype; the loss may be a
+        # parameter, or aux.
         mean = losses[0].to(torch.float64, copy=True)
         if many:
             mean = torch.stack([mean, *(loss.to(torch.float64) for loss in losses[1:])]).mean()
@@ -146,7 +147,7 @@ def backward(
 
 
 def _require_one_batch(batch: Any, tp_size: int) -> None:
-    """Raise ValueError on every rank unless the processes of each team have one batch. Collective."""
+    """Raise ValueError on every rank unless each tensor-parallel group has one batch. Collective."""
     tensors = [(name, x) for name, x in trees.named_leaves(trees.plain(batch)) if isinstance(x, torch.Tensor)]
     lines = [f"{name or 'a batch'} {list(x.shape)} with digest {digest(x)}" for name, x in tensors]
     by = "world.worker" if tp_size == collectives.processes_per_worker() else f"world.rank // {tp_size}"
@@ -157,7 +158,7 @@ def _require_one_batch(batch: Any, tp_size: int) -> None:
 def _forward_backward(
     given: _Function | Lent, batch: Any, scale: Tensor | None, is_first: bool
 ) -> tuple[Tensor, PyTree]:
-    """The loss and aux; the gradients are added to the leaves' `.grad`."""
+    """Return the loss and aux; add the gradients to the leaves' `.grad`."""
     returned, aux = given.of(batch)
     loss = scalar(returned)
     others = UngivenLeaves(loss, given.leaves, batch) if is_first and given.constant else None
@@ -176,7 +177,7 @@ def _forward_backward(
 
 
 def _in_buckets(plan: Plan, params: Sequence[Tensor], given: _Function | Lent, used: list[bool]) -> list[Tensor]:
-    """The gradients joined in buckets; the leaves give theirs up. A leaf without one has 0; which have some is noted."""
+    """Move the leaves' gradients into buckets, 0 for a leaf without one; note in `used` which have one."""
     leaves, gradient, found, first = given.leaves, given.gradient, [], 0
     for bucket, tensor in zip(plan.buckets, params, strict=True):
         parts = []
@@ -195,7 +196,7 @@ def _in_buckets(plan: Plan, params: Sequence[Tensor], given: _Function | Lent, u
 
 
 def _marks(tensors: dict[str, Tensor], is_first: bool) -> list[tuple[int, int, str | None]]:
-    """What changes where a tensor is written over, or comes to lie elsewhere."""
+    """Return marks that change if a tensor is overwritten or moved."""
     return [(x._version, x.data_ptr(), digest(x) if is_first else None) for x in tensors.values()]
 
 
@@ -204,17 +205,16 @@ def _refuse_writing(names: list[str]) -> NoReturn:
         f"df.autograd(loss_fn): the loss wrote over {brief(names)} of the state, which only "
         "the optimizer updates. Clip or normalize trained parameters after the step, with df.with_params, or compute with a clipped "
         "copy (of an embedding's weights, in place of max_norm). Frozen ones that the loss moves are named in "
-        "df.functional(module, ..., overwritten=[...]). The state that the step was given is written over: go on from another."
+        "df.functional(module, ..., overwritten=[...]). The state that the step was given is overwritten: continue from another."
     )
 
 
 def _rows(batch: PyTree) -> list[PyTree]:
-    """Micro-batches one by one."""
     return [trees.map(lambda x, i=i: x[i], batch) for i in range(micro_batch_count(trees.leaves(batch)))]
 
 
 def _apart(new: Tensor, own: Tensor) -> Tensor:
-    """A new buffer in memory of its own, laid out as the old one."""
+    """Copy a new buffer into its own memory, with the old one's layout."""
     if new.data_ptr() == own.data_ptr() and (new.shape, new.dtype, new.stride()) == (
         own.shape,
         own.dtype,
@@ -230,14 +230,14 @@ def _apart(new: Tensor, own: Tensor) -> Tensor:
 
 
 def _beyond(x: Any) -> Any:
-    """Return a leaf of aux without the graph, in memory of its own: a tensor may be the batch's or the state's."""
+    """Return a leaf of aux without the graph, in its own memory: a tensor may be the batch's or the state's."""
     return torch.as_tensor(x) if isinstance(x, (bool, int, float)) else _detached(x, {})
 
 
 def _detached(x: Any, copies: dict[int, Any]) -> Any:
-    """Return a tensor without the graph, or a copy of an object and of all in it that holds tensors, with those detached.
+    """Detach a tensor, or copy an object and its parts that hold tensors, with the tensors detached.
 
-    `copies` has the copies by the ids of their originals, as objects may be cycles.
+    `copies` maps the ids of originals to copies, as objects may form cycles.
     """
     if isinstance(x, torch.Tensor):
         return x.detach().clone() if x.grad_fn is None or x._is_view() else x.detach()
@@ -261,7 +261,7 @@ def _holds_tensors(x: Any, seen: set[int]) -> bool:
 
 
 def _attributes(x: Any) -> dict[str, Any]:
-    """Return what an object holds by name, in slots too; nothing of a module, whose parameters are lent, or of code."""
+    """Return an object's attributes, slots included; none of a module, whose parameters are lent, or of code."""
     if isinstance(x, (nn.Module, type, FunctionType, ModuleType)):
         return {}
     slots = chain.from_iterable(vars(kind).get("__slots__", ()) for kind in type(x).__mro__)
@@ -269,5 +269,5 @@ def _attributes(x: Any) -> dict[str, Any]:
 
 
 def stacked(rows: Sequence[Any]) -> Any:
-    """One leaf of many rows' trees: a tensor `[N, ...]`, or a list of what are none."""
+    """Stack one leaf of many rows' trees: a tensor `[N, ...]`, or a list if the leaves are not tensors."""
     return torch.stack(list(rows)) if isinstance(rows[0], torch.Tensor) else list(rows)

@@ -1,7 +1,7 @@
-"""The gradient as one operator in the graph, run by PyTorch's own autograd.
+"""Gradient as one operator in the graph, run by PyTorch's own autograd.
 
-The compiler does not look into it: what is posted before it, waited for after it, updated and written back is compiled
-as ever. Parameters and buffers enter as tensors; the batch and `aux` travel beside the graph, so they may be of any kind.
+The operator is opaque to the compiler; everything around it (posts, waits, update, write-back) is compiled as usual.
+Parameters and buffers enter as tensors; the batch and `aux` use the side channel, so they may be of any kind.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from decentfn.torch_private.dynamo import constant_while_traced
 
 
 class ByAutograd(WrappedLoss):
-    """A loss whose gradient is one operator; called, it is the loss itself. Made by `autograd`."""
+    """Loss whose gradient is one operator; calling it gives the loss itself. Made by `autograd`."""
 
     def __init__(self, loss_fn: LossFn, skip_unused: bool) -> None:
         super().__init__(loss_fn)
         self.skip_unused = skip_unused
         number = next(_numbers)
-        self.name = str(number)  # a constant to the compiler, as a number would not be
-        self.handle = torch.tensor(number)  # data to the graph, so that code is shared between losses
+        self.name = str(number)  # a constant to the compiler, unlike a number
+        self.handle = torch.tensor(number)  # data to the graph, so that losses share code
         self.layouts: list[Layout] = []
-        self.lock = threading.RLock()  # ranks may be threads that share it, and PyTorch's generator
+        self.lock = threading.RLock()  # ranks may be threads that share it and PyTorch's generator
         _losses[number] = self
 
 
@@ -53,23 +53,24 @@ _losses: WeakValueDictionary[int, ByAutograd] = WeakValueDictionary()
 
 
 def autograd(loss_fn: LossFn, *, skip_unused: bool = False) -> LossFn:
-    """The same loss, whose gradient is taken by PyTorch's autograd instead of being traced: any model, one operator.
+    """Compute a loss's gradient by PyTorch's autograd, as one operator, instead of tracing it; works for any model.
 
-    For what torch.func or the compiler cannot take: `nn.LSTM`, activation checkpointing, hooks, Python that looks at
-    values, a loss that is itself `torch.compile`d. Everything around the gradient stays one compiled graph. The batch
-    may be anything that the loss takes, of any shape, and `aux` anything that it returns. `df.simulate` goes through
-    the workers one after another (N in a row need no more memory than one, so `chunk_size` is of no use). Random numbers
+    For losses that torch.func or the compiler cannot handle: `nn.LSTM`, activation checkpointing, hooks, Python that
+    reads values, a loss that is itself `torch.compile`d. Everything around the gradient stays one compiled graph. The
+    batch may be anything that the loss takes, of any shape, and `aux` anything that it returns. `df.simulate` runs the
+    workers one after another (N in a row need no more memory than one, so `chunk_size` has no use). Random numbers
     follow from (torch's seed, t, worker, micro-batch), the same simulated and on ranks.
 
-    A loss that writes over parameters is refused; frozen ones that it moves are named in `df.functional`.
+    A loss that overwrites parameters is refused; frozen ones that it moves are named in `df.functional`.
 
     Args:
-        loss_fn: as an algorithm takes it. Around it may stand `df.accumulate` and `df.dynamic_loss_scale`.
-        skip_unused: what torch.optim does with a parameter that got no gradient: the optimizer leaves it and its state
-            alone (a count of updates, as Adam's, goes on). Otherwise the gradient is 0, and momentum and weight decay move it.
+        loss_fn: the loss, as an algorithm takes it. `df.accumulate` and `df.dynamic_loss_scale` may wrap the result.
+        skip_unused: treat a parameter without a gradient as torch.optim does: the optimizer leaves it and its state
+            alone (a count of updates, such as Adam's, advances). Otherwise the gradient is 0, and momentum and weight
+            decay move it.
 
     Raises:
-        ValueError: `loss_fn` is not a function, or is wrapped already; this version of PyTorch lacks what it needs.
+        ValueError: `loss_fn` is not a function, or is wrapped already; this version of PyTorch lacks a needed name.
 
     The step cannot be differentiated.
 
@@ -93,14 +94,14 @@ def autograd(loss_fn: LossFn, *, skip_unused: bool = False) -> LossFn:
 
 
 def is_by_autograd(loss_fn: LossFn) -> bool:
-    """Whether the gradient of this loss, perhaps accumulated and scaled, is the operator's."""
+    """Return True if the gradient of this loss, possibly accumulated and scaled, is the operator."""
     return ByAutograd in unwrapped(loss_fn)[1]
 
 
 def gradient_by_autograd(
     loss_fn: ByAutograd, params: Buckets, buffers: PyTree, batch: Any, t: Tensor, scale: Tensor | None, many: bool
 ) -> Gradient:
-    """See `evaluate`; with `many` the batch is micro-batches."""
+    """Evaluate the loss and its gradient, see `evaluate`; with `many` the batch is micro-batches."""
     if not torch.compiler.is_dynamo_compiling() and functorch.is_differentiated(params[0]):
         raise RuntimeError(
             "df.autograd(loss_fn): a step cannot be differentiated through its gradient operator; leave df.autograd out."
@@ -109,7 +110,7 @@ def gradient_by_autograd(
         return _gradient_of_hidden(loss_fn, batch, params, buffers, t, scale, many)
     if functorch.has_no_value(params[0]):
         raise RuntimeError(
-            "df.autograd(loss_fn): the batch must travel beside the graph; use df.compile and df.simulate, not torch.compile "
+            "df.autograd(loss_fn): the batch must use the side channel; use df.compile and df.simulate, not torch.compile "
             "and torch.func.vmap, and decorate the function that builds the algorithm with df.kit.algorithm."
         )
     return with_side_channel(_gradient_of_hidden, loss_fn, batch, params, buffers, t, scale, many)
@@ -136,7 +137,6 @@ def _gradient_of_hidden(
 
 
 def _by_element(used: Tensor, params: Buckets) -> Buckets:
-    """`used` `[leaves]`, for every element of the leaves."""
     flags, first = [], 0
     for bucket in params.plan.buckets:
         pieces = [used[first + k].expand(segment.numel) for k, segment in enumerate(bucket.segments)]
@@ -147,7 +147,7 @@ def _by_element(used: Tensor, params: Buckets) -> Buckets:
 
 @constant_while_traced
 def _remember(name: str, number: int, buffers: PyTree) -> tuple[int, tuple[int, ...]]:
-    """The number of a layout, and which of the buffers the loss changes; while the step is traced."""
+    """Store a layout during tracing; return its number, and the indices of the buffers that the loss changes."""
     loss_fn, plan = _losses[int(name)], plan_of(number)
     for index, layout in enumerate(loss_fn.layouts):
         if layout.buffers == buffers and (layout.plan is plan or layout.plan == plan):
@@ -173,9 +173,9 @@ def _kernel(
     buffers: Sequence[Tensor],
     after: Tensor | None,
 ) -> list[Tensor]:
-    """`[loss, number of aux, *grads, *changing buffers, *used]`, each with a first axis of workers where there are any.
+    """Return `[loss, number of aux, *grads, *changing buffers, *used]`, with a first axis of workers under `vmap`.
 
-    One vector `used` where it is asked for the first so many `leaves`: all of them.
+    `used` is one vector for all leaves, returned if `leaves` is their number.
     """
     loss_fn, data, here = _losses[int(handle)], value(batch), context.step or world()
     form = loss_fn.layouts[layout]

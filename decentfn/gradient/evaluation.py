@@ -1,4 +1,4 @@
-"""A loss of any kind, its inputs and its gradient."""
+"""Evaluation of a loss of any kind: its inputs and its gradient."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from decentfn.torch_private import functorch
 
 
 class WithinWorker(NamedTuple):
-    """What one of the processes of a worker is given for parameters, and what it holds."""
+    """Sharing of a worker's parameters between its processes."""
 
     processes: int = 1
     is_replicated: bool = False
-    """It is given whole leaves, and holds its part of them."""
+    """True if a process is given unsharded leaves and holds its shards of them."""
     tp_size: int = 1
-    """So many of them, next to one another, compute one batch together."""
+    """Size of a tensor-parallel group: consecutive processes that compute one batch together."""
     common: frozenset[str] = frozenset()
-    """Of the leaves that it is given, and holds, those that every process of its team holds."""
+    """Names of the leaves that every process of the tensor-parallel group holds."""
 
 
 def within_worker_of(loss_fn: LossFn) -> WithinWorker:
-    """How a worker's processes share the parameters of this loss.
+    """Return how a worker's processes share the parameters of this loss.
 
     Raises:
-        ValueError: the gradient of a sharded module that is not `df.autograd`'s.
+        ValueError: the module is sharded, but its loss is not wrapped in `df.autograd`.
     """
     size = collectives.processes_per_worker()
     if size == 1:
@@ -58,7 +58,7 @@ def within_worker_of(loss_fn: LossFn) -> WithinWorker:
 
 
 def require_inputs(call: str, loss_fn: LossFn, params: PyTree, buffers: PyTree) -> None:
-    """The loss takes these parameters, and buffers where there are any; `call` is what the user called."""
+    """Raise ValueError unless the loss takes these parameters, and buffers if any; `call` is the user's call."""
     loss_fn, _ = unwrapped(loss_fn)
     own = getattr(loss_fn, "require_inputs", None)
     if own is not None:
@@ -76,9 +76,9 @@ def require_inputs(call: str, loss_fn: LossFn, params: PyTree, buffers: PyTree) 
 
 
 def require_batch(loss_fn: LossFn, batch: PyTree) -> None:
-    """The batch is of the kind that the loss unpacks, where it says so."""
+    """Raise ValueError unless the batch is of the kind that the loss unpacks, if the loss declares one."""
     if isinstance(batch, SideChannel):
-        return None  # it was looked at before it left
+        return None  # checked before it entered the side channel
     inner, around = unwrapped(loss_fn)
     if Accumulated in around:
         batch = micro_batches(batch)
@@ -87,26 +87,26 @@ def require_batch(loss_fn: LossFn, batch: PyTree) -> None:
 
 
 def traced_module(loss_fn: LossFn) -> ModuleLoss | None:
-    """The loss of a module that a traced step looks at whenever it is called: no other thread may lend it weights meanwhile."""
-    inner, around = unwrapped(loss_fn)  # an operator by autograd waits by itself, when it lends them
+    """Return the module's loss if a traced step reads the module in every call, so that no other thread may lend it."""
+    inner, around = unwrapped(loss_fn)  # the autograd operator waits by itself when it lends them
     return inner if isinstance(inner, ModuleLoss) and ByAutograd not in around else None
 
 
 def evaluate(
     loss_fn: LossFn, params: Buckets, buffers: PyTree, batch: PyTree, t: Tensor, scale: Tensor | None = None
 ) -> Gradient:
-    """The loss and its gradient at `params`, which the loss sees as the user's tree.
+    """Compute the loss and its gradient at `params`, which the loss sees as the user's tree.
 
-    Where a worker is several processes, they are its worker's: the means over what its processes computed.
+    If a worker is several processes, the result is averaged over them.
 
     Args:
-        loss_fn: a loss, perhaps accumulated.
+        loss_fn: a loss, possibly accumulated.
         params: buckets.
         buffers: the tree that the loss takes and returns; None for a loss without.
-        batch: what the loss takes.
-        t: the step, 0-d int64 on the CPU: what an operator draws its random numbers by.
-        scale: 0-d, positive: the gradient is taken of `scale * loss` and divided by it, so that small gradients outlive
-            sixteen-bit arithmetic within the loss; where large ones do not, it is infinite or NaN.
+        batch: the batch of the loss.
+        t: the step, 0-d int64 on the CPU; a key of the operator's random numbers.
+        scale: 0-d, positive: the gradient of `scale * loss` is computed and divided by it, so that small gradients
+            survive sixteen-bit arithmetic within the loss; an overflow makes it infinite or NaN.
     """
     plan = params.plan
     if plan.processes == 1:
@@ -123,7 +123,6 @@ def evaluate(
 def _evaluate(
     loss_fn: LossFn, params: Buckets, buffers: PyTree, batch: PyTree, t: Tensor, scale: Tensor | None
 ) -> Gradient:
-    """`evaluate`, of this process."""
     many = isinstance(loss_fn, Accumulated)
     one = loss_fn.loss_fn if many else loss_fn
     if isinstance(one, ByAutograd):
@@ -135,7 +134,7 @@ def _evaluate(
     if torch.compiler.is_dynamo_compiling():
         e = traced(params, buffers, batch, scale)
         if _depends_on_ungiven(e.loss, (params, buffers, batch)):
-            raise RuntimeError("the loss takes a gradient of others than its parameters")  # `raise_own` says of which
+            raise RuntimeError("the loss takes a gradient of others than its parameters")  # `raise_own` names them
         return e
     try:
         with record_function("decentfn::gradient"):
@@ -157,14 +156,14 @@ def _evaluate(
 
 
 def _depends_on_ungiven(loss: Tensor, given: PyTree) -> bool:
-    """Return True if the loss, with its gradient taken, requires another one, and not because of what it was given."""
+    """Return True if the loss, after its gradient, still requires one, and not because of the tensors it was given."""
     return loss.requires_grad and not any(isinstance(x, Tensor) and x.requires_grad for x in trees.leaves(given))
 
 
 def raise_own(loss_fn: LossFn, state: Any, batch: PyTree) -> None:
     """Raise the error that the loss raises for this state and batch in plain PyTorch; return if it raises none.
 
-    Tells an error of the loss from a failure to trace it.
+    Separates an error of the loss from a failure to trace it.
     """
     if state.params.plan.processes > 1:
         return

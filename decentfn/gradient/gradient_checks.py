@@ -1,4 +1,4 @@
-"""Tensors that a loss was not given, but takes a gradient of: nobody would train them."""
+"""Gradient checks: tensors with a gradient that the loss was not given, which no optimizer would train."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from decentfn.core.formatting import brief
 
 @contextmanager
 def no_other_weights(loss: Tensor) -> Iterator[None]:
-    """Around the backward pass of a loss: raises where a module's own parameters take part in it.
+    """Context of a loss's backward pass: raise if a module's own parameters take part in it.
 
-    A loss that calls `torch.func.functional_call` gives the module its own weights back before the backward pass; activation
-    checkpointing then computes with those.
+    A loss that calls `torch.func.functional_call` restores the module's own weights before the backward pass;
+    activation checkpointing then computes with those.
     """
     others = [x for x in _leaves(loss) if _is_trained(x)]
     hook = register_module_forward_pre_hook(
@@ -41,9 +41,9 @@ def no_other_weights(loss: Tensor) -> Iterator[None]:
 
 
 class UngivenLeaves:
-    """Tensors that the loss takes a gradient of, apart from those that it was given.
+    """Tensors with a gradient from the loss, apart from those that it was given.
 
-    Some may have been made in the loss itself: `require_none` after the loss is gone looks for those that are still there.
+    Some may have been made in the loss itself: `require_none`, called after the loss is freed, checks the rest.
     """
 
     def __init__(self, loss: Tensor, given: Iterable[Tensor], batch: Any) -> None:
@@ -58,17 +58,17 @@ class UngivenLeaves:
 
 
 def require_given_leaves(loss: Tensor, given: Any = ()) -> None:
-    """Raise ValueError if a loss takes a gradient of other tensors than those that it was given."""
+    """Raise ValueError if a loss has a gradient for other tensors than those that it was given."""
     known = {id(x) for x in trees.leaves(given)}
     require_none([x for x in _leaves(loss) if id(x) not in known])
 
 
 def require_none(others: Sequence[Tensor]) -> None:
-    """Raise ValueError for tensors of which a loss takes a gradient, and that are not among the state's parameters."""
+    """Raise ValueError for tensors with a gradient from the loss that are not among the state's parameters."""
     if others:
         raise ValueError(
-            f"loss_fn: it takes a gradient of {len(others)} tensor(s), of shapes {brief([list(x.shape) for x in others])}, which are not "
-            "among the state's parameters: nobody would train them. Let the criterion be an nn.Module that has them, "
+            f"loss_fn: it has a gradient of {len(others)} tensor(s), of shapes {brief([list(x.shape) for x in others])}, which are not "
+            "among the state's parameters: no optimizer would train them. Let the criterion be an nn.Module that has them, "
             "df.functional(module, criterion), or make them part of the module or of params; freeze what is not trained, with "
             "requires_grad_(False)."
         )
@@ -79,7 +79,6 @@ def _is_trained(x: Tensor | None) -> bool:
 
 
 def _leaves(loss: Tensor) -> Iterator[Tensor]:
-    """What the gradient of a loss arrives at."""
     nodes, seen = [loss.grad_fn], set()
     while nodes:
         node = nodes.pop()

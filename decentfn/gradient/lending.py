@@ -1,4 +1,4 @@
-"""A module that lends its tensors to one worker at a time, and what it keeps among its plain attributes."""
+"""Lending of a module's tensors to one worker at a time, and restoring of its plain attributes."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from decentfn.core.formatting import brief
 
 _changed = threading.Condition()
 _users: list[tuple[int, frozenset[int], bool]] = []
-"""Threads, the ids of the modules that they use, and whether they lend."""
+"""Entries (thread, ids of the modules that it uses, True if it lends)."""
 
 
 _HOOK = -1
-"""Key of a hook before a module's forward that no handle has: those of PyTorch count from 0."""
+"""Key of a forward pre-hook that no handle has: PyTorch's keys count from 0."""
 
 
 @contextmanager
 def alone(modules: list[nn.Module], lends: bool = True, *, refuses: bool = False) -> Iterator[None]:
-    """Within, no other thread lends these modules' tensors: it waits. Threads that do not lend may go on together.
+    """Context in which other threads wait to lend these modules' tensors; threads that do not lend may overlap.
 
-    With `refuses`, a call of one of these modules by another thread raises: it would see, and change, a worker's values.
+    With `refuses`, another thread's call of one of these modules raises: it would see, and change, a worker's values.
     """
     thread, ids = get_ident(), frozenset(map(id, modules))
     own = thread, ids, lends
 
     def refuse(module: nn.Module, inputs: Any) -> None:
         if torch.compiler.is_dynamo_compiling() or get_ident() == thread or id(module) not in ids:
-            return  # a copy that the loss makes has this hook too
+            return  # a copy made by the loss has this hook too
         if isinstance(threading.current_thread(), threading._DummyThread):
-            return  # a thread of PyTorch, which computes a forward pass again in a backward pass
+            return  # a thread of PyTorch that recomputes a forward pass in a backward pass
         raise RuntimeError(
             f"{type(module).__name__}(...): the module was called while another thread takes a training step with it, and has that "
             "step's weights meanwhile. Evaluate with df.evaluate, or with the loss_fn of df.functional, which wait for one another; "
@@ -54,7 +54,7 @@ def alone(modules: list[nn.Module], lends: bool = True, *, refuses: bool = False
         _users.append(own)
     try:
         for m in modules if refuses else ():
-            # This thread may lend a module that it lends already.
+            # This thread may lend a module that it already lends.
             if not isinstance(m, torch.jit.ScriptModule) and _HOOK not in m._forward_pre_hooks:
                 hooks.append(m._forward_pre_hooks)  # pyright: ignore[reportArgumentType]
                 hooks[-1][_HOOK] = refuse
@@ -68,7 +68,7 @@ def alone(modules: list[nn.Module], lends: bool = True, *, refuses: bool = False
 
 
 class Place(NamedTuple):
-    """Where a module has a parameter or a buffer."""
+    """Place of a parameter or a buffer in a module."""
 
     name: str
     holder: dict[str, Any]
@@ -77,16 +77,16 @@ class Place(NamedTuple):
 
 
 class Lent:
-    """Within, a module's own tensors have these values, until the backward pass is over; afterwards their own again.
+    """Context in which a module's own tensors have these values, through the backward pass; restored at the end.
 
-    So parameters stay what they are to hooks, lists and tied layers, and what is computed again in the backward pass meets the
+    Parameters keep their identity for hooks, lists and tied layers, and recomputation in the backward pass sees the
     same values.
     """
 
     leaves: list[Tensor]
-    """Where gradients arrive; `gradient(leaf)` is what has arrived."""
+    """Tensors whose gradients are computed; `gradient(leaf)` returns a leaf's."""
     constant: dict[str, Tensor]
-    """What the loss must leave as it is, by name."""
+    """Tensors that the loss must not change, by name."""
 
     def __init__(
         self, loss_fn: Any, places: list[Place], values: dict[str, Tensor], buffers: dict[str, Tensor]
@@ -125,11 +125,10 @@ class Lent:
                 x.grad = grad
 
     def _replaced(self) -> list[Place]:
-        """Where another tensor is, or none."""
         return [p for p in self._places if p.key not in p.holder or p.holder[p.key] is not p.own]
 
     def of(self, batch: Any) -> tuple[Tensor, Any]:
-        """What the loss gives for a batch, and its aux; raises ValueError where a parameter is no longer in its place."""
+        """Return the loss of a batch and its aux; raise ValueError if a parameter is no longer in its place."""
         loss, aux = self._loss_fn.of(batch)
         if replaced := self._replaced():
             constant = set(map(id, self.constant.values()))
@@ -137,14 +136,14 @@ class Lent:
         return loss, aux
 
     def buffers(self) -> dict[str, Tensor]:
-        """The buffers as the loss left them."""
+        """Return the buffers after the loss."""
         new = {name: self.own[name].data if name in self.own else b for name, b in self._buffers.items()}
         now = {p.name: p.holder[p.key] for p in self._replaced() if p.key in p.holder}
         return new | {name: x for name, x in now.items() if name in new and x is not None}
 
 
 def places_of(module: nn.Module, prefix: str = "") -> list[Place]:
-    """Every parameter and buffer of a module, also where one is in several places; names are without the prefix."""
+    """Return every place of a parameter or buffer of a module, repeated ones included; names omit the prefix."""
     return [
         Place((f"{path}.{key}" if path else key).removeprefix(prefix), holder, key, x)
         for path, m in module.named_modules()
@@ -156,10 +155,10 @@ def places_of(module: nn.Module, prefix: str = "") -> list[Place]:
 
 @contextmanager
 def weights(module: nn.Module, tensors: dict[str, Tensor], prefix: str = "") -> Iterator[None]:
-    """Within, the module has `tensors` for its parameters and buffers, by name, also where one stands in several places.
+    """Context in which the module has `tensors` as its parameters and buffers, by name, in all places of each.
 
-    Afterwards it has its own again, and where it put another tensor in a place, that one is in `tensors`. The public
-    `torch.func.functional_call` gives a block that is used twice its own weights back in the wrong order.
+    At the end its own are restored; a tensor that the module replaced is then in `tensors`. The public
+    `torch.func.functional_call` restores the weights of a block that is used twice in the wrong order.
     """
     names: dict[Tensor, str] = {}
     places = places_of(module, prefix)
@@ -180,7 +179,7 @@ def weights(module: nn.Module, tensors: dict[str, Tensor], prefix: str = "") -> 
 
 
 def own_by_name(places: list[Place]) -> dict[str, Tensor]:
-    """Each tensor by the first of its names."""
+    """Map the first name of each tensor to it."""
     own, seen = {}, set()
     for place in places:
         if id(place.own) not in seen:
@@ -191,7 +190,7 @@ def own_by_name(places: list[Place]) -> dict[str, Tensor]:
 
 @contextmanager
 def attributes_put_back(name: str, modules: list[nn.Module]) -> Iterator[None]:
-    """No tensor that torch.func made within is left among these modules' plain attributes; one that lives on is refused."""
+    """Restore the modules' plain attributes at exit, without tensors of torch.func; refuse one that persists."""
     before = [(own, dict(own)) for m in modules for own in (vars(m), m._buffers) if isinstance(own, dict)]
     contents: list[tuple[Any, Any]] = [
         (x, copy.copy(x))
@@ -238,5 +237,5 @@ def _module_context(x: Any) -> list[Any]:
 
 
 def _holds_tensors(x: Any) -> bool:
-    """Return True if a tensor is in it, at any depth, or a weak reference to one."""
+    """Return True if `x` holds a tensor, or a weak reference to one, at any depth."""
     return isinstance(x() if type(x) is ref else x, Tensor) or any(map(_holds_tensors, _module_context(x)))

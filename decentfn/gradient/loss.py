@@ -1,4 +1,4 @@
-"""What a loss is, and what it returns."""
+"""Losses: their form, and their results."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from decentfn.core.formatting import brief
 from decentfn.core.trees import PyTree
 
 LossFn = Callable[..., Any]
-"""`(params, batch) -> loss` or `(loss, aux)`; with buffers `(params, buffers, batch) -> (loss, (buffers, aux))`."""
+"""Loss `(params, batch) -> loss` or `(loss, aux)`, or `(params, buffers, batch) -> (loss, (buffers, aux))`."""
 
 
 class WrappedLoss:
-    """A loss around another one, of a type that says how its gradient is taken; called, it is the loss inside."""
+    """Wrapper of a loss whose type determines how the gradient is computed; calling it gives the inner loss."""
 
     def __init__(self, loss_fn: LossFn) -> None:
         self.loss_fn = loss_fn
@@ -28,12 +28,12 @@ class WrappedLoss:
         self.places: Places = getattr(loss_fn, "places", ())
 
     def __call__(self, *arguments: Any) -> Any:
-        """The loss inside."""
+        """Evaluate the inner loss."""
         return self.loss_fn(*arguments)
 
 
 def unwrapped(loss_fn: LossFn) -> tuple[LossFn, set[type]]:
-    """The innermost loss, and the types of what stands around it."""
+    """Return the innermost loss, and the types of its wrappers."""
     around = set()
     while isinstance(loss_fn, WrappedLoss):
         around.add(type(loss_fn))
@@ -42,7 +42,7 @@ def unwrapped(loss_fn: LossFn) -> tuple[LossFn, set[type]]:
 
 
 def require_loss(call: str, loss_fn: Any) -> None:
-    """`loss_fn` is a function, and no module."""
+    """Raise ValueError unless `loss_fn` is a function, not a module."""
     if isinstance(loss_fn, torch.nn.Module):
         raise ValueError(
             f"{call}={brief(loss_fn)}: a module is not a loss; make one of it and a criterion with "
@@ -53,7 +53,7 @@ def require_loss(call: str, loss_fn: Any) -> None:
 
 
 def takes(function: Callable[..., Any], count: int) -> bool:
-    """Whether `function` can be called with so many arguments, as far as its signature is known."""
+    """Return True if `function` can be called with `count` arguments, as far as its signature is known."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -66,7 +66,7 @@ def takes(function: Callable[..., Any], count: int) -> bool:
 
 
 def call(loss_fn: LossFn, params: PyTree, buffers: PyTree, batch: PyTree) -> tuple[Tensor, PyTree, PyTree]:
-    """The loss, its new buffers and its aux."""
+    """Evaluate the loss; return it, its new buffers and its aux."""
     returned = loss_fn(params, batch) if buffers is None else loss_fn(params, buffers, batch)
     loss, extra = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
     if buffers is None:
@@ -82,7 +82,7 @@ def call(loss_fn: LossFn, params: PyTree, buffers: PyTree, batch: PyTree) -> tup
 
 
 def scalar(loss: Any) -> Tensor:
-    """The loss, 0-d: it is of one element."""
+    """Return the loss as a 0-d tensor, or raise ValueError unless it has one element."""
     if isinstance(loss, torch.Tensor) and loss.is_floating_point():
         if not loss.dim():
             return loss
@@ -95,7 +95,7 @@ def scalar(loss: Any) -> Tensor:
 
 
 def _as_given(old: PyTree, new: PyTree) -> PyTree:
-    """The new buffers in the old ones' containers: a dict and an OrderedDict have their leaves in another order."""
+    """Return the new buffers in the old ones' containers: a dict and an OrderedDict order their leaves differently."""
     if isinstance(old, dict) and isinstance(new, dict):
         if old.keys() != new.keys():
             raise ValueError(
@@ -110,5 +110,5 @@ def _as_given(old: PyTree, new: PyTree) -> PyTree:
 
 
 def is_pair(value: Any) -> TypeGuard[tuple[Any, Any]]:
-    """Whether something was returned beside the first thing."""
+    """Return True for a pair, such as `(loss, aux)`."""
     return isinstance(value, tuple) and len(value) == 2

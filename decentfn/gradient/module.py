@@ -1,4 +1,4 @@
-"""From an `nn.Module` to the three things a step is made of."""
+"""Conversion of an `nn.Module` into parameters, buffers and a loss."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from decentfn.torch_private.modules import traced_weights
 
 
 class ModuleLoss:
-    """`loss_fn(params, buffers, batch) -> (loss, (buffers, aux))` of a module; made by `functional`."""
+    """Loss `loss_fn(params, buffers, batch) -> (loss, (buffers, aux))` of a module; made by `functional`."""
 
     def __init__(
         self,
@@ -40,9 +40,9 @@ class ModuleLoss:
         self.criterion = criterion
         self.forward = forward
         self.frozen = frozen
-        """Which of the buffers are frozen parameters, which the loss leaves alone."""
+        """Names of the buffers that are frozen parameters, which the loss does not change."""
         self.network = network
-        """The module, or one of it and a criterion that has parameters."""
+        """The module, or a module of it and a criterion with parameters."""
         self._prefix = "module." if isinstance(network, _Pair) else ""
         self._shapes = _shapes(params), _shapes(buffers)
         self._trained = _trained(network)
@@ -55,14 +55,14 @@ class ModuleLoss:
             for n, x in m.__dict__.items()
             if isinstance(x, torch.Tensor)
         ]
-        """Plain attributes that are tensors: what spectral norm and pruning make of a weight before every call."""
+        """Plain attributes that are tensors, such as weights that spectral norm and pruning compute in every call."""
 
     def alone(self, lends: bool = True) -> AbstractContextManager[None]:
-        """Within, no other thread evaluates the module; see `lending.alone`."""
+        """Context in which no other thread evaluates the module; see `lending.alone`."""
         return alone([*self.network.modules()], lends)
 
     def __call__(self, params: PyTree, buffers: PyTree, batch: Any) -> tuple[Tensor, tuple[PyTree, PyTree]]:
-        """Run the module with these parameters and copies of these buffers; no tensor of torch.func is left in it."""
+        """Run the module with these parameters and copies of these buffers; leave no tensor of torch.func in it."""
         new = {name: b if name in self.frozen else torch.clone(b) for name, b in buffers.items()}
         given = {**params, **new}
         self._hook(params)
@@ -72,7 +72,7 @@ class ModuleLoss:
             try:
                 with traced_weights(self.network, inside):
                     loss, aux = self.of(batch)
-            finally:  # While a step is traced only what is known to be computed can be put back.
+            finally:  # While a step is traced, only attributes that are known to be computed can be restored.
                 for owner, name, x in self._computed:
                     setattr(owner, name, x)
             given = dict(zip(given, inside.values(), strict=True))
@@ -93,7 +93,7 @@ class ModuleLoss:
 
     @contextmanager
     def lent(self, params: dict[str, Tensor], buffers: dict[str, Tensor]) -> Iterator[Lent]:
-        """Within, the module's own parameters and buffers have these values."""
+        """Context in which the module's own parameters and buffers have these values."""
         modules = [*self.network.modules()]
         with alone(modules, refuses=True):
             self._require_trained(params, is_differentiated=True)
@@ -107,13 +107,13 @@ class ModuleLoss:
                 yield lent
 
     gradient: Callable[[Tensor], Any] = attrgetter("grad")
-    """What has arrived at a parameter of the module."""
+    """Function that returns the gradient of a parameter of the module."""
 
     def _require_same(self, own: dict[str, Tensor], given: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What is given to the module's own tensors; raises ValueError unless it has the parameters that it had."""
+        """Return the values for the module's own tensors; raise ValueError if its parameters have changed."""
         if (
             missing := given.keys() - own.keys()
-        ):  # a state that was trained with another criterion has its parameters, too
+        ):  # a state trained with another criterion also has that one's parameters
             given = {n: x for n, x in given.items() if n in own or not n.startswith(_OF_CRITERION)}
             missing = given.keys() - own.keys()
         if more := own.keys() - given.keys():
@@ -126,7 +126,7 @@ class ModuleLoss:
         return given
 
     def require_in_place(self, replaced: Iterable[str]) -> None:
-        """Raise ValueError if there are such names of parameters."""
+        """Raise ValueError if parameters were replaced."""
         if names := sorted(replaced):
             raise ValueError(
                 f"df.functional({type(self.module).__name__}): a call put other tensors in the places of the parameters "
@@ -134,7 +134,7 @@ class ModuleLoss:
             )
 
     def _require_trained(self, params: dict[str, Tensor], is_differentiated: bool = False) -> None:
-        """Raise ValueError where a gradient is taken and `requires_grad_` has chosen other parameters to be trained."""
+        """Raise ValueError if `requires_grad` of the module's parameters has changed and a gradient is computed."""
         if not is_differentiated and not any([p.requires_grad for p in params.values()]):
             return
         now = _trained(self.network)
@@ -145,7 +145,7 @@ class ModuleLoss:
             )
 
     def _hook(self, params: dict[str, Tensor]) -> None:
-        """Give the hooks of the module's parameters to these."""
+        """Register the hooks of the module's parameters on these."""
         if self._late_hooks and any(p.requires_grad for name, p in params.items() if name in self._late_hooks):
             raise ValueError(
                 f"df.functional({type(self.module).__name__}): {brief(self._late_hooks)} have hooks by "
@@ -157,7 +157,7 @@ class ModuleLoss:
                 params[name].register_hook(hook)
 
     def of(self, batch: Any) -> tuple[Tensor, PyTree]:
-        """The loss of a batch and its aux, with the weights that the module has now."""
+        """Return the loss of a batch and its aux, with the module's current weights."""
         self.require_batch(batch)
         if self.forward is not None:
             returned = self.forward(self.module, batch)
@@ -190,7 +190,7 @@ class ModuleLoss:
             ) from error
 
     def require_inputs(self, call: str, params: PyTree, buffers: PyTree) -> None:
-        """The module's names and shapes, or an error says which are not."""
+        """Raise ValueError, naming a leaf, unless names and shapes are the module's."""
         name, expected = type(self.module).__name__, self._shapes
         if buffers is None:
             raise ValueError(
@@ -210,11 +210,11 @@ class ModuleLoss:
         ]
         raise ValueError(
             f"{call}: {differing[0]}, of which df.functional made the loss; call init(params, buffers) with what it "
-            "returned beside the loss. What shall not be trained is frozen before that, with requires_grad_(False)."
+            "returned with the loss. Freeze untrained parameters before that, with requires_grad_(False)."
         )
 
     def require_batch(self, batch: Any) -> None:
-        """A tuple or a list of inputs and targets, or keyword arguments: a tensor's rows would unpack as well."""
+        """Require a tuple or list of inputs and targets, or keyword arguments: a tensor's rows would unpack as well."""
         if self.forward is not None or (isinstance(batch, (tuple, list)) and self.criterion is not None):
             return
         if isinstance(batch, Mapping):
@@ -231,14 +231,14 @@ class ModuleLoss:
 
 
 class ShardedLoss(ModuleLoss):
-    """`ModuleLoss` of a module whose parameters are cut over the processes of this worker; made by `functional`."""
+    """`ModuleLoss` of a module whose parameters are sharded over this worker's processes; made by `functional`."""
 
     places: Places = ()
-    """Of this process's shards of the parameters, the frozen ones too."""
+    """Places of this process's shards of the parameters, frozen ones included."""
     common: frozenset[str] = frozenset()
-    """Which of the parameters every process of a team holds."""
+    """Names of the parameters that every process of a tensor-parallel group holds."""
     tp_size = 1
-    """So many of a worker's processes, next to one another, compute one batch together (tensor parallel)."""
+    """Size of a tensor-parallel group: consecutive processes of a worker that compute one batch together."""
 
     def __call__(self, params: PyTree, buffers: PyTree, batch: Any) -> tuple[Tensor, tuple[PyTree, PyTree]]:
         """Run the module with these shards and copies of these buffers."""
@@ -248,9 +248,9 @@ class ShardedLoss(ModuleLoss):
 
     @contextmanager
     def lent(self, params: dict[str, Tensor], buffers: dict[str, Tensor]) -> Iterator[Lent]:
-        """Within, the module's shards are these.
+        """Context in which the module has these shards.
 
-        They stay in the module, which has its own storage for them; its buffers are its own again.
+        They stay in the module, which has its own storage for them; its buffers are restored.
         """
         modules = [*self.network.modules()]
         with alone(modules, refuses=True):
@@ -272,11 +272,11 @@ class ShardedLoss(ModuleLoss):
                 p.grad = None
 
     def gradient(self, p: Tensor) -> Tensor | None:
-        """This process's shard of what has arrived at a parameter of the module."""
+        """Return this process's shard of the gradient of a parameter of the module."""
         if p.grad is None:
             return None
         shard = collectives.placed_like(p.grad, cast(nn.Parameter, p))
-        # Those of all parameters lie one after another.
+        # The shards of all parameters are stored one after another.
         return shard if shard.untyped_storage().nbytes() == shard.nbytes else shard.clone()
 
 
@@ -284,7 +284,7 @@ _OF_CRITERION = "criterion."
 
 
 class _Pair(nn.Module):
-    """A module and a criterion that has parameters."""
+    """Module and criterion with parameters, as one module."""
 
     def __init__(self, module: nn.Module, criterion: nn.Module) -> None:
         super().__init__()
@@ -292,7 +292,6 @@ class _Pair(nn.Module):
 
 
 def _trained(network: nn.Module) -> list[bool]:
-    """Return which of the parameters require a gradient."""
     return [p.requires_grad for m in network.modules() for p in m._parameters.values() if p is not None]
 
 
@@ -307,30 +306,31 @@ def functional(
     forward: Callable[[nn.Module, Any], Any] | None = None,
     overwritten: Iterable[str] = (),
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], ModuleLoss]:
-    """`params, buffers, loss_fn = functional(module, criterion)`.
+    """Split a module into parameters, buffers and a loss: `params, buffers, loss_fn = functional(module, criterion)`.
 
     A batch is `(inputs, *targets)`, and the loss `criterion(module(inputs), *targets)`. Or it is a mapping of keyword
     arguments, and the loss `criterion(module(**batch), batch)`, or without a criterion `module(**batch).loss`. For
-    anything else, `forward` says what the loss of a batch is.
+    anything else, `forward` computes the loss of a batch.
 
     Args:
         module: any module; parameters that do not require a gradient are frozen: they come with the buffers.
-        criterion: `(output, *targets) -> loss` or `(output, batch) -> loss`, 0-d; it may use the module's parameters. A module with
-            parameters of its own (learned temperatures, ArcFace) is trained with the module; theirs and its buffers' names begin
-            with "criterion.".
+        criterion: `(output, *targets) -> loss` or `(output, batch) -> loss`, 0-d; it may use the module's parameters. A
+            criterion module with its own parameters (learned temperatures, ArcFace) is trained together with the
+            module; the names of its parameters and buffers begin with "criterion.".
         forward: in place of a criterion, `(module, batch) -> loss` or `(loss, aux)`, for batches of any kind.
-        overwritten: names of frozen parameters, or of submodules that have them, that the loss itself writes over (an encoder that
-            follows another by momentum): they are kept as buffers are. A loss that writes over other parameters is refused.
+        overwritten: names of frozen parameters, or of submodules with frozen parameters, that the loss itself
+            overwrites (an encoder that follows another by momentum): they are kept like buffers. A loss that overwrites
+            other parameters is refused.
 
     Returns:
-        Three things: `params`, name -> parameter, copies, a tied parameter once (of a module under PyTorch's `fully_shard` or
-        `parallelize_module` this process's shards); `buffers`, name -> buffer or frozen
-        parameter, copies (perhaps none); and `loss_fn(params, buffers, batch) -> (loss, (buffers, aux))`, which leaves the
-        module and the buffers that it is given as they are.
+        `params`, name -> parameter, copies, a tied parameter once (this process's shards for a module under PyTorch's
+        `fully_shard` or `parallelize_module`); `buffers`, name -> buffer or frozen parameter, copies (possibly none);
+        and `loss_fn(params, buffers, batch) -> (loss, (buffers, aux))`, which does not change the module or the buffers
+        that it is given.
 
     Raises:
-        ValueError: both a criterion and `forward`; a lazy module that has not seen a batch; sparse buffers; a criterion with
-            parameters beside a sharded module; when called, parameters that nobody trains; a module in
+        ValueError: both a criterion and `forward`; a lazy module that has not seen a batch; sparse buffers; a criterion
+            with parameters and a sharded module; when called, parameters that no optimizer trains; a module in
             DistributedDataParallel, or sharded over other processes than this worker's.
     """
     if not isinstance(module, nn.Module):
@@ -387,7 +387,7 @@ def functional(
 
 
 def _under(module: nn.Module, word: str, frozen: Mapping[str, Tensor]) -> list[str]:
-    """The frozen parameters of this name, or of the submodule of this name."""
+    """Return the names of the frozen parameters with this name, or in the submodule with this name."""
     names = [name for name in frozen if f"{name}.".startswith(f"{word}.")]
     if not names:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""One evaluation of the loss and its gradient, traced by torch.func, and what a step reports of it."""
+"""Evaluation of the loss and its gradient, traced by torch.func, and the metrics of a step."""
 
 from __future__ import annotations
 
@@ -15,44 +15,44 @@ from decentfn.gradient.loss import LossFn, call
 
 
 class Metrics(NamedTuple):
-    """What a step reports; each `[N]` first when simulated."""
+    """Metrics of a step; each has a leading `[N]` when simulated."""
 
     loss: Tensor  # 0-d, this worker's, at the parameters that the gradient was taken at
-    aux: PyTree  # what the loss returned beside it, or None
+    aux: PyTree  # the loss's second result, or None
     grad_norm: Tensor
-    """0-d, l2 norm of this worker's gradient over all parameters, before clipping; inf where a scaled loss's is bad."""
+    """0-d l2 norm of this worker's gradient over all parameters, before clipping; inf if a scaled loss's is bad."""
     guard: Any = None
-    """What `df.guard` has counted so far; None without it."""
+    """Counts of `df.guard` so far; None without it."""
 
 
 class Gradient(NamedTuple):
-    """One evaluation of the loss and its gradient."""
+    """Result of one evaluation of the loss and its gradient."""
 
-    grads: Buckets  # 0 where this worker's own gradient is not finite
+    grads: Buckets  # 0 if this worker's own gradient is not finite
     loss: Tensor  # 0-d
     aux: PyTree  # [M, ...] of M micro-batches
     buffers: PyTree = None
-    """The loss's new ones."""
+    """New buffers of the loss."""
     used: Buckets | None = None
-    """Bool, for each element whether its leaf has a gradient; None where nobody asks: `df.autograd` with `skip_unused`."""
+    """Bool, True for each element whose leaf has a gradient; None without `skip_unused` of `df.autograd`."""
     good: Tensor | None = None
-    """0-d bool, whether the gradient is finite; None where nobody asks: the loss is not scaled."""
+    """0-d bool, True if the gradient is finite; None if it is not checked: the loss is not scaled."""
     norm: Tensor | None = None
-    """The gradient's own, 0-d, where it was computed to see whether it is finite."""
+    """Norm of the gradient, 0-d, if it was computed to check the gradient."""
 
     @property
     def metrics(self) -> Metrics:
-        """What a step reports. Ask last: where the norm is computed after the update, one loop does both."""
+        """Metrics of the step. Read them last: a norm computed after the update shares its loop."""
         norm = global_norm(self.grads) if self.norm is None else self.norm
         norm = norm if self.good is None else torch.where(self.good, norm, torch.full_like(norm, float("inf")))
         return Metrics(self.loss, self.aux, norm)
 
     def keep(self, new: PyTree, old: PyTree) -> PyTree:
-        """`new`, or `old` where the gradient is bad: what an algorithm remembers of gradients is that of good ones."""
+        """Return `new`, or `old` if the gradient is bad: an algorithm's memory contains good gradients only."""
         return where_good(self.good, new, old)
 
     def move(self, u: Buckets, opt: PyTree, old: PyTree) -> tuple[Buckets, PyTree]:
-        """The optimizer's update and new state; 0 and the old state where the gradient is bad, or a leaf has none."""
+        """Return the update and the new state; 0 and the old state if the gradient is bad or a leaf has none."""
         if self.used is None and self.good is None:
             return u, opt
         nothing = each(torch.zeros_like, u)
@@ -62,18 +62,18 @@ class Gradient(NamedTuple):
 
 
 def where_good(condition: Tensor | None, new: PyTree, old: PyTree) -> PyTree:
-    """`new` where the condition (0-d bool) holds or is None, else `old`, leaf by leaf."""
+    """Return `new` if the condition (0-d bool) holds or is None, else `old`, leaf by leaf."""
     return new if condition is None else trees.map(lambda a, b: torch.where(condition, a, b), new, old)
 
 
 def gradient_of(loss_fn: LossFn, params: Buckets, buffers: PyTree, batch: PyTree, scale: Tensor | None) -> Gradient:
-    """The gradient of one batch, traced by torch.func; see `evaluate`."""
+    """Compute the gradient of one batch, traced by torch.func; see `evaluate`."""
     templates: list[PyTree] = []
 
-    # Buffers and batch are arguments, not captured: torch.func forbids writing to what is captured.
+    # Buffers and batch are arguments, not captured: torch.func forbids writing to captured tensors.
     def loss_of(x: list[Tensor], buffers: PyTree, batch: PyTree) -> tuple[Tensor, tuple[Tensor, list[Tensor]]]:
         loss, new_buffers, aux = call(loss_fn, Buckets(x, params.plan).tree(), buffers, batch)
-        # torch.func takes tensors only, so the tree around them is kept aside.
+        # torch.func takes tensors only, so the tree around them is stored separately.
         templates.append(trees.enumerate_leaves((new_buffers, aux)))
         extras = [torch.as_tensor(leaf) for leaf in trees.leaves((new_buffers, aux))]
         scaled = loss if scale is None else loss.to(wide(loss.dtype)) * scale
@@ -86,6 +86,6 @@ def gradient_of(loss_fn: LossFn, params: Buckets, buffers: PyTree, batch: PyTree
 
 
 def unscaled(grads: Buckets, scale: Tensor) -> Buckets:
-    """The gradient of a loss from that of `scale` times it."""
+    """Divide the gradient of `scale * loss` by the scale."""
     inverse = scale.double().reciprocal().float()  # torch.amp.GradScaler's arithmetic
     return each(lambda g: (g.to(wide(g.dtype)) * inverse).to(g.dtype), grads)

@@ -1,4 +1,4 @@
-"""What travels beside the graph: a value of this thread, known inside by a number."""
+"""Side channel of the graph: values of this thread, represented inside by a number."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from decentfn.torch_private.autograd import surroundings
 
 
 class SideChannel:
-    """A value that is not in the graph: a pytree node of one leaf, the number under which `value` finds it."""
+    """Value outside the graph: a pytree node of one leaf, the number under which `value` finds it."""
 
     def __init__(self, number: Tensor) -> None:
-        self.number = number  # 0-d int64 on the CPU; [N], all equal, of N workers
+        self.number = number  # 0-d int64 on the CPU; [N], all equal, for N workers
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)
         raise AttributeError(
-            f"batch.{name}: within a step whose loss is df.autograd(loss_fn) the batch cannot be looked at; pass it to "
-            "worker.gradient as it came."
+            f"batch.{name}: within a step whose loss is df.autograd(loss_fn) the batch cannot be read; pass it to "
+            "worker.gradient unchanged."
         )
 
 
@@ -32,7 +32,7 @@ trees.register_node(SideChannel, lambda node: ((node.number,), None), lambda _, 
 
 
 class Outcome(NamedTuple):
-    """Values beside the graph of an evaluation of the loss."""
+    """Values of an evaluation of the loss that use the side channel."""
 
     loss_dtype: torch.dtype
     aux: Any
@@ -45,32 +45,32 @@ class _Here(threading.local):
 
 _here = _Here()
 _BATCH = SideChannel(torch.zeros((), dtype=torch.int64))
-"""It is the first value of a step."""
+"""Batch of the step, which is its first value."""
 
 
 def put(value: Any) -> int:
-    """The number of a value, which is kept until the step ends."""
+    """Keep a value until the step ends; return its number."""
     assert _here.values is not None
     _here.values.append(value)
     return len(_here.values) - 1
 
 
 def value(number: Tensor) -> Any:
-    """What was put under this number, in this thread and step."""
+    """Return the value with this number, in this thread and step."""
     assert _here.values is not None
     return _here.values[int(number if number.dim() == 0 else number[0])]
 
 
 def around() -> tuple[Any, Any]:
-    """What surrounded the step, where it was called: see `torch_private.autograd`."""
+    """Return the dispatcher's state at the call of the step; see `torch_private.autograd`."""
     assert _here.around is not None
     return _here.around
 
 
 def with_side_channel(function: Callable[..., Any], first: Any, batch: Any, *others: Any) -> Any:
-    """`function(first, batch, *others)`, a step or a gradient, whose batch goes in beside the graph, as `aux` comes out.
+    """Call `function(first, batch, *others)`, a step or a gradient, with `batch` and `aux` through the side channel.
 
-    What it returns, or the last part of it, has a loss and an aux.
+    Its result, or the last part of it, has a loss and an aux.
     """
     outer = _here.values, _here.around
     values = [batch]

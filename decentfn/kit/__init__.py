@@ -1,4 +1,4 @@
-"""What an algorithm is made of. Every file in `decentfn.algorithms` is made of this, and yours can be.
+"""Building blocks of an algorithm. Every file in `decentfn.algorithms` uses them, and yours can, too.
 
 from decentfn.kit import Algorithm, State, Worker, add, algorithm
 

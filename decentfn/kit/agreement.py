@@ -1,4 +1,4 @@
-"""What makes a function an algorithm: what its users give is looked at, and all ranks have called it alike."""
+"""Decorator of algorithms: it checks the user's arguments and that all ranks have made the same call."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ P = ParamSpec("P")
 def algorithm(function: Callable[P, Algorithm]) -> Callable[P, Algorithm]:
     """Decorate a function that builds an algorithm.
 
-    The `init` of what it builds compares over all ranks, first of all, which algorithm this is, its hyperparameters and
-    its optimizer. Hyperparameters are all keyword-only arguments and the `Options`, as the call gives them or by default.
-    Numbers are compared as they are, functions by their values at some steps. The optimizer is compared by what it is made
-    of; the loss is not. The `step` refuses a state, a batch or a `t` that are not its own, takes `t` as an int or a tensor,
-    and what it draws from PyTorch's generators follows from torch's seed, `t` and the worker.
+    The algorithm's `init` first compares over all ranks the algorithm's name, its hyperparameters and its optimizer.
+    Hyperparameters are all keyword-only arguments and the `Options`, passed or default. Numbers are compared by value,
+    functions by their values at some steps, the optimizer by its structure; the loss is not compared. The `step`
+    refuses a state, a batch or a `t` that does not belong to it, and takes `t` as an int or a tensor. Its draws from
+    PyTorch's generators follow from torch's seed, `t` and the worker.
 
     Args:
-        function: `(loss_fn, optimizer, topology, *, hyperparameters, **options) -> Algorithm`; what it annotates as `int`,
-            `float` or `bool` is one, finite, or the call is refused.
+        function: `(loss_fn, optimizer, topology, *, hyperparameters, **options) -> Algorithm`; arguments annotated as
+            `int`, `float` or `bool` must have that type and be finite, or the call is refused.
     """
     signature = inspect.signature(function)
     if list(signature.parameters)[:3] != ["loss_fn", "optimizer", "topology"]:
         raise ValueError(
             f"@kit.algorithm on {function.__name__}{signature}: its first arguments are loss_fn, optimizer, topology, and its "
-            "hyperparameters stand after a *."
+            "hyperparameters follow a *."
         )
 
     @functools.wraps(function)

@@ -1,4 +1,4 @@
-"""What all algorithms take beside their own hyperparameters."""
+"""Options that all algorithms take in addition to their own hyperparameters."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from decentfn.topologies import Topology
 
 
 class Options(TypedDict, total=False):
-    """What all algorithms take beside their own hyperparameters."""
+    """Options that all algorithms take in addition to their own hyperparameters."""
 
     bucket_mb: float
-    """Largest bucket in MiB (25); one message travels per bucket and neighbour."""
+    """Largest bucket in MiB (25); one message is sent per bucket and neighbor."""
     wire_dtype: torch.dtype | None
-    """Dtype of what is exchanged, if narrower than the parameters' (None: as they are). Trackers, corrections and other
-    memory are kept in float32 or wider, but travel no wider than the parameters."""
+    """Dtype of the exchanged values, if narrower than the parameters' (None: unchanged). Trackers, corrections and
+    other memory are kept in float32 or wider, but sent no wider than the parameters."""
 
 
 DEFAULTS = {"bucket_mb": 25.0, "wire_dtype": None}
@@ -30,7 +30,7 @@ DEFAULTS = {"bucket_mb": 25.0, "wire_dtype": None}
 def require_arguments(
     loss_fn: LossFn, optimizer: Any, topology: Topology, shows_mix: bool, options: Mapping[str, Any]
 ) -> None:
-    """A loss, an optimizer that suits, a topology and known options, or an error says which is not."""
+    """Raise an error that names the argument unless loss, optimizer, topology and options are valid."""
     require_loss("loss_fn", loss_fn)
     require_pair("optimizer", optimizer)
     require_descent(optimizer)
@@ -41,17 +41,17 @@ def require_arguments(
     require_options(options)
     if wants_mix(optimizer) and not shows_mix:
         raise ValueError(
-            "optimizer=MixAware(...): this algorithm has no neighbours' parameters at hand when it updates, for what it "
-            "sends comes after the update or is compressed; use adapt_while_communicate."
+            "optimizer=MixAware(...): this algorithm has no neighbors' parameters when it updates, because it "
+            "sends after the update or compresses its messages; use adapt_while_communicate."
         )
 
 
 def require_options(options: Mapping[str, Any]) -> None:
-    """Known names and possible values, or an error says which is not."""
+    """Raise an error that names the option unless all names are known and all values valid."""
     if "average_buffers" in options:
         raise TypeError("average_buffers is a wrapper: df.average_buffers(df.adapt_while_communicate(...)).")
     if "ema" in options or "loss_scale" in options:
-        raise TypeError("an average and a scaled loss stand around: df.ema(algorithm), df.dynamic_loss_scale(loss_fn).")
+        raise TypeError("an average and a scaled loss are wrappers: df.ema(algorithm), df.dynamic_loss_scale(loss_fn).")
     unknown = sorted(set(options) - set(Options.__annotations__))
     if unknown:
         raise TypeError(f"unknown options {unknown}; known: {sorted(Options.__annotations__)}.")
@@ -65,8 +65,8 @@ def require_options(options: Mapping[str, Any]) -> None:
 
 
 def require_narrower(wire_dtype: torch.dtype | None, x: Buckets) -> None:
-    """Some bucket is wider than the wire's dtype."""
+    """Raise ValueError unless some bucket is wider than `wire_dtype`."""
     if wire_dtype is not None and all(bucket.dtype.itemsize < wire_dtype.itemsize for bucket in x):
         raise ValueError(
-            f"wire_dtype={wire_dtype} is wider than every parameter ({x[0].dtype}), so all travel as they are; leave it out."
+            f"wire_dtype={wire_dtype} is wider than every parameter ({x[0].dtype}), so all are sent unchanged; leave it out."
         )

@@ -1,4 +1,4 @@
-"""What a method demands of its schedule and its hyperparameters, checked when the algorithm is built."""
+"""Requirements of a method on its schedule and hyperparameters, checked when the algorithm is built."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from decentfn.topologies import Topology, mixing_matrix
 
 
 def require_doubly_stochastic(call: str, topology: Topology) -> None:
-    """Raise ValueError if only the columns of `topology` sum to one; `call` is how the user wrote the algorithm."""
+    """Raise ValueError if only the columns of `topology` sum to one; `call` is the user's call of the algorithm."""
     if topology.needs_push_sum:
         raise ValueError(
             f"{call}: {topology.name!r} is column-stochastic only, so mixing drifts away from consensus; use "
@@ -46,7 +46,7 @@ def require_static_symmetric(call: str, topology: Topology) -> None:
 
 
 def require_static(call: str, topology: Topology, why: str, way_out: str) -> None:
-    """Raise ValueError unless `topology` has one mixing matrix for all steps; `way_out` is a method without that need."""
+    """Raise ValueError unless `topology` has one mixing matrix for all steps; `way_out` names another method."""
     if topology.period != 1:
         schedule = "is random" if topology.period is None else f"has period {topology.period}"
         raise ValueError(
@@ -56,13 +56,13 @@ def require_static(call: str, topology: Topology, why: str, way_out: str) -> Non
 
 
 def require_compressor(call: str, compressor: object, gamma: float, options: Mapping[str, Any]) -> None:
-    """Raise ValueError unless there is a compressor, γ lies in (0, 1], and no wire dtype is asked for beside it."""
+    """Raise ValueError unless there is a compressor, γ is in (0, 1], and no wire dtype is given."""
     if not isinstance(compressor, Compressor):
         raise ValueError(
             f"{call}(compressor={brief(compressor)}): expected a Compressor, for example df.compressors.top_k(0.01)."
         )
     if not 0 < real(call, "gamma", gamma) <= 1:
-        raise ValueError(f"{call}(gamma={gamma!r}): γ lies in (0, 1]; about the compressor's δ is a start.")
+        raise ValueError(f"{call}(gamma={gamma!r}): γ is in (0, 1]; start near the compressor's δ.")
     if options.get("wire_dtype") is not None:
         raise ValueError(
             f"{call}(wire_dtype={options['wire_dtype']}): what travels is the compressor's message; for values rounded to "
@@ -82,33 +82,33 @@ def require_contraction(call: str, compressor: Compressor, plan: Plan) -> None:
 
 
 def at(scalar: Scalar, t: Tensor, like: Iterable[Tensor]) -> float | Tensor:
-    """The number itself, or its value at step `t`: 0-d float64 on the device of `like`, such as the parameters."""
+    """Return a number itself, or a function's value at step `t`: 0-d float64 on the device of `like`."""
     if not callable(scalar):
         return scalar
     return once(torch.as_tensor(scalar(collectives.on_device(next(iter(like)), t)), dtype=torch.float64))
 
 
 def reciprocal(rate: float | Tensor) -> float | Tensor:
-    """`1 / rate`, and 0 for a rate of 0, with which nothing was moved that could be measured."""
+    """Return `1 / rate`, or 0 for a rate of 0, which moves nothing that could be measured."""
     if isinstance(rate, torch.Tensor):
         return once(torch.where(rate > 0, 1 / rate, torch.zeros_like(rate)))
     return 1 / rate
 
 
 def require_fractions(call: str, **values: float) -> None:
-    """Each value lies in [0, 1], or a ValueError says which does not."""
+    """Raise ValueError, naming the value, unless each value is in [0, 1]."""
     for name, value in values.items():
         if not 0 <= real(call, name, value) <= 1:
-            raise ValueError(f"{call}({name}={value!r}): {name} is a share of what was there before, in [0, 1].")
+            raise ValueError(f"{call}({name}={value!r}): {name} is the fraction of the old value to keep, in [0, 1].")
 
 
 def require_rate(call: str, **scalars: Scalar) -> None:
-    """Each scalar is a function of t or a positive number, or a ValueError says which is not."""
+    """Raise ValueError, naming the scalar, unless each is a function of t or a positive number."""
     require_positive(call, **{name: scalar for name, scalar in scalars.items() if not callable(scalar)})
 
 
 def require_positive(call: str, **values: Any) -> None:
-    """Each value is a positive number, or a ValueError says which is not."""
+    """Raise ValueError, naming the value, unless each is a positive number."""
     for name, value in values.items():
         if callable(value):
             raise ValueError(f"{call}({name}=...): {name} is one number for the whole run, not a function of t.")
@@ -117,7 +117,7 @@ def require_positive(call: str, **values: Any) -> None:
 
 
 def require_whole(call: str, at_least: int = 1, **values: int) -> None:
-    """Each value is an integer, at least `at_least`, or a ValueError says which is not."""
+    """Raise ValueError, naming the value, unless each is an integer >= `at_least`."""
     for name, value in values.items():
         if whole_number(call, name, value) < at_least:
             raise ValueError(f"{call}({name}={value!r}): {name} is a number of steps or parts, at least {at_least}.")

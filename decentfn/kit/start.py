@@ -1,4 +1,4 @@
-"""The start of a run, the same on all ranks or refused."""
+"""Start of a run: the parameters in buckets, and the check that all ranks agree."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ def lay_out(
     within_worker: WithinWorker,
     places: Places,
 ) -> Buckets:
-    """A copy of `params` in buckets; collective: makes the process groups and checks that all ranks agree.
+    """Copy `params` into buckets, make the process groups and check that all ranks agree. Collective.
 
     Args:
         params: the tree.
         optimizer: its masks must not be mixed within a bucket.
-        topologies: all that the algorithm uses, its own schedule first.
+        topologies: all topologies of the algorithm, its own schedule first.
         bucket_mb: largest bucket in MiB.
-        wire_dtype: dtype of what is exchanged.
+        wire_dtype: dtype of the exchanged values.
         within_worker: how the processes of a worker share the parameters.
-        places: where shards lie in the worker's parameters and buffers.
+        places: positions of shards in the worker's parameters and buffers.
     """
     masks = getattr(optimizer, "masks", ())
     try:
@@ -50,7 +50,7 @@ def lay_out(
         _require_divisible(topologies[0].num_workers)
         device = _require_one_device(x)
     except Exception as error:
-        agree([f"{type(error).__name__}: {error}"])  # or ranks without an error would wait for this one
+        agree([f"{type(error).__name__}: {error}"])  # otherwise ranks without an error would wait for this one
         raise
     agree(fingerprint(x.plan, topologies[0], device, masks), x.plan.describe())
     if within_worker.processes > 1:
@@ -68,7 +68,6 @@ def lay_out(
 def _in_buckets(
     params: PyTree, bucket_mb: float, masks: Sequence[Mask], within_worker: WithinWorker, places: Places
 ) -> Buckets:
-    """This process's part of the parameters."""
     process, size = collectives.everyone().process, within_worker.processes
     if not within_worker.is_replicated:
         return flatten(
@@ -81,7 +80,7 @@ def _in_buckets(
             common=within_worker.common,
         )
 
-    def of_part(mask: Mask) -> Mask:  # a transform will ask it of the parts
+    def of_part(mask: Mask) -> Mask:  # a transform evaluates the mask on the parts
         return lambda name, shape: mask(name, part_shape(shape, process, size))
 
     return part_of(flatten(params, bucket_mb=bucket_mb, masks=[of_part(mask) for mask in masks]), process, size)
@@ -103,13 +102,13 @@ def _require_as_built(within_worker: WithinWorker) -> None:
     size = collectives.processes_per_worker()
     if size != within_worker.processes:
         raise ValueError(
-            f"init(params): the algorithm was built for workers of {within_worker.processes} processes, and now they are of {size}; call "
+            f"init(params): the algorithm was built for workers of {within_worker.processes} processes, and now they have {size}; call "
             "df.init(processes_per_worker=...) once, before it."
         )
 
 
 def _require_equal_within_worker(params: PyTree, within_worker: WithinWorker) -> None:
-    """The processes of a team hold the same values of what all of them hold, those of a worker of what all are given."""
+    """Raise on every rank unless replicated leaves are equal within each tensor-parallel group or worker."""
     lines = [
         f"{name} with digest {digest(leaf)}"
         for name, leaf in trees.named_leaves(params)
@@ -121,7 +120,6 @@ def _require_equal_within_worker(params: PyTree, within_worker: WithinWorker) ->
 
 
 def _say(plan: Plan, topology: Topology) -> None:
-    """What was laid out, and what the topology promises of it."""
     leaves = sum(len(bucket.segments) for bucket in plan.buckets)
     sizes = ", ".join(f"{bucket.nbytes:,} of {bucket.dtype}" for bucket in plan.buckets)
     _log.info("plan: %d leaves in %d buckets, bytes %s", leaves, len(plan.buckets), sizes)

@@ -1,4 +1,4 @@
-"""What a step takes and returns: one state for all algorithms, and its metrics."""
+"""Training state, in one form for all algorithms."""
 
 from __future__ import annotations
 
@@ -13,43 +13,43 @@ from decentfn.gradient import Metrics as Metrics
 
 
 class Guarded(NamedTuple):
-    """How many steps of this worker `df.guard` had to do with; 0-d int64 each."""
+    """Counts of this worker's steps in which `df.guard` intervened; 0-d int64 each."""
 
-    skipped: Tensor  # whose gradient or update was bad, so that it made none, or not all of it
-    replaced: Tensor  # in which what it would have sent was bad, and did not travel
-    in_a_row: Tensor  # the last ones, either way, without a good one between them
+    skipped: Tensor  # steps with a bad gradient or update, omitted wholly or in part
+    replaced: Tensor  # steps with a bad message, which was not sent
+    in_a_row: Tensor  # consecutive bad steps of either kind, up to the last step
 
 
 class Local(NamedTuple):
-    """What a worker keeps for itself beside its parameters, in every algorithm alike."""
+    """Local data of a worker in addition to its parameters, the same in every algorithm."""
 
     opt: PyTree  # the optimizer's state
     buffers: PyTree = None
     scale: LossScale | None = None  # None: the loss is not scaled
-    guard: Guarded | None = None  # None: nobody guards against bad values
+    guard: Guarded | None = None  # None: the algorithm is not guarded
 
 
 class State(NamedTuple):
-    """The training state of one worker, or of N with a leading axis `[N]` in every leaf."""
+    """Training state of one worker, or of N with a leading axis `[N]` in every leaf."""
 
-    params: Buckets  # what one evaluates
+    params: Buckets  # the parameters to evaluate
     local: Local
     memory: Any = ()
-    """What the algorithm itself remembers: trackers, slow copies, messages under way. A NamedTuple with a method
-    `restart(x: Buckets)`, which returns the memory of a run that starts at parameters x; or nothing, `()`. Its attribute
-    `averaged`, names of fields, says whose means over the workers `df.resize` keeps; what it does not name starts anew."""
+    """Memory of the algorithm: trackers, slow copies, in-flight messages. A NamedTuple with a method
+    `restart(x: Buckets)`, which returns the memory of a run that starts at parameters x; or `()` for none. The
+    attribute `averaged` names the fields whose means over the workers `df.resize` keeps; other fields are reset."""
 
     @property
     def buffers(self) -> PyTree:
-        """The buffers, as the tree that `init` was given or the loss last returned: the state's own; `df.buffers` copies them."""
+        """The state's own buffers, as the tree passed to `init` or returned by the last loss; `df.buffers` copies."""
         return self.local.buffers
 
 
 def restarted(memory: Any, x: Buckets) -> Any:
-    """The memory of a run that starts at parameters x, as the memory's own `restart` says.
+    """Return the memory of a run that starts at parameters x, from the memory's own `restart`.
 
     Raises:
-        ValueError: a memory without that method.
+        ValueError: the memory has no such method.
     """
     if isinstance(memory, tuple) and not memory:
         return memory

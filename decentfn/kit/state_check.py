@@ -1,4 +1,4 @@
-"""The state that a step takes is one that its own `init` has laid out; what else comes is refused at the first call."""
+"""State check: a step accepts only states that its own `init` has laid out, and refuses others at the first call."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ CALL = "step(state, batch, t)"
 WAY_OUT = "call this algorithm's init(params) anew, or build the step as the one that made the state was"
 
 _LARGE = 2**16
-"""Elements of a tensor that is remembered by its digest."""
+"""Number of elements from which a tensor is remembered by its digest."""
 
 
 class _Layout(NamedTuple):
-    """What a state looks like."""
+    """Layout of a state."""
 
     kind: str
     plan: Plan
@@ -41,11 +41,11 @@ class _Layout(NamedTuple):
 
 
 class StateCheck:
-    """The states that an algorithm's `init` has laid out; others are refused before their first step.
+    """Check of states against the last one that the algorithm's `init` has laid out, before their first step.
 
     Args:
         loss_fn: the loss.
-        starts_equal: whether all workers must start with the same parameters.
+        starts_equal: True if all workers must start with the same parameters.
     """
 
     def __init__(self, loss_fn: LossFn, *, starts_equal: bool) -> None:
@@ -53,16 +53,16 @@ class StateCheck:
         self._layouts: list[_Layout] = []
 
     def record(self, state: State) -> State:
-        """Return the state, which `init` has made, and expect such ones."""
+        """Record the layout of a state from `init` as the expected one, and return the state."""
         layout = _Layout.of(state)
         if layout not in self._layouts:
             self._layouts.append(layout)
         return state
 
     def check(self, state: Any, batch: PyTree, t: Any) -> None:
-        """Raise ValueError unless this algorithm takes the state, and its loss the batch.
+        """Raise ValueError unless the algorithm accepts the state, and its loss the batch.
 
-        Where `init` was not called here, as with a state from disk, there is nothing to compare the state with.
+        If `init` was not called in this process, as with a state from disk, there is no layout to compare with.
         """
         if not is_state(state):
             order = "; the batch comes second" if is_state(batch) else ", from init(params)"
@@ -107,7 +107,7 @@ class StateCheck:
 
 @contextmanager
 def left_alone(state: Any) -> Iterator[None]:
-    """Within, a step leaves the parameters and buffers that it is given as they are, or an error names one."""
+    """Context in which a step must not overwrite the parameters and buffers that it is given; an error names one."""
     held = {"params": state.params.tree(), "buffers": state.buffers}
     before = [(name, _remembered(leaf)) for name, leaf in trees.named_leaves(held)]
     yield
@@ -121,7 +121,7 @@ def left_alone(state: Any) -> Iterator[None]:
 
 
 def _remembered(leaf: Tensor) -> Tensor | tuple[torch.Size, str]:
-    """A copy; of what is large and plain the shape and a digest, which need no memory."""
+    """Return a copy, or, for a large plain tensor, its shape and digest, which need no memory."""
     is_plain = type(leaf) is Tensor and leaf.device.type == "cpu" and not functorch.is_wrapped(leaf)
     if is_plain and leaf.numel() >= _LARGE and leaf.is_contiguous() and not leaf.is_conj():
         return leaf.shape, digest(leaf)
@@ -129,7 +129,7 @@ def _remembered(leaf: Tensor) -> Tensor | tuple[torch.Size, str]:
 
 
 def require_result(state: Any, result: Any) -> None:
-    """A step returns a state like the one that it was given, and metrics."""
+    """Raise ValueError unless a step returned a state like the one it was given, and metrics."""
     is_pair = isinstance(result, tuple) and len(result) == 2
     if not is_pair or not isinstance(result[0], State) or not isinstance(result[1], Metrics):
         found = [type(part).__name__ for part in result] if isinstance(result, tuple) else type(result).__name__
@@ -147,12 +147,12 @@ def require_result(state: Any, result: Any) -> None:
 
 
 def is_state(value: Any) -> bool:
-    """Whether this is a training state."""
+    """Return True for a training state."""
     return isinstance(getattr(value, "params", None), Buckets)
 
 
 def require_order(state: Any, batch: PyTree, t: Any) -> None:
-    """The step's number stands last."""
+    """Raise ValueError unless `t` is the third argument."""
     if not isinstance(t, Number) and not (isinstance(t, torch.Tensor) and t.numel() == 1):
         first = "" if is_state(state) else f", and its first a {type(state).__name__}"
         raise ValueError(
@@ -162,10 +162,10 @@ def require_order(state: Any, batch: PyTree, t: Any) -> None:
 
 
 def require_params(params: PyTree) -> None:
-    """What `init` takes is a tree of tensors, and no state or module."""
+    """Raise ValueError unless `params` is a tree of tensors, not a state or a module."""
     if is_state(params) or isinstance(params, Buckets):
         raise ValueError(
-            f"init(params): found a training state's {type(params).__name__}, which step(state, batch, t) goes on with; "
+            f"init(params): found a training state's {type(params).__name__}, which step(state, batch, t) continues; "
             "to start anew from its parameters, call init(df.params(state))."
         )
     if isinstance(params, nn.Module):
@@ -176,7 +176,7 @@ def require_params(params: PyTree) -> None:
 
 
 def kind_of(state: Any) -> str:
-    """What a state is to its user: whose memory it holds."""
+    """Describe a state for its user, by the algorithm of its memory."""
     memory = getattr(state, "memory", None)
     if memory is None:
         return type(state).__name__

@@ -1,4 +1,4 @@
-"""A step as an object: what it runs, what it checks before and watches after, and what has been done to it."""
+"""Step object: its function, its checks before and after, and the transforms applied to it."""
 
 from __future__ import annotations
 
@@ -27,34 +27,34 @@ from decentfn.topologies import Topology
 from decentfn.torch_private import functorch
 
 _READERS = [Path(__file__).parent.parent / room for room in ("algorithms", "comm", "kit", "optim", "wrappers")]
-"""The code that reads states."""
+"""Folders of the code that reads states."""
 
 _TORCH = Path(torch.__file__).parent
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """`(state, batch, t) -> (state, metrics)`, pure unless it is donated.
+    """Function `(state, batch, t) -> (state, metrics)`, pure unless it is donated.
 
-    Transformed by `dataclasses.replace`: `df.simulate`, `df.donate`, `df.compile` and the wrappers return another one.
+    Transforms use `dataclasses.replace`: `df.simulate`, `df.donate`, `df.compile` and the wrappers return a new step.
     """
 
     run: Callable[[Any, PyTree, Tensor], tuple[Any, Any]] = field(repr=False)
-    """The function itself, `t` 0-d int64 on the CPU: what is traced, and batched over workers."""
+    """Function that is traced and batched over workers; `t` is 0-d int64 on the CPU."""
     name: str = "step"
     check: Callable[[Any, PyTree, Tensor], None] | None = field(default=None, repr=False)
-    """Raises at the first sight of a state; None for a plain function, of which nothing is expected."""
+    """Check of a new state, which may raise; None for a plain function, which accepts anything."""
     watch: Callable[..., None] | None = field(default=None, repr=False)
-    """`(new state, t, is_donated)`, after every step; may raise."""
+    """Callback `(new state, t, is_donated)` after every step; may raise."""
     finish: Callable[[Any, Any, Any], tuple[Any, Any]] | None = field(default=None, repr=False)
-    """`(state, new state, metrics) -> (state, metrics)`, once the step is whole."""
+    """Function `(state, new state, metrics) -> (state, metrics)`, called once the step is complete."""
     loss_fn: LossFn | None = field(default=None, repr=False)
     num_workers: int | None = None
-    """The topology's."""
+    """Number of workers in the topology."""
     simulated: int | None = None
-    """So many workers at once; None: one."""
+    """Number of simulated workers; None for a single worker."""
     starts_equal: bool = False
-    """Whether all workers must start with the same parameters."""
+    """True if all workers must start with the same parameters."""
     averages_buffers: bool = False
     is_guarded: bool = False
     is_donated: bool = False
@@ -62,11 +62,11 @@ class Step:
     _known: WeakValueDictionary[tuple[int, int], Plan] = field(
         default_factory=WeakValueDictionary, init=False, repr=False
     )
-    """The plans of the states that were checked, by their id and the dimensions of a bucket."""
+    """Plans of the checked states, by their id and the number of dimensions of a bucket."""
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> Step:
-        """The step itself, or the one that runs a plain function."""
+        """Wrap a plain function as a step; return a step itself."""
         if isinstance(function, Step):
             return function
         name = getattr(function, "__qualname__", type(function).__name__)
@@ -93,7 +93,7 @@ class Step:
         return result if self.finish is None else self.finish(state, *result)
 
     def _first(self, state: Any, batch: PyTree, t: Tensor) -> tuple[Any, Any]:
-        """The step with a state that was not checked yet."""
+        """Run the step with a state that has not been checked yet."""
         assert self.check is not None
         self.check(state, batch, t)
         try:
@@ -112,7 +112,7 @@ class Step:
         return result
 
     def _complete(self, state: Any, batch: PyTree, t: Tensor) -> tuple[Any, Any]:
-        """The step with all of its messages; what it draws from PyTorch's generators follows from torch's seed, `t` and the worker."""
+        """Run the step with all of its messages; its draws follow from torch's seed, `t` and the worker."""
         if functorch.has_no_value(t):
             return self.run(state, batch, t)
         number = int(t)
@@ -130,17 +130,16 @@ class Step:
 
     @cached_property
     def is_by_autograd(self) -> bool:
-        """Whether the gradient of the loss is an operator's, so that the batch goes beside the graph."""
+        """True if the gradient is one operator (`df.autograd`), so that the batch uses the side channel."""
         return self.loss_fn is not None and is_by_autograd(self.loss_fn)
 
     @cached_property
     def _writes_over(self) -> bool:
-        """Whether `run` itself writes over the state."""
         return self.is_compiled and self.is_donated
 
 
 def _stumbles_over_state(error: Exception) -> bool:
-    """Return True if code that reads states found no such field or another number of values, with no sentence of its own."""
+    """Return True if code that reads states failed on a missing field or the number of values, with no own message."""
     places = [(Path(frame.filename), frame.line or "") for frame in traceback.extract_tb(error.__traceback__)]
     path, line = [place for place in places if not place[0].is_relative_to(_TORCH)][-1]
     return any(path.is_relative_to(room) for room in _READERS) and "raise " not in line
@@ -152,15 +151,15 @@ class _Pair(NamedTuple):
 
 
 class Algorithm(_Pair):
-    """A training algorithm: `init(params, buffers=None) -> state` and the pure `step(state, batch, t)`.
+    """Training algorithm: `init(params, buffers=None) -> state` and the pure `step(state, batch, t)`.
 
-    What the step draws from PyTorch's generators follows from torch's seed, `t` and the worker.
+    The step's draws from PyTorch's generators follow from torch's seed, `t` and the worker.
     """
 
     loss_fn: LossFn | None
-    """The loss that it was made of."""
+    """Loss of the algorithm."""
     topology: Topology | None
-    """The topology that it was made of; that of all workers, where an algorithm averages over everyone."""
+    """Topology of the algorithm; the complete one if the algorithm averages over all workers."""
 
     def __new__(
         cls,
@@ -170,18 +169,18 @@ class Algorithm(_Pair):
         loss_fn: LossFn | None = None,
         topology: Topology | None = None,
     ) -> Algorithm:
-        """The pair, with what it was made of; a plain function becomes a `Step`."""
+        """Make the pair, with its loss and topology; a plain function becomes a `Step`."""
         pair = super().__new__(cls, init, Step.of(step))
         pair.loss_fn, pair.topology = loss_fn, topology
         return pair
 
     def _replace(self, **changes: Any) -> Algorithm:
-        """The same with another `init` or `step`."""
+        """Return a copy with another `init` or `step`."""
         return Algorithm(*super()._replace(**changes), loss_fn=self.loss_fn, topology=self.topology)
 
 
 def require_algorithm(call: str, algorithm: Any) -> None:
-    """`algorithm` is an `Algorithm`, or a ValueError says what `call` was given."""
+    """Raise ValueError, naming the argument of `call`, unless `algorithm` is an `Algorithm`."""
     if not isinstance(algorithm, Algorithm):
         raise ValueError(
             f"{call}({brief(algorithm)}): expected an Algorithm(init, step), such as df.adapt_while_communicate(...) returns."
@@ -189,7 +188,7 @@ def require_algorithm(call: str, algorithm: Any) -> None:
 
 
 def require_bare(call: str, algorithm: Any) -> None:
-    """`algorithm` is one whose step nothing was done to yet but wrapping, or a ValueError says what `call` was given."""
+    """Raise ValueError, naming the argument of `call`, if the step is simulated, donated or compiled already."""
     require_algorithm(call, algorithm)
     step = algorithm.step
     if step.is_compiled or step.is_donated or step.simulated is not None:

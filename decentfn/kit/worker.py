@@ -1,4 +1,4 @@
-"""What every algorithm is made of: the start, the gradient, the optimizer's update and the gossip of one worker."""
+"""Building blocks of every algorithm: the start, the gradient, the optimizer's update and the gossip of one worker."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from decentfn.topologies import Topology, complete
 
 
 class Worker:
-    """What a step of one worker is made of. Holds no training state.
+    """Building blocks of one worker's step. Stateless.
 
     Args:
-        loss_fn: the loss, perhaps accumulated, perhaps scaled.
+        loss_fn: the loss, possibly accumulated or scaled.
         optimizer: a pair `(init, update)`.
         topology: the schedule.
-        shows_mix: whether the algorithm collects before it updates and passes `posted` to `update`; without it a
+        shows_mix: True if the algorithm collects before it updates and passes `posted` to `update`; otherwise a
             mix-aware optimizer is refused.
         options: see `Options`.
 
     Raises:
-        ValueError, TypeError: an argument of another kind.
+        ValueError, TypeError: an argument of the wrong kind.
     """
 
     def __init__(
@@ -72,14 +72,14 @@ class Worker:
         topology: Topology | None = None,
         must_equal: tuple[str, ...] = (),
     ) -> Algorithm:
-        """The pair of an `init` and this step.
+        """Combine an `init` with this step.
 
         Args:
-            step: of one worker, t 0-d int64 on the CPU.
-            memory: from the first parameters to what the algorithm remembers; None: nothing.
-            topology: `Algorithm.topology`, where it is another than the worker's.
-            must_equal: which of "params" and "buffers" must be bit for bit equal on all workers at the start; "params" also
-                where `df.with_params` sets others.
+            step: the step of one worker, t 0-d int64 on the CPU.
+            memory: function from the first parameters to the algorithm's memory; None: no memory.
+            topology: `Algorithm.topology`, if it differs from the worker's.
+            must_equal: which of "params" and "buffers" must be bit for bit equal on all workers at the start; "params"
+                also if `df.with_params` sets them.
         """
         starts_equal = "params" in must_equal
 
@@ -112,16 +112,16 @@ class Worker:
         after: Posted | Sequence[Posted] | None = None,
         together: bool = False,
     ) -> tuple[Gradient, Local]:
-        """The loss and its gradient at `x`, unscaled; and `local` with the loss's new buffers and the next scale.
+        """Compute the loss and its unscaled gradient at `x`, and `local` with the new buffers and the next scale.
 
         Args:
-            x: where the gradient is taken.
+            x: parameters at which the gradient is taken.
             local: the worker's own data.
-            batch: what the loss takes.
+            batch: the batch of the loss.
             t: the step.
-            after: what was posted: compiled code posts it before it computes anything of the batch, so that the gradient
-                hides the communication.
-            together: a gradient that is bad on one worker counts as bad on all.
+            after: posted messages: compiled code posts them before it computes anything from the batch, so that the
+                gradient hides the communication.
+            together: if True, a bad gradient on one worker counts as bad on all.
         """
         if after is not None and torch.compiler.is_dynamo_compiling():
             batch = _after(batch, after)
@@ -134,7 +134,7 @@ class Worker:
         if scaling is not None and scale is not None:
             common = self.everywhere(own, t) if together or scaling.agree else own
             good, local = common if together else own, local._replace(scale=scaling.advance(scale, common))
-        elif together:  # the bad ones are left out where they are averaged, and good is what is left
+        elif together:  # the average leaves the bad ones out, so the result is good
             return g._replace(norm=norm), local
         grads = where_good(own, g.grads, each(torch.zeros_like, g.grads))
         return g._replace(grads=grads, good=good, norm=norm), local
@@ -142,14 +142,16 @@ class Worker:
     def update(
         self, direction: Buckets, g: Gradient, local: Local, x: Buckets, *, posted: Posted | None = None
     ) -> tuple[Buckets, Local]:
-        """The optimizer's update at `x`, and `local` with its new state; 0 and the old state where `g` is bad or a leaf has none.
+        """Compute the optimizer's update at `x`, and `local` with its new state.
+
+        If `g` is bad or a leaf has no gradient, the update is 0 and the state stays.
 
         Args:
-            direction: what the optimizer sees for a gradient, in the dtypes of `x`.
-            g: this step's gradient, or any whose `good` says whether this worker updates.
+            direction: the optimizer's input in place of a gradient, in the dtypes of `x`.
+            g: this step's gradient, or any whose `good` decides if this worker updates.
             local: as `gradient` returned it.
-            x: where the optimizer sees the parameters.
-            posted: the parameters that were posted in this step, for optimizers that look at the mix.
+            x: the optimizer's parameters.
+            posted: the parameters posted in this step, for mix-aware optimizers.
         """
         mix = () if posted is None or not self.wants_mix else (gossip.mix_context(posted),)
         with nullcontext() if torch.compiler.is_dynamo_compiling() else record_function("decentfn::update"):
@@ -162,37 +164,37 @@ class Worker:
         return u, local._replace(opt=opt)
 
     def everywhere(self, claim: Tensor, t: Tensor) -> Tensor:
-        """Whether `claim` (0-d bool) holds on all workers, the same on each: one number travels, and all wait for it."""
+        """Return True (0-d bool) on all workers if `claim` holds on each; exchanges one number, for which all wait."""
         denials = gossip.mean(loose([(~claim).to(torch.float32).view(1)]), self.everyone, t)
         return denials[0][0] == 0
 
     def post(self, x: Buckets, t: Tensor, topology: Topology | None = None) -> Posted:
         """Start to send `x` to the neighbors of step `t`.
 
-        What is kept wider than the parameters travels in their dtypes; the own share is mixed unrounded.
+        Values wider than the parameters are sent in their dtypes; the worker's own share is mixed unrounded.
 
         Args:
-            x: what is sent, one message per bucket and neighbor.
+            x: buckets to send, one message per bucket and neighbor.
             t: the step, 0-d int64 on the CPU.
-            topology: a schedule made of the worker's own (`df.topologies.every`, ...), in place of it.
+            topology: a schedule derived from the worker's own (`df.topologies.every`, ...), to replace it.
         """
         row = collectives.look_up(x.tensors[0], topology or self.topology, t)
         return gossip.post(x, row, wire_dtype=self.wire_dtype)
 
     def mix(self, x: Buckets, t: Tensor, topology: Topology | None = None) -> Buckets:
-        """`W x` of step `t`; arguments as of `post`."""
+        """Return `W x` of step `t`; arguments as for `post`."""
         return collect(self.post(x, t, topology))
 
     def mean(self, x: Buckets, t: Tensor, everyone: Topology | None = None) -> Buckets:
-        """The mean of `x` over all workers, the same on each (of the values rounded as they travel), in the dtypes of `x`.
+        """Average `x`, rounded as it is sent, over all workers: the same result on each, in the dtypes of `x`.
 
-        `everyone` is a schedule of means over all workers; where it rests, the result is `x`, rounded.
+        `everyone` is a schedule of means over all workers; if it rests, the result is `x`, rounded.
         """
         return gossip.mean(x, everyone or self.everyone, t, wire_dtype=self.wire_dtype)
 
 
 def _after(batch: PyTree, posted: Posted | Sequence[Posted]) -> PyTree:
-    """The batch, from which compiled code computes nothing before it has posted these."""
+    """Return the batch, from which compiled code computes nothing before it has posted these."""
     several = (posted,) if isinstance(posted, Posted) else posted
     leaves = trees.leaves(batch)
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -203,7 +205,7 @@ def _after(batch: PyTree, posted: Posted | Sequence[Posted]) -> PyTree:
 
 
 def _judged(g: Gradient, together: bool) -> tuple[Tensor, Tensor | None]:
-    """Whether a gradient is good (0-d bool), and its norm where that tells: in a guarded step."""
+    """Return True (0-d bool) for a good gradient, and its norm if computed: in a guarded step."""
     if not context.guarded:
         return all_finite(g.grads), None
     norm = global_norm(g.grads)
@@ -213,10 +215,10 @@ def _judged(g: Gradient, together: bool) -> tuple[Tensor, Tensor | None]:
 
 
 def good_update(u: Buckets, opt: PyTree, old: PyTree, first: PyTree) -> tuple[Buckets, PyTree]:
-    """An optimizer's update and new state without what is infinite or NaN in them, element by element.
+    """Remove infinite and NaN values from an optimizer's update and new state, element by element.
 
-    Where the update or any of an element's moments is bad, it is not updated and its moments stay as they were; they start
-    anew, all of them, where they were bad before. Whether anything was bad is noted.
+    If the update or any moment of an element is bad, the element is not updated and keeps its moments; if those were
+    bad before, all of them are reset. Bad values are noted.
 
     Args:
         u: the update.
@@ -243,14 +245,13 @@ def good_update(u: Buckets, opt: PyTree, old: PyTree, first: PyTree) -> tuple[Bu
 
 
 def finite_or(new: Tensor, old: Tensor, first: Tensor) -> Tensor:
-    """`new`, where it is infinite or NaN `old`, and where that is, too, `first`; what is no floating-point number stays."""
+    """Return the first finite one of `new`, `old` and `first`, element by element; other dtypes return `new`."""
     if not (new.is_floating_point() or new.is_complex()):
         return new
     return torch.where(is_finite(new), new, torch.where(is_finite(old), old, first))
 
 
 def _all_finite(*several: Buckets, like: Buckets | None = None) -> Buckets:
-    """For each element whether it is finite in all of these."""
     if not several:
         assert like is not None
         return each(lambda b: torch.ones_like(b, dtype=torch.bool), like)

@@ -1,1 +1,1 @@
-"""Everything here that is private API of PyTorch, a file per topic; `names` is the list."""
+"""All uses of PyTorch's private API, one file per topic; `names` lists them."""

@@ -10,23 +10,24 @@ from decentfn.torch_private import functorch
 from decentfn.torch_private.names import DISPATCH
 
 _included, _excluded, dispatching_as = (private.find() for private in DISPATCH)
-"""`with dispatching_as(*surroundings()):` within an operator's kernel, autograd and all else is as it was there."""
+"""Context `dispatching_as(*surroundings())` restores, within an operator's kernel, the dispatcher's outer state."""
 
 missing = [private.name for private in DISPATCH if private.find() is None]
-"""What this needs and this version of PyTorch does not have."""
+"""Needed names that this version of PyTorch lacks."""
 
 
 def surroundings() -> tuple[Any, Any]:
-    """What PyTorch's dispatcher does here: autograd, autocast, torch.func. Compiled code switches most of it off inside.
+    """Return the state of PyTorch's dispatcher: autograd, autocast, torch.func. Compiled code turns most of it off.
 
-    The public `torch.inference_mode(False)` switches autograd on, but AOTAutograd, which watches the first call of compiled code,
-    also has views untracked there, and torch.func and conjugates off: gradients would be wrong in that call.
+    The public `torch.inference_mode(False)` turns autograd on, but AOTAutograd, which observes the first call of
+    compiled code, also leaves views untracked there, and torch.func and conjugates off: that call's gradients would be
+    wrong.
     """
     return _included(), _excluded()
 
 
 def allow_saved_tensors_hooks() -> None:
-    """Activation checkpointing works again on this thread: a compiler that fails while it traces torch.func.grad leaves it refused."""
+    """Allow activation checkpointing again on this thread: a failed compilation of torch.func.grad disables it."""
     hooks = torch.autograd.graph.disable_saved_tensors_hooks("")
     functorch.outside_transforms(hooks.__enter__)  # in a thread where they are allowed
     hooks.__exit__(None, None, None)  # and so allows them here

@@ -1,4 +1,4 @@
-"""What torch.compile is told of a function, and what it raises where it cannot compile."""
+"""Dynamo: its settings and guards, and the errors of torch.compile."""
 
 from __future__ import annotations
 
@@ -30,32 +30,32 @@ _NOT_COMPILED = (
 
 
 def is_not_compiled(error: BaseException) -> bool:
-    """Return True if it is raised where torch.compile cannot compile."""
+    """Return True for an error that torch.compile raises if it cannot compile."""
     return _is(error, *_NOT_COMPILED)
 
 
 def is_of_too_many_graphs(error: BaseException) -> bool:
-    """Return True if it is raised where torch.compile would compile more often than it may."""
+    """Return True for an error that torch.compile raises if the recompile limit is exceeded."""
     return _is(error, "FailOnRecompileLimitHit")
 
 
 def _is(error: BaseException, *names: str) -> bool:
-    """Return True for an error of one of these classes of the compiler's, which stand in a private module of PyTorch."""
+    """Return True for an error of one of these classes of the compiler, which are in a private module of PyTorch."""
     kinds = [kind for kind in type(error).__mro__ if kind.__module__.startswith("torch.") and "._" in kind.__module__]
     return any(kind.__name__ in names for kind in kinds)
 
 
 def not_loaded(error: BaseException) -> BaseException | None:
-    """What the system said of compiled code that it could not load, if that is why `error` was raised."""
+    """Return the system's error for compiled code that it could not load, if that caused `error`, else None."""
     said = getattr(error, "inner_exception", None)
     return said if isinstance(said, (ImportError, OSError)) and ".so" in str(said) else None
 
 
 def prepare() -> None:
-    """Make ready for `df.compile`.
+    """Prepare for `df.compile`.
 
     Raises:
-        RuntimeError: PyTorch lacks a name without which a compiled step would go on with what has changed.
+        RuntimeError: PyTorch lacks a name without which a compiled step would ignore changes.
     """
     global _config
     _config = GUARDS.require(_CALL)
@@ -65,14 +65,14 @@ def prepare() -> None:
 
 
 def at_most(graphs: int) -> dict[str, Any]:
-    """Return the arguments of torch.compile for at most so many graphs; before torch 2.13 it has none, see `guard_everything`."""
+    """Return the arguments of torch.compile that limit graphs; none before torch 2.13, see `guard_everything`."""
     return {"recompile_limit": graphs} if _HAS_LIMIT else {}
 
 
 def guard_everything(graphs: int) -> None:
-    """Let Dynamo guard in this thread what it leaves out by default: modules' hooks, and that no two parameters are one tensor.
+    """Make Dynamo also guard, in this thread, modules' hooks, and that no two parameters are one tensor.
 
-    If torch.compile takes no limit of `graphs`, the thread's own is raised to it.
+    If torch.compile takes no limit of `graphs`, the thread's own limit is raised to it.
     """
     if not _HAS_LIMIT and _config.recompile_limit < graphs:
         _config.recompile_limit = graphs
@@ -81,7 +81,7 @@ def guard_everything(graphs: int) -> None:
 
 
 def guards_fail(error: AssertionError) -> bool:
-    """Return True if the guards of what was compiled do not hold at once, which is PyTorch's fault: a loss reads NumPy's arrays."""
+    """Return True if guards fail right after compilation, a fault of PyTorch's with a loss that reads NumPy arrays."""
     return str(error).startswith("Guard failed on the same frame")
 
 
@@ -89,13 +89,13 @@ _constant: list[Callable[..., Any]] = []
 
 
 def constant_while_traced(function: F) -> F:
-    """Let a compiled step take what the function returns for a constant. `torch.compiler.assume_constant_result` imports Dynamo."""
+    """Mark a function's result as constant in compiled code; `torch.compiler.assume_constant_result` imports Dynamo."""
     _constant.append(function)
     return function
 
 
 def first_error(error: BaseException) -> BaseException:
-    """The error with which it began; what an operator of the user's raised is only the context of Dynamo's own."""
+    """Return the original error; an error from a user's operator is only the context of Dynamo's own."""
     error = root(error)
     if _is(error, "TorchRuntimeError"):
         while error.__context__ is not None:

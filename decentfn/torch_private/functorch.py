@@ -1,4 +1,4 @@
-"""The levels of `torch.func`: which tensors are batched, and all workers' rows of one."""
+"""Levels of `torch.func`: tests for batched tensors, and access to all workers' rows of one."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ R = TypeVar("R")
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """What functorch does with `torch.nn.functional.linear`, for sizes that are symbols to the compiler, too.
+    """Replace functorch's `torch.nn.functional.linear` by one that also works for symbolic sizes.
 
-    functorch's own reads the input's sizes as numbers, so a step would be compiled again for every length of sequences.
+    functorch's own reads the input's sizes as numbers, so a step would be compiled again for every sequence length.
     """
     if bias is not None and input.dim() == 2:
         return torch.addmm(bias, input, weight.t())
@@ -29,31 +29,31 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     return output if bias is None else output + bias
 
 
-if (_key := LINEAR.find()) is not None:  # Heard by the compiler alone, while it traces through functorch.
+if (_key := LINEAR.find()) is not None:  # Used only by the compiler, while it traces through functorch.
     torch.ops.aten.linear.default.py_impl(_key)(_linear)
 
 
 def is_differentiated(x: Tensor) -> bool:
-    """Return True if autograd follows what becomes of a tensor, as under `torch.func.grad`."""
+    """Return True if autograd tracks a tensor, as under `torch.func.grad`."""
     return x.requires_grad and torch.is_grad_enabled()
 
 
 def has_no_value(x: Tensor) -> bool:
-    """Return True if a 0-d tensor has no readable value here (tracing, fake or functional tensor, or batched by `vmap`).
+    """Return True if a 0-d tensor has no readable value here (tracing, fake or functional tensor, or under `vmap`).
 
-    `torch.compiler.is_compiling` does not tell: it is True in all threads while one of them compiles.
+    `torch.compiler.is_compiling` is no substitute: it is True in all threads while one of them compiles.
     """
     if torch.compiler.is_dynamo_compiling() or type(x) is not Tensor:
         return True
     try:
-        x.data_ptr()  # what a transform wraps has no memory of its own
+        x.data_ptr()  # a wrapped tensor has no memory of its own
     except RuntimeError:
         return bool(_ops.is_batched(x))
     return False
 
 
 def with_workers_first(x: Tensor, dim: int | None, size: int) -> Tensor:
-    """An argument of a rule of `vmap` as `[size, ...]`; `dim` is its axis of workers, None where all have the same."""
+    """Return an argument of a `vmap` rule as `[size, ...]`; `dim` is its worker axis, None if it is unbatched."""
     return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
 
 
@@ -61,34 +61,34 @@ _library = torch.library.Library("decentfn", "FRAGMENT")
 _library.define("all_rows(Tensor x, Tensor like) -> Tensor")
 _library.define("row(Tensor rows, Tensor like) -> Tensor")
 _library.define("is_batched(Tensor x) -> Tensor")
-_NO, _YES = torch.tensor(False), torch.tensor(True)  # made here: what is traced makes no constant
+_NO, _YES = torch.tensor(False), torch.tensor(True)  # made here, because traced code cannot make constants
 _library.impl("is_batched", lambda x: _NO, "CompositeExplicitAutograd")
 _ops = torch.ops.decentfn
 
 
 def is_wrapped(x: Tensor) -> bool:
-    """Return True if a transform of `torch.func` looks at what becomes of this tensor."""
+    """Return True if a transform of `torch.func` tracks this tensor."""
     if type(x) is not Tensor:
         return False
     try:
-        x.data_ptr()  # what a transform wraps has no memory of its own
+        x.data_ptr()  # a wrapped tensor has no memory of its own
     except RuntimeError:
         return True
     return False
 
 
 def is_batched(x: Tensor) -> bool:
-    """Return True if this is one tensor for each worker, under `vmap`."""
+    """Return True if `vmap` batches this tensor over workers."""
     return is_wrapped(x) and bool(_ops.is_batched(x))
 
 
 def all_rows(x: Tensor, like: Tensor) -> Tensor:
-    """Return `x` of all workers, `[N, ...]`, as a tensor that this level of `vmap` does not batch; `like` is one that it does."""
+    """Return `x` of all workers, `[N, ...]`, unbatched at this level of `vmap`; `like` is a tensor that it batches."""
     return _ops.all_rows(x, like)
 
 
 def row(rows: Tensor, like: Tensor) -> Tensor:
-    """Return each worker its row `[...]` of `[N, ...]`: the inverse of `all_rows`."""
+    """Return to each worker its row `[...]` of `[N, ...]`: the inverse of `all_rows`."""
     return _ops.row(rows, like)
 
 
@@ -112,7 +112,7 @@ def by_worker(leaves: list[Any]) -> list[list[Any]]:
 
 
 def are_equal(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors hold the same values, for all workers where `vmap` goes through them at once; NaN equals NaN."""
+    """Return True if two tensors hold the same values, under `vmap` for all workers; NaN equals NaN."""
     while is_batched(x) or is_batched(y):
         like = x if is_batched(x) else y
         x, y = all_rows(x, like), all_rows(y, like)
@@ -124,7 +124,7 @@ def are_equal(x: Tensor, y: Tensor) -> bool:
 
 
 def outside_transforms(function: Callable[..., R], *arguments: Any) -> R:
-    """Call a function where no transform of `torch.func` is at work: in a thread of its own, which has none."""
+    """Call a function outside all transforms of `torch.func`: in a new thread, which has none."""
     autocast = [(d, torch.get_autocast_dtype(d)) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
 
     def call() -> R:

@@ -24,12 +24,12 @@ _CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def lookup_backend(name: str) -> Callable[..., Any]:
-    """The backend of torch.compile with this name."""
+    """Return the torch.compile backend with this name."""
     return BACKEND.require(f"df.compile(backend={name!r})")(name)
 
 
 def cache_dir() -> str:
-    """Inductor's cache, which holds code that will run: the directory that nobody has chosen is made its owner's only."""
+    """Return the folder of Inductor's cache, whose code will run here; the default one is made private to its owner."""
     default = _default_cache_dir()
     path = os.path.abspath(os.environ.setdefault(_CACHE, default))
     os.makedirs(path, exist_ok=True)
@@ -47,7 +47,7 @@ def cache_dir() -> str:
 
 
 def _default_cache_dir() -> str:
-    """The directory that PyTorch's manual names: `/tmp/torchinductor_<user>`."""
+    """Return the default folder in PyTorch's manual: `/tmp/torchinductor_<user>`."""
     try:
         user = getpass.getuser()
     except (KeyError, ImportError, OSError):
@@ -56,8 +56,8 @@ def _default_cache_dir() -> str:
 
 
 def compile_options() -> dict[str, Any]:
-    """Inductor's options: a pass over the graph that keeps what a donated step reads of its old state, and the order of operators
-    in which the processes of a worker wait for one another.
+    """Return Inductor's options: a graph pass that protects a donated step's reads of its old state, and the order of
+    the operators within a worker, whose processes wait for one another.
 
     Raises:
         RuntimeError: PyTorch lacks a name without which the code would be wrong.
@@ -72,15 +72,15 @@ _in_order: set[str] = set()
 
 
 def keep_in_order(name: str) -> None:
-    """Calls of this library's operators of these names stay in the step's order: processes that wait for one another make them.
+    """Keep calls of this operator in the step's order, because the processes that make them wait for one another.
 
-    Its last argument, a tensor or None, is what the call comes after.
+    The operator's last argument, a tensor or None, is the result of the call before it.
     """
     _in_order.add(name)
 
 
 def _chain(graph: torch.fx.Graph) -> None:
-    """Make each such call need the one before it, or Inductor would order them by what memory it saves."""
+    """Make each such call depend on the one before it, or Inductor would reorder them to save memory."""
     calls = [node for node in graph.nodes if _short_name(node.target) in _in_order]
     for before, call in itertools.pairwise(calls):
         last = before
@@ -93,16 +93,15 @@ def _chain(graph: torch.fx.Graph) -> None:
 
 
 def _short_name(target: Any) -> str | None:
-    """The name of one of this library's operators."""
     if getattr(target, "namespace", "") != "decentfn":
         return None
     return target._schema.name.removeprefix("decentfn::")
 
 
 def _copy_what_is_kept(graph: torch.fx.Graph, stores: list[Any]) -> None:
-    """Where a new leaf is an old one, or a view of it, read it before another store writes over it.
+    """Copy a new leaf that is an old one, or a view of it, before another store overwrites it.
 
-    The step has cloned it, but PyTorch drops such clones and reads the old leaf when it may be the new one already.
+    The step has cloned it, but PyTorch drops such clones and would read the old leaf after it was overwritten.
     """
     written = {store.args[0] for store in stores}
     for store in stores:
@@ -117,7 +116,7 @@ def _copy_what_is_kept(graph: torch.fx.Graph, stores: list[Any]) -> None:
 
 
 class _GraphPass:
-    """What a step needs of the order in its graph."""
+    """Graph pass that enforces the order that a step needs."""
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         """Change `graph`."""
@@ -125,7 +124,7 @@ class _GraphPass:
         _copy_what_is_kept(graph, graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default))
 
     def uuid(self) -> str:
-        """What code in the cache depends on: this pass, and the rules by which `vmap` sees our operators, which PyTorch's key leaves out."""
+        """Return a key of the cached code: this pass, and our operators' `vmap` rules, which PyTorch's key omits."""
         return _digest_of_sources()
 
 

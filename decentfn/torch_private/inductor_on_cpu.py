@@ -1,4 +1,4 @@
-"""Inductor's faults on a CPU, kept from a step."""
+"""Workarounds for two faults of Inductor on a CPU."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from decentfn.torch_private.names import LOOP_SPLIT, READ_EXPR
 
 @contextlib.contextmanager
 def without_faults() -> Iterator[None]:
-    """Within, Inductor's backend for the CPU compiles without two of its faults.
+    """Context in which Inductor's CPU backend compiles without two of its faults.
 
-    * It splits a loop by what does not divide it, and forgets the rest (PyTorch's 195582). Here it splits none.
-    * It fails where a loop could keep to itself a tensor that is written over (PyTorch's 196570): it asks each user of the tensor in
-      which order it reads it, and one that knows the tensor by another name says KeyError. To say None is another order, and the
-      tensor stays in memory.
+    * It splits a loop by a non-divisor and omits the remainder (PyTorch's 195582). Here it splits none.
+    * It fails if a loop could keep an overwritten tensor local (PyTorch's 196570): it asks each user of the tensor for
+      its read order, and a user that knows the tensor by another name raises KeyError. Returning None counts as another
+      order, and the tensor stays in memory.
     """
     read_expr = READ_EXPR.find()
 

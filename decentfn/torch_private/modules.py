@@ -1,4 +1,4 @@
-"""A module's weights in compiled code."""
+"""Weights of a module in compiled code."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ _reparametrized = WEIGHTS.find()
 
 
 def traced_weights(module: nn.Module, tensors: dict[str, Any]) -> AbstractContextManager[None]:
-    """What `lending.weights` does, while a step is traced; names are the module's own."""
+    """Replace `lending.weights` while a step is traced; names are the module's own."""
     return _reparametrized(module, tensors, tie_weights=True, stack_weights=True)

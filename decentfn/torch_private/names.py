@@ -1,8 +1,9 @@
-"""The private names of PyTorch that this library uses: all of them, why, and what happens without.
+"""List of the private names of PyTorch that this library uses, with the purpose and the consequence of a missing name.
 
-PyTorch may rename them in any release. They are looked up at import, those of Dynamo and Inductor, which take seconds to
-import, in `df.compile`. `import decentfn` and eager traced steps work without any of them; what cannot work without one is refused where it
-is built. `tests/torch_private` removes each in turn, and `docs/upgrading.md` has the table of what happens.
+PyTorch may rename them in any release. They are looked up at import; those of Dynamo and Inductor, which take seconds
+to import, in `df.compile`. `import decentfn` and eager traced steps work without any of them. A feature that needs a
+missing name is refused when it is built. `tests/torch_private` removes each in turn, and `docs/upgrading.md` has the
+table of consequences.
 """
 
 from __future__ import annotations
@@ -19,23 +20,23 @@ import torch
 
 @dataclass(frozen=True)
 class Private:
-    """A private name."""
+    """Private name of PyTorch."""
 
     name: str
-    """Dotted, from `torch`."""
+    """Dotted name, from `torch`."""
     purpose: str
     without: str
-    """What happens where PyTorch lacks it."""
+    """Consequence if PyTorch lacks it."""
 
     def find(self) -> Any:
-        """Return what it names, or None."""
+        """Return the object with this name, or None."""
         return _find(self.name)
 
     def require(self, call: str) -> Any:
-        """Return what it names.
+        """Return the object with this name.
 
         Raises:
-            RuntimeError: PyTorch lacks it; names the `call` that needs it.
+            RuntimeError: PyTorch lacks it; the message names the `call` that needs it.
         """
         found = self.find()
         if found is None:
@@ -47,7 +48,7 @@ class Private:
 
     @contextmanager
     def replaced_by(self, other: Any) -> Iterator[None]:
-        """Within, the name is that of another object."""
+        """Context in which the name refers to another object."""
         owner, _, name = self.name.rpartition(".")
         original = self.find()
         setattr(_find(owner), name, other)

@@ -1,4 +1,4 @@
-"""A loop that is one operator of the graph."""
+"""Loop as one operator of the graph."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ def loop(
     carry: list[Tensor],
     xs: list[Tensor],
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """`carry, y[i] = body(carry, x[i])` over the first axis of all `xs`; the last carry and all y, stacked.
+    """Iterate `carry, y[i] = body(carry, x[i])` over the first axis of all `xs`; return the last carry, and y stacked.
 
-    Compiled, one loop in the graph, however long; the carry must keep its shapes and dtypes. Without torch's scan the
-    loop is unrolled.
+    In compiled code it is one loop in the graph, of any length; the carry must keep its shapes and dtypes. Without
+    torch's scan the loop is unrolled.
     """
     if _scan is not None and torch.compiler.is_dynamo_compiling():
 
         def at(carry: list[Tensor], i: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-            # Looked up here, not sliced by scan, which has no batching rule for it (a warning under vmap).
+            # Indexed here, not sliced by scan, which has no batching rule for it (a warning under vmap).
             return body(carry, [x.index_select(0, i.view(1)).squeeze(0) for x in xs])
 
         return _scan(at, carry, torch.arange(xs[0].shape[0], device=xs[0].device))

@@ -1,4 +1,4 @@
-"""How a process under torchrun ends: which error torchrun reports, and what a process does that has lost its agent."""
+"""End of a process under torchrun: the error that torchrun reports, and the reaction to a lost agent."""
 
 from __future__ import annotations
 

@@ -310,7 +310,7 @@ OUTSIDE = {
 
 
 def call_outside(call, last_rank, timeout):
-    """What three ranks hear that make a call after step 1, which the last one comes to as it is told."""
+    """Return the errors of three ranks that make a call after step 1; `last_rank` determines how the last one joins."""
 
     def run(rank):
         init, step, _ = build("adapt_then_combine", "complete", 3)

@@ -1,1 +1,1 @@
-"""What needs a GPU: `python -m tests.gpu`, or `python -m pytest tests/gpu`. With DECENTFN_TEST_DEVICE=cpu the same runs over gloo."""
+"""Tests that need a GPU: `python -m tests.gpu`, or pytest on this folder; over gloo with DECENTFN_TEST_DEVICE=cpu."""

@@ -16,7 +16,7 @@ from tests import contract
 from tests.gpu import training
 
 SECONDS = float(os.environ.get("DECENTFN_TEST_SECONDS", "270"))
-"""So long a launch begins new rows; what is left then is skipped, and said."""
+"""Time in which a launch begins new rows; the remaining ones are skipped and reported."""
 ROWS = [row for row in contract.ROWS if row in os.environ.get("DECENTFN_TEST_ROWS", ";".join(contract.ROWS)).split(";")]
 JOBS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     f"rows {n} {what}": ("rows", n, hows)
@@ -67,7 +67,7 @@ class Launches:
             self.running[name] = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
 
     def found(self, name: str) -> dict[str, Any]:
-        """What the ranks of a job found, once they have ended, or have taken too long."""
+        """Return the results of a job's ranks, once they have ended or timed out."""
         if name not in self.running:
             self._start(name)
         place = self.folder / name.replace(" ", "-")

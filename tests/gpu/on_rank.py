@@ -1,4 +1,7 @@
-"""What a rank does, started by `launched.py`: `python -m tests.gpu.on_rank JOB FOLDER SECONDS HOW ...`; writes FOLDER/rank0.json."""
+"""Script of a rank, started by `launched.py`: `python -m tests.gpu.on_rank JOB FOLDER SECONDS HOW ...`.
+
+Writes FOLDER/rank0.json.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a step takes, once no other ranks run; by its name this file comes last."""
+"""Time of a step, measured once no other ranks run; the name of this file makes it the last."""
 
 import statistics
 import time

@@ -70,7 +70,7 @@ def backend_of(way: str, column: str) -> str | None:
 
 
 def attempt(case: str, way: str, columns: list[str], limit: float) -> Iterator[dict[str, Any]]:
-    """What a process of its own finds, column by column; the one in which it ended is the last."""
+    """Yield the results of a separate process, column by column; the last one is the column in which it ended."""
     backends = {column: backend_of(way, column) for column in columns}
     asked = [f"{column}:{backend or ''}" for column, backend in backends.items()]
     command = [sys.executable, "-m", "tests.models.trial", case, way, *asked]
@@ -140,7 +140,7 @@ def page(results: dict[Key, dict[str, Any]]) -> str:
 
 
 def summary(results: dict[Key, dict[str, Any]]) -> str:
-    """What works in every way, and the rest by where and why it fails."""
+    """Summarize the cases that work in every way, and the others by the place and cause of the failure."""
     parts = [" ".join(counted(results, way) for way in WAYS)]
     for way in WAYS:
         failing: dict[tuple[str, str], list[str]] = {}

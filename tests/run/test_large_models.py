@@ -694,7 +694,7 @@ def test_what_is_not_there_is_said_on_every_rank(four):
             ("params", "mean", "distance", "before", "others", "others compiled"),
             "a state of workers of 2 processes, but df.init(processes_per_worker=1)",
         ),
-        "built": "was built for workers of 2 processes, and now they are of 1",
+        "built": "was built for workers of 2 processes, and now they have 1",
         "resize": "4 processes each hold a part",
         "rate": "ranks disagree",
         "shapes": "Rank 0 (process 0 of worker 0) has",

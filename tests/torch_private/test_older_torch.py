@@ -1,4 +1,7 @@
-"""What torch 2.11 lacks, which a machine with a GPU may have: three places go another way, the same for all versions or by what is there."""
+"""Three workarounds for names that torch 2.11 lacks, which a machine with a GPU may have.
+
+Each works for all versions, or depends on the names that exist.
+"""
 
 import inspect
 

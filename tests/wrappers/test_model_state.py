@@ -300,7 +300,7 @@ def test_an_optimizer_sees_its_group():
 
 
 def test_an_optimizer_that_wants_the_mix_where_there_is_none_yet_is_an_error():
-    with pytest.raises(ValueError, match="has no neighbours' parameters at hand"):
+    with pytest.raises(ValueError, match="has no neighbors' parameters when it updates"):
         df.adapt_then_combine(lambda p, b: p.sum(), recorder(), df.topology("ring", N))
     with pytest.raises(ValueError, match="sees all buckets"):
         df.transforms.by_leaf(recorder())

@@ -1,4 +1,4 @@
-"""What the workers and their processes say to each other: the world, the operators of a step, and calls outside steps."""
+"""Collectives between workers and their processes: the world, the operators of a step, and calls outside steps."""
 
 from decentfn.comm.collectives import within_worker
 from decentfn.comm.collectives.lookup import Constant, Row, look_up, members, on_device, refuse_size

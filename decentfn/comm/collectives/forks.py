@@ -1,4 +1,4 @@
-"""Forks beside gloo's threads, as a DataLoader's workers are made, on a Python that can hang there."""
+"""Safe forks (of a DataLoader's workers) beside gloo's threads, on Python versions that can hang there."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 _CAN_HANG = sys.version_info < (3, 10, 15) or (3, 11) <= sys.version_info < (3, 11, 8)
 
 _GLOO = "pt_gloo_runloop"
-"""PyTorch's name of the threads that run a gloo group's collectives."""
+"""PyTorch's name for the threads that run a gloo group's collectives."""
 
 _PAUSE_S = 0.001
 _PATIENCE_S = 1.0
@@ -20,18 +20,18 @@ _PATIENCE_S = 1.0
 
 @cache
 def wait_for_gloo_before_forks() -> None:
-    """From now on, a fork waits until gloo's threads rest, where Python needs it (Linux, before 3.11.8 or 3.10.15).
+    """Make every fork wait until gloo's threads rest, if Python needs it (Linux, before 3.11.8 or 3.10.15).
 
-    There the child hangs if, at that moment, another thread makes its Python thread state
-    (https://github.com/python/cpython/issues/112275). gloo's threads do, to let go of the tensors of a collective
-    that has ended; a DataLoader is often started right after one, and without this a start in a hundred hung.
+    In those versions the child hangs if another thread creates its Python thread state during the fork
+    (https://github.com/python/cpython/issues/112275). gloo's threads do so to release the tensors of a finished
+    collective. A DataLoader is often started right after one; without this, one start in a hundred hung.
     """
     if _CAN_HANG and sys.platform == "linux":
         os.register_at_fork(before=wait_for_gloo)
 
 
 def wait_for_gloo() -> None:
-    """Wait until no thread of gloo has run during a pause: it would have, had it waited for the GIL, which is free there."""
+    """Wait until no gloo thread runs during a pause; the pause frees the GIL, so a thread that needs it would run."""
     end = time.monotonic() + _PATIENCE_S
     before = None
     while (now := _gloo_threads()) and time.monotonic() < end:
@@ -42,7 +42,7 @@ def wait_for_gloo() -> None:
 
 
 def _gloo_threads() -> list[tuple[str, ...]]:
-    """Of each: its state, and how often it was put to sleep or off the core."""
+    """Return each gloo thread's state and its counts of context switches."""
     threads = []
     for status in Path("/proc/self/task").glob("*/status"):
         with suppress(OSError):  # the thread has ended

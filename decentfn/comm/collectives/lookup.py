@@ -1,4 +1,4 @@
-"""What a step knows of its round, looked up by operators when it runs: peers, weights and numbers never enter a graph."""
+"""Data of a step's round, looked up by operators at run time: peers, weights and numbers never enter a graph."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from decentfn.topologies.rounds import by_handle
 
 
 def refuse_size(here: World, local: int, workers: int, what: str) -> NoReturn:
-    """Raise ValueError for a topology of more or fewer workers than exist, `local` in each process; `what` says who asks."""
+    """Raise ValueError for a topology of more or fewer workers than exist, `local` per process; `what` is the call."""
     if (each := here.processes_per_worker) > 1:
         raise ValueError(
             f"{what}: the topology has num_workers={workers}, but {here.size * each} processes run, {each} for each worker; make it "
@@ -44,14 +44,14 @@ class Row(NamedTuple):
     topology: Topology
     t: Tensor  # 0-d int64 on the CPU
     weights: Tensor  # [K+1] float64, own weight first
-    mean_weight: Tensor | None  # 0-d float64, the weight of the mean over the worker's group; None without groups
-    is_active: Tensor  # 0-d bool, False where the schedule rests
+    mean_weight: Tensor | None  # 0-d float64, weight of the mean over the worker's group; None without groups
+    is_active: Tensor  # 0-d bool, False if the schedule rests
     worker: Tensor  # 0-d int64, the worker's number
-    sources: Tensor  # [K] int64, whom it hears in each slot; -1: nobody
+    sources: Tensor  # [K] int64, the sender in each slot; -1: none
     group: Tensor  # 0-d int64, the number of its group
     group_size: Tensor  # 0-d int64
-    are_pairs: Tensor  # 0-d bool, whether in each slot two workers hear each other, with the same weight
-    given: Tensor  # [K] float64, what its messages weigh where they are heard; W[j, i], while `weights` are W[i, j]
+    are_pairs: Tensor  # 0-d bool, True if in each slot two workers hear each other, with the same weight
+    given: Tensor  # [K] float64, weights of its messages at the receivers; W[j, i], while `weights` are W[i, j]
 
 
 _FACTS, _GROUP = 5, 2
@@ -61,7 +61,7 @@ def look_up(token: Tensor, topology: Topology, t: Tensor) -> Row:
     """Look up this worker's part of round `t`.
 
     Args:
-        token: any tensor of this worker's state; it tells the device and, under `vmap`, the worker axis.
+        token: any tensor of this worker's state; it determines the device and, under `vmap`, the worker axis.
         topology: the schedule.
         t: 0-d int64 on the CPU.
     """
@@ -120,7 +120,7 @@ _members = operator(
 
 
 def members(row: Row) -> Tensor | None:
-    """Return who is in this worker's group, `[N]` bool; None for a schedule without groups."""
+    """Return the members of this worker's group, `[N]` bool; None for a schedule without groups."""
     topology = row.topology
     return None if not topology.has_groups else _members(row.group, topology.handle, row.t, topology.num_workers)
 
@@ -131,11 +131,11 @@ on_device = operator(
     lambda token, t: token.new_empty((), dtype=torch.int64),
     lambda info, in_dims, token, t: (on_device(token.select(in_dims[0], 0), t), None),
 )
-"""`(token, t)` -> t as 0-d int64 on the token's device."""
+"""Operator `(token, t)` -> t as 0-d int64 on the token's device."""
 
 
 class Constant:
-    """A table of int64 numbers that operators find by a handle; a device gets it once.
+    """Table of int64 numbers that operators find by a handle; copied to each device once.
 
     Args:
         table: on the CPU.

@@ -1,4 +1,4 @@
-"""Who we are among the processes: rank, size and the process groups, looked up in one place."""
+"""Rank, size and process groups of this process, looked up in one place."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-# Its functions have the default group of the moment for a default argument: imported later, by the compiler, they would keep
-# the group, and a thread of gloo's would need the interpreter after its end.
+# Its functions bind the current default group as a default argument: imported later, by the compiler, they would keep
+# the group alive, and a gloo thread would need the interpreter after its end.
 import torch.distributed.nn.functional
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store, default_pg_timeout
@@ -30,16 +30,16 @@ _CPU = torch.device("cpu")
 
 
 class World:
-    """The processes that hold the workers: this one's rank and device, their number, and groups of them.
+    """Processes that hold the workers: this one's rank and device, their number, and groups of them.
 
-    Worker `i` lives in process `i // L` when each process holds `L` workers (`L = 1` under plain torchrun), or in the
-    processes `i S` to `i S + S - 1` when each worker is `S` of them.
+    Worker `i` is in process `i // L` if each process holds `L` workers (`L = 1` under plain torchrun), or in
+    processes `i S` to `i S + S - 1` if each worker is `S` processes.
     """
 
     mesh: DeviceMesh | None = None
-    """The processes as a mesh of ("worker", "shard"), where a worker is several."""
+    """Processes as a mesh of ("worker", "shard"), if a worker is several."""
     intra_worker: dist.ProcessGroup | None = None
-    """The processes of this one's worker, where they are several."""
+    """Group of the processes of this one's worker, if they are several."""
     _store: Store | None = None  # the group's own
 
     def __init__(
@@ -54,52 +54,52 @@ class World:
         self.rank = rank
         self.size = size
         self.place = rank
-        """This process's rank among all, those of other shards too: what it draws random numbers by."""
+        """Rank of this process among all, other shards included; the key of its random numbers."""
         self.processes_per_worker = 1
-        # Others than this one where a worker is several. No world refers to itself: its groups must end when it is let go.
+        # Other worlds, if a worker is several processes. No world refers to itself: its groups end when it is released.
         self._all_processes: World | None = None
         self._gossip: World | None = None
         self._outside: dict[range, dist.ProcessGroup] = {}
         self.turn = threading.Lock()
-        """Held from the beginning to the end of a collective outside steps: those of two threads must not meet."""
+        """Lock held during a collective outside steps: two threads' collectives must not mix."""
         self._made_apart = itertools.count()
         self.timeout = timeout
         self.steps = Steps(rank)
         self.device = device
-        """Where this process computes: the GPU that is its own, or the CPU."""
+        """Device of this process: its own GPU, or the CPU."""
         self.counters: tuple[Any, ...] = ()
-        """Who counts what travels; see `communication`."""
+        """Active counters of the traffic; see `communication`."""
         self._subgroups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         _worlds.add(self)
 
     @property
     def all_processes(self) -> World:
-        """All processes; of gossip's world, in which a worker has one, those of the other shards too."""
+        """All processes; from gossip's world, which has one process per worker, also those of the other shards."""
         return self._all_processes or self
 
     @property
     def gossip(self) -> World:
-        """The processes that exchange: one of each worker, those with this one's shard."""
+        """World of the processes that exchange: one of each worker, those with this one's shard."""
         return self._gossip or self
 
     @property
     def worker(self) -> int:
-        """The worker that this process belongs to; the first of those that it simulates is `workers(local)[0]`."""
+        """Worker of this process; the first of its simulated workers is `workers(local)[0]`."""
         return self.all_processes.rank // self.processes_per_worker
 
     @property
     def num_workers(self) -> int:
-        """How many workers the processes are."""
+        """Number of workers."""
         return self.all_processes.size // self.processes_per_worker
 
     @property
     def process(self) -> int:
-        """Which of its worker's processes this one is, from 0."""
+        """Index of this process within its worker, from 0."""
         return self.all_processes.rank % self.processes_per_worker
 
     @property
     def store(self) -> Store:
-        """Where the processes can leave notes for one another."""
+        """Store through which the processes leave notes for one another."""
         if self._store is not None:
             return self._store
         assert self.group is not None
@@ -111,24 +111,25 @@ class World:
         return range(self.size)
 
     def workers(self, local: int = 1) -> range:
-        """The numbers of the workers in this process, where each process has `local` of them (`df.simulate`)."""
+        """Return the numbers of the workers in this process, if each process has `local` of them (`df.simulate`)."""
         if not isinstance(local, int) or local < 1:
             raise ValueError(f"world.workers(local={local!r}): the number of workers in a process is an integer >= 1.")
         return range(self.worker * local, (self.worker + 1) * local)
 
     @property
     def own_processes(self) -> range:
-        """Those of this one's worker, by rank among all."""
+        """Processes of this one's worker, by rank among all."""
         first = self.worker * self.processes_per_worker
         return range(first, first + self.processes_per_worker)
 
     def outside(self, processes: range) -> dist.ProcessGroup:
-        """The group of these processes for everything that is not a step; the first call of each waits for the others'."""
+        """Return the group of these processes for use outside steps; each one's first call waits for the others'."""
         if self._all_processes is not None:
             return self._all_processes.outside(processes)
         if processes not in self._outside:
             store = PrefixStore(f"outside {processes.start} {len(processes)} {processes.step}", self.store)
-            # Not one of torch.distributed's, whose names count the groups that a process has made: this may be made by one call alone.
+            # Not a group of torch.distributed, whose names count the groups that a process has made: a single process
+            # may make this one.
             made = dist.ProcessGroupGloo(
                 store, processes.index(self.rank), len(processes), self.timeout or default_pg_timeout
             )
@@ -136,22 +137,22 @@ class World:
         return self._outside[processes]
 
     def apart(self, timeout: timedelta | None = None) -> World:
-        """The same processes with connections of their own, for what another thread does outside steps; collective.
+        """Return a world of the same processes with separate connections, for another thread outside steps; collective.
 
-        Without a `timeout` they wait twice as long as here: a process may notice only at its timeout that a step's
-        message is lost. `let_go` of it in the end.
+        Without a `timeout` it waits twice as long as this one: a process may notice a step's lost message only at its
+        timeout. Call `let_go` at the end.
         """
         if self.size == 1:
             return self
         world = World(None, self.rank, self.size, timeout or 2 * (self.timeout or default_pg_timeout), self.device)
         world._store = PrefixStore(
             f"apart {next(self._made_apart)}", self.store
-        )  # all make the same ones in the same order
+        )  # all processes make the same ones in the same order
         world.steps.board = world._store
         return world
 
     def subgroup(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        """The process group of `ranks` (ascending), which `make_subgroups` has made."""
+        """Return the process group of `ranks` (ascending), made by `make_subgroups`."""
         if len(ranks) == self.size and self.group is not None:
             return self.group
         if ranks not in self._subgroups:
@@ -168,28 +169,28 @@ class World:
                 self._subgroups[ranks] = self._new_group(ranks)
 
     def tp_group(self, size: int) -> dist.ProcessGroup:
-        """The group of this process's team, so many of its worker's processes next to one another, which `make_tp_groups` has made."""
+        """Return this process's tensor-parallel group of `size` consecutive processes, made by `make_tp_groups`."""
         if size == self.processes_per_worker:
             return cast(dist.ProcessGroup, self.intra_worker)
         first = self.all_processes.rank - self.all_processes.rank % size
         return self.all_processes.subgroup(tuple(range(first, first + size)))
 
     def make_tp_groups(self, size: int) -> None:
-        """Make the groups of all teams of so many processes, where they are missing; collective over all processes."""
+        """Make the missing tensor-parallel groups of `size` processes; collective over all processes."""
         if size < self.processes_per_worker:
             self.all_processes.make_subgroups(
                 [tuple(range(i, i + size)) for i in range(0, self.all_processes.size, size)]
             )
 
     def hang_up(self) -> None:
-        """Close the connections to all others, so that they notice now, and nothing of theirs is written here any more."""
+        """Close the connections to all others, so that they notice at once and write nothing more here."""
         if self._all_processes is not None:
             self._all_processes.hang_up()
         own = [group for ranks, group in self._subgroups.items() if self.rank in ranks]
         close([group for group in (self.group, *own, self.intra_worker, *self._outside.values()) if group is not None])
 
     def let_go(self) -> None:
-        """Hold no group any more: the threads and connections of a group end with the last reference to it."""
+        """Release all groups: a group's threads and connections end with the last reference to it."""
         self.group = self.intra_worker = self.mesh = None
         self._subgroups.clear()
         self._outside.clear()
@@ -199,7 +200,7 @@ class World:
 
 
 def close(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Close these groups' connections: gloo does that where a message is late."""
+    """Close these groups' connections by timing out a message, upon which gloo closes them."""
     works = []
     for group in groups:
         for rank in set(range(group.size())) - {group.rank()}:
@@ -211,7 +212,7 @@ def close(groups: Iterable[dist.ProcessGroup]) -> None:
 
 
 class SameShard(World):
-    """One process of each worker, those that hold the same shard: the world in which workers exchange."""
+    """World in which workers exchange: one process of each worker, those that hold the same shard."""
 
     def _new_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         size = self.processes_per_worker
@@ -228,7 +229,7 @@ _worlds = weakref.WeakSet[World]()
 
 
 def end_waits(longer_than: float) -> bool:
-    """Close the connections over which a thread has waited for more seconds, and return True if there are such: it raises."""
+    """Close connections on which a thread has waited longer, so that it raises; return True if there are any."""
     now = time.monotonic()
     late = [w for w in list(_worlds) if w.steps.waits_since is not None and now - w.steps.waits_since > longer_than]
     for world in late:
@@ -237,22 +238,22 @@ def end_waits(longer_than: float) -> bool:
 
 
 def _let_go_of_all() -> None:
-    """At the end of a process, also of the worlds that a script keeps: a thread of gloo's that outlives Python aborts the process."""
+    """Release all worlds at exit, also those a script keeps: a gloo thread that outlives Python aborts the process."""
     for world in list(_worlds):
         world.let_go()
-    wait_for_gloo()  # where a script keeps a group itself, or the traceback of what ended it does
+    wait_for_gloo()  # a script, or the traceback of its error, may keep a group itself
 
 
 atexit.register(_let_go_of_all)
 
-_default: list[World] = []  # the world of the current default group, or of one process, once it was asked for
-_split: dict[int, World] = {}  # the same, as workers of so many processes: each group has threads that never sleep
+_default: list[World] = []  # the world of the current default group, or of one process, once requested
+_split: dict[int, World] = {}  # the same by processes per worker: each group has threads that never sleep
 
 
 def world() -> World:
-    """Whom this thread's operators talk to: the world given to `use`, else torch.distributed's default group, else nobody.
+    """Return the world of this thread's operators: set by `use`, else of the default group, else a single process.
 
-    Where a worker is several processes it is gossip's.
+    If a worker is several processes, it is gossip's world.
     """
     given = context.world
     if given is not None:
@@ -265,14 +266,14 @@ def world() -> World:
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:
-    """Return where the processes of a default group compute that a script has made itself, as for DDP."""
+    """Return the device of the processes, for a default group that a script has made itself, as for DDP."""
     if "nccl" not in str(dist.get_backend_config()):
         return _CPU
     return group.bound_device_id or torch.device("cuda", torch.cuda.current_device())
 
 
 def require_messages_from(call: str, device: torch.device) -> None:
-    """Raise ValueError if the default group carries no messages from this kind of device, as one of NCCL alone from the CPU."""
+    """Raise ValueError if the default group carries no messages from such a device, as NCCL alone from the CPU."""
     here = everyone()
     if here.size == 1 or context.world is not None:
         return
@@ -286,30 +287,30 @@ def require_messages_from(call: str, device: torch.device) -> None:
 
 
 def everyone() -> World:
-    """All processes, of all workers."""
+    """Return the world of all processes of all workers."""
     return world().all_processes
 
 
 @constant_while_traced
 def processes_per_worker() -> int:
-    """How many processes a worker is, also while a step is traced."""
+    """Return the number of processes per worker; also works while a step is traced."""
     return world().processes_per_worker
 
 
 def require_workers_of(processes: int) -> None:
-    """Raise ValueError where a state of workers of so many processes meets workers of another number; one is as good as any."""
+    """Raise ValueError if a state was made for another number of processes per worker; 1 suits any number."""
     now = processes_per_worker()
     if processes not in (1, now):
         raise ValueError(
-            f"a state of workers of {processes} processes, but df.init(processes_per_worker={now}) was said since; make it anew with "
-            f"init(params), restore it from a checkpoint, or say df.init(processes_per_worker={processes}) again."
+            f"a state of workers of {processes} processes, but df.init(processes_per_worker={now}) was called since; make it anew with "
+            f"init(params), restore it from a checkpoint, or call df.init(processes_per_worker={processes}) again."
         )
 
 
 def split_workers(processes_per_worker: int) -> World:
-    """All processes again, of which each so many, by rank, are one worker from now on; collective.
+    """Make every `processes_per_worker` consecutive ranks one worker and return the world of all; collective.
 
-    Their number is divisible by it.
+    The number of processes must be divisible by it.
     """
     all_processes, size = everyone(), processes_per_worker
     if context.world is not None:
@@ -329,7 +330,7 @@ def split_workers(processes_per_worker: int) -> World:
         outside,
         turn,
         made_apart,
-    )  # one of each for a store
+    )  # a separate store for each
     if size > 1:
         ranks = torch.arange(all_processes.size).view(-1, size)
         rows = [all_processes._new_group(tuple(row)) for row in ranks.tolist()]
@@ -356,9 +357,9 @@ def split_workers(processes_per_worker: int) -> World:
 
 
 def adopt_default_group(timeout: timedelta | None = None, device: torch.device = _CPU) -> World:
-    """Take torch.distributed's default group as the world, each process a worker, or this process alone where there is none.
+    """Take the default group as the world, each process a worker; without a default group, this process alone.
 
-    Groups made later wait as long as `timeout`.
+    Groups made later use this `timeout`.
     """
     if dist.is_initialized():
         wait_for_gloo_before_forks()
@@ -382,14 +383,14 @@ def leave_default_group() -> None:
 
 def _forget() -> None:
     for world in (*_default, *_split.values()):
-        world._gossip = None  # which refers to it
+        world._gossip = None  # it refers back to the world
     _default.clear()
     _split.clear()
 
 
 @contextmanager
 def use(given: World) -> Iterator[World]:
-    """Run this thread's operators in another world than the default process group's."""
+    """Context in which this thread's operators use `given` instead of the default process group's world."""
     before = context.world
     context.world = given
     try:

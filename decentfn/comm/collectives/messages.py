@@ -1,7 +1,7 @@
-"""The messages of a step. It ends with all of them, or with an error after which no other step follows it unaware.
+"""Messages of a step. A step ends with all of them, or with an error that blocks further steps.
 
-A lost message does not abort the step: the worker's own payload replaces it. The state is then complete when the step is done,
-and `whole_step` raises.
+A lost message does not abort the step: the worker's own payload replaces it. The state is then complete when the step
+is done, and `whole_step` raises.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from decentfn.core.context import context
 from decentfn.errors import StepMismatch
 
 _PATIENCE = timedelta(seconds=1)
-"""How long each remaining message of a step that lost one is waited for: its connection is closed, so it has come or never will."""
+"""Timeout of each remaining message after a loss: connections are closed, so it has arrived or never will."""
 _NOT_SENT = "not sent, because an earlier message was lost"
 _PATIENCE_OF_ALL_S = 5.0
-"""How long the messages of a step that was cut short are waited for, all together."""
+"""Total timeout of the messages of a step that was cut short, in seconds."""
 
 _abandoned: list[Call] = []
-"""What may still be written to."""
+"""Calls whose memory may still be written to."""
 
 
-# -- a step, whole or cut short ----------------------------------------------------------------------------------------
+# -- a step, complete or cut short -----------------------------------------------------------------------------------
 
 
 class whole_step:
-    """A step at `t`. Where a message was lost, raises when the step is done; where the step raises, its messages are waited for.
+    """Context of a step at `t`: raises at the end if a message was lost, and drains the messages of a step that raises.
 
-    In both cases the next step is refused: the other ranks have taken this one, or wait for its messages; what this rank
-    would post next, they would take for something else.
+    In both cases the next step is refused: the other ranks have taken this one, or wait for its messages, and would
+    mistake this rank's next message for another one.
 
-    `with` gives the world in which it runs.
+    `with` returns the world in which the step runs.
 
     Args:
         t: the step.
-        donated: whether it writes over the state that it is given.
+        donated: True if the step overwrites the state that it is given.
     """
 
     __slots__ = ("_donated", "_here", "_outer", "_range", "_t")
@@ -68,7 +68,7 @@ class whole_step:
         steps.is_running = False
         if here.size == 1:
             return
-        if steps.in_flight:  # of this step what nobody has waited for; all, where it raised after it had posted
+        if steps.in_flight:  # this step's calls without a wait; all calls if it raised after a post
             if error is None:
                 _drain(here, steps.before)
             elif steps.calls != steps.before:
@@ -83,14 +83,14 @@ class whole_step:
 
 
 def cut_short(t: int, error: BaseException) -> None:
-    """Let no step follow that at `t`, which raises `error` after its messages are sent; alone, any may."""
+    """Block steps after the one at `t`, which raises `error` after its messages are sent; a single process goes on."""
     here = world()
     if here.size > 1:
         here.steps.cut_short = f"step t={t}", error
 
 
 def _drain(here: World, since: int) -> None:
-    """Let this world's calls land, those after the first `since`."""
+    """Wait for this world's calls in flight, those after the first `since`."""
     end, in_flight = time.monotonic() + _PATIENCE_OF_ALL_S, here.steps.in_flight
     for number in [number for number in in_flight if number > since]:
         call = in_flight.pop(number)
@@ -106,7 +106,7 @@ def _drain(here: World, since: int) -> None:
 
 
 def lose(here: World, call: Call, error: Exception, peer: int | None = None, slot: int | None = None) -> None:
-    """Note a loss. The first one ends the exchanges of this process: it tells the others, and closes its connections."""
+    """Note a loss. The first one ends this process's exchanges: it notifies the others and closes its connections."""
     steps, call.lost = here.steps, str(error)
     if steps.lost is None:
         steps.lost = Loss(call, error, peer, slot)
@@ -119,7 +119,7 @@ def lose(here: World, call: Call, error: Exception, peer: int | None = None, slo
 
 
 def post(here: World, call: Call, receives: Sequence[Part], sends: Sequence[Part]) -> None:
-    """Start to receive and to send. Receives come first: with sends first a link takes twice as long."""
+    """Start to receive and to send. Receives come first: with sends first, a link takes twice as long."""
     call.parts = [*receives, *sends]
     if not call.parts:
         return
@@ -134,8 +134,8 @@ def post(here: World, call: Call, receives: Sequence[Part], sends: Sequence[Part
                 for index, (x, own, rank, _) in enumerate(call.parts):  # noqa: B007
                     call.works.append((group.send if own is None else group.recv)([x], rank, tag))  # pyright: ignore
             else:
-                # NCCL takes all messages of a call together. Its stream waits for this one, on which the parameters were written. The
-                # call holds what is sent and received until `land`, where this stream waits for NCCL's: no memory is reused before.
+                # NCCL takes all messages of a call together. Its stream waits for this one, which wrote the parameters.
+                # The call holds the tensors until `land`, where this stream waits for NCCL's: no memory is reused.
                 operations = [
                     dist.P2POp(dist.isend if own is None else dist.irecv, x, group=group, tag=tag, group_peer=rank)
                     for x, own, rank, _ in call.parts
@@ -150,7 +150,7 @@ def post(here: World, call: Call, receives: Sequence[Part], sends: Sequence[Part
 
 
 def reduce(here: World, call: Call, x: Tensor, own: Tensor | None, ranks: list[int]) -> None:
-    """Start to add `x` up over the group; `own` replaces the sum if it is lost."""
+    """Start to sum `x` over the group; `own` replaces the sum if it is lost."""
     others, call.hears = [rank for rank in ranks if rank != here.rank], ranks
     call.parts = [Part(x, own, others[0] if len(others) == 1 else None)]
     if not others or not x.numel():
@@ -176,15 +176,15 @@ def reduce(here: World, call: Call, x: Tensor, own: Tensor | None, ranks: list[i
 
 
 def land(here: World, call: Call) -> bool:
-    """Wait for all of a call and return whether it arrived; if not, each message is this worker's own payload.
+    """Wait for all of a call and return True if it arrived; if not, each message is this worker's own payload.
 
     Raises:
-        RunError: it did not arrive, and no step runs that could be finished first.
+        RunError: it did not arrive, and no step is running that could be finished first.
     """
     since = time.perf_counter()
     here.steps.waits_since = time.monotonic()
     with record_function(f"decentfn::wait {call.what} {call.index}"):
-        one_by_one = len(call.works) == len(call.parts)  # else the backend has put them together
+        one_by_one = len(call.works) == len(call.parts)  # else the backend has combined them
         for index, work in enumerate(call.works):
             try:
                 if here.steps.lost is None:
@@ -212,25 +212,25 @@ def land(here: World, call: Call) -> bool:
 
 @dataclass
 class Communication:
-    """What one process has exchanged with others inside steps; what its own workers say to each other is not counted."""
+    """Traffic of one process with others inside steps; messages between its own workers are not counted."""
 
     messages: int = 0
-    """That it has sent, one for each bucket and neighbour; a mean over a group is none."""
+    """Messages sent, one per bucket and neighbor; a mean over a group does not count."""
     bytes_sent: int = 0
-    """In messages, and 2(r-1)/r payloads for each mean over a group of r processes."""
+    """Bytes sent in messages, plus 2(r-1)/r payloads for each mean over a group of r processes."""
     bytes_received: int = 0
-    """The same of what comes in."""
+    """Bytes received, counted in the same way."""
     seconds_waited: float = 0.0
-    """In which this process stood still because something had not arrived: the part of the communication that no
-    computation hides. On a GPU the stream waits, and the process does not: there it is about 0."""
+    """Time that this process was blocked by a missing message: the communication that no computation hides.
+    On a GPU the stream waits and the process does not, so it is about 0."""
 
 
 @contextmanager
 def communication() -> Iterator[Communication]:
-    """Count what this process exchanges from here to the end of the block; the numbers can be read at any time.
+    """Count this process's traffic until the end of the block; the numbers can be read at any time.
 
-    Enter it after `df.init()`, around steps as they are, compiled or not: nothing in them changes, and nothing is counted
-    where nobody asks. One block may stand in another. In one process (`df.simulate`) nothing travels, and all is 0.
+    Enter it after `df.init()`, around unchanged steps, compiled or not; outside a block nothing is counted. Blocks can
+    be nested. In one process (`df.simulate`) nothing is sent, and all counts are 0.
 
     >>> import decentfn as df
     >>> with df.profiling.communication() as counted:

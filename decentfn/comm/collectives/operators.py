@@ -1,14 +1,15 @@
-"""The operators of a step: post messages or a group's mean, and wait for them.
+"""Operators of a step: post messages or a group's mean, and wait for them.
 
-Time and peers stay outside the graph. Every operator takes the topology's handle and `t`, and finds its round when the step
-runs; so one compiled graph serves every phase of a schedule and every rank. Each has two interpreters:
+Time and peers stay outside the graph. Every operator takes the topology's handle and `t`, and finds its round at run
+time, so one compiled graph serves every phase of a schedule and every rank. Each has two interpreters:
 
 * under a process group `post` starts messages and returns at once, and `wait` completes them;
-* under `torch.func.vmap` over the worker axis nothing travels, and `wait` is an index or a segment mean. Where other
+* under `torch.func.vmap` over the worker axis nothing is sent, and `wait` is an index or a segment mean. If other
   processes hold workers too, the rule calls the operator once for all workers here (`workers` of them; 0: one alone).
 
-The order in compiled code comes from data alone: the number that `post` returns is an argument of whatever must come after
-it (`after`, the gradient), and what must come before a `wait` is an argument of it. Call all of them outside `torch.func.grad`.
+Only data dependencies order compiled code: the number that `post` returns is an argument of every computation that must
+come after it (`after`, the gradient), and a computation that must come before a `wait` is an argument of that `wait`.
+Call all of them outside `torch.func.grad`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from decentfn.torch_private import functorch
 
 
 def make_groups(groups: Tensor) -> None:
-    """Make the process groups for means over `groups`, `[P, N]`, each worker's in each phase; collective, the same everywhere."""
+    """Make the process groups for means over `groups`, `[P, N]` group numbers by phase and worker; collective."""
     here = world()
     if here.size > 1:
         local = groups.shape[1] // here.size
@@ -45,10 +46,10 @@ def make_groups(groups: Tensor) -> None:
 
 
 class Flight(NamedTuple):
-    """One posted tensor, and what `wait` needs to know of it."""
+    """One posted tensor, and the data that `wait` needs."""
 
     number: Tensor  # 0-d int64 on the CPU
-    x: Tensor  # what was sent: kept, and not written over, until `wait`
+    x: Tensor  # the sent tensor: kept, and not overwritten, until `wait`
     row: Row
     good: Tensor | None
     is_mean: bool
@@ -58,9 +59,9 @@ def exchange(x: Tensor, row: Row, *, good: Tensor | None = None) -> Flight:
     """Post `x` to this round's listeners; `wait` returns what arrives in each slot.
 
     Args:
-        x: `[D]`, or `[K, D]`: a message of its own for each slot; contiguous.
+        x: `[D]`, or `[K, D]`: a separate message for each slot; contiguous.
         row: this worker's part of the round.
-        good: 0-d bool; where it is False zeros are sent in the place of `x`.
+        good: 0-d bool; if False, zeros are sent in place of `x`.
     """
     return Flight(_post(x, row.topology.handle, row.t, good, False, 0), x, row, good, is_mean=False)
 
@@ -78,10 +79,10 @@ def wait(flight: Flight, after: Sequence[Tensor] = ()) -> Tensor:
 
     Args:
         flight: from `exchange` or `group_mean`.
-        after: what compiled code computes before it waits.
+        after: tensors that compiled code computes before it waits.
 
     Returns:
-        `[K, D]` of messages, zeros where nothing was sent; or the mean `[D]`, `x` itself in a group of one.
+        Messages `[K, D]`, zeros where nothing was sent; or the mean `[D]`, `x` itself in a group of one.
     """
     number, x, row, good, is_mean = flight
     peers, size = (row.group, row.group_size) if is_mean else (row.sources, None)
@@ -89,7 +90,7 @@ def wait(flight: Flight, after: Sequence[Tensor] = ()) -> Tensor:
 
 
 def after(xs: Sequence[Tensor], flights: Sequence[Tensor]) -> list[Tensor]:
-    """Return `xs` such that compiled code computes nothing from them before it has posted `flights`."""
+    """Return `xs`, from which compiled code computes nothing before it has posted `flights`."""
     return _after(list(xs), list(flights)) if flights and torch.compiler.is_dynamo_compiling() else list(xs)
 
 
@@ -108,7 +109,7 @@ _after = operator(
 
 
 def _sent(x: Tensor, good: Tensor | None) -> Tensor:
-    """Return `x` `[(L,) ...]`, or zeros for those of whom `good` `[(L)]` is False; a CPU copies nothing where there are none."""
+    """Return `x` `[(L,) ...]`, with zeros where `good` `[(L)]` is False; no copy on a CPU if all are good."""
     if good is None or (good.device.type == "cpu" and not functorch.has_no_value(good) and bool(good.all())):
         return x
     return torch.where(good.view(*good.shape, *[1] * (x.dim() - good.dim())), x, torch.zeros_like(x))
@@ -190,7 +191,7 @@ def _post_vmap(
     n = info.batch_size
     require_worker_axis("group_mean" if is_mean else "exchange", in_dims[0], in_dims[1:3])
     if world().size == 1:
-        return handle, None  # any number: nothing is in flight
+        return handle, None  # any number, as nothing is in flight
     x, good = _workers_first(x, in_dims[0], n), None if good is None else _workers_first(good, in_dims[3], n)
     return _post(x, handle, t, good, is_mean, n), None
 

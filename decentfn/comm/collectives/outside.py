@@ -1,7 +1,7 @@
-"""Everything collective that is not a step: over a group of its own, and compared before anything is summed.
+"""Collectives outside steps, over a separate group: the processes compare their calls before anything is summed.
 
-gloo's messages carry neither a name nor a size. One call that only some processes make would be paired with another, and
-a larger message than expected aborts the process. So each collective begins with a header of a fixed size.
+gloo's messages carry neither a name nor a size. A call made by only some processes would be paired with another call,
+and a message larger than expected aborts the process. Each collective therefore begins with a header of fixed size.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _FORM = struct.Struct(f"<qqq{_TEXT}s")
 
 @contextmanager
 def calling(call: str, *, of_state: bool = False) -> Iterator[None]:
-    """Name what this thread does with the other processes after the function that the user has called, the outermost.
+    """Label this thread's collectives with the user's call; the outermost label counts.
 
     Args:
         call: the function, as the user types it.
-        of_state: whether it reads a training state, so that all processes call it after the same step.
+        of_state: True if it reads a training state, so that all processes call it after the same step.
     """
     before = context.call
     context.call = before or (call, of_state)
@@ -49,7 +49,7 @@ def calling(call: str, *, of_state: bool = False) -> Iterator[None]:
 class _Header(NamedTuple):
     nbytes: int
     exchanges: int
-    """How many this process has made; -1: it does not matter."""
+    """Exchanges made by this process; -1: not compared."""
     t: int
     text: str
 
@@ -69,18 +69,18 @@ class _Header(NamedTuple):
 def met(
     here: World, what: str, x: Tensor | int, processes: range | None = None, group: Any = None
 ) -> Iterator[tuple[Any, list[int]]]:
-    """Begin a collective outside steps: the group to make it over, and the bytes that each process brings.
+    """Begin a collective outside steps; yield its group, and the number of bytes from each process.
 
     Args:
         here: the world.
         what: the kind of collective.
-        x: what is sent, of the same shape and dtype everywhere; or how many bytes, where processes may differ.
+        x: the tensor to send, of the same shape and dtype everywhere; or its number of bytes, if processes may differ.
         processes: some of the world's, by rank among all; None: all.
-        group: the one that is used on a GPU; None: the world's.
+        group: the group to use on a GPU; None: the world's.
 
     Raises:
-        CallMismatch: on all of them, they are about to do different things; nothing has been sent.
-        ExchangeTimeout, PeerLost: one does not come; also of what happens within.
+        CallMismatch: on all processes, if their calls differ; nothing has been sent.
+        ExchangeTimeout, PeerLost: a process does not join, or is lost within the block.
     """
     processes = here.processes if processes is None else processes
     call, of_state = context.call or (what, False)
@@ -104,7 +104,7 @@ def met(
             raise _failed(here, call, error) from error
         except (
             BaseException
-        ) as error:  # as by Ctrl-C: what this process calls next would meet the rest of the others' call
+        ) as error:  # such as Ctrl-C: this process's next call would meet the rest of the others' call
             _end(here, call, error)
             raise
         finally:
@@ -138,7 +138,6 @@ def _require_same(here: World, processes: range, headers: list[_Header]) -> None
 
 
 def _failed(here: World, call: str, error: RuntimeError) -> RunError:
-    """The error for a call that another process did not come to."""
     steps = here.gossip.steps
     was_whole = steps.is_whole
     _end(here, call, error)
@@ -150,7 +149,7 @@ def _failed(here: World, call: str, error: RuntimeError) -> RunError:
 
 
 def _end(here: World, call: str, error: BaseException) -> None:
-    """End the exchanges of this process: the others hear of it, and wait for this one no longer."""
+    """End the exchanges of this process and notify the others, which stop waiting for it."""
     steps = here.gossip.steps
     steps.tell(None, timed_out=has_timed_out(error), outside=call)
     here.gossip.hang_up()
@@ -158,12 +157,12 @@ def _end(here: World, call: str, error: BaseException) -> None:
 
 
 def named_error(here: World, call: str, error: RuntimeError, notes: dict[int, Note] | None = None) -> RunError:
-    """What PyTorch has raised as this library's error, which says what failed, and what other processes told of it."""
+    """Convert PyTorch's error to this library's, which states the failed call and the other processes' notes."""
     gossip, notes = here.gossip, notes or {}
     silent = set(range(gossip.size)) - {gossip.rank} - notes.keys()
     gave_up = [rank for rank, note in sorted(notes.items()) if note.timed_out]
     blamed = silent or set(gave_up) or set(notes)
-    # Of workers of several processes, those of other shards tell each other.
+    # If a worker is several processes, notes are exchanged among those with the same shard.
     peer = blamed.pop() if len(blamed) == 1 and here.processes_per_worker == 1 else None
     who = "a process" if peer is None else f"process {peer}"
     if has_timed_out(error):
@@ -182,25 +181,25 @@ def named_error(here: World, call: str, error: RuntimeError, notes: dict[int, No
     )
 
 
-# -- what is made of it ----------------------------------------------------------------------------------------------
+# -- collectives built on it -----------------------------------------------------------------------------------------
 
 
 def compare_steps() -> None:
-    """From here on compare `t` over the ranks in some of the operators' calls; collective."""
+    """Start to compare `t` between ranks in some of the operators' calls; collective."""
     here = world()
     if here.size > 1:
         here.steps.begin(fresh_board())
 
 
 def fresh_board(among: World | None = None) -> PrefixStore:
-    """A part of the store on which nothing is written yet, the same for all processes of gossip, or `among`; collective."""
+    """Return an empty part of the store, the same for all processes of gossip, or of `among`; collective."""
     here = among or world()
     with calling("a new board"):
         return PrefixStore(f"decentfn {gather_objects(uuid4().hex, here)[0]}", here.store)
 
 
 def process_mean(x: Tensor, among: World | None = None) -> Tensor:
-    """The mean of `x` over all processes of gossip, or `among`, at once; `x` itself in one. Not for use inside a step."""
+    """Average `x` over all processes of gossip, or of `among`; `x` itself in one process. Not for use inside a step."""
     here = among or world()
     if here.size == 1:
         return x
@@ -211,25 +210,25 @@ def process_mean(x: Tensor, among: World | None = None) -> Tensor:
 
 
 def process_broadcast(x: Tensor, among: World | None = None) -> Tensor:
-    """Process 0's `x`, bit for bit, a copy; arguments as of `process_mean`. Not for use inside a step."""
+    """Copy process 0's `x`, bit for bit; arguments as for `process_mean`. Not for use inside a step."""
     here = among or world()
     copy = x.detach().clone(memory_format=torch.contiguous_format)
     if here.size > 1:
         with met(here, "a broadcast", copy) as (group, _):
             if copy.numel():
-                # As bytes, since not every backend knows every dtype; a view, so it arrives in `copy`.
+                # As bytes, because not every backend supports every dtype; a view, so it arrives in `copy`.
                 group.broadcast(copy.view(-1).view(torch.uint8), 0).wait()
     return copy
 
 
 def gather_objects(value: object, among: World | None = None) -> list[Any]:
-    """What every process passed, by rank, as JSON gives it back (tuples as lists). Not for use inside a step."""
+    """Gather every process's value, by rank, after a JSON round trip (tuples become lists). Not for use in a step."""
     told = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     return [json.loads(heard.numpy().tobytes()) for heard in gather_bytes(told, among)]
 
 
 def gather_bytes(told: Tensor, among: World | None = None) -> list[Tensor]:
-    """What every process passed, by rank: uint8 vectors on the CPU, of any lengths. Not for use inside a step."""
+    """Gather every process's uint8 vector on the CPU, of any length, by rank. Not for use inside a step."""
     here = among or world()
     if here.size == 1:
         return [told]
@@ -242,11 +241,11 @@ def gather_bytes(told: Tensor, among: World | None = None) -> list[Tensor]:
 
 
 def attempt(call: str, function: Callable[..., Any], *arguments: Any) -> tuple[list[dict[str, Any]], Exception | None]:
-    """`function(*arguments)` on every process, and what became of it, so that nobody waits for one that fails. Collective.
+    """Call `function(*arguments)` on every process and share the outcome, so that none waits in vain. Collective.
 
     Returns:
-        By rank its `call`, and the `value` as JSON gives it back, or the `error`'s text, `brief` with its type, and the `kinds` of
-        error that it is; then this process's own error.
+        For each rank its `call`, and the `value` after a JSON round trip, or the `error`'s text, `brief` with its type,
+        and the `kinds` of error that it is; then this process's own error.
     """
     told: dict[str, Any] = {"call": call}
     own = None

@@ -1,4 +1,4 @@
-"""What is said of a lost message: which worker, step, peer and slot, why, and where the last exchanges are written down."""
+"""Reports of lost messages: worker, step, peer and slot, the cause, and the file with the last exchanges."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from decentfn.comm.collectives.steps import Call, Loss, Note
 from decentfn.errors import ExchangeTimeout, PeerLost, RunError, StepMismatch
 
 FOLDER = "DECENTFN_FAILURES"
-"""The environment variable that names the folder for the last exchanges of a rank that fails."""
+"""Environment variable that names the folder for the last exchanges of a failed rank."""
 
 _PATIENCE_S = 3.0
-"""So long a rank whose message has failed gives the others to fail, too, and to tell."""
+"""Time that a rank with a failed message gives the others to fail, too, and to post their notes."""
 
 
 def has_timed_out(error: BaseException) -> bool:
-    """Whether a backend's error says that nothing came, and not that a connection broke."""
+    """Return True if a backend's error is a timeout, not a broken connection."""
     return "imed out" in str(error) or "imeout" in str(error)
 
 
 def is_lost(error: Exception) -> bool:
-    """Whether an error, perhaps of a collective of PyTorch's own, says that another process is gone or late."""
+    """Return True if an error, possibly from PyTorch's own collectives, means that another process is gone or late."""
     from_torch = isinstance(error, RuntimeError) and any(name in str(error) for name in ("gloo", "NCCL"))
     return from_torch or isinstance(error, (ExchangeTimeout, PeerLost))
 
@@ -34,7 +34,7 @@ def is_lost(error: Exception) -> bool:
 def different_steps(
     here: World, call: Call, mine: int, rank: int, theirs: int, number: int = 0, nbytes: int = 0
 ) -> StepMismatch:
-    """What to raise where another rank is at another step; or at the same one, in another call, or with a larger message."""
+    """Build the error for a rank at another step; or at the same step, but in another call or with a larger message."""
     more = ""
     if mine == theirs:
         more = f" ({call.number} calls since init of {call.nbytes:,} bytes here, and {number} of {nbytes:,} there)"
@@ -49,12 +49,12 @@ def different_steps(
 
 
 def report(here: World, loss: Loss, next_step: int | None = None) -> RunError:
-    """The error for a loss, with what the others have told of theirs.
+    """Build the error for a loss, with the others' notes on theirs.
 
     Args:
         here: this process.
-        loss: its first.
-        next_step: the step before which the user's state stands now.
+        loss: its first loss.
+        next_step: the next step for the user's state.
     """
     error = _named(here, loss, *_listen(here, loss))
     error.next_step = next_step
@@ -70,7 +70,7 @@ def report(here: World, loss: Loss, next_step: int | None = None) -> RunError:
 
 
 def told_outside(here: World) -> dict[int, Note]:
-    """Return what other processes tell soon that this one waited for outside a step: all of them, or all but one."""
+    """Wait briefly for the notes of the processes that this one waited for outside a step: of all, or all but one."""
     gossip, end = here.gossip, time.monotonic() + _PATIENCE_S
     while True:
         notes = gossip.steps.told()
@@ -81,7 +81,7 @@ def told_outside(here: World) -> dict[int, Note]:
 
 
 def where_told(here: World, notes: dict[int, Note]) -> str:
-    """Where the others have failed, in words."""
+    """Describe where the others have failed."""
     gossip = here.gossip
     where = [
         f"process {gossip.processes[note.rank]} waited in {note.outside or f'its step t={note.changes[-1][1]}'}"
@@ -92,7 +92,7 @@ def where_told(here: World, notes: dict[int, Note]) -> str:
 
 
 def _listen(here: World, loss: Loss) -> tuple[dict[int, Note], StepMismatch | None]:
-    """What the others have told by now, or tell soon; and whether one of them is at another step."""
+    """Wait briefly for the others' notes; return them, and the error if one of them is at another step."""
     others, end = set(range(here.size)) - {here.rank}, time.monotonic() + _PATIENCE_S
     while True:
         notes = here.steps.told()
@@ -105,7 +105,7 @@ def _listen(here: World, loss: Loss) -> tuple[dict[int, Note], StepMismatch | No
 
 
 def _dead(loss: Loss, notes: dict[int, Note]) -> set[int | None]:
-    """Those whose connections broke: they tell nothing any more, while who was only late still may."""
+    """Return the ranks with broken connections: they post no more notes, while late ones still may."""
     broken = {note.peer for note in notes.values() if not note.timed_out}
     return broken if has_timed_out(loss.error) else broken | {loss.peer}
 
@@ -131,7 +131,7 @@ def _named(here: World, loss: Loss, notes: dict[int, Note], mismatch: StepMismat
 
 
 def _blamed(here: World, loss: Loss, notes: dict[int, Note]) -> tuple[int | None, str]:
-    """The rank that is to blame, if that is known, and a sentence: of a chain of ranks that lost one another, the silent one."""
+    """Return the rank to blame, if known, and a sentence: in a chain of ranks that lost one another, the silent one."""
     for note in notes.values():
         if note.outside:
             return (
@@ -139,7 +139,7 @@ def _blamed(here: World, loss: Loss, notes: dict[int, Note]) -> tuple[int | None
                 f"{_name(loss.call, note.rank)} waited in {note.outside}, which all processes call together",
             )
     call, told = loss.call, notes.get(loss.peer if loss.peer is not None else -1)
-    # Whose messages did not come, and who tells nothing.
+    # Ranks whose messages did not arrive and that posted no note.
     silent = {loss.peer, *(note.peer for note in notes.values())} - {None, here.rank} - notes.keys()
     if not silent and loss.peer is None:
         silent = set(call.hears) - {here.rank} - notes.keys()
@@ -158,7 +158,7 @@ def _blamed(here: World, loss: Loss, notes: dict[int, Note]) -> tuple[int | None
 
 
 def _brief(error: Exception) -> str:
-    """The first sentence of gloo's, without the place in its sources."""
+    """Return the first sentence of gloo's error, without the source location."""
     return re.sub(r"^\[\S*\] ", "", str(error)).split(". ")[0]
 
 
@@ -169,7 +169,7 @@ def _name(call: Call, rank: int) -> str:
 
 
 def _written(here: World, error: RunError) -> Path | None:
-    """Write the last exchanges of this rank down; where, or None where that is not possible."""
+    """Write the last exchanges of this rank to a file; return its path, or None if it cannot be written."""
     kept = {name: getattr(error, name) for name in ("worker", "process", "step", "peer", "next_step")}
     content = {
         "error": {"type": type(error).__name__, "message": str(error), **kept},
@@ -183,7 +183,7 @@ def _written(here: World, error: RunError) -> Path | None:
         path = folder / f"{time.strftime('%Y%m%d-%H%M%S')}-process{here.rank}-{os.getpid()}.json"
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "w") as file:
             json.dump(content, file, indent=1, allow_nan=False)
-    except (OSError, RuntimeError):  # no room, no right, no home
+    except (OSError, RuntimeError):  # no space, no permission, no home directory
         return None
     return path
 

@@ -1,6 +1,6 @@
-"""Modules whose parameters PyTorch has cut over processes, by `fully_shard` (FSDP2) or `parallelize_module`: what of them is here.
+"""Shards of modules that PyTorch has sharded over processes, by `fully_shard` (FSDP2) or `parallelize_module`.
 
-FSDP2 takes a second to import, so only what meets a sharded module does.
+FSDP2 takes a second to import, so it is imported only for a sharded module.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from decentfn.core.formatting import brief
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether a part of the module is cut over processes."""
+    """Return True if a part of the module is sharded over processes."""
     if "torch.distributed.tensor" not in sys.modules:
         return False
     from torch.distributed.tensor import DTensor
@@ -29,7 +29,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def require_unwrapped(module: nn.Module) -> None:
-    """Raise ValueError for a module in a wrapper that talks to other processes by itself, or that hides `fully_shard`."""
+    """Raise ValueError for a module in a wrapper that communicates by itself, or that hides `fully_shard`."""
     for m in module.modules():
         name, way_out = type(m).__name__, None
         if isinstance(m, nn.parallel.DistributedDataParallel):
@@ -43,25 +43,25 @@ def require_unwrapped(module: nn.Module) -> None:
 
 
 def local(x: Tensor) -> Tensor:
-    """What this process holds of a parameter, a view; a plain tensor is held whole."""
+    """Return this process's shard of a parameter as a view; a plain tensor is returned unchanged."""
     return x.to_local() if hasattr(x, "to_local") else x  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def is_fully_sharded(module: nn.Module) -> bool:
-    """Whether `fully_shard` has been called on it: its processes have a batch each, and gather what they need."""
+    """Return True if `fully_shard` was called on the module: each process has its own batch and gathers parameters."""
     from torch.distributed.fsdp import FSDPModule
 
     return isinstance(module, FSDPModule)
 
 
 def require_parts(module: nn.Module) -> tuple[frozenset[str], int]:
-    """Which parameters several processes of this worker hold alike, by name, and how many do: a team.
+    """Return the names of the parameters that a tensor-parallel group replicates, and the size of the group.
 
-    Its processes, next to one another, compute one batch together: all of the worker's under tensor parallelism, one under
-    `fully_shard`, and under both as many as the inner axis of the mesh has.
+    The group's consecutive processes compute one batch together: all of the worker's under tensor parallelism, one
+    under `fully_shard`, and under both as many as the mesh's inner axis.
 
     Raises:
-        ValueError: a parameter that is cut over other processes, or in a way that is not known.
+        ValueError: a parameter is sharded over other processes, or in an unknown way.
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -76,7 +76,7 @@ def require_parts(module: nn.Module) -> tuple[frozenset[str], int]:
     has_shards = any(is_fully_sharded(m) for m in module.modules())
     meshes = [p.device_mesh for p in module.parameters() if isinstance(p, DTensor)]
     tp_size = max((mesh.shape[-1] for mesh in meshes if mesh.ndim == 2), default=1) if has_shards else len(mine)
-    of_other_tp_groups = mine[here.process % tp_size :: tp_size]  # with what this one has in its own
+    of_other_tp_groups = mine[here.process % tp_size :: tp_size]  # with this one's index in its own group
     common = set[str]()
     for name, p in module.named_parameters():
         if not isinstance(p, DTensor):
@@ -110,9 +110,9 @@ def require_parts(module: nn.Module) -> tuple[frozenset[str], int]:
 
 
 def own_shards(module: nn.Module) -> None:
-    """Let the module have its shards for parameters, gather them in the next forward pass, and scatter the whole gradient.
+    """Reset the module's parameters to its shards; the next passes gather them and scatter the unsharded gradient.
 
-    After a forward pass without a backward pass some are whole.
+    After a forward pass without a backward pass, some parameters are unsharded.
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -123,19 +123,19 @@ def own_shards(module: nn.Module) -> None:
 
 
 def leave(module: nn.Module) -> None:
-    """Close the connections over which the module runs: the other processes fail in it now, and do not wait for this one."""
+    """Close the module's connections: the other processes fail in it at once instead of waiting for this one."""
     meshes = {p.device_mesh for p in module.parameters() if hasattr(p, "device_mesh")}  # pyright: ignore[reportAttributeAccessIssue]
     close([group for mesh in meshes for group in mesh.get_all_groups()])
 
 
 def places(module: nn.Module) -> Places:
-    """Where the shards of this process lie in the module's parameters."""
+    """Return the places of this process's shards in the module's parameters."""
     found = [(name, _offset(p), p.shape) for name, p in module.named_parameters()]
     return tuple((name, Place(tuple(shape), offset)) for name, offset, shape in found if offset is not None)
 
 
 def placed_like(grad: Tensor, p: nn.Parameter) -> Tensor:
-    """What this process holds of a parameter's gradient, which may be a sum that is still to be taken; a view."""
+    """Return this process's shard of a parameter's gradient as a view, after any pending sum."""
     from torch.distributed.tensor import DTensor
 
     if isinstance(grad, DTensor) and isinstance(p, DTensor):
@@ -144,9 +144,9 @@ def placed_like(grad: Tensor, p: nn.Parameter) -> Tensor:
 
 
 def unsharded(shards: Iterable[tuple[nn.Parameter, Tensor]]) -> list[Tensor | None]:
-    """The whole tensors of these shards of such parameters, on the CPU of process 0 of the worker; None on the others.
+    """Gather the unsharded tensors of these shards on the CPU of the worker's process 0; return None on the others.
 
-    Gathered one by one. Collective, over the worker's processes.
+    One by one. Collective within the worker.
     """
     from torch.distributed.tensor import DTensor
 
@@ -165,9 +165,9 @@ def unsharded(shards: Iterable[tuple[nn.Parameter, Tensor]]) -> list[Tensor | No
 
 
 def sharded(tensors: Iterable[tuple[Tensor, Tensor | None]]) -> list[Tensor]:
-    """This process's part of each parameter or buffer, of a whole tensor that process 0 of the worker has; in its dtype.
+    """Return this process's shards of unsharded tensors on the worker's process 0, in each parameter's dtype.
 
-    Sent one by one. Collective, over the worker's processes.
+    Sent one by one. Collective within the worker.
 
     Args:
         tensors: the parameters or buffers, and on process 0 their values.
@@ -189,7 +189,7 @@ def sharded(tensors: Iterable[tuple[Tensor, Tensor | None]]) -> list[Tensor]:
 
 
 def _offset(p: Tensor) -> tuple[int, ...] | None:
-    """Where this process's shard begins; None: the tensor is not cut."""
+    """Return the offset of this process's shard; None if the tensor is not sharded."""
     from torch.distributed.tensor import DTensor
 
     return tuple(p.__create_chunk_list__()[0].offsets) if isinstance(p, DTensor) else None

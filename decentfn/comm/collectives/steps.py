@@ -1,4 +1,4 @@
-"""Which calls of the operators this rank has made, and at which steps: compared with the others', and told to them in a failure."""
+"""Record of this rank's operator calls and their steps: compared between ranks, and shared in a failure."""
 
 from __future__ import annotations
 
@@ -17,130 +17,130 @@ from torch import Tensor
 _log = logging.getLogger("decentfn")
 
 TAGS = 2**20
-"""A message's tag is its step modulo this, so that messages of different steps never meet (NCCL knows no tags)."""
+"""Modulus of tags: a message's tag is its step modulo this, so that steps do not mix (NCCL has no tags)."""
 
 _EVERY = 256
-"""Calls 1, 2, 4, 8, ... and every so many are compared."""
+"""Interval of compared calls, besides calls 1, 2, 4, 8, ..."""
 
 _KEPT = 64 * _EVERY
-"""No rank is so many calls behind another: what was compared before is forgotten."""
+"""Number of calls that comparisons are kept; no rank is that many calls behind another."""
 
 _RECORDED = 64
-"""The last calls of a rank, which are written down in a failure."""
+"""Number of a rank's last calls that a failure report contains."""
 
 
 class Part(NamedTuple):
     """A message from or to another process."""
 
     tensor: Tensor
-    """What is sent, or where it is received."""
+    """Tensor to send, or to receive into."""
     own: Tensor | None
-    """What replaces a lost message; None where it is sent."""
+    """Replacement of a lost message; None if the message is sent."""
     rank: int | None
-    """The other end; None where that is a group."""
+    """Rank of the other end; None for a group."""
     slot: int | None = None
 
 
 @dataclass(eq=False)
 class Call:
-    """One call of an operator: what travels, between whom, and when. It holds tensors until it has landed."""
+    """One call of an operator: its messages, peers and times. It holds tensors until it has landed."""
 
     what: str
     number: int
-    """Of the calls since `init`, from 1."""
+    """Number of the call since `init`, from 1."""
     step: int
-    """In which it was called."""
+    """Step of the call."""
     index: int
-    """Which of its step's calls this is, from 1: a step makes the same ones in the same order, bucket by bucket."""
+    """Index within the step, from 1: every step makes the same calls in the same order, bucket by bucket."""
     local: int
     """Workers in this process."""
     hears: Any = ()
-    """The worker in each slot that is heard, -1 for nobody; of `local` workers a row each. In a mean: the ranks of the group."""
+    """Sender in each slot, -1 for none, one row per local worker. In a mean: the ranks of the group."""
     tells: Any = ()
     nbytes: int = 0
     posted: float = field(default_factory=time.time)
     arrived: float | None = None
     lost: str | None = None
-    """Why it never arrived."""
+    """Reason that it never arrived."""
     inbox: Any = None
-    """What `wait` returns, `[L, ...]` of the L workers here."""
+    """Result of `wait`, `[L, ...]` for the L workers here."""
     parts: Sequence[Part] = ()
     works: list[Any] = field(default_factory=list)
-    """The backend's, of each part or of all together."""
+    """The backend's works, one per part or one for all."""
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the fields for JSON."""
         names = ("number", "step", "index", "what", "hears", "tells", "nbytes", "posted", "arrived", "lost")
         return {name: getattr(self, name) for name in names}
 
 
 class Loss(NamedTuple):
-    """The first failure of a call."""
+    """First failure of a call."""
 
     call: Call
     error: Exception
     peer: int | None = None
-    """The rank at the other end, where there is one."""
+    """Rank at the other end, if there is one."""
     slot: int | None = None
 
 
 class Note(NamedTuple):
-    """What a rank whose call has failed tells the others."""
+    """Note from a rank with a failed call to the others."""
 
     rank: int
     calls: int
     changes: list[tuple[int, int]]
-    """The calls in which its t changed, and to what."""
+    """Calls in which its t changed, with the new value."""
     peer: int | None
-    """Whose message it waited for."""
+    """Rank that it waited for."""
     timed_out: bool
     outside: str | None = None
-    """The call outside steps in which it waited."""
+    """Call outside steps in which it waited."""
 
 
 class Steps:
-    """The steps at which this rank called the operators. How many calls there were agrees also where `t` does not.
+    """Steps at which this rank called the operators. The number of calls agrees between ranks even if `t` does not.
 
-    The ranks meet on a board: the first that comes with a call to be compared writes its step there, the others read it.
-    Nobody waits for anybody.
+    The ranks compare on a board: the first rank at a compared call writes its step there, the others read it. No rank
+    waits for another.
     """
 
     def __init__(self, rank: int) -> None:
         self.rank, self.calls = rank, 0
         self.in_flight: dict[int, Call] = {}
-        """The calls that nobody has waited for yet, by number."""
+        """Calls without a wait so far, by number."""
         self.record: deque[Call] = deque(maxlen=_RECORDED)
         self.is_running = False
-        """Whether a step runs, at whose end a loss is raised."""
+        """True while a step runs; a loss is raised at its end."""
         self.at = 0
-        """The step that runs, or ran last."""
+        """Running step, or the last one."""
         self.before = 0
-        """Calls before that step."""
+        """Number of calls before that step."""
         self.tag = 0
-        """That of the messages of this step."""
+        """Tag of this step's messages."""
         self.lost: Loss | None = None
         self.cut_short: tuple[str, BaseException] | None = None
-        """The step that raised after it had posted, or a call outside steps that lost another rank, and what it raised."""
+        """Step that raised after a post, or call outside steps that lost another rank, with its error."""
         self.waits_since: float | None = None
-        """When a thread began to wait for another rank, by `time.monotonic`; None: none waits."""
+        """Start of a thread's wait for another rank, by `time.monotonic`; None: none waits."""
         self.board: Any = None
-        """A store of torch.distributed, on which the ranks meet."""
+        """Store of torch.distributed on which the ranks compare."""
         self._met = set[int]()  # the groups whose ranks are known to be in this step
         self._last = 0
         self._changes: deque[tuple[int, int]] = deque(maxlen=32)
 
     def begin(self, board: Any) -> None:
-        """Count from here; all ranks at once, with a board on which nothing is written yet."""
+        """Restart the count, on all ranks together, with an empty board."""
         self.calls = self.before = 0
         self.board, self.lost, self.cut_short = board, None, None
         self.in_flight.clear()
         self._changes.clear()
 
     def enter(self, t: int) -> None:
-        """A step begins.
+        """Begin a step.
 
         Raises:
-            RuntimeError: an earlier one has been cut short; it names that.
+            RuntimeError: an earlier step was cut short; the message names it.
         """
         if self.cut_short is not None:
             where, error = self.cut_short
@@ -153,14 +153,14 @@ class Steps:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all steps have ended with all of their messages."""
+        """Return True if all steps have ended with all of their messages."""
         return self.lost is None and self.cut_short is None
 
     def find_other(self, group: Any, ranks: Sequence[int], numbers: list[int], x: Tensor) -> list[int] | None:
         """Wait until all ranks of a group are in a step; return a rank with other numbers than these, and its numbers.
 
-        A sum has no tag, and one that is larger elsewhere aborts the process. So this is done in a group's first call of a step,
-        and in each outside steps; not in a group that moves `x` on GPUs alone.
+        A sum has no tag, and a larger one on another rank aborts the process. So this runs in a group's first call
+        of a step, and in each call outside steps; not in a group that moves `x` on GPUs alone.
         """
         is_new = not self.is_running or id(group) not in self._met
         self._met.add(id(group))
@@ -175,7 +175,7 @@ class Steps:
         return None
 
     def call(self, what: str, t: Tensor, local: int = 1) -> tuple[Call, tuple[int, int] | None]:
-        """Note that an operator is called; and another rank that made the same call at another step, with that step."""
+        """Record an operator's call; return it, and another rank that made it at another step, with that step."""
         self.calls = calls = self.calls + 1
         step = self.at if self.is_running else int(t)
         if step != self._last or not self._changes:
@@ -190,7 +190,7 @@ class Steps:
             if calls > _KEPT:
                 self.board.delete_key(f"call {calls - _KEPT}")
         except RuntimeError as error:
-            # The process that held it is done, or has died: then messages fail.
+            # The process that held it has finished or died: messages fail then.
             _log.info("t is no longer compared between ranks: the store does not answer (%s)", error)
             self.board = None
             return call, None
@@ -198,16 +198,16 @@ class Steps:
         return call, None if other == step else (rank, other)
 
     def tell(self, peer: int | None, *, timed_out: bool, outside: str | None = None) -> None:
-        """Let the others know that a call of this rank has failed."""
+        """Notify the others that a call of this rank has failed."""
         note = Note(self.rank, self.calls, list(self._changes), peer, timed_out, outside)
         try:
             if self.board is not None:
                 self.board.append("failed", json.dumps(note) + "\n")
         except RuntimeError:
-            self.board = None  # the store is gone as well: there is nobody to tell
+            self.board = None  # the store is gone as well
 
     def told(self) -> dict[int, Note]:
-        """What the others have told, by rank."""
+        """Return the others' notes, by rank."""
         notes = {}
         try:
             if self.board is not None:
@@ -220,12 +220,11 @@ class Steps:
         return notes
 
     def different(self, note: Note) -> tuple[int, int] | None:
-        """This rank's step and the other's in the last call that both have made, where they differ."""
+        """Return this rank's step and the other's in the last common call; None if they agree."""
         common = min(self.calls, note.calls)
         mine, theirs = _step_of(common, self._changes), _step_of(common, note.changes)
         return None if mine is None or theirs is None or mine == theirs else (mine, theirs)
 
 
 def _step_of(call: int, changes: Iterable[tuple[int, int]]) -> int | None:
-    """T in that call; None if it was too long ago."""
     return max(((first, t) for first, t in changes if first <= call), default=(0, None))[1]

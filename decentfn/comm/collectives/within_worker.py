@@ -1,4 +1,4 @@
-"""What the processes of one worker do together in a step: the operators behind `buckets.arithmetic`. Each waits for all."""
+"""Operators within a worker: the collectives of its processes behind `buckets.arithmetic`. Each waits for all."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _gather_within_worker(x: Tensor, rows: Sequence[int], widths: Sequence[int],
     if longest:
         with _begun(here, "gathering a worker's parameters", parts) as group:
             group._allgather_base(parts.view(-1), own.view(-1)).wait()
-    if len(rows) == 1 and x.dim() == 1:  # whole already: only the last part that is not empty may be a short one
+    if len(rows) == 1 and x.dim() == 1:  # no reordering needed: only the last part that is not empty may be short
         return parts.view(-1)[: rows[0] * widths[0]]
     of_each = [part[..., : sum(its)].split(its, dim=-1) for part, its in zip(parts, sizes, strict=True)]
     return torch.cat([piece for of_leaf in zip(*of_each, strict=True) for piece in of_leaf], dim=-1)
@@ -66,19 +66,19 @@ def _scatter_within_worker(
 
 
 def _several() -> World:
-    """The world; a worker of the state that a step was given is several processes."""
+    """Return the world, or raise if the state was made for workers of several processes and a worker is now one."""
     here = world()
     if here.intra_worker is None:
         raise ValueError(
-            "a state of workers of several processes, but a worker is one process now; say df.init(processes_per_worker=...) as when "
-            "the state was made."
+            "a state of workers of several processes, but a worker is one process now; call df.init(processes_per_worker=...) "
+            "as when the state was made."
         )
     return here
 
 
 @contextmanager
 def _begun(here: World, what: str, x: Tensor, processes: int | None = None) -> Iterator[Any]:
-    """The group of this worker's processes, or of so many next to one another, once they are known to be at the same point."""
+    """Yield the group of this worker's processes, or of `processes` consecutive ones, once all are at the same call."""
     every, steps, size = here.all_processes, here.steps, processes or here.processes_per_worker
     first = every.rank - every.rank % size
     group, ranks = here.tp_group(size), range(first, first + size)
@@ -104,7 +104,6 @@ def _begun(here: World, what: str, x: Tensor, processes: int | None = None) -> I
 
 
 def _sizes(rows: Sequence[int], widths: Sequence[int], processes: int) -> list[list[int]]:
-    """For each process how many elements of each leaf it has."""
     return [
         [len(rows_of(process, processes, r)) * w for r, w in zip(rows, widths, strict=True)]
         for process in range(processes)

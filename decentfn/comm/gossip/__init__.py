@@ -1,4 +1,4 @@
-"""Meeting the neighbours: `post` starts what travels, `collect` waits for it and mixes. Plain, compressed, and push-sum's."""
+"""Gossip with the neighbors: `post` starts the messages, `collect` waits and mixes. Plain, compressed, and push-sum."""
 
 from decentfn.comm.gossip.guarding import Noted, are_finite, guarded, is_guarded, note_skipped, unless_bad
 from decentfn.comm.gossip.plain import (
@@ -10,7 +10,7 @@ from decentfn.comm.gossip.plain import (
     mean,
     mix_context,
     narrow,
-    neighbours_sum,
+    neighbors_sum,
     post,
     repaired,
 )

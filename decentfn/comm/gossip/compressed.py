@@ -1,7 +1,7 @@
-"""Gossip with compressed messages: `post_compressed` starts what travels, the bytes and nothing else.
+"""Gossip with compressed messages: `post_compressed` sends the compressor's bytes and nothing else.
 
-Every worker decodes every message in its inbox, and its own: what it believes to have sent is what the others received.
-A schedule that averages in groups has to send messages here (`as_messages`), for bytes cannot be averaged.
+Every worker decodes every message in its inbox and its own message, so it knows what the others received.
+A schedule that averages in groups sends messages here instead (`as_messages`), because bytes cannot be averaged.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from decentfn.topologies import Topology, from_permutations
 
 
 class Compressed(NamedTuple):
-    """In-flight compressed buckets: the messages, and what everyone makes of this worker's own."""
+    """In-flight compressed buckets: the messages, and the decoded value of this worker's own."""
 
     sent: Buckets  # C(x) of this worker, in float32 or wider
     posted: Posted  # per bucket [B] uint8
@@ -29,17 +29,17 @@ class Compressed(NamedTuple):
 
 
 def post_compressed(x: Buckets, compressor: Compressor, topology: Topology, t: Tensor) -> Compressed:
-    """Compress `x`, one message per bucket, and start to send it to the neighbours of step `t`.
+    """Compress `x`, one message per bucket, and start to send it to the neighbors of step `t`.
 
     Args:
-        x: buckets, `[D]` each; what is wider than the parameters is rounded to their dtypes first.
-        compressor: what makes the messages.
+        x: buckets, `[D]` each; values wider than the parameters are rounded to their dtypes first.
+        compressor: encodes the messages.
         topology: a schedule of messages, without groups.
         t: 0-d int64 on the CPU.
     """
     row = collectives.look_up(x[0], topology, t)
     pairs = [(b.to(plan.dtype), plan) for b, plan in zip(x, x.plan.buckets, strict=True)]
-    # Stored, or what is sent and what is decoded here would be computed apart, and might be rounded apart.
+    # Stored; otherwise the sent and the decoded values would be computed separately and might be rounded differently.
     messages = tuple(
         once(compressor.compress(b, plan, Key(t, row.worker, index))) for index, (b, plan) in enumerate(pairs)
     )
@@ -55,9 +55,9 @@ def post_compressed(x: Buckets, compressor: Compressor, topology: Topology, t: T
 
 
 def difference_compressed(compressed: Compressed, gamma: float = 1.0) -> Buckets:
-    """Wait for what was posted and return what mixing adds: `γ (W - I) C(x) = γ Σ_j W[i,j] (C(x_j) - C(x))`, in float32 or wider.
+    """Wait for the messages and return the mixing term `γ (W - I) C(x) = γ Σ_j W[i,j] (C(x_j) - C(x))`.
 
-    Its mean over workers is 0 to a rounding of the differences, as that of `difference`.
+    In float32 or wider. Its mean over workers is 0 up to rounding of the differences, as for `difference`.
     """
     pulls, posted = [], heard(compressed.posted)
     weights = posted.row.weights * own_gamma(posted, gamma)
@@ -73,10 +73,9 @@ def difference_compressed(compressed: Compressed, gamma: float = 1.0) -> Buckets
 
 
 def sum_compressed(compressed: Compressed) -> Buckets:
-    """Wait for what was posted on `everyone`'s schedule: `Σ_j C(x_j)`, added in the order of the workers.
+    """Wait for messages posted on the schedule `everyone`, and return `Σ_j C(x_j)`, added in the order of the workers.
 
-    The order makes the sum the same on all workers to the last bit, so that what is computed from it keeps replicas
-    identical.
+    The fixed order makes the sum bit for bit equal on all workers, so that replicas stay identical.
     """
     posted = compressed.posted
     if not posted.messages:
@@ -93,13 +92,13 @@ def sum_compressed(compressed: Compressed) -> Buckets:
 
 
 def _decoded(compressor: Compressor, message: Tensor, plan: BucketPlan) -> Tensor:
-    """What everyone makes of a message, in float32 or wider; rounded to the bucket's dtype where that is narrower."""
+    """Decode a message, in float32 or wider; rounded to the bucket's dtype if that is narrower."""
     x, dtype = compressor.decompress(message, plan), wide(plan.dtype)
     return x if x.dtype == dtype else rounded(x.to(dtype), plan.dtype).to(dtype)
 
 
 def everyone(num_workers: int) -> Topology:
-    """Every worker sends to every other in one step: N - 1 messages each."""
+    """Topology in which every worker sends to every other in one step: N - 1 messages each."""
     me = torch.arange(num_workers)[:, None]
     sources = (me - torch.arange(1, num_workers)) % num_workers
     weights = torch.full((1, num_workers, num_workers), 1 / num_workers, dtype=torch.float64)
@@ -107,7 +106,7 @@ def everyone(num_workers: int) -> Topology:
 
 
 def as_messages(topology: Topology) -> Topology:
-    """The same mixing matrices with messages in place of averages within groups; a group of r needs r - 1 slots.
+    """Replace averages within groups by messages, with the same mixing matrices; a group of r needs r - 1 slots.
 
     Raises:
         ValueError: a schedule without tables that averages in groups.

@@ -1,12 +1,13 @@
-"""What a guarded step does where values are infinite or NaN: they do not travel, and nobody is pulled by what stands for them.
+"""Gossip of a guarded step: infinite or NaN values are not sent, and their replacements get no weight.
 
-Within `guarded()` every message is judged before it leaves. Zeros travel in the place of a bad one, and beside each a flag;
-with v_j = 1 where j's message is good, i's row of W becomes
+Within `guarded()` every message is checked before it is sent. Zeros replace a bad message, and a flag accompanies each
+one; with v_j = 1 if j's message is good, i's row of W becomes
 
-    v_i = 1:  W[i,j] v_j  for the neighbours,  W[i,i] + Σ_j W[i,j] (1 - v_j)  for itself
-    v_i = 0:  W[i,j] v_j / Σ_j W[i,j] v_j      for the neighbours,  0  for itself
+    v_i = 1:  W[i,j] v_j  for the neighbors,  W[i,i] + Σ_j W[i,j] (1 - v_j)  for itself
+    v_i = 0:  W[i,j] v_j / Σ_j W[i,j] v_j      for the neighbors,  0  for itself
 
-and a mean over a group is that of its good members. Where W is symmetric, the good workers' part of it stays doubly stochastic.
+and a mean over a group is the mean of its good members. If W is symmetric, its block of good workers stays doubly
+stochastic.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ from decentfn.core.scalars import once
 
 
 class Noted(NamedTuple):
-    """What a step has met: 0-d bools, one for each place where it looked."""
+    """Bad values found in a step: 0-d bools, one for each check."""
 
     skipped: list[Tensor]  # a gradient or an update was bad
-    replaced: list[Tensor]  # what this worker would have sent was bad
+    replaced: list[Tensor]  # a message of this worker was bad
 
 
 @contextmanager
 def guarded() -> Iterator[Noted]:
-    """Within, messages and gradients are judged, and what was bad is noted."""
+    """Context in which messages and gradients are checked, and bad ones are noted."""
     noted = Noted([], [])
     context.guarded.append(noted)
     try:
@@ -44,37 +45,37 @@ def guarded() -> Iterator[Noted]:
 
 
 def is_guarded() -> bool:
-    """Whether the step that runs is guarded."""
+    """Return True if the running step is guarded."""
     return bool(context.guarded)
 
 
 def note_skipped(bad: Tensor) -> None:
-    """In a guarded step, note where a gradient or an update is bad, 0-d bool."""
+    """Note a bad gradient or update (0-d bool) in a guarded step."""
     context.guarded[-1].skipped.append(bad)
 
 
 def note_replaced(bad: Tensor) -> None:
-    """In a guarded step, note where this worker's message is bad, 0-d bool."""
+    """Note a bad message of this worker (0-d bool) in a guarded step."""
     context.guarded[-1].replaced.append(bad)
 
 
 class Flags(NamedTuple):
-    """Which messages of a post are good."""
+    """Flags of the messages of a post: True or 1 for a good message."""
 
     own: Tensor  # 0-d bool, this worker's
     inbox: collectives.Flight | None  # [K, 1] float32, 1 for each good message
-    mean: collectives.Flight | None  # [1] float32, which part of the group's are good
+    mean: collectives.Flight | None  # [1] float32, the fraction of the group's that are good
 
 
 def are_finite(x: Iterable[Tensor]) -> Tensor:
-    """Whether nothing in the tensors is infinite or NaN, on no process of this worker, 0-d bool."""
-    # Counted in floating point, as a norm is: Inductor does both in the loop that writes the values.
+    """Return True (0-d bool) if the tensors have no infinite or NaN value on any process of this worker."""
+    # Counted in floating point, like a norm: Inductor does both in the loop that writes the values.
     bad = [torch.where(buckets.is_finite(b), 0.0, 1.0).sum() for b in x]
     return once(buckets.sum_within_worker(torch.stack(bad).sum(), collectives.processes_per_worker()) == 0)
 
 
 def judged(sent: Iterable[Tensor]) -> Tensor:
-    """Whether this worker's message is finite, 0-d bool; where it is not that is noted."""
+    """Return True (0-d bool) if this worker's message is finite; note a bad one."""
     good = are_finite(sent)
     note_replaced(~good)
     return good
@@ -88,9 +89,9 @@ def post_flags(good: Tensor, row: collectives.Row) -> Flags:
 
 
 def hear(flags: Flags, row: collectives.Row) -> tuple[collectives.Row, Tensor | None]:
-    """Wait for the flags; return the row without bad messages, and what the sum over a group's good members / r is multiplied by.
+    """Wait for the flags; return the row without bad messages, and the factor for a group's sum over good members / r.
 
-    The weights are NaN where a bad worker hears nothing good.
+    The weights are NaN if a bad worker receives no good message.
     """
     good, weights, mean_weight = flags.own, row.weights, row.mean_weight
     others = weights[1:]
@@ -108,13 +109,13 @@ def hear(flags: Flags, row: collectives.Row) -> tuple[collectives.Row, Tensor | 
     new = once(torch.where(good, torch.cat([kept, others]), torch.cat([alone, others / share])))
     if mean_weight is not None:
         mean_weight = torch.where(good, mean_weight, mean_weight / share)
-    given = torch.cat([row.given, (weights[0] - new[0])[None]])  # what a bad worker does not hear stays here
+    given = torch.cat([row.given, (weights[0] - new[0])[None]])  # the share of a bad worker stays here
     return row._replace(weights=new, mean_weight=mean_weight, given=given), scale
 
 
 def unless_bad(x: Buckets, other: Callable[[], Buckets]) -> Buckets:
-    """`x`, or `other()` in its place where a guarded step finds something in `x` that is infinite or NaN.
+    """Return `x`, or `other()` if a guarded step finds an infinite or NaN value in `x`.
 
-    For what a method falls back to that sends no parameters. Without `df.guard` it is `x`, and `other` is not called.
+    A fallback for methods that send no parameters. Without `df.guard` the result is `x`, and `other` is not called.
     """
     return buckets.where(judged(x), x, buckets.cast_like(other(), x)) if is_guarded() else x

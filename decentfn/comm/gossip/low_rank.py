@@ -1,11 +1,11 @@
-"""Gossip by low rank: on every edge a few columns travel, and both ends move along what their difference shows.
+"""Low-rank gossip: on every edge a few columns are exchanged, and both ends move along their low-rank difference.
 
-On an edge i-j, for a leaf as matrix X (first axis x all others), with a direction p of r columns, the same at both ends:
+On an edge i-j, for a leaf as matrix X (first axis x all others) and a direction p of r columns, equal at both ends:
 
-    p ← orth(p);    the two exchange X_i p and X_j p;    q = (X_i - X_j) p    for i > j
+    p ← orth(p);    i and j exchange X_i p and X_j p;    q = (X_i - X_j) p    for i > j
     X_i -= W_ij q pᵀ;    X_j += W_ij q pᵀ;    the edge's next round transposes X and starts from q
 
-Leaves of one dimension travel as they are, in a step's last round.          (Vogels, Karimireddy, Jaggi, NeurIPS 2020)
+Leaves of one dimension are sent uncompressed, in a step's last round.        (Vogels, Karimireddy, Jaggi, NeurIPS 2020)
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from decentfn.core.buckets import BucketPlan, Buckets, loose, wide
 from decentfn.topologies import Topology
 
 Directions = tuple[Tensor, ...]
-"""p of each edge, per bucket `[P, K, V]`: by phase and slot."""
+"""Direction p of each edge, per bucket `[P, K, V]`: by phase and slot."""
 
 
 class LowRankGossip:
-    """The rounds of a step.
+    """Rounds of low-rank gossip in a step.
 
     Args:
-        edges: a schedule whose slots are the same both ways.
+        edges: a schedule with the same slots in both directions.
         rank: r >= 1.
         iterations: rounds in a step, >= 1.
-        seed: of the first directions.
+        seed: seed of the first directions.
     """
 
     def __init__(self, edges: Topology, rank: int, iterations: int, seed: int) -> None:
         self.edges, self.rank, self.iterations, self.seed = edges, rank, iterations, seed
 
     def first(self, x: Buckets) -> Directions:
-        """Random directions, the same at both ends of an edge."""
+        """Draw random directions, the same at both ends of an edge."""
         return tuple(self._first(plan, b, x[b].device) for b, plan in enumerate(x.plan.buckets))
 
     def _first(self, plan: BucketPlan, bucket: int, device: torch.device) -> Tensor:
@@ -65,7 +65,7 @@ class LowRankGossip:
     def collect(
         self, posted: list[Round], x: Buckets, directions: Directions, t: Tensor, after: Sequence[Tensor] = ()
     ) -> tuple[Buckets, Directions]:
-        """Finish a round: the parameters moved, and q in the place of p; where the ends agree, the first direction."""
+        """Finish a round: return the moved parameters, and q in place of p (the first direction if both ends agree)."""
         row, period = posted[0].posted.row, self.edges.sources.shape[0]
         phase = collectives.on_device(x[0], t) % period
         # + at the end that is i > j, - at the other: q is (X_i - X_j) p at both.
@@ -82,16 +82,16 @@ class LowRankGossip:
 
 
 class Round(NamedTuple):
-    """One bucket's round on its way."""
+    """In-flight round of one bucket."""
 
     p: list[Tensor]  # per leaf that is a matrix [K, L, r], orthonormal, zero below the side it stands for
     posted: Posted  # [K, B]
     even: Tensor  # 0-d bool: the round of X, not of its transpose
-    last: bool  # the round in which the leaves of one dimension travel, too
+    last: bool  # the round that also sends the leaves of one dimension
 
 
 def _matrices(plan: BucketPlan, rank: int) -> list[tuple[int, int, int] | None]:
-    """(m, n, r) of each leaf, r <= m and n; None for one that goes uncompressed. It takes max(m, n) r values of a p."""
+    """Return (m, n, r) of each leaf, r <= m and n; None if uncompressed. A leaf takes max(m, n) r values of a p."""
     shapes = [matrix_shape(segment) for segment in plan.segments]
     return [(*shape, min(rank, *shape)) if shape else None for shape in shapes]
 
@@ -123,7 +123,7 @@ def _post(x: Tensor, plan: BucketPlan, rank: int, p: Tensor, even: Tensor, last:
 def _collect(
     posted: Round, x: Tensor, plan: BucketPlan, rank: int, weights: Tensor, side: Tensor, after: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """The bucket after the round, and q `[K, V]`."""
+    """Return the bucket after the round, and q `[K, V]`."""
     dtype = wide(x.dtype)
     own, flags = posted.posted.own[0], posted.posted.flags
     difference = own.to(dtype) - arrived(posted.posted, [own], after=after)[0].to(dtype)
@@ -153,6 +153,6 @@ def _collect(
 
 
 def _spread(different: Tensor, plan: BucketPlan, rank: int) -> Tensor:
-    """`[K, V]` bool -> the same, true for all of an edge's matrix where it is true for any of its values."""
+    """Set all entries of an edge's matrix in `different` (`[K, V]` bool) to True if any of them is."""
     pieces = different.split(_sizes(plan, rank), 1)
     return torch.cat([piece.any(1, keepdim=True).expand_as(piece) for piece in pieces], 1) if pieces else different

@@ -1,6 +1,6 @@
-"""Mixing buckets with the neighbours of step `t`: `post` starts what travels, `collect` turns it into `W x`.
+"""Mixing of buckets with the neighbors of step `t`: `post` starts the messages, `collect` turns them into `W x`.
 
-Between the two nothing may be written over `x`; whatever stands between them overlaps with the communication.
+Do not overwrite `x` between the two; the code between them overlaps with the communication.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from decentfn.topologies import Topology
 
 
 class Posted(NamedTuple):
-    """In-flight buckets: as they are here, as they travel, and the flights of their messages and means."""
+    """In-flight buckets: as stored, as sent, and the flights of their messages and means."""
 
-    own: Buckets  # [D] each, or [K, D] with a message of its own for each slot
-    sent: Sequence[Tensor]  # `own` as it travels
-    messages: tuple[collectives.Flight, ...]  # empty when no messages travel
+    own: Buckets  # [D] each, or [K, D] with a separate message for each slot
+    sent: Sequence[Tensor]  # `own` as sent
+    messages: tuple[collectives.Flight, ...]  # empty if no messages are sent
     means: tuple[collectives.Flight, ...]  # empty when the schedule has no groups
     row: collectives.Row
-    landed: dict[Any, Any]  # what has arrived: nothing is waited for twice
-    flags: guarding.Flags | None = None  # in a guarded step, which of the messages are good
-    scale: Tensor | None = None  # once the flags are in, of the means
-    after: tuple[Tensor, ...] = ()  # what compiled code computes before it waits
+    landed: dict[Any, Any]  # arrived messages: nothing is waited for twice
+    flags: guarding.Flags | None = None  # in a guarded step, the flags of good messages
+    scale: Tensor | None = None  # factor of the means, known once the flags have arrived
+    after: tuple[Tensor, ...] = ()  # tensors that compiled code computes before it waits
 
     @property
     def numbers(self) -> list[Tensor]:
-        """What must be computed after this post, in compiled code, takes these as arguments: `Worker.gradient(after=...)`."""
+        """Numbers of the flights; compiled code with these as arguments runs after this post (`Worker.gradient`)."""
         return [flight.number for flight in (*self.messages, *self.means)]
 
     @property
     def is_active(self) -> Tensor:
-        """0-d bool, False where the schedule rests in this round."""
+        """False (0-d bool) if the schedule rests in this round."""
         return self.row.is_active
 
 
@@ -51,15 +51,15 @@ def post(
     wire_dtype: torch.dtype | None = None,
     good: Tensor | None = None,
 ) -> Posted:
-    """Start to send `x` to the neighbours of a round; an algorithm calls it as `Worker.post`.
+    """Start to send `x` to the neighbors of a round; an algorithm calls it as `Worker.post`.
 
-    What is kept wider than its plan says travels in the plan's dtypes; the own share is mixed unrounded.
+    Values wider than the plan's dtypes are sent in those dtypes; the worker's own share is mixed unrounded.
 
     Args:
-        x: one message for each bucket and neighbour; or, of `[K, D]`, one for each slot's listener (see `arrived`).
+        x: one message for each bucket and neighbor; with `[K, D]`, one for each slot's listener (see `arrived`).
         row: this worker's part of the round, from `collectives.look_up`.
-        wire_dtype: floating vectors wider than this dtype travel rounded to it (half the bytes for bfloat16).
-        good: 0-d bool, whether the message is good, where that cannot be seen from `x`; only a guarded step asks.
+        wire_dtype: floating vectors wider than this dtype are sent rounded to it (half the bytes for bfloat16).
+        good: 0-d bool, True if the message is good, if `x` does not show it; used only in a guarded step.
     """
     sent = [narrow(b, plan.dtype, wire_dtype) for b, plan in zip(x.tensors, x.plan.buckets, strict=True)]
     if good is not None:
@@ -76,47 +76,47 @@ def post(
 
 
 def is_active(topology: Topology, t: Tensor, like: Buckets) -> Tensor:
-    """Whether `topology` has a round in step t or rests, 0-d bool on the device of `like`."""
+    """Return True (0-d bool on the device of `like`) if `topology` has a round in step t, False if it rests."""
     return collectives.look_up(like[0], topology, t).is_active
 
 
 def collect(posted: Posted, gamma: float | Tensor = 1.0, *, after: Iterable[Tensor] = ()) -> Buckets:
-    """Wait for what was posted and mix: `(1 - γ) x + γ W x`, each bucket as soon as its own messages are in.
+    """Wait for the messages and mix: `(1 - γ) x + γ W x`, each bucket as soon as its own messages have arrived.
 
-    By differences: `x + γ Σ_j W[i,j] (Q(x_j) - Q(x))`, Q the rounding to a wire dtype. What rounding (of weights, on the wire) takes
-    from one worker it gives to others, where workers agree nothing changes, and updates far smaller than Q's resolution are not
-    lost. With a column-stochastic W: `x + γ Σ_j (W[i,j] Q(x_j) - W[j,i] Q(x))`. (A mean over a group is rounded once more on its way:
-    there the workers' mean is kept to Q's resolution only.)
+    Computed by differences: `x + γ Σ_j W[i,j] (Q(x_j) - Q(x))`, where Q rounds to the wire dtype. Rounding (of weights,
+    on the wire) gives to other workers what it takes from one; nothing changes if workers agree; updates far smaller
+    than Q's resolution are not lost. With a column-stochastic W: `x + γ Σ_j (W[i,j] Q(x_j) - W[j,i] Q(x))`. (A mean
+    over a group is rounded once more on the wire, so the workers' mean is kept only to Q's resolution.)
 
     Args:
         posted: from `Worker.post`.
         gamma: γ in [0, 1], a number or a 0-d tensor.
-        after: what compiled code computes before it waits: the gradient, which then hides the communication.
+        after: tensors that compiled code computes before it waits: the gradient, which then hides the communication.
     """
     posted, gamma = heard(posted, after), own_gamma(posted, gamma)
     return Buckets([_mixed(posted, index, gamma) for index in range(len(posted.sent))], posted.own.plan)
 
 
 def difference(posted: Posted, gamma: float | Tensor = 1.0, *, after: Iterable[Tensor] = ()) -> Buckets:
-    """Wait for what was posted and return what mixing adds: `γ (W - I) Q(x) = γ Σ_j W[i,j] (Q(x_j) - Q(x_i))`.
+    """Wait for the messages and return the mixing term `γ (W - I) Q(x) = γ Σ_j W[i,j] (Q(x_j) - Q(x_i))`.
 
-    In float32 or float64. Two workers get the same difference with opposite signs, so that the mean over workers is 0 to
-    a rounding of the differences and not of x: what is summed up over many steps must not gather the roundings of x, so
-    add this, and not `W x - x`. Arguments as of `collect`.
+    In float32 or float64. Two workers get the same difference with opposite signs, so the mean over workers is 0 up to
+    rounding of the differences, not of x. A sum over many steps must not accumulate the rounding of x: add this, not
+    `W x - x`. Arguments as for `collect`.
     """
     posted, gamma = heard(posted, after), own_gamma(posted, gamma)
     return Buckets([_moved(posted, index, gamma) for index in range(len(posted.sent))], posted.own.plan)
 
 
 def repaired(posted: Posted, x: Buckets, mix: Buckets | None = None) -> Buckets:
-    """`x`, or where a guarded step finds that what this worker posted is bad, the neighbours' mix in its place.
+    """Return `x`, or the neighbors' mix if a guarded step finds that this worker posted a bad message.
 
-    For what is added to a `difference`, which is 0 for such a worker. Without `df.guard` it is `x`.
+    For the term that is added to a `difference`, which is 0 for such a worker. Without `df.guard` the result is `x`.
 
     Args:
         posted: from `Worker.post`.
         x: buckets of the same plan.
-        mix: the neighbours' mix, where that is not `collect(posted)`.
+        mix: the neighbors' mix, if it is not `collect(posted)`.
     """
     if posted.flags is None:
         return x
@@ -124,7 +124,7 @@ def repaired(posted: Posted, x: Buckets, mix: Buckets | None = None) -> Buckets:
 
 
 def heard(posted: Posted, after: Iterable[Tensor] = ()) -> Posted:
-    """What is waited for after `after`; in a guarded step wait for the flags, and give the weights of bad messages to others."""
+    """Set `after`; in a guarded step, wait for the flags and give the weights of bad messages to others."""
     posted = posted._replace(after=tuple(after))
     if posted.flags is None:
         return posted
@@ -135,7 +135,7 @@ def heard(posted: Posted, after: Iterable[Tensor] = ()) -> Posted:
 
 
 def arrived(posted: Posted, otherwise: Sequence[Tensor], *, after: Iterable[Tensor] = ()) -> list[Tensor]:
-    """Wait for the messages of each slot, `[K, D]`, in their own dtypes; `otherwise` in the place of bad ones."""
+    """Wait for the messages of each slot, `[K, D]`, in their own dtypes; `otherwise` replaces bad ones."""
     posted = posted._replace(after=tuple(after))
     inboxes = [inbox_of(posted, index) for index in range(len(posted.own))]
     if posted.flags is None or posted.flags.inbox is None:
@@ -144,15 +144,15 @@ def arrived(posted: Posted, otherwise: Sequence[Tensor], *, after: Iterable[Tens
     return [torch.where(good, inbox, old.to(inbox.dtype)) for inbox, old in zip(inboxes, otherwise, strict=True)]
 
 
-def neighbours_sum(posted: Posted, dtypes: Sequence[torch.dtype], *, after: Iterable[Tensor] = ()) -> list[Tensor]:
-    """Wait for what was posted and return the neighbours' share alone: `Σ_{j≠i} W[i,j] Q(x_j)`.
+def neighbors_sum(posted: Posted, dtypes: Sequence[torch.dtype], *, after: Iterable[Tensor] = ()) -> list[Tensor]:
+    """Wait for the messages and return the neighbors' share alone: `Σ_{j≠i} W[i,j] Q(x_j)`.
 
-    Where the schedule averages in groups, that average (own share included) is what is returned.
+    If the schedule averages in groups, the result is that average, own share included.
 
     Args:
         posted: from `post`.
-        dtypes: of the sums, at least as wide as what travelled.
-        after: as of `collect`.
+        dtypes: dtypes of the sums, at least as wide as the messages.
+        after: as for `collect`.
     """
     posted, sums = heard(posted, after), []
     for index, dtype in enumerate(dtypes):
@@ -163,7 +163,7 @@ def neighbours_sum(posted: Posted, dtypes: Sequence[torch.dtype], *, after: Iter
 
 
 def mix_context(posted: Posted) -> MixContext:
-    """Wait for what was posted and show it as it is: what an optimizer may ask for beside its gradient."""
+    """Wait for the messages and return them as the context of a mix-aware optimizer."""
     posted = heard(posted)
     row, count = posted.row, len(posted.own)
     return MixContext(
@@ -178,9 +178,9 @@ def mix_context(posted: Posted) -> MixContext:
 
 
 def mean(x: Buckets, everyone: Topology, t: Tensor, *, wire_dtype: torch.dtype | None = None) -> Buckets:
-    """The mean of Q(x) over all workers, bit for bit the same on each, in the dtypes of `x`; `everyone` is the complete topology.
+    """Average Q(x) over all workers, bit for bit the same on each, in the dtypes of `x`.
 
-    In rounds in which `everyone` rests, the result is Q(x).
+    `everyone` is the complete topology; if it rests in this round, the result is Q(x).
     """
     posted = heard(post(x, collectives.look_up(x[0], everyone, t), wire_dtype=wire_dtype))
     triples = zip(range(len(x)), x, x.plan.buckets, strict=True)
@@ -188,7 +188,7 @@ def mean(x: Buckets, everyone: Topology, t: Tensor, *, wire_dtype: torch.dtype |
 
 
 def narrow(x: Tensor, *dtypes: torch.dtype | None) -> Tensor:
-    """`x` rounded to each of these dtypes in turn where it is narrower; `x` itself without one."""
+    """Round `x` to each of these dtypes in turn if it is narrower; return `x` itself if none is."""
     for dtype in dtypes:
         if dtype is not None and x.dtype.itemsize > dtype.itemsize:
             x = rounded(x, dtype)
@@ -196,12 +196,12 @@ def narrow(x: Tensor, *dtypes: torch.dtype | None) -> Tensor:
 
 
 def inbox_of(posted: Posted, index: int) -> Tensor:
-    """Wait for one tensor's messages, `[K, D]`. Compiled code has then posted all of them."""
+    """Wait for one tensor's messages, `[K, D]`; compiled code posts all tensors first."""
     return _landed(posted, posted.messages[index], index)
 
 
 def _landed(posted: Posted, flight: collectives.Flight, index: int) -> Tensor:
-    """Wait for a flight, once; in compiled code after all of this post is posted, and after the flights waited for so far."""
+    """Wait for a flight once; compiled code waits after the whole post, and after the flights waited for so far."""
     landed, key = posted.landed, ("mean" if flight.is_mean else "messages", index)
     if key not in landed:
         before = landed.get("last", ())
@@ -213,7 +213,7 @@ def _landed(posted: Posted, flight: collectives.Flight, index: int) -> Tensor:
 def _weighted(
     posted: Posted, index: int, gamma: float | Tensor, dtype: torch.dtype
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Wait for one tensor's inbox: the weights, in this dtype, and the messages; the last may be the group's mean."""
+    """Wait for one tensor's inbox; return weights in this dtype, and messages (the last may be the group's mean)."""
     weights, messages = [], []
     if posted.messages:
         inbox = inbox_of(posted, index)
@@ -227,7 +227,6 @@ def _weighted(
 
 
 def _mean(posted: Posted, index: int) -> Tensor:
-    """A group's mean; in a guarded step that of its good members."""
     mean = _landed(posted, posted.means[index], index)
     if posted.scale is None:
         return mean
@@ -236,7 +235,7 @@ def _mean(posted: Posted, index: int) -> Tensor:
 
 
 def own_gamma(posted: Posted, gamma: float | Tensor) -> float | Tensor:
-    """A worker whose own message is bad takes all of the mix."""
+    """Return γ, or 1 for a worker whose own message is bad: it takes all of the mix."""
     if posted.flags is None:
         return gamma
     one = torch.ones_like(posted.row.weights[0])
@@ -244,11 +243,11 @@ def own_gamma(posted: Posted, gamma: float | Tensor) -> float | Tensor:
 
 
 def coarse(posted: Posted, term: Tensor) -> Tensor:
-    """Return what one worker takes from another, in float32 rounded to 8 bits: so coarse that adding it to parameters loses nothing.
+    """Round the float32 term that one worker takes from another to 8 bits, so that adding it to parameters is exact.
 
-    Where rounded values travel, differences do not vanish but go round in cycles. What rounding takes from a sum in such a cycle is
-    the same in each, and would move the workers' mean. Two workers that hear each other round opposite terms, and their mean is kept;
-    where messages go one way, and in a worker that takes all of the mix, terms stay as they are.
+    With rounded messages, differences do not vanish but run in cycles. The rounding of a sum is the same in each cycle
+    and would move the workers' mean. Two workers that hear each other round opposite terms, which keeps their mean.
+    Terms stay unrounded if messages go one way, and in a worker that takes all of the mix.
     """
     if term.dtype != torch.float32:
         return term
@@ -257,7 +256,7 @@ def coarse(posted: Posted, term: Tensor) -> Tensor:
 
 
 def _weighted_sum(posted: Posted, index: int) -> Tensor:
-    """Return `Σ_j W[i, j] Q(x_j)`: of two workers that weigh alike the same bits on both, as differences are not."""
+    """Return `Σ_j W[i, j] Q(x_j)`: bit for bit equal on two workers with equal weights, unlike differences."""
     own = posted.sent[index]
     dtype = wide(own.dtype)
     x, kept = own.to(dtype), posted.row.weights[0].to(dtype)
@@ -273,7 +272,7 @@ def _mixed(posted: Posted, index: int, gamma: float | Tensor) -> Tensor:
     weights, messages = _weighted(posted, index, gamma, dtype)
     x, sent = own.to(dtype), posted.sent[index].to(dtype)
     if posted.flags is not None:
-        in_place_of_bad = row.weights[0].to(dtype)  # 0, or NaN where nothing good was heard
+        in_place_of_bad = row.weights[0].to(dtype)  # 0, or NaN if no good message arrived
         x, sent = (torch.where(posted.flags.own, values, in_place_of_bad) for values in (x, sent))
     pairs = [(weight, message.to(dtype)) for weight, message in zip(weights, messages, strict=True)]
     if posted.means and posted.sent[index] is own:
@@ -290,7 +289,7 @@ def _mixed(posted: Posted, index: int, gamma: float | Tensor) -> Tensor:
 
 
 def _given(row: collectives.Row) -> Tensor | None:
-    """Return what a worker gives away of `x`, weight by weight; None where it is what it hears, as rows sum to one."""
+    """Return the weights of the shares of `x` given away; None if they are the received weights, as rows sum to one."""
     if not row.topology.rows_sum_to_one:
         return (1.0 - row.weights[0] - (0.0 if row.mean_weight is None else row.mean_weight)).view(1)
     return row.given if row.topology.needs_push_sum else None

@@ -1,9 +1,9 @@
-"""Push-sum: the weight that corrects for column-stochastic mixing travels in the message whose values it divides.
+"""Push-sum: the weight that corrects column-stochastic mixing is sent in the same message as the values it divides.
 
     x⁺ = A x;   w⁺ = A w;   z = x / w        (Kempe, Dobra, Gehrke, FOCS 2003)
 
-A: column-stochastic; x: biased sums; w: a worker's weight, w⁰ = 1, Σ w = N; z: the de-biased value. The states of the
-algorithms keep z and w; x = w z.
+A: column-stochastic; x: biased sums; w: a worker's weight, w⁰ = 1, Σ w = N; z: the de-biased value. The algorithms'
+states store z and w; x = w z.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from decentfn.core.buckets import Buckets, Plan, loose
 
 
 def first_weight(x: Buckets) -> Tensor:
-    """`w⁰ = 1`, 0-d, in the dtype of the bucket in which it will travel."""
+    """Return `w⁰ = 1`, 0-d, in the dtype of the bucket that carries it."""
     return torch.ones((), dtype=x[_carrier(x)].dtype, device=x[_carrier(x)].device)
 
 
 def pack(x: Buckets, w: Tensor) -> Buckets:
-    """The vectors of `x`, the widest with one more element at its end, `w`: no message of its own, and mixed as x is."""
+    """Append `w` to the widest vector of `x`: it needs no separate message and is mixed as x is."""
     tensors = list(x)
     index = _carrier(x)
     tensors[index] = torch.cat([tensors[index], w.view(1)])
@@ -30,7 +30,7 @@ def pack(x: Buckets, w: Tensor) -> Buckets:
 
 
 def unpack(packed: Iterable[Tensor], plan: Plan) -> tuple[Buckets, Tensor]:
-    """`(x, w)` of `pack(x, w)`."""
+    """Split `pack(x, w)` into `(x, w)`."""
     tensors = list(packed)
     index = next(
         i for i, (p, bucket) in enumerate(zip(tensors, plan.buckets, strict=True)) if p.shape[0] > bucket.numel

@@ -1,4 +1,4 @@
-"""Flat buckets: how a tree of tensors is laid out in vectors, and what is computed with all of them at once."""
+"""Flat buckets: the layout of a tree of tensors in vectors, and arithmetic on all of them at once."""
 
 from decentfn.core.buckets.arithmetic import (
     add,

@@ -1,8 +1,8 @@
-"""Arithmetic of buckets, tensor by tensor. What is remembered or added up is kept `wide`: in float32, or float64.
+"""Arithmetic of buckets, tensor by tensor. Memory and sums are kept `wide`: in float32, or float64.
 
-What the processes of one worker compute together is an operator of `collectives.within_worker`. Where they share a worker's
-parameters row by row, each has a part of every leaf's rows: `gather_within_worker` puts the parts of a bucket together, `scatter_within_worker`
-gives each process the mean of its own.
+Computations within a worker, across its processes, are operators of `collectives.within_worker`. If its parameters are
+sharded by rows, each process holds some rows of every leaf: `gather_within_worker` assembles the unsharded bucket, and
+`scatter_within_worker` returns each process's rows of the mean.
 """
 
 from __future__ import annotations
@@ -19,43 +19,43 @@ _ops = torch.ops.decentfn
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype to compute in: float32, or float64 for float64."""
+    """Return the dtype to compute in: float32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def each(function: Callable[..., Tensor], *buckets: Buckets) -> Buckets:
-    """`function` of the first, second, ... tensors of all `buckets`, as buckets with the first one's plan."""
+    """Apply `function` to the first, second, ... tensors of all `buckets`; the result has the first one's plan."""
     columns = zip(*[b.tensors for b in buckets], strict=True)
     return Buckets([function(*tensors) for tensors in columns], buckets[0].plan)
 
 
 def zeros_like(x: Buckets) -> Buckets:
-    """Zeros in the shapes of `x`, wide."""
+    """Return zeros in the shapes of `x`, wide."""
     return each(lambda b: torch.zeros_like(b, dtype=wide(b.dtype)), x)
 
 
 def widen(x: Buckets) -> Buckets:
-    """`x` itself, wide."""
+    """Return `x` wide, without a copy if it already is."""
     return each(lambda b: b.to(wide(b.dtype)), x)
 
 
 def copy_wide(x: Buckets) -> Buckets:
-    """A copy of `x`, wide, so that small steps of slow parameters are not lost."""
+    """Return a wide copy of `x`, so that small updates of slow parameters are not lost."""
     return each(lambda b: b.to(wide(b.dtype), copy=True), x)
 
 
 def cast_like(x: Buckets, y: Buckets) -> Buckets:
-    """`x` in the dtypes of `y`."""
+    """Return `x` in the dtypes of `y`."""
     return each(lambda a, b: a.to(b.dtype), x, y)
 
 
 def add(x: Buckets, y: Buckets) -> Buckets:
-    """`x + y`, in the dtypes of `x`."""
+    """Return `x + y`, in the dtypes of `x`."""
     return each(lambda a, b: (a + b).to(a.dtype), x, y)
 
 
 def multiply(x: Buckets, factor: float | Tensor) -> Buckets:
-    """`x * factor`, computed wide, in the dtypes of `x`; a tensor as factor is 0-d."""
+    """Return `x * factor`, computed wide, in the dtypes of `x`; a tensor `factor` is 0-d."""
 
     def product(b: Tensor) -> Tensor:
         f = factor.to(wide(b.dtype)) if isinstance(factor, torch.Tensor) else factor
@@ -65,24 +65,24 @@ def multiply(x: Buckets, factor: float | Tensor) -> Buckets:
 
 
 def scale(x: Buckets, factor: Tensor) -> Buckets:
-    """`x * factor` for a 0-d factor, computed in the dtypes of `x`."""
+    """Return `x * factor` for a 0-d factor, computed in the dtypes of `x`."""
     return each(lambda bucket: bucket * once(factor.to(bucket.dtype)), x)
 
 
 def divide(x: Buckets, w: Tensor) -> Buckets:
-    """`x / w` for a 0-d divisor, computed in the dtypes of `x`."""
+    """Return `x / w` for a 0-d divisor, computed in the dtypes of `x`."""
     return each(lambda bucket: bucket / once(w.to(bucket.dtype)), x)
 
 
 def where(condition: Tensor | Buckets, new: Buckets, old: Buckets) -> Buckets:
-    """`new` where `condition` (0-d bool, or bool buckets: one answer per element), else `old`; in the dtypes of `old`."""
+    """Select `new` where `condition` (0-d bool, or bool buckets per element) holds, else `old`; dtypes of `old`."""
     if isinstance(condition, torch.Tensor):
         return each(lambda b, a: torch.where(condition, a.to(b.dtype), b), old, new)
     return each(lambda b, a, c: torch.where(c, a.to(b.dtype), b), old, new, condition)
 
 
 def global_norm(x: Buckets) -> Tensor:
-    """The l2 norm over all buckets, of all processes of the worker: 0-d, float32, or float64 where a bucket is."""
+    """Return the l2 norm over all buckets and processes of the worker: 0-d, float32, or float64 if a bucket is."""
     squares = [(b.to(wide(b.dtype)) ** 2).sum() for b in x.tensors]
     if not squares:
         return torch.zeros(())
@@ -93,50 +93,50 @@ def global_norm(x: Buckets) -> Tensor:
 
 
 def counted_once(of_buckets: Sequence[Tensor], plan: Plan) -> list[Tensor]:
-    """What is to be summed over the worker's processes, of each bucket; of one that a team holds alike, a part."""
+    """Return each bucket's share of a sum within the worker; a fraction if a tensor-parallel group replicates it."""
     pairs = zip(of_buckets, plan.buckets, strict=True)
     return [part / plan.tp_size if bucket.is_common else part for part, bucket in pairs]
 
 
 def all_finite(x: Buckets) -> Tensor:
-    """Whether nothing in `x` is infinite or NaN, on no process of the worker, 0-d bool."""
+    """Return True (0-d bool) if `x` has no infinite or NaN value on any process of the worker."""
     return everywhere_within_worker(torch.stack([is_finite(b).all() for b in x]).all(), x.plan.processes)
 
 
 def is_finite(x: Tensor) -> Tensor:
-    """For each element whether it is neither infinite nor NaN; one comparison, where compiled `torch.isfinite` makes two."""
+    """Test each element for being finite, with one comparison; compiled `torch.isfinite` makes two."""
     return x.abs() < float("inf")
 
 
 def sum_within_worker(x: Tensor, processes: int) -> Tensor:
-    """The sum of `x` over so many processes of this worker next to one another, all or a team; all wait for the last."""
+    """Sum `x` over all processes of this worker, or over its tensor-parallel group; all wait for the last."""
     return x if processes == 1 else _ops.sum_within_worker(x, processes, None)
 
 
 def mean_within_worker(x: Tensor, processes: int) -> Tensor:
-    """The mean of `x` over processes of this worker, as `sum_within_worker`."""
+    """Average `x` over processes of this worker, as `sum_within_worker`."""
     return x if processes == 1 else sum_within_worker(x / processes, processes)
 
 
 def everywhere_within_worker(claim: Tensor, processes: int) -> Tensor:
-    """Whether `claim` (bool) holds on all processes of this worker."""
+    """Return True if `claim` (bool) holds on all processes of this worker."""
     return claim if processes == 1 else sum_within_worker((~claim).to(torch.float32), processes) == 0
 
 
 def gather_within_worker(x: Tensor, rows: Sequence[int], widths: Sequence[int]) -> Tensor:
-    """A bucket whole, `[*workers, D]`, from each process's rows `[*workers, d]` of it; all wait for the last.
+    """Gather an unsharded bucket, `[*workers, D]`, from each process's rows `[*workers, d]`; all wait for the last.
 
-    Of each leaf `rows` are those of the whole, and `widths` the elements in a row.
+    `rows` is the number of rows of each unsharded leaf, and `widths` the number of elements in a row.
     """
     return _ops.gather_within_worker(x, rows, widths, None)
 
 
 def scatter_within_worker(x: Tensor, rows: Sequence[int], widths: Sequence[int], numel: int) -> Tensor:
-    """This process's rows, `[*workers, numel]`, of the mean of whole buckets `[*workers, D]`; see `gather_within_worker`."""
+    """Return this process's rows, `[*workers, numel]`, of the mean of unsharded buckets `[*workers, D]`."""
     return _ops.scatter_within_worker(x, rows, widths, numel, None)
 
 
 def rows_of(process: int, processes: int, rows: int) -> range:
-    """Which of a leaf's rows a process has, as `torch.chunk` (and `fully_shard`) cuts them: of five, three and two."""
+    """Return a process's rows of a leaf, split as by `torch.chunk` and `fully_shard`: five rows into three and two."""
     each = -(-rows // processes)
     return range(min(process * each, rows), min((process + 1) * each, rows))

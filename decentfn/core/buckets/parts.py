@@ -1,4 +1,4 @@
-"""Buckets of which each process of a worker holds a part: some rows of every leaf, as `Plan.unsharded` says."""
+"""Sharded buckets: each process of a worker holds some rows of every leaf, as `Plan.unsharded` states."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from decentfn.core.buckets.plan import BucketPlan, Buckets, Place, Plan, Segment
 
 
 def part_shape(shape: tuple[int, ...], process: int, processes: int) -> tuple[int, ...]:
-    """The shape of one process's rows of a leaf; a number is one row."""
+    """Return the shape of one process's rows of a leaf; a scalar is one row."""
     rows, *others = shape or (1,)
     return len(rows_of(process, processes, rows)), *others
 
 
 def part_of(x: Buckets, process: int, processes: int) -> Buckets:
-    """What one of `processes` holds of whole buckets `[*workers, D]`; copies."""
+    """Copy the part of unsharded buckets `[*workers, D]` that one of `processes` holds."""
     plans, vectors, places = [], [], []
     for bucket, tensor in zip(x.plan.buckets, x, strict=True):
         segments, pieces, start = [], [], 0
@@ -34,7 +34,7 @@ def part_of(x: Buckets, process: int, processes: int) -> Buckets:
 
 
 def unsharded(x: Buckets) -> Buckets:
-    """The leaves that this process has parts of, gathered within its worker; `x` itself where it holds them whole."""
+    """Gather the unsharded buckets within the worker; return `x` itself if it is not sharded."""
     plan = x.plan.unsharded
     if plan is None:
         return x
@@ -42,12 +42,15 @@ def unsharded(x: Buckets) -> Buckets:
 
 
 def without_values(x: Buckets) -> Buckets:
-    """What `unsharded(x)` is like, on the meta device."""
+    """Return buckets like `unsharded(x)` on the meta device."""
     return (x.plan.unsharded or x.plan).without_values(x[0].shape[:-1])
 
 
 def mean_of_processes(x: Buckets, plan: Plan) -> Buckets:
-    """The mean of `x` (whole where `plan`, the parameters', is of parts) over the worker's processes; what one alone holds stays."""
+    """Average `x` over the worker's processes; values held by one process alone stay.
+
+    If `plan`, the parameters' plan, has an unsharded one, `x` is laid out as that.
+    """
     if plan.unsharded is not None:
         pairs = zip(x, plan.unsharded.buckets, plan.buckets, strict=True)
         return Buckets([scatter_within_worker(b, *_cuts(one), part.numel) for b, one, part in pairs], plan)
@@ -58,7 +61,7 @@ def mean_of_processes(x: Buckets, plan: Plan) -> Buckets:
 
 
 def _rows(segment: Segment) -> tuple[int, int]:
-    """How many rows a leaf has, and elements in each; a number is one row."""
+    """Return the number of rows of a leaf and of elements in each; a scalar is one row."""
     rows = segment.shape[0] if segment.shape else 1
     return rows, segment.numel // max(rows, 1)
 

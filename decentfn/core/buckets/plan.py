@@ -1,4 +1,4 @@
-"""Flat buckets: one vector per dtype and group, and the plan that says where each leaf lies.
+"""Flat buckets: one vector per dtype and group, and the plan that locates each leaf.
 
 A training state is made of `Buckets`; the loss sees views of them (`Buckets.tree`). The plan is plain data,
 so it can be compared, printed, stored and used inside a compiled function.
@@ -35,26 +35,26 @@ _numbered: WeakValueDictionary[int, Plan] = WeakValueDictionary()
 
 
 def plan_of(number: int) -> Plan:
-    """Return the plan of this number."""
+    """Return the plan with this number."""
     return _numbered[number]
 
 
 class Place(NamedTuple):
-    """Where a part of a tensor lies in the whole."""
+    """Position of a shard in the unsharded tensor."""
 
-    shape: tuple[int, ...]  # of the whole
+    shape: tuple[int, ...]  # of the unsharded tensor
     offset: tuple[int, ...]
 
 
 Places = tuple[tuple[str, Place], ...]
-"""Of what is a part of a worker's tensor, by name; what is not named is whole."""
+"""Places of the shards, by name; a tensor without an entry is unsharded."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Where one leaf lies: elements `start : start + numel` of its bucket, read as `shape`.
+    """Position of one leaf: elements `start : start + numel` of its bucket, read as `shape`.
 
-    Of a complex leaf they are the real and imaginary parts in turn, as in `torch.view_as_real`.
+    The elements of a complex leaf are real and imaginary parts in turn, as in `torch.view_as_real`.
     """
 
     name: str
@@ -64,56 +64,56 @@ class Segment:
     is_complex: bool = False
 
     def leaf(self, numbers: Tensor) -> Tensor:
-        """The leaf, `[*workers, *shape]`, a view of its elements `[*workers, numel]`."""
+        """Return the leaf, `[*workers, *shape]`, as a view of its elements `[*workers, numel]`."""
         shape = self.shape if numbers.dim() == 1 else (*numbers.shape[:-1], *self.shape)
         return torch.view_as_complex(numbers.view((*shape, 2))) if self.is_complex else numbers.view(shape)
 
 
 def elements(leaf: Tensor, workers: tuple[int, ...] = ()) -> Tensor:
-    """What of a leaf `[*workers, *shape]` lies in a bucket, `[*workers, numel]`: see `Segment.leaf`."""
+    """Return a leaf `[*workers, *shape]` as elements `[*workers, numel]` of a bucket; the inverse of `Segment.leaf`."""
     return (torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf).reshape(*workers, -1)
 
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """One bucket: its dtype, its leaves in order and their number of elements together."""
+    """Layout of one bucket: its dtype, its leaves in order and their total number of elements."""
 
     dtype: torch.dtype
     segments: tuple[Segment, ...]
     numel: int
     is_common: bool = False
-    """Whether all processes of a team hold these very leaves, with equal values."""
+    """True if all processes of a tensor-parallel group hold the same leaves, with equal values."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the bucket."""
+        """Size of the bucket in bytes."""
         return self.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a tree of tensors is laid out in flat buckets; plain data.
+    """Layout of a tree of tensors in flat buckets; plain data.
 
-    `template` is the user's tree with, in each leaf's place, the position of its segment when the segments of
-    all buckets are counted through. A leaf that stands in several places (a tied parameter) has one segment.
+    `template` is the user's tree with each leaf replaced by the position of its segment, counted through all buckets.
+    A leaf that occurs in several places (a tied parameter) has one segment.
     """
 
     buckets: tuple[BucketPlan, ...]
     template: PyTree
     processes: int = 1
-    """So many processes of one worker hold a tree like this each, and their leaves together are the worker's."""
+    """Processes of one worker; each holds a tree like this one, and their leaves together are the worker's."""
     tp_size: int = 1
-    """So many of them, next to one another, compute one batch together (tensor parallel)."""
+    """Size of a tensor-parallel group: consecutive processes of a worker that compute one batch together."""
     places: Places = ()
-    """Of this process's parts, of the parameters and of the buffers beside them."""
+    """Places of this process's shards of the parameters and of the module's buffers."""
     unsharded: Plan | None = None
-    """That of the leaves of which these are this process's rows, where the loss wants them whole."""
+    """Plan of the unsharded leaves, of which these are this process's rows, if the loss needs them unsharded."""
     starts_equal: bool = field(default=False, compare=False)
-    """Whether a run needs equal parameters on all workers where it starts, or it never makes them equal."""
+    """True if all workers must start with equal parameters, because the algorithm would never make them equal."""
 
     @constant_while_traced
     def number(self) -> int:
-        """Return the number by which `plan_of` finds this plan or an equal one: before torch 2.13, Dynamo cannot pass a plan."""
+        """Return the number under which `plan_of` finds an equal plan: before torch 2.13, Dynamo cannot pass a plan."""
         for number, plan in list(_numbered.items()):
             if plan is self or plan == self:
                 return number
@@ -122,16 +122,16 @@ class Plan:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the leaves are parts, also for the loss."""
+        """Return True if the leaves are shards for the loss, too."""
         return bool(self.places) and self.unsharded is None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buckets together."""
+        """Total size of all buckets in bytes."""
         return sum(bucket.nbytes for bucket in self.buckets)
 
     def lay_out(self, tree: PyTree, workers: tuple[int, ...] = ()) -> list[Tensor]:
-        """The buckets' vectors `[*workers, D]`, copies, of a tree of leaves `[*workers, ...]`; of a tied leaf the first counts."""
+        """Copy a tree of leaves `[*workers, ...]` into vectors `[*workers, D]`; a tied leaf's first place counts."""
         leaf: dict[int, Tensor] = {}
         for position, value in zip(trees.leaves(self.template), trees.leaves(tree), strict=True):
             leaf.setdefault(position, value.detach())
@@ -143,11 +143,11 @@ class Plan:
         return vectors
 
     def without_values(self, workers: Sequence[int] = ()) -> Buckets:
-        """What buckets `[*workers, D]` of this plan are like, on the meta device."""
+        """Return buckets `[*workers, D]` of this plan on the meta device."""
         return Buckets([torch.empty((*workers, b.numel), dtype=b.dtype, device="meta") for b in self.buckets], self)
 
     def describe(self) -> list[str]:
-        """One line per leaf: bucket, dtype, name, shape and place. Equal on two workers iff their plans are."""
+        """Return one line per leaf: bucket, dtype, name, shape and place. Equal on two workers iff their plans are."""
         parts = [f"{name} is a part of {list(shape)} from {list(offset)} on" for name, (shape, offset) in self.places]
         return parts + [
             f"bucket {index} {bucket.dtype}: {s.name} {list(s.shape)}{' complex' * s.is_complex} at {s.start}"
@@ -157,7 +157,7 @@ class Plan:
 
 
 class Buckets:
-    """A tree of tensors as flat vectors, `[D]` each (`[N, D]` when stacked), with its plan as static context.
+    """Tree of tensors as flat vectors, `[D]` each (`[N, D]` when stacked), with its plan as static context.
 
     A pytree whose leaves are the bucket tensors: `trees.map` and `vmap` go through it.
     """
@@ -181,10 +181,10 @@ class Buckets:
         return f"Buckets({', '.join(f'{t.dtype}{list(t.shape)}' for t in self.tensors)})"
 
     def leaves(self) -> list[Tensor]:
-        """Every segment as a view of its bucket, `[*shape]`, or `[N, *shape]` when stacked."""
+        """Return every segment as a view of its bucket, `[*shape]`, or `[N, *shape]` when stacked."""
         views: list[Tensor] = []
         for tensor, bucket in zip(self.tensors, self.plan.buckets, strict=True):
-            # Of a leaf alone in its bucket, too: a split's derivative is a vector of its own, with the strides of one.
+            # Also for a leaf alone in its bucket: the derivative of a split is a new vector, with a vector's strides.
             pieces = tensor.split([segment.numel for segment in bucket.segments], dim=-1)
             is_stacked = tensor.dim() > 1
             views += [
@@ -194,12 +194,12 @@ class Buckets:
         return views
 
     def tree(self) -> PyTree:
-        """The user's tree again, its leaves views of the buckets."""
+        """Return the user's tree, with views of the buckets as leaves."""
         return trees.fill(self.plan.template, self.leaves())
 
 
 def loose(tensors: Iterable[Tensor]) -> Buckets:
-    """Vectors `[..., D]` that hold no leaves (messages, slices, statistics), as buckets of one segment each."""
+    """Wrap vectors `[..., D]` without leaves (messages, slices, statistics) as buckets of one segment each."""
     tensors = tuple(tensors)
     sizes = [(x.dtype, x.shape[-1]) for x in tensors]
     plans = tuple(BucketPlan(dtype, (Segment(str(i), (n,), 0, n),), n) for i, (dtype, n) in enumerate(sizes))
@@ -226,20 +226,21 @@ def flatten(
 ) -> Buckets:
     """Copy a tree of floating-point or complex tensors into flat buckets.
 
-    A bucket holds leaves of one dtype, one device and one answer to every mask, in their order and at most `bucket_mb`
-    MiB of them; complex ones as real numbers, as torch.optim treats them. A leaf of more than an eighth of that has a bucket of its own: its gradient then is the bucket's,
-    while those of smaller leaves are copied together (once, in one pass). The largest bucket comes first, so that
-    little is left to update when the last message is in; but those that all processes of a team hold come before all others,
-    in the same places, and so with the same draws, on each.
+    A bucket holds leaves of one dtype, one device and one answer to every mask, in order, at most `bucket_mb` MiB of
+    them; complex leaves are stored as real numbers, as in torch.optim. A leaf larger than an eighth of that has its own
+    bucket: its gradient is then the bucket's, while the gradients of smaller leaves are copied together (once, in one
+    pass). The largest bucket comes first, so that little is left to update when the last message arrives. Buckets that
+    all processes of a tensor-parallel group hold come before all others; they have the same positions, and therefore
+    the same draws, on each process.
 
     Args:
         params: pytree of tensors, any shapes and strides; the same tensor in two places is stored once.
         bucket_mb: largest bucket in MiB, positive.
-        masks: the choices by name and shape that a bucket must not mix.
+        masks: choices by name and shape that a bucket must not mix.
         processes: `Plan.processes`.
         tp_size: `Plan.tp_size`.
         places: `Plan.places`.
-        common: the names of the leaves that each process of a team holds.
+        common: names of the leaves that every process of a tensor-parallel group holds.
 
     Raises:
         ValueError: no leaf, a leaf that is not a floating-point or complex tensor, or `bucket_mb` not positive.
@@ -279,7 +280,7 @@ def flatten(
 
 
 def require_bucket_mb(bucket_mb: object) -> None:
-    """A bucket's size is a number of MiB."""
+    """Raise ValueError unless `bucket_mb` is a positive number."""
     if isinstance(bucket_mb, bool) or not isinstance(bucket_mb, Real) or not 0 < float(bucket_mb) < float("inf"):
         raise ValueError(
             f"bucket_mb={brief(bucket_mb)}: a bucket's size is a positive number of MiB; 25 is the default."
@@ -287,7 +288,7 @@ def require_bucket_mb(bucket_mb: object) -> None:
 
 
 def _memory(leaf: Tensor) -> object:
-    """What two places of a tied parameter have in common; empty tensors share nothing."""
+    """Return a key that is equal for two places of a tied parameter; empty tensors share nothing."""
     return (leaf.data_ptr(), leaf.shape, leaf.stride(), leaf.dtype) if leaf.numel() else id(leaf)
 
 
