@@ -29,7 +29,7 @@ class Resized(NamedTuple):
 
     @property
     def certificate(self) -> Certificate:
-        """What the schedule promises, measured."""
+        """Measured properties of the schedule."""
         return certificate(self.topology)
 
 
