@@ -284,7 +284,7 @@ def test_half_of_a_gathering_meets_no_other_call(four, kind):
     """It has the size of nobody's header, so the process that received one in its place was aborted."""
     first, second = four.run(in_half_of_a_gathering, kind)[:2]
     if kind == "thread":
-        assert first[1] == second[1] == "tensor([1.])" and first[0] == second[0]
+        assert sorted(first) == sorted(second) and len(first) == 2 and "tensor([1.])" in first
     else:
         assert first[0] == "KeyboardInterrupt" and {*first[1:], *second} <= {"PeerLost", "ExchangeTimeout"}
 
