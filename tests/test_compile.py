@@ -17,6 +17,8 @@ import decentfn as df
 from decentfn.core import trees
 from tests import network
 
+pytestmark = pytest.mark.thorough
+
 
 def calls_in_order(code):
     """The collectives and matrix products of generated code, in the order in which it calls them."""

@@ -14,7 +14,7 @@ DOCS = Path(__file__).parent.parent / "docs"
 PAGES = ("algorithms.md", "topologies.md")
 
 
-pytestmark = pytest.mark.xdist_group("docs")  # one process makes the fixture
+pytestmark = [pytest.mark.xdist_group("docs"), pytest.mark.thorough]  # one process makes the fixture
 
 
 @pytest.fixture(scope="module")

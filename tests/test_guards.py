@@ -13,6 +13,8 @@ from decentfn.comm.collectives import World
 from decentfn.core import trees
 from decentfn.engine import compilation
 
+pytestmark = pytest.mark.thorough
+
 WORKERS = 4
 outside = SimpleNamespace()
 args = SimpleNamespace()

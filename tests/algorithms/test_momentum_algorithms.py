@@ -33,6 +33,8 @@ from tests.quadratics import (
     static_ring,
 )
 
+pytestmark = pytest.mark.thorough
+
 N = 6
 LR = 0.1
 SMALL_BETA = {decentlam: {"beta": 0.1}}

@@ -16,6 +16,8 @@ from decentfn.core.buckets import loose
 from decentfn.testing import on_ranks
 from tests.collectives.test_collectives import schedule
 
+pytestmark = pytest.mark.thorough
+
 SOON = timedelta(seconds=3)
 
 

@@ -20,6 +20,8 @@ from decentfn.comm.collectives import World, outside, use
 from decentfn.testing import on_ranks
 from tests.ranks import TIMEOUT, Ranks
 
+pytestmark = pytest.mark.thorough
+
 SOON = timedelta(seconds=3)
 STEPS = 12
 

@@ -9,6 +9,8 @@ from decentfn.core import trees
 from decentfn.torch_private import scan
 from tests import network
 
+pytestmark = pytest.mark.thorough
+
 N = 4
 
 

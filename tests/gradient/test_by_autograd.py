@@ -20,6 +20,8 @@ from decentfn.core import trees
 from decentfn.core.draws import torch_draws
 from decentfn.engine import cache as compile_cache
 
+pytestmark = pytest.mark.thorough
+
 
 class Checkpointed(nn.Module):
     """A block used twice, computed again in the backward pass, with dropout and batch norm."""

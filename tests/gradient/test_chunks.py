@@ -8,6 +8,8 @@ import decentfn as df
 from decentfn.core import trees
 from tests import contract, network
 
+pytestmark = pytest.mark.thorough
+
 N = 6
 
 

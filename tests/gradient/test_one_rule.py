@@ -12,6 +12,8 @@ import torch
 
 import decentfn as df
 
+pytestmark = pytest.mark.thorough
+
 
 class Mine(RuntimeError):
     pass

@@ -8,6 +8,8 @@ import torch
 import decentfn as df
 from tests import contract, network
 
+pytestmark = pytest.mark.thorough
+
 N = 4
 ONE_OF_EACH = list({row.partition(",")[0]: row for row in reversed(contract.ROWS)}.values())
 HOW = {

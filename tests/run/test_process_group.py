@@ -154,7 +154,7 @@ def found():
     return dict(zip(MACHINES, zip(*results, strict=True), strict=True))
 
 
-pytestmark = pytest.mark.xdist_group("process group")
+pytestmark = [pytest.mark.xdist_group("process group"), pytest.mark.thorough]
 
 
 @pytest.mark.parametrize(("machine", "indices"), [("a GPU for each", (0, 1)), ("each sees its own", (0, 0))])
