@@ -17,6 +17,8 @@ from decentfn.testing import on_ranks
 from tests import network
 from tests.test_examples import load
 
+pytestmark = pytest.mark.thorough
+
 
 def profiled():
     return profile(activities=[ProfilerActivity.CPU])

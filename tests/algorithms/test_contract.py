@@ -22,6 +22,8 @@ FIRST = (
     "streaming_diloco",
 )
 """The rows of the first tier."""
+LATER = {("compiled_ranks_agree", "relay_sgd, models"), ("compiled_ranks_agree", "streaming_diloco")}
+"""Its cells that CI alone tries: they compile for 20 s each."""
 
 
 def cells():
@@ -31,7 +33,7 @@ def cells():
             marks = [pytest.mark.xdist_group(row)]
             if promise == "compiled_ranks_agree" and row not in contract.FAMILIES:
                 marks.append(pytest.mark.slow)
-            elif promise == "sixteen_bits_compile" or row not in FIRST:
+            elif promise == "sixteen_bits_compile" or row not in FIRST or (promise, row) in LATER:
                 marks.append(pytest.mark.thorough)
             yield pytest.param(row, promise, marks=marks)
 

@@ -14,6 +14,8 @@ from decentfn.testing.subjects import assert_close
 from tests import bad_values, contract
 from tests.bad_values import NAN_PARAMETER, STEPS, N
 
+pytestmark = pytest.mark.thorough
+
 NAN = float("nan")
 
 

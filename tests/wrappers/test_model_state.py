@@ -11,6 +11,8 @@ import decentfn as df
 from decentfn.comm import collectives
 from decentfn.core import trees
 
+pytestmark = pytest.mark.thorough
+
 N = 4
 
 
