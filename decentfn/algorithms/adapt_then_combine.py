@@ -7,10 +7,9 @@ x: a worker's parameters; W: the mixing matrix of step t; g(x): its gradient; u:
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 from torch import Tensor
-from typing_extensions import Unpack
 
 from decentfn.core.trees import PyTree
 from decentfn.kit import Algorithm, LossFn, Metrics, Options, State, Worker, add, algorithm, require_doubly_stochastic

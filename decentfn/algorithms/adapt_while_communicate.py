@@ -11,10 +11,9 @@ optimizer's update; γ: the consensus step size.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 from torch import Tensor
-from typing_extensions import Unpack
 
 from decentfn.core.trees import PyTree
 from decentfn.kit import (

@@ -7,10 +7,9 @@ x: the parameters, the same on every worker; g_i: worker i's gradient; u: the op
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 from torch import Tensor
-from typing_extensions import Unpack
 
 from decentfn.core.trees import PyTree
 from decentfn.kit import Algorithm, LossFn, Metrics, Options, State, Worker, add, algorithm

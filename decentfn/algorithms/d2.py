@@ -22,11 +22,10 @@ x: a worker's parameters; W: the mixing matrix of step t; g: its gradient at x; 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
 from decentfn.core.trees import PyTree
 from decentfn.kit import (

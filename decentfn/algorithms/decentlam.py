@@ -19,11 +19,10 @@ of adapt-then-combine; m: its momentum; β: its decay.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
 from decentfn.core import draws
 from decentfn.core.trees import PyTree

@@ -11,11 +11,10 @@ g: its gradient; κ: the decay; η: the learning rate; DCT_chunk: the cosine tra
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
 from decentfn.comm.gossip.compressed import everyone, post_compressed, sum_compressed
 from decentfn.compressors import Compressor, dct_top_k

@@ -13,10 +13,9 @@ on all workers; Δ: the outer gradient, with the sign of a gradient; b: the oute
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 from torch import Tensor
-from typing_extensions import Unpack
 
 from decentfn.algorithms.outer import after_steps, outer_gradient, to_send
 from decentfn.core.trees import PyTree

@@ -16,10 +16,9 @@ x: a worker's parameters; W: the mixing matrix; g: its gradient at x; -η g: the
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 from torch import Tensor
-from typing_extensions import Unpack
 
 from decentfn.core.trees import PyTree
 from decentfn.kit import (

@@ -17,10 +17,9 @@ half the disagreement seen so far, mean(p) = 0.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 from torch import Tensor
-from typing_extensions import Unpack
 
 from decentfn.core.trees import PyTree
 from decentfn.kit import (

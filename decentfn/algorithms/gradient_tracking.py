@@ -20,11 +20,10 @@ parentheses without momentum):
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
 from decentfn.core import trees
 from decentfn.core.trees import PyTree

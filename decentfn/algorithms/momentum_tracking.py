@@ -15,10 +15,9 @@ momentum, β: its decay; c: its deviation from the workers' mean; y: the tracked
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 from torch import Tensor
-from typing_extensions import Unpack
 
 from decentfn.core.trees import PyTree
 from decentfn.kit import (

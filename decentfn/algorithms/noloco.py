@@ -13,11 +13,10 @@ progress; W: the mixing matrix of this outer step (random pairs in the paper); b
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
 from decentfn.algorithms.outer import after_steps, progress
 from decentfn.core.trees import PyTree

@@ -14,11 +14,10 @@ own, unmixed x; p: the edge's direction, r columns, the same at both ends.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
 from decentfn.comm.gossip.low_rank import Directions, LowRankGossip
 from decentfn.core.trees import PyTree

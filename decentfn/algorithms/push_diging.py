@@ -14,10 +14,9 @@ diverge.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 from torch import Tensor
-from typing_extensions import Unpack
 
 from decentfn.comm.gossip.push_sum import first_weight, pack, unpack
 from decentfn.core.trees import PyTree

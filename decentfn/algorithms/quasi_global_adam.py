@@ -13,11 +13,10 @@ which produced the paper's figures; 1 - β₁ in Adam).
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
 from decentfn.core.trees import PyTree
 from decentfn.kit import (

@@ -13,11 +13,10 @@ workers in that sum; n: the number of workers.
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
 from decentfn.comm import collectives, gossip
 from decentfn.core import trees

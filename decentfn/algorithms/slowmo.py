@@ -11,10 +11,9 @@ optimizer's update; η: the base (fast) learning rate; u: the slow momentum, β:
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 from torch import Tensor
-from typing_extensions import Unpack
 
 from decentfn.algorithms.outer import after_steps, progress
 from decentfn.core.trees import PyTree

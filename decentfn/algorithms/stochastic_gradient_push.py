@@ -13,11 +13,10 @@ x½ = x - η g(z) and a = A[i, i]:
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
 from decentfn.comm import collectives, gossip
 from decentfn.comm.gossip.push_sum import first_weight, pack, unpack

@@ -13,10 +13,9 @@ on all workers; p = 0 … P-1: a fragment; Δ: the outer gradient; b: the outer 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 from torch import Tensor
-from typing_extensions import Unpack
 
 from decentfn.algorithms.outer import Fragments, outer_gradient, to_send
 from decentfn.comm import gossip

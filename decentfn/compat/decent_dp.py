@@ -21,11 +21,10 @@ Source: decent-dp 0.2.3 (PyPI); Wang et al., ICLR 2025.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
 from decentfn.core import trees
 from decentfn.core.buckets import Buckets, add

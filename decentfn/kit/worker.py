@@ -6,12 +6,11 @@ import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
-from typing_extensions import Unpack
 
 from decentfn.comm import collectives, gossip
 from decentfn.comm.fingerprint import require_equal
