@@ -66,7 +66,10 @@ def assert_alike(got, expected, dtype):
         assert torch.isclose(mine, theirs, rtol=bound, atol=bound).double().mean() >= 0.9
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+SLOW = [pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.float16, torch.float64)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, *SLOW], ids=str)
 def test_messages_decode_to_what_they_say_in_compiled_code(dtype):
     starts, step = mixing(dtype, range(len(COMPRESSORS)), 3)
     eager = run(df.simulate(step, 3), starts, 3)

@@ -80,7 +80,7 @@ def tried(ranks, case):
             assert sent == held  # one message to one neighbor: a process sends what it holds
             gradient = "gather_within_worker" if case.kind == "traced" else "gradient"
             for graph in graphs:
-                where = [graph.index(call) for call in ("post.default", gradient, "wait.default")]
+                where = [graph.index(call) for call in ("post", gradient, "wait")]
                 assert where == sorted(where) and "sum_within_worker" in graph
     if ALL_KINDS[case.kind].tp_size == 1:  # so that no part is held twice
         whole = sum(x.numel() * x.itemsize for x in Network().parameters() if x.requires_grad)

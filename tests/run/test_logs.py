@@ -120,7 +120,7 @@ def test_a_log_that_cannot_be_is_refused_on_all_ranks(tmp_path):
     on_kept_ranks(2, job)
     with pytest.raises(ValueError, match=r"first_step=-1\): .*integer >= 0"):
         df.logs.JSONLines(tmp_path / "log", -1)
-    with df.logs.JSONLines(tmp_path / "log") as log, pytest.raises(ValueError, match="object is nothing that JSON"):
+    with df.logs.JSONLines(tmp_path / "log") as log, pytest.raises(ValueError, match="object is not a JSON value"):
         log.write({"x": object()})
 
 

@@ -295,7 +295,9 @@ class Counting:
         self.graphs, self.code = [], []
 
     def __call__(self, graph, inputs):
-        self.graphs.append([str(node.target).removeprefix("decentfn.") for node in graph.graph.nodes])
+        self.graphs.append(
+            [str(node.target).removeprefix("decentfn.").removesuffix(".default") for node in graph.graph.nodes]
+        )
         self.code.append(graph.code)
         return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
