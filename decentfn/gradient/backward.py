@@ -159,8 +159,8 @@ def _forward_backward(
     given: _Function | Lent, batch: Any, scale: Tensor | None, is_first: bool
 ) -> tuple[Tensor, PyTree]:
     """Return the loss and aux; add the gradients to the leaves' `.grad`."""
-    returned, aux = given.of(batch)
-    loss = scalar(returned)
+    loss, aux = given.of(batch)
+    loss = scalar(loss)
     others = UngivenLeaves(loss, given.leaves, batch) if is_first and given.constant else None
     if not loss.requires_grad:
         raise RuntimeError(
