@@ -33,6 +33,7 @@ def register_topology(name: str) -> Callable[[Function], Function]:
 
     def register(function: Function) -> Function:
         known, call = _registry.get(name), function.__name__
+        names = [*inspect.signature(function).parameters][1:]
         if known is not None and known.__qualname__ != function.__qualname__:
             raise ValueError(
                 f"register_topology({name!r}): the name belongs to {known.__module__}.{known.__qualname__}; choose "
@@ -44,7 +45,7 @@ def register_topology(name: str) -> Callable[[Function], Function]:
             num_workers = whole_number(call, "num_workers", num_workers)
             require_at_most(call, MOST_WORKERS, num_workers=num_workers)
             made = checks_numbers(function)(num_workers, *args, **options)
-            object.__setattr__(made, "family", partial(make, **options))
+            object.__setattr__(made, "family", partial(make, **dict(zip(names, args, strict=False)), **options))
             return made
 
         _registry[name] = make

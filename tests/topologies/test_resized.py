@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import decentfn as df
-from decentfn.topologies import certificate, mixing_matrix, topology, topology_names
+from decentfn.topologies import certificate, mixing_matrix, registry, topology, topology_names
 from tests.topologies import is_doubly_stochastic
 from tests.topologies.test_topologies import make
 
@@ -100,3 +100,14 @@ def test_of_a_schedule_for_push_sum_columns_still_sum_to_one():
 def test_what_cannot_be_is_refused(call):
     with pytest.raises(ValueError, match=r"(without|resized)\("):
         call(topology("base", 4))
+
+
+def test_an_option_given_by_position_stays(monkeypatch):
+    monkeypatch.setattr(registry, "_registry", dict(registry._registry))
+
+    @df.topologies.register_topology("shifted")
+    def shifted(num_workers, shift=1):
+        return df.topologies.from_shifts("shifted", [{shift: 0.5}], num_workers)
+
+    for made in (shifted(5, 2), shifted(5, shift=2)):
+        assert torch.equal(made.resized(7).topology.sources, shifted(7, 2).sources)
