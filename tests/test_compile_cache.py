@@ -28,8 +28,20 @@ def folder(monkeypatch, tmp_path):
     return tmp_path
 
 
+def on_three_ranks(monkeypatch, compiler):
+    """Return the results of three ranks, which are threads, with this compiler."""
+    monkeypatch.setattr(compile_cache, "lookup_backend", lambda name: compiler)
+    results = []
+    ranks = [threading.Thread(target=lambda: results.append(compile_cache.inductor(GRAPH, []))) for _ in range(3)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    return results
+
+
 def test_one_rank_compiles_and_then_the_others_go_on_together(monkeypatch, folder):
-    calls, others, was_alone, results = [], threading.Barrier(2), [], []
+    calls, others, was_alone = [], threading.Barrier(2), []
 
     def compiler(graph, inputs, config_patches):
         calls.append(graph)
@@ -40,13 +52,7 @@ def test_one_rank_compiles_and_then_the_others_go_on_together(monkeypatch, folde
             others.wait(60)
         return "compiled"
 
-    monkeypatch.setattr(compile_cache, "lookup_backend", lambda name: compiler)
-    ranks = [threading.Thread(target=lambda: results.append(compile_cache.inductor(GRAPH, []))) for _ in range(3)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join()
-    assert results == ["compiled"] * 3 and was_alone == [True]
+    assert on_three_ranks(monkeypatch, compiler) == ["compiled"] * 3 and was_alone == [True]
 
 
 def test_a_compilation_that_fails_frees_the_lock(monkeypatch, folder):
@@ -78,7 +84,7 @@ def test_the_cache_is_its_owners_alone_unless_somebody_chose_its_place(monkeypat
 
 
 def test_a_file_that_a_kill_has_damaged_is_removed_and_compiled_again_on_all_ranks(monkeypatch, folder, caplog):
-    files, results = [folder / "il" / f"{name}.main.so" for name in "xy"], []
+    files = [folder / "il" / f"{name}.main.so" for name in "xy"]
     files[0].parent.mkdir()
     for file in files:
         file.touch()
@@ -91,13 +97,7 @@ def test_a_file_that_a_kill_has_damaged_is_removed_and_compiled_again_on_all_ran
                 raise ImportError(f"{file}: file too short")
         return "compiled"
 
-    monkeypatch.setattr(compile_cache, "lookup_backend", lambda name: compiler)
-    ranks = [threading.Thread(target=lambda: results.append(compile_cache.inductor(GRAPH, []))) for _ in range(3)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join()
-    assert results == ["compiled"] * 3
+    assert on_three_ranks(monkeypatch, compiler) == ["compiled"] * 3
     assert [str(file) in said for file, said in zip(files, caplog.messages, strict=True)] == [True, True]
 
 

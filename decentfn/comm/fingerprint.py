@@ -55,7 +55,7 @@ def describe(name: str, value: Any) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", f"{name}={value}")
 
 
-def structure(name: str, value: Any, intra_worker: tuple[Any, ...] = ()) -> Iterator[str]:
+def structure(name: str, value: Any, enclosing: tuple[Any, ...] = ()) -> Iterator[str]:
     """Describe a transform in lines: its types and functions, and the numbers in the closures of this library's.
 
     Functions from outside this library are compared by name alone: they may hold a rank's own data.
@@ -63,16 +63,15 @@ def structure(name: str, value: Any, intra_worker: tuple[Any, ...] = ()) -> Iter
     if isinstance(value, (tuple, list)):
         yield f"{name} is a {type(value).__name__} of {len(value)}"
         for key, item in zip(getattr(value, "_fields", range(len(value))), value, strict=True):
-            yield from structure(f"{name}.{key}", item, intra_worker)
+            yield from structure(f"{name}.{key}", item, enclosing)
     elif isinstance(value, MethodType):
-        yield from structure(name, value.__func__, intra_worker)
+        yield from structure(name, value.__func__, enclosing)
     elif isinstance(value, FunctionType):
         yield f"{name} is {value.__module__}.{value.__qualname__}"
-        if (
-            value.__module__.split(".")[0] == "decentfn" and value not in intra_worker
-        ):  # a function may close over itself
+        # A function may close over itself.
+        if value.__module__.split(".")[0] == "decentfn" and value not in enclosing:
             for key, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-                yield from structure(f"{name}.{key}", cell.cell_contents, (*intra_worker, value))
+                yield from structure(f"{name}.{key}", cell.cell_contents, (*enclosing, value))
     elif isinstance(value, (bool, int, float, str, torch.dtype, type(None))):
         yield f"{name}={value}"
     else:

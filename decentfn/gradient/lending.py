@@ -213,7 +213,7 @@ def attributes_put_back(name: str, modules: list[nn.Module]) -> Iterator[None]:
                 elif isinstance(x, Tensor) and not x.requires_grad and isinstance(was, (Tensor, int, float)):
                     lives_on.append(key)
         for x, content in contents:
-            if list(map(id, _module_context(x))) != list(map(id, _module_context(content))) and _holds_tensors(x):
+            if list(map(id, _content(x))) != list(map(id, _content(content))) and _holds_tensors(x):
                 x.clear()
                 (x.update if isinstance(x, dict) else x.extend)(content)
     if made:
@@ -232,10 +232,10 @@ def attributes_put_back(name: str, modules: list[nn.Module]) -> Iterator[None]:
 _OF_PYTORCH = frozenset(vars(nn.Module()))
 
 
-def _module_context(x: Any) -> list[Any]:
+def _content(x: Any) -> list[Any]:
     return list(x.values()) if isinstance(x, dict) else list(x) if isinstance(x, (list, tuple, set, deque)) else []
 
 
 def _holds_tensors(x: Any) -> bool:
     """Return True if `x` holds a tensor, or a weak reference to one, at any depth."""
-    return isinstance(x() if type(x) is ref else x, Tensor) or any(map(_holds_tensors, _module_context(x)))
+    return isinstance(x() if type(x) is ref else x, Tensor) or any(map(_holds_tensors, _content(x)))

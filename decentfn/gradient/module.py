@@ -68,14 +68,14 @@ class ModuleLoss:
         self._hook(params)
         if torch.compiler.is_dynamo_compiling():
             self._require_trained(params)
-            inside = {n if n.startswith(_OF_CRITERION) else f"{self._prefix}{n}": x for n, x in given.items()}
+            placed = {n if n.startswith(_OF_CRITERION) else f"{self._prefix}{n}": x for n, x in given.items()}
             try:
-                with traced_weights(self.network, inside):
+                with traced_weights(self.network, placed):
                     loss, aux = self.of(batch)
             finally:  # While a step is traced, only attributes that are known to be computed can be restored.
                 for owner, name, x in self._computed:
                     setattr(owner, name, x)
-            given = dict(zip(given, inside.values(), strict=True))
+            given = dict(zip(given, placed.values(), strict=True))
         else:
             name, modules = type(self.module).__name__, [*self.network.modules()]
             with alone(modules, refuses=True):

@@ -312,7 +312,7 @@ def split_workers(processes_per_worker: int) -> World:
 
     The number of processes must be divisible by it.
     """
-    all_processes, size = everyone(), processes_per_worker
+    before, size = everyone(), processes_per_worker
     if context.world is not None:
         raise ValueError(
             f"init(processes_per_worker={size}): ranks that are threads (df.testing.on_ranks) are a worker each; start processes, "
@@ -321,39 +321,24 @@ def split_workers(processes_per_worker: int) -> World:
     if size in _split:
         _default[:] = [_split[size]]
         return _split[size]
-    outside, turn, made_apart = all_processes._outside, all_processes.turn, all_processes._made_apart
-    all_processes = World(
-        all_processes.group, all_processes.rank, all_processes.size, all_processes.timeout, all_processes.device
-    )
-    all_processes.processes_per_worker = size
-    all_processes._outside, all_processes.turn, all_processes._made_apart = (
-        outside,
-        turn,
-        made_apart,
-    )  # a separate store for each
+    here = World(before.group, before.rank, before.size, before.timeout, before.device)
+    here.processes_per_worker = size
+    # One of each for a store.
+    here._outside, here.turn, here._made_apart = before._outside, before.turn, before._made_apart
     if size > 1:
-        ranks = torch.arange(all_processes.size).view(-1, size)
-        rows = [all_processes._new_group(tuple(row)) for row in ranks.tolist()]
-        columns = [all_processes._new_group(tuple(column)) for column in ranks.T.tolist()]
-        group, all_processes.intra_worker = columns[all_processes.process], rows[all_processes.worker]
-        all_processes.mesh = DeviceMesh.from_group(
-            [group, all_processes.intra_worker],
-            all_processes.device.type,
-            mesh=ranks,
-            mesh_dim_names=("worker", "shard"),
+        ranks = torch.arange(here.size).view(-1, size)
+        rows = [here._new_group(tuple(row)) for row in ranks.tolist()]
+        columns = [here._new_group(tuple(column)) for column in ranks.T.tolist()]
+        group, here.intra_worker = columns[here.process], rows[here.worker]
+        here.mesh = DeviceMesh.from_group(
+            [group, here.intra_worker], here.device.type, mesh=ranks, mesh_dim_names=("worker", "shard")
         )
-        gossip = SameShard(
-            group, all_processes.worker, all_processes.num_workers, all_processes.timeout, all_processes.device
-        )
-        gossip.processes_per_worker, gossip.intra_worker, gossip.mesh = (
-            size,
-            all_processes.intra_worker,
-            all_processes.mesh,
-        )
-        gossip.place = all_processes.rank
-        gossip._all_processes, all_processes._gossip = all_processes, gossip
-    _default[:], _split[size] = [all_processes], all_processes
-    return all_processes
+        gossip = SameShard(group, here.worker, here.num_workers, here.timeout, here.device)
+        gossip.processes_per_worker, gossip.intra_worker, gossip.mesh = size, here.intra_worker, here.mesh
+        gossip.place = here.rank
+        gossip._all_processes, here._gossip = here, gossip
+    _default[:], _split[size] = [here], here
+    return here
 
 
 def adopt_default_group(timeout: timedelta | None = None, device: torch.device = _CPU) -> World:
