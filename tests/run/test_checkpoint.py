@@ -22,8 +22,8 @@ from decentfn.core.buckets import Buckets
 from decentfn.testing import problem
 from decentfn.testing.ranks import on_kept_ranks
 from decentfn.train.checkpoint import files, manifest
+from decentfn.train.checkpoint.content import content_of
 from decentfn.train.checkpoint.layout import encoded, leaves_of, places_in
-from decentfn.train.checkpoint.saving import _content_of
 from tests.contract import ROWS
 from tests.ranks import AT_ONCE
 
@@ -627,8 +627,8 @@ def test_a_save_that_only_some_ranks_have_begun_does_not_keep_a_rescue_from_savi
             for step in range(saved_before):
                 saver.save(state, step)
             if rank == 0:  # the other fails before it hears that all are ready
-                saver._content = lambda state, step, extra, score, copy: _content_of(
-                    state, step, None, None, extra, score, copy
+                saver._content = lambda state, step, extra, score, copy: content_of(
+                    state, step, None, None, extra, score, copy, ()
                 )
                 saver.save(state, 1)
             since = time.monotonic()
@@ -886,3 +886,69 @@ if __name__ == "__main__":  # writes the file of today's format
             score=0.5,
         ),
     )
+
+
+class Adapted(nn.Module):
+    """A frozen base and what is trained on it."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.base = nn.Linear(100, 100).requires_grad_(False)
+        self.adapter = nn.Linear(100, 1)
+
+    def forward(self, x):
+        return self.adapter(self.base(x))
+
+
+def fine_tuned(directory, workers, steps, seed=0, template=False, **saver):
+    """Two steps of each rank's worker, or of two simulated ones; then what a checkpoint of them restores."""
+    params, buffers, loss_fn = df.functional(Adapted(seed), nn.functional.mse_loss)
+    init, step = df.adapt_then_combine(loss_fn, df.adamw(0.01), df.topology("ring", workers * df.init().size))
+    state, step = (init(params, buffers), step)
+    if workers > 1:
+        state, step = df.stack(state, workers), df.simulate(step, workers)
+    if template:
+        return state
+    shape = (workers, 4) if workers > 1 else (4,)
+    for t in range(steps):
+        x = torch.randn(*shape, 100, generator=torch.Generator().manual_seed(t))
+        state, _ = step(state, (x, x.mean(-1, keepdim=True)), t)
+    df.checkpoint.save(directory, state, steps, frozen=loss_fn.frozen)
+    return state
+
+
+def test_a_frozen_base_is_not_saved_and_comes_from_the_template(tmp_path):
+    state = fine_tuned(tmp_path, 2, steps=2)
+    saved = sum(file.stat().st_size for file in df.checkpoint.latest(tmp_path).iterdir())
+    assert saved < 20_000 < state.buffers["base.weight"].nbytes  # both workers' adapters with AdamW's moments
+    template = fine_tuned(tmp_path, 2, steps=0, template=True)
+    assert_same(df.checkpoint.restore(tmp_path, template).state, state)
+    with pytest.raises(ValueError, match="the template's 'base.bias' is not the frozen buffer with which .* was saved"):
+        df.checkpoint.restore(tmp_path, fine_tuned(tmp_path, 2, steps=0, seed=1, template=True))
+    one = df.checkpoint.restore(
+        tmp_path, fine_tuned(tmp_path, 4, steps=0, template=True)
+    ).state  # another number of workers
+    assert torch.equal(one.buffers["base.weight"][3], state.buffers["base.weight"][0])
+    assert_same(
+        on_kept_ranks(2, lambda rank: df.checkpoint.restore(tmp_path, fine_tuned(tmp_path, 1, 0, template=True)).state)[
+            1
+        ],
+        df.worker(state, 1),
+    )
+
+
+def test_a_frozen_buffer_that_is_unknown_or_differs_between_workers_is_refused(tmp_path):
+    state = fine_tuned(tmp_path, 2, steps=1)
+    with pytest.raises(ValueError, match=r"Saver\(frozen=\['typo'\]\): no buffer of the state has such a name"):
+        df.checkpoint.save(tmp_path, state, 1, frozen=["typo"])
+    state.buffers["base.bias"][1] += 1
+    with pytest.raises(ValueError, match="'base.bias'.*differs between the workers"):
+        df.checkpoint.save(tmp_path, state, 1, frozen=["base.bias"])
+
+    def save(rank):
+        one = df.worker(state, rank)
+        with pytest.raises(ValueError, match="the names or the values differ between worker 0 and 1"):
+            df.checkpoint.save(tmp_path, one, 1, frozen=["base.bias"])
+
+    on_kept_ranks(2, save)

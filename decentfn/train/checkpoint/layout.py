@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from decentfn.comm.fingerprint import digest
 from decentfn.core import trees
 from decentfn.core.buckets import Buckets, Place, Plan
+from decentfn.core.formatting import brief
 from decentfn.train.consensus import is_stacked
 
 DTYPES = {
@@ -41,7 +43,8 @@ GENERATOR = "generator/"
 EXPORTED = "decentfn_export"
 """Marks a file whose names are a module's own."""
 _LEAVES = "leaves"
-_BUFFERS = "local.buffers."
+BUFFERS = "local.buffers."
+"""Prefix of the names of a module's buffers, frozen parameters among them."""
 
 
 class Leaf(NamedTuple):
@@ -79,7 +82,7 @@ def leaves_of(state: Any) -> list[Leaf]:
             owns = [segment.name for bucket in node.plan.buckets for segment in bucket.segments]
             rows = [(f"{path}/{own}", shards.get(own), x) for own, x in zip(owns, node.leaves(), strict=True)]
         else:
-            own = path.removeprefix(_BUFFERS)
+            own = path.removeprefix(BUFFERS)
             rows = [(path, shards.get(own) if own != path else None, node)]
         for name, shard, x in rows:
             if isinstance(x, torch.Tensor) and x.is_complex():
@@ -110,6 +113,21 @@ def place(leaf: Leaf, first: int, num_workers: int) -> Place:
 def digest_of_plan(plan: Plan) -> str:
     """Return a digest that is equal for two plans iff their buckets are."""
     return hashlib.sha256("\n".join(plan.describe()).encode()).hexdigest()[:16]
+
+
+def digests_of(frozen: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return the digest of each frozen buffer, `[L, ...]`.
+
+    Raises:
+        ValueError: one differs between the workers.
+    """
+    digests = {}
+    for name, x in frozen.items():
+        found = {digest(row) for row in x}
+        if len(found) > 1:
+            raise ValueError(f"Saver(frozen={brief([name.removeprefix(BUFFERS)])}): it differs between the workers.")
+        digests[name] = found.pop()
+    return digests
 
 
 def encoded(tensors: Mapping[str, Tensor], places: Mapping[str, Place] | None = None) -> Iterator[bytes | memoryview]:

@@ -19,8 +19,8 @@ from decentfn.errors import CheckpointCorrupt
 from decentfn.train.checkpoint import files
 from decentfn.train.together import as_path
 
-FORMAT = 2
-"""Format with several processes per worker; with one it is 1."""
+FORMAT = 3
+"""Newest format: 3 with frozen buffers left out, 2 with several processes per worker, otherwise 1."""
 MANIFEST = "manifest.json"
 UNFINISHED = ".unfinished-"
 _LARGEST = 2**28
@@ -142,8 +142,9 @@ def _is_process(its: Any) -> bool:
         first, end = its["workers"]
         kinds = [type(x) for x in (its["file"], its["sha256"], its["bytes"], first, end)]
         is_named = _FILE.fullmatch(its["file"]) is not None and type(its.get("buckets", "")) is str
-        return kinds == [str, str, int, int, int] and "extra" in its and is_named
-    except (KeyError, TypeError, ValueError):
+        digests = {type(digest) for digest in its.get("frozen", {}).values()}
+        return kinds == [str, str, int, int, int] and "extra" in its and is_named and digests <= {str}
+    except (AttributeError, KeyError, TypeError, ValueError):
         return False
 
 

@@ -20,11 +20,13 @@ from decentfn.engine.simulation import stack
 from decentfn.errors import CheckpointCorrupt
 from decentfn.train.checkpoint import files, manifest
 from decentfn.train.checkpoint.layout import (
+    BUFFERS,
     DTYPES,
     GENERATOR,
     Leaf,
     algorithm_of,
     digest_of_plan,
+    digests_of,
     leaves_of,
     local_workers,
     place,
@@ -55,6 +57,8 @@ def restore(source: str | Path, state: Any) -> Restored:
     number of processes for the same workers may change. With another number of workers, every worker starts from the
     result of `df.resize`; each process then reads the values of its own leaves on all workers, one bucket of one worker
     at a time, and verifies its share of the files.
+
+    Buffers that the `Saver` left out (`frozen`) come from the template, if they are those of the run.
 
     Args:
         source: a run's directory, for its newest intact checkpoint (the log names newer ones that are damaged), or a
@@ -170,7 +174,20 @@ def _read(path: Path, template: Any) -> tuple[Restored, dict[str, Tensor], int]:
             "algorithm with the bucket_mb that it was saved with."
         )
     _compare_names(leaves, parts, path)
-    saved = _Saved(path, parts, about["num_workers"])
+    frozen = {
+        leaf.name: leaf.values for leaf in leaves_of(template if as_many else one) if leaf.name in parts[0].frozen
+    }
+    if (size := about.get("processes_per_worker", 1)) != here.processes_per_worker and frozen:
+        raise ValueError(
+            f"restore: {path} was saved without its frozen buffers by {size} processes per worker; restore it with as many."
+        )
+    for name, digest in digests_of(frozen).items():
+        if digest != parts[0].frozen[name]:
+            raise ValueError(
+                f"restore: the template's {name.removeprefix(BUFFERS)!r} is not the frozen buffer with which {path} was saved; "
+                "load the same weights before df.functional."
+            )
+    saved = _Saved(path, parts, about["num_workers"], frozen)
     if as_many:
         saved.fill(leaves, first)
     else:
@@ -206,7 +223,7 @@ class _Part:
         for name in self.places.keys() | {name for name in stored if not name.startswith(GENERATOR)}:
             if name not in stored or name not in self.places or not self._fits_leaf(name):
                 raise manifest.corrupt(file, f"its part of leaf {name!r} is missing, or outside the leaf")
-        self._file, self.extra = file, process["extra"]
+        self._file, self.extra, self.frozen = file, process["extra"], process.get("frozen", {})
 
     def _fits_leaf(self, name: str) -> bool:
         place, counts = self.places[name], self._open.get_slice(name).get_shape()
@@ -254,7 +271,7 @@ class _Part:
 
 
 def _compare_names(leaves: Sequence[Leaf], parts: Sequence[_Part], path: Path) -> None:
-    own, theirs = {leaf.name for leaf in leaves}, {name for part in parts for name in part.places}
+    own, theirs = {leaf.name for leaf in leaves}, {name for part in parts for name in (*part.places, *part.frozen)}
     for names, has, lacks in ((own - theirs, "the state", str(path)), (theirs - own, str(path), "the state")):
         if names:
             raise ValueError(
@@ -267,6 +284,8 @@ class _Saved(NamedTuple):
     path: Path
     parts: Sequence[_Part]
     num_workers: int
+    frozen: dict[str, Tensor]
+    """Leaves that are not in the files, of the template's workers."""
 
     def require_fit(self, leaf: Leaf) -> None:
         """Raise unless all files agree with the template on the leaf, and their parts are equal or do not overlap."""
@@ -293,6 +312,9 @@ class _Saved(NamedTuple):
         for leaf in leaves:
             self.require_fit(leaf)
         for leaf in leaves:
+            if leaf.name in self.frozen:
+                leaf.values.copy_(self.frozen[leaf.name])
+                continue
             wanted, done, filled = place(leaf, first, self.num_workers), list[tuple[slice, ...]](), 0
             for part in self.parts:
                 if leaf.name in part.places and filled < leaf.values.numel():

@@ -3,38 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
-import math
 import platform
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from uuid import uuid4
 
 import torch
 from filelock import FileLock, Timeout
-from torch import Tensor
 
 import decentfn
 from decentfn.comm import collectives
-from decentfn.core import trees
-from decentfn.core.buckets import Place
-from decentfn.core.formatting import brief
 from decentfn.core.numbers import at_least
 from decentfn.errors import RunError
-from decentfn.kit.state_check import is_state
 from decentfn.topologies import Topology
 from decentfn.train.checkpoint import files, manifest
+from decentfn.train.checkpoint.content import Content, content_of, plain
 from decentfn.train.checkpoint.layout import (
-    GENERATOR,
-    algorithm_of,
-    digest_of_plan,
+    digests_of,
     encoded,
-    leaves_of,
-    local_workers,
-    place,
 )
 from decentfn.train.signals import time_to_leave
 from decentfn.train.together import make_directory, on_first, one_path, together
@@ -55,6 +44,7 @@ def save(
     config: Any = None,
     extra: Any = None,
     score: float | None = None,
+    frozen: Collection[str] = (),
 ) -> Path:
     """Save one checkpoint and return when it is on disk; earlier ones stay. Collective.
 
@@ -63,7 +53,7 @@ def save(
     Returns:
         The checkpoint's directory, inside the run's.
     """
-    with Saver(directory, topology=topology, config=config, keep=None) as saver:
+    with Saver(directory, topology=topology, config=config, keep=None, frozen=frozen) as saver:
         return _write(saver.directory, saver._content(state, step, extra, score), None)
 
 
@@ -78,6 +68,8 @@ class Saver:
         topology: the topology of all workers; checkpoints record its name, period and phase.
         config: further JSON content of each checkpoint.
         keep: number of newest checkpoints to keep, >= 1, beside the one with the lowest score; None keeps all.
+        frozen: names of buffers that training leaves as they are, the same on all workers, such as `loss_fn.frozen` of
+            `df.functional`. A checkpoint has their digests only; `restore` takes them from its template.
 
     Raises:
         RuntimeError: on all processes, if another run has locked the directory.
@@ -85,11 +77,17 @@ class Saver:
 
     @collectives.calling("df.checkpoint.Saver(directory)")
     def __init__(
-        self, directory: str | Path, *, topology: Topology | None = None, config: Any = None, keep: int | None = 3
+        self,
+        directory: str | Path,
+        *,
+        topology: Topology | None = None,
+        config: Any = None,
+        keep: int | None = 3,
+        frozen: Collection[str] = (),
     ) -> None:
         self._config = together("Saver", _arguments, keep, config)[collectives.everyone().rank]
         self.directory = one_path("Saver(directory)", directory)
-        self._topology, self._keep = topology, keep
+        self._topology, self._keep, self._frozen = topology, keep, frozen
         self._lock = FileLock(self.directory / "lock")  # the system releases it when the process ends
         self._world = collectives.everyone().apart()
         with collectives.use(self._world):  # connects it, so that `hang_up` ends what waits
@@ -143,7 +141,7 @@ class Saver:
         collectives.world().hang_up()  # otherwise a process with its own error would let its neighbors wait
         own: Any = getattr(error, "next_step", None)
         size = collectives.processes_per_worker()
-        content = _content_of(state, own or 0, self._topology, self._config, extra, None, copy=False)
+        content = content_of(state, own or 0, self._topology, self._config, extra, None, False, self._frozen)
         aside = collectives.everyone().apart(time_to_leave())
         try:
             with collectives.use(aside):
@@ -214,8 +212,8 @@ class Saver:
 
     def _content(self, state: Any, step: int, extra: Any, score: float | None, *, copy: bool = False) -> Content:
         made: list[Content] = []
-        arguments = (state, step, self._topology, self._config, extra, score, copy)
-        together("save", lambda: made.append(_content_of(*arguments)))
+        arguments = (state, step, self._topology, self._config, extra, score, copy, self._frozen)
+        together("save", lambda: made.append(content_of(*arguments)))
         return made[0]
 
     def _write_apart(self, content: Content) -> Path:
@@ -231,81 +229,10 @@ class Saver:
             raise
 
 
-class Content(NamedTuple):
-    """Content that this process writes."""
-
-    tensors: dict[str, Tensor]
-    places: dict[str, Place]
-    about: dict[str, Any]  # equal on all processes
-    process: dict[str, Any]  # this process's own
-    score: float | None
-
-
-def _content_of(
-    state: Any, step: int, topology: Topology | None, config: Any, extra: Any, score: float | None, copy: bool
-) -> Content:
-    if not is_state(state):
-        raise ValueError(
-            f"save(state, step): the state is {brief(state)}; expected a training state, from init(params)."
-        )
-    step = at_least("save", "step", step, 0)
-    if topology is not None and not isinstance(topology, Topology):
-        raise ValueError(f"save(topology={brief(topology)}): expected a df.topology(...); algorithm.topology is one.")
-    here, local = collectives.world(), local_workers(state)
-    first, num_workers = here.worker * local, here.num_workers * local
-    if topology is not None and topology.num_workers != num_workers:
-        raise ValueError(
-            f"save(state, step): the topology has {topology.num_workers} workers, but the processes hold "
-            f"{num_workers}; pass the topology of the algorithm."
-        )
-    leaves = leaves_of(trees.map(lambda x: x.detach().to("cpu", copy=copy), state))
-    tensors = {leaf.name: leaf.values for leaf in leaves}
-    places = {leaf.name: place(leaf, first, num_workers) for leaf in leaves}
-    tensors[f"{GENERATOR}cpu"] = torch.get_rng_state()
-    device = state.params[0].device
-    if device.type == "cuda":
-        tensors[f"{GENERATOR}cuda"] = torch.cuda.get_rng_state(device)
-    about = {
-        "step": step,
-        "num_workers": num_workers,
-        "processes_per_worker": here.processes_per_worker,
-        "topology": topology and {"name": topology.name, "period": topology.period},
-        "algorithm": algorithm_of(state),
-        "buckets": digest_of_plan(state.params.plan),
-        "config": config,
-    }
-    process = {
-        "step": step,
-        "extra": _plain("save(extra=...)", extra),
-        "workers": (first, first + local),
-        "buckets": about["buckets"],
-    }
-    return Content(tensors, places, about, process, _number(score))
-
-
-def _number(score: Any) -> float | None:
-    try:
-        number = math.nan if score is None else float(score)
-    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise ValueError(f"save(score={brief(score)}): a number, the lower the better; NaN does not count.") from error
-    return number if math.isfinite(number) else None
-
-
-def _plain(what: str, value: Any) -> Any:
-    """Return the value after a JSON round trip, or raise ValueError."""
-    try:
-        return json.loads(json.dumps(value, allow_nan=False))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(
-            f"{what}: JSON holds finite numbers, strings, lists and dicts, and this is {brief(value)}; for NaN and "
-            "infinity give None or a string."
-        ) from error
-
-
 def _arguments(keep: Any, config: Any) -> Any:
     if keep is not None:
         at_least("Saver", "keep", keep, 1)
-    return _plain("Saver(config=...)", config)
+    return plain("Saver(config=...)", config)
 
 
 def _require_whole(steps: Sequence[int | None], size: int) -> None:
@@ -340,7 +267,7 @@ def _write_own(path: Path, content: Content) -> dict[str, Any]:
         raise OSError(f"{path}: created by rank 0, but not visible to this process; choose a directory that all share.")
     name = f"process-{collectives.everyone().rank:05}.safetensors"
     size, digest = files.write(path / name, encoded(content.tensors, content.places))
-    its = {"file": name, "bytes": size, "sha256": digest} | content.process
+    its = {"file": name, "bytes": size, "sha256": digest, "frozen": digests_of(content.frozen)} | content.process
     return {"process": its, "score": content.score, "about": content.about}
 
 
@@ -357,11 +284,13 @@ def _finish(directory: Path, path: Path, told: list[dict[str, Any]], keep: int |
                 f"save(state, step): {name} is {its['about'][name]!r} on rank {rank} and {expected[name]!r} on rank 0; "
                 "all ranks save the same step of the same run, and values of a single process belong in extra."
             )
+        if its["process"]["frozen"] != told[rank % size]["process"]["frozen"]:
+            raise ValueError(f"Saver(frozen=...): the names or the values differ between worker 0 and {rank // size}.")
     topology, scores = about["topology"], [its["score"] for its in told if its["score"] is not None]
     if topology is not None:
         topology["phase"] = None if topology["period"] is None else about["step"] % topology["period"]
     content = {
-        "format": manifest.FORMAT if size > 1 else 1,
+        "format": manifest.FORMAT if told[0]["process"]["frozen"] else 2 if size > 1 else 1,
         **about,
         "score": sum(scores) / len(scores) if scores else None,
         "versions": {
