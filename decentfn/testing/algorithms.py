@@ -54,7 +54,8 @@ def traced_ranks_agree(subject: Subject) -> None:
 
 def compiled_ranks_agree(subject: Subject) -> None:
     """Gloo ranks, compiled by Inductor and donated, with one worker or two per process, agree with the simulator."""
-    assert_close(ranks(subject, _COMPILED)[-1], simulated(subject, _COMPILED)[-1])
+    run = _compiled(subject)
+    assert_close(ranks(subject, run)[-1], simulated(subject, run)[-1])
     _assert_packed_ranks_agree(subject)
 
 
@@ -85,7 +86,6 @@ def _scaled(loss_fn: LossFn) -> LossFn:
 _NARROW = Run(options=(("wire_dtype", torch.bfloat16),))
 _SCALED = Run(losses=(_scaled,))
 _MIXED_BUFFERS = Run(with_buffers=True, wrappers=(average_buffers,))
-_COMPILED = Run("inductor", wrappers=(_averaged,))
 
 
 @lru_cache(maxsize=64)
@@ -95,13 +95,18 @@ def _full(subject: Subject) -> Run:
     return Run("aot_eager", with_buffers=True, losses=(_scaled,), wrappers=wrappers)
 
 
+def _compiled(subject: Subject) -> Run:
+    """Return a run compiled by the subject's backend, with EMA; if it only traces, the run that is traced anyway."""
+    return Run("inductor", wrappers=(_averaged,)) if subject.backend == "inductor" else _full(subject)
+
+
 def _traced(subject: Subject) -> tuple[Run, Run]:
     return _full(subject), Run("aot_eager", local=2)
 
 
 def _packed(subject: Subject) -> Run:
-    """Return a run compiled by Inductor with two workers per process and, if accepted, a bfloat16 wire."""
-    return Run("inductor", local=2, options=_NARROW.options if _takes(subject, _NARROW) else ())
+    """Return a compiled run with two workers per process and, if accepted, a bfloat16 wire."""
+    return Run(subject.backend, local=2, options=_NARROW.options if _takes(subject, _NARROW) else ())
 
 
 def _assert_packed_ranks_agree(subject: Subject) -> None:
@@ -146,7 +151,7 @@ def sixteen_bits_compile(subject: Subject) -> None:
     n, dtypes, ends = subject.num_workers, (torch.bfloat16,), []
     algorithm = subject.build()
     step = simulate(algorithm.step, n)
-    for run in (step, compile(step)):
+    for run in (step, compile(step, backend=subject.backend)):
         state = subject.start(algorithm, range(n), stacked=True, dtypes=dtypes)
         for t in range(_FEW):
             state, _ = run(state, problem.stacked([problem.batch(i, t, dtypes=dtypes) for i in range(n)]), t)
@@ -175,7 +180,7 @@ def works_alone(subject: Subject) -> None:
 
 def laws_hold(subject: Subject) -> None:
     """The invariants hold on ranks, compiled by Inductor and donated."""
-    _assert_laws(subject, _COMPILED)
+    _assert_laws(subject, _compiled(subject))
 
 
 def laws_hold_on_a_narrow_wire(subject: Subject) -> None:
@@ -189,7 +194,7 @@ def laws_hold_on_a_narrow_wire(subject: Subject) -> None:
 
 def nothing_in_flight_is_written_over(subject: Subject) -> None:
     """Messages in flight are not overwritten: sending late does not change results (compiled, donated, on ranks)."""
-    for run in (_COMPILED, _packed(subject)):
+    for run in (_compiled(subject), _packed(subject)):
         for mine, theirs in zip(ranks(subject, run, delay=_LATE_S), ranks(subject, run), strict=True):
             assert_close(mine, theirs, within={})
 
@@ -244,7 +249,7 @@ def _overflowing(batches: Batches) -> Batches:
 
 def keeps_an_ema(subject: Subject) -> None:
     """`df.ema` keeps the moving average of every worker's parameters, on ranks, compiled by Inductor and donated."""
-    history = ranks(subject, _COMPILED)
+    history = ranks(subject, _compiled(subject))
     expected = trees.map(torch.Tensor.double, params_of(history[0]))
     for state in history[1:]:
         expected = trees.map(lambda e, x: 0.8 * e + 0.2 * x.double(), expected, params_of(state))

@@ -61,6 +61,7 @@ class Subject:
         num_workers: N, even.
         starts_equal: all workers must start with the same parameters.
         mixes_narrow: the laws also hold with a narrow `wire_dtype` (group averages round their sums).
+        backend: torch.compile's, of the promises about compiled steps; "aot_eager" traces only, in half of the time.
     """
 
     algorithm: Callable[..., Algorithm]
@@ -70,6 +71,7 @@ class Subject:
     num_workers: int = 4
     starts_equal: bool = False
     mixes_narrow: bool = True
+    backend: str = "inductor"
 
     def build(
         self, num_workers: int | None = None, loss_fn: Any = problem.loss_fn, optimizer: Any = None, **options: Any
