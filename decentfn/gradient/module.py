@@ -202,15 +202,17 @@ class ModuleLoss:
             return
         if given == expected[::-1]:
             raise ValueError(f"{call}: params and buffers of {name} are swapped; call init(params, buffers).")
-        differing = [
-            f"{what} {leaf!r} is {found.get(leaf, 'missing')}, but {wanted.get(leaf, 'not known')} in {name}"
+        what, leaf, found, wanted = next(
+            (what, leaf, found.get(leaf), wanted.get(leaf))
             for what, found, wanted in zip(("parameter", "buffer"), given, expected, strict=True)
             for leaf in (*wanted, *found)
             if found.get(leaf) != wanted.get(leaf)
-        ]
+        )
+        differs = "is missing" if found is None else "is not one of its" if wanted is None else f"is {found}, not {wanted}"
+        freeze = " Freeze untrained parameters before that, with requires_grad_(False)." if what == "parameter" else ""
         raise ValueError(
-            f"{call}: {differing[0]}, of which df.functional made the loss; call init(params, buffers) with what it "
-            "returned with the loss. Freeze untrained parameters before that, with requires_grad_(False)."
+            f"{call}: df.functional made the loss of {name}, whose {what} {leaf!r} {differs}; call init(params, buffers) with what "
+            f"it returned with the loss.{freeze}"
         )
 
     def require_batch(self, batch: Any) -> None:

@@ -64,6 +64,7 @@ def algorithm(function: Callable[P, Algorithm]) -> Callable[P, Algorithm]:
             agree([f"algorithm {function.__name__}", *lines, *structure("optimizer", optimizer)])
             return expected.record(built.init(params, buffers))
 
+        start.__name__ = start.__qualname__ = f"{function.__name__}.init"
         topology = built.topology or topology
         step = replace(built.step, check=expected.check, loss_fn=loss_fn, num_workers=topology.num_workers)
         return Algorithm(start, step, loss_fn=loss_fn, topology=topology)

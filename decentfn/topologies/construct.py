@@ -167,10 +167,10 @@ def from_edges(name: str, rounds: Sequence[tuple[ArrayLike, ArrayLike, ArrayLike
     tables = []
     for p, edges in enumerate(_require_listed(name, "rounds", rounds)):
         is_triple = isinstance(edges, (Sequence, np.ndarray)) and not isinstance(edges, str) and len(edges) == 3
-        if not is_triple or len({np.shape(column) for column in edges}) != 1:
+        if not is_triple or len({np.shape(column) for column in edges}) != 1 or np.shape(edges[0]) == ():
             raise ValueError(
                 f"{name}: round {p} is {brief(edges)}; a round is three columns of one length, (u, v, weights): "
-                "([0, 2], [1, 3], [0.5, 0.5]) joins 0 with 1 and 2 with 3."
+                "([0, 2], [1, 3], [0.5, 0.5]) joins 0 with 1 and 2 with 3, and a schedule is a list of rounds."
             )
         u, v = (array(name, "ends", column, np.int64) for column in edges[:2])
         w = array(name, "weights", edges[2])

@@ -87,7 +87,7 @@ MISTAKES = {
     "parameters and buffers swapped": (lambda: init_of_module("buffers", "params"), r"swapped"),
     "another module's parameters": (
         lambda: init_of_module("fewer", "buffers"),
-        r"parameter '0\.bias' is missing, but \[4\] in Sequential.*requires_grad_\(False\)",
+        r"loss of Sequential, whose parameter '0\.bias' is missing.*requires_grad_\(False\)",
     ),
     "buffers not returned": (
         lambda: build(lambda p, b, batch: (p["w"].sum(), torch.ones(2))).step(
