@@ -58,15 +58,15 @@ def autograd(loss_fn: LossFn, *, skip_unused: bool = False) -> LossFn:
     For losses that torch.func or the compiler cannot handle: `nn.LSTM`, activation checkpointing, hooks, Python that
     reads values, a loss that is itself `torch.compile`d. Everything around the gradient stays one compiled graph. The
     batch may be anything that the loss takes, of any shape, and `aux` anything that it returns. `df.simulate` runs the
-    workers one after another (N in a row need no more memory than one, so `chunk_size` has no use). Random numbers
-    follow from (torch's seed, t, worker, micro-batch), the same simulated and on ranks.
+    workers one after another (with the memory of one, so `chunk_size` has no use). Random numbers follow from (torch's
+    seed, t, worker, micro-batch), the same simulated and on ranks.
 
-    A loss that overwrites parameters is refused; frozen ones that it moves are named in `df.functional`.
+    A loss that overwrites parameters is refused; `df.functional(overwritten=...)` names frozen ones that it changes.
 
     Args:
         loss_fn: the loss, as an algorithm takes it. `df.accumulate` and `df.dynamic_loss_scale` may wrap the result.
         skip_unused: treat a parameter without a gradient as torch.optim does: the optimizer leaves it and its state
-            alone (a count of updates, such as Adam's, advances). Otherwise the gradient is 0, and momentum and weight
+            alone (update counts, such as Adam's, advance). Otherwise the gradient is 0, and momentum and weight
             decay move it.
 
     Raises:
@@ -175,7 +175,7 @@ def _kernel(
 ) -> list[Tensor]:
     """Return `[loss, number of aux, *grads, *changing buffers, *used]`, with a first axis of workers under `vmap`.
 
-    `used` is one vector for all leaves, returned if `leaves` is their number.
+    `used` has one flag per leaf; absent if `leaves` is 0.
     """
     loss_fn, data, here = _losses[int(handle)], value(batch), context.step or world()
     form = loss_fn.layouts[layout]

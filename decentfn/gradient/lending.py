@@ -22,7 +22,7 @@ _users: list[tuple[int, frozenset[int], bool]] = []
 
 
 _HOOK = -1
-"""Key of a forward pre-hook that no handle has: PyTorch's keys count from 0."""
+"""Key of our forward pre-hook, unique because PyTorch's keys count from 0."""
 
 
 @contextmanager
@@ -40,9 +40,9 @@ def alone(modules: list[nn.Module], lends: bool = True, *, refuses: bool = False
         if isinstance(threading.current_thread(), threading._DummyThread):
             return  # a thread of PyTorch that recomputes a forward pass in a backward pass
         raise RuntimeError(
-            f"{type(module).__name__}(...): the module was called while another thread takes a training step with it, and has that "
-            "step's weights meanwhile. Evaluate with df.evaluate, or with the loss_fn of df.functional, which wait for one another; "
-            "or call a copy, copy.deepcopy(module), with df.load_state_dict."
+            f"{type(module).__name__}(...): the module was called while another thread takes a training step with it, and holds "
+            "that step's weights. Evaluate with df.evaluate or the loss_fn of df.functional: both wait. Or call a copy, "
+            "copy.deepcopy(module), with df.load_state_dict."
         )
 
     hooks: list[dict[int, Any]] = []
@@ -157,8 +157,8 @@ def places_of(module: nn.Module, prefix: str = "") -> list[Place]:
 def weights(module: nn.Module, tensors: dict[str, Tensor], prefix: str = "") -> Iterator[None]:
     """Context in which the module has `tensors` as its parameters and buffers, by name, in all places of each.
 
-    At the end its own are restored; a tensor that the module replaced is then in `tensors`. The public
-    `torch.func.functional_call` restores the weights of a block that is used twice in the wrong order.
+    At the end its own are restored; `tensors` then has the module's replacements. If a block is used twice, the public
+    `torch.func.functional_call` restores in the wrong order.
     """
     names: dict[Tensor, str] = {}
     places = places_of(module, prefix)
@@ -179,7 +179,7 @@ def weights(module: nn.Module, tensors: dict[str, Tensor], prefix: str = "") -> 
 
 
 def own_by_name(places: list[Place]) -> dict[str, Tensor]:
-    """Map the first name of each tensor to it."""
+    """Return each tensor by its first name."""
     own, seen = {}, set()
     for place in places:
         if id(place.own) not in seen:
@@ -190,7 +190,7 @@ def own_by_name(places: list[Place]) -> dict[str, Tensor]:
 
 @contextmanager
 def attributes_put_back(name: str, modules: list[nn.Module]) -> Iterator[None]:
-    """Restore the modules' plain attributes at exit, without tensors of torch.func; refuse one that persists."""
+    """Restore at exit the plain attributes that hold torch.func's tensors; refuse one kept between calls."""
     before = [(own, dict(own)) for m in modules for own in (vars(m), m._buffers) if isinstance(own, dict)]
     contents: list[tuple[Any, Any]] = [
         (x, copy.copy(x))

@@ -22,7 +22,7 @@ from decentfn.kit.state import Metrics, State
 from decentfn.torch_private import functorch
 
 CALL = "step(state, batch, t)"
-WAY_OUT = "call this algorithm's init(params) anew, or build the step as the one that made the state was"
+WAY_OUT = "call this algorithm's init(params) anew, or build the step like the one that made the state"
 
 _LARGE = 2**16
 """Number of elements from which a tensor is remembered by its digest."""
@@ -41,7 +41,7 @@ class _Layout(NamedTuple):
 
 
 class StateCheck:
-    """Check of states against the last one that the algorithm's `init` has laid out, before their first step.
+    """Check of states before their first step, against the layouts that the algorithm's `init` made.
 
     Args:
         loss_fn: the loss.
@@ -100,23 +100,23 @@ class StateCheck:
             )
         theirs, ours = _difference(found.lines, alike[-1].lines)
         raise ValueError(
-            f"{CALL}: the state holds {theirs} where this step expects {ours}, as another optimizer's or another "
-            f"configuration's; {WAY_OUT}."
+            f"{CALL}: the state holds {theirs} where this step expects {ours}, as in another optimizer's "
+            f"or configuration's; {WAY_OUT}."
         )
 
 
 @contextmanager
 def left_alone(state: Any) -> Iterator[None]:
-    """Context in which a step must not overwrite the parameters and buffers that it is given; an error names one."""
+    """Context that raises if a step overwrites a given parameter or buffer, and names it."""
     held = {"params": state.params.tree(), "buffers": state.buffers}
     before = [(name, _remembered(leaf)) for name, leaf in trees.named_leaves(held)]
     yield
     for (name, old), leaf in zip(before, trees.leaves(held), strict=True):
         if not (functorch.are_equal(old, leaf) if isinstance(old, torch.Tensor) else old == _remembered(leaf)):
             raise RuntimeError(
-                f"{CALL}: the loss, or the algorithm, wrote over {name!r} of the state that the step was given. A step is a function "
-                "of its state: let both work on copies, and the loss return what changes as buffers (frozen parameters that it moves: "
-                "df.functional(module, ..., overwritten=[...])); clip parameters between steps, with df.with_params."
+                f"{CALL}: the loss, or the algorithm, wrote over {name!r} of the state that the step was given. Work on "
+                "copies; let the loss return changed values as buffers (for frozen parameters: df.functional(module, ..., "
+                "overwritten=[...])); clip parameters between steps, with df.with_params."
             )
 
 
@@ -134,8 +134,8 @@ def require_result(state: Any, result: Any) -> None:
     if not is_pair or not isinstance(result[0], State) or not isinstance(result[1], Metrics):
         found = [type(part).__name__ for part in result] if isinstance(result, tuple) else type(result).__name__
         raise ValueError(
-            f"{CALL}: the step returned {found}; it returns (State(params, local, memory), metrics), the metrics as "
-            "worker.gradient's g.metrics, or Metrics(loss, aux, grad_norm)."
+            f"{CALL}: the step returned {found}; it returns (State(params, local, memory), metrics); "
+            "metrics is worker.gradient's g.metrics or Metrics(loss, aux, grad_norm)."
         )
     returned, given = ([kind_of(s), *_lines(s)] for s in (result[0], state))
     if returned != given:
@@ -165,8 +165,8 @@ def require_params(params: PyTree) -> None:
     """Raise ValueError unless `params` is a tree of tensors, not a state or a module."""
     if is_state(params) or isinstance(params, Buckets):
         raise ValueError(
-            f"init(params): found a training state's {type(params).__name__}, which step(state, batch, t) continues; "
-            "to start anew from its parameters, call init(df.params(state))."
+            f"init(params): found a training state's {type(params).__name__}; step(state, batch, t) continues it, "
+            "and init(df.params(state)) starts anew from its parameters."
         )
     if isinstance(params, nn.Module):
         raise ValueError(
@@ -176,7 +176,7 @@ def require_params(params: PyTree) -> None:
 
 
 def kind_of(state: Any) -> str:
-    """Describe a state for its user, by the algorithm of its memory."""
+    """Describe a state by the algorithm of its memory."""
     memory = getattr(state, "memory", None)
     if memory is None:
         return type(state).__name__

@@ -62,7 +62,7 @@ class Step:
     _known: WeakValueDictionary[tuple[int, int], Plan] = field(
         default_factory=WeakValueDictionary, init=False, repr=False
     )
-    """Plans of the checked states, by their id and the number of dimensions of a bucket."""
+    """Plans of the checked states, by plan id and number of bucket dimensions."""
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> Step:
@@ -139,7 +139,7 @@ class Step:
 
 
 def _stumbles_over_state(error: Exception) -> bool:
-    """Return True if code that reads states failed on a missing field or the number of values, with no own message."""
+    """Return True if the error comes from reading a state's fields, not from a `raise` statement."""
     places = [(Path(frame.filename), frame.line or "") for frame in traceback.extract_tb(error.__traceback__)]
     path, line = [place for place in places if not place[0].is_relative_to(_TORCH)][-1]
     return any(path.is_relative_to(room) for room in _READERS) and "raise " not in line
@@ -183,7 +183,7 @@ def require_algorithm(call: str, algorithm: Any) -> None:
     """Raise ValueError, naming the argument of `call`, unless `algorithm` is an `Algorithm`."""
     if not isinstance(algorithm, Algorithm):
         raise ValueError(
-            f"{call}({brief(algorithm)}): expected an Algorithm(init, step), such as df.adapt_while_communicate(...) returns."
+            f"{call}({brief(algorithm)}): expected an Algorithm(init, step), as from df.adapt_while_communicate(...)."
         )
 
 
@@ -195,5 +195,5 @@ def require_bare(call: str, algorithm: Any) -> None:
         made_by = "compile" if step.is_compiled else "donate" if step.is_donated else "simulate"
         raise ValueError(
             f"{call}(Algorithm(init, {made_by}(step))): a wrapper changes the step of one worker; wrap the algorithm first, and "
-            f"df.{made_by} the step of what comes out."
+            f"df.{made_by} the result's step."
         )

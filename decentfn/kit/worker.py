@@ -77,8 +77,8 @@ class Worker:
             step: the step of one worker, t 0-d int64 on the CPU.
             memory: function from the first parameters to the algorithm's memory; None: no memory.
             topology: `Algorithm.topology`, if it differs from the worker's.
-            must_equal: which of "params" and "buffers" must be bit for bit equal on all workers at the start; "params"
-                also if `df.with_params` sets them.
+            must_equal: "params", "buffers" or both, which must start bitwise equal on all workers; "params" also after
+                `df.with_params`.
         """
         starts_equal = "params" in must_equal
 
@@ -170,7 +170,7 @@ class Worker:
     def post(self, x: Buckets, t: Tensor, topology: Topology | None = None) -> Posted:
         """Start to send `x` to the neighbors of step `t`.
 
-        Values wider than the parameters are sent in their dtypes; the worker's own share is mixed unrounded.
+        Wider values are sent in the parameters' dtypes; the worker's own share is mixed unrounded.
 
         Args:
             x: buckets to send, one message per bucket and neighbor.
@@ -187,13 +187,13 @@ class Worker:
     def mean(self, x: Buckets, t: Tensor, everyone: Topology | None = None) -> Buckets:
         """Average `x`, rounded as it is sent, over all workers: the same result on each, in the dtypes of `x`.
 
-        `everyone` is a schedule of means over all workers; if it rests, the result is `x`, rounded.
+        `everyone` is a schedule of means over all workers; between means, the result is `x`, rounded.
         """
         return gossip.mean(x, everyone or self.everyone, t, wire_dtype=self.wire_dtype)
 
 
 def _after(batch: PyTree, posted: Posted | Sequence[Posted]) -> PyTree:
-    """Return the batch, from which compiled code computes nothing before it has posted these."""
+    """Return the batch; compiled code posts these messages before it uses the batch."""
     several = (posted,) if isinstance(posted, Posted) else posted
     leaves = trees.leaves(batch)
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -204,7 +204,7 @@ def _after(batch: PyTree, posted: Posted | Sequence[Posted]) -> PyTree:
 
 
 def _judged(g: Gradient, together: bool) -> tuple[Tensor, Tensor | None]:
-    """Return True (0-d bool) for a good gradient, and its norm if computed: in a guarded step."""
+    """Return True (0-d bool) for a good gradient, and its norm (None outside a guarded step)."""
     if not context.guarded:
         return all_finite(g.grads), None
     norm = global_norm(g.grads)
@@ -223,7 +223,7 @@ def good_update(u: Buckets, opt: PyTree, old: PyTree, first: PyTree) -> tuple[Bu
         u: the update.
         opt: the new state.
         old: the state before.
-        first: the state at a start.
+        first: the initial state.
     """
     shapes = [b.shape for b in u]
 

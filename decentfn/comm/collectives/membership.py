@@ -15,8 +15,8 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-# Its functions bind the current default group as a default argument: imported later, by the compiler, they would keep
-# the group alive, and a gloo thread would need the interpreter after its end.
+# Its functions bind the current default group as a default argument. If the compiler imported it later, it would keep
+# the group alive, and a gloo thread would outlive the interpreter.
 import torch.distributed.nn.functional
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store, default_pg_timeout
@@ -74,12 +74,12 @@ class World:
 
     @property
     def all_processes(self) -> World:
-        """All processes; from gossip's world, which has one process per worker, also those of the other shards."""
+        """World of all processes, other shards included; gossip's world has one process per worker."""
         return self._all_processes or self
 
     @property
     def gossip(self) -> World:
-        """World of the processes that exchange: one of each worker, those with this one's shard."""
+        """World of the processes that exchange: those with this process's shard, one per worker."""
         return self._gossip or self
 
     @property
@@ -107,7 +107,7 @@ class World:
 
     @property
     def processes(self) -> range:
-        """The processes of this world, by their rank among all."""
+        """Global ranks of this world's processes."""
         return range(self.size)
 
     def workers(self, local: int = 1) -> range:
@@ -118,18 +118,18 @@ class World:
 
     @property
     def own_processes(self) -> range:
-        """Processes of this one's worker, by rank among all."""
+        """Global ranks of the processes of this worker."""
         first = self.worker * self.processes_per_worker
         return range(first, first + self.processes_per_worker)
 
     def outside(self, processes: range) -> dist.ProcessGroup:
-        """Return the group of these processes for use outside steps; each one's first call waits for the others'."""
+        """Return these processes' group for use outside steps; the first call on each waits for the others."""
         if self._all_processes is not None:
             return self._all_processes.outside(processes)
         if processes not in self._outside:
             store = PrefixStore(f"outside {processes.start} {len(processes)} {processes.step}", self.store)
-            # Not a group of torch.distributed, whose names count the groups that a process has made: a single process
-            # may make this one.
+            # Not dist.new_group, which every process must call (its names count groups): some processes may make this
+            # one alone.
             made = dist.ProcessGroupGloo(
                 store, processes.index(self.rank), len(processes), self.timeout or default_pg_timeout
             )
@@ -200,7 +200,7 @@ class World:
 
 
 def close(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Close these groups' connections by timing out a message, upon which gloo closes them."""
+    """Close these groups' connections: gloo closes them if a message times out."""
     works = []
     for group in groups:
         for rank in set(range(group.size())) - {group.rank()}:
@@ -212,7 +212,7 @@ def close(groups: Iterable[dist.ProcessGroup]) -> None:
 
 
 class SameShard(World):
-    """World in which workers exchange: one process of each worker, those that hold the same shard."""
+    """World in which workers exchange: the processes that hold the same shard, one per worker."""
 
     def _new_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         size = self.processes_per_worker
@@ -221,7 +221,7 @@ class SameShard(World):
 
     @property
     def processes(self) -> range:
-        """The processes of this world, by their rank among all."""
+        """Global ranks of this world's processes."""
         return range(self.process, self.all_processes.size, self.processes_per_worker)
 
 
@@ -229,7 +229,7 @@ _worlds = weakref.WeakSet[World]()
 
 
 def end_waits(longer_than: float) -> bool:
-    """Close connections on which a thread has waited longer, so that it raises; return True if there are any."""
+    """Close connections on which a thread has waited longer (seconds), so that it raises; return True if any."""
     now = time.monotonic()
     late = [w for w in list(_worlds) if w.steps.waits_since is not None and now - w.steps.waits_since > longer_than]
     for world in late:
@@ -247,7 +247,7 @@ def _let_go_of_all() -> None:
 atexit.register(_let_go_of_all)
 
 _default: list[World] = []  # the world of the current default group, or of one process, once requested
-_split: dict[int, World] = {}  # the same by processes per worker: each group has threads that never sleep
+_split: dict[int, World] = {}  # by processes per worker; reused, because a group's threads never sleep
 
 
 def world() -> World:
@@ -266,14 +266,14 @@ def world() -> World:
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:
-    """Return the device of the processes, for a default group that a script has made itself, as for DDP."""
+    """Return the device of the processes, if a script made the default group itself, as for DDP."""
     if "nccl" not in str(dist.get_backend_config()):
         return _CPU
     return group.bound_device_id or torch.device("cuda", torch.cuda.current_device())
 
 
 def require_messages_from(call: str, device: torch.device) -> None:
-    """Raise ValueError if the default group carries no messages from such a device, as NCCL alone from the CPU."""
+    """Raise ValueError if the default group cannot send from this device, as NCCL from the CPU."""
     here = everyone()
     if here.size == 1 or context.world is not None:
         return
@@ -323,7 +323,7 @@ def split_workers(processes_per_worker: int) -> World:
         return _split[size]
     here = World(before.group, before.rank, before.size, before.timeout, before.device)
     here.processes_per_worker = size
-    # One of each for a store.
+    # Shared: one per store.
     here._outside, here.turn, here._made_apart = before._outside, before.turn, before._made_apart
     if size > 1:
         ranks = torch.arange(here.size).view(-1, size)

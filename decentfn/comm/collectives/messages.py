@@ -1,7 +1,7 @@
 """Messages of a step. A step ends with all of them, or with an error that blocks further steps.
 
-A lost message does not abort the step: the worker's own payload replaces it. The state is then complete when the step
-is done, and `whole_step` raises.
+A lost message does not abort the step: the worker's own payload replaces it. So the state is complete when `whole_step`
+raises.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _abandoned: list[Call] = []
 class whole_step:
     """Context of a step at `t`: raises at the end if a message was lost, and drains the messages of a step that raises.
 
-    In both cases the next step is refused: the other ranks have taken this one, or wait for its messages, and would
-    mistake this rank's next message for another one.
+    In both cases the next step is refused: the other ranks have taken this step, or wait for its messages, and would
+    misread this rank's next one.
 
     `with` returns the world in which the step runs.
 
@@ -68,7 +68,7 @@ class whole_step:
         steps.is_running = False
         if here.size == 1:
             return
-        if steps.in_flight:  # this step's calls without a wait; all calls if it raised after a post
+        if steps.in_flight:  # drain this step's calls; all calls if it raised after a post
             if error is None:
                 _drain(here, steps.before)
             elif steps.calls != steps.before:
@@ -83,14 +83,14 @@ class whole_step:
 
 
 def cut_short(t: int, error: BaseException) -> None:
-    """Block steps after the one at `t`, which raises `error` after its messages are sent; a single process goes on."""
+    """Block later steps: the one at `t` sends its messages and raises `error`; a single process continues."""
     here = world()
     if here.size > 1:
         here.steps.cut_short = f"step t={t}", error
 
 
 def _drain(here: World, since: int) -> None:
-    """Wait for this world's calls in flight, those after the first `since`."""
+    """Wait for this world's calls in flight after call number `since`."""
     end, in_flight = time.monotonic() + _PATIENCE_OF_ALL_S, here.steps.in_flight
     for number in [number for number in in_flight if number > since]:
         call = in_flight.pop(number)
@@ -106,7 +106,7 @@ def _drain(here: World, since: int) -> None:
 
 
 def lose(here: World, call: Call, error: Exception, peer: int | None = None, slot: int | None = None) -> None:
-    """Note a loss. The first one ends this process's exchanges: it notifies the others and closes its connections."""
+    """Record a loss. The first ends this process's exchanges: notify the others and close the connections."""
     steps, call.lost = here.steps, str(error)
     if steps.lost is None:
         steps.lost = Loss(call, error, peer, slot)
@@ -134,8 +134,8 @@ def post(here: World, call: Call, receives: Sequence[Part], sends: Sequence[Part
                 for index, (x, own, rank, _) in enumerate(call.parts):  # noqa: B007
                     call.works.append((group.send if own is None else group.recv)([x], rank, tag))  # pyright: ignore
             else:
-                # NCCL takes all messages of a call together. Its stream waits for this one, which wrote the parameters.
-                # The call holds the tensors until `land`, where this stream waits for NCCL's: no memory is reused.
+                # NCCL takes all messages of a call together. Its stream waits for ours, which wrote the parameters.
+                # The call holds the tensors until `land`, where ours waits for NCCL's: no memory is reused earlier.
                 operations = [
                     dist.P2POp(dist.isend if own is None else dist.irecv, x, group=group, tag=tag, group_peer=rank)
                     for x, own, rank, _ in call.parts
@@ -176,10 +176,10 @@ def reduce(here: World, call: Call, x: Tensor, own: Tensor | None, ranks: list[i
 
 
 def land(here: World, call: Call) -> bool:
-    """Wait for all of a call and return True if it arrived; if not, each message is this worker's own payload.
+    """Wait for all of a call and return True if it arrived; if not, this worker's own payload replaces each message.
 
     Raises:
-        RunError: it did not arrive, and no step is running that could be finished first.
+        RunError: it did not arrive, and no step is running.
     """
     since = time.perf_counter()
     here.steps.waits_since = time.monotonic()

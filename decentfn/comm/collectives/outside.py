@@ -75,7 +75,7 @@ def met(
         here: the world.
         what: the kind of collective.
         x: the tensor to send, of the same shape and dtype everywhere; or its number of bytes, if processes may differ.
-        processes: some of the world's, by rank among all; None: all.
+        processes: global ranks of some of the processes; None: all.
         group: the group to use on a GPU; None: the world's.
 
     Raises:
@@ -102,9 +102,7 @@ def met(
             raise
         except RuntimeError as error:
             raise _failed(here, call, error) from error
-        except (
-            BaseException
-        ) as error:  # such as Ctrl-C: this process's next call would meet the rest of the others' call
+        except BaseException as error:  # such as Ctrl-C: the others would pair this call with this process's next one
             _end(here, call, error)
             raise
         finally:
@@ -244,8 +242,8 @@ def attempt(call: str, function: Callable[..., Any], *arguments: Any) -> tuple[l
     """Call `function(*arguments)` on every process and share the outcome, so that none waits in vain. Collective.
 
     Returns:
-        For each rank its `call`, and the `value` after a JSON round trip, or the `error`'s text, `brief` with its type,
-        and the `kinds` of error that it is; then this process's own error.
+        One dict per rank: `call`, and `value` (after a JSON round trip) or `error` (text), `brief` (with the type) and
+        `kinds` (class names); then this process's own error.
     """
     told: dict[str, Any] = {"call": call}
     own = None

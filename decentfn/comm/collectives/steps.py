@@ -23,7 +23,7 @@ _EVERY = 256
 """Interval of compared calls, besides calls 1, 2, 4, 8, ..."""
 
 _KEPT = 64 * _EVERY
-"""Number of calls that comparisons are kept; no rank is that many calls behind another."""
+"""Number of calls for which a comparison is kept; no rank is that far behind."""
 
 _RECORDED = 64
 """Number of a rank's last calls that a failure report contains."""
@@ -35,7 +35,7 @@ class Part(NamedTuple):
     tensor: Tensor
     """Tensor to send, or to receive into."""
     own: Tensor | None
-    """Replacement of a lost message; None if the message is sent."""
+    """Replacement for a lost message; None for an outgoing one."""
     rank: int | None
     """Rank of the other end; None for a group."""
     slot: int | None = None
@@ -120,7 +120,7 @@ class Steps:
         """Tag of this step's messages."""
         self.lost: Loss | None = None
         self.cut_short: tuple[str, BaseException] | None = None
-        """Step that raised after a post, or call outside steps that lost another rank, with its error."""
+        """Interrupted step (raised after a post) or call outside steps (lost a rank), with its error."""
         self.waits_since: float | None = None
         """Start of a thread's wait for another rank, by `time.monotonic`; None: none waits."""
         self.board: Any = None
@@ -157,10 +157,10 @@ class Steps:
         return self.lost is None and self.cut_short is None
 
     def find_other(self, group: Any, ranks: Sequence[int], numbers: list[int], x: Tensor) -> list[int] | None:
-        """Wait until all ranks of a group are in a step; return a rank with other numbers than these, and its numbers.
+        """Wait for all ranks of a group; return one whose numbers differ, and its numbers.
 
-        A sum has no tag, and a larger one on another rank aborts the process. So this runs in a group's first call
-        of a step, and in each call outside steps; not in a group that moves `x` on GPUs alone.
+        A sum has no tag, and a larger sum on another rank aborts the process. So this runs in a group's first call
+        of a step, and in each call outside steps; not in a group for GPUs only.
         """
         is_new = not self.is_running or id(group) not in self._met
         self._met.add(id(group))
@@ -175,7 +175,7 @@ class Steps:
         return None
 
     def call(self, what: str, t: Tensor, local: int = 1) -> tuple[Call, tuple[int, int] | None]:
-        """Record an operator's call; return it, and another rank that made it at another step, with that step."""
+        """Record an operator's call; return it and, if another rank was at another step, that rank and step."""
         self.calls = calls = self.calls + 1
         step = self.at if self.is_running else int(t)
         if step != self._last or not self._changes:
@@ -190,7 +190,7 @@ class Steps:
             if calls > _KEPT:
                 self.board.delete_key(f"call {calls - _KEPT}")
         except RuntimeError as error:
-            # The process that held it has finished or died: messages fail then.
+            # The store's process has finished or died; messages will fail.
             _log.info("t is no longer compared between ranks: the store does not answer (%s)", error)
             self.board = None
             return call, None
