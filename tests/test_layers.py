@@ -20,6 +20,8 @@ LAYERS = [
     {"train"},
     {"wrappers"},
     {"compat", "plots", "testing"},
+    {"cli"},
+    {"__main__"},
 ]
 LEVEL = {room: level for level, layer in enumerate(LAYERS) for room in layer}
 FILES = [path for path in sorted(ROOT.rglob("*.py")) if path != ROOT / "__init__.py"]

@@ -208,7 +208,8 @@ class ModuleLoss:
             for leaf in (*wanted, *found)
             if found.get(leaf) != wanted.get(leaf)
         )
-        differs = "is missing" if found is None else "is not one of its" if wanted is None else f"is {found}, not {wanted}"
+        known = "is not one of its" if wanted is None else f"is {found}, not {wanted}"
+        differs = "is missing" if found is None else known
         freeze = " Freeze untrained parameters before that, with requires_grad_(False)." if what == "parameter" else ""
         raise ValueError(
             f"{call}: df.functional made the loss of {name}, whose {what} {leaf!r} {differs}; call init(params, buffers) with what "

@@ -1,0 +1,29 @@
+"""Commands: topologies by name and compared, consensus in the simulator, and a check of this machine."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+try:
+    import rich  # noqa: F401
+    import tyro
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(f"decentfn.cli needs {error.name}: pip install 'decentfn[cli]'.") from error
+
+from decentfn.cli.doctor import doctor
+from decentfn.cli.topologies import simulate, topologies, topology
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Run the command that the arguments name.
+
+    Raises:
+        SystemExit: with status 2 after a user's mistake, 1 if `doctor` found a fault.
+    """
+    commands = {f.__name__: f for f in (topology, topologies, simulate, doctor)}
+    try:
+        tyro.extras.subcommand_cli_from_dict(commands, prog="decentfn", args=list(arguments))
+    except (OSError, ValueError) as error:
+        print(f"decentfn: {error}", file=sys.stderr)
+        sys.exit(2)

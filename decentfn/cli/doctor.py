@@ -1,0 +1,97 @@
+"""Command that checks this machine: versions, devices, network, compiler, and two ranks that train."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.cuda import nccl
+
+from decentfn.cli.tables import show
+
+_PATIENCE_S = 180
+
+
+class _Check(NamedTuple):
+    check: str
+    found: str
+    fault: str | None = None
+    """What is wrong and how to fix it; None if all is well."""
+
+
+def doctor(*, json: bool = False) -> None:
+    """Check torch, devices, network interfaces and the compiler, and train on two ranks.
+
+    Args:
+        json: print JSON.
+    """
+    checks = [*_versions(), _devices(), *_network(), _compiler(), _two_ranks()]
+    rows = [{"check": c.check, "found": c.found, "ok": c.fault is None, "fix": c.fault} for c in checks]
+    show(rows, as_json=json)
+    if any(c.fault for c in checks):
+        sys.exit(1)
+
+
+def _versions() -> Iterator[_Check]:
+    yield _Check("python", platform.python_version())
+    yield _Check("torch", str(torch.__version__))
+
+
+def _devices() -> _Check:
+    if not torch.cuda.is_available():
+        return _Check("devices", f"CPU, {os.cpu_count()} cores; gloo")
+    names = {torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}
+    found = f"{torch.cuda.device_count()} x {', '.join(sorted(names))}"
+    try:
+        return _Check("devices", f"{found}; NCCL {'.'.join(map(str, nccl.version()))}")
+    except (AttributeError, RuntimeError):
+        return _Check("devices", found, "this build of torch has no NCCL; install one that has, or train over gloo")
+
+
+def _network() -> Iterator[_Check]:
+    names = [name for _, name in socket.if_nameindex()]
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        unknown = [name for name in os.environ.get(variable, "").split(",") if name and name not in names]
+        if unknown and variable == "GLOO_SOCKET_IFNAME":
+            yield _Check(variable, os.environ[variable], f"no interface {unknown[0]}; choose of: {', '.join(names)}")
+        elif os.environ.get(variable):
+            yield _Check(variable, os.environ[variable])
+    yield _Check("interfaces", ", ".join(names))
+    host = socket.gethostname()
+    try:
+        yield _Check("host name", f"{host}, {socket.gethostbyname(host)}")
+    except OSError:
+        fix = "the name has no address, by which gloo is found; add it to /etc/hosts, or set GLOO_SOCKET_IFNAME"
+        yield _Check("host name", host, None if os.environ.get("GLOO_SOCKET_IFNAME") else fix)
+
+
+def _compiler() -> _Check:
+    wanted = os.environ.get("CXX", "g++")
+    found = shutil.which(wanted)
+    if found is None:
+        return _Check("compiler", "none", f"df.compile needs a C++ compiler on a CPU; install {wanted}, or set CXX")
+    said = subprocess.run([found, "--version"], capture_output=True, text=True, check=False).stdout
+    return _Check("compiler", said.partition("\n")[0] or found)
+
+
+def _two_ranks() -> _Check:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {name: x for name, x in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    options: dict[str, Any] = {"capture_output": True, "text": True, "check": False, "env": environment}
+    try:
+        done = subprocess.run([*command, "-m", "decentfn.cli.two_ranks"], timeout=_PATIENCE_S, **options)
+    except subprocess.TimeoutExpired:
+        return _Check("two ranks", "no answer", f"they hung for {_PATIENCE_S} s; see the network checks above")
+    if done.returncode:
+        lines = (
+            [line for line in done.stderr.splitlines() if "Error" in line] or done.stderr.splitlines() or ["nothing"]
+        )
+        return _Check("two ranks", "failed", f"they said: {lines[0].strip()[:200]}")
+    return _Check("two ranks", done.stdout.strip())

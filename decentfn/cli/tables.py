@@ -1,0 +1,51 @@
+"""Tables: drawn in a terminal, tab-separated in a pipe, or JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+def show(rows: Sequence[Mapping[str, Any]], *, as_json: bool = False) -> None:
+    """Print rows with the same keys, which are the columns' heads; None is printed as "-"."""
+    if as_json:
+        print(json.dumps(list(rows), indent=1))
+        return
+    console, heads = Console(), list(rows[0]) if rows else []
+    lines = [[_text(row[head]) for head in heads] for row in rows]
+    if not console.is_terminal:
+        print("\n".join("\t".join(line) for line in [heads, *lines]))
+        return
+    table = Table()
+    for index, head in enumerate(heads):
+        is_number = any(isinstance(row[head], (int, float)) for row in rows)
+        table.add_column(head, justify="right" if is_number else "left", no_wrap=index == 0)
+    for line in lines:
+        table.add_row(*line)
+    console.print(table)
+
+
+def show_facts(facts: Mapping[str, Any], *, as_json: bool = False) -> None:
+    """Print one name and value per line."""
+    if as_json:
+        print(json.dumps(facts, indent=1))
+        return
+    console = Console()
+    width = max(map(len, facts)) + 2
+    for name, value in facts.items():
+        if console.is_terminal:
+            console.print(f"[bold]{name:{width}}[/bold]{_text(value)}", highlight=False)
+        else:
+            print(f"{name}\t{_text(value)}")
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    return "-" if value is None else str(value)

@@ -1,0 +1,74 @@
+"""The command line: what it says agrees with the library, and a mistake is one line."""
+
+import json
+
+import pytest
+
+import decentfn as df
+from decentfn import cli
+
+
+def said(capsys, *arguments):
+    cli.run([*arguments, "--json"])
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_topology_is_its_certificate(capsys):
+    facts, c = (
+        said(capsys, "topology", "static-ring", "-n", "8"),
+        df.topologies.certificate(df.topology("static-ring", 8)),
+    )
+    assert (facts["gap"], facts["payloads/step"], facts["degree"]) == (c.spectral_gap, c.payloads_per_step, c.degree)
+    two_steps = said(capsys, "topology", "ring", "-n", "8")
+    assert (1 - two_steps["gap/step"]) ** 2 == pytest.approx(1 - two_steps["gap"])
+
+
+def test_all_topologies_of_a_size_are_compared(capsys):
+    names = {row["name"] for row in said(capsys, "topologies", "-n", "6", "--local-world-size", "3")}
+    assert {"base", "ring", "hierarchical"} <= names
+    assert "one-peer-exp" not in names  # needs a power of two
+
+
+def test_simulated_mixing_is_as_fast_as_certified(capsys):
+    exact = said(capsys, "simulate", "one-peer-exp", "-n", "8", "--steps", "3")
+    assert exact[2]["distance"] > 1e-3 and exact[3]["distance"] < 1e-12
+    gap = df.topologies.certificate(df.topology("static-ring", 8)).spectral_gap
+    shares = [row["of the first"] for row in said(capsys, "simulate", "static-ring", "-n", "8", "--steps", "40")]
+    assert shares[20] <= (1 - gap) ** 20 and shares[40] / shares[39] == pytest.approx(1 - gap, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("topology", "rnig", "-n", "4"), "nearest: ring"),
+        (("topology", "one-peer-exp", "-n", "6"), "use 'base'"),
+        (("topology", "ring", "-n", "4", "--local-world-size", "2"), "no options of its own"),
+        (("simulate", "ring", "-n", "4", "--steps", "0"), "steps"),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_2(capsys, arguments, words):
+    with pytest.raises(SystemExit) as end:
+        cli.run(arguments)
+    printed = capsys.readouterr()
+    assert end.value.code == 2 and not printed.out
+    assert words in printed.err and printed.err.count("\n") == 1
+
+
+def test_a_pipe_gets_tabs_and_a_file_the_picture(capsys, tmp_path):
+    cli.run(["simulate", "base", "-n", "4", "--steps", "2", "--plot", str(tmp_path / "base.png")])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("\t")[0] for line in lines] == ["steps", "0", "1", "2"]
+    assert (tmp_path / "base.png").stat().st_size > 1000
+
+
+@pytest.mark.thorough
+def test_the_doctor_trains_on_two_ranks_and_names_an_unknown_interface(capsys, monkeypatch):
+    checks = {row["check"]: row for row in said(capsys, "doctor")}
+    assert all(row["ok"] for row in checks.values())
+    assert "compiled step right" in checks["two ranks"]["found"]
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nope0")
+    with pytest.raises(SystemExit) as end:
+        said(capsys, "doctor")
+    checks = {row["check"]: row for row in json.loads(capsys.readouterr().out)}
+    assert end.value.code == 1
+    assert "no interface nope0" in checks["GLOO_SOCKET_IFNAME"]["fix"] and not checks["two ranks"]["ok"]
