@@ -4,13 +4,13 @@
 
 The main functions, the algorithms and the common optimizers are here. Everything else is in submodules:
 `df.topologies`, `df.transforms`, `df.schedules`, `df.compressors`, `df.data`, `df.checkpoint`, `df.logs`,
-`df.profiling`, `df.errors`, `df.kit` (building blocks of an algorithm), `df.testing` and `df.plots`.
+`df.profiling`, `df.errors`, `df.kit` (building blocks of an algorithm), `df.planning`, `df.testing` and `df.plots`.
 """
 
 import warnings
 from typing import Any
 
-from decentfn import algorithms, compressors, errors, kit, plots, testing, topologies
+from decentfn import algorithms, compressors, errors, kit, planning, plots, testing, topologies
 from decentfn.algorithms.adapt_then_combine import adapt_then_combine
 from decentfn.algorithms.adapt_while_communicate import adapt_while_communicate
 from decentfn.algorithms.all_reduce import all_reduce
@@ -42,6 +42,7 @@ from decentfn.gradient import accumulate, autograd, dynamic_loss_scale, function
 from decentfn.kit import Algorithm, Metrics, Options, State
 from decentfn.optim import schedules, transforms
 from decentfn.optim.transforms import Transform, adam, adamw, chain, clip_by_global_norm, sgd
+from decentfn.planning import plan
 from decentfn.topologies import Topology, mixing_matrix, register_topology, topology
 from decentfn.train import checkpoint, data, init, logs, preemption, profiling
 from decentfn.train.consensus import (
@@ -121,6 +122,8 @@ __all__ = [
     "momentum_tracking",
     "noloco",
     "params",
+    "plan",
+    "planning",
     "plots",
     "power_gossip",
     "preemption",

@@ -12,7 +12,7 @@ ROOT = Path(decentfn.__file__).parent
 LAYERS = [
     {"core", "errors", "torch_private"},
     {"compressors", "optim", "topologies"},
-    {"comm"},
+    {"comm", "planning"},
     {"gradient"},
     {"kit"},
     {"algorithms"},

@@ -1,4 +1,4 @@
-"""Commands: topologies by name and compared, consensus in the simulator, and a check of this machine."""
+"""Commands: topologies by name and compared, plans, consensus in the simulator, and a check of this machine."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError(f"decentfn.cli needs {error.name}: pip install 'decentfn[cli]'.") from error
 
 from decentfn.cli.doctor import doctor
+from decentfn.cli.planning import plan
 from decentfn.cli.topologies import simulate, topologies, topology
 
 
@@ -21,7 +22,7 @@ def run(arguments: Sequence[str]) -> None:
     Raises:
         SystemExit: with status 2 after a user's mistake, 1 if `doctor` found a fault.
     """
-    commands = {f.__name__: f for f in (topology, topologies, simulate, doctor)}
+    commands = {f.__name__: f for f in (topology, topologies, plan, simulate, doctor)}
     try:
         tyro.extras.subcommand_cli_from_dict(commands, prog="decentfn", args=list(arguments))
     except (OSError, ValueError) as error:

@@ -43,9 +43,14 @@ def show_facts(facts: Mapping[str, Any], *, as_json: bool = False) -> None:
             print(f"{name}\t{_text(value)}")
 
 
+def is_terminal() -> bool:
+    """Return True if stdout is a terminal."""
+    return Console().is_terminal
+
+
 def _text(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
-        return f"{value:.3g}"
+        return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
     return "-" if value is None else str(value)

@@ -6,5 +6,6 @@ a notebook. No window is opened, and pyplot's state does not change.
 
 from decentfn.plots.curves import consensus, run, training_curves
 from decentfn.plots.graphs import graph, matrix, topology
+from decentfn.plots.links import step_times
 
-__all__ = ["consensus", "graph", "matrix", "run", "topology", "training_curves"]
+__all__ = ["consensus", "graph", "matrix", "run", "step_times", "topology", "training_curves"]

@@ -37,6 +37,12 @@ def test_simulated_mixing_is_as_fast_as_certified(capsys):
     assert shares[20] <= (1 - gap) ** 20 and shares[40] / shares[39] == pytest.approx(1 - gap, rel=0.02)
 
 
+def test_a_plan_is_the_librarys(capsys):
+    rows = said(capsys, "plan", "-n", "4", "--parameters", "1e7", "--compute-ms", "100", "--gbit", "1")
+    planned = df.plan(df.planning.Cluster(4, df.planning.Link(1)), 10**7, compute_seconds=0.1)
+    assert [row["step ms"] for row in rows] == [p.seconds * 1e3 for p in planned.predictions]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -1,0 +1,68 @@
+"""Clusters: workers on nodes, and the links between and inside the nodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from decentfn.core.numbers import require, whole_number
+
+
+@dataclass(frozen=True)
+class Link:
+    """Full-duplex network interface.
+
+    Args:
+        gbit_per_s: nominal rate in each direction, > 0, in 10^9 bits per second.
+        latency_ms: time of an empty message, >= 0.
+        efficiency: share of the rate that payloads get, in (0, 1]; about 0.93 for TCP with frames of 1,500 bytes.
+    """
+
+    gbit_per_s: float
+    latency_ms: float = 0.1
+    efficiency: float = 0.93
+
+    def __post_init__(self) -> None:
+        for name in ("gbit_per_s", "latency_ms", "efficiency"):
+            value = getattr(self, name)
+            require(isinstance(value, (int, float)), "Link", f"{name} is a number.", **{name: value})
+        require(self.gbit_per_s > 0, "Link", "the rate is positive.", gbit_per_s=self.gbit_per_s)
+        require(self.latency_ms >= 0, "Link", "the latency is not negative.", latency_ms=self.latency_ms)
+        require(0 < self.efficiency <= 1, "Link", "a share of the rate, in (0, 1].", efficiency=self.efficiency)
+
+    def seconds(self, nbytes: float, messages: float = 1) -> float:
+        """Return the time in which `nbytes` in this many messages, one after another, cross the link."""
+        return nbytes * 8 / (self.gbit_per_s * 1e9 * self.efficiency) + messages * self.latency_ms / 1e3
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Workers of a run and where they are.
+
+    Args:
+        num_workers: N >= 1.
+        between: the network interface of a node.
+        inside: the link of a process to the others of its node; None if a node is one process.
+        workers_per_node: L, which divides N; worker i is on node i // L. 1 if a worker is a node or several.
+        processes_per_worker: S >= 1, which share a worker's parameters and are on one node.
+    """
+
+    num_workers: int
+    between: Link
+    inside: Link | None = None
+    workers_per_node: int = 1
+    processes_per_worker: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("num_workers", "workers_per_node", "processes_per_worker"):
+            value = whole_number("Cluster", name, getattr(self, name))
+            require(value >= 1, "Cluster", f"{name} is at least 1.", **{name: value})
+        rule = "the workers of a node divide the workers."
+        sizes = {"num_workers": self.num_workers, "workers_per_node": self.workers_per_node}
+        require(self.num_workers % self.workers_per_node == 0, "Cluster", rule, **sizes)
+        is_one = self.workers_per_node == self.processes_per_worker == 1
+        require(is_one or self.inside is not None, "Cluster", "several processes of a node need `inside`, a Link.")
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes."""
+        return self.num_workers // self.workers_per_node

@@ -1,0 +1,136 @@
+"""Methods: how a step of each combines its computation and its traffic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from decentfn.planning.cluster import Cluster
+from decentfn.planning.traffic import Traffic, of_all_reduce, of_schedule
+from decentfn.topologies import Topology, certificate
+
+_HIDES = 1 / 3
+"""Share of a step's computation behind which DDP's messages travel: they start when its first bucket is full."""
+_MOMENTS = 2
+"""Copies of the parameters in Adam's state."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Predicted step of one method."""
+
+    method: str
+    topology: str
+    seconds: float
+    """Mean time of a step."""
+    exchange: float
+    """Time of the messages alone, mean over steps, in seconds."""
+    between: float
+    """Bytes through the busiest interface between nodes, in its busier direction, mean over steps."""
+    inside: float
+    """Bytes between a process and the others of its node, likewise; a sharded worker's gathers included."""
+    gap: float | None
+    """Spectral gap per step of mixing; 1 is the exact mean in every step, None: random, or none."""
+    memory: float
+    """Bytes of parameters, gradients, Adam's moments, slow parameters and inboxes of a process; no activations."""
+    checkpoint: float
+    """Bytes of a checkpoint of all workers."""
+    bottleneck: str
+
+
+@dataclass(frozen=True)
+class Work:
+    """Computation and payload of a worker's step.
+
+    Args:
+        parameters: number of parameters.
+        seconds: forward and backward pass and update, without messages between workers.
+        nbytes: bytes of a parameter.
+        wire: bytes of a parameter in a message.
+    """
+
+    parameters: int
+    seconds: float
+    nbytes: float
+    wire: float
+
+
+def ddp(work: Work, cluster: Cluster) -> Prediction:
+    """All-reduce of gradients over all processes, hidden behind a part of the backward pass; each process holds all."""
+    processes = cluster.num_workers * cluster.processes_per_worker
+    traffic = of_all_reduce(processes, cluster)
+    if cluster.processes_per_worker > 1:
+        traffic = traffic._replace(inside=traffic.sent)
+    payload = work.parameters * work.wire
+    time, slowest = _exchange(traffic, payload, cluster, share=1)
+    seconds = work.seconds * (1 - _HIDES) + max(work.seconds * _HIDES, time)
+    return _prediction("DDP", "all-reduce", work, cluster, traffic, time, seconds, slowest, (1, 0, 0), 1.0, shards=1)
+
+
+def hsdp(work: Work, cluster: Cluster) -> Prediction:
+    """Parameters sharded in a node: gathered twice and gradients scattered there, and averaged over the nodes."""
+    size, traffic = cluster.processes_per_worker, of_all_reduce(cluster.num_workers, cluster)
+    time, slowest = _exchange(traffic, work.parameters * work.wire, cluster, share=size)
+    seconds = work.seconds * (1 - _HIDES) + max(work.seconds * _HIDES, time)
+    copies = (1, 0, 0)
+    return _prediction("HSDP", "all-reduce", work, cluster, traffic, time, seconds, slowest, copies, 1.0, shards=size)
+
+
+def gossip(work: Work, cluster: Cluster, topology: Topology) -> Prediction:
+    """adapt_while_communicate: parameters travel during the forward and backward passes."""
+    traffic = of_schedule(topology, cluster)
+    size = cluster.processes_per_worker
+    time, slowest = _exchange(traffic, work.parameters * work.wire, cluster, share=size)
+    facts = certificate(topology)
+    gap = None if facts.spectral_gap is None else 1 - (1 - facts.spectral_gap) ** (1 / (topology.period or 1))
+    copies = (1, max(1, topology.degree), 0)
+    seconds = max(work.seconds, time)
+    name = "adapt_while_communicate"
+    return _prediction(name, topology.name, work, cluster, traffic, time, seconds, slowest, copies, gap, shards=size)
+
+
+def diloco(work: Work, cluster: Cluster, inner_steps: int) -> Prediction:
+    """An all-reduce of the parameters after every H steps, which nothing hides."""
+    traffic = Traffic(*(x / inner_steps for x in of_all_reduce(cluster.num_workers, cluster)))
+    size, name = cluster.processes_per_worker, f"every {inner_steps} steps"
+    time, slowest = _exchange(traffic, work.parameters * work.wire, cluster, share=size)
+    seconds = work.seconds + time
+    return _prediction("diloco", name, work, cluster, traffic, time, seconds, slowest, (1, 1, 2), None, shards=size)
+
+
+def _exchange(traffic: Traffic, payload: float, cluster: Cluster, *, share: int) -> tuple[float, str]:
+    """Return the time of a step's messages, and what takes it; a process has 1/share of a worker's payload."""
+    between = cluster.between.seconds(traffic.between * payload, traffic.rounds) if traffic.between else 0.0
+    inside = 0.0
+    if cluster.inside is not None and traffic.inside:
+        inside = cluster.inside.seconds(traffic.inside / share * payload, traffic.rounds)
+    return max(between, inside), "links between nodes" if between >= inside else "links inside nodes"
+
+
+def _prediction(
+    method: str,
+    topology: str,
+    work: Work,
+    cluster: Cluster,
+    traffic: Traffic,
+    time: float,
+    seconds: float,
+    slowest: str,
+    copies: tuple[int, int, int],
+    gap: float | None,
+    shards: int,
+) -> Prediction:
+    gradients, inboxes, slow = copies
+    held = 1 + gradients + _MOMENTS + slow
+    payload, own = work.parameters * work.wire, work.parameters * work.nbytes
+    return Prediction(
+        method=method,
+        topology=topology,
+        seconds=seconds,
+        exchange=time,
+        between=traffic.between * payload,
+        inside=traffic.inside * payload / shards + 3 * (shards - 1) / shards * own,  # gathered twice, scattered once
+        gap=gap,
+        memory=(held * own + inboxes * payload) / shards,
+        checkpoint=(1 + _MOMENTS + slow) * own * (cluster.num_workers if method not in ("DDP", "HSDP") else 1),
+        bottleneck="computation" if time <= work.seconds * 1e-3 or seconds <= work.seconds * 1.001 else slowest,
+    )

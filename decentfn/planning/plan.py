@@ -1,0 +1,108 @@
+"""`plan`: all methods on one cluster, the fastest first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from decentfn.core.formatting import brief
+from decentfn.core.numbers import at_least, require
+from decentfn.planning.cluster import Cluster
+from decentfn.planning.methods import Prediction, Work, ddp, diloco, gossip, hsdp
+from decentfn.topologies import Topology, topology, topology_names
+
+_ENOUGH = 0.05
+"""Spectral gap per step below which a schedule hardly mixes."""
+
+
+class Plan(NamedTuple):
+    """Predictions for one cluster."""
+
+    predictions: list[Prediction]
+    """All methods, the fastest first."""
+    recommended: Prediction
+    """The fastest that mixes: a gap per step of at least 0.05. Of equally fast ones, the one that mixes best."""
+    topology: Topology | None
+    """The recommended schedule; None if it is an all-reduce."""
+    reason: str
+
+
+def plan(
+    cluster: Cluster,
+    model: int | nn.Module,
+    *,
+    compute_seconds: float,
+    dtype: torch.dtype = torch.float32,
+    wire_dtype: torch.dtype | None = None,
+    sent: float = 1.0,
+    inner_steps: int = 64,
+    topologies: Sequence[Topology] | None = None,
+) -> Plan:
+    """Predict a step of DDP, HSDP, DiLoCo and of gossip on each topology, from the cluster's links.
+
+    Links are shared fairly and nothing else uses them; a step's computation is the same on all workers. Messages of
+    `adapt_while_communicate` travel during the computation, DDP's during its last third, and DiLoCo's
+    after it.
+
+    Args:
+        cluster: the workers and their links.
+        model: the number of parameters, or a module.
+        compute_seconds: forward and backward pass and update of one worker, measured without messages between workers (of a
+            sharded worker, with its gathers), > 0.
+        dtype: of the parameters.
+        wire_dtype: of a message; None: `dtype`.
+        sent: share of a payload's bytes that a compressor sends, in (0, 1].
+        inner_steps: H of DiLoCo.
+        topologies: schedules to compare, of the cluster's number of workers; None: all registered ones of that size.
+
+    Raises:
+        ValueError: a number out of its range, or a topology of another size.
+
+    >>> import decentfn as df
+    >>> four = df.planning.Cluster(4, between=df.planning.Link(gbit_per_s=1))
+    >>> made = df.planning.plan(four, 10_000_000, compute_seconds=0.1)
+    >>> made.recommended.topology, round(made.recommended.seconds, 2)
+    ('base', 0.34)
+    """
+    if isinstance(model, nn.Module):
+        model = sum(p.numel() for p in model.parameters())
+    parameters = at_least("plan", "model", model, 1)
+    at_least("plan", "inner_steps", inner_steps, 1)
+    require(compute_seconds > 0, "plan", "seconds of a step's computation, > 0.", compute_seconds=compute_seconds)
+    require(0 < sent <= 1, "plan", "the share of bytes that are sent, in (0, 1].", sent=sent)
+    for made in topologies or ():
+        rule = f"the cluster has {cluster.num_workers} workers."
+        require(made.num_workers == cluster.num_workers, "plan", rule, topologies=brief(made))
+    work = Work(parameters, compute_seconds, dtype.itemsize, (wire_dtype or dtype).itemsize * sent)
+    found = [ddp(work, cluster), diloco(work, cluster, inner_steps)]
+    if cluster.processes_per_worker > 1:
+        found.append(hsdp(work, cluster))
+    schedules = {made.name: made for made in topologies or _all_of(cluster)}
+    found += [gossip(work, cluster, made) for made in schedules.values()]
+    found.sort(key=lambda p: (p.seconds, -(p.gap or 0), p.between, p.topology != "base"))
+    best = next((p for p in found if p.gap is not None and p.gap >= _ENOUGH), found[0])
+    return Plan(found, best, schedules.get(best.topology), _reason(best, found, work))
+
+
+def _all_of(cluster: Cluster) -> list[Topology]:
+    found: dict[str, Topology] = {}
+    for name in topology_names():
+        for options in ({"local_world_size": cluster.workers_per_node}, {}):
+            try:
+                made = topology(name, cluster.num_workers, **options)
+            except (TypeError, ValueError):  # it has no such option, or there is none of this size
+                continue
+            if not made.needs_push_sum:
+                found[made.name] = made
+            break
+    return list(found.values())
+
+
+def _reason(best: Prediction, found: Sequence[Prediction], work: Work) -> str:
+    peers = {p.method: p.seconds for p in found if p.method in ("DDP", "HSDP", "diloco")}
+    against = ", ".join(f"{name} takes {seconds / best.seconds:.2f} times as long" for name, seconds in peers.items())
+    hidden = "hidden behind the computation" if best.bottleneck == "computation" else f"limited by {best.bottleneck}"
+    return f"{best.method} on {best.topology}: a step of {best.seconds * 1e3:.3g} ms, {hidden} ({work.seconds * 1e3:.3g} ms); {against}."

@@ -1,0 +1,121 @@
+"""Plans: bytes are those that ranks send, and times those that were measured behind rate-limited links."""
+
+import pytest
+import torch
+
+import decentfn as df
+from decentfn.planning import Cluster, Link
+from decentfn.planning.traffic import of_schedule
+from decentfn.testing import on_ranks
+
+MLP, GPT = 10_500_000, 13_900_000
+
+
+def of(plan, method, topology=None):
+    return next(p for p in plan.predictions if p.method == method and topology in (None, p.topology))
+
+
+@pytest.mark.parametrize("n", [6, 8])
+def test_a_worker_sends_what_the_certificate_says(n):
+    for name in df.topologies.topology_names():
+        try:
+            made = df.topology(name, n)
+        except (TypeError, ValueError):
+            continue
+        if made.period is not None:
+            sent = of_schedule(made, Cluster(n, Link(1))).sent
+            assert sent == pytest.approx(df.topologies.certificate(made).payloads_per_step), name
+
+
+@pytest.mark.parametrize(("name", "n"), [("base", 3), ("ring", 4), ("complete", 3)])
+def test_ranks_send_the_bytes_of_the_plan(name, n):
+    made, numel = df.topology(name, n), 1200
+
+    def bytes_sent(rank):
+        init, step = df.adapt_then_combine(lambda x, batch: (x * batch).sum(), df.sgd(0.1), made)
+        state = init(torch.full((numel,), float(rank)))
+        with df.profiling.communication() as counted:
+            for t in range(made.period):
+                state, _ = step(state, torch.ones(numel), t)
+        return counted.bytes_sent
+
+    sent = on_ranks(n, bytes_sent)
+    planned = df.plan(Cluster(n, Link(1)), numel, compute_seconds=1, topologies=[made])
+    busiest = of(planned, "adapt_while_communicate").between * made.period
+    assert sum(sent) / n == pytest.approx(of_schedule(made, Cluster(n, Link(1))).sent * numel * 4 * made.period)
+    assert max(sent) == pytest.approx(busiest, rel=0.5 if name == "base" else 0.01)  # base: not always the same worker
+
+
+def test_a_node_of_eight_workers_sends_four_replicas_per_step_and_a_worker_of_eight_processes_one():
+    eight = Cluster(256, Link(10), inside=Link(400), workers_per_node=8)
+    outer = df.topology("hierarchical", 256, local_world_size=8, outer="one-peer-exp")
+    assert of_schedule(outer, eight).between == 4
+    whole = Cluster(32, Link(10), inside=Link(400), processes_per_worker=8)
+    assert of_schedule(df.topology("one-peer-exp", 32), whole).between == 1
+
+
+MEASURED = [  # (parameters, hosts, Mbit/s, wire, processes of a host, method, milliseconds), of docs/performance.md
+    (MLP, 4, 100, torch.float32, 1, "gossip", 3692),
+    (MLP, 4, 100, torch.bfloat16, 1, "gossip", 1853),
+    (MLP, 8, 100, torch.float32, 1, "gossip", 3687),
+    (MLP, 2, 1000, torch.float32, 1, "gossip", 361),
+    (MLP, 2, 1000, torch.bfloat16, 1, "gossip", 185),
+    (MLP, 4, 1000, torch.float32, 1, "gossip", 365),
+    (MLP, 4, 1000, torch.bfloat16, 1, "gossip", 192),
+    (MLP, 8, 1000, torch.float32, 1, "gossip", 390),
+    (GPT, 4, 1000, torch.float32, 1, "gossip", 490),
+    (GPT, 2, 100, torch.float32, 2, "gossip", 4979),
+    (GPT, 4, 100, torch.float32, 2, "gossip", 5195),
+    (GPT, 2, 100, torch.bfloat16, 2, "gossip", 2430),
+    (GPT, 2, 400, torch.float32, 2, "gossip", 1190),
+    (GPT, 4, 400, torch.float32, 2, "gossip", 1204),
+    (GPT, 2, 400, torch.bfloat16, 2, "gossip", 609),
+    (MLP, 4, 100, torch.float32, 1, "DDP", 5678),
+    (MLP, 4, 100, torch.bfloat16, 1, "DDP", 2881),
+    (MLP, 8, 100, torch.float32, 1, "DDP", 6621),
+    (GPT, 4, 100, torch.float32, 2, "HSDP", 8121),
+]
+"""Settings in which the messages take longer than the computation, so that its time hardly matters."""
+
+
+@pytest.mark.parametrize(("parameters", "hosts", "mbit", "wire", "processes", "method", "milliseconds"), MEASURED)
+def test_times_behind_slow_links_are_within_15_percent(parameters, hosts, mbit, wire, processes, method, milliseconds):
+    cluster = Cluster(hosts, Link(mbit / 1e3), inside=Link(20), processes_per_worker=processes)
+    plan = df.plan(
+        cluster, parameters, compute_seconds=0.1, wire_dtype=wire, topologies=[df.topology("one-peer-exp", hosts)]
+    )
+    name = {"gossip": "adapt_while_communicate"}.get(method, method)
+    assert of(plan, name).seconds * 1e3 == pytest.approx(milliseconds, rel=0.15)
+
+
+def test_computation_hides_messages_and_the_plan_says_which_limits():
+    slow = df.plan(Cluster(8, Link(1)), MLP, compute_seconds=0.1)
+    fast = df.plan(Cluster(8, Link(100)), MLP, compute_seconds=0.1)
+    assert slow.recommended.bottleneck == "links between nodes" and slow.recommended.seconds > 0.3
+    assert fast.recommended.bottleneck == "computation" and fast.recommended.seconds == 0.1
+    assert slow.recommended.topology == "base" and "DDP takes" in slow.reason
+    assert [p.seconds for p in slow.predictions] == sorted(p.seconds for p in slow.predictions)
+    diloco = of(slow, "diloco")
+    assert diloco.between == pytest.approx(2 * 7 / 8 * MLP * 4 / 64)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Link(0), "the rate is positive"),
+        (lambda: Link(1, efficiency=1.5), "a share of the rate"),
+        (lambda: Link("fast"), "gbit_per_s is a number"),
+        (lambda: Cluster(6, Link(1), inside=Link(1), workers_per_node=4), "divide the workers"),
+        (lambda: Cluster(4, Link(1), processes_per_worker=8), "need `inside`"),
+        (lambda: df.plan(Cluster(4, Link(1)), 0, compute_seconds=1), "model"),
+        (lambda: df.plan(Cluster(4, Link(1)), 9, compute_seconds=0), "seconds of a step"),
+        (lambda: df.plan(Cluster(4, Link(1)), 9, compute_seconds=1, sent=2), "share of bytes"),
+        (
+            lambda: df.plan(Cluster(4, Link(1)), 9, compute_seconds=1, topologies=[df.topology("ring", 6)]),
+            "has 4 workers",
+        ),
+    ],
+)
+def test_what_no_cluster_has_is_refused(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()
