@@ -17,26 +17,19 @@ from typing import Any, NamedTuple, Unpack
 
 from torch import Tensor
 
-from decentfn.algorithms.outer import after_steps, outer_gradient, to_send
-from decentfn.core.trees import PyTree
+from decentfn.algorithms.outer import after_steps, local_steps, outer_gradient, to_send
 from decentfn.kit import (
     Algorithm,
     Buckets,
     LossFn,
-    Metrics,
     Options,
-    State,
     Worker,
-    add,
     algorithm,
     copy_wide,
     each,
-    is_active,
     require_fractions,
     require_positive,
     require_whole,
-    unless_bad,
-    where,
     zeros_like,
 )
 from decentfn.topologies import Topology
@@ -90,22 +83,17 @@ def diloco(
     require_whole("diloco", inner_steps=inner_steps)
     require_positive("diloco", outer_learning_rate=outer_learning_rate)
     require_fractions("diloco", outer_momentum=outer_momentum)
-    outer = after_steps(inner_steps, worker.everyone)
+    schedule = after_steps(inner_steps, worker.everyone)
     eta, beta, wire = outer_learning_rate, outer_momentum, worker.wire_dtype
 
     must_equal = () if wire is None else ("params",)
 
-    def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
-        theta, (phi, b) = state.params, state.memory
-        g, local = worker.gradient(theta, state.local, batch, t)
-        u, local = worker.update(g.grads, g, local, theta)
-        theta = unless_bad(add(theta, u), lambda: phi)
-        due = is_active(outer, t, theta)
-        mean = worker.mean(to_send(phi, theta, wire), t, outer)
-        delta = outer_gradient(phi, mean, wire)
-        b_new = each(lambda b, delta: beta * b + delta, b, delta)
-        phi_new = each(lambda phi, delta, b: phi - eta * (delta + beta * b), phi, delta, b_new)
-        memory = Memory(where(due, phi_new, phi), where(due, b_new, b))
-        return State(where(due, phi_new, theta), local, memory), g.metrics
+    def outer(theta: Buckets, memory: Memory, t: Tensor) -> tuple[Buckets, Memory]:
+        phi, b = memory
+        delta = outer_gradient(phi, worker.mean(to_send(phi, theta, wire), t, schedule), wire)
+        b = each(lambda b, delta: beta * b + delta, b, delta)
+        phi = each(lambda phi, delta, b: phi - eta * (delta + beta * b), phi, delta, b)
+        return phi, Memory(phi, b)
 
+    step = local_steps(worker, schedule, outer)
     return worker.algorithm(step, Memory.restart, topology=worker.everyone, must_equal=must_equal)

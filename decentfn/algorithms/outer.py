@@ -6,19 +6,67 @@ nothing. One graph serves both kinds of step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from decentfn.comm import gossip
-from decentfn.kit import Buckets, Plan, each, is_active
+from decentfn.core import trees
+from decentfn.core.trees import PyTree
+from decentfn.kit import (
+    Buckets,
+    Metrics,
+    Plan,
+    Posted,
+    State,
+    Worker,
+    add,
+    collect,
+    each,
+    is_active,
+    unless_bad,
+    where,
+)
 from decentfn.topologies import Topology, every, later
 
 
 def after_steps(inner_steps: int, topology: Topology) -> Topology:
     """Return the schedule whose round k is in step (k + 1) H - 1, at the end of each H = `inner_steps` steps."""
     return later(inner_steps - 1, every(inner_steps, topology))
+
+
+def local_steps(
+    worker: Worker,
+    schedule: Topology,
+    outer: Callable[..., tuple[Buckets, Any]],
+    post: Callable[[Any, Tensor], Posted] | None = None,
+) -> Callable[[State, PyTree, Tensor], tuple[State, Metrics]]:
+    """Return the step `θ ← θ + u(θ, g(θ))`, followed by an outer step whenever `schedule` is active.
+
+    Args:
+        worker: the worker; its optimizer is the inner one.
+        schedule: from `after_steps`.
+        outer: the outer step, `(θ, memory, t) -> (θ, memory)`. It is computed in every step, on schedules that rest, and
+            its result is taken when it is due. `memory.phi` are the parameters at the start of the round.
+        post: messages `(memory, t) -> Posted` that overlap with the gradient; what they mix to is the fourth argument
+            of `outer`.
+    """
+
+    def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
+        theta, memory = state.params, state.memory
+        posted = None if post is None else post(memory, t)
+        g, local = worker.gradient(theta, state.local, batch, t, after=posted)
+        u, local = worker.update(g.grads, g, local, theta)
+        theta = unless_bad(add(theta, u), lambda: memory.phi)
+        due = is_active(schedule, t, theta)
+        mixed = () if posted is None else (collect(posted, after=g.grads),)
+        new, memory_new = outer(theta, memory, t, *mixed)
+        memory = trees.map(lambda old, new: torch.where(due, new.to(old.dtype), old), memory, memory_new)
+        return State(where(due, new, theta), local, memory), g.metrics
+
+    return step
 
 
 def progress(phi: Buckets, theta: Buckets) -> Buckets:
