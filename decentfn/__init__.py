@@ -22,6 +22,8 @@ from decentfn.algorithms.demo import demo
 from decentfn.algorithms.diloco import diloco
 from decentfn.algorithms.exact_diffusion import exact_diffusion
 from decentfn.algorithms.extra import extra
+from decentfn.algorithms.factored_gossip_diloco import factored_gossip_diloco
+from decentfn.algorithms.gasloc import gasloc
 from decentfn.algorithms.gradient_tracking import gradient_tracking
 from decentfn.algorithms.momentum_tracking import momentum_tracking
 from decentfn.algorithms.noloco import noloco
@@ -31,6 +33,7 @@ from decentfn.algorithms.quasi_global_adam import quasi_global_adam
 from decentfn.algorithms.quasi_global_momentum import quasi_global_momentum
 from decentfn.algorithms.relay_sgd import relay_sgd
 from decentfn.algorithms.slowmo import slowmo
+from decentfn.algorithms.sparse_loco import sparse_loco
 from decentfn.algorithms.stochastic_gradient_push import stochastic_gradient_push
 from decentfn.algorithms.streaming_diloco import streaming_diloco
 from decentfn.comm.fingerprint import broadcast
@@ -108,7 +111,9 @@ __all__ = [
     "evaluate_replicas",
     "exact_diffusion",
     "extra",
+    "factored_gossip_diloco",
     "functional",
+    "gasloc",
     "gather",
     "gradient_tracking",
     "guard",
@@ -135,6 +140,7 @@ __all__ = [
     "sgd",
     "simulate",
     "slowmo",
+    "sparse_loco",
     "stack",
     "state_dict",
     "stochastic_gradient_push",

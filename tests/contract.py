@@ -127,6 +127,15 @@ ROWS: dict[str, Subject] = {
         starts_equal=True,
     ),
     "noloco": Subject(df.noloco, on("random-matching"), {"inner_steps": 2}),
+    "gasloc": Subject(df.gasloc, on("random-matching"), {"inner_steps": 2, "outer_momentum": 0.5}),
+    "factored_gossip_diloco": Subject(df.factored_gossip_diloco, on("one-peer-exp"), {"inner_steps": 2}),
+    "sparse_loco": Subject(
+        df.sparse_loco,
+        on("complete"),
+        {"inner_steps": 2, "compressor": _top_k},
+        laws=(outer_parameters_stay_equal,),
+        starts_equal=True,
+    ),
 }
 """A row per algorithm, and per form of it that takes another way; the name up to a comma is the function's."""
 

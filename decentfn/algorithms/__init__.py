@@ -12,6 +12,8 @@ from decentfn.algorithms import (
     diloco,
     exact_diffusion,
     extra,
+    factored_gossip_diloco,
+    gasloc,
     gradient_tracking,
     momentum_tracking,
     noloco,
@@ -21,6 +23,7 @@ from decentfn.algorithms import (
     quasi_global_momentum,
     relay_sgd,
     slowmo,
+    sparse_loco,
     stochastic_gradient_push,
     streaming_diloco,
 )
@@ -37,6 +40,8 @@ __all__ = [
     "diloco",
     "exact_diffusion",
     "extra",
+    "factored_gossip_diloco",
+    "gasloc",
     "gradient_tracking",
     "momentum_tracking",
     "noloco",
@@ -46,6 +51,7 @@ __all__ = [
     "quasi_global_momentum",
     "relay_sgd",
     "slowmo",
+    "sparse_loco",
     "stochastic_gradient_push",
     "streaming_diloco",
 ]

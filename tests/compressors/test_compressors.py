@@ -23,6 +23,8 @@ COMPRESSORS = {
         compressors.cast(torch.bfloat16),
         compressors.top_k(0.1),
         compressors.top_k(k=3),
+        compressors.chunk_top_k(3, chunk=8),
+        compressors.chunk_top_k(3, chunk=7, bits=2),
         compressors.random_k(0.1),
         compressors.random_k(k=5, seed=3),
         compressors.sign(),
