@@ -14,6 +14,7 @@ from decentfn import algorithms, compressors, errors, kit, plots, testing, topol
 from decentfn.algorithms.adapt_then_combine import adapt_then_combine
 from decentfn.algorithms.adapt_while_communicate import adapt_while_communicate
 from decentfn.algorithms.all_reduce import all_reduce
+from decentfn.algorithms.beer import beer
 from decentfn.algorithms.choco_sgd import choco_sgd
 from decentfn.algorithms.d2 import d2
 from decentfn.algorithms.decentlam import decentlam
@@ -26,6 +27,7 @@ from decentfn.algorithms.factored_gossip_diloco import factored_gossip_diloco
 from decentfn.algorithms.gasloc import gasloc
 from decentfn.algorithms.gradient_tracking import gradient_tracking
 from decentfn.algorithms.momentum_tracking import momentum_tracking
+from decentfn.algorithms.motef import motef
 from decentfn.algorithms.noloco import noloco
 from decentfn.algorithms.power_gossip import power_gossip
 from decentfn.algorithms.push_diging import push_diging
@@ -82,6 +84,7 @@ __all__ = [
     "all_reduce",
     "autograd",
     "average_buffers",
+    "beer",
     "broadcast",
     "buffers",
     "chain",
@@ -124,6 +127,7 @@ __all__ = [
     "mean",
     "mixing_matrix",
     "momentum_tracking",
+    "motef",
     "noloco",
     "params",
     "plots",

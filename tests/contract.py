@@ -69,6 +69,7 @@ def _spread_of_phi(state: Any, topology: df.Topology, t: int) -> list[torch.Tens
 mass_is_conserved = Law("mass conserved", _mass)
 trackers_follow_gradients = Law("mean(y) = mean(g)", _differ("y", "g"), with_gradients=True)
 trackers_follow_momenta = Law("mean(y) = mean(u)", _differ("y", "u"), with_gradients=True)
+trackers_follow_averages = Law("mean(v) = mean(m)", _differ("v", "m"), with_gradients=True)
 outer_parameters_stay_equal = Law("φ equal", _spread_of_phi, with_gradients=True)
 
 _tracking = (mean_is_preserved, trackers_follow_gradients)
@@ -103,6 +104,18 @@ ROWS: dict[str, Subject] = {
     "quasi_global_adam": Subject(df.quasi_global_adam, on("ring"), {"eps": 1e-3}, laws=()),  # or it divides by almost 0
     "decentlam": Subject(df.decentlam, on("static-ring"), {"beta": 0.5}),
     "choco_sgd": Subject(df.choco_sgd, on("static-ring"), {"compressor": _top_k, "gamma": 0.3}),
+    "beer": Subject(
+        df.beer,
+        on("static-ring"),
+        {"compressor": _top_k, "gamma": 0.3},
+        laws=(mean_is_preserved, trackers_follow_averages),
+    ),
+    "motef": Subject(
+        df.motef,
+        on("static-ring"),
+        {"compressor": _sign, "gamma": 0.3, "momentum": 0.5},
+        laws=(mean_is_preserved, trackers_follow_averages),
+    ),
     "deep_squeeze": Subject(df.deep_squeeze, on("one-peer-exp"), {"compressor": _sign, "gamma": 0.3}),
     "power_gossip": Subject(df.power_gossip, on("static-ring")),
     # Cosine transforms of many tiles take minutes to compile.
