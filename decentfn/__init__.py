@@ -64,7 +64,7 @@ from decentfn.train.consensus import (
 from decentfn.train.evaluation import evaluate, evaluate_replicas
 from decentfn.train.resizing import resize
 from decentfn.train.state_dicts import load_state_dict, state_dict
-from decentfn.wrappers import average_buffers, ema, ema_params, ema_state, guard
+from decentfn.wrappers import average_buffers, ema, ema_params, ema_state, guard, mix_state
 
 __version__ = "0.1.0"
 
@@ -125,6 +125,7 @@ __all__ = [
     "load_state_dict",
     "logs",
     "mean",
+    "mix_state",
     "mixing_matrix",
     "momentum_tracking",
     "motef",
