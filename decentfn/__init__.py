@@ -11,6 +11,7 @@ import warnings
 from typing import Any
 
 from decentfn import algorithms, compressors, errors, kit, plots, testing, topologies
+from decentfn.algorithms.a2cid2 import a2cid2
 from decentfn.algorithms.adapt_then_combine import adapt_then_combine
 from decentfn.algorithms.adapt_while_communicate import adapt_while_communicate
 from decentfn.algorithms.all_reduce import all_reduce
@@ -20,6 +21,7 @@ from decentfn.algorithms.d2 import d2
 from decentfn.algorithms.decentlam import decentlam
 from decentfn.algorithms.deep_squeeze import deep_squeeze
 from decentfn.algorithms.demo import demo
+from decentfn.algorithms.demuon import demuon
 from decentfn.algorithms.diloco import diloco
 from decentfn.algorithms.exact_diffusion import exact_diffusion
 from decentfn.algorithms.extra import extra
@@ -75,6 +77,7 @@ __all__ = [
     "State",
     "Topology",
     "Transform",
+    "a2cid2",
     "accumulate",
     "adam",
     "adamw",
@@ -102,6 +105,7 @@ __all__ = [
     "decentlam",
     "deep_squeeze",
     "demo",
+    "demuon",
     "diloco",
     "distance_to_consensus",
     "donate",

@@ -62,6 +62,11 @@ def _differ(one: str, other: str) -> Any:
     return quantity
 
 
+def _copies_differ(state: Any, topology: df.Topology, t: int) -> list[torch.Tensor]:
+    pairs = zip(state.params, state.memory.copy, strict=True)
+    return [x.double().mean(0) - copy.double().mean(0) for x, copy in pairs]
+
+
 def _spread_of_phi(state: Any, topology: df.Topology, t: int) -> list[torch.Tensor]:
     return [b.double().amax(0) - b.double().amin(0) for b in state.memory.phi]
 
@@ -70,6 +75,7 @@ mass_is_conserved = Law("mass conserved", _mass)
 trackers_follow_gradients = Law("mean(y) = mean(g)", _differ("y", "g"), with_gradients=True)
 trackers_follow_momenta = Law("mean(y) = mean(u)", _differ("y", "u"), with_gradients=True)
 trackers_follow_averages = Law("mean(v) = mean(m)", _differ("v", "m"), with_gradients=True)
+copies_share_their_mean = Law("mean(x̃) = mean(x)", _copies_differ, with_gradients=True)
 outer_parameters_stay_equal = Law("φ equal", _spread_of_phi, with_gradients=True)
 
 _tracking = (mean_is_preserved, trackers_follow_gradients)
@@ -117,6 +123,8 @@ ROWS: dict[str, Subject] = {
         laws=(mean_is_preserved, trackers_follow_averages),
     ),
     "deep_squeeze": Subject(df.deep_squeeze, on("one-peer-exp"), {"compressor": _sign, "gamma": 0.3}),
+    "demuon": Subject(df.demuon, on("one-peer-exp"), laws=(mean_is_preserved, trackers_follow_averages)),
+    "a2cid2": Subject(df.a2cid2, on("ring"), laws=(mean_is_preserved, copies_share_their_mean)),
     "power_gossip": Subject(df.power_gossip, on("static-ring")),
     # Cosine transforms of many tiles take minutes to compile.
     "demo": Subject(

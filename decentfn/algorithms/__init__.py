@@ -1,6 +1,7 @@
 """Algorithms, one paper per file: `df.diloco` is `decentfn.algorithms.diloco.diloco`."""
 
 from decentfn.algorithms import (
+    a2cid2,
     adapt_then_combine,
     adapt_while_communicate,
     all_reduce,
@@ -10,6 +11,7 @@ from decentfn.algorithms import (
     decentlam,
     deep_squeeze,
     demo,
+    demuon,
     diloco,
     exact_diffusion,
     extra,
@@ -31,6 +33,7 @@ from decentfn.algorithms import (
 )
 
 __all__ = [
+    "a2cid2",
     "adapt_then_combine",
     "adapt_while_communicate",
     "all_reduce",
@@ -40,6 +43,7 @@ __all__ = [
     "decentlam",
     "deep_squeeze",
     "demo",
+    "demuon",
     "diloco",
     "exact_diffusion",
     "extra",
