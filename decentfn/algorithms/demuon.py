@@ -59,6 +59,7 @@ def demuon(
     topology: Topology,
     *,
     momentum: float = 0.1,
+    gossip_rounds: int = 1,
     **options: Unpack[Options],
 ) -> Algorithm:
     """Step along the orthogonal factor of a gossiped estimate of the mean momentum, matrix by matrix.
@@ -74,6 +75,7 @@ def demuon(
         optimizer: a pair `(init, update)`; it sees msgn(v). The paper uses sgd(η).
         topology: any doubly stochastic schedule.
         momentum: λ in (0, 1], the weight of the new gradient; without matrices, 1 is `gradient_tracking`.
+        gossip_rounds: R >= 1; more than one are fast gossip averaging, on one symmetric mixing matrix (`kit.Worker.mix`).
         options: `bucket_mb`, `wire_dtype`; see `Options`.
 
     Raises:
@@ -81,7 +83,7 @@ def demuon(
     """
     if not 0 < momentum <= 1:
         raise ValueError(f"demuon(momentum={momentum!r}): λ, the weight of a new gradient, is in (0, 1].")
-    worker = Worker(loss_fn, optimizer, topology, **options)
+    worker = Worker(loss_fn, optimizer, topology, gossip_rounds=gossip_rounds, **options)
     require_doubly_stochastic("demuon", topology)
     msgn = by_leaf(Transform(lambda params: (), lambda v, state, params: (trees.map(_msgn, v), state)))
     late = later(1, topology)  # v is completed with the last step's matrix

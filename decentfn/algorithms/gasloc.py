@@ -56,6 +56,7 @@ def gasloc(
     inner_steps: int = 50,
     outer_learning_rate: float = 0.7,
     outer_momentum: float = 0.9,
+    gossip_rounds: int = 1,
     **options: Unpack[Options],
 ) -> Algorithm:
     """Train locally for H steps, then mix with one or two neighbors and continue along the own progress.
@@ -73,12 +74,13 @@ def gasloc(
         inner_steps: H; the outer step follows steps H-1, 2H-1, …
         outer_learning_rate: η > 0.
         outer_momentum: γ in [0, 1].
+        gossip_rounds: R >= 1; more than one are fast gossip averaging, on one symmetric mixing matrix (`kit.Worker.mix`).
         options: `bucket_mb`, `wire_dtype`; see `Options`.
 
     Raises:
         ValueError: H < 1, η not positive, γ outside [0, 1], a push-sum topology.
     """
-    worker = Worker(loss_fn, optimizer, topology, **options)
+    worker = Worker(loss_fn, optimizer, topology, gossip_rounds=gossip_rounds, **options)
     require_whole("gasloc", inner_steps=inner_steps)
     require_positive("gasloc", outer_learning_rate=outer_learning_rate)
     require_fractions("gasloc", outer_momentum=outer_momentum)

@@ -60,6 +60,7 @@ def noloco(
     alpha: float = 0.5,
     beta: float = 0.7,
     gamma: float = 0.7,
+    gossip_rounds: int = 1,
     **options: Unpack[Options],
 ) -> Algorithm:
     """Train locally for H steps, then step along the neighbors' mean progress and toward their slow parameters.
@@ -77,13 +78,14 @@ def noloco(
         alpha: α in [0, 1].
         beta: β > 0.
         gamma: γ > 0.
+        gossip_rounds: R >= 1; more than one are fast gossip averaging, on one symmetric mixing matrix (`kit.Worker.mix`).
         options: `bucket_mb`, `wire_dtype`; see `Options`.
 
     Raises:
         ValueError: H < 1, α outside [0, 1], β or γ not positive, a push-sum topology, or one that
             has phases in which nothing is sent.
     """
-    worker = Worker(loss_fn, optimizer, topology, **options)
+    worker = Worker(loss_fn, optimizer, topology, gossip_rounds=gossip_rounds, **options)
     require_whole("noloco", inner_steps=inner_steps)
     require_fractions("noloco", alpha=alpha)
     require_positive("noloco", beta=beta, gamma=gamma)

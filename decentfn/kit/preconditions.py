@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -43,6 +44,19 @@ def require_static_symmetric(call: str, topology: Topology) -> None:
             f"{call}: the mixing matrix of {topology.name!r} differs from its transpose by {asymmetry:.3g}, but the method "
             "needs W = Wᵀ; use an undirected topology such as 'static-ring', or gradient_tracking."
         )
+
+
+def fast_gossip_momentum(call: str, topology: Topology) -> float:
+    """Return η of fast gossip averaging, `(1 - √(1-β²)) / (1 + √(1-β²))`, β the second-largest singular value of W.
+
+    Raises:
+        ValueError: `topology` does not have one symmetric mixing matrix.
+    Source: Liu, Morse, 2011; Sun, Yuan, 2026 (arXiv:2606.07496).
+    """
+    require_static_symmetric(call, topology)
+    away = mixing_matrix(topology, 0) - 1 / topology.num_workers
+    root = math.sqrt(max(0.0, 1 - float(torch.linalg.matrix_norm(away, 2)) ** 2))
+    return (1 - root) / (1 + root)
 
 
 def require_static(call: str, topology: Topology, why: str, way_out: str) -> None:

@@ -21,6 +21,7 @@ from decentfn.core.context import context
 from decentfn.core.trees import PyTree
 from decentfn.gradient import DynamicLossScale, Gradient, LossFn, evaluate, where_good, within_worker_of
 from decentfn.kit.options import DEFAULTS, Options, require_arguments
+from decentfn.kit.preconditions import fast_gossip_momentum, require_whole
 from decentfn.kit.start import lay_out
 from decentfn.kit.state import Local, Metrics, State
 from decentfn.kit.step import Algorithm, Step
@@ -35,6 +36,7 @@ class Worker:
         loss_fn: the loss, possibly accumulated or scaled.
         optimizer: a pair `(init, update)`.
         topology: the schedule.
+        gossip_rounds: R, the rounds of each `mix`, >= 1; more than one need one symmetric mixing matrix.
         shows_mix: True if the algorithm collects before it updates and passes `posted` to `update`; otherwise a
             mix-aware optimizer is refused.
         options: see `Options`.
@@ -49,10 +51,16 @@ class Worker:
         optimizer: Any,
         topology: Topology,
         *,
+        gossip_rounds: int = 1,
         shows_mix: bool = False,
         **options: Unpack[Options],
     ) -> None:
         require_arguments(loss_fn, optimizer, topology, shows_mix, options)
+        require_whole("Worker", gossip_rounds=gossip_rounds)
+        self.gossip_rounds = gossip_rounds
+        self.gossip_momentum = (
+            fast_gossip_momentum(f"gossip_rounds={gossip_rounds}", topology) if gossip_rounds > 1 else 0.0
+        )
         self.within_worker = within_worker_of(loss_fn)
         self.scaling = loss_fn if isinstance(loss_fn, DynamicLossScale) else None
         self.loss_fn = loss_fn if self.scaling is None else self.scaling.loss_fn
@@ -181,8 +189,19 @@ class Worker:
         return gossip.post(x, row, wire_dtype=self.wire_dtype)
 
     def mix(self, x: Buckets, t: Tensor, topology: Topology | None = None) -> Buckets:
-        """Return `W x` of step `t`; arguments as for `post`."""
-        return collect(self.post(x, t, topology))
+        """Return `W x` of step `t`; arguments as for `post`.
+
+        With R = `gossip_rounds` > 1 it is fast gossip averaging (Liu, Morse, 2011), R messages one after another:
+        `a_{r+1} = W a_r + η (W a_r - a_{r-1})`, `a_{-1} = a_0 = x`.
+        """
+        before = x
+        for _ in range(self.gossip_rounds):
+            posted = self.post(x, t, topology)
+            mixed = collect(posted)
+            if self.gossip_rounds == 1:
+                return mixed
+            before, x = x, _extrapolated(mixed, gossip.repaired(posted, before, mixed), self.gossip_momentum)
+        return x
 
     def mean(self, x: Buckets, t: Tensor, everyone: Topology | None = None) -> Buckets:
         """Average `x`, rounded as it is sent, over all workers: the same result on each, in the dtypes of `x`.
@@ -190,6 +209,10 @@ class Worker:
         `everyone` is a schedule of means over all workers; if it rests, the result is `x`, rounded.
         """
         return gossip.mean(x, everyone or self.everyone, t, wire_dtype=self.wire_dtype)
+
+
+def _extrapolated(mixed: Buckets, before: Buckets, eta: float) -> Buckets:
+    return each(lambda mixed, before: (mixed + eta * (mixed - before)).to(mixed.dtype), mixed, before)
 
 
 def _after(batch: PyTree, posted: Posted | Sequence[Posted]) -> PyTree:
