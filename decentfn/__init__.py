@@ -17,6 +17,7 @@ from decentfn.algorithms.adapt_while_communicate import adapt_while_communicate
 from decentfn.algorithms.all_reduce import all_reduce
 from decentfn.algorithms.beer import beer
 from decentfn.algorithms.choco_sgd import choco_sgd
+from decentfn.algorithms.clipped_gossip import clipped_gossip
 from decentfn.algorithms.d2 import d2
 from decentfn.algorithms.decentlam import decentlam
 from decentfn.algorithms.deep_squeeze import deep_squeeze
@@ -95,6 +96,7 @@ __all__ = [
     "checkpoint",
     "choco_sgd",
     "clip_by_global_norm",
+    "clipped_gossip",
     "compile",
     "compressors",
     "consensus_buffers",

@@ -87,7 +87,7 @@ ROWS: dict[str, Subject] = {
         df.adapt_while_communicate, on("one-peer-exp"), {"update_at": "mixed"}
     ),
     "adapt_then_combine": Subject(df.adapt_then_combine, on("one-peer-exp")),
-    "adapt_then_combine, fast gossip": Subject(df.adapt_then_combine, on("static-ring"), {"gossip_rounds": 3}),
+    "clipped_gossip": Subject(df.clipped_gossip, on("static-exp"), laws=()),
     "all_reduce": Subject(df.all_reduce, on("complete"), laws=(replicas_stay_equal,), starts_equal=True),
     "gradient_tracking, atc": Subject(df.gradient_tracking, on("one-peer-exp"), {"form": "atc"}, laws=_tracking),
     "gradient_tracking, awc": Subject(df.gradient_tracking, on("static-exp"), {"form": "awc"}, laws=_tracking),

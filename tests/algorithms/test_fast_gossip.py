@@ -7,6 +7,8 @@ import pytest
 import torch
 
 import decentfn as df
+from decentfn.testing import PROMISES, Subject, try_promise
+from tests import contract
 from tests.quadratics import STEPS, Sgd, build, loss, problem, random_symmetric, run, static_ring
 
 N = 6
@@ -70,6 +72,13 @@ def test_disagreement_after_several_rounds_beats_plain_gossip(n):
     expected = math.sqrt(eta) ** rounds * (1 + rounds * (1 - math.sqrt(eta)))
     assert left == pytest.approx(expected, rel=1e-6)
     assert left < 0.7 * beta**rounds
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("promise", ["interpreters_agree", "traced_ranks_agree", "scales_the_loss"])
+def test_fast_gossip_keeps_the_contract_on_ranks(promise):
+    topology = contract.on("static-ring")
+    assert try_promise(PROMISES[promise], Subject(df.gradient_tracking, topology, {"gossip_rounds": 3})) is None
 
 
 def test_a_schedule_without_one_symmetric_matrix_is_refused():
