@@ -138,6 +138,8 @@ BASES = {
             G.later: [2, RING],
             G.nth_round: [0, 2, RING],
             G.pga: [2, RING],
+            G.shuffled: [RING],
+            G.until: [2, RING, RING],
         },
     ),
     df: (
@@ -178,6 +180,9 @@ BASES = {
 }
 """Valid calls of each function, and the use of their results."""
 OPTIONS = {
+    df.beer: {"compressor": C.top_k(0.5), "gamma": 0.3},
+    df.motef: {"compressor": C.top_k(0.5), "gamma": 0.3},
+    df.sparse_loco: {"compressor": None},
     df.choco_sgd: {"compressor": C.top_k(0.5), "gamma": 0.3},
     df.deep_squeeze: {"compressor": C.top_k(0.5), "gamma": 0.3},
     df.demo: {"compressor": None},

@@ -1,4 +1,4 @@
-"""MoTEF: BEER with momentum, for stochastic gradients (Islamov, Gao, Stich, 2024; arXiv:2410.23910).
+"""MoTEF: BEER with momentum, for stochastic gradients (Islamov, Gao, Stich, ICLR 2025; arXiv:2405.20114).
 
     h⁺ = h + C(x - h)
     s⁺ = s + C(v - s)

@@ -15,7 +15,12 @@ from decentfn.testing import on_ranks
 
 ALGORITHMS = df.algorithms.__all__
 TOPOLOGY = "chain"
-NEEDED = {"compressor": (compressors.top_k(0.25), compressors.top_k(0.5)), "gamma": (0.3, 0.4)}
+NEEDED = {
+    "compressor": (compressors.top_k(0.25), compressors.top_k(0.5)),
+    "gamma": (0.3, 0.4),
+    "eta": (None, 0.1),
+    "tau": (None, 0.5),
+}
 """Two values of what has no default, or one that does not show its kind."""
 OPTIONS = {"bucket_mb": (25.0, 1.0), "wire_dtype": (None, torch.bfloat16)}
 
