@@ -90,7 +90,8 @@ def clipped_gossip(
         differences = _differences(posted)
         if not differences:
             return State(y, local), g.metrics
-        distances = torch.stack([global_norm(z) for z in differences]).to(torch.float64)
+        # In float64: a norm scales buckets of all dtypes.
+        distances = torch.stack([global_norm(each(Tensor.double, z)) for z in differences])
         weights = posted.row.weights[1:]
         radius = _radius(distances, weights, hostile) if tau is None else at(tau, t, y)
         shares = weights * torch.where(distances > radius, radius / distances, 1.0)
