@@ -175,6 +175,20 @@ class Worker:
         denials = gossip.mean(loose([(~claim).to(torch.float32).view(1)]), self.everyone, t)
         return denials[0][0] == 0
 
+    def share(self, weight: Tensor, t: Tensor, everyone: Topology | None = None) -> Tensor:
+        """Return `w / mean_j w_j` (0-d float64), whose mean over all workers is 1; 0 if all weights are 0.
+
+        The mean of `share * x` is the weighted mean of x. Exchanges one number, for which all wait.
+
+        Args:
+            weight: w >= 0, 0-d, such as the number of tokens in this worker's batch; 0 leaves the worker out.
+            t: the step.
+            everyone: as for `mean`.
+        """
+        own = weight.detach().to(torch.float64).reshape(1)
+        mean = gossip.mean(loose([own]), everyone or self.everyone, t)[0][0]
+        return torch.where(mean > 0, own[0] / mean, torch.zeros_like(mean))
+
     def post(self, x: Buckets, t: Tensor, topology: Topology | None = None) -> Posted:
         """Start to send `x` to the neighbors of step `t`.
 

@@ -49,6 +49,7 @@ def two_values(name, parameter):
 
 def hyperparameters(name):
     own = [p for p in inspect.signature(getattr(df, name)).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    own = [p for p in own if p.name != "weight"]  # a function of the loss's aux has no values to compare
     yield from ((p.name, two_values(name, p)) for p in own)
     for option, (default, other) in OPTIONS.items():
         try:
