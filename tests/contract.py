@@ -125,7 +125,7 @@ ROWS: dict[str, Subject] = {
     ),
     "deep_squeeze": Subject(df.deep_squeeze, on("one-peer-exp"), {"compressor": _sign, "gamma": 0.3}),
     "demuon": Subject(df.demuon, on("one-peer-exp"), laws=(mean_is_preserved, trackers_follow_averages)),
-    "a2cid2": Subject(df.a2cid2, on("ring"), laws=(mean_is_preserved, copies_share_their_mean)),
+    "a2cid2": Subject(df.a2cid2, on("random-matching"), laws=(mean_is_preserved, copies_share_their_mean)),
     "power_gossip": Subject(df.power_gossip, on("static-ring")),
     # Cosine transforms of many tiles take minutes to compile.
     "demo": Subject(
