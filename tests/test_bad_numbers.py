@@ -118,7 +118,10 @@ BASES = {
             T.clip_by_bucket_norm: [1.0],
         },
     ),
-    C: (compressor, {f: [] for f in (C.sign, C.quantize, C.qsgd, C.top_k, C.random_k, C.low_rank, C.dct_top_k)}),
+    C: (
+        compressor,
+        {f: [] for f in (C.sign, C.quantize, C.qsgd, C.top_k, C.chunk_top_k, C.random_k, C.low_rank, C.dct_top_k)},
+    ),
     G: (
         topology,
         {
@@ -203,7 +206,7 @@ ELSEWHERE = {
     ],
     "pictures": ["graph", "matrix"],
     "of a step": ["collect", "difference", "scale"],
-    "testing": ["on_ranks"],
+    "testing": ["hostile", "on_ranks"],
     "Decent-DP": ["clip_by_buckets", "after_forgotten_revert"],
 }
 """Functions that also take numbers, but are tried in their own tests."""
