@@ -29,6 +29,7 @@ from decentfn.kit import (
     unless_bad,
     where,
 )
+from decentfn.optim.transforms.transform import require_descent, require_pair, wants_mix
 from decentfn.topologies import Topology, every, later
 
 
@@ -71,6 +72,16 @@ def local_steps(
         return State(where(due, new, theta), local, memory), g.metrics
 
     return step
+
+
+def require_outer(call: str, outer_optimizer: Any) -> None:
+    """Raise ValueError unless the outer optimizer is a pair that descends and does not want the mix."""
+    require_pair(f"{call}(outer_optimizer)", outer_optimizer)
+    require_descent(outer_optimizer)
+    if wants_mix(outer_optimizer):
+        raise ValueError(
+            f"{call}(outer_optimizer=MixAware(...)): an outer step does not show the mix; use df.sgd(0.7)."
+        )
 
 
 def progress(phi: Buckets, theta: Buckets) -> Buckets:

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 import decentfn as df
+from decentfn import kit
 from decentfn.testing import PROMISES, Subject, try_promise
 from tests import contract
-from tests.quadratics import STEPS, Sgd, build, loss, problem, random_symmetric, run, static_ring
+from tests.quadratics import STEPS, Sgd, batch, build, loss, problem, random_symmetric, run, start, static_ring
 
 N = 6
 OFFERED = {
@@ -72,6 +73,18 @@ def test_disagreement_after_several_rounds_beats_plain_gossip(n):
     expected = math.sqrt(eta) ** rounds * (1 + rounds * (1 - math.sqrt(eta)))
     assert left == pytest.approx(expected, rel=1e-6)
     assert left < 0.7 * beta**rounds
+
+
+def test_a_guarded_worker_with_bad_parameters_takes_its_neighbors_mix():
+    W = static_ring(N)
+    algorithm = df.guard(df.adapt_then_combine(loss, Sgd(0.0), df.topologies.from_matrices("W", W), gossip_rounds=3))
+    p = problem(N)
+    state = start(algorithm, p)
+    bad = state.params[0].clone()
+    bad[2] = torch.nan
+    state = state._replace(params=kit.Buckets([bad], state.params.plan))
+    end, _ = df.simulate(algorithm.step, N)(state, batch(p), 0)
+    assert torch.isfinite(end.params[0]).all()
 
 
 @pytest.mark.thorough

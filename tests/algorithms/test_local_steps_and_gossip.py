@@ -89,9 +89,8 @@ def test_gasloc_follows_its_equation(matrices):
 @schedules
 def test_factored_gossip_diloco_follows_its_equation(matrices):
     p = problem(N)
-    built = build(
-        df.factored_gossip_diloco, p, matrices, LR, inner_steps=H, outer_learning_rate=0.6, outer_momentum=0.8
-    )
+    outer = df.sgd(0.6, momentum=0.8, nesterov=True)
+    built = build(df.factored_gossip_diloco, p, matrices, LR, inner_steps=H, outer_optimizer=outer)
     agree(run(built, p, STEPS), factored_loop(p, matrices, 0.6, 0.8))
 
 
@@ -148,14 +147,35 @@ def test_the_papers_compressor_of_sparse_loco_learns():
     assert np.linalg.norm(xs[-1].mean(0) - optimum) < 0.2 * np.linalg.norm(xs[0].mean(0) - optimum)
 
 
+def test_the_outer_optimizer_may_be_any_transform():
+    p = problem(N, starts_equal=True)
+    topology = df.topologies.alternate(df.topologies.idle(N), df.topology("complete", N))
+    algorithm = df.factored_gossip_diloco(
+        loss, Sgd(LR), topology, inner_steps=H, outer_optimizer=df.sgd(0.5, momentum=0.6)
+    )
+    phi = torch.tensor(p.start[0], requires_grad=True)
+    outer = torch.optim.SGD([phi], lr=0.5, momentum=0.6)
+    for _ in range(STEPS // H):
+        theta = np.repeat(phi.detach().numpy()[None], N, 0)
+        for _ in range(H):
+            theta = theta - LR * p.gradients(theta)
+        phi.grad = phi.detach() - torch.tensor(theta.mean(0))
+        outer.step()
+    agree(run(algorithm, p, STEPS)[-1], np.tile(phi.detach().numpy(), (N, 1)), 1e-12)
+
+
 def test_preconditions_say_what_to_do():
     p = problem(4)
     for algorithm in (df.gasloc, df.factored_gossip_diloco):
         name = algorithm.__name__
         with pytest.raises(ValueError, match=rf"{name}.*column-stochastic.*stochastic_gradient_push"):
             build(algorithm, p, random_column_stochastic(4, 1, seed=0))
-        with pytest.raises(ValueError, match=rf"{name}\(outer_momentum=2.0\)"):
-            build(algorithm, p, static_ring(4), outer_momentum=2.0)
+    with pytest.raises(ValueError, match=r"gasloc\(outer_momentum=2.0\)"):
+        build(df.gasloc, p, static_ring(4), outer_momentum=2.0)
+    with pytest.raises(ValueError, match=r"factored_gossip_diloco\(outer_optimizer\).*init"):
+        build(df.factored_gossip_diloco, p, static_ring(4), outer_optimizer=0.7)
+    with pytest.raises(ValueError, match=r"point along the gradient"):
+        build(df.factored_gossip_diloco, p, static_ring(4), outer_optimizer=df.transforms.trace(0.9))
     with pytest.raises(ValueError, match=r"sparse_loco\(inner_steps=0\)"):
         build(df.sparse_loco, p, static_ring(4), inner_steps=0)
     with pytest.raises(ValueError, match=r"sparse_loco\(wire_dtype=.*compressor"):
