@@ -20,6 +20,7 @@ from decentfn.algorithms.choco_sgd import choco_sgd
 from decentfn.algorithms.clipped_gossip import clipped_gossip
 from decentfn.algorithms.d2 import d2
 from decentfn.algorithms.decentlam import decentlam
+from decentfn.algorithms.decoupled_diloco import decoupled_diloco
 from decentfn.algorithms.deep_squeeze import deep_squeeze
 from decentfn.algorithms.demo import demo
 from decentfn.algorithms.demuon import demuon
@@ -105,6 +106,7 @@ __all__ = [
     "d2",
     "data",
     "decentlam",
+    "decoupled_diloco",
     "deep_squeeze",
     "demo",
     "demuon",

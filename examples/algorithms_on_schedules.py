@@ -24,7 +24,7 @@ import decentfn as df
 ALPHA, FAILS = 0.1, 0.8
 STATIC = "static-ring"
 SLOWER = (1 / 4, 1 / 16)
-EVERYONE = ("all_reduce", "demo", "diloco", "sparse_loco", "streaming_diloco")
+EVERYONE = ("all_reduce", "decoupled_diloco", "demo", "diloco", "sparse_loco", "streaming_diloco")
 """They average over all workers whatever the topology is: run once."""
 
 COMPRESSED = {"compressor": df.compressors.top_k(0.25), "gamma": 0.4}
@@ -32,6 +32,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "beer": COMPRESSED,
     "choco_sgd": COMPRESSED,
     "deep_squeeze": COMPRESSED,
+    "decoupled_diloco": {"inner_steps": 20},
     "diloco": {"inner_steps": 10},
     "factored_gossip_diloco": {"inner_steps": 10},
     "gasloc": {"inner_steps": 10},

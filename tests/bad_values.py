@@ -44,6 +44,7 @@ MENDED = {
     "diloco": _OUTER,
     "streaming_diloco": _OUTER,
     "noloco": _OUTER,
+    "decoupled_diloco": _OUTER,
     "gasloc": _OUTER,
     "factored_gossip_diloco": _OUTER,
     "sparse_loco": _OUTER,

@@ -148,6 +148,13 @@ ROWS: dict[str, Subject] = {
         laws=(outer_parameters_stay_equal,),
         starts_equal=True,
     ),
+    "decoupled_diloco": Subject(
+        df.decoupled_diloco,
+        on("complete"),
+        {"inner_steps": 4, "num_fragments": 2},
+        laws=(outer_parameters_stay_equal,),
+        starts_equal=True,
+    ),
     "noloco": Subject(df.noloco, on("random-matching"), {"inner_steps": 2}),
     "gasloc": Subject(df.gasloc, on("random-matching"), {"inner_steps": 2, "outer_momentum": 0.5}),
     "factored_gossip_diloco": Subject(df.factored_gossip_diloco, on("one-peer-exp"), {"inner_steps": 2}),

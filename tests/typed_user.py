@@ -52,6 +52,7 @@ def algorithms(topology: df.Topology, optimizer: df.Transform) -> df.Algorithm:
         df.clipped_gossip(loss_fn, optimizer, topology),
         df.d2(loss_fn, optimizer, topology),
         df.decentlam(loss_fn, optimizer, topology),
+        df.decoupled_diloco(loss_fn, optimizer, topology),
         df.deep_squeeze(loss_fn, optimizer, topology, compressor=compressor, gamma=0.1),
         df.demo(loss_fn, optimizer, topology),
         df.demuon(loss_fn, optimizer, topology),

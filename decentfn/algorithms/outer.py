@@ -129,7 +129,10 @@ class Fragments:
 
     def turn(self, like: Buckets, schedules: Sequence[Topology], t: Tensor) -> Buckets:
         """Return a mask of the elements whose fragment's schedule is active in step t."""
-        dues = [is_active(schedule, t, like) for schedule in schedules]
+        return self.mask(like, [is_active(schedule, t, like) for schedule in schedules])
+
+    def mask(self, like: Buckets, dues: Sequence[Tensor]) -> Buckets:
+        """Return a mask of the elements whose fragment is due, from a 0-d bool for each fragment."""
         pairs = zip(dues, self.split(list(like)), strict=True)
         slices = [[due.expand(piece.shape) for piece in fragment] for due, fragment in pairs]
         return self.join(slices, like.plan)
