@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
-from decentfn.algorithms.outer import Fragments, progress
+from decentfn.algorithms.outer import Fragments, no_weight, progress
 from decentfn.comm import gossip
 from decentfn.core.buckets import loose
 from decentfn.core.trees import PyTree
@@ -57,8 +57,8 @@ class Memory(NamedTuple):
 
     phi: Buckets  # outer parameters, the same on all workers
     b: Buckets  # outer momentum, likewise
-    tokens: Tensor  # [P] float64, this worker's since each fragment's last merge
-    steps: Tensor  # [P] float64, its steps with tokens since then
+    tokens: Tensor  # [P], this worker's since each fragment's last merge
+    steps: Tensor  # [P], its steps with tokens since then
     averaged = ("phi", "b", "tokens", "steps")  # over the workers, by df.resize
 
     def restart(self, x: Buckets) -> Memory:
@@ -120,14 +120,14 @@ def decoupled_diloco(
     schedules = fragments.schedules(-1)
 
     def start(x: Buckets) -> Memory:
-        none = torch.zeros(num_fragments, dtype=torch.float64, device=x[0].device)
-        return Memory(copy_wide(x), zeros_like(x), none, none.clone())
+        counts = (no_weight(x, num_fragments) for _ in range(2))
+        return Memory(copy_wide(x), zeros_like(x), *counts)
 
     def merged(delta: Buckets, tokens: Tensor, steps: Tensor, t: Tensor) -> tuple[Buckets, Tensor]:
         """Return Δ of all fragments, and whether each one is due, [P] bool."""
         means, dues = [], []
         for p, (pieces, schedule) in enumerate(zip(fragments.split(list(delta)), schedules, strict=True)):
-            own = torch.stack([tokens[p] ** 2 / steps[p].clamp(min=1), (steps[p] > 0).to(torch.float64)])
+            own = torch.stack([tokens[p] ** 2 / steps[p].clamp(min=1), (steps[p] > 0).to(steps.dtype)])
             weight, trained = gossip.mean(loose([own]), schedule, t)[0].unbind()
             share = once(torch.where(weight > 0, own[0] / weight, torch.zeros_like(weight)))
             sent = [
@@ -143,7 +143,7 @@ def decoupled_diloco(
         g, local = worker.gradient(theta, state.local, batch, t)
         u, local = worker.update(g.grads, g, local, theta)
         theta = unless_bad(add(theta, u), lambda: phi)
-        now = torch.ones_like(tokens[0]) if weight is None else weight(g.aux).detach().to(torch.float64)
+        now = torch.ones_like(tokens[0]) if weight is None else weight(g.aux).detach().to(tokens.dtype)
         tokens, steps = tokens + now, steps + (now > 0)
         delta, due = merged(progress(phi, theta), tokens, steps, t)
         b_new = each(lambda b, delta: beta * b + delta, b, delta)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
-from decentfn.algorithms.outer import after_steps, local_steps, outer_gradient, progress, to_send
+from decentfn.algorithms.outer import after_steps, local_steps, no_weight, outer_gradient, progress, to_send
 from decentfn.core.trees import PyTree
 from decentfn.kit import (
     Algorithm,
@@ -44,7 +44,7 @@ class Memory(NamedTuple):
 
     phi: Buckets  # outer parameters, the same on all workers
     b: Buckets  # outer momentum, likewise
-    weight: Tensor | None = None  # 0-d float64: this worker's weight since the last outer step; None if all are equal
+    weight: Tensor | None = None  # 0-d: this worker's weight since the last outer step; None if all are equal
     averaged = ("phi", "b", "weight")  # over the workers, by df.resize
 
     def restart(self, x: Buckets) -> Memory:
@@ -97,8 +97,7 @@ def diloco(
     must_equal = () if wire is None and weight is None else ("params",)
 
     def start(x: Buckets) -> Memory:
-        none = None if weight is None else torch.zeros((), dtype=torch.float64, device=x[0].device)
-        return Memory(copy_wide(x), zeros_like(x), none)
+        return Memory(copy_wide(x), zeros_like(x), None if weight is None else no_weight(x))
 
     def mean_progress(phi: Buckets, theta: Buckets, own: Tensor | None, t: Tensor) -> Buckets:
         if own is None:

@@ -6,6 +6,7 @@ nothing. One graph serves both kinds of step.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ from decentfn.kit import (
     is_active,
     unless_bad,
     where,
+    wide,
 )
 from decentfn.optim.transforms.transform import require_descent, require_pair, wants_mix
 from decentfn.topologies import Topology, every, later
@@ -64,7 +66,7 @@ def local_steps(
         u, local = worker.update(g.grads, g, local, theta)
         theta = unless_bad(add(theta, u), lambda: memory.phi)
         if weight is not None:
-            memory = memory._replace(weight=memory.weight + weight(g.aux).detach().to(torch.float64))
+            memory = memory._replace(weight=memory.weight + weight(g.aux).detach().to(memory.weight.dtype))
         due = is_active(schedule, t, theta)
         mixed = () if posted is None else (collect(posted, after=g.grads),)
         new, memory_new = outer(theta, memory, t, *mixed)
@@ -72,6 +74,12 @@ def local_steps(
         return State(where(due, new, theta), local, memory), g.metrics
 
     return step
+
+
+def no_weight(x: Buckets, *shape: int) -> Tensor:
+    """Return zeros of this shape, to count tokens in: float32, or float64 if any of the parameters are."""
+    dtype = functools.reduce(torch.promote_types, [wide(b.dtype) for b in x])
+    return torch.zeros(shape, dtype=dtype, device=x[0].device)
 
 
 def require_outer(call: str, outer_optimizer: Any) -> None:
