@@ -147,6 +147,14 @@ def test_the_papers_compressor_of_sparse_loco_learns():
     assert np.linalg.norm(xs[-1].mean(0) - optimum) < 0.2 * np.linalg.norm(xs[0].mean(0) - optimum)
 
 
+def test_factored_gossip_diloco_without_its_second_mix_never_waits_and_takes_its_outer_step():
+    p, ring = problem(N), static_ring(N)
+    topology = df.topologies.alternate(df.topologies.from_matrices("ring", ring), df.topologies.idle(N))
+    outer = df.sgd(0.6, momentum=0.8, nesterov=True)
+    algorithm = df.factored_gossip_diloco(loss, Sgd(LR), topology, inner_steps=H, outer_optimizer=outer)
+    agree(run(algorithm, p, STEPS), factored_loop(p, np.stack([ring[0], np.eye(N)]), 0.6, 0.8))
+
+
 def test_the_outer_optimizer_may_be_any_transform():
     p = problem(N, starts_equal=True)
     topology = df.topologies.alternate(df.topologies.idle(N), df.topology("complete", N))
