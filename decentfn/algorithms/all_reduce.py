@@ -14,7 +14,7 @@ from typing import Any, Unpack
 from torch import Tensor
 
 from decentfn.core.trees import PyTree
-from decentfn.kit import Algorithm, LossFn, Metrics, Options, State, Worker, add, algorithm, scale
+from decentfn.kit import Algorithm, LossFn, Metrics, Options, State, Worker, add, algorithm, require_weight, scale
 from decentfn.topologies import Topology
 
 
@@ -38,12 +38,14 @@ def all_reduce(
         topology: only its `num_workers` counts.
         weight: function from the loss's aux to this worker's weight in the mean, 0-d and >= 0, such as
             `lambda aux: aux["tokens"]`; 0 leaves the worker out. None: all weights are equal.
+            Not with `df.autograd`.
         options: `bucket_mb`, `wire_dtype`; see `Options`.
 
     Raises:
         ValueError: from `init`, unequal replicas; make them equal with `df.broadcast`.
     """
     worker = Worker(loss_fn, optimizer, topology, **options)
+    require_weight("all_reduce", weight, loss_fn)
 
     def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
         x = state.params

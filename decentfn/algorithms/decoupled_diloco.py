@@ -44,6 +44,7 @@ from decentfn.kit import (
     once,
     require_fractions,
     require_positive,
+    require_weight,
     require_whole,
     unless_bad,
     where,
@@ -98,13 +99,14 @@ def decoupled_diloco(
         outer_learning_rate: η > 0.
         outer_momentum: β in [0, 1], Nesterov's.
         weight: function from the loss's aux to this worker's number of tokens in a step, 0-d and >= 0; 0: it did not
-            train, and its progress does not count. None: 1 in every step.
+            train, and its progress does not count. None: 1 in every step. Not with `df.autograd`.
         options: `bucket_mb`, `wire_dtype`; see `Options`.
 
     Raises:
         ValueError: a hyperparameter outside its range; from `init`, unequal parameters.
     """
     worker = Worker(loss_fn, optimizer, topology, **options)
+    require_weight("decoupled_diloco", weight, loss_fn)
     require_whole("decoupled_diloco", inner_steps=inner_steps, num_fragments=num_fragments, quorum=quorum)
     require_positive("decoupled_diloco", outer_learning_rate=outer_learning_rate)
     require_fractions("decoupled_diloco", outer_momentum=outer_momentum)

@@ -15,6 +15,7 @@ from decentfn.core.buckets import Plan
 from decentfn.core.formatting import brief
 from decentfn.core.numbers import real, whole_number
 from decentfn.core.scalars import once
+from decentfn.gradient import LossFn, is_by_autograd
 from decentfn.optim.transforms.basic import Scalar
 from decentfn.topologies import Topology, mixing_matrix
 
@@ -93,6 +94,22 @@ def require_contraction(call: str, compressor: Compressor, plan: Plan) -> None:
                 "below 1, so the error that is fed back may grow; use smaller chunks or more levels, or a contraction "
                 "such as top_k or sign."
             )
+
+
+def require_weight(call: str, weight: object, loss_fn: LossFn) -> None:
+    """Raise ValueError unless `weight` is None, or a function and the step can read the loss's aux."""
+    if weight is None:
+        return
+    if not callable(weight):
+        raise ValueError(
+            f"{call}(weight={brief(weight)}): expected a function from the loss's aux to this worker's weight, such as "
+            'lambda aux: aux["tokens"], or None.'
+        )
+    if is_by_autograd(loss_fn):
+        raise ValueError(
+            f"{call}(df.autograd(loss_fn), weight=...): the weight comes from the loss's aux, which df.autograd returns only "
+            "after the step; pass the loss without df.autograd."
+        )
 
 
 def at(scalar: Scalar, t: Tensor, like: Iterable[Tensor]) -> float | Tensor:

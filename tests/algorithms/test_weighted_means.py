@@ -100,3 +100,12 @@ def test_a_worker_of_weight_0_is_left_out(algorithm, options, loop):
     np.testing.assert_allclose(zero[::H, :3], without[::H], rtol=0, atol=1e-12)
     nobody = run(built(algorithm, **options), p, lambda t: np.zeros(N))
     np.testing.assert_allclose(nobody[-2 if algorithm is df.diloco else -1], p.start, atol=1e-14)
+
+
+@each_method
+def test_a_weight_that_cannot_be_computed_is_refused(algorithm, options, loop):
+    name = algorithm.__name__
+    with pytest.raises(ValueError, match=rf"{name}\(weight=3.0\): expected a function"):
+        built(algorithm, weight=3.0, **options)
+    with pytest.raises(ValueError, match=rf"{name}\(df.autograd\(loss_fn\), weight=...\)"):
+        algorithm(df.autograd(weighed), Sgd(LR), df.topology("complete", N), weight=lambda tokens: tokens, **options)
