@@ -11,19 +11,27 @@ import warnings
 from typing import Any
 
 from decentfn import algorithms, compressors, errors, kit, planning, plots, testing, topologies
+from decentfn.algorithms.a2cid2 import a2cid2
 from decentfn.algorithms.adapt_then_combine import adapt_then_combine
 from decentfn.algorithms.adapt_while_communicate import adapt_while_communicate
 from decentfn.algorithms.all_reduce import all_reduce
+from decentfn.algorithms.beer import beer
 from decentfn.algorithms.choco_sgd import choco_sgd
+from decentfn.algorithms.clipped_gossip import clipped_gossip
 from decentfn.algorithms.d2 import d2
 from decentfn.algorithms.decentlam import decentlam
+from decentfn.algorithms.decoupled_diloco import decoupled_diloco
 from decentfn.algorithms.deep_squeeze import deep_squeeze
 from decentfn.algorithms.demo import demo
+from decentfn.algorithms.demuon import demuon
 from decentfn.algorithms.diloco import diloco
 from decentfn.algorithms.exact_diffusion import exact_diffusion
 from decentfn.algorithms.extra import extra
+from decentfn.algorithms.factored_gossip_diloco import factored_gossip_diloco
+from decentfn.algorithms.gasloc import gasloc
 from decentfn.algorithms.gradient_tracking import gradient_tracking
 from decentfn.algorithms.momentum_tracking import momentum_tracking
+from decentfn.algorithms.motef import motef
 from decentfn.algorithms.noloco import noloco
 from decentfn.algorithms.power_gossip import power_gossip
 from decentfn.algorithms.push_diging import push_diging
@@ -31,6 +39,7 @@ from decentfn.algorithms.quasi_global_adam import quasi_global_adam
 from decentfn.algorithms.quasi_global_momentum import quasi_global_momentum
 from decentfn.algorithms.relay_sgd import relay_sgd
 from decentfn.algorithms.slowmo import slowmo
+from decentfn.algorithms.sparse_loco import sparse_loco
 from decentfn.algorithms.stochastic_gradient_push import stochastic_gradient_push
 from decentfn.algorithms.streaming_diloco import streaming_diloco
 from decentfn.comm.fingerprint import broadcast
@@ -60,7 +69,7 @@ from decentfn.train.consensus import (
 from decentfn.train.evaluation import evaluate, evaluate_replicas
 from decentfn.train.resizing import resize
 from decentfn.train.state_dicts import load_state_dict, state_dict
-from decentfn.wrappers import average_buffers, ema, ema_params, ema_state, guard
+from decentfn.wrappers import average_buffers, ema, ema_params, ema_state, guard, mix_state
 
 __version__ = "0.1.0"
 
@@ -71,6 +80,7 @@ __all__ = [
     "State",
     "Topology",
     "Transform",
+    "a2cid2",
     "accumulate",
     "adam",
     "adamw",
@@ -80,6 +90,7 @@ __all__ = [
     "all_reduce",
     "autograd",
     "average_buffers",
+    "beer",
     "broadcast",
     "buffers",
     "chain",
@@ -87,6 +98,7 @@ __all__ = [
     "checkpoint",
     "choco_sgd",
     "clip_by_global_norm",
+    "clipped_gossip",
     "compile",
     "compressors",
     "consensus_buffers",
@@ -95,8 +107,10 @@ __all__ = [
     "d2",
     "data",
     "decentlam",
+    "decoupled_diloco",
     "deep_squeeze",
     "demo",
+    "demuon",
     "diloco",
     "distance_to_consensus",
     "donate",
@@ -109,7 +123,9 @@ __all__ = [
     "evaluate_replicas",
     "exact_diffusion",
     "extra",
+    "factored_gossip_diloco",
     "functional",
+    "gasloc",
     "gather",
     "gradient_tracking",
     "guard",
@@ -118,8 +134,10 @@ __all__ = [
     "load_state_dict",
     "logs",
     "mean",
+    "mix_state",
     "mixing_matrix",
     "momentum_tracking",
+    "motef",
     "noloco",
     "params",
     "plan",
@@ -138,6 +156,7 @@ __all__ = [
     "sgd",
     "simulate",
     "slowmo",
+    "sparse_loco",
     "stack",
     "state_dict",
     "stochastic_gradient_push",

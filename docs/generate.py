@@ -280,9 +280,14 @@ def accepts(name: str, topology: df.Topology) -> bool:
     return True
 
 
+def probe(name: str) -> df.Topology:
+    """The chain, or the first other topology that the algorithm accepts."""
+    return next(topology for topology in PROBES.values() if accepts(name, topology))
+
+
 def state_size(name: str) -> str:
     """Values of the state per parameter, with an optimizer that keeps none."""
-    state = build(name, PROBES["chain"]).init(torch.zeros(64, 64))
+    state = build(name, probe(name)).init(torch.zeros(64, 64))
     return f"{sum(leaf.numel() for leaf in trees.leaves(state)) / 64**2:.2f}"
 
 
@@ -292,7 +297,7 @@ def distance_to_optimum(name: str) -> float:
     a = torch.linspace(0.6, 1.4, n, dtype=torch.float64)[:, None].repeat(1, 4)
     b = torch.linspace(-1, 1, n, dtype=torch.float64)[:, None] * torch.tensor([1.0, -2.0, 0.5, 1.5])
     b[1] += 1
-    init, step = build(name, PROBES["chain"])
+    init, step = build(name, probe(name))
     state, step = df.stack(init(torch.zeros(4, dtype=torch.float64)), n), df.simulate(step, n)
     for t in range(STEPS):
         state, _ = step(state, (a, b), t)
@@ -367,8 +372,8 @@ SGD with periodic averaging on `df.topologies.every(H, df.topology("complete", N
 ## What each accepts and promises
 
 Found by building each on the topologies named ("push-sum only": columns alone sum to 1), and by running it.
-**state**: values kept per parameter, the parameters included, with plain SGD on a chain of four. **exact**: four workers on a
-chain with quadratics of different minima and curvatures, a constant learning rate and no noise, end within {EXACT:g} of the
+**state**: values kept per parameter, the parameters included, with plain SGD on a chain of four (`a2cid2`: on one-peer-exp). **exact**: four workers there
+with quadratics of different minima and curvatures, a constant learning rate and no noise, end within {EXACT:g} of the
 common minimum after {STEPS} steps (compressor: the larger half; outer steps every four). **biased**: they stop farther
 away, at a distance that shrinks with the learning rate.
 

@@ -6,6 +6,7 @@ python docs/pictures.py overview       only that one
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
 import decentfn as df
+from decentfn.algorithms.a2cid2 import rates
+from decentfn.kit.preconditions import fast_gossip_momentum
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import heterogeneity as experiment  # noqa: E402
@@ -162,7 +165,65 @@ def heterogeneity() -> Figure:
     return experiment.picture(results)
 
 
-PICTURES = {make.__name__: make for make in (posts_and_waits, overview, topologies, heterogeneity)}
+# -- gossip alone ---------------------------------------------------------------------------------------------------------
+
+SIZES, MESSAGES = (16, 32, 64), 400
+
+
+def _disagreement(algorithm: Any, topology: df.Topology, steps: int, **options: Any) -> list[float]:
+    """Distance of random vectors to their mean after each step, relative to the start."""
+    built = algorithm(lambda x, batch: (0 * x).sum(), df.sgd(1.0), topology, **options)
+    n = topology.num_workers
+    vectors = torch.randn(n, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    state, step = df.with_params(df.stack(built.init(vectors[0]), n), vectors), df.simulate(built.step, n)
+    found = [df.consensus_distance(state).item()]
+    for t in range(steps):
+        state, _ = step(state, torch.zeros(n, 1), t)
+        found.append(df.consensus_distance(state).item())
+    return [distance / found[0] for distance in found]
+
+
+def accelerated_gossip() -> Figure:
+    """How fast a ring agrees: pairs and A²CiD², all neighbors and fast gossip averaging, and what theory says."""
+    figure = Figure(figsize=(10.5, 3.6), layout="constrained")
+    rounds = range(0, MESSAGES // 2 + 1, 10)
+    for axes, n in zip(figure.subplots(1, len(SIZES), sharey=True), SIZES, strict=True):
+        pairs, both = df.topologies.shuffled(df.topology("ring", n)), df.topology("static-ring", n)
+        eta = rates(pairs)[0]
+        beta = 1 - df.topologies.certificate(both).spectral_gap
+        root = math.sqrt(fast_gossip_momentum("picture", both))
+        fast = [1.0] + [_disagreement(df.adapt_then_combine, both, 1, gossip_rounds=r)[1] for r in rounds[1:]]
+        gap = 2 * (1 - math.cos(2 * math.pi / n)) / 2  # of the Laplacian of the expected meetings
+        curves = (
+            ("random pairs", GRAY, range(MESSAGES + 1), _disagreement(df.a2cid2, pairs, MESSAGES, eta=0.0)),
+            ("A²CiD² on them", BLUE, range(MESSAGES + 1), _disagreement(df.a2cid2, pairs, MESSAGES)),
+            (
+                "both neighbors",
+                ORANGE,
+                range(0, MESSAGES + 1, 2),
+                _disagreement(df.adapt_then_combine, both, MESSAGES // 2),
+            ),
+            ("fast gossip averaging", GREEN, [2 * r for r in rounds], fast),
+        )
+        theory = (
+            (GRAY, lambda m, gap=gap: (1 - gap / 2) ** (m / 2)),
+            (BLUE, lambda m, eta=eta: math.exp(-eta * m)),
+            (ORANGE, lambda m, beta=beta: beta ** (m / 2)),
+            (GREEN, lambda m, root=root: root ** (m / 2) * (1 + m / 2 * (1 - root))),
+        )
+        for name, color, at, found in curves:
+            axes.semilogy(at, found, color=color, linewidth=2, label=name)
+        for color, bound in theory:
+            axes.semilogy(range(MESSAGES + 1), list(map(bound, range(MESSAGES + 1))), ":", color=color, linewidth=1)
+        axes.set(xlabel="messages sent by a worker", ylim=(1e-6, 1.5), title=f"{n} workers on a ring")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(color="0.9")
+    figure.axes[0].set_ylabel("disagreement")
+    figure.axes[-1].legend(frameon=False, loc="lower left", fontsize=9)
+    return figure
+
+
+PICTURES = {make.__name__: make for make in (posts_and_waits, overview, topologies, heterogeneity, accelerated_gossip)}
 
 
 def main() -> None:

@@ -24,20 +24,26 @@ import decentfn as df
 ALPHA, FAILS = 0.1, 0.8
 STATIC = "static-ring"
 SLOWER = (1 / 4, 1 / 16)
-EVERYONE = ("all_reduce", "demo", "diloco", "streaming_diloco")
+EVERYONE = ("all_reduce", "decoupled_diloco", "demo", "diloco", "sparse_loco", "streaming_diloco")
 """They average over all workers whatever the topology is: run once."""
 
 COMPRESSED = {"compressor": df.compressors.top_k(0.25), "gamma": 0.4}
 OPTIONS: dict[str, dict[str, Any]] = {
+    "beer": COMPRESSED,
     "choco_sgd": COMPRESSED,
     "deep_squeeze": COMPRESSED,
+    "decoupled_diloco": {"inner_steps": 20},
     "diloco": {"inner_steps": 10},
+    "factored_gossip_diloco": {"inner_steps": 10},
+    "gasloc": {"inner_steps": 10},
+    "motef": COMPRESSED,
     "noloco": {"inner_steps": 10},
+    "sparse_loco": {"inner_steps": 10},
     "streaming_diloco": {"inner_steps": 20},
 }
 """Hyperparameters without a default, and outer steps often enough for a short run."""
-OWN_MOMENTUM = ("decentlam", "demo", "momentum_tracking", "quasi_global_adam", "quasi_global_momentum")
-RATES = {"quasi_global_adam": 0.003, "demo": 0.01}
+OWN_MOMENTUM = ("decentlam", "demo", "demuon", "momentum_tracking", "quasi_global_adam", "quasi_global_momentum")
+RATES = {"quasi_global_adam": 0.003, "demo": 0.01, "demuon": 0.01}
 """Those that step by the gradient's sign or so; all others take 0.2."""
 
 

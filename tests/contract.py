@@ -62,6 +62,11 @@ def _differ(one: str, other: str) -> Any:
     return quantity
 
 
+def _copies_differ(state: Any, topology: df.Topology, t: int) -> list[torch.Tensor]:
+    pairs = zip(state.params, state.memory.copy, strict=True)
+    return [x.double().mean(0) - copy.double().mean(0) for x, copy in pairs]
+
+
 def _spread_of_phi(state: Any, topology: df.Topology, t: int) -> list[torch.Tensor]:
     return [b.double().amax(0) - b.double().amin(0) for b in state.memory.phi]
 
@@ -69,6 +74,8 @@ def _spread_of_phi(state: Any, topology: df.Topology, t: int) -> list[torch.Tens
 mass_is_conserved = Law("mass conserved", _mass)
 trackers_follow_gradients = Law("mean(y) = mean(g)", _differ("y", "g"), with_gradients=True)
 trackers_follow_momenta = Law("mean(y) = mean(u)", _differ("y", "u"), with_gradients=True)
+trackers_follow_averages = Law("mean(v) = mean(m)", _differ("v", "m"), with_gradients=True)
+copies_share_their_mean = Law("mean(x̃) = mean(x)", _copies_differ, with_gradients=True)
 outer_parameters_stay_equal = Law("φ equal", _spread_of_phi, with_gradients=True)
 
 _tracking = (mean_is_preserved, trackers_follow_gradients)
@@ -80,6 +87,7 @@ ROWS: dict[str, Subject] = {
         df.adapt_while_communicate, on("one-peer-exp"), {"update_at": "mixed"}
     ),
     "adapt_then_combine": Subject(df.adapt_then_combine, on("one-peer-exp")),
+    "clipped_gossip": Subject(df.clipped_gossip, on("static-exp"), laws=()),
     "all_reduce": Subject(df.all_reduce, on("complete"), laws=(replicas_stay_equal,), starts_equal=True),
     "gradient_tracking, atc": Subject(df.gradient_tracking, on("one-peer-exp"), {"form": "atc"}, laws=_tracking),
     "gradient_tracking, awc": Subject(df.gradient_tracking, on("static-exp"), {"form": "awc"}, laws=_tracking),
@@ -103,7 +111,21 @@ ROWS: dict[str, Subject] = {
     "quasi_global_adam": Subject(df.quasi_global_adam, on("ring"), {"eps": 1e-3}, laws=()),  # or it divides by almost 0
     "decentlam": Subject(df.decentlam, on("static-ring"), {"beta": 0.5}),
     "choco_sgd": Subject(df.choco_sgd, on("static-ring"), {"compressor": _top_k, "gamma": 0.3}),
+    "beer": Subject(
+        df.beer,
+        on("static-ring"),
+        {"compressor": _top_k, "gamma": 0.3},
+        laws=(mean_is_preserved, trackers_follow_averages),
+    ),
+    "motef": Subject(
+        df.motef,
+        on("static-ring"),
+        {"compressor": _sign, "gamma": 0.3, "momentum": 0.5},
+        laws=(mean_is_preserved, trackers_follow_averages),
+    ),
     "deep_squeeze": Subject(df.deep_squeeze, on("one-peer-exp"), {"compressor": _sign, "gamma": 0.3}),
+    "demuon": Subject(df.demuon, on("one-peer-exp"), laws=(mean_is_preserved, trackers_follow_averages)),
+    "a2cid2": Subject(df.a2cid2, on("random-matching"), laws=(mean_is_preserved, copies_share_their_mean)),
     "power_gossip": Subject(df.power_gossip, on("static-ring")),
     # Cosine transforms of many tiles take minutes to compile.
     "demo": Subject(
@@ -126,7 +148,23 @@ ROWS: dict[str, Subject] = {
         laws=(outer_parameters_stay_equal,),
         starts_equal=True,
     ),
+    "decoupled_diloco": Subject(
+        df.decoupled_diloco,
+        on("complete"),
+        {"inner_steps": 4, "num_fragments": 2},
+        laws=(outer_parameters_stay_equal,),
+        starts_equal=True,
+    ),
     "noloco": Subject(df.noloco, on("random-matching"), {"inner_steps": 2}),
+    "gasloc": Subject(df.gasloc, on("random-matching"), {"inner_steps": 2, "outer_momentum": 0.5}),
+    "factored_gossip_diloco": Subject(df.factored_gossip_diloco, on("one-peer-exp"), {"inner_steps": 2}),
+    "sparse_loco": Subject(
+        df.sparse_loco,
+        on("complete"),
+        {"inner_steps": 2, "compressor": _top_k},
+        laws=(outer_parameters_stay_equal,),
+        starts_equal=True,
+    ),
 }
 """A row per algorithm, and per form of it that takes another way; the name up to a comma is the function's."""
 

@@ -118,7 +118,10 @@ BASES = {
             T.clip_by_bucket_norm: [1.0],
         },
     ),
-    C: (compressor, {f: [] for f in (C.sign, C.quantize, C.qsgd, C.top_k, C.random_k, C.low_rank, C.dct_top_k)}),
+    C: (
+        compressor,
+        {f: [] for f in (C.sign, C.quantize, C.qsgd, C.top_k, C.chunk_top_k, C.random_k, C.low_rank, C.dct_top_k)},
+    ),
     G: (
         topology,
         {
@@ -138,6 +141,8 @@ BASES = {
             G.later: [2, RING],
             G.nth_round: [0, 2, RING],
             G.pga: [2, RING],
+            G.shuffled: [RING],
+            G.until: [2, RING, RING],
         },
     ),
     df: (
@@ -178,6 +183,9 @@ BASES = {
 }
 """Valid calls of each function, and the use of their results."""
 OPTIONS = {
+    df.beer: {"compressor": C.top_k(0.5), "gamma": 0.3},
+    df.motef: {"compressor": C.top_k(0.5), "gamma": 0.3},
+    df.sparse_loco: {"compressor": None},
     df.choco_sgd: {"compressor": C.top_k(0.5), "gamma": 0.3},
     df.deep_squeeze: {"compressor": C.top_k(0.5), "gamma": 0.3},
     df.demo: {"compressor": None},
@@ -198,7 +206,7 @@ ELSEWHERE = {
     ],
     "pictures": ["graph", "matrix"],
     "of a step": ["collect", "difference", "scale"],
-    "testing": ["on_ranks"],
+    "testing": ["hostile", "on_ranks"],
     "Decent-DP": ["clip_by_buckets", "after_forgotten_revert"],
 }
 """Functions that also take numbers, but are tried in their own tests."""

@@ -147,10 +147,13 @@ NOT_OF_THE_MEAN_ALONE = (
     "push_diging",
     "quasi_global_adam",
     "demo",
+    "demuon",
+    "sparse_loco",
+    "clipped_gossip",
     "relay_sgd, models",
     "relay_sgd, gradients",
 )
-"""Algorithms whose mean is not a function of means: unequal weights, squares and signs, in-flight messages."""
+"""Algorithms whose mean is not a function of means: unequal weights, squares and signs, clipping, in-flight messages."""
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row not in NOT_OF_THE_MEAN_ALONE])

@@ -44,18 +44,26 @@ def optimizers() -> df.Transform:
 def algorithms(topology: df.Topology, optimizer: df.Transform) -> df.Algorithm:
     compressor = assert_type(df.compressors.top_k(0.1), df.compressors.Compressor)
     everything = [
+        df.a2cid2(loss_fn, optimizer, topology),
         df.adapt_then_combine(loss_fn, optimizer, topology, wire_dtype=torch.bfloat16),
         df.all_reduce(loss_fn, optimizer, topology),
+        df.beer(loss_fn, optimizer, topology, compressor=compressor, gamma=0.1),
         df.choco_sgd(loss_fn, optimizer, topology, compressor=compressor, gamma=0.1),
+        df.clipped_gossip(loss_fn, optimizer, topology),
         df.d2(loss_fn, optimizer, topology),
         df.decentlam(loss_fn, optimizer, topology),
+        df.decoupled_diloco(loss_fn, optimizer, topology),
         df.deep_squeeze(loss_fn, optimizer, topology, compressor=compressor, gamma=0.1),
         df.demo(loss_fn, optimizer, topology),
+        df.demuon(loss_fn, optimizer, topology),
         df.diloco(loss_fn, optimizer, topology),
         df.exact_diffusion(loss_fn, optimizer, topology),
         df.extra(loss_fn, optimizer, topology),
+        df.factored_gossip_diloco(loss_fn, optimizer, topology),
+        df.gasloc(loss_fn, optimizer, topology),
         df.gradient_tracking(loss_fn, optimizer, topology),
         df.momentum_tracking(loss_fn, optimizer, topology),
+        df.motef(loss_fn, optimizer, topology, compressor=compressor, gamma=0.1),
         df.noloco(loss_fn, optimizer, topology),
         df.power_gossip(loss_fn, optimizer, topology),
         df.push_diging(loss_fn, optimizer, topology),
@@ -63,12 +71,14 @@ def algorithms(topology: df.Topology, optimizer: df.Transform) -> df.Algorithm:
         df.quasi_global_momentum(loss_fn, optimizer, topology),
         df.relay_sgd(loss_fn, optimizer, topology),
         df.slowmo(loss_fn, optimizer, topology),
+        df.sparse_loco(loss_fn, optimizer, topology),
         df.stochastic_gradient_push(loss_fn, optimizer, topology),
         df.streaming_diloco(loss_fn, optimizer, topology),
     ]
     assert_type(everything, list[df.Algorithm])
     assert_type(df.autograd(df.accumulate(df.dynamic_loss_scale(loss_fn))), LossFn)
     algorithm = df.adapt_while_communicate(loss_fn, optimizer, topology, bucket_mb=25)
+    assert_type(df.mix_state(algorithm, {"mu": df.topologies.every(3, topology)}), df.Algorithm)
     return assert_type(df.guard(df.ema(df.average_buffers(algorithm), 0.99), limit=10), df.Algorithm)
 
 

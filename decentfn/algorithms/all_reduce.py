@@ -1,43 +1,57 @@
 """All-reduce: synchronous data parallelism, the arithmetic of DistributedDataParallel.
 
-    x⁺ = x + u(x, mean_i g_i(x))
+    x⁺ = x + u(x, Σ_i w_i g_i(x) / Σ_i w_i)
 
-x: the parameters, the same on every worker; g_i: worker i's gradient; u: the optimizer's update.
+x: the parameters, the same on every worker; g_i: worker i's gradient; w_i: its weight, by default 1; u: the optimizer's
+update.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Unpack
 
 from torch import Tensor
 
 from decentfn.core.trees import PyTree
-from decentfn.kit import Algorithm, LossFn, Metrics, Options, State, Worker, add, algorithm
+from decentfn.kit import Algorithm, LossFn, Metrics, Options, State, Worker, add, algorithm, require_weight, scale
 from decentfn.topologies import Topology
 
 
 @algorithm
-def all_reduce(loss_fn: LossFn, optimizer: Any, topology: Topology, **options: Unpack[Options]) -> Algorithm:
+def all_reduce(
+    loss_fn: LossFn,
+    optimizer: Any,
+    topology: Topology,
+    *,
+    weight: Callable[[PyTree], Tensor] | None = None,
+    **options: Unpack[Options],
+) -> Algorithm:
     """Average the gradients over all workers, then update; all replicas stay identical.
 
     A bucket's all-reduce starts as soon as its gradients are ready and overlaps with the rest of the backward pass.
-    Sent per step: 2(N-1)/N times the gradients.
+    Sent per step: 2(N-1)/N times the gradients; with `weight` before them one number, for which all wait.
 
     Args:
         loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.
         optimizer: a pair `(init, update)`; it sees the averaged gradient.
         topology: only its `num_workers` counts.
+        weight: function from the loss's aux to this worker's weight in the mean, 0-d and >= 0, such as
+            `lambda aux: aux["tokens"]`; 0 leaves the worker out. None: all weights are equal.
+            Not with `df.autograd`.
         options: `bucket_mb`, `wire_dtype`; see `Options`.
 
     Raises:
         ValueError: from `init`, unequal replicas; make them equal with `df.broadcast`.
     """
     worker = Worker(loss_fn, optimizer, topology, **options)
+    require_weight("all_reduce", weight, loss_fn)
 
     def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
         x = state.params
         g, local = worker.gradient(x, state.local, batch, t, together=True)
-        u, local = worker.update(worker.mean(g.grads, t), g, local, x)
+        weighed = g.grads if weight is None else scale(g.grads, worker.share(weight(g.aux), t))
+        u, local = worker.update(worker.mean(weighed, t), g, local, x)
         return State(add(x, u), local), g.metrics
 
     return worker.algorithm(step, topology=worker.everyone, must_equal=("params", "buffers"))

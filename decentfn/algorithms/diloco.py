@@ -1,42 +1,40 @@
 """DiLoCo: many local steps, then one step of Nesterov's momentum on the workers' mean progress.
 
     θ ← θ + u(θ, g(θ))                 in every step               (Douillard et al., 2023; arXiv:2311.08105)
-    Δ = φ - mean_i θ_i                 after every H steps, and then
+    Δ = φ - Σ_i w_i θ_i / Σ_i w_i      after every H steps, and then
     b⁺ = β b + Δ
     φ⁺ = φ - η (Δ + β b⁺)
     θ ← φ⁺
 
 θ: a worker's (inner) parameters; g: its gradient; u: the inner optimizer's update; φ: the outer parameters, the same
-on all workers; Δ: the outer gradient, with the sign of a gradient; b: the outer momentum, β: its decay;
+on all workers; w_i: a worker's weight, by default 1; Δ: the outer gradient, with the sign of a gradient; b: the outer momentum, β: its decay;
 η: the outer learning rate.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Unpack
 
+import torch
 from torch import Tensor
 
-from decentfn.algorithms.outer import after_steps, outer_gradient, to_send
+from decentfn.algorithms.outer import after_steps, local_steps, no_weight, outer_gradient, progress, to_send
 from decentfn.core.trees import PyTree
 from decentfn.kit import (
     Algorithm,
     Buckets,
     LossFn,
-    Metrics,
     Options,
-    State,
     Worker,
-    add,
     algorithm,
     copy_wide,
     each,
-    is_active,
     require_fractions,
     require_positive,
+    require_weight,
     require_whole,
-    unless_bad,
-    where,
+    scale,
     zeros_like,
 )
 from decentfn.topologies import Topology
@@ -47,12 +45,12 @@ class Memory(NamedTuple):
 
     phi: Buckets  # outer parameters, the same on all workers
     b: Buckets  # outer momentum, likewise
-    averaged = ("phi", "b")  # over the workers, by df.resize
+    weight: Tensor | None = None  # 0-d: this worker's weight since the last outer step; None if all are equal
+    averaged = ("phi", "b", "weight")  # over the workers, by df.resize
 
-    @classmethod
-    def restart(cls, x: Buckets) -> Memory:
+    def restart(self, x: Buckets) -> Memory:
         """Take `x` as outer parameters and reset the outer momentum."""
-        return cls(copy_wide(x), zeros_like(x))
+        return Memory(copy_wide(x), zeros_like(x), None if self.weight is None else torch.zeros_like(self.weight))
 
 
 @algorithm
@@ -64,13 +62,15 @@ def diloco(
     inner_steps: int = 500,
     outer_learning_rate: float = 0.7,
     outer_momentum: float = 0.9,
+    weight: Callable[[PyTree], Tensor] | None = None,
     **options: Unpack[Options],
 ) -> Algorithm:
     """Train locally for H steps, then move the common parameters along the workers' mean progress.
 
     Sent: 2(N-1)/N times the parameters in every H-th step, after the update, so it does not overlap with the
     gradient (`streaming_diloco` does); nothing in all other steps. With a narrow `wire_dtype` the differences φ - θ
-    are sent, so that rounding does not lose small progress (the workers must then start equal).
+    are sent, so that rounding does not lose small progress (the workers must then start equal). `weight` sends them, too,
+    and first one number, for which all wait.
     With `outer_learning_rate=1, outer_momentum=0` it is local SGD: adapt-then-combine on `every(H, complete)`
     with steps counted from 1 (averages in steps H-1, 2H-1, …).
 
@@ -81,31 +81,38 @@ def diloco(
         inner_steps: H; the outer step follows steps H-1, 2H-1, …
         outer_learning_rate: η > 0.
         outer_momentum: β in [0, 1], Nesterov's.
+        weight: function from the loss's aux to this worker's weight of a step, 0-d and >= 0, such as
+            `lambda aux: aux["tokens"]`; it is summed over the H steps, and 0 leaves the worker out. None: all weights are equal.
+            Not with `df.autograd`.
         options: `bucket_mb`, `wire_dtype`; see `Options`.
 
     Raises:
         ValueError: H < 1, η not positive, β outside [0, 1]; from `init`, a narrow `wire_dtype` and unequal parameters.
     """
     worker = Worker(loss_fn, optimizer, topology, **options)
+    require_weight("diloco", weight, loss_fn)
     require_whole("diloco", inner_steps=inner_steps)
     require_positive("diloco", outer_learning_rate=outer_learning_rate)
     require_fractions("diloco", outer_momentum=outer_momentum)
-    outer = after_steps(inner_steps, worker.everyone)
+    schedule = after_steps(inner_steps, worker.everyone)
     eta, beta, wire = outer_learning_rate, outer_momentum, worker.wire_dtype
 
-    must_equal = () if wire is None else ("params",)
+    must_equal = () if wire is None and weight is None else ("params",)
 
-    def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
-        theta, (phi, b) = state.params, state.memory
-        g, local = worker.gradient(theta, state.local, batch, t)
-        u, local = worker.update(g.grads, g, local, theta)
-        theta = unless_bad(add(theta, u), lambda: phi)
-        due = is_active(outer, t, theta)
-        mean = worker.mean(to_send(phi, theta, wire), t, outer)
-        delta = outer_gradient(phi, mean, wire)
-        b_new = each(lambda b, delta: beta * b + delta, b, delta)
-        phi_new = each(lambda phi, delta, b: phi - eta * (delta + beta * b), phi, delta, b_new)
-        memory = Memory(where(due, phi_new, phi), where(due, b_new, b))
-        return State(where(due, phi_new, theta), local, memory), g.metrics
+    def start(x: Buckets) -> Memory:
+        return Memory(copy_wide(x), zeros_like(x), None if weight is None else no_weight(x))
 
-    return worker.algorithm(step, Memory.restart, topology=worker.everyone, must_equal=must_equal)
+    def mean_progress(phi: Buckets, theta: Buckets, own: Tensor | None, t: Tensor) -> Buckets:
+        if own is None:
+            return outer_gradient(phi, worker.mean(to_send(phi, theta, wire), t, schedule), wire)
+        return worker.mean(scale(progress(phi, theta), worker.share(own, t, schedule)), t, schedule)
+
+    def outer(theta: Buckets, memory: Memory, t: Tensor) -> tuple[Buckets, Memory]:
+        phi, b, own = memory
+        delta = mean_progress(phi, theta, own, t)
+        b = each(lambda b, delta: beta * b + delta, b, delta)
+        phi = each(lambda phi, delta, b: phi - eta * (delta + beta * b), phi, delta, b)
+        return phi, Memory(phi, b, None if own is None else torch.zeros_like(own))
+
+    step = local_steps(worker, schedule, outer, weight=weight)
+    return worker.algorithm(step, start, topology=worker.everyone, must_equal=must_equal)

@@ -67,6 +67,7 @@ def gradient_tracking(
     topology: Topology,
     *,
     form: Literal["atc", "semi-atc", "awc"] = "atc",
+    gossip_rounds: int = 1,
     **options: Unpack[Options],
 ) -> Algorithm:
     """Descend along a gossiped estimate of the mean gradient; the optimizer sees y instead of the gradient.
@@ -82,14 +83,19 @@ def gradient_tracking(
         optimizer: a pair `(init, update)`; it sees y.
         topology: any doubly stochastic schedule.
         form: the equation; with "semi-atc" and "awc" disagreement may grow on time-varying schedules (see the module).
+        gossip_rounds: R >= 1; more than one are fast gossip averaging, on one symmetric mixing matrix (`kit.Worker.mix`).
         options: `bucket_mb`, `wire_dtype`; see `Options`.
 
     Raises:
         ValueError: an unknown form, or a push-sum topology.
     """
-    worker = Worker(loss_fn, optimizer, topology, shows_mix=form == "awc", **options)
+    worker = Worker(loss_fn, optimizer, topology, shows_mix=form == "awc", gossip_rounds=gossip_rounds, **options)
     if form not in ("atc", "semi-atc", "awc"):
         raise ValueError(f"gradient_tracking(form={form!r}): choose 'atc', 'semi-atc' or 'awc'.")
+    if form != "atc" and gossip_rounds > 1:
+        raise ValueError(
+            f"gradient_tracking(form={form!r}, gossip_rounds={gossip_rounds}): several rounds cannot overlap; use 'atc'."
+        )
     require_doubly_stochastic("gradient_tracking", topology)
 
     late = later(1, topology)  # y is completed with the last step's matrix

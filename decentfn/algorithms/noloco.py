@@ -18,27 +18,20 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
-from decentfn.algorithms.outer import after_steps, progress
-from decentfn.core.trees import PyTree
+from decentfn.algorithms.outer import after_steps, local_steps, progress
 from decentfn.kit import (
     Algorithm,
     Buckets,
     LossFn,
-    Metrics,
     Options,
-    State,
     Worker,
-    add,
     algorithm,
     copy_wide,
     each,
-    is_active,
     require_doubly_stochastic,
     require_fractions,
     require_positive,
     require_whole,
-    unless_bad,
-    where,
     zeros_like,
 )
 from decentfn.topologies import Topology
@@ -67,6 +60,7 @@ def noloco(
     alpha: float = 0.5,
     beta: float = 0.7,
     gamma: float = 0.7,
+    gossip_rounds: int = 1,
     **options: Unpack[Options],
 ) -> Algorithm:
     """Train locally for H steps, then step along the neighbors' mean progress and toward their slow parameters.
@@ -84,13 +78,14 @@ def noloco(
         alpha: α in [0, 1].
         beta: β > 0.
         gamma: γ > 0.
+        gossip_rounds: R >= 1; more than one are fast gossip averaging, on one symmetric mixing matrix (`kit.Worker.mix`).
         options: `bucket_mb`, `wire_dtype`; see `Options`.
 
     Raises:
         ValueError: H < 1, α outside [0, 1], β or γ not positive, a push-sum topology, or one that
             has phases in which nothing is sent.
     """
-    worker = Worker(loss_fn, optimizer, topology, **options)
+    worker = Worker(loss_fn, optimizer, topology, gossip_rounds=gossip_rounds, **options)
     require_whole("noloco", inner_steps=inner_steps)
     require_fractions("noloco", alpha=alpha)
     require_positive("noloco", beta=beta, gamma=gamma)
@@ -102,18 +97,14 @@ def noloco(
             "inner_steps between two rounds; pass the topology of the outer steps alone."
         )
 
-    outer = after_steps(inner_steps, topology)
+    schedule = after_steps(inner_steps, topology)
 
-    def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
-        theta, (phi, b) = state.params, state.memory
-        g, local = worker.gradient(theta, state.local, batch, t)
-        u, local = worker.update(g.grads, g, local, theta)
-        theta = unless_bad(add(theta, u), lambda: phi)
-        due = is_active(outer, t, theta)
-        mixed = worker.mix(each(lambda phi, d: gamma * phi - beta * d, phi, progress(phi, theta)), t, outer)
-        b_new = each(lambda b, mixed, phi: alpha * b + (mixed - gamma * phi), b, mixed, phi)
-        phi_new = each(torch.add, phi, b_new)
-        memory = Memory(where(due, phi_new, phi), where(due, b_new, b))
-        return State(where(due, phi_new, theta), local, memory), g.metrics
+    def outer(theta: Buckets, memory: Memory, t: Tensor) -> tuple[Buckets, Memory]:
+        phi, b = memory
+        sent = each(lambda phi, d: gamma * phi - beta * d, phi, progress(phi, theta))
+        b = each(lambda b, mixed, phi: alpha * b + (mixed - gamma * phi), b, worker.mix(sent, t, schedule), phi)
+        phi = each(torch.add, phi, b)
+        return phi, Memory(phi, b)
 
+    step = local_steps(worker, schedule, outer)
     return worker.algorithm(step, Memory.restart)

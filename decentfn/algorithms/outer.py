@@ -6,19 +6,90 @@ nothing. One graph serves both kinds of step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from decentfn.comm import gossip
-from decentfn.kit import Buckets, Plan, each, is_active
+from decentfn.core import trees
+from decentfn.core.trees import PyTree
+from decentfn.kit import (
+    Buckets,
+    Metrics,
+    Plan,
+    Posted,
+    State,
+    Worker,
+    add,
+    collect,
+    each,
+    is_active,
+    unless_bad,
+    where,
+    wide,
+)
+from decentfn.optim.transforms.transform import require_descent, require_pair, wants_mix
 from decentfn.topologies import Topology, every, later
 
 
 def after_steps(inner_steps: int, topology: Topology) -> Topology:
     """Return the schedule whose round k is in step (k + 1) H - 1, at the end of each H = `inner_steps` steps."""
     return later(inner_steps - 1, every(inner_steps, topology))
+
+
+def local_steps(
+    worker: Worker,
+    schedule: Topology,
+    outer: Callable[..., tuple[Buckets, Any]],
+    post: Callable[[Any, Tensor], Posted] | None = None,
+    weight: Callable[[PyTree], Tensor] | None = None,
+) -> Callable[[State, PyTree, Tensor], tuple[State, Metrics]]:
+    """Return the step `θ ← θ + u(θ, g(θ))`, followed by an outer step whenever `schedule` is active.
+
+    Args:
+        worker: the worker; its optimizer is the inner one.
+        schedule: from `after_steps`.
+        outer: the outer step, `(θ, memory, t) -> (θ, memory)`. It is computed in every step, on schedules that rest, and
+            its result is taken when it is due. `memory.phi` are the parameters at the start of the round.
+        post: messages `(memory, t) -> Posted` that overlap with the gradient; what they mix to is the fourth argument
+            of `outer`.
+        weight: function from the loss's aux to a number that is added to `memory.weight` in every step.
+    """
+
+    def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
+        theta, memory = state.params, state.memory
+        posted = None if post is None else post(memory, t)
+        g, local = worker.gradient(theta, state.local, batch, t, after=posted)
+        u, local = worker.update(g.grads, g, local, theta)
+        theta = unless_bad(add(theta, u), lambda: memory.phi)
+        if weight is not None:
+            memory = memory._replace(weight=memory.weight + weight(g.aux).detach().to(memory.weight.dtype))
+        due = is_active(schedule, t, theta)
+        mixed = () if posted is None else (collect(posted, after=g.grads),)
+        new, memory_new = outer(theta, memory, t, *mixed)
+        memory = trees.map(lambda old, new: torch.where(due, new.to(old.dtype), old), memory, memory_new)
+        return State(where(due, new, theta), local, memory), g.metrics
+
+    return step
+
+
+def no_weight(x: Buckets, *shape: int) -> Tensor:
+    """Return zeros of this shape, to count tokens in: float32, or float64 if any of the parameters are."""
+    dtype = functools.reduce(torch.promote_types, [wide(b.dtype) for b in x])
+    return torch.zeros(shape, dtype=dtype, device=x[0].device)
+
+
+def require_outer(call: str, outer_optimizer: Any) -> None:
+    """Raise ValueError unless the outer optimizer is a pair that descends and does not want the mix."""
+    require_pair(f"{call}(outer_optimizer)", outer_optimizer)
+    require_descent(outer_optimizer)
+    if wants_mix(outer_optimizer):
+        raise ValueError(
+            f"{call}(outer_optimizer=MixAware(...)): an outer step does not show the mix; use df.sgd(0.7)."
+        )
 
 
 def progress(phi: Buckets, theta: Buckets) -> Buckets:
@@ -66,7 +137,10 @@ class Fragments:
 
     def turn(self, like: Buckets, schedules: Sequence[Topology], t: Tensor) -> Buckets:
         """Return a mask of the elements whose fragment's schedule is active in step t."""
-        dues = [is_active(schedule, t, like) for schedule in schedules]
+        return self.mask(like, [is_active(schedule, t, like) for schedule in schedules])
+
+    def mask(self, like: Buckets, dues: Sequence[Tensor]) -> Buckets:
+        """Return a mask of the elements whose fragment is due, from a 0-d bool for each fragment."""
         pairs = zip(dues, self.split(list(like)), strict=True)
         slices = [[due.expand(piece.shape) for piece in fragment] for due, fragment in pairs]
         return self.join(slices, like.plan)

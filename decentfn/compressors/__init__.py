@@ -11,12 +11,13 @@ C is unbiased if E C(x) = x.
 from decentfn.compressors.compressor import Compressor, Key
 from decentfn.compressors.rounded import cast, identity, qsgd, quantize, sign
 from decentfn.compressors.shaped import dct_top_k, low_rank
-from decentfn.compressors.sparse import random_k, top_k
+from decentfn.compressors.sparse import chunk_top_k, random_k, top_k
 
 __all__ = [
     "Compressor",
     "Key",
     "cast",
+    "chunk_top_k",
     "dct_top_k",
     "identity",
     "low_rank",

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from decentfn.compressors import wire
-from decentfn.compressors.compressor import Compressor, Fields, Key, packed
+from decentfn.compressors.compressor import Compressor, Fields, Key, check_chunk, packed
 from decentfn.core import draws
-from decentfn.core.buckets import BucketPlan
+from decentfn.core.buckets import BucketPlan, wide
 from decentfn.core.numbers import checks_numbers, require
 from decentfn.core.scalars import once
 
@@ -38,6 +38,69 @@ def top_k(fraction: float = 0.01, *, k: int | None = None) -> Compressor:
 
     name = f"top_k({fraction})" if k is None else f"top_k(k={k})"
     return packed(name, fields, encode, decode, lambda plan: _share(plan, fraction, k))
+
+
+@checks_numbers
+def chunk_top_k(k: int = 64, *, chunk: int = 4096, bits: int | None = None) -> Compressor:
+    """Send the k values of each chunk that are largest in magnitude. δ = k/chunk, with 2 bits 1/(9 chunk).
+
+    Sent per chunk: k places (1 or 2 bytes each), and k values or, with 2 bits, k codes and a scale. A code is a sign and
+    one of two magnitudes, 1 and 3 (nearest in units of half the mean magnitude); the scale is their least-squares fit.
+
+    Args:
+        k: values per chunk, >= 1.
+        chunk: values of a chunk, >= 1; the last one of a bucket may be smaller.
+        bits: 2, or None to send the values as they are.
+    Source: SparseLoCo, Sarfi et al., 2025 (with a simpler code book).
+    """
+    require(k >= 1, "chunk_top_k", "k is an integer >= 1.", k=k)
+    check_chunk("chunk_top_k", chunk)
+    require(bits in (None, 2), "chunk_top_k", "bits per value are 2, or None for whole values.", bits=bits)
+
+    def sizes(plan: BucketPlan) -> tuple[int, int, int]:
+        chunks, width = wire.grid(plan, chunk)
+        return chunks, width, min(k, width)
+
+    def fields(plan: BucketPlan) -> Fields:
+        chunks, width, count = sizes(plan)
+        places = (chunks * count, wire.place_dtype(width))
+        if bits is None:
+            return [places, (chunks * count, plan.dtype)]
+        return [places, (chunks, wide(plan.dtype)), (-(-chunks * count // 4), torch.uint8)]
+
+    def encode(x: Tensor, plan: BucketPlan, key: Key) -> list[Tensor]:
+        _, width, count = sizes(plan)
+        rows = wire.rows(x, chunk)
+        places = rows.abs().topk(count, dim=1, sorted=False).indices
+        values, places = rows.gather(1, places), places.to(wire.place_dtype(width))
+        if bits is None:
+            return [places, values.to(plan.dtype)]
+        size = values.abs()
+        codes = 2 * (size > size.mean(1, keepdim=True)) + (values > 0)
+        levels = _level(codes).to(values.dtype)
+        scales = (values * levels).sum(1) / (levels * levels).sum(1)
+        return [places, scales.to(wide(plan.dtype)), wire.pack(codes.reshape(-1).to(torch.uint8), 2)]
+
+    def decode(plan: BucketPlan, places: Tensor, *message: Tensor) -> Tensor:
+        chunks, width, count = sizes(plan)
+        places = places.reshape(chunks, count)
+        if bits is None:
+            values = message[0].reshape(chunks, count)
+        else:
+            codes = wire.unpack(message[1], chunks * count, 2).reshape(chunks, count)
+            values = (_level(codes).to(message[0].dtype) * message[0][:, None]).to(plan.dtype)
+        return wire.placed(values, places, width).reshape(-1)[: plan.numel]
+
+    def delta(plan: BucketPlan) -> float:
+        _, width, count = sizes(plan)
+        return (count if bits is None else 1 / 9) / max(1, width)
+
+    return packed(f"chunk_top_k({k}, chunk={chunk}, bits={bits})", fields, encode, decode, delta)
+
+
+def _level(codes: Tensor) -> Tensor:
+    """Return -1, 1, -3 or 3 for the codes 0 to 3."""
+    return (2 * (codes & 1).to(torch.int8) - 1) * (1 + (codes & 2).to(torch.int8))
 
 
 @checks_numbers

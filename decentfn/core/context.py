@@ -18,6 +18,7 @@ class _Context(threading.local):
             None  # the number of simulated workers, and of those in a chunk (`stacking.over_workers`)
         )
         # Appended to and never assigned: torch.compile loses an assignment to an attribute when it traces a loop.
+        self.hostile: list[Any] = []  # what a hostile worker sends, the innermost last (`decentfn.testing.hostile`)
         self.guarded: list[Any] = []  # notes of the guarded steps, the innermost last (`gossip.guarded`)
 
 

@@ -46,6 +46,7 @@ from decentfn.kit.preconditions import (
     require_rate,
     require_static,
     require_static_symmetric,
+    require_weight,
     require_whole,
 )
 from decentfn.kit.state import Local, Metrics, State
@@ -87,6 +88,7 @@ __all__ = [
     "require_rate",
     "require_static",
     "require_static_symmetric",
+    "require_weight",
     "require_whole",
     "scale",
     "unless_bad",

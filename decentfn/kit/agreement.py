@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, ParamSpec
 
@@ -18,6 +18,11 @@ from decentfn.kit.state_check import StateCheck, require_params
 from decentfn.kit.step import Algorithm
 
 P = ParamSpec("P")
+
+
+def _lines(name: str, value: Any) -> Iterable[str]:
+    is_optimizer = hasattr(value, "init") and hasattr(value, "update")
+    return structure(name, value) if is_optimizer else [describe(name, value)]
 
 
 def algorithm(function: Callable[P, Algorithm]) -> Callable[P, Algorithm]:
@@ -60,7 +65,7 @@ def algorithm(function: Callable[P, Algorithm]) -> Callable[P, Algorithm]:
         def start(params: PyTree, buffers: PyTree = None) -> Any:
             require_params(params)
             require_inputs("init(params, buffers)", loss_fn, params, buffers)
-            lines = [describe(name, value) for name, value in values.items()]
+            lines = [line for name, value in values.items() for line in _lines(name, value)]
             agree([f"algorithm {function.__name__}", *lines, *structure("optimizer", optimizer)])
             return expected.record(built.init(params, buffers))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from decentfn.core.buckets import Plan
 from decentfn.core.formatting import brief
 from decentfn.core.numbers import real, whole_number
 from decentfn.core.scalars import once
+from decentfn.gradient import LossFn, is_by_autograd
 from decentfn.optim.transforms.basic import Scalar
 from decentfn.topologies import Topology, mixing_matrix
 
@@ -43,6 +45,19 @@ def require_static_symmetric(call: str, topology: Topology) -> None:
             f"{call}: the mixing matrix of {topology.name!r} differs from its transpose by {asymmetry:.3g}, but the method "
             "needs W = Wᵀ; use an undirected topology such as 'static-ring', or gradient_tracking."
         )
+
+
+def fast_gossip_momentum(call: str, topology: Topology) -> float:
+    """Return η of fast gossip averaging, `(1 - √(1-β²)) / (1 + √(1-β²))`, β the second-largest singular value of W.
+
+    Raises:
+        ValueError: `topology` does not have one symmetric mixing matrix.
+    Source: Liu, Morse, 2011; Sun, Yuan, 2026 (arXiv:2606.07496).
+    """
+    require_static_symmetric(call, topology)
+    away = mixing_matrix(topology, 0) - 1 / topology.num_workers
+    root = math.sqrt(max(0.0, 1 - float(torch.linalg.matrix_norm(away, 2)) ** 2))
+    return (1 - root) / (1 + root)
 
 
 def require_static(call: str, topology: Topology, why: str, way_out: str) -> None:
@@ -79,6 +94,22 @@ def require_contraction(call: str, compressor: Compressor, plan: Plan) -> None:
                 "below 1, so the error that is fed back may grow; use smaller chunks or more levels, or a contraction "
                 "such as top_k or sign."
             )
+
+
+def require_weight(call: str, weight: object, loss_fn: LossFn) -> None:
+    """Raise ValueError unless `weight` is None, or a function and the step can read the loss's aux."""
+    if weight is None:
+        return
+    if not callable(weight):
+        raise ValueError(
+            f"{call}(weight={brief(weight)}): expected a function from the loss's aux to this worker's weight, such as "
+            'lambda aux: aux["tokens"], or None.'
+        )
+    if is_by_autograd(loss_fn):
+        raise ValueError(
+            f"{call}(df.autograd(loss_fn), weight=...): the weight comes from the loss's aux, which df.autograd returns only "
+            "after the step; pass the loss without df.autograd."
+        )
 
 
 def at(scalar: Scalar, t: Tensor, like: Iterable[Tensor]) -> float | Tensor:

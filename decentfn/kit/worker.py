@@ -21,6 +21,7 @@ from decentfn.core.context import context
 from decentfn.core.trees import PyTree
 from decentfn.gradient import DynamicLossScale, Gradient, LossFn, evaluate, where_good, within_worker_of
 from decentfn.kit.options import DEFAULTS, Options, require_arguments
+from decentfn.kit.preconditions import fast_gossip_momentum, require_whole
 from decentfn.kit.start import lay_out
 from decentfn.kit.state import Local, Metrics, State
 from decentfn.kit.step import Algorithm, Step
@@ -35,6 +36,7 @@ class Worker:
         loss_fn: the loss, possibly accumulated or scaled.
         optimizer: a pair `(init, update)`.
         topology: the schedule.
+        gossip_rounds: R, the rounds of each `mix`, >= 1; more than one need one symmetric mixing matrix.
         shows_mix: True if the algorithm collects before it updates and passes `posted` to `update`; otherwise a
             mix-aware optimizer is refused.
         options: see `Options`.
@@ -49,10 +51,16 @@ class Worker:
         optimizer: Any,
         topology: Topology,
         *,
+        gossip_rounds: int = 1,
         shows_mix: bool = False,
         **options: Unpack[Options],
     ) -> None:
         require_arguments(loss_fn, optimizer, topology, shows_mix, options)
+        require_whole("Worker", gossip_rounds=gossip_rounds)
+        self.gossip_rounds = gossip_rounds
+        self.gossip_momentum = (
+            fast_gossip_momentum(f"gossip_rounds={gossip_rounds}", topology) if gossip_rounds > 1 else 0.0
+        )
         self.within_worker = within_worker_of(loss_fn)
         self.scaling = loss_fn if isinstance(loss_fn, DynamicLossScale) else None
         self.loss_fn = loss_fn if self.scaling is None else self.scaling.loss_fn
@@ -167,6 +175,20 @@ class Worker:
         denials = gossip.mean(loose([(~claim).to(torch.float32).view(1)]), self.everyone, t)
         return denials[0][0] == 0
 
+    def share(self, weight: Tensor, t: Tensor, everyone: Topology | None = None) -> Tensor:
+        """Return `w / mean_j w_j` (0-d float64), whose mean over all workers is 1; 0 if all weights are 0.
+
+        The mean of `share * x` is the weighted mean of x. Exchanges one number, for which all wait.
+
+        Args:
+            weight: w >= 0, 0-d, such as the number of tokens in this worker's batch; 0 leaves the worker out.
+            t: the step.
+            everyone: as for `mean`.
+        """
+        own = weight.detach().to(torch.float64).reshape(1)
+        mean = gossip.mean(loose([own]), everyone or self.everyone, t)[0][0]
+        return torch.where(mean > 0, own[0] / mean, torch.zeros_like(mean))
+
     def post(self, x: Buckets, t: Tensor, topology: Topology | None = None) -> Posted:
         """Start to send `x` to the neighbors of step `t`.
 
@@ -181,8 +203,19 @@ class Worker:
         return gossip.post(x, row, wire_dtype=self.wire_dtype)
 
     def mix(self, x: Buckets, t: Tensor, topology: Topology | None = None) -> Buckets:
-        """Return `W x` of step `t`; arguments as for `post`."""
-        return collect(self.post(x, t, topology))
+        """Return `W x` of step `t`; arguments as for `post`.
+
+        With R = `gossip_rounds` > 1 it is fast gossip averaging (Liu, Morse, 2011), R messages one after another:
+        `a_{r+1} = W a_r + η (W a_r - a_{r-1})`, `a_{-1} = a_0 = x`.
+        """
+        before = x
+        for _ in range(self.gossip_rounds):
+            posted = self.post(x, t, topology)
+            mixed = collect(posted)
+            if self.gossip_rounds == 1:
+                return mixed
+            before, x = x, _extrapolated(mixed, gossip.repaired(posted, before, mixed), self.gossip_momentum)
+        return x
 
     def mean(self, x: Buckets, t: Tensor, everyone: Topology | None = None) -> Buckets:
         """Average `x`, rounded as it is sent, over all workers: the same result on each, in the dtypes of `x`.
@@ -190,6 +223,10 @@ class Worker:
         `everyone` is a schedule of means over all workers; between means, the result is `x`, rounded.
         """
         return gossip.mean(x, everyone or self.everyone, t, wire_dtype=self.wire_dtype)
+
+
+def _extrapolated(mixed: Buckets, before: Buckets, eta: float) -> Buckets:
+    return each(lambda mixed, before: (mixed + eta * (mixed - before)).to(mixed.dtype), mixed, before)
 
 
 def _after(batch: PyTree, posted: Posted | Sequence[Posted]) -> PyTree:

@@ -5,12 +5,13 @@
     check_transform(lambda: my_optimizer(1e-3))
     check_compressor(my_compressor())
 
-`on_ranks(4, function)` runs a function on four gloo ranks, threads of this process. `decentfn.testing.strategies`,
+`hostile(algorithm, 3, "nan")` makes a worker send garbage. `on_ranks(4, function)` runs a function on four gloo ranks, threads of this process. `decentfn.testing.strategies`,
 which needs hypothesis, draws trees of parameters, matrices and schedules.
 """
 
 from decentfn.testing.algorithms import PROMISES, check_algorithm, try_promise
 from decentfn.testing.checks import check_compressor, check_topology, check_transform
+from decentfn.testing.hostility import hostile
 from decentfn.testing.ranks import on_ranks
 from decentfn.testing.subjects import Law, Subject, mean_is_preserved, replicas_stay_equal
 
@@ -22,6 +23,7 @@ __all__ = [
     "check_compressor",
     "check_topology",
     "check_transform",
+    "hostile",
     "mean_is_preserved",
     "on_ranks",
     "replicas_stay_equal",

@@ -1,4 +1,4 @@
-"""Schedules made of schedules: `every`, `later`, `nth_round`, `alternate`, `pga`, and `relabel`.
+"""Schedules made of schedules: `every`, `later`, `until`, `nth_round`, `alternate`, `shuffled`, `pga` and `relabel`.
 
 They may combine messages, group averages and random rounds in one graph, in which idle operators do nothing.
 """
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from decentfn.core import draws
 from decentfn.core.numbers import checks_numbers, require, require_at_most, whole_number
 from decentfn.topologies.construct import idle
 from decentfn.topologies.drawn import from_rounds
@@ -126,6 +127,58 @@ def alternate(*topologies: Topology) -> Topology:
 
 
 @checks_numbers
+def until(steps: int, first: Topology, then: Topology) -> Topology:
+    """Use one schedule in the first `steps` steps, and another one from there on.
+
+    Step t is round t of either. Most messages late: `until(9_000, every(100, ring(N)), ring(N))`. One global merge at
+    the end of T steps: `until(T - 1, topology, complete(N))`.
+
+    Args:
+        steps: at least 0.
+        first: the schedule of steps 0 to steps - 1.
+        then: the schedule of all later steps, of the same number of workers; the new period is its own.
+
+    Source: Zhu et al., 2025 (arXiv:2507.06542): a fixed budget of messages is best spent late, and one merge of all
+    workers at the end recovers most of what frequent averages give.
+
+    >>> from decentfn.topologies import ring
+    >>> [until(2, every(2, ring(4)), ring(4)).round(t).is_active for t in range(4)]
+    [True, False, True, True]
+    """
+    require_topology("until(steps, first, then)", first)
+    require_topology("until(steps, first, then)", then)
+    require(0 <= steps <= _MOST_STEPS, "until", "the number of steps is an integer >= 0.", steps=steps)
+    if not steps:
+        return then
+    parts, name = (first, then), f"until({steps}, {first.name}, {then.name})"
+    return _switch(name, parts, lambda t: (int(t >= steps), t), lambda periods: periods[1], has_start=True)
+
+
+@checks_numbers
+def shuffled(topology: Topology, *, seed: int = 0) -> Topology:
+    """Draw one of a schedule's rounds at random in every step, the same on every worker.
+
+    `shuffled(ring(N))` is a ring whose even and odd pairs meet at random, as `df.a2cid2` supposes.
+
+    Args:
+        topology: a schedule with a period.
+        seed: any integer; a round is a function of (seed, t).
+
+    >>> from decentfn.topologies import ring
+    >>> shuffled(ring(4)).period is None
+    True
+    """
+    require_topology("shuffled(topology)", topology)
+    period = topology.period
+    require(period is not None, "shuffled", "the rounds of a random schedule are drawn already.", topology=topology)
+
+    def turn(t: int) -> tuple[int, int]:
+        return 0, int(draws.integers(seed, t, 0, (1,), period or 1))
+
+    return _switch(f"shuffled({topology.name}, seed={seed})", (topology,), turn, lambda periods: None)
+
+
+@checks_numbers
 def pga(H: int, topology: Topology) -> Topology:
     """Gossip with periodic global averaging: average over all workers in steps 0, H, 2H, ..., else use `topology`.
 
@@ -217,7 +270,7 @@ def _switch(
     name: str,
     parts: Sequence[Topology],
     turn: Callable[[int], tuple[int, int]],
-    period_of: Callable[[list[int]], int],
+    period_of: Callable[[list[int]], int | None],
     *,
     has_start: bool = False,
 ) -> Topology:

@@ -114,7 +114,7 @@ def from_rounds(
     are_active = torch.tensor([this.is_active for this in drawn])
     active = None if bool(are_active.all()) else are_active
     tables = Topology(name, num_workers, sources, weights, rows, mean_weights, needs_push_sum, active=active)
-    check(tables, all_receive=in_tables)
+    check(tables, all_receive=in_tables and bool(are_active.any()))
     for t, before in reversed(list(zip(steps[: len(_STEPS_TRIED)], drawn, strict=False))):
         for part, was, now in zip(Round._fields, before, round_of(torch.tensor(t)), strict=True):
             if was is not None and (now is None or not torch.equal(torch.as_tensor(was), torch.as_tensor(now))):

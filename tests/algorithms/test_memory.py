@@ -55,7 +55,7 @@ def test_memory_is_wide_and_dtypes_stay(row):
         assert dtype == (BF16 if field in NO_SUMS else torch.float32), name
 
 
-COMPRESSED = ("choco_sgd", "deep_squeeze", "demo", "relay_sgd")
+COMPRESSED = ("beer", "choco_sgd", "decoupled_diloco", "deep_squeeze", "demo", "motef", "relay_sgd", "sparse_loco")
 PLAIN_MESSAGES = [row for row in contract.ROWS if row.partition(",")[0] not in COMPRESSED]
 
 

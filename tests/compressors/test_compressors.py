@@ -23,6 +23,8 @@ COMPRESSORS = {
         compressors.cast(torch.bfloat16),
         compressors.top_k(0.1),
         compressors.top_k(k=3),
+        compressors.chunk_top_k(3, chunk=8),
+        compressors.chunk_top_k(3, chunk=7, bits=2),
         compressors.random_k(0.1),
         compressors.random_k(k=5, seed=3),
         compressors.sign(),
@@ -271,3 +273,21 @@ def test_bytes_per_float32_value_really_shrink(compressor, bytes_per_value):
 def test_wrong_arguments_are_named(make):
     with pytest.raises(ValueError, match=r"^\w+\("):
         make()
+
+
+@pytest.mark.parametrize("bits", [None, 2])
+def test_chunk_top_k_keeps_the_largest_of_each_chunk(bits):
+    k, chunk = 3, 7
+    compressor = compressors.chunk_top_k(k, chunk=chunk, bits=bits)
+    x, plan = bucket()
+    got = compressor.decompress(compressor.compress(x, plan, key()), plan).numpy()
+    padded = np.pad(x.numpy(), (0, -len(x) % chunk)).reshape(-1, chunk)
+    expected = np.zeros_like(padded)
+    for row, kept in zip(padded, expected, strict=True):
+        places = np.argsort(-np.abs(row), kind="stable")[:k]
+        values = row[places]
+        if bits == 2:  # the multiple of ±1 and ±3 that is nearest
+            levels = np.where(values > 0, 1, -1) * np.where(np.abs(values) > np.abs(values).mean(), 3, 1)
+            values = levels * (levels @ values) / (levels @ levels)
+        kept[places] = values
+    np.testing.assert_allclose(got, expected.reshape(-1)[: len(x)], atol=1e-12)

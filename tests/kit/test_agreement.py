@@ -15,7 +15,12 @@ from decentfn.testing import on_ranks
 
 ALGORITHMS = df.algorithms.__all__
 TOPOLOGY = "chain"
-NEEDED = {"compressor": (compressors.top_k(0.25), compressors.top_k(0.5)), "gamma": (0.3, 0.4)}
+NEEDED = {
+    "compressor": (compressors.top_k(0.25), compressors.top_k(0.5)),
+    "gamma": (0.3, 0.4),
+    "eta": (None, 0.1),
+    "tau": (None, 0.5),
+}
 """Two values of what has no default, or one that does not show its kind."""
 OPTIONS = {"bucket_mb": (25.0, 1.0), "wire_dtype": (None, torch.bfloat16)}
 
@@ -44,6 +49,8 @@ def two_values(name, parameter):
 
 def hyperparameters(name):
     own = [p for p in inspect.signature(getattr(df, name)).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    # A function of the loss's aux has no values to compare; an optimizer is compared by its structure.
+    own = [p for p in own if p.name not in ("weight", "outer_optimizer")]
     yield from ((p.name, two_values(name, p)) for p in own)
     for option, (default, other) in OPTIONS.items():
         try:
@@ -76,6 +83,14 @@ def test_every_hyperparameter_is_compared(name):
         message = refused(build(name, **{key: one}), build(name, **{key: other}))
         expected = f"init(params): ranks disagree. Rank 0 has '{key}={one}', rank 1 has '{key}={other}'"
         assert message.startswith(expected), message
+
+
+def test_an_outer_optimizer_is_compared_by_its_structure():
+    def built(rate):
+        return build("factored_gossip_diloco", outer_optimizer=df.adam(rate))
+
+    assert refused(built(0.1), built(0.1)) == "accepted"
+    assert "has 'outer_optimizer" in refused(built(0.1), built(0.2))
 
 
 def test_another_algorithm_is_named():

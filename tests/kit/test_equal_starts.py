@@ -12,7 +12,7 @@ pytestmark = pytest.mark.thorough
 N, STEPS = 4, 50
 NARROW = [row for row in contract.ROWS if row.startswith(("diloco", "streaming_diloco"))]
 CASES = [(row, {}) for row in contract.ROWS] + [(row, {"wire_dtype": torch.bfloat16}) for row in NARROW]
-STAY_APART = {"all_reduce", "demo", "relay_sgd, gradients"}
+STAY_APART = {"all_reduce", "decoupled_diloco", "demo", "relay_sgd, gradients", "sparse_loco"}
 REFUSED = r"replicas must start equal"
 
 cases = pytest.mark.parametrize(("row", "options"), CASES, ids=lambda x: str(x))

@@ -6,6 +6,7 @@ A schedule that averages in groups sends messages here instead (`as_messages`), 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -54,12 +55,13 @@ def post_compressed(x: Buckets, compressor: Compressor, topology: Topology, t: T
     return Compressed(Buckets(sent, x.plan), posted, compressor)
 
 
-def difference_compressed(compressed: Compressed, gamma: float = 1.0) -> Buckets:
+def difference_compressed(compressed: Compressed, gamma: float = 1.0, *, after: Iterable[Tensor] = ()) -> Buckets:
     """Wait for the messages and return the mixing term `γ (W - I) C(x) = γ Σ_j W[i,j] (C(x_j) - C(x))`.
 
-    In float32 or wider. Its mean over workers is 0 up to rounding of the differences, as for `difference`.
+    In float32 or wider. Its mean over workers is 0 up to rounding of the differences, as for `difference`. `after` is as
+    for `collect`.
     """
-    pulls, posted = [], heard(compressed.posted)
+    pulls, posted = [], heard(compressed.posted, after)
     weights = posted.row.weights * own_gamma(posted, gamma)
     for index, (own, plan) in enumerate(zip(compressed.sent, compressed.sent.plan.buckets, strict=True)):
         pull = weights[0].to(own.dtype) * torch.zeros_like(own)  # 0, or NaN where a bad worker hears nothing good

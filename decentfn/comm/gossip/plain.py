@@ -67,10 +67,11 @@ def post(
     elif context.guarded:
         good = guarding.judged(sent)
     messages = means = ()
+    told = [context.hostile[-1](b, row.worker, row.t) for b in sent] if context.hostile else sent
     if row.topology.degree or x.tensors[0].dim() == 2:
-        messages = tuple([collectives.exchange(b, row, good=good) for b in sent])
+        messages = tuple([collectives.exchange(b, row, good=good) for b in told])
     if row.topology.has_groups:
-        means = tuple([collectives.group_mean(b, row, good=good) for b in sent])
+        means = tuple([collectives.group_mean(b, row, good=good) for b in told])
     flags = None if good is None else guarding.post_flags(good, row)
     return Posted(x, sent, messages, means, row, {}, flags)
 

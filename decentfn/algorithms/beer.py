@@ -1,0 +1,122 @@
+"""BEER: gradient tracking with compressed messages (Zhao, Li, Li, Richtárik, Chi, NeurIPS 2022; arXiv:2201.13320).
+
+    h⁺ = h + C(x - h)
+    s⁺ = s + C(v - s)
+    v⁺ = v + γ (W - I) s⁺ + g⁺ - g
+    x⁺ = x + γ (W - I) h⁺ - η v⁺
+
+x: a worker's parameters; g, g⁺: its gradients at the last x and at this one; v: its estimate of the mean gradient,
+mean(v) = mean(g) at every step; h, s: public copies of x and v, known to all neighbors; C: the compressor; W: the
+mixing matrix; γ: the consensus step size; -η v: the optimizer's update for v. All but x start at 0.
+
+A step of the paper ends with its two messages. Here they begin the next step, so that both overlap with the gradient;
+the paper's public copies then start at h⁰ = C(x⁰) and s⁰ = C(v⁰), with v⁰ = g⁰.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Unpack
+
+import torch
+from torch import Tensor
+
+from decentfn.comm.gossip.compressed import as_messages, difference_compressed, post_compressed
+from decentfn.compressors import Compressor
+from decentfn.core.trees import PyTree
+from decentfn.kit import (
+    Algorithm,
+    Buckets,
+    LossFn,
+    Metrics,
+    Options,
+    State,
+    Worker,
+    add,
+    algorithm,
+    cast_like,
+    each,
+    require_compressor,
+    require_contraction,
+    require_doubly_stochastic,
+    require_static,
+    unless_bad,
+    zeros_like,
+)
+from decentfn.topologies import Topology
+
+
+class Memory(NamedTuple):
+    """Memory of one worker."""
+
+    v: Buckets  # tracker
+    m: Buckets  # what it tracks: this worker's gradient (BEER) or its moving average (MoTEF)
+    h: Buckets  # public copy of x
+    pull_x: Buckets  # (W - I) h, a running sum
+    s: Buckets  # public copy of v
+    pull_v: Buckets  # (W - I) s
+    averaged = ("v", "m", "h", "s")  # over the workers, by df.resize
+
+    @classmethod
+    def restart(cls, x: Buckets) -> Memory:
+        """Reset the tracker and the public copies to 0, where all workers agree."""
+        return cls(*(zeros_like(x) for _ in cls._fields))
+
+
+def compressed_tracking(call: str, worker: Worker, compressor: Compressor, gamma: float, momentum: float) -> Algorithm:
+    """Return BEER for m⁺ = (1 - λ) m + λ g⁺ in place of g⁺, λ = `momentum`; errors name the `call`."""
+    require_doubly_stochastic(call, worker.topology)
+    require_static(call, worker.topology, "a worker keeps Σ_j W[i,j] (h_j - h) as one running sum", "deep_squeeze")
+    neighbors = as_messages(worker.topology)
+
+    def start(x: Buckets) -> Memory:
+        require_contraction(call, compressor, x.plan)
+        return Memory.restart(x)
+
+    def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
+        v, m, h, pull_x, s, pull_v = state.memory
+        x = unless_bad(state.params, lambda: h)
+        q_x = post_compressed(each(torch.sub, x, h), compressor, neighbors, t)
+        q_v = post_compressed(each(torch.sub, v, s), compressor, neighbors, t)
+        g, local = worker.gradient(x, state.local, batch, t, after=(q_x.posted, q_v.posted))
+        h, pull_x = add(h, q_x.sent), add(pull_x, difference_compressed(q_x, after=g.grads))
+        s, pull_v = add(s, q_v.sent), add(pull_v, difference_compressed(q_v, after=g.grads))
+        m_new = g.keep(each(lambda m, g: (1 - momentum) * m + momentum * g.to(m.dtype), m, g.grads), m)
+        v = each(lambda v, pull, new, old: v + gamma * pull + (new - old), v, pull_v, m_new, m)
+        u, local = worker.update(cast_like(v, x), g, local, x)
+        x = each(lambda x, pull, u: (x + gamma * pull + u).to(x.dtype), x, pull_x, u)
+        return State(x, local, Memory(v, m_new, h, pull_x, s, pull_v)), g.metrics
+
+    return worker.algorithm(step, start)
+
+
+@algorithm
+def beer(
+    loss_fn: LossFn,
+    optimizer: Any,
+    topology: Topology,
+    *,
+    compressor: Compressor,
+    gamma: float,
+    **options: Unpack[Options],
+) -> Algorithm:
+    """Descend along a tracked estimate of the mean gradient; send compressed changes of parameters and tracker.
+
+    Heterogeneous data leaves no bias, where `choco_sgd` keeps one. Both messages overlap with the gradient.
+    With `compressors.identity()` and γ = 1 it is `gradient_tracking(form="awc")`.
+    Sent per step: two compressed messages per bucket and neighbor (to everyone else on a topology of groups).
+
+    Args:
+        loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.
+        optimizer: a pair `(init, update)`; it sees v.
+        topology: doubly stochastic and static: a worker keeps Σ_j W[i,j] (h_j - h), not each h_j.
+        compressor: C, a contraction; a smaller δ needs a smaller γ.
+        gamma: γ in (0, 1]; start with about δ, then tune.
+        options: `bucket_mb`; see `Options`.
+
+    Raises:
+        ValueError: a topology that changes over time, γ outside (0, 1], no compressor, `wire_dtype`; at `init`, a
+            compressor that is no contraction.
+    """
+    require_compressor("beer", compressor, gamma, options)
+    worker = Worker(loss_fn, optimizer, topology, **options)
+    return compressed_tracking("beer", worker, compressor, gamma, 1.0)

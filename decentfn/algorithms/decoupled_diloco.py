@@ -1,0 +1,158 @@
+"""Decoupled DiLoCo: fragments are averaged over the workers that trained, weighted by their tokens.
+
+    θ ← θ + u(θ, g(θ))                          in every step      (Douillard et al., 2026; arXiv:2604.21428)
+    w = tokens² / steps                         since fragment p's last merge
+    Δ_p = Σ_i w_i (φ_p - θ_{i,p}) / Σ_i w_i     after s steps, s ≡ ⌊(p+1) H / P⌋ (mod H), if enough have trained, and then
+    b_p⁺ = β b_p + Δ_p
+    φ_p⁺ = φ_p - η (Δ_p + β b_p⁺)
+    θ_p ← φ_p⁺
+
+θ: a worker's (inner) parameters; g: its gradient; u: the inner optimizer's update; φ: the outer parameters, the same
+on all workers; p = 0 … P-1: a fragment; w_i: a worker's weight, from its tokens and the steps in which it had any; Δ: the
+outer gradient; b: the outer momentum, β: its decay; η: the outer learning rate; H: steps between two merges of a
+fragment.
+
+The paper's learners run at their own speed and send to a server, which waits for a quorum and a grace period. Here there
+is no server, all workers take every step, and one that is behind takes steps without tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Unpack
+
+import torch
+from torch import Tensor
+
+from decentfn.algorithms.outer import Fragments, no_weight, progress
+from decentfn.comm import gossip
+from decentfn.core.buckets import loose
+from decentfn.core.trees import PyTree
+from decentfn.kit import (
+    Algorithm,
+    Buckets,
+    LossFn,
+    Metrics,
+    Options,
+    State,
+    Worker,
+    add,
+    algorithm,
+    copy_wide,
+    each,
+    is_active,
+    once,
+    require_fractions,
+    require_positive,
+    require_weight,
+    require_whole,
+    unless_bad,
+    where,
+    zeros_like,
+)
+from decentfn.topologies import Topology
+
+
+class Memory(NamedTuple):
+    """Memory of one worker."""
+
+    phi: Buckets  # outer parameters, the same on all workers
+    b: Buckets  # outer momentum, likewise
+    tokens: Tensor  # [P], this worker's since each fragment's last merge
+    steps: Tensor  # [P], its steps with tokens since then
+    averaged = ("phi", "b", "tokens", "steps")  # over the workers, by df.resize
+
+    def restart(self, x: Buckets) -> Memory:
+        """Take `x` as outer parameters; reset the outer momentum and the counts."""
+        return Memory(copy_wide(x), zeros_like(x), torch.zeros_like(self.tokens), torch.zeros_like(self.steps))
+
+
+@algorithm
+def decoupled_diloco(
+    loss_fn: LossFn,
+    optimizer: Any,
+    topology: Topology,
+    *,
+    inner_steps: int = 100,
+    num_fragments: int = 4,
+    quorum: int = 1,
+    outer_learning_rate: float = 0.7,
+    outer_momentum: float = 0.9,
+    weight: Callable[[PyTree], Tensor] | None = None,
+    **options: Unpack[Options],
+) -> Algorithm:
+    """Average one fragment at a time over the workers that had tokens; wait for a quorum of them.
+
+    Fragment p is the p-th of P equal slices of every bucket. If fewer than `quorum` workers trained since its last merge,
+    it waits for its next turn, and training continues.
+    With `num_fragments=1` and equal weights it is `diloco`, with more of them `streaming_diloco(delay=0, alpha=0)`.
+    Sent: 2(N-1)/N times 1/P of the parameters, in P of H steps, after the update, so it does not overlap with the
+    gradient, and before them two numbers, for which all wait; nothing in all other steps.
+
+    Args:
+        loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.
+        optimizer: a pair `(init, update)`, the inner optimizer; its state stays the worker's own.
+        topology: only its `num_workers` counts: merges average over all workers.
+        inner_steps: H >= 1.
+        num_fragments: P, from 1 to H, so that a step sends at most one fragment.
+        quorum: workers that must have trained for a merge, from 1 to N.
+        outer_learning_rate: η > 0.
+        outer_momentum: β in [0, 1], Nesterov's.
+        weight: function from the loss's aux to this worker's number of tokens in a step, 0-d and >= 0; 0: it did not
+            train, and its progress does not count. None: 1 in every step. Not with `df.autograd`.
+        options: `bucket_mb`, `wire_dtype`; see `Options`.
+
+    Raises:
+        ValueError: a hyperparameter outside its range; from `init`, unequal parameters.
+    """
+    worker = Worker(loss_fn, optimizer, topology, **options)
+    require_weight("decoupled_diloco", weight, loss_fn)
+    require_whole("decoupled_diloco", inner_steps=inner_steps, num_fragments=num_fragments, quorum=quorum)
+    require_positive("decoupled_diloco", outer_learning_rate=outer_learning_rate)
+    require_fractions("decoupled_diloco", outer_momentum=outer_momentum)
+    n = topology.num_workers
+    if num_fragments > inner_steps or quorum > n:
+        raise ValueError(
+            f"decoupled_diloco(inner_steps={inner_steps}, num_fragments={num_fragments}, quorum={quorum}): a fragment has "
+            f"a step of its own, so num_fragments <= inner_steps, and there are {n} workers; take more inner steps, or a "
+            "smaller quorum."
+        )
+    eta, beta, wire = outer_learning_rate, outer_momentum, worker.wire_dtype
+    fragments = Fragments(num_fragments, inner_steps, worker.everyone)
+    schedules = fragments.schedules(-1)
+
+    def start(x: Buckets) -> Memory:
+        counts = (no_weight(x, num_fragments) for _ in range(2))
+        return Memory(copy_wide(x), zeros_like(x), *counts)
+
+    def merged(delta: Buckets, tokens: Tensor, steps: Tensor, t: Tensor) -> tuple[Buckets, Tensor]:
+        """Return Δ of all fragments, and whether each one is due, [P] bool."""
+        means, dues = [], []
+        for p, (pieces, schedule) in enumerate(zip(fragments.split(list(delta)), schedules, strict=True)):
+            own = torch.stack([tokens[p] ** 2 / steps[p].clamp(min=1), (steps[p] > 0).to(steps.dtype)])
+            weight, trained = gossip.mean(loose([own]), schedule, t)[0].unbind()
+            share = once(torch.where(weight > 0, own[0] / weight, torch.zeros_like(weight)))
+            sent = [
+                gossip.narrow(piece * share.to(piece.dtype), plan.dtype, wire)
+                for piece, plan in zip(pieces, delta.plan.buckets, strict=True)
+            ]
+            means.append(gossip.mean(loose(sent), schedule, t))
+            dues.append(is_active(schedule, t, delta) & (trained * n > quorum - 0.5))
+        return each(lambda mean, d: mean.to(d.dtype), fragments.join(means, delta.plan), delta), torch.stack(dues)
+
+    def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
+        theta, (phi, b, tokens, steps) = state.params, state.memory
+        g, local = worker.gradient(theta, state.local, batch, t)
+        u, local = worker.update(g.grads, g, local, theta)
+        theta = unless_bad(add(theta, u), lambda: phi)
+        now = torch.ones_like(tokens[0]) if weight is None else weight(g.aux).detach().to(tokens.dtype)
+        tokens, steps = tokens + now, steps + (now > 0)
+        delta, due = merged(progress(phi, theta), tokens, steps, t)
+        b_new = each(lambda b, delta: beta * b + delta, b, delta)
+        phi_new = each(lambda phi, delta, b: phi - eta * (delta + beta * b), phi, delta, b_new)
+        mask = fragments.mask(phi, due.unbind())
+        counts = [torch.where(due, torch.zeros_like(count), count) for count in (tokens, steps)]
+        memory = Memory(where(mask, phi_new, phi), where(mask, b_new, b), *counts)
+        return State(where(mask, phi_new, theta), local, memory), g.metrics
+
+    return worker.algorithm(step, start, topology=worker.everyone, must_equal=("params",))

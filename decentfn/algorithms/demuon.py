@@ -1,0 +1,111 @@
+"""DeMuon: Muon on a tracked mean of the workers' momenta (He et al., 2025; arXiv:2510.01377).
+
+    m⁺ = (1 - λ) m + λ g
+    v⁺ = W (v + m⁺ - m)
+    x⁺ = W (x - η msgn(v⁺))
+
+x: a worker's parameters; g: its gradient at x; m: a moving average of its gradients, λ the weight of a new one; v: its
+estimate of the mean of all m, mean(v) = mean(m) at every step, v = m in the first; W: the mixing matrix; msgn: the
+orthogonal polar factor of a matrix, leaf by leaf; -η msgn(v): the optimizer's update for msgn(v).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Unpack
+
+import torch
+from torch import Tensor
+
+from decentfn.core import trees
+from decentfn.core.trees import PyTree
+from decentfn.kit import (
+    Algorithm,
+    Buckets,
+    LossFn,
+    Metrics,
+    Options,
+    State,
+    Worker,
+    add,
+    algorithm,
+    cast_like,
+    each,
+    require_doubly_stochastic,
+    where,
+    zeros_like,
+)
+from decentfn.optim.orthogonalize import orthogonalize
+from decentfn.optim.transforms import Transform
+from decentfn.optim.transforms.transform import by_leaf
+from decentfn.topologies import Topology, later
+
+
+class Memory(NamedTuple):
+    """Memory of one worker."""
+
+    v: Buckets  # tracker of the mean momentum
+    m: Buckets  # this worker's own momentum
+    started: Tensor  # 0-d bool: a step was taken
+
+    def restart(self, x: Buckets) -> Memory:
+        """Reset momentum and tracker."""
+        return trees.map(torch.zeros_like, self)
+
+
+@algorithm
+def demuon(
+    loss_fn: LossFn,
+    optimizer: Any,
+    topology: Topology,
+    *,
+    momentum: float = 0.1,
+    gossip_rounds: int = 1,
+    **options: Unpack[Options],
+) -> Algorithm:
+    """Step along the orthogonal factor of a gossiped estimate of the mean momentum, matrix by matrix.
+
+    A leaf of two or more axes is the matrix of its first axis by all others. Other leaves have no orthogonal factor:
+    there the optimizer sees v itself, as in `gradient_tracking`. Give them another one with `df.transforms.partition`.
+    Step t first completes the last step's `W v`, with the last step's mixing matrix.
+    Overlaps: nothing; v waits for the gradient and x for v.
+    Sent per step: the parameters and the tracker, each once per neighbor (or one all-reduce within the group).
+
+    Args:
+        loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.
+        optimizer: a pair `(init, update)`; it sees msgn(v). The paper uses sgd(η).
+        topology: any doubly stochastic schedule.
+        momentum: λ in (0, 1], the weight of the new gradient; without matrices, 1 is `gradient_tracking`.
+        gossip_rounds: R >= 1; more than one are fast gossip averaging, on one symmetric mixing matrix (`kit.Worker.mix`).
+        options: `bucket_mb`, `wire_dtype`; see `Options`.
+
+    Raises:
+        ValueError: λ outside (0, 1], a push-sum topology; from `init`, leaves sharded over the processes of a worker.
+    """
+    if not 0 < momentum <= 1:
+        raise ValueError(f"demuon(momentum={momentum!r}): λ, the weight of a new gradient, is in (0, 1].")
+    worker = Worker(loss_fn, optimizer, topology, gossip_rounds=gossip_rounds, **options)
+    require_doubly_stochastic("demuon", topology)
+    msgn = by_leaf(Transform(lambda params: (), lambda v, state, params: (trees.map(_msgn, v), state)))
+    late = later(1, topology)  # v is completed with the last step's matrix
+
+    def start(x: Buckets) -> Memory:
+        msgn.init(x)
+        return Memory(zeros_like(x), zeros_like(x), torch.zeros((), dtype=torch.bool, device=x[0].device))
+
+    def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
+        x, (v, m, started) = state.params, state.memory
+        g, local = worker.gradient(x, state.local, batch, t)
+        m_new = g.keep(each(lambda m, g: (1 - momentum) * m + momentum * g.to(m.dtype), m, g.grads), m)
+        v = where(started, worker.mix(add(v, each(torch.sub, m_new, m)), t, late), m_new)
+        direction, _ = msgn.update(v, (), x)
+        u, local = worker.update(cast_like(direction, x), g, local, x)
+        x = worker.mix(add(x, u), t)
+        return State(x, local, Memory(v, m_new, torch.ones_like(started))), g.metrics
+
+    return worker.algorithm(step, start)
+
+
+def _msgn(leaf: Tensor) -> Tensor:
+    if leaf.dim() < 2 or not leaf.is_floating_point() or not leaf.numel():
+        return leaf
+    return orthogonalize(leaf.flatten(1)).reshape(leaf.shape)

@@ -1,0 +1,97 @@
+"""GASLoC: local steps, and then gossip with Nesterov's momentum on the workers' own progress.
+
+    θ ← θ + u(θ, g(θ))               in every step                 (Cagnasso, Belilovsky, Oyallon, 2026;
+    y⁺ = φ + η (θ - φ)               after every H steps,           arXiv:2606.11081)
+    φ⁺ = W y⁺ + γ (y⁺ - y)           and then
+    θ ← φ⁺
+
+θ: a worker's parameters; g: its gradient; u: the inner optimizer's update; φ: its parameters at the start of the
+round; y: the end point of its last round, at the start φ; W: the mixing matrix of this outer step (random pairs
+suffice), the paper's I - αΛ; η: the outer learning rate; γ: the outer momentum.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Unpack
+
+from torch import Tensor
+
+from decentfn.algorithms.outer import after_steps, local_steps, progress
+from decentfn.kit import (
+    Algorithm,
+    Buckets,
+    LossFn,
+    Options,
+    Worker,
+    algorithm,
+    copy_wide,
+    each,
+    require_doubly_stochastic,
+    require_fractions,
+    require_positive,
+    require_whole,
+)
+from decentfn.topologies import Topology
+
+
+class Memory(NamedTuple):
+    """Memory of one worker."""
+
+    phi: Buckets  # parameters at the start of the round
+    y: Buckets  # end point of the last round
+    averaged = ("phi", "y")  # over the workers, by df.resize
+
+    @classmethod
+    def restart(cls, x: Buckets) -> Memory:
+        """Start a round at `x`, without momentum."""
+        return cls(copy_wide(x), copy_wide(x))
+
+
+@algorithm
+def gasloc(
+    loss_fn: LossFn,
+    optimizer: Any,
+    topology: Topology,
+    *,
+    inner_steps: int = 50,
+    outer_learning_rate: float = 0.7,
+    outer_momentum: float = 0.9,
+    gossip_rounds: int = 1,
+    **options: Unpack[Options],
+) -> Algorithm:
+    """Train locally for H steps, then mix with one or two neighbors and continue along the own progress.
+
+    On every topology the workers' mean follows DiLoCo's equation: Nesterov's method on the mean progress. (With y = φ
+    at the start this holds from the first round on; y = y⁺ in the first round would leave its momentum out.)
+    Sent: the parameters, once per neighbor, in every H-th step, after the update, so it does not overlap with the
+    gradient; nothing in all other steps. Outer step k is round k of the topology.
+    With `inner_steps=1, outer_learning_rate=1, outer_momentum=0` it is adapt_then_combine.
+
+    Args:
+        loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.
+        optimizer: a pair `(init, update)`, the inner optimizer; its state stays the worker's own.
+        topology: the schedule of outer steps, doubly stochastic; `random-matching` is one random peer.
+        inner_steps: H; the outer step follows steps H-1, 2H-1, …
+        outer_learning_rate: η > 0.
+        outer_momentum: γ in [0, 1].
+        gossip_rounds: R >= 1; more than one are fast gossip averaging, on one symmetric mixing matrix (`kit.Worker.mix`).
+        options: `bucket_mb`, `wire_dtype`; see `Options`.
+
+    Raises:
+        ValueError: H < 1, η not positive, γ outside [0, 1], a push-sum topology.
+    """
+    worker = Worker(loss_fn, optimizer, topology, gossip_rounds=gossip_rounds, **options)
+    require_whole("gasloc", inner_steps=inner_steps)
+    require_positive("gasloc", outer_learning_rate=outer_learning_rate)
+    require_fractions("gasloc", outer_momentum=outer_momentum)
+    require_doubly_stochastic("gasloc", topology)
+    schedule = after_steps(inner_steps, topology)
+    eta, gamma = outer_learning_rate, outer_momentum
+
+    def outer(theta: Buckets, memory: Memory, t: Tensor) -> tuple[Buckets, Memory]:
+        phi, y_old = memory
+        y = each(lambda phi, back: phi - eta * back, phi, progress(phi, theta))
+        phi = each(lambda mixed, y, old: mixed + gamma * (y - old), worker.mix(y, t, schedule), y, y_old)
+        return phi, Memory(phi, y)
+
+    return worker.algorithm(local_steps(worker, schedule, outer), Memory.restart)

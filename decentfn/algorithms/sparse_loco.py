@@ -1,0 +1,104 @@
+"""SparseLoCo: DiLoCo whose workers send the largest parts of their progress and keep the rest.
+
+    θ ← θ + u(θ, g(θ))             in every step             (Sarfi et al., 2025; arXiv:2508.15706)
+    e ← β e + (φ - θ)              after every H steps, and then
+    q = C(e);    e ← e - q
+    φ⁺ = φ - α mean_i q_i
+    θ ← φ⁺
+
+θ: a worker's (inner) parameters; g: its gradient; u: the inner optimizer's update; φ: the outer parameters, the same
+on all workers; e: a worker's own error, β: its decay, which acts as the outer momentum; C: the compressor; α: the outer
+learning rate.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Unpack
+
+import torch
+from torch import Tensor
+
+from decentfn.algorithms.outer import after_steps, local_steps, progress
+from decentfn.comm.gossip.compressed import everyone, post_compressed, sum_compressed
+from decentfn.compressors import Compressor, chunk_top_k
+from decentfn.kit import (
+    Algorithm,
+    Buckets,
+    LossFn,
+    Options,
+    Worker,
+    algorithm,
+    copy_wide,
+    each,
+    require_compressor,
+    require_fractions,
+    require_positive,
+    require_whole,
+    zeros_like,
+)
+from decentfn.topologies import Topology
+
+
+class Memory(NamedTuple):
+    """Memory of one worker."""
+
+    phi: Buckets  # outer parameters, the same on all workers
+    error: Buckets  # e
+    averaged = ("phi", "error")  # over the workers, by df.resize
+
+    @classmethod
+    def restart(cls, x: Buckets) -> Memory:
+        """Take `x` as outer parameters and reset the error."""
+        return cls(copy_wide(x), zeros_like(x))
+
+
+@algorithm
+def sparse_loco(
+    loss_fn: LossFn,
+    optimizer: Any,
+    topology: Topology,
+    *,
+    inner_steps: int = 30,
+    outer_learning_rate: float = 1.0,
+    decay: float = 0.95,
+    compressor: Compressor | None = None,
+    **options: Unpack[Options],
+) -> Algorithm:
+    """Train locally for H steps, then move the common parameters along the mean of the compressed progress.
+
+    The messages are added in the order of the workers, which keeps φ bitwise identical.
+    Sent: one compressed message per bucket to each of the N - 1 others in every H-th step, after the update, so it
+    does not overlap with the gradient; nothing in all other steps.
+    With `decay=0, compressor=identity()` it is `diloco` without momentum.
+
+    Args:
+        loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.
+        optimizer: a pair `(init, update)`, the inner optimizer; its state stays the worker's own.
+        topology: only its `num_workers` counts.
+        inner_steps: H; the outer step follows steps H-1, 2H-1, …
+        outer_learning_rate: α > 0.
+        decay: β in [0, 1]; the paper uses 0.95.
+        compressor: a replacement for the paper's `chunk_top_k(64, chunk=4096, bits=2)`.
+        options: `bucket_mb`; see `Options`.
+
+    Raises:
+        ValueError: H < 1, α not positive, β outside [0, 1], `wire_dtype`; from `init`, unequal parameters.
+    """
+    compressor = chunk_top_k(64, chunk=4096, bits=2) if compressor is None else compressor
+    require_compressor("sparse_loco", compressor, 1.0, options)
+    worker = Worker(loss_fn, optimizer, topology, **options)
+    require_whole("sparse_loco", inner_steps=inner_steps)
+    require_positive("sparse_loco", outer_learning_rate=outer_learning_rate)
+    require_fractions("sparse_loco", decay=decay)
+    schedule = after_steps(inner_steps, everyone(topology.num_workers))
+    rate = outer_learning_rate / topology.num_workers
+
+    def outer(theta: Buckets, memory: Memory, t: Tensor) -> tuple[Buckets, Memory]:
+        phi, error = memory
+        error = each(lambda e, delta: decay * e + delta, error, progress(phi, theta))
+        q = post_compressed(error, compressor, schedule, t)
+        phi = each(lambda phi, total: phi - rate * total, phi, sum_compressed(q))
+        return phi, Memory(phi, each(torch.sub, error, q.sent))
+
+    step = local_steps(worker, schedule, outer)
+    return worker.algorithm(step, Memory.restart, topology=worker.everyone, must_equal=("params",))

@@ -1,0 +1,73 @@
+"""A worker that sends garbage, for trials of an algorithm's robustness."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from decentfn.core import draws
+from decentfn.core.context import context
+from decentfn.core.numbers import checks_numbers, require
+from decentfn.core.trees import PyTree
+from decentfn.kit.state import Metrics, State
+from decentfn.kit.step import Algorithm, require_bare
+
+Lie = Literal["garbage", "nan", "times 100", "constant"]
+
+
+@checks_numbers
+def hostile(algorithm: Algorithm, worker: int, sends: Lie) -> Algorithm:
+    """Let one worker send something else instead of its values, in every message; its own training stays honest.
+
+    For simulation and for ranks. Compressed messages, which are bytes, are sent as they are.
+
+    Args:
+        algorithm: the result of any function of `decentfn.algorithms`.
+        worker: the hostile worker, from 0 to N - 1.
+        sends: "garbage": uniform random values in [-100, 100), new in every step; "nan"; "times 100": its values
+            times 100; "constant": 1 everywhere.
+
+    Raises:
+        ValueError: there is no such worker, or an unknown kind.
+    """
+    require_bare("hostile", algorithm)
+    require(sends in get_args(Lie), "hostile", f"choose one of {', '.join(get_args(Lie))}.", sends=sends)
+    n = algorithm.step.num_workers
+    require(0 <= worker < (n or worker + 1), "hostile", f"there are {n} workers, from 0.", worker=worker)
+    one, says = algorithm.step.run, _LIES[sends]
+
+    def told(x: Tensor, me: Tensor, t: Tensor) -> Tensor:
+        return torch.where(me == worker, says(x, t), x) if x.is_floating_point() else x
+
+    def run(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
+        with _lying(told):
+            return one(state, batch, t)
+
+    return algorithm._replace(step=replace(algorithm.step, run=run))
+
+
+@contextmanager
+def _lying(told: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Any:
+    context.hostile.append(told)
+    try:
+        yield
+    finally:
+        context.hostile.pop()
+
+
+def _garbage(x: Tensor, t: Tensor) -> Tensor:
+    drawn = draws.uniform(0, t, 0, (x.shape[-1],), device=x.device)
+    return (200 * drawn - 100).to(x.dtype).expand_as(x)
+
+
+_LIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "garbage": _garbage,
+    "nan": lambda x, t: torch.full_like(x, torch.nan),
+    "times 100": lambda x, t: 100 * x,
+    "constant": lambda x, t: torch.ones_like(x),
+}

@@ -1,0 +1,190 @@
+"""GASLoC, Factored Gossip DiLoCo and SparseLoCo against float64 loops written from their equations, and their laws."""
+
+import numpy as np
+import pytest
+import torch
+
+import decentfn as df
+from decentfn import compressors
+from tests.quadratics import Sgd, build, loss, problem, random_column_stochastic, random_symmetric, run, static_ring
+
+N, H, LR, STEPS = 6, 4, 0.1, 40
+COMPLETE = np.full((1, N, N), 1 / N)
+schedules = pytest.mark.parametrize(
+    "matrices", [static_ring(N), random_symmetric(N, 3, seed=1)], ids=["static", "time-varying"]
+)
+
+
+def agree(actual, expected, atol=1e-10):
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=atol)
+
+
+def outer_loop(p, outer, steps=STEPS):
+    """SGD, and after every H steps `θ = outer(k, φ, θ)`, φ the parameters at the start of round k."""
+    theta = phi = p.start
+    xs = [theta]
+    for t in range(steps):
+        theta = theta - LR * p.gradients(theta)
+        if (t + 1) % H == 0:
+            theta = phi = outer(t // H, phi, theta)
+        xs.append(theta)
+    return np.stack(xs)
+
+
+def gasloc_loop(p, matrices, eta, gamma, steps=STEPS):
+    y_old = p.start
+
+    def outer(k, phi, theta):
+        nonlocal y_old
+        y = phi + eta * (theta - phi)
+        x = matrices[k % len(matrices)] @ y + gamma * (y - y_old)
+        y_old = y
+        return x
+
+    return outer_loop(p, outer, steps)
+
+
+def factored_loop(p, matrices, eta, beta):
+    b = np.zeros_like(p.start)
+
+    def outer(k, phi, theta):
+        nonlocal b
+        first, second = (matrices[(2 * k + j) % len(matrices)] for j in range(2))
+        delta = phi - theta
+        b = beta * b + delta
+        return second @ (first @ phi - eta * (delta + beta * b))
+
+    return outer_loop(p, outer)
+
+
+def sparse_loop(p, compress, alpha, beta):
+    e = np.zeros_like(p.start)
+
+    def outer(k, phi, theta):
+        nonlocal e
+        e = beta * e + phi - theta
+        q = np.stack([compress(row) for row in e])
+        e = e - q
+        return phi - alpha * q.mean(0)
+
+    return outer_loop(p, outer)
+
+
+def largest_of_each_bucket(x):
+    """The largest of the two and of the three elements of the leaves."""
+    q = np.zeros_like(x)
+    for part in (slice(0, 2), slice(2, 5)):
+        place = part.start + np.abs(x[part]).argmax()
+        q[place] = x[place]
+    return q
+
+
+@schedules
+def test_gasloc_follows_its_equation(matrices):
+    p = problem(N)
+    built = build(df.gasloc, p, matrices, LR, inner_steps=H, outer_learning_rate=0.6, outer_momentum=0.8)
+    agree(run(built, p, STEPS), gasloc_loop(p, matrices, 0.6, 0.8))
+
+
+@schedules
+def test_factored_gossip_diloco_follows_its_equation(matrices):
+    p = problem(N)
+    outer = df.sgd(0.6, momentum=0.8, nesterov=True)
+    built = build(df.factored_gossip_diloco, p, matrices, LR, inner_steps=H, outer_optimizer=outer)
+    agree(run(built, p, STEPS), factored_loop(p, matrices, 0.6, 0.8))
+
+
+def test_sparse_loco_follows_its_equation():
+    p = problem(N, starts_equal=True)
+    options = {"outer_learning_rate": 0.9, "decay": 0.8, "compressor": compressors.top_k(k=1)}
+    built = build(df.sparse_loco, p, COMPLETE, LR, inner_steps=H, **options)
+    agree(run(built, p, STEPS), sparse_loop(p, largest_of_each_bucket, 0.9, 0.8))
+
+
+@pytest.mark.parametrize("name", ["ring", "random-matching", "complete"])
+def test_the_mean_of_gasloc_is_nesterov_of_torch_on_the_mean_progress(name):
+    p, topology, rounds = problem(N), df.topology(name, N), 30
+    xs = run(df.gasloc(loss, Sgd(LR), topology, inner_steps=H), p, rounds * H)
+    mean = torch.tensor(p.start.mean(0), requires_grad=True)
+    outer = torch.optim.SGD([mean], lr=0.7, momentum=0.9, nesterov=True)
+    for k in range(rounds):
+        last = xs[(k + 1) * H - 1]  # before the round's last inner step
+        progress = last - LR * p.gradients(last) - xs[k * H]
+        mean.grad = -torch.tensor(progress.mean(0))
+        outer.step()
+        agree(xs[(k + 1) * H].mean(0), mean.detach().numpy(), 1e-12)
+    assert np.ptp(xs[-1], 0).max() > 1e-3 or name == "complete"
+
+
+@schedules
+def test_gasloc_of_one_plain_step_is_adapt_then_combine(matrices):
+    p = problem(N)
+    plain = build(df.gasloc, p, matrices, LR, inner_steps=1, outer_learning_rate=1.0, outer_momentum=0.0)
+    agree(run(plain, p), run(build(df.adapt_then_combine, p, matrices, LR), p), 1e-12)
+
+
+def diloco(p, **options):
+    return run(build(df.diloco, p, COMPLETE, LR, inner_steps=H, **options), p, STEPS)
+
+
+def test_factored_gossip_diloco_with_an_idle_and_a_complete_mix_is_diloco():
+    p = problem(N, starts_equal=True)
+    topology = df.topologies.alternate(df.topologies.idle(N), df.topology("complete", N))
+    agree(run(df.factored_gossip_diloco(loss, Sgd(LR), topology, inner_steps=H), p, STEPS), diloco(p), 1e-12)
+
+
+def test_sparse_loco_that_sends_everything_is_diloco_without_momentum():
+    p = problem(N, starts_equal=True)
+    built = build(df.sparse_loco, p, COMPLETE, LR, inner_steps=H, decay=0.0, compressor=compressors.identity())
+    agree(run(built, p, STEPS), diloco(p, outer_learning_rate=1.0, outer_momentum=0.0), 1e-12)
+
+
+def test_the_papers_compressor_of_sparse_loco_learns():
+    p = problem(N, starts_equal=True)
+    xs = run(build(df.sparse_loco, p, COMPLETE, LR, inner_steps=H), p, 400)
+    A, b = p.A.reshape(-1, 5), p.b.reshape(-1)
+    optimum = np.linalg.lstsq(A, b, rcond=None)[0]
+    assert np.linalg.norm(xs[-1].mean(0) - optimum) < 0.2 * np.linalg.norm(xs[0].mean(0) - optimum)
+
+
+def test_factored_gossip_diloco_without_its_second_mix_never_waits_and_takes_its_outer_step():
+    p, ring = problem(N), static_ring(N)
+    topology = df.topologies.alternate(df.topologies.from_matrices("ring", ring), df.topologies.idle(N))
+    outer = df.sgd(0.6, momentum=0.8, nesterov=True)
+    algorithm = df.factored_gossip_diloco(loss, Sgd(LR), topology, inner_steps=H, outer_optimizer=outer)
+    agree(run(algorithm, p, STEPS), factored_loop(p, np.stack([ring[0], np.eye(N)]), 0.6, 0.8))
+
+
+def test_the_outer_optimizer_may_be_any_transform():
+    p = problem(N, starts_equal=True)
+    topology = df.topologies.alternate(df.topologies.idle(N), df.topology("complete", N))
+    algorithm = df.factored_gossip_diloco(
+        loss, Sgd(LR), topology, inner_steps=H, outer_optimizer=df.sgd(0.5, momentum=0.6)
+    )
+    phi = torch.tensor(p.start[0], requires_grad=True)
+    outer = torch.optim.SGD([phi], lr=0.5, momentum=0.6)
+    for _ in range(STEPS // H):
+        theta = np.repeat(phi.detach().numpy()[None], N, 0)
+        for _ in range(H):
+            theta = theta - LR * p.gradients(theta)
+        phi.grad = phi.detach() - torch.tensor(theta.mean(0))
+        outer.step()
+    agree(run(algorithm, p, STEPS)[-1], np.tile(phi.detach().numpy(), (N, 1)), 1e-12)
+
+
+def test_preconditions_say_what_to_do():
+    p = problem(4)
+    for algorithm in (df.gasloc, df.factored_gossip_diloco):
+        name = algorithm.__name__
+        with pytest.raises(ValueError, match=rf"{name}.*column-stochastic.*stochastic_gradient_push"):
+            build(algorithm, p, random_column_stochastic(4, 1, seed=0))
+    with pytest.raises(ValueError, match=r"gasloc\(outer_momentum=2.0\)"):
+        build(df.gasloc, p, static_ring(4), outer_momentum=2.0)
+    with pytest.raises(ValueError, match=r"factored_gossip_diloco\(outer_optimizer\).*init"):
+        build(df.factored_gossip_diloco, p, static_ring(4), outer_optimizer=0.7)
+    with pytest.raises(ValueError, match=r"point along the gradient"):
+        build(df.factored_gossip_diloco, p, static_ring(4), outer_optimizer=df.transforms.trace(0.9))
+    with pytest.raises(ValueError, match=r"sparse_loco\(inner_steps=0\)"):
+        build(df.sparse_loco, p, static_ring(4), inner_steps=0)
+    with pytest.raises(ValueError, match=r"sparse_loco\(wire_dtype=.*compressor"):
+        build(df.sparse_loco, p, static_ring(4), wire_dtype=torch.bfloat16)
