@@ -57,6 +57,7 @@ from decentfn.train.consensus import (
     with_params,
 )
 from decentfn.train.evaluation import evaluate, evaluate_replicas
+from decentfn.train.learning_rate import learning_rate, set_learning_rate
 from decentfn.train.resizing import resize
 from decentfn.train.state_dicts import load_state_dict, state_dict
 from decentfn.wrappers import average_buffers, ema, ema_params, ema_state, guard
@@ -114,6 +115,7 @@ __all__ = [
     "guard",
     "init",
     "kit",
+    "learning_rate",
     "load_state_dict",
     "logs",
     "mean",
@@ -132,6 +134,7 @@ __all__ = [
     "relay_sgd",
     "resize",
     "schedules",
+    "set_learning_rate",
     "sgd",
     "simulate",
     "slowmo",

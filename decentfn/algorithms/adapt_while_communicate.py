@@ -25,6 +25,7 @@ from decentfn.kit import (
     Worker,
     add,
     algorithm,
+    as_input,
     at,
     collect,
     require_doubly_stochastic,
@@ -62,6 +63,8 @@ def adapt_while_communicate(
         raise ValueError(f"adapt_while_communicate(update_at={update_at!r}): choose 'local' or 'mixed'.")
     if not callable(gamma) and not 0 <= gamma <= 1:
         raise ValueError(f"adapt_while_communicate(gamma={gamma}): γ is in [0, 1], or a function of t.")
+
+    gamma = as_input(gamma)
 
     def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
         x = state.params

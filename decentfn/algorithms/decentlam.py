@@ -35,6 +35,7 @@ from decentfn.kit import (
     State,
     Worker,
     algorithm,
+    as_input,
     at,
     difference,
     each,
@@ -101,6 +102,7 @@ def decentlam(
     worker = Worker(loss_fn, optimizer, topology, **options)
     require_fractions("decentlam", beta=beta)
     require_rate("decentlam", learning_rate=learning_rate)
+    learning_rate = as_input(learning_rate)
     require_doubly_stochastic("decentlam", topology)
     require_stable(topology, beta)
     # Momentum returns r in the next steps: β r (1 - β) / β, β² r (1 - β) / β, ...

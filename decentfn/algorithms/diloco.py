@@ -29,6 +29,8 @@ from decentfn.kit import (
     Worker,
     add,
     algorithm,
+    as_input,
+    at,
     copy_wide,
     each,
     is_active,
@@ -91,7 +93,7 @@ def diloco(
     require_positive("diloco", outer_learning_rate=outer_learning_rate)
     require_fractions("diloco", outer_momentum=outer_momentum)
     outer = after_steps(inner_steps, worker.everyone)
-    eta, beta, wire = outer_learning_rate, outer_momentum, worker.wire_dtype
+    rate, beta, wire = as_input(outer_learning_rate), outer_momentum, worker.wire_dtype
 
     must_equal = () if wire is None else ("params",)
 
@@ -103,6 +105,7 @@ def diloco(
         due = is_active(outer, t, theta)
         mean = worker.mean(to_send(phi, theta, wire), t, outer)
         delta = outer_gradient(phi, mean, wire)
+        eta = at(rate, t, phi)
         b_new = each(lambda b, delta: beta * b + delta, b, delta)
         phi_new = each(lambda phi, delta, b: phi - eta * (delta + beta * b), phi, delta, b_new)
         memory = Memory(where(due, phi_new, phi), where(due, b_new, b))

@@ -30,6 +30,8 @@ from decentfn.kit import (
     Worker,
     add,
     algorithm,
+    as_input,
+    at,
     copy_wide,
     each,
     is_active,
@@ -102,7 +104,7 @@ def noloco(
             "inner_steps between two rounds; pass the topology of the outer steps alone."
         )
 
-    outer = after_steps(inner_steps, topology)
+    outer, gamma_input = after_steps(inner_steps, topology), as_input(gamma)
 
     def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
         theta, (phi, b) = state.params, state.memory
@@ -110,8 +112,9 @@ def noloco(
         u, local = worker.update(g.grads, g, local, theta)
         theta = unless_bad(add(theta, u), lambda: phi)
         due = is_active(outer, t, theta)
-        mixed = worker.mix(each(lambda phi, d: gamma * phi - beta * d, phi, progress(phi, theta)), t, outer)
-        b_new = each(lambda b, mixed, phi: alpha * b + (mixed - gamma * phi), b, mixed, phi)
+        of_phi = at(gamma_input, t, phi)
+        mixed = worker.mix(each(lambda phi, d: of_phi * phi - beta * d, phi, progress(phi, theta)), t, outer)
+        b_new = each(lambda b, mixed, phi: alpha * b + (mixed - of_phi * phi), b, mixed, phi)
         phi_new = each(torch.add, phi, b_new)
         memory = Memory(where(due, phi_new, phi), where(due, b_new, b))
         return State(where(due, phi_new, theta), local, memory), g.metrics

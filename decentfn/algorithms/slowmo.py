@@ -27,6 +27,7 @@ from decentfn.kit import (
     Worker,
     add,
     algorithm,
+    as_input,
     at,
     copy_wide,
     each,
@@ -96,6 +97,7 @@ def slowmo(
     require_fractions("slowmo", beta=beta)
     require_positive("slowmo", alpha=alpha)
     require_rate("slowmo", learning_rate=learning_rate)
+    learning_rate = as_input(learning_rate)
     require_doubly_stochastic("slowmo", topology)
 
     outer = after_steps(inner_steps, worker.everyone)

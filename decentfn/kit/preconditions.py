@@ -14,6 +14,7 @@ from decentfn.core.buckets import Plan
 from decentfn.core.formatting import brief
 from decentfn.core.numbers import real, whole_number
 from decentfn.core.scalars import once
+from decentfn.optim.schedules import constant
 from decentfn.optim.transforms.basic import Scalar
 from decentfn.topologies import Topology, mixing_matrix
 
@@ -79,6 +80,14 @@ def require_contraction(call: str, compressor: Compressor, plan: Plan) -> None:
                 "below 1, so the error that is fed back may grow; use smaller chunks or more levels, or a contraction "
                 "such as top_k or sign."
             )
+
+
+def as_input(scalar: Scalar) -> Scalar:
+    """Return a number as a constant schedule, so that compiled code reads it; 1, which changes nothing, stays one.
+
+    For hyperparameters that a step passes to `at`: another value then compiles nothing.
+    """
+    return scalar if callable(scalar) or scalar == 1 else constant(scalar)
 
 
 def at(scalar: Scalar, t: Tensor, like: Iterable[Tensor]) -> float | Tensor:

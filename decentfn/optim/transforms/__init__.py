@@ -2,6 +2,7 @@
 
 from decentfn.core.buckets import global_norm
 from decentfn.optim.transforms.basic import (
+    RateState,
     ScheduleState,
     TraceState,
     add_decayed_weights,
@@ -41,6 +42,7 @@ __all__ = [
     "MaskedTransform",
     "MixAware",
     "MixContext",
+    "RateState",
     "ScheduleState",
     "TraceState",
     "Transform",

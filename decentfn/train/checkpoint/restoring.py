@@ -18,6 +18,7 @@ from decentfn.core import trees
 from decentfn.core.buckets import Buckets, Place
 from decentfn.engine.simulation import stack
 from decentfn.errors import CheckpointCorrupt
+from decentfn.optim.transforms.basic import rates
 from decentfn.train.checkpoint import files, manifest
 from decentfn.train.checkpoint.layout import (
     DTYPES,
@@ -81,6 +82,7 @@ def restore(source: str | Path, state: Any) -> Restored:
             continue
         restored, generators, saved_workers = read[0]
         _tell(found, state, saved_workers, skipped)
+        _tell_rate(state, restored.state)
         torch.set_rng_state(generators["cpu"])
         if "cuda" in generators:
             torch.cuda.set_rng_state(generators["cuda"], state.params[0].device)
@@ -115,6 +117,24 @@ def _tell(found: str, state: Any, saved_workers: int, skipped: dict[str, Checkpo
             found,
             saved_workers,
             num_workers,
+        )
+
+
+def _tell_rate(template: Any, restored: Any) -> None:
+    """Log a learning rate that is not the one that this run's optimizer was built with."""
+    mine, theirs = (
+        [node.learning_rate for node in rates(state.local.opt) if node.count is None] for state in (template, restored)
+    )
+    own = [(float(a.flatten()[0]), float(b.flatten()[0])) for a, b in zip(mine, theirs, strict=True)]
+    differing = [(a, b) for a, b in own if not math.isclose(a, b, rel_tol=1e-12)]
+    if differing and collectives.everyone().rank == 0:
+        built, saved = differing[0]
+        _log.warning(
+            "restore: the run continues with the checkpoint's learning rate %g; this optimizer was built with %g: "
+            "df.set_learning_rate(state, %g) sets it",
+            saved,
+            built,
+            built,
         )
 
 
