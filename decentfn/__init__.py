@@ -41,7 +41,7 @@ from decentfn.engine.simulation import simulate, stack, worker
 from decentfn.gradient import accumulate, autograd, dynamic_loss_scale, functional
 from decentfn.kit import Algorithm, Metrics, Options, State
 from decentfn.optim import schedules, transforms
-from decentfn.optim.transforms import Transform, adam, adamw, chain, clip_by_global_norm, sgd
+from decentfn.optim.transforms import Transform, adam, adamw, chain, clip_by_global_norm, from_torch, sgd
 from decentfn.topologies import Topology, mixing_matrix, register_topology, topology
 from decentfn.train import checkpoint, data, init, logs, preemption, profiling
 from decentfn.train.consensus import (
@@ -109,6 +109,7 @@ __all__ = [
     "evaluate_replicas",
     "exact_diffusion",
     "extra",
+    "from_torch",
     "functional",
     "gather",
     "gradient_tracking",

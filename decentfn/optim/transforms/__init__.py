@@ -12,6 +12,7 @@ from decentfn.optim.transforms.basic import (
     scale_by_learning_rate,
     trace,
 )
+from decentfn.optim.transforms.from_torch import TorchState, from_torch
 from decentfn.optim.transforms.optimizers import (
     AccumAdamState,
     AdamState,
@@ -44,6 +45,7 @@ __all__ = [
     "MixContext",
     "RateState",
     "ScheduleState",
+    "TorchState",
     "TraceState",
     "Transform",
     "accum_adam",
@@ -55,6 +57,7 @@ __all__ = [
     "chain",
     "clip_by_bucket_norm",
     "clip_by_global_norm",
+    "from_torch",
     "global_norm",
     "identity",
     "masked",
