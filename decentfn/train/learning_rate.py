@@ -44,7 +44,7 @@ def set_learning_rate(state: State, rate: float | Tensor) -> State:
         ValueError: a rate out of range or of another shape, one that follows a schedule, or no rate in the state.
     """
     opt = _optimizer_of(_SET, state)
-    if any(node.count is not None for node in rates(opt)):
+    if any(node.is_scheduled for node in rates(opt)):
         raise ValueError(
             f"{_SET}: the optimizer's learning rate follows a schedule, which would overwrite it; build the optimizer with "
             "a number, df.adamw(3e-4), and set every rate, or change the schedule."

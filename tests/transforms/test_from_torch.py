@@ -238,6 +238,7 @@ def test_an_optimizer_instead_of_a_function_is_refused():
         built_with(loss_fn, optimizer, df.topology("complete", 1))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # AccumAdam calls a name that PyTorch is to remove
 @pytest.mark.parametrize("name", ["optim_fn_adamw", "optim_fn_accum_adam"])
 def test_optimizers_and_schedulers_of_decent_dp_work_unchanged(name):
     theirs = pytest.importorskip("decent_dp.optim")

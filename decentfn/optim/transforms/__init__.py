@@ -1,6 +1,20 @@
 """Gradient transforms and optimizers on flat buckets: pairs `(init, update)` as in optax."""
 
 from decentfn.core.buckets import global_norm
+from decentfn.optim.transforms.adaptive import (
+    AdagradState,
+    LionState,
+    NadamState,
+    RmsState,
+    ScheduleFreeState,
+    adagrad,
+    lion,
+    nadam,
+    radam,
+    rmsprop,
+    schedule_free_adamw,
+    schedule_free_params,
+)
 from decentfn.optim.transforms.basic import (
     RateState,
     ScheduleState,
@@ -24,6 +38,7 @@ from decentfn.optim.transforms.optimizers import (
     scale_by_adam,
     sgd,
 )
+from decentfn.optim.transforms.shaped import AdafactorState, MuonState, adafactor, lamb, muon
 from decentfn.optim.transforms.transform import (
     MaskedTransform,
     MixAware,
@@ -39,17 +54,26 @@ from decentfn.optim.transforms.transform import (
 
 __all__ = [
     "AccumAdamState",
+    "AdafactorState",
+    "AdagradState",
     "AdamState",
+    "LionState",
     "MaskedTransform",
     "MixAware",
     "MixContext",
+    "MuonState",
+    "NadamState",
     "RateState",
+    "RmsState",
+    "ScheduleFreeState",
     "ScheduleState",
     "TorchState",
     "TraceState",
     "Transform",
     "accum_adam",
     "accum_adamw",
+    "adafactor",
+    "adagrad",
     "adam",
     "adamw",
     "add_decayed_weights",
@@ -60,13 +84,21 @@ __all__ = [
     "from_torch",
     "global_norm",
     "identity",
+    "lamb",
+    "lion",
     "masked",
+    "muon",
+    "nadam",
     "not_bias_or_norm",
     "partition",
+    "radam",
+    "rmsprop",
     "scale",
     "scale_by_accum_adam",
     "scale_by_adam",
     "scale_by_learning_rate",
+    "schedule_free_adamw",
+    "schedule_free_params",
     "sgd",
     "trace",
 ]

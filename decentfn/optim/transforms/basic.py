@@ -7,7 +7,7 @@ operators (torch.where) would promote a float32 bucket. 16-bit buckets compute a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import NamedTuple
 
@@ -35,7 +35,12 @@ class RateState(NamedTuple):
     """State of a learning rate: a number, which the training loop may set, or the last value of a schedule."""
 
     learning_rate: Tensor  # 0-d float64: of the next update, or of the last one if scheduled
-    count: Tensor | None = None  # 0-d int64, updates so far; None if the rate is a number
+    count: Tensor | tuple[()] = ()  # 0-d int64, updates so far; () if the rate is a number
+
+    @property
+    def is_scheduled(self) -> bool:
+        """Return True if the rate follows a schedule."""
+        return isinstance(self.count, Tensor)
 
 
 class TraceState(NamedTuple):
@@ -44,7 +49,7 @@ class TraceState(NamedTuple):
     momentum: Buckets
 
 
-def new_count(params: Buckets) -> Tensor:
+def new_count(params: Sequence[Tensor] | Buckets) -> Tensor:
     """Return a count of 0, 0-d int64 on the parameters' device."""
     return torch.zeros((), dtype=torch.int64, device=params[0].device if len(params) else None)
 
@@ -114,19 +119,27 @@ def scale_by_learning_rate(learning_rate: Scalar) -> Transform:
     """
     require_scalars("scale_by_learning_rate", learning_rate=learning_rate)
 
-    def init(params: Buckets) -> RateState:
-        count = new_count(params)
-        if callable(learning_rate):
-            return RateState(_value(learning_rate, count), count)
-        return RateState(torch.full((), float(learning_rate), dtype=torch.float64, device=count.device))
-
     def update(grads: Buckets, state: RateState, params: Buckets) -> tuple[Buckets, RateState]:
-        if callable(learning_rate):
-            assert state.count is not None
-            state = RateState(_value(learning_rate, state.count), state.count + 1)
+        state = next_rate(learning_rate, state)
         return multiply(grads, -state.learning_rate), state
 
-    return Transform(init, update)
+    return Transform(lambda params: start_rate(learning_rate, params), update)
+
+
+def start_rate(learning_rate: Scalar, params: Sequence[Tensor] | Buckets) -> RateState:
+    """Return the state of a learning rate before the first update."""
+    count = new_count(params)
+    if callable(learning_rate):
+        return RateState(_value(learning_rate, count), count)
+    return RateState(torch.full((), float(learning_rate), dtype=torch.float64, device=count.device))
+
+
+def next_rate(learning_rate: Scalar, state: RateState) -> RateState:
+    """Return the state whose learning rate is that of this update."""
+    if not callable(learning_rate):
+        return state
+    assert isinstance(state.count, Tensor)
+    return RateState(_value(learning_rate, state.count), state.count + 1)
 
 
 def rates(opt: PyTree) -> list[RateState]:

@@ -130,7 +130,7 @@ def _first(layout: _Layout, params: Buckets) -> TorchState:
         return {key: torch.zeros(kind.shape, dtype=kind.dtype, device=device) for key, kind in pairs}
 
     def rate(value: float) -> RateState:
-        count = new_count(params) if layout.scheduled else None
+        count = new_count(params) if layout.scheduled else ()
         return RateState(torch.full((), value, dtype=torch.float64, device=device), count)
 
     sizes = [bucket.numel for bucket in params.plan.buckets]

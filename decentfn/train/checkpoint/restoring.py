@@ -123,7 +123,8 @@ def _tell(found: str, state: Any, saved_workers: int, skipped: dict[str, Checkpo
 def _tell_rate(template: Any, restored: Any) -> None:
     """Log a learning rate that is not the one that this run's optimizer was built with."""
     mine, theirs = (
-        [node.learning_rate for node in rates(state.local.opt) if node.count is None] for state in (template, restored)
+        [node.learning_rate for node in rates(state.local.opt) if not node.is_scheduled]
+        for state in (template, restored)
     )
     own = [(float(a.flatten()[0]), float(b.flatten()[0])) for a, b in zip(mine, theirs, strict=True)]
     differing = [(a, b) for a, b in own if not math.isclose(a, b, rel_tol=1e-12)]
