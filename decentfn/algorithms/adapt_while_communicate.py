@@ -64,7 +64,7 @@ def adapt_while_communicate(
     if not callable(gamma) and not 0 <= gamma <= 1:
         raise ValueError(f"adapt_while_communicate(gamma={gamma}): γ is in [0, 1], or a function of t.")
 
-    factor = as_input(gamma)
+    factor = as_input("adapt_while_communicate", "gamma", gamma)
 
     def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
         x = state.params

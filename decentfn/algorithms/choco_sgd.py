@@ -91,7 +91,7 @@ def choco_sgd(
     worker = Worker(loss_fn, optimizer, topology, **options)
     require_doubly_stochastic("choco_sgd", topology)
     require_static("choco_sgd", topology, "a worker keeps Σ_j W[i,j] (x̂_j - x̂) as one running sum", "deep_squeeze")
-    neighbors, gamma_input = as_messages(topology), as_input(gamma)
+    neighbors, gamma_input = as_messages(topology), as_input("choco_sgd", "gamma", gamma)
 
     def start(x: Buckets) -> Memory:
         require_contraction("choco_sgd", compressor, x.plan)

@@ -102,7 +102,7 @@ def decentlam(
     worker = Worker(loss_fn, optimizer, topology, **options)
     require_fractions("decentlam", beta=beta)
     require_rate("decentlam", learning_rate=learning_rate)
-    rate = as_input(learning_rate)
+    rate = as_input("decentlam", "learning_rate", learning_rate)
     require_doubly_stochastic("decentlam", topology)
     require_stable(topology, beta)
     # Momentum returns r in the next steps: β r (1 - β) / β, β² r (1 - β) / β, ...

@@ -87,7 +87,7 @@ def deep_squeeze(
     require_compressor("deep_squeeze", compressor, gamma, options)
     worker = Worker(loss_fn, optimizer, topology, **options)
     require_doubly_stochastic("deep_squeeze", topology)
-    neighbors, gamma_input = as_messages(topology), as_input(gamma)
+    neighbors, gamma_input = as_messages(topology), as_input("deep_squeeze", "gamma", gamma)
 
     def start(x: Buckets) -> Memory:
         require_contraction("deep_squeeze", compressor, x.plan)

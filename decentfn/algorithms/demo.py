@@ -92,7 +92,7 @@ def demo(
     require_compressor("demo", compressor, 1.0, options)
     worker = Worker(loss_fn, optimizer, topology, **options)
     require_rate("demo", learning_rate=learning_rate)
-    rate = as_input(learning_rate)
+    rate = as_input("demo", "learning_rate", learning_rate)
     if not 0 <= decay < 1:
         raise ValueError(f"demo(decay={decay}): κ is in [0, 1); the paper uses 0.999.")
     others = everyone(topology.num_workers)

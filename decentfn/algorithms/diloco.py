@@ -93,7 +93,7 @@ def diloco(
     require_positive("diloco", outer_learning_rate=outer_learning_rate)
     require_fractions("diloco", outer_momentum=outer_momentum)
     outer = after_steps(inner_steps, worker.everyone)
-    rate, beta, wire = as_input(outer_learning_rate), outer_momentum, worker.wire_dtype
+    rate, beta, wire = as_input("diloco", "outer_learning_rate", outer_learning_rate), outer_momentum, worker.wire_dtype
 
     must_equal = () if wire is None else ("params",)
 

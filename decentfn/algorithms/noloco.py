@@ -104,7 +104,7 @@ def noloco(
             "inner_steps between two rounds; pass the topology of the outer steps alone."
         )
 
-    outer, gamma_input = after_steps(inner_steps, topology), as_input(gamma)
+    outer, gamma_input = after_steps(inner_steps, topology), as_input("noloco", "gamma", gamma)
 
     def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
         theta, (phi, b) = state.params, state.memory

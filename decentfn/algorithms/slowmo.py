@@ -97,7 +97,7 @@ def slowmo(
     require_fractions("slowmo", beta=beta)
     require_positive("slowmo", alpha=alpha)
     require_rate("slowmo", learning_rate=learning_rate)
-    rate = as_input(learning_rate)
+    rate = as_input("slowmo", "learning_rate", learning_rate)
     require_doubly_stochastic("slowmo", topology)
 
     outer = after_steps(inner_steps, worker.everyone)

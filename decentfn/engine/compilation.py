@@ -17,24 +17,18 @@ from torch import Tensor
 from decentfn.comm import collectives
 from decentfn.core import trees
 from decentfn.core.context import context
-from decentfn.core.formatting import brief, brief_error, is_ours
+from decentfn.core.formatting import brief
 from decentfn.core.trees import PyTree
 from decentfn.engine import cache as compile_cache
+from decentfn.engine.advice import explain
 from decentfn.engine.donation import require_distinct, require_layout
 from decentfn.engine.memory import give_back_freed_memory
-from decentfn.gradient import raise_own, traced_module
-from decentfn.kit.state_check import is_state, kind_of
+from decentfn.gradient import traced_module
 from decentfn.kit.step import Step
 from decentfn.torch_private import inductor
-from decentfn.torch_private.autograd import allow_saved_tensors_hooks
 from decentfn.torch_private.dynamo import (
     at_most,
-    first_error,
     guard_everything,
-    guards_fail,
-    is_not_compiled,
-    is_of_too_many_graphs,
-    not_loaded,
     prepare,
 )
 
@@ -130,7 +124,7 @@ def compile(
             with nullcontext() if read is None else read.alone(lends=False):
                 result = graph(leaves, batch, t)
         except Exception as error:
-            _explain(step, error, state, batch)
+            explain(step, error, state, batch, _GRAPHS, kwargs)
             raise
         if is_new:
             give_back_freed_memory()
@@ -140,41 +134,6 @@ def compile(
         return (state, result) if donate else result
 
     return replace(step, run=run, is_compiled=True, is_donated=donate)
-
-
-def _explain(step: Step, error: Exception, state: Any, batch: PyTree) -> None:
-    """Raise a clear error for a failed compilation or call of a step; return if `error` itself is clear."""
-    if is_of_too_many_graphs(error):
-        raise RuntimeError(
-            f"df.compile(step): more than {_GRAPHS} kinds of batches (structures, dtypes, shapes that the compiler takes for "
-            "different ones), or values of what the loss, the optimizer or the topology reads from outside (a number, a flag, a "
-            "function that changes in every step); each is compiled. Pad the batches to a few shapes and leave dynamic=None; "
-            "read what changes from a tensor that is filled in place; or write df.autograd(loss_fn), whose loss is not compiled."
-        ) from error
-    if isinstance(error, AssertionError) and guards_fail(error):
-        raise RuntimeError(
-            "df.compile(step): torch.compile cannot guard a NumPy array that the loss reads from outside; make it a tensor "
-            "with torch.from_numpy before the first step."
-        ) from error
-    if not is_not_compiled(error):
-        return
-    allow_saved_tensors_hooks()
-    if is_ours(said := first_error(error)):
-        raise said from None
-    if (unloaded := not_loaded(error)) is not None:
-        raise RuntimeError(
-            f"df.compile(step): {brief_error(unloaded)}. A file in Inductor's cache is damaged, as after a kill or on a full "
-            f"disk; delete {inductor.cache_dir()} and start again."
-        ) from error
-    if step.is_by_autograd:
-        return
-    if step.loss_fn is not None:
-        raise_own(step.loss_fn, state, batch)
-    made = f" If another init made the state, a {kind_of(state)}, call this algorithm's." if is_state(state) else ""
-    raise RuntimeError(
-        f"df.compile(step): torch.compile could not trace the step: {brief_error(said)}. Where the loss runs in a plain "
-        f"PyTorch loop, let PyTorch's autograd take the gradient: df.autograd(loss_fn); the rest of the step is compiled.{made}"
-    ) from error
 
 
 class _Progress:

@@ -67,7 +67,7 @@ def average_buffers(
             "or use a network without running statistics."
         )
     init, step = algorithm
-    one, factor = step.run, as_input(gamma)
+    one, factor = step.run, as_input("average_buffers", "gamma", gamma)
     frozen: frozenset[str] = getattr(algorithm.loss_fn, "frozen", frozenset())
 
     def start(params: PyTree, buffers: PyTree = None) -> State:

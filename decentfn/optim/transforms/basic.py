@@ -19,6 +19,7 @@ from decentfn.core.buckets import Buckets, Mask, each, global_norm, multiply, wi
 from decentfn.core.numbers import checks_numbers, real, require
 from decentfn.core.scalars import Numbers, once
 from decentfn.core.trees import PyTree
+from decentfn.optim.schedules import require_traceable
 from decentfn.optim.transforms.transform import Transform, ascending, masked, require_one_process
 
 Scalar = float | Callable[[Tensor], "Tensor | float"]
@@ -64,7 +65,10 @@ def require_scalars(call: str, **scalars: Scalar) -> None:
     """Raise ValueError unless each is a number >= 0, or a function of the count."""
     for name, value in scalars.items():
         rule = "a finite number >= 0, or a function of the update count that returns one (see decentfn.optim.schedules)"
-        require(callable(value) or real(call, name, value) >= 0, call, f"{name} is {rule}.", **{name: value})
+        if callable(value):
+            require_traceable(call, name, value)
+        else:
+            require(real(call, name, value) >= 0, call, f"{name} is {rule}.", **{name: value})
 
 
 def unless_zero(scalar: Scalar, transform: Callable[[], Transform]) -> tuple[Transform, ...]:
