@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -34,6 +35,9 @@ from decentfn.torch_private.dynamo import (
 
 _GRAPHS = 32
 """Largest number of graphs of a step, for batches of different structures, dtypes and kinds of shapes."""
+
+_SILENT_S = 5.0
+"""Time after which a compilation is announced, also where logging is not configured."""
 
 _log = logging.getLogger("decentfn")
 
@@ -93,7 +97,7 @@ def compile(
             "graph would not do again; leave the option out."
         )
     prepare()
-    progress = _Progress(step.name)
+    progress = _Progress(step.name, step.is_by_autograd)
     kwargs: dict[str, Any] = {"fullgraph": True, "dynamic": dynamic, "backend": backend, **at_most(_GRAPHS)}
     if backend == "inductor":
         kwargs["backend"] = progress.inductor
@@ -124,6 +128,7 @@ def compile(
             with nullcontext() if read is None else read.alone(lends=False):
                 result = graph(leaves, batch, t)
         except Exception as error:
+            progress.stop()
             explain(step, error, state, batch, _GRAPHS, kwargs)
             raise
         if is_new:
@@ -137,19 +142,32 @@ def compile(
 
 
 class _Progress:
-    """Log of compilations and their times."""
+    """Log of compilations and their times; rank 0 warns of one that takes a few seconds."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, is_by_autograd: bool) -> None:
         self.name = name
         self.since: float | None = None
+        way_out = "" if is_by_autograd else "; with df.autograd(loss_fn) the loss is not compiled, and seconds suffice"
+        self._patience = f"compiling {name} (minutes for a large network{way_out})"
+        self._timer: threading.Timer | None = None
 
     def begin(self, why: str = "") -> None:
         _log.debug("compiling %s%s ...", self.name, why)
         self.since = time.perf_counter()
+        if collectives.everyone().rank == 0:
+            self._timer = threading.Timer(_SILENT_S, _log.warning, (self._patience,))
+            self._timer.daemon = True
+            self._timer.start()
+
+    def stop(self) -> None:
+        """Compile no more: done, or failed."""
+        self.since = None
+        if self._timer is not None:
+            self._timer.cancel()
 
     def end(self, since: float) -> None:
         _log.debug("compiled %s in %.1f s", self.name, time.perf_counter() - since)
-        self.since = None
+        self.stop()
 
     def inductor(self, graph: torch.fx.GraphModule, inputs: Any, **kwargs: Any) -> Callable[..., Any]:
         """Compile with the backend; a graph after the first one means that the batch or the loss has changed."""
