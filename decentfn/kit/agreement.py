@@ -59,7 +59,7 @@ def algorithm(function: Callable[P, Algorithm]) -> Callable[P, Algorithm]:
 
         def start(params: PyTree, buffers: PyTree = None) -> Any:
             require_params(params)
-            require_inputs("init(params, buffers)", loss_fn, params, buffers)
+            buffers = require_inputs("init(params, buffers)", loss_fn, params, buffers)
             lines = [describe(name, value) for name, value in values.items()]
             agree([f"algorithm {function.__name__}", *lines, *structure("optimizer", optimizer)])
             return expected.record(built.init(params, buffers))
