@@ -3,7 +3,7 @@
 >>> import decentfn as df
 
 The main functions, the algorithms and the common optimizers are here. Everything else is in submodules:
-`df.topologies`, `df.transforms`, `df.schedules`, `df.compressors`, `df.data`, `df.checkpoint`, `df.logs`,
+`df.topologies`, `df.draws` (random numbers of custom topologies), `df.transforms`, `df.schedules`, `df.compressors`, `df.data`, `df.checkpoint`, `df.logs`,
 `df.profiling`, `df.errors`, `df.kit` (building blocks of an algorithm), `df.testing` and `df.plots`.
 """
 
@@ -35,6 +35,7 @@ from decentfn.algorithms.stochastic_gradient_push import stochastic_gradient_pus
 from decentfn.algorithms.streaming_diloco import streaming_diloco
 from decentfn.comm.fingerprint import broadcast
 from decentfn.compat import ddp
+from decentfn.core import draws
 from decentfn.engine.compilation import compile
 from decentfn.engine.donation import donate
 from decentfn.engine.simulation import simulate, stack, worker
@@ -102,6 +103,7 @@ __all__ = [
     "distance_in_steps",
     "distance_to_consensus",
     "donate",
+    "draws",
     "dynamic_loss_scale",
     "ema",
     "ema_params",
