@@ -190,8 +190,12 @@ def _read(path: Path, template: Any) -> tuple[Restored, dict[str, Tensor], int]:
             f"restore: leaf {by_bucket[0]!r} is kept for each bucket, and {path} has other buckets; build the "
             "algorithm with the bucket_mb that it was saved with."
         )
-    _compare_names(leaves, parts, path)
-    saved = _Saved(path, parts, about["num_workers"])
+    absent = _rates_of_older_versions(leaves, parts)
+    for leaf, given in zip(leaves, leaves_of(template if as_many else one), strict=True):
+        if leaf.name in absent:
+            leaf.values.copy_(given.values)
+    _compare_names([leaf for leaf in leaves if leaf.name not in absent], parts, path)
+    saved = _Saved(path, parts, about["num_workers"], absent)
     if as_many:
         saved.fill(leaves, first)
     else:
@@ -274,6 +278,13 @@ class _Part:
         return math.prod(stop - start for start, stop, _, _ in spans)
 
 
+def _rates_of_older_versions(leaves: Sequence[Leaf], parts: Sequence[_Part]) -> frozenset[str]:
+    """Return the learning rates that the checkpoint lacks, written when they were not yet part of the state."""
+    stored = {name for part in parts for name in part.places}
+    names = {leaf.name for leaf in leaves if leaf.name.startswith("local.opt") and leaf.name.endswith("learning_rate")}
+    return frozenset(names - stored)
+
+
 def _compare_names(leaves: Sequence[Leaf], parts: Sequence[_Part], path: Path) -> None:
     own, theirs = {leaf.name for leaf in leaves}, {name for part in parts for name in part.places}
     for names, has, lacks in ((own - theirs, "the state", str(path)), (theirs - own, str(path), "the state")):
@@ -288,6 +299,8 @@ class _Saved(NamedTuple):
     path: Path
     parts: Sequence[_Part]
     num_workers: int
+    absent: frozenset[str]
+    """Leaves that keep the template's values."""
 
     def require_fit(self, leaf: Leaf) -> None:
         """Raise unless all files agree with the template on the leaf, and their parts are equal or do not overlap."""
@@ -311,6 +324,7 @@ class _Saved(NamedTuple):
 
     def fill(self, leaves: Sequence[Leaf], first: int) -> None:
         """Read the values of these leaves for the workers from `first` on."""
+        leaves = [leaf for leaf in leaves if leaf.name not in self.absent]
         for leaf in leaves:
             self.require_fit(leaf)
         for leaf in leaves:
