@@ -3,8 +3,9 @@
 >>> import decentfn as df
 
 The main functions, the algorithms and the common optimizers are here. Everything else is in submodules:
-`df.topologies`, `df.transforms`, `df.schedules`, `df.compressors`, `df.data`, `df.checkpoint`, `df.logs`,
-`df.profiling`, `df.errors`, `df.kit` (building blocks of an algorithm), `df.planning`, `df.testing` and `df.plots`.
+`df.topologies`, `df.draws` (random numbers of custom topologies), `df.transforms`, `df.schedules`, `df.compressors`,
+`df.data`, `df.checkpoint`, `df.logs`, `df.profiling`, `df.errors`, `df.kit` (building blocks of an algorithm),
+`df.planning`, `df.testing` and `df.plots`.
 """
 
 import warnings
@@ -44,13 +45,14 @@ from decentfn.algorithms.stochastic_gradient_push import stochastic_gradient_pus
 from decentfn.algorithms.streaming_diloco import streaming_diloco
 from decentfn.comm.fingerprint import broadcast
 from decentfn.compat import ddp
+from decentfn.core import draws
 from decentfn.engine.compilation import compile
 from decentfn.engine.donation import donate
 from decentfn.engine.simulation import simulate, stack, worker
 from decentfn.gradient import accumulate, autograd, dynamic_loss_scale, functional
 from decentfn.kit import Algorithm, Metrics, Options, State
 from decentfn.optim import schedules, transforms
-from decentfn.optim.transforms import Transform, adam, adamw, chain, clip_by_global_norm, sgd
+from decentfn.optim.transforms import Transform, adam, adamw, chain, clip_by_global_norm, from_torch, sgd
 from decentfn.planning import plan
 from decentfn.topologies import Topology, mixing_matrix, register_topology, topology
 from decentfn.train import checkpoint, data, init, logs, preemption, profiling
@@ -60,6 +62,7 @@ from decentfn.train.consensus import (
     consensus_buffers,
     consensus_distance,
     consensus_mean,
+    distance_in_steps,
     distance_to_consensus,
     gather,
     mean,
@@ -67,6 +70,7 @@ from decentfn.train.consensus import (
     with_params,
 )
 from decentfn.train.evaluation import evaluate, evaluate_replicas
+from decentfn.train.learning_rate import learning_rate, set_learning_rate
 from decentfn.train.resizing import resize
 from decentfn.train.state_dicts import load_state_dict, state_dict
 from decentfn.wrappers import average_buffers, ema, ema_params, ema_state, guard, mix_state
@@ -112,8 +116,10 @@ __all__ = [
     "demo",
     "demuon",
     "diloco",
+    "distance_in_steps",
     "distance_to_consensus",
     "donate",
+    "draws",
     "dynamic_loss_scale",
     "ema",
     "ema_params",
@@ -124,6 +130,7 @@ __all__ = [
     "exact_diffusion",
     "extra",
     "factored_gossip_diloco",
+    "from_torch",
     "functional",
     "gasloc",
     "gather",
@@ -131,6 +138,7 @@ __all__ = [
     "guard",
     "init",
     "kit",
+    "learning_rate",
     "load_state_dict",
     "logs",
     "mean",
@@ -153,6 +161,7 @@ __all__ = [
     "relay_sgd",
     "resize",
     "schedules",
+    "set_learning_rate",
     "sgd",
     "simulate",
     "slowmo",

@@ -94,9 +94,7 @@ def _accuracies(algorithm: Any, topology: df.Topology) -> torch.Tensor:
     data, held_out = digits.load()
     parts = df.data.dirichlet_shards(data.labels, WORKERS, ALPHA, 0)
     shards = df.data.fixed_shards(parts, 16, 0)
-    init, decent_step = algorithm(
-        digits.loss_fn, df.sgd(df.schedules.cosine_with_warmup(0.2, STEPS, 0), momentum=0.9), topology
-    )
+    init, decent_step = algorithm(digits.loss_fn, df.sgd(df.schedules.cosine(0.2, STEPS), momentum=0.9), topology)
     state, decent_step = df.stack(init(digits.start()), WORKERS), df.simulate(decent_step, WORKERS)
     rows = []
     for t in range(STEPS):

@@ -181,8 +181,7 @@ def make_topology(config: Config, num_workers: int, local: int) -> df.Topology:
 
 
 def make_algorithm(config: Config, loss_fn: Any, topology: df.Topology) -> df.Algorithm:
-    warmup = config.warmup_steps
-    schedule = df.schedules.cosine_with_warmup(config.learning_rate, config.steps - warmup, warmup)
+    schedule = df.schedules.warmup_cosine(config.learning_rate, config.warmup_steps, config.steps)
     optimizer = df.chain(df.clip_by_global_norm(config.clip), OPTIMIZERS[config.optimizer](schedule))
     options = keyword_arguments("--algorithm-args", config.algorithm_args)
     if config.wire_dtype:

@@ -2,11 +2,13 @@
 
 import logging
 import re
+import time
 
 import pytest
 import torch
 
 import decentfn as df
+from decentfn.engine import compilation
 
 pytestmark = pytest.mark.thorough
 
@@ -48,7 +50,26 @@ def test_other_backends_and_simulations_are_announced_too(caplog):
     match_all([COMPILING.format(""), COMPILED], said(caplog))
 
 
-def test_a_script_that_does_not_ask_is_told_nothing(caplog):
+@pytest.mark.parametrize(("make", "said"), [(lambda loss: loss, "; with df.autograd"), (df.autograd, ")")])
+def test_a_script_that_does_not_ask_is_told_of_a_long_compilation_once(caplog, monkeypatch, make, said):
+    monkeypatch.setattr(compilation, "_SILENT_S", 0.05)
+
+    def slow(graph, inputs):
+        time.sleep(0.3)
+        return graph.forward
+
+    init, step = df.adapt_then_combine(
+        make(lambda p, x: ((x - p) ** 2).mean()), df.sgd(0.1), df.topology("complete", 1)
+    )
+    state, step = init(torch.zeros(2)), df.compile(step, backend=slow)
+    for t in range(3):
+        state, _ = step(state, torch.ones(3, 2), t)
+    time.sleep(0.2)
+    [line] = [record.getMessage() for record in caplog.records if record.name == "decentfn"]
+    assert line.startswith(f"compiling adapt_then_combine.step (minutes for a large network{said}")
+
+
+def test_a_script_that_does_not_ask_is_told_nothing_of_a_quick_one(caplog):
     state, step = a_step(backend="aot_eager")
     step(state, torch.ones(3, 2), 0)
     assert said(caplog) == []

@@ -34,7 +34,7 @@ def topologies() -> df.Topology:
 
 
 def optimizers() -> df.Transform:
-    rate = df.schedules.cosine_with_warmup(3e-4, t_warmup=10, t_max=100)
+    rate = df.schedules.warmup_cosine(3e-4, warmup=10, steps=100)
     assert_type(df.sgd(0.1, momentum=0.9), df.Transform)
     assert_type(df.adam(rate), df.Transform)
     assert_type(df.transforms.masked(df.adamw(rate), df.transforms.not_bias_or_norm), df.Transform)

@@ -25,6 +25,7 @@ from decentfn.kit import (
     Worker,
     add,
     algorithm,
+    as_input,
     at,
     collect,
     require_doubly_stochastic,
@@ -63,11 +64,13 @@ def adapt_while_communicate(
     if not callable(gamma) and not 0 <= gamma <= 1:
         raise ValueError(f"adapt_while_communicate(gamma={gamma}): γ is in [0, 1], or a function of t.")
 
+    factor = as_input("adapt_while_communicate", "gamma", gamma)
+
     def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
         x = state.params
         posted = worker.post(x, t)
         g, local = worker.gradient(x, state.local, batch, t, after=posted)
-        mixed = collect(posted, at(gamma, t, x), after=g.grads)
+        mixed = collect(posted, at(factor, t, x), after=g.grads)
         seen = mixed if update_at == "mixed" else x
         u, local = worker.update(g.grads, g, local, seen, posted=posted)
         return State(add(mixed, u), local), g.metrics

@@ -33,6 +33,8 @@ from decentfn.kit import (
     Worker,
     add,
     algorithm,
+    as_input,
+    at,
     each,
     require_compressor,
     require_contraction,
@@ -89,7 +91,7 @@ def choco_sgd(
     worker = Worker(loss_fn, optimizer, topology, **options)
     require_doubly_stochastic("choco_sgd", topology)
     require_static("choco_sgd", topology, "a worker keeps Σ_j W[i,j] (x̂_j - x̂) as one running sum", "deep_squeeze")
-    neighbors = as_messages(topology)
+    neighbors, gamma_input = as_messages(topology), as_input("choco_sgd", "gamma", gamma)
 
     def start(x: Buckets) -> Memory:
         require_contraction("choco_sgd", compressor, x.plan)
@@ -103,7 +105,8 @@ def choco_sgd(
         q = post_compressed(each(torch.sub, x_half, x_hat), compressor, neighbors, t)
         x_hat = add(x_hat, q.sent)
         pull = add(pull, difference_compressed(q))
-        x = each(lambda x, pull: (x + gamma * pull).to(x.dtype), x_half, pull)
+        factor = at(gamma_input, t, x_half)
+        x = each(lambda x, pull: (x + factor * pull).to(x.dtype), x_half, pull)
         return State(x, local, Memory(x_hat, pull)), g.metrics
 
     return worker.algorithm(step, start)

@@ -35,6 +35,7 @@ from decentfn.kit import (
     State,
     Worker,
     algorithm,
+    as_input,
     at,
     difference,
     each,
@@ -101,13 +102,14 @@ def decentlam(
     worker = Worker(loss_fn, optimizer, topology, **options)
     require_fractions("decentlam", beta=beta)
     require_rate("decentlam", learning_rate=learning_rate)
+    rate = as_input("decentlam", "learning_rate", learning_rate)
     require_doubly_stochastic("decentlam", topology)
     require_stable(topology, beta)
     # Momentum returns r in the next steps: β r (1 - β) / β, β² r (1 - β) / β, ...
     repay = (1 - beta) / beta if beta else 0.0
 
     def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
-        eta = at(learning_rate, t, state.params)
+        eta = at(rate, t, state.params)
         per_eta = reciprocal(eta)
         x, (m,) = state.params, state.memory
         g, local = worker.gradient(x, state.local, batch, t)

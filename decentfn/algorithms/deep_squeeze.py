@@ -32,6 +32,8 @@ from decentfn.kit import (
     Worker,
     add,
     algorithm,
+    as_input,
+    at,
     each,
     repaired,
     require_compressor,
@@ -85,7 +87,7 @@ def deep_squeeze(
     require_compressor("deep_squeeze", compressor, gamma, options)
     worker = Worker(loss_fn, optimizer, topology, **options)
     require_doubly_stochastic("deep_squeeze", topology)
-    neighbors = as_messages(topology)
+    neighbors, gamma_input = as_messages(topology), as_input("deep_squeeze", "gamma", gamma)
 
     def start(x: Buckets) -> Memory:
         require_contraction("deep_squeeze", compressor, x.plan)
@@ -99,7 +101,7 @@ def deep_squeeze(
         v = add(error, x_half)
         c = post_compressed(v, compressor, neighbors, t)
         error = each(torch.sub, v, c.sent)
-        pull = difference_compressed(c, gamma)
+        pull = difference_compressed(c, at(gamma_input, t, x))
         x = each(lambda x, pull: (x + pull).to(x.dtype), x_half, pull)
         x = repaired(c.posted, x, pull)  # a bad worker sent zeros, so the pull is the mix
         return State(x, local, Memory(error)), g.metrics

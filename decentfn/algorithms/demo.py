@@ -29,6 +29,7 @@ from decentfn.kit import (
     Worker,
     add,
     algorithm,
+    as_input,
     at,
     cast_like,
     each,
@@ -91,13 +92,14 @@ def demo(
     require_compressor("demo", compressor, 1.0, options)
     worker = Worker(loss_fn, optimizer, topology, **options)
     require_rate("demo", learning_rate=learning_rate)
+    rate = as_input("demo", "learning_rate", learning_rate)
     if not 0 <= decay < 1:
         raise ValueError(f"demo(decay={decay}): κ is in [0, 1); the paper uses 0.999.")
     others = everyone(topology.num_workers)
 
     def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
         theta, (delta,) = state.params, state.memory
-        eta = at(learning_rate, t, theta)
+        eta = at(rate, t, theta)
         g, local = worker.gradient(theta, state.local, batch, t)
         grown = each(lambda delta, g: (decay * delta + eta * g).to(delta.dtype), delta, g.grads)
         delta = g.keep(grown, delta)

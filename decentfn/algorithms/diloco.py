@@ -28,6 +28,8 @@ from decentfn.kit import (
     Options,
     Worker,
     algorithm,
+    as_input,
+    at,
     copy_wide,
     each,
     require_fractions,
@@ -95,7 +97,7 @@ def diloco(
     require_positive("diloco", outer_learning_rate=outer_learning_rate)
     require_fractions("diloco", outer_momentum=outer_momentum)
     schedule = after_steps(inner_steps, worker.everyone)
-    eta, beta, wire = outer_learning_rate, outer_momentum, worker.wire_dtype
+    rate, beta, wire = as_input("diloco", "outer_learning_rate", outer_learning_rate), outer_momentum, worker.wire_dtype
 
     must_equal = () if wire is None and weight is None else ("params",)
 
@@ -109,7 +111,7 @@ def diloco(
 
     def outer(theta: Buckets, memory: Memory, t: Tensor) -> tuple[Buckets, Memory]:
         phi, b, own = memory
-        delta = mean_progress(phi, theta, own, t)
+        delta, eta = mean_progress(phi, theta, own, t), at(rate, t, phi)
         b = each(lambda b, delta: beta * b + delta, b, delta)
         phi = each(lambda phi, delta, b: phi - eta * (delta + beta * b), phi, delta, b)
         return phi, Memory(phi, b, None if own is None else torch.zeros_like(own))

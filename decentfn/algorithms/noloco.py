@@ -26,6 +26,8 @@ from decentfn.kit import (
     Options,
     Worker,
     algorithm,
+    as_input,
+    at,
     copy_wide,
     each,
     require_doubly_stochastic,
@@ -97,12 +99,12 @@ def noloco(
             "inner_steps between two rounds; pass the topology of the outer steps alone."
         )
 
-    schedule = after_steps(inner_steps, topology)
+    schedule, gamma_input = after_steps(inner_steps, topology), as_input("noloco", "gamma", gamma)
 
     def outer(theta: Buckets, memory: Memory, t: Tensor) -> tuple[Buckets, Memory]:
-        phi, b = memory
-        sent = each(lambda phi, d: gamma * phi - beta * d, phi, progress(phi, theta))
-        b = each(lambda b, mixed, phi: alpha * b + (mixed - gamma * phi), b, worker.mix(sent, t, schedule), phi)
+        (phi, b), of_phi = memory, at(gamma_input, t, memory.phi)
+        sent = each(lambda phi, d: of_phi * phi - beta * d, phi, progress(phi, theta))
+        b = each(lambda b, mixed, phi: alpha * b + (mixed - of_phi * phi), b, worker.mix(sent, t, schedule), phi)
         phi = each(torch.add, phi, b)
         return phi, Memory(phi, b)
 

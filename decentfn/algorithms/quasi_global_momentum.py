@@ -25,6 +25,7 @@ from decentfn.kit import (
     State,
     Worker,
     algorithm,
+    as_input,
     at,
     difference,
     each,
@@ -86,12 +87,13 @@ def quasi_global_momentum(
     worker = Worker(loss_fn, optimizer, topology, **options)
     require_fractions("quasi_global_momentum", beta=beta, mu=mu)
     require_rate("quasi_global_momentum", learning_rate=learning_rate)
+    rate = as_input("quasi_global_momentum", "learning_rate", learning_rate)
     require_doubly_stochastic("quasi_global_momentum", topology)
     # g + β (β m + g) = (1 + β) g + β² m.
     of_g, of_m = (1 + beta, beta**2) if nesterov else (1, beta)
 
     def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
-        eta = at(learning_rate, t, state.params)
+        eta = at(rate, t, state.params)
         per_eta = reciprocal(eta)
         x, (m,) = state.params, state.memory
         g, local = worker.gradient(x, state.local, batch, t)

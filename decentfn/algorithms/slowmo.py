@@ -27,6 +27,7 @@ from decentfn.kit import (
     Worker,
     add,
     algorithm,
+    as_input,
     at,
     copy_wide,
     each,
@@ -96,13 +97,14 @@ def slowmo(
     require_fractions("slowmo", beta=beta)
     require_positive("slowmo", alpha=alpha)
     require_rate("slowmo", learning_rate=learning_rate)
+    rate = as_input("slowmo", "learning_rate", learning_rate)
     require_doubly_stochastic("slowmo", topology)
 
     outer = after_steps(inner_steps, worker.everyone)
     inner = paused(topology, outer)
 
     def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
-        eta = at(learning_rate, t, state.params)
+        eta = at(rate, t, state.params)
         per_eta = reciprocal(eta)
         x, (x0, u) = state.params, state.memory
         g, local = worker.gradient(x, state.local, batch, t)

@@ -32,6 +32,8 @@ from decentfn.kit import (
     Worker,
     add,
     algorithm,
+    as_input,
+    at,
     copy_wide,
     each,
     require_fractions,
@@ -108,7 +110,11 @@ def streaming_diloco(
             "has a step of its own and is applied before its next round, so num_fragments <= inner_steps and "
             "delay < inner_steps; take more inner steps."
         )
-    eta, beta, wire = outer_learning_rate, outer_momentum, worker.wire_dtype
+    rate, beta, wire = (
+        as_input("streaming_diloco", "outer_learning_rate", outer_learning_rate),
+        outer_momentum,
+        worker.wire_dtype,
+    )
     fragments = Fragments(num_fragments, inner_steps, worker.everyone)
     launches, arrivals = fragments.schedules(0 if delay else -1), fragments.schedules(delay - 1)
 
@@ -137,6 +143,7 @@ def streaming_diloco(
         delta = collect(posted, phi, g.grads)
         if waiting is not None:
             delta = waiting = where(fragments.turn(phi, launches, t), delta, waiting)
+        eta = at(rate, t, phi)
         b_new = each(lambda b, delta: beta * b + delta, b, delta)
         phi_new = each(lambda phi, delta, b: phi - eta * (delta + beta * b), phi, delta, b_new)
         theta_new = each(lambda phi, theta: (1 - alpha) * phi + alpha * theta, phi_new, theta)

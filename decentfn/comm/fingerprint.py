@@ -15,6 +15,7 @@ from torch import Tensor
 from decentfn.comm import collectives
 from decentfn.core import trees
 from decentfn.core.buckets import Mask, Plan
+from decentfn.core.scalars import Numbers
 from decentfn.core.trees import PyTree
 from decentfn.errors import PlanMismatch
 from decentfn.topologies import Topology
@@ -72,7 +73,7 @@ def structure(name: str, value: Any, enclosing: tuple[Any, ...] = ()) -> Iterato
         if value.__module__.split(".")[0] == "decentfn" and value not in enclosing:
             for key, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
                 yield from structure(f"{name}.{key}", cell.cell_contents, (*enclosing, value))
-    elif isinstance(value, (bool, int, float, str, torch.dtype, type(None))):
+    elif isinstance(value, (bool, int, float, str, torch.dtype, type(None), Numbers)):
         yield f"{name}={value}"
     else:
         yield f"{name} is {type(value).__module__}.{type(value).__qualname__}"

@@ -22,6 +22,8 @@ from decentfn.core.context import context
 from decentfn.core.numbers import checks_numbers
 from decentfn.core.scalars import operator
 
+__all__ = ["bits", "integers", "permutation", "sign", "uniform"]
+
 _32_BITS = 0xFFFFFFFF
 # Odd and below 2^31: times a number below 2^32, the product stays below 2^63.
 _MULTIPLIERS = ((16, 0x7FEB352D), (15, 0x21F0AAAD), (15, 0x31848BAB))

@@ -22,6 +22,22 @@ MOST_WORKERS = 2**20
 """Largest number of workers in a topology, and the limit of other counts that are enumerated."""
 
 
+_MEANT = {
+    "lr": "learning_rate=",
+    "betas": "b1= and b2=",
+    "T_max": "steps=",
+    "total_steps": "steps=",
+    "num_training_steps": "steps=",
+    "t_max": "steps=",
+    "eta_min": "end=",
+    "warmup_steps": "warmup=",
+    "num_warmup_steps": "warmup=",
+    "t_warmup": "warmup=",
+    "wd": "weight_decay=",
+}
+"""Arguments of PyTorch and others, and what they are called here."""
+
+
 def real(call: str, name: str, value: Any) -> float:
     """Return a finite real number as a Python number, or raise a ValueError that names the call."""
     if isinstance(value, torch.Tensor):
@@ -88,7 +104,16 @@ def plain(call: str, parameters: Mapping[str, inspect.Parameter], arguments: Map
 
 
 def bind(function: Callable[..., Any], signature: inspect.Signature, args: Any, kwargs: Any) -> inspect.BoundArguments:
-    """Bind arguments to a function's signature; if they do not fit, raise the TypeError of the call itself."""
+    """Bind arguments to a function's signature; if they do not fit, raise a TypeError that names the argument."""
+    kinds = [p.kind for p in signature.parameters.values()]
+    unknown = [name for name in kwargs if name not in signature.parameters]
+    if unknown and inspect.Parameter.VAR_KEYWORD not in kinds:
+        known = list(signature.parameters)
+        meant = _MEANT.get(unknown[0], "")
+        hint = f"write {meant}" if all(word in known for word in re.findall(r"(\w+)=", meant)) and meant else None
+        raise TypeError(
+            f"{function.__name__}({unknown[0]}=...): there is no such argument; {hint or 'there are ' + ', '.join(known)}."
+        )
     try:
         return signature.bind(*args, **kwargs)
     except TypeError:

@@ -1,4 +1,4 @@
-"""Step numbers, the definition of operators, and two operators that store their result: `once` and `rounded`."""
+"""Step numbers, the definition of operators, numbers that compiled code reads, and two operators that store a result."""
 
 from __future__ import annotations
 
@@ -81,3 +81,28 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     Otherwise Inductor would use the unrounded values if it finds them in a register.
     """
     return _rounded(x, dtype)
+
+
+_numbers = operator(
+    "numbers(Tensor token, Tensor values) -> Tensor",
+    lambda token, values: values.clone() if token.device.type == "cpu" else sent(values, token.device),
+    lambda token, values: token.new_empty(values.shape, dtype=values.dtype),
+    lambda info, in_dims, token, values: (_numbers(token.select(in_dims[0], 0), values), None),
+)
+
+
+class Numbers:
+    """Numbers of a configuration that compiled code reads as an input, so that one graph serves all their values.
+
+    A Python number would be a constant of the graph.
+    """
+
+    def __init__(self, *values: float) -> None:
+        self._values = torch.tensor(values, dtype=torch.float64)
+
+    def __repr__(self) -> str:
+        return f"Numbers{tuple(self._values.tolist())}"
+
+    def on(self, token: Tensor) -> tuple[Tensor, ...]:
+        """Return the numbers, each 0-d float64 on the token's device."""
+        return _numbers(token, self._values).unbind()

@@ -73,7 +73,7 @@ def _open(tree: PyTree) -> tuple[Sequence[Any], Callable[[list[Any]], Any]] | No
         children, context = flatten_node(tree)
         return children, lambda new: unflatten_node(context, new)
     if kind is dict:
-        keys = sorted(tree)
+        keys = _ordered(tree)
         return [tree[key] for key in keys], lambda new: {key: new[keys.index(key)] for key in tree}
     if kind is list or kind is tuple:
         return tree, kind
@@ -83,6 +83,14 @@ def _open(tree: PyTree) -> tuple[Sequence[Any], Callable[[list[Any]], Any]] | No
         children, metadata, _, unflatten_one = optree.tree_flatten_one_level(cast(Any, tree))
         return children, lambda new: unflatten_one(metadata, new)
     return None
+
+
+def _ordered(tree: dict[Any, Any]) -> list[Any]:
+    """Return the keys in optree's order: sorted, by their types first if these differ."""
+    kinds = {type(key) for key in tree}
+    if len(kinds) < 2 or kinds <= {bool, int, float}:
+        return sorted(tree)
+    return sorted(tree, key=lambda key: (f"{type(key).__module__}.{type(key).__qualname__}", key))
 
 
 def nodes(tree: PyTree) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -17,29 +18,26 @@ from torch import Tensor
 from decentfn.comm import collectives
 from decentfn.core import trees
 from decentfn.core.context import context
-from decentfn.core.formatting import brief, brief_error, is_ours
+from decentfn.core.formatting import brief
 from decentfn.core.trees import PyTree
 from decentfn.engine import cache as compile_cache
+from decentfn.engine.advice import explain
 from decentfn.engine.donation import require_distinct, require_layout
 from decentfn.engine.memory import give_back_freed_memory
-from decentfn.gradient import raise_own, traced_module
-from decentfn.kit.state_check import is_state, kind_of
+from decentfn.gradient import traced_module
 from decentfn.kit.step import Step
 from decentfn.torch_private import inductor
-from decentfn.torch_private.autograd import allow_saved_tensors_hooks
 from decentfn.torch_private.dynamo import (
     at_most,
-    first_error,
     guard_everything,
-    guards_fail,
-    is_not_compiled,
-    is_of_too_many_graphs,
-    not_loaded,
     prepare,
 )
 
 _GRAPHS = 32
 """Largest number of graphs of a step, for batches of different structures, dtypes and kinds of shapes."""
+
+_SILENT_S = 5.0
+"""Time after which a compilation is announced, also where logging is not configured."""
 
 _log = logging.getLogger("decentfn")
 
@@ -99,7 +97,7 @@ def compile(
             "graph would not do again; leave the option out."
         )
     prepare()
-    progress = _Progress(step.name)
+    progress = _Progress(step.name, step.is_by_autograd)
     kwargs: dict[str, Any] = {"fullgraph": True, "dynamic": dynamic, "backend": backend, **at_most(_GRAPHS)}
     if backend == "inductor":
         kwargs["backend"] = progress.inductor
@@ -130,7 +128,8 @@ def compile(
             with nullcontext() if read is None else read.alone(lends=False):
                 result = graph(leaves, batch, t)
         except Exception as error:
-            _explain(step, error, state, batch)
+            progress.stop()
+            explain(step, error, state, batch, _GRAPHS, kwargs)
             raise
         if is_new:
             give_back_freed_memory()
@@ -142,55 +141,33 @@ def compile(
     return replace(step, run=run, is_compiled=True, is_donated=donate)
 
 
-def _explain(step: Step, error: Exception, state: Any, batch: PyTree) -> None:
-    """Raise a clear error for a failed compilation or call of a step; return if `error` itself is clear."""
-    if is_of_too_many_graphs(error):
-        raise RuntimeError(
-            f"df.compile(step): more than {_GRAPHS} kinds of batches (structures, dtypes, shapes that the compiler takes for "
-            "different ones), or values of what the loss, the optimizer or the topology reads from outside (a number, a flag, a "
-            "function that changes in every step); each is compiled. Pad the batches to a few shapes and leave dynamic=None; "
-            "read what changes from a tensor that is filled in place; or write df.autograd(loss_fn), whose loss is not compiled."
-        ) from error
-    if isinstance(error, AssertionError) and guards_fail(error):
-        raise RuntimeError(
-            "df.compile(step): torch.compile cannot guard a NumPy array that the loss reads from outside; make it a tensor "
-            "with torch.from_numpy before the first step."
-        ) from error
-    if not is_not_compiled(error):
-        return
-    allow_saved_tensors_hooks()
-    if is_ours(said := first_error(error)):
-        raise said from None
-    if (unloaded := not_loaded(error)) is not None:
-        raise RuntimeError(
-            f"df.compile(step): {brief_error(unloaded)}. A file in Inductor's cache is damaged, as after a kill or on a full "
-            f"disk; delete {inductor.cache_dir()} and start again."
-        ) from error
-    if step.is_by_autograd:
-        return
-    if step.loss_fn is not None:
-        raise_own(step.loss_fn, state, batch)
-    made = f" If another init made the state, a {kind_of(state)}, call this algorithm's." if is_state(state) else ""
-    raise RuntimeError(
-        f"df.compile(step): torch.compile could not trace the step: {brief_error(said)}. Where the loss runs in a plain "
-        f"PyTorch loop, let PyTorch's autograd take the gradient: df.autograd(loss_fn); the rest of the step is compiled.{made}"
-    ) from error
-
-
 class _Progress:
-    """Log of compilations and their times."""
+    """Log of compilations and their times; rank 0 warns of one that takes a few seconds."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, is_by_autograd: bool) -> None:
         self.name = name
         self.since: float | None = None
+        way_out = "" if is_by_autograd else "; with df.autograd(loss_fn) the loss is not compiled, and seconds suffice"
+        self._patience = f"compiling {name} (minutes for a large network{way_out})"
+        self._timer: threading.Timer | None = None
 
     def begin(self, why: str = "") -> None:
         _log.debug("compiling %s%s ...", self.name, why)
         self.since = time.perf_counter()
+        if collectives.everyone().rank == 0:
+            self._timer = threading.Timer(_SILENT_S, _log.warning, (self._patience,))
+            self._timer.daemon = True
+            self._timer.start()
+
+    def stop(self) -> None:
+        """Compile no more: done, or failed."""
+        self.since = None
+        if self._timer is not None:
+            self._timer.cancel()
 
     def end(self, since: float) -> None:
         _log.debug("compiled %s in %.1f s", self.name, time.perf_counter() - since)
-        self.since = None
+        self.stop()
 
     def inductor(self, graph: torch.fx.GraphModule, inputs: Any, **kwargs: Any) -> Callable[..., Any]:
         """Compile with the backend; a graph after the first one means that the batch or the loss has changed."""

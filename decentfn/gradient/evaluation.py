@@ -57,12 +57,17 @@ def within_worker_of(loss_fn: LossFn) -> WithinWorker:
     return WithinWorker(size, tp_size=inner.tp_size, common=inner.common)
 
 
-def require_inputs(call: str, loss_fn: LossFn, params: PyTree, buffers: PyTree) -> None:
-    """Raise ValueError unless the loss takes these parameters, and buffers if any; `call` is the user's call."""
+def require_inputs(call: str, loss_fn: LossFn, params: PyTree, buffers: PyTree) -> PyTree:
+    """Return the buffers, which may be omitted for a module without any; `call` is the user's call.
+
+    Raises:
+        ValueError: the loss does not take these parameters and buffers.
+    """
     loss_fn, _ = unwrapped(loss_fn)
     own = getattr(loss_fn, "require_inputs", None)
     if own is not None:
-        return own(call, params, buffers)
+        own(call, params, buffers)
+        return {} if buffers is None else buffers
     form, other = ("(params, batch)", 3) if buffers is None else ("(params, buffers, batch)", 2)
     if not takes(loss_fn, 5 - other):
         way_out = f"write loss_fn{form}"
@@ -72,6 +77,7 @@ def require_inputs(call: str, loss_fn: LossFn, params: PyTree, buffers: PyTree) 
             )
         there = "no buffers" if buffers is None else "buffers"
         raise ValueError(f"{call}: there are {there}, but the loss does not take {form}; {way_out}.")
+    return buffers
     return None
 
 

@@ -192,12 +192,12 @@ class ModuleLoss:
     def require_inputs(self, call: str, params: PyTree, buffers: PyTree) -> None:
         """Raise ValueError, naming a leaf, unless names and shapes are the module's."""
         name, expected = type(self.module).__name__, self._shapes
-        if buffers is None:
+        if buffers is None and expected[1]:
             raise ValueError(
                 f"{call}: there are no buffers, but the loss that df.functional made of {name} takes those that came with "
                 f"it, {brief(sorted(expected[1]))}; call init(params, buffers)."
             )
-        given = _shapes(params), _shapes(buffers)
+        given = _shapes(params), _shapes({} if buffers is None else buffers)
         if given == expected:
             return
         if given == expected[::-1]:

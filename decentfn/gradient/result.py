@@ -23,6 +23,8 @@ class Metrics(NamedTuple):
     """0-d l2 norm of this worker's gradient over all parameters, before clipping; inf if a scaled loss's is bad."""
     guard: Any = None
     """Counts of `df.guard` so far; None without it."""
+    learning_rate: Tensor | None = None
+    """0-d float64 learning rate of this update; `[G]` of G parameter groups; None if the optimizer's state has none."""
 
 
 class Gradient(NamedTuple):

@@ -36,6 +36,7 @@ from decentfn.gradient import Gradient, LossFn
 from decentfn.kit.agreement import algorithm
 from decentfn.kit.options import Options
 from decentfn.kit.preconditions import (
+    as_input,
     at,
     reciprocal,
     require_compressor,
@@ -68,6 +69,7 @@ __all__ = [
     "Worker",
     "add",
     "algorithm",
+    "as_input",
     "at",
     "cast_like",
     "collect",

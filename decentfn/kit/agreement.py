@@ -64,7 +64,7 @@ def algorithm(function: Callable[P, Algorithm]) -> Callable[P, Algorithm]:
 
         def start(params: PyTree, buffers: PyTree = None) -> Any:
             require_params(params)
-            require_inputs("init(params, buffers)", loss_fn, params, buffers)
+            buffers = require_inputs("init(params, buffers)", loss_fn, params, buffers)
             lines = [line for name, value in values.items() for line in _lines(name, value)]
             agree([f"algorithm {function.__name__}", *lines, *structure("optimizer", optimizer)])
             return expected.record(built.init(params, buffers))

@@ -16,6 +16,7 @@ from decentfn.core.formatting import brief
 from decentfn.core.numbers import real, whole_number
 from decentfn.core.scalars import once
 from decentfn.gradient import LossFn, is_by_autograd
+from decentfn.optim.schedules import constant, require_traceable
 from decentfn.optim.transforms.basic import Scalar
 from decentfn.topologies import Topology, mixing_matrix
 
@@ -110,6 +111,25 @@ def require_weight(call: str, weight: object, loss_fn: LossFn) -> None:
             f"{call}(df.autograd(loss_fn), weight=...): the weight comes from the loss's aux, which df.autograd returns only "
             "after the step; pass the loss without df.autograd."
         )
+
+
+def as_input(call: str, name: str, scalar: Scalar) -> Scalar:
+    """Return a number as a constant schedule, so that compiled code reads it; 1, which changes nothing, stays one.
+
+    For hyperparameters that a step passes to `at`: another value then compiles nothing.
+
+    Args:
+        call: the user's call of the algorithm, for errors.
+        name: the argument.
+        scalar: its value.
+
+    Raises:
+        ValueError: a function of t that uses it as a number.
+    """
+    if callable(scalar):
+        require_traceable(call, name, scalar)
+        return scalar
+    return scalar if scalar == 1 else constant(scalar)
 
 
 def at(scalar: Scalar, t: Tensor, like: Iterable[Tensor]) -> float | Tensor:

@@ -120,11 +120,24 @@ def _require_equal_within_worker(params: PyTree, within_worker: WithinWorker) ->
 
 
 def _say(plan: Plan, topology: Topology) -> None:
-    leaves = sum(len(bucket.segments) for bucket in plan.buckets)
-    sizes = ", ".join(f"{bucket.nbytes:,} of {bucket.dtype}" for bucket in plan.buckets)
-    _log.info("plan: %d leaves in %d buckets, bytes %s", leaves, len(plan.buckets), sizes)
-    facts = certificate(topology)
-    _log.info("certificate: %s, %s bytes per step and worker", facts, f"{facts.bytes_per_step(plan.nbytes):,.0f}")
+    """Log the run in a few numbers."""
+    leaves, facts = sum(len(bucket.segments) for bucket in plan.buckets), certificate(topology)
+    values, dtypes = sum(bucket.numel for bucket in plan.buckets), sorted({str(b.dtype) for b in plan.buckets})
+    if facts.steps_to_consensus is not None:
+        mixing = f"exact mean after {facts.steps_to_consensus} steps"
+    elif facts.spectral_gap is not None:
+        mixing = f"spectral gap {facts.spectral_gap:.3g} per period"
+    else:
+        mixing = f"disagreement (squared) times {facts.expected_contraction:.3g} per step"
+    period = "random" if facts.period is None else f"period {facts.period}"
+    sent = f"{facts.bytes_per_step(plan.nbytes):,.0f} bytes"
+    rows = [
+        ("parameters", f"{values:,} values of {', '.join(dtypes)}, {leaves} leaves in {len(plan.buckets)} buckets"),
+        ("topology", f"{facts.name}, {facts.num_workers} workers, {period}"),
+        ("sent", f"{sent} in {facts.messages_per_step:g} messages per step and worker"),
+        ("mixing", mixing),
+    ]
+    _log.info("run\n%s", "\n".join(f"  {name:<11} {value}" for name, value in rows))
 
 
 def _require_divisible(n: int) -> None:

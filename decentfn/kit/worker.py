@@ -25,6 +25,7 @@ from decentfn.kit.preconditions import fast_gossip_momentum, require_whole
 from decentfn.kit.start import lay_out
 from decentfn.kit.state import Local, Metrics, State
 from decentfn.kit.step import Algorithm, Step
+from decentfn.optim.transforms.basic import current_rate
 from decentfn.optim.transforms.transform import wants_mix
 from decentfn.topologies import Topology, complete
 
@@ -102,9 +103,17 @@ class Worker:
                 require_equal("init(params, buffers)", {name: given[name] for name in must_equal})
             return state
 
+        @functools.wraps(step)
+        def with_rate(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
+            result = step(state, batch, t)
+            if not isinstance(result, tuple) or not isinstance(result[-1], Metrics):
+                return result  # a step that is refused after its first call
+            new, metrics = result
+            return new, metrics._replace(learning_rate=current_rate(new.local.opt))
+
         return Algorithm(
             init,
-            replace(Step.of(step), starts_equal=starts_equal),
+            replace(Step.of(with_rate), starts_equal=starts_equal),
             loss_fn=self.scaling or self.loss_fn,
             topology=topology or self.topology,
         )

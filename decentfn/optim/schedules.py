@@ -1,29 +1,37 @@
 """Schedules: functions of the count of updates (0-d int64 tensor, from 0) that return a 0-d float64 tensor.
 
-An optimizer accepts one as its learning rate or weight decay. They are traced, so a whole run is one graph.
+An optimizer accepts one as its learning rate or weight decay. They are traced, so a whole run is one graph; their
+numbers are inputs of it, so another peak or length compiles nothing.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.func import vmap
 
+from decentfn.core.formatting import brief, brief_error
 from decentfn.core.numbers import checks_numbers, real, require, whole_number
+from decentfn.core.scalars import Numbers
 
 Schedule = Callable[[Tensor], Tensor]
 
 __all__ = [
     "constant",
     "cosine",
-    "cosine_with_warmup",
     "exponential_decay",
     "gamma_from_learning_rate",
+    "inverse_sqrt",
     "join",
     "linear",
     "piecewise_constant",
+    "polynomial",
+    "warmup_cosine",
+    "warmup_stable_decay",
 ]
 
 
@@ -35,7 +43,13 @@ def constant(value: float) -> Schedule:
     tensor(0.1000, dtype=torch.float64)
     """
     _check_values("constant", value=value)
-    return lambda count: 0 * _float(count) + value
+    numbers = Numbers(value)
+
+    def schedule(count: Tensor) -> Tensor:
+        u, value = _with(count, numbers)
+        return 0 * u + value
+
+    return schedule
 
 
 @checks_numbers
@@ -52,7 +66,13 @@ def linear(start: float, end: float, steps: int) -> Schedule:
     """
     _check_values("linear", start=start, end=end)
     _check_steps("linear", "steps", steps)
-    return lambda count: start + (end - start) * _fraction(count, steps)
+    numbers = Numbers(start, end, steps)
+
+    def schedule(count: Tensor) -> Tensor:
+        u, start, end, steps = _with(count, numbers)
+        return start + (end - start) * _fraction(u, steps)
+
+    return schedule
 
 
 @checks_numbers
@@ -67,39 +87,99 @@ def cosine(start: float, steps: int, end: float = 0.0) -> Schedule:
     """
     _check_values("cosine", start=start, end=end)
     _check_steps("cosine", "steps", steps)
-    return lambda count: end + (start - end) * (1 + torch.cos(math.pi * _fraction(count, steps))) / 2
+    numbers = Numbers(start, end, steps)
+
+    def schedule(count: Tensor) -> Tensor:
+        u, start, end, steps = _with(count, numbers)
+        return end + (start - end) * (1 + torch.cos(math.pi * _fraction(u, steps))) / 2
+
+    return schedule
 
 
 @checks_numbers
-def cosine_with_warmup(
-    learning_rate: float, t_max: int, t_warmup: int, cosine_eta_min: float = 1e-6, warmup_decay: float = 0.01
-) -> Schedule:
-    """Decent-DP's schedule: a linear warm-up, then a cosine of `t_max` updates.
-
-    For u < t_warmup: `lr (w + (1-w) u/t_warmup)`, w = `warmup_decay`; then
-    `η + (lr - η)(1 + cos(π (u - t_warmup)/t_max))/2`, η = `cosine_eta_min`. The cosine ends at count
-    `t_warmup + t_max` and then rises again, as in Decent-DP.
+def warmup_cosine(peak: float, warmup: int, steps: int, end: float = 0.0) -> Schedule:
+    """Linear warm-up, `peak * u / warmup`, then half a cosine to `end` at count `steps`, then constant.
 
     Args:
-        learning_rate: lr >= 0, the highest value.
-        t_max: updates of the cosine, >= 1, not counting the warm-up.
-        t_warmup: updates of the warm-up, >= 0.
-        cosine_eta_min: η >= 0, the lowest value of the cosine.
-        warmup_decay: w in [0, 1], the fraction of lr at count 0.
-    Source: Decent-DP 0.2, `lr_scheduler_fn_cosine_with_warmup`.
+        peak: the value at count `warmup`, >= 0.
+        warmup: updates of the warm-up, >= 0.
+        steps: updates of the run, > `warmup`, which they include.
+        end: the last value, >= 0.
+    Source: transformers' `get_cosine_schedule_with_warmup` (end = 0).
+
+    >>> schedule = warmup_cosine(1.0, warmup=10, steps=110, end=0.1)
+    >>> [round(float(schedule(torch.tensor(u))), 4) for u in (0, 5, 10, 60, 110, 1000)]
+    [0.0, 0.5, 1.0, 0.55, 0.1, 0.1]
     """
-    _check_values("cosine_with_warmup", learning_rate=learning_rate, cosine_eta_min=cosine_eta_min)
-    _check_steps("cosine_with_warmup", "t_max", t_max)
-    require(t_warmup >= 0, "cosine_with_warmup", "t_warmup is >= 0; 0 is no warm-up.", t_warmup=t_warmup)
-    in_range = 0 <= warmup_decay <= 1
-    require(in_range, "cosine_with_warmup", "warmup_decay is in [0, 1].", warmup_decay=warmup_decay)
+    _check_values("warmup_cosine", peak=peak, end=end)
+    return _after_warmup("warmup_cosine", peak, warmup, steps, lambda rest: cosine(peak, rest, end))
+
+
+@checks_numbers
+def warmup_stable_decay(peak: float, warmup: int, decay: int, steps: int, end: float = 0.0) -> Schedule:
+    """Linear warm-up, `peak * u / warmup`, then `peak`, and in the last `decay` updates a straight line to `end`.
+
+    Args:
+        peak: the highest value, >= 0.
+        warmup: updates of the warm-up, >= 0.
+        decay: updates of the decay, >= 1.
+        steps: updates of the run, >= `warmup + decay`.
+        end: the last value, >= 0.
+    Source: Hu et al., MiniCPM, COLM 2024 (there called WSD).
+    """
+    call = "warmup_stable_decay"
+    _check_values(call, peak=peak, end=end)
+    _check_steps(call, "decay", decay)
+    rule = "the run has at least warmup + decay updates."
+    require(steps >= warmup + decay, call, rule, warmup=warmup, decay=decay, steps=steps)
+    numbers = Numbers(peak, steps - warmup - decay, decay, end)
+
+    def main(count: Tensor) -> Tensor:
+        u, peak, stable, decay, end = _with(count, numbers)
+        return peak + (end - peak) * torch.clamp((u - stable) / decay, 0.0, 1.0)
+
+    return _after_warmup(call, peak, warmup, steps, lambda rest: main)
+
+
+@checks_numbers
+def inverse_sqrt(peak: float, warmup: int) -> Schedule:
+    """Linear warm-up, `peak * u / warmup`, then `peak * sqrt(warmup / u)`.
+
+    Args:
+        peak: the value at count `warmup`, >= 0.
+        warmup: updates of the warm-up, >= 1.
+    Source: Vaswani et al., NeurIPS 2017.
+    """
+    _check_values("inverse_sqrt", peak=peak)
+    _check_steps("inverse_sqrt", "warmup", warmup)
+    numbers = Numbers(peak, warmup)
 
     def schedule(count: Tensor) -> Tensor:
-        u = _float(count)
-        warmup = learning_rate * (warmup_decay + (1 - warmup_decay) * u / max(t_warmup, 1))
-        angle = math.pi * (u - t_warmup) / t_max
-        main = cosine_eta_min + (learning_rate - cosine_eta_min) * (1 + torch.cos(angle)) / 2
-        return torch.where(u < t_warmup, warmup, main)
+        u, peak, warmup = _with(count, numbers)
+        return peak * torch.minimum(u / warmup, torch.sqrt(warmup / torch.clamp(u, min=1.0)))
+
+    return schedule
+
+
+@checks_numbers
+def polynomial(start: float, end: float, steps: int, power: float = 1.0) -> Schedule:
+    """Polynomial decay, `end + (start - end) * (1 - count / steps)^power` until count `steps`, then constant.
+
+    Args:
+        start: the first value, >= 0.
+        end: the last value, >= 0.
+        steps: updates between them, >= 1.
+        power: positive; 1 is `linear`.
+    Source: torch.optim.lr_scheduler.PolynomialLR (end = 0).
+    """
+    _check_values("polynomial", start=start, end=end)
+    _check_steps("polynomial", "steps", steps)
+    require(power > 0, "polynomial", "power is positive and finite.", power=power)
+    numbers = Numbers(start, end, steps, power)
+
+    def schedule(count: Tensor) -> Tensor:
+        u, start, end, steps, power = _with(count, numbers)
+        return end + (start - end) * (1 - _fraction(u, steps)) ** power
 
     return schedule
 
@@ -118,9 +198,11 @@ def exponential_decay(start: float, rate: float, steps: int, staircase: bool = F
     _check_steps("exponential_decay", "steps", steps)
     require(rate > 0, "exponential_decay", "rate is positive and finite; below 1 the value falls.", rate=rate)
 
+    numbers = Numbers(start, rate, steps)
+
     def schedule(count: Tensor) -> Tensor:
-        exponent = _float(count) / steps
-        return start * rate ** (torch.floor(exponent) if staircase else exponent)
+        u, start, rate, steps = _with(count, numbers)
+        return start * rate ** (torch.floor(u / steps) if staircase else u / steps)
 
     return schedule
 
@@ -142,12 +224,12 @@ def piecewise_constant(start: float, factors: Mapping[int, float]) -> Schedule:
     for count, factor in factors.items():
         _check_steps("piecewise_constant", "count in factors", count)
         _check_values("piecewise_constant", factor=factor)
-    steps = dict(factors)
+    numbers = Numbers(start, *factors, *factors.values())
 
     def schedule(count: Tensor) -> Tensor:
-        u = _float(count)
+        u, start, *rest = _with(count, numbers)
         value = 0 * u + start
-        for boundary, factor in steps.items():
+        for boundary, factor in zip(rest[: len(rest) // 2], rest[len(rest) // 2 :], strict=True):
             value = torch.where(u < boundary, value, value * factor)
         return value
 
@@ -175,13 +257,14 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
     require(is_complete, call, "every schedule but the first needs the count at which it begins.")
     increase = all(a < b for a, b in zip(boundaries, boundaries[1:], strict=False))
     require(increase, call, "boundaries increase; sort them with their schedules.")
-    parts = list(zip(schedules[1:], boundaries, strict=True))
+    parts, numbers = list(schedules), Numbers(*boundaries)
 
     def schedule(count: Tensor) -> Tensor:
         count = torch.as_tensor(count)
-        value = schedules[0](count)
-        for part, boundary in parts:
-            value = torch.where(count < boundary, value, part(count - boundary))
+        value = parts[0](count)
+        if len(parts) > 1:
+            for part, boundary in zip(parts[1:], numbers.on(count), strict=True):
+                value = torch.where(count < boundary, value, part(count - boundary.to(count.dtype)))
         return value
 
     return schedule
@@ -218,19 +301,33 @@ def gamma_from_learning_rate(
         peak = float(rates.max())
     require(0 < peak < math.inf, call, "the largest learning rate is positive and finite.", peak=peak)
 
+    numbers = Numbers(start * total, power, peak)
+
     def gamma(count: Tensor) -> Tensor:
+        u, begin, power, peak = _with(count, numbers)
         share = torch.clamp(torch.as_tensor(schedule(count), dtype=torch.float64) / peak, 0.0, 1.0)
-        return torch.where(_float(count) < start * total, torch.ones_like(share), share**power)
+        return torch.where(u < begin, torch.ones_like(share), share**power)
 
     return gamma
 
 
-def _float(count: Tensor) -> Tensor:
-    return torch.as_tensor(count).to(torch.float64)
+def _after_warmup(call: str, peak: float, warmup: int, steps: int, main: Callable[[int], Schedule]) -> Schedule:
+    """Return a warm-up to `peak`, followed by `main(the other updates)`."""
+    require(warmup >= 0, call, "warmup is >= 0; 0 is no warm-up.", warmup=warmup)
+    require(steps > warmup, call, "steps, the updates of the run, include the warm-up.", warmup=warmup, steps=steps)
+    _check_steps(call, "steps", steps)
+    rest = main(steps - warmup)
+    return rest if warmup == 0 else join([linear(0.0, peak, warmup), rest], [warmup])
 
 
-def _fraction(count: Tensor, steps: int) -> Tensor:
-    return torch.clamp(_float(count) / steps, max=1.0)
+def _with(count: Tensor, numbers: Numbers) -> tuple[Tensor, ...]:
+    """Return the count and the numbers, float64 on the count's device."""
+    count = torch.as_tensor(count)
+    return count.to(torch.float64), *numbers.on(count)
+
+
+def _fraction(u: Tensor, steps: Tensor) -> Tensor:
+    return torch.clamp(u / steps, max=1.0)
 
 
 def _check_values(call: str, **values: float) -> None:
@@ -238,8 +335,37 @@ def _check_values(call: str, **values: float) -> None:
         require(real(call, name, value) >= 0, call, f"{name} is a finite number >= 0.", **{name: value})
 
 
-def _check_schedule(call: str, schedule: object) -> None:
+def _check_schedule(call: str, schedule: Any) -> None:
     require(callable(schedule), call, "a schedule is a function of the count of updates.", schedule=schedule)
+    require_traceable(call, "schedule", schedule)
+
+
+def require_traceable(call: str, name: str, schedule: Callable[[Tensor], Tensor | float]) -> None:
+    """Raise ValueError unless a function of the count computes on the tensor that it is given, as all of a step must."""
+    what = f"{call}({name}={brief(schedule)})"
+
+    def value(count: Tensor) -> Tensor:
+        return torch.as_tensor(schedule(count), dtype=torch.float64)
+
+    try:
+        found = value(torch.tensor(0))
+    except Exception as error:
+        if "device" in str(error):  # it reads a table on another device, where the count of a run is, too
+            return
+        raise ValueError(
+            f"{what}: for the count 0, a 0-d int64 tensor, it raised {brief_error(error)}; a schedule is a function of "
+            "the count that returns a number."
+        ) from error
+    rule = f"for the count 0 it returned {list(found.shape)} values; a schedule returns one number."
+    require(found.dim() == 0, what, rule)
+    try:
+        vmap(value, randomness="different")(torch.tensor([0, 1]))
+    except Exception as error:
+        raise ValueError(
+            f"{what}: it uses the count as a number, which is not known while a step is compiled or simulated: compute on "
+            "the tensor, with torch.where(count < 10, a, b) in place of `if` and torch.cos in place of math.cos, or take "
+            f"one of df.schedules. ({brief_error(error)})"
+        ) from error
 
 
 def _check_steps(call: str, name: str, steps: int) -> None:

@@ -1,7 +1,7 @@
 """Topologies: functions that return a checked `Topology`, one family per file."""
 
 from decentfn.topologies.certificates import Certificate, certificate, consensus_steps, spectral_gap
-from decentfn.topologies.combine import alternate, every, later, nth_round, paused, pga, relabel, shuffled, until
+from decentfn.topologies.combine import alternate, every, later, lazy, nth_round, paused, pga, relabel, shuffled, until
 from decentfn.topologies.construct import from_edges, from_groups, from_matrices, from_permutations, from_shifts, idle
 from decentfn.topologies.drawn import from_draw, from_rounds
 from decentfn.topologies.equitopo import equitopo_d_static, equitopo_od_dyn, equitopo_ou_dyn, equitopo_u_static
@@ -60,6 +60,7 @@ __all__ = [
     "hypercube",
     "idle",
     "later",
+    "lazy",
     "mixed",
     "mixing_matrix",
     "nth_round",

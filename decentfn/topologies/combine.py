@@ -1,4 +1,4 @@
-"""Schedules made of schedules: `every`, `later`, `until`, `nth_round`, `alternate`, `shuffled`, `pga` and `relabel`.
+"""Schedules made of schedules: `every`, `later`, `until`, `nth_round`, `alternate`, `shuffled`, `pga`, `lazy` and `relabel`.
 
 They may combine messages, group averages and random rounds in one graph, in which idle operators do nothing.
 """
@@ -199,6 +199,40 @@ def pga(H: int, topology: Topology) -> Topology:
     require_at_most("pga", _MOST_STEPS, H=H)
     parts, name = (complete(topology.num_workers), topology), f"pga({H}, {topology.name})"
     return _switch(name, parts, lambda t: (min(t % H, 1), t), lambda periods: math.lcm(H, *periods))
+
+
+@checks_numbers
+def lazy(topology: Topology, keep: float = 0.5) -> Topology:
+    """Keep a share of the own parameters in every round: `keep I + (1 - keep) W`.
+
+    With `keep=0.5` the eigenvalues of a symmetric W become at least 0, as some methods need. Cost: that of `topology`.
+
+    Args:
+        topology: the schedule.
+        keep: in [0, 1).
+
+    >>> from decentfn.topologies import mixing_matrix, ring
+    >>> mixing_matrix(lazy(ring(4)), 0)[0].tolist()
+    [0.75, 0.25, 0.0, 0.0]
+    """
+    require_topology("lazy(topology)", topology)
+    require(0 <= keep < 1, "lazy", "keep is in [0, 1), the share of the own parameters that is not mixed.", keep=keep)
+
+    def round_of(t: Tensor) -> Round:
+        this = topology.round(t)
+        weights = (1 - keep) * this.weights
+        weights[:, 0] += keep
+        means = None if this.mean_weights is None else (1 - keep) * this.mean_weights
+        return Round(this.sources, this.destinations, weights, this.groups, means, this.is_active)
+
+    return from_rounds(
+        f"lazy({topology.name}, {keep:g})",
+        topology.num_workers,
+        round_of,
+        period=topology.period,
+        groups=topology.groups,
+        needs_push_sum=topology.needs_push_sum,
+    )
 
 
 def relabel(topology: Topology, workers: Sequence[int]) -> Topology:

@@ -26,7 +26,7 @@ def from_draw(name: str, num_workers: int, draw: Callable[[Tensor], tuple[Tensor
         name: name in errors and fingerprints.
         num_workers: N.
         draw: `t` (0-d int64) -> `(sources [N, K], destinations [N, K], weights [N, K+1])`, int64, int64 and float64;
-            randomness comes from `decentfn.core.draws`, keyed by (seed, t). An idle worker is its own source.
+            randomness comes from `df.draws`, keyed by (seed, t). An idle worker is its own source.
 
     Raises:
         ValueError: a wrong shape or dtype; a round that is not a sum of weighted permutations, is not doubly
@@ -120,8 +120,8 @@ def from_rounds(
             if was is not None and (now is None or not torch.equal(torch.as_tensor(was), torch.as_tensor(now))):
                 raise ValueError(
                     f"{name}: the {part} of step {t} differ when drawn twice; every worker draws them itself, "
-                    "so a round is a function of t (and a seed) alone: take its numbers from decentfn.core.draws, for "
-                    f"example draws.permutation(seed, t, {num_workers})."
+                    "so a round is a function of t (and a seed) alone: take its numbers from df.draws, for "
+                    f"example df.draws.permutation(seed, t, {num_workers})."
                 )
     if in_tables:
         return tables

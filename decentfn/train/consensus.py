@@ -16,10 +16,11 @@ from decentfn.comm import collectives
 from decentfn.comm.fingerprint import compare, digest, require_equal, require_equal_rows
 from decentfn.core import trees
 from decentfn.core.buckets import Buckets, Plan, counted_once, part_of, sum_within_worker, unsharded, without_values
+from decentfn.core.numbers import checks_numbers, require
 from decentfn.core.stacking import over_workers
 from decentfn.core.trees import PyTree
 from decentfn.errors import ReplicaMismatch
-from decentfn.kit.state import State, restarted
+from decentfn.kit.state import Metrics, State, restarted
 
 
 def params(state: Any) -> PyTree:
@@ -139,6 +140,51 @@ def distance_to_consensus(state: Any) -> Tensor:
     x = _buckets(state)
     squares = [((bucket.double() - _mean(bucket).double()) ** 2).sum(-1) for bucket in x]
     return sum_within_worker(torch.stack(counted_once(squares, x.plan)).sum(0), x.plan.processes).sqrt()
+
+
+@checks_numbers
+def distance_in_steps(
+    state: Any,
+    metrics: Metrics,
+    *,
+    momentum: float = 0.0,
+    adaptive: bool = False,
+    learning_rate: float | None = None,
+) -> Tensor:
+    """Return the distance between workers in units of one worker's step, 0-d float64, equal on all ranks. Collective.
+
+    `consensus_distance / (η / (1 - β) · mean gradient norm)`; of an adaptive optimizer `consensus_distance / (η √D)`.
+    Healthy runs have 0.1 to 1.1; above 3 mixing is broken (`docs/healthy_run.md`).
+
+    Args:
+        state: the state, of one worker or stacked.
+        metrics: metrics of the step that made it.
+        momentum: β in [0, 1) of SGD.
+        adaptive: True for optimizers whose elements move by at most about η in a step: Adam and its relatives, Lion.
+        learning_rate: η > 0; None: `metrics.learning_rate`, the largest of several.
+
+    Raises:
+        ValueError: a number out of range, or no learning rate.
+    """
+    require(0 <= momentum < 1, "distance_in_steps", "momentum is in [0, 1).", momentum=momentum)
+    if learning_rate is None:
+        rule = "this optimizer's state has no learning rate; pass learning_rate=."
+        require(metrics.learning_rate is not None, "distance_in_steps(state, metrics)", rule)
+        rate = torch.as_tensor(metrics.learning_rate).max()
+    else:
+        require(learning_rate > 0, "distance_in_steps", "learning_rate is positive.", learning_rate=learning_rate)
+        rate = torch.tensor(learning_rate, dtype=torch.float64)
+    distance = consensus_distance(state)
+    if adaptive:
+        return distance / (rate.to(distance.device) * _count(_buckets(state)) ** 0.5)
+    norm = mean(state, metrics.grad_norm).double()
+    return distance / (rate.to(norm.device) / (1 - momentum) * norm)
+
+
+def _count(x: Buckets) -> float:
+    """Return the number of a worker's parameters."""
+    own = counted_once([torch.tensor(float(b.shape[-1]), device=b.device) for b in x], x.plan)
+    return float(sum_within_worker(torch.stack(own).sum(), x.plan.processes))
 
 
 @collectives.calling("df.gather(state, tree)", of_state=True)

@@ -20,6 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 import decentfn
 from decentfn.comm import collectives
 from decentfn.comm.collectives import World
+from decentfn.core.numbers import real
 from decentfn.engine.memory import keep_freed_memory
 from decentfn.errors import PlanMismatch
 from decentfn.train.ends import end_with_agent, report_root_cause
@@ -37,7 +38,7 @@ _LAUNCHERS = {
 def init(
     *,
     backend: str | None = None,
-    timeout: timedelta = timedelta(minutes=10),
+    timeout: timedelta | float = timedelta(minutes=10),
     processes_per_worker: int | Literal["node"] | None = None,
 ) -> World:
     """Set up the process group that torchrun describes: NCCL if every process has its own GPU, else gloo.
@@ -49,7 +50,7 @@ def init(
     Args:
         backend: gloo, nccl (then gloo still serves the CPU) or another of torch.distributed's; None chooses the same for
             all ranks, and warns if there are fewer GPUs than processes.
-        timeout: how long a collective waits before it fails. It must cover the slowest compilation among the ranks in
+        timeout: how long a collective waits before it fails, a timedelta or seconds. It must cover the slowest compilation among the ranks in
             the first step, so minutes, not seconds.
         processes_per_worker: S, the number of processes with consecutive ranks that share a worker's parameters: row by
             row, or as `fully_shard` or `parallelize_module` over `world.mesh["shard"]` shard them
@@ -68,6 +69,8 @@ def init(
         df.errors.PlanMismatch: on all processes, their versions of decentfn, torch or Python (3.11 and 3.12) differ.
         df.errors.ExchangeTimeout: a process did not arrive within the timeout.
     """
+    if not isinstance(timeout, timedelta):
+        timeout = timedelta(seconds=real("init", "timeout", timeout))
     if timeout <= timedelta(0):
         raise ValueError(f"init(timeout={timeout}): the timeout is positive; minutes are usual.")
     if not dist.is_initialized():

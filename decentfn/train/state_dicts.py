@@ -80,7 +80,7 @@ def load_state_dict(module: nn.Module, state: State, state_dict: Mapping[str, An
             Values of `get_extra_state` are then ignored.
 
     Raises:
-        ValueError: a stacked state; a sharded module with a state of a plain one, or vice versa.
+        ValueError: a stacked state; names with a wrapper's prefix; a sharded module with a state of a plain one, or vice versa.
         RuntimeError: PyTorch's, if names or shapes do not fit; on every process of the worker.
     """
     if is_stacked(state):
@@ -108,7 +108,17 @@ def load_state_dict(module: nn.Module, state: State, state_dict: Mapping[str, An
     return new._replace(local=new.local._replace(buffers=loaded))
 
 
+def _require_no_prefix(own: Mapping[str, Any], state_dict: Mapping[str, Any]) -> None:
+    for prefix, wrapper in (("module.", "DistributedDataParallel"), ("_orig_mod.", "torch.compile(module)")):
+        if state_dict and all(name.startswith(prefix) and name not in own for name in state_dict):
+            raise ValueError(
+                f"load_state_dict(module, state, state_dict): all names begin with {prefix!r}, as those of {wrapper}; pass "
+                f"{{name.removeprefix({prefix!r}): x for name, x in state_dict.items()}}."
+            )
+
+
 def _load(module: nn.Module, tensors: dict[str, Tensor], state_dict: Mapping[str, Any]) -> None:
+    _require_no_prefix(module.state_dict(), state_dict)
     with torch.no_grad(), alone([*module.modules()]), weights(module, _without_criterion(module, tensors)):
         module.load_state_dict(state_dict, strict=True)
 
@@ -134,6 +144,7 @@ def _shards(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Tenso
 
 
 def _require_fit(module: nn.Module, own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    _require_no_prefix(own, given)
     shapes = [{k: list(x.shape) for k, x in named.items() if isinstance(x, torch.Tensor)} for named in (own, given)]
     wrong = [name for name in shapes[0] if name in given and shapes[0][name] != shapes[1].get(name)]
     found = [

@@ -16,7 +16,7 @@ from decentfn.core import trees
 from decentfn.core.buckets import loose
 from decentfn.core.numbers import checks_numbers
 from decentfn.core.trees import PyTree
-from decentfn.kit.preconditions import at
+from decentfn.kit.preconditions import as_input, at
 from decentfn.kit.state import Metrics, State
 from decentfn.kit.step import Algorithm, require_bare
 from decentfn.topologies import Topology
@@ -67,7 +67,7 @@ def average_buffers(
             "or use a network without running statistics."
         )
     init, step = algorithm
-    one = step.run
+    one, factor = step.run, as_input("average_buffers", "gamma", gamma)
     frozen: frozenset[str] = getattr(algorithm.loss_fn, "frozen", frozenset())
 
     def start(params: PyTree, buffers: PyTree = None) -> State:
@@ -83,7 +83,7 @@ def average_buffers(
         new = _chosen(state.buffers, which)
         if posted is None:
             posted = _post(new, topology, t)
-        moves = _pieces(gossip.difference(posted, at(gamma, t, new)), new)
+        moves = _pieces(gossip.difference(posted, at(factor, t, new)), new)
         mixed = iter([(b + move).to(b.dtype) for b, move in zip(new, moves, strict=True)])
         pairs = zip(trees.leaves(state.buffers), which, strict=True)
         leaves = [next(mixed) if travels else leaf for leaf, travels in pairs]

@@ -70,7 +70,7 @@ def main() -> None:
 
     params, buffers, loss_fn = df.functional(model, forward=forward)
     *_, accuracy = df.functional(model, forward=accuracy)
-    schedule = df.schedules.cosine_with_warmup(1e-2, config.steps, t_warmup=0, cosine_eta_min=0.0)
+    schedule = df.schedules.cosine(1e-2, config.steps)
     optimizer = df.chain(df.clip_by_global_norm(1.0), df.adamw(schedule, weight_decay=0.01))
     topology = df.topology("base", size)
     init, decent_step = getattr(df, config.algorithm)(df.autograd(loss_fn), optimizer, topology)

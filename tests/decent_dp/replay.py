@@ -35,7 +35,7 @@ def direction(case: Case, mistake: str | None) -> df.Transform:
     kind, lr, decay, window = case.optimizer
     rate: Any = lr
     if case.cosine:
-        rate = df.schedules.cosine_with_warmup(lr, *case.cosine)
+        rate = decent_dp.cosine_with_warmup(lr, *case.cosine)
     settings: dict[str, Any] = {"weight_decay": decay}
     if kind.endswith("_ready"):
         settings["mask"] = df.transforms.not_bias_or_norm if mistake == "decay groups" else decent_dp.decays

@@ -1,6 +1,7 @@
 """A checkpoint is the whole state, bit for bit: of every algorithm, for other buckets and other processes."""
 
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -355,12 +356,17 @@ FORMAT_1 = Path(__file__).parent.parent / "data" / "checkpoint-000001-step-5"
 
 
 def state_of_format_1(value):
-    """Return the state in the file: two workers in two processes, with an average, a loss scale and buffers."""
+    """Return the state in the file: two workers in two processes, with an average, a loss scale and buffers.
+
+    It was written before learning rates were part of the state; they keep the template's values.
+    """
     row = "gradient_tracking, atc"
     state = start(row, built(row), range(2))
-    leaves = trees.leaves(state)
-    values = [torch.arange(x.numel()).view(x.shape) * value + i for i, x in enumerate(leaves)]
-    return trees.fill(trees.enumerate_leaves(state), [v.to(x.dtype) for v, x in zip(values, leaves, strict=True)])
+    leaves, count = [], itertools.count()
+    for name, x in trees.named_leaves(state):
+        is_new = name.endswith("learning_rate")
+        leaves.append(x if is_new else (torch.arange(x.numel()).view(x.shape) * value + next(count)).to(x.dtype))
+    return trees.fill(trees.enumerate_leaves(state), leaves)
 
 
 def test_a_checkpoint_of_format_1_is_read():

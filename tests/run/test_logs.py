@@ -166,12 +166,17 @@ def test_without_tensorboard_the_way_out_is_named(tmp_path, monkeypatch):
         df.logs.TensorBoard(tmp_path)
 
 
-def test_init_says_the_plan_and_the_certificate_once_at_level_info(caplog):
+def test_init_says_the_run_in_a_few_numbers_at_level_info(caplog):
     init, _ = df.adapt_then_combine(lambda p, x: (p["w"] * x).sum(), df.sgd(0.1), df.topology("ring", 4))
     init({"w": torch.zeros(3)})
     assert not caplog.records
     with caplog.at_level(logging.INFO, "decentfn"):
         init({"w": torch.zeros(3)})
-    plan, certificate = [record.getMessage() for record in caplog.records]
-    assert plan == "plan: 1 leaves in 1 buckets, bytes 12 of torch.float32"
-    assert "name='ring', num_workers=4" in certificate and certificate.endswith(", 12 bytes per step and worker")
+    [said] = [record.getMessage() for record in caplog.records]
+    assert said.splitlines() == [
+        "run",
+        "  parameters  3 values of torch.float32, 1 leaves in 1 buckets",
+        "  topology    ring, 4 workers, period 2",
+        "  sent        12 bytes in 1 messages per step and worker",
+        "  mixing      exact mean after 2 steps",
+    ]

@@ -90,6 +90,60 @@ def test_relabel_works_for_every_kind_of_round(part, t, seed):
     torch.testing.assert_close(v[order][:, order], mixing_matrix(part, t), rtol=0, atol=0)
 
 
+@given(part=parts, keep=st.sampled_from([0.0, 0.25, 0.5, 0.9]), t=some_steps)
+def test_lazy_keeps_a_share_of_the_own_parameters(part, keep, t):
+    made = df.topologies.lazy(part, keep)
+    same(made, t, keep * torch.eye(N).double() + (1 - keep) * mixing_matrix(part, t))
+    assert made.period == part.period
+
+
+def test_half_lazy_matrices_have_no_negative_eigenvalue():
+    assert torch.linalg.eigvalsh(mixing_matrix(topology("static-ring", N), 0)).min() < -0.1
+    made = df.topologies.lazy(topology("static-ring", N))
+    assert torch.linalg.eigvalsh(mixing_matrix(made, 0)).min() > -1e-12
+    assert (
+        df.topologies.lazy(topology("one-peer-exp-directed", N)).needs_push_sum
+        == topology("one-peer-exp-directed", N).needs_push_sum
+    )
+    with pytest.raises(ValueError, match=r"lazy\(keep=1.0\)"):
+        df.topologies.lazy(ring(N), 1.0)
+
+
+@pytest.mark.parametrize("name", ["one-peer-exp", "static-exp", "hypercube", "ring"])
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_what_leaves_a_node_are_the_weights_between_nodes(name, size):
+    made = topology(name, N)
+    node = torch.arange(N) // size
+    rounds = [mixing_matrix(made, t) for t in range(made.period)]
+    between = [int(((w > 0) & (node[:, None] != node)).sum()) / (N // size) for w in rounds]
+    assert certificate(made, local_world_size=size).payloads_per_node == pytest.approx(sum(between) / len(between))
+
+
+def test_what_leaves_a_node_on_schedules_of_nodes():
+    """Four replicas per node and step for 32 nodes of 8, where a worker that is a whole node sends one."""
+    made = hierarchical(256, local_world_size=8, outer="one-peer-exp")
+    assert certificate(made, local_world_size=8).payloads_per_node == 4
+    assert certificate(topology("one-peer-exp", 32), local_world_size=1).payloads_per_node == 1
+    assert certificate(complete(N), local_world_size=4).payloads_per_node == pytest.approx(2 * 7 / 8)
+    assert certificate(complete(N), local_world_size=8).payloads_per_node == 0
+    assert certificate(complete(N)).payloads_per_node is None
+    with pytest.raises(ValueError, match=r"certificate\(local_world_size=3\): .* divide the number of workers, 8"):
+        certificate(complete(N), local_world_size=3)
+
+
+def test_draws_for_own_schedules_are_public_and_the_error_names_them():
+    def pairs(t):
+        order = df.draws.permutation(3, t, N)
+        partner = torch.empty(N, dtype=torch.int64)
+        partner[order] = order.view(-1, 2).flip(1).flatten()
+        return partner[:, None], partner[:, None], torch.full((N, 2), 0.5, dtype=torch.float64)
+
+    df.testing.check_topology(from_draw("pairs", N, pairs))
+    generator = torch.Generator()
+    with pytest.raises(ValueError, match=rf"df\.draws\.permutation\(seed, t, {N}\)"):
+        from_draw("pairs", N, lambda t: pairs(torch.randint(100, (), generator=generator)))
+
+
 @pytest.mark.parametrize("outer", ["base", "random-matching", "complete", "static-ring"])
 @pytest.mark.parametrize("inner", ["complete", "ring", "random-matching"])
 def test_hierarchical_alternates_the_two_levels(inner, outer):

@@ -8,13 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 
+from decentfn.compat import decent_dp
 from decentfn.optim import schedules
 
 CASES = {
     "constant": (0.1,),
     "linear": (0.0, 1.0, 4),
     "cosine": (1.0, 8, 0.1),
-    "cosine_with_warmup": (0.1, 20, 5),
+    "warmup_cosine": (0.1, 5, 20),
+    "warmup_stable_decay": (0.1, 3, 4, 12, 0.01),
+    "inverse_sqrt": (0.1, 4),
+    "polynomial": (0.1, 0.01, 8, 2.0),
     "exponential_decay": (1.0, 0.5, 3),
     "piecewise_constant": (1.0, {2: 0.1, 4: 0.5}),
     "join": ([schedules.linear(0.0, 1.0, 3), schedules.cosine(1.0, 5)], [3]),
@@ -55,24 +59,24 @@ def test_a_schedule_batched_over_workers_gives_each_its_own_value(name):
 
 
 @given(u=st.integers(0, 200), t_warmup=st.integers(0, 40), t_max=st.integers(1, 100), w=st.sampled_from([0.0, 0.01, 1]))
-def test_cosine_with_warmup_is_its_formula(u, t_warmup, t_max, w):
+def test_decent_dps_cosine_with_warmup_is_its_formula(u, t_warmup, t_max, w):
     lr, eta = 0.3, 1e-6
     if u < t_warmup:
         expected = lr * (w + (1 - w) * u / t_warmup)
     else:
         expected = eta + (lr - eta) * (1 + math.cos(math.pi * (u - t_warmup) / t_max)) / 2
-    schedule = schedules.cosine_with_warmup(lr, t_max, t_warmup, warmup_decay=w)
+    schedule = decent_dp.cosine_with_warmup(lr, t_max, t_warmup, warmup_decay=w)
     assert at(schedule, u) == pytest.approx(expected, rel=1e-12, abs=1e-15)
 
 
-def test_cosine_with_warmup_is_what_torchs_schedulers_give_together():
+def test_decent_dps_cosine_with_warmup_is_what_torchs_schedulers_give_together():
     from torch.optim import lr_scheduler
 
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
     warmup = lr_scheduler.LinearLR(optimizer, start_factor=0.01, total_iters=5)
     main = lr_scheduler.CosineAnnealingLR(optimizer, T_max=20, eta_min=1e-6)
     scheduler = lr_scheduler.SequentialLR(optimizer, [warmup, main], milestones=[5])
-    schedule = schedules.cosine_with_warmup(0.1, 20, 5)
+    schedule = decent_dp.cosine_with_warmup(0.1, 20, 5)
     for u in range(25):
         assert at(schedule, u) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-9)
         optimizer.step()
@@ -94,6 +98,23 @@ def test_schedules_of_one_formula_are_that_formula(u, steps):
     assert at(schedules.piecewise_constant(0.5, {7: 2.0, 3: 0.1}), u) == pytest.approx(expected, **close)
 
 
+@given(u=st.integers(0, 60), warmup=st.integers(0, 20), rest=st.integers(1, 20), end=st.sampled_from([0.0, 0.1]))
+def test_schedules_with_a_warmup_are_their_formulas(u, warmup, rest, end):
+    """Linear to the peak, then down to `end` at the end of the run, where they stay."""
+    steps, close = warmup + rest, {"rel": 1e-12, "abs": 1e-15}
+    cosine = end + (0.5 - end) * (1 + math.cos(math.pi * min((u - warmup) / rest, 1.0))) / 2
+    expected = 0.5 * u / warmup if u < warmup else cosine
+    assert at(schedules.warmup_cosine(0.5, warmup, steps, end), u) == pytest.approx(expected, **close)
+    decayed = 0.5 + (end - 0.5) * min(max((u - warmup) / rest, 0.0), 1.0)
+    expected = 0.5 * u / warmup if u < warmup else 0.5 if u < warmup + 7 else decayed
+    ours = schedules.warmup_stable_decay(0.5, warmup, rest, steps + 7, end)
+    assert at(ours, u if u < warmup + 7 else u + 7) == pytest.approx(expected, **close)
+    expected = 0.5 * (u / (warmup + 1) if u <= warmup else math.sqrt((warmup + 1) / u))
+    assert at(schedules.inverse_sqrt(0.5, warmup + 1), u) == pytest.approx(expected, **close)
+    expected = end + (0.5 - end) * (1 - min(u / rest, 1.0)) ** 1.5
+    assert at(schedules.polynomial(0.5, end, rest, 1.5), u) == pytest.approx(expected, **close)
+
+
 @given(u=st.integers(0, 30))
 def test_joined_schedules_count_from_where_they_begin(u):
     parts = [schedules.linear(0.0, 1.0, 5), schedules.cosine(1.0, 10), schedules.constant(0.2)]
@@ -109,9 +130,12 @@ def test_joined_schedules_count_from_where_they_begin(u):
         (lambda: schedules.linear(0.0, math.inf, 3), "linear(end=inf)"),
         (lambda: schedules.linear(0.0, 1.0, 0), "linear(steps=0)"),
         (lambda: schedules.cosine(1.0, 2.5), "cosine(steps=2.5)"),
-        (lambda: schedules.cosine_with_warmup(0.1, 0, 5), "cosine_with_warmup(t_max=0)"),
-        (lambda: schedules.cosine_with_warmup(0.1, 9, -1), "cosine_with_warmup(t_warmup=-1)"),
-        (lambda: schedules.cosine_with_warmup(0.1, 9, 1, warmup_decay=2), "cosine_with_warmup(warmup_decay=2)"),
+        (lambda: decent_dp.cosine_with_warmup(0.1, 0, 5), "cosine_with_warmup(t_max=0)"),
+        (lambda: decent_dp.cosine_with_warmup(0.1, 9, -1), "cosine_with_warmup(t_warmup=-1)"),
+        (lambda: decent_dp.cosine_with_warmup(0.1, 9, 1, warmup_decay=2), "cosine_with_warmup(warmup_decay=2)"),
+        (lambda: schedules.warmup_cosine(0.1, 10, 10), "warmup_cosine(warmup=10, steps=10)"),
+        (lambda: schedules.warmup_stable_decay(0.1, 5, 6, 10), "warmup_stable_decay(warmup=5, decay=6, steps=10)"),
+        (lambda: schedules.polynomial(0.1, 0.0, 10, 0.0), "polynomial(power=0.0)"),
         (lambda: schedules.exponential_decay(1.0, 0.0, 3), "exponential_decay(rate=0.0)"),
         (lambda: schedules.piecewise_constant(1.0, {0: 0.5}), "piecewise_constant(count in factors=0)"),
         (lambda: schedules.piecewise_constant(1.0, {1: -0.5}), "piecewise_constant(factor=-0.5)"),

@@ -368,7 +368,7 @@ def test_numbers_without_sense_are_errors():
 
 
 def test_gamma_follows_the_learning_rate_inside_the_step():
-    rate = df.schedules.cosine_with_warmup(0.1, 20, 4)
+    rate = df.schedules.warmup_cosine(0.1, 4, 24)
     gamma = df.schedules.gamma_from_learning_rate(rate, power=0.5, start=0.25, total=24)
     for t in (0, 5, 6, 15, 23):
         expected = 1.0 if t < 6 else float(rate(torch.tensor(t)) / 0.1) ** 0.5

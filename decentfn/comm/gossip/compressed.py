@@ -55,7 +55,9 @@ def post_compressed(x: Buckets, compressor: Compressor, topology: Topology, t: T
     return Compressed(Buckets(sent, x.plan), posted, compressor)
 
 
-def difference_compressed(compressed: Compressed, gamma: float = 1.0, *, after: Iterable[Tensor] = ()) -> Buckets:
+def difference_compressed(
+    compressed: Compressed, gamma: float | Tensor = 1.0, *, after: Iterable[Tensor] = ()
+) -> Buckets:
     """Wait for the messages and return the mixing term `γ (W - I) C(x) = γ Σ_j W[i,j] (C(x_j) - C(x))`.
 
     In float32 or wider. Its mean over workers is 0 up to rounding of the differences, as for `difference`. `after` is as

@@ -297,6 +297,21 @@ def _check_leaf(name: str, leaf: object) -> None:
         raise ValueError(
             f"init(params): leaf {name!r} is {type(leaf).__name__}, not a tensor; parameters are trees of tensors."
         )
+    if leaf.layout != torch.strided or leaf.is_nested:
+        kind = "nested" if leaf.is_nested else str(leaf.layout).removeprefix("torch.")
+        raise ValueError(
+            f"init(params): leaf {name!r} is a {kind} tensor; parameters are dense: x.to_dense(), or nn.Embedding(..., sparse=False)."
+        )
+    if leaf.is_meta:
+        raise ValueError(
+            f"init(params): leaf {name!r} is on the meta device and has no values; module.to_empty(device=...) and its "
+            "initialization, or a state dict, give it some."
+        )
+    if leaf.is_floating_point() and leaf.dtype.itemsize < 2:
+        raise ValueError(
+            f"init(params): leaf {name!r} has dtype {leaf.dtype}, in which nothing is added; keep parameters in bfloat16 or wider, "
+            "and let the loss cast them."
+        )
     if not leaf.is_floating_point() and not leaf.is_complex():
         raise ValueError(
             f"init(params): leaf {name!r} has dtype {leaf.dtype}; parameters must be floating point or complex. "

@@ -1,7 +1,22 @@
 """Gradient transforms and optimizers on flat buckets: pairs `(init, update)` as in optax."""
 
 from decentfn.core.buckets import global_norm
+from decentfn.optim.transforms.adaptive import (
+    AdagradState,
+    LionState,
+    NadamState,
+    RmsState,
+    ScheduleFreeState,
+    adagrad,
+    lion,
+    nadam,
+    radam,
+    rmsprop,
+    schedule_free_adamw,
+    schedule_free_params,
+)
 from decentfn.optim.transforms.basic import (
+    RateState,
     ScheduleState,
     TraceState,
     add_decayed_weights,
@@ -11,6 +26,7 @@ from decentfn.optim.transforms.basic import (
     scale_by_learning_rate,
     trace,
 )
+from decentfn.optim.transforms.from_torch import TorchState, from_torch
 from decentfn.optim.transforms.optimizers import (
     AccumAdamState,
     AdamState,
@@ -22,6 +38,7 @@ from decentfn.optim.transforms.optimizers import (
     scale_by_adam,
     sgd,
 )
+from decentfn.optim.transforms.shaped import AdafactorState, MuonState, adafactor, lamb, muon
 from decentfn.optim.transforms.transform import (
     MaskedTransform,
     MixAware,
@@ -37,15 +54,26 @@ from decentfn.optim.transforms.transform import (
 
 __all__ = [
     "AccumAdamState",
+    "AdafactorState",
+    "AdagradState",
     "AdamState",
+    "LionState",
     "MaskedTransform",
     "MixAware",
     "MixContext",
+    "MuonState",
+    "NadamState",
+    "RateState",
+    "RmsState",
+    "ScheduleFreeState",
     "ScheduleState",
+    "TorchState",
     "TraceState",
     "Transform",
     "accum_adam",
     "accum_adamw",
+    "adafactor",
+    "adagrad",
     "adam",
     "adamw",
     "add_decayed_weights",
@@ -53,15 +81,24 @@ __all__ = [
     "chain",
     "clip_by_bucket_norm",
     "clip_by_global_norm",
+    "from_torch",
     "global_norm",
     "identity",
+    "lamb",
+    "lion",
     "masked",
+    "muon",
+    "nadam",
     "not_bias_or_norm",
     "partition",
+    "radam",
+    "rmsprop",
     "scale",
     "scale_by_accum_adam",
     "scale_by_adam",
     "scale_by_learning_rate",
+    "schedule_free_adamw",
+    "schedule_free_params",
     "sgd",
     "trace",
 ]

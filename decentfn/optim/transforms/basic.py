@@ -1,23 +1,25 @@
 """Building blocks of optimizers: scale, clip, decay, momentum.
 
-Scheduled numbers are computed once in float64 and cast to each bucket's dtype: a float64 0-d tensor has an axis under
-`vmap`, so some operators (torch.where) would promote a float32 bucket. 16-bit buckets compute
-and keep states in float32.
+Learning rates, decays and schedules are inputs of a compiled step, so one graph serves all their values. They are
+computed once in float64 and cast to each bucket's dtype: a float64 0-d tensor has an axis under `vmap`, so some
+operators (torch.where) would promote a float32 bucket. 16-bit buckets compute and keep states in float32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from decentfn.core import trees
 from decentfn.core.buckets import Buckets, Mask, each, global_norm, multiply, wide, zeros_like
 from decentfn.core.numbers import checks_numbers, real, require
-from decentfn.core.scalars import once
+from decentfn.core.scalars import Numbers, once
 from decentfn.core.trees import PyTree
+from decentfn.optim.schedules import require_traceable
 from decentfn.optim.transforms.transform import Transform, ascending, masked, require_one_process
 
 Scalar = float | Callable[[Tensor], "Tensor | float"]
@@ -30,13 +32,25 @@ class ScheduleState(NamedTuple):
     count: Tensor  # 0-d int64
 
 
+class RateState(NamedTuple):
+    """State of a learning rate: a number, which the training loop may set, or the last value of a schedule."""
+
+    learning_rate: Tensor  # 0-d float64: of the next update, or of the last one if scheduled
+    count: Tensor | tuple[()] = ()  # 0-d int64, updates so far; () if the rate is a number
+
+    @property
+    def is_scheduled(self) -> bool:
+        """Return True if the rate follows a schedule."""
+        return isinstance(self.count, Tensor)
+
+
 class TraceState(NamedTuple):
     """Momentum `m`, in float32 or wider."""
 
     momentum: Buckets
 
 
-def new_count(params: Buckets) -> Tensor:
+def new_count(params: Sequence[Tensor] | Buckets) -> Tensor:
     """Return a count of 0, 0-d int64 on the parameters' device."""
     return torch.zeros((), dtype=torch.int64, device=params[0].device if len(params) else None)
 
@@ -51,7 +65,10 @@ def require_scalars(call: str, **scalars: Scalar) -> None:
     """Raise ValueError unless each is a number >= 0, or a function of the count."""
     for name, value in scalars.items():
         rule = "a finite number >= 0, or a function of the update count that returns one (see decentfn.optim.schedules)"
-        require(callable(value) or real(call, name, value) >= 0, call, f"{name} is {rule}.", **{name: value})
+        if callable(value):
+            require_traceable(call, name, value)
+        else:
+            require(real(call, name, value) >= 0, call, f"{name} is {rule}.", **{name: value})
 
 
 def unless_zero(scalar: Scalar, transform: Callable[[], Transform]) -> tuple[Transform, ...]:
@@ -60,22 +77,29 @@ def unless_zero(scalar: Scalar, transform: Callable[[], Transform]) -> tuple[Tra
 
 
 def _scheduled(
-    scalar: Scalar, apply: Callable[[float | Tensor, Buckets, Buckets], Buckets], *, ascends: bool = False
+    scalar: Scalar, apply: Callable[[Tensor, Buckets, Buckets], Buckets], *, ascends: bool = False
 ) -> Transform:
     """Make a transform of `apply(number, grads, params)` that counts updates only if the number is scheduled."""
     pair = ascending if ascends else Transform
     if not callable(scalar):
-        number = float(scalar)
-        return pair(lambda params: (), lambda grads, state, params: (apply(number, grads, params), state))
+        numbers = Numbers(scalar)
+
+        def unscheduled(grads: Buckets, state: PyTree, params: Buckets) -> tuple[Buckets, PyTree]:
+            return apply(numbers.on(grads[0])[0], grads, params) if len(grads) else grads, state
+
+        return pair(lambda params: (), unscheduled)
 
     def init(params: Buckets) -> ScheduleState:
         return ScheduleState(new_count(params))
 
     def update(grads: Buckets, state: ScheduleState, params: Buckets) -> tuple[Buckets, ScheduleState]:
-        number = torch.as_tensor(scalar(state.count), dtype=torch.float64, device=state.count.device)
-        return apply(once(number), grads, params), ScheduleState(state.count + 1)
+        return apply(_value(scalar, state.count), grads, params), ScheduleState(state.count + 1)
 
     return pair(init, update)
+
+
+def _value(schedule: Callable[[Tensor], Tensor | float], count: Tensor) -> Tensor:
+    return once(torch.as_tensor(schedule(count), dtype=torch.float64, device=count.device))
 
 
 @checks_numbers
@@ -92,11 +116,47 @@ def scale(factor: float) -> Transform:
 def scale_by_learning_rate(learning_rate: Scalar) -> Transform:
     """Multiply by `-learning_rate`, which turns a gradient direction into an update.
 
+    The rate is in the state: `df.learning_rate` returns it, and `df.set_learning_rate` sets one that is a number.
+
     Args:
         learning_rate: a number >= 0, or a function of the count of updates before this one (0-d int64 tensor).
     """
     require_scalars("scale_by_learning_rate", learning_rate=learning_rate)
-    return _scheduled(learning_rate, lambda number, grads, params: multiply(grads, -number))
+
+    def update(grads: Buckets, state: RateState, params: Buckets) -> tuple[Buckets, RateState]:
+        state = next_rate(learning_rate, state)
+        return multiply(grads, -state.learning_rate), state
+
+    return Transform(lambda params: start_rate(learning_rate, params), update)
+
+
+def start_rate(learning_rate: Scalar, params: Sequence[Tensor] | Buckets) -> RateState:
+    """Return the state of a learning rate before the first update."""
+    count = new_count(params)
+    if callable(learning_rate):
+        return RateState(_value(learning_rate, count), count)
+    return RateState(torch.full((), float(learning_rate), dtype=torch.float64, device=count.device))
+
+
+def next_rate(learning_rate: Scalar, state: RateState) -> RateState:
+    """Return the state whose learning rate is that of this update."""
+    if not callable(learning_rate):
+        return state
+    assert isinstance(state.count, Tensor)
+    return RateState(_value(learning_rate, state.count), state.count + 1)
+
+
+def rates(opt: PyTree) -> list[RateState]:
+    """Return the learning rates in an optimizer's state: one, or that of each parameter group."""
+    found: list[RateState] = []
+    trees.map_nodes(RateState, lambda node: found.append(node) or node, opt)
+    return found
+
+
+def current_rate(opt: PyTree) -> Tensor | None:
+    """Return the learning rate, `[*workers]`; `[*workers, G]` of G parameter groups; None if the state has none."""
+    own = [node.learning_rate for node in rates(opt)]
+    return None if not own else own[0].clone() if len(own) == 1 else torch.stack(own, dim=-1)
 
 
 @checks_numbers
@@ -110,11 +170,10 @@ def add_decayed_weights(weight_decay: Scalar, mask: Mask | None = None) -> Trans
     require_scalars("add_decayed_weights", weight_decay=weight_decay)
     require_mask("add_decayed_weights", mask)
 
-    def decay(number: float | Tensor, grads: Buckets, params: Buckets) -> Buckets:
+    def decay(number: Tensor, grads: Buckets, params: Buckets) -> Buckets:
         def one(g: Tensor, x: Tensor) -> Tensor:
             w = wide(g.dtype)
-            f = number.to(w) if isinstance(number, torch.Tensor) else number
-            return (g.to(w) + f * x.to(w)).to(g.dtype)
+            return (g.to(w) + number.to(w) * x.to(w)).to(g.dtype)
 
         return each(one, grads, params)
 

@@ -96,7 +96,7 @@ def adam(
     Source: Kingma and Ba, ICLR 2015; torch.optim.Adam.
     """
     _require("adam", learning_rate, weight_decay, mask, b1, b2, eps)
-    return _with_decay(learning_rate, weight_decay, mask, scale_by_adam(b1, b2, eps), is_decoupled=False)
+    return with_decay(learning_rate, weight_decay, mask, scale_by_adam(b1, b2, eps), is_decoupled=False)
 
 
 @checks_numbers
@@ -113,7 +113,7 @@ def adamw(
     Source: Loshchilov and Hutter, ICLR 2019; torch.optim.AdamW.
     """
     _require("adamw", learning_rate, weight_decay, mask, b1, b2, eps)
-    return _with_decay(learning_rate, weight_decay, mask, scale_by_adam(b1, b2, eps), is_decoupled=True)
+    return with_decay(learning_rate, weight_decay, mask, scale_by_adam(b1, b2, eps), is_decoupled=True)
 
 
 @checks_numbers
@@ -141,7 +141,7 @@ def accum_adam(
     Source: Wang et al., ICLR 2025 (Decent-DP).
     """
     _require("accum_adam", learning_rate, weight_decay, mask, b1, b2, eps, accum_iter)
-    return _with_decay(
+    return with_decay(
         learning_rate, weight_decay, mask, scale_by_accum_adam(b1, b2, eps, accum_iter), is_decoupled=False
     )
 
@@ -161,7 +161,7 @@ def accum_adamw(
     Source: Wang et al., ICLR 2025 (Decent-DP).
     """
     _require("accum_adamw", learning_rate, weight_decay, mask, b1, b2, eps, accum_iter)
-    return _with_decay(
+    return with_decay(
         learning_rate, weight_decay, mask, scale_by_accum_adam(b1, b2, eps, accum_iter), is_decoupled=True
     )
 
@@ -169,7 +169,7 @@ def accum_adamw(
 @checks_numbers
 def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Transform:
     """Adam's direction, `m⁺/(1-β₁ᵏ) / (√(v⁺/(1-β₂ᵏ)) + ε)` with `k` counted from 1; see `adam`."""
-    _require_adam("scale_by_adam", b1, b2, eps)
+    require_adam("scale_by_adam", b1, b2, eps)
 
     def init(params: Buckets) -> AdamState:
         return AdamState(new_count(params), zeros_like(params), zeros_like(params))
@@ -193,7 +193,7 @@ def scale_by_accum_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, a
 
     Source: Wang et al., ICLR 2025 (Decent-DP).
     """
-    _require_adam("scale_by_accum_adam", b1, b2, eps, accum_iter)
+    require_adam("scale_by_accum_adam", b1, b2, eps, accum_iter)
 
     def init(params: Buckets) -> AccumAdamState:
         return AccumAdamState(new_count(params), *(zeros_like(params) for _ in range(3)))
@@ -226,9 +226,10 @@ def _direction(grads: Buckets, mu: Buckets, nu: Buckets, k: Tensor, b1: float, b
     return each(one, grads, mu, nu)
 
 
-def _with_decay(
+def with_decay(
     learning_rate: Scalar, weight_decay: Scalar, mask: Mask | None, direction: Transform, *, is_decoupled: bool
 ) -> Transform:
+    """Chain a direction with weight decay, before it (l2 regularization) or after it, and the learning rate."""
     decay = unless_zero(weight_decay, lambda: add_decayed_weights(weight_decay, mask))
     parts = (direction, *decay) if is_decoupled else (*decay, direction)
     return chain(*parts, scale_by_learning_rate(learning_rate))
@@ -237,10 +238,11 @@ def _with_decay(
 def _require(call: str, learning_rate: Scalar, weight_decay: Scalar, mask: Mask | None, *adam: float) -> None:
     require_scalars(call, learning_rate=learning_rate, weight_decay=weight_decay)
     require_mask(call, mask)
-    _require_adam(call, *adam)
+    require_adam(call, *adam)
 
 
-def _require_adam(call: str, b1: float, b2: float, eps: float, accum_iter: float = 1) -> None:
+def require_adam(call: str, b1: float, b2: float, eps: float, accum_iter: float = 1) -> None:
+    """Raise ValueError unless the numbers of an Adam are in their ranges."""
     require(0 <= b1 < 1, call, "b1 is in [0, 1).", b1=b1)
     require(0 <= b2 < 1, call, "b2 is in [0, 1).", b2=b2)
     require(eps > 0, call, "eps is positive; 1e-8 is the default.", eps=eps)

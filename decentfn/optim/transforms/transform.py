@@ -113,7 +113,8 @@ def require_pair(call: str, transform: Any) -> None:
         ours = kind.__name__.lower() if kind.__name__ in ("SGD", "Adam", "AdamW") else "adamw"
         raise ValueError(
             f"{call}: torch.optim.{kind.__name__} keeps parameters and writes over them; an optimizer here is a pair "
-            f"(init, update) of pure functions, for example df.{ours}(learning_rate)."
+            f"(init, update) of pure functions: df.{ours}(learning_rate), or df.from_torch(lambda params: "
+            f"torch.optim.{kind.__name__}(params, ...)), which makes one of it."
         )
     for method in ("init", "update"):
         rule = f"{brief(transform)} has no {method}(); a transform is a pair (init, update), for example df.adamw(3e-4)"

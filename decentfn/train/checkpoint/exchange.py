@@ -51,6 +51,7 @@ def import_(path: str | Path) -> dict[str, Tensor]:
 
     Raises:
         FileNotFoundError: there is no such file.
+        ValueError: a file of torch.save.
         CheckpointCorrupt: not a safetensors file, or truncated. (A flipped bit is not detected.)
     """
     path = as_path("import_(path)", path)
@@ -59,6 +60,11 @@ def import_(path: str | Path) -> dict[str, Tensor]:
         with safe_open(path, "pt") as file:
             is_own = EXPORTED in (file.metadata() or {})
     except SafetensorError as error:
+        if files.is_from_torch_save(path):
+            raise ValueError(
+                f"import_({str(path)!r}): a file of torch.save, not of safetensors; pass "
+                "torch.load(path, weights_only=True), or the state dict in it, to df.load_state_dict."
+            ) from error
         raise CheckpointCorrupt(f"{path}: {error}; write it again.") from error
     if named and not is_own and all(name.startswith(_PREFIX) for name in named):
         return {name.removeprefix(_PREFIX): x for name, x in named.items()}

@@ -94,3 +94,10 @@ def sweep(directory: Path, unfinished: str) -> None:
     for path in directory.iterdir() if directory.is_dir() else ():
         if path.name.startswith((unfinished, _REMOVED)) and path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
+
+
+def is_from_torch_save(path: Path) -> bool:
+    """Return True if a file begins like those of torch.save: a zip archive, or formerly a pickle."""
+    with path.open("rb") as file:
+        start = file.read(2)
+    return start in (b"PK", b"\x80\x02")

@@ -18,6 +18,7 @@ from decentfn.core import trees
 from decentfn.core.buckets import Buckets, Place
 from decentfn.engine.simulation import stack
 from decentfn.errors import CheckpointCorrupt
+from decentfn.optim.transforms.basic import rates
 from decentfn.train.checkpoint import files, manifest
 from decentfn.train.checkpoint.layout import (
     BUFFERS,
@@ -85,6 +86,7 @@ def restore(source: str | Path, state: Any) -> Restored:
             continue
         restored, generators, saved_workers = read[0]
         _tell(found, state, saved_workers, skipped)
+        _tell_rate(state, restored.state)
         torch.set_rng_state(generators["cpu"])
         if "cuda" in generators:
             torch.cuda.set_rng_state(generators["cuda"], state.params[0].device)
@@ -119,6 +121,25 @@ def _tell(found: str, state: Any, saved_workers: int, skipped: dict[str, Checkpo
             found,
             saved_workers,
             num_workers,
+        )
+
+
+def _tell_rate(template: Any, restored: Any) -> None:
+    """Log a learning rate that is not the one that this run's optimizer was built with."""
+    mine, theirs = (
+        [node.learning_rate for node in rates(state.local.opt) if not node.is_scheduled]
+        for state in (template, restored)
+    )
+    own = [(float(a.flatten()[0]), float(b.flatten()[0])) for a, b in zip(mine, theirs, strict=True)]
+    differing = [(a, b) for a, b in own if not math.isclose(a, b, rel_tol=1e-12)]
+    if differing and collectives.everyone().rank == 0:
+        built, saved = differing[0]
+        _log.warning(
+            "restore: the run continues with the checkpoint's learning rate %g; this optimizer was built with %g: "
+            "df.set_learning_rate(state, %g) sets it",
+            saved,
+            built,
+            built,
         )
 
 
@@ -173,10 +194,8 @@ def _read(path: Path, template: Any) -> tuple[Restored, dict[str, Tensor], int]:
             f"restore: leaf {by_bucket[0]!r} is kept for each bucket, and {path} has other buckets; build the "
             "algorithm with the bucket_mb that it was saved with."
         )
-    _compare_names(leaves, parts, path)
-    frozen = {
-        leaf.name: leaf.values for leaf in leaves_of(template if as_many else one) if leaf.name in parts[0].frozen
-    }
+    given = {leaf.name: leaf.values for leaf in leaves_of(template if as_many else one)}
+    frozen = {name: given[name] for name in parts[0].frozen if name in given}
     if (size := about.get("processes_per_worker", 1)) != here.processes_per_worker and frozen:
         raise ValueError(
             f"restore: {path} was saved without its frozen buffers by {size} processes per worker; restore it with as many."
@@ -187,7 +206,9 @@ def _read(path: Path, template: Any) -> tuple[Restored, dict[str, Tensor], int]:
                 f"restore: the template's {name.removeprefix(BUFFERS)!r} is not the frozen buffer with which {path} was saved; "
                 "load the same weights before df.functional."
             )
-    saved = _Saved(path, parts, about["num_workers"], frozen)
+    older = {name: given[name] for name in _rates_of_older_versions(leaves, parts)}
+    _compare_names([leaf for leaf in leaves if leaf.name not in older], parts, path)
+    saved = _Saved(path, parts, about["num_workers"], frozen | older)
     if as_many:
         saved.fill(leaves, first)
     else:
@@ -270,6 +291,13 @@ class _Part:
         return math.prod(stop - start for start, stop, _, _ in spans)
 
 
+def _rates_of_older_versions(leaves: Sequence[Leaf], parts: Sequence[_Part]) -> frozenset[str]:
+    """Return the learning rates that the checkpoint lacks, written when they were not yet part of the state."""
+    stored = {name for part in parts for name in part.places}
+    names = {leaf.name for leaf in leaves if leaf.name.startswith("local.opt") and leaf.name.endswith("learning_rate")}
+    return frozenset(names - stored)
+
+
 def _compare_names(leaves: Sequence[Leaf], parts: Sequence[_Part], path: Path) -> None:
     own, theirs = {leaf.name for leaf in leaves}, {name for part in parts for name in (*part.places, *part.frozen)}
     for names, has, lacks in ((own - theirs, "the state", str(path)), (theirs - own, str(path), "the state")):
@@ -284,7 +312,7 @@ class _Saved(NamedTuple):
     path: Path
     parts: Sequence[_Part]
     num_workers: int
-    frozen: dict[str, Tensor]
+    given: dict[str, Tensor]
     """Leaves that are not in the files, of the template's workers."""
 
     def require_fit(self, leaf: Leaf) -> None:
@@ -310,11 +338,12 @@ class _Saved(NamedTuple):
     def fill(self, leaves: Sequence[Leaf], first: int) -> None:
         """Read the values of these leaves for the workers from `first` on."""
         for leaf in leaves:
+            if leaf.name in self.given:
+                leaf.values.copy_(self.given[leaf.name])
+        leaves = [leaf for leaf in leaves if leaf.name not in self.given]
+        for leaf in leaves:
             self.require_fit(leaf)
         for leaf in leaves:
-            if leaf.name in self.frozen:
-                leaf.values.copy_(self.frozen[leaf.name])
-                continue
             wanted, done, filled = place(leaf, first, self.num_workers), list[tuple[slice, ...]](), 0
             for part in self.parts:
                 if leaf.name in part.places and filled < leaf.values.numel():

@@ -1,0 +1,108 @@
+"""Advice where a step is not compiled: whose fault it is, and what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from decentfn.core.buckets import Buckets
+from decentfn.core.formatting import brief_error, is_ours
+from decentfn.core.stacking import over_workers
+from decentfn.core.trees import PyTree
+from decentfn.gradient import DynamicLossScale, evaluate, raise_own
+from decentfn.kit.state_check import is_state, kind_of
+from decentfn.kit.step import Step
+from decentfn.torch_private import inductor
+from decentfn.torch_private.autograd import allow_saved_tensors_hooks
+from decentfn.torch_private.dynamo import first_error, guards_fail, is_not_compiled, is_of_too_many_graphs, not_loaded
+
+
+def explain(step: Step, error: Exception, state: Any, batch: PyTree, graphs: int, how: dict[str, Any]) -> None:
+    """Raise a clear error for a failed compilation or call of a step; return if `error` itself is clear.
+
+    Args:
+        step: the step that was compiled.
+        error: what the compiled function raised.
+        state: the state that it was given.
+        batch: the batch that it was given.
+        graphs: the limit of graphs.
+        how: the arguments of torch.compile.
+    """
+    if is_of_too_many_graphs(error):
+        raise RuntimeError(
+            f"df.compile(step): more than {graphs} kinds of batches (structures, dtypes, shapes that the compiler takes for "
+            "different ones), or values of what the loss, the optimizer or the topology reads from outside (a number, a flag, a "
+            "function that changes in every step); each is compiled. Pad the batches to a few shapes and leave dynamic=None; "
+            "read what changes from a tensor that is filled in place; or write df.autograd(loss_fn), whose loss is not compiled."
+        ) from error
+    if isinstance(error, AssertionError) and guards_fail(error):
+        raise RuntimeError(
+            "df.compile(step): torch.compile cannot guard a NumPy array that the loss reads from outside; make it a tensor "
+            "with torch.from_numpy before the first step."
+        ) from error
+    if not is_not_compiled(error):
+        return
+    allow_saved_tensors_hooks()
+    if is_ours(said := first_error(error)):
+        raise said from None
+    if (unloaded := not_loaded(error)) is not None:
+        raise RuntimeError(
+            f"df.compile(step): {brief_error(unloaded)}. A file in Inductor's cache is damaged, as after a kill or on a full "
+            f"disk; delete {inductor.cache_dir()} and start again."
+        ) from error
+    if torch.is_anomaly_enabled():
+        raise RuntimeError(
+            "df.compile(step): torch.autograd.set_detect_anomaly is on, which looks for NaN in every gradient and is not compiled: "
+            f"{brief_error(said)}. Switch it off, or look for the NaN with the step before df.compile."
+        ) from error
+    if _compiler_fails(how):
+        raise RuntimeError(
+            f"df.compile(step): the compiler fails for every function, also for x + 1: {brief_error(said)}. Check `backend` and the "
+            "options of df.compile, and the compiler's installation."
+        ) from error
+    if step.is_by_autograd:
+        return
+    if step.loss_fn is not None:
+        raise_own(step.loss_fn, state, batch)
+        if is_state(state) and _loss_compiles(step, state, batch, how):
+            raise RuntimeError(
+                f"df.compile(step): torch.compile could not trace the step: {brief_error(said)}. The loss alone compiles, so the cause "
+                "is the optimizer, γ, the algorithm or a wrapper: compute on tensors, with torch.where in place of `if`, and without "
+                "float(x), x.item() or math; the step before df.compile runs as it is."
+            ) from error
+    made = f" If another init made the state, a {kind_of(state)}, call this algorithm's." if is_state(state) else ""
+    raise RuntimeError(
+        f"df.compile(step): torch.compile could not trace the step: {brief_error(said)}. Where the loss runs in a plain "
+        f"PyTorch loop, let PyTorch's autograd take the gradient: df.autograd(loss_fn); the rest of the step is compiled.{made}"
+    ) from error
+
+
+def _compiler_fails(how: dict[str, Any]) -> bool:
+    try:
+        torch.compile(lambda x: x + 1, **how)(torch.ones(2))
+    except Exception:
+        return True
+    return False
+
+
+def _loss_compiles(step: Step, state: Any, batch: PyTree, how: dict[str, Any]) -> bool:
+    """Return True if the loss and its gradient compile without the rest of the step."""
+    loss_fn = step.loss_fn.loss_fn if isinstance(step.loss_fn, DynamicLossScale) else step.loss_fn
+    assert loss_fn is not None
+    t, plan = torch.zeros((), dtype=torch.int64), state.params.plan
+
+    def one(x: list[Tensor], buffers: PyTree, batch: PyTree) -> tuple[Tensor, ...]:
+        return evaluate(loss_fn, Buckets(x, plan), buffers, batch, t).grads.tensors
+
+    def alone(x: list[Tensor], buffers: PyTree, batch: PyTree) -> tuple[Tensor, ...]:
+        return (
+            one(x, buffers, batch) if step.simulated is None else over_workers(one, step.simulated, x, buffers, batch)
+        )
+
+    try:
+        torch.compile(alone, **how)(list(state.params), state.buffers, batch)
+    except Exception:
+        return False
+    return True

@@ -1,0 +1,210 @@
+"""Optimizers that need the shapes of the leaves: LAMB, Adafactor and Muon."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from decentfn.core import trees
+from decentfn.core.buckets import Buckets, Mask, wide
+from decentfn.core.numbers import checks_numbers, require
+from decentfn.core.scalars import Numbers, once
+from decentfn.core.trees import PyTree
+from decentfn.optim.orthogonalize import orthogonalize
+from decentfn.optim.transforms.basic import (
+    RateState,
+    Scalar,
+    add_decayed_weights,
+    next_rate,
+    require_mask,
+    require_scalars,
+    scale_by_learning_rate,
+    start_rate,
+    unless_zero,
+)
+from decentfn.optim.transforms.optimizers import require_adam, scale_by_adam
+from decentfn.optim.transforms.transform import Transform, ascending, by_leaf, chain, require_one_process
+
+
+class AdafactorState(NamedTuple):
+    """Learning rate, count, and per leaf the means of g² over rows and columns, or of g² itself below two axes."""
+
+    rate: RateState
+    count: Tensor  # 0-d int64
+    second: PyTree  # per leaf a tuple of (rows, columns), or of one
+
+
+class MuonState(NamedTuple):
+    """Momentum per leaf, in float32 or wider."""
+
+    momentum: PyTree
+
+
+@checks_numbers
+def lamb(
+    learning_rate: Scalar = 1e-3,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-6,
+    weight_decay: Scalar = 1e-2,
+    mask: Mask | None = None,
+) -> Transform:
+    """LAMB: `d = Adam's direction + λx;  x⁺ = x - η (‖x‖/‖d‖) d`, the norms of each leaf; 1 where one of them is 0.
+
+    Args:
+        learning_rate: η >= 0, or a function of the count of updates before this one (0-d int64 tensor).
+        b1: β₁ in [0, 1).
+        b2: β₂ in [0, 1).
+        eps: ε > 0.
+        weight_decay: λ >= 0, or a function of the count.
+        mask: the leaves that decay, `(dotted name, shape) -> bool`; None: all.
+    Source: You et al., ICLR 2020.
+    """
+    require_scalars("lamb", learning_rate=learning_rate, weight_decay=weight_decay)
+    require_mask("lamb", mask)
+    require_adam("lamb", b1, b2, eps)
+
+    def scaled(d: Tensor, x: Tensor) -> Tensor:
+        of_x, of_d = (torch.linalg.vector_norm(y.to(wide(y.dtype))) for y in (x, d))
+        ratio = once(torch.where((of_x > 0) & (of_d > 0), of_x / of_d, torch.ones_like(of_d)))
+        return (d.to(ratio.dtype) * ratio).to(d.dtype)
+
+    def init(params: Buckets) -> tuple[()]:
+        require_one_process("lamb", params, "it needs whole leaves")
+        return ()
+
+    per_leaf = by_leaf(Transform(lambda params: (), lambda d, state, x: (trees.map(scaled, d, x), state)))
+    trust = ascending(init, per_leaf.update)
+    decay = unless_zero(weight_decay, lambda: add_decayed_weights(weight_decay, mask))
+    return chain(scale_by_adam(b1, b2, eps), *decay, trust, scale_by_learning_rate(learning_rate))
+
+
+@checks_numbers
+def adafactor(
+    learning_rate: Scalar = 1e-2,
+    decay: float = 0.8,
+    eps: float = 1e-3,
+    clip: float = 1.0,
+    weight_decay: float = 0.0,
+) -> Transform:
+    """Adafactor, whose second moment of a matrix is kept as means over rows and columns, R and C.
+
+    `v = R C / mean(R);  d = g/√v;  x⁺ = x (1 - ηλ) - α d / max(1, rms(d)/c)`, `α = max(ε, rms(x)) min(η, 1/√k)`, moments
+    with decay `1 - k^-decay`, k from 1. Leaves below two axes keep v itself.
+
+    Args:
+        learning_rate: η >= 0, the largest relative step, or a function of the count.
+        decay: in [0, 1].
+        eps: ε > 0.
+        clip: c >= 1.
+        weight_decay: λ >= 0.
+    Source: Shazeer and Stern, ICML 2018; torch.optim.Adafactor.
+    """
+    require_scalars("adafactor", learning_rate=learning_rate, weight_decay=weight_decay)
+    require(0 <= decay <= 1, "adafactor", "decay is in [0, 1]; 0.8 is the default.", decay=decay)
+    require(eps > 0 and clip >= 1, "adafactor", "eps is positive, and clip >= 1.", eps=eps, clip=clip)
+    numbers = Numbers(weight_decay)
+
+    def start(x: Tensor) -> tuple[Tensor, ...]:
+        zeros = torch.zeros_like(x, dtype=wide(x.dtype))
+        if x.dim() < 2:
+            return (zeros,)
+        return zeros[..., :1].clone(), zeros[..., :1, :].clone()
+
+    def init(params: PyTree) -> AdafactorState:
+        rate = start_rate(learning_rate, trees.leaves(params))
+        count = torch.zeros((), dtype=torch.int64, device=rate.learning_rate.device)
+        return AdafactorState(rate, count, trees.map(start, params))
+
+    def update(grads: PyTree, state: AdafactorState, params: PyTree) -> tuple[PyTree, AdafactorState]:
+        leaves = trees.leaves(grads)
+        if not leaves:  # of a mask that takes no leaf
+            return grads, state
+        rate, k = next_rate(learning_rate, state.rate), (state.count + 1).to(torch.float64)
+        eta, (weight,) = rate.learning_rate, numbers.on(leaves[0])
+        new, largest = once(k**-decay), once(torch.minimum(eta, 1 / torch.sqrt(k)))
+
+        def second(g: Tensor, old: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            w = old[0].dtype
+            squares = g.to(w) ** 2
+            means = (squares,) if g.dim() < 2 else (squares.mean(-1, keepdim=True), squares.mean(-2, keepdim=True))
+            return tuple(o + new.to(w) * (m - o) for o, m in zip(old, means, strict=True))
+
+        def one(g: Tensor, x: Tensor, moments: tuple[Tensor, ...]) -> Tensor:
+            w, tiny = moments[0].dtype, torch.finfo(g.dtype).eps
+            if len(moments) == 1:
+                v = moments[0]
+            else:
+                rows, columns = moments
+                v = rows * columns / torch.clamp(rows.mean(-2, keepdim=True), min=tiny)
+            d = g.to(w) / torch.sqrt(torch.clamp(v, min=tiny**2))
+            alpha = torch.clamp(_rms(x.to(w)), min=eps) * largest.to(w) / torch.clamp(_rms(d) / clip, min=1.0)
+            return (-once(alpha) * d - (eta * weight).to(w) * x.to(w)).to(g.dtype)
+
+        moments = trees.map(second, grads, state.second)
+        return trees.map(one, grads, params, moments), AdafactorState(rate, state.count + 1, moments)
+
+    return by_leaf(Transform(init, update))
+
+
+@checks_numbers
+def muon(
+    learning_rate: Scalar = 1e-3,
+    momentum: float = 0.95,
+    nesterov: bool = True,
+    weight_decay: Scalar = 0.1,
+    steps: int = 5,
+    mask: Mask | None = None,
+) -> Transform:
+    """Muon, for matrices: `m⁺ = βm + (1-β)g;  x⁺ = x - η (√max(1, rows/columns) O(d) + λx)`.
+
+    `d = (1-β)g + βm⁺` by Nesterov, else m⁺; O is `decentfn.optim.orthogonalize`, computed in the dtype of the leaf or
+    float32 (torch.optim.Muon rounds to bfloat16). Biases, norms and embeddings take another optimizer:
+    `df.transforms.partition({True: muon(0.02), False: df.adamw(3e-4)}, lambda name, shape: len(shape) == 2)`.
+
+    Args:
+        learning_rate: η >= 0, or a function of the count of updates before this one (0-d int64 tensor).
+        momentum: β in [0, 1).
+        nesterov: use Nesterov's momentum.
+        weight_decay: λ >= 0, or a function of the count.
+        steps: iterations of O, >= 1.
+        mask: the leaves that decay; None: all.
+
+    Raises:
+        ValueError: from `init`, a leaf that is not a matrix, or a worker of several processes.
+    Source: Jordan et al., 2024; torch.optim.Muon.
+    """
+    require_scalars("muon", learning_rate=learning_rate, weight_decay=weight_decay)
+    require_mask("muon", mask)
+    require(0 <= momentum < 1, "muon", "momentum is in [0, 1).", momentum=momentum)
+    require(steps >= 1, "muon", "steps is an integer >= 1; 5 is the default.", steps=steps)
+
+    def init(params: PyTree) -> MuonState:
+        for name, leaf in trees.named_leaves(params):
+            way_out = (
+                "give other leaves another optimizer: df.transforms.partition({True: muon(0.02), False: df.adamw(3e-4)}, "
+                "lambda name, shape: len(shape) == 2)."
+            )
+            is_matrix = leaf.dim() == 2 and not leaf.is_complex()
+            require(is_matrix, "muon", f"leaf {name!r} is {list(leaf.shape)}, not a matrix; {way_out}")
+        return MuonState(trees.map(lambda x: torch.zeros_like(x, dtype=wide(x.dtype)), params))
+
+    def update(grads: PyTree, state: MuonState, params: PyTree) -> tuple[PyTree, MuonState]:
+        m_new = trees.map(lambda m, g: m + (1 - momentum) * (g.to(m.dtype) - m), state.momentum, grads)
+
+        def direction(g: Tensor, m: Tensor) -> Tensor:
+            d = (1 - momentum) * g.to(m.dtype) + momentum * m if nesterov else m
+            return (math.sqrt(max(1.0, g.shape[-2] / g.shape[-1])) * orthogonalize(d, steps)).to(g.dtype)
+
+        return trees.map(direction, grads, m_new), MuonState(m_new)
+
+    per_leaf = by_leaf(Transform(init, update))
+    decay = unless_zero(weight_decay, lambda: add_decayed_weights(weight_decay, mask))
+    return chain(ascending(*per_leaf), *decay, scale_by_learning_rate(learning_rate))
+
+
+def _rms(x: Tensor) -> Tensor:
+    return torch.sqrt((x**2).mean())

@@ -1,0 +1,192 @@
+"""Learning rates, weight decay, γ and schedules are inputs of the compiled step: their values compile nothing."""
+
+import logging
+
+import pytest
+import torch
+
+import decentfn as df
+from decentfn.compat import decent_dp
+from decentfn.optim import schedules as s
+
+TARGET = torch.tensor([1.0, -2.0, 3.0])
+
+
+def loss_fn(params, batch):
+    return ((params["w"] - batch) ** 2).sum()
+
+
+def built(optimizer, gamma=0.5, n=1):
+    return df.adapt_while_communicate(loss_fn, optimizer, df.topology("complete", n), gamma=gamma)
+
+
+def start():
+    return {"w": torch.zeros(3)}
+
+
+def run(step, state, batch=TARGET, steps=4):
+    for t in range(steps):
+        state, metrics = step(state, batch, t)
+    return state, metrics
+
+
+class Graphs:
+    """Backend that runs graphs eagerly and remembers their code, which is the key of compiled code in the cache."""
+
+    def __init__(self):
+        self.codes = []
+
+    def __call__(self, graph, inputs):
+        tensors = [(x.dtype, x.shape, x.device) for x in inputs]
+        constants = [value for node in graph.graph.nodes for value in (*node.args, *node.kwargs.values())]
+        self.codes.append((graph.code, tensors, str(constants)))
+        return graph.forward
+
+
+def test_twelve_learning_rates_are_one_graph_and_train_as_if_built_with_each():
+    graphs = Graphs()
+    init, step = built(df.adamw(1.0))
+    compiled = df.compile(step, backend=graphs)
+    for k in range(12):
+        rate = 0.3 / (k + 1)
+        state, metrics = run(compiled, df.set_learning_rate(init(start()), rate))
+        expected, _ = run(step, built(df.adamw(rate))[0](start()))
+        assert torch.equal(df.params(state)["w"], df.params(expected)["w"])
+        assert float(metrics.learning_rate) == float(df.learning_rate(state)) == rate
+    assert len(graphs.codes) == 1
+
+
+@pytest.mark.parametrize(
+    ("make", "gamma"),
+    [
+        (lambda k: df.sgd(s.warmup_cosine(0.1 * k, k, 10 * k), weight_decay=0.1 * k), lambda k: 0.1 * k),
+        pytest.param(
+            lambda k: df.adamw(s.join([s.exponential_decay(k, 0.1 * k, k), s.constant(0.1 * k)], [k])),
+            lambda k: s.piecewise_constant(0.9, {k: 0.1 * k}),
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param(
+            lambda k: df.adam(decent_dp.cosine_with_warmup(0.1 * k, 10 * k, k), weight_decay=s.linear(k, 0.0, k)),
+            lambda k: s.polynomial(0.9, 0.1, k, k),
+            marks=pytest.mark.thorough,
+        ),
+    ],
+)
+def test_other_lengths_peaks_decays_and_gammas_have_the_same_graph(make, gamma):
+    """So another `--epochs` finds its code in the cache."""
+    graphs, ends = Graphs(), []
+    for k in (1, 2):
+        init, step = built(make(k), gamma(k))
+        state, metrics = run(df.compile(step, backend=graphs), init(start()))
+        expected, theirs = run(step, init(start()))
+        torch.testing.assert_close(df.params(state), df.params(expected))
+        torch.testing.assert_close(metrics.learning_rate, theirs.learning_rate)
+        ends.append(df.params(state)["w"])
+    assert len(graphs.codes) == 2 and graphs.codes[0] == graphs.codes[1]
+    assert not torch.equal(ends[0], ends[1])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda topology, x: df.choco_sgd(loss_fn, df.sgd(0.1), topology, compressor=df.compressors.top_k(0.5), gamma=x),
+        *[
+            pytest.param(
+                lambda topology, x, name=name, options=options: getattr(df, name)(
+                    loss_fn, df.sgd(0.1), topology, **options(x)
+                ),
+                marks=pytest.mark.thorough,
+            )
+            for name, options in {
+                "deep_squeeze": lambda x: {"compressor": df.compressors.top_k(0.5), "gamma": x},
+                "noloco": lambda x: {"gamma": x},
+                "diloco": lambda x: {"outer_learning_rate": x, "inner_steps": 2},
+                "streaming_diloco": lambda x: {"outer_learning_rate": x, "inner_steps": 2, "num_fragments": 1},
+                "slowmo": lambda x: {"learning_rate": x, "inner_steps": 2},
+            }.items()
+        ],
+    ],
+)
+def test_numbers_of_algorithms_are_inputs(make):
+    graphs, topology = Graphs(), df.topology("complete", 2)
+    for x in (0.3, 0.6):
+        init, step = make(topology, x)
+        run(df.compile(df.simulate(step, 2), backend=graphs), df.stack(init(start()), 2), df.stack(TARGET, 2), 2)
+    assert len(graphs.codes) == 2 and graphs.codes[0] == graphs.codes[1]
+
+
+def test_each_simulated_worker_has_its_own_rate():
+    n, rates = 4, torch.tensor([0.0, 0.1, 0.2, 0.4], dtype=torch.float64)
+    init, step = df.adapt_while_communicate(loss_fn, df.sgd(1.0), df.topologies.idle(n))
+    state = df.set_learning_rate(df.stack(init(start()), n), rates)
+    state, metrics = run(df.simulate(step, n), state, df.stack(TARGET, n))
+    assert torch.equal(metrics.learning_rate, rates)
+    expected = TARGET * (1 - (1 - 2 * rates[:, None]) ** 4)
+    torch.testing.assert_close(state.params.tree()["w"], expected.float())
+
+
+def test_groups_have_rates_in_their_order():
+    groups = {"a": df.sgd(0.1), "b": df.adamw(0.2)}
+    optimizer = df.transforms.partition(groups, lambda name, shape: name[0])
+    init, step = df.adapt_while_communicate(lambda p, batch: (p["a"] ** 2 + p["b"] ** 2).sum(), optimizer, df.topology("complete", 1))  # fmt: skip
+    state = init({"a": torch.ones(2), "b": torch.ones(2)})
+    assert df.learning_rate(state).tolist() == [0.1, 0.2]
+    state = df.set_learning_rate(state, torch.tensor([0.5, 0.0]))
+    state, metrics = step(state, TARGET, 0)
+    assert df.params(state)["b"].tolist() == [1.0, 1.0] and df.params(state)["a"].tolist() == [0.0, 0.0]
+    assert metrics.learning_rate.tolist() == [0.5, 0.0]
+    assert df.learning_rate(df.set_learning_rate(state, 0.3)).tolist() == [0.3, 0.3]
+
+
+def test_a_scheduled_rate_is_the_last_one_used_and_is_not_set():
+    init, step = built(df.sgd(df.schedules.linear(0.0, 1.0, 10)))
+    state, metrics = run(step, init(start()), steps=3)
+    assert float(df.learning_rate(state)) == float(metrics.learning_rate) == 0.2
+    with pytest.raises(ValueError, match=r"follows a schedule.*df\.adamw\(3e-4\)"):
+        df.set_learning_rate(state, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("rate", "said"),
+    [
+        (-1.0, "finite number >= 0"),
+        (float("nan"), "finite number"),
+        ("fast", "is a number"),
+        (torch.ones(3), r"shape \[3\]"),
+        (torch.tensor(-0.1), "finite number >= 0"),
+    ],
+)
+def test_a_wrong_rate_is_named(rate, said):
+    state = built(df.sgd(0.1))[0](start())
+    with pytest.raises(ValueError, match=rf"set_learning_rate\(state, rate\).*{said}"):
+        df.set_learning_rate(state, rate)
+    plain = df.Transform(lambda params: (), lambda grads, state, params: (grads, state))
+    with pytest.raises(ValueError, match="keeps no learning rate"):
+        df.learning_rate(built(plain)[0](start()))
+    with pytest.raises(ValueError, match="found a dict"):
+        df.set_learning_rate(start(), 0.1)
+
+
+def test_a_checkpoint_keeps_the_rate_and_a_resumed_run_says_so(tmp_path, caplog):
+    init, step = built(df.sgd(0.1))
+    state, _ = run(step, df.set_learning_rate(init(start()), 0.01))
+    df.checkpoint.save(tmp_path, state, 4)
+    with caplog.at_level(logging.WARNING, "decentfn"):
+        again = df.checkpoint.restore(tmp_path, init(start())).state
+    assert float(df.learning_rate(again)) == 0.01
+    assert "checkpoint's learning rate 0.01; this optimizer was built with 0.1" in caplog.text
+    caplog.clear()
+    df.checkpoint.restore(tmp_path, built(df.sgd(0.01))[0](start()))
+    assert not caplog.text
+
+
+@pytest.mark.thorough
+def test_other_lengths_and_rates_find_inductors_code_in_the_cache(monkeypatch, tmp_path):
+    from torch._dynamo.utils import counters
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    counters.clear()
+    for k in (1, 2, 3):
+        init, step = built(df.adamw(df.schedules.warmup_cosine(0.1 * k, k, 10 * k)), 0.1 * k)
+        run(df.compile(step), init(start()))
+    assert counters["inductor"]["fxgraph_cache_miss"] <= 1 < counters["inductor"]["fxgraph_cache_hit"]

@@ -1,0 +1,248 @@
+"""Optimizers of torch.optim as pairs `(init, update)`: equal to themselves in a plain loop."""
+
+import warnings
+from functools import partial
+
+import pytest
+import torch
+
+import decentfn as df
+from decentfn.optim.transforms import from_torch
+
+G = torch.Generator().manual_seed(3)
+PARAMS = {"a.weight": torch.randn(3, 4, generator=G, dtype=torch.float64), "b": torch.randn(4, 2, generator=G, dtype=torch.float64)}  # fmt: skip
+BIASES = {"a.bias": torch.randn(4, generator=G, dtype=torch.float64), "s": torch.randn((), generator=G, dtype=torch.float64)}  # fmt: skip
+BATCHES = torch.randn(20, 5, 3, generator=G, dtype=torch.float64)
+
+SHAPED = {"Muon"}  # takes matrices only
+REFUSED = {"SparseAdam", "LBFGS"}
+EVERY = {
+    name: kind
+    for name, kind in vars(torch.optim).items()
+    if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and name not in (*REFUSED, "Optimizer")
+}
+VARIANTS = {
+    **{name: partial(kind, lr=0.05) for name, kind in EVERY.items()},
+    "SGD with momentum": partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "RMSprop, centered": partial(torch.optim.RMSprop, lr=0.01, momentum=0.9, centered=True),
+    "AdamW, amsgrad": partial(torch.optim.AdamW, lr=0.05, amsgrad=True, maximize=True),
+    "AdamW, tensor rate": partial(torch.optim.AdamW, lr=torch.tensor(0.05)),
+}
+
+
+class Counting(torch.optim.Optimizer):
+    """A third party's: numbers of Python in the state and in the group, and a key that only matrices have."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr, "k": 0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["k"] += 1
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                own = self.state[p]
+                own["n"] = own.get("n", 5) + 1
+                own["sum"] = own.get("sum", 1.0) + float(p.grad.sum())
+                own["none"] = None
+                if p.dim() == 2:
+                    own["rows"] = own.get("rows", 0) + p.grad.sum(1)
+                    p -= own["rows"][:, None] * 1e-3
+                p -= group["lr"] * p.grad * own["n"] / group["k"] + 1e-3 * own["sum"]
+
+
+VARIANTS["Counting"] = Counting
+
+
+def loss_fn(params, batch):
+    out = batch @ params["a.weight"] + params.get("a.bias", 0.0)
+    return (torch.tanh(out) @ params["b"] * params.get("s", 1.0)).square().mean()
+
+
+def start(name="AdamW"):
+    return PARAMS if name in SHAPED else PARAMS | BIASES
+
+
+def plain_loop(make, params, batches=BATCHES, scheduler=None):
+    """The optimizer in a plain loop of PyTorch."""
+    leaves = {name: x.clone().requires_grad_() for name, x in params.items()}
+    optimizer = make(list(leaves.items()))
+    scheduler = None if scheduler is None else scheduler(optimizer)
+    for batch in batches:
+        optimizer.zero_grad()
+        loss_fn(leaves, batch).backward()
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+    return {name: x.detach() for name, x in leaves.items()}
+
+
+def built(make, scheduler=None, n=1, **options):
+    topology = df.topologies.idle(n) if n > 1 else df.topology("complete", 1)
+    return df.adapt_while_communicate(loss_fn, from_torch(make, scheduler), topology, **options)
+
+
+def ours(step, state, batches=BATCHES, first=0):
+    for t, batch in enumerate(batches, first):
+        state, metrics = step(state, batch, t)
+    return state, metrics
+
+
+def assert_equal(actual, expected):
+    torch.testing.assert_close(dict(actual), dict(expected), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_an_optimizer_equals_itself_in_a_plain_loop(name):
+    make, params = VARIANTS[name], start(name)
+    init, step = built(make, bucket_mb=1e-4)
+    state, metrics = ours(step, init(params))
+    assert_equal(df.params(state), plain_loop(make, params))
+    assert float(metrics.learning_rate) == pytest.approx(float(make([torch.zeros(2, 2)]).param_groups[0]["lr"]))
+
+
+@pytest.mark.parametrize(
+    "name", ["Counting", *(pytest.param(n, marks=pytest.mark.thorough) for n in ("AdamW", "Muon"))]
+)
+def test_compiled_and_simulated_workers_equal_their_plain_loops(name):
+    make, params, n = VARIANTS[name], start(name), 2
+    init, step = built(make, n=n)
+    batches = torch.stack([BATCHES[:6], BATCHES[6:12]], 1)
+    expected = [plain_loop(make, params, batches[:, i]) for i in range(n)]
+    for simulated in (df.simulate(step, n), df.compile(df.simulate(step, n), backend="aot_eager")):
+        state, _ = ours(simulated, df.stack(init(params), n), batches)
+        for i in range(n):
+            assert_equal(df.params(df.worker(state, i)), expected[i])
+
+
+def on_a_rank(local):
+    """Four workers on a ring, `local` of them in each process; return the parameters of all."""
+    torch.manual_seed(0)
+    topology = df.topology("ring", num_workers=4)
+    init, step = df.adapt_while_communicate(loss_fn, from_torch(VARIANTS["NAdam"]), topology)
+    state = df.stack(init(start()), local)
+    first = torch.distributed.get_rank() * local if torch.distributed.is_initialized() else 0
+    step = df.simulate(step, local)
+    for t in range(4):
+        state, _ = step(state, BATCHES[first : first + local] + t, t)
+    return {name: x.tolist() for name, x in df.params(state).items()}
+
+
+def test_workers_on_ranks_equal_simulated_ones(ranks):
+    expected, halves = on_a_rank(4), ranks(2).run(on_a_rank, 2)
+    for name, rows in expected.items():
+        assert rows == halves[0][name] + halves[1][name]
+
+
+SCHEDULERS = {
+    "cosine": lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 15),
+    "one cycle": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=25),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_the_count_drives_a_scheduler_and_a_checkpoint_resumes_it(name, tmp_path):
+    """OneCycleLR changes β₁, too."""
+    make, scheduler = VARIANTS["AdamW"], SCHEDULERS[name]
+    init, step = built(make, scheduler)
+    state, _ = ours(step, init(start()), BATCHES[:7])
+    df.checkpoint.save(tmp_path, state, 7)
+    again, step = built(make, scheduler)
+    state = df.checkpoint.restore(tmp_path, again(start())).state
+    state, metrics = ours(step, state, BATCHES[7:], 7)
+    assert_equal(df.params(state), plain_loop(make, start(), scheduler=scheduler))
+    optimizer = make([torch.zeros(1, requires_grad=True)])
+    rates = scheduler(optimizer)
+    with warnings.catch_warnings(action="ignore"):
+        for _ in range(19):
+            rates.step()
+    assert float(metrics.learning_rate) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-12)
+    with pytest.raises(ValueError, match="follows a schedule"):
+        df.set_learning_rate(state, 0.1)
+
+
+def test_groups_by_name_have_their_own_options_and_rates():
+    def make(params):
+        params = list(params)
+        return torch.optim.SGD(
+            [
+                {"params": [(n, p) for n, p in params if "bias" in n], "lr": 0.5, "weight_decay": 0.0},
+                {"params": [(n, p) for n, p in params if "bias" not in n], "momentum": 0.9},
+            ],
+            lr=0.1,
+            weight_decay=0.2,
+        )
+
+    init, step = built(make)
+    state, metrics = ours(step, init(start()))
+    assert_equal(df.params(state), plain_loop(make, start()))
+    assert metrics.learning_rate.tolist() == [0.5, 0.1]
+    state = df.set_learning_rate(init(start()), torch.tensor([0.0, 0.1]))
+    assert torch.equal(df.params(ours(step, state)[0])["a.bias"], BIASES["a.bias"])
+
+
+def test_matrices_by_muon_and_the_rest_by_adamw():
+    labels = {True: from_torch(VARIANTS["Muon"]), False: df.adamw(0.05)}
+    optimizer = df.transforms.partition(labels, lambda name, shape: len(shape) == 2)
+    init, step = df.adapt_while_communicate(loss_fn, optimizer, df.topology("complete", 1))
+    state, _ = ours(step, init(start()))
+
+    class Both:
+        def __init__(self, params):
+            self.parts = [
+                VARIANTS["Muon"]([(n, p) for n, p in params if p.dim() == 2]),
+                torch.optim.AdamW([(n, p) for n, p in params if p.dim() < 2], lr=0.05),
+            ]
+
+        def zero_grad(self):
+            for part in self.parts:
+                part.zero_grad()
+
+        def step(self):
+            for part in self.parts:
+                part.step()
+
+    assert_equal(df.params(state), plain_loop(Both, start()))
+
+
+def test_a_guarded_step_keeps_the_state_where_a_gradient_is_bad():
+    algorithm = df.guard(built(VARIANTS["AdamW"]))
+    batches = torch.cat([BATCHES[:3], torch.full_like(BATCHES[:1], float("nan")), BATCHES[3:]])
+    state, _ = ours(algorithm.step, algorithm.init(start()), batches)
+    assert_equal(df.params(state), plain_loop(VARIANTS["AdamW"], start()))
+
+
+@pytest.mark.parametrize(
+    ("make", "scheduler", "said"),
+    [
+        (torch.optim.SparseAdam, None, "trial step of SparseAdam.*closure or sparse gradients"),
+        (torch.optim.LBFGS, None, "trial step of LBFGS.*closure or sparse gradients"),
+        (lambda params: None, None, "returned None"),
+        (VARIANTS["AdamW"], torch.optim.lr_scheduler.ReduceLROnPlateau, "follows a metric.*set_learning_rate"),
+    ],
+)
+def test_what_cannot_be_a_pair_says_why(make, scheduler, said):
+    init, _ = built(make, scheduler)
+    with pytest.raises(ValueError, match=rf"from_torch\(make\): .*{said}"):
+        init(start())
+
+
+def test_an_optimizer_instead_of_a_function_is_refused():
+    optimizer = torch.optim.AdamW([torch.zeros(1)])
+    with pytest.raises(ValueError, match="expected a function of the parameters"):
+        from_torch(optimizer)
+    with pytest.raises(ValueError, match="df.from_torch"):
+        built_with = df.adapt_while_communicate
+        built_with(loss_fn, optimizer, df.topology("complete", 1))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # AccumAdam calls a name that PyTorch is to remove
+@pytest.mark.parametrize("name", ["optim_fn_adamw", "optim_fn_accum_adam"])
+def test_optimizers_and_schedulers_of_decent_dp_work_unchanged(name):
+    theirs = pytest.importorskip("decent_dp.optim")
+    scheduler = partial(theirs.lr_scheduler_fn_cosine_with_warmup, t_max=12, t_warmup=5)
+    init, step = built(getattr(theirs, name), scheduler)
+    state, _ = ours(step, init(start()))
+    assert_equal(df.params(state), plain_loop(getattr(theirs, name), start(), scheduler=scheduler))
