@@ -31,6 +31,7 @@ def printed(name, folder, ranks):
     return [float(number) for number in re.findall(r"held-out loss (\d\.\d{5})", finished.stdout)]
 
 
+@pytest.mark.slow
 def test_the_programs_before_and_after_print_the_same_loss(tmp_path):
     pytest.importorskip("decent_dp")
     [before], [after] = (printed(name, tmp_path, ranks=2) for name in ("before.py", "after.py"))
