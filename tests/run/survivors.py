@@ -1,6 +1,7 @@
-"""Processes of a run that loses some of them, for tests of `df.survive`. `python -m tests.run.survivors SPEC` is one of them."""
+"""Processes of a run that loses some of them, for tests of `df.survive`. `python -m tests.run.survivors JOBS` forks those of some
+jobs, one job after another, from a process that has imported everything.
+"""
 
-import contextlib
 import json
 import os
 import signal
@@ -9,10 +10,12 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from datetime import timedelta
 from pathlib import Path
 
 import torch
+from torch._dynamo.utils import counters
 
 import decentfn as df
 from decentfn import compressors
@@ -48,8 +51,12 @@ def start_params(seat, name):
     return {"x": torch.full((64,), 0.0 if name == "diloco" else float(seat), dtype=F64)}
 
 
-def main(spec):
+DEFAULTS = {"n": 4, "timeout": 20, "patience": 10, "steps": 12, "dies": {}, "backend": None}
+
+
+def main(spec, rank):
     """Take `steps` steps; write a line for each one, and one for the end."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     out = Path(spec["folder"]) / f"{os.environ['RANK']}.jsonl"
     world = df.init(timeout=timedelta(seconds=spec["timeout"]))
     seat = world.place
@@ -59,14 +66,8 @@ def main(spec):
             file.write(json.dumps(what | {"at": time.time()}) + "\n")
 
     init, step = ALGORITHMS[spec["algorithm"]](loss_fn, world.num_workers)
-    graphs = []
-
-    def counted(graph, inputs, **kwargs):
-        graphs.append(graph)
-        return torch._dynamo.lookup_backend(spec["backend"])(graph, inputs, **kwargs)
-
     if spec["backend"]:
-        step = df.compile(step, donate=False, backend=counted)
+        step = df.compile(step, donate=False, backend=spec["backend"])
     if spec.get("survives", True):
         step = df.survive(step, patience=timedelta(seconds=spec["patience"]))
     state = init(start_params(seat, spec["algorithm"]))
@@ -80,7 +81,7 @@ def main(spec):
                     os.kill(os.getpid(), signal.SIGKILL)
             if spec.get("pause"):
                 time.sleep(spec["pause"])
-            state, _ = step(state, {"g": gradient(seat, t)}["g"], t)
+            state, _ = step(state, gradient(seat, t), t)
             w = getattr(state.memory, "weight", None)
             say(
                 t=t,
@@ -89,7 +90,7 @@ def main(spec):
                 workers=world.num_workers,
                 seats=list(world.seats),
                 generation=world.generation,
-                graphs=len(graphs),
+                graphs=counters["stats"]["unique_graphs"],
             )
         say(end="done")
     except BaseException as error:
@@ -98,28 +99,53 @@ def main(spec):
             raise
 
 
-@contextlib.contextmanager
-def started(folder, n, *, store=True, **spec):
-    """Start n processes and a store that outlives them; yield the processes."""
-    spec = {"timeout": 20, "patience": 10, "steps": 12, "dies": {}, "backend": None, "folder": str(folder)} | spec
+def run(job):
+    """Fork the processes of a job and a store that outlives them; wait for all of them."""
+    folder = Path(job["folder"])
+    folder.mkdir(parents=True)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    keeper = torch.distributed.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-    processes = []
-    for rank in range(n):
-        place = {"RANK": rank, "WORLD_SIZE": n, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        environment = os.environ | {name: str(value) for name, value in place.items()}
-        environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "tests.run.survivors", json.dumps(spec)]
-        processes.append(subprocess.Popen(command, env=environment, cwd=Path(__file__).parents[2]))
+    place = {"WORLD_SIZE": job["n"], "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in place.items()} | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    keeper = _forked(keep, port)
+    ranks = [_forked(main, job, rank) for rank in range(job["n"])]
     try:
-        yield processes
+        for rank, after, number in job.get("signals", ()):
+            time.sleep(after)
+            os.kill(ranks[rank], number)
+        codes = [os.waitpid(rank, 0)[1] for rank in ranks]
+        (folder / "codes").write_text(json.dumps(codes))
     finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-        del keeper
+        os.kill(keeper, signal.SIGKILL)
+        os.waitpid(keeper, 0)
+
+
+def keep(port):
+    """Keep the store."""
+    store = torch.distributed.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    time.sleep(600)
+    del store
+
+
+def _forked(function, *arguments):
+    if (child := os.fork()) == 0:
+        try:
+            function(*arguments)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+    return child
+
+
+def results(folder, jobs):
+    """Run these jobs, one after another, in a process of their own; return the lines of each rank of each job."""
+    jobs = [DEFAULTS | job | {"folder": str(folder / str(i))} for i, job in enumerate(jobs)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "DECENTFN_FAILURES": str(folder / "failures")}
+    command = [sys.executable, "-m", "tests.run.survivors", json.dumps(jobs)]
+    subprocess.run(command, env=environment, cwd=Path(__file__).parents[2], check=True, timeout=1200)
+    return [said(job["folder"], job["n"]) for job in jobs]
 
 
 def said(folder, n):
@@ -128,29 +154,35 @@ def said(folder, n):
     return [[json.loads(line) for line in f.read_text().splitlines()] if f.exists() else [] for f in files]
 
 
-def error_of_mean(lines, name):
-    """Largest deviation of the survivors' mean from that which only their gradients have moved, in every step of a run.
+def error_of_mean(lines):
+    """Largest deviation of the mean over each step's workers from one that only their gradients have moved.
 
-    Of push-sum it is the mean of w z, since each generation starts with w = 1.
+    The step of a loss begins with the step before, or repeats the last one. Of push-sum it is the mean of w z; each
+    generation starts with w = 1.
     """
-    worst, before = 0.0, None
-    n = max((len(its) for its in lines), default=0)
-    for t in range(n):
-        now = {seat: its[t] for seat, its in enumerate(lines) if len(its) > t and its[t].get("t") == t}
-        seats = next(iter(now.values()))["seats"]
-        if set(now) < set(seats) or before is None:  # one has died in this step
-            before = None if set(now) < set(seats) else now
+    steps = range(max(map(len, lines)))
+    by_seat = [{seat: its[t] for seat, its in enumerate(lines) if len(its) > t and "x" in its[t]} for t in steps]
+    worst = 0.0
+    for t in range(1, len(by_seat)):
+        if not by_seat[t]:
             continue
-        mean = sum(torch.tensor(now[i]["x"], dtype=F64) * now[i]["weight"] for i in seats) / len(seats)
-        is_new = now[seats[0]]["generation"] != before[seats[0]]["generation"]
-        was = sum(torch.tensor(before[i]["x"], dtype=F64) * (1 if is_new else before[i]["weight"]) for i in seats)
-        moved = -RATE * sum(gradient(i, t) for i in seats) / len(seats)
-        if name == "diloco" and t % 3 != 2 or name != "diloco" or len(seats) == len(before):
-            worst = max(worst, float((mean - was / len(seats) - moved).abs().max()))
-        before = now
+        seats = next(iter(by_seat[t].values()))["seats"]
+        errors = []
+        for before in range(max(0, t - 2), t):
+            if set(seats) <= set(by_seat[before]) and set(seats) == set(by_seat[t]):
+                is_new = by_seat[t][seats[0]]["generation"] != by_seat[before][seats[0]]["generation"]
+                if is_new or before == t - 1:
+                    now, was = (
+                        sum(torch.tensor(by_seat[s][i]["x"], dtype=F64) * (w or by_seat[s][i]["weight"]) for i in seats)
+                        for s, w in ((t, None), (before, 1.0 if is_new else None))
+                    )
+                    moved = -RATE * sum(gradient(i, s) for i in seats for s in range(before + 1, t + 1))
+                    errors.append(float((now - was - moved).abs().max()) / len(seats))
+        worst = max(worst, min(errors, default=0.0))
     return worst
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(json.loads(sys.argv[1]))
+    for one in json.loads(sys.argv[1]):
+        run(one)
