@@ -32,6 +32,7 @@ class Doorbell:
             ("", 0), family=socket.AF_INET6 if ip6 else socket.AF_INET, backlog=_LINE, dualstack_ipv6=ip6
         )
         self._port.setblocking(False)
+        weakref.finalize(self, self._port.close)
         # A DataLoader's forked workers may outlive the process, and would answer for it.
         own = weakref.ref(self._port)
         os.register_at_fork(after_in_child=lambda: None if (port := own()) is None else port.close())

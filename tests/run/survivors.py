@@ -79,6 +79,8 @@ def main(spec, rank):
                     threading.Timer(spec["within"], os.kill, (os.getpid(), signal.SIGKILL)).start()
                 else:
                     os.kill(os.getpid(), signal.SIGKILL)
+            if spec.get("stops") == [seat, t]:
+                os.kill(os.getpid(), signal.SIGSTOP)
             if spec.get("pause"):
                 time.sleep(spec["pause"])
             state, _ = step(state, gradient(seat, t), t)
