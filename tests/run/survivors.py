@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 import traceback
 from datetime import timedelta
@@ -46,12 +45,20 @@ def loss_fn(params, batch):
     return (params["x"] * batch).sum()
 
 
+class Fault(Exception):
+    """Of a user's loss."""
+
+
+def failing_loss(params, batch):
+    raise Fault("a sample could not be read")
+
+
 def start_params(seat, name):
     """Unequal starts, but for DiLoCo's common outer parameters."""
     return {"x": torch.full((64,), 0.0 if name == "diloco" else float(seat), dtype=F64)}
 
 
-DEFAULTS = {"n": 4, "timeout": 20, "patience": 10, "steps": 12, "dies": {}, "backend": None}
+DEFAULTS = {"n": 4, "timeout": 20, "patience": 10, "steps": 12, "dies": {}, "backend": None, "pause": 0.0}
 
 
 def main(spec, rank):
@@ -65,25 +72,28 @@ def main(spec, rank):
         with out.open("a") as file:
             file.write(json.dumps(what | {"at": time.time()}) + "\n")
 
-    init, step = ALGORITHMS[spec["algorithm"]](loss_fn, world.num_workers)
+    build = ALGORITHMS[spec["algorithm"]]
+    algorithm, failing = (build(loss, world.num_workers) for loss in (loss_fn, failing_loss))
+    init, step = df.guard(algorithm) if "nan" in spec else algorithm
+    failing = failing.step
     if spec["backend"]:
         step = df.compile(step, donate=False, backend=spec["backend"])
     if spec.get("survives", True):
-        step = df.survive(step, patience=timedelta(seconds=spec["patience"]))
+        patience = timedelta(seconds=spec["patience"])
+        step = df.survive(step, patience=patience)
     state = init(start_params(seat, spec["algorithm"]))
     dies = {int(rank): t for rank, t in spec["dies"].items()}
     try:
         for t in range(spec["steps"]):
             if dies.get(seat) == t:
-                if spec.get("within"):  # while the others are in the step, and this one too
-                    threading.Timer(spec["within"], os.kill, (os.getpid(), signal.SIGKILL)).start()
-                else:
-                    os.kill(os.getpid(), signal.SIGKILL)
+                os.kill(os.getpid(), signal.SIGKILL)
             if spec.get("stops") == [seat, t]:
                 os.kill(os.getpid(), signal.SIGSTOP)
-            if spec.get("pause"):
-                time.sleep(spec["pause"])
-            state, _ = step(state, gradient(seat, t), t)
+            if spec.get("slow") == [seat, t]:
+                time.sleep(1.5)
+            time.sleep(spec["pause"])
+            batch = gradient(seat, t) * (torch.nan if spec.get("nan") == [seat, t] else 1)
+            state, _ = (failing if spec.get("fails") == [seat, t] else step)(state, batch, t)
             w = getattr(state.memory, "weight", None)
             say(
                 t=t,
@@ -97,8 +107,6 @@ def main(spec, rank):
         say(end="done")
     except BaseException as error:
         say(end=type(error).__name__, message=str(error))
-        if spec.get("trace"):
-            raise
 
 
 def run(job):
@@ -113,6 +121,8 @@ def run(job):
     keeper = _forked(keep, port)
     ranks = [_forked(main, job, rank) for rank in range(job["n"])]
     try:
+        while job.get("signals") and not all((folder / f"{rank}.jsonl").exists() for rank in range(job["n"])):
+            time.sleep(0.02)  # until all have ended a step
         for rank, after, number in job.get("signals", ()):
             time.sleep(after)
             os.kill(ranks[rank], number)
@@ -156,11 +166,11 @@ def said(folder, n):
     return [[json.loads(line) for line in f.read_text().splitlines()] if f.exists() else [] for f in files]
 
 
-def error_of_mean(lines):
+def error_of_mean(lines, skipped=None):
     """Largest deviation of the mean over each step's workers from one that only their gradients have moved.
 
     The step of a loss begins with the step before, or repeats the last one. Of push-sum it is the mean of w z; each
-    generation starts with w = 1.
+    generation starts with w = 1. `skipped`: the worker and step of a gradient that was not taken.
     """
     steps = range(max(map(len, lines)))
     by_seat = [{seat: its[t] for seat, its in enumerate(lines) if len(its) > t and "x" in its[t]} for t in steps]
@@ -178,7 +188,9 @@ def error_of_mean(lines):
                         sum(torch.tensor(by_seat[s][i]["x"], dtype=F64) * (w or by_seat[s][i]["weight"]) for i in seats)
                         for s, w in ((t, None), (before, 1.0 if is_new else None))
                     )
-                    moved = -RATE * sum(gradient(i, s) for i in seats for s in range(before + 1, t + 1))
+                    moved = -RATE * sum(
+                        gradient(i, s) for i in seats for s in range(before + 1, t + 1) if [i, s] != skipped
+                    )
                     errors.append(float((now - was - moved).abs().max()) / len(seats))
         worst = max(worst, min(errors, default=0.0))
     return worst

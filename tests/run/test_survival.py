@@ -9,6 +9,7 @@ import torch
 import decentfn as df
 from decentfn.comm.collectives import world
 from decentfn.testing import on_ranks
+from tests import chaos
 from tests.run import survivors
 from tests.run.survivors import ALGORITHMS, F64, RATE, gradient, loss_fn, start_params
 
@@ -108,6 +109,12 @@ def test_processes_are_killed_or_stopped_and_the_others_go_on(tmp_path):
     assert_survived(compiled, graphs=1)
     assert [its[-1]["end"] for its in woken] == ["done", "done", "LeftBehind", "done"]
     assert woken[0][-2]["workers"] == 3 and survivors.error_of_mean(woken) < 1e-14
+
+
+@pytest.mark.thorough
+def test_a_short_chaos_has_no_bad_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(chaos, "KINDS", ("exception in the loss", "two at once"))
+    assert chaos.main(1, tmp_path / "chaos") == []
 
 
 @pytest.mark.slow
