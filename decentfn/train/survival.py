@@ -39,7 +39,7 @@ def survive(step: Step | Callable[..., Any], *, patience: timedelta = timedelta(
     call. `world.rank`, `world.num_workers` and `world.worker` change; `world.place` does not.
 
     A worker's parameters, optimizer, buffers and memory of the run stay as they are; its memory of other workers starts
-    anew (`docs/resizing.md`). It reads on in its own data. Call it on every rank with the same arguments.
+    anew (`docs/surviving.md`). It reads on in its own data. Call it on every rank with the same arguments.
 
     Args:
         step: on gloo ranks, of one process per worker; compiled with `donate=False`, or eager, because the states
@@ -169,7 +169,7 @@ class _Survivor:
         except RuntimeError as lost:
             raise PeerLost(
                 f"survive: worker {here.place} has lost others in step t={t}, and the store does not answer: "
-                f"{brief_error(lost)}. It must outlive the workers (docs/resizing.md).",
+                f"{brief_error(lost)}. It must outlive the workers (docs/surviving.md).",
                 process=here.place,
                 step=t,
             ) from error
