@@ -52,7 +52,7 @@ def survive(step: Step | Callable[..., Any], *, patience: timedelta = timedelta(
 
     Raises:
         ValueError: a donated step, or a patience that is not positive; at the first call, workers of several processes,
-            a GPU, or an algorithm whose memory depends on the number of workers (`relay_sgd`).
+            a GPU, another surviving step, or an algorithm whose memory depends on the number of workers (`relay_sgd`).
         df.errors.LeftBehind: at a call, the others have continued without this worker: it was late, or in the smaller
             part of a partition (of equal ones, the one without the lowest worker).
         df.errors.PeerLost: the store has ended.
@@ -126,7 +126,14 @@ class _Survivor:
         _require_survivable(here, state)
         self._store = here.store
         here.steps.agrees = True
-        return Doorbell(PrefixStore("survive", self._store), here.place, here.num_seats)
+        try:
+            return Doorbell(PrefixStore("survive", self._store), here.place, here.num_seats)
+        except RuntimeError as error:
+            raise ExchangeTimeout(
+                f"survive: another worker did not call its step within the timeout of df.init ({here.timeout}): "
+                f"{brief_error(error)}",
+                process=here.place,
+            ) from error
 
     def _go_on(self, here: World, todo: list[_Inputs], error: RunError) -> list[_Inputs]:
         """Return the steps to take with those that are left; this process is connected to them."""
@@ -145,6 +152,8 @@ class _Survivor:
                 ) from error
             try:
                 here.go_on(here.generation + 1, decision.seats)
+                self._meet(here)
+                here.connect()
                 kept_state = _kept(todo[0].state)
             except (RunError, RuntimeError) as another:  # one more was lost meanwhile
                 _log.info("survive: %s", brief_error(another))
@@ -159,6 +168,19 @@ class _Survivor:
             type(error).__name__,
         )
         return [todo[0]._replace(state=kept_state), *todo[1:]]
+
+    def _meet(self, here: World) -> None:
+        """Wait until all that are left are about to connect, which would wait much longer for one that died meanwhile."""
+        board, end, doorbell = here.store, time.monotonic() + self._patience_s, self._doorbell
+        assert doorbell is not None
+        board.set(f"present {here.place}", "")
+        while not board.check([f"present {seat}" for seat in here.seats]):
+            gone = [seat for seat in here.seats if seat != here.place and doorbell.ring(seat) == "gone"]
+            if gone or time.monotonic() > end:
+                raise PeerLost(
+                    f"survive: worker {gone[0] if gone else 'that was left'} did not come", process=here.place
+                )
+            time.sleep(_POLL_S)
 
     def _agree(self, here: World, t: int, error: RunError) -> Decision:
         board = PrefixStore(f"survive {here.generation + 1}", self._store)
@@ -209,6 +231,11 @@ def _require_survivable(here: World, state: Any) -> None:
             f"survive(step): workers of {here.processes_per_worker} process(es) on {here.device.type}; it needs one process per "
             "worker and gloo on the CPU. Otherwise restart from a checkpoint (docs/restarts.md)."
         )
+    if here.steps.agrees or here.generation:
+        raise ValueError(
+            "survive(step): another step of this run survives already, and the workers would go back to the last call of either; "
+            "call df.survive once."
+        )
     memory = getattr(state, "memory", None)
     if getattr(memory, "needs_all_workers", False):
         raise ValueError(
@@ -225,20 +252,23 @@ def _whole(here: World, step: Callable[..., tuple[Any, Any]], now: _Inputs) -> t
     try:
         if here.group is not None:
             begun = here.group.allreduce([torch.zeros(1)])
-        result = step(now.state, now.batch, now.t)
+    except RuntimeError as error:
+        raise _not_begun(here, now.t, error) from error
+    result = step(now.state, now.batch, now.t)
+    try:
         if begun is not None:
             begun.wait()
-    except RunError:
-        raise
     except RuntimeError as error:
-        if begun is not None and not collectives.is_lost(error):
-            raise
-        raise PeerLost(
-            f"step t={now.t} on worker {here.rank}: not all workers have begun it: {brief_error(error)}",
-            process=here.rank,
-            step=now.t,
-        ) from error
+        raise _not_begun(here, now.t, error) from error
     return result
+
+
+def _not_begun(here: World, t: int, error: RuntimeError) -> PeerLost:
+    return PeerLost(
+        f"step t={t} on worker {here.rank}: not all workers have begun it: {brief_error(error)}",
+        process=here.rank,
+        step=t,
+    )
 
 
 def _kept(state: Any) -> Any:

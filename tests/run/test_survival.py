@@ -9,6 +9,7 @@ import torch
 import decentfn as df
 from decentfn.comm.collectives import world
 from decentfn.testing import on_ranks
+from decentfn.topologies.resized import in_place
 from tests import chaos
 from tests.run import survivors
 from tests.run.survivors import ALGORITHMS, F64, RATE, gradient, loss_fn, start_params
@@ -60,6 +61,49 @@ def test_those_that_are_left_take_the_steps_of_their_own_run():
             torch.testing.assert_close(mine, seen[i][t][0], rtol=0, atol=1e-14)
 
 
+MEMORIES = {
+    "tracking": ALGORITHMS["tracking"],
+    "momentum": lambda loss, n: df.momentum_tracking(loss, df.sgd(RATE), df.topology("base", n)),
+    "choco": ALGORITHMS["choco"],
+    "diloco": lambda loss, n: df.diloco(loss, df.sgd(RATE), df.topology("complete", n), inner_steps=2),
+    "demo": lambda loss, n: df.demo(
+        loss, df.sgd(RATE), df.topology("complete", n), compressor=df.compressors.top_k(0.5), learning_rate=RATE
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MEMORIES)
+def test_the_invariant_of_the_memory_holds_among_those_that_are_left(name):
+    def train_to_the_end(rank):
+        init, step = MEMORIES[name](loss_fn, 4)
+        step = df.survive(step)
+        state = init(start_params(0 if name == "demo" else rank, name))
+        for t in range(STEPS):
+            if rank == 1 and t == 3:
+                leave(step)
+                break
+            state, _ = step(state, gradient(rank, t), t)
+        return state
+
+    states = [on for rank, on in enumerate(on_ranks(4, train_to_the_end)) if rank != 1]
+    fields = [state.memory._asdict() for state in states]
+
+    def rows(field):
+        return torch.stack([its[field].tensors[0] for its in fields])
+
+    x = torch.stack([state.params.tensors[0] for state in states])
+    if name == "choco":
+        w = df.mixing_matrix(in_place(df.topology("static-ring", 4), [1]), 0)
+        torch.testing.assert_close(rows("pull"), w @ rows("public") - rows("public"), rtol=0, atol=1e-14)
+    elif name == "diloco":
+        assert (rows("phi") == rows("phi")[0]).all() and rows("b").abs().max() > 0
+    elif name == "demo":
+        assert (x == x[0]).all() and rows("momentum").abs().max() > 0
+    else:
+        own = rows("g" if name == "tracking" else "u").mean(0)
+        torch.testing.assert_close(rows("y").mean(0), own, rtol=0, atol=1e-14)
+
+
 def test_one_worker_is_left_of_four():
     assert on_ranks(4, train, "gossip", {0: 2, 1: 4, 2: 4})[3][-1][2] == 1
 
@@ -71,6 +115,8 @@ def test_what_cannot_be_survived_is_refused():
             call()
     with pytest.raises(ValueError, match=r"survive\(patience="):
         df.survive(step, patience=timedelta(0))
+    with pytest.raises(ValueError, match="another step of this run survives already"):
+        on_ranks(4, lambda rank: [train(rank, "gossip", {}) for _ in range(2)])
     relay = {"relay": lambda loss, n: df.relay_sgd(loss, df.sgd(RATE), df.topology("chain", n))}
     with pytest.raises(ValueError, match="depends on the number of workers"):
         on_ranks(4, train, "relay", {}, relay)

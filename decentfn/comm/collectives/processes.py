@@ -212,7 +212,7 @@ class World:
         return self._schedules[handle]
 
     def go_on(self, generation: int, seats: tuple[int, ...]) -> None:
-        """Become the world of these processes, with new connections and nothing in flight; collective.
+        """Become the world of these processes, with nothing in flight and no connections until `connect`.
 
         Plain calls of torch.distributed, whose default group this was, fail from here on.
 
@@ -232,6 +232,9 @@ class World:
         self._made_apart = itertools.count()
         self.steps.rank, self.steps.generation = self.rank, generation
         self.steps.begin(PrefixStore("steps", self._store))
+
+    def connect(self) -> None:
+        """Connect the processes that are left; collective."""
         self.group = self._connected("all", range(self.size)) if self.size > 1 else None
 
     def let_go(self) -> None:
