@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tests.run import survivors
 
-TIMEOUT, PATIENCE, STEPS = 3, 1, 40
+TIMEOUT, PATIENCE, STEPS = 5, 1, 40
 LATEST = TIMEOUT + 5
 """Seconds after which a step that began before a fault has ended, or its process has."""
 KINDS = ("SIGKILL", "SIGSTOP and SIGCONT", "SIGTERM", "NaN", "slow rank", "exception in the loss", "two at once")

@@ -176,24 +176,27 @@ def error_of_mean(lines, skipped=None):
     by_seat = [{seat: its[t] for seat, its in enumerate(lines) if len(its) > t and "x" in its[t]} for t in steps]
     worst = 0.0
     for t in range(1, len(by_seat)):
-        if not by_seat[t]:
+        if (now := _of_one_generation(by_seat[t])) is None:
             continue
-        seats = next(iter(by_seat[t].values()))["seats"]
-        errors = []
+        seats, errors = now[0]["seats"], []
         for before in range(max(0, t - 2), t):
-            if set(seats) <= set(by_seat[before]) and set(seats) == set(by_seat[t]):
-                is_new = by_seat[t][seats[0]]["generation"] != by_seat[before][seats[0]]["generation"]
-                if is_new or before == t - 1:
-                    now, was = (
-                        sum(torch.tensor(by_seat[s][i]["x"], dtype=F64) * (w or by_seat[s][i]["weight"]) for i in seats)
-                        for s, w in ((t, None), (before, 1.0 if is_new else None))
-                    )
-                    moved = -RATE * sum(
-                        gradient(i, s) for i in seats for s in range(before + 1, t + 1) if [i, s] != skipped
-                    )
-                    errors.append(float((now - was - moved).abs().max()) / len(seats))
+            was = _of_one_generation({seat: by_seat[before].get(seat) for seat in seats}, seats=None)
+            if was is not None and (before == t - 1 or was[0]["generation"] != now[0]["generation"]):
+                is_new = was[0]["generation"] != now[0]["generation"]
+                start = sum(torch.tensor(its["x"], dtype=F64) * (1 if is_new else its["weight"]) for its in was)
+                steps = [[seat, s] for seat in seats for s in range(before + 1, t + 1)]
+                moved = sum((RATE * gradient(*one) for one in steps if one != skipped), torch.zeros(64, dtype=F64))
+                end = sum(torch.tensor(its["x"], dtype=F64) * its["weight"] for its in now)
+                errors.append(float((end - start + moved).abs().max()) / len(seats))
         worst = max(worst, min(errors, default=0.0))
     return worst
+
+
+def _of_one_generation(lines, seats="theirs"):
+    """Lines of a step by seat, if all have ended it in one generation, and with `seats` if no other has."""
+    its = [lines[seat] for seat in sorted(lines) if lines[seat]]
+    is_whole = its and len(its) == len(lines) and len({line["generation"] for line in its}) == 1
+    return its if is_whole and (seats is None or sorted(lines) == its[0]["seats"]) else None
 
 
 if __name__ == "__main__":
