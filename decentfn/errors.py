@@ -6,6 +6,7 @@ __all__ = [
     "CallMismatch",
     "CheckpointCorrupt",
     "ExchangeTimeout",
+    "LeftBehind",
     "NonFinite",
     "PeerLost",
     "PlanMismatch",
@@ -65,6 +66,10 @@ class PeerLost(RunError, RuntimeError):
 
 class ExchangeTimeout(RunError, RuntimeError):
     """A message did not arrive within the timeout of `df.init`, although the connection is open."""
+
+
+class LeftBehind(RunError, RuntimeError):
+    """The other workers continue without this one (`df.survive`): it was late, or not reached by most of them."""
 
 
 class NonFinite(RunError, RuntimeError):

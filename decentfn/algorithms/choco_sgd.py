@@ -15,6 +15,7 @@ the start; C: the compressor; W: the mixing matrix; γ: the consensus step size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Unpack
 
 import torch
@@ -57,6 +58,10 @@ class Memory(NamedTuple):
     def restart(cls, x: Buckets) -> Memory:
         """Reset public copies and their sum to 0, where all workers agree."""
         return cls(zeros_like(x), zeros_like(x))
+
+    def without_lost(self, x: Buckets, mean: Callable[[Buckets], Buckets]) -> Memory:
+        """Take the mean public copy, so that those of all neighbors are known."""
+        return Memory(mean(self.public), zeros_like(x))
 
 
 @algorithm

@@ -15,8 +15,10 @@ momentum, β: its decay; c: its deviation from the workers' mean; y: the tracked
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Unpack
 
+import torch
 from torch import Tensor
 
 from decentfn.core.trees import PyTree
@@ -51,6 +53,10 @@ class Memory(NamedTuple):
     def restart(cls, x: Buckets) -> Memory:
         """Reset momentum and tracker."""
         return cls(zeros_like(x), zeros_like(x))
+
+    def without_lost(self, x: Buckets, mean: Callable[[Buckets], Buckets]) -> Memory:
+        """Keep the own momentum, and track that of the others from there."""
+        return Memory(self.u, each(torch.clone, self.u))
 
 
 @algorithm

@@ -14,8 +14,10 @@ diverge.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Unpack
 
+import torch
 from torch import Tensor
 
 from decentfn.comm.gossip.push_sum import first_weight, pack, unpack
@@ -56,6 +58,10 @@ class Memory(NamedTuple):
     def restart(self, x: Buckets) -> Memory:
         """Reset the tracker; the weight does not depend on parameters."""
         return self._replace(y=zeros_like(x), g=zeros_like(x))
+
+    def without_lost(self, x: Buckets, mean: Callable[[Buckets], Buckets]) -> Memory:
+        """Give each worker weight 1, and reset the tracker."""
+        return self.restart(x)._replace(weight=torch.ones_like(self.weight))
 
 
 @algorithm

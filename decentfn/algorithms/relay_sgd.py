@@ -47,6 +47,8 @@ class Memory(NamedTuple):
     start: Buckets | None  # x⁰, in the place of models that have not arrived yet; relay="models" only
     age: Tensor  # 0-d int64, steps taken
 
+    needs_all_workers = True  # what was relayed is a sum over known workers
+
     def restart(self, x: Buckets) -> Memory:
         """Clear the messages; the new parameters replace models that have not arrived."""
         messages, age = trees.map(torch.zeros_like, (self.messages, self.age))

@@ -13,6 +13,7 @@ x½ = x - η g(z) and a = A[i, i]:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Unpack
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from decentfn.comm import collectives, gossip
 from decentfn.comm.gossip.push_sum import first_weight, pack, unpack
+from decentfn.core import trees
 from decentfn.core.buckets import loose, wide
 from decentfn.core.trees import PyTree
 from decentfn.kit import (
@@ -56,6 +58,10 @@ class Memory(NamedTuple):
             new = pack(scale(x, w), w)
             boxes.append(tuple(n.to(old.dtype) for n, old in zip(new, outbox, strict=True)))
         return self._replace(outboxes=tuple(boxes))
+
+    def without_lost(self, x: Buckets, mean: Callable[[Buckets], Buckets]) -> Memory:
+        """Give each worker weight 1, and drop messages in flight."""
+        return Memory(torch.ones_like(self.weight), trees.map(torch.zeros_like, self.outboxes))
 
 
 @algorithm

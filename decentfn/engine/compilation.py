@@ -108,7 +108,8 @@ def compile(
     def run(state: Any, batch: PyTree, t: Tensor) -> tuple[Any, Any]:
         leaves, structure = trees.flatten(state)
         here = context.step or collectives.world()
-        form = here.size, here.processes_per_worker, structure  # a graph depends on these, and Dynamo does not see them
+        # A graph depends on these, and Dynamo does not see them.
+        form = here.num_seats, here.processes_per_worker, structure
         graph = None
         for known, its_graph in graphs:
             if known == form:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -37,7 +38,8 @@ class State(NamedTuple):
     memory: Any = ()
     """Memory of the algorithm: trackers, slow copies, in-flight messages. A NamedTuple with a method
     `restart(x: Buckets)`, which returns the memory of a run that starts at parameters x; or `()` for none. The
-    attribute `averaged` names the fields whose means over the workers `df.resize` keeps; other fields are reset."""
+    attribute `averaged` names the fields whose means over the workers `df.resize` keeps; other fields are reset. With
+    `df.survive` each worker keeps these fields, unless a method `without_lost(x, mean)` says otherwise."""
 
     @property
     def buffers(self) -> PyTree:
@@ -60,3 +62,20 @@ def restarted(memory: Any, x: Buckets) -> Any:
             "class a method restart(self, x), as in df.kit.State's description, or call init(params) anew."
         )
     return method(x)
+
+
+def kept(memory: Any, x: Buckets, mean: Callable[[Buckets], Buckets]) -> Any:
+    """Return the memory of a worker that continues at x although others are lost.
+
+    Memory of the run stays, and memory of other workers starts anew, unless the memory's `without_lost` says otherwise.
+
+    Args:
+        memory: the worker's, or with a leading axis those of several.
+        x: its parameters.
+        mean: averages over all workers that are left; collective.
+    """
+    if hasattr(memory, "without_lost"):
+        return memory.without_lost(x, mean)
+    fresh = restarted(memory, x)
+    stays = {name: getattr(memory, name) for name in getattr(memory, "averaged", ())}
+    return fresh._replace(**stays) if stays else fresh

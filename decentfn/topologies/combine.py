@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial, wraps
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,7 +23,34 @@ from decentfn.topologies.rounds import Round, Topology, require_topology
 
 _MOST_STEPS = 2**31 - 1
 
+Function = TypeVar("Function", bound=Callable[..., Topology])
 
+
+def combination(function: Function) -> Function:
+    """Decorate a function of topologies whose result can be made again from other topologies, as after a loss."""
+
+    @wraps(function)
+    def make(*args: Any, **kwargs: Any) -> Topology:
+        made = function(*args, **kwargs)
+        if all(made is not part for part in (*args, *kwargs.values())):
+            object.__setattr__(made, "made_from", partial(make, *args, **kwargs))
+        return made
+
+    return make  # pyright: ignore[reportReturnType]
+
+
+def combined_anew(topology: Topology, change: Callable[[Topology], Topology]) -> Topology | None:
+    """Return the same combination of changed parts; None if the topology is no combination."""
+    if (call := topology.made_from) is None:
+        return None
+
+    def changed(value: Any) -> Any:
+        return change(value) if isinstance(value, Topology) else value
+
+    return call.func(*map(changed, call.args), **{name: changed(value) for name, value in call.keywords.items()})
+
+
+@combination
 @checks_numbers
 def every(H: int, topology: Topology) -> Topology:
     """Mix in steps t = 0, H, 2H, ...; send nothing in all others, `W_t = I`.
@@ -42,6 +71,7 @@ def every(H: int, topology: Topology) -> Topology:
     return _switch(name, parts, lambda t: (min(t % H, 1), t // H), lambda periods: H * periods[0])
 
 
+@combination
 @checks_numbers
 def later(steps: int, topology: Topology) -> Topology:
     """Delay a schedule by `steps` steps: step t is round t - steps, and the first `steps` steps are idle.
@@ -62,6 +92,7 @@ def later(steps: int, topology: Topology) -> Topology:
     return _switch(name, parts, lambda t: (int(t < steps), t - steps), lambda periods: periods[0], has_start=True)
 
 
+@combination
 @checks_numbers
 def nth_round(k: int, rounds: int, topology: Topology) -> Topology:
     """Select round k of a step that mixes `rounds` times: step t is round `rounds * t + k` of `topology`.
@@ -87,6 +118,7 @@ def nth_round(k: int, rounds: int, topology: Topology) -> Topology:
     return _switch(f"nth_round({k}, {rounds}, {topology.name})", (topology,), lambda t: (0, rounds * t + k), period_of)
 
 
+@combination
 def paused(topology: Topology, other: Topology) -> Topology:
     """Pause a schedule in the steps in which `other` is active.
 
@@ -107,6 +139,7 @@ def paused(topology: Topology, other: Topology) -> Topology:
     )
 
 
+@combination
 def alternate(*topologies: Topology) -> Topology:
     """Cycle through topologies: with m of them, step m k + j is round k of the j-th.
 
@@ -126,6 +159,7 @@ def alternate(*topologies: Topology) -> Topology:
     return _switch(name, topologies, lambda t: (t % count, t // count), lambda periods: count * math.lcm(*periods))
 
 
+@combination
 @checks_numbers
 def until(steps: int, first: Topology, then: Topology) -> Topology:
     """Use one schedule in the first `steps` steps, and another one from there on.
@@ -321,7 +355,7 @@ def _switch(
 
     def round_of(t: Tensor) -> Round:
         part, step = turn(int(t))
-        return _padded(parts[part].round(step), slots, has_groups=groupings is not None)
+        return padded(parts[part].round(step), slots, has_groups=groupings is not None)
 
     periods = [part.period for part in parts]
     return from_rounds(
@@ -335,7 +369,8 @@ def _switch(
     )
 
 
-def _padded(this: Round, slots: int, *, has_groups: bool) -> Round:
+def padded(this: Round, slots: int, *, has_groups: bool) -> Round:
+    """Add idle slots to a round, and groups of one worker each if it has none."""
     more = (0, slots - this.sources.shape[1])
     sources, destinations = pad(this.sources, more, value=-1), pad(this.destinations, more, value=-1)
     groups, mean_weights = this.groups, this.mean_weights

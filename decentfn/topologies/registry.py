@@ -45,7 +45,9 @@ def register_topology(name: str) -> Callable[[Function], Function]:
             num_workers = whole_number(call, "num_workers", num_workers)
             require_at_most(call, MOST_WORKERS, num_workers=num_workers)
             made = checks_numbers(function)(num_workers, *args, **options)
-            object.__setattr__(made, "family", partial(make, **dict(zip(names, args, strict=False)), **options))
+            object.__setattr__(
+                made, "family", partial(topology, name, **dict(zip(names, args, strict=False)), **options)
+            )
             return made
 
         _registry[name] = make

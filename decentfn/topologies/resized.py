@@ -7,16 +7,22 @@ from dataclasses import replace
 from typing import Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
 from decentfn.core.formatting import brief
 from decentfn.core.numbers import MOST_WORKERS, require, require_at_most, whole_number
 from decentfn.topologies.certificates import Certificate, certificate, consensus_steps
-from decentfn.topologies.construct import from_matrices
+from decentfn.topologies.combine import combined_anew, padded
+from decentfn.topologies.construct import from_matrices, from_shifts
+from decentfn.topologies.drawn import from_rounds
 from decentfn.topologies.registry import topology as by_name
-from decentfn.topologies.rounds import Topology, mixing_matrix, require_topology
+from decentfn.topologies.rounds import Round, Topology, mixing_matrix, require_topology
 
 ANY_SIZE = "base"
 """A family of any size that is exact in finite time, doubly stochastic and symmetric."""
+
+_TRIED = 64
+"""Number of rounds that are looked at."""
 
 
 class Resized(NamedTuple):
@@ -65,6 +71,80 @@ def without(topology: Topology, workers: Collection[int]) -> Resized:
         if (own := _own_weights(topology, kept)) is not None:
             return Resized(own, "own weights")
     return Resized(by_name(ANY_SIZE, n - len(lost)), "another family")
+
+
+def in_place(topology: Topology, workers: Collection[int]) -> Topology:
+    """Return the schedule of the workers that are left, for a step compiled for all of them: it is data, and no shape changes.
+
+    It has as many slots as before, idle ones too, and stays static, symmetric and doubly stochastic where the schedule was. That is
+    `without(workers)` if it fits, else the first that does of: the same links with lost weights added to a worker's own; a static ring;
+    `base`; the mean of all. A combination (`every`, `later`, ...) is made again of its parts' schedules.
+
+    Args:
+        topology: of all workers.
+        workers: the lost ones; at least one worker is left.
+
+    Raises:
+        ValueError: none fits, which can only be for a schedule of few slots that needs many.
+    """
+    n, kept = topology.num_workers - len(workers), [i for i in range(topology.num_workers) if i not in workers]
+    made = combined_anew(topology, lambda part: in_place(part, workers)) if topology.family is None else None
+    if made is not None:
+        return _widened(made, topology)
+    has_tables = topology.draw is None and topology.groups is None
+    for candidate in (
+        lambda: without(topology, workers).topology,
+        lambda: _own_weights(topology, kept) if has_tables else None,
+        lambda: from_shifts("static-ring", [{1: 0.25, n - 1: 0.25}], n) if n > 2 else None,
+        lambda: by_name(ANY_SIZE, n),
+        lambda: _average(n),
+    ):
+        if (made := candidate()) is not None and _fits(made, topology):
+            return _widened(made, topology)
+    raise ValueError(
+        f"in_place: no schedule of {n} workers fits a step that was made for {topology!r}; start the run again, on {n} workers."
+    )
+
+
+def _average(n: int) -> Topology:
+    """The mean of all as a group average, also of two workers, for whom `complete` is messages."""
+    zeros, ones = torch.zeros(1, n, dtype=torch.int64), torch.ones(1, n, dtype=torch.float64)
+    return Topology("complete", n, zeros[..., None][..., :0], 0 * ones[..., None], zeros, ones)
+
+
+def _fits(made: Topology, topology: Topology) -> bool:
+    needs_more = made.slots > topology.slots or made.has_groups > topology.has_groups
+    if needs_more or made.needs_push_sum > topology.needs_push_sum or (topology.period == 1 != made.period):
+        return False
+    before, after = (
+        torch.stack([mixing_matrix(x, t) for t in range(min(x.period or _TRIED, _TRIED))]) for x in (topology, made)
+    )
+    if not torch.allclose(before, before.mT, rtol=0, atol=1e-12):
+        return True
+    # D2 needs a smallest eigenvalue above -1/3.
+    lowest = [torch.linalg.eigvalsh(matrices).min().item() for matrices in (before, after)]
+    is_symmetric = torch.allclose(after, after.mT, rtol=0, atol=1e-12)
+    return is_symmetric and (topology.period != 1 or lowest[1] > -1 / 3 or lowest[0] <= -1 / 3)
+
+
+def _widened(made: Topology, like: Topology) -> Topology:
+    """The same schedule with idle slots, and groups of one, up to the form of another."""
+    if made.slots == like.slots and made.has_groups == like.has_groups:
+        return made
+    n = made.num_workers
+
+    def round_of(t: Tensor) -> Round:
+        return padded(made.round(t), like.slots, has_groups=like.has_groups)
+
+    return from_rounds(
+        made.name,
+        n,
+        round_of,
+        period=made.period,
+        groups=made.groups if made.has_groups or not like.has_groups else torch.arange(n)[None],
+        needs_push_sum=made.needs_push_sum,
+        in_tables=made.draw is None,
+    )
 
 
 def resized(topology: Topology, num_workers: int) -> Resized:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, fields
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -88,6 +88,8 @@ class Topology:
     """False if the schedule reproduces a fault of another library: rows that do not sum to 1."""
     family: Callable[[int], Topology] | None = field(init=False, default=None)
     """Constructor for another number of workers, with the same options; None if it was not made by name."""
+    made_from: partial[Topology] | None = field(init=False, default=None)
+    """Call that combined it from other topologies; None if it is no combination."""
     degree: int = field(init=False)
     """Most messages that a worker sends in a step, without group averages. At most `slots`."""
     slots: int = field(init=False)
@@ -186,7 +188,7 @@ class Topology:
 
     def __reduce__(self) -> tuple[Any, ...]:  # a copy gets its own handle
         arguments = tuple(getattr(self, field.name) for field in fields(self) if field.init)
-        return type(self), arguments, {"family": self.family}
+        return type(self), arguments, {"family": self.family, "made_from": self.made_from}
 
     def __repr__(self) -> str:
         kind = "random" if self.period is None else f"period={self.period}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from decentfn.core.buckets import Buckets, cast_like, copy_wide, each
 from decentfn.core.formatting import brief
 from decentfn.core.numbers import checks_numbers
 from decentfn.core.trees import PyTree
-from decentfn.kit.state import Local, Metrics, State, restarted
+from decentfn.kit.state import Local, Metrics, State, kept, restarted
 from decentfn.kit.state_check import kind_of
 from decentfn.kit.step import Algorithm, require_bare
 from decentfn.train.consensus import params
@@ -30,6 +31,10 @@ class EMAMemory(NamedTuple):
     def restart(self, x: Buckets) -> EMAMemory:
         """Restart the average at the new parameters."""
         return EMAMemory(restarted(self.inner, x), copy_wide(x))
+
+    def without_lost(self, x: Buckets, mean: Callable[[Buckets], Buckets]) -> EMAMemory:
+        """Keep the average."""
+        return EMAMemory(kept(self.inner, x, mean), self.ema)
 
 
 @checks_numbers

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import decentfn as df
+from decentfn import topologies
 from decentfn.topologies import certificate, mixing_matrix, registry, topology, topology_names
+from decentfn.topologies.resized import in_place
 from tests.topologies import is_doubly_stochastic
 from tests.topologies.test_topologies import make
 
@@ -111,3 +113,31 @@ def test_an_option_given_by_position_stays(monkeypatch):
 
     for made in (shifted(5, 2), shifted(5, shift=2)):
         assert torch.equal(made.resized(7).topology.sources, shifted(7, 2).sources)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "dyn" not in name])
+def test_in_place_a_schedule_keeps_its_form(name):
+    for n in (4, 5):
+        if (made := make(name, n)) is None:
+            continue
+        for lost in ([0], [1, 2], range(1, n)):
+            left = in_place(made, lost)
+            assert (left.num_workers, left.slots, left.has_groups) == (n - len(lost), made.slots, made.has_groups)
+            assert left.period == 1 or made.period != 1
+            for t in range(min(left.period or 4, 4)):
+                w = mixing_matrix(left, t)
+                assert is_doubly_stochastic(w) or made.needs_push_sum
+            assert left.num_workers == 1 or certificate(left).is_connected
+
+
+def test_in_place_a_combination_is_made_of_its_parts():
+    mixes = topologies.every(3, df.topology("one-peer-exp", 4))
+    late = topologies.later(1, mixes)
+    left = in_place(late, [2])
+    assert [left.round(t).is_active for t in range(5)] == [False, True, False, False, True]
+    for t in range(9):
+        expected = torch.eye(3, dtype=torch.float64)
+        if t % 3 == 1:
+            expected = mixing_matrix(in_place(df.topology("one-peer-exp", 4), [2]), t // 3)
+        assert torch.equal(mixing_matrix(left, t), expected)
+    assert pickle.loads(pickle.dumps(mixes)).made_from.args[0] == 3

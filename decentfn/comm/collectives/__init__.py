@@ -3,9 +3,7 @@
 from decentfn.comm.collectives import within_worker
 from decentfn.comm.collectives.lookup import Constant, Row, look_up, members, on_device, refuse_size
 from decentfn.comm.collectives.membership import (
-    World,
     adopt_default_group,
-    end_waits,
     everyone,
     leave_default_group,
     processes_per_worker,
@@ -27,6 +25,7 @@ from decentfn.comm.collectives.outside import (
     process_broadcast,
     process_mean,
 )
+from decentfn.comm.collectives.processes import World, end_waits
 from decentfn.comm.collectives.reports import is_lost
 from decentfn.comm.collectives.sharded import (
     is_sharded,

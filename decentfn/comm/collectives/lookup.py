@@ -7,12 +7,13 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from decentfn.comm.collectives.membership import World, world
+from decentfn.comm.collectives.membership import world
+from decentfn.comm.collectives.processes import World
 from decentfn.core.context import context
 from decentfn.core.scalars import operator
 from decentfn.topologies import Topology
-from decentfn.topologies.rounds import by_handle
 
 
 def refuse_size(here: World, local: int, workers: int, what: str) -> NoReturn:
@@ -84,8 +85,8 @@ def look_up(token: Tensor, topology: Topology, t: Tensor) -> Row:
 
 
 def _look_up_kernel(token: Tensor, handle: Tensor, t: Tensor, slots: int, workers: int) -> Tensor:
-    topology = by_handle[int(handle)]
     here = context.step or world()
+    topology = here.schedule(int(handle))
     if (workers or 1) * here.size != topology.num_workers:
         refuse_size(here, workers or 1, topology.num_workers, "step(state, batch, t)")
     rows = topology.rows(t, token.device)
@@ -111,9 +112,17 @@ _look_up = operator(
     _look_up_shape,
     _look_up_vmap,
 )
+
+
+def _members_kernel(group: Tensor, handle: Tensor, t: Tensor, num_workers: int) -> Tensor:
+    topology = (context.step or world()).schedule(int(handle))
+    theirs = topology.rows(t, group.device)[:, _GROUP]
+    return pad(theirs, (0, num_workers - len(theirs)), value=-1.0) == group[..., None]
+
+
 _members = operator(
     "members(Tensor group, Tensor topology, Tensor t, int num_workers) -> Tensor",
-    lambda group, handle, t, n: by_handle[int(handle)].rows(t, group.device)[:, _GROUP] == group[..., None],
+    _members_kernel,
     lambda group, handle, t, n: group.new_empty((*group.shape, n), dtype=torch.bool),
     lambda info, in_dims, group, handle, t, n: (_members(group.movedim(in_dims[0], 0), handle, t, n), 0),
 )

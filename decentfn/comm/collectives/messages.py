@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from decentfn.comm.collectives.membership import World, world
+from decentfn.comm.collectives.membership import world
+from decentfn.comm.collectives.processes import World
 from decentfn.comm.collectives.reports import different_steps, has_timed_out, report
 from decentfn.comm.collectives.steps import Call, Loss, Part
 from decentfn.core.context import context

@@ -21,13 +21,14 @@ import torch
 from torch import Tensor
 
 from decentfn.comm.collectives.lookup import Row, refuse_size, require_worker_axis
-from decentfn.comm.collectives.membership import World, world
+from decentfn.comm.collectives.membership import world
 from decentfn.comm.collectives.messages import land, lose, post, reduce
+from decentfn.comm.collectives.processes import World
 from decentfn.comm.collectives.reports import different_steps, report
 from decentfn.comm.collectives.steps import Call, Part
 from decentfn.core.context import context
 from decentfn.core.scalars import operator
-from decentfn.topologies.rounds import Peers, by_handle
+from decentfn.topologies.rounds import Peers
 from decentfn.torch_private import functorch
 
 
@@ -121,8 +122,8 @@ def _post_kernel(x: Tensor, handle: Tensor, t: Tensor, good: Tensor | None, is_m
         x = _sent(x, good)
     if not workers:
         x = x[None]
-    topology, what = by_handle[int(handle)], "group_mean" if is_mean else "exchange"
     here, local = context.step or world(), x.shape[0]
+    topology, what = here.schedule(int(handle)), "group_mean" if is_mean else "exchange"
     if local * here.size != topology.num_workers:
         refuse_size(here, local, topology.num_workers, what)
     if here.steps.lost is not None and not here.steps.is_running:

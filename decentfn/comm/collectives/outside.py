@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
-from decentfn.comm.collectives.membership import World, everyone, world
+from decentfn.comm.collectives.membership import everyone, world
+from decentfn.comm.collectives.processes import World
 from decentfn.comm.collectives.reports import has_timed_out, told_outside, where_told
 from decentfn.comm.collectives.steps import Note
 from decentfn.core.context import context

@@ -9,7 +9,7 @@ import re
 import time
 from pathlib import Path
 
-from decentfn.comm.collectives.membership import World
+from decentfn.comm.collectives.processes import World
 from decentfn.comm.collectives.steps import Call, Loss, Note
 from decentfn.errors import ExchangeTimeout, PeerLost, RunError, StepMismatch
 
@@ -93,7 +93,7 @@ def where_told(here: World, notes: dict[int, Note]) -> str:
 
 def _listen(here: World, loss: Loss) -> tuple[dict[int, Note], StepMismatch | None]:
     """Wait briefly for the others' notes; return them, and the error if one of them is at another step."""
-    others, end = set(range(here.size)) - {here.rank}, time.monotonic() + _PATIENCE_S
+    others, end = set(range(here.size)) - {here.rank}, time.monotonic() + _PATIENCE_S * (not here.steps.agrees)
     while True:
         notes = here.steps.told()
         for note in notes.values():

@@ -19,6 +19,9 @@ _log = logging.getLogger("decentfn")
 TAGS = 2**20
 """Modulus of tags: a message's tag is its step modulo this, so that steps do not mix (NCCL has no tags)."""
 
+_GENERATIONS = 2**9
+"""Modulus of the generation in a tag, which has 31 bits."""
+
 _EVERY = 256
 """Interval of compared calls, besides calls 1, 2, 4, 8, ..."""
 
@@ -123,6 +126,10 @@ class Steps:
         """Interrupted step (raised after a post) or call outside steps (lost a rank), with its error."""
         self.waits_since: float | None = None
         """Start of a thread's wait for another rank, by `time.monotonic`; None: none waits."""
+        self.generation = 0
+        """The world's."""
+        self.agrees = False
+        """True if the ranks agree after a loss by themselves (`df.survive`): a report does not wait for notes."""
         self.board: Any = None
         """Store of torch.distributed on which the ranks compare."""
         self._met = set[int]()  # the groups whose ranks are known to be in this step
@@ -179,7 +186,7 @@ class Steps:
         self.calls = calls = self.calls + 1
         step = self.at if self.is_running else int(t)
         if step != self._last or not self._changes:
-            self._last, self.tag = step, step % TAGS
+            self._last, self.tag = step, step % TAGS + self.generation % _GENERATIONS * 2 * TAGS
             self._changes.append((calls, step))
         call = Call(what, calls, step, calls - self.before, local)
         self.record.append(call)

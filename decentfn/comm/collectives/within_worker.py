@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decentfn.comm.collectives.membership import World, world
+from decentfn.comm.collectives.membership import world
 from decentfn.comm.collectives.outside import met, named_error
+from decentfn.comm.collectives.processes import World
 from decentfn.core.buckets import rows_of
 from decentfn.core.scalars import operator
 from decentfn.errors import RunError, StepMismatch

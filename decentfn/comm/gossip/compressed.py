@@ -19,6 +19,7 @@ from decentfn.compressors import Compressor, Key
 from decentfn.core.buckets import BucketPlan, Buckets, loose, wide
 from decentfn.core.scalars import once, rounded
 from decentfn.topologies import Topology, from_permutations
+from decentfn.topologies.combine import combination
 
 
 class Compressed(NamedTuple):
@@ -106,9 +107,12 @@ def everyone(num_workers: int) -> Topology:
     me = torch.arange(num_workers)[:, None]
     sources = (me - torch.arange(1, num_workers)) % num_workers
     weights = torch.full((1, num_workers, num_workers), 1 / num_workers, dtype=torch.float64)
-    return from_permutations(f"everyone({num_workers})", sources[None], weights)
+    made = from_permutations(f"everyone({num_workers})", sources[None], weights)
+    object.__setattr__(made, "family", everyone)
+    return made
 
 
+@combination
 def as_messages(topology: Topology) -> Topology:
     """Replace averages within groups by messages, with the same mixing matrices; a group of r needs r - 1 slots.
 

@@ -1,0 +1,286 @@
+"""World: rank, size, device and connections of this process among all, and the processes that are left after a loss."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+# Its functions bind the current default group as a default argument. If the compiler imported it later, it would keep
+# the group alive, and a gloo thread would outlive the interpreter.
+import torch.distributed.nn.functional
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import PrefixStore, Store, default_pg_timeout
+
+from decentfn.comm.collectives.steps import TAGS, Steps
+from decentfn.topologies import Topology
+from decentfn.topologies.resized import in_place
+from decentfn.topologies.rounds import by_handle
+
+_CPU = torch.device("cpu")
+
+
+class World:
+    """Processes that hold the workers: this one's rank and device, their number, and groups of them.
+
+    Worker `i` is in process `i // L` if each process holds `L` workers (`L = 1` under plain torchrun), or in
+    processes `i S` to `i S + S - 1` if each worker is `S` processes.
+    """
+
+    mesh: DeviceMesh | None = None
+    """Processes as a mesh of ("worker", "shard"), if a worker is several."""
+    intra_worker: dist.ProcessGroup | None = None
+    """Group of the processes of this one's worker, if they are several."""
+    _store: Store | None = None  # the group's own
+    _root: Store  # the first generation's
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        rank: int,
+        size: int,
+        timeout: timedelta | None = None,
+        device: torch.device = _CPU,
+    ) -> None:
+        self.group = group
+        self.rank = rank
+        self.size = size
+        self.place = rank
+        """Rank of this process among all, other shards included; the key of its random numbers."""
+        self.processes_per_worker = 1
+        # Other worlds, if a worker is several processes. No world refers to itself: its groups end when it is released.
+        self._all_processes: World | None = None
+        self._gossip: World | None = None
+        self._outside: dict[range, dist.ProcessGroup] = {}
+        self.generation = 0
+        """Number of times that processes were lost; in the name of everything that is in the store."""
+        self.seats = tuple(range(size))
+        """Processes that are left, by their first rank, ascending; `rank` is this one's index among them."""
+        self.num_seats = size
+        """Number of processes at the start. Compiled code is made for it, and is right for fewer."""
+        self._schedules: dict[int, Topology] = {}
+        self._adopted = group  # the default group that this world was made for
+        self.turn = threading.Lock()
+        """Lock held during a collective outside steps: two threads' collectives must not mix."""
+        self._made_apart = itertools.count()
+        self.timeout = timeout
+        self.steps = Steps(rank)
+        self.device = device
+        """Device of this process: its own GPU, or the CPU."""
+        self.counters: tuple[Any, ...] = ()
+        """Active counters of the traffic; see `communication`."""
+        self._subgroups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        worlds.add(self)
+
+    @property
+    def all_processes(self) -> World:
+        """World of all processes, other shards included; gossip's world has one process per worker."""
+        return self._all_processes or self
+
+    @property
+    def gossip(self) -> World:
+        """World of the processes that exchange: those with this process's shard, one per worker."""
+        return self._gossip or self
+
+    @property
+    def worker(self) -> int:
+        """Worker of this process; the first of its simulated workers is `workers(local)[0]`."""
+        return self.all_processes.rank // self.processes_per_worker
+
+    @property
+    def num_workers(self) -> int:
+        """Number of workers."""
+        return self.all_processes.size // self.processes_per_worker
+
+    @property
+    def process(self) -> int:
+        """Index of this process within its worker, from 0."""
+        return self.all_processes.rank % self.processes_per_worker
+
+    @property
+    def store(self) -> Store:
+        """Store through which the processes leave notes for one another."""
+        if self._store is not None:
+            return self._store
+        assert self.group is not None
+        return self.group.get_group_store()  # pyright: ignore[reportAttributeAccessIssue]
+
+    @property
+    def processes(self) -> range:
+        """The processes of this world, by their rank among all."""
+        return range(self.size)
+
+    def workers(self, local: int = 1) -> range:
+        """Return the numbers of the workers in this process, if each process has `local` of them (`df.simulate`)."""
+        if not isinstance(local, int) or local < 1:
+            raise ValueError(f"world.workers(local={local!r}): the number of workers in a process is an integer >= 1.")
+        return range(self.worker * local, (self.worker + 1) * local)
+
+    @property
+    def own_processes(self) -> range:
+        """Global ranks of the processes of this worker."""
+        first = self.worker * self.processes_per_worker
+        return range(first, first + self.processes_per_worker)
+
+    def outside(self, processes: range) -> dist.ProcessGroup:
+        """Return these processes' group for use outside steps; the first call on each waits for the others."""
+        if self._all_processes is not None:
+            return self._all_processes.outside(processes)
+        if processes not in self._outside:
+            name = f"outside {processes.start} {len(processes)} {processes.step}"
+            self._outside[processes] = self._connected(name, processes)
+        return self._outside[processes]
+
+    def _connected(self, name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
+        """Connect some processes. Not as a group of torch.distributed, which counts the groups that a process has made."""
+        timeout = self.timeout or default_pg_timeout
+        group = dist.ProcessGroupGloo(PrefixStore(name, self.store), ranks.index(self.rank), len(ranks), timeout)
+        return cast(dist.ProcessGroup, group)
+
+    def apart(self, timeout: timedelta | None = None) -> World:
+        """Return a world of the same processes with separate connections, for another thread outside steps; collective.
+
+        Without a `timeout` it waits twice as long as this one: a process may notice a step's lost message only at its
+        timeout. Call `let_go` at the end.
+        """
+        if self.size == 1:
+            return self
+        world = World(None, self.rank, self.size, timeout or 2 * (self.timeout or default_pg_timeout), self.device)
+        world._store = PrefixStore(
+            f"apart {next(self._made_apart)}", self.store
+        )  # all processes make the same ones in the same order
+        world.steps.board = world._store
+        return world
+
+    def subgroup(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        """Return the process group of `ranks` (ascending), made by `make_subgroups`."""
+        if len(ranks) == self.size and self.group is not None:
+            return self.group
+        if ranks not in self._subgroups and self.generation:  # its members post in the same order
+            self._subgroups[ranks] = self._connected(f"group {ranks}", ranks)
+        if ranks not in self._subgroups:
+            raise RuntimeError(
+                f"group_mean over ranks {list(ranks)}: its process group was never made. Call the algorithm's "
+                "init(params), or decentfn.comm.collectives.make_groups(groups), on every rank first."
+            )
+        return self._subgroups[ranks]
+
+    def make_subgroups(self, groups: Sequence[tuple[int, ...]]) -> None:
+        """Make the missing process groups; collective, every rank passes the same `groups` in the same order."""
+        for ranks in groups:
+            if 1 < len(ranks) < self.size and ranks not in self._subgroups and not self.generation:
+                self._subgroups[ranks] = self._new_group(ranks)
+
+    def tp_group(self, size: int) -> dist.ProcessGroup:
+        """Return this process's tensor-parallel group of `size` consecutive processes, made by `make_tp_groups`."""
+        if size == self.processes_per_worker:
+            return cast(dist.ProcessGroup, self.intra_worker)
+        first = self.all_processes.rank - self.all_processes.rank % size
+        return self.all_processes.subgroup(tuple(range(first, first + size)))
+
+    def make_tp_groups(self, size: int) -> None:
+        """Make the missing tensor-parallel groups of `size` processes; collective over all processes."""
+        if size < self.processes_per_worker:
+            self.all_processes.make_subgroups(
+                [tuple(range(i, i + size)) for i in range(0, self.all_processes.size, size)]
+            )
+
+    def hang_up(self) -> None:
+        """Close the connections to all others, so that they notice at once and write nothing more here."""
+        if self._all_processes is not None:
+            self._all_processes.hang_up()
+        own = [group for ranks, group in self._subgroups.items() if self.rank in ranks]
+        close([group for group in (self.group, *own, self.intra_worker, *self._outside.values()) if group is not None])
+
+    def schedule(self, handle: int) -> Topology:
+        """Return the topology of this handle, or once processes were lost that of the others' workers in its place."""
+        made = by_handle[handle]
+        if self.size == self.num_seats:
+            return made
+        if handle not in self._schedules:
+            each = made.num_workers // self.num_seats
+            lost = [i for i in range(made.num_workers) if i // each not in self.seats]
+            self._schedules[handle] = in_place(made, lost)
+        return self._schedules[handle]
+
+    def go_on(self, generation: int, seats: tuple[int, ...]) -> None:
+        """Become the world of these processes, with nothing in flight and no connections until `connect`.
+
+        Plain calls of torch.distributed, whose default group this was, fail from here on.
+
+        Args:
+            generation: larger than any before.
+            seats: the processes that are left, this one among them.
+        """
+        self.hang_up()
+        root = self.store if self.generation == 0 else self._root
+        adopted = self._adopted
+        self.let_go()
+        self._root, self._adopted = root, adopted
+        self._store = PrefixStore(f"generation {generation}", root)
+        self.generation, self.seats = generation, seats
+        self.rank, self.size = seats.index(self.place), len(seats)
+        self._schedules.clear()
+        self._made_apart = itertools.count()
+        self.steps.rank, self.steps.generation = self.rank, generation
+        self.steps.begin(PrefixStore("steps", self._store))
+
+    def connect(self) -> None:
+        """Connect the processes that are left; collective."""
+        self.group = self._connected("all", range(self.size)) if self.size > 1 else None
+
+    def let_go(self) -> None:
+        """Release all groups: a group's threads and connections end with the last reference to it."""
+        self.group = self.intra_worker = self.mesh = self._adopted = None
+        self._subgroups.clear()
+        self._outside.clear()
+
+    def _new_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        return cast(dist.ProcessGroup, dist.new_group(list(ranks), timeout=self.timeout))
+
+
+def close(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Close these groups' connections: gloo closes them if a message times out."""
+    works = []
+    for group in groups:
+        for rank in set(range(group.size())) - {group.rank()}:
+            with suppress(RuntimeError):
+                works.append(cast(Any, group).recv([torch.empty(1)], rank, TAGS))  # no step has this tag
+    for work in works:
+        with suppress(RuntimeError):
+            work.wait(timedelta(milliseconds=1))
+
+
+class SameShard(World):
+    """World in which workers exchange: the processes that hold the same shard, one per worker."""
+
+    def _new_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        size = self.processes_per_worker
+        made = [self.all_processes._new_group(tuple(i * size + shard for i in ranks)) for shard in range(size)]
+        return made[self.process]
+
+    @property
+    def processes(self) -> range:
+        """The processes of this world, by their rank among all."""
+        return range(self.process, self.all_processes.size, self.processes_per_worker)
+
+
+worlds = weakref.WeakSet[World]()
+"""All worlds of this process."""
+
+
+def end_waits(longer_than: float) -> bool:
+    """Close connections on which a thread has waited longer (seconds), so that it raises; return True if any."""
+    now = time.monotonic()
+    late = [w for w in list(worlds) if w.steps.waits_since is not None and now - w.steps.waits_since > longer_than]
+    for world in late:
+        world.hang_up()
+    return bool(late)

@@ -1,0 +1,74 @@
+"""Doorbell of a process: an open port that tells others whether the process still exists, without a thread.
+
+The system accepts connections for a process that computes or is stopped, and refuses them once it has ended.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import weakref
+from contextlib import suppress
+from typing import Literal
+
+from torch.distributed.distributed_c10d import Store
+
+_PATIENCE_S = 0.3
+_LINE = 512
+
+
+class Doorbell:
+    """This process's port, and the others' addresses; collective.
+
+    Args:
+        store: where the addresses are exchanged.
+        seat: this process.
+        seats: number of processes.
+    """
+
+    def __init__(self, store: Store, seat: int, seats: int) -> None:
+        ip6 = socket.has_dualstack_ipv6()
+        self._port = socket.create_server(
+            ("", 0), family=socket.AF_INET6 if ip6 else socket.AF_INET, backlog=_LINE, dualstack_ipv6=ip6
+        )
+        self._port.setblocking(False)
+        weakref.finalize(self, self._port.close)
+        # A DataLoader's forked workers may outlive the process, and would answer for it.
+        own = weakref.ref(self._port)
+        os.register_at_fork(after_in_child=lambda: None if (port := own()) is None else port.close())
+        store.set(f"doorbell {seat}", f"{_own_address()} {self._port.getsockname()[1]}")
+        told = store.multi_get([f"doorbell {i}" for i in range(seats)])
+        self._places = [(host, int(port)) for host, port in (said.decode().split() for said in told)]
+        # Where an address is wrong from the start, as on a machine with several, nothing follows from a refusal.
+        self._known = [seat for seat in range(seats) if self._ring(seat) == "answers"]
+
+    def ring(self, seat: int) -> Literal["answers", "gone", "silent"]:
+        """Return "gone" if a process has ended, "silent" if its machine is not reached."""
+        return self._ring(seat) if seat in self._known else "answers"
+
+    def clear(self) -> None:
+        """Forget who has rung; a full line would drop further ones."""
+        with suppress(BlockingIOError):
+            while True:
+                self._port.accept()[0].close()
+
+    def _ring(self, seat: int) -> Literal["answers", "gone", "silent"]:
+        try:
+            socket.create_connection(self._places[seat], _PATIENCE_S).close()
+        except ConnectionRefusedError:
+            return "gone"
+        except OSError:
+            return "silent"
+        return "answers"
+
+
+def _own_address() -> str:
+    """Return the address from which this process reaches the store."""
+    place = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if not all(place):
+        return "127.0.0.1"
+    try:
+        with socket.create_connection(place, 10) as connection:
+            return connection.getsockname()[0]
+    except OSError:
+        return "127.0.0.1"

@@ -1,0 +1,99 @@
+"""Roll call after a loss: who is left, and from which step they go on. Pure functions of the store's content.
+
+A worker that notices a loss in generation g writes a note for generation g + 1, once. Whoever has read enough notes
+proposes who continues; the store keeps the first proposal (compare and set), and everyone obeys it. So a generation
+has one decision, and a worker that is not in it ends. `tests/run/test_roll_call.py` goes through every order of
+messages, deaths and wake-ups.
+
+A step ends on a worker only when all workers of its generation have begun it (`df.survive` adds a sum to each step).
+So workers are at most one step apart, and a worker that was left behind ends no further step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+__all__ = ["Decision", "Leave", "Note", "Wait", "act"]
+
+
+class Note(NamedTuple):
+    """A worker's answer to the roll call."""
+
+    seat: int
+    step: int
+    """Step that it has not ended; it has the state before it, and before the last one."""
+    reaches: tuple[int, ...]
+    """Seats whose processes accept its connections."""
+
+
+class Decision(NamedTuple):
+    """The next generation, the same for all."""
+
+    seats: tuple[int, ...]
+    """Workers that continue, ascending."""
+    step: int
+    """Step with which they continue: the first that one of them has not ended."""
+
+
+class Wait(NamedTuple):
+    """Nothing to do yet."""
+
+
+class Leave(NamedTuple):
+    """The others have decided to continue without this worker."""
+
+
+def act(
+    mine: Note,
+    seats: Sequence[int],
+    notes: Collection[Note],
+    decided: Decision | None,
+    gone: Collection[int],
+    *,
+    is_over: bool,
+) -> Note | Decision | Wait | Leave:
+    """Return what a worker does next: write its note, propose a decision, obey one, wait or leave.
+
+    Args:
+        mine: this worker's note.
+        seats: workers of the generation that ends.
+        notes: those in the store.
+        decided: the decision in the store; if it is returned, the worker continues with it.
+        gone: workers whose processes have ended.
+        is_over: True if this worker waits for no more notes.
+    """
+    if decided is not None:
+        return decided if mine.seat in decided.seats else Leave()
+    if mine not in notes:
+        return mine
+    present = {note.seat: note for note in notes if note.seat not in gone}
+    if not is_over and any(seat not in present and seat not in gone for seat in seats):
+        return Wait()
+    left = _largest_part({seat: set(note.reaches) for seat, note in present.items()})
+    return Decision(left, min(present[seat].step for seat in left))
+
+
+def _largest_part(reaches: Mapping[int, set[int]]) -> tuple[int, ...]:
+    """Return the largest set of workers that all reach one another; of equal ones, the one with the lowest worker."""
+    links = {i: {j for j in reaches if j == i or (j in reaches[i] and i in reaches[j])} for i in reaches}
+    return max((_all_linked(links, part) for part in _parts(links)), key=lambda part: (len(part), -part[0]))
+
+
+def _parts(links: Mapping[int, set[int]]) -> Iterable[set[int]]:
+    """Yield the connected parts."""
+    rest = set(links)
+    while rest:
+        part, new = set[int](), {min(rest)}
+        while new:
+            part |= new
+            new = set[int]().union(*(links[i] for i in new)) - part
+        rest -= part
+        yield part
+
+
+def _all_linked(links: Mapping[int, set[int]], part: set[int]) -> tuple[int, ...]:
+    """Leave out those with the most missing links, the highest first, until none is missing."""
+    while any(part - links[i] for i in part):
+        part = part - {max(part, key=lambda i: (len(part - links[i]), i))}
+    return tuple(sorted(part))

@@ -1,0 +1,205 @@
+"""Processes of a run that loses some of them, for tests of `df.survive`. `python -m tests.run.survivors JOBS` forks those of some
+jobs, one job after another, from a process that has imported everything.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from torch._dynamo.utils import counters
+
+import decentfn as df
+from decentfn import compressors
+
+F64 = torch.float64
+RATE = 0.01
+ALGORITHMS = {
+    "gossip": lambda loss, n: df.adapt_while_communicate(loss, df.sgd(RATE), df.topology("one-peer-exp", n)),
+    "push-sum": lambda loss, n: df.stochastic_gradient_push(
+        loss, df.sgd(RATE), df.topology("one-peer-exp-directed", n)
+    ),
+    "tracking": lambda loss, n: df.gradient_tracking(loss, df.sgd(RATE), df.topology("one-peer-exp", n)),
+    "diloco": lambda loss, n: df.diloco(
+        loss, df.sgd(RATE), df.topology("complete", n), inner_steps=3, outer_learning_rate=1.0, outer_momentum=0.0
+    ),
+    "choco": lambda loss, n: df.choco_sgd(
+        loss, df.sgd(RATE), df.topology("static-ring", n), compressor=compressors.top_k(0.5), gamma=0.3
+    ),
+}
+
+
+def gradient(seat, t):
+    """Gradient of step t, whatever the parameters are: the loss is linear."""
+    return torch.randn(64, generator=torch.Generator().manual_seed(1000 * seat + t), dtype=F64)
+
+
+def loss_fn(params, batch):
+    return (params["x"] * batch).sum()
+
+
+class Fault(Exception):
+    """Of a user's loss."""
+
+
+def failing_loss(params, batch):
+    raise Fault("a sample could not be read")
+
+
+def start_params(seat, name):
+    """Unequal starts, but for DiLoCo's common outer parameters."""
+    return {"x": torch.full((64,), 0.0 if name == "diloco" else float(seat), dtype=F64)}
+
+
+DEFAULTS = {"n": 4, "timeout": 20, "patience": 10, "steps": 12, "dies": {}, "backend": None, "pause": 0.0}
+
+
+def main(spec, rank):
+    """Take `steps` steps; write a line for each one, and one for the end."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    out = Path(spec["folder"]) / f"{os.environ['RANK']}.jsonl"
+    world = df.init(timeout=timedelta(seconds=spec["timeout"]))
+    seat = world.place
+
+    def say(**what):
+        with out.open("a") as file:
+            file.write(json.dumps(what | {"at": time.time()}) + "\n")
+
+    build = ALGORITHMS[spec["algorithm"]]
+    algorithm, failing = (build(loss, world.num_workers) for loss in (loss_fn, failing_loss))
+    init, step = df.guard(algorithm) if "nan" in spec else algorithm
+    failing = failing.step
+    if spec["backend"]:
+        step = df.compile(step, donate=False, backend=spec["backend"])
+    if spec.get("survives", True):
+        patience = timedelta(seconds=spec["patience"])
+        step = df.survive(step, patience=patience)
+    state = init(start_params(seat, spec["algorithm"]))
+    dies = {int(rank): t for rank, t in spec["dies"].items()}
+    try:
+        for t in range(spec["steps"]):
+            if dies.get(seat) == t:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if spec.get("stops") == [seat, t]:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if spec.get("slow") == [seat, t]:
+                time.sleep(1.5)
+            time.sleep(spec["pause"])
+            batch = gradient(seat, t) * (torch.nan if spec.get("nan") == [seat, t] else 1)
+            state, _ = (failing if spec.get("fails") == [seat, t] else step)(state, batch, t)
+            w = getattr(state.memory, "weight", None)
+            say(
+                t=t,
+                x=state.params.tensors[0].tolist(),
+                weight=1.0 if w is None else float(w),
+                workers=world.num_workers,
+                seats=list(world.seats),
+                generation=world.generation,
+                graphs=counters["stats"]["unique_graphs"],
+            )
+        say(end="done")
+    except BaseException as error:
+        say(end=type(error).__name__, message=str(error))
+
+
+def run(job):
+    """Fork the processes of a job and a store that outlives them; wait for all of them."""
+    folder = Path(job["folder"])
+    folder.mkdir(parents=True)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    place = {"WORLD_SIZE": job["n"], "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in place.items()} | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    keeper = _forked(keep, port)
+    ranks = [_forked(main, job, rank) for rank in range(job["n"])]
+    try:
+        while job.get("signals") and not all((folder / f"{rank}.jsonl").exists() for rank in range(job["n"])):
+            time.sleep(0.02)  # until all have ended a step
+        for rank, after, number in job.get("signals", ()):
+            time.sleep(after)
+            os.kill(ranks[rank], number)
+        codes = [os.waitpid(rank, 0)[1] for rank in ranks]
+        (folder / "codes").write_text(json.dumps(codes))
+    finally:
+        os.kill(keeper, signal.SIGKILL)
+        os.waitpid(keeper, 0)
+
+
+def keep(port):
+    """Keep the store."""
+    store = torch.distributed.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    time.sleep(600)
+    del store
+
+
+def _forked(function, *arguments):
+    if (child := os.fork()) == 0:
+        try:
+            function(*arguments)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+    return child
+
+
+def results(folder, jobs):
+    """Run these jobs, one after another, in a process of their own; return the lines of each rank of each job."""
+    jobs = [DEFAULTS | job | {"folder": str(folder / str(i))} for i, job in enumerate(jobs)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "DECENTFN_FAILURES": str(folder / "failures")}
+    command = [sys.executable, "-m", "tests.run.survivors", json.dumps(jobs)]
+    subprocess.run(command, env=environment, cwd=Path(__file__).parents[2], check=True, timeout=1200)
+    return [said(job["folder"], job["n"]) for job in jobs]
+
+
+def said(folder, n):
+    """What each process has written."""
+    files = [Path(folder) / f"{rank}.jsonl" for rank in range(n)]
+    return [[json.loads(line) for line in f.read_text().splitlines()] if f.exists() else [] for f in files]
+
+
+def error_of_mean(lines, skipped=None):
+    """Largest deviation of the mean over each step's workers from one that only their gradients have moved.
+
+    The step of a loss begins with the step before, or repeats the last one. Of push-sum it is the mean of w z; each
+    generation starts with w = 1. `skipped`: the worker and step of a gradient that was not taken.
+    """
+    steps = range(max(map(len, lines)))
+    by_seat = [{seat: its[t] for seat, its in enumerate(lines) if len(its) > t and "x" in its[t]} for t in steps]
+    worst = 0.0
+    for t in range(1, len(by_seat)):
+        if (now := _of_one_generation(by_seat[t])) is None:
+            continue
+        seats, errors = now[0]["seats"], []
+        for before in range(max(0, t - 2), t):
+            was = _of_one_generation({seat: by_seat[before].get(seat) for seat in seats}, seats=None)
+            if was is not None and (before == t - 1 or was[0]["generation"] != now[0]["generation"]):
+                is_new = was[0]["generation"] != now[0]["generation"]
+                start = sum(torch.tensor(its["x"], dtype=F64) * (1 if is_new else its["weight"]) for its in was)
+                steps = [[seat, s] for seat in seats for s in range(before + 1, t + 1)]
+                moved = sum((RATE * gradient(*one) for one in steps if one != skipped), torch.zeros(64, dtype=F64))
+                end = sum(torch.tensor(its["x"], dtype=F64) * its["weight"] for its in now)
+                errors.append(float((end - start + moved).abs().max()) / len(seats))
+        worst = max(worst, min(errors, default=0.0))
+    return worst
+
+
+def _of_one_generation(lines, seats="theirs"):
+    """Lines of a step by seat, if all have ended it in one generation, and with `seats` if no other has."""
+    its = [lines[seat] for seat in sorted(lines) if lines[seat]]
+    is_whole = its and len(its) == len(lines) and len({line["generation"] for line in its}) == 1
+    return its if is_whole and (seats is None or sorted(lines) == its[0]["seats"]) else None
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for one in json.loads(sys.argv[1]):
+        run(one)

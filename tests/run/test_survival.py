@@ -1,0 +1,171 @@
+"""`df.survive`: the others go on without a lost worker, in place, and only gradients move their mean."""
+
+import signal
+from datetime import timedelta
+
+import pytest
+import torch
+
+import decentfn as df
+from decentfn.comm.collectives import world
+from decentfn.testing import on_ranks
+from decentfn.topologies.resized import in_place
+from tests import chaos
+from tests.run import survivors
+from tests.run.survivors import ALGORITHMS, F64, RATE, gradient, loss_fn, start_params
+
+STEPS = 8
+
+
+def leave(step):
+    """End this rank as a dead process does: its connections and its port are closed."""
+    step.survivor._doorbell._port.close()
+    world().hang_up()
+
+
+def train(rank, name, leaves, built=ALGORITHMS):
+    init, step = built[name](loss_fn, 4)
+    step = df.survive(step, patience=timedelta(seconds=20))
+    state, seen = init(start_params(rank, name)), []
+    for t in range(STEPS):
+        if leaves.get(rank) == t:
+            leave(step)
+            break
+        state, _ = step(state, gradient(rank, t), t)
+        weight = getattr(state.memory, "weight", torch.ones((), dtype=F64))
+        seen.append((state.params.tensors[0].clone(), float(weight), world().num_workers))
+    return seen
+
+
+@pytest.mark.parametrize("name", ["gossip", "push-sum", "choco"])
+def test_only_gradients_move_the_mean_of_those_that_are_left(name):
+    seen = on_ranks(4, train, name, {1: 3})
+    assert [its[-1][2] for its in seen] == [3, 4, 3, 3] and [len(its) for its in seen] == [STEPS, 3, STEPS, STEPS]
+    left = (0, 2, 3)
+    # The steps before the loss are whole, so the mean starts from there; push-sum's weights are then 1.
+    expected = sum(seen[i][2][0] for i in left) / 3
+    for t in range(3, STEPS):
+        expected = expected - RATE * sum(gradient(i, t) for i in left) / 3
+        mean = sum(seen[i][t][0] * seen[i][t][1] for i in left) / 3
+        assert (mean - expected).abs().max() < 1e-14
+
+
+def test_those_that_are_left_take_the_steps_of_their_own_run():
+    seen = on_ranks(4, train, "gossip", {1: 3})
+    x = [seen[i][2][0] for i in (0, 2, 3)]
+    schedule = df.topology("one-peer-exp", 4).without([1]).topology
+    for t in range(3, STEPS):
+        w = df.mixing_matrix(schedule, t)
+        x = [sum(w[a, b] * x[b] for b in range(3)) - RATE * gradient(i, t) for a, i in enumerate((0, 2, 3))]
+        for mine, i in zip(x, (0, 2, 3), strict=True):
+            torch.testing.assert_close(mine, seen[i][t][0], rtol=0, atol=1e-14)
+
+
+MEMORIES = {
+    "tracking": ALGORITHMS["tracking"],
+    "momentum": lambda loss, n: df.momentum_tracking(loss, df.sgd(RATE), df.topology("base", n)),
+    "choco": ALGORITHMS["choco"],
+    "diloco": lambda loss, n: df.diloco(loss, df.sgd(RATE), df.topology("complete", n), inner_steps=2),
+    "demo": lambda loss, n: df.demo(
+        loss, df.sgd(RATE), df.topology("complete", n), compressor=df.compressors.top_k(0.5), learning_rate=RATE
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MEMORIES)
+def test_the_invariant_of_the_memory_holds_among_those_that_are_left(name):
+    def train_to_the_end(rank):
+        init, step = MEMORIES[name](loss_fn, 4)
+        step = df.survive(step)
+        state = init(start_params(0 if name == "demo" else rank, name))
+        for t in range(STEPS):
+            if rank == 1 and t == 3:
+                leave(step)
+                break
+            state, _ = step(state, gradient(rank, t), t)
+        return state
+
+    states = [on for rank, on in enumerate(on_ranks(4, train_to_the_end)) if rank != 1]
+    fields = [state.memory._asdict() for state in states]
+
+    def rows(field):
+        return torch.stack([its[field].tensors[0] for its in fields])
+
+    x = torch.stack([state.params.tensors[0] for state in states])
+    if name == "choco":
+        w = df.mixing_matrix(in_place(df.topology("static-ring", 4), [1]), 0)
+        torch.testing.assert_close(rows("pull"), w @ rows("public") - rows("public"), rtol=0, atol=1e-14)
+    elif name == "diloco":
+        assert (rows("phi") == rows("phi")[0]).all() and rows("b").abs().max() > 0
+    elif name == "demo":
+        assert (x == x[0]).all() and rows("momentum").abs().max() > 0
+    else:
+        own = rows("g" if name == "tracking" else "u").mean(0)
+        torch.testing.assert_close(rows("y").mean(0), own, rtol=0, atol=1e-14)
+
+
+def test_one_worker_is_left_of_four():
+    assert on_ranks(4, train, "gossip", {0: 2, 1: 4, 2: 4})[3][-1][2] == 1
+
+
+def test_what_cannot_be_survived_is_refused():
+    init, step = ALGORITHMS["gossip"](loss_fn, 4)
+    for call in (lambda: df.survive(df.donate(step)), lambda: df.survive(df.compile(step)), lambda: df.survive(1)):
+        with pytest.raises(ValueError, match=r"survive\("):
+            call()
+    with pytest.raises(ValueError, match=r"survive\(patience="):
+        df.survive(step, patience=timedelta(0))
+    with pytest.raises(ValueError, match="another step of this run survives already"):
+        on_ranks(4, lambda rank: [train(rank, "gossip", {}) for _ in range(2)])
+    relay = {"relay": lambda loss, n: df.relay_sgd(loss, df.sgd(RATE), df.topology("chain", n))}
+    with pytest.raises(ValueError, match="depends on the number of workers"):
+        on_ranks(4, train, "relay", {}, relay)
+
+
+# -- processes that are killed ------------------------------------------------------------------------------------------
+
+
+def assert_survived(lines, *, graphs):
+    last = [its[-1] for its in lines]
+    assert [its.get("end") for its in last] == ["done", None, "done", None]
+    assert [its[-2]["workers"] for its in (lines[0], lines[2])] == [2, 2]
+    assert survivors.error_of_mean(lines) < 1e-14
+    for its in lines:
+        assert {line["graphs"] for line in its if "graphs" in line} == {graphs}
+        gaps = [
+            b["at"] - a["at"]
+            for a, b in zip(its, its[1:], strict=False)
+            if b.get("generation", 0) > a.get("generation", 0)
+        ]
+        assert all(gap < 2 for gap in gaps), gaps
+
+
+@pytest.mark.thorough
+def test_processes_are_killed_or_stopped_and_the_others_go_on(tmp_path):
+    stopped = {"stops": [2, 5], "signals": [(2, 8, signal.SIGCONT)], "timeout": 2, "patience": 1}
+    killed, compiled, woken = survivors.results(
+        tmp_path,
+        [
+            {"algorithm": "push-sum", "dies": {3: 4, 1: 8}},
+            {"algorithm": "tracking", "backend": "eager", "dies": {3: 4, 1: 8}},
+            {"algorithm": "gossip"} | stopped,
+        ],
+    )
+    assert_survived(killed, graphs=0)
+    assert_survived(compiled, graphs=1)
+    assert [its[-1]["end"] for its in woken] == ["done", "done", "LeftBehind", "done"]
+    assert woken[0][-2]["workers"] == 3 and survivors.error_of_mean(woken) < 1e-14
+
+
+@pytest.mark.thorough
+def test_a_short_chaos_has_no_bad_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(chaos, "KINDS", ("exception in the loss", "two at once"))
+    assert chaos.main(1, tmp_path / "chaos") == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", [None, "inductor"])
+def test_every_kind_of_algorithm_goes_from_four_to_three_to_two_workers(backend, tmp_path):
+    jobs = [{"algorithm": name, "backend": backend, "dies": {3: 4, 1: 8}} for name in ALGORITHMS]
+    for lines in survivors.results(tmp_path, jobs):
+        assert_survived(lines, graphs=int(backend is not None))
