@@ -64,6 +64,7 @@ LOOPS = [(df.all_reduce, {}, all_reduce_loop), (df.diloco, {"inner_steps": H}, d
 each_method = pytest.mark.parametrize(("algorithm", "options", "loop"), LOOPS, ids=["all_reduce", "diloco"])
 
 
+@pytest.mark.thorough
 @each_method
 def test_the_mean_is_weighted_by_tokens_simulated_and_on_ranks(algorithm, options, loop):
     p = problem(N, starts_equal=True)

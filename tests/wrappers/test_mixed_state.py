@@ -34,6 +34,7 @@ def loop(p):
     return np.stack(xs)
 
 
+@pytest.mark.thorough
 def test_des_loc_follows_its_equation_simulated_and_on_ranks():
     p, expected = problem(N), loop(problem(N))
     history = states(des_loc(), p, STEPS)
