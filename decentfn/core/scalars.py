@@ -85,7 +85,7 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 _numbers = operator(
     "numbers(Tensor token, Tensor values) -> Tensor",
-    lambda token, values: values.clone() if token.device.type == "cpu" else sent(values, token.device),
+    lambda token, values: sent(values.clone(), token.device),
     lambda token, values: token.new_empty(values.shape, dtype=values.dtype),
     lambda info, in_dims, token, values: (_numbers(token.select(in_dims[0], 0), values), None),
 )
@@ -104,5 +104,5 @@ class Numbers:
         return f"Numbers{tuple(self._values.tolist())}"
 
     def on(self, token: Tensor) -> tuple[Tensor, ...]:
-        """Return the numbers, each 0-d float64 on the token's device."""
-        return _numbers(token, self._values).unbind()
+        """Return the numbers, each 0-d float64 on the token's device; compute with them, as they may be views."""
+        return (self._values if token.device.type == "cpu" else _numbers(token, self._values)).unbind()
