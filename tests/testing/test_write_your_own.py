@@ -27,7 +27,7 @@ def made(tmp_path_factory):
 
 
 def test_every_recipe_passes_its_checks(made):
-    [algorithm] = [block for block in BLOCKS if "@kit.algorithm" in block]
+    algorithm = next(block for block in BLOCKS if "@kit.algorithm" in block)
     assert len(algorithm.splitlines()) <= 30 and "decentfn." not in algorithm
 
 
