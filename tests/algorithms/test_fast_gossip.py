@@ -87,7 +87,7 @@ def test_a_guarded_worker_with_bad_parameters_takes_its_neighbors_mix():
     assert torch.isfinite(end.params[0]).all()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("promise", ["interpreters_agree", "traced_ranks_agree", "scales_the_loss"])
 def test_fast_gossip_keeps_the_contract_on_ranks(promise):
     topology = contract.on("static-ring")

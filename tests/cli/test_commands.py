@@ -67,7 +67,7 @@ def test_a_pipe_gets_tabs_and_a_file_the_picture(capsys, tmp_path):
     assert (tmp_path / "base.png").stat().st_size > 1000
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_doctor_trains_on_two_ranks_and_names_an_unknown_interface(capsys, monkeypatch):
     checks = {row["check"]: row for row in said(capsys, "doctor")}
     assert all(row["ok"] for row in checks.values())

@@ -328,6 +328,7 @@ print("gloo" in "".join(name.read_text() for name in pathlib.Path("/proc/self/ta
 """
 
 
+@pytest.mark.slow
 def test_a_script_that_keeps_its_world_ends_with_no_thread_of_gloos(tmp_path):
     """One that outlives the interpreter aborts the process: one in seven did."""
     with socket.socket() as probe:
