@@ -24,7 +24,7 @@ from decentfn.topologies.rounds import require_topology
 def mix_state(algorithm: Algorithm, schedules: Mapping[str, Topology]) -> Algorithm:
     """Mix the named parts of the optimizer's state after each step, `z⁺ = W z`, each on its own schedule.
 
-    DES-LOC averages AdamW's parameters every K steps, and its moments less often, as they change more slowly:
+    DES-LOC averages AdamW's parameters every K steps, and its moments less often, as they change more slowly::
 
         everyone = df.topology("complete", N)
         algorithm = df.adapt_then_combine(loss_fn, df.adamw(1e-3), df.topologies.every(K, everyone))
