@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ def explain(step: Step, error: Exception, state: Any, batch: PyTree, graphs: int
             "df.compile(step): torch.autograd.set_detect_anomaly is on, which looks for NaN in every gradient and is not compiled: "
             f"{brief_error(said)}. Switch it off, or look for the NaN with the step before df.compile."
         ) from error
-    if _compiler_fails(how):
+    if not _compiles(lambda x: x + 1, torch.ones(2), **how):
         raise RuntimeError(
             f"df.compile(step): the compiler fails for every function, also for x + 1: {brief_error(said)}. Check `backend` and the "
             "options of df.compile, and the compiler's installation."
@@ -79,12 +80,14 @@ def explain(step: Step, error: Exception, state: Any, batch: PyTree, graphs: int
     ) from error
 
 
-def _compiler_fails(how: dict[str, Any]) -> bool:
+def _compiles(function: Callable[..., Any], *arguments: Any, **how: Any) -> bool:
     try:
-        torch.compile(lambda x: x + 1, **how)(torch.ones(2))
+        torch.compile(function, **how)(*arguments)
     except Exception:
-        return True
-    return False
+        return False
+    finally:
+        allow_saved_tensors_hooks()
+    return True
 
 
 def _loss_compiles(step: Step, state: Any, batch: PyTree, how: dict[str, Any]) -> bool:
@@ -101,8 +104,4 @@ def _loss_compiles(step: Step, state: Any, batch: PyTree, how: dict[str, Any]) -
             one(x, buffers, batch) if step.simulated is None else over_workers(one, step.simulated, x, buffers, batch)
         )
 
-    try:
-        torch.compile(alone, **how)(list(state.params), state.buffers, batch)
-    except Exception:
-        return False
-    return True
+    return _compiles(alone, list(state.params), state.buffers, batch, **how)
