@@ -65,15 +65,15 @@ def explain(step: Step, error: Exception, state: Any, batch: PyTree, graphs: int
         ) from error
     if step.is_by_autograd:
         return
+    made = f" If another init made the state, a {kind_of(state)}, call this algorithm's." if is_state(state) else ""
     if step.loss_fn is not None:
         raise_own(step.loss_fn, state, batch)
         if is_state(state) and _loss_compiles(step, state, batch, how):
             raise RuntimeError(
                 f"df.compile(step): torch.compile could not trace the step: {brief_error(said)}. The loss alone compiles, so the cause "
                 "is the optimizer, γ, the algorithm or a wrapper: compute on tensors, with torch.where in place of `if`, and without "
-                "float(x), x.item() or math; the step before df.compile runs as it is."
+                f"float(x), x.item() or math; the step before df.compile runs as it is.{made}"
             ) from error
-    made = f" If another init made the state, a {kind_of(state)}, call this algorithm's." if is_state(state) else ""
     raise RuntimeError(
         f"df.compile(step): torch.compile could not trace the step: {brief_error(said)}. Where the loss runs in a plain "
         f"PyTorch loop, let PyTorch's autograd take the gradient: df.autograd(loss_fn); the rest of the step is compiled.{made}"
