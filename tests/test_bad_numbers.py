@@ -86,6 +86,7 @@ def is_named(function):
     return inspect.isfunction(function) and next(iter(inspect.signature(function).parameters), "") == "num_workers"
 
 
+CLUSTER = df.planning.Cluster(N, df.planning.Link(1))
 T, C, D, G, S = df.transforms, df.compressors, df.data, df.topologies, df.schedules
 BASES = {
     S: (
@@ -119,6 +120,8 @@ BASES = {
             T.trace: [0.5],
             T.clip_by_global_norm: [1.0],
             T.clip_by_bucket_norm: [1.0],
+            **{f: [0.1] for f in (T.lion, T.rmsprop, T.adagrad, T.nadam, T.radam, T.schedule_free_adamw, T.lamb)},
+            T.adafactor: [0.1],
         },
     ),
     C: (
@@ -146,6 +149,7 @@ BASES = {
             G.pga: [2, RING],
             G.shuffled: [RING],
             G.until: [2, RING, RING],
+            G.lazy: [RING],
         },
     ),
     df: (
@@ -181,11 +185,14 @@ BASES = {
             D.seeded: [[0, 1]],
             df.dynamic_loss_scale: [loss_fn],
             decent_dp.buckets: [[("w", torch.ones(3))]],
+            df.plan: [CLUSTER, 1000],
+            G.certificate: [RING],
         },
     ),
 }
 """Valid calls of each function, and the use of their results."""
 OPTIONS = {
+    df.plan: {"compute_seconds": 0.1},
     df.beer: {"compressor": C.top_k(0.5), "gamma": 0.3},
     df.motef: {"compressor": C.top_k(0.5), "gamma": 0.3},
     df.sparse_loco: {"compressor": None},
@@ -199,6 +206,7 @@ ELSEWHERE = {
     "compiled and traced": ["compile", "autograd", "state_dict"],
     "files": ["Saver", "save", "preemption", "JSONLines", "TensorBoard"],
     "kit": [
+        "as_input",
         "require_whole",
         "require_fractions",
         "require_positive",
@@ -208,9 +216,11 @@ ELSEWHERE = {
         "reciprocal",
     ],
     "pictures": ["graph", "matrix"],
-    "of a step": ["collect", "difference", "scale"],
+    "matrices only": ["muon"],
+    "of a step": ["collect", "difference", "scale", "distance_in_steps", "set_learning_rate"],
     "testing": ["hostile", "on_ranks"],
-    "Decent-DP": ["clip_by_buckets", "after_forgotten_revert"],
+    "draws, which steps call while they run": ["bits", "integers", "permutation", "sign", "uniform"],
+    "Decent-DP": ["clip_by_buckets", "after_forgotten_revert", "cosine_with_warmup"],
 }
 """Functions that also take numbers, but are tried in their own tests."""
 CASES = [(use, f, args) for use, calls in BASES.values() for f, args in calls.items()]

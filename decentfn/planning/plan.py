@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 from decentfn.core.formatting import brief
-from decentfn.core.numbers import at_least, require
+from decentfn.core.numbers import at_least, checks_numbers, require
 from decentfn.planning.cluster import Cluster
 from decentfn.planning.methods import Prediction, Work, ddp, diloco, gossip, hsdp
 from decentfn.topologies import Topology, topology, topology_names
 
+_MOST_PARAMETERS = 10**18
 _ENOUGH = 0.05
 """Spectral gap per step below which a schedule hardly mixes."""
 
@@ -30,6 +31,7 @@ class Plan(NamedTuple):
     reason: str
 
 
+@checks_numbers
 def plan(
     cluster: Cluster,
     model: int | nn.Module,
@@ -70,8 +72,11 @@ def plan(
     if isinstance(model, nn.Module):
         model = sum(p.numel() for p in model.parameters())
     parameters = at_least("plan", "model", model, 1)
-    at_least("plan", "inner_steps", inner_steps, 1)
-    require(compute_seconds > 0, "plan", "seconds of a step's computation, > 0.", compute_seconds=compute_seconds)
+    require(parameters <= _MOST_PARAMETERS, "plan", "at most 10^18 parameters.", model=model)
+    require(
+        1 <= inner_steps <= _MOST_PARAMETERS, "plan", "steps between two averages, at least 1.", inner_steps=inner_steps
+    )
+    require(0 < compute_seconds < 1e9, "plan", "seconds of a step's computation, > 0.", compute_seconds=compute_seconds)
     require(0 < sent <= 1, "plan", "the share of bytes that are sent, in (0, 1].", sent=sent)
     for made in topologies or ():
         rule = f"the cluster has {cluster.num_workers} workers."

@@ -432,7 +432,7 @@ def test_complex_leaves_are_replicated_too(four):
 
 
 NUMBERS = {"cast": torch.bfloat16, "dct_top_k": 2, "identity": (), "low_rank": 1, "qsgd": 64, "quantize": 4}
-NUMBERS |= {"random_k": 0.3, "sign": (), "top_k": 0.3}
+NUMBERS |= {"chunk_top_k": 2, "random_k": 0.3, "sign": (), "top_k": 0.3}
 
 
 def compresses_nothing():
