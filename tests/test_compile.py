@@ -201,7 +201,7 @@ def test_the_update_and_writing_back_are_one_loop_beside_that_of_the_gradients_n
 
     init, step = df.adapt_while_communicate(loss_fn, df.adamw(1e-3), df.topology("complete", 1))
     _, codes = run_and_get_code(df.compile(step), init({"w": torch.randn(320, 500)}), torch.randn(4, 320), 0)
-    loops = re.findall(r"for\(int64_t x0=.*?x0<static_cast<int64_t>\(160000L\).*?\n    \}", codes[0], re.DOTALL)
+    loops = re.findall(r"for\(int64_t x0=[^;]*; x0<static_cast<int64_t>\(160000L\).*?\n    \}", codes[0], re.DOTALL)
     stores = [loop.count(".store(") for loop in loops]
     assert sum(count > 0 for count in stores) == 1 and max(stores) >= 3 and len(loops) <= 2
 
@@ -255,14 +255,14 @@ def test_a_step_is_a_dozen_python_calls_however_many_tensors_there_are(ranks):
     own, calls = python_calls(1)
     assert [own, calls] == python_calls(10) and len(own) <= 15 and len(calls) <= 120, (len(own), len(calls))
     for own, calls in ranks(2).run(python_calls, 10):
-        assert len(own) <= 26 and len(calls) <= 170, (len(own), len(calls), own)
+        assert len(own) <= 27 and len(calls) <= 171, (len(own), len(calls), own)
 
 
 def test_a_step_by_autograd_and_an_eager_one_are_few_python_calls_however_many_tensors_there_are():
     own, _ = python_calls(1, df.autograd)
     assert own == python_calls(10, df.autograd)[0] and len(own) <= 45, (len(own), own)
     own, _ = python_calls(1, change=lambda step: step)
-    assert own == python_calls(10, change=lambda step: step)[0] and len(own) <= 110, (len(own), own)
+    assert own == python_calls(10, change=lambda step: step)[0] and len(own) <= 120, (len(own), own)
 
 
 def test_metrics_of_the_old_state_seen_through_its_parts():

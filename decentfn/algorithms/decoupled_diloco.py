@@ -137,7 +137,7 @@ def decoupled_diloco(
                 for piece, plan in zip(pieces, delta.plan.buckets, strict=True)
             ]
             means.append(gossip.mean(loose(sent), schedule, t))
-            dues.append(is_active(schedule, t, delta) & (trained * n > quorum - 0.5))
+            dues.append(is_active(schedule, t, delta) & (trained > (quorum - 0.5) / n))
         return each(lambda mean, d: mean.to(d.dtype), fragments.join(means, delta.plan), delta), torch.stack(dues)
 
     def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:

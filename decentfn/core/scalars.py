@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from numbers import Integral
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -83,26 +85,40 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     return _rounded(x, dtype)
 
 
-_numbers = operator(
-    "numbers(Tensor token, Tensor values) -> Tensor",
-    lambda token, values: sent(values.clone(), token.device),
-    lambda token, values: token.new_empty(values.shape, dtype=values.dtype),
-    lambda info, in_dims, token, values: (_numbers(token.select(in_dims[0], 0), values), None),
-)
-
-
 class Numbers:
     """Numbers of a configuration that compiled code reads as an input, so that one graph serves all their values.
 
-    A Python number would be a constant of the graph.
+    A Python number would be a constant of the graph. They are copied to each other device once.
     """
 
     def __init__(self, *values: float) -> None:
         self._values = torch.tensor(values, dtype=torch.float64)
+        self._there = {_CPU: self._values}
+        number = next(_count)
+        self._handle = torch.tensor(number)
+        _by_handle[number] = self
 
     def __repr__(self) -> str:
         return f"Numbers{tuple(self._values.tolist())}"
 
     def on(self, token: Tensor) -> tuple[Tensor, ...]:
         """Return the numbers, each 0-d float64 on the token's device; compute with them, as they may be views."""
-        return (self._values if token.device.type == "cpu" else _numbers(token, self._values)).unbind()
+        is_here = token.device.type == "cpu"
+        return (self._values if is_here else _numbers(token, self._handle, len(self._values))).unbind()
+
+    def there(self, device: torch.device) -> Tensor:
+        """Return the numbers on a device."""
+        if device not in self._there:
+            self._there[device] = sent(self._values, device)
+        return self._there[device]
+
+
+_CPU = torch.device("cpu")
+_count = itertools.count()
+_by_handle: WeakValueDictionary[int, Numbers] = WeakValueDictionary()
+_numbers = operator(
+    "numbers(Tensor token, Tensor handle, int count) -> Tensor",
+    lambda token, handle, count: _by_handle[int(handle)].there(token.device).clone(),
+    lambda token, handle, count: token.new_empty((count,), dtype=torch.float64),
+    lambda info, in_dims, token, handle, count: (_numbers(token.select(in_dims[0], 0), handle, count), None),
+)
