@@ -62,6 +62,8 @@ READS = {
     ],
     df.load_state_dict: lambda state, case: df.load_state_dict(case.module, state, df.state_dict(case.module, state)),
     df.checkpoint.restore: restored,
+    df.set_learning_rate: lambda state, case: df.set_learning_rate(state, 0.1),
+    df.learning_rate: lambda state, case: df.learning_rate(state),
     df.kit.Plan.lay_out: lambda state, case: state.params.plan.lay_out(state.params.tree()),
     decent_dp.keep_average: lambda state, case: decent_dp.keep_average(state),
 }
@@ -70,6 +72,7 @@ ONLY = {df.resize: STACKED, df.worker: STACKED, df.stack: ONE, df.load_state_dic
 NOT_OF_PROCESSES = {df.resize, df.worker}
 RETURN_NOTHING_OF_IT = {
     df.check_replicas: None,
+    df.distance_in_steps: "a number",
     df.checkpoint.save: "a path",
     df.checkpoint.export: None,
     df.checkpoint.Saver.save: None,

@@ -129,6 +129,16 @@ def telling(state: df.State, metrics: df.Metrics, directory: Path) -> None:
         log.write({"loss": mean, "held_out": scores[0]}, step=0)
 
 
+def planning(state: df.State, topology: df.Topology) -> None:
+    plan: df.planning.Plan = df.plan(df.planning.Cluster(4, df.planning.Link(1.0)), 1000, compute_seconds=0.1)
+    assert_type(plan.recommended.seconds, float)
+    assert_type(df.set_learning_rate(state, 0.1), df.State)
+    rates: list[Tensor] = [df.learning_rate(state), df.draws.uniform(0, 0, 0, [3])]
+    optimizer = df.from_torch(lambda params: torch.optim.NAdam(params, lr=2e-3))
+    step = df.survive(df.adapt_then_combine(loss_fn, optimizer, topology).step)
+    assert callable(step) and rates and df.distance_in_steps
+
+
 def drawing(topology: df.Topology, folder: Path) -> None:
     pictures = [df.plots.topology(topology), df.plots.run(folder / "log.jsonl"), df.plots.consensus([0.5, 0.1])]
     assert pictures[0].axes

@@ -30,7 +30,7 @@ def learning_rate(state: State) -> Tensor:
 
 
 def set_learning_rate(state: State, rate: float | Tensor) -> State:
-    """Return the state with another learning rate, for schedules that follow a metric and for runs that share a step.
+    """Return a copy of the state with another learning rate, as for a schedule that follows a metric.
 
     The optimizer was built with a number, as in `df.adamw(3e-4)`. A compiled step is not compiled again, and a
     checkpoint keeps the rate.
@@ -63,8 +63,8 @@ def set_learning_rate(state: State, rate: float | Tensor) -> State:
         raise ValueError(f"{_SET}: rate={brief(rate)}: a learning rate is a finite number >= 0.")
     several = len(rates(opt)) > 1
     rows = iter(new.expand(old.shape).unbind(-1) if several else [new.expand(old.shape)])
-    opt = trees.map_nodes(RateState, lambda node: RateState(next(rows).clone()), opt)
-    return state._replace(local=state.local._replace(opt=opt))
+    opt = trees.map_nodes(RateState, lambda node: RateState(next(rows)), opt)
+    return trees.map(torch.clone, state._replace(local=state.local._replace(opt=opt)))
 
 
 def _optimizer_of(call: str, state: State) -> object:
