@@ -81,7 +81,10 @@ def spoilt(state: Any, t: int, row: Tensor) -> Any:
     state = trees.map(torch.clone, state)
     worker, leaves = {
         NAN_PARAMETER: (1, list(state.params)),
-        NAN_MOMENTS: (3, [leaf for leaf in trees.leaves(state.local.opt) if leaf.is_floating_point() and leaf.dim()]),
+        NAN_MOMENTS: (
+            3,
+            [leaf for leaf in trees.leaves(state.local.opt) if leaf.shape[-1:] == state.params[0].shape[-1:]],
+        ),
     }.get(t, (None, []))
     for leaf in leaves:
         view = leaf if leaf.dim() == 2 else leaf[None]
