@@ -57,6 +57,7 @@ def test_every_peer_runs_beside_the_others_and_sends_what_it_says(tmp_path):
         assert row["block_steps"] == 8 and len(row["blocks_s"]) == 2
 
 
+@pytest.mark.slow
 def test_torchrun_starts_it_too_and_it_draws_a_plot(tmp_path):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     arguments = ["--workload", "tiny", "--plot", str(tmp_path / "plot.png"), *QUICK]
@@ -73,6 +74,7 @@ def test_memory_is_measured_in_processes_of_its_own(tmp_path):
     assert rows[0]["peak_bytes"][0] > rows[0]["added_bytes"][0] > 0 and rows[0]["failure"] is None
 
 
+@pytest.mark.slow
 def test_donated_and_by_autograd_a_rank_adds_the_memory_of_a_second_state(tmp_path):
     """Not compiled, a new state is computed before it is copied over the old one: of parameters and two moments, 2.3 of Decent-DP's."""
     peers = ["decent-dp", "decentfn:mode=donated,gradient=autograd"]
@@ -184,6 +186,7 @@ def can_make_hosts():
     return made
 
 
+@pytest.mark.slow
 def test_workers_of_several_ranks_send_what_workers_of_one_rank_do(tmp_path):
     """A worker of two ranks sends its parameters once; HSDP 2 (H - 1) / H times as much, with H hosts."""
     is_linked = can_make_hosts()
@@ -238,6 +241,7 @@ def test_peers_of_hosts_say_that_a_host_is_one_rank(monkeypatch):
             peers.build(spec, workload("tiny"), 0, 1)
 
 
+@pytest.mark.slow
 def test_what_a_checkpoint_costs_is_measured(tmp_path):
     arguments = ["--workload", "tiny", "--checkpoints", "--blocks", "2", "--steps", "4", "--folder", str(tmp_path)]
     shown, result = benchmark(tmp_path, *arguments)

@@ -127,6 +127,7 @@ print(counters["inductor"]["fxgraph_cache_miss"])
 """
 
 
+@pytest.mark.slow
 def test_where_the_code_is_cached_a_rank_does_not_compile(tmp_path):
     places = dict.fromkeys(["TORCHINDUCTOR_CACHE_DIR", "TMPDIR"], str(tmp_path))
     env = os.environ | places | {"MASTER_PORT": "29400"}

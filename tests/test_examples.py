@@ -50,6 +50,7 @@ def test_the_consensus_mean_knows_the_digits_that_no_worker_has_seen_alone():
     assert load("digits").main(steps=200, simulate=4) > 0.93
 
 
+@pytest.mark.slow
 def test_digits_say_the_same_under_torchrun_and_simulated():
     under_torchrun = run("digits.py", "--steps", "30", ranks=2).stdout
     assert under_torchrun.startswith("2 workers: held-out accuracy")
@@ -367,6 +368,7 @@ def test_what_the_experiments_cannot_do_they_say_in_a_sentence(example, argument
     assert code == 2 and sentence in said
 
 
+@pytest.mark.slow
 def test_the_ddp_script_and_the_one_that_replaces_it_learn_the_digits_alike(tmp_path):
     def said(script, folder):
         options = ("--steps", "30", "--checkpoint", str(tmp_path / folder))

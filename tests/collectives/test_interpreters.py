@@ -72,6 +72,7 @@ def test_a_narrow_wire_agrees_with_vmap(ranks, row):
 
 
 @pytest.mark.parametrize("row", ["adapt_while_communicate on ring", "adapt_then_combine on alternating-exp-ring"])
+@pytest.mark.slow
 def test_compiled_gloo_ranks_agree_with_vmap(ranks, row):
     n = 4 if "alternating" in row else 2
     assert_same(on_processes(ranks, n, row, backend="inductor"), network.simulated(row, n, STEPS))

@@ -97,6 +97,7 @@ def on_this_rank():
     return run(df.worker(starts, df.init().rank), df.compile(step), torch.zeros(()))
 
 
+@pytest.mark.slow
 def test_the_mean_is_preserved_on_compiled_ranks(ranks):
     assert_preserved(trees.map(lambda *leaves: torch.stack(leaves), *ranks(N).run(on_this_rank)))
 

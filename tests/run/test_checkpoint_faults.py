@@ -163,6 +163,7 @@ def test_killed_at_every_point_of_writing_the_checkpoint_before_loads(tmp_path):
         pytest.param(20, "inductor", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_a_run_that_is_killed_at_random_steps_ends_in_the_same_bits(tmp_path, kills, backend):
     said = run_faults("resume", str(tmp_path), str(kills), *filter(None, [backend]))
     assert said.count(" killed at t=") == kills and "the same bits" in said

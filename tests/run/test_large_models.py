@@ -105,6 +105,7 @@ QUICK = {
     dict.fromkeys(case._replace(compiled=False) for case in EIGHT if (case.kind, case.algorithm) in QUICK),
     ids=lambda case: f"{case.kind}-{case.algorithm}",
 )
+@pytest.mark.slow
 def test_of_eight_processes_too(ranks, case):
     """Four workers of two; and two of four, sharded and tensor-parallel on a mesh of three axes."""
     tried(ranks, case)

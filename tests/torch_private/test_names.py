@@ -23,6 +23,7 @@ def whole():
 
 
 @pytest.mark.parametrize("private", NAMES, ids=lambda private: private.name)
+@pytest.mark.slow
 def test_without_a_private_name_a_step_gives_the_same_numbers_or_is_refused_as_the_page_says(private, whole):
     found = without.cells(private.name, whole)
     assert found == without.shown()[private.name]
