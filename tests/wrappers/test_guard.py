@@ -27,7 +27,9 @@ def test_a_bad_value_stays_with_its_worker_and_the_page_says_what_becomes_of_it(
     said = next(line for line in bad_values.lines_of_page() if line.startswith(f"| `{row}` |"))
     assert bad_values.line(row, history) == said
     mended = bad_values.MENDED.get(row) != "not repaired"
-    assert metrics.guard.skipped.tolist() == [0, 2 if mended else 1 + STEPS - NAN_PARAMETER, 1, 1]
+    takes_the_mended = row in ("beer", "motef")  # they mend the parameters before the gradient
+    skipped = 2 - takes_the_mended if mended else 1 + STEPS - NAN_PARAMETER
+    assert metrics.guard.skipped.tolist() == [0, skipped, 1, 1]
     assert metrics.guard.replaced[1] >= mended and metrics.guard.replaced[[0, 3]].sum() == 0
     if mended:
         leaves = [leaf for leaf in trees.leaves(history[-1]) if leaf.is_floating_point()]
