@@ -80,7 +80,7 @@ def test_names_with_a_wrappers_prefix_say_how_to_remove_it(prefix):
 
 def test_a_file_of_torch_save_says_how_to_read_it(tmp_path):
     torch.save(nn.Linear(2, 1).state_dict(), tmp_path / "model.pt")
-    with pytest.raises(ValueError, match=r"a file of torch\.save.*torch\.load\(path, weights_only=True\)"):
+    with pytest.raises(ValueError, match=r"PyTorch's own `save`.*`load\(path, weights_only=True\)`"):
         df.checkpoint.import_(tmp_path / "model.pt")
 
 

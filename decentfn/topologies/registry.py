@@ -22,9 +22,9 @@ def register_topology(name: str) -> Callable[[Function], Function]:
     Raises:
         ValueError: the name is taken by another function.
 
-    >>> from decentfn.topologies import Edge, from_groups
     >>> @register_topology("pairs")
     ... def pairs(num_workers):
+    ...     from decentfn.topologies import Edge, from_groups
     ...     edges = [Edge([i, i + 1]) for i in range(0, num_workers, 2)]
     ...     return from_groups("pairs", [edges], num_workers)
     >>> topology("pairs", num_workers=4).degree

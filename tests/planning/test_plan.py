@@ -20,7 +20,7 @@ def test_a_worker_sends_what_the_certificate_says(n):
     for name in df.topologies.topology_names():
         try:
             made = df.topology(name, n)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError):  # it needs an option, or has no such size
             continue
         if made.period is not None:
             sent = of_schedule(made, Cluster(n, Link(1))).sent

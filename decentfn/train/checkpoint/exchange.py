@@ -51,7 +51,7 @@ def import_(path: str | Path) -> dict[str, Tensor]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a file of torch.save.
+        ValueError: a file of PyTorch's own `save`.
         CheckpointCorrupt: not a safetensors file, or truncated. (A flipped bit is not detected.)
     """
     path = as_path("import_(path)", path)
@@ -62,8 +62,8 @@ def import_(path: str | Path) -> dict[str, Tensor]:
     except SafetensorError as error:
         if files.is_from_torch_save(path):
             raise ValueError(
-                f"import_({str(path)!r}): a file of torch.save, not of safetensors; pass "
-                "torch.load(path, weights_only=True), or the state dict in it, to df.load_state_dict."
+                f"import_({str(path)!r}): a file of PyTorch's own `save`, not of safetensors; give df.load_state_dict what "
+                "PyTorch's `load(path, weights_only=True)` returns, or the state dict in it."
             ) from error
         raise CheckpointCorrupt(f"{path}: {error}; write it again.") from error
     if named and not is_own and all(name.startswith(_PREFIX) for name in named):

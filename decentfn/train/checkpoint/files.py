@@ -97,7 +97,7 @@ def sweep(directory: Path, unfinished: str) -> None:
 
 
 def is_from_torch_save(path: Path) -> bool:
-    """Return True if a file begins like those of torch.save: a zip archive, or formerly a pickle."""
+    """Return True if a file begins like those of PyTorch's own `save`: a zip archive, or its former format."""
     with path.open("rb") as file:
         start = file.read(2)
     return start in (b"PK", b"\x80\x02")
