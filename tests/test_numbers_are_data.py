@@ -107,6 +107,7 @@ def test_other_lengths_peaks_decays_and_gammas_have_the_same_graph(make, gamma):
         ],
     ],
 )
+@pytest.mark.thorough
 def test_numbers_of_algorithms_are_inputs(make):
     graphs, topology = Graphs(), df.topology("complete", 2)
     for x in (0.3, 0.6):

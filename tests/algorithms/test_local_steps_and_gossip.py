@@ -139,6 +139,7 @@ def test_sparse_loco_that_sends_everything_is_diloco_without_momentum():
     agree(run(built, p, STEPS), diloco(p, outer_learning_rate=1.0, outer_momentum=0.0), 1e-12)
 
 
+@pytest.mark.thorough
 def test_the_papers_compressor_of_sparse_loco_learns():
     p = problem(N, starts_equal=True)
     xs = run(build(df.sparse_loco, p, COMPLETE, LR, inner_steps=H), p, 400)

@@ -106,6 +106,7 @@ def test_an_optimizer_equals_itself_in_a_plain_loop(name):
 @pytest.mark.parametrize(
     "name", ["Counting", *(pytest.param(n, marks=pytest.mark.thorough) for n in ("AdamW", "Muon"))]
 )
+@pytest.mark.thorough
 def test_compiled_and_simulated_workers_equal_their_plain_loops(name):
     make, params, n = VARIANTS[name], start(name), 2
     init, step = built(make, n=n)
@@ -130,6 +131,7 @@ def on_a_rank(local):
     return {name: x.tolist() for name, x in df.params(state).items()}
 
 
+@pytest.mark.thorough
 def test_workers_on_ranks_equal_simulated_ones(ranks):
     expected, halves = on_a_rank(4), ranks(2).run(on_a_rank, 2)
     for name, rows in expected.items():
