@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +17,7 @@ from decentfn.engine.simulation import stack
 from decentfn.optim.transforms import sgd
 from decentfn.topologies import Topology, certificate, mixing_matrix
 from decentfn.topologies import topology as by_name
-from decentfn.topologies.registry import topology_names
+from decentfn.topologies.registry import of_size
 from decentfn.train.consensus import consensus_distance, with_params
 
 Workers = Annotated[int, arg(aliases=["-n"])]
@@ -62,12 +60,8 @@ def topologies(num_workers: Workers, *, local_world_size: int | None = None, jso
         local_world_size: workers of a node, for hierarchical families; None leaves those out that need it.
         json: print JSON.
     """
-    rows = []
-    for name in topology_names():
-        for size in {local_world_size, None}:
-            with suppress(ValueError):  # there is none of this size, or it has no such option
-                rows.append(_facts(_made(name, num_workers, size)) | {"name": name})
-                break
+    found = of_size(num_workers, local_world_size)
+    rows = [_facts(made) | {"name": name} for name, made in found.items()]
     show(rows, as_json=json)
 
 
@@ -115,18 +109,17 @@ def _made(name: str, num_workers: int, local_world_size: int | None) -> Topology
 
 
 def _facts(made: Topology) -> dict[str, Any]:
-    facts = asdict(certificate(made))
-    gap, period = facts["spectral_gap"], facts["period"]
+    c = certificate(made)
     return {
-        "name": facts["name"],
-        "workers": facts["num_workers"],
-        "period": period or "random",
-        "degree": facts["degree"],
-        "payloads/step": facts["payloads_per_step"],
-        "exact after": facts["steps_to_consensus"],
-        "gap": gap,
-        "gap/step": None if gap is None else 1 - (1 - gap) ** (1 / period),
-        "contraction": facts["expected_contraction"],
-        "doubly stochastic": facts["is_doubly_stochastic"],
-        "symmetric": facts["is_symmetric"],
+        "name": c.name,
+        "workers": c.num_workers,
+        "period": c.period or "random",
+        "degree": c.degree,
+        "payloads/step": c.payloads_per_step,
+        "exact after": c.steps_to_consensus,
+        "gap": c.spectral_gap,
+        "gap/step": c.gap_per_step,
+        "contraction": c.expected_contraction,
+        "doubly stochastic": c.is_doubly_stochastic,
+        "symmetric": c.is_symmetric,
     }

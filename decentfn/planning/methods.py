@@ -80,8 +80,7 @@ def gossip(work: Work, cluster: Cluster, topology: Topology) -> Prediction:
     traffic = of_schedule(topology, cluster)
     size = cluster.processes_per_worker
     time, slowest = _exchange(traffic, work.parameters * work.wire, cluster, share=size)
-    facts = certificate(topology)
-    gap = None if facts.spectral_gap is None else 1 - (1 - facts.spectral_gap) ** (1 / (topology.period or 1))
+    gap = certificate(topology).gap_per_step
     copies = (1, max(1, topology.degree), 0)
     seconds = max(work.seconds, time)
     name = "adapt_while_communicate"

@@ -12,7 +12,8 @@ from decentfn.core.formatting import brief
 from decentfn.core.numbers import at_least, checks_numbers, require
 from decentfn.planning.cluster import Cluster
 from decentfn.planning.methods import Prediction, Work, ddp, diloco, gossip, hsdp
-from decentfn.topologies import Topology, topology, topology_names
+from decentfn.topologies import Topology
+from decentfn.topologies.registry import of_size
 
 _MOST_PARAMETERS = 10**18
 _ENOUGH = 0.05
@@ -93,17 +94,8 @@ def plan(
 
 
 def _all_of(cluster: Cluster) -> list[Topology]:
-    found: dict[str, Topology] = {}
-    for name in topology_names():
-        for options in ({"local_world_size": cluster.workers_per_node}, {}):
-            try:
-                made = topology(name, cluster.num_workers, **options)
-            except (TypeError, ValueError):  # it has no such option, or there is none of this size
-                continue
-            if not made.needs_push_sum:
-                found[made.name] = made
-            break
-    return list(found.values())
+    made = of_size(cluster.num_workers, cluster.workers_per_node).values()
+    return [schedule for schedule in made if not schedule.needs_push_sum]
 
 
 def _reason(best: Prediction, found: Sequence[Prediction], work: Work) -> str:

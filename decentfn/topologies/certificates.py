@@ -56,6 +56,13 @@ class Certificate:
     """Mean number of payloads that leave a node per step, given `local_world_size`: messages to workers of other nodes,
     and 2(r-1)/r for each all-reduce of r workers that spans nodes (a ring that enters and leaves each node once)."""
 
+    @property
+    def gap_per_step(self) -> float | None:
+        """Spectral gap per step of a period; None for a random schedule."""
+        if self.spectral_gap is None or self.period is None:
+            return None
+        return 1 - (1 - self.spectral_gap) ** (1 / self.period)
+
     def bytes_per_step(self, payload_bytes: float) -> float:
         """Return the mean bytes per worker and step if a payload has `payload_bytes`."""
         return self.payloads_per_step * payload_bytes

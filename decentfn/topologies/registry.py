@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial, wraps
 from typing import Any, TypeVar
 
@@ -59,6 +60,17 @@ def register_topology(name: str) -> Callable[[Function], Function]:
 def topology_names() -> list[str]:
     """Return the registered names, sorted."""
     return sorted(_registry)
+
+
+def of_size(num_workers: int, local_world_size: int | None = None) -> dict[str, Topology]:
+    """Make every registered topology of this size, by name; families of nodes only with `local_world_size`."""
+    found: dict[str, Topology] = {}
+    for name in topology_names():
+        takes_nodes = "local_world_size" in inspect.signature(_registry[name]).parameters
+        options = {"local_world_size": local_world_size} if takes_nodes and local_world_size is not None else {}
+        with suppress(TypeError, ValueError):  # another option is missing, or there is none of this size
+            found[name] = topology(name, num_workers, **options)
+    return found
 
 
 def topology(name: str, num_workers: int, **options: Any) -> Topology:

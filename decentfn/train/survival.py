@@ -98,7 +98,7 @@ class _Surviving(Step):
 
 
 class _Survivor:
-    """What a surviving step remembers between calls."""
+    """State of a surviving step between calls."""
 
     def __init__(self, patience_s: float) -> None:
         self._patience_s = patience_s
