@@ -62,15 +62,19 @@ def ddp(work: Work, cluster: Cluster) -> Prediction:
         traffic = traffic._replace(inside=traffic.sent)
     payload = work.parameters * work.wire
     time, slowest = _exchange(traffic, payload, cluster, share=1)
-    seconds = work.seconds * (1 - _HIDES) + max(work.seconds * _HIDES, time)
+    seconds = _partly_hidden(work, time)
     return _prediction("DDP", "all-reduce", work, cluster, traffic, time, seconds, slowest, (1, 0, 0), 1.0, shards=1)
+
+
+def _partly_hidden(work: Work, time: float) -> float:
+    return work.seconds * (1 - _HIDES) + max(work.seconds * _HIDES, time)
 
 
 def hsdp(work: Work, cluster: Cluster) -> Prediction:
     """Parameters sharded in a node: gathered twice and gradients scattered there, and averaged over the nodes."""
     size, traffic = cluster.processes_per_worker, of_all_reduce(cluster.num_workers, cluster)
     time, slowest = _exchange(traffic, work.parameters * work.wire, cluster, share=size)
-    seconds = work.seconds * (1 - _HIDES) + max(work.seconds * _HIDES, time)
+    seconds = _partly_hidden(work, time)
     copies = (1, 0, 0)
     return _prediction("HSDP", "all-reduce", work, cluster, traffic, time, seconds, slowest, copies, 1.0, shards=size)
 

@@ -17,13 +17,11 @@ from decentfn.optim.transforms.basic import (
     Scalar,
     new_count,
     next_rate,
-    require_mask,
-    require_scalars,
     start_rate,
     trace,
     unless_zero,
 )
-from decentfn.optim.transforms.optimizers import AdamState, require_adam, with_decay
+from decentfn.optim.transforms.optimizers import AdamState, require_adam, require_decayed, with_decay
 from decentfn.optim.transforms.transform import Transform, ascending, chain
 
 
@@ -83,7 +81,7 @@ def lion(
         mask: the leaves that decay, `(dotted name, shape) -> bool`; None: all.
     Source: Chen et al., NeurIPS 2023.
     """
-    _require("lion", learning_rate, weight_decay, mask)
+    require_decayed("lion", learning_rate, weight_decay, mask)
     require_adam("lion", b1, b2, 1.0)
 
     def update(grads: Buckets, state: LionState, params: Buckets) -> tuple[Buckets, LionState]:
@@ -119,7 +117,7 @@ def rmsprop(
         mask: the leaves that decay.
     Source: torch.optim.RMSprop.
     """
-    _require("rmsprop", learning_rate, weight_decay, mask)
+    require_decayed("rmsprop", learning_rate, weight_decay, mask)
     require(0 <= decay < 1, "rmsprop", "decay is in [0, 1).", decay=decay)
     require(0 <= momentum < 1, "rmsprop", "momentum is in [0, 1).", momentum=momentum)
     require(eps > 0, "rmsprop", "eps is positive; 1e-8 is the default.", eps=eps)
@@ -159,7 +157,7 @@ def adagrad(
         mask: the leaves that decay.
     Source: Duchi et al., JMLR 2011; torch.optim.Adagrad.
     """
-    _require("adagrad", learning_rate, weight_decay, mask)
+    require_decayed("adagrad", learning_rate, weight_decay, mask)
     require(eps > 0, "adagrad", "eps is positive; 1e-10 is the default.", eps=eps)
     require(initial >= 0, "adagrad", "initial is >= 0, the first sum of squares.", initial=initial)
 
@@ -198,7 +196,7 @@ def nadam(
         mask: the leaves that decay.
     Source: Dozat, ICLR workshop 2016; torch.optim.NAdam.
     """
-    _require("nadam", learning_rate, weight_decay, mask)
+    require_decayed("nadam", learning_rate, weight_decay, mask)
     require_adam("nadam", b1, b2, eps)
     require(momentum_decay >= 0, "nadam", "momentum_decay is >= 0.", momentum_decay=momentum_decay)
 
@@ -246,7 +244,7 @@ def radam(
         mask: the leaves that decay.
     Source: Liu et al., ICLR 2020; torch.optim.RAdam.
     """
-    _require("radam", learning_rate, weight_decay, mask)
+    require_decayed("radam", learning_rate, weight_decay, mask)
     require_adam("radam", b1, b2, eps)
     limit = 2 / (1 - b2) - 1
 
@@ -288,7 +286,7 @@ def schedule_free_adamw(
         weight_decay: λ >= 0.
     Source: Defazio et al., NeurIPS 2024.
     """
-    _require("schedule_free_adamw", learning_rate, weight_decay, None)
+    require_decayed("schedule_free_adamw", learning_rate, weight_decay, None)
     require_adam("schedule_free_adamw", b1, b2, eps)
     require(b1 > 0, "schedule_free_adamw", "b1 is positive: y is not z alone.", b1=b1)
     numbers = Numbers(weight_decay)
@@ -354,8 +352,3 @@ def _moments(grads: Buckets, state: AdamState, b1: float, b2: float) -> AdamStat
     mu = each(lambda m, g: torch.lerp(m, g.to(m.dtype), 1 - b1), state.mu, grads)
     nu = each(lambda v, g: torch.addcmul(b2 * v, g.to(v.dtype), g.to(v.dtype), value=1 - b2), state.nu, grads)
     return AdamState(state.count + 1, mu, nu)
-
-
-def _require(call: str, learning_rate: Scalar, weight_decay: Scalar, mask: Mask | None) -> None:
-    require_scalars(call, learning_rate=learning_rate, weight_decay=weight_decay)
-    require_mask(call, mask)

@@ -236,9 +236,14 @@ def with_decay(
 
 
 def _require(call: str, learning_rate: Scalar, weight_decay: Scalar, mask: Mask | None, *adam: float) -> None:
+    require_decayed(call, learning_rate, weight_decay, mask)
+    require_adam(call, *adam)
+
+
+def require_decayed(call: str, learning_rate: Scalar, weight_decay: Scalar, mask: Mask | None) -> None:
+    """Raise ValueError unless these arguments of an optimizer with weight decay are valid."""
     require_scalars(call, learning_rate=learning_rate, weight_decay=weight_decay)
     require_mask(call, mask)
-    require_adam(call, *adam)
 
 
 def require_adam(call: str, b1: float, b2: float, eps: float, accum_iter: float = 1) -> None:

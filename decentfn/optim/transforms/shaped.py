@@ -19,13 +19,12 @@ from decentfn.optim.transforms.basic import (
     Scalar,
     add_decayed_weights,
     next_rate,
-    require_mask,
     require_scalars,
     scale_by_learning_rate,
     start_rate,
     unless_zero,
 )
-from decentfn.optim.transforms.optimizers import require_adam, scale_by_adam
+from decentfn.optim.transforms.optimizers import require_adam, require_decayed, scale_by_adam
 from decentfn.optim.transforms.transform import Transform, ascending, by_leaf, chain, require_one_process
 
 
@@ -63,8 +62,7 @@ def lamb(
         mask: the leaves that decay, `(dotted name, shape) -> bool`; None: all.
     Source: You et al., ICLR 2020.
     """
-    require_scalars("lamb", learning_rate=learning_rate, weight_decay=weight_decay)
-    require_mask("lamb", mask)
+    require_decayed("lamb", learning_rate, weight_decay, mask)
     require_adam("lamb", b1, b2, eps)
 
     def scaled(d: Tensor, x: Tensor) -> Tensor:
@@ -177,8 +175,7 @@ def muon(
         ValueError: from `init`, a leaf that is not a matrix, or a worker of several processes.
     Source: Jordan et al., 2024; torch.optim.Muon.
     """
-    require_scalars("muon", learning_rate=learning_rate, weight_decay=weight_decay)
-    require_mask("muon", mask)
+    require_decayed("muon", learning_rate, weight_decay, mask)
     require(0 <= momentum < 1, "muon", "momentum is in [0, 1).", momentum=momentum)
     require(steps >= 1, "muon", "steps is an integer >= 1; 5 is the default.", steps=steps)
 
