@@ -1,6 +1,7 @@
 import gc
 import os
 import tempfile
+from collections import Counter
 
 import hypothesis
 import pytest
@@ -22,10 +23,17 @@ FIRST_SCREENS = ("README.md", "getting_started.md")
 
 
 def pytest_collection_modifyitems(items):
-    """Pages that one reads later are thorough tests."""
+    """Pages that one reads later are thorough tests; `one_in(k)` leaves one of each k sets of parameters, in turn."""
+    seen = Counter()
     for item in items:
         if item.path.suffix == ".md" and item.path.name not in FIRST_SCREENS:
             item.add_marker("thorough")
+        if one_in := item.get_closest_marker("one_in"):
+            test = item.nodeid.partition("[")[0]
+            block, place = divmod(seen[test], one_in.args[0])
+            if place != block % one_in.args[0]:  # the next place in each block, or all would share an inner parameter
+                item.add_marker("slow")
+            seen[test] += 1
 
 
 def pytest_collection_finish():

@@ -69,6 +69,7 @@ def test_torchrun_starts_it_too_and_it_draws_a_plot(tmp_path):
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_memory_is_measured_in_processes_of_its_own(tmp_path):
     _, rows = benchmark(tmp_path, "--memory", "--workload", "mlp", "--small", "--workers", "1", "--peers", "alone")
     assert rows[0]["peak_bytes"][0] > rows[0]["added_bytes"][0] > 0 and rows[0]["failure"] is None

@@ -54,6 +54,7 @@ def generated_code(topology, algorithm="adapt_while_communicate", around=lambda 
     return codes, len(state.params)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("topology", ["ring", "complete", "one-peer-exp"])
 def test_adapt_while_communicate_posts_first_and_waits_for_each_bucket_last(ranks, topology):
     results = ranks(2 if topology == "ring" else 4).run(generated_code, topology)
@@ -70,6 +71,7 @@ def test_adapt_while_communicate_posts_first_and_waits_for_each_bucket_last(rank
     assert posted == sorted(posted) and waited == sorted(waited) and len(set(waited)) == len(posted)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("algorithm", "topology", "hyperparameters"),
     [

@@ -61,6 +61,7 @@ def test_digits_stay_at_their_smallest():
     assert len((ROOT / "examples" / "digits.py").read_text().splitlines()) <= 85
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("algorithm", ["adapt-while-communicate", "all-reduce"])
 def test_the_language_model_logs_the_same_under_torchrun_and_simulated(algorithm, tmp_path):
     options = [*TINY, "--algorithm", algorithm, "--out"]
@@ -332,6 +333,7 @@ def test_ctrl_c_saves_where_there_is_a_place_to(tmp_path):
     assert df.checkpoint.latest(tmp_path / "run").name == f"checkpoint-000001-step-{stopped['step']}"
 
 
+@pytest.mark.slow
 def test_ranks_say_a_sentence_once():
     said = run("train_lm.py", *TINY, "--topology", "nope", ranks=2, code=1).stderr  # torchrun's own code
     assert said.count("train_lm: topology('nope')") == 1 and "in topology" not in said  # no traceback

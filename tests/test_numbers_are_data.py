@@ -86,6 +86,7 @@ def test_other_lengths_peaks_decays_and_gammas_have_the_same_graph(make, gamma):
     assert not torch.equal(ends[0], ends[1])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "make",
     [

@@ -46,6 +46,7 @@ def on_this_rank(how, local=0):
     return masks(how, num_workers=2 * (local or 1), local=local), masks(how, num_workers=2 * (local or 1), local=local)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("how", HOW)
 def test_ranks_with_one_seed_drop_differently_in_every_step_and_the_same_when_run_again(how, ranks):
     (first, again), (second, second_again) = ranks(2).run(on_this_rank, how)
@@ -59,6 +60,7 @@ def test_workers_spread_over_ranks_drop_differently(ranks):
     assert torch.equal(first, again)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("how", HOW)
 def test_simulated_workers_drop_differently_in_every_step_and_the_same_when_run_again(how):
     drawn = masks(how, num_workers=3, local=3)
@@ -66,6 +68,7 @@ def test_simulated_workers_drop_differently_in_every_step_and_the_same_when_run_
     assert torch.equal(drawn, masks(how, num_workers=3, local=3))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("how", HOW)
 def test_micro_batches_drop_differently(how):
     drawn = masks(how, num_workers=1, loss_fn=df.accumulate(dropping), shape=(4, 48))

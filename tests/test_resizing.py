@@ -78,6 +78,7 @@ def expected_mean(tree, n):
 # -- every algorithm --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(3)
 @each_row
 def test_every_worker_starts_from_the_mean_of_all_and_the_invariants_hold(row):
     subject = ROWS[row]
@@ -179,6 +180,7 @@ def test_the_mean_of_the_workers_takes_the_path_that_it_would_have_taken(row):
 EXACT = ("gradient_tracking", "momentum_tracking", "extra", "exact_diffusion", "d2", "push_diging")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("row", [row for row in ROWS if row.split(",")[0] in EXACT])
 def test_exact_methods_reach_the_new_workers_optimum(row):
     """f_i(x) = ½ Σ c_i (x - b_i)², whose mean is smallest at Σ c_i b_i / Σ c_i."""

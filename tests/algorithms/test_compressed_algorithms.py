@@ -291,6 +291,7 @@ def test_power_gossip_of_full_rank_on_square_matrices_is_adapt_while_communicate
     assert np.abs(results[0] - results[1]).max() <= 1e-12
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("rank", [1, 2])
 @pytest.mark.parametrize("period", [2, 3])
 def test_power_gossip_reaches_consensus_at_the_mean(rank, period):
@@ -382,6 +383,7 @@ def test_gossip_alone_keeps_the_mean(name, seed):
     np.testing.assert_allclose(x.mean(1), np.tile(START.mean(0), (9, 1)), atol=1e-12)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", [*MAKERS, "demo"])
 def test_one_graph_serves_a_run_and_says_the_same(name):
     topology = schedule(STATIC["ring"] if name == "choco_sgd" else VARYING)

@@ -86,6 +86,7 @@ def test_the_mean_of_trackers_is_the_mean_of_what_they_track(momentum):
         np.testing.assert_allclose(v.mean(0), m.mean(0), atol=1e-13)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("algorithm", "options", "arrives"),

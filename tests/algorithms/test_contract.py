@@ -30,6 +30,8 @@ LATER = {("compiled_ranks_agree", "relay_sgd, models"), ("compiled_ranks_agree",
 INDUCTOR = ("compiled_ranks_agree", "sixteen_bits_compile")
 """Promises that say nothing of a step which is only traced."""
 COMPILED = (*INDUCTOR, "laws_hold", "laws_hold_on_a_narrow_wire", "nothing_in_flight_is_written_over", "keeps_an_ema")
+FAMILIES_ONLY = (*INDUCTOR, "works_by_autograd")
+"""Promises that CI tries for a row of each family: an algorithm does not see where its gradient comes from."""
 
 TRACED = {row: replace(subject, backend="aot_eager") for row, subject in contract.ROWS.items()}
 """Rows that are traced instead of compiled."""
@@ -46,7 +48,7 @@ def cells():
                 yield pytest.param(row, promise, contract.ROWS, marks=marks, id=f"{row}-{promise}")
                 continue
             if promise not in INDUCTOR:
-                traced = [*marks, pytest.mark.thorough]
+                traced = [*marks, pytest.mark.slow if promise in FAMILIES_ONLY else pytest.mark.thorough]
                 yield pytest.param(row, promise, TRACED, marks=traced, id=f"{row}-{promise}")
             if promise in COMPILED:
                 compiled = [*marks, pytest.mark.slow]

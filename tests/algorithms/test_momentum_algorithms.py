@@ -279,6 +279,7 @@ def test_a_learning_rate_of_zero_moves_no_momentum():
 # -- how they run -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(2)
 @algorithms
 def test_one_graph_serves_the_whole_run(algorithm):
     p, matrices = problem(N), random_symmetric(N, 3, seed=1)

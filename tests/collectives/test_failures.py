@@ -130,6 +130,7 @@ def same(one, other):
     return [torch.equal(a, b) for a, b in zip(trees.leaves(one), trees.leaves(other), strict=True)]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("kind", "backend"),
     [

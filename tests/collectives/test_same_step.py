@@ -111,6 +111,7 @@ def test_processes_of_several_workers_are_compared():
     assert_all_name_both(on_ranks(2, run, timeout=SOON), 1, 0)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("name", "topology", "hyperparameters"),
     [
@@ -215,6 +216,7 @@ def compiled_ahead(topology, at):
         return train(step, init(torch.full((3,), float(here.rank))), skips(here.rank, 1, at, 40))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("topology", "at"), [("ring", 0), ("ring", 4), ("complete", 4)])
 def test_compiled_ranks_at_different_steps_name_both(ranks, topology, at):
     answers = ranks(2).run(compiled_ahead, topology, at)

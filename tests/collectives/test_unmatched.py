@@ -127,6 +127,7 @@ def assert_named(answers, *names):
             assert name in text, (rank, name, text)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["all_reduce", "adapt_then_combine", "diloco"])
 @pytest.mark.parametrize(
     "call",
@@ -143,6 +144,7 @@ def test_a_call_of_one_rank_alone_is_named_by_all(name, call):
     assert "waited in its step t=" in answers[0][1]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("name", "call", "n"),
     [
@@ -156,6 +158,7 @@ def test_a_call_of_one_process_alone_aborts_none(four, name, call, n):
     assert_named(answers, call)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("name", "last", "n"),
     [

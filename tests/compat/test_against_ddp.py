@@ -64,6 +64,7 @@ def with_decentfn(name, backend):
     return df.params(state) | df.buffers(state)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name, backend", [("sgd", None), ("adamw", None), ("adamw", "aot_eager")])
 def test_all_reduce_is_ddp_with_batch_norm_and_accumulation(ranks, name, backend):
     theirs, ours = ranks(4).run(with_ddp, name), ranks(4).run(with_decentfn, name, backend)

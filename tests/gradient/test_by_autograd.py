@@ -165,6 +165,7 @@ def assert_as_before(net, before):
     assert all(p.grad is None and p.is_leaf and type(p) is nn.Parameter for p in net.parameters())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", NETS)
 def test_a_net_trains_as_in_a_plain_loop_in_every_mode(name):
     torch.manual_seed(3)

@@ -39,6 +39,7 @@ def batch_of(t, worker=0):
 WAYS = pytest.mark.parametrize("around", [lambda f: f, df.autograd], ids=["traced", "autograd"])
 
 
+@pytest.mark.one_in(2)
 @WAYS
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_one_worker_is_torch_optim(around, name):

@@ -89,6 +89,7 @@ def assert_arrives(loss_fn, kind, text, mode, around):
     assert traceback.extract_tb(caught.tb)[-1].name == loss_fn.__name__
 
 
+@pytest.mark.one_in(3)
 @everywhere
 @modes
 def test_an_error_of_the_loss_arrives_as_it_was_raised(mode, around):
@@ -127,6 +128,7 @@ def test_an_error_of_one_worker_alone_arrives_as_it_was_raised():
         df.simulate(step, 3)(state, rows, 0)
 
 
+@pytest.mark.one_in(3)
 @everywhere
 @pytest.mark.parametrize("mode", ["eager", "simulated", "simulated and compiled"])
 def test_the_loss_is_reported_in_its_own_dtype_and_value(mode, around):

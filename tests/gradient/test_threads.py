@@ -80,6 +80,7 @@ def alone(around, backend):
     return trained(around, backend)[0]
 
 
+@pytest.mark.one_in(3)
 @WAYS
 @pytest.mark.parametrize(
     ("name", "backend"), [*((name, None) for name in OTHERS), ("evaluates", "eager"), ("steps", "eager")]

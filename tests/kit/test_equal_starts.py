@@ -44,6 +44,7 @@ def disagreement_left(algorithm, state):
     return float(df.consensus_distance(state) / before)
 
 
+@pytest.mark.one_in(3)
 @cases
 def test_unequal_workers_come_together_or_do_not_start(row, options):
     algorithm = built(row, options)
@@ -58,6 +59,7 @@ def test_unequal_workers_come_together_or_do_not_start(row, options):
         assert disagreement_left(algorithm, state) < 0.9
 
 
+@pytest.mark.one_in(3)
 @cases
 def test_unequal_parameters_that_are_set_come_together_or_are_refused(row, options):
     algorithm = built(row, options)

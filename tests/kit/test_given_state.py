@@ -54,6 +54,7 @@ def test_a_state_of_another_algorithm_is_refused(row):
         first_step(step, state_of(other), "simulated")
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("row", ONE_OF_EACH)
 def test_without_init_a_state_that_the_step_cannot_read_is_refused(row, how):

@@ -54,6 +54,7 @@ def assert_close(a, b, atol=2e-5):
         torch.testing.assert_close(x, y, atol=atol, rtol=0)
 
 
+@pytest.mark.one_in(3)
 @each_algorithm
 def test_without_gradients_all_workers_stay_where_they_were_put(row, options):
     state, step = started(build(row, options))
@@ -63,6 +64,7 @@ def test_without_gradients_all_workers_stay_where_they_were_put(row, options):
     assert_close(df.params(train(step, state, 7, 20, gate=0.0)), p)
 
 
+@pytest.mark.one_in(3)
 @each_algorithm
 def test_two_pasts_that_get_the_same_parameters_have_one_future(row, options):
     algorithm, p = build(row, options), df.stack(shifted(0.1), N)

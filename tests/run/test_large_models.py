@@ -87,6 +87,7 @@ def tried(ranks, case):
         assert sum(one.held for one in told[: case.processes]) == whole
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: f"{case.kind}-{case.algorithm}")
 def test_workers_of_processes_are_the_simulated_ones(ranks, case):
     tried(ranks, case)
@@ -166,6 +167,7 @@ def guarded_and_compiled(backend):
         )
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("backend", [None, "inductor"])
 def test_what_is_bad_on_one_process_is_bad_on_its_worker(four, backend):
     per_rank = four(guarded_and_compiled, backend)

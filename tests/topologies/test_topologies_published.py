@@ -212,6 +212,7 @@ def one_of_two_rings(n):
     return from_draw("one of two", n, draw)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("made", "closed"),
     [

@@ -103,6 +103,7 @@ def test_an_optimizer_equals_itself_in_a_plain_loop(name):
     assert float(metrics.learning_rate) == pytest.approx(float(make([torch.zeros(2, 2)]).param_groups[0]["lr"]))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "name", ["Counting", *(pytest.param(n, marks=pytest.mark.thorough) for n in ("AdamW", "Muon"))]
 )

@@ -48,6 +48,7 @@ ON_RANKS = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("row", ON_RANKS)
 def test_on_ranks_nothing_bad_leaves_and_all_is_as_the_simulator_says(row, compiled, monkeypatch):
@@ -229,6 +230,7 @@ def test_what_a_loss_makes_bad_beside_its_gradient_is_counted_and_raised(name):
     assert (caught.value.worker, caught.value.step, caught.value.next_step) == (1, 2, 2)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("row", "with_buffers"),
     [("adapt_while_communicate", True), ("all_reduce", False), ("gradient_tracking, atc", True)],
@@ -282,6 +284,7 @@ def test_where_gradients_are_averaged_large_finite_ones_are_an_update():
     torch.testing.assert_close(df.params(state), torch.full((N, 3), -3.0))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("how", ["pure", "donated", "compiled"])
 def test_after_it_is_raised_a_rank_takes_no_other_step(how):
     """The others have its messages of a step that it did not keep."""
