@@ -419,3 +419,17 @@ def test_the_readme_step_runs_as_it_stands_and_finds_the_weights(capsys):
         distance < 0.1
         and f"{namespace['params']['w']}, and the workers are {distance:.4f} away" in capsys.readouterr().out
     )
+
+
+@pytest.mark.slow
+def test_methods_behind_slow_links_are_compared_and_not_run_twice(tmp_path):
+    tiny = ["--steps", "4", "--evaluations", "2", "--hosts", "2", "--mbit", "0", "--seeds", "0", "--out", str(tmp_path)]
+    methods = ["DDP, bf16", "one-peer gossip, bf16"]
+    first = run("slow_links.py", "--methods", *methods, *tiny).stdout
+    assert all(method in first for method in methods)
+    curves = {path.name: lines(path)[0]["curve"] for path in tmp_path.glob("*.json")}
+    assert len(curves) == 2 and (tmp_path / "slow_links.png").read_bytes().startswith(b"\x89PNG")
+    for curve in curves.values():
+        assert [point["step"] for point in curve] == [2, 4] and 0 < curve[1]["bits_per_byte"] < 8
+    again = run("slow_links.py", "--methods", *methods, *tiny).stdout
+    assert ", seed 0:" in first and ", seed 0:" not in again

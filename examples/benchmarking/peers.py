@@ -156,7 +156,7 @@ def _alone(workload: Workload, rank: int, size: int, *, mode: str = "eager") -> 
     return Peer(_loop(workload, rank, _maybe(module, mode), _fused(module.parameters())), payload=0.0)
 
 
-def _rounded_to_bf16(group, bucket):  # without annotations: DDP compares them, and here they are strings
+def rounded_to_bf16(group, bucket):  # without annotations: DDP compares them, and here they are strings
     """PyTorch's bf16_compress_hook, which refuses to run without CUDA."""
     whole = bucket.buffer()
     narrow = whole.to(torch.bfloat16).div_(dist.get_world_size())
@@ -178,7 +178,7 @@ def _ddp(
     module = workload.module()
     model = nn.parallel.DistributedDataParallel(module, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=view)
     if hook == "bf16":
-        model.register_comm_hook(None, _rounded_to_bf16)
+        model.register_comm_hook(None, rounded_to_bf16)
     optimizer = _fused(module.parameters())
     return Peer(_loop(workload, rank, _maybe(model, mode), optimizer))
 
