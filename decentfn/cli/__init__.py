@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -25,6 +26,9 @@ def run(arguments: Sequence[str]) -> None:
     commands = {f.__name__: f for f in (topology, topologies, plan, simulate, doctor)}
     try:
         tyro.extras.subcommand_cli_from_dict(commands, prog="decentfn", args=list(arguments))
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, `head` for example, has what it wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (OSError, ValueError) as error:
         print(f"decentfn: {error}", file=sys.stderr)
         sys.exit(2)

@@ -1,6 +1,8 @@
 """The command line: what it says agrees with the library, and a mistake is one line."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -65,6 +67,15 @@ def test_a_pipe_gets_tabs_and_a_file_the_picture(capsys, tmp_path):
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("\t")[0] for line in lines] == ["steps", "0", "1", "2"]
     assert (tmp_path / "base.png").stat().st_size > 1000
+
+
+@pytest.mark.thorough
+def test_a_reader_that_has_enough_ends_the_command_without_a_word():
+    command = f"{sys.executable} -m decentfn topologies -n 16"
+    told = subprocess.run(
+        f"{command} | true; exit ${{PIPESTATUS[0]}}", shell=True, executable="/bin/bash", capture_output=True
+    )
+    assert told.returncode == 0 and told.stderr == b""
 
 
 @pytest.mark.slow
