@@ -71,7 +71,7 @@ def plan(
             "gap/step": p.gap,
             "GB per process": p.memory / 1e9,
             "checkpoint GB": p.checkpoint / 1e9,
-            "limited by": p.bottleneck,
+            "limited by": p.bottleneck.removeprefix("links "),
         }
         for p in shown
     ]

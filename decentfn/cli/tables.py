@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -20,10 +21,12 @@ def show(rows: Sequence[Mapping[str, Any]], *, as_json: bool = False) -> None:
     if not console.is_terminal:
         print("\n".join("\t".join(line) for line in [heads, *lines]))
         return
-    table = Table()
-    for index, head in enumerate(heads):
+    table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
+    for column, head in enumerate(heads):
         is_number = any(isinstance(row[head], (int, float)) for row in rows)
-        table.add_column(head, justify="right" if is_number else "left", no_wrap=index == 0)
+        cells = [line[column] for line in lines]
+        width = max(map(len, [*cells, *head.split()]))  # a long head takes two lines
+        table.add_column(head, justify="right" if is_number else "left", overflow="fold", width=width)
     for line in lines:
         table.add_row(*line)
     console.print(table)

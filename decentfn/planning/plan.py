@@ -101,5 +101,9 @@ def _all_of(cluster: Cluster) -> list[Topology]:
 def _reason(best: Prediction, found: Sequence[Prediction], work: Work) -> str:
     peers = {p.method: p.seconds for p in found if p.method in ("DDP", "HSDP", "diloco")}
     against = ", ".join(f"{name} takes {seconds / best.seconds:.2f} times as long" for name, seconds in peers.items())
-    hidden = "hidden behind the computation" if best.bottleneck == "computation" else f"limited by {best.bottleneck}"
-    return f"{best.method} on {best.topology}: a step of {best.seconds * 1e3:.3g} ms, {hidden} ({work.seconds * 1e3:.3g} ms); {against}."
+    is_hidden = best.bottleneck == "computation"
+    limit = "messages are hidden" if is_hidden else f"limited by {best.bottleneck}"
+    return (
+        f"{best.method} on {best.topology}: a step of {best.seconds * 1e3:.0f} ms, {work.seconds * 1e3:.0f} of them "
+        f"computation; {limit}. {against}."
+    )
