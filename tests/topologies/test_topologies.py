@@ -57,8 +57,14 @@ DEGREES = {
     "torus": 4,
 }
 
+DRAWN_ANEW = dict.fromkeys(["equitopo-od-dyn", "equitopo-ou-dyn"], [pytest.mark.thorough])
+"""Each drawn round is another matrix, so they take as long as all others; of these, the first tier has random-matching."""
 every_name = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.xdist_group(f"topology {name}")) for name in NAMES]
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.xdist_group(f"topology {name}"), *DRAWN_ANEW.get(name, [])])
+        for name in NAMES
+    ],
 )
 """Cases of one name in one process, where its certificate is computed once."""
 sizes = st.integers(1, 33)
