@@ -2,6 +2,7 @@
 
     sudo python examples/slow_links.py                          every method, two seeds; what the folder holds is not run again
     sudo python examples/slow_links.py --methods ddp,bf16 gasloc --seeds 0 --steps 50 --out /tmp/try
+    python examples/slow_links.py --tune 1e-3 2e-3 4e-3         DDP's held-out bits per byte for these peaks, simulated
     python examples/slow_links.py --only-report                 the table and the picture of the folder, nothing else
 
 Each host is a network namespace behind a link of --mbit Mbit/s (see `benchmarking/lab.py`). All methods start from the
@@ -16,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,13 +35,12 @@ SEQ_LEN, DIM, LAYERS, HEADS, BATCH = 128, 192, 4, 4, 2
 WEIGHT_DECAY, BETAS = 0.1, (0.9, 0.99)
 
 
-class Method:
-    """A way to train: `step(batch, t)`; `mean()` is the workers' mean, over whose parameters the model is evaluated."""
+class Method(NamedTuple):
+    """A way to train."""
 
-    def __init__(
-        self, step: Callable[[tuple[Tensor, Tensor], int], Any], mean: Callable[[], dict[str, Tensor]]
-    ) -> None:
-        self.step, self.mean = step, mean
+    step: Callable[[tuple[Tensor, Tensor], int], Any]
+    mean: Callable[[], dict[str, Tensor]]
+    """The workers' mean, with which the model is evaluated; collective."""
 
 
 def model() -> Transformer:
@@ -67,6 +67,11 @@ def averaged(x: Tensor) -> Tensor:
     total = x.detach().double()
     dist.all_reduce(total)
     return (total / dist.get_world_size()).to(x.dtype)
+
+
+def optimizer(learning_rate: float, warmup: int, steps: int) -> df.Transform:
+    schedule = df.schedules.warmup_cosine(learning_rate, warmup, steps)
+    return df.adamw(schedule, b1=BETAS[0], b2=BETAS[1], weight_decay=WEIGHT_DECAY)
 
 
 def module_mean(module: nn.Module) -> dict[str, Tensor]:
@@ -131,10 +136,8 @@ def ours(
     algorithm: Any, topology: str, learning_rate: float, warmup: int, steps: int, **hyperparameters: Any
 ) -> Method:
     params, _, loss_fn = df.functional(model(), loss_of)
-    optimizer = df.adamw(
-        df.schedules.warmup_cosine(learning_rate, warmup, steps), b1=BETAS[0], b2=BETAS[1], weight_decay=WEIGHT_DECAY
-    )
-    init, step = algorithm(loss_fn, optimizer, df.topology(topology, df.init().num_workers), **hyperparameters)
+    schedule = df.topology(topology, df.init().num_workers)
+    init, step = algorithm(loss_fn, optimizer(learning_rate, warmup, steps), schedule, **hyperparameters)
     step, held = df.compile(step), [init(params)]
 
     def take(batch: tuple[Tensor, Tensor], t: int) -> None:
@@ -194,6 +197,25 @@ def train(method: str, seed: int, steps: int, learning_rate: float, evaluations:
     return curve
 
 
+def tune(rates: tuple[float, ...], steps: int, hosts: int) -> None:
+    """Print the held-out bits per byte of a simulated all-reduce, which computes what DDP does, for each peak."""
+    text, held_out_text, _ = read_corpus()
+    held_out = Windows(held_out_text, SEQ_LEN)
+    picked = torch.linspace(0, len(held_out) - 1, 256).long().unique()
+    inputs, targets = (torch.stack(half) for half in zip(*(held_out[int(i)] for i in picked), strict=True))
+    for rate in rates:
+        torch.manual_seed(2)  # neither of the seeds that are compared
+        params, _, loss_fn = df.functional(model(), loss_of)
+        init, step = df.all_reduce(loss_fn, optimizer(rate, max(1, steps // 10), steps), df.topology("complete", hosts))
+        state, step = df.stack(init(params), hosts), df.compile(df.simulate(step, hosts))
+        readers = [batches(2, worker, hosts, steps, text) for worker in range(hosts)]
+        for t, rows in enumerate(zip(*readers, strict=True)):
+            state, _ = step(state, tuple(torch.stack(half) for half in zip(*rows, strict=True)), t)
+        with torch.no_grad():
+            nats = loss_fn(df.consensus_mean(state), (inputs, targets))
+        print(f"{rate:g}: {float(nats) / math.log(2):.3f}", flush=True)
+
+
 def report(folder: Path) -> None:
     """Print a row for each run, and draw the picture if there are runs."""
     runs = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
@@ -251,6 +273,7 @@ def main(
     mbit: float = 100,
     out: Path = Path("runs/slow_links"),
     only_report: bool = False,
+    tune_rates: Annotated[tuple[float, ...], tyro.conf.arg(name="tune")] = (),
 ) -> None:
     """Run what the folder does not hold yet, and report.
 
@@ -264,6 +287,7 @@ def main(
         mbit: rate of a host's link; 0: no limit, on this machine's loopback device.
         out: folder of the results, one file for each run.
         only_report: run nothing.
+        tune_rates: peaks to try for DDP, in this process.
     """
     if "BENCHMARK_RESULT" in os.environ:  # a rank
         torch.set_num_threads(1)
@@ -271,6 +295,8 @@ def main(
         if df.init().rank == 0:
             Path(os.environ["BENCHMARK_RESULT"]).write_text(json.dumps(curve))
         return
+    if tune_rates:
+        return tune(tune_rates, steps, hosts)
     unknown = [method for method in methods if method not in METHODS]
     if unknown:
         raise SystemExit(f"--methods {unknown[0]}: choose among {'; '.join(METHODS)}.")
