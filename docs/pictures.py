@@ -19,9 +19,11 @@ import decentfn as df
 from decentfn.algorithms.a2cid2 import rates
 from decentfn.kit.preconditions import fast_gossip_momentum
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+sys.path[:0] = [str(Path(__file__).parent.parent / folder) for folder in ("examples", "")]
 import heterogeneity as experiment  # noqa: E402
 import skewed_digits as digits  # noqa: E402
+
+from tests.relaysgd_records import by_run, records, replay  # noqa: E402
 
 FOLDER = Path(__file__).parent / "pictures"
 BLUE, ORANGE, GREEN, GRAY = "#0072B2", "#D55E00", "#009E73", "#8A8F98"
@@ -221,7 +223,71 @@ def accelerated_gossip() -> Figure:
     return figure
 
 
-PICTURES = {make.__name__: make for make in (posts_and_waits, overview, topologies, heterogeneity, accelerated_gossip)}
+# -- figures of papers ----------------------------------------------------------------------------------------------------
+
+
+def _contraction(topology: df.Topology, rounds: int) -> list[float]:
+    """Distance of a random vector to its mean after each round, relative to the start."""
+    x = torch.randn(topology.num_workers, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x, found = x - x.mean(0), []
+    for t in range(rounds + 1):
+        found.append(max(float(x.norm()), 1e-16))
+        x = torch.as_tensor(df.mixing_matrix(topology, t)) @ x
+    return [distance / found[0] for distance in found]
+
+
+def _curves(axes: Any, curves: dict[str, df.Topology], rounds: int) -> None:
+    for name, topology in curves.items():
+        axes.semilogy(range(rounds + 1), _contraction(topology, rounds), linewidth=2, label=name)
+    axes.set(xlabel="rounds", ylim=(1e-14, 2))
+    axes.legend(frameon=False, fontsize=8)
+
+
+def published() -> Figure:
+    """Synthetic figures of three papers: Base-(k + 1) graphs, EquiTopo, and RelaySGD, whose published points are hollow."""
+    figure = Figure(figsize=(12, 3.8), layout="constrained")
+    base, equi, relay = figure.subplots(1, 3)
+    n = 25
+    named = {"ring": "static-ring", "torus": "torus", "static exponential": "static-exp"}
+    curves = {name: df.topology(registered, n) for name, registered in named.items()}
+    curves |= {"one-peer exponential": df.topology("one-peer-exp-directed", n)}
+    curves |= {f"Base-{k + 1}": df.topology("base", n, k=k) for k in (1, 2, 4)}
+    _curves(base, curves, 30)
+    base.set(title=f"Base-(k + 1) graphs, {n} workers", ylabel="disagreement")
+    n = 300
+    curves = {"ring": df.topology("static-ring", n), "one-peer exponential": df.topology("one-peer-exp-directed", n)}
+    curves |= {"OD-EquiDyn": df.topology("equitopo-od-dyn", n), "OU-EquiDyn": df.topology("equitopo-ou-dyn", n)}
+    curves |= {"D-EquiStatic": df.topology("equitopo-d-static", n), "U-EquiStatic": df.topology("equitopo-u-static", n)}
+    _curves(equi, curves, 60)
+    equi.set(title=f"EquiTopo, {n} workers")
+    shown = {
+        ("All-reduce", "ring"): "All-reduce",
+        ("RelaySum/Model", "chain"): "RelaySGD, chain",
+        ("RelaySum/Model", "tree"): "RelaySGD, tree",
+        ("D2", "ring"): "D², ring",
+        ("Gradient tracking", "ring"): "Gradient tracking, ring",
+    }
+    runs = by_run([record for record in records() if record.heterogeneity == 1 and record.num_workers <= 48])
+    for (algorithm, graph), name in shown.items():
+        mine = sorted((run for run in runs if run[0][:2] == (algorithm, graph)), key=lambda run: run[0].num_workers)
+        sizes = [run[0].num_workers for run in mine]
+        (line,) = relay.loglog(sizes, [sum(replay(run)) / len(run) for run in mine], ".-", label=name)
+        theirs = [sum(record.steps for record in run) / len(run) for run in mine]
+        relay.plot(sizes, theirs, "o", markersize=9, fillstyle="none", color=line.get_color())
+    relay.set_xticks(sizes, map(str, sizes))
+    relay.minorticks_off()
+    relay.set(title="RelaySGD, random quadratics, ζ² = 1", xlabel="workers", ylabel="steps to an error of 1e-6")
+    relay.legend(frameon=False, fontsize=8)
+    for axes in figure.axes:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(color="0.9")
+    return figure
+
+
+PICTURES = {
+    make.__name__: make
+    for make in (posts_and_waits, overview, topologies, heterogeneity, accelerated_gossip, published)
+}
 
 
 def main() -> None:
