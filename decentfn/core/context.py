@@ -10,7 +10,7 @@ class _Context(threading.local):
     def __init__(self) -> None:
         # Set here, and not in the class: torch.compile guards the fields in every thread that runs what it compiled.
         self.world: Any = None  # the world of the operators (`collectives.use`)
-        self.step: Any = None  # the world of the running step (`collectives.whole_step`)
+        self.step_world: Any = None  # of the running step (`collectives.whole_step`)
         self.call: tuple[str, bool] | None = None  # the user's call outside steps (`collectives.calling`)
         self.seed: int | None = None  # torch's seed outside `draws.torch_draws`
         self.generators: tuple[Any, ...] = ()  # restored by the outer `draws.torch_draws`

@@ -107,7 +107,7 @@ def compile(
 
     def run(state: Any, batch: PyTree, t: Tensor) -> tuple[Any, Any]:
         leaves, structure = trees.flatten(state)
-        here = context.step or collectives.world()
+        here = context.step_world or collectives.world()
         # A graph depends on these, and Dynamo does not see them.
         form = here.num_seats, here.processes_per_worker, structure
         graph = None

@@ -177,7 +177,7 @@ def _kernel(
 
     `used` has one flag per leaf; absent if `leaves` is 0.
     """
-    loss_fn, data, here = _losses[int(handle)], value(batch), context.step or world()
+    loss_fn, data, here = _losses[int(handle)], value(batch), context.step_world or world()
     form = loss_fn.layouts[layout]
     with loss_fn.lock:
         if not workers:

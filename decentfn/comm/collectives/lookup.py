@@ -85,7 +85,7 @@ def look_up(token: Tensor, topology: Topology, t: Tensor) -> Row:
 
 
 def _look_up_kernel(token: Tensor, handle: Tensor, t: Tensor, slots: int, workers: int) -> Tensor:
-    here = context.step or world()
+    here = context.step_world or world()
     topology = here.schedule(int(handle))
     if (workers or 1) * here.size != topology.num_workers:
         refuse_size(here, workers or 1, topology.num_workers, "step(state, batch, t)")
@@ -115,7 +115,7 @@ _look_up = operator(
 
 
 def _members_kernel(group: Tensor, handle: Tensor, t: Tensor, num_workers: int) -> Tensor:
-    topology = (context.step or world()).schedule(int(handle))
+    topology = (context.step_world or world()).schedule(int(handle))
     theirs = topology.rows(t, group.device)[:, _GROUP]
     return pad(theirs, (0, num_workers - len(theirs)), value=-1.0) == group[..., None]
 

@@ -58,14 +58,14 @@ class whole_step:
         self._here = here = world()
         if here.size * here.processes_per_worker > 1:
             here.steps.enter(self._t)
-        self._outer, context.step = context.step, here
+        self._outer, context.step_world = context.step_world, here
         self._range = record_function(f"decentfn::step {self._t}")
         self._range.__enter__()
         return here
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._range.__exit__(kind, error, traceback)
-        here, steps, context.step = self._here, self._here.steps, self._outer
+        here, steps, context.step_world = self._here, self._here.steps, self._outer
         steps.is_running = False
         if here.size == 1:
             return

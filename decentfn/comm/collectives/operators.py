@@ -122,7 +122,7 @@ def _post_kernel(x: Tensor, handle: Tensor, t: Tensor, good: Tensor | None, is_m
         x = _sent(x, good)
     if not workers:
         x = x[None]
-    here, local = context.step or world(), x.shape[0]
+    here, local = context.step_world or world(), x.shape[0]
     topology, what = here.schedule(int(handle)), "group_mean" if is_mean else "exchange"
     if local * here.size != topology.num_workers:
         refuse_size(here, local, topology.num_workers, what)
@@ -215,7 +215,7 @@ def _workers_first(x: Tensor, dim: int | None, size: int) -> Tensor:
 def _wait_kernel(
     number: Tensor, x: Tensor, peers: Tensor, size: Tensor | None, good: Tensor | None, workers: int, after: Any
 ) -> Tensor:
-    here = context.step or world()
+    here = context.step_world or world()
     call = here.steps.in_flight.pop(int(number))
     land(here, call)
     inbox, call.inbox = call.inbox, None
