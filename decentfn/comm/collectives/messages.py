@@ -19,7 +19,7 @@ from torch.profiler import record_function
 from decentfn.comm.collectives.membership import world
 from decentfn.comm.collectives.processes import World
 from decentfn.comm.collectives.reports import different_steps, has_timed_out, report
-from decentfn.comm.collectives.steps import Call, Loss, Part
+from decentfn.comm.collectives.steps import Call, Lost, Part
 from decentfn.core.context import context
 from decentfn.errors import StepMismatch
 
@@ -110,7 +110,7 @@ def lose(here: World, call: Call, error: Exception, peer: int | None = None, slo
     """Record a loss. The first ends this process's exchanges: notify the others and close the connections."""
     steps, call.lost = here.steps, str(error)
     if steps.lost is None:
-        steps.lost = Loss(call, error, peer, slot)
+        steps.lost = Lost(call, error, peer, slot)
         steps.tell(peer, timed_out=has_timed_out(error))
         here.hang_up()
     if not steps.is_running:

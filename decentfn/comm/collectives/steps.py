@@ -77,8 +77,8 @@ class Call:
         return {name: getattr(self, name) for name in names}
 
 
-class Loss(NamedTuple):
-    """First failure of a call."""
+class Lost(NamedTuple):
+    """A lost message: the first failure of a call."""
 
     call: Call
     error: Exception
@@ -121,7 +121,7 @@ class Steps:
         """Number of calls before that step."""
         self.tag = 0
         """Tag of this step's messages."""
-        self.lost: Loss | None = None
+        self.lost: Lost | None = None
         self.cut_short: tuple[str, BaseException] | None = None
         """Interrupted step (raised after a post) or call outside steps (lost a rank), with its error."""
         self.waits_since: float | None = None
