@@ -123,7 +123,7 @@ def backward(
                 losses.append(loss)
                 auxes.append(aux)
                 if index + 1 == len(micros) or not adds_in_place:
-                    parts = _in_buckets(plan, params, given, used)
+                    parts = _taken_from(plan, params, given, used)
                     parts = parts if adds_in_place else [g.to(wide(g.dtype)) for g in parts]
                     sums = [s + g for s, g in zip(sums, parts, strict=True)] if sums else parts
             if (after := _marks(given.constant, is_first)) != before:
@@ -176,7 +176,7 @@ def _forward_backward(
     return value, aux
 
 
-def _in_buckets(plan: Plan, params: Sequence[Tensor], given: _Function | Lent, used: list[bool]) -> list[Tensor]:
+def _taken_from(plan: Plan, params: Sequence[Tensor], given: _Function | Lent, used: list[bool]) -> list[Tensor]:
     """Move the leaves' gradients into buckets, 0 for a leaf without one; note in `used` which have one."""
     leaves, gradient, found, first = given.leaves, given.gradient, [], 0
     for bucket, tensor in zip(plan.buckets, params, strict=True):
