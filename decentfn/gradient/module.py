@@ -17,7 +17,7 @@ from decentfn.core import trees
 from decentfn.core.buckets import Places
 from decentfn.core.formatting import brief
 from decentfn.core.trees import PyTree
-from decentfn.gradient.lending import Lent, alone, attributes_put_back, own_by_name, places_of, weights
+from decentfn.gradient.lending import Lent, alone, attributes_put_back, entries_of, own_by_name, weights
 from decentfn.gradient.loss import is_pair
 from decentfn.torch_private import functorch
 from decentfn.torch_private.modules import traced_weights
@@ -46,7 +46,7 @@ class ModuleLoss:
         self._prefix = "module." if isinstance(network, _Pair) else ""
         self._shapes = _shapes(params), _shapes(buffers)
         self._trained = _trained(network)
-        own = {name: p for name, p in own_by_name(places_of(self.network, self._prefix)).items() if name in params}
+        own = {name: p for name, p in own_by_name(entries_of(self.network, self._prefix)).items() if name in params}
         self._hooks = [(name, hook) for name, p in own.items() for hook in (p._backward_hooks or {}).values()]
         self._late_hooks = sorted(name for name, p in own.items() if getattr(p, "_post_accumulate_grad_hooks", None))
         self._computed = [
@@ -80,7 +80,7 @@ class ModuleLoss:
             name, modules = type(self.module).__name__, [*self.network.modules()]
             with alone(modules, refuses=True):
                 self._require_trained(params)
-                given = self._require_same(own_by_name(places_of(self.network, self._prefix)), given)
+                given = self._require_same(own_by_name(entries_of(self.network, self._prefix)), given)
                 is_traced = any(
                     [functorch.is_differentiated(x) or functorch.is_batched(x) for x in [*params.values()][:1]]
                 )
@@ -97,7 +97,7 @@ class ModuleLoss:
         modules = [*self.network.modules()]
         with alone(modules, refuses=True):
             self._require_trained(params, is_differentiated=True)
-            lent = Lent(self, places_of(self.network, self._prefix), {**params, **buffers}, buffers)
+            lent = Lent(self, entries_of(self.network, self._prefix), {**params, **buffers}, buffers)
             self._require_same(lent.own, {**params, **buffers})
             lent.leaves = [lent.own[name] for name in params]
             lent.constant = dict(zip(params, lent.leaves, strict=True))
@@ -264,10 +264,10 @@ class ShardedLoss(ModuleLoss):
                     collectives.local(p).copy_(params[name] if name in params else buffers[name])
                     p.grad = None
             others = {name: b for name, b in buffers.items() if name not in self.frozen}
-            places = [
-                place for place in places_of(self.network, self._prefix) if not isinstance(place.own, nn.Parameter)
+            entries = [
+                entry for entry in entries_of(self.network, self._prefix) if not isinstance(entry.own, nn.Parameter)
             ]
-            lent = Lent(self, places, others, buffers)
+            lent = Lent(self, entries, others, buffers)
             lent.leaves = [own[name] for name in params]
             with lent:
                 yield lent
