@@ -103,8 +103,12 @@ class Numbers:
 
     def on(self, token: Tensor) -> tuple[Tensor, ...]:
         """Return the numbers, each 0-d float64 on the token's device; compute with them, as they may be views."""
+        return self.vector(token).unbind()
+
+    def vector(self, token: Tensor) -> Tensor:
+        """Return the numbers as a vector, float64 on the token's device; compute with it, it is not a copy."""
         is_here = token.device.type == "cpu"
-        return (self._values if is_here else _numbers(token, self._handle, len(self._values))).unbind()
+        return self._values if is_here else _numbers(token, self._handle, len(self._values))
 
     def there(self, device: torch.device) -> Tensor:
         """Return the numbers on a device."""

@@ -8,7 +8,8 @@ from torch.func import vmap
 
 import decentfn as df
 from decentfn.comm import collectives
-from decentfn.comm.collectives import Constant, exchange, group_mean, look_up, members, on_device, wait
+from decentfn.comm.collectives import exchange, group_mean, look_up, members, on_device, wait
+from decentfn.core.scalars import Numbers
 from decentfn.testing import on_ranks
 from decentfn.topologies import Round, Topology
 
@@ -180,12 +181,12 @@ def test_a_row_is_this_workers_part_of_the_round():
                         assert torch.equal(got, wanted), (topology, t, i, k)
 
 
-def test_a_constant_is_the_table_where_the_state_is():
-    table = Constant(torch.arange(6).view(2, 3))
-    assert torch.equal(table.on(torch.zeros(2)), torch.arange(6).view(2, 3))
-    assert torch.equal(vmap(lambda x: table.on(x) + 0)(torch.zeros(2, 1))[1], torch.arange(6).view(2, 3))
-    meta = table.on(torch.zeros(1, device="meta"))
-    assert (meta.device.type, tuple(meta.shape), meta.dtype) == ("meta", (2, 3), torch.int64)
+def test_numbers_are_where_the_state_is():
+    numbers, wanted = Numbers(1, 2, 3), torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+    assert torch.equal(numbers.vector(torch.zeros(2)), wanted)
+    assert torch.equal(vmap(lambda x: numbers.vector(x) + 0)(torch.zeros(2, 1))[1], wanted)
+    meta = numbers.vector(torch.zeros(1, device="meta"))
+    assert (meta.device.type, tuple(meta.shape), meta.dtype) == ("meta", (3,), torch.float64)
 
 
 def test_one_worker_exchanges_with_itself():

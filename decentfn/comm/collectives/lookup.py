@@ -141,38 +141,3 @@ on_device = operator(
     lambda info, in_dims, token, t: (on_device(token.select(in_dims[0], 0), t), None),
 )
 """Operator `(token, t)` -> t as 0-d int64 on the token's device."""
-
-
-class Constant:
-    """Table of int64 numbers that operators find by a handle; copied to each device once.
-
-    Args:
-        table: on the CPU.
-    """
-
-    def __init__(self, table: Tensor) -> None:
-        self.shape = tuple(table.shape)
-        self.handle = torch.tensor(len(_constants))
-        _constants.append({torch.device("cpu"): table})
-
-    def on(self, token: Tensor) -> Tensor:
-        """Return the table on the token's device."""
-        return _constant(token, self.handle, self.shape)
-
-
-_constants: list[dict[torch.device, Tensor]] = []
-
-
-def _constant_kernel(token: Tensor, handle: Tensor, shape: Sequence[int]) -> Tensor:
-    tables = _constants[int(handle)]
-    if token.device not in tables:
-        tables[token.device] = tables[torch.device("cpu")].to(token.device)
-    return tables[token.device].clone()
-
-
-_constant = operator(
-    "constant(Tensor token, Tensor handle, int[] shape) -> Tensor",
-    _constant_kernel,
-    lambda token, handle, shape: token.new_empty(tuple(shape), dtype=torch.int64),
-    lambda info, in_dims, token, handle, shape: (_constant(token.select(in_dims[0], 0), handle, shape), None),
-)

@@ -10,6 +10,16 @@ time, so one compiled graph serves every phase of a schedule and every rank. Eac
 Only data dependencies order compiled code: the number that `post` returns is an argument of every computation that must
 come after it (`after`, the gradient), and a computation that must come before a `wait` is an argument of that `wait`.
 Call all of them outside `torch.func.grad`.
+
+The way of a post:
+
+    Worker.post                 looks up the worker's row of the round                              kit/worker.py
+    gossip.post                 rounds to the wire's dtype; one flight per bucket                   comm/gossip/plain.py
+    exchange, group_mean        call the operator: a number in the graph                            here
+    _post_kernel                finds the step's peers and numbers the call                         here
+    messages.send, .reduce      start the group's receives and sends, or its sum                    messages.py
+
+and back: `gossip.collect`, `wait`, `_wait_kernel`, `messages.land`.
 """
 
 from __future__ import annotations
@@ -22,14 +32,13 @@ from torch import Tensor
 
 from decentfn.comm.collectives.lookup import Row, refuse_size, require_worker_axis
 from decentfn.comm.collectives.membership import world
-from decentfn.comm.collectives.messages import land, lose, post, reduce
+from decentfn.comm.collectives.messages import land, lose, reduce, send
 from decentfn.comm.collectives.processes import World
 from decentfn.comm.collectives.reports import different_steps, report
-from decentfn.comm.collectives.steps import Call, Part
+from decentfn.comm.collectives.steps import Call
 from decentfn.core.context import context
 from decentfn.core.scalars import operator
-from decentfn.topologies.rounds import Peers
-from decentfn.torch_private import functorch
+from decentfn.torch_private.functorch import has_no_value, with_workers_first
 
 
 def make_groups(groups: Tensor) -> None:
@@ -111,15 +120,14 @@ _after = operator(
 
 def _sent(x: Tensor, good: Tensor | None) -> Tensor:
     """Return `x` `[(L,) ...]`, with zeros where `good` `[(L)]` is False; no copy on a CPU if all are good."""
-    if good is None or (good.device.type == "cpu" and not functorch.has_no_value(good) and bool(good.all())):
+    if good is None or (good.device.type == "cpu" and not has_no_value(good) and bool(good.all())):
         return x
     return torch.where(good.view(*good.shape, *[1] * (x.dim() - good.dim())), x, torch.zeros_like(x))
 
 
 def _post_kernel(x: Tensor, handle: Tensor, t: Tensor, good: Tensor | None, is_mean: bool, workers: int) -> Tensor:
     """Post `x`, or `[L, ...]` of the L workers here; return the call's number."""
-    if good is not None:
-        x = _sent(x, good)
+    x = _sent(x, good)
     if not workers:
         x = x[None]
     here, local = context.step_world or world(), x.shape[0]
@@ -135,36 +143,9 @@ def _post_kernel(x: Tensor, handle: Tensor, t: Tensor, good: Tensor | None, is_m
     if is_mean:
         _post_mean(here, call, peers.members or [], x)
     else:
-        _post_messages(here, call, peers, x, topology.slots)
+        send(here, call, peers, x, topology.slots)
     here.steps.in_flight[call.number] = call
     return torch.scalar_tensor(call.number, dtype=torch.int64)
-
-
-def _post_messages(here: World, call: Call, peers: Peers, x: Tensor, slots: int) -> None:
-    local, first = call.local, here.rank * call.local
-    hears, tells = peers.sources[first : first + local], peers.destinations[first : first + local]
-    call.hears, call.tells = (hears[0], tells[0]) if local == 1 else (hears, tells)
-    call.nbytes = x.shape[-1] * x.itemsize
-    call.inbox = inbox = x.new_empty((local, slots, x.shape[-1]))
-    x = x if x.dim() == 3 else x[:, None].expand(-1, slots, -1)
-    receives: list[Part] = []
-    sends: list[Part] = []
-    if inbox.numel():
-        # Both lists are ordered by (slot, receiving worker): the order in which one process meets another's messages.
-        by_slot = zip(zip(*hears, strict=True), zip(*tells, strict=True), strict=True)
-        for slot, (sources, listeners) in enumerate(by_slot):
-            for i, source in enumerate(sources):
-                target = inbox[i, slot]
-                if source < 0:
-                    target.zero_()
-                elif source // local == here.rank:
-                    target.copy_(x[source - first, slot])
-                else:
-                    receives.append(Part(target, x[i, slot], source // local, slot))
-            for listener, i in sorted(zip(listeners, range(local), strict=True)):
-                if listener >= 0 and listener // local != here.rank:
-                    sends.append(Part(x[i, slot], None, listener // local, slot))
-    post(here, call, receives, sends)
 
 
 def _post_mean(here: World, call: Call, members: list[list[int]], x: Tensor) -> None:
@@ -193,7 +174,7 @@ def _post_vmap(
     require_worker_axis("group_mean" if is_mean else "exchange", in_dims[0], in_dims[1:3])
     if world().size == 1:
         return handle, None  # any number, as nothing is in flight
-    x, good = _workers_first(x, in_dims[0], n), None if good is None else _workers_first(good, in_dims[3], n)
+    x, good = with_workers_first(x, in_dims[0], n), None if good is None else with_workers_first(good, in_dims[3], n)
     return _post(x, handle, t, good, is_mean, n), None
 
 
@@ -203,10 +184,6 @@ _post = operator(
     lambda *_: torch.empty((), dtype=torch.int64, device="cpu"),
     _post_vmap,
 )
-
-
-def _workers_first(x: Tensor, dim: int | None, size: int) -> Tensor:
-    return functorch.with_workers_first(x, dim, size).contiguous()
 
 
 # -- wait -----------------------------------------------------------------------------------------------------------
@@ -240,12 +217,12 @@ def _wait_vmap(
     after: Sequence[Tensor],
 ) -> tuple[Tensor, int]:
     n = info.batch_size
-    x, peers = _workers_first(x, in_dims[1], n), _workers_first(peers, in_dims[2], n)
+    x, peers = with_workers_first(x, in_dims[1], n), with_workers_first(peers, in_dims[2], n)
     if world().size > 1:
         return _wait(number, x, peers, size, None, n, list(after)), 0
-    x = _sent(x, None if good is None else _workers_first(good, in_dims[4], n))
+    x = _sent(x, None if good is None else with_workers_first(good, in_dims[4], n))
     if size is not None:
-        share = x / _workers_first(size, in_dims[3], n).view(-1, *[1] * (x.dim() - 1)).to(x.dtype)
+        share = x / with_workers_first(size, in_dims[3], n).view(-1, *[1] * (x.dim() - 1)).to(x.dtype)
         return torch.zeros_like(x).index_add(0, peers, share).index_select(0, peers), 0
     slots, rows = peers.shape[1], peers.clamp(min=0).reshape(-1)
     if x.dim() == 3:
