@@ -31,11 +31,7 @@ def operator(schema: str, kernel: Any, fake: Any, vmap: Any) -> Any:
 
 
 def as_step(t: int | Tensor) -> Tensor:
-    """Convert a user's step number to 0-d int64 on the CPU.
-
-    Raises:
-        ValueError: `t` is not an integer, is negative, or has an axis.
-    """
+    """Convert a user's step number to 0-d int64 on the CPU; raise ValueError unless it is one integer, >= 0."""
     if isinstance(t, torch.Tensor):
         if t.dim() == 0 and not (t.is_floating_point() or t.is_complex() or t.dtype == torch.bool):
             step = t.to("cpu", torch.int64)

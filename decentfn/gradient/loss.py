@@ -68,7 +68,7 @@ def takes(function: Callable[..., Any], count: int) -> bool:
 def call(loss_fn: LossFn, params: PyTree, buffers: PyTree, batch: PyTree) -> tuple[Tensor, PyTree, PyTree]:
     """Evaluate the loss; return it, its new buffers and its aux."""
     returned = loss_fn(params, batch) if buffers is None else loss_fn(params, buffers, batch)
-    loss, extra = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
+    loss, extra = returned if is_pair(returned) else (returned, None)
     if buffers is None:
         new_buffers, aux = None, extra
     elif is_pair(extra):

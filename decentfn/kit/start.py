@@ -32,14 +32,8 @@ def lay_out(
 ) -> Buckets:
     """Copy `params` into buckets, make the process groups and check that all ranks agree. Collective.
 
-    Args:
-        params: the tree.
-        optimizer: its masks must not be mixed within a bucket.
-        topologies: all topologies of the algorithm, its own schedule first.
-        bucket_mb: largest bucket in MiB.
-        wire_dtype: dtype of the exchanged values.
-        within_worker: how the processes of a worker share the parameters.
-        places: positions of shards in the worker's parameters and buffers.
+    The optimizer's masks are not mixed within a bucket; `topologies` are all of the algorithm's, its own schedule
+    first.
     """
     masks = getattr(optimizer, "masks", ())
     try:

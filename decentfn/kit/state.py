@@ -48,11 +48,7 @@ class State(NamedTuple):
 
 
 def restarted(memory: Any, x: Buckets) -> Any:
-    """Return the memory of a run that starts at parameters x, from the memory's own `restart`.
-
-    Raises:
-        ValueError: the memory has no such method.
-    """
+    """Return the memory of a run that starts at x, from the memory's own `restart`; raise ValueError if it has none."""
     if isinstance(memory, tuple) and not memory:
         return memory
     method = getattr(memory, "restart", None)
@@ -65,14 +61,9 @@ def restarted(memory: Any, x: Buckets) -> Any:
 
 
 def kept(memory: Any, x: Buckets, mean: Callable[[Buckets], Buckets]) -> Any:
-    """Return the memory of a worker that continues at x although others are lost.
+    """Return the memory of a worker that continues at x although others are lost; `mean` is collective over those left.
 
     Memory of the run stays, and memory of other workers starts anew, unless the memory's `without_lost` says otherwise.
-
-    Args:
-        memory: the worker's, or with a leading axis those of several.
-        x: its parameters.
-        mean: averages over all workers that are left; collective.
     """
     if hasattr(memory, "without_lost"):
         return memory.without_lost(x, mean)

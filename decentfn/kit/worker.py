@@ -260,16 +260,10 @@ def _judged(g: Gradient, together: bool) -> tuple[Tensor, Tensor | None]:
 
 
 def good_update(u: Buckets, opt: PyTree, old: PyTree, first: PyTree) -> tuple[Buckets, PyTree]:
-    """Remove infinite and NaN values from an optimizer's update and new state, element by element.
+    """Remove infinite and NaN values from an optimizer's update and new state, element by element, and note them.
 
-    If the update or any moment of an element is bad, the element is not updated and keeps its moments; if those were
-    bad before, all of them are reset. Bad values are noted.
-
-    Args:
-        u: the update.
-        opt: the new state.
-        old: the state before.
-        first: the initial state.
+    If the update or any moment of an element is bad, the element is not updated and keeps its moments from the `old`
+    state; if those were bad before, all of them are reset to those of the `first`.
     """
     shapes = [b.shape for b in u]
 

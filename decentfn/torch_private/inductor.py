@@ -56,11 +56,9 @@ def _default_cache_dir() -> str:
 
 
 def compile_options() -> dict[str, Any]:
-    """Return Inductor's options: a graph pass that protects a donated step's reads of its old state, and the order of
-    the operators within a worker, whose processes wait for one another.
+    """Return Inductor's options: a pass that protects a donated step's reads, and the order within a worker.
 
-    Raises:
-        RuntimeError: PyTorch lacks a name without which the code would be wrong.
+    Raise RuntimeError if PyTorch lacks a name without which the code would be wrong.
     """
     for needed in (BACKEND, LOOP_SPLIT):
         needed.require(_CALL)

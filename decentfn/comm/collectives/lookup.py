@@ -59,12 +59,9 @@ _FACTS, _GROUP = 5, 2
 
 
 def look_up(token: Tensor, topology: Topology, t: Tensor) -> Row:
-    """Look up this worker's part of round `t`.
+    """Look up this worker's part of round `t`, 0-d int64 on the CPU.
 
-    Args:
-        token: any tensor of this worker's state; it determines the device and, under `vmap`, the worker axis.
-        topology: the schedule.
-        t: 0-d int64 on the CPU.
+    `token` is any tensor of its state, with the device and, under `vmap`, the worker axis.
     """
     k, row = topology.slots, _look_up(token, topology.handle, t, topology.slots, 0)
     facts, weights, sources, given = row.split([_FACTS, k + 2, k, k])

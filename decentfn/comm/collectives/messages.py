@@ -183,11 +183,7 @@ def reduce(here: World, call: Call, x: Tensor, own: Tensor | None, ranks: list[i
 
 
 def land(here: World, call: Call) -> bool:
-    """Wait for all of a call and return True if it arrived; if not, this worker's own payload replaces each message.
-
-    Raises:
-        RunError: it did not arrive, and no step is running.
-    """
+    """Wait for all of a call and return True if it arrived; if not, this worker's own payload replaces each message."""
     since = time.perf_counter()
     here.steps.waits_since = time.monotonic()
     with record_function(f"decentfn::wait {call.what} {call.index}"):

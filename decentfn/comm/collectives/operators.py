@@ -66,33 +66,19 @@ class Flight(NamedTuple):
 
 
 def exchange(x: Tensor, row: Row, *, good: Tensor | None = None) -> Flight:
-    """Post `x` to this round's listeners; `wait` returns what arrives in each slot.
-
-    Args:
-        x: `[D]`, or `[K, D]`: a separate message for each slot; contiguous.
-        row: this worker's part of the round.
-        good: 0-d bool; if False, zeros are sent in place of `x`.
-    """
+    """Post `x`, `[D]` or one for each slot `[K, D]`, to this round's listeners; zeros if not `good` (0-d bool)."""
     return Flight(_post(x, row.topology.handle, row.t, good, False, 0), x, row, good, is_mean=False)
 
 
 def group_mean(x: Tensor, row: Row, *, good: Tensor | None = None) -> Flight:
-    """Post the mean of `x` `[D]` over this worker's group; `wait` returns it.
-
-    An all-reduce: 2(r-1)/r payloads for a group of r workers. Each worker divides by r before the sum.
-    """
+    """Post the mean of `x` `[D]` over this worker's group, an all-reduce: each worker divides by r before the sum."""
     return Flight(_post(x, row.topology.handle, row.t, good, True, 0), x, row, good, is_mean=True)
 
 
 def wait(flight: Flight, after: Sequence[Tensor] = ()) -> Tensor:
-    """Complete a flight.
+    """Complete a flight; compiled code computes the tensors in `after` before it waits.
 
-    Args:
-        flight: from `exchange` or `group_mean`.
-        after: tensors that compiled code computes before it waits.
-
-    Returns:
-        Messages `[K, D]`, zeros where nothing was sent; or the mean `[D]`, `x` itself in a group of one.
+    Returns messages `[K, D]`, zeros where nothing was sent; or the mean `[D]`, `x` itself in a group of one.
     """
     number, x, row, good, is_mean = flight
     peers, size = (row.group, row.group_size) if is_mean else (row.sources, None)

@@ -49,13 +49,7 @@ def different_steps(
 
 
 def report(here: World, lost: Lost, next_step: int | None = None) -> RunError:
-    """Build the error for a lost message, with the others' notes on theirs.
-
-    Args:
-        here: this process.
-        lost: its first lost message.
-        next_step: the next step for the user's state.
-    """
+    """Build the error for a lost message, with the others' notes; `next_step`: the next one for the user's state."""
     error = _named(here, lost, *_listen(here, lost))
     error.next_step = next_step
     said = [str(error)]

@@ -144,11 +144,7 @@ class Steps:
         self._changes.clear()
 
     def enter(self, t: int) -> None:
-        """Begin a step.
-
-        Raises:
-            RuntimeError: an earlier step was cut short; the message names it.
-        """
+        """Begin a step; raise RuntimeError if an earlier one was cut short."""
         if self.cut_short is not None:
             where, error = self.cut_short
             raise RuntimeError(

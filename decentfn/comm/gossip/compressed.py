@@ -31,13 +31,9 @@ class Compressed(NamedTuple):
 
 
 def post_compressed(x: Buckets, compressor: Compressor, topology: Topology, t: Tensor) -> Compressed:
-    """Compress `x`, one message per bucket, and start to send it to the neighbors of step `t`.
+    """Compress `x`, one message per bucket `[D]`, and start to send it to the neighbors of step `t`.
 
-    Args:
-        x: buckets, `[D]` each; values wider than the parameters are rounded to their dtypes first.
-        compressor: encodes the messages.
-        topology: a schedule of messages, without groups.
-        t: 0-d int64 on the CPU.
+    Values wider than the parameters are rounded to their dtypes first.
     """
     row = collectives.look_up(x[0], topology, t)
     pairs = [(b.to(plan.dtype), plan) for b, plan in zip(x, x.plan.buckets, strict=True)]
@@ -114,11 +110,7 @@ def everyone(num_workers: int) -> Topology:
 
 @combination
 def as_messages(topology: Topology) -> Topology:
-    """Replace averages within groups by messages, with the same mixing matrices; a group of r needs r - 1 slots.
-
-    Raises:
-        ValueError: a schedule without tables that averages in groups.
-    """
+    """Replace averages within groups by messages, with the same mixing matrices; a group of r needs r - 1 slots."""
     if topology.groups is None or topology.mean_weights is None:
         return topology
     if topology.draw is not None:
