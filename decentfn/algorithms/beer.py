@@ -40,7 +40,7 @@ from decentfn.kit import (
     require_doubly_stochastic,
     require_static,
     unless_bad,
-    zeros_like,
+    zeroed,
 )
 from decentfn.topologies import Topology
 
@@ -55,11 +55,7 @@ class Memory(NamedTuple):
     s: Buckets  # public copy of v
     pull_v: Buckets  # (W - I) s
     averaged = ("v", "m", "h", "s")  # over the workers, by df.resize
-
-    @classmethod
-    def restart(cls, x: Buckets) -> Memory:
-        """Reset the tracker and the public copies to 0, where all workers agree."""
-        return cls(*(zeros_like(x) for _ in cls._fields))
+    restart = classmethod(zeroed)
 
 
 def compressed_tracking(call: str, worker: Worker, compressor: Compressor, gamma: float, momentum: float) -> Algorithm:

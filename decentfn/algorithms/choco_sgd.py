@@ -42,6 +42,7 @@ from decentfn.kit import (
     require_doubly_stochastic,
     require_static,
     unless_bad,
+    zeroed,
     zeros_like,
 )
 from decentfn.topologies import Topology
@@ -53,11 +54,7 @@ class Memory(NamedTuple):
     public: Buckets  # x̂, this worker's public copy
     pull: Buckets  # d = Σ_j W[i,j] (x̂_j - x̂), whose mean over the workers is 0
     averaged = ("public",)  # over the workers, by df.resize
-
-    @classmethod
-    def restart(cls, x: Buckets) -> Memory:
-        """Reset public copies and their sum to 0, where all workers agree."""
-        return cls(zeros_like(x), zeros_like(x))
+    restart = classmethod(zeroed)
 
     def without_lost(self, x: Buckets, mean: Callable[[Buckets], Buckets]) -> Memory:
         """Take the mean public copy, so that those of all neighbors are known."""

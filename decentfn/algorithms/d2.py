@@ -42,7 +42,7 @@ from decentfn.kit import (
     each,
     repaired,
     require_doubly_stochastic,
-    zeros_like,
+    zeroed,
 )
 from decentfn.topologies import Topology, mixing_matrix
 
@@ -51,11 +51,7 @@ class Memory(NamedTuple):
     """The correction c, whose mean over the workers is 0."""
 
     c: Buckets
-
-    @classmethod
-    def restart(cls, x: Buckets) -> Memory:
-        """Reset the correction."""
-        return cls(zeros_like(x))
+    restart = classmethod(zeroed)
 
 
 @algorithm

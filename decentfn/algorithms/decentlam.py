@@ -46,7 +46,7 @@ from decentfn.kit import (
     require_fractions,
     require_rate,
     wide,
-    zeros_like,
+    zeroed,
 )
 from decentfn.optim.transforms.basic import Scalar
 from decentfn.topologies import Topology, mixed
@@ -62,11 +62,7 @@ class Memory(NamedTuple):
 
     m: Buckets
     averaged = ("m",)  # over the workers, by df.resize
-
-    @classmethod
-    def restart(cls, x: Buckets) -> Memory:
-        """Reset the momentum."""
-        return cls(zeros_like(x))
+    restart = classmethod(zeroed)
 
 
 @algorithm

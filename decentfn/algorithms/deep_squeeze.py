@@ -39,7 +39,7 @@ from decentfn.kit import (
     require_compressor,
     require_contraction,
     require_doubly_stochastic,
-    zeros_like,
+    zeroed,
 )
 from decentfn.topologies import Topology
 
@@ -48,11 +48,7 @@ class Memory(NamedTuple):
     """Memory of one worker."""
 
     error: Buckets  # δ
-
-    @classmethod
-    def restart(cls, x: Buckets) -> Memory:
-        """Reset the compression error."""
-        return cls(zeros_like(x))
+    restart = classmethod(zeroed)
 
 
 @algorithm

@@ -35,7 +35,7 @@ from decentfn.kit import (
     each,
     require_compressor,
     require_rate,
-    zeros_like,
+    zeroed,
 )
 from decentfn.topologies import Topology
 
@@ -45,11 +45,7 @@ class Memory(NamedTuple):
 
     momentum: Buckets  # δ
     averaged = ("momentum",)  # over the workers, by df.resize
-
-    @classmethod
-    def restart(cls, x: Buckets) -> Memory:
-        """Reset the momentum."""
-        return cls(zeros_like(x))
+    restart = classmethod(zeroed)
 
 
 @algorithm

@@ -35,7 +35,7 @@ from decentfn.kit import (
     each,
     repaired,
     require_static_symmetric,
-    zeros_like,
+    zeroed,
 )
 from decentfn.topologies import Topology
 
@@ -44,11 +44,7 @@ class Memory(NamedTuple):
     """Half the disagreement, summed over the steps."""
 
     p: Buckets
-
-    @classmethod
-    def restart(cls, x: Buckets) -> Memory:
-        """Reset the sum."""
-        return cls(zeros_like(x))
+    restart = classmethod(zeroed)
 
 
 @algorithm

@@ -37,7 +37,7 @@ from decentfn.kit import (
     each,
     require_doubly_stochastic,
     require_fractions,
-    zeros_like,
+    zeroed,
 )
 from decentfn.topologies import Topology, later
 
@@ -48,11 +48,7 @@ class Memory(NamedTuple):
     u: Buckets  # own momentum
     y: Buckets  # tracked momentum, the last direction; the paper's c is W y subtracted from u
     averaged = ("u", "y")  # over the workers, by df.resize
-
-    @classmethod
-    def restart(cls, x: Buckets) -> Memory:
-        """Reset momentum and tracker."""
-        return cls(zeros_like(x), zeros_like(x))
+    restart = classmethod(zeroed)
 
     def without_lost(self, x: Buckets, mean: Callable[[Buckets], Buckets]) -> Memory:
         """Keep the own momentum, and track that of the others from there."""

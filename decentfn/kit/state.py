@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from decentfn.core.buckets import Buckets
+from decentfn.core.buckets import Buckets, zeros_like
 from decentfn.core.trees import PyTree
 from decentfn.gradient import LossScale
 from decentfn.gradient import Metrics as Metrics
+
+M = TypeVar("M", bound=tuple[Any, ...])
 
 
 class Guarded(NamedTuple):
@@ -45,6 +47,12 @@ class State(NamedTuple):
     def buffers(self) -> PyTree:
         """The state's own buffers, as the tree passed to `init` or returned by the last loss; `df.buffers` copies."""
         return self.local.buffers
+
+
+def zeroed(cls: type[M], x: Buckets) -> M:
+    """Return a memory whose fields are all 0, wide, in the shapes of `x`: `restart = classmethod(zeroed)` in its class."""
+    fields: tuple[str, ...] = getattr(cls, "_fields")  # noqa: B009
+    return cls(*(zeros_like(x) for _ in fields))
 
 
 def restarted(memory: Any, x: Buckets) -> Any:
