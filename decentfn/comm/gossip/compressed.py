@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from decentfn.comm import collectives
-from decentfn.comm.gossip.guarding import are_finite, is_guarded
+from decentfn.comm.gossip.guarding import are_finite
 from decentfn.comm.gossip.plain import Posted, coarse, heard, inbox_of, own_gamma, post
 from decentfn.compressors import Compressor, Key
 from decentfn.core.buckets import BucketPlan, Buckets, loose, wide
+from decentfn.core.context import context
 from decentfn.core.scalars import once, rounded
 from decentfn.topologies import Topology, from_permutations
 from decentfn.topologies.combine import combination
@@ -42,7 +43,7 @@ def post_compressed(x: Buckets, compressor: Compressor, topology: Topology, t: T
         once(compressor.compress(b, plan, Key(t, row.worker, index))) for index, (b, plan) in enumerate(pairs)
     )
     good = None
-    if is_guarded():
+    if context.guarded:
         # A message of zeros stands for zeros.
         decoded = [_decoded(compressor, m, plan) for m, plan in zip(messages, x.plan.buckets, strict=True)]
         good = are_finite([*(b for b, _ in pairs), *decoded])

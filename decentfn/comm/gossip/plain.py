@@ -59,7 +59,7 @@ def post(
     """
     sent = [narrow(b, plan.dtype, wire_dtype) for b, plan in zip(x.tensors, x.plan.buckets, strict=True)]
     if good is not None:
-        guarding.note_replaced(~good)
+        context.guarded[-1].replaced.append(~good)
     elif context.guarded:
         good = guarding.judged(sent)
     messages = means = ()
