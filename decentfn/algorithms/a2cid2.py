@@ -109,11 +109,7 @@ def a2cid2(
 
 
 def rates(topology: Topology) -> tuple[float, float]:
-    """Return η̂ and α̃ of a schedule of pairs.
-
-    Raises:
-        ValueError: a round is not made of pairs with weight 1/2, or the pairs do not connect all workers.
-    """
+    """Return η̂ and α̃ of a schedule; raise ValueError unless pairs with weight 1/2 connect all workers."""
     n, rounds = topology.num_workers, min(topology.period or _SAMPLED, _SAMPLED)
     matrices = torch.stack([mixing_matrix(topology, t) for t in range(rounds)])
     others = matrices - torch.diag_embed(matrices.diagonal(dim1=1, dim2=2))

@@ -123,11 +123,7 @@ def require_stable(topology: Topology, tolerance: float = 1e-9) -> None:
 
 
 def companion_radius(rounds: list[Tensor]) -> float:
-    """Spectral radius of `(x^t, x^{t-1}) ↦ (W (2 x^t - x^{t-1}), x^t)` over the rounds W of a period.
-
-    Args:
-        rounds: W - J of each round, `[n, n]` (or a batch; its largest radius counts).
-    """
+    """Spectral radius of `(x^t, x^{t-1}) ↦ (W (2 x^t - x^{t-1}), x^t)` over a period's rounds W - J, `[n, n]`."""
     eye = torch.eye(rounds[0].shape[-1], dtype=rounds[0].dtype).expand_as(rounds[0])
     over_period = torch.eye(2 * eye.shape[-1], dtype=eye.dtype)
     for w in rounds:

@@ -145,11 +145,8 @@ def relay_sgd(
 def relay_counts(topology: Topology) -> Tensor:
     """Return `Σ_j c_{j→i}` of each step and worker: the number of other workers whose values have arrived.
 
-    Returns:
-        `[T, N]` int64; T is the tree's diameter (at least 1), after which every count is N - 1.
-
-    Raises:
-        ValueError: the topology is not a static, undirected, connected tree.
+    `[T, N]` int64; T is the tree's diameter (at least 1), after which every count is N - 1. Raises ValueError unless
+    the topology is a static, undirected, connected tree.
     """
     n, name = topology.num_workers, topology.name
     way_out = "use 'chain', 'binary-tree' or any connected graph of N - 1 undirected links"

@@ -67,15 +67,11 @@ def resize(state: State, algorithm: Algorithm) -> State:
 
 
 def resized(fresh: State, rows: State) -> State:
-    """Return the state that every new worker starts from.
+    """Return the state that every new worker starts from; raise NonFinite if a mean is infinite or NaN.
 
-    Args:
-        fresh: the state of the new algorithm's `init`; its values are used only for leaves that restart.
-        rows: a tree like it, with an iterable of the W workers' values for each leaf, such as a tensor `[W, ...]`. It
-            is read once, and not at all for leaves that restart.
-
-    Raises:
-        NonFinite: a mean is infinite or NaN.
+    `fresh` is the state of the new algorithm's `init`; its values are used only for leaves that restart. `rows` is a
+    tree like it, with an iterable of the W workers' values for each leaf, such as a tensor `[W, ...]`. It is read once,
+    and not at all for leaves that restart.
     """
     rules = _rules(fresh)
     x = trees.map(lambda rule, values: rule(values), rules.params, rows.params)

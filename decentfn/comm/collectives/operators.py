@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from decentfn.comm.collectives.lookup import Row, refuse_size, require_worker_axis
+from decentfn.comm.collectives.lookup import Row, require_worker_axis
 from decentfn.comm.collectives.membership import world
 from decentfn.comm.collectives.messages import land, lose, reduce, send
 from decentfn.comm.collectives.processes import World
@@ -118,8 +118,6 @@ def _post_kernel(x: Tensor, handle: Tensor, t: Tensor, good: Tensor | None, is_m
         x = x[None]
     here, local = context.step_world or world(), x.shape[0]
     topology, what = here.schedule(int(handle)), "group_mean" if is_mean else "exchange"
-    if local * here.size != topology.num_workers:
-        refuse_size(here, local, topology.num_workers, what)
     if here.steps.lost is not None and not here.steps.is_running:
         raise report(here, here.steps.lost)
     call, different = here.steps.call(what, t, local)
