@@ -27,11 +27,7 @@ from decentfn.engine.memory import give_back_freed_memory
 from decentfn.gradient import traced_module
 from decentfn.kit.step import Step
 from decentfn.torch_private import inductor
-from decentfn.torch_private.dynamo import (
-    at_most,
-    guard_everything,
-    prepare,
-)
+from decentfn.torch_private.dynamo import at_most, guard_everything, prepare
 
 _GRAPHS = 32
 """Largest number of graphs of a step, for batches of different structures, dtypes and kinds of shapes."""
