@@ -11,7 +11,7 @@ from torch.profiler import record_function
 
 from decentfn.comm import collectives
 from decentfn.core import trees
-from decentfn.core.buckets import Buckets, each, mean_of_processes, mean_within_worker, unsharded
+from decentfn.core.buckets import Buckets, Places, each, mean_of_processes, mean_within_worker, unsharded
 from decentfn.core.context import context
 from decentfn.core.formatting import brief, brief_error
 from decentfn.core.stacking import in_chunks
@@ -36,6 +36,8 @@ class WithinWorker(NamedTuple):
     """Size of a tensor-parallel group: consecutive processes that compute one batch together."""
     common: frozenset[str] = frozenset()
     """Names of the leaves that every process of the tensor-parallel group holds."""
+    places: Places = ()
+    """Places of this process's shards of the parameters and of the module's buffers."""
 
 
 def within_worker_of(loss_fn: LossFn) -> WithinWorker:
@@ -50,7 +52,7 @@ def within_worker_of(loss_fn: LossFn) -> WithinWorker:
         raise ValueError(
             f"loss_fn={brief(inner)}: the gradient of a sharded module is PyTorch's own; write df.autograd(loss_fn)."
         )
-    return WithinWorker(size, tp_size=inner.tp_size, common=inner.common)
+    return WithinWorker(size, tp_size=inner.tp_size, common=inner.common, places=inner.places)
 
 
 def require_inputs(call: str, loss_fn: LossFn, params: PyTree, buffers: PyTree) -> PyTree:

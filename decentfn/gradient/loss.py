@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from decentfn.core import trees
-from decentfn.core.buckets import Places
 from decentfn.core.formatting import brief
 from decentfn.core.trees import PyTree
 
@@ -25,7 +24,6 @@ class WrappedLoss:
     def __init__(self, loss_fn: LossFn) -> None:
         self.loss_fn = loss_fn
         self.frozen: frozenset[str] = getattr(loss_fn, "frozen", frozenset())
-        self.places: Places = getattr(loss_fn, "places", ())
 
     def __call__(self, *arguments: Any) -> Any:
         """Evaluate the inner loss."""

@@ -92,8 +92,8 @@ class Worker:
         starts_equal = "params" in must_equal
 
         def init(params: PyTree, buffers: PyTree = None) -> State:
-            topologies, places = (self.topology, self.everyone), getattr(self.loss_fn, "places", ())
-            x = lay_out(params, self.optimizer, topologies, self.bucket_mb, self.wire_dtype, self.within_worker, places)
+            topologies = self.topology, self.everyone
+            x = lay_out(params, self.optimizer, topologies, self.bucket_mb, self.wire_dtype, self.within_worker)
             x = Buckets(x, replace(x.plan, starts_equal=starts_equal))
             scale = None if self.scaling is None else self.scaling.init(x[0].device)
             local = Local(self.optimizer.init(x), trees.map(torch.clone, buffers), scale)
