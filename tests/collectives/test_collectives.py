@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 from torch.func import vmap
 
 import decentfn as df
-from decentfn.comm import collectives
+from decentfn.comm import collectives, gossip
 from decentfn.comm.collectives import exchange, group_mean, look_up, members, on_device, wait
+from decentfn.core.buckets import loose
 from decentfn.core.scalars import Numbers
 from decentfn.testing import on_ranks
 from decentfn.topologies import Round, Topology
@@ -179,6 +180,16 @@ def test_a_row_is_this_workers_part_of_the_round():
                 for k, wanted in enumerate(expected[i]):
                     for got in (alone[i][k], stacked[k][i], packed[i // 2][k][i % 2]):
                         assert torch.equal(got, wanted), (topology, t, i, k)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sixteen_bit_values_are_mixed_wide_and_rounded_once(dtype):
+    topology, t = df.topology("static-exp", 8), torch.tensor(0)
+    x = torch.randn(8, 1000, generator=torch.Generator().manual_seed(0)).to(dtype)
+    got = vmap(lambda x: gossip.collect(gossip.post(loose([x]), look_up(x, topology, t)))[0])(x)
+    exact = df.topologies.mixing_matrix(topology, 0) @ x.double()
+    half_a_unit = torch.finfo(dtype).eps / 2 * exact.abs()
+    assert got.dtype == dtype and ((got.double() - exact).abs() <= half_a_unit * 1.001 + 1e-6).all()
 
 
 def test_numbers_are_where_the_state_is():
