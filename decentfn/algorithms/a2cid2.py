@@ -48,12 +48,7 @@ class Memory(NamedTuple):
 
 @algorithm
 def a2cid2(
-    loss_fn: LossFn,
-    optimizer: Any,
-    topology: Topology,
-    *,
-    eta: float | None = None,
-    **options: Unpack[Options],
+    loss_fn: LossFn, optimizer: Any, topology: Topology, *, eta: float | None = None, **options: Unpack[Options]
 ) -> Algorithm:
     """Mix in pairs; a second copy of the parameters adds a momentum to the mixing.
 

@@ -53,13 +53,7 @@ class Memory(NamedTuple):
 
 @algorithm
 def stochastic_gradient_push(
-    loss_fn: LossFn,
-    optimizer: Any,
-    topology: Topology,
-    *,
-    rounds: int = 1,
-    delay: int = 0,
-    **options: Unpack[Options],
+    loss_fn: LossFn, optimizer: Any, topology: Topology, *, rounds: int = 1, delay: int = 0, **options: Unpack[Options]
 ) -> Algorithm:
     """Adapt then combine over directed graphs; push-sum's weight corrects the scale of the mix.
 

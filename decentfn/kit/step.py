@@ -116,10 +116,7 @@ class Step:
         if functorch.has_no_value(t):
             return self.run(state, batch, t)
         number = int(t)
-        with (
-            collectives.whole_step(number, donated=self._writes_over) as here,
-            draws.torch_draws(number, here.place),
-        ):
+        with collectives.whole_step(number, donated=self._writes_over) as here, draws.torch_draws(number, here.place):
             if self.is_by_autograd and not functorch.has_no_value(state.params.tensors[0]):
                 result = with_side_channel(self.run, state, batch, t)
             else:

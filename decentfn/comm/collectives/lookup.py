@@ -90,14 +90,8 @@ def _look_up_kernel(token: Tensor, handle: Tensor, t: Tensor, slots: int, worker
     return (rows[here.rank * workers : (here.rank + 1) * workers] if workers else rows[here.rank]).clone()
 
 
-def _look_up_shape(token: Tensor, handle: Tensor, t: Tensor, slots: int, workers: int) -> Tensor:
-    numbers = _FACTS + 2 + 3 * slots
-    return token.new_empty((workers, numbers) if workers else (numbers,), dtype=torch.float64)
-
-
-def _look_up_vmap(
-    info: Any, in_dims: Any, token: Tensor, handle: Tensor, t: Tensor, slots: int, workers: int
-) -> tuple[Tensor, int]:
+def _look_up_vmap(info: Any, in_dims: Any, *arguments: Any) -> tuple[Tensor, int]:
+    token, handle, t, slots, _ = arguments
     require_worker_axis("a look-up", in_dims[0], in_dims[1:3])
     return _look_up(token, handle, t, slots, info.batch_size), 0
 
@@ -106,7 +100,9 @@ _look_up = operator(
     # `workers`: 0 for one worker alone; L for the rows of the L workers here.
     "look_up(Tensor token, Tensor topology, Tensor t, int slots, int workers) -> Tensor",
     _look_up_kernel,
-    _look_up_shape,
+    lambda token, handle, t, slots, workers: token.new_empty(
+        ((workers,) if workers else ()) + (_FACTS + 2 + 3 * slots,), dtype=torch.float64
+    ),
     _look_up_vmap,
 )
 

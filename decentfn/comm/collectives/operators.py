@@ -151,9 +151,8 @@ def _post_mean(here: World, call: Call, members: list[list[int]], x: Tensor) -> 
     call.inbox = mean
 
 
-def _post_vmap(
-    info: Any, in_dims: Any, x: Tensor, handle: Tensor, t: Tensor, good: Tensor | None, is_mean: bool, workers: int
-) -> tuple[Tensor, None]:
+def _post_vmap(info: Any, in_dims: Any, *arguments: Any) -> tuple[Tensor, None]:
+    x, handle, t, good, is_mean, _ = arguments
     n = info.batch_size
     require_worker_axis("group_mean" if is_mean else "exchange", in_dims[0], in_dims[1:3])
     if world().size == 1:
@@ -173,9 +172,7 @@ _post = operator(
 # -- wait -----------------------------------------------------------------------------------------------------------
 
 
-def _wait_kernel(
-    number: Tensor, x: Tensor, peers: Tensor, size: Tensor | None, good: Tensor | None, workers: int, after: Any
-) -> Tensor:
+def _wait_kernel(number: Tensor, x: Tensor, peers: Tensor, size: Any, good: Any, workers: int, after: Any) -> Tensor:
     here = context.step_world or world()
     call = here.steps.in_flight.pop(int(number))
     land(here, call)
@@ -183,23 +180,8 @@ def _wait_kernel(
     return inbox if workers else inbox[0]
 
 
-def _wait_shape(
-    number: Tensor, x: Tensor, peers: Tensor, size: Tensor | None, good: Tensor | None, workers: int, after: Any
-) -> Tensor:
-    return x.new_empty((*peers.shape, x.shape[-1]) if size is None else x.shape)
-
-
-def _wait_vmap(
-    info: Any,
-    in_dims: Any,
-    number: Tensor,
-    x: Tensor,
-    peers: Tensor,
-    size: Tensor | None,
-    good: Tensor | None,
-    workers: int,
-    after: Sequence[Tensor],
-) -> tuple[Tensor, int]:
+def _wait_vmap(info: Any, in_dims: Any, *arguments: Any) -> tuple[Tensor, int]:
+    number, x, peers, size, good, _, after = arguments
     n = info.batch_size
     x, peers = with_workers_first(x, in_dims[1], n), with_workers_first(peers, in_dims[2], n)
     if world().size > 1:
@@ -219,6 +201,6 @@ _wait = operator(
     # Of a mean, `peers` and `size` are the worker's group; of messages, `peers` are its sources.
     "wait(Tensor number, Tensor x, Tensor peers, Tensor? size, Tensor? good, int workers, Tensor[] after) -> Tensor",
     _wait_kernel,
-    _wait_shape,
+    lambda number, x, peers, size, *_: x.new_empty((*peers.shape, x.shape[-1]) if size is None else x.shape),
     _wait_vmap,
 )

@@ -45,11 +45,7 @@ class Posted(NamedTuple):
 
 
 def post(
-    x: Buckets,
-    row: collectives.Row,
-    *,
-    wire_dtype: torch.dtype | None = None,
-    good: Tensor | None = None,
+    x: Buckets, row: collectives.Row, *, wire_dtype: torch.dtype | None = None, good: Tensor | None = None
 ) -> Posted:
     """Start to send `x` to the neighbors of a round; an algorithm calls it as `Worker.post`.
 
