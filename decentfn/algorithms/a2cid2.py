@@ -24,21 +24,10 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
+from decentfn.comm.gossip import difference, repaired
+from decentfn.core.buckets import copy_wide, each
 from decentfn.core.trees import PyTree
-from decentfn.kit import (
-    Algorithm,
-    Buckets,
-    LossFn,
-    Metrics,
-    Options,
-    State,
-    Worker,
-    algorithm,
-    copy_wide,
-    difference,
-    each,
-    repaired,
-)
+from decentfn.kit import Algorithm, Buckets, LossFn, Metrics, Options, State, Worker, algorithm
 from decentfn.topologies import Topology, mixing_matrix
 
 _SAMPLED = 256
@@ -59,12 +48,7 @@ class Memory(NamedTuple):
 
 @algorithm
 def a2cid2(
-    loss_fn: LossFn,
-    optimizer: Any,
-    topology: Topology,
-    *,
-    eta: float | None = None,
-    **options: Unpack[Options],
+    loss_fn: LossFn, optimizer: Any, topology: Topology, *, eta: float | None = None, **options: Unpack[Options]
 ) -> Algorithm:
     """Mix in pairs; a second copy of the parameters adds a momentum to the mixing.
 
@@ -109,11 +93,7 @@ def a2cid2(
 
 
 def rates(topology: Topology) -> tuple[float, float]:
-    """Return η̂ and α̃ of a schedule of pairs.
-
-    Raises:
-        ValueError: a round is not made of pairs with weight 1/2, or the pairs do not connect all workers.
-    """
+    """Return η̂ and α̃ of a schedule; raise ValueError unless pairs with weight 1/2 connect all workers."""
     n, rounds = topology.num_workers, min(topology.period or _SAMPLED, _SAMPLED)
     matrices = torch.stack([mixing_matrix(topology, t) for t in range(rounds)])
     others = matrices - torch.diag_embed(matrices.diagonal(dim1=1, dim2=2))

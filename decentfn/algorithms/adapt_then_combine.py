@@ -18,12 +18,7 @@ from decentfn.topologies import Topology
 
 @algorithm
 def adapt_then_combine(
-    loss_fn: LossFn,
-    optimizer: Any,
-    topology: Topology,
-    *,
-    gossip_rounds: int = 1,
-    **options: Unpack[Options],
+    loss_fn: LossFn, optimizer: Any, topology: Topology, *, gossip_rounds: int = 1, **options: Unpack[Options]
 ) -> Algorithm:
     """Update, then mix the updated parameters.
 

@@ -20,27 +20,17 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
+from decentfn.comm.gossip import unless_bad
 from decentfn.comm.gossip.compressed import as_messages, difference_compressed, post_compressed
 from decentfn.compressors import Compressor
+from decentfn.core.buckets import add, cast_like, each
 from decentfn.core.trees import PyTree
-from decentfn.kit import (
-    Algorithm,
-    Buckets,
-    LossFn,
-    Metrics,
-    Options,
-    State,
-    Worker,
-    add,
-    algorithm,
-    cast_like,
-    each,
+from decentfn.kit import Algorithm, Buckets, LossFn, Metrics, Options, State, Worker, algorithm, zeroed
+from decentfn.kit.preconditions import (
     require_compressor,
     require_contraction,
     require_doubly_stochastic,
     require_static,
-    unless_bad,
-    zeros_like,
 )
 from decentfn.topologies import Topology
 
@@ -55,11 +45,7 @@ class Memory(NamedTuple):
     s: Buckets  # public copy of v
     pull_v: Buckets  # (W - I) s
     averaged = ("v", "m", "h", "s")  # over the workers, by df.resize
-
-    @classmethod
-    def restart(cls, x: Buckets) -> Memory:
-        """Reset the tracker and the public copies to 0, where all workers agree."""
-        return cls(*(zeros_like(x) for _ in cls._fields))
+    restart = classmethod(zeroed)
 
 
 def compressed_tracking(call: str, worker: Worker, compressor: Compressor, gamma: float, momentum: float) -> Algorithm:

@@ -21,28 +21,19 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
+from decentfn.comm.gossip import unless_bad
 from decentfn.comm.gossip.compressed import as_messages, difference_compressed, post_compressed
 from decentfn.compressors import Compressor
+from decentfn.core.buckets import add, each, zeros_like
 from decentfn.core.trees import PyTree
-from decentfn.kit import (
-    Algorithm,
-    Buckets,
-    LossFn,
-    Metrics,
-    Options,
-    State,
-    Worker,
-    add,
-    algorithm,
+from decentfn.kit import Algorithm, Buckets, LossFn, Metrics, Options, State, Worker, algorithm, zeroed
+from decentfn.kit.preconditions import (
     as_input,
     at,
-    each,
     require_compressor,
     require_contraction,
     require_doubly_stochastic,
     require_static,
-    unless_bad,
-    zeros_like,
 )
 from decentfn.topologies import Topology
 
@@ -53,11 +44,7 @@ class Memory(NamedTuple):
     public: Buckets  # x̂, this worker's public copy
     pull: Buckets  # d = Σ_j W[i,j] (x̂_j - x̂), whose mean over the workers is 0
     averaged = ("public",)  # over the workers, by df.resize
-
-    @classmethod
-    def restart(cls, x: Buckets) -> Memory:
-        """Reset public copies and their sum to 0, where all workers agree."""
-        return cls(zeros_like(x), zeros_like(x))
+    restart = classmethod(zeroed)
 
     def without_lost(self, x: Buckets, mean: Callable[[Buckets], Buckets]) -> Memory:
         """Take the mean public copy, so that those of all neighbors are known."""

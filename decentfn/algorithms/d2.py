@@ -27,23 +27,11 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
+from decentfn.comm.gossip import difference, repaired
+from decentfn.core.buckets import add, each
 from decentfn.core.trees import PyTree
-from decentfn.kit import (
-    Algorithm,
-    Buckets,
-    LossFn,
-    Metrics,
-    Options,
-    State,
-    Worker,
-    add,
-    algorithm,
-    difference,
-    each,
-    repaired,
-    require_doubly_stochastic,
-    zeros_like,
-)
+from decentfn.kit import Algorithm, Buckets, LossFn, Metrics, Options, State, Worker, algorithm, zeroed
+from decentfn.kit.preconditions import require_doubly_stochastic
 from decentfn.topologies import Topology, mixing_matrix
 
 
@@ -51,11 +39,7 @@ class Memory(NamedTuple):
     """The correction c, whose mean over the workers is 0."""
 
     c: Buckets
-
-    @classmethod
-    def restart(cls, x: Buckets) -> Memory:
-        """Reset the correction."""
-        return cls(zeros_like(x))
+    restart = classmethod(zeroed)
 
 
 @algorithm
@@ -127,11 +111,7 @@ def require_stable(topology: Topology, tolerance: float = 1e-9) -> None:
 
 
 def companion_radius(rounds: list[Tensor]) -> float:
-    """Spectral radius of `(x^t, x^{t-1}) ↦ (W (2 x^t - x^{t-1}), x^t)` over the rounds W of a period.
-
-    Args:
-        rounds: W - J of each round, `[n, n]` (or a batch; its largest radius counts).
-    """
+    """Spectral radius of `(x^t, x^{t-1}) ↦ (W (2 x^t - x^{t-1}), x^t)` over a period's rounds W - J, `[n, n]`."""
     eye = torch.eye(rounds[0].shape[-1], dtype=rounds[0].dtype).expand_as(rounds[0])
     over_period = torch.eye(2 * eye.shape[-1], dtype=eye.dtype)
     for w in rounds:

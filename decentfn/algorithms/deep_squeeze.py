@@ -19,28 +19,13 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
+from decentfn.comm.gossip import repaired
 from decentfn.comm.gossip.compressed import as_messages, difference_compressed, post_compressed
 from decentfn.compressors import Compressor
+from decentfn.core.buckets import add, each
 from decentfn.core.trees import PyTree
-from decentfn.kit import (
-    Algorithm,
-    Buckets,
-    LossFn,
-    Metrics,
-    Options,
-    State,
-    Worker,
-    add,
-    algorithm,
-    as_input,
-    at,
-    each,
-    repaired,
-    require_compressor,
-    require_contraction,
-    require_doubly_stochastic,
-    zeros_like,
-)
+from decentfn.kit import Algorithm, Buckets, LossFn, Metrics, Options, State, Worker, algorithm, zeroed
+from decentfn.kit.preconditions import as_input, at, require_compressor, require_contraction, require_doubly_stochastic
 from decentfn.topologies import Topology
 
 
@@ -48,11 +33,7 @@ class Memory(NamedTuple):
     """Memory of one worker."""
 
     error: Buckets  # δ
-
-    @classmethod
-    def restart(cls, x: Buckets) -> Memory:
-        """Reset the compression error."""
-        return cls(zeros_like(x))
+    restart = classmethod(zeroed)
 
 
 @algorithm

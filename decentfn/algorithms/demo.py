@@ -18,25 +18,10 @@ from torch import Tensor
 
 from decentfn.comm.gossip.compressed import everyone, post_compressed, sum_compressed
 from decentfn.compressors import Compressor, dct_top_k
+from decentfn.core.buckets import add, cast_like, each
 from decentfn.core.trees import PyTree
-from decentfn.kit import (
-    Algorithm,
-    Buckets,
-    LossFn,
-    Metrics,
-    Options,
-    State,
-    Worker,
-    add,
-    algorithm,
-    as_input,
-    at,
-    cast_like,
-    each,
-    require_compressor,
-    require_rate,
-    zeros_like,
-)
+from decentfn.kit import Algorithm, Buckets, LossFn, Metrics, Options, State, Worker, algorithm, zeroed
+from decentfn.kit.preconditions import as_input, at, require_compressor, require_rate
 from decentfn.topologies import Topology
 
 
@@ -45,11 +30,7 @@ class Memory(NamedTuple):
 
     momentum: Buckets  # δ
     averaged = ("momentum",)  # over the workers, by df.resize
-
-    @classmethod
-    def restart(cls, x: Buckets) -> Memory:
-        """Reset the momentum."""
-        return cls(zeros_like(x))
+    restart = classmethod(zeroed)
 
 
 @algorithm

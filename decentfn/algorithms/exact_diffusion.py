@@ -20,23 +20,11 @@ from typing import Any, NamedTuple, Unpack
 
 from torch import Tensor
 
+from decentfn.comm.gossip import difference, repaired
+from decentfn.core.buckets import add, each
 from decentfn.core.trees import PyTree
-from decentfn.kit import (
-    Algorithm,
-    Buckets,
-    LossFn,
-    Metrics,
-    Options,
-    State,
-    Worker,
-    add,
-    algorithm,
-    difference,
-    each,
-    repaired,
-    require_static_symmetric,
-    zeros_like,
-)
+from decentfn.kit import Algorithm, Buckets, LossFn, Metrics, Options, State, Worker, algorithm, zeroed
+from decentfn.kit.preconditions import require_static_symmetric
 from decentfn.topologies import Topology
 
 
@@ -44,11 +32,7 @@ class Memory(NamedTuple):
     """The correction c = x - ψ, whose mean over the workers is 0."""
 
     c: Buckets
-
-    @classmethod
-    def restart(cls, x: Buckets) -> Memory:
-        """Reset the correction."""
-        return cls(zeros_like(x))
+    restart = classmethod(zeroed)
 
 
 @algorithm

@@ -21,22 +21,11 @@ from typing import Any, NamedTuple, Unpack
 
 from torch import Tensor
 
+from decentfn.comm.gossip import difference, repaired
+from decentfn.core.buckets import each
 from decentfn.core.trees import PyTree
-from decentfn.kit import (
-    Algorithm,
-    Buckets,
-    LossFn,
-    Metrics,
-    Options,
-    State,
-    Worker,
-    algorithm,
-    difference,
-    each,
-    repaired,
-    require_static_symmetric,
-    zeros_like,
-)
+from decentfn.kit import Algorithm, Buckets, LossFn, Metrics, Options, State, Worker, algorithm, zeroed
+from decentfn.kit.preconditions import require_static_symmetric
 from decentfn.topologies import Topology
 
 
@@ -44,11 +33,7 @@ class Memory(NamedTuple):
     """Half the disagreement, summed over the steps."""
 
     p: Buckets
-
-    @classmethod
-    def restart(cls, x: Buckets) -> Memory:
-        """Reset the sum."""
-        return cls(zeros_like(x))
+    restart = classmethod(zeroed)
 
 
 @algorithm

@@ -21,24 +21,11 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
+from decentfn.comm.gossip import collect
+from decentfn.core.buckets import add, cast_like, each
 from decentfn.core.trees import PyTree
-from decentfn.kit import (
-    Algorithm,
-    Buckets,
-    LossFn,
-    Metrics,
-    Options,
-    State,
-    Worker,
-    add,
-    algorithm,
-    cast_like,
-    collect,
-    each,
-    require_doubly_stochastic,
-    require_fractions,
-    zeros_like,
-)
+from decentfn.kit import Algorithm, Buckets, LossFn, Metrics, Options, State, Worker, algorithm, zeroed
+from decentfn.kit.preconditions import require_doubly_stochastic, require_fractions
 from decentfn.topologies import Topology, later
 
 
@@ -48,11 +35,7 @@ class Memory(NamedTuple):
     u: Buckets  # own momentum
     y: Buckets  # tracked momentum, the last direction; the paper's c is W y subtracted from u
     averaged = ("u", "y")  # over the workers, by df.resize
-
-    @classmethod
-    def restart(cls, x: Buckets) -> Memory:
-        """Reset momentum and tracker."""
-        return cls(zeros_like(x), zeros_like(x))
+    restart = classmethod(zeroed)
 
     def without_lost(self, x: Buckets, mean: Callable[[Buckets], Buckets]) -> Memory:
         """Keep the own momentum, and track that of the others from there."""

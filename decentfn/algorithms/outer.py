@@ -14,23 +14,11 @@ import torch
 from torch import Tensor
 
 from decentfn.comm import gossip
+from decentfn.comm.gossip import collect, is_active, unless_bad
 from decentfn.core import trees
+from decentfn.core.buckets import add, each, where, wide
 from decentfn.core.trees import PyTree
-from decentfn.kit import (
-    Buckets,
-    Metrics,
-    Plan,
-    Posted,
-    State,
-    Worker,
-    add,
-    collect,
-    each,
-    is_active,
-    unless_bad,
-    where,
-    wide,
-)
+from decentfn.kit import Buckets, Metrics, Plan, Posted, State, Worker
 from decentfn.optim.transforms.transform import require_descent, require_pair, wants_mix
 from decentfn.topologies import Topology, every, later
 
@@ -49,14 +37,10 @@ def local_steps(
 ) -> Callable[[State, PyTree, Tensor], tuple[State, Metrics]]:
     """Return the step `θ ← θ + u(θ, g(θ))`, followed by an outer step whenever `schedule` is active.
 
-    Args:
-        worker: the worker; its optimizer is the inner one.
-        schedule: from `after_steps`.
-        outer: the outer step, `(θ, memory, t) -> (θ, memory)`. It is computed in every step, on schedules that rest, and
-            its result is taken when it is due. `memory.phi` are the parameters at the start of the round.
-        post: messages `(memory, t) -> Posted` that overlap with the gradient; what they mix to is the fourth argument
-            of `outer`.
-        weight: function from the loss's aux to a number that is added to `memory.weight` in every step.
+    The outer step `(θ, memory, t) -> (θ, memory)` is computed in every step, on schedules that rest, and its result is
+    taken when it is due. `memory.phi` are the parameters at the start of the round. Messages that `post(memory, t)`
+    starts overlap with the gradient; what they mix to is the fourth argument of `outer`. `weight` is a function from
+    the loss's aux to a number that is added to `memory.weight` in every step.
     """
 
     def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:

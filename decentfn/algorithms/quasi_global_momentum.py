@@ -15,26 +15,17 @@ from typing import Any, NamedTuple, Unpack
 
 from torch import Tensor
 
+from decentfn.comm.gossip import difference, repaired
+from decentfn.core.buckets import each
 from decentfn.core.trees import PyTree
-from decentfn.kit import (
-    Algorithm,
-    Buckets,
-    LossFn,
-    Metrics,
-    Options,
-    State,
-    Worker,
-    algorithm,
+from decentfn.kit import Algorithm, Buckets, LossFn, Metrics, Options, State, Worker, algorithm, zeroed
+from decentfn.kit.preconditions import (
     as_input,
     at,
-    difference,
-    each,
     reciprocal,
-    repaired,
     require_doubly_stochastic,
     require_fractions,
     require_rate,
-    zeros_like,
 )
 from decentfn.optim.transforms.basic import Scalar
 from decentfn.topologies import Topology
@@ -45,11 +36,7 @@ class Memory(NamedTuple):
 
     m: Buckets
     averaged = ("m",)  # over the workers, by df.resize
-
-    @classmethod
-    def restart(cls, x: Buckets) -> Memory:
-        """Reset the momentum."""
-        return cls(zeros_like(x))
+    restart = classmethod(zeroed)
 
 
 @algorithm

@@ -19,24 +19,12 @@ import torch
 from torch import Tensor
 
 from decentfn.comm import collectives, gossip
+from decentfn.comm.gossip import unless_bad
 from decentfn.core import trees
-from decentfn.core.buckets import loose
+from decentfn.core.buckets import add, each, loose, wide
+from decentfn.core.scalars import Numbers, once
 from decentfn.core.trees import PyTree
-from decentfn.kit import (
-    Algorithm,
-    Buckets,
-    LossFn,
-    Metrics,
-    Options,
-    State,
-    Worker,
-    add,
-    algorithm,
-    each,
-    once,
-    unless_bad,
-    wide,
-)
+from decentfn.kit import Algorithm, Buckets, LossFn, Metrics, Options, State, Worker, algorithm
 from decentfn.topologies import Topology
 
 
@@ -89,8 +77,13 @@ def relay_sgd(
             f"relay_sgd(wire_dtype={worker.wire_dtype}): sums of models rounded to it would lose small updates "
             "permanently; leave it out, or use relay='gradients'."
         )
-    counts = collectives.Constant(relay_counts(topology))
-    n = topology.num_workers
+    table, n = relay_counts(topology), topology.num_workers
+    counts, last = Numbers(*table.flatten().tolist()), len(table) - 1
+
+    def count(age: Tensor, row: collectives.Row) -> Tensor:
+        """Return the number of other workers whose values have arrived by the step of this age, 0-d float64."""
+        index = age.clamp(max=last) * n + row.worker
+        return counts.vector(age).index_select(0, index.view(1))[0]
 
     def start(x: Buckets) -> Memory:
         messages = each(lambda b: b.new_zeros((topology.slots, b.shape[0]), dtype=wide(b.dtype)), x)
@@ -106,7 +99,7 @@ def relay_sgd(
 
     def heard_last(messages: Buckets, first: Buckets, age: Tensor, row: collectives.Row) -> Buckets:
         """Return the mean of the other workers, as received in the last step."""
-        missing = n - 1 - torch.where(age > 0, _count(counts, (age - 1).clamp(min=0), row), 0)
+        missing = n - 1 - torch.where(age > 0, count((age - 1).clamp(min=0), row), 0)
         total = each(lambda m, r: m.sum(0) + once(missing.to(m.dtype)) * r, messages, first)
         return each(lambda total: total / max(1, n - 1), total)
 
@@ -117,7 +110,7 @@ def relay_sgd(
         u, local = worker.update(g.grads, g, local, x)
         x_half = unless_bad(add(x, u), lambda: heard_last(messages, first, age, row))
         messages = send(x_half, messages, row)
-        missing = n - 1 - _count(counts, age, row)
+        missing = n - 1 - count(age, row)
         total = each(lambda x, m, r: x + m.sum(0) + once(missing.to(m.dtype)) * r, x_half, messages, first)
         x = each(lambda total, x: (total / n).to(x.dtype), total, x)
         return State(x, local, Memory(messages, first, age + 1)), g.metrics
@@ -136,20 +129,11 @@ def relay_sgd(
     return worker.algorithm(gradients, start, must_equal=("params",))
 
 
-def _count(counts: collectives.Constant, age: Tensor, row: collectives.Row) -> Tensor:
-    last, n = counts.shape[0] - 1, counts.shape[1]
-    index = age.clamp(max=last) * n + row.worker
-    return counts.on(age).view(-1).index_select(0, index.view(1))[0]
-
-
 def relay_counts(topology: Topology) -> Tensor:
     """Return `Σ_j c_{j→i}` of each step and worker: the number of other workers whose values have arrived.
 
-    Returns:
-        `[T, N]` int64; T is the tree's diameter (at least 1), after which every count is N - 1.
-
-    Raises:
-        ValueError: the topology is not a static, undirected, connected tree.
+    `[T, N]` int64; T is the tree's diameter (at least 1), after which every count is N - 1. Raises ValueError unless
+    the topology is a static, undirected, connected tree.
     """
     n, name = topology.num_workers, topology.name
     way_out = "use 'chain', 'binary-tree' or any connected graph of N - 1 undirected links"

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from decentfn.core import draws
 from decentfn.core.buckets import BucketPlan, wide
-from decentfn.core.scalars import once
-from decentfn.torch_private import functorch
-
-_library = torch.library.Library("decentfn", "FRAGMENT")
+from decentfn.core.scalars import once, operator
+from decentfn.torch_private.functorch import with_workers_first
 
 
 def join(*fields: Tensor) -> Tensor:
@@ -36,27 +32,27 @@ def placed(values: Tensor, places: Tensor, numel: int) -> Tensor:
     This is an operator because Inductor (PyTorch 2.13) miscompiles `zeros.scatter`: it fuses the reader of several
     decoded messages into the loop that fills their zeros, before the scatter. The messages then decode to zeros.
     """
-    return torch.ops.decentfn.placed(values, places, numel)
+    return _placed(values, places, numel)
 
 
-def _placed(values: Tensor, places: Tensor, numel: int) -> Tensor:
+def _placed_kernel(values: Tensor, places: Tensor, numel: int) -> Tensor:
     # Add, because a message of zeros (an idle slot) may name one place many times.
     return values.new_zeros((*values.shape[:-1], numel)).scatter_add_(-1, places.long(), values)
 
 
-def _placed_vmap(
-    info: Any, in_dims: tuple[int | None, ...], values: Tensor, places: Tensor, numel: int
-) -> tuple[Tensor, int]:
-    rows = functorch.with_workers_first
-    return placed(rows(values, in_dims[0], info.batch_size), rows(places, in_dims[1], info.batch_size), numel), 0
-
-
-_library.define("placed(Tensor values, Tensor places, int numel) -> Tensor")
-_library.impl("placed", _placed, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "decentfn::placed", lambda values, places, numel: values.new_empty((*values.shape[:-1], numel)), lib=_library
+_placed = operator(
+    "placed(Tensor values, Tensor places, int numel) -> Tensor",
+    _placed_kernel,
+    lambda values, places, numel: values.new_empty((*values.shape[:-1], numel)),
+    lambda info, in_dims, values, places, numel: (
+        _placed(
+            with_workers_first(values, in_dims[0], info.batch_size),
+            with_workers_first(places, in_dims[1], info.batch_size),
+            numel,
+        ),
+        0,
+    ),
 )
-torch.library.register_vmap("decentfn::placed", _placed_vmap, lib=_library)
 
 
 def pack(values: Tensor, bits: int) -> Tensor:

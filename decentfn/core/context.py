@@ -10,13 +10,12 @@ class _Context(threading.local):
     def __init__(self) -> None:
         # Set here, and not in the class: torch.compile guards the fields in every thread that runs what it compiled.
         self.world: Any = None  # the world of the operators (`collectives.use`)
-        self.step: Any = None  # the world of the running step (`collectives.whole_step`)
+        self.step_world: Any = None  # of the running step (`collectives.whole_step`)
         self.call: tuple[str, bool] | None = None  # the user's call outside steps (`collectives.calling`)
         self.seed: int | None = None  # torch's seed outside `draws.torch_draws`
         self.generators: tuple[Any, ...] = ()  # restored by the outer `draws.torch_draws`
-        self.chunks: tuple[int, int] | None = (
-            None  # the number of simulated workers, and of those in a chunk (`stacking.over_workers`)
-        )
+        # The number of simulated workers, and of those in a chunk (`stacking.over_workers`).
+        self.chunks: tuple[int, int] | None = None
         # Appended to and never assigned: torch.compile loses an assignment to an attribute when it traces a loop.
         self.hostile: list[Any] = []  # what a hostile worker sends, the innermost last (`decentfn.testing.hostile`)
         self.guarded: list[Any] = []  # notes of the guarded steps, the innermost last (`gossip.guarded`)

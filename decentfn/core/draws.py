@@ -11,7 +11,8 @@ values below 2^63, so nothing overflows. Suitable for schedules and compressors;
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from math import prod
 from typing import Any, cast
 
@@ -115,36 +116,27 @@ def worker_seed(seed: int, worker: int, t: int = 0) -> int:
     return _mixed(seed, t, worker)
 
 
-class torch_draws:
+@contextmanager
+def torch_draws(t: int, worker: int, part: int = 0) -> Iterator[None]:
     """Seed PyTorch's default generators by (torch's seed, t, worker, part) inside, and restore them on exit.
 
     If every rank calls `torch.manual_seed(0)`, ranks and steps draw differently, and every run draws the same numbers.
     A nested context uses torch's seed from outside both; the outer one resumes after it.
     """
-
-    __slots__ = ("_before", "_key", "_outer")
-
-    def __init__(self, t: int | Tensor, worker: int, part: int = 0) -> None:
-        self._key = int(t), worker, part, 1  # 1: differs from every key of `worker_seed`
-
-    def __enter__(self) -> None:
-        self._outer = context.seed, context.generators
-        base = torch.default_generator.initial_seed() if context.seed is None else context.seed
-        seed = _mixed(base, *self._key)
-        generators = [torch.default_generator]
-        if torch.cuda.is_initialized():
-            generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
-        self._before: dict[torch.Generator, Tensor] = {}
-        for generator in generators:
-            if generator not in context.generators:
-                self._before[generator] = generator.get_state()
-        for generator in generators:
-            generator.manual_seed(seed)
-        context.seed, context.generators = base, (*context.generators, *self._before)
-
-    def __exit__(self, *error: object) -> None:
-        context.seed, context.generators = self._outer
-        for generator, state in self._before.items():
+    outer = context.seed, context.generators
+    base = torch.default_generator.initial_seed() if context.seed is None else context.seed
+    generators = [torch.default_generator]
+    if torch.cuda.is_initialized():
+        generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
+    before = {generator: generator.get_state() for generator in generators if generator not in context.generators}
+    for generator in generators:
+        generator.manual_seed(_mixed(base, t, worker, part, 1))  # 1: differs from every key of `worker_seed`
+    context.seed, context.generators = base, (*context.generators, *before)
+    try:
+        yield
+    finally:
+        context.seed, context.generators = outer
+        for generator, state in before.items():
             generator.set_state(state)
 
 

@@ -31,11 +31,7 @@ def operator(schema: str, kernel: Any, fake: Any, vmap: Any) -> Any:
 
 
 def as_step(t: int | Tensor) -> Tensor:
-    """Convert a user's step number to 0-d int64 on the CPU.
-
-    Raises:
-        ValueError: `t` is not an integer, is negative, or has an axis.
-    """
+    """Convert a user's step number to 0-d int64 on the CPU; raise ValueError unless it is one integer, >= 0."""
     if isinstance(t, torch.Tensor):
         if t.dim() == 0 and not (t.is_floating_point() or t.is_complex() or t.dtype == torch.bool):
             step = t.to("cpu", torch.int64)
@@ -103,8 +99,12 @@ class Numbers:
 
     def on(self, token: Tensor) -> tuple[Tensor, ...]:
         """Return the numbers, each 0-d float64 on the token's device; compute with them, as they may be views."""
+        return self.vector(token).unbind()
+
+    def vector(self, token: Tensor) -> Tensor:
+        """Return the numbers as a vector, float64 on the token's device; compute with it, it is not a copy."""
         is_here = token.device.type == "cpu"
-        return (self._values if is_here else _numbers(token, self._handle, len(self._values))).unbind()
+        return self._values if is_here else _numbers(token, self._handle, len(self._values))
 
     def there(self, device: torch.device) -> Tensor:
         """Return the numbers on a device."""

@@ -12,7 +12,7 @@ import optree
 import torch
 from optree import registry
 
-from decentfn.torch_private import pytrees
+from decentfn.torch_private.names import PYTREE
 
 T = TypeVar("T")
 PyTree = Any
@@ -129,7 +129,12 @@ def register_node(
         cast(Any, unflatten),
         namespace=registry.__dict__["__GLOBAL_NAMESPACE"],
     )
-    pytrees.register_node(cls, flatten, unflatten)
+    if (register := PYTREE.find()) is not None:  # torch's own pytrees, which torch.func walks
+        register(
+            cls,
+            lambda node: (list(flatten(node)[0]), flatten(node)[1]),
+            lambda children, context: unflatten(context, children),
+        )
 
 
 def plain(tree: PyTree) -> PyTree:

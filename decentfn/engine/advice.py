@@ -21,16 +21,7 @@ from decentfn.torch_private.dynamo import first_error, guards_fail, is_not_compi
 
 
 def explain(step: Step, error: Exception, state: Any, batch: PyTree, graphs: int, how: dict[str, Any]) -> None:
-    """Raise a clear error for a failed compilation or call of a step; return if `error` itself is clear.
-
-    Args:
-        step: the step that was compiled.
-        error: what the compiled function raised.
-        state: the state that it was given.
-        batch: the batch that it was given.
-        graphs: the limit of graphs.
-        how: the arguments of torch.compile.
-    """
+    """Raise a clear error for one of a compiled step; return if `error` is clear. `how`: as for torch.compile."""
     if is_of_too_many_graphs(error):
         raise RuntimeError(
             f"df.compile(step): more than {graphs} kinds of batches (structures, dtypes, shapes that the compiler takes for "

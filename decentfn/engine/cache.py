@@ -13,8 +13,7 @@ from typing import Any, cast
 import torch
 from filelock import FileLock, Timeout
 
-from decentfn.torch_private.inductor import cache_dir, lookup_backend
-from decentfn.torch_private.inductor_on_cpu import without_faults
+from decentfn.torch_private.inductor import cache_dir, lookup_backend, without_faults
 
 _log = logging.getLogger("decentfn")
 

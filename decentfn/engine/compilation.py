@@ -27,11 +27,7 @@ from decentfn.engine.memory import give_back_freed_memory
 from decentfn.gradient import traced_module
 from decentfn.kit.step import Step
 from decentfn.torch_private import inductor
-from decentfn.torch_private.dynamo import (
-    at_most,
-    guard_everything,
-    prepare,
-)
+from decentfn.torch_private.dynamo import at_most, guard_everything, prepare
 
 _GRAPHS = 32
 """Largest number of graphs of a step, for batches of different structures, dtypes and kinds of shapes."""
@@ -107,7 +103,7 @@ def compile(
 
     def run(state: Any, batch: PyTree, t: Tensor) -> tuple[Any, Any]:
         leaves, structure = trees.flatten(state)
-        here = context.step or collectives.world()
+        here = context.step_world or collectives.world()
         # A graph depends on these, and Dynamo does not see them.
         form = here.num_seats, here.processes_per_worker, structure
         graph = None

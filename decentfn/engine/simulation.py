@@ -12,7 +12,7 @@ from decentfn.comm import collectives
 from decentfn.comm.fingerprint import require_equal_rows
 from decentfn.core import trees
 from decentfn.core.formatting import brief
-from decentfn.core.numbers import MOST_WORKERS, checks_numbers, require_at_most
+from decentfn.core.numbers import MOST_WORKERS, checks_numbers, require, require_at_most
 from decentfn.core.stacking import over_workers, require_rows
 from decentfn.core.trees import PyTree
 from decentfn.gradient.side_channel import SideChannel
@@ -44,24 +44,15 @@ def simulate(step: Step | Callable[..., Any], num_workers: int, *, chunk_size: i
     if not callable(step):
         raise ValueError(f"simulate({brief(step)}): expected a step; init, step = df.adapt_while_communicate(...).")
     step = Step.of(step)
-    if step.is_compiled:
-        raise ValueError(
-            "simulate(compile(step), N): a compiled step is one worker's graph, over which nothing is batched; the other "
-            "way round, df.compile(df.simulate(step, N))."
-        )
-    if step.is_donated:
-        raise ValueError(
-            "simulate(donate(step), N): the other way round, df.donate(df.simulate(step, N)): the state of all workers is one."
-        )
-    if step.simulated is not None:
-        raise ValueError(
-            "simulate(simulate(step, N)): the step has its workers already; simulate once, N of them in all."
-        )
+    rule = "a compiled step is one worker's graph, over which nothing is batched; the other way round, df.compile(df.simulate(step, N))."
+    require(not step.is_compiled, "simulate(compile(step), N)", rule)
+    rule = "the other way round, df.donate(df.simulate(step, N)): the state of all workers is one."
+    require(not step.is_donated, "simulate(donate(step), N)", rule)
+    rule = "the step has its workers already; simulate once, N of them in all."
+    require(step.simulated is None, "simulate(simulate(step, N))", rule)
     require_at_most("simulate", MOST_WORKERS, num_workers=num_workers)
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(
-            f"simulate(chunk_size={brief(chunk_size)}): workers at a time, an integer >= 1, or None for all."
-        )
+    rule = "workers at a time, an integer >= 1, or None for all."
+    require(chunk_size is None or chunk_size >= 1, "simulate", rule, chunk_size=chunk_size)
 
     one = step.run
 

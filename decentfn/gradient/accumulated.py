@@ -76,7 +76,7 @@ def micro_batches(batch: PyTree) -> PyTree:
 def _with_both_axes(batch: PyTree) -> PyTree:
     """Require leaves `[M, b, ...]`, or a batch of samples would pass for micro-batches of one; return the batch."""
     shapes = [list(x.shape) for x in trees.leaves(batch)]
-    if any(len(shape) < 2 or shape[:2] != shapes[0][:2] for shape in shapes):
+    if not shapes or any(len(shape) < 2 or shape[:2] != shapes[0][:2] or not shape[0] for shape in shapes):
         raise ValueError(
             f"accumulate(loss_fn): the batch's leaves are {shapes}, but each is [M, b, ...], with the same leading axis of M >= 1 "
             "micro-batches and then that of b samples: x.unflatten(0, (M, -1)). Leaves of other shapes go into a list of M "
@@ -101,10 +101,8 @@ def mean_gradient_of(
         e = gradient_of(loss_fn, params, kept, trees.fill(batch_template, micro), scale)
         sums = [total + part for total, part in zip(carry, [*e.grads, e.loss], strict=False)]
         new = [b.to(old.dtype) for b, old in zip(trees.leaves(e.buffers), carry[size + 1 :], strict=True)]
-        if (
-            torch.compiler.is_dynamo_compiling()
-        ):  # a compiled loop refuses outputs that are its inputs, as frozen buffers are
-            new = [torch.clone(b) for b in new]
+        if torch.compiler.is_dynamo_compiling():
+            new = [torch.clone(b) for b in new]  # a compiled loop refuses outputs that are its inputs: frozen buffers
         return [*sums, *new], trees.leaves(e.aux)
 
     size = len(params)
@@ -121,11 +119,5 @@ def mean_gradient_of(
 
 def micro_batch_count(stacks: list[Tensor]) -> int:
     """Return M, the length of every leaf's first axis."""
-    shapes = [list(x.shape) for x in stacks]
-    if not shapes or any(not shape or shape[0] != shapes[0][0] or not shape[0] for shape in shapes):
-        raise ValueError(
-            f"accumulate(loss_fn): the batch's leaves are {shapes}, but each needs the same leading axis of M >= 1 "
-            "micro-batches; stack them, or pass a list of micro-batches."
-        )
     # To Dynamo the length of a range is a constant even if M changes during a run, while a size becomes a symbol.
-    return len(range(shapes[0][0]))
+    return len(range(stacks[0].shape[0]))

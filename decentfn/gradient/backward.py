@@ -20,7 +20,7 @@ from decentfn.core.buckets import Buckets, Plan, elements, wide
 from decentfn.core.formatting import brief
 from decentfn.core.trees import PyTree
 from decentfn.gradient.accumulated import micro_batch_count, micro_batches
-from decentfn.gradient.gradient_checks import UngivenLeaves, no_other_weights
+from decentfn.gradient.gradient_checks import no_other_weights, require_none, ungiven
 from decentfn.gradient.lending import Lent
 from decentfn.gradient.loss import LossFn, call, scalar
 from decentfn.gradient.result import unscaled
@@ -84,18 +84,11 @@ def backward(
 ) -> Backward:
     """Compute the loss of worker `worker` in step `t`, and its unscaled gradient.
 
-    Args:
-        loss_fn: the loss of one batch.
-        form: positions of its leaves; the first call also checks for errors that only values and graphs show: writing
-            through `.data`, parameters from elsewhere.
-        many: True if the batch is micro-batches, `[M, ...]` in every leaf: the gradient is averaged over them.
-        t: the step.
-        here: the world in which the operator was called.
-        worker: its number, a key of its random numbers, as is the number of its tensor-parallel group.
-        scale: 0-d factor; the gradient of `scale * loss` is computed and divided by it.
-        params: the buckets.
-        buffers: the leaves of the loss's buffers.
-        batch: the batch of the loss.
+    The first call also checks for errors that only values and graphs show: writing through `.data`, parameters from
+    elsewhere. With `many`, every leaf of the batch is `[M, ...]`, micro-batches over which the gradient is averaged.
+    The random numbers are keyed by t and the worker, or the number of its tensor-parallel group. `params` are the
+    buckets, `buffers` the leaves of the loss's buffers, `scale` is 0-d: the gradient of `scale * loss` is divided by
+    it.
     """
     plan, is_first, tp_size = form.plan, not form.is_tried, getattr(loss_fn, "tp_size", 1)
     if is_first and tp_size > 1:
@@ -123,7 +116,7 @@ def backward(
                 losses.append(loss)
                 auxes.append(aux)
                 if index + 1 == len(micros) or not adds_in_place:
-                    parts = _in_buckets(plan, params, given, used)
+                    parts = _taken_from(plan, params, given, used)
                     parts = parts if adds_in_place else [g.to(wide(g.dtype)) for g in parts]
                     sums = [s + g for s, g in zip(sums, parts, strict=True)] if sums else parts
             if (after := _marks(given.constant, is_first)) != before:
@@ -161,7 +154,7 @@ def _forward_backward(
     """Return the loss and aux; add the gradients to the leaves' `.grad`."""
     loss, aux = given.of(batch)
     loss = scalar(loss)
-    others = UngivenLeaves(loss, given.leaves, batch) if is_first and given.constant else None
+    others = ungiven(loss, (given.leaves, batch)) if is_first and given.constant else []
     if not loss.requires_grad:
         raise RuntimeError(
             "df.autograd(loss_fn): the loss does not depend on the parameters that it was given; compute it from `params` "
@@ -171,12 +164,11 @@ def _forward_backward(
         (loss if scale is None else loss.to(wide(loss.dtype)) * scale).backward()
     value, aux = loss.detach(), None if aux is None else trees.map(_beyond, trees.plain(aux))
     del loss
-    if others is not None:
-        others.require_none()
+    require_none(others)
     return value, aux
 
 
-def _in_buckets(plan: Plan, params: Sequence[Tensor], given: _Function | Lent, used: list[bool]) -> list[Tensor]:
+def _taken_from(plan: Plan, params: Sequence[Tensor], given: _Function | Lent, used: list[bool]) -> list[Tensor]:
     """Move the leaves' gradients into buckets, 0 for a leaf without one; note in `used` which have one."""
     leaves, gradient, found, first = given.leaves, given.gradient, [], 0
     for bucket, tensor in zip(plan.buckets, params, strict=True):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -177,7 +178,7 @@ def _kernel(
 
     `used` has one flag per leaf; absent if `leaves` is 0.
     """
-    loss_fn, data, here = _losses[int(handle)], value(batch), context.step or world()
+    loss_fn, data, here = _losses[int(handle)], value(batch), context.step_world or world()
     form = loss_fn.layouts[layout]
     with loss_fn.lock:
         if not workers:
@@ -220,9 +221,7 @@ def _vmap(info: Any, in_dims: Any, *arguments: Any) -> tuple[list[Tensor], list[
     *known, _, t, scale, batch, params, buffers, after = arguments
     *_, scale_dim, _, param_dims, buffer_dims, _ = in_dims
 
-    def first(x: Tensor, dim: int | None) -> Tensor:
-        return functorch.with_workers_first(x, dim, info.batch_size).contiguous()
-
+    first = partial(functorch.with_workers_first, size=info.batch_size)
     scale = None if scale is None else first(scale, scale_dim)
     stacked = [
         [first(x, d) for x, d in zip(*pair, strict=True)] for pair in ((params, param_dims), (buffers, buffer_dims))

@@ -11,14 +11,14 @@ from torch.profiler import record_function
 
 from decentfn.comm import collectives
 from decentfn.core import trees
-from decentfn.core.buckets import Buckets, each, mean_of_processes, mean_within_worker, unsharded
+from decentfn.core.buckets import Buckets, Places, each, mean_of_processes, mean_within_worker, unsharded
 from decentfn.core.context import context
 from decentfn.core.formatting import brief, brief_error
 from decentfn.core.stacking import in_chunks
 from decentfn.core.trees import PyTree
 from decentfn.gradient.accumulated import Accumulated, mean_gradient_of, micro_batch_count, micro_batches
 from decentfn.gradient.by_autograd import ByAutograd, gradient_by_autograd
-from decentfn.gradient.gradient_checks import require_given_leaves
+from decentfn.gradient.gradient_checks import require_none, ungiven
 from decentfn.gradient.loss import LossFn, call, takes, unwrapped
 from decentfn.gradient.module import ModuleLoss, ShardedLoss
 from decentfn.gradient.result import Gradient, gradient_of
@@ -36,14 +36,12 @@ class WithinWorker(NamedTuple):
     """Size of a tensor-parallel group: consecutive processes that compute one batch together."""
     common: frozenset[str] = frozenset()
     """Names of the leaves that every process of the tensor-parallel group holds."""
+    places: Places = ()
+    """Places of this process's shards of the parameters and of the module's buffers."""
 
 
 def within_worker_of(loss_fn: LossFn) -> WithinWorker:
-    """Return how a worker's processes share the parameters of this loss.
-
-    Raises:
-        ValueError: the module is sharded, but its loss is not wrapped in `df.autograd`.
-    """
+    """Return how a worker's processes share the parameters; a sharded module needs `df.autograd`, else ValueError."""
     size = collectives.processes_per_worker()
     if size == 1:
         return WithinWorker()
@@ -54,15 +52,11 @@ def within_worker_of(loss_fn: LossFn) -> WithinWorker:
         raise ValueError(
             f"loss_fn={brief(inner)}: the gradient of a sharded module is PyTorch's own; write df.autograd(loss_fn)."
         )
-    return WithinWorker(size, tp_size=inner.tp_size, common=inner.common)
+    return WithinWorker(size, tp_size=inner.tp_size, common=inner.common, places=inner.places)
 
 
 def require_inputs(call: str, loss_fn: LossFn, params: PyTree, buffers: PyTree) -> PyTree:
-    """Return the buffers, which may be omitted for a module without any; `call` is the user's call.
-
-    Raises:
-        ValueError: the loss does not take these parameters and buffers.
-    """
+    """Return the buffers, {} for a module without any; raise ValueError unless the loss takes these inputs."""
     loss_fn, _ = unwrapped(loss_fn)
     own = getattr(loss_fn, "require_inputs", None)
     if own is not None:
@@ -84,12 +78,12 @@ def require_inputs(call: str, loss_fn: LossFn, params: PyTree, buffers: PyTree) 
 def require_batch(loss_fn: LossFn, batch: PyTree) -> None:
     """Raise ValueError unless the batch is of the kind that the loss unpacks, if the loss declares one."""
     if isinstance(batch, SideChannel):
-        return None  # checked before it entered the side channel
+        return  # checked before it entered the side channel
     inner, around = unwrapped(loss_fn)
     if Accumulated in around:
         batch = micro_batches(batch)
-    own = getattr(inner, "require_batch", None)
-    return None if own is None else own(batch)
+    if (own := getattr(inner, "require_batch", None)) is not None:
+        own(batch)
 
 
 def traced_module(loss_fn: LossFn) -> ModuleLoss | None:
@@ -147,7 +141,7 @@ def _evaluate(
             e = traced(params, buffers, batch, scale)
         loss = functorch.by_worker([e.loss])[0][0] if functorch.has_no_value(e.loss) else e.loss
         if _depends_on_ungiven(loss, (params, buffers, batch)):
-            require_given_leaves(loss)
+            require_none(ungiven(loss, ()))
         return e
     except (RuntimeError, NotImplementedError) as error:
         if type(error) not in (RuntimeError, NotImplementedError):
@@ -175,12 +169,10 @@ def raise_own(loss_fn: LossFn, state: Any, batch: PyTree) -> None:
         return
     inner, around = unwrapped(loss_fn)
     given = state.params, state.buffers, trees.plain(batch)
-    workers = state.params[0].shape[0] if state.params[0].dim() == 2 else None
+    is_stacked = state.params[0].dim() == 2
     try:
-        for i in range(workers or 1):
-            _plainly(
-                inner, Accumulated in around, *(given if workers is None else trees.map(lambda x, i=i: x[i], given))
-            )
+        for i in range(len(state.params[0]) if is_stacked else 1):
+            _plainly(inner, Accumulated in around, *(trees.map(lambda x, i=i: x[i], given) if is_stacked else given))
     except Exception as own:
         raise own from None
 
@@ -195,7 +187,7 @@ def _plainly(loss_fn: LossFn, many: bool, params: Buckets, buffers: PyTree, batc
         data = trees.cloned(trees.map(lambda x, i=i: x[i], batch) if many else batch)
         with torch.enable_grad():
             loss, _, _ = call(loss_fn, Buckets(leaves, params.plan).tree(), trees.cloned(buffers), data)
-            require_given_leaves(loss, (leaves, data))
+            require_none(ungiven(loss, (leaves, data)))
             if loss.requires_grad:
                 torch.autograd.grad(loss, leaves, allow_unused=True)
 

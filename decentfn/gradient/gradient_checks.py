@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import ref
@@ -40,31 +40,17 @@ def no_other_weights(loss: Tensor) -> Iterator[None]:
         )
 
 
-class UngivenLeaves:
-    """Tensors with a gradient from the loss, apart from those that it was given.
-
-    Some may have been made in the loss itself: `require_none`, called after the loss is freed, checks the rest.
-    """
-
-    def __init__(self, loss: Tensor, given: Iterable[Tensor], batch: Any) -> None:
-        known = {id(x) for x in (*given, *trees.leaves(trees.plain(batch)))}
-        self._refs = [ref(x) for x in _leaves(loss) if id(x) not in known]
-
-    def require_none(self) -> None:
-        """Raise ValueError if there are any."""
-        if any(r() is not None for r in self._refs):
-            gc.collect()  # made in the loss and part of a cycle
-        require_none([x for r in self._refs if (x := r()) is not None])
+def ungiven(loss: Tensor, given: Any) -> list[ref[Tensor]]:
+    """Return references to the tensors with a gradient from the loss, made in it or outside, that are not `given`."""
+    known = {id(x) for x in trees.leaves(trees.plain(given))}
+    return [ref(x) for x in _leaves(loss) if id(x) not in known]
 
 
-def require_given_leaves(loss: Tensor, given: Any = ()) -> None:
-    """Raise ValueError if a loss has a gradient for other tensors than those that it was given."""
-    known = {id(x) for x in trees.leaves(given)}
-    require_none([x for x in _leaves(loss) if id(x) not in known])
-
-
-def require_none(others: Sequence[Tensor]) -> None:
-    """Raise ValueError for tensors with a gradient from the loss that are not among the state's parameters."""
+def require_none(refs: Sequence[ref[Tensor]]) -> None:
+    """Raise ValueError if some exist after the loss is freed: they are from outside, and no optimizer trains them."""
+    if any(r() is not None for r in refs):
+        gc.collect()  # made in the loss and part of a cycle
+    others = [x for r in refs if (x := r()) is not None]
     if others:
         raise ValueError(
             f"loss_fn: it has a gradient of {len(others)} tensor(s), of shapes {brief([list(x.shape) for x in others])}, which are not "

@@ -67,8 +67,8 @@ def alone(modules: list[nn.Module], lends: bool = True, *, refuses: bool = False
             _changed.notify_all()
 
 
-class Place(NamedTuple):
-    """Place of a parameter or a buffer in a module."""
+class Entry(NamedTuple):
+    """Entry of a parameter or a buffer in a module."""
 
     name: str
     holder: dict[str, Any]
@@ -89,11 +89,11 @@ class Lent:
     """Tensors that the loss must not change, by name."""
 
     def __init__(
-        self, loss_fn: Any, places: list[Place], values: dict[str, Tensor], buffers: dict[str, Tensor]
+        self, loss_fn: Any, entries: list[Entry], values: dict[str, Tensor], buffers: dict[str, Tensor]
     ) -> None:
-        self.own = own_by_name(places)
+        self.own = own_by_name(entries)
         self.leaves, self.constant, self.gradient = [], {}, loss_fn.gradient
-        self._loss_fn, self._places, self._values, self._buffers = loss_fn, places, values, buffers
+        self._loss_fn, self._entries, self._values, self._buffers = loss_fn, entries, values, buffers
         self._before: list[tuple[Tensor, Tensor, Tensor | None]] = []
 
     def __enter__(self) -> Lent:
@@ -114,9 +114,9 @@ class Lent:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for place in self._places:
-            if place.key not in place.holder or place.holder[place.key] is not place.own:
-                place.holder[place.key] = place.own
+        for entry in self._entries:
+            if entry.key not in entry.holder or entry.holder[entry.key] is not entry.own:
+                entry.holder[entry.key] = entry.own
         for x, data, grad in self._before:
             if x.is_leaf:
                 x.grad = None
@@ -124,8 +124,8 @@ class Lent:
             if grad is not None:
                 x.grad = grad
 
-    def _replaced(self) -> list[Place]:
-        return [p for p in self._places if p.key not in p.holder or p.holder[p.key] is not p.own]
+    def _replaced(self) -> list[Entry]:
+        return [p for p in self._entries if p.key not in p.holder or p.holder[p.key] is not p.own]
 
     def of(self, batch: Any) -> tuple[Tensor, Any]:
         """Return the loss of a batch and its aux; raise ValueError if a parameter is no longer in its place."""
@@ -142,10 +142,10 @@ class Lent:
         return new | {name: x for name, x in now.items() if name in new and x is not None}
 
 
-def places_of(module: nn.Module, prefix: str = "") -> list[Place]:
+def entries_of(module: nn.Module, prefix: str = "") -> list[Entry]:
     """Return every place of a parameter or buffer of a module, repeated ones included; names omit the prefix."""
     return [
-        Place((f"{path}.{key}" if path else key).removeprefix(prefix), holder, key, x)
+        Entry((f"{path}.{key}" if path else key).removeprefix(prefix), holder, key, x)
         for path, m in module.named_modules()
         for holder in (m._parameters, m._buffers)
         for key, x in holder.items()
@@ -161,30 +161,30 @@ def weights(module: nn.Module, tensors: dict[str, Tensor], prefix: str = "") -> 
     `torch.func.functional_call` restores in the wrong order.
     """
     names: dict[Tensor, str] = {}
-    places = places_of(module, prefix)
-    for place in places:
-        if place.name in tensors and place.own not in names:
-            names[place.own] = place.name
-    places = [place for place in places if place.own in names]
+    entries = entries_of(module, prefix)
+    for entry in entries:
+        if entry.name in tensors and entry.own not in names:
+            names[entry.own] = entry.name
+    entries = [entry for entry in entries if entry.own in names]
     try:
-        for place in places:
-            place.holder[place.key] = tensors[names[place.own]]
+        for entry in entries:
+            entry.holder[entry.key] = tensors[names[entry.own]]
         yield
     finally:
-        for place in places:
-            if place.name in tensors:
+        for entry in entries:
+            if entry.name in tensors:
                 # A ScriptModule's holder has no `get`.
-                tensors[place.name] = place.holder[place.key] if place.key in place.holder else None  # noqa: SIM401  # pyright: ignore
-            place.holder[place.key] = place.own
+                tensors[entry.name] = entry.holder[entry.key] if entry.key in entry.holder else None  # noqa: SIM401  # pyright: ignore
+            entry.holder[entry.key] = entry.own
 
 
-def own_by_name(places: list[Place]) -> dict[str, Tensor]:
+def own_by_name(entries: list[Entry]) -> dict[str, Tensor]:
     """Return each tensor by its first name."""
     own, seen = {}, set()
-    for place in places:
-        if id(place.own) not in seen:
-            seen.add(id(place.own))
-            own[place.name] = place.own
+    for entry in entries:
+        if id(entry.own) not in seen:
+            seen.add(id(entry.own))
+            own[entry.name] = entry.own
     return own
 
 

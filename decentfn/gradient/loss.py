@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from decentfn.core import trees
-from decentfn.core.buckets import Places
 from decentfn.core.formatting import brief
 from decentfn.core.trees import PyTree
 
@@ -25,7 +24,6 @@ class WrappedLoss:
     def __init__(self, loss_fn: LossFn) -> None:
         self.loss_fn = loss_fn
         self.frozen: frozenset[str] = getattr(loss_fn, "frozen", frozenset())
-        self.places: Places = getattr(loss_fn, "places", ())
 
     def __call__(self, *arguments: Any) -> Any:
         """Evaluate the inner loss."""
@@ -68,7 +66,7 @@ def takes(function: Callable[..., Any], count: int) -> bool:
 def call(loss_fn: LossFn, params: PyTree, buffers: PyTree, batch: PyTree) -> tuple[Tensor, PyTree, PyTree]:
     """Evaluate the loss; return it, its new buffers and its aux."""
     returned = loss_fn(params, batch) if buffers is None else loss_fn(params, buffers, batch)
-    loss, extra = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
+    loss, extra = returned if is_pair(returned) else (returned, None)
     if buffers is None:
         new_buffers, aux = None, extra
     elif is_pair(extra):

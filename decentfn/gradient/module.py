@@ -16,11 +16,14 @@ from decentfn.comm import collectives
 from decentfn.core import trees
 from decentfn.core.buckets import Places
 from decentfn.core.formatting import brief
+from decentfn.core.numbers import require
 from decentfn.core.trees import PyTree
-from decentfn.gradient.lending import Lent, alone, attributes_put_back, own_by_name, places_of, weights
+from decentfn.gradient.lending import Lent, alone, attributes_put_back, entries_of, own_by_name, weights
 from decentfn.gradient.loss import is_pair
 from decentfn.torch_private import functorch
-from decentfn.torch_private.modules import traced_weights
+from decentfn.torch_private.names import WEIGHTS
+
+_reparametrized = WEIGHTS.find()
 
 
 class ModuleLoss:
@@ -43,10 +46,11 @@ class ModuleLoss:
         """Names of the buffers that are frozen parameters, which the loss does not change."""
         self.network = network
         """The module, or a module of it and a criterion with parameters."""
+        self._call = f"df.functional({type(module).__name__})"
         self._prefix = "module." if isinstance(network, _Pair) else ""
         self._shapes = _shapes(params), _shapes(buffers)
         self._trained = _trained(network)
-        own = {name: p for name, p in own_by_name(places_of(self.network, self._prefix)).items() if name in params}
+        own = {name: p for name, p in own_by_name(entries_of(self.network, self._prefix)).items() if name in params}
         self._hooks = [(name, hook) for name, p in own.items() for hook in (p._backward_hooks or {}).values()]
         self._late_hooks = sorted(name for name, p in own.items() if getattr(p, "_post_accumulate_grad_hooks", None))
         self._computed = [
@@ -70,7 +74,7 @@ class ModuleLoss:
             self._require_trained(params)
             placed = {n if n.startswith(_OF_CRITERION) else f"{self._prefix}{n}": x for n, x in given.items()}
             try:
-                with traced_weights(self.network, placed):
+                with _reparametrized(self.network, placed, tie_weights=True, stack_weights=True):
                     loss, aux = self.of(batch)
             finally:  # While a step is traced, only attributes that are known to be computed can be restored.
                 for owner, name, x in self._computed:
@@ -80,10 +84,9 @@ class ModuleLoss:
             name, modules = type(self.module).__name__, [*self.network.modules()]
             with alone(modules, refuses=True):
                 self._require_trained(params)
-                given = self._require_same(own_by_name(places_of(self.network, self._prefix)), given)
-                is_traced = any(
-                    [functorch.is_differentiated(x) or functorch.is_batched(x) for x in [*params.values()][:1]]
-                )
+                given = self._require_same(own_by_name(entries_of(self.network, self._prefix)), given)
+                first = next(iter(params.values()), None)
+                is_traced = first is not None and (functorch.is_differentiated(first) or functorch.is_batched(first))
                 kept = attributes_put_back(name, modules) if is_traced else nullcontext()
                 with kept, weights(self.network, given, self._prefix):
                     loss, aux = self.of(batch)
@@ -97,7 +100,7 @@ class ModuleLoss:
         modules = [*self.network.modules()]
         with alone(modules, refuses=True):
             self._require_trained(params, is_differentiated=True)
-            lent = Lent(self, places_of(self.network, self._prefix), {**params, **buffers}, buffers)
+            lent = Lent(self, entries_of(self.network, self._prefix), {**params, **buffers}, buffers)
             self._require_same(lent.own, {**params, **buffers})
             lent.leaves = [lent.own[name] for name in params]
             lent.constant = dict(zip(params, lent.leaves, strict=True))
@@ -111,26 +114,22 @@ class ModuleLoss:
 
     def _require_same(self, own: dict[str, Tensor], given: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the values for the module's own tensors; raise ValueError if its parameters have changed."""
-        if (
-            missing := given.keys() - own.keys()
-        ):  # a state trained with another criterion also has that one's parameters
+        missing = given.keys() - own.keys()
+        if missing:  # a state trained with another criterion also has that one's parameters
             given = {n: x for n, x in given.items() if n in own or not n.startswith(_OF_CRITERION)}
             missing = given.keys() - own.keys()
         if more := own.keys() - given.keys():
             more = {name for name in more if isinstance(own[name], nn.Parameter)}
-        if missing or more:
-            raise ValueError(
-                f"df.functional({type(self.module).__name__}): the module has changed since, in {brief(sorted(missing or more))}; call "
-                "df.functional again."
-            )
+        rule = f"the module has changed since, in {brief(sorted(missing or more))}; call df.functional again."
+        require(not (missing or more), self._call, rule)
         return given
 
     def require_in_place(self, replaced: Iterable[str]) -> None:
         """Raise ValueError if parameters were replaced."""
         if names := sorted(replaced):
             raise ValueError(
-                f"df.functional({type(self.module).__name__}): a call put other tensors in the places of the parameters "
-                f"{brief(names)}, which the state would not follow; tie or replace parameters before df.functional."
+                f"{self._call}: a call put other tensors in the places of the parameters {brief(names)}, which the state would not "
+                "follow; tie or replace parameters before df.functional."
             )
 
     def _require_trained(self, params: dict[str, Tensor], is_differentiated: bool = False) -> None:
@@ -140,7 +139,7 @@ class ModuleLoss:
         now = _trained(self.network)
         if now != self._trained and len(now) == len(self._trained):
             raise ValueError(
-                f"df.functional({type(self.module).__name__}): requires_grad of the module's parameters has changed since; the state has "
+                f"{self._call}: requires_grad of the module's parameters has changed since; the state has "
                 "those that were trained then. Call df.functional again, and init with its parameters."
             )
 
@@ -148,7 +147,7 @@ class ModuleLoss:
         """Register the hooks of the module's parameters on these."""
         if self._late_hooks and any(p.requires_grad for name, p in params.items() if name in self._late_hooks):
             raise ValueError(
-                f"df.functional({type(self.module).__name__}): {brief(self._late_hooks)} have hooks by "
+                f"{self._call}: {brief(self._late_hooks)} have hooks by "
                 "register_post_accumulate_grad_hook, and a gradient that is traced does not accumulate; write "
                 "df.autograd(loss_fn)."
             )
@@ -172,7 +171,7 @@ class ModuleLoss:
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         if loss is None:
             raise ValueError(
-                f"df.functional({type(self.module).__name__}): without a criterion the module's output has the loss, as "
+                f"{self._call}: without a criterion the module's output has the loss, as "
                 f"output.loss; this is a {type(output).__name__} without. Put the labels into the batch, or give a criterion, "
                 "or forward=lambda module, batch: ..."
             )
@@ -264,10 +263,10 @@ class ShardedLoss(ModuleLoss):
                     collectives.local(p).copy_(params[name] if name in params else buffers[name])
                     p.grad = None
             others = {name: b for name, b in buffers.items() if name not in self.frozen}
-            places = [
-                place for place in places_of(self.network, self._prefix) if not isinstance(place.own, nn.Parameter)
+            entries = [
+                entry for entry in entries_of(self.network, self._prefix) if not isinstance(entry.own, nn.Parameter)
             ]
-            lent = Lent(self, places, others, buffers)
+            lent = Lent(self, entries, others, buffers)
             lent.leaves = [own[name] for name in params]
             with lent:
                 yield lent
@@ -336,51 +335,39 @@ def functional(
             with parameters and a sharded module; when called, parameters that no optimizer trains; a module in
             DistributedDataParallel, or sharded over other processes than this worker's.
     """
-    if not isinstance(module, nn.Module):
-        raise ValueError(f"functional(module={brief(module)}): expected an nn.Module.")
-    if criterion is not None and forward is not None:
-        raise ValueError("functional(module, criterion, forward=...): forward returns the loss itself; leave one out.")
+    require(isinstance(module, nn.Module), "functional", "expected an nn.Module.", module=module)
+    rule = "forward returns the loss itself; leave one out."
+    require(criterion is None or forward is None, "functional(module, criterion, forward=...)", rule)
     collectives.require_unwrapped(module)
     is_sharded = collectives.is_sharded(module)
     common, tp_size = collectives.require_parts(module) if is_sharded else (frozenset(), 1)
-    network = module
+    call, network = f"functional({type(module).__name__})", module
     if isinstance(criterion, nn.Module) and any(p.requires_grad for p in criterion.parameters()):
         network = _Pair(module, criterion)
-    if is_sharded and network is not module:
-        raise ValueError(
-            f"functional({type(module).__name__}, criterion={brief(criterion)}): the criterion has parameters, and the module is sharded; "
-            "make the criterion a submodule of it before it is sharded, and give forward=..."
-        )
+    of_pair = f"functional({type(module).__name__}, criterion={brief(criterion)})"
+    rule = (
+        "the criterion has parameters, and the module is sharded; make the criterion a submodule of it before it is "
+        "sharded, and give forward=..."
+    )
+    require(not is_sharded or network is module, of_pair, rule)
     named, named_buffers = (
         [(name.removeprefix("module.") if network is not module else name, x) for name, x in found]
         for found in (network.named_parameters(), network.named_buffers())
     )
-    if len(dict(named) | dict(named_buffers)) < len(named) + len(named_buffers):
-        raise ValueError(
-            f"functional({type(module).__name__}, criterion={brief(criterion)}): both have parameters or buffers of one name that "
-            'begins with "criterion."; rename the submodule.'
-        )
+    rule = 'both have parameters or buffers of one name that begins with "criterion."; rename the submodule.'
+    require(len(dict(named) | dict(named_buffers)) == len(named) + len(named_buffers), of_pair, rule)
     lazy = [name for name, x in (*named, *named_buffers) if is_lazy(x)]
-    if lazy:
-        raise ValueError(
-            f"functional({type(module).__name__}): {brief(lazy)} have no shape yet; run the module once on a batch first."
-        )
+    require(not lazy, call, f"{brief(lazy)} have no shape yet; run the module once on a batch first.")
     sparse = [name for name, b in named_buffers if b.layout != torch.strided]
-    if sparse:
-        raise ValueError(
-            f"functional({type(module).__name__}): the buffers {brief(sparse)} are sparse, and a state holds dense tensors; keep them "
-            "as plain attributes of the module, which all workers share."
-        )
+    rule = f"the buffers {brief(sparse)} are sparse, and a state holds dense tensors; keep them as plain attributes of the module,"
+    require(not sparse, call, f"{rule} which all workers share.")
     own = {name: collectives.local(p).detach().clone() for name, p in named}
     trainable = {name: own[name] for name, p in named if p.requires_grad}
     frozen = {name: own[name] for name in own if name not in trainable}
     buffers = {name: b.detach().clone() for name, b in named_buffers} | frozen
     moved = {name for word in overwritten for name in _under(module, word, frozen)}
-    if moved and is_sharded:
-        raise ValueError(
-            f"functional({type(module).__name__}, overwritten=...): the module is sharded, and what the loss writes over its shards is "
-            "lost; make buffers of them."
-        )
+    rule = "the module is sharded, and what the loss writes over its shards is lost; make buffers of them."
+    require(not (moved and is_sharded), f"functional({type(module).__name__}, overwritten=...)", rule)
     kind = ShardedLoss if is_sharded else ModuleLoss
     loss_fn = kind(module, criterion, forward, network, trainable, buffers, frozenset(frozen) - moved)
     if isinstance(loss_fn, ShardedLoss):
@@ -392,9 +379,9 @@ def functional(
 def _under(module: nn.Module, word: str, frozen: Mapping[str, Tensor]) -> list[str]:
     """Return the names of the frozen parameters with this name, or in the submodule with this name."""
     names = [name for name in frozen if f"{name}.".startswith(f"{word}.")]
-    if not names:
-        raise ValueError(
-            f"functional({type(module).__name__}, overwritten={brief(word)}): no frozen parameter has this name, or is in a submodule of "
-            f"it; the frozen ones are {brief(sorted(frozen))}. Those that are trained move by the optimizer alone."
-        )
+    rule = (
+        f"no frozen parameter has this name, or is in a submodule of it; the frozen ones are {brief(sorted(frozen))}. Those that "
+        "are trained move by the optimizer alone."
+    )
+    require(len(names) > 0, f"functional({type(module).__name__}, overwritten={brief(word)})", rule)
     return names

@@ -50,7 +50,7 @@ from decentfn.kit.preconditions import (
     require_weight,
     require_whole,
 )
-from decentfn.kit.state import Local, Metrics, State
+from decentfn.kit.state import Local, Metrics, State, zeroed
 from decentfn.kit.step import Algorithm, Step
 from decentfn.kit.worker import Worker
 
@@ -97,5 +97,6 @@ __all__ = [
     "where",
     "wide",
     "widen",
+    "zeroed",
     "zeros_like",
 ]

@@ -11,7 +11,7 @@ import torch
 from decentfn.comm import collectives
 from decentfn.comm.fingerprint import agree, compare, digest, fingerprint
 from decentfn.core import trees
-from decentfn.core.buckets import Buckets, Mask, Places, Plan, flatten, part_of, part_shape
+from decentfn.core.buckets import Buckets, Mask, Plan, flatten, part_of, part_shape
 from decentfn.core.trees import PyTree
 from decentfn.gradient import WithinWorker
 from decentfn.kit.options import require_narrower
@@ -28,23 +28,16 @@ def lay_out(
     bucket_mb: float,
     wire_dtype: torch.dtype | None,
     within_worker: WithinWorker,
-    places: Places,
 ) -> Buckets:
     """Copy `params` into buckets, make the process groups and check that all ranks agree. Collective.
 
-    Args:
-        params: the tree.
-        optimizer: its masks must not be mixed within a bucket.
-        topologies: all topologies of the algorithm, its own schedule first.
-        bucket_mb: largest bucket in MiB.
-        wire_dtype: dtype of the exchanged values.
-        within_worker: how the processes of a worker share the parameters.
-        places: positions of shards in the worker's parameters and buffers.
+    The optimizer's masks are not mixed within a bucket; `topologies` are all of the algorithm's, its own schedule
+    first.
     """
     masks = getattr(optimizer, "masks", ())
     try:
         _require_as_built(within_worker)
-        x = _in_buckets(params, bucket_mb, masks, within_worker, places)
+        x = _in_buckets(params, bucket_mb, masks, within_worker)
         require_descent(optimizer, x.plan)
         require_narrower(wire_dtype, x)
         _require_divisible(topologies[0].num_workers)
@@ -65,19 +58,12 @@ def lay_out(
     return x
 
 
-def _in_buckets(
-    params: PyTree, bucket_mb: float, masks: Sequence[Mask], within_worker: WithinWorker, places: Places
-) -> Buckets:
+def _in_buckets(params: PyTree, bucket_mb: float, masks: Sequence[Mask], within_worker: WithinWorker) -> Buckets:
     process, size = collectives.everyone().process, within_worker.processes
     if not within_worker.is_replicated:
+        tp_size, common, places = within_worker[2:]
         return flatten(
-            params,
-            bucket_mb=bucket_mb,
-            masks=masks,
-            processes=size,
-            tp_size=within_worker.tp_size,
-            places=places,
-            common=within_worker.common,
+            params, bucket_mb=bucket_mb, masks=masks, processes=size, tp_size=tp_size, places=places, common=common
         )
 
     def of_part(mask: Mask) -> Mask:  # a transform evaluates the mask on the parts

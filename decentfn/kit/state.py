@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from decentfn.core.buckets import Buckets
+from decentfn.core.buckets import Buckets, zeros_like
 from decentfn.core.trees import PyTree
 from decentfn.gradient import LossScale
 from decentfn.gradient import Metrics as Metrics
+
+M = TypeVar("M", bound=tuple[Any, ...])
 
 
 class Guarded(NamedTuple):
@@ -47,12 +49,14 @@ class State(NamedTuple):
         return self.local.buffers
 
 
-def restarted(memory: Any, x: Buckets) -> Any:
-    """Return the memory of a run that starts at parameters x, from the memory's own `restart`.
+def zeroed(cls: type[M], x: Buckets) -> M:
+    """Return a memory whose fields are all 0, wide, in the shapes of `x`: `restart = classmethod(zeroed)` in its class."""
+    fields: tuple[str, ...] = getattr(cls, "_fields")  # noqa: B009
+    return cls(*(zeros_like(x) for _ in fields))
 
-    Raises:
-        ValueError: the memory has no such method.
-    """
+
+def restarted(memory: Any, x: Buckets) -> Any:
+    """Return the memory of a run that starts at x, from the memory's own `restart`; raise ValueError if it has none."""
     if isinstance(memory, tuple) and not memory:
         return memory
     method = getattr(memory, "restart", None)
@@ -65,14 +69,9 @@ def restarted(memory: Any, x: Buckets) -> Any:
 
 
 def kept(memory: Any, x: Buckets, mean: Callable[[Buckets], Buckets]) -> Any:
-    """Return the memory of a worker that continues at x although others are lost.
+    """Return the memory of a worker that continues at x although others are lost; `mean` is collective over those left.
 
     Memory of the run stays, and memory of other workers starts anew, unless the memory's `without_lost` says otherwise.
-
-    Args:
-        memory: the worker's, or with a leading axis those of several.
-        x: its parameters.
-        mean: averages over all workers that are left; collective.
     """
     if hasattr(memory, "without_lost"):
         return memory.without_lost(x, mean)

@@ -9,10 +9,9 @@ from numbers import Number
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from decentfn.comm import collectives
-from decentfn.comm.fingerprint import digest
 from decentfn.core import trees
 from decentfn.core.buckets import Buckets, Plan, without_values
 from decentfn.core.formatting import brief
@@ -24,9 +23,6 @@ from decentfn.torch_private import functorch
 CALL = "step(state, batch, t)"
 WAY_OUT = "call this algorithm's init(params) anew, or build the step like the one that made the state"
 
-_LARGE = 2**16
-"""Number of elements from which a tensor is remembered by its digest."""
-
 
 class _Layout(NamedTuple):
     """Layout of a state."""
@@ -37,16 +33,11 @@ class _Layout(NamedTuple):
 
     @classmethod
     def of(cls, state: Any) -> _Layout:
-        return cls(kind_of(state), state.params.plan, _lines(state))
+        return cls(kind_of(state), state.params.plan, lines_of(state))
 
 
 class StateCheck:
-    """Check of states before their first step, against the layouts that the algorithm's `init` made.
-
-    Args:
-        loss_fn: the loss.
-        starts_equal: True if all workers must start with the same parameters.
-    """
+    """Check of states before their first step, against the layouts that the algorithm's `init` made."""
 
     def __init__(self, loss_fn: LossFn, *, starts_equal: bool) -> None:
         self._loss_fn, self._starts_equal = loss_fn, starts_equal
@@ -109,23 +100,15 @@ class StateCheck:
 def left_alone(state: Any) -> Iterator[None]:
     """Context that raises if a step overwrites a given parameter or buffer, and names it."""
     held = {"params": state.params.tree(), "buffers": state.buffers}
-    before = [(name, _remembered(leaf)) for name, leaf in trees.named_leaves(held)]
+    before = [(name, torch.clone(leaf)) for name, leaf in trees.named_leaves(held)]
     yield
     for (name, old), leaf in zip(before, trees.leaves(held), strict=True):
-        if not (functorch.are_equal(old, leaf) if isinstance(old, torch.Tensor) else old == _remembered(leaf)):
+        if not functorch.are_equal(old, leaf):
             raise RuntimeError(
                 f"{CALL}: the loss, or the algorithm, wrote over {name!r} of the state that the step was given. Work on "
                 "copies; let the loss return changed values as buffers (for frozen parameters: df.functional(module, ..., "
                 "overwritten=[...])); clip parameters between steps, with df.with_params."
             )
-
-
-def _remembered(leaf: Tensor) -> Tensor | tuple[torch.Size, str]:
-    """Return a copy, or, for a large plain tensor, its shape and digest, which need no memory."""
-    is_plain = type(leaf) is Tensor and leaf.device.type == "cpu" and not functorch.is_wrapped(leaf)
-    if is_plain and leaf.numel() >= _LARGE and leaf.is_contiguous() and not leaf.is_conj():
-        return leaf.shape, digest(leaf)
-    return torch.clone(leaf)
 
 
 def require_result(state: Any, result: Any) -> None:
@@ -137,7 +120,7 @@ def require_result(state: Any, result: Any) -> None:
             f"{CALL}: the step returned {found}; it returns (State(params, local, memory), metrics); "
             "metrics is worker.gradient's g.metrics or Metrics(loss, aux, grad_norm)."
         )
-    returned, given = ([kind_of(s), *_lines(s)] for s in (result[0], state))
+    returned, given = ([kind_of(s), *lines_of(s)] for s in (result[0], state))
     if returned != given:
         found, expected = _difference(returned, given)
         raise ValueError(
@@ -185,7 +168,8 @@ def kind_of(state: Any) -> str:
     return f"State with the memory of {type(memory).__module__.removeprefix('decentfn.algorithms.')}"
 
 
-def _lines(state: Any) -> list[str]:
+def lines_of(state: Any) -> list[str]:
+    """Return a line for each leaf of a state: name, dtype and shape."""
     return [f"{name} {leaf.dtype} {list(leaf.shape)}" for name, leaf in trees.named_leaves(state)]
 
 

@@ -92,8 +92,8 @@ class Worker:
         starts_equal = "params" in must_equal
 
         def init(params: PyTree, buffers: PyTree = None) -> State:
-            topologies, places = (self.topology, self.everyone), getattr(self.loss_fn, "places", ())
-            x = lay_out(params, self.optimizer, topologies, self.bucket_mb, self.wire_dtype, self.within_worker, places)
+            topologies = self.topology, self.everyone
+            x = lay_out(params, self.optimizer, topologies, self.bucket_mb, self.wire_dtype, self.within_worker)
             x = Buckets(x, replace(x.plan, starts_equal=starts_equal))
             scale = None if self.scaling is None else self.scaling.init(x[0].device)
             local = Local(self.optimizer.init(x), trees.map(torch.clone, buffers), scale)
@@ -217,13 +217,14 @@ class Worker:
         With R = `gossip_rounds` > 1 it is fast gossip averaging (Liu, Morse, 2011), R messages one after another:
         `a_{r+1} = W a_r + η (W a_r - a_{r-1})`, `a_{-1} = a_0 = x`.
         """
-        before = x
+        if self.gossip_rounds == 1:
+            return collect(self.post(x, t, topology))
+        before, eta = x, self.gossip_momentum
         for _ in range(self.gossip_rounds):
             posted = self.post(x, t, topology)
             mixed = collect(posted)
-            if self.gossip_rounds == 1:
-                return mixed
-            before, x = x, _extrapolated(mixed, gossip.repaired(posted, before, mixed), self.gossip_momentum)
+            old = gossip.repaired(posted, before, mixed)
+            before, x = x, each(lambda mixed, old: (mixed + eta * (mixed - old)).to(mixed.dtype), mixed, old)
         return x
 
     def mean(self, x: Buckets, t: Tensor, everyone: Topology | None = None) -> Buckets:
@@ -232,10 +233,6 @@ class Worker:
         `everyone` is a schedule of means over all workers; between means, the result is `x`, rounded.
         """
         return gossip.mean(x, everyone or self.everyone, t, wire_dtype=self.wire_dtype)
-
-
-def _extrapolated(mixed: Buckets, before: Buckets, eta: float) -> Buckets:
-    return each(lambda mixed, before: (mixed + eta * (mixed - before)).to(mixed.dtype), mixed, before)
 
 
 def _after(batch: PyTree, posted: Posted | Sequence[Posted]) -> PyTree:
@@ -255,21 +252,15 @@ def _judged(g: Gradient, together: bool) -> tuple[Tensor, Tensor | None]:
         return all_finite(g.grads), None
     norm = global_norm(g.grads)
     good = all_finite(g.grads) if together else torch.isfinite(norm)
-    gossip.note_skipped(~good)
+    context.guarded[-1].skipped.append(~good)
     return good, norm
 
 
 def good_update(u: Buckets, opt: PyTree, old: PyTree, first: PyTree) -> tuple[Buckets, PyTree]:
-    """Remove infinite and NaN values from an optimizer's update and new state, element by element.
+    """Remove infinite and NaN values from an optimizer's update and new state, element by element, and note them.
 
-    If the update or any moment of an element is bad, the element is not updated and keeps its moments; if those were
-    bad before, all of them are reset. Bad values are noted.
-
-    Args:
-        u: the update.
-        opt: the new state.
-        old: the state before.
-        first: the initial state.
+    If the update or any moment of an element is bad, the element is not updated and keeps its moments from the `old`
+    state; if those were bad before, all of them are reset to those of the `first`.
     """
     shapes = [b.shape for b in u]
 
@@ -279,7 +270,7 @@ def good_update(u: Buckets, opt: PyTree, old: PyTree, first: PyTree) -> tuple[Bu
         return [node for node in found if [b.shape for b in node] == shapes]
 
     good, was_good = _all_finite(u, *moments(opt)), _all_finite(*moments(old), like=u)
-    gossip.note_skipped(~gossip.are_finite(list(u)))
+    context.guarded[-1].skipped.append(~gossip.are_finite(list(u)))
 
     def settle(node: Buckets, new: Buckets, old: Buckets, first: Buckets) -> Buckets:
         return where(good, new, where(was_good, old, first)) if [b.shape for b in new] == shapes else node

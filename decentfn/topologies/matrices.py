@@ -6,17 +6,12 @@ import numpy as np
 
 
 def weighted_permutations(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Decompose a matrix into messages: `W = diag(w_0) + Σ_k diag(w_k) P_k` (Birkhoff).
+    """Decompose a matrix `[N, N]` float64 into messages: `W = diag(w_0) + Σ_k diag(w_k) P_k` (Birkhoff).
 
     Directed and bipartite undirected graphs need as many permutations as the largest degree, other undirected ones one
-    more, or a few more if dense. In undirected graphs each permutation is an involution (an edge coloring).
-
-    Args:
-        matrix: `[N, N]` float64, `W[i, j]` the weight that i gives to j.
-
-    Returns:
-        `sources [N, K]` int64, every column a permutation (an idle worker is its own source), and `weights [N, K+1]`
-        float64, self-weight first.
+    more, or a few more if dense. In undirected graphs each permutation is an involution (an edge coloring). Returns
+    `sources [N, K]` int64, every column a permutation (an idle worker is its own source), and `weights [N, K+1]`
+    float64, self-weight first.
     """
     n = matrix.shape[0]
     links = (matrix != 0) & ~np.eye(n, dtype=bool)
@@ -54,18 +49,10 @@ def _complete(i: np.ndarray, j: np.ndarray, n: int) -> np.ndarray:
 
 
 def edge_colors(u: np.ndarray, v: np.ndarray, num_nodes: int) -> np.ndarray:
-    """Color edges so that no two edges at one node share a color; each color is a matching.
+    """Color the edges u - v, `[E]` each, no edge twice, so that each color is a matching; return `[E]` int64, from 0.
 
     An edge takes a color that is free at both ends. If there is none, a path of two alternating colors is flipped
     (Kempe); a color is added only if every such path is closed. Bipartite graphs need as many as the largest degree.
-
-    Args:
-        u: `[E]` one end of each edge, no edge twice.
-        v: `[E]` the other end.
-        num_nodes: ends are below this.
-
-    Returns:
-        `[E]` int64, colors from 0.
     """
     used: list[dict[int, int]] = [{} for _ in range(num_nodes)]  # node -> color -> edge
     ends = list(zip(u.tolist(), v.tolist(), strict=True))

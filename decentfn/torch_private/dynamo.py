@@ -52,11 +52,7 @@ def not_loaded(error: BaseException) -> BaseException | None:
 
 
 def prepare() -> None:
-    """Prepare for `df.compile`.
-
-    Raises:
-        RuntimeError: PyTorch lacks a name without which a compiled step would ignore changes.
-    """
+    """Prepare for `df.compile`; raise RuntimeError if PyTorch lacks a name: a step would ignore changes."""
     global _config
     _config = GUARDS.require(_CALL)
     WEIGHTS.require(_CALL)

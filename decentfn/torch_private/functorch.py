@@ -43,18 +43,12 @@ def has_no_value(x: Tensor) -> bool:
 
     `torch.compiler.is_compiling` is no substitute: it is True in all threads while one of them compiles.
     """
-    if torch.compiler.is_dynamo_compiling() or type(x) is not Tensor:
-        return True
-    try:
-        x.data_ptr()  # a wrapped tensor has no memory of its own
-    except RuntimeError:
-        return bool(_ops.is_batched(x))
-    return False
+    return torch.compiler.is_dynamo_compiling() or type(x) is not Tensor or is_batched(x)
 
 
 def with_workers_first(x: Tensor, dim: int | None, size: int) -> Tensor:
     """Return an argument of a `vmap` rule as `[size, ...]`; `dim` is its worker axis, None if it is unbatched."""
-    return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+    return (x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)).contiguous()
 
 
 _library = torch.library.Library("decentfn", "FRAGMENT")
@@ -66,20 +60,15 @@ _library.impl("is_batched", lambda x: _NO, "CompositeExplicitAutograd")
 _ops = torch.ops.decentfn
 
 
-def is_wrapped(x: Tensor) -> bool:
-    """Return True if a transform of `torch.func` tracks this tensor."""
+def is_batched(x: Tensor) -> bool:
+    """Return True if `vmap` batches this tensor over workers."""
     if type(x) is not Tensor:
         return False
     try:
         x.data_ptr()  # a wrapped tensor has no memory of its own
     except RuntimeError:
-        return True
+        return bool(_ops.is_batched(x))
     return False
-
-
-def is_batched(x: Tensor) -> bool:
-    """Return True if `vmap` batches this tensor over workers."""
-    return is_wrapped(x) and bool(_ops.is_batched(x))
 
 
 def all_rows(x: Tensor, like: Tensor) -> Tensor:

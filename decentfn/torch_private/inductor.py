@@ -1,7 +1,8 @@
-"""Inductor: its backend, its cache, and the pass over a step's graph."""
+"""Inductor: its backend, its cache, the pass over a step's graph, and workarounds for two faults on a CPU."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import getpass
 import hashlib
@@ -11,13 +12,13 @@ import os
 import re
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from decentfn.torch_private.names import BACKEND, GRAPH_PASS, LOOP_SPLIT
+from decentfn.torch_private.names import BACKEND, GRAPH_PASS, LOOP_SPLIT, READ_EXPR
 
 _CALL = 'df.compile(step, backend="inductor")'
 _CACHE = "TORCHINDUCTOR_CACHE_DIR"
@@ -56,11 +57,9 @@ def _default_cache_dir() -> str:
 
 
 def compile_options() -> dict[str, Any]:
-    """Return Inductor's options: a graph pass that protects a donated step's reads of its old state, and the order of
-    the operators within a worker, whose processes wait for one another.
+    """Return Inductor's options: a pass that protects a donated step's reads, and the order within a worker.
 
-    Raises:
-        RuntimeError: PyTorch lacks a name without which the code would be wrong.
+    Raise RuntimeError if PyTorch lacks a name without which the code would be wrong.
     """
     for needed in (BACKEND, LOOP_SPLIT):
         needed.require(_CALL)
@@ -132,3 +131,27 @@ class _GraphPass:
 def _digest_of_sources() -> str:
     sources = sorted(Path(__file__).parent.parent.rglob("*.py"))
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
+
+
+@contextlib.contextmanager
+def without_faults() -> Iterator[None]:
+    """Context in which Inductor's CPU backend compiles without two of its faults.
+
+    * It splits a loop by a non-divisor and omits the remainder (PyTorch's 195582). Here it splits none.
+    * It fails if a loop could keep an overwritten tensor local (PyTorch's 196570): it asks each user of the tensor for
+      its read order, and a user that knows the tensor by another name raises KeyError. Returning None counts as another
+      order, and the tensor stays in memory.
+    """
+    read_expr = READ_EXPR.find()
+
+    def read_expr_or_none(self: Any, buffer_name: str) -> Any:
+        try:
+            return read_expr(self, buffer_name)
+        except KeyError:
+            return None
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(LOOP_SPLIT.replaced_by(lambda self, nodes: nodes))
+        if read_expr is not None:
+            stack.enter_context(READ_EXPR.replaced_by(read_expr_or_none))
+        yield

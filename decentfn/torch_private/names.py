@@ -33,11 +33,7 @@ class Private:
         return _find(self.name)
 
     def require(self, call: str) -> Any:
-        """Return the object with this name.
-
-        Raises:
-            RuntimeError: PyTorch lacks it; the message names the `call` that needs it.
-        """
+        """Return the object with this name, or raise RuntimeError: PyTorch lacks it, and the `call` needs it."""
         found = self.find()
         if found is None:
             raise RuntimeError(

@@ -18,13 +18,7 @@ _LINE = 512
 
 
 class Doorbell:
-    """This process's port, and the others' addresses; collective.
-
-    Args:
-        store: where the addresses are exchanged.
-        seat: this process.
-        seats: number of processes.
-    """
+    """Port of process `seat`, and the addresses of all `seats` processes, exchanged in the store; collective."""
 
     def __init__(self, store: Store, seat: int, seats: int) -> None:
         ip6 = socket.has_dualstack_ipv6()

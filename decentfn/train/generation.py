@@ -15,15 +15,12 @@ _POLL_S = 0.005
 
 
 def fresh_part(store: Store, rank: int, size: int, timeout: timedelta) -> PrefixStore:
-    """Return an empty part of `store`, the same one on all ranks; collective.
+    """Return an empty part of `store`, the same one on all ranks; collective. Raises ExchangeTimeout if a rank is late.
 
     torchrun keeps its store when it restarts processes. Neither its restart count nor the number of ranks identifies a
     generation: the count differs between nodes, and a change of nodes does not raise it. So rank 0 draws a name and
     answers every request for it. Each rank asks under a fresh key, so the answer is its own, and confirms by writing
     the name where it asked, so rank 0 stops waiting for it.
-
-    Raises:
-        ExchangeTimeout: a rank did not arrive in time.
     """
     notes, name = PrefixStore("decentfn", store), uuid4().hex
     if rank == 0:

@@ -12,10 +12,10 @@ from torch import Tensor
 from decentfn.comm import collectives
 from decentfn.core import trees
 from decentfn.core.buckets import is_finite
-from decentfn.core.trees import PyTree
 from decentfn.engine.simulation import stack
 from decentfn.errors import NonFinite
 from decentfn.kit.state import State, restarted
+from decentfn.kit.state_check import lines_of
 from decentfn.kit.step import Algorithm, require_algorithm
 from decentfn.train.consensus import is_stacked
 
@@ -67,15 +67,11 @@ def resize(state: State, algorithm: Algorithm) -> State:
 
 
 def resized(fresh: State, rows: State) -> State:
-    """Return the state that every new worker starts from.
+    """Return the state that every new worker starts from; raise NonFinite if a mean is infinite or NaN.
 
-    Args:
-        fresh: the state of the new algorithm's `init`; its values are used only for leaves that restart.
-        rows: a tree like it, with an iterable of the W workers' values for each leaf, such as a tensor `[W, ...]`. It
-            is read once, and not at all for leaves that restart.
-
-    Raises:
-        NonFinite: a mean is infinite or NaN.
+    `fresh` is the state of the new algorithm's `init`; its values are used only for leaves that restart. `rows` is a
+    tree like it, with an iterable of the W workers' values for each leaf, such as a tensor `[W, ...]`. It is read once,
+    and not at all for leaves that restart.
     """
     rules = _rules(fresh)
     x = trees.map(lambda rule, values: rule(values), rules.params, rows.params)
@@ -143,7 +139,7 @@ def _by_dtype(leaf: Tensor) -> Rule:
 
 def _require_alike(old: State, fresh: State, *, everything: bool) -> None:
     rules = trees.leaves(_rules(fresh))
-    lines = [_lines(old), _lines(fresh)]
+    lines = [lines_of(old), lines_of(fresh)]
     if not everything and len(lines[0]) == len(rules):
         lines = [[line for line, rule in zip(side, rules, strict=True) if rule is not _restart] for side in lines]
     layouts = [[*state.params.plan.describe(), *side] for state, side in zip((old, fresh), lines, strict=True)]
@@ -153,7 +149,3 @@ def _require_alike(old: State, fresh: State, *, everything: bool) -> None:
                 f"{_CALL}: the state holds {found} where the algorithm lays out {expected}; build it with the "
                 "algorithm, the optimizer, the options and the wrappers of the old run, and another topology."
             )
-
-
-def _lines(state: PyTree) -> list[str]:
-    return [f"{name} {leaf.dtype} {list(leaf.shape)}" for name, leaf in trees.named_leaves(state)]

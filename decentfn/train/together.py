@@ -19,11 +19,8 @@ _KINDS: dict[str, type[Exception]] = {
 def together(call: str, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """Call `function(*arguments)` on every process and return all results by rank, after a JSON round trip. Collective.
 
-    Raises:
-        CheckpointCorrupt, NonFinite, OSError, ValueError, RuntimeError: on every process, the first error; one that is
-        not
-            merely the loss of another process comes first.
-        RunError: on every process, if the error is of another kind.
+    Raises on every process the first error, in its kind (`_KINDS`) or as a RunError; one that is not merely the loss of
+    another process comes first.
     """
     everyone, own = collectives.attempt(call, function, *arguments)
     failed = [rank for rank, its in enumerate(everyone) if "error" in its]

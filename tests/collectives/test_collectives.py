@@ -7,8 +7,10 @@ from hypothesis import strategies as st
 from torch.func import vmap
 
 import decentfn as df
-from decentfn.comm import collectives
-from decentfn.comm.collectives import Constant, exchange, group_mean, look_up, members, on_device, wait
+from decentfn.comm import collectives, gossip
+from decentfn.comm.collectives import exchange, group_mean, look_up, members, on_device, wait
+from decentfn.core.buckets import loose
+from decentfn.core.scalars import Numbers
 from decentfn.testing import on_ranks
 from decentfn.topologies import Round, Topology
 
@@ -180,12 +182,22 @@ def test_a_row_is_this_workers_part_of_the_round():
                         assert torch.equal(got, wanted), (topology, t, i, k)
 
 
-def test_a_constant_is_the_table_where_the_state_is():
-    table = Constant(torch.arange(6).view(2, 3))
-    assert torch.equal(table.on(torch.zeros(2)), torch.arange(6).view(2, 3))
-    assert torch.equal(vmap(lambda x: table.on(x) + 0)(torch.zeros(2, 1))[1], torch.arange(6).view(2, 3))
-    meta = table.on(torch.zeros(1, device="meta"))
-    assert (meta.device.type, tuple(meta.shape), meta.dtype) == ("meta", (2, 3), torch.int64)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sixteen_bit_values_are_mixed_wide_and_rounded_once(dtype):
+    topology, t = df.topology("static-exp", 8), torch.tensor(0)
+    x = torch.randn(8, 1000, generator=torch.Generator().manual_seed(0)).to(dtype)
+    got = vmap(lambda x: gossip.collect(gossip.post(loose([x]), look_up(x, topology, t)))[0])(x)
+    exact = df.topologies.mixing_matrix(topology, 0) @ x.double()
+    half_a_unit = torch.finfo(dtype).eps / 2 * exact.abs()
+    assert got.dtype == dtype and ((got.double() - exact).abs() <= half_a_unit * 1.001 + 1e-6).all()
+
+
+def test_numbers_are_where_the_state_is():
+    numbers, wanted = Numbers(1, 2, 3), torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+    assert torch.equal(numbers.vector(torch.zeros(2)), wanted)
+    assert torch.equal(vmap(lambda x: numbers.vector(x) + 0)(torch.zeros(2, 1))[1], wanted)
+    meta = numbers.vector(torch.zeros(1, device="meta"))
+    assert (meta.device.type, tuple(meta.shape), meta.dtype) == ("meta", (3,), torch.float64)
 
 
 def test_one_worker_exchanges_with_itself():
@@ -299,7 +311,7 @@ def test_vmap_over_something_else_than_workers_is_refused():
 
 
 def test_a_message_nobody_waits_for_is_received_all_the_same():
-    """A step that raises between post and wait, or does not wait, leaves none behind for the next."""
+    """A step that raises between post and wait, or does not wait, leaves none behind; after the former none may follow."""
     topology = df.topology("ring", 2)
 
     def one(rank):
@@ -310,6 +322,9 @@ def test_a_message_nobody_waits_for_is_received_all_the_same():
         with pytest.raises(ZeroDivisionError), collectives.whole_step(1):
             exchange(x, look_up(x, topology, torch.tensor(1)))
             raise ZeroDivisionError
+        refused = f"rank {rank} cannot go on, because its step t=1 raised ZeroDivisionError"
+        with pytest.raises(RuntimeError, match=refused), collectives.whole_step(2):
+            pass
         return left + len(collectives.world().steps.in_flight)
 
     assert on_ranks(2, one) == [0, 0]

@@ -9,7 +9,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-_CAN_HANG = sys.version_info < (3, 10, 15) or (3, 11) <= sys.version_info < (3, 11, 8)
+_CAN_HANG = sys.version_info < (3, 11, 8)
 
 _GLOO = "pt_gloo_runloop"
 """PyTorch's name for the threads that run a gloo group's collectives."""
@@ -20,11 +20,11 @@ _PATIENCE_S = 1.0
 
 @cache
 def wait_for_gloo_before_forks() -> None:
-    """Make every fork wait until gloo's threads rest, if Python needs it (Linux, before 3.11.8 or 3.10.15).
+    """Make every fork wait until gloo's threads rest, if Python needs it (Linux, before 3.11.8).
 
-    In those versions the child hangs if another thread creates its Python thread state during the fork
-    (https://github.com/python/cpython/issues/112275). gloo's threads do so to release the tensors of a finished
-    collective. A DataLoader is often started right after one; without this, one start in a hundred hung.
+    There the child hangs if another thread creates its Python thread state during the fork
+    (https://github.com/python/cpython/issues/112275), as gloo's do to release the tensors of a finished collective. A
+    DataLoader is often started right after one; without this, one start in a hundred hung.
     """
     if _CAN_HANG and sys.platform == "linux":
         os.register_at_fork(before=wait_for_gloo)

@@ -59,12 +59,9 @@ _FACTS, _GROUP = 5, 2
 
 
 def look_up(token: Tensor, topology: Topology, t: Tensor) -> Row:
-    """Look up this worker's part of round `t`.
+    """Look up this worker's part of round `t`, 0-d int64 on the CPU.
 
-    Args:
-        token: any tensor of this worker's state; it determines the device and, under `vmap`, the worker axis.
-        topology: the schedule.
-        t: 0-d int64 on the CPU.
+    `token` is any tensor of its state, with the device and, under `vmap`, the worker axis.
     """
     k, row = topology.slots, _look_up(token, topology.handle, t, topology.slots, 0)
     facts, weights, sources, given = row.split([_FACTS, k + 2, k, k])
@@ -85,7 +82,7 @@ def look_up(token: Tensor, topology: Topology, t: Tensor) -> Row:
 
 
 def _look_up_kernel(token: Tensor, handle: Tensor, t: Tensor, slots: int, workers: int) -> Tensor:
-    here = context.step or world()
+    here = context.step_world or world()
     topology = here.schedule(int(handle))
     if (workers or 1) * here.size != topology.num_workers:
         refuse_size(here, workers or 1, topology.num_workers, "step(state, batch, t)")
@@ -93,14 +90,8 @@ def _look_up_kernel(token: Tensor, handle: Tensor, t: Tensor, slots: int, worker
     return (rows[here.rank * workers : (here.rank + 1) * workers] if workers else rows[here.rank]).clone()
 
 
-def _look_up_shape(token: Tensor, handle: Tensor, t: Tensor, slots: int, workers: int) -> Tensor:
-    numbers = _FACTS + 2 + 3 * slots
-    return token.new_empty((workers, numbers) if workers else (numbers,), dtype=torch.float64)
-
-
-def _look_up_vmap(
-    info: Any, in_dims: Any, token: Tensor, handle: Tensor, t: Tensor, slots: int, workers: int
-) -> tuple[Tensor, int]:
+def _look_up_vmap(info: Any, in_dims: Any, *arguments: Any) -> tuple[Tensor, int]:
+    token, handle, t, slots, _ = arguments
     require_worker_axis("a look-up", in_dims[0], in_dims[1:3])
     return _look_up(token, handle, t, slots, info.batch_size), 0
 
@@ -109,13 +100,15 @@ _look_up = operator(
     # `workers`: 0 for one worker alone; L for the rows of the L workers here.
     "look_up(Tensor token, Tensor topology, Tensor t, int slots, int workers) -> Tensor",
     _look_up_kernel,
-    _look_up_shape,
+    lambda token, handle, t, slots, workers: token.new_empty(
+        ((workers,) if workers else ()) + (_FACTS + 2 + 3 * slots,), dtype=torch.float64
+    ),
     _look_up_vmap,
 )
 
 
 def _members_kernel(group: Tensor, handle: Tensor, t: Tensor, num_workers: int) -> Tensor:
-    topology = (context.step or world()).schedule(int(handle))
+    topology = (context.step_world or world()).schedule(int(handle))
     theirs = topology.rows(t, group.device)[:, _GROUP]
     return pad(theirs, (0, num_workers - len(theirs)), value=-1.0) == group[..., None]
 
@@ -141,38 +134,3 @@ on_device = operator(
     lambda info, in_dims, token, t: (on_device(token.select(in_dims[0], 0), t), None),
 )
 """Operator `(token, t)` -> t as 0-d int64 on the token's device."""
-
-
-class Constant:
-    """Table of int64 numbers that operators find by a handle; copied to each device once.
-
-    Args:
-        table: on the CPU.
-    """
-
-    def __init__(self, table: Tensor) -> None:
-        self.shape = tuple(table.shape)
-        self.handle = torch.tensor(len(_constants))
-        _constants.append({torch.device("cpu"): table})
-
-    def on(self, token: Tensor) -> Tensor:
-        """Return the table on the token's device."""
-        return _constant(token, self.handle, self.shape)
-
-
-_constants: list[dict[torch.device, Tensor]] = []
-
-
-def _constant_kernel(token: Tensor, handle: Tensor, shape: Sequence[int]) -> Tensor:
-    tables = _constants[int(handle)]
-    if token.device not in tables:
-        tables[token.device] = tables[torch.device("cpu")].to(token.device)
-    return tables[token.device].clone()
-
-
-_constant = operator(
-    "constant(Tensor token, Tensor handle, int[] shape) -> Tensor",
-    _constant_kernel,
-    lambda token, handle, shape: token.new_empty(tuple(shape), dtype=torch.int64),
-    lambda info, in_dims, token, handle, shape: (_constant(token.select(in_dims[0], 0), handle, shape), None),
-)

@@ -7,7 +7,7 @@ raises.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,9 +19,10 @@ from torch.profiler import record_function
 from decentfn.comm.collectives.membership import world
 from decentfn.comm.collectives.processes import World
 from decentfn.comm.collectives.reports import different_steps, has_timed_out, report
-from decentfn.comm.collectives.steps import Call, Loss, Part
+from decentfn.comm.collectives.steps import Call, Lost, Part
 from decentfn.core.context import context
 from decentfn.errors import StepMismatch
+from decentfn.topologies.rounds import Peers
 
 _PATIENCE = timedelta(seconds=1)
 """Timeout of each remaining message after a loss: connections are closed, so it has arrived or never will."""
@@ -36,50 +37,33 @@ _abandoned: list[Call] = []
 # -- a step, complete or cut short -----------------------------------------------------------------------------------
 
 
-class whole_step:
+@contextmanager
+def whole_step(t: int, *, donated: bool = False) -> Iterator[World]:
     """Context of a step at `t`: raises at the end if a message was lost, and drains the messages of a step that raises.
 
     In both cases the next step is refused: the other ranks have taken this step, or wait for its messages, and would
-    misread this rank's next one.
-
-    `with` returns the world in which the step runs.
-
-    Args:
-        t: the step.
-        donated: True if the step overwrites the state that it is given.
+    misread this rank's next one. `donated`: the step overwrites the state that it is given.
     """
-
-    __slots__ = ("_donated", "_here", "_outer", "_range", "_t")
-
-    def __init__(self, t: int | Tensor, *, donated: bool = False) -> None:
-        self._t, self._donated = int(t), donated
-
-    def __enter__(self) -> World:
-        self._here = here = world()
-        if here.size * here.processes_per_worker > 1:
-            here.steps.enter(self._t)
-        self._outer, context.step = context.step, here
-        self._range = record_function(f"decentfn::step {self._t}")
-        self._range.__enter__()
-        return here
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        self._range.__exit__(kind, error, traceback)
-        here, steps, context.step = self._here, self._here.steps, self._outer
-        steps.is_running = False
-        if here.size == 1:
-            return
-        if steps.in_flight:  # drain this step's calls; all calls if it raised after a post
-            if error is None:
-                _drain(here, steps.before)
-            elif steps.calls != steps.before:
-                _drain(here, 0)
-        if error is not None:
-            if steps.calls != steps.before:
-                steps.cut_short = f"step t={self._t}", error
-        elif steps.lost is not None:
-            named = report(here, steps.lost, self._t + self._donated)
-            steps.cut_short = f"step t={self._t}", named
+    here, outer = world(), context.step_world
+    steps = here.steps
+    if here.size * here.processes_per_worker > 1:
+        steps.enter(t)
+    context.step_world = here
+    try:
+        with record_function(f"decentfn::step {t}"):
+            yield here
+    except BaseException as error:
+        if here.size > 1 and steps.calls != steps.before:
+            _drain(here, 0)
+            steps.cut_short = f"step t={t}", error
+        raise
+    finally:
+        context.step_world, steps.is_running = outer, False
+    if here.size > 1:
+        _drain(here, steps.before)
+        if steps.lost is not None:
+            named = report(here, steps.lost, t + donated)
+            steps.cut_short = f"step t={t}", named
             raise named from steps.lost.error
 
 
@@ -110,7 +94,7 @@ def lose(here: World, call: Call, error: Exception, peer: int | None = None, slo
     """Record a loss. The first ends this process's exchanges: notify the others and close the connections."""
     steps, call.lost = here.steps, str(error)
     if steps.lost is None:
-        steps.lost = Loss(call, error, peer, slot)
+        steps.lost = Lost(call, error, peer, slot)
         steps.tell(peer, timed_out=has_timed_out(error))
         here.hang_up()
     if not steps.is_running:
@@ -119,9 +103,31 @@ def lose(here: World, call: Call, error: Exception, peer: int | None = None, slo
         raise named from error
 
 
-def post(here: World, call: Call, receives: Sequence[Part], sends: Sequence[Part]) -> None:
-    """Start to receive and to send. Receives come first: with sends first, a link takes twice as long."""
-    call.parts = [*receives, *sends]
+def send(here: World, call: Call, peers: Peers, x: Tensor, slots: int) -> None:
+    """Start to send `x` `[L, (K,) D]` of the L workers here to their listeners, and to receive from their sources."""
+    local, first = call.local, here.rank * call.local
+    hears, tells = peers.sources[first : first + local], peers.destinations[first : first + local]
+    call.hears, call.tells = (hears[0], tells[0]) if local == 1 else (hears, tells)
+    call.nbytes = x.shape[-1] * x.itemsize
+    call.inbox = inbox = x.new_empty((local, slots, x.shape[-1]))
+    x = x if x.dim() == 3 else x[:, None].expand(-1, slots, -1)
+    receives: list[Part] = []
+    sends: list[Part] = []
+    # Both lists are ordered by (slot, receiving worker): the order in which one process meets another's messages.
+    by_slot = zip(zip(*hears, strict=True), zip(*tells, strict=True), strict=True)
+    for slot, (sources, listeners) in enumerate(by_slot if inbox.numel() else ()):
+        for i, source in enumerate(sources):
+            target = inbox[i, slot]
+            if source < 0:
+                target.zero_()
+            elif source // local == here.rank:
+                target.copy_(x[source - first, slot])
+            else:
+                receives.append(Part(target, x[i, slot], source // local, slot))
+        for listener, i in sorted(zip(listeners, range(local), strict=True)):
+            if listener >= 0 and listener // local != here.rank:
+                sends.append(Part(x[i, slot], None, listener // local, slot))
+    call.parts = [*receives, *sends]  # with sends first, a link takes twice as long
     if not call.parts:
         return
     if here.steps.lost is not None:
@@ -177,11 +183,7 @@ def reduce(here: World, call: Call, x: Tensor, own: Tensor | None, ranks: list[i
 
 
 def land(here: World, call: Call) -> bool:
-    """Wait for all of a call and return True if it arrived; if not, this worker's own payload replaces each message.
-
-    Raises:
-        RunError: it did not arrive, and no step is running.
-    """
+    """Wait for all of a call and return True if it arrived; if not, this worker's own payload replaces each message."""
     since = time.perf_counter()
     here.steps.waits_since = time.monotonic()
     with record_function(f"decentfn::wait {call.what} {call.index}"):

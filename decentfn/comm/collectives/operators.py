@@ -10,6 +10,16 @@ time, so one compiled graph serves every phase of a schedule and every rank. Eac
 Only data dependencies order compiled code: the number that `post` returns is an argument of every computation that must
 come after it (`after`, the gradient), and a computation that must come before a `wait` is an argument of that `wait`.
 Call all of them outside `torch.func.grad`.
+
+The way of a post:
+
+    Worker.post                 looks up the worker's row of the round                              kit/worker.py
+    gossip.post                 rounds to the wire's dtype; one flight per bucket                   comm/gossip/plain.py
+    exchange, group_mean        call the operator: a number in the graph                            here
+    _post_kernel                finds the step's peers and numbers the call                         here
+    messages.send, .reduce      start the group's receives and sends, or its sum                    messages.py
+
+and back: `gossip.collect`, `wait`, `_wait_kernel`, `messages.land`.
 """
 
 from __future__ import annotations
@@ -20,16 +30,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from decentfn.comm.collectives.lookup import Row, refuse_size, require_worker_axis
+from decentfn.comm.collectives.lookup import Row, require_worker_axis
 from decentfn.comm.collectives.membership import world
-from decentfn.comm.collectives.messages import land, lose, post, reduce
+from decentfn.comm.collectives.messages import land, lose, reduce, send
 from decentfn.comm.collectives.processes import World
 from decentfn.comm.collectives.reports import different_steps, report
-from decentfn.comm.collectives.steps import Call, Part
+from decentfn.comm.collectives.steps import Call
 from decentfn.core.context import context
 from decentfn.core.scalars import operator
-from decentfn.topologies.rounds import Peers
-from decentfn.torch_private import functorch
+from decentfn.torch_private.functorch import has_no_value, with_workers_first
 
 
 def make_groups(groups: Tensor) -> None:
@@ -57,33 +66,19 @@ class Flight(NamedTuple):
 
 
 def exchange(x: Tensor, row: Row, *, good: Tensor | None = None) -> Flight:
-    """Post `x` to this round's listeners; `wait` returns what arrives in each slot.
-
-    Args:
-        x: `[D]`, or `[K, D]`: a separate message for each slot; contiguous.
-        row: this worker's part of the round.
-        good: 0-d bool; if False, zeros are sent in place of `x`.
-    """
+    """Post `x`, `[D]` or one for each slot `[K, D]`, to this round's listeners; zeros if not `good` (0-d bool)."""
     return Flight(_post(x, row.topology.handle, row.t, good, False, 0), x, row, good, is_mean=False)
 
 
 def group_mean(x: Tensor, row: Row, *, good: Tensor | None = None) -> Flight:
-    """Post the mean of `x` `[D]` over this worker's group; `wait` returns it.
-
-    An all-reduce: 2(r-1)/r payloads for a group of r workers. Each worker divides by r before the sum.
-    """
+    """Post the mean of `x` `[D]` over this worker's group, an all-reduce: each worker divides by r before the sum."""
     return Flight(_post(x, row.topology.handle, row.t, good, True, 0), x, row, good, is_mean=True)
 
 
 def wait(flight: Flight, after: Sequence[Tensor] = ()) -> Tensor:
-    """Complete a flight.
+    """Complete a flight; compiled code computes the tensors in `after` before it waits.
 
-    Args:
-        flight: from `exchange` or `group_mean`.
-        after: tensors that compiled code computes before it waits.
-
-    Returns:
-        Messages `[K, D]`, zeros where nothing was sent; or the mean `[D]`, `x` itself in a group of one.
+    Returns messages `[K, D]`, zeros where nothing was sent; or the mean `[D]`, `x` itself in a group of one.
     """
     number, x, row, good, is_mean = flight
     peers, size = (row.group, row.group_size) if is_mean else (row.sources, None)
@@ -111,21 +106,18 @@ _after = operator(
 
 def _sent(x: Tensor, good: Tensor | None) -> Tensor:
     """Return `x` `[(L,) ...]`, with zeros where `good` `[(L)]` is False; no copy on a CPU if all are good."""
-    if good is None or (good.device.type == "cpu" and not functorch.has_no_value(good) and bool(good.all())):
+    if good is None or (good.device.type == "cpu" and not has_no_value(good) and bool(good.all())):
         return x
     return torch.where(good.view(*good.shape, *[1] * (x.dim() - good.dim())), x, torch.zeros_like(x))
 
 
 def _post_kernel(x: Tensor, handle: Tensor, t: Tensor, good: Tensor | None, is_mean: bool, workers: int) -> Tensor:
     """Post `x`, or `[L, ...]` of the L workers here; return the call's number."""
-    if good is not None:
-        x = _sent(x, good)
+    x = _sent(x, good)
     if not workers:
         x = x[None]
-    here, local = context.step or world(), x.shape[0]
+    here, local = context.step_world or world(), x.shape[0]
     topology, what = here.schedule(int(handle)), "group_mean" if is_mean else "exchange"
-    if local * here.size != topology.num_workers:
-        refuse_size(here, local, topology.num_workers, what)
     if here.steps.lost is not None and not here.steps.is_running:
         raise report(here, here.steps.lost)
     call, different = here.steps.call(what, t, local)
@@ -135,36 +127,9 @@ def _post_kernel(x: Tensor, handle: Tensor, t: Tensor, good: Tensor | None, is_m
     if is_mean:
         _post_mean(here, call, peers.members or [], x)
     else:
-        _post_messages(here, call, peers, x, topology.slots)
+        send(here, call, peers, x, topology.slots)
     here.steps.in_flight[call.number] = call
     return torch.scalar_tensor(call.number, dtype=torch.int64)
-
-
-def _post_messages(here: World, call: Call, peers: Peers, x: Tensor, slots: int) -> None:
-    local, first = call.local, here.rank * call.local
-    hears, tells = peers.sources[first : first + local], peers.destinations[first : first + local]
-    call.hears, call.tells = (hears[0], tells[0]) if local == 1 else (hears, tells)
-    call.nbytes = x.shape[-1] * x.itemsize
-    call.inbox = inbox = x.new_empty((local, slots, x.shape[-1]))
-    x = x if x.dim() == 3 else x[:, None].expand(-1, slots, -1)
-    receives: list[Part] = []
-    sends: list[Part] = []
-    if inbox.numel():
-        # Both lists are ordered by (slot, receiving worker): the order in which one process meets another's messages.
-        by_slot = zip(zip(*hears, strict=True), zip(*tells, strict=True), strict=True)
-        for slot, (sources, listeners) in enumerate(by_slot):
-            for i, source in enumerate(sources):
-                target = inbox[i, slot]
-                if source < 0:
-                    target.zero_()
-                elif source // local == here.rank:
-                    target.copy_(x[source - first, slot])
-                else:
-                    receives.append(Part(target, x[i, slot], source // local, slot))
-            for listener, i in sorted(zip(listeners, range(local), strict=True)):
-                if listener >= 0 and listener // local != here.rank:
-                    sends.append(Part(x[i, slot], None, listener // local, slot))
-    post(here, call, receives, sends)
 
 
 def _post_mean(here: World, call: Call, members: list[list[int]], x: Tensor) -> None:
@@ -186,14 +151,13 @@ def _post_mean(here: World, call: Call, members: list[list[int]], x: Tensor) -> 
     call.inbox = mean
 
 
-def _post_vmap(
-    info: Any, in_dims: Any, x: Tensor, handle: Tensor, t: Tensor, good: Tensor | None, is_mean: bool, workers: int
-) -> tuple[Tensor, None]:
+def _post_vmap(info: Any, in_dims: Any, *arguments: Any) -> tuple[Tensor, None]:
+    x, handle, t, good, is_mean, _ = arguments
     n = info.batch_size
     require_worker_axis("group_mean" if is_mean else "exchange", in_dims[0], in_dims[1:3])
     if world().size == 1:
         return handle, None  # any number, as nothing is in flight
-    x, good = _workers_first(x, in_dims[0], n), None if good is None else _workers_first(good, in_dims[3], n)
+    x, good = with_workers_first(x, in_dims[0], n), None if good is None else with_workers_first(good, in_dims[3], n)
     return _post(x, handle, t, good, is_mean, n), None
 
 
@@ -205,47 +169,26 @@ _post = operator(
 )
 
 
-def _workers_first(x: Tensor, dim: int | None, size: int) -> Tensor:
-    return functorch.with_workers_first(x, dim, size).contiguous()
-
-
 # -- wait -----------------------------------------------------------------------------------------------------------
 
 
-def _wait_kernel(
-    number: Tensor, x: Tensor, peers: Tensor, size: Tensor | None, good: Tensor | None, workers: int, after: Any
-) -> Tensor:
-    here = context.step or world()
+def _wait_kernel(number: Tensor, x: Tensor, peers: Tensor, size: Any, good: Any, workers: int, after: Any) -> Tensor:
+    here = context.step_world or world()
     call = here.steps.in_flight.pop(int(number))
     land(here, call)
     inbox, call.inbox = call.inbox, None
     return inbox if workers else inbox[0]
 
 
-def _wait_shape(
-    number: Tensor, x: Tensor, peers: Tensor, size: Tensor | None, good: Tensor | None, workers: int, after: Any
-) -> Tensor:
-    return x.new_empty((*peers.shape, x.shape[-1]) if size is None else x.shape)
-
-
-def _wait_vmap(
-    info: Any,
-    in_dims: Any,
-    number: Tensor,
-    x: Tensor,
-    peers: Tensor,
-    size: Tensor | None,
-    good: Tensor | None,
-    workers: int,
-    after: Sequence[Tensor],
-) -> tuple[Tensor, int]:
+def _wait_vmap(info: Any, in_dims: Any, *arguments: Any) -> tuple[Tensor, int]:
+    number, x, peers, size, good, _, after = arguments
     n = info.batch_size
-    x, peers = _workers_first(x, in_dims[1], n), _workers_first(peers, in_dims[2], n)
+    x, peers = with_workers_first(x, in_dims[1], n), with_workers_first(peers, in_dims[2], n)
     if world().size > 1:
         return _wait(number, x, peers, size, None, n, list(after)), 0
-    x = _sent(x, None if good is None else _workers_first(good, in_dims[4], n))
+    x = _sent(x, None if good is None else with_workers_first(good, in_dims[4], n))
     if size is not None:
-        share = x / _workers_first(size, in_dims[3], n).view(-1, *[1] * (x.dim() - 1)).to(x.dtype)
+        share = x / with_workers_first(size, in_dims[3], n).view(-1, *[1] * (x.dim() - 1)).to(x.dtype)
         return torch.zeros_like(x).index_add(0, peers, share).index_select(0, peers), 0
     slots, rows = peers.shape[1], peers.clamp(min=0).reshape(-1)
     if x.dim() == 3:
@@ -258,6 +201,6 @@ _wait = operator(
     # Of a mean, `peers` and `size` are the worker's group; of messages, `peers` are its sources.
     "wait(Tensor number, Tensor x, Tensor peers, Tensor? size, Tensor? good, int workers, Tensor[] after) -> Tensor",
     _wait_kernel,
-    _wait_shape,
+    lambda number, x, peers, size, *_: x.new_empty((*peers.shape, x.shape[-1]) if size is None else x.shape),
     _wait_vmap,
 )

@@ -33,12 +33,7 @@ _FORM = struct.Struct(f"<qqq{_TEXT}s")
 
 @contextmanager
 def calling(call: str, *, of_state: bool = False) -> Iterator[None]:
-    """Label this thread's collectives with the user's call; the outermost label counts.
-
-    Args:
-        call: the function, as the user types it.
-        of_state: True if it reads a training state, so that all processes call it after the same step.
-    """
+    """Label this thread's collectives with the user's call; `of_state`: all processes call it after the same step."""
     before = context.call
     context.call = before or (call, of_state)
     try:
@@ -72,16 +67,10 @@ def met(
 ) -> Iterator[tuple[Any, list[int]]]:
     """Begin a collective outside steps; yield its group, and the number of bytes from each process.
 
-    Args:
-        here: the world.
-        what: the kind of collective.
-        x: the tensor to send, of the same shape and dtype everywhere; or its number of bytes, if processes may differ.
-        processes: global ranks of some of the processes; None: all.
-        group: the group to use on a GPU; None: the world's.
-
-    Raises:
-        CallMismatch: on all processes, if their calls differ; nothing has been sent.
-        ExchangeTimeout, PeerLost: a process does not join, or is lost within the block.
+    `what` is the kind of collective; `x` the tensor to send, of one shape and dtype everywhere, or its number of bytes,
+    if processes may differ; `group` the one to use on a GPU. Raises CallMismatch on all processes if their calls
+    differ, and nothing has been sent; and ExchangeTimeout or PeerLost if a process does not join, or is lost within the
+    block.
     """
     processes = here.processes if processes is None else processes
     call, of_state = context.call or (what, False)
@@ -242,9 +231,8 @@ def gather_bytes(told: Tensor, among: World | None = None) -> list[Tensor]:
 def attempt(call: str, function: Callable[..., Any], *arguments: Any) -> tuple[list[dict[str, Any]], Exception | None]:
     """Call `function(*arguments)` on every process and share the outcome, so that none waits in vain. Collective.
 
-    Returns:
-        One dict per rank: `call`, and `value` (after a JSON round trip) or `error` (text), `brief` (with the type) and
-        `kinds` (class names); then this process's own error.
+    Returns a dict per rank, `call` with `value` (after a JSON round trip) or `error`, `brief` (with the type) and
+    `kinds` (class names); then this process's own error.
     """
     told: dict[str, Any] = {"call": call}
     own = None

@@ -212,13 +212,10 @@ class World:
         return self._schedules[handle]
 
     def go_on(self, generation: int, seats: tuple[int, ...]) -> None:
-        """Become the world of these processes, with nothing in flight and no connections until `connect`.
+        """Become the world of these processes, this one among them, with no connections until `connect`.
 
-        Plain calls of torch.distributed, whose default group this was, fail from here on.
-
-        Args:
-            generation: larger than any before.
-            seats: the processes that are left, this one among them.
+        `generation` is larger than any before. Nothing is in flight. Plain calls of torch.distributed, whose default
+        group this was, fail from here on.
         """
         self.hang_up()
         root = self.store if self.generation == 0 else self._root

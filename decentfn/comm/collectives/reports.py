@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from decentfn.comm.collectives.processes import World
-from decentfn.comm.collectives.steps import Call, Loss, Note
+from decentfn.comm.collectives.steps import Call, Lost, Note
 from decentfn.errors import ExchangeTimeout, PeerLost, RunError, StepMismatch
 
 FOLDER = "DECENTFN_FAILURES"
@@ -48,19 +48,13 @@ def different_steps(
     )
 
 
-def report(here: World, loss: Loss, next_step: int | None = None) -> RunError:
-    """Build the error for a loss, with the others' notes on theirs.
-
-    Args:
-        here: this process.
-        loss: its first loss.
-        next_step: the next step for the user's state.
-    """
-    error = _named(here, loss, *_listen(here, loss))
+def report(here: World, lost: Lost, next_step: int | None = None) -> RunError:
+    """Build the error for a lost message, with the others' notes; `next_step`: the next one for the user's state."""
+    error = _named(here, lost, *_listen(here, lost))
     error.next_step = next_step
     said = [str(error)]
     if next_step is not None:
-        has = "has written over it" if next_step > loss.call.step else "has left as it was"
+        has = "has written over it" if next_step > lost.call.step else "has left as it was"
         said.append(f"The state that was passed is whole, that of t={next_step}, which the step {has}.")
     said.append("No further step is taken: start the run again, on all processes.")
     if path := _written(here, error):
@@ -91,38 +85,38 @@ def where_told(here: World, notes: dict[int, Note]) -> str:
     return f" ({', '.join(where)})" if where else ""
 
 
-def _listen(here: World, loss: Loss) -> tuple[dict[int, Note], StepMismatch | None]:
+def _listen(here: World, lost: Lost) -> tuple[dict[int, Note], StepMismatch | None]:
     """Wait briefly for the others' notes; return them, and the error if one of them is at another step."""
     others, end = set(range(here.size)) - {here.rank}, time.monotonic() + _PATIENCE_S * (not here.steps.agrees)
     while True:
         notes = here.steps.told()
         for note in notes.values():
             if (steps := here.steps.different(note)) is not None:
-                return notes, different_steps(here, loss.call, steps[0], note.rank, steps[1])
-        if others <= notes.keys() | _dead(loss, notes) or time.monotonic() > end:
+                return notes, different_steps(here, lost.call, steps[0], note.rank, steps[1])
+        if others <= notes.keys() | _dead(lost, notes) or time.monotonic() > end:
             return notes, None
         time.sleep(0.02)
 
 
-def _dead(loss: Loss, notes: dict[int, Note]) -> set[int | None]:
+def _dead(lost: Lost, notes: dict[int, Note]) -> set[int | None]:
     """Return the ranks with broken connections: they post no more notes, while late ones still may."""
     broken = {note.peer for note in notes.values() if not note.timed_out}
-    return broken if has_timed_out(loss.error) else broken | {loss.peer}
+    return broken if has_timed_out(lost.error) else broken | {lost.peer}
 
 
-def _named(here: World, loss: Loss, notes: dict[int, Note], mismatch: StepMismatch | None) -> RunError:
-    call = loss.call
-    if mismatch is not None or isinstance(loss.error, StepMismatch):
-        return mismatch or loss.error  # pyright: ignore[reportReturnType]
-    peer, why = _blamed(here, loss, notes)
-    if loss.peer is None:
+def _named(here: World, lost: Lost, notes: dict[int, Note], mismatch: StepMismatch | None) -> RunError:
+    call = lost.call
+    if mismatch is not None or isinstance(lost.error, StepMismatch):
+        return mismatch or lost.error  # pyright: ignore[reportReturnType]
+    peer, why = _blamed(here, lost, notes)
+    if lost.peer is None:
         whom = f"over {', '.join(_name(call, rank) for rank in call.hears)}"
     else:
-        whom = f"with {_name(call, loss.peer)}" + ("" if loss.slot is None else f" in slot {loss.slot}")
-    is_late = has_timed_out(loss.error) or any(note.timed_out for note in notes.values())
+        whom = f"with {_name(call, lost.peer)}" + ("" if lost.slot is None else f" in slot {lost.slot}")
+    is_late = has_timed_out(lost.error) or any(note.timed_out for note in notes.values())
     return (ExchangeTimeout if is_late else PeerLost)(
         f"step t={call.step} on {_name(call, here.rank)}: {call.what} {call.index} of the step ({call.nbytes:,} bytes) {whom} "
-        f"failed; {why}: {_brief(loss.error)}",
+        f"failed; {why}: {_brief(lost.error)}",
         worker=here.rank * call.local,
         process=here.rank,
         step=call.step,
@@ -130,23 +124,23 @@ def _named(here: World, loss: Loss, notes: dict[int, Note], mismatch: StepMismat
     )
 
 
-def _blamed(here: World, loss: Loss, notes: dict[int, Note]) -> tuple[int | None, str]:
+def _blamed(here: World, lost: Lost, notes: dict[int, Note]) -> tuple[int | None, str]:
     """Return the rank to blame, if known, and a sentence: in a chain of ranks that lost one another, the silent one."""
     for note in notes.values():
         if note.outside:
             return (
                 note.rank,
-                f"{_name(loss.call, note.rank)} waited in {note.outside}, which all processes call together",
+                f"{_name(lost.call, note.rank)} waited in {note.outside}, which all processes call together",
             )
-    call, told = loss.call, notes.get(loss.peer if loss.peer is not None else -1)
+    call, told = lost.call, notes.get(lost.peer if lost.peer is not None else -1)
     # Ranks whose messages did not arrive and that posted no note.
-    silent = {loss.peer, *(note.peer for note in notes.values())} - {None, here.rank} - notes.keys()
-    if not silent and loss.peer is None:
+    silent = {lost.peer, *(note.peer for note in notes.values())} - {None, here.rank} - notes.keys()
+    if not silent and lost.peer is None:
         silent = set(call.hears) - {here.rank} - notes.keys()
-    blamed = silent.pop() if len(silent) == 1 else loss.peer
-    if has_timed_out(loss.error):
-        whose = "nobody" if loss.peer is None else _name(call, loss.peer)
-        late = whose if blamed is None or blamed == loss.peer else _name(call, blamed)
+    blamed = silent.pop() if len(silent) == 1 else lost.peer
+    if has_timed_out(lost.error):
+        whose = "nobody" if lost.peer is None else _name(call, lost.peer)
+        late = whose if blamed is None or blamed == lost.peer else _name(call, blamed)
         return blamed, f"nothing came within the timeout of df.init ({here.timeout}); {late} is late, or hangs"
     if told is not None and told.peer is not None:
         gave_up = "gave up waiting for" if told.timed_out else "has lost"

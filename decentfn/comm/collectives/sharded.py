@@ -168,10 +168,8 @@ def unsharded(shards: Iterable[tuple[nn.Parameter, Tensor]]) -> list[Tensor | No
 def sharded(tensors: Iterable[tuple[Tensor, Tensor | None]]) -> list[Tensor]:
     """Return this process's shards of unsharded tensors on the worker's process 0, in each parameter's dtype.
 
-    Sent one by one. Collective within the worker.
-
-    Args:
-        tensors: the parameters or buffers, and on process 0 their values.
+    `tensors` are the parameters or buffers, and on process 0 their values. Sent one by one; collective within the
+    worker.
     """
     here, parts = everyone(), []
     assert here.intra_worker is not None

@@ -77,8 +77,8 @@ class Call:
         return {name: getattr(self, name) for name in names}
 
 
-class Loss(NamedTuple):
-    """First failure of a call."""
+class Lost(NamedTuple):
+    """A lost message: the first failure of a call."""
 
     call: Call
     error: Exception
@@ -121,7 +121,7 @@ class Steps:
         """Number of calls before that step."""
         self.tag = 0
         """Tag of this step's messages."""
-        self.lost: Loss | None = None
+        self.lost: Lost | None = None
         self.cut_short: tuple[str, BaseException] | None = None
         """Interrupted step (raised after a post) or call outside steps (lost a rank), with its error."""
         self.waits_since: float | None = None
@@ -144,11 +144,7 @@ class Steps:
         self._changes.clear()
 
     def enter(self, t: int) -> None:
-        """Begin a step.
-
-        Raises:
-            RuntimeError: an earlier step was cut short; the message names it.
-        """
+        """Begin a step; raise RuntimeError if an earlier one was cut short."""
         if self.cut_short is not None:
             where, error = self.cut_short
             raise RuntimeError(

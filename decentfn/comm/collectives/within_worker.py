@@ -15,7 +15,8 @@ from decentfn.comm.collectives.processes import World
 from decentfn.core.buckets import rows_of
 from decentfn.core.scalars import operator
 from decentfn.errors import RunError, StepMismatch
-from decentfn.torch_private import functorch, inductor
+from decentfn.torch_private import inductor
+from decentfn.torch_private.functorch import with_workers_first
 
 _ops = torch.ops.decentfn
 
@@ -111,10 +112,6 @@ def _sizes(rows: Sequence[int], widths: Sequence[int], processes: int) -> list[l
     ]
 
 
-def _first(info: Any, in_dims: tuple[int | None, ...], x: Tensor) -> Tensor:
-    return functorch.with_workers_first(x, in_dims[0], info.batch_size)
-
-
 operator(
     "sum_within_worker(Tensor x, int processes, Tensor? after) -> Tensor",
     _sum_within_worker,
@@ -125,13 +122,19 @@ operator(
     "gather_within_worker(Tensor x, int[] rows, int[] widths, Tensor? after) -> Tensor",
     _gather_within_worker,
     lambda x, rows, widths, after: x.new_empty((*x.shape[:-1], sum(r * w for r, w in zip(rows, widths, strict=True)))),
-    lambda info, in_dims, x, *others: (_ops.gather_within_worker(_first(info, in_dims, x), *others), 0),
+    lambda info, in_dims, x, *others: (
+        _ops.gather_within_worker(with_workers_first(x, in_dims[0], info.batch_size), *others),
+        0,
+    ),
 )
 operator(
     "scatter_within_worker(Tensor x, int[] rows, int[] widths, int numel, Tensor? after) -> Tensor",
     _scatter_within_worker,
     lambda x, rows, widths, numel, after: x.new_empty((*x.shape[:-1], numel)),
-    lambda info, in_dims, x, *others: (_ops.scatter_within_worker(_first(info, in_dims, x), *others), 0),
+    lambda info, in_dims, x, *others: (
+        _ops.scatter_within_worker(with_workers_first(x, in_dims[0], info.batch_size), *others),
+        0,
+    ),
 )
 for _name in ("sum_within_worker", "gather_within_worker", "scatter_within_worker"):
     inductor.keep_in_order(_name)

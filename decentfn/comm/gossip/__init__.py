@@ -1,6 +1,6 @@
 """Gossip with the neighbors: `post` starts the messages, `collect` waits and mixes. Plain, compressed, and push-sum."""
 
-from decentfn.comm.gossip.guarding import Noted, are_finite, guarded, is_guarded, note_skipped, unless_bad
+from decentfn.comm.gossip.guarding import Noted, are_finite, guarded, unless_bad
 from decentfn.comm.gossip.plain import (
     Posted,
     arrived,

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from decentfn.comm import collectives
-from decentfn.comm.gossip.guarding import are_finite, is_guarded
+from decentfn.comm.gossip.guarding import are_finite
 from decentfn.comm.gossip.plain import Posted, coarse, heard, inbox_of, own_gamma, post
 from decentfn.compressors import Compressor, Key
 from decentfn.core.buckets import BucketPlan, Buckets, loose, wide
+from decentfn.core.context import context
 from decentfn.core.scalars import once, rounded
 from decentfn.topologies import Topology, from_permutations
 from decentfn.topologies.combine import combination
@@ -31,13 +32,9 @@ class Compressed(NamedTuple):
 
 
 def post_compressed(x: Buckets, compressor: Compressor, topology: Topology, t: Tensor) -> Compressed:
-    """Compress `x`, one message per bucket, and start to send it to the neighbors of step `t`.
+    """Compress `x`, one message per bucket `[D]`, and start to send it to the neighbors of step `t`.
 
-    Args:
-        x: buckets, `[D]` each; values wider than the parameters are rounded to their dtypes first.
-        compressor: encodes the messages.
-        topology: a schedule of messages, without groups.
-        t: 0-d int64 on the CPU.
+    Values wider than the parameters are rounded to their dtypes first.
     """
     row = collectives.look_up(x[0], topology, t)
     pairs = [(b.to(plan.dtype), plan) for b, plan in zip(x, x.plan.buckets, strict=True)]
@@ -46,7 +43,7 @@ def post_compressed(x: Buckets, compressor: Compressor, topology: Topology, t: T
         once(compressor.compress(b, plan, Key(t, row.worker, index))) for index, (b, plan) in enumerate(pairs)
     )
     good = None
-    if is_guarded():
+    if context.guarded:
         # A message of zeros stands for zeros.
         decoded = [_decoded(compressor, m, plan) for m, plan in zip(messages, x.plan.buckets, strict=True)]
         good = are_finite([*(b for b, _ in pairs), *decoded])
@@ -114,11 +111,7 @@ def everyone(num_workers: int) -> Topology:
 
 @combination
 def as_messages(topology: Topology) -> Topology:
-    """Replace averages within groups by messages, with the same mixing matrices; a group of r needs r - 1 slots.
-
-    Raises:
-        ValueError: a schedule without tables that averages in groups.
-    """
+    """Replace averages within groups by messages, with the same mixing matrices; a group of r needs r - 1 slots."""
     if topology.groups is None or topology.mean_weights is None:
         return topology
     if topology.draw is not None:

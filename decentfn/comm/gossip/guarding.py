@@ -44,21 +44,6 @@ def guarded() -> Iterator[Noted]:
         context.guarded.pop()
 
 
-def is_guarded() -> bool:
-    """Return True if the running step is guarded."""
-    return bool(context.guarded)
-
-
-def note_skipped(bad: Tensor) -> None:
-    """Note a bad gradient or update (0-d bool) in a guarded step."""
-    context.guarded[-1].skipped.append(bad)
-
-
-def note_replaced(bad: Tensor) -> None:
-    """Note a bad message of this worker (0-d bool) in a guarded step."""
-    context.guarded[-1].replaced.append(bad)
-
-
 class Flags(NamedTuple):
     """Flags of the messages of a post: True or 1 for a good message."""
 
@@ -77,7 +62,7 @@ def are_finite(x: Iterable[Tensor]) -> Tensor:
 def judged(sent: Iterable[Tensor]) -> Tensor:
     """Return True (0-d bool) if this worker's message is finite; note a bad one."""
     good = are_finite(sent)
-    note_replaced(~good)
+    context.guarded[-1].replaced.append(~good)
     return good
 
 
@@ -118,4 +103,4 @@ def unless_bad(x: Buckets, other: Callable[[], Buckets]) -> Buckets:
 
     A fallback for methods that send no parameters. Without `df.guard` the result is `x`, and `other` is not called.
     """
-    return buckets.where(judged(x), x, buckets.cast_like(other(), x)) if is_guarded() else x
+    return buckets.where(judged(x), x, buckets.cast_like(other(), x)) if context.guarded else x

@@ -30,14 +30,7 @@ Directions = tuple[Tensor, ...]
 
 
 class LowRankGossip:
-    """Rounds of low-rank gossip in a step.
-
-    Args:
-        edges: a schedule with the same slots in both directions.
-        rank: r >= 1.
-        iterations: rounds in a step, >= 1.
-        seed: seed of the first directions.
-    """
+    """Rounds of low-rank gossip over `edges`, a schedule with the same slots in both directions."""
 
     def __init__(self, edges: Topology, rank: int, iterations: int, seed: int) -> None:
         self.edges, self.rank, self.iterations, self.seed = edges, rank, iterations, seed

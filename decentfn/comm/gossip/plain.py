@@ -45,25 +45,17 @@ class Posted(NamedTuple):
 
 
 def post(
-    x: Buckets,
-    row: collectives.Row,
-    *,
-    wire_dtype: torch.dtype | None = None,
-    good: Tensor | None = None,
+    x: Buckets, row: collectives.Row, *, wire_dtype: torch.dtype | None = None, good: Tensor | None = None
 ) -> Posted:
     """Start to send `x` to the neighbors of a round; an algorithm calls it as `Worker.post`.
 
-    Values wider than the plan's dtypes are sent in those dtypes; the worker's own share is mixed unrounded.
-
-    Args:
-        x: one message for each bucket and neighbor; with `[K, D]`, one for each slot's listener (see `arrived`).
-        row: this worker's part of the round, from `collectives.look_up`.
-        wire_dtype: floating vectors wider than this dtype are sent rounded to it (half the bytes for bfloat16).
-        good: 0-d bool, True if the message is good, if `x` does not show it; used only in a guarded step.
+    One message for each bucket and neighbor; with `[K, D]`, one for each slot's listener (see `arrived`). Values wider
+    than the plan's dtypes, or than `wire_dtype`, are sent rounded to those; the worker's own share is mixed unrounded.
+    In a guarded step, `good` (0-d bool) tells if the message is good, if `x` does not show it.
     """
     sent = [narrow(b, plan.dtype, wire_dtype) for b, plan in zip(x.tensors, x.plan.buckets, strict=True)]
     if good is not None:
-        guarding.note_replaced(~good)
+        context.guarded[-1].replaced.append(~good)
     elif context.guarded:
         good = guarding.judged(sent)
     messages = means = ()
@@ -146,14 +138,9 @@ def arrived(posted: Posted, otherwise: Sequence[Tensor], *, after: Iterable[Tens
 
 
 def neighbors_sum(posted: Posted, dtypes: Sequence[torch.dtype], *, after: Iterable[Tensor] = ()) -> list[Tensor]:
-    """Wait for the messages and return the neighbors' share alone: `Σ_{j≠i} W[i,j] Q(x_j)`.
+    """Wait for the messages and return the neighbors' share alone: `Σ_{j≠i} W[i,j] Q(x_j)`, in wider or equal `dtypes`.
 
     If the schedule averages in groups, the result is that average, own share included.
-
-    Args:
-        posted: from `post`.
-        dtypes: dtypes of the sums, at least as wide as the messages.
-        after: as for `collect`.
     """
     posted, sums = heard(posted, after), []
     for index, dtype in enumerate(dtypes):

@@ -1,8 +1,6 @@
 """Arithmetic of buckets, tensor by tensor. Memory and sums are kept `wide`: in float32, or float64.
 
-Computations within a worker, across its processes, are operators of `collectives.within_worker`. If its parameters are
-sharded by rows, each process holds some rows of every leaf: `gather_within_worker` assembles the unsharded bucket, and
-`scatter_within_worker` returns each process's rows of the mean.
+Computations within a worker, across its processes, are operators of `collectives.within_worker`.
 """
 
 from __future__ import annotations
@@ -121,19 +119,6 @@ def mean_within_worker(x: Tensor, processes: int) -> Tensor:
 def everywhere_within_worker(claim: Tensor, processes: int) -> Tensor:
     """Return True if `claim` (bool) holds on all processes of this worker."""
     return claim if processes == 1 else sum_within_worker((~claim).to(torch.float32), processes) == 0
-
-
-def gather_within_worker(x: Tensor, rows: Sequence[int], widths: Sequence[int]) -> Tensor:
-    """Gather an unsharded bucket, `[*workers, D]`, from each process's rows `[*workers, d]`; all wait for the last.
-
-    `rows` is the number of rows of each unsharded leaf, and `widths` the number of elements in a row.
-    """
-    return _ops.gather_within_worker(x, rows, widths, None)
-
-
-def scatter_within_worker(x: Tensor, rows: Sequence[int], widths: Sequence[int], numel: int) -> Tensor:
-    """Return this process's rows, `[*workers, numel]`, of the mean of unsharded buckets `[*workers, D]`."""
-    return _ops.scatter_within_worker(x, rows, widths, numel, None)
 
 
 def rows_of(process: int, processes: int, rows: int) -> range:

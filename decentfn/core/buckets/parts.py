@@ -1,11 +1,16 @@
-"""Sharded buckets: each process of a worker holds some rows of every leaf, as `Plan.unsharded` states."""
+"""Sharded buckets: each process of a worker holds some rows of every leaf, as `Plan.unsharded` states.
+
+Operators of `collectives.within_worker` assemble an unsharded bucket, and return each process's rows of the mean.
+"""
 
 from __future__ import annotations
 
 import torch
 
-from decentfn.core.buckets.arithmetic import gather_within_worker, mean_within_worker, rows_of, scatter_within_worker
+from decentfn.core.buckets.arithmetic import mean_within_worker, rows_of
 from decentfn.core.buckets.plan import BucketPlan, Buckets, Place, Plan, Segment
+
+_ops = torch.ops.decentfn
 
 
 def part_shape(shape: tuple[int, ...], process: int, processes: int) -> tuple[int, ...]:
@@ -38,7 +43,8 @@ def unsharded(x: Buckets) -> Buckets:
     plan = x.plan.unsharded
     if plan is None:
         return x
-    return Buckets([gather_within_worker(b, *_cuts(one)) for b, one in zip(x, plan.buckets, strict=True)], plan)
+    pairs = zip(x, plan.buckets, strict=True)
+    return Buckets([_ops.gather_within_worker(b, *_cuts(one), None) for b, one in pairs], plan)
 
 
 def without_values(x: Buckets) -> Buckets:
@@ -53,7 +59,7 @@ def mean_of_processes(x: Buckets, plan: Plan) -> Buckets:
     """
     if plan.unsharded is not None:
         pairs = zip(x, plan.unsharded.buckets, plan.buckets, strict=True)
-        return Buckets([scatter_within_worker(b, *_cuts(one), part.numel) for b, one, part in pairs], plan)
+        return Buckets([_ops.scatter_within_worker(b, *_cuts(one), part.numel, None) for b, one, part in pairs], plan)
     if not any(bucket.is_common for bucket in plan.buckets):
         return x
     pairs = zip(x, plan.buckets, strict=True)

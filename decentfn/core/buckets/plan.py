@@ -224,26 +224,17 @@ def flatten(
     places: Places = (),
     common: frozenset[str] = frozenset(),
 ) -> Buckets:
-    """Copy a tree of floating-point or complex tensors into flat buckets.
+    """Copy a tree of floating-point or complex tensors, of any shapes and strides, into flat buckets.
 
-    A bucket holds leaves of one dtype, one device and one answer to every mask, in order, at most `bucket_mb` MiB of
-    them; complex leaves are stored as real numbers, as in torch.optim. A leaf larger than an eighth of that has its own
-    bucket: its gradient is then the bucket's, while the gradients of smaller leaves are copied together (once, in one
-    pass). The largest bucket comes first, so that little is left to update when the last message arrives. Buckets that
-    all processes of a tensor-parallel group hold come before all others; they have the same positions, and therefore
-    the same draws, on each process.
+    A bucket holds leaves of one dtype, one device and one answer to every mask (a choice by name and shape), in order,
+    at most `bucket_mb` MiB of them; complex leaves are stored as real numbers, as in torch.optim, and the same tensor
+    in two places once. A leaf larger than an eighth of that has its own bucket: its gradient is then the bucket's,
+    while the gradients of smaller leaves are copied together (once, in one pass). The largest bucket comes first, so
+    that little is left to update when the last message arrives. Buckets of the leaves named in `common`, that all
+    processes of a tensor-parallel group hold, come before all others; they have the same positions, and therefore the
+    same draws, on each process. `processes`, `tp_size` and `places` are those of `Plan`.
 
-    Args:
-        params: pytree of tensors, any shapes and strides; the same tensor in two places is stored once.
-        bucket_mb: largest bucket in MiB, positive.
-        masks: choices by name and shape that a bucket must not mix.
-        processes: `Plan.processes`.
-        tp_size: `Plan.tp_size`.
-        places: `Plan.places`.
-        common: names of the leaves that every process of a tensor-parallel group holds.
-
-    Raises:
-        ValueError: no leaf, a leaf that is not a floating-point or complex tensor, or `bucket_mb` not positive.
+    Raises ValueError for no leaf, a leaf that is not a floating-point or complex tensor, or `bucket_mb` not positive.
     """
     named = trees.named_leaves(params)
     if not named:

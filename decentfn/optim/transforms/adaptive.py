@@ -21,7 +21,14 @@ from decentfn.optim.transforms.basic import (
     trace,
     unless_zero,
 )
-from decentfn.optim.transforms.optimizers import AdamState, require_adam, require_decayed, with_decay
+from decentfn.optim.transforms.optimizers import (
+    AdamState,
+    moments,
+    new_moments,
+    require_adam,
+    require_decayed,
+    with_decay,
+)
 from decentfn.optim.transforms.transform import Transform, ascending, chain
 
 
@@ -201,12 +208,11 @@ def nadam(
     require(momentum_decay >= 0, "nadam", "momentum_decay is >= 0.", momentum_decay=momentum_decay)
 
     def init(params: Buckets) -> NadamState:
-        count = new_count(params)
-        product = torch.ones((), dtype=torch.float64, device=count.device)
-        return NadamState(AdamState(count, zeros_like(params), zeros_like(params)), product)
+        adam = new_moments(params)
+        return NadamState(adam, torch.ones((), dtype=torch.float64, device=adam.count.device))
 
     def update(grads: Buckets, state: NadamState, params: Buckets) -> tuple[Buckets, NadamState]:
-        adam = _moments(grads, state.adam, b1, b2)
+        adam = moments(grads, state.adam, b1, b2)
         k = adam.count.to(torch.float64)
         mu, after = (b1 * (1 - 0.5 * 0.96 ** (j * momentum_decay)) for j in (k, k + 1))
         product = once(state.product * mu)
@@ -248,11 +254,8 @@ def radam(
     require_adam("radam", b1, b2, eps)
     limit = 2 / (1 - b2) - 1
 
-    def init(params: Buckets) -> AdamState:
-        return AdamState(new_count(params), zeros_like(params), zeros_like(params))
-
     def update(grads: Buckets, state: AdamState, params: Buckets) -> tuple[Buckets, AdamState]:
-        adam = _moments(grads, state, b1, b2)
+        adam = moments(grads, state, b1, b2)
         k = adam.count.to(torch.float64)
         known = 1 - b2**k
         rho = limit - 2 * k * b2**k / known
@@ -266,7 +269,7 @@ def radam(
 
         return each(one, grads, adam.mu, adam.nu), adam
 
-    return with_decay(learning_rate, weight_decay, mask, ascending(init, update), is_decoupled=False)
+    return with_decay(learning_rate, weight_decay, mask, ascending(new_moments, update), is_decoupled=False)
 
 
 @checks_numbers
@@ -346,9 +349,3 @@ def schedule_free_params(params: PyTree, opt: PyTree) -> PyTree:
         return ((y.to(z.dtype) - (1 - b1) * z) / b1).to(y.dtype)
 
     return each(average, params, state.z).tree()
-
-
-def _moments(grads: Buckets, state: AdamState, b1: float, b2: float) -> AdamState:
-    mu = each(lambda m, g: torch.lerp(m, g.to(m.dtype), 1 - b1), state.mu, grads)
-    nu = each(lambda v, g: torch.addcmul(b2 * v, g.to(v.dtype), g.to(v.dtype), value=1 - b2), state.nu, grads)
-    return AdamState(state.count + 1, mu, nu)

@@ -34,6 +34,18 @@ class AdamState(NamedTuple):
     nu: Buckets
 
 
+def new_moments(params: Buckets) -> AdamState:
+    """Return Adam's state before the first update."""
+    return AdamState(new_count(params), zeros_like(params), zeros_like(params))
+
+
+def moments(grads: Buckets, state: AdamState, b1: float, b2: float) -> AdamState:
+    """Return Adam's next count and running means."""
+    mu = each(lambda m, g: torch.lerp(m, g.to(m.dtype), 1 - b1), state.mu, grads)
+    nu = each(lambda v, g: torch.addcmul(b2 * v, g.to(v.dtype), g.to(v.dtype), value=1 - b2), state.nu, grads)
+    return AdamState(state.count + 1, mu, nu)
+
+
 class AccumAdamState(NamedTuple):
     """AccumAdam's count, means (multiplied by β) and the partial mean gradient of the current window."""
 
@@ -141,9 +153,8 @@ def accum_adam(
     Source: Wang et al., ICLR 2025 (Decent-DP).
     """
     _require("accum_adam", learning_rate, weight_decay, mask, b1, b2, eps, accum_iter)
-    return with_decay(
-        learning_rate, weight_decay, mask, scale_by_accum_adam(b1, b2, eps, accum_iter), is_decoupled=False
-    )
+    direction = scale_by_accum_adam(b1, b2, eps, accum_iter)
+    return with_decay(learning_rate, weight_decay, mask, direction, is_decoupled=False)
 
 
 @checks_numbers
@@ -161,9 +172,8 @@ def accum_adamw(
     Source: Wang et al., ICLR 2025 (Decent-DP).
     """
     _require("accum_adamw", learning_rate, weight_decay, mask, b1, b2, eps, accum_iter)
-    return with_decay(
-        learning_rate, weight_decay, mask, scale_by_accum_adam(b1, b2, eps, accum_iter), is_decoupled=True
-    )
+    direction = scale_by_accum_adam(b1, b2, eps, accum_iter)
+    return with_decay(learning_rate, weight_decay, mask, direction, is_decoupled=True)
 
 
 @checks_numbers
@@ -171,16 +181,11 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Tran
     """Adam's direction, `m⁺/(1-β₁ᵏ) / (√(v⁺/(1-β₂ᵏ)) + ε)` with `k` counted from 1; see `adam`."""
     require_adam("scale_by_adam", b1, b2, eps)
 
-    def init(params: Buckets) -> AdamState:
-        return AdamState(new_count(params), zeros_like(params), zeros_like(params))
-
     def update(grads: Buckets, state: AdamState, params: Buckets) -> tuple[Buckets, AdamState]:
-        k = state.count + 1
-        mu = each(lambda m, g: torch.lerp(m, g.to(m.dtype), 1 - b1), state.mu, grads)
-        nu = each(lambda v, g: torch.addcmul(b2 * v, g.to(v.dtype), g.to(v.dtype), value=1 - b2), state.nu, grads)
-        return _direction(grads, mu, nu, k, b1, b2, eps), AdamState(k, mu, nu)
+        new = moments(grads, state, b1, b2)
+        return _direction(grads, new.mu, new.nu, new.count, b1, b2, eps), new
 
-    return ascending(init, update)
+    return ascending(new_moments, update)
 
 
 @checks_numbers

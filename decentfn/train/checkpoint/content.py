@@ -49,11 +49,7 @@ def content_of(
     copy: bool,
     frozen: Collection[str],
 ) -> Content:
-    """Collect what this process writes; with `copy`, the state may change at once.
-
-    Raises:
-        ValueError: a leaf or an argument that cannot be saved.
-    """
+    """Collect what this process writes; with `copy`, the state may change at once. Raises ValueError if it cannot."""
     if not is_state(state):
         raise ValueError(
             f"save(state, step): the state is {brief(state)}; expected a training state, from init(params)."

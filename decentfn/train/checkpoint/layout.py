@@ -73,8 +73,7 @@ def algorithm_of(state: Any) -> str | None:
 def leaves_of(state: Any) -> list[Leaf]:
     """Return the state's leaves by name; complex ones as real and imaginary parts, `[..., 2]`.
 
-    Raises:
-        ValueError: two leaves of one name, or a leaf that is not a tensor of a supported dtype.
+    Raises ValueError for two leaves of one name, or one that is not a tensor of a supported dtype.
     """
     stacked, found, shards = is_stacked(state), dict[str, Leaf](), dict(state.params.plan.places)
     for path, node in trees.named_leaves(state, Buckets):
@@ -116,11 +115,7 @@ def digest_of_plan(plan: Plan) -> str:
 
 
 def digests_of(frozen: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the digest of each frozen buffer, `[L, ...]`.
-
-    Raises:
-        ValueError: one differs between the workers.
-    """
+    """Return the digest of each frozen buffer, `[L, ...]`; raise ValueError if one differs between the workers."""
     digests = {}
     for name, x in frozen.items():
         found = {digest(row) for row in x}

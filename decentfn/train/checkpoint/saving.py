@@ -21,10 +21,7 @@ from decentfn.errors import RunError
 from decentfn.topologies import Topology
 from decentfn.train.checkpoint import files, manifest
 from decentfn.train.checkpoint.content import Content, content_of, plain
-from decentfn.train.checkpoint.layout import (
-    digests_of,
-    encoded,
-)
+from decentfn.train.checkpoint.layout import digests_of, encoded
 from decentfn.train.signals import time_to_leave
 from decentfn.train.together import make_directory, on_first, one_path, together
 
@@ -277,7 +274,7 @@ def _finish(directory: Path, path: Path, told: list[dict[str, Any]], keep: int |
     for rank, its in enumerate(told):
         expected = about | {
             "buckets": told[rank % size]["about"]["buckets"]
-        }  # processes of a worker have different shards
+        }  # processes of a worker have their own shards
         if its["about"] != expected:
             name = next(name for name in expected if its["about"][name] != expected[name])
             raise ValueError(
