@@ -24,10 +24,21 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
-from decentfn.comm.gossip import difference, repaired
-from decentfn.core.buckets import copy_wide, each
 from decentfn.core.trees import PyTree
-from decentfn.kit import Algorithm, Buckets, LossFn, Metrics, Options, State, Worker, algorithm
+from decentfn.kit import (
+    Algorithm,
+    Buckets,
+    LossFn,
+    Metrics,
+    Options,
+    State,
+    Worker,
+    algorithm,
+    copy_wide,
+    difference,
+    each,
+    repaired,
+)
 from decentfn.topologies import Topology, mixing_matrix
 
 _SAMPLED = 256

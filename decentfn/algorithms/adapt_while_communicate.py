@@ -15,11 +15,21 @@ from typing import Any, Literal, Unpack
 
 from torch import Tensor
 
-from decentfn.comm.gossip import collect
-from decentfn.core.buckets import add
 from decentfn.core.trees import PyTree
-from decentfn.kit import Algorithm, LossFn, Metrics, Options, State, Worker, algorithm
-from decentfn.kit.preconditions import as_input, at, require_doubly_stochastic
+from decentfn.kit import (
+    Algorithm,
+    LossFn,
+    Metrics,
+    Options,
+    State,
+    Worker,
+    add,
+    algorithm,
+    as_input,
+    at,
+    collect,
+    require_doubly_stochastic,
+)
 from decentfn.topologies import Topology
 
 

@@ -21,19 +21,29 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
-from decentfn.comm.gossip import unless_bad
 from decentfn.comm.gossip.compressed import as_messages, difference_compressed, post_compressed
 from decentfn.compressors import Compressor
-from decentfn.core.buckets import add, each, zeros_like
 from decentfn.core.trees import PyTree
-from decentfn.kit import Algorithm, Buckets, LossFn, Metrics, Options, State, Worker, algorithm, zeroed
-from decentfn.kit.preconditions import (
+from decentfn.kit import (
+    Algorithm,
+    Buckets,
+    LossFn,
+    Metrics,
+    Options,
+    State,
+    Worker,
+    add,
+    algorithm,
     as_input,
     at,
+    each,
     require_compressor,
     require_contraction,
     require_doubly_stochastic,
     require_static,
+    unless_bad,
+    zeroed,
+    zeros_like,
 )
 from decentfn.topologies import Topology
 

@@ -18,14 +18,30 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from decentfn.comm.gossip import repaired
 from decentfn.comm.gossip.compressed import as_messages
 from decentfn.comm.gossip.plain import heard, inbox_of
-from decentfn.core.buckets import add, each, global_norm, wide
-from decentfn.core.scalars import once
 from decentfn.core.trees import PyTree
-from decentfn.kit import Algorithm, Buckets, LossFn, Metrics, Options, Posted, State, Worker, algorithm
-from decentfn.kit.preconditions import at, require_doubly_stochastic, require_rate, require_whole
+from decentfn.kit import (
+    Algorithm,
+    Buckets,
+    LossFn,
+    Metrics,
+    Options,
+    Posted,
+    State,
+    Worker,
+    add,
+    algorithm,
+    at,
+    each,
+    global_norm,
+    once,
+    repaired,
+    require_doubly_stochastic,
+    require_rate,
+    require_whole,
+    wide,
+)
 from decentfn.topologies import Topology
 
 

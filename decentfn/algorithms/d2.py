@@ -27,11 +27,23 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
-from decentfn.comm.gossip import difference, repaired
-from decentfn.core.buckets import add, each
 from decentfn.core.trees import PyTree
-from decentfn.kit import Algorithm, Buckets, LossFn, Metrics, Options, State, Worker, algorithm, zeroed
-from decentfn.kit.preconditions import require_doubly_stochastic
+from decentfn.kit import (
+    Algorithm,
+    Buckets,
+    LossFn,
+    Metrics,
+    Options,
+    State,
+    Worker,
+    add,
+    algorithm,
+    difference,
+    each,
+    repaired,
+    require_doubly_stochastic,
+    zeroed,
+)
 from decentfn.topologies import Topology, mixing_matrix
 
 

@@ -24,19 +24,29 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
-from decentfn.comm.gossip import difference, repaired
 from decentfn.core import draws
-from decentfn.core.buckets import each, wide
-from decentfn.core.scalars import once
 from decentfn.core.trees import PyTree
-from decentfn.kit import Algorithm, Buckets, LossFn, Metrics, Options, State, Worker, algorithm, zeroed
-from decentfn.kit.preconditions import (
+from decentfn.kit import (
+    Algorithm,
+    Buckets,
+    LossFn,
+    Metrics,
+    Options,
+    State,
+    Worker,
+    algorithm,
     as_input,
     at,
+    difference,
+    each,
+    once,
     reciprocal,
+    repaired,
     require_doubly_stochastic,
     require_fractions,
     require_rate,
+    wide,
+    zeroed,
 )
 from decentfn.optim.transforms.basic import Scalar
 from decentfn.topologies import Topology, mixed

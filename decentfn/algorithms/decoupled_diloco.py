@@ -26,12 +26,30 @@ from torch import Tensor
 
 from decentfn.algorithms.outer import Fragments, no_weight, progress
 from decentfn.comm import gossip
-from decentfn.comm.gossip import is_active, unless_bad
-from decentfn.core.buckets import add, copy_wide, each, loose, where, zeros_like
-from decentfn.core.scalars import once
+from decentfn.core.buckets import loose
 from decentfn.core.trees import PyTree
-from decentfn.kit import Algorithm, Buckets, LossFn, Metrics, Options, State, Worker, algorithm
-from decentfn.kit.preconditions import require_fractions, require_positive, require_weight, require_whole
+from decentfn.kit import (
+    Algorithm,
+    Buckets,
+    LossFn,
+    Metrics,
+    Options,
+    State,
+    Worker,
+    add,
+    algorithm,
+    copy_wide,
+    each,
+    is_active,
+    once,
+    require_fractions,
+    require_positive,
+    require_weight,
+    require_whole,
+    unless_bad,
+    where,
+    zeros_like,
+)
 from decentfn.topologies import Topology
 
 

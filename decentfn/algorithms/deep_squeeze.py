@@ -19,13 +19,28 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
-from decentfn.comm.gossip import repaired
 from decentfn.comm.gossip.compressed import as_messages, difference_compressed, post_compressed
 from decentfn.compressors import Compressor
-from decentfn.core.buckets import add, each
 from decentfn.core.trees import PyTree
-from decentfn.kit import Algorithm, Buckets, LossFn, Metrics, Options, State, Worker, algorithm, zeroed
-from decentfn.kit.preconditions import as_input, at, require_compressor, require_contraction, require_doubly_stochastic
+from decentfn.kit import (
+    Algorithm,
+    Buckets,
+    LossFn,
+    Metrics,
+    Options,
+    State,
+    Worker,
+    add,
+    algorithm,
+    as_input,
+    at,
+    each,
+    repaired,
+    require_compressor,
+    require_contraction,
+    require_doubly_stochastic,
+    zeroed,
+)
 from decentfn.topologies import Topology
 
 

@@ -18,10 +18,25 @@ from torch import Tensor
 
 from decentfn.comm.gossip.compressed import everyone, post_compressed, sum_compressed
 from decentfn.compressors import Compressor, dct_top_k
-from decentfn.core.buckets import add, cast_like, each
 from decentfn.core.trees import PyTree
-from decentfn.kit import Algorithm, Buckets, LossFn, Metrics, Options, State, Worker, algorithm, zeroed
-from decentfn.kit.preconditions import as_input, at, require_compressor, require_rate
+from decentfn.kit import (
+    Algorithm,
+    Buckets,
+    LossFn,
+    Metrics,
+    Options,
+    State,
+    Worker,
+    add,
+    algorithm,
+    as_input,
+    at,
+    cast_like,
+    each,
+    require_compressor,
+    require_rate,
+    zeroed,
+)
 from decentfn.topologies import Topology
 
 

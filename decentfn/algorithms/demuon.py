@@ -17,10 +17,23 @@ import torch
 from torch import Tensor
 
 from decentfn.core import trees
-from decentfn.core.buckets import add, cast_like, each, where, zeros_like
 from decentfn.core.trees import PyTree
-from decentfn.kit import Algorithm, Buckets, LossFn, Metrics, Options, State, Worker, algorithm
-from decentfn.kit.preconditions import require_doubly_stochastic
+from decentfn.kit import (
+    Algorithm,
+    Buckets,
+    LossFn,
+    Metrics,
+    Options,
+    State,
+    Worker,
+    add,
+    algorithm,
+    cast_like,
+    each,
+    require_doubly_stochastic,
+    where,
+    zeros_like,
+)
 from decentfn.optim.orthogonalize import orthogonalize
 from decentfn.optim.transforms import Transform
 from decentfn.optim.transforms.transform import by_leaf

@@ -20,10 +20,25 @@ import torch
 from torch import Tensor
 
 from decentfn.algorithms.outer import after_steps, local_steps, no_weight, outer_gradient, progress, to_send
-from decentfn.core.buckets import copy_wide, each, scale, zeros_like
 from decentfn.core.trees import PyTree
-from decentfn.kit import Algorithm, Buckets, LossFn, Options, Worker, algorithm
-from decentfn.kit.preconditions import as_input, at, require_fractions, require_positive, require_weight, require_whole
+from decentfn.kit import (
+    Algorithm,
+    Buckets,
+    LossFn,
+    Options,
+    Worker,
+    algorithm,
+    as_input,
+    at,
+    copy_wide,
+    each,
+    require_fractions,
+    require_positive,
+    require_weight,
+    require_whole,
+    scale,
+    zeros_like,
+)
 from decentfn.topologies import Topology
 
 

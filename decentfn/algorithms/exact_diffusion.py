@@ -20,11 +20,23 @@ from typing import Any, NamedTuple, Unpack
 
 from torch import Tensor
 
-from decentfn.comm.gossip import difference, repaired
-from decentfn.core.buckets import add, each
 from decentfn.core.trees import PyTree
-from decentfn.kit import Algorithm, Buckets, LossFn, Metrics, Options, State, Worker, algorithm, zeroed
-from decentfn.kit.preconditions import require_static_symmetric
+from decentfn.kit import (
+    Algorithm,
+    Buckets,
+    LossFn,
+    Metrics,
+    Options,
+    State,
+    Worker,
+    add,
+    algorithm,
+    difference,
+    each,
+    repaired,
+    require_static_symmetric,
+    zeroed,
+)
 from decentfn.topologies import Topology
 
 

@@ -20,10 +20,20 @@ from torch import Tensor
 
 from decentfn.algorithms.outer import after_steps, local_steps, progress, require_outer
 from decentfn.core import trees
-from decentfn.core.buckets import add, copy_wide
 from decentfn.core.trees import PyTree
-from decentfn.kit import Algorithm, Buckets, LossFn, Options, Posted, Worker, algorithm
-from decentfn.kit.preconditions import require_doubly_stochastic, require_whole
+from decentfn.kit import (
+    Algorithm,
+    Buckets,
+    LossFn,
+    Options,
+    Posted,
+    Worker,
+    add,
+    algorithm,
+    copy_wide,
+    require_doubly_stochastic,
+    require_whole,
+)
 from decentfn.optim.transforms import sgd
 from decentfn.topologies import Topology, nth_round
 

@@ -17,9 +17,20 @@ from typing import Any, NamedTuple, Unpack
 from torch import Tensor
 
 from decentfn.algorithms.outer import after_steps, local_steps, progress
-from decentfn.core.buckets import copy_wide, each
-from decentfn.kit import Algorithm, Buckets, LossFn, Options, Worker, algorithm
-from decentfn.kit.preconditions import require_doubly_stochastic, require_fractions, require_positive, require_whole
+from decentfn.kit import (
+    Algorithm,
+    Buckets,
+    LossFn,
+    Options,
+    Worker,
+    algorithm,
+    copy_wide,
+    each,
+    require_doubly_stochastic,
+    require_fractions,
+    require_positive,
+    require_whole,
+)
 from decentfn.topologies import Topology
 
 

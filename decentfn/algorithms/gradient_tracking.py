@@ -25,12 +25,26 @@ from typing import Any, Literal, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
-from decentfn.comm.gossip import collect
 from decentfn.core import trees
-from decentfn.core.buckets import add, cast_like, each, where, widen, zeros_like
 from decentfn.core.trees import PyTree
-from decentfn.kit import Algorithm, Buckets, LossFn, Metrics, Options, State, Worker, algorithm
-from decentfn.kit.preconditions import require_doubly_stochastic
+from decentfn.kit import (
+    Algorithm,
+    Buckets,
+    LossFn,
+    Metrics,
+    Options,
+    State,
+    Worker,
+    add,
+    algorithm,
+    cast_like,
+    collect,
+    each,
+    require_doubly_stochastic,
+    where,
+    widen,
+    zeros_like,
+)
 from decentfn.topologies import Topology, later
 
 

@@ -21,11 +21,24 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
-from decentfn.comm.gossip import collect
-from decentfn.core.buckets import add, cast_like, each
 from decentfn.core.trees import PyTree
-from decentfn.kit import Algorithm, Buckets, LossFn, Metrics, Options, State, Worker, algorithm, zeroed
-from decentfn.kit.preconditions import require_doubly_stochastic, require_fractions
+from decentfn.kit import (
+    Algorithm,
+    Buckets,
+    LossFn,
+    Metrics,
+    Options,
+    State,
+    Worker,
+    add,
+    algorithm,
+    cast_like,
+    collect,
+    each,
+    require_doubly_stochastic,
+    require_fractions,
+    zeroed,
+)
 from decentfn.topologies import Topology, later
 
 

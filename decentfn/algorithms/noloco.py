@@ -19,15 +19,22 @@ import torch
 from torch import Tensor
 
 from decentfn.algorithms.outer import after_steps, local_steps, progress
-from decentfn.core.buckets import copy_wide, each, zeros_like
-from decentfn.kit import Algorithm, Buckets, LossFn, Options, Worker, algorithm
-from decentfn.kit.preconditions import (
+from decentfn.kit import (
+    Algorithm,
+    Buckets,
+    LossFn,
+    Options,
+    Worker,
+    algorithm,
     as_input,
     at,
+    copy_wide,
+    each,
     require_doubly_stochastic,
     require_fractions,
     require_positive,
     require_whole,
+    zeros_like,
 )
 from decentfn.topologies import Topology
 

@@ -14,11 +14,23 @@ import torch
 from torch import Tensor
 
 from decentfn.comm import gossip
-from decentfn.comm.gossip import collect, is_active, unless_bad
 from decentfn.core import trees
-from decentfn.core.buckets import add, each, where, wide
 from decentfn.core.trees import PyTree
-from decentfn.kit import Buckets, Metrics, Plan, Posted, State, Worker
+from decentfn.kit import (
+    Buckets,
+    Metrics,
+    Plan,
+    Posted,
+    State,
+    Worker,
+    add,
+    collect,
+    each,
+    is_active,
+    unless_bad,
+    where,
+    wide,
+)
 from decentfn.optim.transforms.transform import require_descent, require_pair, wants_mix
 from decentfn.topologies import Topology, every, later
 

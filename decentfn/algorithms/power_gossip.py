@@ -20,10 +20,20 @@ import torch
 from torch import Tensor
 
 from decentfn.comm.gossip.low_rank import Directions, LowRankGossip
-from decentfn.core.buckets import add
 from decentfn.core.trees import PyTree
-from decentfn.kit import Algorithm, Buckets, LossFn, Metrics, Options, State, Worker, algorithm
-from decentfn.kit.preconditions import require_doubly_stochastic, require_whole
+from decentfn.kit import (
+    Algorithm,
+    Buckets,
+    LossFn,
+    Metrics,
+    Options,
+    State,
+    Worker,
+    add,
+    algorithm,
+    require_doubly_stochastic,
+    require_whole,
+)
 from decentfn.topologies import Topology, from_matrices, mixing_matrix
 
 

@@ -20,11 +20,26 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
-from decentfn.comm.gossip import collect
 from decentfn.comm.gossip.push_sum import first_weight, pack, unpack
-from decentfn.core.buckets import add, cast_like, divide, each, scale, widen, zeros_like
 from decentfn.core.trees import PyTree
-from decentfn.kit import Algorithm, Buckets, LossFn, Metrics, Options, State, Worker, algorithm
+from decentfn.kit import (
+    Algorithm,
+    Buckets,
+    LossFn,
+    Metrics,
+    Options,
+    State,
+    Worker,
+    add,
+    algorithm,
+    cast_like,
+    collect,
+    divide,
+    each,
+    scale,
+    widen,
+    zeros_like,
+)
 from decentfn.topologies import Topology, later
 
 

@@ -18,11 +18,26 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
-from decentfn.core.buckets import add, each, global_norm, widen, zeros_like
-from decentfn.core.scalars import once
 from decentfn.core.trees import PyTree
-from decentfn.kit import Algorithm, Buckets, LossFn, Metrics, Options, State, Worker, algorithm
-from decentfn.kit.preconditions import require_doubly_stochastic, require_fractions, require_positive
+from decentfn.kit import (
+    Algorithm,
+    Buckets,
+    LossFn,
+    Metrics,
+    Options,
+    State,
+    Worker,
+    add,
+    algorithm,
+    each,
+    global_norm,
+    once,
+    require_doubly_stochastic,
+    require_fractions,
+    require_positive,
+    widen,
+    zeros_like,
+)
 from decentfn.topologies import Topology
 
 

@@ -15,17 +15,26 @@ from typing import Any, NamedTuple, Unpack
 
 from torch import Tensor
 
-from decentfn.comm.gossip import difference, repaired
-from decentfn.core.buckets import each
 from decentfn.core.trees import PyTree
-from decentfn.kit import Algorithm, Buckets, LossFn, Metrics, Options, State, Worker, algorithm, zeroed
-from decentfn.kit.preconditions import (
+from decentfn.kit import (
+    Algorithm,
+    Buckets,
+    LossFn,
+    Metrics,
+    Options,
+    State,
+    Worker,
+    algorithm,
     as_input,
     at,
+    difference,
+    each,
     reciprocal,
+    repaired,
     require_doubly_stochastic,
     require_fractions,
     require_rate,
+    zeroed,
 )
 from decentfn.optim.transforms.basic import Scalar
 from decentfn.topologies import Topology

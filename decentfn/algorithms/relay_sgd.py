@@ -19,12 +19,25 @@ import torch
 from torch import Tensor
 
 from decentfn.comm import collectives, gossip
-from decentfn.comm.gossip import unless_bad
 from decentfn.core import trees
-from decentfn.core.buckets import add, each, loose, wide
-from decentfn.core.scalars import Numbers, once
+from decentfn.core.buckets import loose
+from decentfn.core.scalars import Numbers
 from decentfn.core.trees import PyTree
-from decentfn.kit import Algorithm, Buckets, LossFn, Metrics, Options, State, Worker, algorithm
+from decentfn.kit import (
+    Algorithm,
+    Buckets,
+    LossFn,
+    Metrics,
+    Options,
+    State,
+    Worker,
+    add,
+    algorithm,
+    each,
+    once,
+    unless_bad,
+    wide,
+)
 from decentfn.topologies import Topology
 
 

@@ -16,19 +16,30 @@ from typing import Any, NamedTuple, Unpack
 from torch import Tensor
 
 from decentfn.algorithms.outer import after_steps, progress
-from decentfn.comm.gossip import is_active
-from decentfn.core.buckets import add, copy_wide, each, where, zeros_like
 from decentfn.core.trees import PyTree
-from decentfn.kit import Algorithm, Buckets, LossFn, Metrics, Options, State, Worker, algorithm
-from decentfn.kit.preconditions import (
+from decentfn.kit import (
+    Algorithm,
+    Buckets,
+    LossFn,
+    Metrics,
+    Options,
+    State,
+    Worker,
+    add,
+    algorithm,
     as_input,
     at,
+    copy_wide,
+    each,
+    is_active,
     reciprocal,
     require_doubly_stochastic,
     require_fractions,
     require_positive,
     require_rate,
     require_whole,
+    where,
+    zeros_like,
 )
 from decentfn.optim.transforms.basic import Scalar
 from decentfn.topologies import Topology, paused

@@ -21,9 +21,21 @@ from torch import Tensor
 from decentfn.algorithms.outer import after_steps, local_steps, progress
 from decentfn.comm.gossip.compressed import everyone, post_compressed, sum_compressed
 from decentfn.compressors import Compressor, chunk_top_k
-from decentfn.core.buckets import copy_wide, each, zeros_like
-from decentfn.kit import Algorithm, Buckets, LossFn, Options, Worker, algorithm
-from decentfn.kit.preconditions import require_compressor, require_fractions, require_positive, require_whole
+from decentfn.kit import (
+    Algorithm,
+    Buckets,
+    LossFn,
+    Options,
+    Worker,
+    algorithm,
+    copy_wide,
+    each,
+    require_compressor,
+    require_fractions,
+    require_positive,
+    require_whole,
+    zeros_like,
+)
 from decentfn.topologies import Topology
 
 

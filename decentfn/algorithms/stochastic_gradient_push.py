@@ -20,14 +20,27 @@ import torch
 from torch import Tensor
 
 from decentfn.comm import collectives, gossip
-from decentfn.comm.gossip import unless_bad
 from decentfn.comm.gossip.push_sum import first_weight, pack, unpack
 from decentfn.core import trees
-from decentfn.core.buckets import add, divide, each, loose, scale, wide
-from decentfn.core.scalars import once
+from decentfn.core.buckets import loose, wide
 from decentfn.core.trees import PyTree
-from decentfn.kit import Algorithm, Buckets, LossFn, Metrics, Options, State, Worker, algorithm
-from decentfn.kit.preconditions import require_whole
+from decentfn.kit import (
+    Algorithm,
+    Buckets,
+    LossFn,
+    Metrics,
+    Options,
+    State,
+    Worker,
+    add,
+    algorithm,
+    divide,
+    each,
+    once,
+    require_whole,
+    scale,
+    unless_bad,
+)
 from decentfn.topologies import Topology, later, nth_round
 
 

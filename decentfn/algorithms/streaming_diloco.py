@@ -19,11 +19,30 @@ from torch import Tensor
 
 from decentfn.algorithms.outer import Fragments, outer_gradient, to_send
 from decentfn.comm import gossip
-from decentfn.comm.gossip import unless_bad
-from decentfn.core.buckets import add, copy_wide, each, loose, where, zeros_like
+from decentfn.core.buckets import loose
 from decentfn.core.trees import PyTree
-from decentfn.kit import Algorithm, Buckets, LossFn, Metrics, Options, Posted, State, Worker, algorithm
-from decentfn.kit.preconditions import as_input, at, require_fractions, require_positive, require_whole
+from decentfn.kit import (
+    Algorithm,
+    Buckets,
+    LossFn,
+    Metrics,
+    Options,
+    Posted,
+    State,
+    Worker,
+    add,
+    algorithm,
+    as_input,
+    at,
+    copy_wide,
+    each,
+    require_fractions,
+    require_positive,
+    require_whole,
+    unless_bad,
+    where,
+    zeros_like,
+)
 from decentfn.topologies import Topology
 
 
