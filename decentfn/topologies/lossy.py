@@ -1,4 +1,4 @@
-"""Schedules whose messages are lost at times: `lossy` draws the lost links, `cut` takes them from a function of the step.
+"""Schedules whose messages are lost or late: `lossy` draws lost links, `cut` is told of them, `arrivals` draws delays.
 
     W'[i, j] = W[i, j] (1 - lost[i, j]);    W'[j, j] = W[j, j] + Σ_i W[i, j] lost[i, j]        (j ≠ i)
 
@@ -16,12 +16,12 @@ from torch import Tensor
 
 from decentfn.core import draws
 from decentfn.core.numbers import checks_numbers, require
-from decentfn.topologies.combine import combination
+from decentfn.topologies.combine import combination, later
 from decentfn.topologies.drawn import from_rounds
 from decentfn.topologies.rounds import Round, Topology, require_topology
 
-_LINKS = 0x6C6F7373
-"""Stream of the draws of links."""
+_LOST, _LATE = 0x6C6F7374, 0x6C617465
+"""Streams of the draws of links."""
 _CHECKED = 64
 """Rounds that are checked for symmetry."""
 
@@ -54,16 +54,28 @@ def lossy(topology: Topology, probability: float, *, both_ways: bool = True, see
     """
     _require_links("lossy", topology, both_ways)
     require(0 <= probability <= 1, "lossy", "the probability is in [0, 1].", probability=probability)
-    n = topology.num_workers
-    me = torch.arange(n)[:, None]
 
     def lost(t: Tensor, sources: Tensor) -> Tensor:
-        ends = (torch.minimum(me, sources), torch.maximum(me, sources)) if both_ways else (me, sources)
-        link = (ends[0] * n + ends[1]).flatten() % 2**32
-        return draws.uniform(seed, t, _LINKS, (), worker=link).view_as(sources) < probability
+        return _drawn(seed, int(t), _LOST, sources, both_ways) < probability
 
     name = f"lossy({topology.name}, {probability:g}{'' if both_ways else ', both_ways=False'}, seed={seed})"
     return _losing(name, topology, lost, both_ways)
+
+
+@combination
+def arrivals(topology: Topology, age: int, least: int, most: int, seed: int) -> Topology:
+    """Return the messages of step t - age that arrive in step t, if each takes from `least` to `most` steps.
+
+    A delay is a function of (seed, step in which the message is sent, link). Each message is in one of the schedules
+    of ages `least` to `most`. The weights of the others stay with the sender.
+    """
+    _require_links("arrivals", topology, both_ways=False)
+
+    def not_now(t: Tensor, sources: Tensor) -> Tensor:
+        delay = least + (_drawn(seed, max(int(t) - age, 0), _LATE, sources, False) * (most - least + 1)).long()
+        return delay != age
+
+    return _losing(f"arrivals({topology.name}, {age} of {least}..{most}, {seed})", later(age, topology), not_now, False)
 
 
 @checks_numbers
@@ -103,11 +115,21 @@ def cut(topology: Topology, lost: Callable[[int], Tensor], *, both_ways: bool = 
     return _losing(f"cut({topology.name})", topology, named, both_ways)
 
 
+def _drawn(seed: int, t: int, stream: int, sources: Tensor, both_ways: bool) -> Tensor:
+    """Draw a number in [0, 1) for each message, `[N, K]` float64; both directions of a link share it with `both_ways`."""
+    n = len(sources)
+    me = torch.arange(n)[:, None]
+    ends = (torch.minimum(me, sources), torch.maximum(me, sources)) if both_ways else (me, sources)
+    link = (ends[0] * n + ends[1]).flatten() % 2**32
+    return draws.uniform(seed, t, stream, (), worker=link).view_as(sources)
+
+
 def _losing(name: str, topology: Topology, lost: Callable[[Tensor, Tensor], Tensor], both_ways: bool) -> Topology:
     """Return the schedule without the links of `lost`: `t`, senders `[N, K]` int64 -> `[N, K]` bool."""
 
     def round_of(t: Tensor) -> Round:
-        sources, destinations, weights, *_, active = topology.round(t)
+        this = topology.round(t)
+        sources, destinations, weights, active = this.sources, this.destinations, this.weights, this.is_active
         gone = lost(t, sources.clamp(min=0)) & (sources >= 0)
         theirs = weights[:, 1:] * gone
         kept = torch.zeros_like(weights[:, 0]).index_add_(0, sources.clamp(min=0).flatten(), theirs.flatten())
@@ -137,7 +159,7 @@ def _require_links(call: str, topology: Topology, both_ways: bool) -> None:
 
 def _is_symmetric(this: Round) -> bool:
     """Return True if W = Wᵀ, by a fixed random vector."""
-    x = draws.uniform(0, 0, _LINKS, (len(this.sources),))
+    x = draws.uniform(0, 0, _LOST, (len(this.sources),))
     given = this.weights[:, 1:].gather(0, this.destinations.clamp(min=0)) * (this.destinations >= 0)
     heard = (this.weights[:, 1:] * x[this.heard]).sum(1)
     told = (given * x[this.destinations.clamp(min=0)]).sum(1)
