@@ -6,13 +6,15 @@ from datetime import timedelta
 
 import pytest
 import torch
+from sklearn.datasets import load_digits
 
 import decentfn as df
 from decentfn.comm.collectives import World, use, world
+from decentfn.core import trees
 from decentfn.testing import on_ranks
 from decentfn.train.joining import wait_for_run
 from tests.run import survivors
-from tests.run.survivors import RATE, gradient, loss_fn, start_params
+from tests.run.survivors import F64, RATE, gradient, loss_fn, start_params
 from tests.run.test_survival import leave
 
 AFTER = 5
@@ -42,55 +44,67 @@ class Seen(dict):
     state = None
 
 
-def train(step, state, t, seen, newcomer, leaves=-1):
-    """Take steps until `AFTER` steps after the newcomer's first one."""
-    end = None
-    while t != end:
-        if t == leaves:
-            leave(step)
-            return
-        state, _ = step(state, gradient(world().place, t), t)
-        if end is None and newcomer in world().seats:
-            end = t + AFTER
-        w = getattr(state.memory, "weight", None)
-        seen[t] = state.params.tensors[0].clone(), 1.0 if w is None else float(w), world().seats, world().places
-        seen.state = state
-        time.sleep(0.002)
-        t += 1
+class Linear:
+    """A task whose gradients do not depend on the parameters."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def algorithm(self, n):
+        return ALGORITHMS[self.name](loss_fn, n)
+
+    def params(self, rank):
+        return start_params(rank, self.name)
+
+    def batch(self, t):
+        return gradient(world().place, t)
 
 
-def come(store, name, seen, seat):
-    with use(wait_for_run(World(None, 0, 1), store, timedelta(seconds=20))):
-        init, step = ALGORITHMS[name](loss_fn, world().num_workers)
-        step = df.survive(step)
-        state, first = df.join(step, init(start_params(9, name)), gradient(9, 0))
-        seen.start = first, state
-        train(step, state, first, seen, seat)
+def run(n, task, leaves=None, at=2, after=AFTER):
+    """`n` workers, of which one may leave at step `at`, and a newcomer; what each one saw, the newcomer last.
 
-
-def run(n, name, leaves=None):
-    """`n` workers, of which one may leave at step 2, and a newcomer; what each one saw, the newcomer last."""
+    All take `after` steps after the newcomer's first one.
+    """
     seen, failed = [Seen() for _ in range(n + 1)], []
 
-    def newcomer(store):
+    def train(step, state, t, rank):
+        end = None
+        while t != end:
+            if rank == leaves and t == at:
+                leave(step)
+                return
+            state, _ = step(state, task.batch(t), t)
+            if end is None and n in world().seats:
+                end = t + after
+            w = getattr(state.memory, "weight", None)
+            x = state.params.tensors[0].clone()
+            seen[rank][t] = x, 1.0 if w is None else float(w), world().seats, world().places
+            seen[rank].state = state
+            time.sleep(0.002)
+            t += 1
+
+    def come(store):
         try:
-            come(store, name, seen[n], n)
+            with use(wait_for_run(World(None, 0, 1), store, timedelta(seconds=20))):
+                init, step = task.algorithm(world().num_workers)
+                step = df.survive(step)
+                state, first = df.join(step, init(task.params(n)), task.batch(0))
+                seen[n].start = first, state
+                train(step, state, first, n)
         except BaseException as error:
             failed.append(error)
 
     def on_this_rank(rank):
-        init, step = ALGORITHMS[name](loss_fn, n)
+        init, step = task.algorithm(n)
         step = df.survive(step, patience=timedelta(seconds=20))
-        thread = threading.Thread(target=newcomer, args=(world().store,))
+        newcomer = threading.Thread(target=come, args=(world().store,))
+        if rank == 0 and leaves is None:
+            newcomer.start()
+        train(step, init(task.params(rank)), 0, rank)
         if rank == leaves:
-            train(step, init(start_params(rank, name)), 0, seen[rank], n, 2)
-            thread.start()
-        elif rank == 0 and leaves is None:
-            thread.start()
-        if rank != leaves:
-            train(step, init(start_params(rank, name)), 0, seen[rank], n)
-        if thread.ident:
-            thread.join()
+            newcomer.start()
+        if newcomer.ident:
+            newcomer.join()
 
     on_ranks(n, on_this_rank)
     assert not failed, failed
@@ -110,7 +124,7 @@ def check_mean(seen, first):
 
 @pytest.mark.parametrize("name", ["gossip", "choco", "diloco"])
 def test_three_workers_become_four(name):
-    seen = run(3, name)
+    seen = run(3, Linear(name))
     first, state = seen[3].start
     assert {its[first][2:] for its in seen} == {((0, 1, 2, 3), (0, 1, 2, 3))}
     assert torch.equal(state.params.tensors[0], seen[0][first - 1][0])
@@ -130,7 +144,7 @@ def test_three_workers_become_four(name):
 
 @pytest.mark.parametrize("name", ["push-sum", "late push-sum", "tracking"])
 def test_a_newcomer_takes_the_place_of_a_lost_worker(name):
-    seen = run(4, name, leaves=1)
+    seen = run(4, Linear(name), leaves=1)
     left = [its for rank, its in enumerate(seen) if rank != 1]
     first, state = seen[4].start
     assert {its[first][2:] for its in left} == {((0, 2, 3, 4), (0, 2, 3, 1))}
@@ -140,6 +154,57 @@ def test_a_newcomer_takes_the_place_of_a_lost_worker(name):
     if name == "tracking":
         y, g = (torch.stack([getattr(its.state.memory, f).tensors[0] for its in left]).mean(0) for f in ("y", "g"))
         torch.testing.assert_close(y, g, rtol=0, atol=1e-14)
+
+
+class Digits:
+    """Sorted digits, so that a lost worker's are those that nobody else has."""
+
+    def __init__(self, n):
+        data = load_digits()
+        rows = torch.randperm(len(data.target), generator=torch.Generator().manual_seed(0))
+        self.images, self.labels = torch.tensor(data.images / 16).flatten(1)[rows], torch.tensor(data.target)[rows]
+        self.test = slice(1400, None)
+        self.shards = self.labels[:1400].argsort(stable=True).tensor_split(n)
+
+    def loss(self, params, batch):
+        return torch.nn.functional.cross_entropy(torch.relu(batch[0] @ params["in"]) @ params["out"], batch[1])
+
+    def algorithm(self, n):
+        return df.adapt_while_communicate(self.loss, df.sgd(0.2, momentum=0.9), df.topology("base", n))
+
+    def params(self, rank):
+        draw = torch.Generator().manual_seed(0)
+        sizes = {"in": (64, 64), "out": (64, 10)}
+        return {name: torch.randn(size, generator=draw, dtype=F64) / 8 for name, size in sizes.items()}
+
+    def batch(self, t):
+        shard = self.shards[world().place % len(self.shards)]
+        rows = shard[torch.randint(len(shard), (32,), generator=torch.Generator().manual_seed(t))]
+        return self.images[rows], self.labels[rows]
+
+    def accuracy(self, buckets):
+        params = trees.map(lambda *x: sum(x) / len(x), *[df.params(its) for its in buckets])
+        scores = torch.relu(self.images[self.test] @ params["in"]) @ params["out"]
+        return (scores.argmax(1) == self.labels[self.test]).double().mean().item()
+
+
+@pytest.mark.slow
+def test_digits_are_learned_to_within_a_point_of_a_run_that_nobody_left():
+    task = Digits(4)
+    seen = run(4, task, leaves=1, at=50, after=400)
+    left = [its for rank, its in enumerate(seen) if rank != 1]
+    steps = max(left[0]) + 1
+
+    def undisturbed(rank):
+        init, step = task.algorithm(4)
+        state = init(task.params(rank))
+        for t in range(steps):
+            state, _ = step(state, task.batch(t), t)
+        return state
+
+    accuracies = task.accuracy([its.state for its in left]), task.accuracy(on_ranks(4, undisturbed))
+    print(steps, accuracies)
+    assert min(accuracies) > 0.9 and abs(accuracies[0] - accuracies[1]) < 0.01
 
 
 # -- processes ----------------------------------------------------------------------------------------------------------
