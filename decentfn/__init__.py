@@ -73,7 +73,7 @@ from decentfn.train.evaluation import evaluate, evaluate_replicas
 from decentfn.train.learning_rate import learning_rate, set_learning_rate
 from decentfn.train.resizing import resize
 from decentfn.train.state_dicts import load_state_dict, state_dict
-from decentfn.train.survival import survive
+from decentfn.train.survival import join, survive
 from decentfn.wrappers import average_buffers, ema, ema_params, ema_state, guard, mix_state
 
 __version__ = "0.1.0"
@@ -138,6 +138,7 @@ __all__ = [
     "gradient_tracking",
     "guard",
     "init",
+    "join",
     "kit",
     "learning_rate",
     "load_state_dict",

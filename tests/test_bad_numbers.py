@@ -150,6 +150,8 @@ BASES = {
             G.shuffled: [RING],
             G.until: [2, RING, RING],
             G.lazy: [RING],
+            G.lossy: [RING, 0.5],
+            G.cut: [RING, lambda t: torch.zeros(N, N, dtype=torch.bool)],
         },
     ),
     df: (

@@ -9,6 +9,11 @@ Overlap SGP applies messages τ steps late, x and w together, so mass is conserv
 x½ = x - η g(z) and a = A[i, i]:
 
     x_i⁺ = a_t x½_i + Σ_{j≠i} A_{t-τ}[i, j] x½_j(t-τ);    w_i⁺ = a_t w_i + Σ_{j≠i} A_{t-τ}[i, j] w_j(t-τ)
+
+With bounded staleness (as in asynchronous gradient push, Assran, Rabbat, IEEE TAC 2021; arXiv:1803.08950) each message
+has its own delay d_s(i, j) of least to τ steps, drawn by (seed, s, link); a worker goes on with the mass that it has:
+
+    x_i⁺ = a_t x½_i + Σ_s Σ_{j≠i} [s + d_s(i, j) = t] A_s[i, j] x½_j(s);    w likewise
 """
 
 from __future__ import annotations
@@ -42,6 +47,7 @@ from decentfn.kit import (
     unless_bad,
 )
 from decentfn.topologies import Topology, later, nth_round
+from decentfn.topologies.lossy import arrivals
 
 
 class Memory(NamedTuple):
@@ -66,12 +72,23 @@ class Memory(NamedTuple):
 
 @algorithm
 def stochastic_gradient_push(
-    loss_fn: LossFn, optimizer: Any, topology: Topology, *, rounds: int = 1, delay: int = 0, **options: Unpack[Options]
+    loss_fn: LossFn,
+    optimizer: Any,
+    topology: Topology,
+    *,
+    rounds: int = 1,
+    delay: int = 0,
+    least_delay: int | None = None,
+    seed: int = 0,
+    **options: Unpack[Options],
 ) -> Algorithm:
     """Adapt then combine over directed graphs; push-sum's weight corrects the scale of the mix.
 
     With delay=0 nothing can be sent before the update. With delay=1 everything overlaps: a step's result is posted
     before the next step's forward pass and needed after its backward pass. More delay only makes messages older.
+    With `least_delay` each message is late by its own number of steps, the same draw on every worker. Delays are counted
+    in steps: ranks send a message in the step in which it arrives, so a slow worker still holds up the others.
+
     Sent per step: the parameters and one more number, `rounds` times per neighbor. In 16-bit buckets or with a wire
     dtype the weight is rounded like the parameters.
 
@@ -81,15 +98,22 @@ def stochastic_gradient_push(
         topology: any schedule, column-stochastic ones too.
         rounds: r >= 1 rounds of mixing per step; round k of step t is phase r·t + k of the schedule.
         delay: delay τ >= 0 of messages, in steps. Needs rounds=1 and positive self-weights.
+        least_delay: smallest delay of a message, 0 to τ; None: all take τ steps. Messages of 0 steps do not overlap.
+            Needs a schedule without group averages.
+        seed: seed of the delays.
         options: `bucket_mb`, `wire_dtype`; see `Options`.
 
     Raises:
-        ValueError: rounds or delay out of range, or a delay with a self-weight of 0.
+        ValueError: rounds or delays out of range, a delay with a self-weight of 0, or delays of group averages that
+            differ.
     """
     worker = Worker(loss_fn, optimizer, topology, **options)
-    _check(topology, rounds, delay)
+    _check(topology, rounds, delay, least_delay)
     schedule = [nth_round(k, rounds, topology) for k in range(rounds)]
-    earlier = later(delay, topology)
+    if least_delay is None or least_delay == delay:
+        of_age = {delay: later(delay, topology)}
+    else:
+        of_age = {age: arrivals(topology, age, least_delay, delay, seed) for age in range(least_delay, delay + 1)}
 
     def start(z: Buckets) -> Memory:
         w = first_weight(z)
@@ -98,7 +122,7 @@ def stochastic_gradient_push(
 
     def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
         z, (w, outboxes) = state.params, state.memory
-        late = worker.post(loose(outboxes[0]), t, earlier) if delay else None
+        late = [worker.post(loose(outboxes[-age]), t, of_age[age]) for age in of_age if age > 0]
 
         g, local = worker.gradient(z, state.local, batch, t, after=late)
         u, local = worker.update(g.grads, g, local, z)
@@ -106,7 +130,7 @@ def stochastic_gradient_push(
         x_and_w = pack(add(scale(z, w), u), w)
         x_and_w = unless_bad(x_and_w, lambda: each(torch.zeros_like, x_and_w))
 
-        if late is None:
+        if not late:
             for this in schedule:
                 x_and_w = worker.mix(x_and_w, t, this)
         else:
@@ -114,9 +138,12 @@ def stochastic_gradient_push(
             row = collectives.look_up(z[0], topology, t)
             given = row.given if row.mean_weight is None else torch.cat([row.given, row.mean_weight[None]])
             kept = [_without(x, q, given) for x, q in zip(x_and_w, sent, strict=True)]
-            received = gossip.neighbors_sum(late, [k.dtype for k in kept], after=g.grads)
-            mixed = [(k + r).to(x.dtype) for x, k, r in zip(x_and_w, kept, received, strict=True)]
-            x_and_w = Buckets(mixed, x_and_w.plan)
+            if 0 in of_age:
+                late.append(worker.post(loose(sent), t, of_age[0]))
+            for posted in late:
+                received = gossip.neighbors_sum(posted, [k.dtype for k in kept], after=g.grads)
+                kept = [k + r for k, r in zip(kept, received, strict=True)]
+            x_and_w = Buckets([k.to(x.dtype) for k, x in zip(kept, x_and_w, strict=True)], x_and_w.plan)
             outboxes = (*outboxes[1:], sent)
 
         x, w = unpack(x_and_w, z.plan)
@@ -131,10 +158,15 @@ def _without(x: Tensor, sent: Tensor, given: Tensor) -> Tensor:
     return sum((-weight * sent for weight in weights.unbind()), x.to(sent.dtype))
 
 
-def _check(topology: Topology, rounds: int, delay: int) -> None:
+def _check(topology: Topology, rounds: int, delay: int, least_delay: int | None) -> None:
     require_whole("stochastic_gradient_push", rounds=rounds)
     require_whole("stochastic_gradient_push", 0, delay=delay)
     call = f"stochastic_gradient_push(rounds={rounds!r}, delay={delay!r})"
+    if least_delay is not None and not 0 <= least_delay <= delay:
+        raise ValueError(
+            f"stochastic_gradient_push(least_delay={least_delay!r}): messages take from least_delay to delay={delay!r} "
+            "steps; give a number from 0 to delay."
+        )
     if delay and rounds > 1:
         raise ValueError(f"{call}: later rounds need the answers to earlier ones; use rounds=1 with a delay.")
     smallest = float(topology.weights[..., 0].min())

@@ -20,6 +20,7 @@ from decentfn.topologies.graphs import (
 from decentfn.topologies.graphs import chain as chain
 from decentfn.topologies.hierarchies import alternating_exp_ring, hierarchical
 from decentfn.topologies.hypercubes import base, hyper_hypercube, hypercube, simple_base
+from decentfn.topologies.lossy import cut, lossy
 from decentfn.topologies.matching import random_matching, shift_one
 from decentfn.topologies.registry import register_topology, topology, topology_names
 from decentfn.topologies.resized import Resized
@@ -40,6 +41,7 @@ __all__ = [
     "certificate",
     "complete",
     "consensus_steps",
+    "cut",
     "double_binary_tree",
     "equitopo_d_static",
     "equitopo_od_dyn",
@@ -61,6 +63,7 @@ __all__ = [
     "idle",
     "later",
     "lazy",
+    "lossy",
     "mixed",
     "mixing_matrix",
     "nth_round",

@@ -65,6 +65,13 @@ def _with_shapes(name: str, num_workers: int, round_of: Callable[[Tensor], Round
     return checked
 
 
+def _are_inverse(this: Round) -> bool:
+    """Return True if each message that is sent is heard, and each that is heard is sent."""
+    me, sent = torch.arange(len(this.sources))[:, None].expand_as(this.sources), this.destinations >= 0
+    are_heard = this.sources.gather(0, this.destinations.clamp(min=0)) == me
+    return bool(are_heard[sent].all()) and int(sent.sum()) == int((this.sources >= 0).sum())
+
+
 @checks_numbers
 def from_rounds(
     name: str,
@@ -101,11 +108,10 @@ def from_rounds(
     in_tables = in_tables and period is not None and period <= min(_LONGEST_TABLE, MOST_TABLE_ENTRIES // entries)
     steps = range(period) if in_tables and period is not None else _STEPS_TRIED
     drawn = [round_of(torch.tensor(t)) for t in steps]
-    me = torch.arange(num_workers)[:, None]
-    sources = torch.stack([this.heard for this in drawn])
-    destinations = torch.stack([torch.where(this.destinations < 0, me, this.destinations) for this in drawn])
-    are_inverse = torch.equal(sources.gather(1, destinations), me.expand_as(sources))
+    are_inverse = all(map(_are_inverse, drawn))
     require(are_inverse, name, "a round's destinations are not the inverse of its sources.")
+    sources = torch.stack([this.heard for this in drawn])
+    in_tables = in_tables and torch.equal(sources.sort(1).values, torch.arange(num_workers)[:, None].expand_as(sources))
     weights = torch.stack([this.weights for this in drawn])
     rows, mean_weights = None, None
     if groups is not None:

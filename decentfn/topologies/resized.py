@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
@@ -87,14 +87,49 @@ def in_place(topology: Topology, workers: Collection[int]) -> Topology:
     Raises:
         ValueError: none fits, which can only be for a schedule of few slots that needs many.
     """
-    n, kept = topology.num_workers - len(workers), [i for i in range(topology.num_workers) if i not in workers]
-    made = combined_anew(topology, lambda part: in_place(part, workers)) if topology.family is None else None
-    if made is not None:
-        return _widened(made, topology)
+    kept = [i for i in range(topology.num_workers) if i not in workers]
     has_tables = topology.draw is None and topology.groups is None
-    for candidate in (
+    return _first_that_fits(
+        topology,
+        len(kept),
+        lambda part: in_place(part, workers),
         lambda: without(topology, workers).topology,
         lambda: _own_weights(topology, kept) if has_tables else None,
+    )
+
+
+def enlarged(topology: Topology, num_workers: int) -> Topology:
+    """Return the schedule of more workers than a step was compiled for, in its form, as `in_place` does for fewer.
+
+    That is `resized(num_workers)` if it fits.
+
+    Args:
+        topology: of the workers that the step was compiled for.
+        num_workers: at least as many.
+
+    Raises:
+        ValueError: none fits.
+    """
+    return _first_that_fits(
+        topology,
+        num_workers,
+        lambda part: enlarged(part, num_workers),
+        lambda: resized(topology, num_workers).topology,
+    )
+
+
+def _first_that_fits(
+    topology: Topology,
+    n: int,
+    of_part: Callable[[Topology], Topology],
+    *candidates: Callable[[], Topology | None],
+) -> Topology:
+    """Return the combination of the parts' schedules, or the first candidate of the topology's form, widened to it."""
+    made = combined_anew(topology, of_part) if topology.family is None else None
+    if made is not None:
+        return _widened(made, topology)
+    for candidate in (
+        *candidates,
         lambda: from_shifts("static-ring", [{1: 0.25, n - 1: 0.25}], n) if n > 2 else None,
         lambda: by_name(ANY_SIZE, n),
         lambda: _average(n),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import weakref
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Literal
 
@@ -18,9 +19,14 @@ _LINE = 512
 
 
 class Doorbell:
-    """Port of process `seat`, and the addresses of all `seats` processes, exchanged in the store; collective."""
+    """This process's port, and the others' addresses.
 
-    def __init__(self, store: Store, seat: int, seats: int) -> None:
+    Args:
+        store: where the addresses are exchanged.
+        seat: this process.
+    """
+
+    def __init__(self, store: Store, seat: int) -> None:
         ip6 = socket.has_dualstack_ipv6()
         self._port = socket.create_server(
             ("", 0), family=socket.AF_INET6 if ip6 else socket.AF_INET, backlog=_LINE, dualstack_ipv6=ip6
@@ -31,10 +37,24 @@ class Doorbell:
         own = weakref.ref(self._port)
         os.register_at_fork(after_in_child=lambda: None if (port := own()) is None else port.close())
         store.set(f"doorbell {seat}", f"{_own_address()} {self._port.getsockname()[1]}")
-        told = store.multi_get([f"doorbell {i}" for i in range(seats)])
-        self._places = [(host, int(port)) for host, port in (said.decode().split() for said in told)]
-        # Where an address is wrong from the start, as on a machine with several, nothing follows from a refusal.
-        self._known = [seat for seat in range(seats) if self._ring(seat) == "answers"]
+        self._store = store
+        self._addresses: dict[int, tuple[str, int]] = {}
+        self._known = set[int]()
+
+    def learn(self, seats: Iterable[int]) -> None:
+        """Look up the addresses of these processes; wait for those that have not written theirs."""
+        if not (new := [seat for seat in seats if seat not in self._addresses]):
+            return
+        for seat, told in zip(new, self._store.multi_get([f"doorbell {seat}" for seat in new]), strict=True):
+            host, port = told.decode().split()
+            self._addresses[seat] = host, int(port)
+            # Where an address is wrong from the start, as on a machine with several, nothing follows from a refusal.
+            if self._ring(seat) == "answers":
+                self._known.add(seat)
+
+    def close(self) -> None:
+        """Answer nobody any more."""
+        self._port.close()
 
     def ring(self, seat: int) -> Literal["answers", "gone", "silent"]:
         """Return "gone" if a process has ended, "silent" if its machine is not reached."""
@@ -48,7 +68,7 @@ class Doorbell:
 
     def _ring(self, seat: int) -> Literal["answers", "gone", "silent"]:
         try:
-            socket.create_connection(self._places[seat], _PATIENCE_S).close()
+            socket.create_connection(self._addresses[seat], _PATIENCE_S).close()
         except ConnectionRefusedError:
             return "gone"
         except OSError:

@@ -25,6 +25,7 @@ from decentfn.engine.memory import keep_freed_memory
 from decentfn.errors import PlanMismatch
 from decentfn.train.ends import end_with_agent, report_root_cause
 from decentfn.train.generation import fresh_part
+from decentfn.train.joining import store_of_environment, wait_for_run
 
 _log = logging.getLogger("decentfn")
 
@@ -40,6 +41,7 @@ def init(
     backend: str | None = None,
     timeout: timedelta | float = timedelta(minutes=10),
     processes_per_worker: int | Literal["node"] | None = None,
+    join: bool = False,
 ) -> World:
     """Set up the process group that torchrun describes: NCCL if every process has its own GPU, else gloo.
 
@@ -56,6 +58,9 @@ def init(
             row, or as `fully_shard` or `parallelize_module` over `world.mesh["shard"]` shard them
             (docs/large_models.md). "node": all processes of a machine (torchrun's LOCAL_WORLD_SIZE). None: the earlier
             value, or 1. A change invalidates earlier states.
+        join: True in a new process that `df.join` shall bring into the run of `df.survive` whose store is at MASTER_ADDR
+            and MASTER_PORT. It waits, up to the timeout, until that run has begun. `world.num_workers` is the number of
+            workers that the run began with until the process has joined.
 
     Returns:
         This process's world: `rank` and `size` count processes; `worker` and `num_workers` count workers; `process` is
@@ -65,7 +70,8 @@ def init(
     Raises:
         ValueError: on all processes, S does not divide their number, or differs between them; the timeout is not
             positive; torchrun's environment is incomplete, or another launcher (srun, mpirun) started several processes
-            without it; NCCL was requested, and a rank has no GPU of its own.
+            without it; NCCL was requested, and a rank has no GPU of its own; `join` in a process that has a group, or
+            without the store's address.
         df.errors.PlanMismatch: on all processes, their versions of decentfn, torch or Python (3.11 and 3.12) differ.
         df.errors.ExchangeTimeout: a process did not arrive within the timeout.
     """
@@ -73,6 +79,8 @@ def init(
         timeout = timedelta(seconds=real("init", "timeout", timeout))
     if timeout <= timedelta(0):
         raise ValueError(f"init(timeout={timeout}): the timeout is positive; minutes are usual.")
+    if join:
+        return _newcomer(timeout)
     if not dist.is_initialized():
         gpus = torch.cuda.device_count() if _takes_gpus(backend) and torch.cuda.is_available() else 0
         if _is_launched(os.environ):
@@ -89,6 +97,16 @@ def init(
     if world.device.type == "cpu":
         keep_freed_memory()
     return world
+
+
+def _newcomer(timeout: timedelta) -> World:
+    if dist.is_initialized():
+        raise ValueError("init(join=True): this process is in a group already; start another one, without torchrun.")
+    if (known := collectives.everyone()).num_seats > 1:  # an earlier call
+        return known
+    world = collectives.adopt_default_group(timeout)
+    keep_freed_memory()
+    return wait_for_run(world, store_of_environment(timeout), timeout)
 
 
 def _processes_per_worker(said: int | str, world: World) -> int:

@@ -1,6 +1,6 @@
-"""Roll call after a loss: who is left, and from which step they go on. Pure functions of the store's content.
+"""Roll call after a loss, or for newcomers: who continues, and from which step. Pure functions of the store's content.
 
-A worker that notices a loss in generation g writes a note for generation g + 1, once. Whoever has read enough notes
+A worker that notices a loss in generation g, or has heard that a newcomer waits, writes a note for generation g + 1, once. Whoever has read enough notes
 proposes who continues; the store keeps the first proposal (compare and set), and everyone obeys it. So a generation
 has one decision, and a worker that is not in it ends. `tests/run/test_roll_call.py` goes through every order of
 messages, deaths and wake-ups.
@@ -11,10 +11,11 @@ So workers are at most one step apart, and a worker that was left behind ends no
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-__all__ = ["Decision", "Leave", "Note", "Wait", "act"]
+__all__ = ["Decision", "Leave", "Note", "Wait", "act", "places_of"]
 
 
 class Note(NamedTuple):
@@ -31,7 +32,7 @@ class Decision(NamedTuple):
     """The next generation, the same for all."""
 
     seats: tuple[int, ...]
-    """Workers that continue, ascending."""
+    """Workers that continue, ascending; newcomers last."""
     step: int
     """Step with which they continue: the first that one of them has not ended."""
 
@@ -50,6 +51,7 @@ def act(
     notes: Collection[Note],
     decided: Decision | None,
     gone: Collection[int],
+    waiting: Collection[int] = (),
     *,
     is_over: bool,
 ) -> Note | Decision | Wait | Leave:
@@ -61,6 +63,7 @@ def act(
         notes: those in the store.
         decided: the decision in the store; if it is returned, the worker continues with it.
         gone: workers whose processes have ended.
+        waiting: seats of the newcomers that wait to join.
         is_over: True if this worker waits for no more notes.
     """
     if decided is not None:
@@ -71,7 +74,14 @@ def act(
     if not is_over and any(seat not in present and seat not in gone for seat in seats):
         return Wait()
     left = _largest_part({seat: set(note.reaches) for seat, note in present.items()})
-    return Decision(left, min(present[seat].step for seat in left))
+    return Decision((*left, *sorted(waiting)), min(present[seat].step for seat in left))
+
+
+def places_of(seats: Sequence[int], before: Mapping[int, int]) -> tuple[int, ...]:
+    """Return the places of these seats: those that they had before; a newcomer takes the lowest that is free."""
+    taken = {before[seat] for seat in seats if seat in before}
+    free = (place for place in itertools.count() if place not in taken)
+    return tuple(before[seat] if seat in before else next(free) for seat in seats)
 
 
 def _largest_part(reaches: Mapping[int, set[int]]) -> tuple[int, ...]:

@@ -1,11 +1,11 @@
-"""`survive`: a step that goes on without the workers that are lost, in place: no restart, no compilation."""
+"""`survive`: a step that goes on without the workers that are lost, and with those that `join`: no restart, no compilation."""
 
 from __future__ import annotations
 
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -23,11 +23,14 @@ from decentfn.core.trees import PyTree
 from decentfn.errors import ExchangeTimeout, LeftBehind, PeerLost, RunError, StepMismatch
 from decentfn.kit.state import State, kept
 from decentfn.kit.step import Step
+from decentfn.train import joining
 from decentfn.train.doorbell import Doorbell
-from decentfn.train.roll_call import Decision, Leave, Note, act
+from decentfn.train.joining import POLL_S
+from decentfn.train.roll_call import Decision, Leave, Note, act, places_of
 
 _log = logging.getLogger("decentfn")
-_POLL_S = 0.01
+_LOOK_S = 0.2
+"""Time between two looks for newcomers, which take 0.1 ms."""
 
 
 def survive(step: Step | Callable[..., Any], *, patience: timedelta = timedelta(seconds=30)) -> Step:
@@ -36,7 +39,8 @@ def survive(step: Step | Callable[..., Any], *, patience: timedelta = timedelta(
     When a worker dies, or is later than the timeout of `df.init`, the others agree in the store on who is left and on
     the last step that all of them ended. They connect anew, and continue from the states in memory with
     `topology.without(lost)`, in the form that the compiled step expects. They repeat at most one step, within this
-    call. `world.rank`, `world.num_workers` and `world.worker` change; `world.place` does not.
+    call. `world.rank`, `world.num_workers` and `world.worker` change; `world.place` does not. Processes that `join` are
+    admitted between two steps, in the same way.
 
     A worker's parameters, optimizer, buffers and memory of the run stay as they are; its memory of other workers starts
     anew (`docs/surviving.md`). It reads on in its own data. Call it on every rank with the same arguments.
@@ -71,6 +75,39 @@ def survive(step: Step | Callable[..., Any], *, patience: timedelta = timedelta(
     return _Surviving(**given, survivor=_Survivor(patience.total_seconds()))
 
 
+def join(step: Step, state: Any, batch: PyTree) -> tuple[Any, int]:
+    """Enter a run whose step survives: wait until the others admit this process, between two of their steps.
+
+    In a process of `df.init(join=True)`; in any other it does nothing. First it takes a step alone, to compile it. The
+    state is then that of the lowest worker, bit for bit, but that memory of other workers starts anew on all, as after
+    a loss. `world.place` is that of a lost worker, if there is one, and else a new one.
+
+    Args:
+        step: from `df.survive`, of the same program as the others', for `world.num_workers` workers.
+        state: from the algorithm's `init`; only its form counts.
+        batch: a batch of the usual form.
+
+    Returns:
+        `(state, t)`: the state, and the step to begin with; `(state, 0)` in a process that did not come to join.
+
+    Raises:
+        ValueError: `step` is not from `df.survive`, or compiled code has no schedule of one worker more.
+        df.errors.PlanMismatch: the run's states have another form.
+        df.errors.PeerLost: the store has ended.
+
+    >>> step = survive(lambda state, batch, t: (state + batch, None))
+    >>> join(step, torch.ones(2), torch.ones(2))
+    (tensor([1., 1.]), 0)
+    """
+    if not isinstance(step, _Surviving):
+        raise ValueError(f"join({brief(step)}, state, batch): expected a surviving step; df.survive(step).")
+    here = collectives.world()
+    if here.awaits is None:
+        return state, 0
+    step(state, batch, 0)
+    return step.survivor.enter(here, state)
+
+
 def _require_pure(step: Step) -> None:
     if step.is_donated:
         raise ValueError(
@@ -91,7 +128,8 @@ class _Surviving(Step):
 
     def __call__(self, state: Any, batch: PyTree, t: int | Tensor) -> tuple[Any, Any]:
         """Take step `t`, and before it the last one again if others have not ended it."""
-        if torch.compiler.is_dynamo_compiling() or collectives.world().num_seats == 1:
+        here = collectives.world()
+        if torch.compiler.is_dynamo_compiling() or here.num_seats == 1 or here.awaits is not None:
             return super().__call__(state, batch, t)
         _require_pure(self)
         return self.survivor.take(super().__call__, _Inputs(int(as_step(t)), state, batch))
@@ -103,6 +141,8 @@ class _Survivor:
     def __init__(self, patience_s: float) -> None:
         self._patience_s = patience_s
         self._last: _Inputs | None = None
+        self._somebody_waits = False
+        self._looked = 0.0
         self._store: Store
         self._doorbell: Doorbell | None = None
 
@@ -110,10 +150,10 @@ class _Survivor:
         here = collectives.world()
         if self._doorbell is None:
             self._doorbell = self._begin(here, now.state)
-        todo = [now]
+        todo = [now] if not self._somebody_waits else self._go_on(here, [now], None)
         while True:
             try:
-                result = _whole(here, step, todo[0])
+                result, self._somebody_waits = _whole(here, step, todo[0], self._sees_newcomers(here))
             except (PeerLost, ExchangeTimeout) as error:
                 todo = self._go_on(here, todo, error)
                 continue
@@ -124,48 +164,100 @@ class _Survivor:
 
     def _begin(self, here: World, state: Any) -> Doorbell:
         _require_survivable(here, state)
-        self._store = here.store
         here.steps.agrees = True
         try:
-            return Doorbell(PrefixStore("survive", self._store), here.place, here.num_seats)
+            self._store = joining.open_run(here, state)
+            doorbell = Doorbell(PrefixStore("survive", self._store), here.seat)
+            doorbell.learn(here.seats)
+            return doorbell
         except RuntimeError as error:
             raise ExchangeTimeout(
                 f"survive: another worker did not call its step within the timeout of df.init ({here.timeout}): "
                 f"{brief_error(error)}",
-                process=here.place,
+                process=here.seat,
             ) from error
 
-    def _go_on(self, here: World, todo: list[_Inputs], error: RunError) -> list[_Inputs]:
-        """Return the steps to take with those that are left; this process is connected to them."""
-        since, before, kept_state = time.monotonic(), here.seats, None
-        while kept_state is None:
+    def _sees_newcomers(self, here: World) -> bool:
+        """Return True on the first worker if somebody waits to join."""
+        now, doorbell = time.monotonic(), self._doorbell
+        if here.rank or now - self._looked < _LOOK_S or doorbell is None:
+            return False
+        self._looked = now
+        try:
+            return bool(joining.waiting(here, self._store, doorbell))
+        except RuntimeError:  # the store has ended, which matters after a loss only
+            return False
+
+    def enter(self, here: World, state: Any) -> tuple[Any, int]:
+        """Wait until the run admits this process; return its state and the step to begin with."""
+        run = here.awaits
+        assert run is not None
+        self._store = run
+        try:
+            joining.require_form(run, state)
+            while True:
+                seat = joining.new_seat(here, run)
+                doorbell = self._doorbell = Doorbell(PrefixStore("survive", run), seat)
+                told = joining.await_admission(run, seat)
+                here.seat, here.steps.agrees = seat, True
+                try:
+                    doorbell.learn(told.seats)
+                    here.go_on(told.generation, told.seats, told.places, run)
+                    self._meet(here)
+                    here.connect()
+                    state = joining.hand_over(here, state, told.donor, [seat])
+                    return _kept(state), told.step
+                except (
+                    RunError,
+                    RuntimeError,
+                ) as lost:  # another worker was lost meanwhile; the others go on without this one
+                    _log.info("join: %s; waiting again", brief_error(lost))
+                    here.hang_up()
+                    doorbell.close()
+        except RuntimeError as error:
+            if isinstance(error, RunError):
+                raise
+            raise PeerLost(f"join: the store does not answer: {brief_error(error)}", process=here.seat) from error
+
+    def _go_on(self, here: World, todo: list[_Inputs], error: RunError | None) -> list[_Inputs]:
+        """Return the steps to take with those that continue; this process is connected to them."""
+        since, before, kept_state, doorbell = time.monotonic(), here.seats, None, self._doorbell
+        assert doorbell is not None
+        if error is not None:  # otherwise others may still be in the last step
             here.hang_up()
+        while kept_state is None:
+            seats, generation = here.seats, here.generation + 1
             decision = self._agree(here, todo[0].t, error)
             if decision.step == todo[0].t - 1 and self._last is not None:
                 todo = [self._last, *todo]
             if decision.step != todo[0].t:
                 raise StepMismatch(
-                    f"survive: worker {here.place} is at t={todo[0].t}, another one at t={decision.step}; every rank must call "
+                    f"survive: worker {here.seat} is at t={todo[0].t}, another one at t={decision.step}; every rank must call "
                     "the step with consecutive t, the same on all.",
-                    process=here.place,
+                    process=here.seat,
                     step=todo[0].t,
                 ) from error
+            newcomers = [seat for seat in decision.seats if seat not in seats]
+            places = places_of(decision.seats, dict(zip(seats, here.places, strict=True)))
             try:
-                here.go_on(here.generation + 1, decision.seats)
+                joining.admit(self._store, generation, decision, places, newcomers)
+                here.go_on(generation, decision.seats, places, self._store)
+                doorbell.learn(newcomers)
                 self._meet(here)
                 here.connect()
-                kept_state = _kept(todo[0].state)
+                kept_state = _kept(joining.hand_over(here, todo[0].state, decision.seats[0], newcomers))
             except (RunError, RuntimeError) as another:  # one more was lost meanwhile
+                here.hang_up()
                 _log.info("survive: %s", brief_error(another))
+        self._somebody_waits = False
         _log.warning(
-            "survive: without worker %s; the other %d of %d continue with step t=%d after %.2f s (generation %d; %s)",
-            ", ".join(str(seat) for seat in before if seat not in here.seats) or "nobody",
+            "survive: %s; %d workers continue with step t=%d after %.2f s (generation %d%s)",
+            _change(before, here.seats),
             here.size,
-            here.num_seats,
             todo[0].t,
             time.monotonic() - since,
             here.generation,
-            type(error).__name__,
+            "" if error is None else f"; {type(error).__name__}",
         )
         return [todo[0]._replace(state=kept_state), *todo[1:]]
 
@@ -173,16 +265,16 @@ class _Survivor:
         """Wait until all that are left are about to connect, which would wait much longer for one that died meanwhile."""
         board, end, doorbell = here.store, time.monotonic() + self._patience_s, self._doorbell
         assert doorbell is not None
-        board.set(f"present {here.place}", "")
+        board.set(f"present {here.seat}", "")
         while not board.check([f"present {seat}" for seat in here.seats]):
-            gone = [seat for seat in here.seats if seat != here.place and doorbell.ring(seat) == "gone"]
+            gone = [seat for seat in here.seats if seat != here.seat and doorbell.ring(seat) == "gone"]
             if gone or time.monotonic() > end:
                 raise PeerLost(
-                    f"survive: worker {gone[0] if gone else 'that was left'} did not come", process=here.place
+                    f"survive: worker {gone[0] if gone else 'that was left'} did not come", process=here.seat
                 )
-            time.sleep(_POLL_S)
+            time.sleep(POLL_S)
 
-    def _agree(self, here: World, t: int, error: RunError) -> Decision:
+    def _agree(self, here: World, t: int, error: RunError | None) -> Decision:
         board = PrefixStore(f"survive {here.generation + 1}", self._store)
         try:
             return self._decided(here, t, board)
@@ -190,23 +282,24 @@ class _Survivor:
             raise left from error
         except RuntimeError as lost:
             raise PeerLost(
-                f"survive: worker {here.place} has lost others in step t={t}, and the store does not answer: "
+                f"survive: worker {here.seat} has lost others in step t={t}, and the store does not answer: "
                 f"{brief_error(lost)}. It must outlive the workers (docs/surviving.md).",
-                process=here.place,
+                process=here.seat,
                 step=t,
             ) from error
 
     def _decided(self, here: World, t: int, board: Any) -> Decision:
         doorbell, end, gone = self._doorbell, time.monotonic() + self._patience_s, set[int]()
         assert doorbell is not None
-        reached = tuple(seat for seat in here.seats if seat == here.place or doorbell.ring(seat) == "answers")
-        mine = Note(here.place, t, reached)
+        reached = tuple(seat for seat in here.seats if seat == here.seat or doorbell.ring(seat) == "answers")
+        mine = Note(here.seat, t, reached)
         while True:
             decided = _decision(board.get("decision")) if board.check(["decision"]) else None
             notes = _notes(board.get("notes")) if board.check(["notes"]) else []
             doorbell.clear()
-            gone = {seat for seat in here.seats if seat != here.place and doorbell.ring(seat) == "gone"}
-            match act(mine, here.seats, notes, decided, gone, is_over=time.monotonic() > end):
+            gone = {seat for seat in here.seats if seat != here.seat and doorbell.ring(seat) == "gone"}
+            waiting = joining.waiting(here, self._store, doorbell)
+            match act(mine, here.seats, notes, decided, gone, waiting, is_over=time.monotonic() > end):
                 case Note() as note:
                     board.append("notes", json.dumps(note) + "\n")
                 case Decision() as decision:
@@ -215,14 +308,21 @@ class _Survivor:
                     board.compare_set("decision", "", json.dumps(decision))
                 case Leave():
                     raise LeftBehind(
-                        f"survive: the others have decided to continue without worker {here.place}, which was at t={t}: it was "
+                        f"survive: the others have decided to continue without worker {here.seat}, which was at t={t}: it was "
                         "late, or not reached by most of them. Its state is whole; they do not wait for it.",
-                        worker=here.place,
-                        process=here.place,
+                        worker=here.seat,
+                        process=here.seat,
                         step=t,
                     )
                 case _:
-                    time.sleep(_POLL_S)
+                    time.sleep(POLL_S)
+
+
+def _change(before: Sequence[int], after: Sequence[int]) -> str:
+    """Describe who was lost and who has joined."""
+    lost, new = ([str(seat) for seat in a if seat not in b] for a, b in ((before, after), (after, before)))
+    parts = [f"{word} worker {', '.join(seats)}" for word, seats in (("without", lost), ("with", new)) if seats]
+    return " and ".join(parts) or "without nobody"
 
 
 def _require_survivable(here: World, state: Any) -> None:
@@ -244,14 +344,16 @@ def _require_survivable(here: World, state: Any) -> None:
         )
 
 
-def _whole(here: World, step: Callable[..., tuple[Any, Any]], now: _Inputs) -> tuple[Any, Any]:
-    """Take a step, which ends when all workers have begun it."""
+def _whole(
+    here: World, step: Callable[..., tuple[Any, Any]], now: _Inputs, sees_newcomers: bool
+) -> tuple[tuple[Any, Any], bool]:
+    """Take a step, which ends when all workers have begun it; return its result, and whether a worker sees newcomers."""
     if here.steps.cut_short is not None:  # by a call outside steps
         raise PeerLost(f"{here.steps.cut_short[0]}: {here.steps.cut_short[1]}", process=here.rank, step=now.t)
-    begun = None
+    begun, waiting = None, torch.full((1,), float(sees_newcomers))
     try:
         if here.group is not None:
-            begun = here.group.allreduce([torch.zeros(1)])
+            begun = here.group.allreduce([waiting])
     except RuntimeError as error:
         raise _not_begun(here, now.t, error) from error
     result = step(now.state, now.batch, now.t)
@@ -260,7 +362,7 @@ def _whole(here: World, step: Callable[..., tuple[Any, Any]], now: _Inputs) -> t
             begun.wait()
     except RuntimeError as error:
         raise _not_begun(here, now.t, error) from error
-    return result
+    return result, bool(waiting > 0)
 
 
 def _not_begun(here: World, t: int, error: RuntimeError) -> PeerLost:
@@ -272,7 +374,7 @@ def _not_begun(here: World, t: int, error: RuntimeError) -> PeerLost:
 
 
 def _kept(state: Any) -> Any:
-    """Return the state of a worker that continues with fewer others. Collective."""
+    """Return the state of a worker that continues with others than before. Collective."""
     if not isinstance(state, State):
         return state
     x = _mean(state.params) if state.params.plan.starts_equal else state.params

@@ -12,6 +12,8 @@ from decentfn.algorithms.gradient_tracking import gradient_tracking
 from decentfn.algorithms.push_diging import push_diging
 from decentfn.algorithms.stochastic_gradient_push import stochastic_gradient_push
 from decentfn.core import trees
+from decentfn.testing import on_ranks
+from decentfn.topologies.lossy import arrivals
 from tests.quadratics import (
     STEPS,
     Sgd,
@@ -200,6 +202,112 @@ def test_the_weight_rides_in_the_widest_bucket():
     assert [b.dtype for b in after.params] == [torch.float32, torch.bfloat16]
 
 
+# -- bounded staleness --------------------------------------------------------------------------------------------------
+
+
+def bounded_staleness_loop(p, topology, delays, steps, least, most):
+    """Every message is put into a mailbox and opened when its own delay is over; also what is left in it in the end."""
+    x, w, zs, mailbox, used = p.start.copy(), np.ones(N), [p.start], {}, set()
+    for t in range(steps):
+        A = df.mixing_matrix(topology, t).numpy()
+        x = x - LR * p.gradients(x / w[:, None])
+        for i, j in zip(*np.nonzero(A), strict=True):
+            if i != j:
+                assert least <= (delay := delays[t, i, j]) <= most
+                used.add(delay)
+                mailbox.setdefault(t + delay, []).append((i, A[i, j] * x[j], A[i, j] * w[j]))
+        x, w = np.diag(A)[:, None] * x, np.diag(A) * w
+        for i, share, weight in mailbox.pop(t, []):
+            x[i] += share
+            w[i] += weight
+        zs.append(x / w[:, None])
+    assert used == set(range(least, most + 1))
+    return np.stack(zs)
+
+
+def delays_of(topology, least, most, seed, steps):
+    """The delay of every message, by (step, receiver, sender): the one schedule of arrivals that has it."""
+    found = {}
+    for age in range(least, most + 1):
+        arriving = arrivals(topology, age, least, most, seed)
+        for t in range(steps + most):
+            for i, j in (df.mixing_matrix(arriving, t) > 0).nonzero().tolist():
+                if i != j:
+                    assert (t - age, i, j) not in found, "a message arrives once"
+                    found[t - age, i, j] = age
+    return found
+
+
+@pytest.mark.parametrize(("least", "most"), [(0, 2), (1, 3)])
+def test_each_message_is_opened_when_its_own_delay_is_over(least, most):
+    p, topology = (
+        problem(N),
+        df.topologies.from_matrices("given", random_column_stochastic(N, 2, 5), needs_push_sum=True),
+    )
+    delays = delays_of(topology, least, most, seed=7, steps=STEPS)
+    options = {"delay": most, "least_delay": least, "seed": 7}
+    algorithm = stochastic_gradient_push(loss, Sgd(LR), topology, bucket_mb=1e-9, **options)
+    expected = bounded_staleness_loop(p, topology, delays, STEPS, least, most)
+    np.testing.assert_allclose(run(algorithm, p), expected, rtol=0, atol=1e-10)
+
+
+def mass_of(state, topology, t, most, seed):
+    """Σ (x, w) of the workers and of what is in flight before step t."""
+    w = state.memory.weight.numpy()
+    mass, weight = (w[:, None] * flat(state.params)).sum(0), w.sum()
+    for age, outbox in enumerate(reversed(state.memory.outboxes), 1):
+        if t >= age:
+            later = (arrivals(topology, a, 0, most, seed) for a in range(age, most + 1))
+            to_come = sum(1 - df.mixing_matrix(one, t - age + a).diagonal() for a, one in enumerate(later, age)).numpy()
+            weight += to_come @ outbox[0][:, -1].numpy()
+            mass = mass + to_come @ torch.cat([outbox[1], outbox[0][:, :-1]], 1).numpy()
+    return mass, weight
+
+
+@pytest.mark.parametrize(
+    ("steps", "lost"), [(60, False), (60, True), pytest.param(10_000, True, marks=pytest.mark.slow)]
+)
+def test_bounded_staleness_conserves_mass_and_finds_the_mean(steps, lost):
+    """Also if messages are lost besides."""
+    p, topology = problem(N), df.topology("static-exp", N)
+    topology = df.topologies.lossy(topology, 0.2, both_ways=False) if lost else topology
+    options = {"delay": 3, "least_delay": 0, "seed": 1}
+    algorithm = stochastic_gradient_push(loss, Sgd(0.0), topology, bucket_mb=1e-9, **options)
+    state, step = start(algorithm, p), df.simulate(algorithm.step, N)
+    for t in range(1, steps + 1):
+        state, _ = step(state, batch(p), t - 1)
+        assert (state.memory.weight > 0).all()
+        if t in (1, 2, 3, steps // 2, steps):
+            mass, weight = mass_of(state, topology, t, 3, seed=1)
+            assert weight == pytest.approx(N, abs=1e-12)
+            np.testing.assert_allclose(mass, p.start.sum(0), rtol=0, atol=1e-12)
+    np.testing.assert_allclose(flat(state.params), np.tile(p.start.mean(0), (N, 1)), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", [None, pytest.param("eager", marks=pytest.mark.thorough)])
+def test_ranks_draw_the_same_delays_as_the_simulator(backend):
+    def algorithm():
+        topology = df.topology("one-peer-exp-directed", 4)
+        loss = lambda x, b: ((x - b) ** 2).sum()  # noqa: E731
+        return stochastic_gradient_push(loss, df.sgd(0.1), topology, delay=2, least_delay=0)
+
+    def train(step, state, batches):
+        step = df.compile(step, donate=False, backend=backend) if backend else step
+        for t, b in enumerate(batches):
+            state, _ = step(state, b, t)
+        return state.params[0]
+
+    batches = torch.randn(8, 4, 3, generator=torch.Generator().manual_seed(0))
+    init, step = algorithm()
+    simulated = train(df.simulate(step, 4), df.stack(init(torch.zeros(3)), 4), batches)
+
+    def on_this_rank(rank):
+        init, step = algorithm()
+        return train(step, init(torch.zeros(3)), batches[:, rank])
+
+    torch.testing.assert_close(torch.stack(on_ranks(4, on_this_rank)), simulated)
+
+
 # -- what they refuse -------------------------------------------------------------------------------------------------
 
 
@@ -209,6 +317,7 @@ def test_the_weight_rides_in_the_widest_bucket():
         ({"rounds": 0}, "rounds is a number of steps or parts, at least 1"),
         ({"delay": -1}, "delay is a number of steps or parts, at least 0"),
         ({"delay": 1, "rounds": 2}, "use rounds=1 with a delay"),
+        ({"delay": 1, "least_delay": 2}, r"least_delay=2\): messages take from least_delay to delay=1"),
         ({"delay": 1.5}, "delay is an integer; found float"),
     ],
 )

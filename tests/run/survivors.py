@@ -58,15 +58,26 @@ def start_params(seat, name):
     return {"x": torch.full((64,), 0.0 if name == "diloco" else float(seat), dtype=F64)}
 
 
-DEFAULTS = {"n": 4, "timeout": 20, "patience": 10, "steps": 12, "dies": {}, "backend": None, "pause": 0.0}
+DEFAULTS = {
+    "n": 4,
+    "timeout": 20,
+    "patience": 10,
+    "steps": 12,
+    "dies": {},
+    "backend": None,
+    "pause": 0.0,
+    "joins": None,
+}
+"""`joins`: a step before which the others wait for a newcomer that has compiled its step and is about to join."""
 
 
 def main(spec, rank):
     """Take `steps` steps; write a line for each one, and one for the end."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-    out = Path(spec["folder"]) / f"{os.environ['RANK']}.jsonl"
-    world = df.init(timeout=timedelta(seconds=spec["timeout"]))
-    seat = world.place
+    out, ready = Path(spec["folder"]) / f"{rank}.jsonl", Path(spec["folder"]) / "ready"
+    joins = rank >= spec["n"]
+    world = df.init(timeout=timedelta(seconds=spec["timeout"]), join=joins)
+    seat = rank
 
     def say(**what):
         with out.open("a") as file:
@@ -82,9 +93,17 @@ def main(spec, rank):
         patience = timedelta(seconds=spec["patience"])
         step = df.survive(step, patience=patience)
     state = init(start_params(seat, spec["algorithm"]))
-    dies = {int(rank): t for rank, t in spec["dies"].items()}
+    dies, first = {int(rank): t for rank, t in spec["dies"].items()}, 0
     try:
-        for t in range(spec["steps"]):
+        if joins:
+            step(state, gradient(seat, 0), 0)
+            ready.touch()
+            state, first = df.join(step, state, gradient(seat, 0))
+            for _ in range(first):
+                say()
+        for t in range(first, spec["steps"]):
+            while t == spec["joins"] and not ready.exists():
+                time.sleep(0.01)
             if dies.get(seat) == t:
                 os.kill(os.getpid(), signal.SIGKILL)
             if spec.get("stops") == [seat, t]:
@@ -119,7 +138,7 @@ def run(job):
     place = {"WORLD_SIZE": job["n"], "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in place.items()} | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
     keeper = _forked(keep, port)
-    ranks = [_forked(main, job, rank) for rank in range(job["n"])]
+    ranks = [_forked(main, job, rank) for rank in range(num_processes(job))]
     try:
         while job.get("signals") and not all((folder / f"{rank}.jsonl").exists() for rank in range(job["n"])):
             time.sleep(0.02)  # until all have ended a step
@@ -131,6 +150,10 @@ def run(job):
     finally:
         os.kill(keeper, signal.SIGKILL)
         os.waitpid(keeper, 0)
+
+
+def num_processes(job):
+    return job["n"] + (job["joins"] is not None)
 
 
 def keep(port):
@@ -157,7 +180,7 @@ def results(folder, jobs):
     environment = os.environ | {"OMP_NUM_THREADS": "1", "DECENTFN_FAILURES": str(folder / "failures")}
     command = [sys.executable, "-m", "tests.run.survivors", json.dumps(jobs)]
     subprocess.run(command, env=environment, cwd=Path(__file__).parents[2], check=True, timeout=1200)
-    return [said(job["folder"], job["n"]) for job in jobs]
+    return [said(job["folder"], num_processes(job)) for job in jobs]
 
 
 def said(folder, n):

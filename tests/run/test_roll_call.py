@@ -1,10 +1,10 @@
-"""Every order of messages, deaths and wake-ups of 3 and 4 workers: no two parts of a run continue."""
+"""Every order of messages, deaths, wake-ups and joins of 3 and 4 workers: no two parts of a run continue."""
 
 from typing import NamedTuple
 
 import pytest
 
-from decentfn.train.roll_call import Decision, Leave, Note, Wait, act
+from decentfn.train.roll_call import Decision, Leave, Note, Wait, act, places_of
 
 
 class Worker(NamedTuple):
@@ -54,6 +54,17 @@ def successors(run, reaches, steps, *, waits_for_all, store_compares):
         g = w.generation
         if w.mode in ("left", "dead"):
             continue
+        if w.mode == "waits":
+            for new, decision in enumerate(run.decided):
+                if decision is not None and w.seat in decision.seats:
+                    mode = {
+                        "seats": decision.seats,
+                        "generation": new,
+                        "step": decision.step,
+                        "mode": "before the step",
+                    }
+                    yield moved(run, w, **mode)
+            continue
         if run.deaths:
             yield moved(run, w, mode="dead", proposal=None)._replace(deaths=run.deaths - 1)
         if w.mode == "before the step" and w.step < steps:
@@ -67,12 +78,17 @@ def successors(run, reaches, steps, *, waits_for_all, store_compares):
                 yield moved(run, w, mode="lost")
             elif run.timeouts:
                 yield moved(run, w, mode="lost")._replace(timeouts=run.timeouts - 1)
+            # More than can be: after each step any worker may have heard that somebody waits, and hold a roll call.
+            if w.mode == "before the step" and w.step and any(other.mode == "waits" for other in run.workers):
+                yield moved(run, w, mode="lost")
         if w.mode == "lost" and w.proposal is None:
             mine = Note(w.seat, w.step, tuple(seat for seat in w.seats if seat in reaches[w.seat]))
             gone = dead & set(w.seats) & reaches[w.seat]
+            waiting = {other.seat for other in run.workers if other.mode == "waits"}
             wills = {
-                act(mine, w.seats, run.notes[g + 1], run.decided[g + 1], gone, is_over=is_over)
+                act(mine, w.seats, run.notes[g + 1], run.decided[g + 1], gone, seen, is_over=is_over)
                 for is_over in (False, True)
+                for seen in ((), waiting)
             }
             for will in wills - {Wait()}:
                 # Only between reading notes and proposing can another worker's move matter.
@@ -96,20 +112,20 @@ def obeyed(run, w, will):
 
 def check(run):
     for new in range(1, len(run.decided)):
-        members = [w for w in run.workers if w.generation == new and w.mode != "dead"]
+        members = [w for w in run.workers if w.generation == new and w.mode not in ("dead", "waits")]
         assert len({w.seats for w in members}) <= 1, "one generation, one set of workers"
         assert all(w.seat in w.seats for w in members)
         if (decision := run.decided[new]) is not None:
             assert run.ended[new - 1] <= decision.step + 1, "the others' run continues as well"
 
 
-def explore(n, *, steps, deaths, timeouts, losses=1, parts=None, waits_for_all=True, store_compares=True):
+def explore(n, *, steps, deaths, timeouts, losses=1, parts=None, joins=0, waits_for_all=True, store_compares=True):
     """Check every run of n workers that can be; return their number, and who continued in a later generation."""
-    everyone = tuple(range(n))
-    reaches = {seat: set(part) for part in parts or [everyone] for seat in part}
+    everyone, total = tuple(range(n)), n + joins
+    reaches = {seat: set(part) for part in parts or [tuple(range(total))] for seat in part}
     first = Run(
-        tuple(Worker(seat, everyone) for seat in everyone),
-        begun=((0,) * n,) * (losses + 1),
+        tuple(Worker(i, everyone if i < n else (), mode="before the step" if i < n else "waits") for i in range(total)),
+        begun=((0,) * total,) * (losses + 1),
         ended=(0,) * (losses + 1),
         notes=(frozenset(),) * (losses + 1),
         decided=(None,) * (losses + 1),
@@ -131,6 +147,9 @@ def explore(n, *, steps, deaths, timeouts, losses=1, parts=None, waits_for_all=T
 CASES = [
     (3, {"steps": 1, "deaths": 1, "timeouts": 0}),
     (3, {"steps": 1, "deaths": 0, "timeouts": 1}),
+    (2, {"steps": 2, "deaths": 1, "timeouts": 0, "joins": 1}),
+    pytest.param(2, {"steps": 2, "deaths": 1, "timeouts": 1, "joins": 1, "losses": 2}, marks=pytest.mark.slow),
+    pytest.param(3, {"steps": 2, "deaths": 1, "timeouts": 0, "joins": 1}, marks=pytest.mark.slow),
     pytest.param(3, {"steps": 2, "deaths": 1, "timeouts": 1}, marks=pytest.mark.slow),
     pytest.param(3, {"steps": 1, "deaths": 2, "timeouts": 0, "losses": 2}, marks=pytest.mark.thorough),
     pytest.param(3, {"steps": 1, "deaths": 1, "timeouts": 1, "losses": 2}, marks=pytest.mark.slow),
@@ -144,6 +163,14 @@ def test_no_order_of_moves_lets_two_parts_of_a_run_continue(n, case):
     count, continued = explore(n, **case)
     print(n, case, count)
     assert count > 1000 and continued >= {tuple(i for i in range(n) if i != lost) for lost in range(n)}
+    if "joins" in case:
+        assert tuple(range(n + case["joins"])) in continued
+
+
+def test_a_newcomer_takes_the_lowest_free_place():
+    before = {0: 0, 2: 2, 3: 3, 4: 1}
+    assert places_of((0, 2, 3, 4, 5), before) == (0, 2, 3, 1, 4)
+    assert places_of((2, 4, 6, 7), before) == (2, 1, 0, 3)
 
 
 @pytest.mark.parametrize("parts", [[(0, 1), (2,)], [(0, 2), (1,)]])

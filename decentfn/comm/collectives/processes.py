@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, default_pg_ti
 
 from decentfn.comm.collectives.steps import TAGS, Steps
 from decentfn.topologies import Topology
-from decentfn.topologies.resized import in_place
+from decentfn.topologies.resized import enlarged, in_place
 from decentfn.topologies.rounds import by_handle
 
 _CPU = torch.device("cpu")
@@ -40,7 +40,6 @@ class World:
     intra_worker: dist.ProcessGroup | None = None
     """Group of the processes of this one's worker, if they are several."""
     _store: Store | None = None  # the group's own
-    _root: Store  # the first generation's
 
     def __init__(
         self,
@@ -54,19 +53,27 @@ class World:
         self.rank = rank
         self.size = size
         self.place = rank
-        """Rank of this process among all, other shards included; the key of its random numbers."""
+        """Rank of this process among all, other shards included; the key of its random numbers. One that joined a run
+        has the place of a lost one, or the next new number."""
         self.processes_per_worker = 1
         # Other worlds, if a worker is several processes. No world refers to itself: its groups end when it is released.
         self._all_processes: World | None = None
         self._gossip: World | None = None
         self._outside: dict[range, dist.ProcessGroup] = {}
         self.generation = 0
-        """Number of times that processes were lost; in the name of everything that is in the store."""
+        """Number of times that processes were lost or joined; in the name of everything that is in the store."""
+        self.seat = rank
+        """First rank of this process, or its number among those that came later; no other process ever has it."""
         self.seats = tuple(range(size))
-        """Processes that are left, by their first rank, ascending; `rank` is this one's index among them."""
+        """Processes of this generation by seat, ascending; `rank` is this one's index among them."""
+        self.places = self.seats
+        """Their places, by rank."""
         self.num_seats = size
         """Number of processes at the start. Compiled code is made for it, and is right for fewer."""
+        self.awaits: Store | None = None
+        """Store of the run that this process waits to join (`df.init(join=True)`); it is alone until then."""
         self._schedules: dict[int, Topology] = {}
+        self._handles = set[int]()  # of all topologies that were looked up
         self._adopted = group  # the default group that this world was made for
         self.turn = threading.Lock()
         """Lock held during a collective outside steps: two threads' collectives must not mix."""
@@ -97,8 +104,8 @@ class World:
 
     @property
     def num_workers(self) -> int:
-        """Number of workers."""
-        return self.all_processes.size // self.processes_per_worker
+        """Number of workers; before this process has joined a run, those that the run began with."""
+        return self.num_seats if self.awaits is not None else self.all_processes.size // self.processes_per_worker
 
     @property
     def process(self) -> int:
@@ -201,30 +208,50 @@ class World:
         close([group for group in (self.group, *own, self.intra_worker, *self._outside.values()) if group is not None])
 
     def schedule(self, handle: int) -> Topology:
-        """Return the topology of this handle, or once processes were lost that of the others' workers in its place."""
+        """Return the topology of this handle, or the one in its place for the workers of a later generation."""
         made = by_handle[handle]
+        self._handles.add(handle)
         if self.size == self.num_seats:
             return made
         if handle not in self._schedules:
-            each = made.num_workers // self.num_seats
-            lost = [i for i in range(made.num_workers) if i // each not in self.seats]
-            self._schedules[handle] = in_place(made, lost)
+            self._schedules[handle] = self._in_place(made, self.size)
         return self._schedules[handle]
 
-    def go_on(self, generation: int, seats: tuple[int, ...]) -> None:
-        """Become the world of these processes, this one among them, with no connections until `connect`.
+    def _in_place(self, made: Topology, size: int) -> Topology:
+        each = made.num_workers // self.num_seats
+        if size > self.num_seats:
+            return enlarged(made, size * each)
+        empty = sorted(set(range(self.num_seats)) - set(self.places))[: self.num_seats - size]
+        return in_place(made, [i for i in range(made.num_workers) if i // each in empty])
 
-        `generation` is larger than any before. Nothing is in flight. Plain calls of torch.distributed, whose default
-        group this was, fail from here on.
+    def has_schedules(self, size: int) -> bool:
+        """Return True if the topologies that were looked up have schedules of `size` processes in their place."""
+        try:
+            for made in [by_handle[handle] for handle in self._handles if handle in by_handle]:
+                self._in_place(made, max(size, self.num_seats))
+        except ValueError:
+            return False
+        return True
+
+    def go_on(self, generation: int, seats: tuple[int, ...], places: tuple[int, ...], root: Store) -> None:
+        """Become the world of these processes, with nothing in flight and no connections until `connect`.
+
+        Plain calls of torch.distributed, whose default group this was, fail from here on.
+
+        Args:
+            generation: larger than any before.
+            seats: the processes that continue, this one among them.
+            places: their places.
+            root: store of all generations.
         """
         self.hang_up()
-        root = self.store if self.generation == 0 else self._root
         adopted = self._adopted
         self.let_go()
-        self._root, self._adopted = root, adopted
+        self._adopted, self.awaits = adopted, None
         self._store = PrefixStore(f"generation {generation}", root)
-        self.generation, self.seats = generation, seats
-        self.rank, self.size = seats.index(self.place), len(seats)
+        self.generation, self.seats, self.places = generation, seats, places
+        self.rank, self.size = seats.index(self.seat), len(seats)
+        self.place = places[self.rank]
         self._schedules.clear()
         self._made_apart = itertools.count()
         self.steps.rank, self.steps.generation = self.rank, generation

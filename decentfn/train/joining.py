@@ -1,0 +1,178 @@
+"""Joining a run of `df.survive`: a new process waits at the store, and the others admit it between two steps.
+
+A newcomer draws a seat that nobody has had, compiles its step alone, and leaves a note in the store. The first worker
+looks for notes and adds to the sum of its step that somebody waits, so all hear it in the same step. Before the next
+one they hold the roll call as after a loss (`roll_call`), whose decision includes the newcomers. These get a donor's
+state bit for bit, and all form the next generation.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+from uuid import uuid4
+
+import torch
+from torch import Tensor
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from decentfn.comm.collectives import World
+from decentfn.core import trees
+from decentfn.core.formatting import brief_error
+from decentfn.errors import ExchangeTimeout, PlanMismatch
+from decentfn.train.doorbell import Doorbell
+from decentfn.train.roll_call import Decision
+
+POLL_S = 0.01
+_RUN = "decentfn run"
+
+
+class Admission(NamedTuple):
+    """What a newcomer is told."""
+
+    generation: int
+    seats: tuple[int, ...]
+    places: tuple[int, ...]
+    step: int
+    donor: int
+    """Seat of the worker that gives its state."""
+
+
+def open_run(here: World, state: Any) -> Store:
+    """Return a part of the store for this run alone, and write where newcomers find it; collective."""
+    bottom = here.store
+    while isinstance(bottom, PrefixStore):
+        bottom = bottom.underlying_store
+    if here.rank == 0:
+        here.store.set("run", uuid4().hex)
+    name = here.store.get("run").decode()
+    run = PrefixStore(f"{_RUN} {name}", bottom)
+    if here.rank == 0:
+        run.set("form", _form(state))
+        bottom.set(_RUN, json.dumps([name, here.num_seats]))
+    return run
+
+
+def wait_for_run(here: World, store: Store, timeout: timedelta) -> World:
+    """Make a process alone one that waits to join the run in this store."""
+    try:
+        name, here.num_seats = json.loads(store.get(_RUN))
+    except RuntimeError as error:
+        raise ExchangeTimeout(
+            f"init(join=True, timeout={timeout}): no run with df.survive has begun a step at this address: {brief_error(error)}"
+        ) from error
+    here.awaits, here.timeout = PrefixStore(f"{_RUN} {name}", store), timeout
+    return here
+
+
+def store_of_environment(timeout: timedelta) -> Store:
+    """Return the store at MASTER_ADDR and MASTER_PORT."""
+    host, port = (os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+    if not host or not port.isdecimal():
+        raise ValueError(
+            f"init(join=True): MASTER_ADDR={host!r}, MASTER_PORT={port!r}; set both to the address of the run's store."
+        )
+    try:
+        return TCPStore(host, int(port), is_master=False, timeout=timeout)
+    except RuntimeError as error:
+        raise ExchangeTimeout(
+            f"init(join=True, timeout={timeout}): no store answers at {host}:{port}: {brief_error(error)}"
+        ) from error
+
+
+# -- the newcomer -----------------------------------------------------------------------------------------------------
+
+
+def require_form(run: Store, state: Any) -> None:
+    """Raise PlanMismatch unless the run's states have the leaves of this one."""
+    if run.get("form").decode() != _form(state):
+        raise PlanMismatch(
+            "join(step, state, batch): the run's states have other leaves, shapes or dtypes than this one; make it with the same "
+            "model, algorithm and optimizer, for world.num_workers workers."
+        )
+
+
+def new_seat(here: World, run: Store) -> int:
+    """Return a seat that no process has had."""
+    return here.num_seats + run.add("newcomers", 1) - 1
+
+
+def await_admission(run: Store, seat: int) -> Admission:
+    """Leave a note that this seat waits, and wait until the others admit it."""
+    run.set(f"waiting {seat}", "")
+    while not run.check([f"admitted {seat}"]):
+        if run.check([f"refused {seat}"]):
+            raise ValueError(f"join(step, state, batch): {run.get(f'refused {seat}').decode()}")
+        time.sleep(POLL_S)
+    generation, seats, places, step, donor = json.loads(run.get(f"admitted {seat}"))
+    return Admission(generation, tuple(seats), tuple(places), step, donor)
+
+
+# -- the others -------------------------------------------------------------------------------------------------------
+
+
+def waiting(here: World, run: Store, doorbell: Doorbell) -> list[int]:
+    """Return the seats that wait; refuse those for whom the step has no schedule."""
+    numbers = range(here.num_seats, here.num_seats + run.add("newcomers", 0))
+    seats = [seat for seat in numbers if seat not in here.seats and run.check([f"waiting {seat}"])]
+    doorbell.learn(seats)
+    found: list[int] = []
+    for seat in seats:
+        size = here.size + len(found) + 1
+        if doorbell.ring(seat) == "gone":
+            run.delete_key(f"waiting {seat}")
+        elif here.has_schedules(size):
+            found.append(seat)
+        else:
+            run.set(f"refused {seat}", f"the run's steps were compiled for schedules that cannot have {size} workers.")
+            run.delete_key(f"waiting {seat}")
+    return found
+
+
+def admit(run: Store, generation: int, decision: Decision, places: Sequence[int], newcomers: Sequence[int]) -> None:
+    """Tell the newcomers of a decision; each worker writes the same."""
+    donor = decision.seats[0]
+    for seat in newcomers:
+        told = Admission(generation, decision.seats, tuple(places), decision.step, donor)
+        run.set(f"admitted {seat}", json.dumps(told))
+        run.delete_key(f"waiting {seat}")
+
+
+def hand_over(here: World, state: Any, donor: int, newcomers: Sequence[int]) -> Any:
+    """Send the donor's state to the newcomers, bit for bit; return it there, and elsewhere the state itself."""
+    group: Any = here.group
+    if here.seat == donor:
+        works = []
+        for leaf in _tensors(state):
+            sent = leaf.detach().contiguous().reshape(-1).view(torch.uint8)
+            works += [(group.send([sent], here.seats.index(seat), 0), sent) for seat in newcomers if sent.numel()]
+        for work, _ in works:
+            work.wait()
+    if here.seat in newcomers:
+        rank = here.seats.index(donor)
+
+        def received(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor) or not leaf.numel():
+                return leaf
+            new = torch.empty(leaf.numel() * leaf.itemsize, dtype=torch.uint8)
+            group.recv([new], rank, 0).wait()
+            return new.view(leaf.dtype).view(leaf.shape)
+
+        return trees.map(received, state)
+    return state
+
+
+def _form(state: Any) -> str:
+    """Return a digest of names, shapes and dtypes of a state's leaves."""
+    lines = [f"{name} {list(leaf.shape)} {leaf.dtype}" for name, leaf in trees.named_leaves(state, Tensor)]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _tensors(state: Any) -> list[Tensor]:
+    return [leaf for leaf in trees.leaves(state) if isinstance(leaf, Tensor)]

@@ -1,0 +1,246 @@
+"""`df.join`: a new worker gets a donor's state, bit for bit, and only gradients move the mean of all from there."""
+
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+from sklearn.datasets import load_digits
+
+import decentfn as df
+from decentfn.comm.collectives import World, use, world
+from decentfn.core import trees
+from decentfn.testing import on_ranks
+from decentfn.train.joining import wait_for_run
+from tests.run import survivors
+from tests.run.survivors import F64, RATE, gradient, loss_fn, start_params
+from tests.run.test_survival import leave
+
+AFTER = 5
+"""Steps after the newcomer's first one."""
+ALGORITHMS = {
+    "gossip": lambda loss, n: df.adapt_while_communicate(loss, df.sgd(RATE), df.topology("base", n)),
+    "push-sum": lambda loss, n: df.stochastic_gradient_push(
+        loss, df.sgd(RATE), df.topology("one-peer-exp-directed", n)
+    ),
+    "late push-sum": lambda loss, n: df.stochastic_gradient_push(
+        loss, df.sgd(RATE), df.topology("one-peer-exp-directed", n), delay=2, least_delay=0
+    ),
+    "tracking": lambda loss, n: df.gradient_tracking(loss, df.sgd(RATE), df.topology("base", n)),
+    "choco": lambda loss, n: df.choco_sgd(
+        loss, df.sgd(RATE), df.topology("static-ring", n), compressor=df.compressors.top_k(0.5), gamma=0.3
+    ),
+    "diloco": lambda loss, n: df.diloco(
+        loss, df.sgd(RATE), df.topology("complete", n), inner_steps=3, outer_learning_rate=1.0, outer_momentum=0.0
+    ),
+}
+
+
+class Seen(dict):
+    """What a worker had after each step: (x, weight of push-sum, seats, places)."""
+
+    start = None
+    state = None
+
+
+class Linear:
+    """A task whose gradients do not depend on the parameters."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def algorithm(self, n):
+        return ALGORITHMS[self.name](loss_fn, n)
+
+    def params(self, rank):
+        return start_params(rank, self.name)
+
+    def batch(self, t):
+        return gradient(world().place, t)
+
+
+def run(n, task, leaves=None, at=2, after=AFTER):
+    """`n` workers, of which one may leave at step `at`, and a newcomer; what each one saw, the newcomer last.
+
+    All take `after` steps after the newcomer's first one.
+    """
+    seen, failed = [Seen() for _ in range(n + 1)], []
+
+    def train(step, state, t, rank):
+        end = None
+        while t != end:
+            if rank == leaves and t == at:
+                leave(step)
+                return
+            state, _ = step(state, task.batch(t), t)
+            if end is None and n in world().seats:
+                end = t + after
+            w = getattr(state.memory, "weight", None)
+            x = state.params.tensors[0].clone()
+            seen[rank][t] = x, 1.0 if w is None else float(w), world().seats, world().places
+            seen[rank].state = state
+            time.sleep(0.002)
+            t += 1
+
+    def come(store):
+        try:
+            with use(wait_for_run(World(None, 0, 1), store, timedelta(seconds=20))):
+                init, step = task.algorithm(world().num_workers)
+                step = df.survive(step)
+                state, first = df.join(step, init(task.params(n)), task.batch(0))
+                seen[n].start = first, state
+                train(step, state, first, n)
+        except BaseException as error:
+            failed.append(error)
+
+    def on_this_rank(rank):
+        init, step = task.algorithm(n)
+        step = df.survive(step, patience=timedelta(seconds=20))
+        newcomer = threading.Thread(target=come, args=(world().store,))
+        if rank == 0 and leaves is None:
+            newcomer.start()
+        train(step, init(task.params(rank)), 0, rank)
+        if rank == leaves:
+            newcomer.start()
+        if newcomer.ident:
+            newcomer.join()
+
+    on_ranks(n, on_this_rank)
+    assert not failed, failed
+    return seen
+
+
+def check_mean(seen, first):
+    """The mean of all from the newcomer's first step on, which begins with the donor's copy."""
+    x, donor = [its[first - 1][0] for its in seen[:-1]], seen[0][first - 1][0]
+    expected = (sum(x) + donor) / len(seen)
+    for t in range(first, first + AFTER):
+        places = seen[0][t][3]
+        expected = expected - RATE * sum(gradient(place, t) for place in places) / len(seen)
+        mean = sum(its[t][0] * its[t][1] for its in seen) / len(seen)
+        assert (mean - expected).abs().max() < 1e-14
+
+
+@pytest.mark.parametrize("name", ["gossip", "choco", "diloco"])
+def test_three_workers_become_four(name):
+    seen = run(3, Linear(name))
+    first, state = seen[3].start
+    assert {its[first][2:] for its in seen} == {((0, 1, 2, 3), (0, 1, 2, 3))}
+    assert torch.equal(state.params.tensors[0], seen[0][first - 1][0])
+    if name != "diloco":  # its outer step sets all to the mean of the slow parameters
+        check_mean(seen, first)
+    fields = [its.state.memory._asdict() for its in seen] if name != "gossip" else []
+    rows = {
+        field: torch.stack([its[field].tensors[0] for its in fields]) for field in ("pull", "public") if name == "choco"
+    }
+    if name == "choco":
+        w = df.mixing_matrix(df.topology("static-ring", 4), 0)
+        torch.testing.assert_close(rows["pull"], w @ rows["public"] - rows["public"], rtol=0, atol=1e-14)
+    if name == "diloco":
+        phi = torch.stack([its["phi"].tensors[0] for its in fields])
+        assert (phi == phi[0]).all()
+
+
+@pytest.mark.parametrize("name", ["push-sum", "late push-sum", "tracking"])
+def test_a_newcomer_takes_the_place_of_a_lost_worker(name):
+    seen = run(4, Linear(name), leaves=1)
+    left = [its for rank, its in enumerate(seen) if rank != 1]
+    first, state = seen[4].start
+    assert {its[first][2:] for its in left} == {((0, 2, 3, 4), (0, 2, 3, 1))}
+    assert torch.equal(state.params.tensors[0], seen[0][first - 1][0])
+    if name != "late push-sum":  # some of its mass is in flight
+        check_mean(left, first)
+    if name == "tracking":
+        y, g = (torch.stack([getattr(its.state.memory, f).tensors[0] for its in left]).mean(0) for f in ("y", "g"))
+        torch.testing.assert_close(y, g, rtol=0, atol=1e-14)
+
+
+class Digits:
+    """Sorted digits, so that a lost worker's are those that nobody else has."""
+
+    def __init__(self, n):
+        data = load_digits()
+        rows = torch.randperm(len(data.target), generator=torch.Generator().manual_seed(0))
+        self.images, self.labels = torch.tensor(data.images / 16).flatten(1)[rows], torch.tensor(data.target)[rows]
+        self.test = slice(1400, None)
+        self.shards = self.labels[:1400].argsort(stable=True).tensor_split(n)
+
+    def loss(self, params, batch):
+        return torch.nn.functional.cross_entropy(torch.relu(batch[0] @ params["in"]) @ params["out"], batch[1])
+
+    def algorithm(self, n):
+        return df.adapt_while_communicate(self.loss, df.sgd(0.2, momentum=0.9), df.topology("base", n))
+
+    def params(self, rank):
+        draw = torch.Generator().manual_seed(0)
+        sizes = {"in": (64, 64), "out": (64, 10)}
+        return {name: torch.randn(size, generator=draw, dtype=F64) / 8 for name, size in sizes.items()}
+
+    def batch(self, t):
+        shard = self.shards[world().place % len(self.shards)]
+        rows = shard[torch.randint(len(shard), (32,), generator=torch.Generator().manual_seed(t))]
+        return self.images[rows], self.labels[rows]
+
+    def accuracy(self, buckets):
+        params = trees.map(lambda *x: sum(x) / len(x), *[df.params(its) for its in buckets])
+        scores = torch.relu(self.images[self.test] @ params["in"]) @ params["out"]
+        return (scores.argmax(1) == self.labels[self.test]).double().mean().item()
+
+
+@pytest.mark.slow
+def test_digits_are_learned_to_within_a_point_of_a_run_that_nobody_left():
+    task = Digits(4)
+    seen = run(4, task, leaves=1, at=50, after=400)
+    left = [its for rank, its in enumerate(seen) if rank != 1]
+    steps = max(left[0]) + 1
+
+    def undisturbed(rank):
+        init, step = task.algorithm(4)
+        state = init(task.params(rank))
+        for t in range(steps):
+            state, _ = step(state, task.batch(t), t)
+        return state
+
+    accuracies = task.accuracy([its.state for its in left]), task.accuracy(on_ranks(4, undisturbed))
+    print(steps, accuracies)
+    assert min(accuracies) > 0.9 and abs(accuracies[0] - accuracies[1]) < 0.01
+
+
+# -- processes ----------------------------------------------------------------------------------------------------------
+
+JOB = {"joins": 10, "steps": 60, "pause": 0.03}
+
+
+def assert_joined(lines, *, workers, graphs):
+    ended = [its for its in lines if its and its[-1].get("end")]
+    assert [its[-1]["end"] for its in ended] == ["done"] * workers, [its[-1] for its in ended]
+    assert {its[-2]["workers"] for its in ended} == {workers}
+    assert survivors.error_of_mean(lines) < 1e-14
+    for its in ended:
+        steps = [line for line in its if "t" in line]
+        assert {line["graphs"] for line in steps} == {graphs}
+        gaps = [b["at"] - a["at"] for a, b in zip(steps, steps[1:], strict=False) if b["workers"] > a["workers"]]
+        assert all(gap < 2 for gap in gaps), gaps
+    assert "x" in lines[-1][30], "the newcomer was admitted long after it came"
+
+
+@pytest.mark.thorough
+def test_a_process_joins_two_that_are_left_of_four(tmp_path):
+    jobs = [
+        JOB | {"algorithm": "tracking", "backend": "eager", "dies": {3: 3, 1: 6}},
+        JOB | {"algorithm": "push-sum", "n": 3},
+    ]
+    left, three = survivors.results(tmp_path, jobs)
+    assert_joined(left, workers=3, graphs=1)
+    assert_joined(three, workers=4, graphs=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", [None, "inductor"])
+def test_every_kind_of_algorithm_is_joined_without_a_compilation(backend, tmp_path):
+    after_losses = [JOB | {"algorithm": name, "dies": {3: 3, 1: 6}} for name in survivors.ALGORITHMS]
+    more = [JOB | {"algorithm": name, "n": 3} for name in ("push-sum", "choco", "diloco")]
+    jobs = [job | {"backend": backend, "timeout": 120} for job in (*after_losses, *more)]
+    for job, lines in zip(jobs, survivors.results(tmp_path, jobs), strict=True):
+        assert_joined(lines, workers=3 if "dies" in job else 4, graphs=int(backend is not None))

@@ -1,0 +1,106 @@
+"""Steps per second of fast workers beside a slow one: `python -m tests.stragglers` prints the table of docs/surviving.md.
+
+Four gloo ranks; a step computes for 0.1 s (a sleep, so that two cores are enough), 0.3 s where a worker is slow.
+"""
+
+import time
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import decentfn as df
+from tests.ranks import Ranks
+
+N, STEPS, WARM_UP = 4, 30, 4
+COMPUTE_S, SLOWER = 0.1, 3
+METHODS = {
+    "one-peer gossip (`adapt_while_communicate`)": lambda loss: df.adapt_while_communicate(
+        loss, df.sgd(0.1), df.topology("one-peer-exp", N)
+    ),
+    "push-sum": lambda loss: pushed(loss, delay=0),
+    "push-sum, 1 step late": lambda loss: pushed(loss, delay=1),
+    "push-sum, 4 steps late": lambda loss: pushed(loss, delay=4),
+    "push-sum, 1 to 4 steps late": lambda loss: pushed(loss, delay=4, least_delay=1),
+    "DiLoCo, 20 inner steps": lambda loss: df.diloco(loss, df.sgd(0.1), df.topology("complete", N), inner_steps=20),
+    "PyTorch DDP": None,
+}
+SLOW = {
+    "worker 3, always": lambda rank, t: rank == 3,
+    "one worker, drawn in each step": lambda rank, t: rank == int(df.draws.integers(0, t, 0, (), N)),
+}
+
+
+def pushed(loss, **delays):
+    return df.stochastic_gradient_push(loss, df.sgd(0.1), df.topology("one-peer-exp-directed", N), **delays)
+
+
+def loss_fn(params, batch):
+    return ((params - batch) ** 2).sum()
+
+
+def ddp_step():
+    model = DistributedDataParallel(torch.nn.Linear(32, 32))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step(rank, t):
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 32)).square().sum()
+        compute(rank, t)
+        loss.backward()
+        optimizer.step()
+
+    return step
+
+
+def gossip_step(method):
+    waits = []
+
+    @df.autograd
+    def loss(params, batch):
+        compute(*waits)
+        return loss_fn(params, batch)
+
+    init, step = METHODS[method](loss)
+    state = init(torch.zeros(1024))
+
+    def take(rank, t):
+        nonlocal state
+        waits[:] = rank, t
+        state, _ = step(state, torch.ones(1024), t)
+
+    return take
+
+
+slow = None
+
+
+def compute(rank, t):
+    time.sleep(COMPUTE_S * (SLOWER if SLOW[slow](rank, t) else 1))
+
+
+def rate(method, who):
+    """Steps per second of this worker."""
+    global slow
+    slow, rank = who, dist.get_rank()
+    step = ddp_step() if METHODS[method] is None else gossip_step(method)
+    dist.barrier()
+    for t in range(STEPS):
+        if t == WARM_UP:
+            start = time.perf_counter()
+        step(rank, t)
+    return (STEPS - WARM_UP) / (time.perf_counter() - start)
+
+
+def main():
+    ranks = Ranks(N)
+    heads = ["steps/s of workers 0 to 2", *SLOW]
+    print("| " + " | ".join(heads) + " |\n|" + "---|" * len(heads))
+    for method in METHODS:
+        rates = [sum(ranks.run(rate, method, who)[:3]) / 3 for who in SLOW]
+        print(f"| {method} | " + " | ".join(f"{r:.1f}" for r in rates) + " |", flush=True)
+    ranks.close()
+
+
+if __name__ == "__main__":
+    main()
