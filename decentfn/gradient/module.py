@@ -18,7 +18,7 @@ from decentfn.core.buckets import Places
 from decentfn.core.formatting import brief
 from decentfn.core.trees import PyTree
 from decentfn.gradient.lending import Lent, alone, attributes_put_back, own_by_name, places_of, weights
-from decentfn.gradient.loss import is_pair
+from decentfn.gradient.loss import is_pair, require_criterion
 from decentfn.torch_private import functorch
 from decentfn.torch_private.modules import traced_weights
 
@@ -338,8 +338,7 @@ def functional(
     """
     if not isinstance(module, nn.Module):
         raise ValueError(f"functional(module={brief(module)}): expected an nn.Module.")
-    if criterion is not None and forward is not None:
-        raise ValueError("functional(module, criterion, forward=...): forward returns the loss itself; leave one out.")
+    require_criterion(criterion, forward)
     collectives.require_unwrapped(module)
     is_sharded = collectives.is_sharded(module)
     common, tp_size = collectives.require_parts(module) if is_sharded else (frozenset(), 1)

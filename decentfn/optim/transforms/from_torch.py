@@ -63,7 +63,7 @@ def from_torch(
     >>> optimizer = df.from_torch(lambda params: torch.optim.RMSprop(params, lr=1e-2, momentum=0.9))
     """
     rule = "expected a function of the parameters: df.from_torch(lambda params: torch.optim.AdamW(params, lr=1e-3))."
-    require(callable(make), CALL, rule, make=make)
+    require(callable(make), "from_torch", rule, make=make)
     require(
         lr_scheduler is None or callable(lr_scheduler), CALL, "a function of the optimizer.", scheduler=lr_scheduler
     )
@@ -113,9 +113,13 @@ class _Adapter:
     def optimizer(self, named: Named) -> Any:
         """Return an optimizer of these parameters."""
         optimizer = self._make(list(named))
+        own = {id(p) for _, p in named}
         has_all = all(hasattr(optimizer, name) for name in ("param_groups", "state", "step"))
         rule = f"make(params) returned {brief(optimizer)}; expected an optimizer, torch.optim.AdamW(params, lr=1e-3)."
         require(has_all, CALL, rule)
+        foreign = sum(id(p) not in own for group in optimizer.param_groups for p in group["params"])
+        rule = f"{foreign} of the optimizer's parameters are not its argument's; make it of those:"
+        require(not foreign, CALL, f"{rule} lambda params: torch.optim.AdamW(params, lr=1e-3).")
         return optimizer
 
     def form(self, plan: Plan, device: torch.device) -> Form:
@@ -124,7 +128,13 @@ class _Adapter:
         with self._lock:
             if key not in self._forms:
                 named = named_leaves(ones(plan, device))
-                optimizer = self.optimizer(named)
+                try:
+                    optimizer = self.optimizer(named)
+                except TypeError as error:
+                    raise ValueError(
+                        f"{CALL}: make(params) raised {brief_error(error)}; it is a function of one argument, a list of (name, "
+                        "parameter), and returns an optimizer of them: lambda params: torch.optim.AdamW(params, lr=1e-3)."
+                    ) from error
                 if self._lr_scheduler is not None:
                     scheduler = self._lr_scheduler(optimizer)
                     rule = "its scheduler follows a metric; leave it out, and use df.set_learning_rate between steps."
