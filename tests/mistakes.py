@@ -5,6 +5,7 @@ With a path, that file. A process of its own: the calls register topologies.
 
 import contextlib
 import io
+import os
 import re
 import runpy
 import sys
@@ -53,6 +54,42 @@ df.resize(init(params), algorithm)
 df.ema(algorithm, 1.5)
 df.guard(algorithm, limit=0)
 df.nope
+df.topologies.every(ring, 4)
+df.topologies.alternate(ring, df.topology("ring", 8))
+df.topologies.relabel(ring, [0, 1, 2])
+df.topologies.certificate("ring")
+ring.without([7])
+df.register_topology(ring)
+df.adapt_while_communicate(df.sgd(0.1), loss_fn, ring)
+df.adapt_while_communicate(loss_fn, df.sgd, ring)
+df.adapt_while_communicate(loss_fn, df.sgd(0.1), ring, lr=0.1)
+df.adapt_while_communicate(torch.nn.MSELoss(), df.sgd(0.1), ring)
+df.chain([df.sgd(0.1)])
+df.chain(df.clip_by_global_norm, df.sgd(0.1))
+df.adapt_while_communicate(loss_fn, df.clip_by_global_norm(1.0), ring)
+df.adapt_while_communicate(loss_fn, df.Transform(lambda p: (), lambda g, s: (g, s)), ring)
+df.simulate(step, world_size=4)
+df.from_torch(torch.optim.AdamW(net.parameters()))
+alone(df.from_torch(lambda params: torch.optim.AdamW(net.parameters())))
+alone(df.from_torch(lambda: torch.optim.AdamW(net.parameters())))
+alone(df.Transform(lambda p: (), lambda g, s, p: g))
+df.schedules.piecewise_constant(0.1, [10, 20])
+df.schedules.warmup_cosine(0.1, 100, 10)
+df.functional(net, "mse")
+df.functional(net, torch.nn.MSELoss)
+df.functional(torch.nn.DataParallel(net), torch.nn.MSELoss())
+df.functional(torch.nn.SyncBatchNorm(2), torch.nn.MSELoss())
+init(net)
+step(torch.ones(2), init(params), 0)
+df.compile(algorithm)
+df.stack(df.stack(init(params), 4), 4)
+df.evaluate(None, init(params), [])
+df.evaluate(loss_fn, init(params), torch.ones(4, 2))
+df.state_dict(net, init(params))
+df.load_state_dict(net, own, {"module._orig_mod." + name: x for name, x in net.state_dict().items()})
+df.logs.JSONLines(log).write([1, 2])
+df.checkpoint.restore("README.md", init(params))
+df.init(init_method="tcp://localhost:29500")
 """.strip().splitlines()
 
 COMMANDS = """
@@ -132,11 +169,12 @@ below and writes this page; a test compares it with today's messages.
 
 ## In Python
 
-Here `ring` is `df.topology("ring", 4)`, `params` a dict of one tensor, and `init, step = algorithm` a D-PSGD on `ring`.
+Here `ring` is `df.topology("ring", 4)`, `params` a dict of one tensor, and `init, step = algorithm` a D-PSGD on `ring`. `net` is an nn.Linear, `own` a state of it, and `alone` takes a step of one worker.
 
 | the call | the answer |
 |---|---|
 """
+ONE = df.topology("complete", 1)
 MIDDLE = """
 ## On the command line of the examples
 
@@ -152,12 +190,22 @@ def loss_fn(params, batch):
     return (params["w"] ** 2).sum()
 
 
+def alone(optimizer):
+    """Take a step of one worker."""
+    init, step = df.all_reduce(loss_fn, optimizer, ONE)
+    return step(init({"w": torch.ones(2)}), None, 0)
+
+
 def answer(call: str) -> str:
     """The exception's type and its sentence."""
     ring = df.topology("ring", 4)
     algorithm = df.adapt_while_communicate(loss_fn, df.sgd(0.1), ring)
     here = {"df": df, "torch": torch, "loss_fn": loss_fn, "ring": ring, "params": {"w": torch.ones(2)}}
     here |= {"algorithm": algorithm, "init": algorithm.init, "step": algorithm.step}
+    net = torch.nn.Linear(2, 2)
+    own, buffers, of_net = df.functional(net, torch.nn.MSELoss())
+    here |= {"net": net, "alone": alone, "own": df.all_reduce(of_net, df.sgd(0.1), ONE).init(own, buffers)}
+    here |= {"log": os.devnull}
     try:
         eval(call, here)
     except Exception as error:

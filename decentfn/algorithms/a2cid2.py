@@ -34,6 +34,8 @@ from decentfn.kit import (
     State,
     Worker,
     algorithm,
+    as_input,
+    at,
     copy_wide,
     difference,
     each,
@@ -85,10 +87,12 @@ def a2cid2(
     rate = optimal if eta is None else eta
     if rate < 0:
         raise ValueError(f"a2cid2(eta={eta!r}): η̂ is the rate at which two copies exchange, >= 0.")
-    share = (1 - math.exp(-2 * rate)) / 2
+    exchanged = as_input("a2cid2", "eta", (1 - math.exp(-2 * rate)) / 2)
+    strength = as_input("a2cid2", "topology", 2 * alpha)
 
     def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
         x, (copy,) = state.params, state.memory
+        share, factor = at(exchanged, t, x), at(strength, t, x)
         flow = each(lambda x, copy: share * (copy - x), x, copy)
         x = each(lambda x, flow: (x + flow).to(x.dtype), x, flow)
         copy = each(torch.sub, copy, flow)
@@ -96,7 +100,7 @@ def a2cid2(
         g, local = worker.gradient(x, state.local, batch, t, after=posted)
         u, local = worker.update(g.grads, g, local, x)
         pull = difference(posted, after=g.grads)  # -½ d
-        copy = each(lambda copy, pull, u: copy + 2 * alpha * pull + u, copy, pull, u)
+        copy = each(lambda copy, pull, u: copy + factor * pull + u, copy, pull, u)
         x = repaired(posted, each(lambda x, pull, u: (x + pull + u).to(x.dtype), x, pull, u))
         return State(x, local, Memory(copy)), g.metrics
 

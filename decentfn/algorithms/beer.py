@@ -33,6 +33,8 @@ from decentfn.kit import (
     Worker,
     add,
     algorithm,
+    as_input,
+    at,
     cast_like,
     each,
     require_compressor,
@@ -63,6 +65,7 @@ def compressed_tracking(call: str, worker: Worker, compressor: Compressor, gamma
     require_doubly_stochastic(call, worker.topology)
     require_static(call, worker.topology, "a worker keeps Σ_j W[i,j] (h_j - h) as one running sum", "deep_squeeze")
     neighbors = as_messages(worker.topology)
+    rate, weight = as_input(call, "gamma", gamma), as_input(call, "momentum", momentum)
 
     def start(x: Buckets) -> Memory:
         require_contraction(call, compressor, x.plan)
@@ -71,15 +74,16 @@ def compressed_tracking(call: str, worker: Worker, compressor: Compressor, gamma
     def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
         v, m, h, pull_x, s, pull_v = state.memory
         x = unless_bad(state.params, lambda: h)
+        factor, share = at(rate, t, x), at(weight, t, x)
         q_x = post_compressed(each(torch.sub, x, h), compressor, neighbors, t)
         q_v = post_compressed(each(torch.sub, v, s), compressor, neighbors, t)
         g, local = worker.gradient(x, state.local, batch, t, after=(q_x.posted, q_v.posted))
         h, pull_x = add(h, q_x.sent), add(pull_x, difference_compressed(q_x, after=g.grads))
         s, pull_v = add(s, q_v.sent), add(pull_v, difference_compressed(q_v, after=g.grads))
-        m_new = g.keep(each(lambda m, g: (1 - momentum) * m + momentum * g.to(m.dtype), m, g.grads), m)
-        v = each(lambda v, pull, new, old: v + gamma * pull + (new - old), v, pull_v, m_new, m)
+        m_new = g.keep(each(lambda m, g: (1 - share) * m + share * g.to(m.dtype), m, g.grads), m)
+        v = each(lambda v, pull, new, old: v + factor * pull + (new - old), v, pull_v, m_new, m)
         u, local = worker.update(cast_like(v, x), g, local, x)
-        x = each(lambda x, pull, u: (x + gamma * pull + u).to(x.dtype), x, pull_x, u)
+        x = each(lambda x, pull, u: (x + factor * pull + u).to(x.dtype), x, pull_x, u)
         return State(x, local, Memory(v, m_new, h, pull_x, s, pull_v)), g.metrics
 
     return worker.algorithm(step, start)

@@ -32,6 +32,7 @@ from decentfn.kit import (
     Worker,
     add,
     algorithm,
+    as_input,
     at,
     each,
     global_norm,
@@ -79,6 +80,7 @@ def clipped_gossip(
     require_whole("clipped_gossip", hostile=hostile)
     if tau is not None:
         require_rate("clipped_gossip", tau=tau)
+        tau = as_input("clipped_gossip", "tau", tau)
     neighbors = as_messages(topology)
 
     def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:

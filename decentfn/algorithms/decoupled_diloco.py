@@ -38,6 +38,8 @@ from decentfn.kit import (
     Worker,
     add,
     algorithm,
+    as_input,
+    at,
     copy_wide,
     each,
     is_active,
@@ -117,7 +119,8 @@ def decoupled_diloco(
             f"a step of its own, so num_fragments <= inner_steps, and there are {n} workers; take more inner steps, or a "
             "smaller quorum."
         )
-    eta, beta, wire = outer_learning_rate, outer_momentum, worker.wire_dtype
+    rate = as_input("decoupled_diloco", "outer_learning_rate", outer_learning_rate)
+    momentum, wire = as_input("decoupled_diloco", "outer_momentum", outer_momentum), worker.wire_dtype
     fragments = Fragments(num_fragments, inner_steps, worker.everyone)
     schedules = fragments.schedules(-1)
 
@@ -148,6 +151,7 @@ def decoupled_diloco(
         now = torch.ones_like(tokens[0]) if weight is None else weight(g.aux).detach().to(tokens.dtype)
         tokens, steps = tokens + now, steps + (now > 0)
         delta, due = merged(progress(phi, theta), tokens, steps, t)
+        eta, beta = at(rate, t, phi), at(momentum, t, phi)
         b_new = each(lambda b, delta: beta * b + delta, b, delta)
         phi_new = each(lambda phi, delta, b: phi - eta * (delta + beta * b), phi, delta, b_new)
         mask = fragments.mask(phi, due.unbind())

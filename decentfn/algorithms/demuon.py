@@ -28,6 +28,8 @@ from decentfn.kit import (
     Worker,
     add,
     algorithm,
+    as_input,
+    at,
     cast_like,
     each,
     require_doubly_stochastic,
@@ -86,6 +88,7 @@ def demuon(
     worker = Worker(loss_fn, optimizer, topology, gossip_rounds=gossip_rounds, **options)
     require_doubly_stochastic("demuon", topology)
     msgn = by_leaf(Transform(lambda params: (), lambda v, state, params: (trees.map(_msgn, v), state)))
+    weight = as_input("demuon", "momentum", momentum)
     late = later(1, topology)  # v is completed with the last step's matrix
 
     def start(x: Buckets) -> Memory:
@@ -94,8 +97,9 @@ def demuon(
 
     def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
         x, (v, m, started) = state.params, state.memory
+        share = at(weight, t, x)
         g, local = worker.gradient(x, state.local, batch, t)
-        m_new = g.keep(each(lambda m, g: (1 - momentum) * m + momentum * g.to(m.dtype), m, g.grads), m)
+        m_new = g.keep(each(lambda m, g: (1 - share) * m + share * g.to(m.dtype), m, g.grads), m)
         v = where(started, worker.mix(add(v, each(torch.sub, m_new, m)), t, late), m_new)
         direction, _ = msgn.update(v, (), x)
         u, local = worker.update(cast_like(direction, x), g, local, x)

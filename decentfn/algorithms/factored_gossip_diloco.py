@@ -34,7 +34,7 @@ from decentfn.kit import (
     require_doubly_stochastic,
     require_whole,
 )
-from decentfn.optim.transforms import sgd
+from decentfn.optim.transforms import RateState, sgd
 from decentfn.topologies import Topology, nth_round
 
 
@@ -46,8 +46,9 @@ class Memory(NamedTuple):
     averaged = ("phi", "opt")  # over the workers, by df.resize
 
     def restart(self, x: Buckets) -> Memory:
-        """Start a round at `x` and set the state of the outer optimizer to 0."""
-        return Memory(copy_wide(x), trees.map(torch.zeros_like, self.opt))
+        """Start a round at `x` and set the state of the outer optimizer to 0, except for its learning rate."""
+        zeros = trees.map(torch.zeros_like, self.opt)
+        return Memory(copy_wide(x), trees.map_nodes(RateState, lambda zero, rate: rate, zeros, self.opt))
 
 
 @algorithm

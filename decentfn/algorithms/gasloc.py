@@ -24,6 +24,8 @@ from decentfn.kit import (
     Options,
     Worker,
     algorithm,
+    as_input,
+    at,
     copy_wide,
     each,
     require_doubly_stochastic,
@@ -86,10 +88,14 @@ def gasloc(
     require_fractions("gasloc", outer_momentum=outer_momentum)
     require_doubly_stochastic("gasloc", topology)
     schedule = after_steps(inner_steps, topology)
-    eta, gamma = outer_learning_rate, outer_momentum
+    rate, momentum = (
+        as_input("gasloc", "outer_learning_rate", outer_learning_rate),
+        as_input("gasloc", "outer_momentum", outer_momentum),
+    )
 
     def outer(theta: Buckets, memory: Memory, t: Tensor) -> tuple[Buckets, Memory]:
         phi, y_old = memory
+        eta, gamma = at(rate, t, phi), at(momentum, t, phi)
         y = each(lambda phi, back: phi - eta * back, phi, progress(phi, theta))
         phi = each(lambda mixed, y, old: mixed + gamma * (y - old), worker.mix(y, t, schedule), y, y_old)
         return phi, Memory(phi, y)

@@ -28,6 +28,8 @@ from decentfn.kit import (
     Options,
     Worker,
     algorithm,
+    as_input,
+    at,
     copy_wide,
     each,
     require_compressor,
@@ -91,13 +93,15 @@ def sparse_loco(
     require_positive("sparse_loco", outer_learning_rate=outer_learning_rate)
     require_fractions("sparse_loco", decay=decay)
     schedule = after_steps(inner_steps, everyone(topology.num_workers))
-    rate = outer_learning_rate / topology.num_workers
+    rate = as_input("sparse_loco", "outer_learning_rate", outer_learning_rate / topology.num_workers)
+    kept = as_input("sparse_loco", "decay", decay)
 
     def outer(theta: Buckets, memory: Memory, t: Tensor) -> tuple[Buckets, Memory]:
         phi, error = memory
-        error = each(lambda e, delta: decay * e + delta, error, progress(phi, theta))
+        alpha, beta = at(rate, t, phi), at(kept, t, phi)
+        error = each(lambda e, delta: beta * e + delta, error, progress(phi, theta))
         q = post_compressed(error, compressor, schedule, t)
-        phi = each(lambda phi, total: phi - rate * total, phi, sum_compressed(q))
+        phi = each(lambda phi, total: phi - alpha * total, phi, sum_compressed(q))
         return phi, Memory(phi, each(torch.sub, error, q.sent))
 
     step = local_steps(worker, schedule, outer)

@@ -70,7 +70,7 @@ def structure(name: str, value: Any, enclosing: tuple[Any, ...] = ()) -> Iterato
     elif isinstance(value, FunctionType):
         yield f"{name} is {value.__module__}.{value.__qualname__}"
         # A function may close over itself.
-        if value.__module__.split(".")[0] == "decentfn" and value not in enclosing:
+        if (value.__module__ or "").split(".")[0] == "decentfn" and value not in enclosing:
             for key, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
                 yield from structure(f"{name}.{key}", cell.cell_contents, (*enclosing, value))
     elif isinstance(value, (bool, int, float, str, torch.dtype, type(None), Numbers)):

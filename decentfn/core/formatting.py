@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from pathlib import Path
 
@@ -10,12 +11,12 @@ _LONGEST, _LONGEST_ERROR = 60, 300
 
 
 def brief(value: object) -> str:
-    """Return a value's repr on one line, truncated if it is long, such as a module's.
+    """Return a value's repr on one line without addresses, truncated if it is long, such as a module's.
 
     >>> brief("ring"), brief(list(range(100)))
     ("'ring'", '[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16...')
     """
-    text = " ".join(repr(value).split())
+    text = re.sub(r" at 0x[0-9a-f]+", "", " ".join(repr(value).split()))
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 

@@ -34,6 +34,8 @@ _MEANT = {
     "num_warmup_steps": "warmup=",
     "t_warmup": "warmup=",
     "wd": "weight_decay=",
+    "world_size": "num_workers=",
+    "n_workers": "num_workers=",
 }
 """Arguments of PyTorch and others, and what they are called here."""
 

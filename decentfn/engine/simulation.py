@@ -85,9 +85,14 @@ def stack(state: PyTree, num_workers: int) -> PyTree:
     """Stack `num_workers` copies of a state (or a batch): every leaf `[...]` becomes `[N, ...]`, in new memory.
 
     Raises:
-        ValueError: `num_workers` is not an integer >= 1.
+        ValueError: `num_workers` is not an integer >= 1, or the state is stacked already.
     """
     require_at_most("stack", MOST_WORKERS, num_workers=num_workers)
+    if is_state(state) and state.params[0].dim() > 1:
+        raise ValueError(
+            f"stack(state, {num_workers}): the state is stacked already, for {state.params[0].shape[0]} workers; stack what "
+            "init(params) returned."
+        )
     return trees.map(lambda leaf: leaf.unsqueeze(0).repeat(num_workers, *[1] * leaf.dim()), state)
 
 

@@ -19,7 +19,7 @@ from decentfn.core.formatting import brief
 from decentfn.core.numbers import require
 from decentfn.core.trees import PyTree
 from decentfn.gradient.lending import Lent, alone, attributes_put_back, entries_of, own_by_name, weights
-from decentfn.gradient.loss import is_pair
+from decentfn.gradient.loss import is_pair, require_criterion
 from decentfn.torch_private import functorch
 from decentfn.torch_private.names import WEIGHTS
 
@@ -336,8 +336,7 @@ def functional(
             DistributedDataParallel, or sharded over other processes than this worker's.
     """
     require(isinstance(module, nn.Module), "functional", "expected an nn.Module.", module=module)
-    rule = "forward returns the loss itself; leave one out."
-    require(criterion is None or forward is None, "functional(module, criterion, forward=...)", rule)
+    require_criterion(criterion, forward)
     collectives.require_unwrapped(module)
     is_sharded = collectives.is_sharded(module)
     common, tp_size = collectives.require_parts(module) if is_sharded else (frozenset(), 1)

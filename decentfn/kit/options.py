@@ -54,7 +54,8 @@ def require_options(options: Mapping[str, Any]) -> None:
         raise TypeError("an average and a scaled loss are wrappers: df.ema(algorithm), df.dynamic_loss_scale(loss_fn).")
     unknown = sorted(set(options) - set(Options.__annotations__))
     if unknown:
-        raise TypeError(f"unknown options {unknown}; known: {sorted(Options.__annotations__)}.")
+        way_out = "; a learning rate is the optimizer's, df.sgd(0.1)" if {"lr", "learning_rate"} & {*unknown} else ""
+        raise TypeError(f"unknown options {unknown}; known: {sorted(Options.__annotations__)}{way_out}.")
     require_bucket_mb(options.get("bucket_mb", DEFAULTS["bucket_mb"]))
     wire_dtype = options.get("wire_dtype")
     if wire_dtype is not None and not (isinstance(wire_dtype, torch.dtype) and wire_dtype.is_floating_point):

@@ -171,7 +171,14 @@ class Worker:
         """
         mix = () if posted is None or not self.wants_mix else (gossip.mix_context(posted),)
         with nullcontext() if torch.compiler.is_dynamo_compiling() else record_function("decentfn::update"):
-            u, opt = self.optimizer.update(direction, local.opt, x, *mix)
+            result = self.optimizer.update(direction, local.opt, x, *mix)
+        if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], Buckets):
+            of_types = [type(part).__name__ for part in (result if isinstance(result, tuple) else [result])]
+            raise ValueError(
+                f"optimizer: update(grads, state, params) returned {' and '.join(of_types)}; it returns (updates, state), the "
+                "updates as Buckets like grads: df.kit.each(function, grads)."
+            )
+        u, opt = result
         if context.guarded:
             u, opt = good_update(u, opt, local.opt, self.optimizer.init(x))
             if g.good is None:

@@ -31,6 +31,8 @@ def register_topology(name: str) -> Callable[[Function], Function]:
     >>> topology("pairs", num_workers=4).degree
     1
     """
+    rule = 'the name comes first: @register_topology("mine").'
+    require(isinstance(name, str), f"register_topology({brief(name)})", rule)
 
     def register(function: Function) -> Function:
         known, call = _registry.get(name), function.__name__

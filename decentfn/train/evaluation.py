@@ -99,6 +99,14 @@ def _of_workers(
     plan: Plan,
 ) -> list[_Sums]:
     """Return the sums of every replica of all workers. Collective; raises on all processes or on none."""
+    if not callable(metric):
+        raise ValueError(
+            f"{call}(metric={brief(metric)}): expected a function (params, batch) -> number; the order is {call}(metric, state, batches)."
+        )
+    if isinstance(batches, Tensor):
+        raise ValueError(
+            f"{call}(batches): found a tensor of shape {[*batches.shape]}; pass a list of batches: [batch]."
+        )
     while isinstance(metric, WrappedLoss):
         metric = metric.loss_fn
     require_sharded_alike(f"{call}(metric={brief(metric)})", plan, is_sharded=isinstance(metric, ShardedLoss))

@@ -67,7 +67,9 @@ class JSONLines(_Log):
             return
         if self._file.closed:
             raise ValueError(f"JSONLines({str(self.path)!r}).write: the log is closed.")
-        line = ({} if step is None else {"step": int(step)}) | dict(values)
+        if not isinstance(values, Mapping):
+            raise ValueError(f"JSONLines.write({brief(values)}): expected a dict of names and values.")
+        line = ({} if step is None else {"step": at_least("JSONLines.write", "step", step, 0)}) | dict(values)
         try:
             text = json.dumps(_loads(json.dumps(line, default=_as_json)))
         except (TypeError, ValueError, RecursionError) as error:

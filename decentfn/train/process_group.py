@@ -20,9 +20,10 @@ from torch.distributed.rendezvous import rendezvous
 import decentfn
 from decentfn.comm import collectives
 from decentfn.comm.collectives import World
-from decentfn.core.numbers import real
+from decentfn.core.formatting import brief_error
+from decentfn.core.numbers import checks_numbers, real
 from decentfn.engine.memory import keep_freed_memory
-from decentfn.errors import PlanMismatch
+from decentfn.errors import ExchangeTimeout, PlanMismatch
 from decentfn.train.ends import end_with_agent, report_root_cause
 from decentfn.train.generation import fresh_part
 from decentfn.train.joining import store_of_environment, wait_for_run
@@ -35,10 +36,13 @@ _LAUNCHERS = {
 }
 """Other launchers, and their names for RANK, WORLD_SIZE and LOCAL_RANK."""
 
+_NUMBERS = ("RANK", "WORLD_SIZE", "MASTER_PORT")
 
+
+@checks_numbers
 def init(
-    *,
     backend: str | None = None,
+    *,
     timeout: timedelta | float = timedelta(minutes=10),
     processes_per_worker: int | Literal["node"] | None = None,
     join: bool = False,
@@ -69,11 +73,11 @@ def init(
 
     Raises:
         ValueError: on all processes, S does not divide their number, or differs between them; the timeout is not
-            positive; torchrun's environment is incomplete, or another launcher (srun, mpirun) started several processes
-            without it; NCCL was requested, and a rank has no GPU of its own; `join` in a process that has a group, or
-            without the store's address.
+            positive; torchrun's environment is incomplete, its port is in use, or another launcher (srun, mpirun) started
+            several processes without it; NCCL was requested, and a rank has no GPU of its own; `join` in a process that
+            has a group, or without the store's address.
         df.errors.PlanMismatch: on all processes, their versions of decentfn, torch or Python (3.11 and 3.12) differ.
-        df.errors.ExchangeTimeout: a process did not arrive within the timeout.
+        df.errors.ExchangeTimeout: a process, or the store of rank 0, did not answer within the timeout.
     """
     if not isinstance(timeout, timedelta):
         timeout = timedelta(seconds=real("init", "timeout", timeout))
@@ -89,6 +93,13 @@ def init(
             _start(backend, gpus, timeout)
         else:
             collectives.adopt_default_group(device=_device_alone(gpus))
+            if gpus > 1:
+                _log.warning(
+                    "init(): this is one process, one worker, and %d GPUs are here; `torchrun --nproc-per-node %d script.py` starts "
+                    "a worker on each",
+                    gpus,
+                    gpus,
+                )
     world = collectives.everyone()
     if processes_per_worker is not None:
         size = _processes_per_worker(processes_per_worker, world)
@@ -153,8 +164,47 @@ def _is_launched(environment: Mapping[str, str]) -> bool:
     return False
 
 
+def _require_complete(environment: Mapping[str, str]) -> None:
+    """Raise ValueError unless the variables of torchrun are all there, and numbers in their ranges."""
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
+    numbers = {name: environment[name] for name in (*_NUMBERS, "LOCAL_RANK") if environment.get(name)}
+    wrong = [f"{name}={value}" for name, value in numbers.items() if not value.isdecimal()]
+    given = ", ".join(f"{name}={environment[name]}" for name in (*_NUMBERS, "MASTER_ADDR") if environment.get(name))
+    rule = None
+    if missing:
+        rule = f"{' and '.join(missing)} not set"
+    elif wrong:
+        rule = f"{' and '.join(wrong)}: not a number"
+    elif int(environment["RANK"]) >= int(environment["WORLD_SIZE"]):
+        rule = "ranks count from 0, so RANK is below WORLD_SIZE"
+    if rule is not None:
+        raise ValueError(
+            f"init() with {given}: {rule}; torchrun sets all four. By hand, set in every process its own RANK, and the same "
+            "WORLD_SIZE (the number of processes), MASTER_ADDR and MASTER_PORT (host and free port of rank 0); for one "
+            "process alone, unset RANK and WORLD_SIZE."
+        )
+
+
+def _store(timeout: timedelta) -> tuple[Store, int, int]:
+    """Connect to the store of rank 0, or of torchrun; return it, this rank and the number of processes."""
+    place = f"MASTER_ADDR={os.environ['MASTER_ADDR']}, MASTER_PORT={os.environ['MASTER_PORT']}"
+    try:
+        return next(rendezvous("env://", timeout=timeout))
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
+            raise ValueError(
+                f"init() with {place}: address already in use: another run on this machine has this port; take another "
+                "one, or start with `torchrun --standalone`, which takes a free one."
+            ) from error
+        raise ExchangeTimeout(
+            f"init(timeout={timeout}) with {place}: the store of rank 0 does not answer ({brief_error(error)}); are both "
+            "right, does rank 0 run, and is the port open?"
+        ) from error
+
+
 def _start(backend: str | None, gpus: int, timeout: timedelta) -> None:
-    store, rank, size = next(rendezvous("env://", timeout=timeout))
+    _require_complete(os.environ)
+    store, rank, size = _store(timeout)
     store.set_timeout(timeout)
     store = fresh_part(store, rank, size, timeout)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))

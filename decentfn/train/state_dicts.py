@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from decentfn.comm import collectives
 from decentfn.core import trees
+from decentfn.core.formatting import brief
 from decentfn.core.numbers import checks_numbers
 from decentfn.gradient.lending import alone, weights
 from decentfn.kit.state import State
@@ -23,6 +24,9 @@ from decentfn.train.consensus import (
     with_params,
 )
 from decentfn.train.together import together
+
+_WRAPPERS = {"module.": "DistributedDataParallel or DataParallel", "_orig_mod.": "torch.compile(module)"}
+"""Prefixes of names, and the wrappers that put them there."""
 
 
 @checks_numbers
@@ -46,7 +50,7 @@ def state_dict(module: nn.Module, state: State, *, consensus: bool = False) -> d
         )
     require_sharded_alike("state_dict(module, state)", state.params.plan, is_sharded=collectives.is_sharded(module))
     own = (consensus_mean(state), consensus_buffers(state)) if consensus else (params(state), buffers(state))
-    tensors = {**own[0], **(own[1] or {})}
+    tensors = _named("state_dict(module, state)", module, *own)
     if collectives.is_sharded(module):
         return _gathered(module, tensors)
     with alone([*module.modules()]), weights(module, _without_criterion(module, tensors)):
@@ -91,7 +95,7 @@ def load_state_dict(module: nn.Module, state: State, state_dict: Mapping[str, An
     is_sharded = collectives.is_sharded(module)
     require_sharded_alike("load_state_dict(module, state, state_dict)", state.params.plan, is_sharded=is_sharded)
     x, b = params(state), buffers(state)
-    tensors = {**x, **(b or {})}
+    tensors = _named("load_state_dict(module, state, state_dict)", module, x, b)
     if is_sharded:
         tensors |= _shards(module, state_dict)
     elif state.params.plan.unsharded is not None:
@@ -108,13 +112,33 @@ def load_state_dict(module: nn.Module, state: State, state_dict: Mapping[str, An
     return new._replace(local=new.local._replace(buffers=loaded))
 
 
+def _named(call: str, module: nn.Module, x: Any, b: Any) -> dict[str, Tensor]:
+    """Return the state's tensors by name, or raise ValueError unless they are those of the module."""
+    tensors = {**x, **(b or {})} if isinstance(x, Mapping) and isinstance(b, Mapping | None) else {}
+    own = {name for name, _ in module.named_parameters()}
+    unknown = _without_criterion(module, tensors).keys() - own - {name for name, _ in module.named_buffers()}
+    if own - tensors.keys() or unknown:
+        raise ValueError(
+            f"{call}: the state's tensors are {brief(sorted(tensors))}, the module's parameters {brief(sorted(own))}; pass the "
+            "module of df.functional, whose parameters and buffers went to init(params, buffers)."
+        )
+    return tensors
+
+
 def _require_no_prefix(own: Mapping[str, Any], state_dict: Mapping[str, Any]) -> None:
-    for prefix, wrapper in (("module.", "DistributedDataParallel"), ("_orig_mod.", "torch.compile(module)")):
-        if state_dict and all(name.startswith(prefix) and name not in own for name in state_dict):
-            raise ValueError(
-                f"load_state_dict(module, state, state_dict): all names begin with {prefix!r}, as those of {wrapper}; pass "
-                f"{{name.removeprefix({prefix!r}): x for name, x in state_dict.items()}}."
-            )
+    names, prefix = list(state_dict), ""
+    while names and any(name not in own for name in names):
+        found = [part for part in _WRAPPERS if all(name.startswith(part) for name in names)]
+        if not found:
+            break
+        prefix += found[0]
+        names = [name.removeprefix(found[0]) for name in names]
+    if prefix:
+        wrappers = " around ".join(wrapper for part, wrapper in _WRAPPERS.items() if part in prefix)
+        raise ValueError(
+            f"load_state_dict(module, state, state_dict): all names begin with {prefix!r}, as those of {wrappers}; pass "
+            f"{{name.removeprefix({prefix!r}): x for name, x in state_dict.items()}}."
+        )
 
 
 def _load(module: nn.Module, tensors: dict[str, Tensor], state_dict: Mapping[str, Any]) -> None:

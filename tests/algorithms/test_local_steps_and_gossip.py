@@ -6,7 +6,19 @@ import torch
 
 import decentfn as df
 from decentfn import compressors
-from tests.quadratics import Sgd, build, loss, problem, random_column_stochastic, random_symmetric, run, static_ring
+from tests.quadratics import (
+    Sgd,
+    batch,
+    build,
+    flat,
+    loss,
+    problem,
+    random_column_stochastic,
+    random_symmetric,
+    run,
+    start,
+    static_ring,
+)
 
 N, H, LR, STEPS = 6, 4, 0.1, 40
 COMPLETE = np.full((1, N, N), 1 / N)
@@ -171,6 +183,21 @@ def test_the_outer_optimizer_may_be_any_transform():
         phi.grad = phi.detach() - torch.tensor(theta.mean(0))
         outer.step()
     agree(run(algorithm, p, STEPS)[-1], np.tile(phi.detach().numpy(), (N, 1)), 1e-12)
+
+
+def test_with_params_keeps_the_outer_optimizers_learning_rate():
+    """It is in the state that restarts at 0, and with a rate of 0 every round would return to its start."""
+    p, elsewhere = problem(N, seed=0, starts_equal=True), problem(N, seed=1)
+    algorithm = df.factored_gossip_diloco(loss, Sgd(LR), df.topology("complete", N), inner_steps=H)
+    first = start(algorithm, p)
+    put = df.with_params(start(algorithm, elsewhere), df.params(first))
+    step, ends = df.simulate(algorithm.step, N), []
+    for state in (first, put):
+        for t in range(2 * H):
+            state, _ = step(state, batch(p), t)
+        ends.append(flat(state.params))
+    agree(ends[1], ends[0], 0)
+    assert abs(ends[0] - p.start).max() > 0.01
 
 
 def test_preconditions_say_what_to_do():

@@ -40,14 +40,43 @@ def environment(monkeypatch):
     [
         (SRUN, r"init\(\): SLURM_PROCID=1 and SLURM_NTASKS=4.*srun.*RANK=\$SLURM_PROCID, WORLD_SIZE=\$SLURM_NTASKS"),
         ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, r"OMPI_COMM_WORLD_SIZE=2.*mpirun"),
-        ({"RANK": "0"}, "WORLD_SIZE expected, but not set"),
-        ({"WORLD_SIZE": "2"}, "RANK expected, but not set"),
+        ({"RANK": "0"}, r"RANK=0: WORLD_SIZE and MASTER_ADDR and MASTER_PORT not set; torchrun sets all four"),
+        ({"WORLD_SIZE": "2"}, "RANK and MASTER_ADDR and MASTER_PORT not set"),
+        (TORCHRUN | {"RANK": "zero"}, "RANK=zero: not a number"),
+        (TORCHRUN | {"LOCAL_RANK": "-1"}, "LOCAL_RANK=-1: not a number"),
+        (TORCHRUN | {"RANK": "2"}, "RANK is below WORLD_SIZE"),
     ],
 )
 def test_what_started_several_processes_is_never_taken_for_one(environment, variables, message):
     environment(variables)
     with pytest.raises(ValueError, match=message):
         df.init()
+
+
+def test_a_port_that_is_in_use_is_named_and_another_one_works(environment):
+    with socket.create_server(("", 0)) as taken:
+        alone = TORCHRUN | {"WORLD_SIZE": "1", "MASTER_PORT": str(taken.getsockname()[1])}
+        environment(alone)
+        with pytest.raises(
+            ValueError, match=rf"MASTER_PORT={alone['MASTER_PORT']}: address already in use.*--standalone"
+        ):
+            df.init()
+    environment(alone)
+    assert df.init().size == 1
+    torch.distributed.destroy_process_group()
+
+
+def test_a_store_that_does_not_answer_is_named(environment):
+    environment(TORCHRUN | {"RANK": "1"})
+    with pytest.raises(df.errors.ExchangeTimeout, match=r"MASTER_ADDR=127.0.0.1, MASTER_PORT=1.*does not answer"):
+        df.init(timeout=1)
+
+
+def test_where_init_process_groups_arguments_go_is_said(environment):
+    with pytest.raises(
+        TypeError, match=r"init\(init_method=...\): there is no such argument; there are backend, timeout"
+    ):
+        df.init(init_method="tcp://localhost:29500")
 
 
 @pytest.mark.parametrize("variables", [{}, {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, {"SLURM_NTASKS": "4"}])

@@ -31,7 +31,7 @@ VARIANTS = {
 
 
 class Counting(torch.optim.Optimizer):
-    """A third party's: numbers of Python in the state and in the group, and a key that only matrices have."""
+    """A third party's: numbers of Python in the state and in the group, one of them new, and a key of matrices alone."""
 
     def __init__(self, params, lr=0.1):
         super().__init__(params, {"lr": lr, "k": 0})
@@ -40,6 +40,7 @@ class Counting(torch.optim.Optimizer):
     def step(self, closure=None):
         for group in self.param_groups:
             group["k"] += 1
+            group["new"] = group.get("new", 1) * 0.9
             for p in group["params"]:
                 if p.grad is None:
                     continue
@@ -50,10 +51,16 @@ class Counting(torch.optim.Optimizer):
                 if p.dim() == 2:
                     own["rows"] = own.get("rows", 0) + p.grad.sum(1)
                     p -= own["rows"][:, None] * 1e-3
-                p -= group["lr"] * p.grad * own["n"] / group["k"] + 1e-3 * own["sum"]
+                p -= group["lr"] * p.grad * own["n"] / group["k"] + 1e-3 * own["sum"] * group["new"]
 
 
 VARIANTS["Counting"] = Counting
+
+
+SCHEDULERS = {
+    "cosine": lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 15),
+    "one cycle": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=25),
+}
 
 
 def loss_fn(params, batch):
@@ -119,6 +126,22 @@ def test_compiled_and_simulated_workers_equal_their_plain_loops(name):
             assert_equal(df.params(df.worker(state, i)), expected[i])
 
 
+@pytest.mark.parametrize("backend", [None, pytest.param("aot_eager", marks=pytest.mark.thorough)])
+def test_an_elementwise_optimizer_of_buckets_equals_that_of_leaves(backend, tmp_path):
+    make, scheduler, n = VARIANTS["AdamW"], SCHEDULERS["one cycle"], 2
+    topology, batches = df.topology("complete", n), torch.stack([BATCHES[:10], BATCHES[10:]], 1)
+    ends = []
+    for elementwise in (True, False):
+        optimizer = from_torch(make, scheduler, elementwise=elementwise)
+        init, step = df.adapt_while_communicate(loss_fn, optimizer, topology, bucket_mb=1e-4)
+        step = df.simulate(step, n) if backend is None else df.compile(df.simulate(step, n), backend=backend)
+        state, _ = ours(step, df.stack(init(start()), n), batches[:4])
+        df.checkpoint.save(tmp_path / str(elementwise), state, 4)
+        state = df.checkpoint.restore(tmp_path / str(elementwise), df.stack(init(start()), n)).state
+        ends.append(df.params(ours(step, state, batches[4:], 4)[0]))
+    assert_equal(*ends)
+
+
 def on_a_rank(local):
     """Four workers on a ring, `local` of them in each process; return the parameters of all."""
     torch.manual_seed(0)
@@ -137,12 +160,6 @@ def test_workers_on_ranks_equal_simulated_ones(ranks):
     expected, halves = on_a_rank(4), ranks(2).run(on_a_rank, 2)
     for name, rows in expected.items():
         assert rows == halves[0][name] + halves[1][name]
-
-
-SCHEDULERS = {
-    "cosine": lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 15),
-    "one cycle": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=25),
-}
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
@@ -230,6 +247,39 @@ def test_what_cannot_be_a_pair_says_why(make, scheduler, said):
     init, _ = built(make, scheduler)
     with pytest.raises(ValueError, match=rf"from_torch\(make\): .*{said}"):
         init(start())
+
+
+class Remembering(torch.optim.SGD):
+    """Keeps a number where no state is: in the optimizer."""
+
+    steps = 0
+
+    def step(self, closure=None):
+        self.steps += 1
+        self.param_groups[0]["lr"] /= self.steps
+        super().step()
+
+
+class Late(torch.optim.SGD):
+    """Changes a number of its group where it is near the minimum, as no trial step is."""
+
+    def step(self, closure=None):
+        super().step()
+        for group in self.param_groups:
+            if any(p.grad.norm() < 1e-4 for p in group["params"]):
+                group["weight_decay"] = 0.1
+
+
+def test_an_optimizer_that_remembers_more_than_its_state_is_refused():
+    init, _ = built(partial(Remembering, lr=0.1))
+    with pytest.raises(ValueError, match=r"Remembering remembers more than what it keeps.*'.*' differs"):
+        init(start())
+    init, step = built(partial(Late, lr=0.1))
+    state, _ = ours(step, init(start()), BATCHES[:1])
+    with pytest.raises(
+        ValueError, match=r"Late changed 'weight_decay' of a group from 0 to 0\.1, which .* trial steps"
+    ):
+        step(state, torch.zeros_like(BATCHES[0]), 1)
 
 
 def test_an_optimizer_instead_of_a_function_is_refused():

@@ -35,6 +35,13 @@ def require_unwrapped(module: nn.Module) -> None:
         name, way_out = type(m).__name__, None
         if isinstance(m, nn.parallel.DistributedDataParallel):
             way_out = "averages the gradients of all processes by itself; pass the module that it wraps, its .module"
+        elif isinstance(m, nn.DataParallel):
+            way_out = "spreads one process over GPUs; start a process for each with torchrun, and pass its .module"
+        elif isinstance(m, nn.SyncBatchNorm) and m.process_group is None:
+            way_out = (
+                "averages over all processes within the gradient; use nn.BatchNorm with df.average_buffers(algorithm), or "
+                "nn.GroupNorm"
+            )
         elif name == "FullyShardedDataParallel":
             way_out = "is FSDP1; call torch.distributed.fsdp.fully_shard(module, mesh=world.mesh['shard']) in its place"
         elif (inner := getattr(m, "_orig_mod", None)) is not None and is_sharded(inner):

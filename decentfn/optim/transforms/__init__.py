@@ -26,7 +26,7 @@ from decentfn.optim.transforms.basic import (
     scale_by_learning_rate,
     trace,
 )
-from decentfn.optim.transforms.from_torch import TorchState, from_torch
+from decentfn.optim.transforms.from_torch import from_torch
 from decentfn.optim.transforms.optimizers import (
     AccumAdamState,
     AdamState,
@@ -39,6 +39,7 @@ from decentfn.optim.transforms.optimizers import (
     sgd,
 )
 from decentfn.optim.transforms.shaped import AdafactorState, MuonState, adafactor, lamb, muon
+from decentfn.optim.transforms.torch_form import TorchState
 from decentfn.optim.transforms.transform import (
     MaskedTransform,
     MixAware,

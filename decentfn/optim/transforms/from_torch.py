@@ -2,46 +2,44 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from decentfn.core import trees
-from decentfn.core.buckets import Buckets, Plan, elements, plan_of, wide
+from decentfn.core.buckets import Buckets, Plan, add, each, loose, plan_of, wide
 from decentfn.core.formatting import brief, brief_error
 from decentfn.core.numbers import require
 from decentfn.core.scalars import operator
 from decentfn.core.trees import PyTree
-from decentfn.optim.transforms.basic import RateState, new_count
+from decentfn.optim.transforms.basic import RateState
+from decentfn.optim.transforms.torch_form import (
+    CALL,
+    TRIALS,
+    Form,
+    Layout,
+    Named,
+    TorchState,
+    first_state,
+    named_leaves,
+    ones,
+    trial_gradient,
+)
 from decentfn.optim.transforms.transform import Transform, require_one_process
 from decentfn.torch_private.dynamo import constant_while_traced
 
-Named = list[tuple[str, Tensor]]
 
-_CALL = "from_torch(make)"
-
-
-class TorchState(NamedTuple):
-    """State of an optimizer with PyTorch's interface: what it keeps of each parameter and of each group."""
-
-    count: Tensor  # 0-d int64, updates so far
-    rates: tuple[RateState, ...]  # of each group, if it has a key "lr"
-    groups: tuple[dict[str, Tensor], ...]  # numbers of a group that the optimizer changes
-    of_elements: dict[str, Buckets]  # tensors that every parameter has, in its shape
-    of_leaves: dict[str, Tensor]  # numbers that every parameter has, [P]
-    others: dict[str, dict[str, Tensor]]  # the rest, by the parameter's name
-
-
-def from_torch(make: Callable[[Named], Any], lr_scheduler: Callable[[Any], Any] | None = None) -> Transform:
+def from_torch(
+    make: Callable[[Named], Any], lr_scheduler: Callable[[Any], Any] | None = None, *, elementwise: bool = False
+) -> Transform:
     """Turn an optimizer of `torch.optim`, or another with its interface, into a pair `(init, update)`.
 
     In every step `make` builds the optimizer anew, and one operator, eager also in a compiled step, gives it its state
-    and takes a step. Each leaf is a parameter of its own, in its shape. On a GPU the operator waits for the numbers of
+    and takes a step. Each leaf is a parameter of its own, in its shape, unless the optimizer is `elementwise`. On a GPU the operator waits for the numbers of
     the state. `df.set_learning_rate` sets the rates, unless they follow a scheduler. Optimizers of this library compile
     to one kernel per bucket and are faster.
 
@@ -50,231 +48,123 @@ def from_torch(make: Callable[[Named], Any], lr_scheduler: Callable[[Any], Any] 
             `module.named_parameters()` yields them, which torch's optimizers accept; groups may be made by name.
         lr_scheduler: `lr_scheduler(optimizer) -> scheduler`, whose `step()` is called once after every update. A
             scheduler of a metric is refused: set the rate between steps.
+        elementwise: True if the optimizer treats all elements alike, as SGD and AdamW do and Muon, Adafactor and LAMB do
+            not. Each bucket is then one parameter, named by its number: faster on many small leaves, and possible for
+            workers of several processes. For groups use `df.transforms.partition`.
+
+    `init` takes some steps of it on other numbers, to learn what it keeps and that nothing else is needed.
 
     Raises:
         ValueError: `make` is not a function; from `init`, it does not return an optimizer, the optimizer needs a
-            closure, sparse gradients or a metric, or a worker is several processes.
+            closure, sparse gradients or a metric, or keeps lists, dicts, or anything outside of `state` and
+            `param_groups`, or a worker is several processes and the optimizer not elementwise.
 
     >>> import decentfn as df
     >>> optimizer = df.from_torch(lambda params: torch.optim.RMSprop(params, lr=1e-2, momentum=0.9))
     """
     rule = "expected a function of the parameters: df.from_torch(lambda params: torch.optim.AdamW(params, lr=1e-3))."
-    require(callable(make), _CALL, rule, make=make)
+    require(callable(make), "from_torch", rule, make=make)
     require(
-        lr_scheduler is None or callable(lr_scheduler), _CALL, "a function of the optimizer.", scheduler=lr_scheduler
+        lr_scheduler is None or callable(lr_scheduler), CALL, "a function of the optimizer.", scheduler=lr_scheduler
     )
-    _adapters.append(_Adapter(make, lr_scheduler))
+    _adapters.append(_Adapter(make, lr_scheduler, elementwise))
     number = len(_adapters) - 1
     handle = torch.tensor(number)
 
     def init(params: Buckets) -> TorchState | tuple[()]:
-        require_one_process("from_torch", params, "it needs whole leaves")
-        return _first(_layout_of(number, params.plan.number(), str(params[0].device)), params) if len(params) else ()
+        if not elementwise:
+            require_one_process("from_torch", params, "it needs whole leaves, unless you pass elementwise=True")
+        if not len(params):
+            return ()
+        plan = _plan_number(number, params.plan.number())
+        state = first_state(_layout_of(number, plan, str(params[0].device)), Buckets(params.tensors, plan_of(plan)))
+        return trees.map_nodes(Buckets, lambda node: Buckets(node.tensors, params.plan), state)
 
     def update(grads: Buckets, state: TorchState, params: Buckets) -> tuple[Buckets, PyTree]:
         if not len(grads):  # of a mask that takes no leaf
             return grads, state
         leaves, template = trees.leaves(state), trees.enumerate_leaves(state)
-        out = _step(list(grads), list(params), leaves, handle, params.plan.number(), 0)
+        plan = _plan_number(number, params.plan.number())
+        out = _step(list(grads), list(params), leaves, handle, plan, 0)
         return Buckets(out[: len(grads)], grads.plan), trees.fill(template, out[len(grads) :])
 
     return Transform(init, update)
 
 
-class _Kind(NamedTuple):
-    """Kind of a value in an optimizer's state: a tensor's, or a Python number's `type`."""
-
-    type: type
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    def restored(self, x: Tensor) -> Any:
-        """Return a value of this kind."""
-        return x.to(self.device).clone() if self.type is Tensor else self.type(x.item())
-
-
-def _kind(value: Any) -> _Kind | str | None:
-    if isinstance(value, Tensor):
-        return _Kind(Tensor, tuple(value.shape), value.dtype, value.device)
-    for kind, dtype in ((bool, torch.bool), (int, torch.int64), (float, torch.float64)):
-        if isinstance(value, kind):
-            return _Kind(kind, (), dtype, torch.device("cpu"))
-    return None if value is None else type(value).__name__
-
-
-def _changed(value: Any, before: Any) -> _Kind | None:
-    kind = _kind(value)
-    if not isinstance(kind, _Kind) or not isinstance(_kind(before), _Kind):
-        return None
-    return None if bool((torch.as_tensor(value) == torch.as_tensor(before)).all()) else kind
-
-
-class _Layout(NamedTuple):
-    """Layout of a state as plain data, which a traced step can read; pairs are of a key and a `_Kind`."""
-
-    rates: tuple[float, ...]
-    scheduled: bool
-    groups: tuple[tuple[tuple[str, _Kind], ...], ...]
-    of_elements: tuple[tuple[str, _Kind], ...]
-    of_leaves: tuple[tuple[str, _Kind], ...]
-    others: tuple[tuple[str, tuple[tuple[str, _Kind], ...]], ...]
-    leaves: int
-
-
-def _first(layout: _Layout, params: Buckets) -> TorchState:
-    """Return a state before the first update; only its learning rates are read."""
-    device = params[0].device
-
-    def zeros(pairs: tuple[tuple[str, _Kind], ...]) -> dict[str, Tensor]:
-        return {key: torch.zeros(kind.shape, dtype=kind.dtype, device=device) for key, kind in pairs}
-
-    def rate(value: float) -> RateState:
-        count = new_count(params) if layout.scheduled else ()
-        return RateState(torch.full((), value, dtype=torch.float64, device=device), count)
-
-    sizes = [bucket.numel for bucket in params.plan.buckets]
-    of_elements = {
-        key: Buckets([torch.zeros(n, dtype=kind.dtype.to_real(), device=device) for n in sizes], params.plan)
-        for key, kind in layout.of_elements
-    }
-    of_leaves = {k: torch.zeros(layout.leaves, dtype=kind.dtype, device=device) for k, kind in layout.of_leaves}
-    others = {name: zeros(pairs) for name, pairs in layout.others}
-    rates, groups = tuple(map(rate, layout.rates)), tuple(map(zeros, layout.groups))
-    return TorchState(new_count(params), rates, groups, of_elements, of_leaves, others)
-
-
-class _Form:
-    """Form of an optimizer's state for one plan, learned from two trial steps.
-
-    Args:
-        plan: the plan of the parameters.
-        optimizer: built for parameters that the trial changes.
-        named: these parameters.
-        scheduled: True if the rates follow a scheduler.
-    """
-
-    def __init__(self, plan: Plan, optimizer: Any, named: Named, scheduled: bool) -> None:
-        self.plan, self.device, self.scheduled = plan, named[0][1].device, scheduled
-        before, name, trials = [dict(group) for group in optimizer.param_groups], type(optimizer).__name__, []
-        for _ in range(2):
-            for _, p in named:
-                p.grad = torch.zeros_like(p)
-            optimizer.step()
-            trials.append([{k: _kind(v) for k, v in optimizer.state.get(p, {}).items()} for _, p in named])
-        rule = f"{name} keeps other things after its second step than after its first, so no state has room for them."
-        require(trials[0] == trials[1], _CALL, rule)
-        self.names, self.kinds = [leaf for leaf, _ in named], list[dict[str, _Kind]]()
-        for leaf, own in zip(self.names, trials[0], strict=True):
-            unknown = [f"a {kind} under {key!r}" for key, kind in own.items() if isinstance(kind, str)]
-            rule = f"{name} keeps {' and '.join(unknown)} of {leaf!r}; a state holds tensors and numbers."
-            require(not unknown, _CALL, rule)
-            self.kinds.append({key: kind for key, kind in own.items() if isinstance(kind, _Kind)})
-        shapes = [tuple(p.shape) for _, p in named]
-        common = [key for key in self.kinds[0] if self._is_common(key)]
-        self.of_elements = [k for k in common if [own[k].shape for own in self.kinds] == shapes and any(shapes)]
-        self.of_leaves = [
-            k for k in common if k not in self.of_elements and all(own[k].shape == () for own in self.kinds)
-        ]
-        shared = {*self.of_leaves, *self.of_elements}
-        self.others = {n: [k for k in own if k not in shared] for n, own in zip(self.names, self.kinds, strict=True)}
-        self.groups = [
-            {k: kind for k, v in group.items() if k != "lr" and (kind := _changed(v, old.get(k))) is not None}
-            for group, old in zip(optimizer.param_groups, before, strict=True)
-        ]
-        self.layout = _Layout(
-            tuple(float(group["lr"]) for group in before if "lr" in group),
-            scheduled,
-            tuple(tuple(kinds.items()) for kinds in self.groups),
-            tuple((key, self.kinds[0][key]) for key in self.of_elements),
-            tuple((key, self.kinds[0][key]) for key in self.of_leaves),
-            tuple(
-                (name, tuple((key, kinds[key]) for key in self.others[name]))
-                for name, kinds in zip(self.names, self.kinds, strict=True)
-                if self.others[name]
-            ),
-            len(named),
-        )
-
-    def _is_common(self, key: str) -> bool:
-        """Return True if every parameter has the key, in one dtype."""
-        return all(key in own for own in self.kinds) and len({own[key].dtype.to_real() for own in self.kinds}) == 1
-
-    def give(self, optimizer: Any, named: Named, state: TorchState) -> None:
-        """Give the optimizer its state."""
-        numbers = {key: state.of_leaves[key].to(self.kinds[0][key].device).unbind() for key in self.of_leaves}
-        tensors = {key: state.of_elements[key].leaves() for key in self.of_elements}
-        for i, ((name, p), kinds) in enumerate(zip(named, self.kinds, strict=True)):
-            own = {key: values[i] for shared in (numbers, tensors) for key, values in shared.items()}
-            own |= {key: state.others[name][key] for key in self.others[name]}
-            if own:
-                optimizer.state[p] = {key: kinds[key].restored(own[key]) for key in kinds}
-        for group, kinds, own in zip(optimizer.param_groups, self.groups, state.groups, strict=True):
-            group.update({key: kind.restored(own[key]) for key, kind in kinds.items()})
-
-    def take(self, optimizer: Any, named: Named, rates: tuple[RateState, ...], count: Tensor) -> TorchState:
-        """Return the optimizer's state."""
-        states = [optimizer.state.get(p, {}) for _, p in named]
-
-        def values(key: str) -> list[Tensor]:
-            pairs = zip(states, self.kinds, strict=True)
-            return [torch.as_tensor(own[key], dtype=kinds[key].dtype, device=self.device) for own, kinds in pairs]
-
-        sizes, of_elements = [len(bucket.segments) for bucket in self.plan.buckets], {}
-        for key in self.of_elements:
-            rest = iter(values(key))
-            vectors = [torch.cat([elements(x) for x in itertools.islice(rest, size)]) for size in sizes]
-            of_elements[key] = Buckets(vectors, self.plan)
-        others = {
-            n: {k: torch.as_tensor(own[k], dtype=kinds[k].dtype, device=self.device).clone() for k in self.others[n]}
-            for n, own, kinds in zip(self.names, states, self.kinds, strict=True)
-            if self.others[n]
-        }
-        groups = tuple(
-            {k: torch.as_tensor(g[k], dtype=kind.dtype, device=self.device).clone() for k, kind in kinds.items()}
-            for g, kinds in zip(optimizer.param_groups, self.groups, strict=True)
-        )
-        of_leaves = {key: torch.stack(values(key)) for key in self.of_leaves}
-        return TorchState(count, rates, groups, of_elements, of_leaves, others)
-
-
 class _Adapter:
     """Builder of optimizers, with the forms of their states and the options that a scheduler gives them."""
 
-    def __init__(self, make: Callable[[Named], Any], lr_scheduler: Callable[[Any], Any] | None) -> None:
-        self._make, self._lr_scheduler = make, lr_scheduler
-        self._forms: dict[tuple[int, torch.device], _Form] = {}
+    def __init__(
+        self, make: Callable[[Named], Any], lr_scheduler: Callable[[Any], Any] | None, elementwise: bool
+    ) -> None:
+        self._make, self._lr_scheduler, self._elementwise = make, lr_scheduler, elementwise
+        self._plans: dict[int, Plan] = {}  # of the parameters, by the number of the plan of the buckets
+        self._forms: dict[tuple[int, torch.device], Form] = {}
         self._scheduled: tuple[int, Any, Any] | None = None  # the count, the optimizer and its scheduler
         self._lock = threading.RLock()
+
+    def plan(self, number: int) -> Plan:
+        """Return the plan of the optimizer's parameters, which are leaves, or buckets if it is elementwise."""
+        if number not in self._plans:
+            plan = plan_of(number)
+            self._plans[number] = loose(plan.without_values()).plan if self._elementwise else plan
+        return self._plans[number]
 
     def optimizer(self, named: Named) -> Any:
         """Return an optimizer of these parameters."""
         optimizer = self._make(list(named))
+        own = {id(p) for _, p in named}
         has_all = all(hasattr(optimizer, name) for name in ("param_groups", "state", "step"))
         rule = f"make(params) returned {brief(optimizer)}; expected an optimizer, torch.optim.AdamW(params, lr=1e-3)."
-        require(has_all, _CALL, rule)
+        require(has_all, CALL, rule)
+        foreign = sum(id(p) not in own for group in optimizer.param_groups for p in group["params"])
+        rule = f"{foreign} of the optimizer's parameters are not its argument's; make it of those:"
+        require(not foreign, CALL, f"{rule} lambda params: torch.optim.AdamW(params, lr=1e-3).")
         return optimizer
 
-    def form(self, plan: Plan, device: torch.device) -> _Form:
+    def form(self, plan: Plan, device: torch.device) -> Form:
         """Return the form of the state for parameters of this plan."""
         key = plan.number(), device
         with self._lock:
             if key not in self._forms:
-                named = _named(plan, [torch.ones(b.numel, dtype=b.dtype, device=device) for b in plan.buckets])
-                optimizer = self.optimizer(named)
+                named = named_leaves(ones(plan, device))
+                try:
+                    optimizer = self.optimizer(named)
+                except TypeError as error:
+                    raise ValueError(
+                        f"{CALL}: make(params) raised {brief_error(error)}; it is a function of one argument, a list of (name, "
+                        "parameter), and returns an optimizer of them: lambda params: torch.optim.AdamW(params, lr=1e-3)."
+                    ) from error
                 if self._lr_scheduler is not None:
                     scheduler = self._lr_scheduler(optimizer)
                     rule = "its scheduler follows a metric; leave it out, and use df.set_learning_rate between steps."
-                    require(not isinstance(scheduler, ReduceLROnPlateau), _CALL, rule)
+                    require(not isinstance(scheduler, ReduceLROnPlateau), CALL, rule)
                     optimizer = self.optimizer(named)
-                try:
-                    self._forms[key] = _Form(plan, optimizer, named, self._lr_scheduler is not None)
-                except (TypeError, RuntimeError) as error:
-                    raise ValueError(
-                        f"{_CALL}: a trial step of {type(optimizer).__name__} without arguments, on dense gradients, raised "
-                        f"{brief_error(error)}; optimizers that need a closure or sparse gradients have no pair (init, update)."
-                    ) from error
+                form = Form(plan, optimizer, named, self._lr_scheduler is not None)
+                self._require_complete(form, optimizer, named)
+                self._forms[key] = form
             return self._forms[key]
+
+    def _require_complete(self, form: Form, optimizer: Any, named: Named) -> None:
+        """Raise ValueError unless an optimizer that is built anew in every step arrives where this one did."""
+        arrived = [leaf.detach() for _, leaf in named]
+        x, grads = ones(form.plan, form.device), trial_gradient(form.plan, form.device)
+        state = first_state(form.layout, x)
+        name = type(optimizer).__name__
+        try:
+            for _ in range(TRIALS):
+                u, state = self._built_anew(form, None, grads, x, state)
+                x = add(x, u)
+        except Exception as error:
+            raise ValueError(f"{CALL}: {name}, built anew with what it keeps, raised {brief_error(error)}.") from error
+        for (of_leaf, _), leaf, end in zip(named, x.leaves(), arrived, strict=True):
+            rounding = 16 * torch.finfo(end.dtype).eps
+            is_equal = torch.allclose(leaf, end, rtol=0, atol=rounding + 1e-3 * float((end - 1).abs().max()))
+            rule = (
+                f"{name} remembers more than what it keeps of each parameter and in its groups: built anew "
+                f"with these, it takes other steps; after {TRIALS} from the same gradients, {of_leaf!r} differs. Use another one."
+            )
+            require(is_equal, CALL, rule)
 
     def options(self, count: int, named: Named) -> list[dict[str, Any]]:
         """Return the options of each group after the scheduler's first `count` steps."""
@@ -294,16 +184,24 @@ class _Adapter:
 
     def step(self, grads: Buckets, params: Buckets, state: TorchState) -> tuple[Buckets, TorchState]:
         """Take one step of one worker."""
-        form, count, new = self.form(params.plan, params[0].device), int(state.count), [x.clone() for x in params]
-        named = _named(params.plan, new)
+        form = self.form(params.plan, params[0].device)
+        options = self.options(int(state.count), named_leaves(params)) if form.scheduled else None
+        return self._built_anew(form, options, grads, params, state)
+
+    def _built_anew(
+        self, form: Form, options: list[dict[str, Any]] | None, grads: Buckets, params: Buckets, state: TorchState
+    ) -> tuple[Buckets, TorchState]:
+        """Take a step with another optimizer, with this state; `options` of its groups are those of a scheduler."""
+        new = Buckets([x.clone() for x in params], params.plan)
+        named = named_leaves(new)
         for (_, p), g in zip(named, grads.leaves(), strict=True):
             p.grad = g.clone()
         optimizer = self.optimizer(named)
         rates = state.rates
         with_rate = [group for group in optimizer.param_groups if "lr" in group]
-        if form.scheduled:
-            for group, options in zip(optimizer.param_groups, self.options(count, named), strict=True):
-                group.update(options)
+        if options is not None:
+            for group, own in zip(optimizer.param_groups, options, strict=True):
+                group.update(own)
             used = [torch.as_tensor(float(g["lr"]), dtype=torch.float64, device=form.device) for g in with_rate]
             rates = tuple(RateState(lr, state.count + 1) for lr in used)
         else:
@@ -311,11 +209,12 @@ class _Adapter:
                 lr = group["lr"]
                 value = float(rate.learning_rate)
                 group["lr"] = torch.full_like(lr, value) if isinstance(lr, Tensor) else value
-        if count:
+        if int(state.count):
             form.give(optimizer, named, state)
+        before = [dict(group) for group in optimizer.param_groups]
         optimizer.step()
-        pairs = zip(new, params, strict=True)
-        updates = Buckets([(y.to(wide(y.dtype)) - x.to(wide(x.dtype))).to(x.dtype) for y, x in pairs], params.plan)
+        form.require_known(optimizer, before)
+        updates = each(lambda y, x: (y.to(wide(y.dtype)) - x.to(wide(x.dtype))).to(x.dtype), new, params)
         return updates, form.take(optimizer, named, rates, state.count + 1)
 
 
@@ -323,14 +222,13 @@ _adapters: list[_Adapter] = []
 
 
 @constant_while_traced
-def _layout_of(number: int, plan: int, device: str) -> _Layout:
+def _plan_number(number: int, plan: int) -> int:
+    return _adapters[number].plan(plan).number()
+
+
+@constant_while_traced
+def _layout_of(number: int, plan: int, device: str) -> Layout:
     return _adapters[number].form(plan_of(plan), torch.device(device)).layout
-
-
-def _named(plan: Plan, vectors: Sequence[Tensor]) -> Named:
-    """Return the leaves as named parameters that are views of these vectors."""
-    names = [segment.name for bucket in plan.buckets for segment in bucket.segments]
-    return [(n, nn.Parameter(x)) for n, x in zip(names, Buckets(vectors, plan).leaves(), strict=True)]
 
 
 def _kernel(
@@ -340,7 +238,7 @@ def _kernel(
 
     def one(grads: Iterable[Tensor], params: Iterable[Tensor], state: Iterable[Tensor]) -> list[Tensor]:
         x = Buckets(params, layout)
-        template = trees.enumerate_leaves(_first(adapter.form(layout, x[0].device).layout, x))
+        template = trees.enumerate_leaves(first_state(adapter.form(layout, x[0].device).layout, x))
         updates, new = adapter.step(Buckets(grads, layout), x, trees.fill(template, list(state)))
         return [x.clone() for x in (*updates, *trees.leaves(new))]
 

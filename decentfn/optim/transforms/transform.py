@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import re
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -116,9 +118,20 @@ def require_pair(call: str, transform: Any) -> None:
             f"(init, update) of pure functions: df.{ours}(learning_rate), or df.from_torch(lambda params: "
             f"torch.optim.{kind.__name__}(params, ...)), which makes one of it."
         )
+    rule = "found a list; pass its transforms one by one: df.chain(df.clip_by_global_norm(1.0), df.adamw(3e-4))."
+    require(not isinstance(transform, list), call, rule)
+    is_call_missing = callable(transform) and not hasattr(transform, "init")
+    rule = f"found the function {getattr(transform, '__name__', '')}; call it, as in df.sgd(0.1): its result is the transform."
+    require(not is_call_missing, call, rule)
     for method in ("init", "update"):
         rule = f"{brief(transform)} has no {method}(); a transform is a pair (init, update), for example df.adamw(3e-4)"
         require(callable(getattr(transform, method, None)), call, f"{rule} or df.Transform(init, update).")
+    takes = "(grads, state, params, mix)" if wants_mix(transform) else "(grads, state, params)"
+    with suppress(ValueError):  # of a function without a signature
+        try:
+            inspect.signature(transform.update).bind(*takes.split(", "))
+        except TypeError as error:
+            raise TypeError(f"{call}: update is called as update{takes}, but: {error}.") from None
 
 
 def _require_unaware(call: str, transform: Any) -> None:

@@ -1,0 +1,229 @@
+"""State of an optimizer with PyTorch's interface as data: its form is learned from trial steps."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from decentfn.core.buckets import Buckets, Plan, elements
+from decentfn.core.formatting import brief, brief_error
+from decentfn.core.numbers import require
+from decentfn.optim.transforms.basic import RateState, new_count
+
+Named = list[tuple[str, Tensor]]
+
+CALL = "from_torch(make)"
+
+TRIALS = 8
+"""Steps from which a form is learned; prodigyopt 1.1.2 changes its estimate in the fifth."""
+
+
+class TorchState(NamedTuple):
+    """State of an optimizer with PyTorch's interface: what it keeps of each parameter and of each group."""
+
+    count: Tensor  # 0-d int64, updates so far
+    rates: tuple[RateState, ...]  # of each group, if it has a key "lr"
+    groups: tuple[dict[str, Tensor], ...]  # numbers of a group that the optimizer changes
+    of_elements: dict[str, Buckets]  # tensors that every parameter has, in its shape
+    of_leaves: dict[str, Tensor]  # numbers that every parameter has, [P]
+    others: dict[str, dict[str, Tensor]]  # the rest, by the parameter's name
+
+
+class Kind(NamedTuple):
+    """Kind of a value in an optimizer's state: a tensor's, or a Python number's `type`."""
+
+    type: type
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def restored(self, x: Tensor) -> Any:
+        """Return a value of this kind."""
+        return x.to(self.device).clone() if self.type is Tensor else self.type(x.item())
+
+
+def kind_of(value: Any) -> Kind | str | None:
+    """Return the kind of a tensor or number, None for None, and the name of any other type."""
+    if isinstance(value, Tensor):
+        return Kind(Tensor, tuple(value.shape), value.dtype, value.device)
+    for kind, dtype in ((bool, torch.bool), (int, torch.int64), (float, torch.float64)):
+        if isinstance(value, kind):
+            return Kind(kind, (), dtype, torch.device("cpu"))
+    return None if value is None else type(value).__name__
+
+
+def changed(value: Any, before: Any) -> Kind | None:
+    """Return the kind of a tensor or number that is new or differs from the one before."""
+    kind = kind_of(value)
+    if not isinstance(kind, Kind):
+        return None
+    if not isinstance(kind_of(before), Kind):
+        return kind
+    return None if bool((torch.as_tensor(value) == torch.as_tensor(before)).all()) else kind
+
+
+class Layout(NamedTuple):
+    """Layout of a state as plain data, which a traced step can read; pairs are of a key and a `Kind`."""
+
+    rates: tuple[float, ...]
+    scheduled: bool
+    groups: tuple[tuple[tuple[str, Kind], ...], ...]
+    of_elements: tuple[tuple[str, Kind], ...]
+    of_leaves: tuple[tuple[str, Kind], ...]
+    others: tuple[tuple[str, tuple[tuple[str, Kind], ...]], ...]
+    leaves: int
+
+
+def first_state(layout: Layout, params: Buckets) -> TorchState:
+    """Return a state before the first update; only its learning rates are read."""
+    device = params[0].device
+
+    def zeros(pairs: tuple[tuple[str, Kind], ...]) -> dict[str, Tensor]:
+        return {key: torch.zeros(kind.shape, dtype=kind.dtype, device=device) for key, kind in pairs}
+
+    def rate(value: float) -> RateState:
+        count = new_count(params) if layout.scheduled else ()
+        return RateState(torch.full((), value, dtype=torch.float64, device=device), count)
+
+    sizes = [bucket.numel for bucket in params.plan.buckets]
+    of_elements = {
+        key: Buckets([torch.zeros(n, dtype=kind.dtype.to_real(), device=device) for n in sizes], params.plan)
+        for key, kind in layout.of_elements
+    }
+    of_leaves = {k: torch.zeros(layout.leaves, dtype=kind.dtype, device=device) for k, kind in layout.of_leaves}
+    others = {name: zeros(pairs) for name, pairs in layout.others}
+    rates, groups = tuple(map(rate, layout.rates)), tuple(map(zeros, layout.groups))
+    return TorchState(new_count(params), rates, groups, of_elements, of_leaves, others)
+
+
+class Form:
+    """Form of an optimizer's state for one plan, learned from trial steps.
+
+    Args:
+        plan: the plan of the parameters.
+        optimizer: built for parameters that the trial changes.
+        named: these parameters.
+        scheduled: True if the rates follow a scheduler.
+    """
+
+    def __init__(self, plan: Plan, optimizer: Any, named: Named, scheduled: bool) -> None:
+        self.plan, self.device, self.scheduled = plan, named[0][1].device, scheduled
+        before, name, trials = [dict(group) for group in optimizer.param_groups], type(optimizer).__name__, []
+        for _ in range(TRIALS):
+            for (_, p), g in zip(named, trial_gradient(plan, self.device).leaves(), strict=True):
+                p.grad = g
+            try:
+                optimizer.step()
+            except Exception as error:
+                raise ValueError(
+                    f"{CALL}: a trial step of {name} without arguments, on dense gradients, raised {brief_error(error)}; "
+                    "optimizers that need a closure or sparse gradients have no pair (init, update)."
+                ) from error
+            trials.append([{k: kind_of(v) for k, v in optimizer.state.get(p, {}).items()} for _, p in named])
+        rule = f"{name} keeps other things after later steps than after its first, so no state has room for them."
+        require(all(trial == trials[0] for trial in trials), CALL, rule)
+        self.names, self.kinds = [leaf for leaf, _ in named], list[dict[str, Kind]]()
+        for leaf, own in zip(self.names, trials[0], strict=True):
+            unknown = [f"a {kind} under {key!r}" for key, kind in own.items() if isinstance(kind, str)]
+            rule = f"{name} keeps {' and '.join(unknown)} of {leaf!r}; a state holds tensors and numbers."
+            require(not unknown, CALL, rule)
+            self.kinds.append({key: kind for key, kind in own.items() if isinstance(kind, Kind)})
+        shapes = [tuple(p.shape) for _, p in named]
+        common = [key for key in self.kinds[0] if self._is_common(key)]
+        self.of_elements = [k for k in common if [own[k].shape for own in self.kinds] == shapes and any(shapes)]
+        self.of_leaves = [
+            k for k in common if k not in self.of_elements and all(own[k].shape == () for own in self.kinds)
+        ]
+        shared = {*self.of_leaves, *self.of_elements}
+        self.others = {n: [k for k in own if k not in shared] for n, own in zip(self.names, self.kinds, strict=True)}
+        self.groups = [
+            {k: kind for k, v in group.items() if k != "lr" and (kind := changed(v, old.get(k))) is not None}
+            for group, old in zip(optimizer.param_groups, before, strict=True)
+        ]
+        self.layout = Layout(
+            tuple(float(group["lr"]) for group in before if "lr" in group),
+            scheduled,
+            tuple(tuple(kinds.items()) for kinds in self.groups),
+            tuple((key, self.kinds[0][key]) for key in self.of_elements),
+            tuple((key, self.kinds[0][key]) for key in self.of_leaves),
+            tuple(
+                (name, tuple((key, kinds[key]) for key in self.others[name]))
+                for name, kinds in zip(self.names, self.kinds, strict=True)
+                if self.others[name]
+            ),
+            len(named),
+        )
+
+    def _is_common(self, key: str) -> bool:
+        """Return True if every parameter has the key, in one dtype."""
+        return all(key in own for own in self.kinds) and len({own[key].dtype.to_real() for own in self.kinds}) == 1
+
+    def require_known(self, optimizer: Any, before: list[dict[str, Any]]) -> None:
+        """Raise ValueError if a step changed a number of a group that the trial steps did not change."""
+        for group, kinds, old in zip(optimizer.param_groups, self.groups, before, strict=True):
+            for key, value in group.items():
+                if value is not old.get(key) and key not in kinds and key != "lr" and changed(value, old.get(key)):
+                    raise ValueError(
+                        f"{CALL}: {type(optimizer).__name__} changed {key!r} of a group from {brief(old.get(key))} to "
+                        f"{brief(value)}, which {TRIALS} trial steps did not, so the state has no room for it; please report it."
+                    )
+
+    def give(self, optimizer: Any, named: Named, state: TorchState) -> None:
+        """Give the optimizer its state."""
+        numbers = {key: state.of_leaves[key].to(self.kinds[0][key].device).unbind() for key in self.of_leaves}
+        tensors = {key: state.of_elements[key].leaves() for key in self.of_elements}
+        for i, ((name, p), kinds) in enumerate(zip(named, self.kinds, strict=True)):
+            own = {key: values[i] for shared in (numbers, tensors) for key, values in shared.items()}
+            own |= {key: state.others[name][key] for key in self.others[name]}
+            if own:
+                optimizer.state[p] = {key: kinds[key].restored(own[key]) for key in kinds}
+        for group, kinds, own in zip(optimizer.param_groups, self.groups, state.groups, strict=True):
+            group.update({key: kind.restored(own[key]) for key, kind in kinds.items()})
+
+    def take(self, optimizer: Any, named: Named, rates: tuple[RateState, ...], count: Tensor) -> TorchState:
+        """Return the optimizer's state."""
+        states = [optimizer.state.get(p, {}) for _, p in named]
+
+        def values(key: str) -> list[Tensor]:
+            pairs = zip(states, self.kinds, strict=True)
+            return [torch.as_tensor(own[key], dtype=kinds[key].dtype, device=self.device) for own, kinds in pairs]
+
+        sizes, of_elements = [len(bucket.segments) for bucket in self.plan.buckets], {}
+        for key in self.of_elements:
+            rest = iter(values(key))
+            vectors = [torch.cat([elements(x) for x in itertools.islice(rest, size)]) for size in sizes]
+            of_elements[key] = Buckets(vectors, self.plan)
+        others = {
+            n: {k: torch.as_tensor(own[k], dtype=kinds[k].dtype, device=self.device).clone() for k in self.others[n]}
+            for n, own, kinds in zip(self.names, states, self.kinds, strict=True)
+            if self.others[n]
+        }
+        groups = tuple(
+            {
+                k: torch.as_tensor(g[k], dtype=kind.dtype, device=self.device).reshape(kind.shape).clone()
+                for k, kind in kinds.items()
+            }
+            for g, kinds in zip(optimizer.param_groups, self.groups, strict=True)
+        )
+        of_leaves = {key: torch.stack(values(key)) for key in self.of_leaves}
+        return TorchState(count, rates, groups, of_elements, of_leaves, others)
+
+
+def named_leaves(x: Buckets) -> Named:
+    """Return the leaves as named parameters that are views of the buckets."""
+    names = [segment.name for bucket in x.plan.buckets for segment in bucket.segments]
+    return [(name, nn.Parameter(leaf)) for name, leaf in zip(names, x.leaves(), strict=True)]
+
+
+def ones(plan: Plan, device: torch.device) -> Buckets:
+    """Return the parameters of the trial steps."""
+    return Buckets([torch.ones(b.numel, dtype=b.dtype, device=device) for b in plan.buckets], plan)
+
+
+def trial_gradient(plan: Plan, device: torch.device) -> Buckets:
+    """Return the gradient of every trial step. It has no zeros: they would hide that a number changes."""
+    vectors = [torch.linspace(0.5, 1.5, b.numel, device=device).to(b.dtype) for b in plan.buckets]
+    return Buckets(vectors, plan)
