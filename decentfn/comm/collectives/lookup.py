@@ -100,8 +100,10 @@ def _look_up_shape(token: Tensor, handle: Tensor, t: Tensor, slots: int, workers
 
 def _look_up_vmap(
     info: Any, in_dims: Any, token: Tensor, handle: Tensor, t: Tensor, slots: int, workers: int
-) -> tuple[Tensor, int]:
+) -> tuple[Tensor, int | None]:
     require_worker_axis("a look-up", in_dims[0], in_dims[1:3])
+    if workers:  # over the runs of a sweep, which have the same rows
+        return _look_up(token.select(in_dims[0], 0), handle, t, slots, workers), None
     return _look_up(token, handle, t, slots, info.batch_size), 0
 
 
