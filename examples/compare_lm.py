@@ -30,7 +30,7 @@ from torch import Tensor
 import decentfn as df
 
 N = 8
-RATES, OUTER_RATES = (2e-3, 4e-3, 8e-3), (0.4, 0.7)
+RATES, OUTER_RATES = (4e-3, 8e-3), (0.4, 0.7)
 TUNING_SEED = 100
 ALL_REDUCE = 2 * (N - 1) / N
 """Payloads that a worker sends in an all-reduce."""
@@ -41,7 +41,7 @@ Built = tuple[df.Algorithm, float]
 class Config:
     """The whole comparison."""
 
-    steps: int = 384
+    steps: int = 256
     """Of each run; a multiple of every period."""
     periods: tuple[int, ...] = (16, 64)
     """H, steps between two outer steps."""
@@ -52,7 +52,7 @@ class Config:
     seq_len: int = 64
     dim: int = 48
     layers: int = 2
-    eval_bytes: int = 2**15
+    eval_bytes: int = 2**14
     """Held-out bytes that are predicted."""
     out: Path = Path("runs/compare_lm.jsonl")
     """One line for each run."""
