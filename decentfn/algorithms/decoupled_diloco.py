@@ -38,13 +38,13 @@ from decentfn.kit import (
     Worker,
     add,
     algorithm,
+    as_weight,
     copy_wide,
     each,
     is_active,
     once,
     require_fractions,
     require_positive,
-    require_weight,
     require_whole,
     unless_bad,
     where,
@@ -99,14 +99,14 @@ def decoupled_diloco(
         outer_learning_rate: η > 0.
         outer_momentum: β in [0, 1], Nesterov's.
         weight: function from the loss's aux to this worker's number of tokens in a step, 0-d and >= 0; 0: it did not
-            train, and its progress does not count. None: 1 in every step. Not with `df.autograd`.
+            train, and its progress does not count. None: 1 in every step.
         options: `bucket_mb`, `wire_dtype`; see `Options`.
 
     Raises:
         ValueError: a hyperparameter outside its range; from `init`, unequal parameters.
     """
     worker = Worker(loss_fn, optimizer, topology, **options)
-    require_weight("decoupled_diloco", weight, loss_fn)
+    weigh = as_weight("decoupled_diloco", weight)
     require_whole("decoupled_diloco", inner_steps=inner_steps, num_fragments=num_fragments, quorum=quorum)
     require_positive("decoupled_diloco", outer_learning_rate=outer_learning_rate)
     require_fractions("decoupled_diloco", outer_momentum=outer_momentum)
@@ -145,7 +145,7 @@ def decoupled_diloco(
         g, local = worker.gradient(theta, state.local, batch, t)
         u, local = worker.update(g.grads, g, local, theta)
         theta = unless_bad(add(theta, u), lambda: phi)
-        now = torch.ones_like(tokens[0]) if weight is None else weight(g.aux).detach().to(tokens.dtype)
+        now = torch.ones_like(tokens[0]) if weigh is None else weigh(g).to(tokens.dtype)
         tokens, steps = tokens + now, steps + (now > 0)
         delta, due = merged(progress(phi, theta), tokens, steps, t)
         b_new = each(lambda b, delta: beta * b + delta, b, delta)

@@ -22,6 +22,7 @@ from decentfn.kit import (
     Plan,
     Posted,
     State,
+    Weight,
     Worker,
     add,
     collect,
@@ -45,7 +46,7 @@ def local_steps(
     schedule: Topology,
     outer: Callable[..., tuple[Buckets, Any]],
     post: Callable[[Any, Tensor], Posted] | None = None,
-    weight: Callable[[PyTree], Tensor] | None = None,
+    weight: Weight | None = None,
 ) -> Callable[[State, PyTree, Tensor], tuple[State, Metrics]]:
     """Return the step `θ ← θ + u(θ, g(θ))`, followed by an outer step whenever `schedule` is active.
 
@@ -56,7 +57,7 @@ def local_steps(
             its result is taken when it is due. `memory.phi` are the parameters at the start of the round.
         post: messages `(memory, t) -> Posted` that overlap with the gradient; what they mix to is the fourth argument
             of `outer`.
-        weight: function from the loss's aux to a number that is added to `memory.weight` in every step.
+        weight: function from the gradient to a number that is added to `memory.weight` in every step.
     """
 
     def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
@@ -66,7 +67,7 @@ def local_steps(
         u, local = worker.update(g.grads, g, local, theta)
         theta = unless_bad(add(theta, u), lambda: memory.phi)
         if weight is not None:
-            memory = memory._replace(weight=memory.weight + weight(g.aux).detach().to(memory.weight.dtype))
+            memory = memory._replace(weight=memory.weight + weight(g).to(memory.weight.dtype))
         due = is_active(schedule, t, theta)
         mixed = () if posted is None else (collect(posted, after=g.grads),)
         new, memory_new = outer(theta, memory, t, *mixed)
