@@ -49,6 +49,7 @@ from decentfn.core import draws
 from decentfn.engine.compilation import compile
 from decentfn.engine.donation import donate
 from decentfn.engine.simulation import simulate, stack, worker
+from decentfn.engine.sweeping import stack_runs, sweep
 from decentfn.gradient import accumulate, autograd, dynamic_loss_scale, functional
 from decentfn.kit import Algorithm, Metrics, Options, State
 from decentfn.optim import schedules, transforms
@@ -169,10 +170,12 @@ __all__ = [
     "slowmo",
     "sparse_loco",
     "stack",
+    "stack_runs",
     "state_dict",
     "stochastic_gradient_push",
     "streaming_diloco",
     "survive",
+    "sweep",
     "testing",
     "topologies",
     "topology",

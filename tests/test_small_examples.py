@@ -203,3 +203,36 @@ def test_what_cannot_work_is_answered_as_the_page_of_mistakes_says(tmp_path):
         "run `python -m tests.mistakes`"
     )
     assert page.count("\n| `") >= 60
+
+
+def test_the_sweep_is_at_the_published_errors(example):
+    sweep = example("sweep")
+    best = sweep.optimum()
+    for name, published in (("diffusion", "8.2e-02"), ("exact diffusion", "2.2e-08")):
+        errors = (sweep.train(name, [0.05, 0.1], 1000) - best).norm(dim=-1)
+        assert f"{errors[1]:.1e}" == published and errors[0] != errors[1]
+
+
+def test_a_cell_of_the_published_table_is_that_of_the_example_it_takes_its_methods_from(example, capsys):
+    table, heterogeneity = example("published_table"), example("heterogeneity")
+    ours = table.main(steps=20, seeds=2, rates=(0.4,), methods=("D²",))
+    for seed in range(2):
+        alone = heterogeneity.train(heterogeneity.METHODS["D²"], heterogeneity.Config(steps=20), 0.1, seed)
+        assert ours["D²"][1][seed] == pytest.approx(100 * alone.local, abs=0.2)
+    assert "38.2" in capsys.readouterr().out
+
+
+def test_language_models_are_compared_once_and_each_run_is_read_again(example, tmp_path, capsys):
+    compare = example("compare_lm")
+    options = {"steps": 2, "periods": (2,), "seeds": 1, "layers": 1, "dim": 16, "eval_bytes": 256}
+    config = compare.Config(**options, out=tmp_path / "runs.jsonl")
+    first = compare.main(config)
+    written = config.out.read_text()
+    assert compare.main(config) == first and config.out.read_text() == written
+    assert {line["method"] for line in first} == set(compare.METHODS | compare.EVERY_STEP)
+    bits = {line["method"]: line for line in first}
+    # Whatever the peers, the mean of GASLoC and of Factored Gossip DiLoCo follows DiLoCo's.
+    for name in ("GASLoC", "Factored Gossip DiLoCo"):
+        assert bits[name]["bits_per_byte"] == pytest.approx(bits["DiLoCo"]["bits_per_byte"], abs=1e-4)
+    assert bits["DiLoCo"]["megabytes"] == pytest.approx(1.75 * 4e-6 * bits["DiLoCo"]["parameters"])
+    assert config.out.with_suffix(".png").exists() and "mean model" in capsys.readouterr().out

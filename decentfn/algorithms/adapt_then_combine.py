@@ -1,46 +1,112 @@
 """Adapt then combine (ATC): diffusion.
 
     x⁺ = W (x + u(x, g(x)))                     (Sayed, Foundations and Trends in ML 2014)
+    x⁺ = W (w (x + u(x, g(x)))) / (W w)         with weights, as in push-sum
 
-x: a worker's parameters; W: the mixing matrix of step t; g(x): its gradient; u: the optimizer's update.
+x: a worker's parameters; W: the mixing matrix of step t; g(x): its gradient; u: the optimizer's update; w: a worker's
+weight since it mixed last.
 """
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+from collections.abc import Callable
+from typing import Any, NamedTuple, Unpack
 
+import torch
 from torch import Tensor
 
+from decentfn.algorithms.outer import no_weight
+from decentfn.comm.gossip.push_sum import pack, unpack
 from decentfn.core.trees import PyTree
-from decentfn.kit import Algorithm, LossFn, Metrics, Options, State, Worker, add, algorithm, require_doubly_stochastic
+from decentfn.kit import (
+    Algorithm,
+    Buckets,
+    LossFn,
+    Metrics,
+    Options,
+    State,
+    Worker,
+    add,
+    algorithm,
+    as_weight,
+    cast_like,
+    divide,
+    is_active,
+    require_doubly_stochastic,
+    scale,
+    where,
+    widen,
+)
 from decentfn.topologies import Topology
+
+
+class Memory(NamedTuple):
+    """Memory of one worker, if workers have weights."""
+
+    weight: Tensor  # 0-d: this worker's since it mixed last
+    averaged = ("weight",)  # over the workers, by df.resize
+
+    def restart(self, x: Buckets) -> Memory:
+        """Count the weight from 0."""
+        return Memory(torch.zeros_like(self.weight))
 
 
 @algorithm
 def adapt_then_combine(
-    loss_fn: LossFn, optimizer: Any, topology: Topology, *, gossip_rounds: int = 1, **options: Unpack[Options]
+    loss_fn: LossFn,
+    optimizer: Any,
+    topology: Topology,
+    *,
+    gossip_rounds: int = 1,
+    weight: Callable[[PyTree], Tensor] | None = None,
+    **options: Unpack[Options],
 ) -> Algorithm:
     """Update, then mix the updated parameters.
 
     Nothing can be sent before the update, so only the messages of the last buckets overlap with computation. In return,
     every neighbor's gradient enters the next step's parameters. Local SGD (periodic averaging) is this algorithm on
     `every(H, complete)`; Gossip-PGA is this algorithm on `pga(H, topology)`.
-    Sent per step: the parameters, once per neighbor (or one all-reduce within the group) and gossip round.
+    Sent per step: the parameters, once per neighbor (or one all-reduce within the group) and gossip round; with `weight`
+    one number more, and 16-bit parameters in float32.
 
     Args:
         loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.
         optimizer: a pair `(init, update)`.
         topology: the schedule of mixing matrices.
         gossip_rounds: R >= 1; more than one are fast gossip averaging, on one symmetric mixing matrix (`kit.Worker.mix`).
+        weight: function from the loss's aux to this worker's weight of a step, one number >= 0, such as
+            `lambda aux: aux["tokens"]`, summed until the worker mixes: a group's mean is then weighted by tokens, and
+            gossip keeps the mean weighted by `W w`. 0 leaves the worker out, which takes its neighbors' mean. None: all
+            weights are equal.
         options: `bucket_mb`, `wire_dtype`; see `Options`.
+
+    Raises:
+        ValueError: a push-sum topology; `weight` together with `wire_dtype` or several gossip rounds.
     """
     worker = Worker(loss_fn, optimizer, topology, gossip_rounds=gossip_rounds, **options)
     require_doubly_stochastic("adapt_then_combine", topology)
+    weigh = as_weight("adapt_then_combine", weight)
+    if weigh is not None and (worker.wire_dtype is not None or gossip_rounds > 1):
+        raise ValueError(
+            f"adapt_then_combine(weight=..., wire_dtype={worker.wire_dtype}, gossip_rounds={gossip_rounds}): products w x "
+            "are sent and divided by W w, so a rounded wire would move parameters that agree, and fast gossip could "
+            "divide by 0; leave both out, or the weight."
+        )
+
+    def mix(y: Buckets, w: Tensor, t: Tensor) -> tuple[Buckets, Memory]:
+        mixed, total = unpack(worker.mix(pack(scale(widen(y), w), w), t), y.plan)
+        has_mixed = is_active(topology, t, y) & (total > 0)
+        x = cast_like(divide(mixed, torch.where(total > 0, total, torch.ones_like(total))), y)
+        return where(has_mixed, x, y), Memory(torch.where(has_mixed, torch.zeros_like(w), w))
 
     def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
         x = state.params
         g, local = worker.gradient(x, state.local, batch, t)
         u, local = worker.update(g.grads, g, local, x)
-        return State(worker.mix(add(x, u), t), local), g.metrics
+        if weigh is None:
+            return State(worker.mix(add(x, u), t), local), g.metrics
+        w = state.memory.weight
+        x, memory = mix(add(x, u), w + weigh(g).to(w.dtype), t)
+        return State(x, local, memory), g.metrics
 
-    return worker.algorithm(step)
+    return worker.algorithm(step, None if weigh is None else lambda x: Memory(no_weight(x)))

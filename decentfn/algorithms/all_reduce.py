@@ -14,7 +14,7 @@ from typing import Any, Unpack
 from torch import Tensor
 
 from decentfn.core.trees import PyTree
-from decentfn.kit import Algorithm, LossFn, Metrics, Options, State, Worker, add, algorithm, require_weight, scale
+from decentfn.kit import Algorithm, LossFn, Metrics, Options, State, Worker, add, algorithm, as_weight, scale
 from decentfn.topologies import Topology
 
 
@@ -38,19 +38,18 @@ def all_reduce(
         topology: only its `num_workers` counts.
         weight: function from the loss's aux to this worker's weight in the mean, 0-d and >= 0, such as
             `lambda aux: aux["tokens"]`; 0 leaves the worker out. None: all weights are equal.
-            Not with `df.autograd`.
         options: `bucket_mb`, `wire_dtype`; see `Options`.
 
     Raises:
         ValueError: from `init`, unequal replicas; make them equal with `df.broadcast`.
     """
     worker = Worker(loss_fn, optimizer, topology, **options)
-    require_weight("all_reduce", weight, loss_fn)
+    weigh = as_weight("all_reduce", weight)
 
     def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
         x = state.params
         g, local = worker.gradient(x, state.local, batch, t, together=True)
-        weighed = g.grads if weight is None else scale(g.grads, worker.share(weight(g.aux), t))
+        weighed = g.grads if weigh is None else scale(g.grads, worker.share(weigh(g), t))
         u, local = worker.update(worker.mean(weighed, t), g, local, x)
         return State(add(x, u), local), g.metrics
 

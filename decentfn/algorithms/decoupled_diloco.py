@@ -13,7 +13,8 @@ outer gradient; b: the outer momentum, β: its decay; η: the outer learning rat
 fragment.
 
 The paper's learners run at their own speed and send to a server, which waits for a quorum and a grace period. Here there
-is no server, all workers take every step, and one that is behind takes steps without tokens.
+is no server, all workers take every step, and one that is behind takes steps without tokens, or is late for a merge and
+brings its progress to the next one.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ import torch
 from torch import Tensor
 
 from decentfn.algorithms.outer import Fragments, no_weight, progress
-from decentfn.comm import gossip
+from decentfn.comm import collectives, gossip
 from decentfn.core.buckets import loose
+from decentfn.core.numbers import require
 from decentfn.core.trees import PyTree
 from decentfn.kit import (
     Algorithm,
@@ -39,6 +41,7 @@ from decentfn.kit import (
     add,
     algorithm,
     as_input,
+    as_weight,
     at,
     copy_wide,
     each,
@@ -46,7 +49,6 @@ from decentfn.kit import (
     once,
     require_fractions,
     require_positive,
-    require_weight,
     require_whole,
     unless_bad,
     where,
@@ -81,6 +83,7 @@ def decoupled_diloco(
     outer_learning_rate: float = 0.7,
     outer_momentum: float = 0.9,
     weight: Callable[[PyTree], Tensor] | None = None,
+    arrives: Callable[[Tensor, Tensor], Tensor] | None = None,
     **options: Unpack[Options],
 ) -> Algorithm:
     """Average one fragment at a time over the workers that had tokens; wait for a quorum of them.
@@ -88,6 +91,8 @@ def decoupled_diloco(
     Fragment p is the p-th of P equal slices of every bucket. If fewer than `quorum` workers trained since its last merge,
     it waits for its next turn, and training continues.
     With `num_fragments=1` and equal weights it is `diloco`, with more of them `streaming_diloco(delay=0, alpha=0)`.
+    A worker that is late for a merge (`arrives`) keeps its own parameters and counts, and brings its progress since the
+    outer parameters of then to the fragment's next merge. The outer parameters stay the same on all.
     Sent: 2(N-1)/N times 1/P of the parameters, in P of H steps, after the update, so it does not overlap with the
     gradient, and before them two numbers, for which all wait; nothing in all other steps.
 
@@ -101,14 +106,18 @@ def decoupled_diloco(
         outer_learning_rate: η > 0.
         outer_momentum: β in [0, 1], Nesterov's.
         weight: function from the loss's aux to this worker's number of tokens in a step, 0-d and >= 0; 0: it did not
-            train, and its progress does not count. None: 1 in every step. Not with `df.autograd`.
+            train, and its progress does not count. None: 1 in every step.
+        arrives: function from the step (0-d int64) and the worker's number (0-d int64) to a 0-d bool: does the worker
+            deliver before the grace window of this step's merge ends? The same on all ranks, such as
+            `lambda t, worker: df.draws.uniform(seed, t, 0, (), worker=worker) < 0.9`. None: always. Workers take their
+            steps together, so this models lateness; it does not make a rank wait less.
         options: `bucket_mb`, `wire_dtype`; see `Options`.
 
     Raises:
         ValueError: a hyperparameter outside its range; from `init`, unequal parameters.
     """
     worker = Worker(loss_fn, optimizer, topology, **options)
-    require_weight("decoupled_diloco", weight, loss_fn)
+    weigh = as_weight("decoupled_diloco", weight)
     require_whole("decoupled_diloco", inner_steps=inner_steps, num_fragments=num_fragments, quorum=quorum)
     require_positive("decoupled_diloco", outer_learning_rate=outer_learning_rate)
     require_fractions("decoupled_diloco", outer_momentum=outer_momentum)
@@ -121,6 +130,9 @@ def decoupled_diloco(
         )
     rate = as_input("decoupled_diloco", "outer_learning_rate", outer_learning_rate)
     momentum, wire = as_input("decoupled_diloco", "outer_momentum", outer_momentum), worker.wire_dtype
+    require(
+        arrives is None or callable(arrives), "decoupled_diloco", "a function of t and the worker.", arrives=arrives
+    )
     fragments = Fragments(num_fragments, inner_steps, worker.everyone)
     schedules = fragments.schedules(-1)
 
@@ -148,15 +160,19 @@ def decoupled_diloco(
         g, local = worker.gradient(theta, state.local, batch, t)
         u, local = worker.update(g.grads, g, local, theta)
         theta = unless_bad(add(theta, u), lambda: phi)
-        now = torch.ones_like(tokens[0]) if weight is None else weight(g.aux).detach().to(tokens.dtype)
+        now = torch.ones_like(tokens[0]) if weigh is None else weigh(g).to(tokens.dtype)
         tokens, steps = tokens + now, steps + (now > 0)
-        delta, due = merged(progress(phi, theta), tokens, steps, t)
+        is_here = torch.ones_like(now, dtype=torch.bool)
+        if arrives is not None:
+            is_here = arrives(collectives.on_device(now, t), collectives.look_up(now, worker.everyone, t).worker)
+        delta, due = merged(progress(phi, theta), tokens * is_here, steps * is_here, t)
         eta, beta = at(rate, t, phi), at(momentum, t, phi)
         b_new = each(lambda b, delta: beta * b + delta, b, delta)
         phi_new = each(lambda phi, delta, b: phi - eta * (delta + beta * b), phi, delta, b_new)
         mask = fragments.mask(phi, due.unbind())
-        counts = [torch.where(due, torch.zeros_like(count), count) for count in (tokens, steps)]
+        counts = [torch.where(due & is_here, torch.zeros_like(count), count) for count in (tokens, steps)]
         memory = Memory(where(mask, phi_new, phi), where(mask, b_new, b), *counts)
-        return State(where(mask, phi_new, theta), local, memory), g.metrics
+        mine = fragments.mask(phi, (due & is_here).unbind())
+        return State(where(mine, phi_new, theta), local, memory), g.metrics
 
     return worker.algorithm(step, start, topology=worker.everyone, must_equal=("params",))

@@ -29,12 +29,12 @@ from decentfn.kit import (
     Worker,
     algorithm,
     as_input,
+    as_weight,
     at,
     copy_wide,
     each,
     require_fractions,
     require_positive,
-    require_weight,
     require_whole,
     scale,
     zeros_like,
@@ -85,14 +85,13 @@ def diloco(
         outer_momentum: β in [0, 1], Nesterov's.
         weight: function from the loss's aux to this worker's weight of a step, 0-d and >= 0, such as
             `lambda aux: aux["tokens"]`; it is summed over the H steps, and 0 leaves the worker out. None: all weights are equal.
-            Not with `df.autograd`.
         options: `bucket_mb`, `wire_dtype`; see `Options`.
 
     Raises:
         ValueError: H < 1, η not positive, β outside [0, 1]; from `init`, a narrow `wire_dtype` and unequal parameters.
     """
     worker = Worker(loss_fn, optimizer, topology, **options)
-    require_weight("diloco", weight, loss_fn)
+    weigh = as_weight("diloco", weight)
     require_whole("diloco", inner_steps=inner_steps)
     require_positive("diloco", outer_learning_rate=outer_learning_rate)
     require_fractions("diloco", outer_momentum=outer_momentum)
@@ -116,5 +115,5 @@ def diloco(
         phi = each(lambda phi, delta, b: phi - eta * (delta + beta * b), phi, delta, b)
         return phi, Memory(phi, b, None if own is None else torch.zeros_like(own))
 
-    step = local_steps(worker, schedule, outer, weight=weight)
+    step = local_steps(worker, schedule, outer, weight=weigh)
     return worker.algorithm(step, start, topology=worker.everyone, must_equal=must_equal)

@@ -12,11 +12,13 @@ suffice), the paper's I - αΛ; η: the outer learning rate; γ: the outer momen
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Unpack
 
 from torch import Tensor
 
 from decentfn.algorithms.outer import after_steps, local_steps, progress
+from decentfn.core.numbers import require
 from decentfn.kit import (
     Algorithm,
     Buckets,
@@ -55,7 +57,7 @@ def gasloc(
     optimizer: Any,
     topology: Topology,
     *,
-    inner_steps: int = 50,
+    inner_steps: int | Sequence[int] = 50,
     outer_learning_rate: float = 0.7,
     outer_momentum: float = 0.9,
     gossip_rounds: int = 1,
@@ -73,7 +75,8 @@ def gasloc(
         loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.
         optimizer: a pair `(init, update)`, the inner optimizer; its state stays the worker's own.
         topology: the schedule of outer steps, doubly stochastic; `random-matching` is one random peer.
-        inner_steps: H; the outer step follows steps H-1, 2H-1, …
+        inner_steps: H; the outer step follows steps H-1, 2H-1, …; or a number for each worker, H_i >= 1, of which H is
+            the largest: a slower worker's parameters move in the last H_i steps of each H.
         outer_learning_rate: η > 0.
         outer_momentum: γ in [0, 1].
         gossip_rounds: R >= 1; more than one are fast gossip averaging, on one symmetric mixing matrix (`kit.Worker.mix`).
@@ -83,11 +86,15 @@ def gasloc(
         ValueError: H < 1, η not positive, γ outside [0, 1], a push-sum topology.
     """
     worker = Worker(loss_fn, optimizer, topology, gossip_rounds=gossip_rounds, **options)
-    require_whole("gasloc", inner_steps=inner_steps)
+    own_steps = tuple(inner_steps) if isinstance(inner_steps, (list, tuple)) else ()
+    for steps in own_steps or (inner_steps,):
+        require_whole("gasloc", inner_steps=steps)
+    rule = f"one number of steps for each of the {topology.num_workers} workers."
+    require(len(own_steps) in (0, topology.num_workers), "gasloc", rule, inner_steps=inner_steps)
     require_positive("gasloc", outer_learning_rate=outer_learning_rate)
     require_fractions("gasloc", outer_momentum=outer_momentum)
     require_doubly_stochastic("gasloc", topology)
-    schedule = after_steps(inner_steps, topology)
+    schedule = after_steps(max(own_steps or (inner_steps,)), topology)
     rate, momentum = (
         as_input("gasloc", "outer_learning_rate", outer_learning_rate),
         as_input("gasloc", "outer_momentum", outer_momentum),
@@ -100,4 +107,4 @@ def gasloc(
         phi = each(lambda mixed, y, old: mixed + gamma * (y - old), worker.mix(y, t, schedule), y, y_old)
         return phi, Memory(phi, y)
 
-    return worker.algorithm(local_steps(worker, schedule, outer), Memory.restart)
+    return worker.algorithm(local_steps(worker, schedule, outer, own_steps=own_steps), Memory.restart)

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decentfn.comm import gossip
+from decentfn.comm import collectives, gossip
+from decentfn.comm.collectives import Constant
 from decentfn.core import trees
 from decentfn.core.trees import PyTree
 from decentfn.kit import (
@@ -22,6 +23,7 @@ from decentfn.kit import (
     Plan,
     Posted,
     State,
+    Weight,
     Worker,
     add,
     collect,
@@ -45,24 +47,43 @@ def local_steps(
     schedule: Topology,
     outer: Callable[..., tuple[Buckets, Any]],
     post: Callable[[Any, Tensor], Posted] | None = None,
-    weight: Callable[[PyTree], Tensor] | None = None,
+    weight: Weight | None = None,
+    own_steps: Sequence[int] = (),
 ) -> Callable[[State, PyTree, Tensor], tuple[State, Metrics]]:
     """Return the step `θ ← θ + u(θ, g(θ))`, followed by an outer step whenever `schedule` is active.
 
-    The outer step `(θ, memory, t) -> (θ, memory)` is computed in every step, on schedules that rest, and its result is
-    taken when it is due. `memory.phi` are the parameters at the start of the round. Messages that `post(memory, t)`
-    starts overlap with the gradient; what they mix to is the fourth argument of `outer`. `weight` is a function from
-    the loss's aux to a number that is added to `memory.weight` in every step.
+    Args:
+        worker: the worker; its optimizer is the inner one.
+        schedule: from `after_steps`.
+        outer: the outer step, `(θ, memory, t) -> (θ, memory)`. It is computed in every step, on schedules that rest, and
+            its result is taken when it is due. `memory.phi` are the parameters at the start of the round.
+        post: messages `(memory, t) -> Posted` that overlap with the gradient; what they mix to is the fourth argument
+            of `outer`.
+        own_steps: number of steps that each worker takes before each outer step; none: all.
+        weight: function from the gradient to a number that is added to `memory.weight` in every step.
     """
+    longest, counts = max(own_steps, default=1), Constant(torch.tensor(own_steps, dtype=torch.int64))
+
+    def takes_part(theta: Buckets, t: Tensor) -> Tensor:
+        """Return True (0-d bool) in the last steps of a round, as many as this worker takes."""
+        number, row = collectives.on_device(theta[0], t), collectives.look_up(theta[0], schedule, t)
+        mine = counts.on(theta[0]).index_select(0, row.worker.view(1))[0]
+        return number % longest >= longest - mine
 
     def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
         theta, memory = state.params, state.memory
         posted = None if post is None else post(memory, t)
         g, local = worker.gradient(theta, state.local, batch, t, after=posted)
+        before = local
         u, local = worker.update(g.grads, g, local, theta)
+        if own_steps:
+            trains = takes_part(theta, t)
+            u = where(trains, u, each(torch.zeros_like, u))
+            opt = trees.map(lambda old, new: torch.where(trains, new, old), before.opt, local.opt)
+            local = local._replace(opt=opt)
         theta = unless_bad(add(theta, u), lambda: memory.phi)
         if weight is not None:
-            memory = memory._replace(weight=memory.weight + weight(g.aux).detach().to(memory.weight.dtype))
+            memory = memory._replace(weight=memory.weight + weight(g).to(memory.weight.dtype))
         due = is_active(schedule, t, theta)
         mixed = () if posted is None else (collect(posted, after=g.grads),)
         new, memory_new = outer(theta, memory, t, *mixed)

@@ -1,4 +1,4 @@
-"""`vmap` over the workers of this process, for all at once or in chunks."""
+"""`vmap` over the workers of this process, for all at once or in chunks, and over runs."""
 
 from __future__ import annotations
 
@@ -16,14 +16,23 @@ from decentfn.torch_private import functorch
 
 def require_rows(what: str, tree: PyTree, num_workers: int) -> None:
     """Raise ValueError unless every leaf of the state or the batch (`what`) has a row for each worker."""
+    way_out = "df.stack(state, num_workers)" if what == "state" else "stack one batch per worker"
+    _require_first(what, tree, num_workers, f"simulate(num_workers={num_workers})", "workers", way_out)
+
+
+def require_runs(what: str, tree: PyTree, num_runs: int) -> None:
+    """Raise ValueError unless every leaf of the states or the batches (`what`) has a row for each run."""
+    way_out = "df.stack(state, num_runs)" if what == "states" else "stack one batch per run"
+    _require_first(what, tree, num_runs, f"sweep(num_runs={num_runs})", "runs", way_out)
+
+
+def _require_first(what: str, tree: PyTree, size: int, call: str, rows: str, way_out: str) -> None:
     for index, leaf in enumerate(trees.leaves(tree)):
-        if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0 or leaf.shape[0] != num_workers:
+        if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0 or leaf.shape[0] != size:
             name = trees.named_leaves(tree)[index][0]  # Dynamo cannot trace optree's names through a dict
             shape = list(leaf.shape) if isinstance(leaf, torch.Tensor) else type(leaf).__name__
-            way_out = "df.stack(state, num_workers)" if what == "state" else "stack one batch per worker"
             raise ValueError(
-                f"simulate(num_workers={num_workers}): leaf {name!r} of the {what} is {shape}; its first axis must be "
-                f"the {num_workers} workers: {way_out}."
+                f"{call}: leaf {name!r} of the {what} is {shape}; its first axis must be the {size} {rows}: {way_out}."
             )
 
 
@@ -42,6 +51,26 @@ def over_workers(
         stacked = vmap(one, randomness="different")(trees.leaves(arguments))
     finally:
         context.chunks = outer
+    return trees.fill(returned[0], stacked)
+
+
+def over_runs(function: Callable[..., PyTree], num_runs: int, *arguments: PyTree) -> PyTree:
+    """Apply a function of one run's stacked workers to all runs at once, with the same random numbers in each.
+
+    Every leaf of arguments and result has the runs first. Within it, `context.runs` ends with this run's number.
+    """
+    one, returned = _on_leaves(function, arguments)
+    leaves = trees.leaves(arguments)
+
+    def run(number: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+        context.runs.append((number, num_runs))
+        try:
+            return one(leaves)
+        finally:
+            context.runs.pop()
+
+    numbers = torch.arange(num_runs, device=leaves[0].device)
+    stacked = vmap(run, randomness="same")(numbers, leaves)
     return trees.fill(returned[0], stacked)
 
 

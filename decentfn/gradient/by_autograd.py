@@ -200,7 +200,7 @@ def _kernel(
             new = [torch.stack(rows) for rows in zip(*(one.buffers for one in ones), strict=True)]
         form.is_tried = True
     shape = (workers,) if workers else ()
-    out = [loss, torch.full(shape, put(Outcome(ones[0].loss_dtype, aux))), *grads, *new]
+    out = [loss, torch.full(shape, put(Outcome(ones[0].loss_dtype, aux, [one.aux for one in ones]))), *grads, *new]
     if leaves:
         used = torch.tensor([one.used for one in ones], dtype=torch.bool)
         out.append(sent(used.view(*shape, leaves), loss.device))

@@ -36,6 +36,8 @@ class Outcome(NamedTuple):
 
     loss_dtype: torch.dtype
     aux: Any
+    of_workers: list[Any]
+    """Aux of each worker here."""
 
 
 class _Here(threading.local):

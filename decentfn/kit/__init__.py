@@ -32,11 +32,12 @@ from decentfn.core.buckets import (
     zeros_like,
 )
 from decentfn.core.scalars import once
-from decentfn.gradient import Gradient, LossFn
+from decentfn.gradient import Gradient, LossFn, Weight
 from decentfn.kit.agreement import algorithm
 from decentfn.kit.options import Options
 from decentfn.kit.preconditions import (
     as_input,
+    as_weight,
     at,
     reciprocal,
     require_compressor,
@@ -47,7 +48,6 @@ from decentfn.kit.preconditions import (
     require_rate,
     require_static,
     require_static_symmetric,
-    require_weight,
     require_whole,
 )
 from decentfn.kit.state import Local, Metrics, State, zeroed
@@ -66,10 +66,12 @@ __all__ = [
     "Posted",
     "State",
     "Step",
+    "Weight",
     "Worker",
     "add",
     "algorithm",
     "as_input",
+    "as_weight",
     "at",
     "cast_like",
     "collect",
@@ -90,7 +92,6 @@ __all__ = [
     "require_rate",
     "require_static",
     "require_static_symmetric",
-    "require_weight",
     "require_whole",
     "scale",
     "unless_bad",

@@ -15,7 +15,7 @@ from decentfn.core.buckets import Plan
 from decentfn.core.formatting import brief
 from decentfn.core.numbers import real, whole_number
 from decentfn.core.scalars import once
-from decentfn.gradient import LossFn, is_by_autograd
+from decentfn.gradient import Weight
 from decentfn.optim.schedules import constant, require_traceable
 from decentfn.optim.transforms.basic import Scalar
 from decentfn.topologies import Topology, mixing_matrix
@@ -97,20 +97,20 @@ def require_contraction(call: str, compressor: Compressor, plan: Plan) -> None:
             )
 
 
-def require_weight(call: str, weight: object, loss_fn: LossFn) -> None:
-    """Raise ValueError unless `weight` is None, or a function and the step can read the loss's aux."""
+def as_weight(call: str, weight: object) -> Weight | None:
+    """Return the function from a gradient to this worker's weight, made from the user's function of the loss's aux.
+
+    Raises:
+        ValueError: `weight` is neither None nor a function.
+    """
     if weight is None:
-        return
+        return None
     if not callable(weight):
         raise ValueError(
             f"{call}(weight={brief(weight)}): expected a function from the loss's aux to this worker's weight, such as "
             'lambda aux: aux["tokens"], or None.'
         )
-    if is_by_autograd(loss_fn):
-        raise ValueError(
-            f"{call}(df.autograd(loss_fn), weight=...): the weight comes from the loss's aux, which df.autograd returns only "
-            "after the step; pass the loss without df.autograd."
-        )
+    return Weight(weight)
 
 
 def as_input(call: str, name: str, scalar: Scalar) -> Scalar:

@@ -53,6 +53,8 @@ class Step:
     """Number of workers in the topology."""
     simulated: int | None = None
     """Number of simulated workers; None for a single worker."""
+    num_runs: int | None = None
+    """Number of simulated runs at once (`df.sweep`); None for one run."""
     starts_equal: bool = False
     """True if all workers must start with the same parameters."""
     averages_buffers: bool = False

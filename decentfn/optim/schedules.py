@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
+from decentfn.core.context import context
 from decentfn.core.formatting import brief, brief_error
 from decentfn.core.numbers import checks_numbers, real, require, whole_number
 from decentfn.core.scalars import Numbers
@@ -28,6 +29,7 @@ __all__ = [
     "inverse_sqrt",
     "join",
     "linear",
+    "per_run",
     "piecewise_constant",
     "polynomial",
     "warmup_cosine",
@@ -48,6 +50,31 @@ def constant(value: float) -> Schedule:
     def schedule(count: Tensor) -> Tensor:
         u, value = _with(count, numbers)
         return 0 * u + value
+
+    return schedule
+
+
+def per_run(values: Sequence[float]) -> Schedule:
+    """Constant of each run of a sweep: `values[r]` in run r of `df.sweep(step, len(values))`, `values[0]` outside of one.
+
+    A schedule of each run is a product: `peaks = per_run([0.1, 0.4]); lambda count: peaks(count) * cosine(1.0, 100)(count)`.
+
+    Args:
+        values: one number for each run, finite, >= 0.
+
+    Raises:
+        ValueError: no values; in the step of a sweep, another number of runs.
+    """
+    require(isinstance(values, Sequence) and len(values) > 0, "per_run", "expected one number per run.", values=values)
+    _check_values("per_run", **{f"values[{r}]": value for r, value in enumerate(values)})
+    numbers = Numbers(*map(float, values))
+
+    def schedule(count: Tensor) -> Tensor:
+        u, *table = _with(count, numbers)
+        number, runs = context.runs[-1] if context.runs else (torch.zeros((), dtype=torch.int64, device=u.device), 0)
+        if runs not in (0, len(values)):
+            raise ValueError(f"per_run({brief(values)}): {len(values)} values, and the sweep has {runs} runs.")
+        return 0 * u + torch.stack(table).index_select(0, number.view(1))[0]
 
     return schedule
 

@@ -155,6 +155,7 @@ class _Round:
         heard = np.concatenate([me[:, None], this.heard.numpy()], axis=1)
         i, weights = np.repeat(me, heard.shape[1]), this.weights.numpy()
         self.sparse = coo_array((weights.ravel(), (i, heard.ravel())), shape=(n, n)).tocsr()
+        self.transposed = self.sparse.T  # kept, as making it takes longer than its product with a vector
         self.destinations = this.destinations.numpy()
         self.messages = float((self.destinations >= 0).sum()) / n
         self.groups, self.sizes, self.mean_weights, self.mean_payloads = me, np.ones(n), None, 0.0
@@ -168,7 +169,7 @@ class _Round:
         return y if self.mean_weights is None else y + (self.mean_weights * self._means(x).T).T
 
     def apply_transposed(self, x: np.ndarray) -> np.ndarray:
-        y = self.sparse.T @ x
+        y = self.transposed @ x
         return y if self.mean_weights is None else y + self._means((self.mean_weights * x.T).T)
 
     def _means(self, x: np.ndarray) -> np.ndarray:

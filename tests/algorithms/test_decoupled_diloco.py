@@ -2,10 +2,13 @@
 
 import numpy as np
 import pytest
+import torch
 
 import decentfn as df
-from tests.algorithms.test_weighted_means import LR, STEPS, N, built, run, tokens_at
-from tests.quadratics import Sgd, loss, problem
+from decentfn.core import trees
+from decentfn.testing.ranks import on_kept_ranks
+from tests.algorithms.test_weighted_means import LR, STEPS, N, batch_at, built, run, tokens_at
+from tests.quadratics import Sgd, loss, problem, start
 from tests.quadratics import run as run_plain
 
 H, P = 4, 2
@@ -19,29 +22,51 @@ def tokens_of(t):
     return tokens_at(t) * [1, t < STEPS // 2, t % 2, 1]
 
 
-def loop(p, quorum):
+def is_in_time(t, worker):
+    """Worker 0 is late for every second of its merges, the others at random."""
+    drawn = df.draws.uniform(3, t, 0, (), worker=worker)
+    return torch.where(worker == 0, t // H % 2 == 0, drawn < 0.7)
+
+
+def loop(p, quorum, late=False):
     theta, phi, b = (np.array(z) for z in (p.start, p.start, np.zeros_like(p.start)))
     tokens, steps, xs = np.zeros((P, N)), np.zeros((P, N)), [p.start]
     for t in range(STEPS):
         theta = theta - LR * p.gradients(theta)
         tokens, steps = tokens + tokens_of(t), steps + (tokens_of(t) > 0)
+        here = np.array([not late or bool(is_in_time(torch.tensor(t), torch.tensor(i))) for i in range(N)])
         for f, mine in enumerate(FRAGMENTS):
-            if (t + 1) % H == (f + 1) * H // P % H and (steps[f] > 0).sum() >= quorum:
-                w = tokens[f] ** 2 / np.maximum(steps[f], 1)
+            if (t + 1) % H == (f + 1) * H // P % H and ((steps[f] > 0) & here).sum() >= quorum:
+                w = here * tokens[f] ** 2 / np.maximum(steps[f], 1)
                 delta = np.average(phi[:, mine] - theta[:, mine], axis=0, weights=w)
                 b[:, mine] = 0.9 * b[:, mine] + delta
                 phi[:, mine] -= 0.7 * (delta + 0.9 * b[:, mine])
-                theta[:, mine] = phi[:, mine]
-                tokens[f], steps[f] = 0, 0
+                theta[np.ix_(here, mine)] = phi[np.ix_(here, mine)]
+                tokens[f, here], steps[f, here] = 0, 0
         xs.append(theta.copy())
     return np.stack(xs)
 
 
-@pytest.mark.parametrize("quorum", [1, 4])
-def test_decoupled_diloco_follows_its_equation(quorum):
+@pytest.mark.parametrize(("quorum", "late"), [(1, False), (4, False), (2, True)])
+def test_decoupled_diloco_follows_its_equation(quorum, late):
     p = problem(N, starts_equal=True)
-    made = built(df.decoupled_diloco, quorum=quorum, **OPTIONS)
-    np.testing.assert_allclose(run(made, p, tokens_of), loop(p, quorum), rtol=0, atol=1e-10)
+    made = built(df.decoupled_diloco, quorum=quorum, arrives=is_in_time if late else None, **OPTIONS)
+    np.testing.assert_allclose(run(made, p, tokens_of), loop(p, quorum, late), rtol=0, atol=1e-10)
+
+
+@pytest.mark.thorough
+def test_ranks_are_late_as_simulated_workers_are():
+    p = problem(N, starts_equal=True)
+    made = built(df.decoupled_diloco, arrives=is_in_time, **OPTIONS)
+    expected, first = run(made, p, tokens_at)[-1], start(made, p).params.tree()
+
+    def train(rank):
+        state = made.init(trees.map(lambda leaf: leaf[rank].clone(), first))
+        for t in range(STEPS):
+            state, _ = made.step(state, trees.map(lambda leaf: leaf[rank], batch_at(p, t)), t)
+        return torch.cat([leaf.flatten() for leaf in trees.leaves(state.params.tree())]).numpy()
+
+    np.testing.assert_allclose(np.stack(on_kept_ranks(N, train)), expected, rtol=0, atol=1e-10)
 
 
 def test_with_equal_weights_it_is_diloco_and_in_fragments_streaming_diloco():
@@ -66,5 +91,7 @@ def test_an_absent_worker_changes_only_the_members_of_the_mean():
 def test_preconditions_say_what_to_do():
     with pytest.raises(ValueError, match=r"decoupled_diloco\(.*quorum=5\).*there are 4 workers"):
         built(df.decoupled_diloco, quorum=5, **OPTIONS)
+    with pytest.raises(ValueError, match=r"decoupled_diloco\(arrives=0.9\): a function of t and the worker"):
+        built(df.decoupled_diloco, arrives=0.9, **OPTIONS)
     with pytest.raises(ValueError, match=r"num_fragments=5.*num_fragments <= inner_steps"):
         built(df.decoupled_diloco, inner_steps=4, num_fragments=5)

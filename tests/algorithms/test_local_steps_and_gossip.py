@@ -6,6 +6,7 @@ import torch
 
 import decentfn as df
 from decentfn import compressors
+from decentfn.core import trees
 from tests.quadratics import (
     Sgd,
     batch,
@@ -31,19 +32,19 @@ def agree(actual, expected, atol=1e-10):
     np.testing.assert_allclose(actual, expected, rtol=0, atol=atol)
 
 
-def outer_loop(p, outer, steps=STEPS):
-    """SGD, and after every H steps `θ = outer(k, φ, θ)`, φ the parameters at the start of round k."""
+def outer_loop(p, outer, steps=STEPS, own=H):
+    """SGD in the last `own` of H steps, and then `θ = outer(k, φ, θ)`, φ the parameters at the start of round k."""
     theta = phi = p.start
     xs = [theta]
     for t in range(steps):
-        theta = theta - LR * p.gradients(theta)
+        theta = theta - LR * p.gradients(theta) * np.reshape(t % H >= H - np.array(own), (-1, 1))
         if (t + 1) % H == 0:
             theta = phi = outer(t // H, phi, theta)
         xs.append(theta)
     return np.stack(xs)
 
 
-def gasloc_loop(p, matrices, eta, gamma, steps=STEPS):
+def gasloc_loop(p, matrices, eta, gamma, own=H):
     y_old = p.start
 
     def outer(k, phi, theta):
@@ -53,7 +54,7 @@ def gasloc_loop(p, matrices, eta, gamma, steps=STEPS):
         y_old = y
         return x
 
-    return outer_loop(p, outer, steps)
+    return outer_loop(p, outer, own=own)
 
 
 def factored_loop(p, matrices, eta, beta):
@@ -96,6 +97,20 @@ def test_gasloc_follows_its_equation(matrices):
     p = problem(N)
     built = build(df.gasloc, p, matrices, LR, inner_steps=H, outer_learning_rate=0.6, outer_momentum=0.8)
     agree(run(built, p, STEPS), gasloc_loop(p, matrices, 0.6, 0.8))
+
+
+def test_workers_of_gasloc_may_take_different_numbers_of_steps():
+    p, own = problem(N), [4, 1, 3, 4, 2, 4]
+    built = build(df.gasloc, p, static_ring(N), LR, inner_steps=own, outer_learning_rate=0.6, outer_momentum=0.8)
+    agree(run(built, p, STEPS), gasloc_loop(p, static_ring(N), 0.6, 0.8, own))
+    resting = df.gasloc(loss, df.adamw(0.1), df.topology("ring", N), inner_steps=own)
+    state = df.simulate(resting.step, N)(start(resting, p), batch(p), 0)[0]
+    counts = [leaf for leaf in trees.leaves(state.local.opt) if leaf.dtype == torch.int64]
+    assert all(count.tolist() == [1, 0, 0, 1, 0, 1] for count in counts) and counts  # who rests keeps its moments
+    with pytest.raises(
+        ValueError, match=r"gasloc\(inner_steps=\[1, 2\]\): one number of steps for each of the 6 workers"
+    ):
+        build(df.gasloc, p, static_ring(N), inner_steps=[1, 2])
 
 
 @schedules
@@ -166,6 +181,46 @@ def test_factored_gossip_diloco_without_its_second_mix_never_waits_and_takes_its
     outer = df.sgd(0.6, momentum=0.8, nesterov=True)
     algorithm = df.factored_gossip_diloco(loss, Sgd(LR), topology, inner_steps=H, outer_optimizer=outer)
     agree(run(algorithm, p, STEPS), factored_loop(p, np.stack([ring[0], np.eye(N)]), 0.6, 0.8))
+
+
+def orthogonal(m):
+    x = m.T if m.shape[0] > m.shape[1] else m
+    x = x / (np.linalg.norm(x) + 1e-7)
+    for _ in range(5):
+        a = x @ x.T
+        x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+    return x.T if m.shape[0] > m.shape[1] else x
+
+
+def test_diloco_of_muon_is_muloco_on_matrices_in_common_buckets():
+    """Two matrices share a bucket; each is orthogonalized as a whole (Thérien et al., 2025; arXiv:2505.23725)."""
+    n, rate, draw = 3, 0.02, np.random.default_rng(0)
+    shapes, steps = {"tall": (5, 2), "wide": (3, 4)}, 3 * H
+    target = {name: draw.normal(size=(n, *shape)) for name, shape in shapes.items()}
+    first = {name: draw.normal(size=shape) for name, shape in shapes.items()}
+
+    def distance(params, batch):
+        return sum(((params[name] - batch[name]) ** 2).sum() for name in shapes)
+
+    init, step = df.diloco(distance, df.transforms.muon(rate), df.topology("complete", n), inner_steps=H)
+    state = df.stack(init({name: torch.tensor(x) for name, x in first.items()}), n)
+    assert len(state.params) == 1
+    for t in range(steps):
+        state, _ = df.simulate(step, n)(state, {name: torch.tensor(x) for name, x in target.items()}, t)
+    for name, (rows, columns) in shapes.items():
+        phi, b = first[name], 0.0
+        theta, m = np.stack([phi] * n), np.zeros((n, rows, columns))
+        for t in range(steps):
+            g = 2 * (theta - target[name])
+            m = 0.95 * m + 0.05 * g
+            d = np.stack([orthogonal(x) for x in 0.05 * g + 0.95 * m])
+            theta = theta - rate * (np.sqrt(max(1, rows / columns)) * d + 0.1 * theta)
+            if (t + 1) % H == 0:
+                delta = phi - theta.mean(0)
+                b = 0.9 * b + delta
+                phi = phi - 0.7 * (delta + 0.9 * b)
+                theta = np.stack([phi] * n)
+        agree(state.params.tree()[name].numpy(), theta)
 
 
 def test_the_outer_optimizer_may_be_any_transform():

@@ -1,4 +1,4 @@
-"""Means weighted by tokens, in all_reduce and DiLoCo, against float64 loops, and what a weight of 0 means."""
+"""Means weighted by tokens, against float64 loops, and what a weight of 0 means."""
 
 import numpy as np
 import pytest
@@ -60,8 +60,25 @@ def diloco_loop(p):
     return np.stack(xs)
 
 
-LOOPS = [(df.all_reduce, {}, all_reduce_loop), (df.diloco, {"inner_steps": H}, diloco_loop)]
-each_method = pytest.mark.parametrize(("algorithm", "options", "loop"), LOOPS, ids=["all_reduce", "diloco"])
+def gossip_loop(p, matrices=None):
+    """Weighted gossip, by default the mean of all in every step."""
+    x, xs = p.start, [p.start]
+    for t in range(STEPS):
+        W = np.full((N, N), 1 / N) if matrices is None else matrices(t)
+        w, y = tokens_at(t), x - LR * p.gradients(x)
+        x = W @ (w[:, None] * y) / (W @ w)[:, None]
+        np.testing.assert_allclose(np.average(x, axis=0, weights=W @ w), np.average(y, axis=0, weights=w))
+        xs.append(x)
+    return np.stack(xs)
+
+
+LOOPS = [
+    (df.all_reduce, {}, all_reduce_loop),
+    (df.diloco, {"inner_steps": H}, diloco_loop),
+    (df.adapt_then_combine, {}, gossip_loop),
+]
+names = ["all_reduce", "diloco", "adapt_then_combine"]
+each_method = pytest.mark.parametrize(("algorithm", "options", "loop"), LOOPS, ids=names)
 
 
 @pytest.mark.thorough
@@ -99,6 +116,8 @@ def test_a_worker_of_weight_0_is_left_out(algorithm, options, loop):
     without = run(built(algorithm, 3, **options), others, lambda t: tokens_at(t)[:3])
     zero = run(built(algorithm, **options), p, lambda t: tokens_at(t) * (np.arange(N) < 3))
     np.testing.assert_allclose(zero[::H, :3], without[::H], rtol=0, atol=1e-12)
+    if algorithm is df.adapt_then_combine:  # without anybody's weight workers go on alone
+        return
     nobody = run(built(algorithm, **options), p, lambda t: np.zeros(N))
     np.testing.assert_allclose(nobody[-2 if algorithm is df.diloco else -1], p.start, atol=1e-14)
 
@@ -108,5 +127,40 @@ def test_a_weight_that_cannot_be_computed_is_refused(algorithm, options, loop):
     name = algorithm.__name__
     with pytest.raises(ValueError, match=rf"{name}\(weight=3.0\): expected a function"):
         built(algorithm, weight=3.0, **options)
-    with pytest.raises(ValueError, match=rf"{name}\(df.autograd\(loss_fn\), weight=...\)"):
-        algorithm(df.autograd(weighed), Sgd(LR), df.topology("complete", N), weight=lambda tokens: tokens, **options)
+    p = problem(N, starts_equal=True)
+    with pytest.raises(ValueError, match=r"it returned \[2\] values; a worker's weight is one number"):
+        run(built(algorithm, weight=lambda tokens: tokens.expand(2), **options), p)
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.thorough)])
+@each_method
+def test_weights_are_read_from_an_aux_outside_the_graph(algorithm, options, loop, compiled):
+    """With `df.autograd`, also Python numbers."""
+
+    def loss_of_numbers(params, batch):
+        found, tokens = weighed(params, batch)
+        return found, {"tokens": [int(tokens), "of this step"]}
+
+    p = problem(N, starts_equal=True)
+    topology, weight = df.topology("complete", N), lambda aux: aux["tokens"][0]
+    made = algorithm(df.autograd(loss_of_numbers), Sgd(LR), topology, bucket_mb=1e-9, weight=weight, **options)
+    step, state = df.simulate(made.step, N), start(made, p)
+    step = df.compile(step, backend="aot_eager") if compiled else step
+    for t in range(5):
+        state, _ = step(state, batch_at(p, t), t)
+    np.testing.assert_allclose(flat(state.params), loop(p)[5], rtol=0, atol=1e-10)
+
+
+def test_weighted_gossip_is_push_sum_of_a_round_and_weighted_local_sgd_between_averages():
+    p, topology = problem(N, starts_equal=True), df.topology("random-matching", N)
+    made = df.adapt_then_combine(weighed, Sgd(LR), topology, bucket_mb=1e-9, weight=lambda tokens: tokens)
+    expected = gossip_loop(p, lambda t: df.mixing_matrix(topology, t).numpy())
+    np.testing.assert_allclose(run(made, p), expected, rtol=0, atol=1e-10)
+    average = df.topologies.later(H - 1, df.topologies.every(H, df.topology("complete", N)))
+    local = df.adapt_then_combine(weighed, Sgd(LR), average, bucket_mb=1e-9, weight=lambda tokens: tokens)
+    outer = built(df.diloco, inner_steps=H, outer_learning_rate=1.0, outer_momentum=0.0)
+    np.testing.assert_allclose(run(local, p), run(outer, p), rtol=0, atol=1e-10)
+    with pytest.raises(
+        ValueError, match=r"adapt_then_combine\(weight=..., wire_dtype=torch.bfloat16, gossip_rounds=1\)"
+    ):
+        built(df.adapt_then_combine, wire_dtype=torch.bfloat16)

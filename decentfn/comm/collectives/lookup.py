@@ -90,9 +90,11 @@ def _look_up_kernel(token: Tensor, handle: Tensor, t: Tensor, slots: int, worker
     return (rows[here.rank * workers : (here.rank + 1) * workers] if workers else rows[here.rank]).clone()
 
 
-def _look_up_vmap(info: Any, in_dims: Any, *arguments: Any) -> tuple[Tensor, int]:
-    token, handle, t, slots, _ = arguments
+def _look_up_vmap(info: Any, in_dims: Any, *arguments: Any) -> tuple[Tensor, int | None]:
+    token, handle, t, slots, workers = arguments
     require_worker_axis("a look-up", in_dims[0], in_dims[1:3])
+    if workers:  # over the runs of a sweep, which have the same rows
+        return _look_up(token.select(in_dims[0], 0), handle, t, slots, workers), None
     return _look_up(token, handle, t, slots, info.batch_size), 0
 
 

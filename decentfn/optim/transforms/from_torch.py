@@ -263,6 +263,11 @@ def _over_workers(
         pairs = zip(tensors, dims, strict=True)
         return [x.expand(info.batch_size, *x.shape) if d is None else x.movedim(d, 0) for x, d in pairs]
 
+    if workers:
+        raise ValueError(
+            "sweep(step, R): df.from_torch updates one worker after the other, so nothing is gained; use df.sgd, df.adamw or "
+            "another optimizer of df.transforms, or train one run after the other."
+        )
     parts = [first(x, d) for x, d in zip((grads, params, state), in_dims[:3], strict=True)]
     out = _step(*parts, handle, plan, info.batch_size)
     return out, [0] * len(out)

@@ -1,0 +1,101 @@
+"""`sweep`: many simulated runs in one process, as one batch of runs over the batch of workers."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from decentfn.comm import collectives
+from decentfn.core import trees
+from decentfn.core.formatting import brief
+from decentfn.core.numbers import MOST_WORKERS, checks_numbers, require, require_at_most
+from decentfn.core.stacking import over_runs, require_runs
+from decentfn.core.trees import PyTree
+from decentfn.kit.step import Step
+
+
+@checks_numbers
+def sweep(step: Step, num_runs: int) -> Step:
+    """Return the step of `num_runs` simulated runs at once: every leaf of state, batch and metrics gains a leading `[R]`.
+
+    Runs do not communicate; each equals the same run alone. They share the algorithm, the topology and what the loss
+    draws (dropout), and differ in data: the start, the batches, the learning rate of each
+    (`df.set_learning_rate(states, rates)`, `[R, N]`) and schedules made by `df.schedules.per_run`, such as γ of
+    `adapt_while_communicate`. In one process, on the traced gradient path. For small models, whose time is that of
+    many small operations; compile as `df.compile(df.sweep(df.simulate(step, N), R))`.
+
+    Args:
+        step: a simulated step, `df.simulate(step, N)`.
+        num_runs: R >= 1. `df.stack_runs` stacks the stacked states, and the batches, of all runs; `df.worker(states, r)`
+            is the stacked state of run r.
+
+    Raises:
+        ValueError: R is not positive; a step that is not simulated, or compiled, donated or swept already; one whose loss
+            is `df.autograd`; or (when called) a leaf without R rows, or several processes.
+
+    >>> import torch, decentfn as df
+    >>> init, step = df.adapt_while_communicate(lambda x, b: ((x - b) ** 2).sum(), df.sgd(0.1), df.topology("ring", 4))
+    >>> states, step = df.stack_runs([df.stack(init(torch.zeros(1)), 4)] * 2), df.sweep(df.simulate(step, 4), 2)
+    >>> states = df.set_learning_rate(states, torch.tensor([[0.1], [0.5]]).double().expand(2, 4))
+    >>> states, metrics = step(states, torch.ones(2, 4, 1), 0)
+    >>> df.params(df.worker(states, 1)).tolist()
+    [[1.0], [1.0], [1.0], [1.0]]
+    """
+    if not isinstance(step, Step) or step.simulated is None:
+        raise ValueError(f"sweep({brief(step)}): expected a simulated step, df.sweep(df.simulate(step, N), R).")
+    if step.is_compiled or step.is_donated or step.num_runs is not None:
+        done = "compile" if step.is_compiled else "donate" if step.is_donated else "sweep"
+        way_out = "once, with all runs" if done == "sweep" else f"the other way round, df.{done}(df.sweep(step, R))"
+        raise ValueError(f"sweep({done}(step), R): {way_out}.")
+    if step.is_by_autograd:
+        raise ValueError(
+            "sweep(step of df.autograd(loss_fn), R): PyTorch's autograd computes one worker after the other, so nothing "
+            "is gained; pass the loss without df.autograd, or train one run after the other."
+        )
+    require_at_most("sweep", MOST_WORKERS, num_runs=num_runs)
+    one = step.run
+
+    def run(states: Any, batches: PyTree, t: Tensor) -> tuple[Any, Any]:
+        require_runs("states", states, num_runs)
+        require_runs("batches", trees.plain(batches), num_runs)
+        return over_runs(lambda state, batch: one(state, batch, t), num_runs, states, trees.plain(batches))
+
+    def check(states: Any, batches: PyTree, t: Tensor) -> None:
+        if collectives.world().size > 1:
+            raise ValueError(
+                f"sweep(step, {num_runs}): {collectives.world().size} processes run, and a sweep is of one process; start "
+                "each process alone, without torchrun, with a part of the runs."
+            )
+        require_runs("states", states, num_runs)
+        require_runs("batches", trees.plain(batches), num_runs)
+        assert step.check is not None
+        step.check(*trees.map(lambda leaf: leaf[0], (states, trees.plain(batches))), t)
+
+    return replace(step, run=run, check=None if step.check is None else check, num_runs=num_runs)
+
+
+def stack_runs(runs: Sequence[PyTree]) -> PyTree:
+    """Stack the states (or the batches) of several runs: every leaf `[N, ...]` becomes `[R, N, ...]`, in new memory.
+
+    Args:
+        runs: one tree for each run, of equal structure, shapes and dtypes.
+
+    Raises:
+        ValueError: no runs, or unequal ones.
+    """
+    require(isinstance(runs, (list, tuple)) and len(runs) > 0, "stack_runs", "expected a list of states.", runs=runs)
+    first = _described(runs[0])
+    for r, its in enumerate(runs):
+        found = _described(its)
+        theirs, ours = next((pair for pair in itertools.zip_longest(found, first) if pair[0] != pair[1]), (None, None))
+        require(found == first, "stack_runs", f"run {r} has the leaf {theirs} where run 0 has {ours}.")
+    return trees.map(lambda *rows: torch.stack(rows), *runs)
+
+
+def _described(tree: PyTree) -> list[str]:
+    return [f"{name} {list(leaf.shape)} {leaf.dtype}" for name, leaf in trees.named_leaves(tree)]

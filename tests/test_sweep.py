@@ -1,0 +1,102 @@
+"""Many simulated runs at once: each equals the same run alone."""
+
+import pytest
+import torch
+
+import decentfn as df
+from decentfn.core import trees
+
+N, R, D, STEPS = 4, 3, 5, 7
+RATES, GAMMAS = [0.01, 0.02, 0.05], [0.3, 0.6, 1.0]
+
+
+def loss_fn(params, batch):
+    A, b = batch
+    noise = torch.randn_like(b)  # the same in all runs, another for each worker
+    return ((A @ params["w"] + params["v"] - b) ** 2).mean() + 0.1 * (noise * params["v"]).sum()
+
+
+CASES = {
+    "adapt_while_communicate": lambda gamma: df.adapt_while_communicate(
+        loss_fn, df.adamw(1.0), df.topology("random-matching", N), gamma=gamma
+    ),
+    "diloco": lambda gamma: df.diloco(loss_fn, df.sgd(1.0), df.topology("complete", N), inner_steps=3),
+    "choco_sgd": lambda gamma: df.choco_sgd(
+        loss_fn, df.sgd(1.0), df.topology("static-ring", N), compressor=df.compressors.random_k(0.5), gamma=0.3
+    ),
+    "relay_sgd": lambda gamma: df.relay_sgd(loss_fn, df.sgd(1.0), df.topology("chain", N)),
+}
+
+
+def data():
+    draw = torch.Generator().manual_seed(0)
+    A, b, w = (torch.randn(*shape, generator=draw).double() for shape in ((R, N, D, D), (R, N, D), (R, D)))
+    return (A, b), [{"w": row, "v": torch.zeros(D).double()} for row in w]
+
+
+def run(step, state, batch):
+    torch.manual_seed(5)
+    for t in range(STEPS):
+        state, metrics = step(state, batch, t)
+    return state, metrics
+
+
+def made(init, start, rate):
+    return df.set_learning_rate(df.stack(init(start), N), rate)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_a_run_of_a_sweep_equals_the_same_run_alone(name, compiled):
+    """Starts, batches, learning rates and γ differ between the runs."""
+    batches, starts = data()
+    init, step = CASES[name](df.schedules.per_run(GAMMAS))
+    step = df.sweep(df.simulate(step, N), R)
+    states = df.stack_runs([made(init, starts[r], RATES[r]) for r in range(R)])
+    states, metrics = run(df.compile(step, backend="aot_eager") if compiled else step, states, batches)
+    for r in range(R):
+        init, step = CASES[name](GAMMAS[r])
+        state, its = run(df.simulate(step, N), made(init, starts[r], RATES[r]), trees.map(lambda x, r=r: x[r], batches))
+        torch.testing.assert_close(df.worker(states, r).params.tree(), state.params.tree(), rtol=0, atol=1e-12)
+        torch.testing.assert_close(metrics.loss[r], its.loss, rtol=0, atol=1e-12)
+        assert df.consensus_distance(df.worker(states, r)) == pytest.approx(
+            float(df.consensus_distance(state)), abs=1e-12
+        )
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda step: df.sweep(step, 2), r"sweep\(.*expected a simulated step, df.sweep\(df.simulate\(step, N\), R\)"),
+        (lambda step: df.sweep(df.compile(df.simulate(step, N)), 2), r"the other way round, df.compile\(df.sweep"),
+        (lambda step: df.sweep(df.sweep(df.simulate(step, N), 2), 2), "once, with all runs"),
+        (lambda step: df.simulate(df.sweep(df.simulate(step, N), 2), N), "simulate once"),
+        (lambda step: df.sweep(df.simulate(step, N), 0), r"sweep\(num_runs=0\)"),
+    ],
+)
+def test_a_wrong_order_is_named(make, said):
+    with pytest.raises(ValueError, match=said):
+        make(CASES["diloco"](1.0).step)
+
+
+def test_what_differs_between_runs_has_a_row_for_each():
+    batches, starts = data()
+    init, step = CASES["adapt_while_communicate"](df.schedules.per_run([0.5, 1.0]))
+    sweep, states = df.sweep(df.simulate(step, N), R), df.stack(df.stack(init(starts[0]), N), R)
+    with pytest.raises(ValueError, match=r"sweep\(num_runs=3\): leaf .* of the batches .* must be the 3 runs"):
+        sweep(states, trees.map(lambda x: x[:2], batches), 0)
+    with pytest.raises(ValueError, match=r"per_run\(\[0.5, 1.0\]\): 2 values, and the sweep has 3 runs"):
+        sweep(states, batches, 0)
+    with pytest.raises(
+        ValueError, match=r"stack_runs: run 1 has the leaf v \[6\] torch.float64 where run 0 has v \[5\]"
+    ):
+        df.stack_runs([starts[0], starts[1] | {"v": torch.zeros(D + 1).double()}])
+    with pytest.raises(ValueError, match=r"per_run\(values=\[\]\): expected one number per run"):
+        df.schedules.per_run([])
+    by_autograd = df.all_reduce(df.autograd(loss_fn), df.sgd(0.1), df.topology("complete", N))
+    with pytest.raises(ValueError, match=r"sweep\(step of df.autograd\(loss_fn\), R\)"):
+        df.sweep(df.simulate(by_autograd.step, N), R)
+    of_torch = df.all_reduce(loss_fn, df.from_torch(torch.optim.Adagrad), df.topology("complete", N))
+    states = df.stack(df.stack(of_torch.init(starts[0]), N), R)
+    with pytest.raises(ValueError, match=r"df.from_torch updates one worker after the other"):
+        df.sweep(df.simulate(of_torch.step, N), R)(states, batches, 0)
