@@ -12,7 +12,6 @@ suffice), the paper's I - αΛ; η: the outer learning rate; γ: the outer momen
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple, Unpack
 
 from torch import Tensor
@@ -57,7 +56,7 @@ def gasloc(
     optimizer: Any,
     topology: Topology,
     *,
-    inner_steps: int | Sequence[int] = 50,
+    inner_steps: int | list[int] | tuple[int, ...] = 50,
     outer_learning_rate: float = 0.7,
     outer_momentum: float = 0.9,
     gossip_rounds: int = 1,
@@ -86,15 +85,15 @@ def gasloc(
         ValueError: H < 1, η not positive, γ outside [0, 1], a push-sum topology.
     """
     worker = Worker(loss_fn, optimizer, topology, gossip_rounds=gossip_rounds, **options)
-    own_steps = tuple(inner_steps) if isinstance(inner_steps, (list, tuple)) else ()
-    for steps in own_steps or (inner_steps,):
-        require_whole("gasloc", inner_steps=steps)
+    steps = tuple(inner_steps) if isinstance(inner_steps, (list, tuple)) else (inner_steps,) * topology.num_workers
+    for its in steps:
+        require_whole("gasloc", inner_steps=its)
     rule = f"one number of steps for each of the {topology.num_workers} workers."
-    require(len(own_steps) in (0, topology.num_workers), "gasloc", rule, inner_steps=inner_steps)
+    require(len(steps) == topology.num_workers, "gasloc", rule, inner_steps=inner_steps)
     require_positive("gasloc", outer_learning_rate=outer_learning_rate)
     require_fractions("gasloc", outer_momentum=outer_momentum)
     require_doubly_stochastic("gasloc", topology)
-    schedule = after_steps(max(own_steps or (inner_steps,)), topology)
+    schedule = after_steps(max(steps), topology)
     rate, momentum = (
         as_input("gasloc", "outer_learning_rate", outer_learning_rate),
         as_input("gasloc", "outer_momentum", outer_momentum),
@@ -107,4 +106,6 @@ def gasloc(
         phi = each(lambda mixed, y, old: mixed + gamma * (y - old), worker.mix(y, t, schedule), y, y_old)
         return phi, Memory(phi, y)
 
-    return worker.algorithm(local_steps(worker, schedule, outer, own_steps=own_steps), Memory.restart)
+    return worker.algorithm(
+        local_steps(worker, schedule, outer, own_steps=steps if min(steps) < max(steps) else ()), Memory.restart
+    )

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from decentfn.comm import collectives, gossip
-from decentfn.comm.collectives import Constant
 from decentfn.core import trees
+from decentfn.core.scalars import Numbers
 from decentfn.core.trees import PyTree
 from decentfn.kit import (
     Buckets,
@@ -62,12 +62,12 @@ def local_steps(
         own_steps: number of steps that each worker takes before each outer step; none: all.
         weight: function from the gradient to a number that is added to `memory.weight` in every step.
     """
-    longest, counts = max(own_steps, default=1), Constant(torch.tensor(own_steps, dtype=torch.int64))
+    longest, counts = max(own_steps, default=1), Numbers(*own_steps)
 
     def takes_part(theta: Buckets, t: Tensor) -> Tensor:
         """Return True (0-d bool) in the last steps of a round, as many as this worker takes."""
         number, row = collectives.on_device(theta[0], t), collectives.look_up(theta[0], schedule, t)
-        mine = counts.on(theta[0]).index_select(0, row.worker.view(1))[0]
+        mine = counts.vector(theta[0]).index_select(0, row.worker.view(1))[0]
         return number % longest >= longest - mine
 
     def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:

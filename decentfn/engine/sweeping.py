@@ -74,7 +74,8 @@ def sweep(step: Step, num_runs: int) -> Step:
         require_runs("states", states, num_runs)
         require_runs("batches", trees.plain(batches), num_runs)
         assert step.check is not None
-        step.check(*trees.map(lambda leaf: leaf[0], (states, trees.plain(batches))), t)
+        first, batch = (trees.map(lambda leaf: leaf[0], tree) for tree in (states, trees.plain(batches)))
+        step.check(first, batch, t)
 
     return replace(step, run=run, check=None if step.check is None else check, num_runs=num_runs)
 
@@ -89,9 +90,9 @@ def stack_runs(runs: Sequence[PyTree]) -> PyTree:
         ValueError: no runs, or unequal ones.
     """
     require(isinstance(runs, (list, tuple)) and len(runs) > 0, "stack_runs", "expected a list of states.", runs=runs)
-    first = _described(runs[0])
-    for r, its in enumerate(runs):
-        found = _described(its)
+    described = [_described(run) for run in runs]
+    first = described[0]
+    for r, found in enumerate(described):
         theirs, ours = next((pair for pair in itertools.zip_longest(found, first) if pair[0] != pair[1]), (None, None))
         require(found == first, "stack_runs", f"run {r} has the leaf {theirs} where run 0 has {ours}.")
     return trees.map(lambda *rows: torch.stack(rows), *runs)
