@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import decentfn as df
 from tests.ranks import Ranks
 
-N, STEPS, WARM_UP = 4, 30, 4
+N, STEPS, WARM_UP = 4, 44, 4
 COMPUTE_S, SLOWER = 0.1, 3
 METHODS = {
     "one-peer gossip (`adapt_while_communicate`)": lambda loss: df.adapt_while_communicate(

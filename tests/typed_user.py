@@ -136,7 +136,8 @@ def planning(state: df.State, topology: df.Topology) -> None:
     rates: list[Tensor] = [df.learning_rate(state), df.draws.uniform(0, 0, 0, [3])]
     optimizer = df.from_torch(lambda params: torch.optim.NAdam(params, lr=2e-3))
     step = df.survive(df.adapt_then_combine(loss_fn, optimizer, topology).step)
-    assert callable(step) and rates and df.distance_in_steps
+    state, first = df.join(step, state, torch.zeros(3))
+    assert callable(step) and rates and df.distance_in_steps and first >= 0
 
 
 def drawing(topology: df.Topology, folder: Path) -> None:

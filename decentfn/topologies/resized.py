@@ -101,7 +101,7 @@ def in_place(topology: Topology, workers: Collection[int]) -> Topology:
 def enlarged(topology: Topology, num_workers: int) -> Topology:
     """Return the schedule of more workers than a step was compiled for, in its form, as `in_place` does for fewer.
 
-    That is `resized(num_workers)` if it fits.
+    That is `resized(num_workers)` if it fits. A mean of all in one step stays one if the family's is one for that size.
 
     Args:
         topology: of the workers that the step was compiled for.
@@ -110,12 +110,17 @@ def enlarged(topology: Topology, num_workers: int) -> Topology:
     Raises:
         ValueError: none fits.
     """
-    return _first_that_fits(
+    wanted = resized(topology, num_workers).topology
+    made = _first_that_fits(
         topology,
         num_workers,
         lambda part: enlarged(part, num_workers),
-        lambda: resized(topology, num_workers).topology,
+        lambda: wanted,
     )
+    is_mean = consensus_steps(topology) == consensus_steps(wanted) == 1
+    rule = f"the mean of all of {topology!r} has no form for {num_workers} workers in the compiled step."
+    require(not is_mean or consensus_steps(made) == 1, "enlarged", rule)
+    return made
 
 
 def _first_that_fits(

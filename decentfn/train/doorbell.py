@@ -41,14 +41,19 @@ class Doorbell:
         self._addresses: dict[int, tuple[str, int]] = {}
         self._known = set[int]()
 
-    def learn(self, seats: Iterable[int]) -> None:
-        """Look up the addresses of these processes; wait for those that have not written theirs."""
+    def learn(self, seats: Iterable[int], *, answered: bool = False) -> None:
+        """Look up the addresses of these processes; wait for those that have not written theirs.
+
+        Where an address is wrong from the start, as on a machine with several, nothing follows from a refusal, unless
+        the process is known to have `answered` another one.
+        """
+        if answered:
+            self._known.update(seats)
         if not (new := [seat for seat in seats if seat not in self._addresses]):
             return
         for seat, told in zip(new, self._store.multi_get([f"doorbell {seat}" for seat in new]), strict=True):
             host, port = told.decode().split()
             self._addresses[seat] = host, int(port)
-            # Where an address is wrong from the start, as on a machine with several, nothing follows from a refusal.
             if self._ring(seat) == "answers":
                 self._known.add(seat)
 
@@ -59,6 +64,10 @@ class Doorbell:
     def ring(self, seat: int) -> Literal["answers", "gone", "silent"]:
         """Return "gone" if a process has ended, "silent" if its machine is not reached."""
         return self._ring(seat) if seat in self._known else "answers"
+
+    def reaches(self, seat: int) -> bool:
+        """Return True if a process answers, and has answered before."""
+        return seat in self._known and self._ring(seat) == "answers"
 
     def clear(self) -> None:
         """Forget who has rung; a full line would drop further ones."""

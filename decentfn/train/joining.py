@@ -103,12 +103,13 @@ def new_seat(here: World, run: Store) -> int:
     return here.num_seats + run.add("newcomers", 1) - 1
 
 
-def await_admission(run: Store, seat: int) -> Admission:
+def await_admission(run: Store, seat: int, doorbell: Doorbell) -> Admission:
     """Leave a note that this seat waits, and wait until the others admit it."""
     run.set(f"waiting {seat}", "")
     while not run.check([f"admitted {seat}"]):
         if run.check([f"refused {seat}"]):
             raise ValueError(f"join(step, state, batch): {run.get(f'refused {seat}').decode()}")
+        doorbell.clear()
         time.sleep(POLL_S)
     generation, seats, places, step, donor = json.loads(run.get(f"admitted {seat}"))
     return Admission(generation, tuple(seats), tuple(places), step, donor)
@@ -118,21 +119,25 @@ def await_admission(run: Store, seat: int) -> Admission:
 
 
 def waiting(here: World, run: Store, doorbell: Doorbell) -> list[int]:
-    """Return the seats that wait; refuse those for whom the step has no schedule."""
+    """Return the seats that wait; refuse those that do not answer, or for whom the step has no schedule."""
     numbers = range(here.num_seats, here.num_seats + run.add("newcomers", 0))
     seats = [seat for seat in numbers if seat not in here.seats and run.check([f"waiting {seat}"])]
     doorbell.learn(seats)
     found: list[int] = []
     for seat in seats:
         size = here.size + len(found) + 1
-        if doorbell.ring(seat) == "gone":
-            run.delete_key(f"waiting {seat}")
-        elif here.has_schedules(size):
-            found.append(seat)
+        if not doorbell.reaches(seat):
+            _refuse(run, seat, "the run's workers do not reach this process.")
+        elif not here.has_schedules(size):
+            _refuse(run, seat, f"the run's steps were compiled for schedules that cannot have {size} workers.")
         else:
-            run.set(f"refused {seat}", f"the run's steps were compiled for schedules that cannot have {size} workers.")
-            run.delete_key(f"waiting {seat}")
+            found.append(seat)
     return found
+
+
+def _refuse(run: Store, seat: int, why: str) -> None:
+    run.set(f"refused {seat}", why)
+    run.delete_key(f"waiting {seat}")
 
 
 def admit(run: Store, generation: int, decision: Decision, places: Sequence[int], newcomers: Sequence[int]) -> None:

@@ -91,7 +91,7 @@ def join(step: Step, state: Any, batch: PyTree) -> tuple[Any, int]:
         `(state, t)`: the state, and the step to begin with; `(state, 0)` in a process that did not come to join.
 
     Raises:
-        ValueError: `step` is not from `df.survive`, or compiled code has no schedule of one worker more.
+        ValueError: `step` is not from `df.survive`; the others do not reach this process, or have no schedule for it.
         df.errors.PlanMismatch: the run's states have another form.
         df.errors.PeerLost: the store has ended.
 
@@ -198,7 +198,7 @@ class _Survivor:
             while True:
                 seat = joining.new_seat(here, run)
                 doorbell = self._doorbell = Doorbell(PrefixStore("survive", run), seat)
-                told = joining.await_admission(run, seat)
+                told = joining.await_admission(run, seat, doorbell)
                 here.seat, here.steps.agrees = seat, True
                 try:
                     doorbell.learn(told.seats)
@@ -242,7 +242,7 @@ class _Survivor:
             try:
                 joining.admit(self._store, generation, decision, places, newcomers)
                 here.go_on(generation, decision.seats, places, self._store)
-                doorbell.learn(newcomers)
+                doorbell.learn(newcomers, answered=True)
                 self._meet(here)
                 here.connect()
                 kept_state = _kept(joining.hand_over(here, todo[0].state, decision.seats[0], newcomers))

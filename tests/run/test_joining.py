@@ -7,12 +7,15 @@ from datetime import timedelta
 import pytest
 import torch
 from sklearn.datasets import load_digits
+from torch.distributed import HashStore
+from torch.distributed.distributed_c10d import PrefixStore
 
 import decentfn as df
 from decentfn.comm.collectives import World, use, world
 from decentfn.core import trees
 from decentfn.testing import on_ranks
-from decentfn.train.joining import wait_for_run
+from decentfn.train.doorbell import Doorbell
+from decentfn.train.joining import await_admission, new_seat, open_run, wait_for_run
 from tests.run import survivors
 from tests.run.survivors import F64, RATE, gradient, loss_fn, start_params
 from tests.run.test_survival import leave
@@ -244,3 +247,97 @@ def test_every_kind_of_algorithm_is_joined_without_a_compilation(backend, tmp_pa
     jobs = [job | {"backend": backend, "timeout": 120} for job in (*after_losses, *more)]
     for job, lines in zip(jobs, survivors.results(tmp_path, jobs), strict=True):
         assert_joined(lines, workers=3 if "dies" in job else 4, graphs=int(backend is not None))
+
+
+# -- what is refused ----------------------------------------------------------------------------------------------------
+
+
+def a_run(state):
+    """The store of a run of two workers."""
+    here = World(None, 0, 2)
+    here._store = HashStore()
+    open_run(here, state)
+    return here.store
+
+
+def test_what_cannot_join_is_refused(monkeypatch):
+    init, step = ALGORITHMS["gossip"](loss_fn, 2)
+    state, batch = init(start_params(0, "gossip")), gradient(0, 0)
+    with pytest.raises(ValueError, match=r"join\(.*df.survive\(step\)"):
+        df.join(step, state, batch)
+    assert df.join(df.survive(step), state, batch) == (state, 0)
+    other = {"x": torch.zeros(3, dtype=F64)}
+    with use(wait_for_run(World(None, 0, 1), a_run(state), timedelta(seconds=5))):
+        init, step = ALGORITHMS["gossip"](loss_fn, world().num_workers)
+        with pytest.raises(df.errors.PlanMismatch, match="other leaves, shapes or dtypes"):
+            df.join(df.survive(step), init(other), batch[:3])
+    monkeypatch.setenv("MASTER_ADDR", "")
+    with pytest.raises(ValueError, match=r"init\(join=True\): MASTER_ADDR=''"):
+        df.init(join=True)
+
+
+@pytest.mark.parametrize("is_admitted", [False, True])
+def test_a_newcomer_that_dies_before_it_has_the_state_is_left_out(is_admitted):
+    task, gone = Linear("gossip"), threading.Event()
+
+    def on_this_rank(rank):
+        init, step = task.algorithm(3)
+        step, state = df.survive(step), init(task.params(rank))
+        store = world().store
+        for t in range(12):
+            if rank == 0 and t == 2:
+                newcomer = wait_for_run(World(None, 0, 1), store, timedelta(seconds=5))
+                seat = new_seat(newcomer, newcomer.awaits)
+                bell = Doorbell(PrefixStore("survive", newcomer.awaits), seat)
+                threading.Thread(target=die, args=(newcomer.awaits, seat, bell)).start()
+                if not is_admitted:
+                    assert gone.wait(10)
+            if rank == 0 and t > 2:
+                time.sleep(0.1)
+            state, _ = step(state, task.batch(t), t)
+        return world().seats, world().generation, state.params.tensors[0]
+
+    def die(run, seat, bell):
+        if is_admitted:
+            await_admission(run, seat, bell)
+        else:
+            run.set(f"waiting {seat}", "")
+        bell.close()
+        gone.set()
+
+    seats, generations, x = zip(*on_ranks(3, on_this_rank), strict=True)
+    assert set(seats) == {(0, 1, 2)} and set(generations) == {2 if is_admitted else 0}
+    moved = RATE * sum(gradient(i, t) for i in range(3) for t in range(12))
+    assert (sum(x) - sum(task.params(i)["x"] for i in range(3)) + moved).abs().max() < 1e-13
+
+
+def test_a_worker_too_many_for_the_compiled_schedule_is_refused_and_the_others_go_on():
+    """Two workers of `complete` exchange messages; three would need a group average."""
+    task = Linear("two")
+    task.algorithm = lambda n: df.adapt_then_combine(loss_fn, df.sgd(RATE), df.topology("complete", n))
+    refused = []
+
+    def come(store):
+        with use(wait_for_run(World(None, 0, 1), store, timedelta(seconds=20))):
+            init, step = task.algorithm(world().num_workers)
+            try:
+                df.join(df.survive(step), init(start_params(2, "two")), gradient(2, 0))
+            except ValueError as error:
+                refused.append(str(error))
+
+    def on_this_rank(rank):
+        init, step = task.algorithm(2)
+        step, state, t = df.survive(step), init(start_params(rank, "two")), 0
+        newcomer = threading.Thread(target=come, args=(world().store,))
+        if rank == 0:
+            newcomer.start()
+        while t < 60:
+            state, _ = step(state, task.batch(t), t)
+            t += 1
+            time.sleep(0 if refused else 0.1)
+        if rank == 0:
+            newcomer.join()
+        return world().generation
+
+    assert on_ranks(2, on_this_rank) == [0, 0]
+    assert len(refused) == 1 and "cannot have 3 workers" in refused[0]

@@ -10,8 +10,9 @@ import torch
 
 import decentfn as df
 from decentfn import topologies
+from decentfn.comm.gossip.compressed import everyone
 from decentfn.topologies import certificate, mixing_matrix, registry, topology, topology_names
-from decentfn.topologies.resized import in_place
+from decentfn.topologies.resized import enlarged, in_place
 from tests.topologies import is_doubly_stochastic
 from tests.topologies.test_topologies import make
 
@@ -141,3 +142,33 @@ def test_in_place_a_combination_is_made_of_its_parts():
             expected = mixing_matrix(in_place(df.topology("one-peer-exp", 4), [2]), t // 3)
         assert torch.equal(mixing_matrix(left, t), expected)
     assert pickle.loads(pickle.dumps(mixes)).made_from.args[0] == 3
+
+
+@pytest.mark.parametrize(
+    "name", ["base", "static-ring", "one-peer-exp-directed", "complete", "static-exp", "random-matching"]
+)
+@pytest.mark.parametrize("n", [3, 6])
+def test_enlarged_a_schedule_keeps_its_form(name, n):
+    made = df.topology(name, n)
+    grown = enlarged(made, n + 1)
+    assert (grown.num_workers, grown.slots, grown.has_groups) == (n + 1, made.slots, made.has_groups)
+    assert (grown.period == 1) >= (made.period == 1) and certificate(grown).is_connected
+    rounds = [mixing_matrix(grown, t) for t in range(4)]
+    assert all(is_doubly_stochastic(w) for w in rounds)
+    if certificate(made).is_symmetric:
+        assert all(torch.allclose(w, w.T, rtol=0, atol=1e-12) for w in rounds)
+    half = enlarged(topologies.every(2, made), n + 1)
+    for t in range(4):
+        expected = torch.eye(n + 1).double() if t % 2 else mixing_matrix(grown, t // 2)
+        assert torch.equal(mixing_matrix(half, t), expected)
+
+
+def test_an_algorithms_own_mean_of_all_stays_one_or_cannot_grow():
+    for mean in (everyone(4), topologies.every(3, everyone(4))):
+        with pytest.raises(ValueError, match="mean of all .* no form for 5 workers"):
+            enlarged(mean, 5)
+
+
+def test_a_static_schedule_of_two_cannot_grow_in_its_form():
+    with pytest.raises(ValueError, match="no schedule of 3 workers fits"):
+        enlarged(df.topology("base", 2), 3)

@@ -112,6 +112,11 @@ _look_up = operator(
 def _members_kernel(group: Tensor, handle: Tensor, t: Tensor, num_workers: int) -> Tensor:
     topology = (context.step_world or world()).schedule(int(handle))
     theirs = topology.rows(t, group.device)[:, _GROUP]
+    if len(theirs) > num_workers:
+        raise ValueError(
+            f"a mix-aware optimizer's step was made for {num_workers} workers, and there are {len(theirs)} since others have "
+            "joined; start the run again."
+        )
     return pad(theirs, (0, num_workers - len(theirs)), value=-1.0) == group[..., None]
 
 
