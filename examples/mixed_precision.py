@@ -6,6 +6,7 @@ A small language model on four simulated workers, in every combination of 16-bit
 (docs/mixed_precision.md). Bytes are per worker; `step` is what one step allocates at most.
 """
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import command_line
@@ -15,7 +16,6 @@ from byte_transformer import Transformer, Windows, read_corpus
 from torch.profiler import ProfilerActivity, profile
 
 import decentfn as df
-from decentfn.core import trees
 
 N, SEQ_LEN, BATCH = 4, 64, 8
 
@@ -64,8 +64,14 @@ def measured(loss_fn: Any, params: Any, wire: torch.dtype | None, data: Any, ste
         peak = max(peak, now)
     numbers = sum(bucket.numel for bucket in one.params.plan.buckets)
     sent = numbers * (wire or next(iter(params.values())).dtype).itemsize
-    kept = sum(leaf.nbytes for leaf in trees.leaves(one))
-    return Row(kept / 1e6, sent / 1e6, peak / N / 1e6, float(torch.stack(last[-20:]).mean()))
+    return Row(nbytes(one) / 1e6, sent / 1e6, peak / N / 1e6, float(torch.stack(last[-20:]).mean()))
+
+
+def nbytes(state: Any) -> int:
+    if isinstance(state, torch.Tensor):
+        return state.nbytes
+    parts = state.values() if isinstance(state, dict) else state if isinstance(state, Iterable) else ()
+    return sum(nbytes(part) for part in parts)
 
 
 def batch_of(data: Any, t: int) -> Any:

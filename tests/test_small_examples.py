@@ -162,6 +162,16 @@ def test_lion_trains(example):
     assert min(example("custom_optimizer").main(steps=60).values()) > 0.85
 
 
+def test_16_bit_numbers_halve_messages_and_shrink_steps(example):
+    table = example("mixed_precision").main(steps=2)
+    full, half = table["float32"], table["float32, bfloat16 wire"]
+    assert half.wire == full.wire / 2 and half.state == full.state
+    assert full.state == pytest.approx(3 * full.wire, rel=0.01)  # parameters and two moments
+    assert table["bfloat16 autocast"].step < 0.8 * full.step
+    assert table["bfloat16 parameters alone"].state == pytest.approx(full.state - full.wire / 2, rel=1e-3)
+    assert all(row.loss == pytest.approx(full.loss, abs=0.05) for row in table.values())
+
+
 def test_a_third_of_the_bytes_trains_as_well(example):
     table = example("compressed_gossip").main(steps=200)
     d, neighbors = 64 * 32 + 32 + 32 * 10 + 10, 2

@@ -21,7 +21,7 @@ def blank(call: str, width: float, height: float) -> Figure:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
         raise ModuleNotFoundError(
-            f"df.plots.{call}: pictures need matplotlib, which is not installed: pip install 'decentfn[plots]'."
+            f"df.plots.{call}: pictures need matplotlib, which is not installed: pip install matplotlib."
         ) from None
     return Figure(figsize=(width, height), layout="constrained")
 

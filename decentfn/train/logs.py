@@ -96,7 +96,7 @@ class TensorBoard(_Log):
         except ImportError as error:
             raise ImportError(
                 f"df.logs.TensorBoard({str(directory)!r}): TensorBoard is not installed ({error}); "
-                "pip install 'decentfn[tensorboard]', or leave it out: a JSONLines log has the same numbers."
+                "pip install tensorboard, or leave it out: a JSONLines log has the same numbers."
             ) from None
         is_first = collectives.everyone().rank == 0
         self._writer = SummaryWriter(str(directory), purge_step=first_step or None) if is_first else None
