@@ -84,15 +84,15 @@ def gasloc(
         ValueError: H < 1, η not positive, γ outside [0, 1], a push-sum topology.
     """
     worker = Worker(loss_fn, optimizer, topology, gossip_rounds=gossip_rounds, **options)
-    own_steps = tuple(inner_steps) if isinstance(inner_steps, (list, tuple)) else ()
-    for steps in own_steps or (inner_steps,):
-        require_whole("gasloc", inner_steps=steps)
-    rule = f"one number of steps for each of the {topology.num_workers} workers."
-    require(len(own_steps) in (0, topology.num_workers), "gasloc", rule, inner_steps=inner_steps)
+    n = topology.num_workers
+    counts = tuple(inner_steps) if isinstance(inner_steps, Sequence) else (inner_steps,) * n
+    require(len(counts) == n, "gasloc", f"one number of steps for each of the {n} workers.", inner_steps=inner_steps)
+    for count in counts:
+        require_whole("gasloc", inner_steps=count)
     require_positive("gasloc", outer_learning_rate=outer_learning_rate)
     require_fractions("gasloc", outer_momentum=outer_momentum)
     require_doubly_stochastic("gasloc", topology)
-    schedule = after_steps(max(own_steps or (inner_steps,)), topology)
+    schedule = after_steps(max(counts), topology)
     eta, gamma = outer_learning_rate, outer_momentum
 
     def outer(theta: Buckets, memory: Memory, t: Tensor) -> tuple[Buckets, Memory]:
@@ -101,4 +101,6 @@ def gasloc(
         phi = each(lambda mixed, y, old: mixed + gamma * (y - old), worker.mix(y, t, schedule), y, y_old)
         return phi, Memory(phi, y)
 
-    return worker.algorithm(local_steps(worker, schedule, outer, own_steps=own_steps), Memory.restart)
+    return worker.algorithm(
+        local_steps(worker, schedule, outer, own_steps=counts if len(set(counts)) > 1 else ()), Memory.restart
+    )

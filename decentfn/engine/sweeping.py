@@ -74,7 +74,8 @@ def sweep(step: Step, num_runs: int) -> Step:
         require_runs("states", states, num_runs)
         require_runs("batches", trees.plain(batches), num_runs)
         assert step.check is not None
-        step.check(*trees.map(lambda leaf: leaf[0], (states, trees.plain(batches))), t)
+        first, its_batch = trees.map(lambda leaf: leaf[0], (states, trees.plain(batches)))
+        step.check(first, its_batch, t)
 
     return replace(step, run=run, check=None if step.check is None else check, num_runs=num_runs)
 
@@ -88,7 +89,8 @@ def stack_runs(runs: Sequence[PyTree]) -> PyTree:
     Raises:
         ValueError: no runs, or unequal ones.
     """
-    require(isinstance(runs, (list, tuple)) and len(runs) > 0, "stack_runs", "expected a list of states.", runs=runs)
+    is_list = isinstance(runs, Sequence) and not isinstance(runs, str) and len(runs) > 0
+    require(is_list, "stack_runs", "expected a list of states.", runs=runs)
     first = _described(runs[0])
     for r, its in enumerate(runs):
         found = _described(its)
