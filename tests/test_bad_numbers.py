@@ -183,6 +183,7 @@ BASES = {
         nothing,
         {
             df.simulate: [ALGORITHM.step, N],
+            df.sweep: [df.simulate(ALGORITHM.step, 4), N],
             D.stacked_collate: [2],
             D.seeded: [[0, 1]],
             df.dynamic_loss_scale: [loss_fn],

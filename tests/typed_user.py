@@ -115,6 +115,8 @@ def looking(algorithm: df.Algorithm, state: df.State) -> None:
     stacked: df.State = df.stack(df.with_params(state, others[-1]), 4)
     one: df.State = df.worker(stacked, 2)
     assert_type(df.resize(stacked, algorithm), df.State)
+    runs, sweep = df.stack_runs([stacked, stacked]), df.sweep(df.simulate(algorithm.step, 4), 2)
+    assert runs and sweep
     decent_step = df.simulate(df.donate(algorithm.step), 4)
     state, _ = decent_step(one, (torch.ones(4, 3), torch.ones(4)), torch.tensor(0))
 

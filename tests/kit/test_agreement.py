@@ -20,6 +20,7 @@ NEEDED = {
     "gamma": (0.3, 0.4),
     "eta": (None, 0.1),
     "tau": (None, 0.5),
+    "least_delay": (None, 0),
 }
 """Two values of what has no default, or one that does not show its kind."""
 OPTIONS = {"bucket_mb": (25.0, 1.0), "wire_dtype": (None, torch.bfloat16)}
@@ -49,8 +50,8 @@ def two_values(name, parameter):
 
 def hyperparameters(name):
     own = [p for p in inspect.signature(getattr(df, name)).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    # A function of the loss's aux has no values to compare; an optimizer is compared by its structure.
-    own = [p for p in own if p.name not in ("weight", "outer_optimizer")]
+    # A function of aux or of t has no values to compare; an optimizer is compared by its structure.
+    own = [p for p in own if p.name not in ("weight", "arrives", "outer_optimizer")]
     yield from ((p.name, two_values(name, p)) for p in own)
     for option, (default, other) in OPTIONS.items():
         try:
