@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -144,27 +144,38 @@ def _stumbles_over_state(error: Exception) -> bool:
     return any(path.is_relative_to(room) for room in _READERS) and "raise " not in line
 
 
-@dataclass(frozen=True, eq=False)
-class Algorithm:
-    """Training algorithm: `init(params, buffers=None) -> state` and the pure `step(state, batch, t)`.
-
-    `init, step = algorithm` takes it apart. The step's draws from PyTorch's generators follow from torch's seed, `t` and
-    the worker.
-    """
-
+class _Pair(NamedTuple):
     init: Callable[..., Any]
     step: Step
-    """A plain function becomes a `Step`."""
-    loss_fn: LossFn | None = field(default=None, kw_only=True)
+
+
+class Algorithm(_Pair):
+    """Training algorithm: `init(params, buffers=None) -> state` and the pure `step(state, batch, t)`.
+
+    The step's draws from PyTorch's generators follow from torch's seed, `t` and the worker.
+    """
+
+    loss_fn: LossFn | None
     """Loss of the algorithm."""
-    topology: Topology | None = field(default=None, kw_only=True)
+    topology: Topology | None
     """Topology of the algorithm; the complete one if the algorithm averages over all workers."""
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "step", Step.of(self.step))
+    def __new__(
+        cls,
+        init: Callable[..., Any],
+        step: Callable[..., tuple[Any, Any]],
+        *,
+        loss_fn: LossFn | None = None,
+        topology: Topology | None = None,
+    ) -> Algorithm:
+        """Make the pair, with its loss and topology; a plain function becomes a `Step`."""
+        pair = super().__new__(cls, init, Step.of(step))
+        pair.loss_fn, pair.topology = loss_fn, topology
+        return pair
 
-    def __iter__(self) -> Iterator[Any]:
-        return iter((self.init, self.step))
+    def _replace(self, **changes: Any) -> Algorithm:
+        """Return a copy with another `init` or `step`."""
+        return Algorithm(*super()._replace(**changes), loss_fn=self.loss_fn, topology=self.topology)
 
 
 def require_algorithm(call: str, algorithm: Any) -> None:

@@ -48,7 +48,7 @@ def hostile(algorithm: Algorithm, worker: int, sends: Lie) -> Algorithm:
         with _lying(told):
             return one(state, batch, t)
 
-    return replace(algorithm, step=replace(algorithm.step, run=run))
+    return algorithm._replace(step=replace(algorithm.step, run=run))
 
 
 @contextmanager

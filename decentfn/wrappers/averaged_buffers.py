@@ -90,7 +90,7 @@ def average_buffers(
         buffers = trees.fill(trees.enumerate_leaves(state.buffers), leaves)
         return state._replace(local=state.local._replace(buffers=buffers)), metrics
 
-    return replace(algorithm, init=start, step=replace(step, run=run, averages_buffers=True))
+    return algorithm._replace(init=start, step=replace(step, run=run, averages_buffers=True))
 
 
 def _travel(buffers: PyTree, frozen: frozenset[str]) -> list[bool]:

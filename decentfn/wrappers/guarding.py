@@ -95,7 +95,7 @@ def guard(algorithm: Algorithm, limit: int = 20) -> Algorithm:
             raise error
 
     guarded = replace(step, run=run, check=check, watch=watch, is_guarded=True)
-    return replace(algorithm, init=start, step=guarded)
+    return algorithm._replace(init=start, step=guarded)
 
 
 def _is_guarded(state: Any) -> bool:

@@ -84,7 +84,7 @@ def mix_state(algorithm: Algorithm, schedules: Mapping[str, Topology]) -> Algori
         opt = trees.map_nodes(Buckets, mix, state.local.opt)
         return state._replace(local=state.local._replace(opt=opt)), metrics
 
-    return replace(algorithm, init=start, step=replace(step, run=run))
+    return algorithm._replace(init=start, step=replace(step, run=run))
 
 
 def _parts(opt: PyTree) -> list[tuple[str, Buckets]]:

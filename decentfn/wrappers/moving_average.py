@@ -74,7 +74,7 @@ def ema(algorithm: Algorithm, decay: float = 0.999) -> Algorithm:
         average = each(lambda e, x: decay * e + (1 - decay) * x.to(e.dtype), average, state.params)
         return state._replace(memory=EMAMemory(state.memory, average)), metrics
 
-    return replace(algorithm, init=start, step=replace(step, run=run, check=check))
+    return algorithm._replace(init=start, step=replace(step, run=run, check=check))
 
 
 def ema_state(state: State) -> State:

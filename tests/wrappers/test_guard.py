@@ -55,17 +55,17 @@ def test_on_ranks_nothing_bad_leaves_and_all_is_as_the_simulator_says(row, compi
     """Looked at where the process group gets it; compiled with the state donated."""
     subject, finite = contract.ROWS[row], []
     algorithm = df.guard(subject.build())
-    post, reduce = operators.post, operators.reduce
+    send, reduce = operators.send, operators.reduce
 
-    def watched_post(here, call, receives, sends):
-        finite.extend(bool(part.tensor.isfinite().all()) for part in sends)
-        return post(here, call, receives, sends)
+    def watched_send(here, call, peers, x, slots):
+        finite.append(bool(x.isfinite().all()))
+        return send(here, call, peers, x, slots)
 
     def watched_reduce(here, call, x, own, ranks):
         finite.append(bool(x.isfinite().all()))
         return reduce(here, call, x, own, ranks)
 
-    monkeypatch.setattr(operators, "post", watched_post)
+    monkeypatch.setattr(operators, "send", watched_send)
     monkeypatch.setattr(operators, "reduce", watched_reduce)
     step = df.compile(algorithm.step, backend=ON_RANKS[row]) if compiled else algorithm.step
 
