@@ -211,8 +211,7 @@ def tune(rates: tuple[float, ...], steps: int, hosts: int) -> None:
         readers = [batches(2, worker, hosts, steps, text) for worker in range(hosts)]
         for t, rows in enumerate(zip(*readers, strict=True)):
             state, _ = step(state, tuple(torch.stack(half) for half in zip(*rows, strict=True)), t)
-        with torch.no_grad():
-            nats = loss_fn(df.consensus_mean(state), (inputs, targets))
+        nats = df.evaluate(loss_fn, state, [(inputs, targets)])
         print(f"{rate:g}: {float(nats) / math.log(2):.3f}", flush=True)
 
 
