@@ -45,7 +45,7 @@ def lossy(topology: Topology, probability: float, *, both_ways: bool = True, see
     Raises:
         ValueError: group averages, a probability outside [0, 1], or one-way messages with `both_ways`.
 
-    Source: Assran et al., ICML 2019 (push-sum over links that fail); Koloskova et al., ICML 2020 (random symmetric W).
+    Source: Koloskova et al., ICML 2020 (convergence of decentralized SGD on random W, by its expected contraction).
 
     >>> from decentfn.topologies import certificate, static_ring
     >>> facts = certificate(lossy(static_ring(8), 0.25))
