@@ -80,8 +80,8 @@ def clipped_gossip(
     require_whole("clipped_gossip", hostile=hostile)
     if tau is not None:
         require_rate("clipped_gossip", tau=tau)
-    given = None if tau is None else as_input("clipped_gossip", "tau", tau)
     neighbors = as_messages(topology)
+    bound = None if tau is None else as_input("clipped_gossip", "tau", tau)
 
     def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
         x = state.params
@@ -95,7 +95,7 @@ def clipped_gossip(
         # In float64: a norm scales buckets of all dtypes.
         distances = torch.stack([global_norm(each(Tensor.double, z)) for z in differences])
         weights = posted.row.weights[1:]
-        radius = _radius(distances, weights, hostile) if given is None else at(given, t, y)
+        radius = _radius(distances, weights, hostile) if bound is None else at(bound, t, y)
         shares = weights * torch.where(distances > radius, radius / distances, 1.0)
         shares = once(torch.where(torch.isfinite(distances), shares, 0.0))
         for share, z in zip(shares.unbind(), differences, strict=True):

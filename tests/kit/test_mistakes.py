@@ -124,7 +124,10 @@ MISTAKES = {
         lambda: df.chain(df.clip_by_global_norm(1.0), torch.optim.RMSprop(net().parameters())),
         r"^chain\(\.\.\.\): torch\.optim\.RMSprop .* df\.adamw\(",
     ),
-    "an optimizer that was not called": (lambda: build(optimizer=df.adamw), r"^optimizer: <function adamw.* no init"),
+    "an optimizer that was not called": (
+        lambda: build(optimizer=df.adamw),
+        r"^optimizer: found the function adamw; call it",
+    ),
     "a state as the parameters": (
         lambda: build().init(build().init(w())),
         r"^init\(params\): found a training state's State.*init\(df\.params\(state\)\)",

@@ -49,7 +49,7 @@ def checkpoints(directory: str | Path) -> list[Path]:
         return []
     if not directory.is_dir():
         raise NotADirectoryError(
-            f"{directory} is a file; a run's checkpoints are in a directory that df.checkpoint.save or Saver wrote. A file of "
+            f"Not a directory: {directory} is a file; a run's checkpoints are in a directory that df.checkpoint.save or Saver wrote. A file of "
             "weights is for df.load_state_dict(module, state, ...): df.checkpoint.import_(path) reads safetensors."
         )
     found = [(int(match[1]), path) for path in directory.iterdir() if (match := _NAME.fullmatch(path.name))]
