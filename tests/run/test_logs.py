@@ -162,7 +162,7 @@ def test_tensorboard_itself_reads_what_was_written_and_not_what_was_taken_again(
 
 def test_without_tensorboard_the_way_out_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ImportError, match=r"pip install 'decentfn\[tensorboard\]'"):
+    with pytest.raises(ImportError, match=r"pip install tensorboard"):
         df.logs.TensorBoard(tmp_path)
 
 
