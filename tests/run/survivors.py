@@ -74,7 +74,7 @@ DEFAULTS = {
 def main(spec, rank):
     """Take `steps` steps; write a line for each one, and one for the end."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-    out, ready = Path(spec["folder"]) / f"{rank}.jsonl", Path(spec["folder"]) / "ready"
+    out, due, ready = (Path(spec["folder"]) / name for name in (f"{rank}.jsonl", "due", "ready"))
     joins = rank >= spec["n"]
     world = df.init(timeout=timedelta(seconds=spec["timeout"]), join=joins)
     seat = rank
@@ -97,12 +97,15 @@ def main(spec, rank):
     try:
         if joins:
             step(state, gradient(seat, 0), 0)
+            while not due.exists():
+                time.sleep(0.01)
             ready.touch()
             state, first = df.join(step, state, gradient(seat, 0))
             for _ in range(first):
                 say()
         for t in range(first, spec["steps"]):
             while t == spec["joins"] and not ready.exists():
+                due.touch()
                 time.sleep(0.01)
             if dies.get(seat) == t:
                 os.kill(os.getpid(), signal.SIGKILL)
