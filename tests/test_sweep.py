@@ -82,7 +82,7 @@ def test_a_wrong_order_is_named(make, said):
 def test_what_differs_between_runs_has_a_row_for_each():
     batches, starts = data()
     init, step = CASES["adapt_while_communicate"](df.schedules.per_run([0.5, 1.0]))
-    sweep, states = df.sweep(df.simulate(step, N), R), df.stack(df.stack(init(starts[0]), N), R)
+    sweep, states = df.sweep(df.simulate(step, N), R), df.stack_runs([df.stack(init(starts[0]), N)] * R)
     with pytest.raises(ValueError, match=r"sweep\(num_runs=3\): leaf .* of the batches .* must be the 3 runs"):
         sweep(states, trees.map(lambda x: x[:2], batches), 0)
     with pytest.raises(ValueError, match=r"per_run\(\[0.5, 1.0\]\): 2 values, and the sweep has 3 runs"):

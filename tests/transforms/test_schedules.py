@@ -14,6 +14,7 @@ from decentfn.optim import schedules
 CASES = {
     "constant": (0.1,),
     "linear": (0.0, 1.0, 4),
+    "per_run": ([0.1, 0.2],),
     "cosine": (1.0, 8, 0.1),
     "warmup_cosine": (0.1, 5, 20),
     "warmup_stable_decay": (0.1, 3, 4, 12, 0.01),
