@@ -97,6 +97,6 @@ def test_what_differs_between_runs_has_a_row_for_each():
     with pytest.raises(ValueError, match=r"sweep\(step of df.autograd\(loss_fn\), R\)"):
         df.sweep(df.simulate(by_autograd.step, N), R)
     of_torch = df.all_reduce(loss_fn, df.from_torch(torch.optim.Adagrad), df.topology("complete", N))
-    states = df.stack(df.stack(of_torch.init(starts[0]), N), R)
+    states = df.stack_runs([df.stack(of_torch.init(starts[0]), N)] * R)
     with pytest.raises(ValueError, match=r"df.from_torch updates one worker after the other"):
         df.sweep(df.simulate(of_torch.step, N), R)(states, batches, 0)
