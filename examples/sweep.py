@@ -61,7 +61,7 @@ def train(name: str, rates: list[float], steps: int) -> Tensor:
     """Worker 0's parameters after so many steps with each learning rate, `[R, 5]`: one sweep."""
     ring, start = df.topology("static-ring", N), torch.zeros(DIM, dtype=torch.float64)
     init, step = ALGORITHMS[name](loss_fn, df.sgd(1.0), ring)
-    states = df.stack(df.stack(init(start), N), len(rates))
+    states = df.stack_runs([df.stack(init(start), N)] * len(rates))
     states = df.set_learning_rate(states, torch.tensor(rates, dtype=torch.float64)[:, None].expand(-1, N))
     step, batches = df.sweep(df.simulate(step, N), len(rates)), df.stack(samples(), len(rates))
     for t in range(steps):

@@ -82,7 +82,7 @@ def test_a_wrong_order_is_named(make, said):
 def test_what_differs_between_runs_has_a_row_for_each():
     batches, starts = data()
     init, step = CASES["adapt_while_communicate"](df.schedules.per_run([0.5, 1.0]))
-    sweep, states = df.sweep(df.simulate(step, N), R), df.stack(df.stack(init(starts[0]), N), R)
+    sweep, states = df.sweep(df.simulate(step, N), R), df.stack_runs([df.stack(init(starts[0]), N)] * R)
     with pytest.raises(ValueError, match=r"sweep\(num_runs=3\): leaf .* of the batches .* must be the 3 runs"):
         sweep(states, trees.map(lambda x: x[:2], batches), 0)
     with pytest.raises(ValueError, match=r"per_run\(\[0.5, 1.0\]\): 2 values, and the sweep has 3 runs"):
@@ -97,6 +97,6 @@ def test_what_differs_between_runs_has_a_row_for_each():
     with pytest.raises(ValueError, match=r"sweep\(step of df.autograd\(loss_fn\), R\)"):
         df.sweep(df.simulate(by_autograd.step, N), R)
     of_torch = df.all_reduce(loss_fn, df.from_torch(torch.optim.Adagrad), df.topology("complete", N))
-    states = df.stack(df.stack(of_torch.init(starts[0]), N), R)
+    states = df.stack_runs([df.stack(of_torch.init(starts[0]), N)] * R)
     with pytest.raises(ValueError, match=r"df.from_torch updates one worker after the other"):
         df.sweep(df.simulate(of_torch.step, N), R)(states, batches, 0)
