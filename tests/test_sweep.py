@@ -100,3 +100,15 @@ def test_what_differs_between_runs_has_a_row_for_each():
     states = df.stack_runs([df.stack(of_torch.init(starts[0]), N)] * R)
     with pytest.raises(ValueError, match=r"df.from_torch updates one worker after the other"):
         df.sweep(df.simulate(of_torch.step, N), R)(states, batches, 0)
+
+
+def test_runs_are_not_taken_for_workers():
+    """Their mean would be that of other runs, or none."""
+    _, starts = data()
+    init, _ = CASES["adapt_while_communicate"](1.0)
+    states = df.stack_runs([df.stack(init(start), N) for start in starts])
+    for read in (df.consensus_mean, df.consensus_distance, df.distance_to_consensus):
+        assert trees.leaves(read(df.worker(states, 1)))[0].dim() < 3
+        with pytest.raises(ValueError, match=r"several runs \(df.sweep\); take one of them, df.worker\(states, r\)"):
+            read(states)
+    assert df.params(states)["w"].shape == (R, N, D)
