@@ -88,7 +88,7 @@ def test_what_differs_between_runs_has_a_row_for_each():
     with pytest.raises(ValueError, match=r"per_run\(\[0.5, 1.0\]\): 2 values, and the sweep has 3 runs"):
         sweep(states, batches, 0)
     with pytest.raises(
-        ValueError, match=r"stack_runs: run 1 has the leaf v \[6\] torch.float64 where run 0 has v \[5\]"
+        ValueError, match=r"stack_runs: run 1 has the leaf v torch.float64 \[6\] where run 0 has v torch.float64 \[5\]"
     ):
         df.stack_runs([starts[0], starts[1] | {"v": torch.zeros(D + 1).double()}])
     with pytest.raises(ValueError, match=r"per_run\(values=\[\]\): expected one number per run"):
