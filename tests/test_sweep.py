@@ -112,3 +112,12 @@ def test_runs_are_not_taken_for_workers():
         with pytest.raises(ValueError, match=r"several runs \(df.sweep\); take one of them, df.worker\(states, r\)"):
             read(states)
     assert df.params(states)["w"].shape == (R, N, D)
+
+
+def test_every_run_is_checked_as_it_would_be_alone():
+    batches, starts = data()
+    init, step = df.all_reduce(loss_fn, df.sgd(0.1), df.topology("complete", N))
+    state = df.stack(init(starts[0]), N)
+    apart = state._replace(params=trees.map(lambda x: x + torch.arange(N)[:, None], state.params))
+    with pytest.raises(ValueError, match="replicas must start equal"):
+        df.sweep(df.simulate(step, N), R)(df.stack_runs([state, state, apart]), batches, 0)

@@ -75,8 +75,9 @@ def sweep(step: Step, num_runs: int) -> Step:
         require_runs("states", states, num_runs)
         require_runs("batches", trees.plain(batches), num_runs)
         assert step.check is not None
-        first, batch = (trees.map(lambda leaf: leaf[0], tree) for tree in (states, trees.plain(batches)))
-        step.check(first, batch, t)
+        for r in range(num_runs):
+            state, batch = trees.map(lambda leaf, r=r: leaf[r], (states, trees.plain(batches)))
+            step.check(state, batch, t)
 
     return replace(step, run=run, check=None if step.check is None else check, num_runs=num_runs)
 
