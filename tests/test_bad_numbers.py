@@ -332,6 +332,8 @@ def test_nonsense_is_refused_with_the_rule(make, message):
         T.add_decayed_weights(0.1),
         T.masked(df.clip_by_global_norm(1.0), own()),
         decent_dp.clip_by_buckets(1.0, [["w"], ["b"]]),
+        df.chain(df.sgd(0.1), df.adamw(0.1)),
+        df.chain(T.schedule_free_adamw(0.1), df.clip_by_global_norm(1.0), T.scale_by_learning_rate(0.1)),
     ],
 )
 def test_an_optimizer_that_ascends_is_refused_where_it_is_given(optimizer):
@@ -340,7 +342,12 @@ def test_an_optimizer_that_ascends_is_refused_where_it_is_given(optimizer):
 
 
 @pytest.mark.parametrize(
-    "optimizer", [T.masked(df.sgd(0.1), own()), T.partition({True: df.sgd(0.1), False: T.trace(0.9)}, own())]
+    "optimizer",
+    [
+        T.masked(df.sgd(0.1), own()),
+        T.partition({True: df.sgd(0.1), False: T.trace(0.9)}, own()),
+        df.chain(df.sgd(0.1), T.masked(df.sgd(0.1), own("b"))),
+    ],
 )
 def test_an_optimizer_that_ascends_on_a_leaf_is_refused_at_the_start(optimizer):
     init, _ = df.adapt_then_combine(loss_fn, optimizer, RING)
@@ -367,6 +374,8 @@ class Custom:
         T.partition({True: df.sgd(0.1), False: df.chain(T.trace(0.9), T.scale(-0.1))}, own()),
         df.chain(T.masked(df.sgd(0.1), own()), T.masked(df.sgd(0.1), own("b"))),
         df.chain(df.clip_by_global_norm(1.0), Custom()),
+        df.chain(df.Transform(lambda params: (), lambda g, state, params: (g, state)), df.sgd(0.1)),
+        df.chain(T.masked(df.Transform(lambda params: (), lambda g, state, params: (g, state)), own()), df.sgd(0.1)),
         Custom(),
     ],
 )

@@ -88,7 +88,7 @@ def test_what_differs_between_runs_has_a_row_for_each():
     with pytest.raises(ValueError, match=r"per_run\(\[0.5, 1.0\]\): 2 values, and the sweep has 3 runs"):
         sweep(states, batches, 0)
     with pytest.raises(
-        ValueError, match=r"stack_runs: run 1 has the leaf v \[6\] torch.float64 where run 0 has v \[5\]"
+        ValueError, match=r"stack_runs: run 1 has the leaf v torch.float64 \[6\] where run 0 has v torch.float64 \[5\]"
     ):
         df.stack_runs([starts[0], starts[1] | {"v": torch.zeros(D + 1).double()}])
     with pytest.raises(ValueError, match=r"per_run\(values=\[\]\): expected one number per run"):
@@ -100,3 +100,24 @@ def test_what_differs_between_runs_has_a_row_for_each():
     states = df.stack_runs([df.stack(of_torch.init(starts[0]), N)] * R)
     with pytest.raises(ValueError, match=r"df.from_torch updates one worker after the other"):
         df.sweep(df.simulate(of_torch.step, N), R)(states, batches, 0)
+
+
+def test_runs_are_not_taken_for_workers():
+    """Their mean would be that of other runs, or none."""
+    _, starts = data()
+    init, _ = CASES["adapt_while_communicate"](1.0)
+    states = df.stack_runs([df.stack(init(start), N) for start in starts])
+    for read in (df.consensus_mean, df.consensus_distance, df.distance_to_consensus):
+        assert trees.leaves(read(df.worker(states, 1)))[0].dim() < 3
+        with pytest.raises(ValueError, match=r"several runs \(df.sweep\); take one of them, df.worker\(states, r\)"):
+            read(states)
+    assert df.params(states)["w"].shape == (R, N, D)
+
+
+def test_every_run_is_checked_as_it_would_be_alone():
+    batches, starts = data()
+    init, step = df.all_reduce(loss_fn, df.sgd(0.1), df.topology("complete", N))
+    state = df.stack(init(starts[0]), N)
+    apart = state._replace(params=trees.map(lambda x: x + torch.arange(N)[:, None], state.params))
+    with pytest.raises(ValueError, match="replicas must start equal"):
+        df.sweep(df.simulate(step, N), R)(df.stack_runs([state, state, apart]), batches, 0)

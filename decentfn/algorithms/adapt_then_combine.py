@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from decentfn.algorithms.outer import no_weight
+from decentfn.comm import collectives
 from decentfn.comm.gossip.push_sum import pack, unpack
 from decentfn.core.trees import PyTree
 from decentfn.kit import (
@@ -31,7 +32,6 @@ from decentfn.kit import (
     as_weight,
     cast_like,
     divide,
-    is_active,
     require_doubly_stochastic,
     scale,
     where,
@@ -95,8 +95,8 @@ def adapt_then_combine(
 
     def mix(y: Buckets, w: Tensor, t: Tensor) -> tuple[Buckets, Memory]:
         mixed, total = unpack(worker.mix(pack(scale(widen(y), w), w), t), y.plan)
-        has_mixed = is_active(topology, t, y) & (total > 0)
-        x = cast_like(divide(mixed, torch.where(total > 0, total, torch.ones_like(total))), y)
+        has_mixed = meets_others(collectives.look_up(y[0], topology, t)) & (total != 0)
+        x = cast_like(divide(mixed, torch.where(total != 0, total, torch.ones_like(total))), y)
         return where(has_mixed, x, y), Memory(torch.where(has_mixed, torch.zeros_like(w), w))
 
     def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
@@ -110,3 +110,11 @@ def adapt_then_combine(
         return State(x, local, memory), g.metrics
 
     return worker.algorithm(step, None if weigh is None else lambda x: Memory(no_weight(x)))
+
+
+def meets_others(row: collectives.Row) -> Tensor:
+    """Return True (0-d bool) if this worker mixes with another one in this round."""
+    has_met = ((row.sources >= 0) & (row.sources != row.worker)).any()
+    if row.mean_weight is not None:
+        has_met = has_met | ((row.group_size > 1) & (row.mean_weight > 0))
+    return row.is_active & has_met

@@ -30,6 +30,7 @@ from decentfn.comm import collectives, gossip
 from decentfn.core.buckets import loose
 from decentfn.core.numbers import require
 from decentfn.core.trees import PyTree
+from decentfn.gradient.loss import takes
 from decentfn.kit import (
     Algorithm,
     Buckets,
@@ -130,9 +131,8 @@ def decoupled_diloco(
         )
     rate = as_input("decoupled_diloco", "outer_learning_rate", outer_learning_rate)
     momentum, wire = as_input("decoupled_diloco", "outer_momentum", outer_momentum), worker.wire_dtype
-    require(
-        arrives is None or callable(arrives), "decoupled_diloco", "a function of t and the worker.", arrives=arrives
-    )
+    is_function = callable(arrives) and takes(arrives, 2)
+    require(arrives is None or is_function, "decoupled_diloco", "a function of t and the worker.", arrives=arrives)
     fragments = Fragments(num_fragments, inner_steps, worker.everyone)
     schedules = fragments.schedules(-1)
 

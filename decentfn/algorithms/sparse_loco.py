@@ -32,6 +32,7 @@ from decentfn.kit import (
     at,
     copy_wide,
     each,
+    once,
     require_compressor,
     require_fractions,
     require_positive,
@@ -93,7 +94,7 @@ def sparse_loco(
     require_positive("sparse_loco", outer_learning_rate=outer_learning_rate)
     require_fractions("sparse_loco", decay=decay)
     schedule = after_steps(inner_steps, everyone(topology.num_workers))
-    rate = as_input("sparse_loco", "outer_learning_rate", outer_learning_rate / topology.num_workers)
+    rate = as_input("sparse_loco", "outer_learning_rate", outer_learning_rate)
     kept = as_input("sparse_loco", "decay", decay)
 
     def outer(theta: Buckets, memory: Memory, t: Tensor) -> tuple[Buckets, Memory]:
@@ -101,7 +102,8 @@ def sparse_loco(
         alpha, beta = at(rate, t, phi), at(kept, t, phi)
         error = each(lambda e, delta: beta * e + delta, error, progress(phi, theta))
         q = post_compressed(error, compressor, schedule, t)
-        phi = each(lambda phi, total: phi - alpha * total, phi, sum_compressed(q))
+        share = once(alpha / (1 + (q.posted.row.sources >= 0).sum()).double())
+        phi = each(lambda phi, total: phi - share.to(phi.dtype) * total, phi, sum_compressed(q))
         return phi, Memory(phi, each(torch.sub, error, q.sent))
 
     step = local_steps(worker, schedule, outer)

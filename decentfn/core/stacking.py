@@ -22,7 +22,7 @@ def require_rows(what: str, tree: PyTree, num_workers: int) -> None:
 
 def require_runs(what: str, tree: PyTree, num_runs: int) -> None:
     """Raise ValueError unless every leaf of the states or the batches (`what`) has a row for each run."""
-    way_out = "df.stack(state, num_runs)" if what == "states" else "stack one batch per run"
+    way_out = "df.stack_runs, of the stacked states of all runs, or of their batches"
     _require_first(what, tree, num_runs, f"sweep(num_runs={num_runs})", "runs", way_out)
 
 

@@ -91,7 +91,7 @@ def stack(state: PyTree, num_workers: int) -> PyTree:
     if is_state(state) and state.params[0].dim() > 1:
         raise ValueError(
             f"stack(state, {num_workers}): the state is stacked already, for {state.params[0].shape[0]} workers; stack what "
-            "init(params) returned."
+            "init(params) returned. Stacked states of several runs are df.stack_runs(states)."
         )
     return trees.map(lambda leaf: leaf.unsqueeze(0).repeat(num_workers, *[1] * leaf.dim()), state)
 

@@ -16,6 +16,7 @@ from decentfn.core.formatting import brief
 from decentfn.core.numbers import MOST_WORKERS, checks_numbers, require, require_at_most
 from decentfn.core.stacking import over_runs, require_runs
 from decentfn.core.trees import PyTree
+from decentfn.kit.state_check import lines_of
 from decentfn.kit.step import Step
 
 
@@ -74,8 +75,9 @@ def sweep(step: Step, num_runs: int) -> Step:
         require_runs("states", states, num_runs)
         require_runs("batches", trees.plain(batches), num_runs)
         assert step.check is not None
-        first, batch = (trees.map(lambda leaf: leaf[0], tree) for tree in (states, trees.plain(batches)))
-        step.check(first, batch, t)
+        for r in range(num_runs):
+            state, batch = trees.map(lambda leaf, r=r: leaf[r], (states, trees.plain(batches)))
+            step.check(state, batch, t)
 
     return replace(step, run=run, check=None if step.check is None else check, num_runs=num_runs)
 
@@ -90,13 +92,9 @@ def stack_runs(runs: Sequence[PyTree]) -> PyTree:
         ValueError: no runs, or unequal ones.
     """
     require(isinstance(runs, (list, tuple)) and len(runs) > 0, "stack_runs", "expected a list of states.", runs=runs)
-    described = [_described(run) for run in runs]
+    described = [lines_of(run) for run in runs]
     first = described[0]
     for r, found in enumerate(described):
         theirs, ours = next((pair for pair in itertools.zip_longest(found, first) if pair[0] != pair[1]), (None, None))
         require(found == first, "stack_runs", f"run {r} has the leaf {theirs} where run 0 has {ours}.")
     return trees.map(lambda *rows: torch.stack(rows), *runs)
-
-
-def _described(tree: PyTree) -> list[str]:
-    return [f"{name} {list(leaf.shape)} {leaf.dtype}" for name, leaf in trees.named_leaves(tree)]

@@ -64,7 +64,7 @@ def accumulate(loss_fn: LossFn) -> LossFn:
 
 def micro_batches(batch: PyTree) -> PyTree:
     """Return the batch with a leading axis of micro-batches; only a list needs stacking."""
-    if type(batch) is not list or not batch or any(isinstance(item, torch.Tensor) for item in batch):
+    if type(batch) is not list or not trees.leaves(batch) or any(isinstance(item, torch.Tensor) for item in batch):
         return _with_both_axes(batch)
     first = trees.enumerate_leaves(batch[0])
     if any(trees.enumerate_leaves(item) != first for item in batch[1:]):

@@ -169,7 +169,7 @@ def kind_of(state: Any) -> str:
 
 
 def lines_of(state: Any) -> list[str]:
-    """Return a line for each leaf of a state: name, dtype and shape."""
+    """Return a line for each leaf of a state or a batch: name, dtype and shape."""
     return [f"{name} {leaf.dtype} {list(leaf.shape)}" for name, leaf in trees.named_leaves(state)]
 
 

@@ -29,7 +29,7 @@ def params(state: Any) -> PyTree:
     For a sharded module they are this process's shards; `df.state_dict(module, state)` gathers them. If a worker is
     several processes and the loss takes unsharded parameters, they are gathered (collective).
     """
-    return trees.map(torch.clone, unsharded(_buckets(state)).tree())
+    return trees.map(torch.clone, unsharded(_buckets(state, of_runs=True)).tree())
 
 
 def buffers(state: Any) -> PyTree:
@@ -83,7 +83,7 @@ def with_params(state: Any, params: PyTree) -> Any:
 
 def is_stacked(state: Any) -> bool:
     """Return True if the state has a leading axis of workers (buckets of one worker are vectors)."""
-    return _buckets(state)[0].dim() == 2
+    return _buckets(state, of_runs=True)[0].dim() == 2
 
 
 def require_sharded_alike(call: str, plan: Plan, *, is_sharded: bool) -> None:
@@ -287,11 +287,13 @@ def _mean(bucket: Tensor) -> Tensor:
     return collectives.process_mean(bucket.mean(0) if bucket.dim() == 2 else bucket)
 
 
-def _buckets(state: Any) -> Buckets:
+def _buckets(state: Any, *, of_runs: bool = False) -> Buckets:
     found = getattr(state, "params", None)
     if not isinstance(found, Buckets):
         raise ValueError(
             f"{type(state).__name__} is not a training state: expected a `.params` of buckets, from init(params)."
         )
+    if found[0].dim() > 2 and not of_runs:
+        raise ValueError("the state is that of several runs (df.sweep); take one of them, df.worker(states, r).")
     collectives.require_workers_of(found.plan.processes)
     return found

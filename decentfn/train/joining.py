@@ -26,6 +26,7 @@ from decentfn.comm.collectives import World
 from decentfn.core import trees
 from decentfn.core.formatting import brief_error
 from decentfn.errors import ExchangeTimeout, PlanMismatch
+from decentfn.kit.state_check import lines_of
 from decentfn.train.doorbell import Doorbell
 from decentfn.train.roll_call import Decision
 
@@ -175,8 +176,7 @@ def hand_over(here: World, state: Any, donor: int, newcomers: Sequence[int]) -> 
 
 def _form(state: Any) -> str:
     """Return a digest of names, shapes and dtypes of a state's leaves."""
-    lines = [f"{name} {list(leaf.shape)} {leaf.dtype}" for name, leaf in trees.named_leaves(state, Tensor)]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    return hashlib.sha256("\n".join(lines_of(state)).encode()).hexdigest()
 
 
 def _tensors(state: Any) -> list[Tensor]:

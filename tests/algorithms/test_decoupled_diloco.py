@@ -91,7 +91,8 @@ def test_an_absent_worker_changes_only_the_members_of_the_mean():
 def test_preconditions_say_what_to_do():
     with pytest.raises(ValueError, match=r"decoupled_diloco\(.*quorum=5\).*there are 4 workers"):
         built(df.decoupled_diloco, quorum=5, **OPTIONS)
-    with pytest.raises(ValueError, match=r"decoupled_diloco\(arrives=0.9\): a function of t and the worker"):
-        built(df.decoupled_diloco, arrives=0.9, **OPTIONS)
+    for wrong in (0.9, lambda t: t > 0):
+        with pytest.raises(ValueError, match=r"decoupled_diloco\(arrives=.*\): a function of t and the worker"):
+            built(df.decoupled_diloco, arrives=wrong, **OPTIONS)
     with pytest.raises(ValueError, match=r"num_fragments=5.*num_fragments <= inner_steps"):
         built(df.decoupled_diloco, inner_steps=4, num_fragments=5)

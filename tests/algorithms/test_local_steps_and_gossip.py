@@ -6,7 +6,9 @@ import torch
 
 import decentfn as df
 from decentfn import compressors
+from decentfn.comm import collectives
 from decentfn.core import trees
+from decentfn.core.stacking import over_workers
 from tests.quadratics import (
     Sgd,
     batch,
@@ -126,6 +128,23 @@ def test_sparse_loco_follows_its_equation():
     options = {"outer_learning_rate": 0.9, "decay": 0.8, "compressor": compressors.top_k(k=1)}
     built = build(df.sparse_loco, p, COMPLETE, LR, inner_steps=H, **options)
     agree(run(built, p, STEPS), sparse_loop(p, largest_of_each_bucket, 0.9, 0.8))
+
+
+def test_sparse_loco_of_the_workers_that_are_left_is_sparse_loco_of_as_many():
+    """In the compiled form of twice as many, as after `df.survive`."""
+    p = problem(2, starts_equal=True)
+    options = {"inner_steps": H, "compressor": compressors.identity()}
+    few = df.sparse_loco(loss, Sgd(LR), df.topology("complete", 2), **options)
+    many = df.sparse_loco(loss, Sgd(LR), df.topology("complete", 4), **options)
+    batch, states = (torch.tensor(p.A), torch.tensor(p.b)), [start(few, p), start(few, p)]
+    left = collectives.World(None, 0, 1)
+    left.num_seats = 2
+    for t in range(2 * H):
+        states[0], _ = df.simulate(few.step, 2)(states[0], batch, t)
+        with collectives.use(left):
+            states[1], _ = over_workers(lambda s, b, t=t: many.step.run(s, b, torch.tensor(t)), 2, states[1], batch)
+    agree(flat(states[1].params), flat(states[0].params), 1e-12)
+    assert np.abs(flat(states[0].params) - p.start).max() > 0.1
 
 
 @pytest.mark.parametrize("name", ["ring", "random-matching", "complete"])

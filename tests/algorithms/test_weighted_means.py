@@ -164,3 +164,16 @@ def test_weighted_gossip_is_push_sum_of_a_round_and_weighted_local_sgd_between_a
         ValueError, match=r"adapt_then_combine\(weight=..., wire_dtype=torch.bfloat16, gossip_rounds=1\)"
     ):
         built(df.adapt_then_combine, wire_dtype=torch.bfloat16)
+
+
+def test_a_worker_that_meets_nobody_keeps_its_weight_and_a_weight_of_nan_is_seen():
+    p, topology = problem(3, starts_equal=True), df.topology("random-matching", 3)  # in each round, one is alone
+    made = df.adapt_then_combine(weighed, Sgd(LR), topology, bucket_mb=1e-9, weight=lambda tokens: tokens)
+    x, w = p.start, np.zeros(3)
+    for t in range(STEPS):
+        W, w, y = df.mixing_matrix(topology, t).numpy(), w + tokens_at(t, 3), x - LR * p.gradients(x)
+        x = W @ (w[:, None] * y) / (W @ w)[:, None]
+        w = np.where(W.diagonal() == 1, w, 0.0)
+    np.testing.assert_allclose(run(made, p, lambda t: tokens_at(t, 3))[-1], x, rtol=0, atol=1e-10)
+    unknown = run(made, p, lambda t: np.where(np.arange(3) + t == 5, np.nan, 1.0))
+    assert np.isnan(unknown[-1]).all()

@@ -145,6 +145,8 @@ def test_micro_batches_of_different_numbers_are_an_error():
         step(init(torch.ones(3)), (torch.ones(2, 3), torch.ones(3)), 0)
     with pytest.raises(ValueError, match="not accumulated yet"):
         df.accumulate(df.accumulate(network.loss_fn))
+    with pytest.raises(ValueError, match=r"leaves are \[\]"):
+        step(init(torch.zeros(3)), [None, None], 0)
 
 
 LINEAR = df.functional(nn.Linear(3, 1), nn.functional.mse_loss)

@@ -29,7 +29,7 @@ from decentfn.optim.transforms.optimizers import (
     require_decayed,
     with_decay,
 )
-from decentfn.optim.transforms.transform import Transform, ascending, chain
+from decentfn.optim.transforms.transform import Transform, ascending, chain, descending
 
 
 class LionState(NamedTuple):
@@ -324,7 +324,7 @@ def schedule_free_adamw(
         )
         return u, ScheduleFreeState(rate, count, z, nu, largest, weights, state.b1)
 
-    return Transform(init, update)
+    return descending(init, update)
 
 
 def schedule_free_params(params: PyTree, opt: PyTree) -> PyTree:

@@ -20,7 +20,7 @@ from decentfn.core.numbers import checks_numbers, real, require
 from decentfn.core.scalars import Numbers, once
 from decentfn.core.trees import PyTree
 from decentfn.optim.schedules import require_traceable
-from decentfn.optim.transforms.transform import Transform, ascending, masked, require_one_process
+from decentfn.optim.transforms.transform import Transform, ascending, descending, masked, require_one_process
 
 Scalar = float | Callable[[Tensor], "Tensor | float"]
 """Number, or function of the count of earlier updates (0-d int64 tensor); see `decentfn.optim.schedules`."""
@@ -127,7 +127,7 @@ def scale_by_learning_rate(learning_rate: Scalar) -> Transform:
         state = next_rate(learning_rate, state)
         return multiply(grads, -state.learning_rate), state
 
-    return Transform(lambda params: start_rate(learning_rate, params), update)
+    return descending(lambda params: start_rate(learning_rate, params), update)
 
 
 def start_rate(learning_rate: Scalar, params: Sequence[Tensor] | Buckets) -> RateState:

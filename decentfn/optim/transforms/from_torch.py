@@ -29,7 +29,7 @@ from decentfn.optim.transforms.torch_form import (
     ones,
     trial_gradient,
 )
-from decentfn.optim.transforms.transform import Transform, require_one_process
+from decentfn.optim.transforms.transform import Transform, descending, require_one_process
 from decentfn.torch_private.dynamo import constant_while_traced
 
 
@@ -88,7 +88,7 @@ def from_torch(
         out = _step(list(grads), list(params), leaves, handle, plan, 0)
         return Buckets(out[: len(grads)], grads.plan), trees.fill(template, out[len(grads) :])
 
-    return Transform(init, update)
+    return descending(init, update)
 
 
 class _Adapter:

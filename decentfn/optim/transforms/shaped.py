@@ -25,7 +25,7 @@ from decentfn.optim.transforms.basic import (
     unless_zero,
 )
 from decentfn.optim.transforms.optimizers import require_adam, require_decayed, scale_by_adam
-from decentfn.optim.transforms.transform import Transform, ascending, by_leaf, chain, require_one_process
+from decentfn.optim.transforms.transform import Transform, ascending, by_leaf, chain, descending, require_one_process
 
 
 class AdafactorState(NamedTuple):
@@ -145,7 +145,7 @@ def adafactor(
         moments = trees.map(second, grads, state.second)
         return trees.map(one, grads, params, moments), AdafactorState(rate, state.count + 1, moments)
 
-    return by_leaf(Transform(init, update))
+    return descending(*by_leaf(Transform(init, update)))
 
 
 @checks_numbers

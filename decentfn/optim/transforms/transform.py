@@ -19,6 +19,9 @@ from decentfn.core.formatting import brief
 from decentfn.core.numbers import require
 from decentfn.core.trees import PyTree
 
+Direction = Callable[[str, tuple[int, ...]], bool | None]
+"""Function of a leaf's name and shape: True if a transform keeps its direction, False if it turns it, None: unknown."""
+
 
 class Transform(NamedTuple):
     """Gradient transform: a pair of pure functions.
@@ -32,18 +35,18 @@ class Transform(NamedTuple):
 
 
 class MaskedTransform(Transform):
-    """Transform that treats some leaves differently, so buckets must not mix them, or whose updates ascend.
+    """Transform that treats some leaves differently, so buckets must not mix them, or of known direction.
 
     Algorithms read `masks` when they lay out the parameters, `flatten(params, masks=optimizer.masks)`.
     """
 
     masks: tuple[Mask, ...] = ()
-    ascends: Mask | None = None
-    """Mask of the leaves whose updates point along the gradient, so adding them ascends; None: no leaf."""
+    ascends: Direction | None = None
+    """Does the update of a leaf point along the gradient, so that adding it ascends, or against it? None: unknown."""
 
 
 def _declared(
-    init: Callable[..., Any], update: Callable[..., Any], masks: tuple[Mask, ...], ascends: Mask | None
+    init: Callable[..., Any], update: Callable[..., Any], masks: tuple[Mask, ...], ascends: Direction | None
 ) -> Transform:
     transform = MaskedTransform(init, update)
     transform.masks, transform.ascends = masks, ascends
@@ -55,9 +58,19 @@ def everywhere(name: str, shape: tuple[int, ...]) -> bool:
     return True
 
 
+def nowhere(name: str, shape: tuple[int, ...]) -> bool:
+    """Return False; the mask of no leaf."""
+    return False
+
+
 def ascending(init: Callable[..., Any], update: Callable[..., Any]) -> Transform:
     """Make a transform whose updates point along the gradient; a later one in the chain must descend."""
     return _declared(init, update, (), everywhere)
+
+
+def descending(init: Callable[..., Any], update: Callable[..., Any]) -> Transform:
+    """Make a transform whose updates point against the gradient; two of them in a chain ascend."""
+    return _declared(init, update, (), nowhere)
 
 
 def require_descent(optimizer: Any, plan: Plan | None = None) -> None:
@@ -72,7 +85,7 @@ def require_descent(optimizer: Any, plan: Plan | None = None) -> None:
     leaf = next((f"leaf {s.name!r}" for s in segments if ascends(s.name, s.shape)), None)
     leaf = "the parameters" if ascends is everywhere else leaf
     rule = f"its updates are added to {leaf} and point along the gradient, so the loss would grow"
-    way_out = "end the chain with an optimizer: df.chain(df.clip_by_global_norm(1.0), df.sgd(0.1))."
+    way_out = "end the chain with an optimizer, the only one in it: df.chain(df.clip_by_global_norm(1.0), df.sgd(0.1))."
     require(leaf is None, "optimizer", f"{rule}; {way_out}")
 
 
@@ -174,14 +187,21 @@ def chain(*transforms: Any) -> Transform:
         aware.masks = masks_of(*transforms)
         return aware
     of_parts = [getattr(transform, "ascends", None) for transform in transforms]
-    return _declared(init, update, masks_of(*transforms), _all(of_parts))
+    return _declared(init, update, masks_of(*transforms), _in_turn(of_parts))
 
 
-def _all(masks: list[Mask | None]) -> Mask | None:
-    some = [mask for mask in masks if mask is not None and mask is not everywhere]
-    if None in masks or not some:
-        return None if None in masks else everywhere
-    return lambda name, shape: all(mask(name, shape) for mask in some)
+def _in_turn(parts: list[Direction | None]) -> Direction | None:
+    known = [part for part in parts if part is not None]
+    if len(known) < len(parts):
+        return None
+    if all(part in (everywhere, nowhere) for part in known):
+        return nowhere if known.count(nowhere) % 2 else everywhere
+
+    def ascends(name: str, shape: tuple[int, ...]) -> bool | None:
+        found = [part(name, shape) for part in known]
+        return None if None in found else found.count(False) % 2 == 0
+
+    return ascends
 
 
 def masked(transform: Any, mask: Mask) -> Transform:
@@ -212,8 +232,8 @@ def masked(transform: Any, mask: Mask) -> Transform:
 
     inner = getattr(transform, "ascends", None)
 
-    def ascends(name: str, shape: tuple[int, ...]) -> bool:
-        return not mask(name, shape) or (inner is not None and inner(name, shape))
+    def ascends(name: str, shape: tuple[int, ...]) -> bool | None:
+        return (None if inner is None else inner(name, shape)) if mask(name, shape) else True
 
     masks = (mask, *masks_of(transform))
     return _declared(init, update, masks, everywhere if inner is everywhere else ascends)
