@@ -233,6 +233,7 @@ def command(line: str) -> str:
 def sentence(said: str) -> str:
     """Without the frames, usage and hints that the parsers of command lines put around it."""
     said = " ".join(re.sub("[│╭╮╰╯─|+]|-{5,}", " ", said).split())
+    said = re.sub(r"there are \d+ bytes", "there are ... bytes", said)  # of Python's sources, of any version
     said = re.sub(r"^usage: .* (\S+\.py: error: )", r"\1", said)
     return re.sub(r" For full helptext, (see|run) .*$", "", said)
 

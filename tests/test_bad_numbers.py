@@ -195,7 +195,7 @@ BASES = {
 }
 """Valid calls of each function, and the use of their results."""
 OPTIONS = {
-    df.plan: {"compute_seconds": 0.1},
+    df.plan: {"compute_seconds": 0.1, "topologies": [df.topology("ring", N)]},
     df.beer: {"compressor": C.top_k(0.5), "gamma": 0.3},
     df.motef: {"compressor": C.top_k(0.5), "gamma": 0.3},
     df.sparse_loco: {"compressor": None},
@@ -220,6 +220,7 @@ ELSEWHERE = {
     ],
     "pictures": ["graph", "matrix"],
     "matrices only": ["muon"],
+    "other packages": ["from_torch"],
     "of a step": ["collect", "difference", "scale", "distance_in_steps", "set_learning_rate"],
     "testing": ["hostile", "on_ranks"],
     "draws, which steps call while they run": ["bits", "integers", "permutation", "sign", "uniform"],

@@ -95,6 +95,7 @@ def submit(folder, steps, **commands):
     )
 
 
+@pytest.mark.slow
 def test_a_slurm_job_that_is_signalled_saves_and_is_requeued(tmp_path):
     job = submit(tmp_path, steps=100000)
     while job.poll() is None and not (tmp_path / "preempted.json.started").exists():

@@ -232,6 +232,7 @@ def test_a_cell_of_the_published_table_is_that_of_the_example_it_takes_its_metho
     assert "38.2" in capsys.readouterr().out
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_language_models_are_compared_once_and_each_run_is_read_again(example, tmp_path, capsys):
     compare = example("compare_lm")
     options = {"steps": 2, "periods": (2,), "seeds": 1, "layers": 1, "dim": 16, "eval_bytes": 256}

@@ -44,7 +44,7 @@ def test_chunks_change_nothing(row):
     agree(lambda: (*network.build(row, N), network.params()), lambda t: network.batches(N, t), [4], steps=2)
 
 
-@pytest.mark.parametrize("compiled", [None, "inductor"])
+@pytest.mark.parametrize("compiled", [None, pytest.param("inductor", marks=pytest.mark.slow)])
 def test_chunks_of_every_size_compiled_too(compiled):
     row = "adapt_while_communicate on ring"
     sizes = [4] if compiled == "inductor" else [1, 2, 5, 6, 100]
