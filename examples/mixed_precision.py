@@ -1,4 +1,4 @@
-"""What 16-bit numbers save in the state, on the wire and in a step's memory, and what they cost in the loss.
+"""Savings of 16-bit numbers in the state, on the wire and in a step's memory, and what they cost in the loss.
 
 python examples/mixed_precision.py
 

@@ -39,7 +39,7 @@ class Run(NamedTuple):
 
 
 def accuracies(states: df.State, runs: list[Run], data: Data) -> Tensor:
-    """Of each run, averaged over the workers' own models, in percent."""
+    """Accuracies of each run, averaged over the workers' own models, in percent."""
     params = [df.params(df.worker(states, r)) for r in range(len(runs))]
     logits = [vmap(predict, in_dims=(0, None))(its, data.images) for its in params]
     return torch.stack([100 * (its.argmax(-1) == data.labels).float().mean() for its in logits])

@@ -1,4 +1,4 @@
-"""What people type first, from habit: it works, or the error at construction says what to write, and that works."""
+"""Arguments that people type first, from habit: each works, or the error at construction says what to write, and that works."""
 
 from datetime import timedelta
 

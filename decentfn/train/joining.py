@@ -35,7 +35,7 @@ _RUN = "decentfn run"
 
 
 class Admission(NamedTuple):
-    """What a newcomer is told."""
+    """Answer to a newcomer."""
 
     generation: int
     seats: tuple[int, ...]

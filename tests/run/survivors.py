@@ -46,7 +46,7 @@ def loss_fn(params, batch):
 
 
 class Fault(Exception):
-    """Of a user's loss."""
+    """Error of a user's loss."""
 
 
 def failing_loss(params, batch):
@@ -187,7 +187,7 @@ def results(folder, jobs):
 
 
 def said(folder, n):
-    """What each process has written."""
+    """Records that each process has written."""
     files = [Path(folder) / f"{rank}.jsonl" for rank in range(n)]
     return [[json.loads(line) for line in f.read_text().splitlines()] if f.exists() else [] for f in files]
 
