@@ -1,6 +1,6 @@
 """The loss and its gradient: of one batch or averaged over micro-batches, of a function or a module."""
 
-from decentfn.gradient.accumulated import Accumulated, accumulate
+from decentfn.gradient.accumulated import accumulate
 from decentfn.gradient.by_autograd import autograd, is_by_autograd
 from decentfn.gradient.evaluation import (
     WithinWorker,

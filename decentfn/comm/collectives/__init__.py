@@ -19,7 +19,6 @@ from decentfn.comm.collectives.outside import (
     attempt,
     calling,
     compare_steps,
-    fresh_board,
     gather_bytes,
     gather_objects,
     process_broadcast,

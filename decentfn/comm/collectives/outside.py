@@ -176,14 +176,9 @@ def compare_steps() -> None:
     """Start to compare `t` between ranks in some of the operators' calls; collective."""
     here = world()
     if here.size > 1:
-        here.steps.begin(fresh_board())
-
-
-def fresh_board(among: World | None = None) -> PrefixStore:
-    """Return an empty part of the store, the same for all processes of gossip, or of `among`; collective."""
-    here = among or world()
-    with calling("a new board"):
-        return PrefixStore(f"decentfn {gather_objects(uuid4().hex, here)[0]}", here.store)
+        with calling("a new board"):
+            name = gather_objects(uuid4().hex, here)[0]
+        here.steps.begin(PrefixStore(f"decentfn {name}", here.store))
 
 
 def process_mean(x: Tensor, among: World | None = None) -> Tensor:
