@@ -94,10 +94,8 @@ def gasloc(
     require_fractions("gasloc", outer_momentum=outer_momentum)
     require_doubly_stochastic("gasloc", topology)
     schedule = after_steps(max(steps), topology)
-    rate, momentum = (
-        as_input("gasloc", "outer_learning_rate", outer_learning_rate),
-        as_input("gasloc", "outer_momentum", outer_momentum),
-    )
+    rate = as_input("gasloc", "outer_learning_rate", outer_learning_rate)
+    momentum = as_input("gasloc", "outer_momentum", outer_momentum)
 
     def outer(theta: Buckets, memory: Memory, t: Tensor) -> tuple[Buckets, Memory]:
         phi, y_old = memory

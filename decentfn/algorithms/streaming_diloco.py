@@ -110,11 +110,8 @@ def streaming_diloco(
             "has a step of its own and is applied before its next round, so num_fragments <= inner_steps and "
             "delay < inner_steps; take more inner steps."
         )
-    rate, beta, wire = (
-        as_input("streaming_diloco", "outer_learning_rate", outer_learning_rate),
-        outer_momentum,
-        worker.wire_dtype,
-    )
+    rate = as_input("streaming_diloco", "outer_learning_rate", outer_learning_rate)
+    beta, wire = outer_momentum, worker.wire_dtype
     fragments = Fragments(num_fragments, inner_steps, worker.everyone)
     launches, arrivals = fragments.schedules(0 if delay else -1), fragments.schedules(delay - 1)
 

@@ -207,10 +207,8 @@ class _Survivor:
                     here.connect()
                     state = joining.hand_over(here, state, told.donor, [seat])
                     return _kept(state), told.step
-                except (
-                    RunError,
-                    RuntimeError,
-                ) as lost:  # another worker was lost meanwhile; the others go on without this one
+                except (RunError, RuntimeError) as lost:
+                    # One more was lost meanwhile; the others go on without this process.
                     _log.info("join: %s; waiting again", brief_error(lost))
                     here.hang_up()
                     doorbell.close()
