@@ -209,13 +209,11 @@ def compare(config: Config) -> list[dict[str, Any]]:
         tried = [line for outer in OUTER_RATES for line in several("DiLoCo", H, outer, tuning)]
         return min(tried, key=lambda line: line["bits_per_byte"])
 
-    lines = []
+    best = {H: tuned(H) for H in config.periods}
+    runs = {H: [(best[H]["rate"], seed) for seed in range(config.seeds)] for H in config.periods}
+    lines = [line for name in EVERY_STEP for line in several(name, 1, 1.0, runs[config.periods[0]])]
     for H in config.periods:
-        best = tuned(H)
-        runs = [(best["rate"], seed) for seed in range(config.seeds)]
-        if not lines:
-            lines += [line for name in EVERY_STEP for line in several(name, 1, 1.0, runs)]
-        lines += [line for name in METHODS for line in several(name, H, best["outer"], runs)]
+        lines += [line for name in METHODS for line in several(name, H, best[H]["outer"], runs[H])]
     print(f"held-out bits per byte of bigrams: {experiment.facts['bigram']:.3f}")
     return lines
 
