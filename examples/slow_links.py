@@ -1,13 +1,15 @@
 """A language model on four hosts with slow links: held-out bits per byte against time and bytes, for this library and its peers.
 
     sudo python examples/slow_links.py                          every method, two seeds; what the folder holds is not run again
-    sudo python examples/slow_links.py --methods ddp,bf16 gasloc --seeds 0 --steps 50 --out /tmp/try
+    sudo python examples/slow_links.py --methods "DDP, bf16" GASLoC --seeds 0 --steps 50 --out runs/try
+    sudo python examples/slow_links.py --methods DiLoCo GASLoC --slower 4 --out runs/uneven_links
     python examples/slow_links.py --tune 1e-3 2e-3 4e-3         DDP's held-out bits per byte for these peaks, simulated
     python examples/slow_links.py --only-report                 the table and the picture of the folder, nothing else
 
 Each host is a network namespace behind a link of --mbit Mbit/s (see `benchmarking/lab.py`). All methods start from the
-same parameters, draw the same batches, and take the same number of steps with AdamW and the same schedule, tuned for
-DDP. The clock stops while the mean over workers is evaluated, and starts after the first step, which compiles.
+same parameters, draw the same batches, and use AdamW with the same schedule over their --steps and a peak that was tuned
+for DDP. A method with short steps may be given more of them, by a second call with the same --out. The clock stops while
+the mean over workers is evaluated, and starts after the first step, which compiles.
 """
 
 import json
@@ -153,10 +155,14 @@ METHODS: dict[str, Callable[..., Method]] = {
     "one-peer gossip": partial(ours, df.adapt_while_communicate, "one-peer-exp"),
     "one-peer gossip, bf16": partial(ours, df.adapt_while_communicate, "one-peer-exp", wire_dtype=torch.bfloat16),
     "CHOCO, 8 bits": partial(ours, df.choco_sgd, "static-exp", compressor=df.compressors.quantize(8), gamma=0.7),
+    "DiLoCo": partial(ours, df.diloco, "complete", inner_steps=16),
     "streaming DiLoCo": partial(
         ours, df.streaming_diloco, "complete", inner_steps=16, num_fragments=4, wire_dtype=torch.bfloat16
     ),
     "GASLoC": partial(ours, df.gasloc, "random-matching", inner_steps=16, wire_dtype=torch.bfloat16),
+    "Factored Gossip DiLoCo": partial(
+        ours, df.factored_gossip_diloco, "random-matching", inner_steps=16, wire_dtype=torch.bfloat16
+    ),
 }
 
 
@@ -221,10 +227,12 @@ def report(folder: Path) -> None:
     if not runs:
         raise SystemExit(f"{folder}: no run is there yet.")
     ends = {(run["method"], run["seed"]): run["curve"][-1] for run in runs}
-    print(f"{'method':24}{'seed':>5}{'bits/byte':>11}{'to DDP':>8}{'s':>8}{'MB sent':>9}{'sooner than DDP':>17}")
+    print(
+        f"{'method':24}{'seed':>5}{'steps':>7}{'bits/byte':>11}{'to DDP':>8}{'s':>8}{'MB sent':>9}{'sooner than DDP':>17}"
+    )
     for run in runs:
         end, peer = run["curve"][-1], ends.get(("DDP, bf16", run["seed"]))
-        row = f"{run['method']:24}{run['seed']:5}{end['bits_per_byte']:11.3f}"
+        row = f"{run['method']:24}{run['seed']:5}{end['step']:7}{end['bits_per_byte']:11.3f}"
         if peer:
             row += f"{end['bits_per_byte'] / peer['bits_per_byte'] - 1:8.1%}"
             there = first_below(run["curve"], peer["bits_per_byte"] * 1.005)
@@ -252,7 +260,7 @@ def draw(runs: list[dict[str, Any]]) -> Any:
                 [point["bits_per_byte"] for point in points],
                 color=color,
                 alpha=0.9,
-                label=run["method"] if run["seed"] == 0 else None,
+                label=f"{run['method']}, {points[-1]['step']} steps" if run["seed"] == 0 else None,
             )
         axes.set_xlabel(unit)
         axes.set_xscale("log")
@@ -270,6 +278,7 @@ def main(
     evaluations: int = 20,
     hosts: int = 4,
     mbit: float = 100,
+    slower: float = 1.0,
     out: Path = Path("runs/slow_links"),
     only_report: bool = False,
     tune_rates: Annotated[tuple[float, ...], tyro.conf.arg(name="tune")] = (),
@@ -279,11 +288,12 @@ def main(
     Args:
         methods: names of METHODS.
         seeds: of the start and of the data.
-        steps: of every method.
+        steps: of each of these methods.
         learning_rate: the peak.
         evaluations: points of a curve.
         hosts: each of one rank.
         mbit: rate of a host's link; 0: no limit, on this machine's loopback device.
+        slower: how many times slower the last host's link is.
         out: folder of the results, one file for each run.
         only_report: run nothing.
         tune_rates: peaks to try for DDP, in this process.
@@ -302,13 +312,20 @@ def main(
     out.mkdir(parents=True, exist_ok=True)
     for seed in () if only_report else seeds:
         for method in methods:
-            path = out / f"{method.replace(', ', '-').replace(' ', '-')}-{seed}.json"
+            path = out / f"{method.replace(', ', '-').replace(' ', '-')}-{steps}-{seed}.json"
             if path.exists():
                 continue
             options = ["--methods", method, "--seeds", str(seed), "--steps", str(steps)]
             options += ["--learning-rate", str(learning_rate), "--evaluations", str(evaluations)]
-            curve = lab.launch(__file__, options, hosts, mbit=mbit or None)
-            facts = {"method": method, "seed": seed, "mbit": mbit, "learning_rate": learning_rate, **measure.machine()}
+            curve = lab.launch(__file__, options, hosts, mbit=mbit or None, slower=slower)
+            facts = {
+                "method": method,
+                "seed": seed,
+                "mbit": mbit,
+                "slower": slower,
+                "learning_rate": learning_rate,
+                **measure.machine(),
+            }
             path.write_text(json.dumps(facts | {"curve": curve}))
             print(f"{method}, seed {seed}: {curve[-1]}", flush=True)
     report(out)

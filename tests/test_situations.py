@@ -351,6 +351,7 @@ SITUATIONS = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("reads", SITUATIONS, ids=lambda reads: reads.__name__)
 def test_a_compiled_step_does_after_each_change_what_the_eager_one_does(reads):
     as_before()

@@ -93,6 +93,7 @@ SITUATIONS = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("situation", SITUATIONS)
 def test_the_mean_stays_with(situation):
     n, of = SITUATIONS[situation]

@@ -25,22 +25,22 @@ def _sh(*command: str, check: bool = True) -> None:
 
 
 @contextmanager
-def hosts(n: int, mbit: float) -> Iterator[list[str]]:
+def hosts(n: int, mbit: float, slower: float = 1.0) -> Iterator[list[str]]:
     """`n` network namespaces joined by a bridge, each with a full-duplex link of `mbit` Mbit/s; their names.
 
-    Needs root and iproute2. The bridge has no way out, so nothing leaves the machine.
+    The last one's link is `slower` times slower. Needs root and iproute2. The bridge has no way out, so nothing leaves the machine.
     """
     if os.geteuid() != 0:
         raise SystemExit("--link-mbit makes network namespaces and needs root; or use torchrun on real hosts.")
     tag = f"df{os.getpid() % 100000}"
     switch, names = f"{tag}s", [f"{tag}h{i}" for i in range(n)]
-    burst = f"{max(16, int(mbit * 1e6 / 8 * SHAPING_MS * 1e-3 / 1024))}kb"
 
     def inside(namespace: str, *command: str, check: bool = True) -> None:
         _sh("ip", "netns", "exec", namespace, *command, check=check)
 
-    def shape(namespace: str, device: str) -> None:
-        limit = ("rate", f"{mbit:g}mbit", "burst", burst, "latency", "50ms")
+    def shape(namespace: str, device: str, rate: float) -> None:
+        burst = f"{max(16, int(rate * 1e6 / 8 * SHAPING_MS * 1e-3 / 1024))}kb"
+        limit = ("rate", f"{rate:g}mbit", "burst", burst, "latency", "50ms")
         inside(namespace, "tc", "qdisc", "add", "dev", device, "root", "tbf", *limit)
 
     try:
@@ -58,8 +58,9 @@ def hosts(n: int, mbit: float) -> Iterator[list[str]]:
             inside(switch, "ip", "link", "set", port, "master", "br0", "up")
             inside(name, "ip", "addr", "add", f"10.77.0.{i + 1}/24", "dev", "eth0")
             inside(name, "ip", "link", "set", "eth0", "up")
-            shape(name, "eth0")
-            shape(switch, port)
+            rate = mbit / slower if i == n - 1 else mbit
+            shape(name, "eth0", rate)
+            shape(switch, port, rate)
         yield names
     finally:
         for namespace in (*names, switch):
@@ -79,19 +80,21 @@ def launch(
     *,
     ranks_per_host: int = 1,
     mbit: float | None = None,
+    slower: float = 1.0,
     timeout: float = 3600,
     **environment: str,
 ) -> Any:
     """Run `script` on `n` hosts of so many ranks and return what rank 0 wrote as JSON to $BENCHMARK_RESULT.
 
     Ranks of one host talk over its loopback device, which no link limits. Without `mbit` all are this machine's.
+    The last host's link is `slower` times slower.
     """
     # So that a polite kill ends the ranks and removes the namespaces too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     if mbit is None:
         ranks = n * ranks_per_host
         return _run(script, arguments, [[]] * ranks, ranks, "127.0.0.1", None, timeout, environment)
-    with hosts(n, mbit) as names:
+    with hosts(n, mbit, slower) as names:
         prefixes = [["ip", "netns", "exec", name] for name in names for _ in range(ranks_per_host)]
         return _run(script, arguments, prefixes, ranks_per_host, "10.77.0.1", "eth0", timeout, environment)
 

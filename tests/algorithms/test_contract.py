@@ -41,7 +41,9 @@ def cells():
         for promise in PROMISES:
             marks = [pytest.mark.xdist_group(row)]
             if row in contract.FAMILIES:
-                if promise == "sixteen_bits_compile" or row not in FIRST or (promise, row) in LATER:
+                if promise == "sixteen_bits_compile" and contract.FAMILIES.index(row) % 2:
+                    marks.append(pytest.mark.slow)
+                elif promise == "sixteen_bits_compile" or row not in FIRST or (promise, row) in LATER:
                     marks.append(pytest.mark.thorough)
                 yield pytest.param(row, promise, contract.ROWS, marks=marks, id=f"{row}-{promise}")
                 continue

@@ -51,6 +51,7 @@ def optimum() -> torch.Tensor:
     return x
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("function", "options", "published"),
     [

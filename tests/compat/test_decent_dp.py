@@ -62,6 +62,7 @@ def assert_same(replayed, recorded, name, rows=slice(None)):
         torch.testing.assert_close(replayed.distance, recorded[f"{name}/distance"][rows], atol=TOLERANCE, rtol=1e-5)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("n", "name"), EVERY)
 def test_the_librarys_step_repeats_a_run_of_decent_dp(records, n, name):
     assert_same(replay.run(cases(n)[name], n), records(n), name)
@@ -133,12 +134,14 @@ ON_RANKS = [
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("n", "name"), ON_RANKS)
 def test_gloo_ranks_repeat_a_run_of_decent_dp(ranks, records, n, name):
     for rank, mine in enumerate(ranks(n).run(replay.on_this_rank, cases(n)[name], n, {})):
         assert_same(mine, records(n), name, rank)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("n", "name"), [(4, "one-peer-exp/adamw_ready"), (4, "alternating-exp-ring/sgdm_clip_2buckets")]
 )

@@ -59,6 +59,7 @@ def trained(loss_fn, params, buffers, batch, *, compiled=False, n=1, steps=3):
 WAYS = pytest.mark.parametrize("around", [lambda f: f, df.autograd], ids=["traced", "autograd"])
 
 
+@pytest.mark.one_in(2)
 @WAYS
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_keyword_batches_and_outputs_with_a_loss(around, compiled):
