@@ -59,12 +59,12 @@ def whole_step(t: int, *, donated: bool = False) -> Iterator[World]:
         raise
     finally:
         context.step_world, steps.is_running = outer, False
-    if here.size > 1:
+    if steps.in_flight:
         _drain(here, steps.before)
-        if steps.lost is not None:
-            named = report(here, steps.lost, t + donated)
-            steps.cut_short = f"step t={t}", named
-            raise named from steps.lost.error
+    if steps.lost is not None and here.size > 1:
+        named = report(here, steps.lost, t + donated)
+        steps.cut_short = f"step t={t}", named
+        raise named from steps.lost.error
 
 
 def cut_short(t: int, error: BaseException) -> None:

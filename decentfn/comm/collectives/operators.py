@@ -104,16 +104,17 @@ _after = operator(
 # -- post -----------------------------------------------------------------------------------------------------------
 
 
-def _sent(x: Tensor, good: Tensor | None) -> Tensor:
+def _sent(x: Tensor, good: Tensor) -> Tensor:
     """Return `x` `[(L,) ...]`, with zeros where `good` `[(L)]` is False; no copy on a CPU if all are good."""
-    if good is None or (good.device.type == "cpu" and not has_no_value(good) and bool(good.all())):
+    if good.device.type == "cpu" and not has_no_value(good) and bool(good.all()):
         return x
     return torch.where(good.view(*good.shape, *[1] * (x.dim() - good.dim())), x, torch.zeros_like(x))
 
 
 def _post_kernel(x: Tensor, handle: Tensor, t: Tensor, good: Tensor | None, is_mean: bool, workers: int) -> Tensor:
     """Post `x`, or `[L, ...]` of the L workers here; return the call's number."""
-    x = _sent(x, good)
+    if good is not None:
+        x = _sent(x, good)
     if not workers:
         x = x[None]
     here, local = context.step_world or world(), x.shape[0]
@@ -186,7 +187,8 @@ def _wait_vmap(info: Any, in_dims: Any, *arguments: Any) -> tuple[Tensor, int]:
     x, peers = with_workers_first(x, in_dims[1], n), with_workers_first(peers, in_dims[2], n)
     if world().size > 1:
         return _wait(number, x, peers, size, None, n, list(after)), 0
-    x = _sent(x, None if good is None else with_workers_first(good, in_dims[4], n))
+    if good is not None:
+        x = _sent(x, with_workers_first(good, in_dims[4], n))
     if size is not None:
         share = x / with_workers_first(size, in_dims[3], n).view(-1, *[1] * (x.dim() - 1)).to(x.dtype)
         return torch.zeros_like(x).index_add(0, peers, share).index_select(0, peers), 0
