@@ -135,10 +135,10 @@ def decent_dp(learning_rate: float, warmup: int, steps: int) -> Method:
 
 
 def ours(
-    algorithm: Any, topology: str, learning_rate: float, warmup: int, steps: int, **hyperparameters: Any
+    algorithm: Any, topology: str, learning_rate: float, warmup: int, steps: int, every: int = 1, **hyperparameters: Any
 ) -> Method:
     params, _, loss_fn = df.functional(model(), loss_of)
-    schedule = df.topology(topology, df.init().num_workers)
+    schedule = df.topologies.every(every, df.topology(topology, df.init().num_workers))
     init, step = algorithm(loss_fn, optimizer(learning_rate, warmup, steps), schedule, **hyperparameters)
     step, held = df.compile(step), [init(params)]
 
@@ -154,6 +154,9 @@ METHODS: dict[str, Callable[..., Method]] = {
     "Decent-DP": decent_dp,
     "one-peer gossip": partial(ours, df.adapt_while_communicate, "one-peer-exp"),
     "one-peer gossip, bf16": partial(ours, df.adapt_while_communicate, "one-peer-exp", wire_dtype=torch.bfloat16),
+    "one-peer gossip every 4 steps, bf16": partial(
+        ours, df.adapt_while_communicate, "one-peer-exp", every=4, wire_dtype=torch.bfloat16
+    ),
     "CHOCO, 8 bits": partial(ours, df.choco_sgd, "static-exp", compressor=df.compressors.quantize(8), gamma=0.7),
     "DiLoCo": partial(ours, df.diloco, "complete", inner_steps=16),
     "streaming DiLoCo": partial(
@@ -228,11 +231,11 @@ def report(folder: Path) -> None:
         raise SystemExit(f"{folder}: no run is there yet.")
     ends = {(run["method"], run["seed"]): run["curve"][-1] for run in runs}
     print(
-        f"{'method':24}{'seed':>5}{'steps':>7}{'bits/byte':>11}{'to DDP':>8}{'s':>8}{'MB sent':>9}{'sooner than DDP':>17}"
+        f"{'method':38}{'seed':>5}{'steps':>7}{'bits/byte':>11}{'to DDP':>8}{'s':>8}{'MB sent':>9}{'sooner than DDP':>17}"
     )
     for run in runs:
         end, peer = run["curve"][-1], ends.get(("DDP, bf16", run["seed"]))
-        row = f"{run['method']:24}{run['seed']:5}{end['step']:7}{end['bits_per_byte']:11.3f}"
+        row = f"{run['method']:38}{run['seed']:5}{end['step']:7}{end['bits_per_byte']:11.3f}"
         if peer:
             row += f"{end['bits_per_byte'] / peer['bits_per_byte'] - 1:8.1%}"
             there = first_below(run["curve"], peer["bits_per_byte"] * 1.005)
