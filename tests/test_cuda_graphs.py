@@ -36,6 +36,7 @@ def require_same(found, wanted):
         torch.testing.assert_close(a, b, atol=0, rtol=0, equal_nan=True)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("row", contract.ROWS)
 def test_replayed_steps_are_those_that_run(row):
     """Bit for bit, each in its own round, over two periods and a run, a recording and replays; also random rounds."""
@@ -60,7 +61,17 @@ def scheduled(n):
     return df.guard(subject.build(n, loss_fn=df.dynamic_loss_scale(problem.loss_fn), optimizer=df.adamw(rate)))
 
 
-@pytest.mark.parametrize("build", [stochastic, scheduled])
+def grouped(n):
+    def update(grads, state, params, mix):
+        rate = 0.1 if mix.members is None else 0.1 / (1 + mix.members.double() @ torch.arange(n).double())
+        return df.kit.each(lambda g: -(rate * g).to(g.dtype), grads), state
+
+    optimizer = df.transforms.MixAware(lambda params: (), update)
+    topology = contract.on("alternating-exp-ring", local_world_size=min(n, 2))
+    return replace(contract.ROWS["adapt_while_communicate"], topology=topology).build(n, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("build", [stochastic, scheduled, grouped])
 @pytest.mark.parametrize("n", [1, 4])
 def test_a_replay_draws_and_counts_anew(build, n):
     """Also one worker alone, whose posts and waits are kernels; other batches, other states, and metrics that are kept."""
@@ -162,6 +173,13 @@ def test_what_no_graph_can_replay_is_refused_on_the_cpu_and_by_other_names():
         df.compile(plain, mode="max-autotune")
     with pytest.raises(ValueError, match='mode="reduce-overhead"'):
         df.compile(plain, **{"triton.cudagraphs": True})
+
+
+def test_an_optimizer_that_runs_python_is_refused():
+    optimizer = df.from_torch(lambda params: torch.optim.Adam(params))
+    init, step = contract.ROWS["all_reduce"].build(1, optimizer=optimizer)
+    with pytest.raises(ValueError, match="df.from_torch.*leave mode out"):
+        recorded(step)(init(problem.params()), problem.batch(0, 0), 0)
 
 
 def test_batches_of_other_things_than_tensors_are_refused(monkeypatch):

@@ -65,11 +65,7 @@ class StepInputs:
     def read(self, function: Callable[..., Tensor], t: Tensor, device: torch.device) -> Tensor:
         """Return the memory's content for this function and device; the first call computes it for step t."""
         if (function, device) not in self._memory:
-            context.inputs = None  # a random round is drawn from t
-            try:
-                self._memory[function, device] = function(t, device).clone()
-            finally:
-                context.inputs = self
+            self._memory[function, device] = function(t, device).clone()
         return self._memory[function, device].clone()
 
     def fill(self, t: Tensor) -> None:
