@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import decentfn as df
 from decentfn.core import trees
@@ -186,6 +187,15 @@ def test_batches_of_other_things_than_tensors_are_refused(monkeypatch):
     step = compiled_for_a_gpu(monkeypatch, plain)
     with pytest.raises(ValueError, match="batch=2.*tensors only"):
         step(torch.ones(2), {"x": torch.ones(2), "n": 2}, 0)
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_a_state_on_another_gpu_than_the_current_one_is_refused(monkeypatch):
+    """Its kernels would run once, and not be replayed."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    step = compiled_for_a_gpu(monkeypatch, plain)
+    with FakeTensorMode(), pytest.raises(ValueError, match=r"cuda:0; call torch.cuda.set_device\(1\)"):
+        step(torch.ones(2, device="cuda:1"), torch.ones(2), 0)
 
 
 def by_time(state, batch, t):

@@ -44,6 +44,15 @@ def _require_one_process() -> None:
     require(here.size == 1, _CALL, rule)
 
 
+def _require_current(device: torch.device) -> None:
+    if device.type == "cuda":
+        here = torch.cuda.current_device()
+        rule = (
+            f"kernels are recorded on the current GPU, cuda:{here}; call torch.cuda.set_device({device.index}) first."
+        )
+        require(device.index == here, _CALL, rule, state=device)
+
+
 def on_device(backend: Callable[..., Any]) -> Callable[..., Any]:
     """Return a backend of torch.compile that also refuses a step whose graph is not on the GPU alone."""
 
@@ -109,6 +118,7 @@ def replayed(run: Callable[..., tuple[Any, Any]], record: Recorder) -> Callable[
         form = [structure, *((x.shape, x.dtype) for x in given)]
         recording = next((recording for its_form, recording in known if its_form == form), None)
         if recording is None:
+            _require_current(leaves[0].device)
             recording = _Recording(batch, leaves[0].device)
             known.append((form, recording))
         for memory, x in zip(trees.leaves(recording.batch), given, strict=True):
