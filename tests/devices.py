@@ -35,11 +35,14 @@ class Copies(TorchDispatchMode):
         self.seen: list[Copy] = []
         # Without a GPU no memory can be pinned; what is copied from memory that is not pinned waits.
         self._pinned: list[Tensor] = []
-        self._patch = mock.patch.object(Tensor, "pin_memory", lambda x: self._pin(x))
+        self._patches = [mock.patch.object(Tensor, "pin_memory", lambda x: self._pin(x))]
+        # PyTorch hides from modes that these copy a Python number to the device.
+        self._patches += [mock.patch.object(torch, name, self._made(name)) for name in ("tensor", "as_tensor")]
 
     def __enter__(self) -> Any:
         if not self.depth:
-            self._patch.start()
+            for patch in self._patches:
+                patch.start()
         self.depth += 1
         return super().__enter__()
 
@@ -47,13 +50,25 @@ class Copies(TorchDispatchMode):
         super().__exit__(*error)
         self.depth -= 1
         if not self.depth:
-            self._patch.stop()
+            for patch in self._patches:
+                patch.stop()
 
     depth = 0
 
     def _pin(self, x: Tensor) -> Tensor:
         self._pinned.append(x.clone())
         return self._pinned[-1]
+
+    def _made(self, name: str) -> Any:
+        make = getattr(torch, name)
+
+        def made(values: Any, *args: Any, **kwargs: Any) -> Tensor:
+            x = make(values, *args, **kwargs)
+            if not isinstance(values, Tensor) and x.device.type != "cpu":
+                self.seen.append(Copy(x.numel(), True))
+            return x
+
+        return made
 
     def _note(self, source: Tensor, non_blocking: bool) -> None:
         is_pinned = any(source is x for x in self._pinned)

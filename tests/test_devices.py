@@ -60,10 +60,16 @@ def weighed_by_group(grads, state, params, mix):
 
 
 @pytest.mark.parametrize(
-    "options", [{"guarded": True}, {"optimizer": df.transforms.MixAware(lambda params: (), weighed_by_group)}]
+    "options",
+    [
+        {"guarded": True},
+        {"optimizer": df.transforms.MixAware(lambda params: (), weighed_by_group)},
+        {"optimizer": df.sgd(lambda count: 0.1)},
+    ],
 )
 def test_what_is_around_a_step_reads_nothing_back_and_copies_nothing(options):
-    """A guard, which looks at its count only once in `limit` steps on a GPU, and an optimizer that asks who is in its group."""
+    """A guard, which looks at its count only once in `limit` steps on a GPU, an optimizer that asks who is in its group,
+    and a rate that is a Python number."""
     subject = replace(contract.ROWS["adapt_while_communicate"], topology=contract.on("complete"))
     for simulated in (False, True):
         first, again, _ = devices.copies(subject, simulated=simulated, **options)
@@ -80,15 +86,10 @@ def test_what_waits_and_what_copies_is_seen():
     with devices.Copies() as copies:
         torch.ones(3).to("meta")
         torch.empty(3, device="meta").copy_(torch.ones(3))
-    assert copies.seen == [devices.Copy(3, True)] * 2
+        torch.tensor(1.0, device="meta")
+    assert copies.seen == [devices.Copy(3, True)] * 2 + [devices.Copy(1, True)]
     with pytest.raises(RuntimeError):
         torch.ones(1, device="meta").item()
-
-
-def test_cuda_graphs_are_refused_where_the_step_is_compiled():
-    """A replayed graph would repeat the round that was captured."""
-    with pytest.raises(ValueError, match="triton.cudagraphs.*leave the option out"):
-        df.compile(lambda state, batch, t: (state, t), **{"triton.cudagraphs": True})
 
 
 def test_the_page_names_every_test_that_needs_a_gpu():

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from decentfn.core.context import context
 from decentfn.core.numbers import checks_numbers
-from decentfn.core.scalars import operator
+from decentfn.core.scalars import number_on, of_step, operator
 
 __all__ = ["bits", "integers", "permutation", "sign", "uniform"]
 
@@ -178,7 +178,9 @@ def _kernel(
     seed: int, t: Tensor | None, at: int, stream: int, shape: Sequence[int], worker: Tensor, is_wide: bool
 ) -> Tensor:
     """Draw for one worker (`worker` 0-d) or for N workers (`worker` `[N]`, draws `[N, *shape]`)."""
-    step = at if t is None else int(t)
+    step: Any = at
+    if t is not None:
+        step = int(t) if context.inputs is None else of_step(number_on, t, worker.device)
     number = int(worker) if worker.dim() == 0 and worker.device.type == "cpu" else worker
     words = (seed & _32_BITS, seed >> 32 & _32_BITS, stream & _32_BITS, number, step & _32_BITS, step >> 32 & _32_BITS)
     keys: list[Any] = []

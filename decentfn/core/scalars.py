@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from numbers import Integral
 from typing import Any
 from weakref import WeakValueDictionary
@@ -10,6 +12,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from decentfn.core.context import context
 from decentfn.torch_private import functorch
 
 _library = torch.library.Library("decentfn", "FRAGMENT")
@@ -42,6 +45,43 @@ def as_step(t: int | Tensor) -> Tensor:
     raise ValueError(
         f"step(state, batch, t={t!r}): t numbers the steps, from 0; pass an int, or a 0-d tensor of integers."
     )
+
+
+class StepInputs:
+    """Memory from which a CUDA graph reads what the step number determines: rounds of schedules, and t itself."""
+
+    def __init__(self) -> None:
+        self._memory: dict[tuple[Callable[..., Tensor], torch.device], Tensor] = {}
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Context in which `of_step` reads from this memory."""
+        outer, context.inputs = context.inputs, self
+        try:
+            yield
+        finally:
+            context.inputs = outer
+
+    def read(self, function: Callable[..., Tensor], t: Tensor, device: torch.device) -> Tensor:
+        """Return the memory's content for this function and device; the first call computes it for step t."""
+        if (function, device) not in self._memory:
+            self._memory[function, device] = function(t, device).clone()
+        return self._memory[function, device].clone()
+
+    def fill(self, t: Tensor) -> None:
+        """Write the content for step t."""
+        for (function, device), memory in self._memory.items():
+            memory.copy_(function(t, device))
+
+
+def of_step(function: Callable[[Tensor, torch.device], Tensor], t: Tensor, device: torch.device) -> Tensor:
+    """Return `function(t, device)`. Kernels call it: a replayed CUDA graph does not run their Python code again."""
+    return function(t, device) if context.inputs is None else context.inputs.read(function, t, device)
+
+
+def number_on(t: Tensor, device: torch.device) -> Tensor:
+    """Return t, 0-d int64, on a device."""
+    return torch.scalar_tensor(int(t), dtype=torch.int64, device=device)
 
 
 _once = operator(

@@ -37,8 +37,9 @@ def explain(step: Step, error: Exception, state: Any, batch: PyTree, graphs: int
     if not is_not_compiled(error):
         return
     allow_saved_tensors_hooks()
-    if is_ours(said := first_error(error)):
-        raise said from None
+    said, raised = first_error(error), getattr(error, "inner_exception", error)
+    for ours in filter(is_ours, (said, raised)):
+        raise ours from None
     if (unloaded := not_loaded(error)) is not None:
         raise RuntimeError(
             f"df.compile(step): {brief_error(unloaded)}. A file in Inductor's cache is damaged, as after a kill or on a full "

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from types import FunctionType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,9 +19,11 @@ from decentfn.comm import collectives
 from decentfn.core import trees
 from decentfn.core.context import context
 from decentfn.core.formatting import brief
+from decentfn.core.numbers import require
 from decentfn.core.trees import PyTree
 from decentfn.engine import cache as compile_cache
 from decentfn.engine.advice import explain
+from decentfn.engine.cuda_graphs import MODE, cuda_recorder, on_device, replayed, require_replayable
 from decentfn.engine.donation import require_distinct, require_layout
 from decentfn.engine.memory import give_back_freed_memory
 from decentfn.gradient import traced_module
@@ -46,6 +48,7 @@ def compile(
     donate: bool = True,
     dynamic: bool | None = None,
     backend: Any = "inductor",
+    mode: Literal["reduce-overhead"] | None = None,
     **options: Any,
 ) -> Step:
     """Compile `step(state, batch, t)` into one graph that serves every `t`.
@@ -65,6 +68,9 @@ def compile(
             shape; True compiles for any shape from the start, False for each shape. A loss by `df.autograd` needs one
             graph for all.
         backend: as for torch.compile.
+        mode: "reduce-overhead" records the step as a CUDA graph, which later steps replay for their own t and batch,
+            without Python between kernels; for small models on a GPU. Of one process and a traced loss, and batches of
+            tensors. The graph keeps the numbers and flags that the loss reads from outside.
         options: further `options=` of torch.compile (Inductor's), such as `layout_optimization=False` on the CPU for
             convolutions with batch, group or instance norm.
 
@@ -72,7 +78,7 @@ def compile(
         Another step. A batch of another structure compiles once more.
 
     Raises:
-        ValueError: `step` is not a function, or is compiled already; the options request CUDA graphs; at the first
+        ValueError: `step` is not a function, or is compiled already; no CUDA graph can be made (`mode`); at the first
             call, a state from another algorithm or optimizer, a state with one tensor in two places (donated, it would
             be updated twice), or a step whose new state has another layout than the old one.
 
@@ -89,15 +95,19 @@ def compile(
         raise ValueError("compile(donate(step)): compile(step) donates by itself; leave df.donate out.")
     if options.get("triton.cudagraphs"):
         raise ValueError(
-            "compile(step, **{'triton.cudagraphs': True}): a step looks up its round and its peers on the host, which a replayed CUDA "
-            "graph would not do again; leave the option out."
+            "compile(step, **{'triton.cudagraphs': True}): a step looks up its round on the host, which Inductor's CUDA graphs would "
+            f'not do again; write mode="{MODE}".'
         )
+    require(mode in (None, MODE), "compile", f'None or "{MODE}"; pass Inductor\'s options by name.', mode=mode)
+    if mode is not None:
+        require_replayable(step, donate, backend)
     prepare()
     progress = _Progress(step.name, step.is_by_autograd)
     kwargs: dict[str, Any] = {"fullgraph": True, "dynamic": dynamic, "backend": backend, **at_most(_GRAPHS)}
     if backend == "inductor":
         kwargs["backend"] = progress.inductor
         kwargs["options"] = inductor.compile_options() | options
+    backends = kwargs if mode is None else kwargs | {"backend": on_device(progress.inductor)}
     read = None if step.loss_fn is None else traced_module(step.loss_fn)
     graphs: list[tuple[Any, Callable[..., Any]]] = []
 
@@ -113,7 +123,7 @@ def compile(
         if is_new := graph is None:
             if donate:
                 require_distinct("compile", state)
-            graph = torch.compile(_on_leaves(step, trees.enumerate_leaves(state), donate), **kwargs)
+            graph = torch.compile(_on_leaves(step, trees.enumerate_leaves(state), donate), **backends)
             progress.begin()
         # torch.compile drops writes to a 0-d float64 input, so such a leaf is passed as [its view of shape [1]].
         for i, x in enumerate(leaves):
@@ -135,7 +145,8 @@ def compile(
             progress.end(progress.since)
         return (state, result) if donate else result
 
-    return replace(step, run=run, is_compiled=True, is_donated=donate)
+    run_or_replay = run if mode is None else replayed(run, cuda_recorder())
+    return replace(step, run=run_or_replay, is_compiled=True, is_donated=donate)
 
 
 class _Progress:

@@ -15,7 +15,7 @@ import torch
 from tests import contract
 from tests.gpu import training
 
-SECONDS = float(os.environ.get("DECENTFN_TEST_SECONDS", "270"))
+SECONDS = float(os.environ.get("DECENTFN_TEST_SECONDS", "210"))
 """Time in which a launch begins new rows; the remaining ones are skipped and reported."""
 ROWS = [row for row in contract.ROWS if row in os.environ.get("DECENTFN_TEST_ROWS", ";".join(contract.ROWS)).split(";")]
 JOBS: dict[str, tuple[str, int, tuple[str, ...]]] = {

@@ -1,17 +1,21 @@
 """One process: every algorithm, simulated, computes what it computes on the CPU, and no step waits for the GPU."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import decentfn as df
 from decentfn.core import trees
+from decentfn.engine import cuda_graphs
 from decentfn.testing import problem
+from tests import tape
 from tests.gpu import training
 from tests.gpu.launched import ROWS
 from tests.gpu.on_rank import without_waiting
 
 
-@pytest.mark.parametrize("how", ["eager", "by autograd"])
+@pytest.mark.parametrize("how", ["eager", "by autograd", "replayed"])
 @pytest.mark.parametrize("row", ROWS)
 def test_a_simulated_step_computes_what_the_cpu_does_and_waits_for_nothing(row, how, device):
     subject = training.contract.ROWS[row]
@@ -19,6 +23,9 @@ def test_a_simulated_step_computes_what_the_cpu_does_and_waits_for_nothing(row, 
     algorithm = training.build(subject, how, n)
     state = trees.map(lambda x: x.to(device), subject.start(algorithm, range(n), stacked=True))
     step = df.simulate(algorithm.step, n)
+    if how == "replayed":  # a CUDA graph of the kernels of the step that is not compiled
+        record = cuda_graphs.cuda_recorder() if device.type == "cuda" else tape.record
+        step = replace(step, run=cuda_graphs.replayed(tape.in_place(step), record), is_compiled=True, is_donated=True)
     batches = [problem.stacked([problem.batch(i, t) for i in range(n)]) for t in range(training.STEPS + 2)]
     batches = trees.map(lambda x: x.to(device), batches)
     for t in range(training.STEPS):

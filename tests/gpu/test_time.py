@@ -10,21 +10,35 @@ import decentfn as df
 from tests.gpu.launched import keep
 from tests.gpu.on_rank import without_waiting
 
-HOW = ["eager", "traced", "by autograd", "traced, by autograd"]
+HOW = [
+    "eager",
+    "traced",
+    "by autograd",
+    "traced, by autograd",
+    "traced, replayed",
+    "64 workers, traced",
+    "64 workers, traced, replayed",
+]
 
 
 def network(how, device):
+    n = 64 if "workers" in how else 1
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 10)).to(device)
     params, buffers, loss_fn = df.functional(net, torch.nn.functional.cross_entropy)
     loss_fn = df.autograd(loss_fn) if "autograd" in how else loss_fn
-    init, step = df.adapt_while_communicate(loss_fn, df.adamw(1e-3), df.topology("complete", 1))
-    batch = torch.randn(32, 64, device=device), torch.randint(10, (32,), device=device)
-    return init(params, buffers), df.compile(step) if "traced" in how else df.donate(step), batch
+    init, step = df.adapt_while_communicate(loss_fn, df.adamw(1e-3), df.topology("one-peer-exp", n))
+    state, batch = init(params, buffers), (torch.randn(32, 64, device=device), torch.randint(10, (32,), device=device))
+    if n > 1:
+        state, batch, step = df.stack(state, n), df.stack(batch, n), df.simulate(step, n)
+    mode = "reduce-overhead" if "replayed" in how else None
+    return state, df.compile(step, mode=mode) if "traced" in how else df.donate(step), batch
 
 
 @pytest.mark.parametrize("how", HOW)
 def test_a_step_waits_for_nothing_and_how_long_it_takes(how, device, capsys):
+    if "replayed" in how and device.type == "cpu":
+        pytest.skip("a CUDA graph needs a GPU; tests/test_cuda_graphs.py tries it on the CPU")
     since = time.perf_counter()
     state, step, batch = network(how, device)
     for t in range(3):
@@ -43,7 +57,9 @@ def test_a_step_waits_for_nothing_and_how_long_it_takes(how, device, capsys):
             torch.cuda.synchronize()
         times.append((time.perf_counter() - began) / steps * 1e3)
     assert all(bool(torch.isfinite(b).all()) for b in state.params)
-    said = {"ms per step": round(statistics.median(times), 3), "first step, s": round(first, 1)}
+    said: dict[str, float] = {"ms per step": round(statistics.median(times), 3), "first step, s": round(first, 1)}
+    if device.type == "cuda":
+        said["most MB so far"] = round(torch.cuda.max_memory_allocated() / 1e6, 1)
     keep(f"one process, {how}", said)
     with capsys.disabled():
         print(f"\n{how}: {said}")

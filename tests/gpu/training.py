@@ -50,6 +50,7 @@ def build(subject: Subject, how: str, n: int) -> df.Algorithm:
     return subject.build(num_workers=n, loss_fn=loss_of(how), **options)
 
 
+@cache
 def reference(row: str, how: str, n: int) -> Any:
     """The parameters of all workers after `STEPS` steps, `[n, ...]`, or in words why there are none."""
     subject, dtypes = contract.ROWS[row], dtypes_of(how)

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from decentfn.comm.collectives.membership import world
 from decentfn.comm.collectives.processes import World
 from decentfn.core.context import context
-from decentfn.core.scalars import operator
+from decentfn.core.scalars import number_on, of_step, operator
 from decentfn.topologies import Topology
 
 
@@ -86,7 +86,7 @@ def _look_up_kernel(token: Tensor, handle: Tensor, t: Tensor, slots: int, worker
     topology = here.schedule(int(handle))
     if (workers or 1) * here.size != topology.num_workers:
         refuse_size(here, workers or 1, topology.num_workers, "step(state, batch, t)")
-    rows = topology.rows(t, token.device)
+    rows = of_step(topology.rows, t, token.device)
     return (rows[here.rank * workers : (here.rank + 1) * workers] if workers else rows[here.rank]).clone()
 
 
@@ -111,7 +111,7 @@ _look_up = operator(
 
 def _members_kernel(group: Tensor, handle: Tensor, t: Tensor, num_workers: int) -> Tensor:
     topology = (context.step_world or world()).schedule(int(handle))
-    theirs = topology.rows(t, group.device)[:, _GROUP]
+    theirs = of_step(topology.rows, t, group.device)[:, _GROUP]
     if len(theirs) > num_workers:
         raise ValueError(
             f"a mix-aware optimizer's step was made for {num_workers} workers, and there are {len(theirs)} since others have "
@@ -136,7 +136,7 @@ def members(row: Row) -> Tensor | None:
 
 on_device = operator(
     "step_number(Tensor token, Tensor t) -> Tensor",
-    lambda token, t: torch.scalar_tensor(int(t), dtype=torch.int64, device=token.device),
+    lambda token, t: of_step(number_on, t, token.device),
     lambda token, t: token.new_empty((), dtype=torch.int64),
     lambda info, in_dims, token, t: (on_device(token.select(in_dims[0], 0), t), None),
 )

@@ -99,7 +99,10 @@ def _scheduled(
 
 
 def _value(schedule: Callable[[Tensor], Tensor | float], count: Tensor) -> Tensor:
-    return once(torch.as_tensor(schedule(count), dtype=torch.float64, device=count.device))
+    value = schedule(count)
+    if not isinstance(value, Tensor):
+        value = torch.full((), value, dtype=torch.float64, device=count.device)  # as_tensor would wait for a GPU
+    return once(value.to(count.device, torch.float64))
 
 
 @checks_numbers

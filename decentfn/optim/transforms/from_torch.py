@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from decentfn.core import trees
 from decentfn.core.buckets import Buckets, Plan, add, each, loose, plan_of, wide
+from decentfn.core.context import context
 from decentfn.core.formatting import brief, brief_error
 from decentfn.core.numbers import require
 from decentfn.core.scalars import operator
@@ -234,6 +235,8 @@ def _layout_of(number: int, plan: int, device: str) -> Layout:
 def _kernel(
     grads: list[Tensor], params: list[Tensor], state: list[Tensor], handle: Tensor, plan: int, workers: int
 ) -> list[Tensor]:
+    rule = "its optimizer runs Python in every step, which a CUDA graph would not replay; leave mode out."
+    require(context.inputs is None, 'compile(step, mode="reduce-overhead") with df.from_torch', rule)
     adapter, layout = _adapters[int(handle)], plan_of(plan)
 
     def one(grads: Iterable[Tensor], params: Iterable[Tensor], state: Iterable[Tensor]) -> list[Tensor]:
