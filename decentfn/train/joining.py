@@ -41,6 +41,8 @@ class Admission(NamedTuple):
     seats: tuple[int, ...]
     places: tuple[int, ...]
     step: int
+    repeats: bool
+    """The decision's."""
     donor: int
     """Seat of the worker that gives its state."""
 
@@ -112,8 +114,8 @@ def await_admission(run: Store, seat: int, doorbell: Doorbell) -> Admission:
             raise ValueError(f"join(step, state, batch): {run.get(f'refused {seat}').decode()}")
         doorbell.clear()
         time.sleep(POLL_S)
-    generation, seats, places, step, donor = json.loads(run.get(f"admitted {seat}"))
-    return Admission(generation, tuple(seats), tuple(places), step, donor)
+    generation, seats, places, *others = json.loads(run.get(f"admitted {seat}"))
+    return Admission(generation, tuple(seats), tuple(places), *others)
 
 
 # -- the others -------------------------------------------------------------------------------------------------------
@@ -145,7 +147,7 @@ def admit(run: Store, generation: int, decision: Decision, places: Sequence[int]
     """Tell the newcomers of a decision; each worker writes the same."""
     donor = decision.seats[0]
     for seat in newcomers:
-        told = Admission(generation, decision.seats, tuple(places), decision.step, donor)
+        told = Admission(generation, decision.seats, tuple(places), decision.step, decision.repeats, donor)
         run.set(f"admitted {seat}", json.dumps(told))
         run.delete_key(f"waiting {seat}")
 

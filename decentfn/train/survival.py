@@ -205,8 +205,9 @@ class _Survivor:
                     here.go_on(told.generation, told.seats, told.places, run)
                     self._meet(here)
                     here.connect()
-                    state = joining.hand_over(here, state, told.donor, [seat])
-                    return _kept(state), told.step
+                    state = _kept(joining.hand_over(here, state, told.donor, [seat]))
+                    here.steps.missed = told.step if told.repeats else None
+                    return state, told.step
                 except (RunError, RuntimeError) as lost:
                     # One more was lost meanwhile; the others go on without this process.
                     _log.info("join: %s; waiting again", brief_error(lost))
@@ -225,7 +226,7 @@ class _Survivor:
             here.hang_up()
         while kept_state is None:
             seats, generation = here.seats, here.generation + 1
-            decision = self._agree(here, todo[0].t, error)
+            decision = self._agree(here, todo[0].t, len(todo) > 1, error)
             if decision.step == todo[0].t - 1 and self._last is not None:
                 todo = [self._last, *todo]
             if decision.step != todo[0].t:
@@ -248,6 +249,7 @@ class _Survivor:
                 here.hang_up()
                 _log.info("survive: %s", brief_error(another))
         self._somebody_waits = False
+        here.steps.missed = decision.step if decision.repeats else None
         _log.warning(
             "survive: %s; %d workers continue with step t=%d after %.2f s (generation %d%s)",
             _change(before, here.seats),
@@ -272,10 +274,10 @@ class _Survivor:
                 )
             time.sleep(POLL_S)
 
-    def _agree(self, here: World, t: int, error: RunError | None) -> Decision:
+    def _agree(self, here: World, t: int, repeats: bool, error: RunError | None) -> Decision:
         board = PrefixStore(f"survive {here.generation + 1}", self._store)
         try:
-            return self._decided(here, t, board)
+            return self._decided(here, t, repeats, board)
         except LeftBehind as left:
             raise left from error
         except RuntimeError as lost:
@@ -286,11 +288,11 @@ class _Survivor:
                 step=t,
             ) from error
 
-    def _decided(self, here: World, t: int, board: Any) -> Decision:
+    def _decided(self, here: World, t: int, repeats: bool, board: Any) -> Decision:
         doorbell, end, gone = self._doorbell, time.monotonic() + self._patience_s, set[int]()
         assert doorbell is not None
         reached = tuple(seat for seat in here.seats if seat == here.seat or doorbell.ring(seat) == "answers")
-        mine = Note(here.seat, t, reached)
+        mine = Note(here.seat, t, reached, repeats)
         while True:
             decided = _decision(board.get("decision")) if board.check(["decision"]) else None
             notes = _notes(board.get("notes")) if board.check(["notes"]) else []
@@ -390,9 +392,10 @@ def _mean(x: Buckets) -> Buckets:
 
 
 def _notes(told: bytes) -> list[Note]:
-    return [Note(seat, step, tuple(reaches)) for seat, step, reaches in map(json.loads, told.decode().splitlines())]
+    lines = map(json.loads, told.decode().splitlines())
+    return [Note(seat, step, tuple(reaches), repeats) for seat, step, reaches, repeats in lines]
 
 
 def _decision(told: bytes) -> Decision:
-    seats, step = json.loads(told)
-    return Decision(tuple(seats), step)
+    seats, step, repeats = json.loads(told)
+    return Decision(tuple(seats), step, repeats)

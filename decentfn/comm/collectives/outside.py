@@ -75,6 +75,7 @@ def met(
     processes = here.processes if processes is None else processes
     call, of_state = context.call or (what, False)
     steps = here.gossip.steps
+    refuse_missed(call, here)
     text = f"{call}: {what}" + ("" if isinstance(x, int) else f" of {list(x.shape)} {x.dtype}")
     exchanges = steps.calls if of_state and steps.is_whole else -1
     mine = _Header(x if isinstance(x, int) else x.nbytes, exchanges, steps.at, text).encoded()
@@ -97,6 +98,19 @@ def met(
             raise
         finally:
             steps.waits_since = None
+
+
+def refuse_missed(call: str, here: World | None = None) -> None:
+    """Raise PeerLost, without a wait, if other processes made their calls after this step in vain, before a loss."""
+    here = everyone() if here is None else here
+    steps = here.gossip.steps
+    if steps.missed == steps.at and not steps.is_running:
+        raise PeerLost(
+            f"{call} after step t={steps.at}, which was repeated after a loss: others had ended it before the loss, and have "
+            "made their calls after it; the next step may be taken.",
+            process=here.all_processes.rank,
+            step=steps.at,
+        )
 
 
 def _require_same(here: World, processes: range, headers: list[_Header]) -> None:

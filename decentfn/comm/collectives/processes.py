@@ -78,6 +78,7 @@ class World:
         self.turn = threading.Lock()
         """Lock held during a collective outside steps: two threads' collectives must not mix."""
         self._made_apart = itertools.count()
+        self._apart = weakref.WeakSet[World]()
         self.timeout = timeout
         self.steps = Steps(rank)
         self.device = device
@@ -156,7 +157,7 @@ class World:
         """Return a world of the same processes with separate connections, for another thread outside steps; collective.
 
         Without a `timeout` it waits twice as long as this one: a process may notice a step's lost message only at its
-        timeout. Call `let_go` at the end.
+        timeout. Call `let_go` at the end. Its connections end with this world's generation.
         """
         if self.size == 1:
             return self
@@ -165,6 +166,7 @@ class World:
             f"apart {next(self._made_apart)}", self.store
         )  # all processes make the same ones in the same order
         world.steps.board = world._store
+        self._apart.add(world)
         return world
 
     def subgroup(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
@@ -245,7 +247,8 @@ class World:
             places: their places.
             root: store of all generations.
         """
-        self.hang_up()
+        for world in (self, *self._apart):
+            world.hang_up()
         adopted = self._adopted
         self.let_go()
         self._adopted, self.awaits = adopted, None
