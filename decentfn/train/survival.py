@@ -72,7 +72,7 @@ def survive(step: Step | Callable[..., Any], *, patience: timedelta = timedelta(
     step = Step.of(step)
     _require_pure(step)
     given = {one.name: getattr(step, one.name) for one in fields(step) if one.init}
-    return _Surviving(**given, survivor=_Survivor(patience.total_seconds()))
+    return _Surviving(**given, survivor=_Survivor(patience))
 
 
 def join(step: Step, state: Any, batch: PyTree) -> tuple[Any, int]:
@@ -138,8 +138,8 @@ class _Surviving(Step):
 class _Survivor:
     """State of a surviving step between calls."""
 
-    def __init__(self, patience_s: float) -> None:
-        self._patience_s = patience_s
+    def __init__(self, patience: timedelta) -> None:
+        self._patience = patience
         self._last: _Inputs | None = None
         self._somebody_waits = False
         self._looked = 0.0
@@ -169,6 +169,7 @@ class _Survivor:
             self._store = joining.open_run(here, state)
             doorbell = Doorbell(PrefixStore("survive", self._store), here.seat)
             doorbell.learn(here.seats)
+            here.is_gone = doorbell.is_gone
             return doorbell
         except RuntimeError as error:
             raise ExchangeTimeout(
@@ -202,9 +203,9 @@ class _Survivor:
                 here.seat, here.steps.agrees = seat, True
                 try:
                     doorbell.learn(told.seats)
+                    here.is_gone = doorbell.is_gone
                     here.go_on(told.generation, told.seats, told.places, run)
-                    self._meet(here)
-                    here.connect()
+                    here.connect(self._patience)
                     state = _kept(joining.hand_over(here, state, told.donor, [seat]))
                     here.steps.missed = told.step if told.repeats else None
                     return state, told.step
@@ -242,8 +243,7 @@ class _Survivor:
                 joining.admit(self._store, generation, decision, places, newcomers)
                 here.go_on(generation, decision.seats, places, self._store)
                 doorbell.learn(newcomers, answered=True)
-                self._meet(here)
-                here.connect()
+                here.connect(self._patience)
                 kept_state = _kept(joining.hand_over(here, todo[0].state, decision.seats[0], newcomers))
             except (RunError, RuntimeError) as another:  # one more was lost meanwhile
                 here.hang_up()
@@ -261,19 +261,6 @@ class _Survivor:
         )
         return [todo[0]._replace(state=kept_state), *todo[1:]]
 
-    def _meet(self, here: World) -> None:
-        """Wait until all that are left are about to connect, which would wait much longer for one that died meanwhile."""
-        board, end, doorbell = here.store, time.monotonic() + self._patience_s, self._doorbell
-        assert doorbell is not None
-        board.set(f"present {here.seat}", "")
-        while not board.check([f"present {seat}" for seat in here.seats]):
-            gone = [seat for seat in here.seats if seat != here.seat and doorbell.ring(seat) == "gone"]
-            if gone or time.monotonic() > end:
-                raise PeerLost(
-                    f"survive: worker {gone[0] if gone else 'that was left'} did not come", process=here.seat
-                )
-            time.sleep(POLL_S)
-
     def _agree(self, here: World, t: int, repeats: bool, error: RunError | None) -> Decision:
         board = PrefixStore(f"survive {here.generation + 1}", self._store)
         try:
@@ -289,7 +276,7 @@ class _Survivor:
             ) from error
 
     def _decided(self, here: World, t: int, repeats: bool, board: Any) -> Decision:
-        doorbell, end, gone = self._doorbell, time.monotonic() + self._patience_s, set[int]()
+        doorbell, end, gone = self._doorbell, time.monotonic() + self._patience.total_seconds(), set[int]()
         assert doorbell is not None
         reached = tuple(seat for seat in here.seats if seat == here.seat or doorbell.ring(seat) == "answers")
         mine = Note(here.seat, t, reached, repeats)
@@ -297,7 +284,7 @@ class _Survivor:
             decided = _decision(board.get("decision")) if board.check(["decision"]) else None
             notes = _notes(board.get("notes")) if board.check(["notes"]) else []
             doorbell.clear()
-            gone = {seat for seat in here.seats if seat != here.seat and doorbell.ring(seat) == "gone"}
+            gone = {seat for seat in here.seats if seat != here.seat and doorbell.is_gone(seat)}
             waiting = joining.waiting(here, self._store, doorbell)
             match act(mine, here.seats, notes, decided, gone, waiting, is_over=time.monotonic() > end):
                 case Note() as note:

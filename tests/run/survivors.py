@@ -72,9 +72,9 @@ DEFAULTS = {
 `calls`: after each step, the workers also call what is called outside steps; `dies_in`: a worker, a step and one of these."""
 
 
-def evaluated(state):
+def evaluated(state, place):
     """The mean over all workers' samples, of which each has one; its metric is its place."""
-    return df.evaluate(lambda x, batch: batch.double().mean(), state, [torch.full((1,), df.init().place)])
+    return df.evaluate(lambda x, batch: batch.double().mean(), state, [torch.full((1,), place)])
 
 
 def outcomes(calls, dies_in):
@@ -86,7 +86,7 @@ def outcomes(calls, dies_in):
         try:
             value, error = call(), None
         except Exception as raised:
-            value, error = None, type(raised).__name__
+            value, error = str(raised), type(raised).__name__
         yield {"call": name, "value": value, "error": error, "seconds": time.monotonic() - since}
 
 
@@ -144,7 +144,7 @@ def main(spec, rank):
                 "mean": lambda state=state: df.consensus_mean(state)["x"].tolist(),
                 "distance": lambda state=state: float(df.consensus_distance(state)),
                 "gather": lambda state=state: df.gather(state, torch.tensor(float(seat))).tolist(),
-                "evaluate": lambda state=state: float(evaluated(state)),
+                "evaluate": lambda state=state: float(evaluated(state, world.place)),
                 "save": lambda state=state, t=t: saver.save(state, t + 1),
                 "stop": lambda t=t: stop(t),
             }

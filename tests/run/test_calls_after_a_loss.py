@@ -61,11 +61,11 @@ def test_a_call_between_steps_is_of_one_set_of_workers_or_fails_on_all(dies_insi
 
 # -- processes that are killed in such a call -----------------------------------------------------------------------------
 
-TIMEOUT = 5
+TIMEOUT = 10
 
 
 def check(lines, directory):
-    """Each call is one of a step's whole generation, or has failed with a name, within the timeout."""
+    """Each call is one of a step's whole generation, or has failed with a name, soon."""
     by_step = {}
     for its in lines:
         for line in (line for line in its if "x" in line):
@@ -77,10 +77,15 @@ def check(lines, directory):
         x = torch.tensor([line["x"] for line in those], dtype=torch.float64)
         is_whole = len(those) == len(those[0]["seats"])
         for call in (call for line in those for call in line["calls"]):
-            assert call["seconds"] < TIMEOUT + 5, (t, call)
-            assert call["error"] in (None, "PeerLost", "ExchangeTimeout"), (t, call)  # closed connections look like the latter
+            assert call["seconds"] < TIMEOUT, (t, call)  # nothing waits for the dead
+            assert call["error"] in (None, "PeerLost", "ExchangeTimeout"), (
+                t,
+                call,
+            )  # closed connections look like the latter
             failed += call["error"] is not None
-            if call["value"] is None or not is_whole:  # somebody died before it could tell what it had
+            if (
+                call["error"] or call["call"] == "save" or not is_whole
+            ):  # somebody died before it could tell what it had
                 continue
             expected = {
                 "mean": x.mean(0).tolist(),
@@ -100,6 +105,12 @@ def test_a_process_killed_in_any_call_is_survived_at_the_next_step(tmp_path):
     names = ["mean", "distance", "gather", "evaluate", "save", "stop"]
     job = {"algorithm": "gossip", "calls": True, "timeout": TIMEOUT, "patience": 2, "steps": 12}
     jobs = [job | {"dies_in": [i % 4, 4, name]} for i, name in enumerate(names)]
+    # Before the first call of a generation, for which nothing is connected yet; and with a newcomer.
+    jobs += [
+        job | {"dies_in": [1, 4, "mean"], "dies": {3: 4}},
+        job | {"algorithm": "push-sum", "n": 3, "joins": 5, "steps": 30},
+    ]
     for i, lines in enumerate(survivors.results(tmp_path, jobs)):
         failed = check(lines, tmp_path / str(i) / "saved")
-        assert failed or names[i] == "stop", names[i]
+        assert failed or "joins" in jobs[i] or jobs[i]["dies_in"][2] == "stop", jobs[i]
+        assert "joins" not in jobs[i] or not failed

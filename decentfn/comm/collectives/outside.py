@@ -101,13 +101,16 @@ def met(
 
 
 def refuse_missed(call: str, here: World | None = None) -> None:
-    """Raise PeerLost, without a wait, if other processes made their calls after this step in vain, before a loss."""
+    """Raise PeerLost, without a wait, if others do not make this call, because of a loss (`df.survive`)."""
     here = everyone() if here is None else here
-    steps = here.gossip.steps
+    steps, why = here.gossip.steps, None
     if steps.missed == steps.at and not steps.is_running:
+        why = "that step was repeated after a loss: others had ended it before, and made their calls after it then"
+    if steps.agrees and steps.cut_short is not None:
+        why = f"{steps.cut_short[0]} has lost a process"
+    if why is not None:
         raise PeerLost(
-            f"{call} after step t={steps.at}, which was repeated after a loss: others had ended it before the loss, and have "
-            "made their calls after it; the next step may be taken.",
+            f"{call} after step t={steps.at}: {why}; the next step repairs the run.",
             process=here.all_processes.rank,
             step=steps.at,
         )

@@ -6,7 +6,7 @@ import itertools
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, cast
@@ -26,6 +26,9 @@ from decentfn.topologies.resized import enlarged, in_place
 from decentfn.topologies.rounds import by_handle
 
 _CPU = torch.device("cpu")
+_POLL_S = 0.005
+_RING_S = 0.1
+"""Time between two looks whether a process still exists, which take 0.1 ms."""
 
 
 class World:
@@ -79,6 +82,9 @@ class World:
         """Lock held during a collective outside steps: two threads' collectives must not mix."""
         self._made_apart = itertools.count()
         self._apart = weakref.WeakSet[World]()
+        self._of = weakref.ref(self)  # the world that this one was made apart from
+        self.is_gone: Callable[[int], bool] | None = None
+        """Returns True if the process of a seat has ended (`df.survive`)."""
         self.timeout = timeout
         self.steps = Steps(rank)
         self.device = device
@@ -147,11 +153,28 @@ class World:
             self._outside[processes] = self._connected(name, processes)
         return self._outside[processes]
 
-    def _connected(self, name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
+    def _connected(self, name: str, ranks: Sequence[int], within: timedelta | None = None) -> dist.ProcessGroup:
         """Connect some processes. Not as a group of torch.distributed, which counts the groups that a process has made."""
-        timeout = self.timeout or default_pg_timeout
-        group = dist.ProcessGroupGloo(PrefixStore(name, self.store), ranks.index(self.rank), len(ranks), timeout)
-        return cast(dist.ProcessGroup, group)
+        timeout, store = self.timeout or default_pg_timeout, PrefixStore(name, self.store)
+        if self.is_gone is not None:
+            self._meet(store, ranks, self.is_gone, within or timeout)
+        return cast(dist.ProcessGroup, dist.ProcessGroupGloo(store, ranks.index(self.rank), len(ranks), timeout))
+
+    def _meet(self, store: Store, ranks: Sequence[int], is_gone: Callable[[int], bool], within: timedelta) -> None:
+        """Wait until these processes are about to connect: gloo would wait as long for one that has ended or gone elsewhere."""
+        begin = rung = time.monotonic()
+        store.set(f"here {self.rank}", "")
+        while missing := [rank for rank in ranks if not store.check([f"here {rank}"])]:
+            time.sleep(_POLL_S)
+            now, of = time.monotonic(), self._of()
+            if of is not None and of.steps.has_failed():
+                raise RuntimeError("another process has lost the connection to one")
+            if now - rung > _RING_S:
+                rung = now
+                if gone := [rank for rank in missing if is_gone(self.seats[rank])]:
+                    raise RuntimeError(f"process {gone[0]} has ended")
+            if now - begin > within.total_seconds():
+                raise RuntimeError(f"timed out after {within} without process {missing[0]}")
 
     def apart(self, timeout: timedelta | None = None) -> World:
         """Return a world of the same processes with separate connections, for another thread outside steps; collective.
@@ -166,6 +189,7 @@ class World:
             f"apart {next(self._made_apart)}", self.store
         )  # all processes make the same ones in the same order
         world.steps.board = world._store
+        world._of, world.is_gone, world.seat, world.seats = weakref.ref(self), self.is_gone, self.seat, self.seats
         self._apart.add(world)
         return world
 
@@ -261,9 +285,9 @@ class World:
         self.steps.rank, self.steps.generation = self.rank, generation
         self.steps.begin(PrefixStore("steps", self._store))
 
-    def connect(self) -> None:
-        """Connect the processes that are left; collective."""
-        self.group = self._connected("all", range(self.size)) if self.size > 1 else None
+    def connect(self, within: timedelta) -> None:
+        """Connect the processes that are left, which come within this time; collective."""
+        self.group = self._connected("all", range(self.size), within) if self.size > 1 else None
 
     def let_go(self) -> None:
         """Release all groups: a group's threads and connections end with the last reference to it."""

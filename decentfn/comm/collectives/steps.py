@@ -212,6 +212,10 @@ class Steps:
         except RuntimeError:
             self.board = None  # the store is gone as well
 
+    def has_failed(self) -> bool:
+        """Return True if a call of any rank has failed."""
+        return self.board is not None and self.board.check(["failed"])
+
     def told(self) -> dict[int, Note]:
         """Return the others' notes, by rank."""
         notes = {}
