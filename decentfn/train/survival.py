@@ -55,8 +55,9 @@ def survive(step: Step | Callable[..., Any], *, patience: timedelta = timedelta(
         Another step; in one process it does nothing more.
 
     Raises:
-        ValueError: a donated step, or a patience that is not positive; at the first call, workers of several processes,
-            a GPU, another surviving step, or an algorithm whose memory depends on the number of workers (`relay_sgd`).
+        ValueError: a donated step, or a patience that is not positive; workers of several processes, or on GPUs; at the
+            first call, another surviving step, or an algorithm whose memory depends on the number of workers
+            (`relay_sgd`).
         df.errors.LeftBehind: at a call, the others have continued without this worker: it was late, or in the smaller
             part of a partition (of equal ones, the one without the lowest worker).
         df.errors.PeerLost: the store has ended.
@@ -71,6 +72,7 @@ def survive(step: Step | Callable[..., Any], *, patience: timedelta = timedelta(
         raise ValueError(f"survive(patience={brief(patience)}): a positive datetime.timedelta.")
     step = Step.of(step)
     _require_pure(step)
+    _require_kind(collectives.world())
     given = {one.name: getattr(step, one.name) for one in fields(step) if one.init}
     return _Surviving(**given, survivor=_Survivor(patience))
 
@@ -92,7 +94,8 @@ def join(step: Step, state: Any, batch: PyTree) -> tuple[Any, int]:
 
     Raises:
         ValueError: `step` is not from `df.survive`; the others do not reach this process, or have no schedule for it.
-        df.errors.PlanMismatch: the run's states have another form.
+        df.errors.PlanMismatch: the run's states have another form, or its algorithm other hyperparameters; it goes on
+            undisturbed.
         df.errors.PeerLost: the store has ended.
 
     >>> step = survive(lambda state, batch, t: (state + batch, None))
@@ -195,7 +198,7 @@ class _Survivor:
         assert run is not None
         self._store = run
         try:
-            joining.require_form(run, state)
+            joining.require_same(here, run, state)
             while True:
                 seat = joining.new_seat(here, run)
                 doorbell = self._doorbell = Doorbell(PrefixStore("survive", run), seat)
@@ -312,12 +315,16 @@ def _change(before: Sequence[int], after: Sequence[int]) -> str:
     return " and ".join(parts) or "without nobody"
 
 
-def _require_survivable(here: World, state: Any) -> None:
-    if here.processes_per_worker > 1 or here.device.type != "cpu":
+def _require_kind(here: World) -> None:
+    if here.num_seats > 1 and (here.processes_per_worker > 1 or here.device.type != "cpu"):
         raise ValueError(
             f"survive(step): workers of {here.processes_per_worker} process(es) on {here.device.type}; it needs one process per "
             "worker and gloo on the CPU. Otherwise restart from a checkpoint (docs/restarts.md)."
         )
+
+
+def _require_survivable(here: World, state: Any) -> None:
+    _require_kind(here)
     if here.steps.agrees or here.generation:
         raise ValueError(
             "survive(step): another step of this run survives already, and the workers would go back to the last call of either; "

@@ -75,6 +75,8 @@ class World:
         """Number of processes at the start. Compiled code is made for it, and is right for fewer."""
         self.awaits: Store | None = None
         """Store of the run that this process waits to join (`df.init(join=True)`); it is alone until then."""
+        self.agreed = set[str]()
+        """Lines that describe the algorithms of this run, which all processes have compared."""
         self._schedules: dict[int, Topology] = {}
         self._handles = set[int]()  # of all topologies that were looked up
         self._adopted = group  # the default group that this world was made for
