@@ -153,6 +153,7 @@ class _Survivor:
         here = collectives.world()
         if self._doorbell is None:
             self._doorbell = self._begin(here, now.state)
+        self._doorbell.clear()
         todo = [now] if not self._somebody_waits else self._go_on(here, [now], None)
         while True:
             try:

@@ -241,14 +241,25 @@ def test_a_process_joins_two_that_are_left_of_four(tmp_path):
     assert_joined(three, workers=4, graphs=0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", [None, "inductor"])
-def test_every_kind_of_algorithm_is_joined_without_a_compilation(backend, tmp_path):
-    after_losses = [JOB | {"algorithm": name, "dies": {3: 3, 1: 6}} for name in survivors.ALGORITHMS]
-    more = [JOB | {"algorithm": name, "n": 3} for name in ("push-sum", "choco", "diloco")]
-    jobs = [job | {"backend": backend, "timeout": 120} for job in (*after_losses, *more)]
-    for job, lines in zip(jobs, survivors.results(tmp_path, jobs), strict=True):
+AFTER_LOSSES = [JOB | {"algorithm": name, "dies": {3: 3, 1: 6}} for name in survivors.ALGORITHMS]
+MORE = [JOB | {"algorithm": name, "n": 3} for name in ("push-sum", "choco", "diloco")]
+
+
+def join_all(folder, backend, jobs):
+    jobs = [job | {"backend": backend, "timeout": 120} for job in jobs]
+    for job, lines in zip(jobs, survivors.results(folder, jobs), strict=True):
         assert_joined(lines, workers=3 if "dies" in job else 4, graphs=int(backend is not None))
+
+
+@pytest.mark.slow
+def test_every_kind_of_algorithm_is_joined(tmp_path):
+    join_all(tmp_path, None, [*AFTER_LOSSES, *MORE])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", [*AFTER_LOSSES, *MORE], ids=lambda job: f"{job['algorithm']} {job.get('n', 'left')}")
+def test_every_kind_of_algorithm_is_joined_without_a_compilation(job, tmp_path):
+    join_all(tmp_path, "inductor", [job])
 
 
 # -- what is refused ----------------------------------------------------------------------------------------------------

@@ -20,15 +20,15 @@ import torch.distributed.nn.functional
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store, default_pg_timeout
 
+from decentfn.comm.collectives.meeting import Meeting
 from decentfn.comm.collectives.steps import TAGS, Steps
 from decentfn.topologies import Topology
 from decentfn.topologies.resized import enlarged, in_place
 from decentfn.topologies.rounds import by_handle
 
 _CPU = torch.device("cpu")
-_POLL_S = 0.005
-_RING_S = 0.1
-"""Time between two looks whether a process still exists, which take 0.1 ms."""
+_RING_S = 0.2
+"""Time between two looks whether the other processes still exist, which take 0.1 ms each."""
 
 
 class World:
@@ -87,6 +87,7 @@ class World:
         self._of = weakref.ref(self)  # the world that this one was made apart from
         self.is_gone: Callable[[int], bool] | None = None
         """Returns True if the process of a seat has ended (`df.survive`)."""
+        self._rung = 0.0
         self.timeout = timeout
         self.steps = Steps(rank)
         self.device = device
@@ -159,24 +160,19 @@ class World:
         """Connect some processes. Not as a group of torch.distributed, which counts the groups that a process has made."""
         timeout, store = self.timeout or default_pg_timeout, PrefixStore(name, self.store)
         if self.is_gone is not None:
-            self._meet(store, ranks, self.is_gone, within or timeout)
+            seats = [self.seats[rank] for rank in ranks]
+            store = Meeting(store, lambda: self._require_present(seats), within or timeout)
         return cast(dist.ProcessGroup, dist.ProcessGroupGloo(store, ranks.index(self.rank), len(ranks), timeout))
 
-    def _meet(self, store: Store, ranks: Sequence[int], is_gone: Callable[[int], bool], within: timedelta) -> None:
-        """Wait until these processes are about to connect: gloo would wait as long for one that has ended or gone elsewhere."""
-        begin = rung = time.monotonic()
-        store.set(f"here {self.rank}", "")
-        while missing := [rank for rank in ranks if not store.check([f"here {rank}"])]:
-            time.sleep(_POLL_S)
-            now, of = time.monotonic(), self._of()
-            if of is not None and of.steps.has_failed():
-                raise RuntimeError("another process has lost the connection to one")
-            if now - rung > _RING_S:
-                rung = now
-                if gone := [rank for rank in missing if is_gone(self.seats[rank])]:
-                    raise RuntimeError(f"process {gone[0]} has ended")
-            if now - begin > within.total_seconds():
-                raise RuntimeError(f"timed out after {within} without process {missing[0]}")
+    def _require_present(self, seats: Sequence[int]) -> None:
+        """Raise RuntimeError if one of these processes has ended, or another has noticed a loss."""
+        of, now = self._of(), time.monotonic()
+        if of is not None and of.steps.has_failed():
+            raise RuntimeError("another process has lost one")
+        if self.is_gone is not None and now - self._rung > _RING_S:
+            self._rung = now
+            if gone := [seat for seat in seats if seat != self.seat and self.is_gone(seat)]:
+                raise RuntimeError(f"process {gone[0]} has ended")
 
     def apart(self, timeout: timedelta | None = None) -> World:
         """Return a world of the same processes with separate connections, for another thread outside steps; collective.
