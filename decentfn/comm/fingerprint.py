@@ -89,6 +89,7 @@ def _value(function: Callable[[Tensor], Any], t: int) -> str:
 def agree(lines: list[str], of_shard: Sequence[str] = ()) -> None:
     """Compare the runs that the ranks are about to start; collective. Arguments and errors as for `compare`."""
     compare("init(params)", lines, "every rank must build the same algorithm, model and topology", of_shard)
+    collectives.world().agreed.update(lines, of_shard)
 
 
 def compare(

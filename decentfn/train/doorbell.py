@@ -65,6 +65,10 @@ class Doorbell:
         """Return "gone" if a process has ended, "silent" if its machine is not reached."""
         return self._ring(seat) if seat in self._known else "answers"
 
+    def is_gone(self, seat: int) -> bool:
+        """Return True if a process has ended."""
+        return self.ring(seat) == "gone"
+
     def reaches(self, seat: int) -> bool:
         """Return True if a process answers, and has answered before."""
         return seat in self._known and self._ring(seat) == "answers"

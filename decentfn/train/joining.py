@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+import decentfn
 from decentfn.comm.collectives import World
 from decentfn.core import trees
 from decentfn.core.formatting import brief_error
@@ -41,6 +43,8 @@ class Admission(NamedTuple):
     seats: tuple[int, ...]
     places: tuple[int, ...]
     step: int
+    repeats: bool
+    """The decision's."""
     donor: int
     """Seat of the worker that gives its state."""
 
@@ -56,18 +60,31 @@ def open_run(here: World, state: Any) -> Store:
     run = PrefixStore(f"{_RUN} {name}", bottom)
     if here.rank == 0:
         run.set("form", _form(state))
-        bottom.set(_RUN, json.dumps([name, here.num_seats]))
+        run.set("agreed", json.dumps(sorted(here.agreed)))
+        bottom.set(_RUN, json.dumps([name, here.num_seats, versions()]))
     return run
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that all processes of a run have in common."""
+    release = str(torch.__version__).partition("+")[0]  # builds for the CPU and for GPUs may meet
+    python = ".".join(platform.python_version_tuple()[:2])
+    return {"decentfn": decentfn.__version__, "torch": release, "Python": python}
 
 
 def wait_for_run(here: World, store: Store, timeout: timedelta) -> World:
     """Make a process alone one that waits to join the run in this store."""
     try:
-        name, here.num_seats = json.loads(store.get(_RUN))
+        name, here.num_seats, theirs = json.loads(store.get(_RUN))
     except RuntimeError as error:
         raise ExchangeTimeout(
             f"init(join=True, timeout={timeout}): no run with df.survive has begun a step at this address: {brief_error(error)}"
         ) from error
+    for what, version in versions().items():
+        if theirs[what] != version:
+            raise PlanMismatch(
+                f"init(join=True): the run has {what} {theirs[what]}, and this process {version}; install the same here."
+            )
     here.awaits, here.timeout = PrefixStore(f"{_RUN} {name}", store), timeout
     return here
 
@@ -90,12 +107,19 @@ def store_of_environment(timeout: timedelta) -> Store:
 # -- the newcomer -----------------------------------------------------------------------------------------------------
 
 
-def require_form(run: Store, state: Any) -> None:
-    """Raise PlanMismatch unless the run's states have the leaves of this one."""
+def require_same(here: World, run: Store, state: Any) -> None:
+    """Raise PlanMismatch unless the run's states have the leaves of this one, and its workers made the same algorithm."""
     if run.get("form").decode() != _form(state):
         raise PlanMismatch(
             "join(step, state, batch): the run's states have other leaves, shapes or dtypes than this one; make it with the same "
             "model, algorithm and optimizer, for world.num_workers workers."
+        )
+    agreed = set(json.loads(run.get("agreed")))
+    if other := sorted(here.agreed - agreed):
+        theirs = sorted(agreed - here.agreed) or ["nothing"]
+        raise PlanMismatch(
+            f"join(step, state, batch): this process has {other[0]!r}, the run {theirs[0]!r}; every rank must build the same "
+            "algorithm, model and topology."
         )
 
 
@@ -112,8 +136,8 @@ def await_admission(run: Store, seat: int, doorbell: Doorbell) -> Admission:
             raise ValueError(f"join(step, state, batch): {run.get(f'refused {seat}').decode()}")
         doorbell.clear()
         time.sleep(POLL_S)
-    generation, seats, places, step, donor = json.loads(run.get(f"admitted {seat}"))
-    return Admission(generation, tuple(seats), tuple(places), step, donor)
+    generation, seats, places, *others = json.loads(run.get(f"admitted {seat}"))
+    return Admission(generation, tuple(seats), tuple(places), *others)
 
 
 # -- the others -------------------------------------------------------------------------------------------------------
@@ -145,7 +169,7 @@ def admit(run: Store, generation: int, decision: Decision, places: Sequence[int]
     """Tell the newcomers of a decision; each worker writes the same."""
     donor = decision.seats[0]
     for seat in newcomers:
-        told = Admission(generation, decision.seats, tuple(places), decision.step, donor)
+        told = Admission(generation, decision.seats, tuple(places), decision.step, decision.repeats, donor)
         run.set(f"admitted {seat}", json.dumps(told))
         run.delete_key(f"waiting {seat}")
 

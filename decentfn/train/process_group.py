@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-import decentfn
 from decentfn.comm import collectives
 from decentfn.comm.collectives import World
 from decentfn.core.formatting import brief_error
@@ -26,7 +25,7 @@ from decentfn.engine.memory import keep_freed_memory
 from decentfn.errors import ExchangeTimeout, PlanMismatch
 from decentfn.train.ends import end_with_agent, report_root_cause
 from decentfn.train.generation import fresh_part
-from decentfn.train.joining import store_of_environment, wait_for_run
+from decentfn.train.joining import store_of_environment, versions, wait_for_run
 
 _log = logging.getLogger("decentfn")
 
@@ -76,7 +75,8 @@ def init(
             positive; torchrun's environment is incomplete, its port is in use, or another launcher (srun, mpirun) started
             several processes without it; NCCL was requested, and a rank has no GPU of its own; `join` in a process that
             has a group, or without the store's address.
-        df.errors.PlanMismatch: on all processes, their versions of decentfn, torch or Python (3.11 and 3.12) differ.
+        df.errors.PlanMismatch: on all processes, their versions of decentfn, torch or Python (3.11 and 3.12) differ; in a
+            process with `join`, they are not those of the run.
         df.errors.ExchangeTimeout: a process, or the store of rank 0, did not answer within the timeout.
     """
     if not isinstance(timeout, timedelta):
@@ -211,7 +211,7 @@ def _start(backend: str | None, gpus: int, timeout: timedelta) -> None:
     # A scheduler may show each process only its own GPU, as number 0.
     index = 0 if gpus == 1 else local_rank
     own = {
-        "versions": _versions(),
+        "versions": versions(),
         "local rank": local_rank,
         "gpus": gpus,
         "gpu": _gpu(index) if index < gpus else None,
@@ -262,12 +262,6 @@ def _gathered(store: Store, rank: int, size: int, value: Any) -> list[Any]:
     if rank == 0:  # its process may hold the store: if it failed first, the others could not read its error
         store.wait([f"heard {i}" for i in range(size)])
     return everyone
-
-
-def _versions() -> dict[str, str]:
-    release = str(torch.__version__).partition("+")[0]  # builds for the CPU and for GPUs may meet
-    python = ".".join(platform.python_version_tuple()[:2])
-    return {"decentfn": decentfn.__version__, "torch": release, "Python": python}
 
 
 def _require_same_versions(everyone: list[Any], rank: int) -> None:

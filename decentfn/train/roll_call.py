@@ -26,6 +26,8 @@ class Note(NamedTuple):
     """Step that it has not ended; it has the state before it, and before the last one."""
     reaches: tuple[int, ...]
     """Seats whose processes accept its connections."""
+    repeats: bool = False
+    """True if it had ended that step in an earlier generation."""
 
 
 class Decision(NamedTuple):
@@ -35,6 +37,8 @@ class Decision(NamedTuple):
     """Workers that continue, ascending; newcomers last."""
     step: int
     """Step with which they continue: the first that one of them has not ended."""
+    repeats: bool = False
+    """True if another of them had ended it; its calls outside steps after it have failed."""
 
 
 class Wait(NamedTuple):
@@ -74,7 +78,9 @@ def act(
     if not is_over and any(seat not in present and seat not in gone for seat in seats):
         return Wait()
     left = _largest_part({seat: set(note.reaches) for seat, note in present.items()})
-    return Decision((*left, *sorted(waiting)), min(present[seat].step for seat in left))
+    step = min(present[seat].step for seat in left)
+    repeats = any(present[seat].step > step or present[seat].repeats for seat in left)
+    return Decision((*left, *sorted(waiting)), step, repeats)
 
 
 def places_of(seats: Sequence[int], before: Mapping[int, int]) -> tuple[int, ...]:

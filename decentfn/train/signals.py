@@ -48,16 +48,13 @@ class Stop:
 
     def __init__(self, marker: Path, every: int) -> None:
         self._marker = marker
-        self._world = collectives.everyone().apart()
-        self._every = every if self._world.size > 1 else 1
+        self._most = every
         self._thread = ThreadPoolExecutor(1, "decentfn preemption")
-        self._asked: Future[list[bool]] | None = None
         self._process = os.getpid()
         self._received: dict[int, float] = {}  # signal -> when it first came
-        self._calls = self._next_step = 0
+        self._next_step = 0
         self._leaving: SystemExit | None = None
-        with collectives.calling("df.preemption(marker)"):  # connects it, so that `hang_up` ends what waits
-            collectives.gather_objects(None, self._world)
+        self._connect()
         self._heard, self._told = os.pipe()
         os.set_blocking(self._told, False)
         self._wakeup = signal.set_wakeup_fd(self._told, warn_on_full_buffer=False)
@@ -65,28 +62,52 @@ class Stop:
         self._watching = threading.Thread(target=self._watch, name="decentfn preemption watch", daemon=True)
         self._watching.start()
 
+    def _connect(self) -> None:
+        """Connect the thread with the other processes'; collective."""
+        here = collectives.everyone()
+        self._generation, self._world = here.generation, here.apart()
+        self._every = self._most if here.size > 1 else 1
+        self._asked: Future[list[bool]] | None = None
+        with collectives.calling("df.preemption(marker)"):  # connects it, so that `hang_up` ends what waits
+            collectives.gather_objects(None, self._world)
+
     def __call__(self, t: int | Tensor) -> bool:
         """Return True to stop after step `t`, the same on all processes. Collective, in every step.
 
-        Every `every` calls, processes start to gather who has a signal and read the previous result. So no process
-        waits unless another is `every` steps behind.
+        Every `every` steps, processes start to gather who has a signal and read the previous result. So no process
+        waits unless another is `every` steps behind. With `df.survive` it follows the workers that are left.
 
         Raises:
-            df.errors.PeerLost: another process died, or left the `with` by an error.
-            df.errors.ExchangeTimeout: another did not arrive in time.
+            df.errors.PeerLost: without `df.survive`, another process died, or left the `with` by an error.
+            df.errors.ExchangeTimeout: without `df.survive`, another did not arrive in time.
         """
         self._next_step = int(t) + 1
-        self._calls += 1
-        if self._calls % self._every:
-            return False
-        if self._world.size == 1:
-            stops = bool(self._received)
-        else:
-            stops = self._asked is not None and any(self._asked.result())
-            self._asked = self._ask(bool(self._received))
+        try:
+            stops = self._hears()
+        except RunError as error:
+            if not collectives.everyone().steps.agrees:
+                raise
+            _log.warning("stop(t=%d): %s; not answered until the workers have agreed on who is left", int(t), error)
+            stops = False
         if stops:
             names = ", ".join(signal.Signals(number).name for number in self._received)
             _log.info("all processes stop after step %d: %s", int(t), names or "another process has a signal")
+        return stops
+
+    def _hears(self) -> bool:
+        """Return True if a process has a signal; in a step with a check, which all have in common."""
+        here = collectives.everyone()
+        if self._generation != here.generation:
+            collectives.refuse_missed("stop(t)")
+            if self._world is not here:
+                self._world.let_go()
+            self._connect()
+        if self._next_step % self._every:
+            return False
+        if self._world.size == 1:
+            return bool(self._received)
+        stops = self._asked is not None and any(self._asked.result())
+        self._asked = self._ask(bool(self._received))
         return stops
 
     def leave(self) -> NoReturn:
@@ -143,7 +164,7 @@ class Stop:
             os.close(self._heard)
             _terminated.clear()
             self._thread.shutdown()
-            if self._world.size > 1:
+            if self._world is not collectives.everyone():
                 self._world.let_go()
 
     def _mark(self) -> None:

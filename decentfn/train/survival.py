@@ -55,8 +55,9 @@ def survive(step: Step | Callable[..., Any], *, patience: timedelta = timedelta(
         Another step; in one process it does nothing more.
 
     Raises:
-        ValueError: a donated step, or a patience that is not positive; at the first call, workers of several processes,
-            a GPU, another surviving step, or an algorithm whose memory depends on the number of workers (`relay_sgd`).
+        ValueError: a donated step, or a patience that is not positive; workers of several processes, or on GPUs; at the
+            first call, another surviving step, or an algorithm whose memory depends on the number of workers
+            (`relay_sgd`).
         df.errors.LeftBehind: at a call, the others have continued without this worker: it was late, or in the smaller
             part of a partition (of equal ones, the one without the lowest worker).
         df.errors.PeerLost: the store has ended.
@@ -71,8 +72,9 @@ def survive(step: Step | Callable[..., Any], *, patience: timedelta = timedelta(
         raise ValueError(f"survive(patience={brief(patience)}): a positive datetime.timedelta.")
     step = Step.of(step)
     _require_pure(step)
+    _require_kind(collectives.world())
     given = {one.name: getattr(step, one.name) for one in fields(step) if one.init}
-    return _Surviving(**given, survivor=_Survivor(patience.total_seconds()))
+    return _Surviving(**given, survivor=_Survivor(patience))
 
 
 def join(step: Step, state: Any, batch: PyTree) -> tuple[Any, int]:
@@ -92,7 +94,8 @@ def join(step: Step, state: Any, batch: PyTree) -> tuple[Any, int]:
 
     Raises:
         ValueError: `step` is not from `df.survive`; the others do not reach this process, or have no schedule for it.
-        df.errors.PlanMismatch: the run's states have another form.
+        df.errors.PlanMismatch: the run's states have another form, or its algorithm other hyperparameters; it goes on
+            undisturbed.
         df.errors.PeerLost: the store has ended.
 
     >>> step = survive(lambda state, batch, t: (state + batch, None))
@@ -138,8 +141,8 @@ class _Surviving(Step):
 class _Survivor:
     """State of a surviving step between calls."""
 
-    def __init__(self, patience_s: float) -> None:
-        self._patience_s = patience_s
+    def __init__(self, patience: timedelta) -> None:
+        self._patience = patience
         self._last: _Inputs | None = None
         self._somebody_waits = False
         self._looked = 0.0
@@ -150,6 +153,7 @@ class _Survivor:
         here = collectives.world()
         if self._doorbell is None:
             self._doorbell = self._begin(here, now.state)
+        self._doorbell.clear()
         todo = [now] if not self._somebody_waits else self._go_on(here, [now], None)
         while True:
             try:
@@ -169,6 +173,7 @@ class _Survivor:
             self._store = joining.open_run(here, state)
             doorbell = Doorbell(PrefixStore("survive", self._store), here.seat)
             doorbell.learn(here.seats)
+            here.is_gone = doorbell.is_gone
             return doorbell
         except RuntimeError as error:
             raise ExchangeTimeout(
@@ -194,7 +199,7 @@ class _Survivor:
         assert run is not None
         self._store = run
         try:
-            joining.require_form(run, state)
+            joining.require_same(here, run, state)
             while True:
                 seat = joining.new_seat(here, run)
                 doorbell = self._doorbell = Doorbell(PrefixStore("survive", run), seat)
@@ -202,11 +207,12 @@ class _Survivor:
                 here.seat, here.steps.agrees = seat, True
                 try:
                     doorbell.learn(told.seats)
+                    here.is_gone = doorbell.is_gone
                     here.go_on(told.generation, told.seats, told.places, run)
-                    self._meet(here)
-                    here.connect()
-                    state = joining.hand_over(here, state, told.donor, [seat])
-                    return _kept(state), told.step
+                    here.connect(self._patience)
+                    state = _kept(joining.hand_over(here, state, told.donor, [seat]))
+                    here.steps.missed = told.step if told.repeats else None
+                    return state, told.step
                 except (RunError, RuntimeError) as lost:
                     # One more was lost meanwhile; the others go on without this process.
                     _log.info("join: %s; waiting again", brief_error(lost))
@@ -225,7 +231,7 @@ class _Survivor:
             here.hang_up()
         while kept_state is None:
             seats, generation = here.seats, here.generation + 1
-            decision = self._agree(here, todo[0].t, error)
+            decision = self._agree(here, todo[0].t, len(todo) > 1, error)
             if decision.step == todo[0].t - 1 and self._last is not None:
                 todo = [self._last, *todo]
             if decision.step != todo[0].t:
@@ -241,13 +247,13 @@ class _Survivor:
                 joining.admit(self._store, generation, decision, places, newcomers)
                 here.go_on(generation, decision.seats, places, self._store)
                 doorbell.learn(newcomers, answered=True)
-                self._meet(here)
-                here.connect()
+                here.connect(self._patience)
                 kept_state = _kept(joining.hand_over(here, todo[0].state, decision.seats[0], newcomers))
             except (RunError, RuntimeError) as another:  # one more was lost meanwhile
                 here.hang_up()
                 _log.info("survive: %s", brief_error(another))
         self._somebody_waits = False
+        here.steps.missed = decision.step if decision.repeats else None
         _log.warning(
             "survive: %s; %d workers continue with step t=%d after %.2f s (generation %d%s)",
             _change(before, here.seats),
@@ -259,23 +265,10 @@ class _Survivor:
         )
         return [todo[0]._replace(state=kept_state), *todo[1:]]
 
-    def _meet(self, here: World) -> None:
-        """Wait until all that are left are about to connect, which would wait much longer for one that died meanwhile."""
-        board, end, doorbell = here.store, time.monotonic() + self._patience_s, self._doorbell
-        assert doorbell is not None
-        board.set(f"present {here.seat}", "")
-        while not board.check([f"present {seat}" for seat in here.seats]):
-            gone = [seat for seat in here.seats if seat != here.seat and doorbell.ring(seat) == "gone"]
-            if gone or time.monotonic() > end:
-                raise PeerLost(
-                    f"survive: worker {gone[0] if gone else 'that was left'} did not come", process=here.seat
-                )
-            time.sleep(POLL_S)
-
-    def _agree(self, here: World, t: int, error: RunError | None) -> Decision:
+    def _agree(self, here: World, t: int, repeats: bool, error: RunError | None) -> Decision:
         board = PrefixStore(f"survive {here.generation + 1}", self._store)
         try:
-            return self._decided(here, t, board)
+            return self._decided(here, t, repeats, board)
         except LeftBehind as left:
             raise left from error
         except RuntimeError as lost:
@@ -286,16 +279,16 @@ class _Survivor:
                 step=t,
             ) from error
 
-    def _decided(self, here: World, t: int, board: Any) -> Decision:
-        doorbell, end, gone = self._doorbell, time.monotonic() + self._patience_s, set[int]()
+    def _decided(self, here: World, t: int, repeats: bool, board: Any) -> Decision:
+        doorbell, end, gone = self._doorbell, time.monotonic() + self._patience.total_seconds(), set[int]()
         assert doorbell is not None
         reached = tuple(seat for seat in here.seats if seat == here.seat or doorbell.ring(seat) == "answers")
-        mine = Note(here.seat, t, reached)
+        mine = Note(here.seat, t, reached, repeats)
         while True:
             decided = _decision(board.get("decision")) if board.check(["decision"]) else None
             notes = _notes(board.get("notes")) if board.check(["notes"]) else []
             doorbell.clear()
-            gone = {seat for seat in here.seats if seat != here.seat and doorbell.ring(seat) == "gone"}
+            gone = {seat for seat in here.seats if seat != here.seat and doorbell.is_gone(seat)}
             waiting = joining.waiting(here, self._store, doorbell)
             match act(mine, here.seats, notes, decided, gone, waiting, is_over=time.monotonic() > end):
                 case Note() as note:
@@ -323,12 +316,16 @@ def _change(before: Sequence[int], after: Sequence[int]) -> str:
     return " and ".join(parts) or "without nobody"
 
 
-def _require_survivable(here: World, state: Any) -> None:
-    if here.processes_per_worker > 1 or here.device.type != "cpu":
+def _require_kind(here: World) -> None:
+    if here.num_seats > 1 and (here.processes_per_worker > 1 or here.device.type != "cpu"):
         raise ValueError(
             f"survive(step): workers of {here.processes_per_worker} process(es) on {here.device.type}; it needs one process per "
             "worker and gloo on the CPU. Otherwise restart from a checkpoint (docs/restarts.md)."
         )
+
+
+def _require_survivable(here: World, state: Any) -> None:
+    _require_kind(here)
     if here.steps.agrees or here.generation:
         raise ValueError(
             "survive(step): another step of this run survives already, and the workers would go back to the last call of either; "
@@ -390,9 +387,10 @@ def _mean(x: Buckets) -> Buckets:
 
 
 def _notes(told: bytes) -> list[Note]:
-    return [Note(seat, step, tuple(reaches)) for seat, step, reaches in map(json.loads, told.decode().splitlines())]
+    lines = map(json.loads, told.decode().splitlines())
+    return [Note(seat, step, tuple(reaches), repeats) for seat, step, reaches, repeats in lines]
 
 
 def _decision(told: bytes) -> Decision:
-    seats, step = json.loads(told)
-    return Decision(tuple(seats), step)
+    seats, step, repeats = json.loads(told)
+    return Decision(tuple(seats), step, repeats)

@@ -68,7 +68,26 @@ DEFAULTS = {
     "pause": 0.0,
     "joins": None,
 }
-"""`joins`: a step before which the others wait for a newcomer that has compiled its step and is about to join."""
+"""`joins`: a step before which the others wait for a newcomer that has compiled its step and is about to join.
+`calls`: after each step, the workers also call what is called outside steps; `dies_in`: a worker, a step and one of these."""
+
+
+def evaluated(state, place):
+    """The mean over all workers' samples, of which each has one; its metric is its place."""
+    return df.evaluate(lambda x, batch: batch.double().mean(), state, [torch.full((1,), place)])
+
+
+def outcomes(calls, dies_in):
+    """Call all of them in order: for each its value or its error, and its seconds."""
+    for name, call in calls.items():
+        if name == dies_in:
+            os.kill(os.getpid(), signal.SIGKILL)
+        since = time.monotonic()
+        try:
+            value, error = call(), None
+        except Exception as raised:
+            value, error = str(raised), type(raised).__name__
+        yield {"call": name, "value": value, "error": error, "seconds": time.monotonic() - since}
 
 
 def main(spec, rank):
@@ -94,6 +113,10 @@ def main(spec, rank):
         step = df.survive(step, patience=patience)
     state = init(start_params(seat, spec["algorithm"]))
     dies, first = {int(rank): t for rank, t in spec["dies"].items()}, 0
+    folder = Path(spec["folder"]) / "saved"
+    saver = df.checkpoint.Saver(folder, topology=algorithm.topology, keep=None) if spec.get("calls") else None
+    preemption = df.preemption(folder / "marker", every=3)
+    stop = preemption.__enter__() if saver else None  # the process ends within it
     try:
         if joins:
             step(state, gradient(seat, 0), 0)
@@ -117,6 +140,16 @@ def main(spec, rank):
             batch = gradient(seat, t) * (torch.nan if spec.get("nan") == [seat, t] else 1)
             state, _ = (failing if spec.get("fails") == [seat, t] else step)(state, batch, t)
             w = getattr(state.memory, "weight", None)
+            calls = {
+                "mean": lambda state=state: df.consensus_mean(state)["x"].tolist(),
+                "distance": lambda state=state: float(df.consensus_distance(state)),
+                "gather": lambda state=state: df.gather(state, torch.tensor(float(seat))).tolist(),
+                "evaluate": lambda state=state: float(evaluated(state, world.place)),
+                "save": lambda state=state, t=t: saver.save(state, t + 1),
+                "stop": lambda t=t: stop(t),
+            }
+            its_end = spec["dies_in"][2] if spec.get("dies_in", [])[:2] == [seat, t] else None
+            said = list(outcomes(calls, its_end)) if saver else []
             say(
                 t=t,
                 x=state.params.tensors[0].tolist(),
@@ -124,8 +157,12 @@ def main(spec, rank):
                 workers=world.num_workers,
                 seats=list(world.seats),
                 generation=world.generation,
+                places=list(world.places),
                 graphs=counters["stats"]["unique_graphs"],
+                calls=said,
             )
+        if saver:
+            saver.close()
         say(end="done")
     except BaseException as error:
         say(end=type(error).__name__, message=str(error))

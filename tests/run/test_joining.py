@@ -10,6 +10,7 @@ from sklearn.datasets import load_digits
 from torch.distributed import HashStore
 from torch.distributed.distributed_c10d import PrefixStore
 
+import decentfn
 import decentfn as df
 from decentfn.comm.collectives import World, use, world
 from decentfn.core import trees
@@ -240,14 +241,25 @@ def test_a_process_joins_two_that_are_left_of_four(tmp_path):
     assert_joined(three, workers=4, graphs=0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", [None, "inductor"])
-def test_every_kind_of_algorithm_is_joined_without_a_compilation(backend, tmp_path):
-    after_losses = [JOB | {"algorithm": name, "dies": {3: 3, 1: 6}} for name in survivors.ALGORITHMS]
-    more = [JOB | {"algorithm": name, "n": 3} for name in ("push-sum", "choco", "diloco")]
-    jobs = [job | {"backend": backend, "timeout": 120} for job in (*after_losses, *more)]
-    for job, lines in zip(jobs, survivors.results(tmp_path, jobs), strict=True):
+AFTER_LOSSES = [JOB | {"algorithm": name, "dies": {3: 3, 1: 6}} for name in survivors.ALGORITHMS]
+MORE = [JOB | {"algorithm": name, "n": 3} for name in ("push-sum", "choco", "diloco")]
+
+
+def join_all(folder, backend, jobs):
+    jobs = [job | {"backend": backend, "timeout": 120} for job in jobs]
+    for job, lines in zip(jobs, survivors.results(folder, jobs), strict=True):
         assert_joined(lines, workers=3 if "dies" in job else 4, graphs=int(backend is not None))
+
+
+@pytest.mark.slow
+def test_every_kind_of_algorithm_is_joined(tmp_path):
+    join_all(tmp_path, None, [*AFTER_LOSSES, *MORE])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", [*AFTER_LOSSES, *MORE], ids=lambda job: f"{job['algorithm']} {job.get('n', 'left')}")
+def test_every_kind_of_algorithm_is_joined_without_a_compilation(job, tmp_path):
+    join_all(tmp_path, "inductor", [job])
 
 
 # -- what is refused ----------------------------------------------------------------------------------------------------
@@ -312,33 +324,58 @@ def test_a_newcomer_that_dies_before_it_has_the_state_is_left_out(is_admitted):
     assert (sum(x) - sum(task.params(i)["x"] for i in range(3)) + moved).abs().max() < 1e-13
 
 
-def test_a_worker_too_many_for_the_compiled_schedule_is_refused_and_the_others_go_on():
-    """Two workers of `complete` exchange messages; three would need a group average."""
-    task = Linear("two")
-    task.algorithm = lambda n: df.adapt_then_combine(loss_fn, df.sgd(RATE), df.topology("complete", n))
+def refusal(members, newcomer):
+    """Two members meet a newcomer that is refused; return its error. All members take their steps undisturbed."""
     refused = []
 
     def come(store):
         with use(wait_for_run(World(None, 0, 1), store, timedelta(seconds=20))):
-            init, step = task.algorithm(world().num_workers)
+            init, step = newcomer(world().num_workers)
             try:
-                df.join(df.survive(step), init(start_params(2, "two")), gradient(2, 0))
+                df.join(df.survive(step), init(start_params(2, "gossip")), gradient(2, 0))
             except ValueError as error:
-                refused.append(str(error))
+                refused.append(error)
 
     def on_this_rank(rank):
-        init, step = task.algorithm(2)
-        step, state, t = df.survive(step), init(start_params(rank, "two")), 0
-        newcomer = threading.Thread(target=come, args=(world().store,))
+        init, step = members(2)
+        step, state, t = df.survive(step), init(start_params(rank, "gossip")), 0
+        thread = threading.Thread(target=come, args=(world().store,))
         if rank == 0:
-            newcomer.start()
+            thread.start()
         while t < 60:
-            state, _ = step(state, task.batch(t), t)
+            state, _ = step(state, gradient(rank, t), t)
             t += 1
             time.sleep(0 if refused else 0.1)
         if rank == 0:
-            newcomer.join()
+            thread.join()
         return world().generation
 
     assert on_ranks(2, on_this_rank) == [0, 0]
-    assert len(refused) == 1 and "cannot have 3 workers" in refused[0]
+    assert len(refused) == 1
+    return refused[0]
+
+
+def test_a_newcomer_with_another_learning_rate_is_refused_and_the_others_go_on():
+    def of(rate):
+        return lambda n: df.adapt_while_communicate(loss_fn, df.sgd(rate), df.topology("base", n))
+
+    error = refusal(of(0.01), of(0.02))
+    assert isinstance(error, df.errors.PlanMismatch) and "0.02" in str(error) and "0.01" in str(error)
+
+
+def test_a_newcomer_of_another_version_is_refused(monkeypatch):
+    run = a_run(ALGORITHMS["gossip"](loss_fn, 2).init(start_params(0, "gossip")))
+    monkeypatch.setattr(decentfn, "__version__", "0.0.1")
+    with pytest.raises(
+        df.errors.PlanMismatch, match=r"init\(join=True\): the run has decentfn .*, and this process 0.0.1"
+    ):
+        wait_for_run(World(None, 0, 1), run, timedelta(seconds=5))
+
+
+def test_a_worker_too_many_for_the_compiled_schedule_is_refused_and_the_others_go_on():
+    """Two workers of `complete` exchange messages; three would need a group average."""
+
+    def of_two(n):
+        return df.adapt_then_combine(loss_fn, df.sgd(RATE), df.topology("complete", n))
+
+    assert "cannot have 3 workers" in str(refusal(of_two, of_two))

@@ -186,10 +186,16 @@ def test_of_equal_parts_the_one_with_the_lowest_worker_continues():
     for parts in ([(0, 3), (1, 2)], [(1, 2), (0, 3)], [(0, 1), (2, 3)]):
         notes = [Note(seat, seat, part) for part in parts for seat in part]
         expected = next(part for part in parts if 0 in part)
-        assert act(notes[0], range(4), notes, None, (), is_over=False) == Decision(expected, 0)
+        assert act(notes[0], range(4), notes, None, (), is_over=False) == Decision(expected, 0, repeats=True)
     # One link is broken: as many as all reach one another.
     notes = [Note(seat, 5, tuple(i for i in range(4) if {i, seat} != {1, 2})) for seat in range(4)]
     assert act(notes[0], range(4), notes, None, (), is_over=False) == Decision((0, 1, 3), 5)
+
+
+def test_a_decision_says_whether_one_of_its_workers_has_ended_the_step_before():
+    for its, repeats in (((3, False), False), ((4, False), True), ((3, True), True)):
+        notes = [Note(0, 3, (0, 1)), Note(1, its[0], (0, 1), its[1])]
+        assert act(notes[0], (0, 1), notes, None, (), is_over=False) == Decision((0, 1), 3, repeats)
 
 
 def test_the_exploration_finds_what_a_weaker_protocol_allows():

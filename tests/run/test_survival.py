@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import decentfn as df
-from decentfn.comm.collectives import world
+from decentfn.comm.collectives import World, use, world
 from decentfn.testing import on_ranks
 from decentfn.topologies.resized import in_place
 from tests import chaos
@@ -115,6 +115,12 @@ def test_what_cannot_be_survived_is_refused():
             call()
     with pytest.raises(ValueError, match=r"survive\(patience="):
         df.survive(step, patience=timedelta(0))
+    several = World(None, 0, 2)
+    several.processes_per_worker = 2
+    on_gpus = World(None, 0, 2, device=torch.device("cuda"))
+    for here, kind in ((several, r"2 process\(es\) on cpu"), (on_gpus, r"1 process\(es\) on cuda")):
+        with use(here), pytest.raises(ValueError, match=kind):
+            df.survive(step)
     with pytest.raises(ValueError, match="another step of this run survives already"):
         on_ranks(4, lambda rank: [train(rank, "gossip", {}) for _ in range(2)])
     relay = {"relay": lambda loss, n: df.relay_sgd(loss, df.sgd(RATE), df.topology("chain", n))}

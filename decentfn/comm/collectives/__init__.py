@@ -23,6 +23,7 @@ from decentfn.comm.collectives.outside import (
     gather_objects,
     process_broadcast,
     process_mean,
+    refuse_missed,
 )
 from decentfn.comm.collectives.processes import World, end_waits
 from decentfn.comm.collectives.reports import is_lost

@@ -75,6 +75,7 @@ def met(
     processes = here.processes if processes is None else processes
     call, of_state = context.call or (what, False)
     steps = here.gossip.steps
+    refuse_missed(call, here)
     text = f"{call}: {what}" + ("" if isinstance(x, int) else f" of {list(x.shape)} {x.dtype}")
     exchanges = steps.calls if of_state and steps.is_whole else -1
     mine = _Header(x if isinstance(x, int) else x.nbytes, exchanges, steps.at, text).encoded()
@@ -97,6 +98,22 @@ def met(
             raise
         finally:
             steps.waits_since = None
+
+
+def refuse_missed(call: str, here: World | None = None) -> None:
+    """Raise PeerLost, without a wait, if others do not make this call, because of a loss (`df.survive`)."""
+    here = everyone() if here is None else here
+    steps, why = here.gossip.steps, None
+    if steps.missed == steps.at and not steps.is_running:
+        why = "that step was repeated after a loss: others had ended it before, and made their calls after it then"
+    if steps.agrees and steps.cut_short is not None:
+        why = f"{steps.cut_short[0]} has lost a process"
+    if why is not None:
+        raise PeerLost(
+            f"{call} after step t={steps.at}: {why}; the next step repairs the run.",
+            process=here.all_processes.rank,
+            step=steps.at,
+        )
 
 
 def _require_same(here: World, processes: range, headers: list[_Header]) -> None:

@@ -6,7 +6,7 @@ import itertools
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, cast
@@ -20,12 +20,15 @@ import torch.distributed.nn.functional
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store, default_pg_timeout
 
+from decentfn.comm.collectives.meeting import Meeting
 from decentfn.comm.collectives.steps import TAGS, Steps
 from decentfn.topologies import Topology
 from decentfn.topologies.resized import enlarged, in_place
 from decentfn.topologies.rounds import by_handle
 
 _CPU = torch.device("cpu")
+_RING_S = 0.2
+"""Time between two looks whether the other processes still exist, which take 0.1 ms each."""
 
 
 class World:
@@ -72,12 +75,19 @@ class World:
         """Number of processes at the start. Compiled code is made for it, and is right for fewer."""
         self.awaits: Store | None = None
         """Store of the run that this process waits to join (`df.init(join=True)`); it is alone until then."""
+        self.agreed = set[str]()
+        """Lines that describe the algorithms of this run, which all processes have compared."""
         self._schedules: dict[int, Topology] = {}
         self._handles = set[int]()  # of all topologies that were looked up
         self._adopted = group  # the default group that this world was made for
         self.turn = threading.Lock()
         """Lock held during a collective outside steps: two threads' collectives must not mix."""
         self._made_apart = itertools.count()
+        self._apart = weakref.WeakSet[World]()
+        self._of = weakref.ref(self)  # the world that this one was made apart from
+        self.is_gone: Callable[[int], bool] | None = None
+        """Returns True if the process of a seat has ended (`df.survive`)."""
+        self._rung = 0.0
         self.timeout = timeout
         self.steps = Steps(rank)
         self.device = device
@@ -146,17 +156,29 @@ class World:
             self._outside[processes] = self._connected(name, processes)
         return self._outside[processes]
 
-    def _connected(self, name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
+    def _connected(self, name: str, ranks: Sequence[int], within: timedelta | None = None) -> dist.ProcessGroup:
         """Connect some processes. Not as a group of torch.distributed, which counts the groups that a process has made."""
-        timeout = self.timeout or default_pg_timeout
-        group = dist.ProcessGroupGloo(PrefixStore(name, self.store), ranks.index(self.rank), len(ranks), timeout)
-        return cast(dist.ProcessGroup, group)
+        timeout, store = self.timeout or default_pg_timeout, PrefixStore(name, self.store)
+        if self.is_gone is not None:
+            seats = [self.seats[rank] for rank in ranks]
+            store = Meeting(store, lambda: self._require_present(seats), within or timeout)
+        return cast(dist.ProcessGroup, dist.ProcessGroupGloo(store, ranks.index(self.rank), len(ranks), timeout))
+
+    def _require_present(self, seats: Sequence[int]) -> None:
+        """Raise RuntimeError if one of these processes has ended, or another has noticed a loss."""
+        of, now = self._of(), time.monotonic()
+        if of is not None and of.steps.has_failed():
+            raise RuntimeError("another process has lost one")
+        if self.is_gone is not None and now - self._rung > _RING_S:
+            self._rung = now
+            if gone := [seat for seat in seats if seat != self.seat and self.is_gone(seat)]:
+                raise RuntimeError(f"process {gone[0]} has ended")
 
     def apart(self, timeout: timedelta | None = None) -> World:
         """Return a world of the same processes with separate connections, for another thread outside steps; collective.
 
         Without a `timeout` it waits twice as long as this one: a process may notice a step's lost message only at its
-        timeout. Call `let_go` at the end.
+        timeout. Call `let_go` at the end. Its connections end with this world's generation.
         """
         if self.size == 1:
             return self
@@ -165,6 +187,8 @@ class World:
             f"apart {next(self._made_apart)}", self.store
         )  # all processes make the same ones in the same order
         world.steps.board = world._store
+        world._of, world.is_gone, world.seat, world.seats = weakref.ref(self), self.is_gone, self.seat, self.seats
+        self._apart.add(world)
         return world
 
     def subgroup(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
@@ -245,7 +269,8 @@ class World:
             places: their places.
             root: store of all generations.
         """
-        self.hang_up()
+        for world in (self, *self._apart):
+            world.hang_up()
         adopted = self._adopted
         self.let_go()
         self._adopted, self.awaits = adopted, None
@@ -258,9 +283,9 @@ class World:
         self.steps.rank, self.steps.generation = self.rank, generation
         self.steps.begin(PrefixStore("steps", self._store))
 
-    def connect(self) -> None:
-        """Connect the processes that are left; collective."""
-        self.group = self._connected("all", range(self.size)) if self.size > 1 else None
+    def connect(self, within: timedelta) -> None:
+        """Connect the processes that are left, which come within this time; collective."""
+        self.group = self._connected("all", range(self.size), within) if self.size > 1 else None
 
     def let_go(self) -> None:
         """Release all groups: a group's threads and connections end with the last reference to it."""

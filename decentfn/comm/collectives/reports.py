@@ -65,7 +65,8 @@ def report(here: World, lost: Lost, next_step: int | None = None) -> RunError:
 
 def told_outside(here: World) -> dict[int, Note]:
     """Wait briefly for the notes of the processes that this one waited for outside a step: of all, or all but one."""
-    gossip, end = here.gossip, time.monotonic() + _PATIENCE_S
+    gossip = here.gossip
+    end = time.monotonic() + _PATIENCE_S * (not gossip.steps.agrees)
     while True:
         notes = gossip.steps.told()
         has_heard = notes and len(notes) >= gossip.size - 2

@@ -128,6 +128,9 @@ class Steps:
         """Start of a thread's wait for another rank, by `time.monotonic`; None: none waits."""
         self.generation = 0
         """The world's."""
+        self.missed: int | None = None
+        """Step that some ranks had ended before a loss and the others had not; the former made their calls outside
+        steps after it in vain, and do not repeat them."""
         self.agrees = False
         """True if the ranks agree after a loss by themselves (`df.survive`): a report does not wait for notes."""
         self.board: Any = None
@@ -139,7 +142,7 @@ class Steps:
     def begin(self, board: Any) -> None:
         """Restart the count, on all ranks together, with an empty board."""
         self.calls = self.before = 0
-        self.board, self.lost, self.cut_short = board, None, None
+        self.board, self.lost, self.cut_short, self.missed = board, None, None, None
         self.in_flight.clear()
         self._changes.clear()
 
@@ -208,6 +211,10 @@ class Steps:
                 self.board.append("failed", json.dumps(note) + "\n")
         except RuntimeError:
             self.board = None  # the store is gone as well
+
+    def has_failed(self) -> bool:
+        """Return True if a call of any rank has failed."""
+        return self.board is not None and self.board.check(["failed"])
 
     def told(self) -> dict[int, Note]:
         """Return the others' notes, by rank."""

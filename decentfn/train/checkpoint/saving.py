@@ -86,14 +86,35 @@ class Saver:
         self.directory = one_path("Saver(directory)", directory)
         self._topology, self._keep, self._frozen = topology, keep, frozen
         self._lock = FileLock(self.directory / "lock")  # the system releases it when the process ends
-        self._world = collectives.everyone().apart()
-        with collectives.use(self._world):  # connects it, so that `hang_up` ends what waits
-            on_first("Saver", self._claim)
+        self._connect()
         self._thread = ThreadPoolExecutor(1, "decentfn checkpoint")
         self._writing: Future[Path] | None = None
         self._started = 0
         """Checkpoints whose writing has begun."""
         self._is_closed = False
+
+    def _connect(self) -> None:
+        """Connect the thread with the other processes' and lock the directory. Collective, but not before a process has joined."""
+        here = collectives.everyone()
+        self._generation, self._world = here.generation, here.apart()
+        if here.awaits is None:
+            with collectives.use(self._world):  # connects it, so that `hang_up` ends what waits
+                on_first("Saver", self._claim)
+
+    def _follow(self) -> None:
+        """Connect anew after a loss or a join (`df.survive`); a checkpoint of earlier workers is done by then, or will not be."""
+        if self._generation != collectives.everyone().generation:
+            together("Saver.save", self._settle)
+            self._let_go()
+            self._connect()
+
+    def _settle(self) -> None:
+        with contextlib.suppress(Exception):  # the log has it
+            self.wait()
+
+    def _let_go(self) -> None:
+        if self._world is not collectives.everyone():
+            self._world.let_go()
 
     def save(self, state: Any, step: int, *, extra: Any = None, score: float | None = None) -> None:
         """Save the current state after the previous checkpoint is written. Collective, in the same step.
@@ -110,6 +131,7 @@ class Saver:
         """
         self._require_open("save")
         try:
+            self._follow()
             self.wait()
             content = self._content(state, step, extra, score, copy=True)
         except RunError as error:
@@ -145,8 +167,7 @@ class Saver:
                 steps, started = zip(*together("Saver.rescue", lambda: (own, self._started)), strict=True)
                 if len(set(started)) > 1:
                     self._world.hang_up()  # a checkpoint that only some have begun never ends
-                with contextlib.suppress(Exception):  # the log has it
-                    self.wait()
+                self._settle()
                 _require_whole(steps, size)
                 content.about["step"] = max(steps)
                 return _write(self.directory / _RESCUED, content, None)
@@ -170,8 +191,7 @@ class Saver:
             self.wait()
         finally:
             self._thread.shutdown()
-            if self._world.size > 1:  # otherwise it does not belong to this Saver alone
-                self._world.let_go()
+            self._let_go()
             self._lock.release()
 
     def __enter__(self) -> Saver:
@@ -191,6 +211,8 @@ class Saver:
             )
 
     def _claim(self) -> None:
+        if self._lock.is_locked:
+            return
         make_directory(self.directory, 0o700)
         try:
             self._lock.acquire(timeout=0)
