@@ -122,7 +122,7 @@ def replayed(run: Callable[..., tuple[Any, Any]], record: Recorder) -> Callable[
             recording = _Recording(batch, leaves[0].device)
             known.append((form, recording))
         for memory, x in zip(trees.leaves(recording.batch), given, strict=True):
-            memory.copy_(x, non_blocking=True)
+            memory.copy_(x)
         return state, recording.metrics_of(run, record, state, t)
 
     return step
