@@ -85,7 +85,9 @@ def ddp(hook: str, learning_rate: float, warmup: int, steps: int) -> Method:
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
 
     module = model()
-    wrapped = nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True)
+    # PowerSGD's messages of two buckets would meet in another order on another rank: one bucket.
+    bucket_mb = None if hook == "bf16" else 100
+    wrapped = nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb)
     if hook == "bf16":
         wrapped.register_comm_hook(None, rounded_to_bf16)
     else:
