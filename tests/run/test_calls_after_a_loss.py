@@ -102,7 +102,7 @@ def check(lines, directory):
 
 @pytest.mark.thorough
 def test_a_process_killed_in_any_call_is_survived_at_the_next_step(tmp_path):
-    names = ["mean", "distance", "gather", "evaluate", "save", "stop"]
+    names = ["mean", "evaluate", "save", "stop"]
     job = {"algorithm": "gossip", "calls": True, "timeout": TIMEOUT, "patience": 2, "steps": 12}
     jobs = [job | {"dies_in": [i % 4, 4, name]} for i, name in enumerate(names)]
     # Before the first call of a generation, for which nothing is connected yet; and with a newcomer.
