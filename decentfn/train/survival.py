@@ -228,7 +228,7 @@ class _Survivor:
         since, before, kept_state, doorbell = time.monotonic(), here.seats, None, self._doorbell
         assert doorbell is not None
         if error is not None:  # otherwise others may still be in the last step
-            here.hang_up()
+            self._leave(here)
         while kept_state is None:
             seats, generation = here.seats, here.generation + 1
             decision = self._agree(here, todo[0].t, len(todo) > 1, error)
@@ -250,7 +250,7 @@ class _Survivor:
                 here.connect(self._patience)
                 kept_state = _kept(joining.hand_over(here, todo[0].state, decision.seats[0], newcomers))
             except (RunError, RuntimeError) as another:  # one more was lost meanwhile
-                here.hang_up()
+                self._leave(here)
                 _log.info("survive: %s", brief_error(another))
         self._somebody_waits = False
         here.steps.missed = decision.step if decision.repeats else None
@@ -264,6 +264,11 @@ class _Survivor:
             "" if error is None else f"; {type(error).__name__}",
         )
         return [todo[0]._replace(state=kept_state), *todo[1:]]
+
+    def _leave(self, here: World) -> None:
+        """End this generation here, so that nobody waits for this process in it."""
+        here.steps.tell(None, timed_out=False)
+        here.hang_up()
 
     def _agree(self, here: World, t: int, repeats: bool, error: RunError | None) -> Decision:
         board = PrefixStore(f"survive {here.generation + 1}", self._store)

@@ -199,7 +199,43 @@ def killed(world: Any, folder: Path, hows: list[str]) -> Any:
     yield "", lambda: None
 
 
-JOBS = {"rows": rows, "tasks": tasks, "sharded": sharded, "killed": killed, "nccl alone": tasks}
+def left(world: Any, folder: Path, hows: list[str]) -> Any:
+    """The last rank dies while all wait on the device; the others abort, connect anew without it, and exchange."""
+    rank, left, store, device = world.rank, world.size - 1, world.store, world.device
+    dist.all_reduce(torch.ones(4, device=device))
+    if rank == left:
+        os.kill(os.getpid(), signal.SIGKILL)
+    since = time.monotonic()
+    try:
+        waiting = dist.all_reduce(torch.ones(2**20, device=device), async_op=True)
+        dist.all_reduce(torch.ones(1))  # by gloo, which notices the loss
+        waiting.wait()
+    except RuntimeError as error:
+        noticed = str(error)
+    dist.group.WORLD.abort()
+    world.let_go()
+    dist.destroy_process_group()
+    dist.init_process_group(
+        "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
+        store=dist.PrefixStore("generation 1", store),
+        rank=rank,
+        world_size=left,
+        timeout=TIMEOUT,
+        device_id=None if device.type == "cpu" else device,
+    )
+    x, heard = torch.full((2,), float(rank), device=device), torch.zeros(2, device=device)
+    ops = [dist.P2POp(dist.irecv, heard, (rank - 1) % left), dist.P2POp(dist.isend, x, (rank + 1) % left)]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    dist.all_reduce(x)
+    got = {"heard": heard.tolist(), "sum": x.tolist(), "seconds": time.monotonic() - since, "noticed": noticed}
+    (folder / f"left-{rank}.json").write_text(json.dumps(got))
+    print(got, flush=True)
+    os._exit(0)  # aborted communicators are not released in order
+    yield
+
+
+JOBS = {"rows": rows, "tasks": tasks, "sharded": sharded, "killed": killed, "left": left, "nccl alone": tasks}
 
 
 def start(job: str) -> Any:
@@ -208,6 +244,8 @@ def start(job: str) -> Any:
     if job == "nccl alone" and on_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         dist.init_process_group("nccl", timeout=TIMEOUT)
+    if job == "left":
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # or NCCL's watchdog ends the process
     timeout = timedelta(seconds=30) if job == "killed" else TIMEOUT
     return df.init(backend=backend, timeout=timeout, processes_per_worker=2 if job == "sharded" else None)
 

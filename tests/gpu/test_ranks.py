@@ -1,5 +1,7 @@
 """Real ranks, NCCL where there is a GPU: every row of the contract as the CPU computes it, and what is around a step."""
 
+import json
+
 import pytest
 
 from tests.gpu import training
@@ -58,3 +60,12 @@ def test_a_rank_whose_peer_is_killed_ends_within_the_timeout(launches, device):
         assert "step t=3 on worker 0" in said[0] or "step t=2 on worker 0" in said[0], said[0][-2000:]
     else:  # NCCL's watchdog ends the process, and says so in its own words
         assert "rank" in said[0].lower(), said[0][-2000:]
+
+
+def test_those_that_are_left_abort_their_communicators_and_make_new_ones(launches):
+    codes, said, seconds = launches.alone("left", 3, limit=120)
+    assert codes == [0, 0, -9] and seconds < 120, (codes, [text[-2000:] for text in said])
+    for rank in range(2):
+        found = json.loads((launches.folder / "left" / f"left-{rank}.json").read_text())
+        assert found["heard"] == [1.0 - rank] * 2 and found["sum"] == [1.0] * 2, found
+        assert found["seconds"] < 30, found
