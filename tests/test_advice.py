@@ -77,6 +77,51 @@ def test_a_loss_that_branches_on_values_gets_autograd_and_that_works():
     assert float(metrics.loss) == 5.0
 
 
+def without_gradients(params, batch):
+    with torch.no_grad():
+        return loss_fn(params, batch)
+
+
+OUTSIDE = {
+    "constant": (lambda params, batch: torch.tensor(1.0), "does not depend on the parameters"),
+    "detached": (lambda params, batch: loss_fn(params, batch).detach(), "does not depend on the parameters"),
+    "no_grad": (without_gradients, "does not depend on the parameters"),
+    "NumPy": (lambda params, batch: torch.tensor((params["w"].numpy() ** 2).sum()), "leaves torch.*torch operations"),
+    "NumPy, detached": (
+        lambda params, batch: torch.tensor((params["w"].detach().numpy() ** 2).sum()),
+        "does not depend on the parameters.*torch operations, without NumPy",
+    ),
+}
+WAYS = {"traced": lambda loss: loss, "by autograd": df.autograd, "scaled": df.dynamic_loss_scale}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("outside", OUTSIDE)
+def test_a_loss_without_a_graph_is_refused_in_the_first_step(outside, way):
+    loss, message = OUTSIDE[outside]
+    init, step = df.adapt_while_communicate(WAYS[way](loss), df.sgd(0.1), df.topology("ring", 2))
+    state = df.stack(init({"w": torch.zeros(2)}), 2)
+    with pytest.raises(ValueError, match=message) as error:
+        df.simulate(step, 2)(state, torch.stack([TARGET, TARGET]), 0)
+    assert "df.autograd" not in str(error.value)
+
+
+def test_a_loss_without_a_graph_is_refused_compiled_and_accumulated():
+    for loss in (OUTSIDE["constant"][0], OUTSIDE["no_grad"][0]):
+        with pytest.raises(ValueError, match="does not depend on the parameters"):
+            compiled(loss_fn=loss)
+        init, step = df.adapt_while_communicate(df.accumulate(loss), df.sgd(0.1), df.topology("complete", 1))
+        with pytest.raises(ValueError, match="does not depend on the parameters"):
+            step(init({"w": torch.zeros(2)}), torch.ones(2, 1, 2), 0)
+
+
+def test_a_gradient_of_zero_is_no_error():
+    for zero in (lambda p, b: 0 * p["w"].sum(), lambda p, b: torch.sign(p["w"] - b).sum()):
+        with torch.no_grad():  # around the step, not in the loss
+            _, metrics = compiled(loss_fn=zero)
+        assert float(metrics.grad_norm) == 0
+
+
 @pytest.mark.parametrize("by_autograd", [False, True])
 def test_a_failing_compiler_is_not_blamed_on_the_loss(by_autograd):
     def failing(graph, inputs):

@@ -98,20 +98,19 @@ def ring(num_workers):
     return df.topology("static-ring" if num_workers > 1 else "complete", num_workers)
 
 
-BETA = {"hyperparameters": {"beta": 0.2}}  # the checks' optimizer has momentum of its own
 QUICK = ("interpreters_agree", "traced_ranks_agree", "one_graph", "dtypes_stay", "works_alone", "accumulates")
 QUICK += ("donated_is_pure", "scales_the_loss", "averages_buffers")
 
 
 def test_momentum_mixing_promises_what_every_algorithm_does(example):
-    subject = Subject(example("custom_algorithm").momentum_mixing, ring, **BETA)
+    subject = Subject(example("custom_algorithm").momentum_mixing, ring)
     for name in QUICK:
         assert try_promise(PROMISES[name], subject) is None, name
 
 
 @pytest.mark.slow
 def test_momentum_mixing_passes_all_checks(example):
-    check_algorithm(example("custom_algorithm").momentum_mixing, ring, **BETA)
+    check_algorithm(example("custom_algorithm").momentum_mixing, ring)
 
 
 def test_workers_that_mix_their_momentum_stay_closer_together(example):

@@ -22,7 +22,7 @@ from decentfn.core.trees import PyTree
 from decentfn.gradient.accumulated import micro_batch_count, micro_batches
 from decentfn.gradient.gradient_checks import no_other_weights, require_none, ungiven
 from decentfn.gradient.lending import Lent
-from decentfn.gradient.loss import LossFn, call, scalar
+from decentfn.gradient.loss import LossFn, call, require_graph, scalar, within_torch
 from decentfn.gradient.result import unscaled
 from decentfn.gradient.side_channel import around
 from decentfn.torch_private.autograd import dispatching_as
@@ -152,14 +152,11 @@ def _forward_backward(
     given: _Function | Lent, batch: Any, scale: Tensor | None, is_first: bool
 ) -> tuple[Tensor, PyTree]:
     """Return the loss and aux; add the gradients to the leaves' `.grad`."""
-    loss, aux = given.of(batch)
+    with within_torch():
+        loss, aux = given.of(batch)
     loss = scalar(loss)
     others = ungiven(loss, (given.leaves, batch)) if is_first and given.constant else []
-    if not loss.requires_grad:
-        raise RuntimeError(
-            "df.autograd(loss_fn): the loss does not depend on the parameters that it was given; compute it from `params` "
-            "(torch.func.functional_call(module, params, ...), or df.functional), and not under torch.no_grad."
-        )
+    require_graph(loss)
     with no_other_weights(loss) if is_first and isinstance(given, _Function) else nullcontext():
         (loss if scale is None else loss.to(wide(loss.dtype)) * scale).backward()
     value, aux = loss.detach(), None if aux is None else trees.map(_beyond, trees.plain(aux))

@@ -19,7 +19,7 @@ from decentfn.core.trees import PyTree
 from decentfn.gradient.accumulated import Accumulated, mean_gradient_of, micro_batch_count, micro_batches
 from decentfn.gradient.by_autograd import ByAutograd, gradient_by_autograd
 from decentfn.gradient.gradient_checks import require_none, ungiven
-from decentfn.gradient.loss import LossFn, call, takes, unwrapped
+from decentfn.gradient.loss import LossFn, call, require_graph, takes, unwrapped, within_torch
 from decentfn.gradient.module import ModuleLoss, ShardedLoss
 from decentfn.gradient.result import Gradient, gradient_of
 from decentfn.gradient.side_channel import SideChannel
@@ -186,10 +186,11 @@ def _plainly(loss_fn: LossFn, many: bool, params: Buckets, buffers: PyTree, batc
         leaves = [b.detach().clone().requires_grad_() for b in params]
         data = trees.cloned(trees.map(lambda x, i=i: x[i], batch) if many else batch)
         with torch.enable_grad():
-            loss, _, _ = call(loss_fn, Buckets(leaves, params.plan).tree(), trees.cloned(buffers), data)
+            with within_torch():
+                loss, _, _ = call(loss_fn, Buckets(leaves, params.plan).tree(), trees.cloned(buffers), data)
+            require_graph(loss)
             require_none(ungiven(loss, (leaves, data)))
-            if loss.requires_grad:
-                torch.autograd.grad(loss, leaves, allow_unused=True)
+            torch.autograd.grad(loss, leaves, allow_unused=True)
 
 
 def _not_traced(error: Exception, simulated: bool) -> str:

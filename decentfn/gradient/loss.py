@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeGuard
 
 import torch
@@ -101,6 +102,29 @@ def scalar(loss: Any) -> Tensor:
     raise ValueError(
         f"loss_fn returned {shape}: the loss is a 0-d floating-point tensor, or (loss, aux); take its mean."
     )
+
+
+@contextmanager
+def within_torch() -> Iterator[None]:
+    """Raise ValueError if a loss passes a tensor with a gradient to NumPy; PyTorch's advice, `detach`, trains nothing."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "call numpy()" not in str(error):
+            raise
+        raise ValueError(
+            "loss_fn: the loss leaves torch, so it has no gradient; write it with torch operations in place of NumPy's."
+        ) from error
+
+
+def require_graph(loss: Tensor) -> None:
+    """Raise ValueError if the loss has no graph at all, so that no parameter would get a gradient."""
+    if not loss.requires_grad:
+        raise ValueError(
+            "loss_fn: the loss does not depend on the parameters that it was given, so nothing would be trained; compute it "
+            "from `params` (torch.func.functional_call(module, params, ...), or df.functional) with torch operations, without "
+            "NumPy, .item() or .detach(), and not under torch.no_grad."
+        )
 
 
 def _as_given(old: PyTree, new: PyTree) -> PyTree:

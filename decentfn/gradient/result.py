@@ -11,7 +11,7 @@ from torch.func import grad_and_value
 from decentfn.core import trees
 from decentfn.core.buckets import Buckets, each, global_norm, where, wide
 from decentfn.core.trees import PyTree
-from decentfn.gradient.loss import LossFn, call
+from decentfn.gradient.loss import LossFn, call, require_graph
 
 
 class Metrics(NamedTuple):
@@ -75,6 +75,7 @@ def gradient_of(loss_fn: LossFn, params: Buckets, buffers: PyTree, batch: PyTree
     # Buffers and batch are arguments, not captured: torch.func forbids writing to captured tensors.
     def loss_of(x: list[Tensor], buffers: PyTree, batch: PyTree) -> tuple[Tensor, tuple[Tensor, list[Tensor]]]:
         loss, new_buffers, aux = call(loss_fn, Buckets(x, params.plan).tree(), buffers, batch)
+        require_graph(loss)
         # torch.func takes tensors only, so the tree around them is stored separately.
         templates.append(trees.enumerate_leaves((new_buffers, aux)))
         extras = [torch.as_tensor(leaf) for leaf in trees.leaves((new_buffers, aux))]

@@ -56,7 +56,8 @@ class Subject:
     Args:
         algorithm: `(loss_fn, optimizer, topology, **hyperparameters) -> Algorithm`.
         topology: `num_workers -> Topology`.
-        hyperparameters: the algorithm's hyperparameters.
+        hyperparameters: the algorithm's hyperparameters, such as `{"beta": 0.5}`; its own defaults if left out. Most
+            promises train with `df.sgd(0.05, momentum=0.5)`.
         laws: its invariants.
         num_workers: N, even.
         starts_equal: all workers must start with the same parameters.

@@ -439,7 +439,7 @@ def test_what_cannot_be_is_refused_with_a_sentence():
         torch.func.grad(
             lambda x: step(state._replace(params=df.kit.Buckets([x], state.params.plan)), torch.zeros(3), 0)[1].loss
         )(state.params[0])
-    with pytest.raises(RuntimeError, match="does not depend on the parameters"):
+    with pytest.raises(ValueError, match="does not depend on the parameters"):
         built(df.autograd(lambda p, batch: batch.sum()))[1](state, torch.zeros(3), 0)
 
 
