@@ -88,7 +88,8 @@ class Saver:
         self._lock = FileLock(self.directory / "lock")  # the system releases it when the process ends
         self._world = collectives.everyone().apart()
         with collectives.use(self._world):  # connects it, so that `hang_up` ends what waits
-            on_first("Saver", self._claim)
+            self._found: list[int] = on_first("Saver", self._claim)
+            """Steps of the checkpoints that were in the directory."""
         self._thread = ThreadPoolExecutor(1, "decentfn checkpoint")
         self._writing: Future[Path] | None = None
         self._started = 0
@@ -105,7 +106,8 @@ class Saver:
             score: for `keep` and `best`, lower is better; the mean over the processes counts, NaN does not.
 
         Raises:
-            ValueError: on all processes, a leaf or an argument that cannot be saved.
+            ValueError: on all processes, a leaf or an argument that cannot be saved; in the first call, the directory
+                holds checkpoints of later steps only, so they are another run's.
             OSError, RuntimeError: on all processes, the previous checkpoint was not written; earlier ones are complete.
         """
         self._require_open("save")
@@ -190,7 +192,7 @@ class Saver:
                 f"Saver({str(self.directory)!r}).{call}: it is closed and has released the directory; open another."
             )
 
-    def _claim(self) -> None:
+    def _claim(self) -> list[int]:
         make_directory(self.directory, 0o700)
         try:
             self._lock.acquire(timeout=0)
@@ -203,6 +205,7 @@ class Saver:
             files.sweep(self.directory, manifest.UNFINISHED)
             if not (rescued := self.directory / _RESCUED).is_symlink():  # it may lead to another run's
                 files.sweep(rescued, manifest.UNFINISHED)
+            return manifest.steps(self.directory)
         except BaseException:
             self._lock.release()
             raise
@@ -210,7 +213,13 @@ class Saver:
     def _content(self, state: Any, step: int, extra: Any, score: float | None, *, copy: bool = False) -> Content:
         made: list[Content] = []
         arguments = (state, step, self._topology, self._config, extra, score, copy, self._frozen)
-        together("save", lambda: made.append(content_of(*arguments)))
+
+        def make() -> None:
+            made.append(content_of(*arguments))
+            if not self._started:
+                _require_own(self.directory, self._found, made[0].about["step"])
+
+        together("save", make)
         return made[0]
 
     def _write_apart(self, content: Content) -> Path:
@@ -230,6 +239,27 @@ def _arguments(keep: Any, config: Any) -> Any:
     if keep is not None:
         at_least("Saver", "keep", keep, 1)
     return plain("Saver(config=...)", config)
+
+
+def _require_own(directory: Path, found: Sequence[int], step: int) -> None:
+    """Raise ValueError if the checkpoints found in the directory are another run's, all of later steps; warn if some are."""
+    later = [saved for saved in found if saved > step]
+    if not later:
+        return
+    way_out = "restore(directory, state) resumes the run that is there; for a new one take another directory"
+    if len(later) == len(found):
+        raise ValueError(
+            f"save(state, step={step}): {directory} holds checkpoints of steps {min(later)} to {max(later)} and none of an earlier "
+            f"one, so this run did not resume from it, and would mix its own with another's; {way_out}."
+        )
+    _log.warning(
+        "save(state, step=%d): %s holds checkpoints of later steps, up to %d; unless this run resumed from an earlier one, it mixes "
+        "two runs: %s",
+        step,
+        directory,
+        max(later),
+        way_out,
+    )
 
 
 def _require_whole(steps: Sequence[int | None], size: int) -> None:
