@@ -37,7 +37,7 @@ def test_compiling_is_announced_and_timed_for_each_shape_of_batch(caplog):
     state, step = a_step()
     for size in (3, 3, 5, 5, 3):
         state, _ = step(state, torch.ones(size, 2), 0)
-    again = COMPILING.format(", again, for another batch or loss")
+    again = COMPILING.format(" again, for another batch or loss")
     match_all([COMPILING.format(""), COMPILED, again, COMPILED], said(caplog))
 
 
@@ -67,6 +67,23 @@ def test_a_script_that_does_not_ask_is_told_of_a_long_compilation_once(caplog, m
     time.sleep(0.2)
     [line] = [record.getMessage() for record in caplog.records if record.name == "decentfn"]
     assert line.startswith(f"compiling adapt_then_combine.step (minutes for a large network{said}")
+
+
+def test_the_announcement_of_a_later_compilation_says_again(caplog, monkeypatch):
+    monkeypatch.setattr(compilation, "_SILENT_S", 0.05)
+    quick = compilation.compile_cache.inductor
+
+    def slow(graph, inputs, **kwargs):
+        time.sleep(0.3)
+        return quick(graph, inputs, **kwargs)
+
+    monkeypatch.setattr(compilation.compile_cache, "inductor", slow)
+    state, step = a_step()
+    for size in (3, 5):
+        state, _ = step(state, torch.ones(size, 2), 0)
+    first, second = [record.getMessage() for record in caplog.records if record.name == "decentfn"]
+    assert first.startswith("compiling adapt_then_combine.step (minutes")
+    assert second.startswith("compiling adapt_then_combine.step again, for another batch or loss (minutes")
 
 
 def test_a_script_that_does_not_ask_is_told_nothing_of_a_quick_one(caplog):

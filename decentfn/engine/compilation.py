@@ -156,14 +156,15 @@ class _Progress:
         self.name = name
         self.since: float | None = None
         way_out = "" if is_by_autograd else "; with df.autograd(loss_fn) the loss is not compiled, and seconds suffice"
-        self._patience = f"compiling {name} (minutes for a large network{way_out})"
+        self._patience = f"(minutes for a large network{way_out})"
         self._timer: threading.Timer | None = None
 
     def begin(self, why: str = "") -> None:
-        _log.debug("compiling %s%s ...", self.name, why)
+        what = f"compiling {self.name}{why}"
+        _log.debug("%s ...", what)
         self.since = time.perf_counter()
         if collectives.everyone().rank == 0:
-            self._timer = threading.Timer(_SILENT_S, _log.warning, (self._patience,))
+            self._timer = threading.Timer(_SILENT_S, _log.warning, (f"{what} {self._patience}",))
             self._timer.daemon = True
             self._timer.start()
 
@@ -180,7 +181,7 @@ class _Progress:
     def inductor(self, graph: torch.fx.GraphModule, inputs: Any, **kwargs: Any) -> Callable[..., Any]:
         """Compile with the backend; a graph after the first one means that the batch or the loss has changed."""
         if self.since is None:
-            self.begin(", again, for another batch or loss")
+            self.begin(" again, for another batch or loss")
         return compile_cache.inductor(graph, inputs, **kwargs)
 
 

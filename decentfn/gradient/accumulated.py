@@ -27,19 +27,22 @@ def accumulate(loss_fn: LossFn) -> LossFn:
     """Average the gradient of a loss over micro-batches: one update and one exchange per step.
 
     Every leaf of the batch is `[M, b, ...]`: M micro-batches of b samples. Alternatively the batch is a list of M
-    micro-batches of one structure, with leaves of any shapes, none of them a bare tensor (a list of tensors is one
-    batch). A loop processes them: the compiled graph does not grow with M, and the activations of one micro-batch are
-    held at a time; buffers pass from one to the next. The step reports the mean loss, the norm of the mean gradient,
-    and `aux` stacked, `[M, ...]`.
+    micro-batches of one structure, none of them a bare tensor (a list of tensors is one batch). Their leaves are of any
+    shapes, the same in all micro-batches; with `df.autograd` they may differ between them. A loop processes them: the
+    compiled graph does not grow with M, and the activations of one micro-batch are held at a time; buffers pass from
+    one to the next. The step reports the mean loss, the norm of the mean gradient, and `aux` stacked, `[M, ...]` (a
+    list, where its shapes differ).
 
-    If the loss is a mean, M micro-batches of size b equal one batch of size M b (except for batch statistics).
+    If the loss is a mean, M micro-batches of size b equal one batch of size M b (except for batch statistics). Each
+    micro-batch counts alike, whatever its size. Each step may have another M: the mean is over its own. A compiled
+    traced step compiles again for a second M.
 
     Args:
         loss_fn: the loss of one micro-batch, as an algorithm takes it.
 
     Raises:
         ValueError: `loss_fn` is not a function, or is accumulated already; in a step, the leaves do not agree in M and
-            b. (If no leaf shows it, such as a single leaf `[B, T]`, a batch without the axis is taken for B
+            b, or traced micro-batches of a list in their shapes. (If no leaf shows it, such as a single leaf `[B, T]`, a batch without the axis is taken for B
             micro-batches.)
 
     >>> import decentfn as df
@@ -63,14 +66,35 @@ def accumulate(loss_fn: LossFn) -> LossFn:
 
 
 def micro_batches(batch: PyTree) -> PyTree:
-    """Return the batch with a leading axis of micro-batches; only a list needs stacking."""
+    """Return the batch with a leading axis of micro-batches; a list of them is stacked."""
+    if (micros := _listed(batch)) is None:
+        return _with_both_axes(batch)
+    rows = [trees.leaves(micro) for micro in micros]
+    first = [list(x.shape) for x in rows[0]]
+    for index, row in enumerate(rows):
+        if (shapes := [list(x.shape) for x in row]) != first:
+            raise ValueError(
+                f"accumulate(loss_fn): micro-batch {index} has leaves {shapes}, and micro-batch 0 {first}, but the loop over traced "
+                "micro-batches needs equal shapes: drop the last, short batch (DataLoader(drop_last=True)), or write "
+                "df.accumulate(df.autograd(loss_fn)), which takes any shapes."
+            )
+    return trees.fill(trees.enumerate_leaves(micros[0]), [torch.stack(column) for column in zip(*rows, strict=True)])
+
+
+def separate(batch: PyTree) -> list[PyTree]:
+    """Return the micro-batches of a batch; those of a list may differ in their shapes."""
+    if (micros := _listed(batch)) is not None:
+        return micros
+    stacks = trees.leaves(_with_both_axes(batch))
+    return [trees.map(lambda x, i=i: x[i], batch) for i in range(micro_batch_count(stacks))]
+
+
+def _listed(batch: PyTree) -> list[PyTree] | None:
+    """Return a batch that is a list of micro-batches of one structure, else None."""
     if type(batch) is not list or not trees.leaves(batch) or any(isinstance(item, torch.Tensor) for item in batch):
-        return _with_both_axes(batch)
+        return None
     first = trees.enumerate_leaves(batch[0])
-    if any(trees.enumerate_leaves(item) != first for item in batch[1:]):
-        return _with_both_axes(batch)
-    columns = zip(*(trees.leaves(item) for item in batch), strict=True)
-    return trees.fill(first, [torch.stack(column) for column in columns])
+    return None if any(trees.enumerate_leaves(item) != first for item in batch[1:]) else batch
 
 
 def _with_both_axes(batch: PyTree) -> PyTree:

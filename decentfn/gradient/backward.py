@@ -19,7 +19,7 @@ from decentfn.core import draws, trees
 from decentfn.core.buckets import Buckets, Plan, elements, wide
 from decentfn.core.formatting import brief
 from decentfn.core.trees import PyTree
-from decentfn.gradient.accumulated import micro_batch_count, micro_batches
+from decentfn.gradient.accumulated import separate
 from decentfn.gradient.gradient_checks import no_other_weights, require_none, ungiven
 from decentfn.gradient.lending import Lent
 from decentfn.gradient.loss import LossFn, call, require_graph, scalar, within_torch
@@ -85,7 +85,7 @@ def backward(
     """Compute the loss of worker `worker` in step `t`, and its unscaled gradient.
 
     The first call also checks for errors that only values and graphs show: writing through `.data`, parameters from
-    elsewhere. With `many`, every leaf of the batch is `[M, ...]`, micro-batches over which the gradient is averaged.
+    elsewhere. With `many`, the batch is micro-batches, over which the gradient is averaged.
     The random numbers are keyed by t and the worker, or the number of its tensor-parallel group. `params` are the
     buckets, `buffers` the leaves of the loss's buffers, `scale` is 0-d: the gradient of `scale * loss` is divided by
     it.
@@ -109,7 +109,7 @@ def backward(
             values = lent(dict(zip(form.names, views, strict=True)), given_buffers)
         with values as given:
             used, before = [False] * len(views), _marks(given.constant, is_first)
-            micros = _rows(micro_batches(batch)) if many else [batch]
+            micros = separate(batch) if many else [batch]
             for index, data in enumerate(micros):
                 with draws.torch_draws(t, place, index):
                     loss, aux = _forward_backward(given, data, scale, is_first)
@@ -198,10 +198,6 @@ def _refuse_writing(names: list[str]) -> NoReturn:
     )
 
 
-def _rows(batch: PyTree) -> list[PyTree]:
-    return [trees.map(lambda x, i=i: x[i], batch) for i in range(micro_batch_count(trees.leaves(batch)))]
-
-
 def _apart(new: Tensor, own: Tensor) -> Tensor:
     """Copy a new buffer into its own memory, with the old one's layout."""
     if new.data_ptr() == own.data_ptr() and (new.shape, new.dtype, new.stride()) == (
@@ -258,5 +254,6 @@ def _attributes(x: Any) -> dict[str, Any]:
 
 
 def stacked(rows: Sequence[Any]) -> Any:
-    """Stack one leaf of many rows' trees: a tensor `[N, ...]`, or a list if the leaves are not tensors."""
-    return torch.stack(list(rows)) if isinstance(rows[0], torch.Tensor) else list(rows)
+    """Stack one leaf of many rows' trees: `[N, ...]`, or a list if the leaves are not tensors of one shape."""
+    is_one = all(isinstance(x, torch.Tensor) and x.shape == rows[0].shape for x in rows)
+    return torch.stack(list(rows)) if is_one else list(rows)

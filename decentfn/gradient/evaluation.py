@@ -16,7 +16,7 @@ from decentfn.core.context import context
 from decentfn.core.formatting import brief, brief_error
 from decentfn.core.stacking import in_chunks
 from decentfn.core.trees import PyTree
-from decentfn.gradient.accumulated import Accumulated, mean_gradient_of, micro_batch_count, micro_batches
+from decentfn.gradient.accumulated import Accumulated, mean_gradient_of, micro_batch_count, micro_batches, separate
 from decentfn.gradient.by_autograd import ByAutograd, gradient_by_autograd
 from decentfn.gradient.gradient_checks import require_none, ungiven
 from decentfn.gradient.loss import LossFn, call, require_graph, takes, unwrapped, within_torch
@@ -81,7 +81,7 @@ def require_batch(loss_fn: LossFn, batch: PyTree) -> None:
         return  # checked before it entered the side channel
     inner, around = unwrapped(loss_fn)
     if Accumulated in around:
-        batch = micro_batches(batch)
+        batch = separate(batch)[0]
     if (own := getattr(inner, "require_batch", None)) is not None:
         own(batch)
 

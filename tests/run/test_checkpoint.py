@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import json
+import logging
 import os
 import random
 import stat
@@ -206,6 +207,38 @@ def test_a_directory_is_one_runs_at_a_time(tmp_path):
 
     with df.checkpoint.Saver(tmp_path):
         on_kept_ranks(2, second)
+
+
+def test_the_first_save_of_a_run_that_did_not_resume_is_refused_on_all_ranks(tmp_path, caplog):
+    state = algorithm_of(2).init(net())
+
+    def first(rank):
+        with df.checkpoint.Saver(tmp_path, keep=1) as saver:
+            for step in (20, 30):  # an earlier step than 30, but this run's
+                saver.save(state, step)
+
+    def fresh(rank):
+        with df.checkpoint.Saver(tmp_path) as saver:
+            with pytest.raises(ValueError, match=r"step=10\): .* steps 30 to 30 .* did not resume.*another directory"):
+                saver.save(state, 10)
+            saver.save(df.checkpoint.restore(tmp_path, state).state, 30)
+
+    on_kept_ranks(2, first)
+    on_kept_ranks(2, fresh)
+    assert [path.name for path in manifest.checkpoints(tmp_path)] == [
+        "checkpoint-000002-step-30",
+        "checkpoint-000003-step-30",
+    ]
+    assert not caplog.records
+
+
+def test_a_save_before_the_newest_step_but_not_before_all_is_warned_of(tmp_path, caplog):
+    """It may have resumed from an earlier checkpoint because the newest was damaged."""
+    state = algorithm_of(1).init(net())
+    for step in (10, 20, 15):
+        df.checkpoint.save(tmp_path, state, step)
+    [warning] = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert "step=15" in warning.getMessage() and "up to 20" in warning.getMessage()
 
 
 def test_an_error_of_the_thread_comes_out_once_at_the_next_call_and_the_run_goes_on(tmp_path):

@@ -85,6 +85,12 @@ def next_name(directory: Path, step: int) -> str:
     return f"checkpoint-{int(match[1]) + 1 if match else 1:06}-step-{step}"
 
 
+def steps(directory: Path) -> list[int]:
+    """Return the steps of the checkpoints of a run's directory, by their names, oldest first."""
+    matches = [_NAME.fullmatch(path.name) for path in checkpoints(directory)]
+    return [int(match[2]) for match in matches if match]
+
+
 def encode(content: dict[str, Any], allow_nan: bool = False) -> bytes:
     """Encode a manifest with its own digest. (NaN and infinity are not JSON, but older versions wrote them.)"""
     digest = hashlib.sha256(_text(content, allow_nan)).hexdigest()

@@ -86,6 +86,8 @@ class Saver:
         self.directory = one_path("Saver(directory)", directory)
         self._topology, self._keep, self._frozen = topology, keep, frozen
         self._lock = FileLock(self.directory / "lock")  # the system releases it when the process ends
+        self._found: list[int] = []
+        """Steps of the checkpoints that were in the directory."""
         self._connect()
         self._thread = ThreadPoolExecutor(1, "decentfn checkpoint")
         self._writing: Future[Path] | None = None
@@ -99,7 +101,7 @@ class Saver:
         self._generation, self._world = here.generation, here.apart()
         if here.awaits is None:
             with collectives.use(self._world):  # connects it, so that `hang_up` ends what waits
-                on_first("Saver", self._claim)
+                self._found = on_first("Saver", self._claim)
 
     def _follow(self) -> None:
         """Connect anew after a loss or a join (`df.survive`); a checkpoint of earlier workers is done by then, or will not be."""
@@ -126,7 +128,8 @@ class Saver:
             score: for `keep` and `best`, lower is better; the mean over the processes counts, NaN does not.
 
         Raises:
-            ValueError: on all processes, a leaf or an argument that cannot be saved.
+            ValueError: on all processes, a leaf or an argument that cannot be saved; in the first call, the directory
+                holds checkpoints of later steps only, so they are another run's.
             OSError, RuntimeError: on all processes, the previous checkpoint was not written; earlier ones are complete.
         """
         self._require_open("save")
@@ -210,9 +213,9 @@ class Saver:
                 f"Saver({str(self.directory)!r}).{call}: it is closed and has released the directory; open another."
             )
 
-    def _claim(self) -> None:
+    def _claim(self) -> list[int]:
         if self._lock.is_locked:
-            return
+            return self._found
         make_directory(self.directory, 0o700)
         try:
             self._lock.acquire(timeout=0)
@@ -225,6 +228,7 @@ class Saver:
             files.sweep(self.directory, manifest.UNFINISHED)
             if not (rescued := self.directory / _RESCUED).is_symlink():  # it may lead to another run's
                 files.sweep(rescued, manifest.UNFINISHED)
+            return manifest.steps(self.directory)
         except BaseException:
             self._lock.release()
             raise
@@ -232,7 +236,13 @@ class Saver:
     def _content(self, state: Any, step: int, extra: Any, score: float | None, *, copy: bool = False) -> Content:
         made: list[Content] = []
         arguments = (state, step, self._topology, self._config, extra, score, copy, self._frozen)
-        together("save", lambda: made.append(content_of(*arguments)))
+
+        def make() -> None:
+            made.append(content_of(*arguments))
+            if not self._started:
+                _require_own(self.directory, self._found, made[0].about["step"])
+
+        together("save", make)
         return made[0]
 
     def _write_apart(self, content: Content) -> Path:
@@ -252,6 +262,27 @@ def _arguments(keep: Any, config: Any) -> Any:
     if keep is not None:
         at_least("Saver", "keep", keep, 1)
     return plain("Saver(config=...)", config)
+
+
+def _require_own(directory: Path, found: Sequence[int], step: int) -> None:
+    """Raise ValueError if the checkpoints found in the directory are another run's, all of later steps; warn if some are."""
+    later = [saved for saved in found if saved > step]
+    if not later:
+        return
+    way_out = "restore(directory, state) resumes the run that is there; for a new one take another directory"
+    if len(later) == len(found):
+        raise ValueError(
+            f"save(state, step={step}): {directory} holds checkpoints of steps {min(later)} to {max(later)} and none of an earlier "
+            f"one, so this run did not resume from it, and would mix its own with another's; {way_out}."
+        )
+    _log.warning(
+        "save(state, step=%d): %s holds checkpoints of later steps, up to %d; unless this run resumed from an earlier one, it mixes "
+        "two runs: %s",
+        step,
+        directory,
+        max(later),
+        way_out,
+    )
 
 
 def _require_whole(steps: Sequence[int | None], size: int) -> None:
