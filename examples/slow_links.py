@@ -253,7 +253,7 @@ def first_below(curve: list[dict[str, float]], bits: float) -> dict[str, float] 
 def draw(runs: list[dict[str, Any]]) -> Any:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 4), layout="constrained")
+    figure = Figure(figsize=(11, 4), layout="constrained")
     for axes, (key, unit, scale) in zip(
         figure.subplots(1, 2, sharey=True), [("s", "seconds", 1), ("bytes", "MB sent by a host", 1e6)], strict=True
     ):
@@ -271,7 +271,7 @@ def draw(runs: list[dict[str, Any]]) -> Any:
         axes.set_xscale("log")
         axes.grid(alpha=0.3)
     figure.axes[0].set_ylabel("held-out bits per byte")
-    figure.axes[0].legend(fontsize="small")
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), fontsize="small", loc="outside right center")
     return figure
 
 
