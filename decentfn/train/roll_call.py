@@ -12,6 +12,7 @@ So workers are at most one step apart, and a worker that was left behind ends no
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -29,6 +30,12 @@ class Note(NamedTuple):
     repeats: bool = False
     """True if it had ended that step in an earlier generation."""
 
+    @classmethod
+    def all_of(cls, told: bytes) -> list[Note]:
+        """Return the notes in the store, a JSON line each."""
+        lines = map(json.loads, told.decode().splitlines())
+        return [cls(seat, step, tuple(reaches), repeats) for seat, step, reaches, repeats in lines]
+
 
 class Decision(NamedTuple):
     """The next generation, the same for all."""
@@ -39,6 +46,12 @@ class Decision(NamedTuple):
     """Step with which they continue: the first that one of them has not ended."""
     repeats: bool = False
     """True if another of them had ended it; its calls outside steps after it have failed."""
+
+    @classmethod
+    def of(cls, told: bytes) -> Decision:
+        """Return the decision in the store, in JSON."""
+        seats, step, repeats = json.loads(told)
+        return cls(tuple(seats), step, repeats)
 
 
 class Wait(NamedTuple):

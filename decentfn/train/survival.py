@@ -290,8 +290,8 @@ class _Survivor:
         reached = tuple(seat for seat in here.seats if seat == here.seat or doorbell.ring(seat) == "answers")
         mine = Note(here.seat, t, reached, repeats)
         while True:
-            decided = _decision(board.get("decision")) if board.check(["decision"]) else None
-            notes = _notes(board.get("notes")) if board.check(["notes"]) else []
+            decided = Decision.of(board.get("decision")) if board.check(["decision"]) else None
+            notes = Note.all_of(board.get("notes")) if board.check(["notes"]) else []
             doorbell.clear()
             gone = {seat for seat in here.seats if seat != here.seat and doorbell.is_gone(seat)}
             waiting = joining.waiting(here, self._store, doorbell)
@@ -389,13 +389,3 @@ def _mean(x: Buckets) -> Buckets:
         return collectives.process_mean(rows.mean(0)).to(b.dtype).expand_as(b).clone()
 
     return each(one, x)
-
-
-def _notes(told: bytes) -> list[Note]:
-    lines = map(json.loads, told.decode().splitlines())
-    return [Note(seat, step, tuple(reaches), repeats) for seat, step, reaches, repeats in lines]
-
-
-def _decision(told: bytes) -> Decision:
-    seats, step, repeats = json.loads(told)
-    return Decision(tuple(seats), step, repeats)

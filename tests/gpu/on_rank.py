@@ -212,6 +212,7 @@ def left(world: Any, folder: Path, hows: list[str]) -> Any:
         waiting.wait()
     except RuntimeError as error:
         noticed = str(error)
+    world.hang_up()  # of gloo's, which others may wait on
     dist.group.WORLD.abort()
     world.let_go()
     dist.destroy_process_group()
