@@ -27,8 +27,6 @@ from benchmarking import lab, measure, peers, report, saving, simulator
 from benchmarking.workloads import workload
 from command_line import start
 
-import decentfn as df
-
 SCRIPT = str(Path(__file__).resolve())
 
 
@@ -228,8 +226,8 @@ def main(argv: list[str] | None = None) -> None:
     if "RANK" in os.environ:
         as_rank(args)
     elif args.simulator:
-        df.init()
-        found = simulator.compare(SCRIPT, blocks=args.blocks, seconds=args.seconds, small=args.small)
+        device = start(args.device, args.backend).device.type
+        found = simulator.compare(SCRIPT, blocks=args.blocks, seconds=args.seconds, device=device, small=args.small)
         show(args, found | {"machine": measure.machine()}, simulator.table(found))
     elif args.memory:
         memory(args)

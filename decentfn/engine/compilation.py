@@ -107,7 +107,7 @@ def compile(
     if backend == "inductor":
         kwargs["backend"] = progress.inductor
         kwargs["options"] = inductor.compile_options() | options
-    backends = kwargs if mode is None else kwargs | {"backend": on_device(progress.inductor)}
+    given: dict[str, Any] = kwargs if mode is None else kwargs | {"backend": on_device(progress.inductor)}
     read = None if step.loss_fn is None else traced_module(step.loss_fn)
     graphs: list[tuple[Any, Callable[..., Any]]] = []
 
@@ -123,7 +123,7 @@ def compile(
         if is_new := graph is None:
             if donate:
                 require_distinct("compile", state)
-            graph = torch.compile(_on_leaves(step, trees.enumerate_leaves(state), donate), **backends)
+            graph = torch.compile(_on_leaves(step, trees.enumerate_leaves(state), donate), **given)
             progress.begin()
         # torch.compile drops writes to a 0-d float64 input, so such a leaf is passed as [its view of shape [1]].
         for i, x in enumerate(leaves):
@@ -145,7 +145,7 @@ def compile(
             progress.end(progress.since)
         return (state, result) if donate else result
 
-    run_or_replay = run if mode is None else replayed(run, cuda_recorder())
+    run_or_replay = run if mode is None else replayed(run, cuda_recorder)
     return replace(step, run=run_or_replay, is_compiled=True, is_donated=donate)
 
 

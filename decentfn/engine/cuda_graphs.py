@@ -22,6 +22,9 @@ from decentfn.kit.step import Step
 
 MODE = "reduce-overhead"
 _CALL = f'compile(step, mode="{MODE}")'
+_FORMS = 32
+"""Number of forms of batches whose recordings are kept."""
+
 
 Recorder = Callable[[Callable[[], Any]], tuple[Callable[[], None], Any]]
 """Function that records the kernels of a function without running them: returns what replays them, and its result."""
@@ -44,8 +47,8 @@ def _require_one_process() -> None:
     require(here.size == 1, _CALL, rule)
 
 
-def _require_current(device: torch.device) -> None:
-    if device.type == "cuda":
+def _require_current(device: torch.device | None) -> None:
+    if device is not None and device.type == "cuda":
         here = torch.cuda.current_device()
         rule = (
             f"kernels are recorded on the current GPU, cuda:{here}; call torch.cuda.set_device({device.index}) first."
@@ -82,7 +85,7 @@ def require_on_device(graph: torch.fx.GraphModule) -> None:
 
 
 def cuda_recorder() -> Recorder:
-    """Return a recorder of CUDA graphs, which share their memory: use a result before another graph is replayed."""
+    """Return a recorder of CUDA graphs that share memory: use a result before another graph is replayed."""
     pool = torch.cuda.graph_pool_handle()
 
     def record(function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
@@ -95,35 +98,41 @@ def cuda_recorder() -> Recorder:
     return record
 
 
-def replayed(run: Callable[..., tuple[Any, Any]], record: Recorder) -> Callable[..., tuple[Any, Any]]:
+def replayed(
+    run: Callable[..., tuple[Any, Any]], make_recorder: Callable[[], Recorder]
+) -> Callable[..., tuple[Any, Any]]:
     """Return a step's donated `run`, which runs once for each form of batches, is then recorded, and then replayed.
 
-    Another state, in other memory, begins anew.
+    A state in other memory begins anew, with another recorder: PyTorch refuses memory whose graphs are gone.
     """
     place: list[Any] = []
     known: list[tuple[Any, _Recording]] = []
+    recorders: list[Recorder] = []
 
     def step(state: Any, batch: PyTree, t: Tensor) -> tuple[Any, Any]:
         _require_one_process()
         leaves, structure = trees.flatten(state)
-        where = [structure, *((x.data_ptr(), x.shape, x.stride(), x.dtype) for x in leaves)]
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        where = [structure, *((x.data_ptr(), x.shape, x.stride(), x.dtype) for x in tensors)]
         if where != place:
             known.clear()
-            place[:] = where
+            place[:], recorders[:] = where, [make_recorder()]
         batch = trees.plain(batch)
         given, structure = trees.flatten(batch)
-        for x in given:
-            rule = "a batch of a graph holds tensors only, as another value would not be read again."
-            require(isinstance(x, Tensor), _CALL, rule, batch=x)
+        other = next((x for x in given if not isinstance(x, Tensor)), None)
+        rule = "a batch of a graph holds tensors only, as another value would not be read again."
+        require(other is None, _CALL, rule, batch=other)
         form = [structure, *((x.shape, x.dtype) for x in given)]
         recording = next((recording for its_form, recording in known if its_form == form), None)
         if recording is None:
-            _require_current(leaves[0].device)
-            recording = _Recording(batch, leaves[0].device)
+            device = tensors[0].device if tensors else None
+            _require_current(device)
+            recording = _Recording(batch, device)
             known.append((form, recording))
+            del known[:-_FORMS]
         for memory, x in zip(trees.leaves(recording.batch), given, strict=True):
             memory.copy_(x)
-        return state, recording.metrics_of(run, record, state, t)
+        return state, recording.metrics_of(run, recorders[0], state, t)
 
     return step
 
@@ -131,7 +140,7 @@ def replayed(run: Callable[..., tuple[Any, Any]], record: Recorder) -> Callable[
 class _Recording:
     """Recording of a step for batches of one form."""
 
-    def __init__(self, batch: PyTree, device: torch.device) -> None:
+    def __init__(self, batch: PyTree, device: torch.device | None) -> None:
         self.batch = trees.map(lambda x: torch.empty_like(x, device=device), batch)
         self._inputs = StepInputs()
         self._has_run = False

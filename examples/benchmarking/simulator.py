@@ -22,14 +22,14 @@ Sizes = tuple[int, ...]
 Timed = Callable[[], Any]
 
 
-def network(sizes: Sizes, batch_size: int) -> Workload:
+def network(sizes: Sizes, batch_size: int, device: str) -> Workload:
     """A multilayer perceptron on random classes."""
     like = workload("tiny")
 
     def draw(n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         return torch.randn(n, sizes[0], generator=generator), torch.randint(sizes[-1], (n,), generator=generator)
 
-    return Workload("-".join(map(str, sizes)), lambda: MLP(*sizes), draw, like.criterion, batch_size)
+    return Workload("-".join(map(str, sizes)), lambda: MLP(*sizes), draw, like.criterion, batch_size, device)
 
 
 def optimizer(momentum: float) -> df.Transform:
@@ -43,25 +43,31 @@ def algorithm(net: Workload, topology: df.Topology, momentum: float) -> tuple[df
     return chosen, params
 
 
-def stacked(sizes: Sizes, workers: int, batch_size: int, momentum: float = 0.9, *, donate: bool = True) -> Timed:
-    """One call steps all workers."""
-    net = network(sizes, batch_size)
+def stacked(
+    sizes: Sizes, workers: int, batch_size: int, momentum: float = 0.9, *, device: str = "cpu", **how: Any
+) -> Timed:
+    """One call steps all workers, compiled as `how` says."""
+    net = network(sizes, batch_size, device)
     (init, step), params = algorithm(net, df.topology("one-peer-exp", num_workers=workers), momentum)
-    step, state = df.compile(df.simulate(step, workers), donate=donate), df.stack(init(params), workers)
+    step, state = df.compile(df.simulate(step, workers), **how), df.stack(init(params), workers)
     batches = [tuple(torch.stack(part) for part in zip(*some, strict=True)) for some in _batches(net, workers)]
     return _stepper(step, state, batches)
 
 
-def one_large_batch(sizes: Sizes, workers: int, batch_size: int, momentum: float = 0.9) -> Timed:
+def one_large_batch(
+    sizes: Sizes, workers: int, batch_size: int, momentum: float = 0.9, *, device: str = "cpu"
+) -> Timed:
     """One worker whose batch is as large as all of theirs."""
-    net = network(sizes, batch_size * workers)
+    net = network(sizes, batch_size * workers, device)
     (init, step), params = algorithm(net, df.topology("complete", num_workers=1), momentum)
     return _stepper(df.compile(step), init(params), [some[0] for some in _batches(net, 1)])
 
 
-def loop(sizes: Sizes, workers: int, batch_size: int, momentum: float = 0.9, *, mixing: bool = False) -> Timed:
+def loop(
+    sizes: Sizes, workers: int, batch_size: int, momentum: float = 0.9, *, mixing: bool = False, device: str = "cpu"
+) -> Timed:
     """A Python loop over single compiled steps, one per worker, and without or with averaging pairs by hand."""
-    net = network(sizes, batch_size)
+    net = network(sizes, batch_size, device)
     (init, step), params = algorithm(net, df.topology("complete", num_workers=1), momentum)
     compiled, batches, states = df.compile(step), _batches(net, workers), [init(params) for _ in range(workers)]
     steppers = [_stepper(compiled, state, [some[i] for some in batches]) for i, state in enumerate(states)]
@@ -104,45 +110,56 @@ def _stepper(step: Any, state: Any, batches: list[Any]) -> Timed:
     return run
 
 
+def timed(run: Timed, calls: int) -> float:
+    """Seconds of these calls, until their kernels have ended."""
+    start = time.perf_counter()
+    for _ in range(calls):
+        run()
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
 def interleaved(runs: dict[str, Timed], *, blocks: int, seconds: float) -> dict[str, float]:
     """Median seconds per call, the runs taking turns."""
     lengths = {}
     for name, run in runs.items():
-        run()
-        run()
-        start = time.perf_counter()
-        run()
-        lengths[name] = max(1, int(seconds / max(time.perf_counter() - start, 1e-7)))
+        timed(run, 2)
+        lengths[name] = max(1, int(seconds / max(timed(run, 1), 1e-7)))
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(blocks):
         for name, run in runs.items():
-            start = time.perf_counter()
-            for _ in range(lengths[name]):
-                run()
-            times[name].append((time.perf_counter() - start) / lengths[name])
+            times[name].append(timed(run, lengths[name]) / lengths[name])
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def compare(script: str, *, blocks: int, seconds: float, small: bool = False) -> dict[str, Any]:
+def compare(script: str, *, blocks: int, seconds: float, device: str, small: bool = False) -> dict[str, Any]:
     """All cases of the simulator; `small` shrinks the numbers of workers for trying out."""
+    replayed = {"mode": "reduce-overhead"}
     many, most = (8, 32) if small else (64, 1024)
     cases = [((64, 128, 10), 0.0), ((64, 128, 10), 0.9), ((256, 512, 512, 10), 0.0), ((256, 512, 512, 10), 0.9)]
     found: dict[str, Any] = {"cases": []}
     for sizes, momentum in cases:
         this = (sizes, many, 32, momentum)
         runs = {
-            "stacked": stacked(*this),
-            "stacked, not donated": stacked(*this, donate=False),
-            "one large batch": one_large_batch(*this),
-            "loop of steps": loop(*this),
-            "loop and mixing": loop(*this, mixing=True),
+            "stacked": stacked(*this, device=device),
+            "stacked, not donated": stacked(*this, device=device, donate=False),
+            "one large batch": one_large_batch(*this, device=device),
+            "loop of steps": loop(*this, device=device),
+            "loop and mixing": loop(*this, device=device, mixing=True),
         }
+        if device == "cuda":
+            runs["stacked, replayed"] = stacked(*this, device=device, **replayed)
         times = interleaved(runs, blocks=blocks, seconds=seconds)
         name = "-".join(map(str, sizes)) + (", momentum" if momentum else "")
         found["cases"].append({"network": name, "workers": many, "batch": 32, "seconds": times})
     counts = [n for n in (64, 256, 1024) if n <= most] or [most]
-    found["tiny"] = interleaved({str(n): stacked((8, 16, 4), n, 8) for n in counts}, blocks=blocks, seconds=seconds)
-    found["processes"] = {"workers": many, "seconds": processes(many, script)}
+    tiny = {str(n): stacked((8, 16, 4), n, 8, device=device) for n in counts}
+    if device == "cuda":
+        tiny |= {f"{n}, replayed": stacked((8, 16, 4), n, 8, device=device, **replayed) for n in counts}
+    found["tiny"] = interleaved(tiny, blocks=blocks, seconds=seconds)
+    if device == "cpu":
+        found["processes"] = {"workers": many, "seconds": processes(many, script)}
     return found
 
 
@@ -156,7 +173,10 @@ def table(found: dict[str, Any]) -> str:
         over = [s["one large batch"] / best, best / s["loop of steps"], best / s["loop and mixing"]]
         ratios.append((case["network"], *(f"{ratio:.2f}" for ratio in over)))
     tiny = [("8-16-4, workers", "ms per step", "µs per worker")]
-    tiny += [(n, f"{1e3 * s:.4g}", f"{1e6 * s / int(n):.3f}") for n, s in found["tiny"].items()]
+    tiny += [(n, f"{1e3 * s:.4g}", f"{1e6 * s / int(n.split(',')[0]):.3f}") for n, s in found["tiny"].items()]
+    printed = "\n".join([*columns(lines), "", *columns(ratios), "", *columns(tiny)])
+    if "processes" not in found:
+        return printed
     apart, together = found["processes"]["seconds"], found["cases"][0]["seconds"]["stacked"]
     last = f"{found['processes']['workers']} processes: {1e3 * apart:.4g} ms per step, {apart / together:.1f} times stacked"
-    return "\n".join([*columns(lines), "", *columns(ratios), "", *columns(tiny), "", last])
+    return f"{printed}\n\n{last}"

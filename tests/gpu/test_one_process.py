@@ -24,8 +24,8 @@ def test_a_simulated_step_computes_what_the_cpu_does_and_waits_for_nothing(row, 
     state = trees.map(lambda x: x.to(device), subject.start(algorithm, range(n), stacked=True))
     step = df.simulate(algorithm.step, n)
     if how == "replayed":  # a CUDA graph of the kernels of the step that is not compiled
-        record = cuda_graphs.cuda_recorder() if device.type == "cuda" else tape.record
-        step = replace(step, run=cuda_graphs.replayed(tape.in_place(step), record), is_compiled=True, is_donated=True)
+        recorder = cuda_graphs.cuda_recorder if device.type == "cuda" else lambda: tape.record
+        step = replace(step, run=cuda_graphs.replayed(tape.in_place(step), recorder), is_compiled=True, is_donated=True)
     batches = [problem.stacked([problem.batch(i, t) for i in range(n)]) for t in range(training.STEPS + 2)]
     batches = trees.map(lambda x: x.to(device), batches)
     for t in range(training.STEPS):
