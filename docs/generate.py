@@ -168,7 +168,7 @@ def topologies_page() -> str:
     made_of_others = table(
         [f"example, N = {n}", "what it does", *PROMISES, "source"],
         (
-            [f"`df.{call}`", title(doc_of(f)), *promises(made), topology_source(doc_of(f))]
+            [f"`df.topologies.{call}`", title(doc_of(f)), *promises(made), topology_source(doc_of(f))]
             for call, (f, made) in combined.items()
         ),
     )

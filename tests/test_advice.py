@@ -43,8 +43,9 @@ USES = {
 def test_a_schedule_that_uses_the_count_as_a_number_is_refused_where_it_is_given(use, named, make):
     with pytest.raises(ValueError) as error:
         make(USES[use])
-    assert str(error.value).startswith(named) and "uses the count as a number" in str(error.value)
-    assert "torch.where" in str(error.value) and "df.schedules" in str(error.value)
+    argument = "t" if "gamma" in named or "slowmo" in named else "count"
+    assert str(error.value).startswith(named) and f"uses {argument} as a number" in str(error.value)
+    assert f"torch.where({argument} < 10" in str(error.value) and "df.schedules" in str(error.value)
 
 
 def test_the_advice_works():
@@ -58,6 +59,18 @@ def test_a_schedule_that_fails_or_returns_a_vector_is_named():
         df.sgd(lambda count: {}["rate"])
     with pytest.raises(ValueError, match=r"sgd\(learning_rate=.*returned \[3\] values"):
         df.sgd(lambda count: torch.ones(3))
+
+
+@pytest.mark.parametrize("first", [-0.1, math.nan, math.inf])
+def test_a_schedule_whose_first_value_is_no_rate_is_refused(first):
+    def rate(count):
+        return first + 0.1 * count
+
+    with pytest.raises(ValueError, match=rf"sgd\(learning_rate=.*for count 0 it returned {first:g}; .*>= 0"):
+        df.sgd(rate)
+    with pytest.raises(ValueError, match=r"adapt_while_communicate\(gamma=.*for t 0 it returned"):
+        df.adapt_while_communicate(loss_fn, df.sgd(0.1), df.topology("complete", 1), gamma=rate)
+    assert df.sgd(lambda count: 0.1 * count)  # a warm-up starts at 0
 
 
 def test_an_optimizer_that_branches_on_values_is_not_blamed_on_the_loss():

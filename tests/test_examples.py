@@ -204,7 +204,7 @@ def ends(script, arguments, capsys):
         ),
         (["--algorithm-args", "gamma"], "train_lm: --algorithm-args gamma: expected name=value"),
         (["--algorithm-args", "gamma=2"], "train_lm: adapt_while_communicate(gamma=2)"),
-        (["--algorithm-args", "gama=0.5"], "train_lm: --algorithm adapt-while-communicate: unknown options ['gama']"),
+        (["--algorithm-args", "gama=0.5"], "there is no such argument; write gamma=; there are gamma"),
         (["--algorithm-args", "x=open('a')"], "train_lm: --algorithm-args x=open('a'): malformed"),
         (
             ["--algorithm", "choco-sgd", "--algorithm-args", "gamma=0.3", "compressor=top_k(2)"],

@@ -24,6 +24,15 @@ def loss_fn(params, batch):
         (lambda: df.sgd(0.1, betas=(0.9, 0.95)), r"sgd\(betas=.*there are learning_rate, momentum, nesterov"),
         (lambda: df.schedules.cosine(0.1, T_max=10), r"cosine\(T_max=.*write steps=\."),
         (lambda: df.schedules.warmup_cosine(0.1, warmup_steps=1, steps=10), r"write warmup=\."),
+        (
+            lambda: df.adapt_while_communicate(loss_fn, df.sgd(0.1), ONE, gama=0.5),
+            r"adapt_while_communicate\(gama=.*write gamma=; there are gamma, update_at, .*bucket_mb, wire_dtype\.",
+        ),
+        (lambda: df.sgd(0.1, momentun=0.9), r"sgd\(momentun=.*write momentum=; there are learning_rate"),
+        (
+            lambda: df.diloco(loss_fn, df.sgd(0.1), ONE, lr=0.1),
+            r"diloco\(lr=.*rate is the optimizer's, df\.sgd\(0\.1\)",
+        ),
     ],
 )
 def test_an_unknown_argument_names_the_known_one(call, said):

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from decentfn.comm.gossip.compressed import as_messages
-from decentfn.comm.gossip.plain import heard, inbox_of
 from decentfn.core.trees import PyTree
 from decentfn.kit import (
     Algorithm,
@@ -36,6 +35,7 @@ from decentfn.kit import (
     at,
     each,
     global_norm,
+    mix_context,
     once,
     repaired,
     require_doubly_stochastic,
@@ -43,6 +43,7 @@ from decentfn.kit import (
     require_whole,
     wide,
 )
+from decentfn.optim.transforms import MixContext
 from decentfn.topologies import Topology
 
 
@@ -88,13 +89,14 @@ def clipped_gossip(
         g, local = worker.gradient(x, state.local, batch, t)
         u, local = worker.update(g.grads, g, local, x)
         y = add(x, u)
-        posted = heard(worker.post(y, t, neighbors))
-        differences = _differences(posted)
-        if not differences:
+        posted = worker.post(y, t, neighbors)
+        mix = mix_context(posted)
+        if not mix.inboxes:
             return State(y, local), g.metrics
+        differences = _differences(posted, mix)
         # In float64: a norm scales buckets of all dtypes.
         distances = torch.stack([global_norm(each(Tensor.double, z)) for z in differences])
-        weights = posted.row.weights[1:]
+        weights = mix.weights[1:]
         radius = _radius(distances, weights, hostile) if bound is None else at(bound, t, y)
         shares = weights * torch.where(distances > radius, radius / distances, 1.0)
         shares = once(torch.where(torch.isfinite(distances), shares, 0.0))
@@ -105,13 +107,10 @@ def clipped_gossip(
     return worker.algorithm(step)
 
 
-def _differences(posted: Posted) -> list[Buckets]:
-    """Wait for the messages and return `y_j - y` for each slot, in float32 or wider."""
-    if not posted.messages:
-        return []
-    inboxes = [inbox_of(posted, index) for index in range(len(posted.sent))]
-    pairs = [(inbox.to(wide(y.dtype)), y.to(wide(y.dtype))) for inbox, y in zip(inboxes, posted.sent, strict=True)]
-    return [Buckets([inbox[k] - y for inbox, y in pairs], posted.own.plan) for k in range(inboxes[0].shape[0])]
+def _differences(posted: Posted, mix: MixContext) -> list[Buckets]:
+    """Return `y_j - y` for each slot, in float32 or wider."""
+    pairs = [(inbox.to(wide(y.dtype)), y.to(wide(y.dtype))) for inbox, y in zip(mix.inboxes, posted.sent, strict=True)]
+    return [Buckets([inbox[k] - y for inbox, y in pairs], mix.plan) for k in range(mix.inboxes[0].shape[0])]
 
 
 def _radius(distances: Tensor, weights: Tensor, hostile: int) -> Tensor:

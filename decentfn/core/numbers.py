@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 from functools import wraps
 from numbers import Integral, Real
 from typing import Any, ParamSpec, TypeVar
@@ -110,17 +111,23 @@ def bind(function: Callable[..., Any], signature: inspect.Signature, args: Any, 
     kinds = [p.kind for p in signature.parameters.values()]
     unknown = [name for name in kwargs if name not in signature.parameters]
     if unknown and inspect.Parameter.VAR_KEYWORD not in kinds:
-        known = list(signature.parameters)
-        meant = _MEANT.get(unknown[0], "")
-        hint = f"write {meant}" if all(word in known for word in re.findall(r"(\w+)=", meant)) and meant else None
-        raise TypeError(
-            f"{function.__name__}({unknown[0]}=...): there is no such argument; {hint or 'there are ' + ', '.join(known)}."
-        )
+        raise TypeError(no_such_argument(function.__name__, unknown[0], list(signature.parameters)))
     try:
         return signature.bind(*args, **kwargs)
     except TypeError:
         function(*args, **kwargs)
         raise
+
+
+def no_such_argument(call: str, name: str, known: Sequence[str]) -> str:
+    """Return the message about an unknown argument, with the one that may be meant."""
+    meant = _MEANT.get(name, "")
+    near = get_close_matches(name, known, n=1)
+    if meant and all(word in known for word in re.findall(r"(\w+)=", meant)):
+        way_out = f"write {meant}"
+    else:
+        way_out = f"{f'write {near[0]}=; ' if near else ''}there are {', '.join(known)}"
+    return f"{call}({name}=...): there is no such argument; {way_out}."
 
 
 def checks_numbers(function: Callable[P, T]) -> Callable[P, T]:

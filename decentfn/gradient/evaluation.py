@@ -72,7 +72,6 @@ def require_inputs(call: str, loss_fn: LossFn, params: PyTree, buffers: PyTree) 
         there = "no buffers" if buffers is None else "buffers"
         raise ValueError(f"{call}: there are {there}, but the loss does not take {form}; {way_out}.")
     return buffers
-    return None
 
 
 def require_batch(loss_fn: LossFn, batch: PyTree) -> None:

@@ -15,7 +15,7 @@ def my_algorithm(loss_fn, optimizer, topology, **options) -> Algorithm:
     return worker.algorithm(step)
 """
 
-from decentfn.comm.gossip import Posted, collect, difference, is_active, repaired, unless_bad
+from decentfn.comm.gossip import Posted, collect, difference, is_active, mix_context, repaired, unless_bad
 from decentfn.core.buckets import (
     Buckets,
     Plan,
@@ -81,6 +81,7 @@ __all__ = [
     "each",
     "global_norm",
     "is_active",
+    "mix_context",
     "once",
     "reciprocal",
     "repaired",

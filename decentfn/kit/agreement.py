@@ -13,7 +13,7 @@ from decentfn.core.formatting import brief
 from decentfn.core.numbers import bind, plain
 from decentfn.core.trees import PyTree
 from decentfn.gradient import require_inputs
-from decentfn.kit.options import DEFAULTS
+from decentfn.kit.options import DEFAULTS, require_names
 from decentfn.kit.state_check import StateCheck, require_params
 from decentfn.kit.step import Algorithm
 
@@ -45,10 +45,13 @@ def algorithm(function: Callable[P, Algorithm]) -> Callable[P, Algorithm]:
             "hyperparameters follow a *."
         )
 
+    own = [name for name, p in signature.parameters.items() if p.kind is p.KEYWORD_ONLY]
+
     @functools.wraps(function)
     def build(*args: P.args, **kwargs: P.kwargs) -> Algorithm:
         call = bind(function, signature, args, kwargs)
         call.arguments.update(plain(function.__name__, signature.parameters, call.arguments))
+        require_names(function.__name__, call.arguments.get("options", {}), own)
         built = function(*call.args, **call.kwargs)
         if not isinstance(built, Algorithm):
             raise ValueError(
@@ -57,7 +60,6 @@ def algorithm(function: Callable[P, Algorithm]) -> Callable[P, Algorithm]:
             )
         call.apply_defaults()
         loss_fn, optimizer, topology = (call.arguments[name] for name in ("loss_fn", "optimizer", "topology"))
-        own = [name for name, p in signature.parameters.items() if p.kind is p.KEYWORD_ONLY]
         values = {name: call.arguments[name] for name in own} | DEFAULTS | call.arguments.get("options", {})
 
         expected = StateCheck(loss_fn, starts_equal=built.step.starts_equal)

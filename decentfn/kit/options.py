@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 import torch
 
 from decentfn.core.buckets import Buckets, require_bucket_mb
 from decentfn.core.formatting import brief
+from decentfn.core.numbers import no_such_argument
 from decentfn.gradient import LossFn, require_loss
 from decentfn.optim.transforms.transform import require_descent, require_pair, wants_mix
 from decentfn.topologies import Topology
@@ -41,21 +42,27 @@ def require_arguments(
     require_options(options)
     if wants_mix(optimizer) and not shows_mix:
         raise ValueError(
-            "optimizer=MixAware(...): this algorithm has no neighbors' parameters when it updates, because it "
-            "sends after the update or compresses its messages; use adapt_while_communicate."
+            "optimizer=MixAware(...): this algorithm does not show its optimizer the neighbors' messages (most send after the "
+            "update, or compress them); use adapt_while_communicate, or in one of your own that posts before it updates, "
+            "kit.Worker(..., shows_mix=True) and worker.update(..., posted=posted)."
         )
 
 
-def require_options(options: Mapping[str, Any]) -> None:
-    """Raise an error that names the option unless all names are known and all values valid."""
+def require_names(call: str, options: Mapping[str, Any], own: Sequence[str] = ()) -> None:
+    """Raise TypeError unless all names of options are known; `own` are the other keyword arguments of `call`."""
     if "average_buffers" in options:
         raise TypeError("average_buffers is a wrapper: df.average_buffers(df.adapt_while_communicate(...)).")
     if "ema" in options or "loss_scale" in options:
         raise TypeError("an average and a scaled loss are wrappers: df.ema(algorithm), df.dynamic_loss_scale(loss_fn).")
-    unknown = sorted(set(options) - set(Options.__annotations__))
-    if unknown:
-        way_out = "; a learning rate is the optimizer's, df.sgd(0.1)" if {"lr", "learning_rate"} & {*unknown} else ""
-        raise TypeError(f"unknown options {unknown}; known: {sorted(Options.__annotations__)}{way_out}.")
+    for name in sorted(set(options) - set(Options.__annotations__)):
+        if name in ("lr", "learning_rate") and "learning_rate" not in own:
+            raise TypeError(f"{call}({name}=...): a learning rate is the optimizer's, df.sgd(0.1).")
+        raise TypeError(no_such_argument(call, name, [*own, *Options.__annotations__]))
+
+
+def require_options(options: Mapping[str, Any]) -> None:
+    """Raise an error that names the option unless all names are known and all values valid."""
+    require_names("Worker", options)
     require_bucket_mb(options.get("bucket_mb", DEFAULTS["bucket_mb"]))
     wire_dtype = options.get("wire_dtype")
     if wire_dtype is not None and not (isinstance(wire_dtype, torch.dtype) and wire_dtype.is_floating_point):

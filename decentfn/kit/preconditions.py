@@ -16,7 +16,8 @@ from decentfn.core.formatting import brief
 from decentfn.core.numbers import real, whole_number
 from decentfn.core.scalars import once
 from decentfn.gradient import Weight
-from decentfn.optim.schedules import constant, require_traceable
+from decentfn.optim.schedule_checks import require_schedule
+from decentfn.optim.schedules import constant
 from decentfn.optim.transforms.basic import Scalar
 from decentfn.topologies import Topology, mixing_matrix
 
@@ -124,10 +125,10 @@ def as_input(call: str, name: str, scalar: Scalar) -> Scalar:
         scalar: its value.
 
     Raises:
-        ValueError: a function of t that uses it as a number.
+        ValueError: a function of t that uses it as a number, or whose first value is negative or not finite.
     """
     if callable(scalar):
-        require_traceable(call, name, scalar)
+        require_schedule(call, name, scalar, "t")
         return scalar
     return scalar if scalar == 1 else constant(scalar)
 

@@ -167,7 +167,8 @@ class Worker:
             g: this step's gradient, or any whose `good` decides if this worker updates.
             local: as `gradient` returned it.
             x: the optimizer's parameters.
-            posted: the parameters posted in this step, for mix-aware optimizers.
+            posted: what `post` returned in this step, for a mix-aware optimizer (`df.transforms.MixAware`), which waits
+                for its messages and receives them (`kit.mix_context`); others ignore it. Needs `shows_mix=True`.
         """
         mix = () if posted is None or not self.wants_mix else (gossip.mix_context(posted),)
         with nullcontext() if torch.compiler.is_dynamo_compiling() else record_function("decentfn::update"):

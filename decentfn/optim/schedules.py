@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import vmap
 
 from decentfn.core.context import context
-from decentfn.core.formatting import brief, brief_error
+from decentfn.core.formatting import brief
 from decentfn.core.numbers import checks_numbers, real, require, whole_number
 from decentfn.core.scalars import Numbers
+from decentfn.optim.schedule_checks import require_schedule
 
 Schedule = Callable[[Tensor], Tensor]
 
@@ -364,35 +364,7 @@ def _check_values(call: str, **values: float) -> None:
 
 def _check_schedule(call: str, schedule: Any) -> None:
     require(callable(schedule), call, "a schedule is a function of the count of updates.", schedule=schedule)
-    require_traceable(call, "schedule", schedule)
-
-
-def require_traceable(call: str, name: str, schedule: Callable[[Tensor], Tensor | float]) -> None:
-    """Raise ValueError unless a function of the count computes on the tensor that it is given, as all of a step must."""
-    what = f"{call}({name}={brief(schedule)})"
-
-    def value(count: Tensor) -> Tensor:
-        return torch.as_tensor(schedule(count), dtype=torch.float64)
-
-    try:
-        found = value(torch.tensor(0))
-    except Exception as error:
-        if "device" in str(error):  # it reads a table on another device, where the count of a run is, too
-            return
-        raise ValueError(
-            f"{what}: for the count 0, a 0-d int64 tensor, it raised {brief_error(error)}; a schedule is a function of "
-            "the count that returns a number."
-        ) from error
-    rule = f"for the count 0 it returned {list(found.shape)} values; a schedule returns one number."
-    require(found.dim() == 0, what, rule)
-    try:
-        vmap(value, randomness="different")(torch.tensor([0, 1]))
-    except Exception as error:
-        raise ValueError(
-            f"{what}: it uses the count as a number, which is not known while a step is compiled or simulated: compute on "
-            "the tensor, with torch.where(count < 10, a, b) in place of `if` and torch.cos in place of math.cos, or take "
-            f"one of df.schedules. ({brief_error(error)})"
-        ) from error
+    require_schedule(call, "schedule", schedule)
 
 
 def _check_steps(call: str, name: str, steps: int) -> None:

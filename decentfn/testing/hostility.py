@@ -21,28 +21,36 @@ Lie = Literal["garbage", "nan", "times 100", "constant"]
 
 
 @checks_numbers
-def hostile(algorithm: Algorithm, worker: int, sends: Lie) -> Algorithm:
+def hostile(algorithm: Algorithm, worker: int, sends: Lie | Callable[[Tensor, Tensor], Tensor]) -> Algorithm:
     """Let one worker send something else instead of its values, in every message; its own training stays honest.
 
-    For simulation and for ranks. Compressed messages, which are bytes, are sent as they are.
+    For simulation and for ranks. Compressed messages, which are bytes, are sent as they are. Nested calls make several
+    hostile workers: `hostile(hostile(algorithm, 3, "nan"), 5, "garbage")`.
 
     Args:
         algorithm: the result of any function of `decentfn.algorithms`.
         worker: the hostile worker, from 0 to N - 1.
         sends: "garbage": uniform random values in [-100, 100), new in every step; "nan"; "times 100": its values
-            times 100; "constant": 1 everywhere.
+            times 100; "constant": 1 everywhere. Or a function of a bucket that it would send and the step (0-d int64), which
+            returns one of the same shape: `lambda x, t: -x` flips the sign. It is traced, and batched over workers.
 
     Raises:
-        ValueError: there is no such worker, or an unknown kind.
+        ValueError: there is no such worker, or an unknown kind; in a step, a function returns another shape.
     """
     require_bare("hostile", algorithm)
-    require(sends in get_args(Lie), "hostile", f"choose one of {', '.join(get_args(Lie))}.", sends=sends)
+    rule = f"choose one of {', '.join(get_args(Lie))}, or a function (x, t) -> x."
+    require(callable(sends) or sends in get_args(Lie), "hostile", rule, sends=sends)
     n = algorithm.step.num_workers
     require(0 <= worker < (n or worker + 1), "hostile", f"there are {n} workers, from 0.", worker=worker)
-    one, says = algorithm.step.run, _LIES[sends]
+    one, says = algorithm.step.run, sends if callable(sends) else _LIES[sends]
 
     def told(x: Tensor, me: Tensor, t: Tensor) -> Tensor:
-        return torch.where(me == worker, says(x, t), x) if x.is_floating_point() else x
+        if not x.is_floating_point():
+            return x
+        lie = says(x, t)
+        is_like_x = isinstance(lie, Tensor) and lie.shape == x.shape
+        require(is_like_x, "hostile", f"sends(x, t) returns a tensor like x, of shape {list(x.shape)}.", returned=lie)
+        return torch.where(me == worker, lie.to(x.dtype), x)
 
     def run(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
         with _lying(told):

@@ -24,7 +24,10 @@ _KRYLOV = 64
 
 @dataclass(frozen=True)
 class Certificate:
-    """Measured properties of a topology; a random one is sampled (64 rounds, 512 for its contraction)."""
+    """Measured properties of a topology.
+
+    A random schedule, or one of `lossy` and `cut`, is sampled: steps 0 to 63, and 0 to 511 for its contraction.
+    """
 
     name: str
     num_workers: int

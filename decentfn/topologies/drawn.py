@@ -25,12 +25,24 @@ def from_draw(name: str, num_workers: int, draw: Callable[[Tensor], tuple[Tensor
     Args:
         name: name in errors and fingerprints.
         num_workers: N.
-        draw: `t` (0-d int64) -> `(sources [N, K], destinations [N, K], weights [N, K+1])`, int64, int64 and float64;
-            randomness comes from `df.draws`, keyed by (seed, t). An idle worker is its own source.
+        draw: `t` (0-d int64, on the CPU, with a value) -> `(sources [N, K], destinations [N, K], weights [N, K+1])`, int64,
+            int64 and float64: `sources[i, k]` sends to i in slot k, `destinations` is the inverse, and the self-weight is
+            first. An idle worker is its own source. Randomness comes from `df.draws`, keyed by (seed, t), the same on
+            every machine; a `torch.Generator().manual_seed(int(t))` made in `draw` is equal between equal versions of
+            PyTorch.
 
     Raises:
         ValueError: a wrong shape or dtype; a round that is not a sum of weighted permutations, is not doubly
             stochastic, or differs when drawn again.
+
+    >>> from decentfn.core import draws
+    >>> def ring_in_random_order(t):
+    ...     order = draws.permutation(0, t, 6)
+    ...     sources, destinations = torch.empty_like(order), torch.empty_like(order)
+    ...     sources[order], destinations[order] = order.roll(1), order.roll(-1)
+    ...     return sources[:, None], destinations[:, None], torch.full((6, 2), 0.5, dtype=torch.float64)
+    >>> from_draw("ring in random order", 6, ring_in_random_order)
+    Topology('ring in random order', num_workers=6, random, degree=1)
     """
     require_at_most(name, MOST_WORKERS, num_workers=num_workers)
     if num_workers == 1:
@@ -48,7 +60,11 @@ def _silent_round(this: Round) -> Round:
 
 
 def _with_shapes(name: str, num_workers: int, round_of: Callable[[Tensor], Round]) -> Callable[[Tensor], Round]:
-    slots = round_of(torch.tensor(0)).sources.shape[-1]
+    first = round_of(torch.tensor(0)).sources
+    rule = "sources are [N, K], a row for each worker and a column for each message that it receives"
+    way_out = "; of one message, unsqueeze(1)" if first.dim() == 1 else ""
+    require(first.dim() == 2, name, f"the sources of step 0 are {list(first.shape)}; {rule}{way_out}.")
+    slots = first.shape[1]
 
     def checked(t: Tensor) -> Round:
         this = round_of(t)

@@ -82,7 +82,9 @@ def arrivals(topology: Topology, age: int, least: int, most: int, seed: int) -> 
 def cut(topology: Topology, lost: Callable[[int], Tensor], *, both_ways: bool = True) -> Topology:
     """Leave out the links that a function of the step names: an outage, a partition, or a worker that is away.
 
-    A lost message is not sent, and its sender keeps the weight. A worker whose links are all lost trains alone.
+    A lost message is not sent, and its sender keeps the weight. A worker whose links are all lost trains alone. `certificate`
+    samples the result like a random schedule, in steps 0 to 63 (0 to 511 for the contraction), and sees no later outage;
+    `mixing_matrix(topology, t)` is W of any step.
 
     Args:
         topology: a schedule of messages, without group averages.

@@ -73,6 +73,17 @@ def test_a_hostile_worker_is_the_same_on_ranks():
     assert state.params[0].abs().max() > 5
 
 
+def test_several_workers_lie_as_functions_say_and_mix_their_own_values():
+    p, W = problem(N), static_ring(N)
+    built = hostile(build(df.adapt_then_combine, p, W, 0.0), 2, lambda x, t: -x)
+    built = hostile(built, 4, lambda x, t: (t + 10) * x)
+    sent = p.start * np.array([1, 1, -1, 1, 10, 1])[:, None]
+    expected = W[0] @ sent + np.diag(W[0])[:, None] * (p.start - sent)
+    np.testing.assert_allclose(run(built, p, 1)[1], expected, rtol=0, atol=1e-12)
+    with pytest.raises(ValueError, match=r"hostile\(returned=.*a tensor like x, of shape"):
+        run(hostile(built, 0, lambda x, t: x[:1]), p, 1)
+
+
 def accuracy_of_the_others(algorithm, sends, n=8, liar=3):
     """Of seven workers that learn to tell four clouds apart while the eighth one lies."""
     draw = torch.Generator().manual_seed(0)

@@ -88,6 +88,40 @@ def test_a_sound_step_passes():
     assert metrics.loss == 1
 
 
+@kit.algorithm
+def listening(loss_fn, optimizer, topology, **options):
+    """Train nothing; aux is what arrived."""
+    worker = kit.Worker(loss_fn, optimizer, topology, **options)
+
+    def step(state, batch, t):
+        g, local = worker.gradient(state.params, state.local, batch, t)
+        posted = worker.post(state.params, t)
+        mix = kit.mix_context(posted)
+        heard = mix.inboxes[0], mix.weights, mix.sources, posted.row.worker
+        return kit.State(state.params, local), g.metrics._replace(aux=heard)
+
+    return worker.algorithm(step)
+
+
+@pytest.mark.parametrize("name", ["star", "random-matching", "static-exp"])
+def test_each_message_is_its_senders_and_idle_slots_weigh_nothing(name):
+    """Five workers: an odd one of the pairs, and all but the center of the star, have idle slots."""
+    n = 5
+    topology, x = df.topology(name, n), 1 + torch.arange(5.0)[:, None]
+    init, step = listening(loss_fn, df.sgd(0.1), topology)
+    state, step = df.with_params(df.stack(init(x[0]), n), x), df.simulate(step, n)
+    for t in range(3):
+        _, metrics = step(state, x, t)
+        inboxes, weights, sources, workers = metrics.aux
+        assert workers.tolist() == list(range(n))
+        for i, (inbox, w, senders) in enumerate(zip(inboxes, weights, sources, strict=True)):
+            counts = w[1:] > 0
+            assert not inbox[~counts].any() and torch.equal(inbox[counts], x[senders[counts]])
+            row = w[0] * torch.eye(n, dtype=torch.float64)[i]
+            row[senders[counts]] += w[1:][counts]
+            torch.testing.assert_close(row, df.mixing_matrix(topology, t)[i], rtol=0, atol=1e-12)
+
+
 def test_the_decorator_says_what_it_decorates():
     with pytest.raises(ValueError, match=r"@kit\.algorithm on mine\(loss, opt.*loss_fn, optimizer, topology"):
 

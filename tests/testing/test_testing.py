@@ -67,7 +67,9 @@ def test_a_fault_of_an_algorithm_breaks_its_promise(fault, promise, message):
 def test_an_algorithm_says_what_it_declines():
     """A sound one is on the page "Write your own", where all promises are tried."""
     subject = testing.Subject(my_algorithm(None), ring)
-    assert "no neighbors' parameters when it updates" in testing.try_promise(PROMISES["shows_the_mix"], subject)
+    assert "does not show its optimizer the neighbors' messages" in testing.try_promise(
+        PROMISES["shows_the_mix"], subject
+    )
     assert testing.try_promise(PROMISES["interpreters_agree"], subject) is None
 
 

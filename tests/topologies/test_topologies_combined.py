@@ -286,7 +286,22 @@ def test_sudden_and_gradual_consensus_are_told_apart():
         (lambda: from_shifts("mine", [{1: 0.5}, {}], 2) and from_shifts("mine", [{}], 2), "receive no message"),
         (lambda: from_permutations("mine", [[[0], [0]]], [[[0.5, 0.5]] * 2]), "not a permutation"),
         (lambda: from_permutations("mine", [[[1], [2]]], [[[0.5, 0.5]] * 2]), "workers are 0..1"),
-        (lambda: from_matrices("mine", [[0.5, 0.5], [0.4, 0.6]]), "column 0 of phase 0 sums to 0.9"),
+        (
+            lambda: from_matrices("mine", [[0.5, 0.5], [0.4, 0.6]]),
+            "column 0 of phase 0 sums to 0.9.*divide each column.*needs_push_sum=True",
+        ),
+        (
+            lambda: from_matrices("mine", [[0.5, 0.5, 0], [0.5, 0.2, 0.25], [0, 0.25, 0.75]]),
+            r"row 1 and column 1 sum to 0.95, .*W\[1, 1\] = 0.2, which would have to be 0.25",
+        ),
+        (
+            lambda: from_matrices("mine", [[[0.5, 0.5], [0.5, 0.5]], [[0.5, 0.5], [0.6, 0.5]]]),
+            r"phase 1, row 1 and column 0 .*W\[1, 0\] = 0.6, which would have to be 0.5",
+        ),
+        (
+            lambda: from_draw("mine", 2, lambda t: (torch.tensor([1, 0]),) * 2 + (torch.full((2, 2), 0.5),)),
+            r"step 0 are \[2\]; sources are \[N, K\].*unsqueeze\(1\)",
+        ),
         (lambda: from_matrices("mine", [[1.5, -0.5], [-0.5, 1.5]]), "gives to worker 1 in phase 0 is -0.5"),
         (lambda: from_groups("mine", [[Edge([0, 1])]], 3), "each of 0..2 must be in exactly one"),
         (

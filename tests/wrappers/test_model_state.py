@@ -302,7 +302,9 @@ def test_an_optimizer_sees_its_group():
 
 
 def test_an_optimizer_that_wants_the_mix_where_there_is_none_yet_is_an_error():
-    with pytest.raises(ValueError, match="has no neighbors' parameters when it updates"):
+    with pytest.raises(
+        ValueError, match="does not show its optimizer the neighbors' messages.*adapt_while_communicate"
+    ):
         df.adapt_then_combine(lambda p, b: p.sum(), recorder(), df.topology("ring", N))
     with pytest.raises(ValueError, match="sees all buckets"):
         df.transforms.by_leaf(recorder())

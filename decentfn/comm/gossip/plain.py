@@ -21,7 +21,10 @@ from decentfn.topologies import Topology
 
 
 class Posted(NamedTuple):
-    """In-flight buckets: as stored, as sent, and the flights of their messages and means."""
+    """In-flight buckets: as stored, as sent, and the flights of their messages and means.
+
+    `row.worker` is the number of the worker that posted them (0-d int64), `row.t` the step.
+    """
 
     own: Buckets  # [D] each, or [K, D] with a separate message for each slot
     sent: Sequence[Tensor]  # `own` as sent
@@ -59,7 +62,9 @@ def post(
     elif context.guarded:
         good = guarding.judged(sent)
     messages = means = ()
-    told = [context.hostile[-1](b, row.worker, row.t) for b in sent] if context.hostile else sent
+    told = sent
+    for lie in context.hostile:
+        told = [lie(b, row.worker, row.t) for b in told]
     if row.topology.degree or x.tensors[0].dim() == 2:
         messages = tuple([collectives.exchange(b, row, good=good) for b in told])
     if row.topology.has_groups:
@@ -151,7 +156,13 @@ def neighbors_sum(posted: Posted, dtypes: Sequence[torch.dtype], *, after: Itera
 
 
 def mix_context(posted: Posted) -> MixContext:
-    """Wait for the messages and return them as the context of a mix-aware optimizer."""
+    """Wait for the messages and return each of them, with its weight; also the context of a mix-aware optimizer.
+
+    In a guarded step the weight of a bad message is 0, as of an idle slot.
+
+    Args:
+        posted: from `Worker.post`; `collect(posted)` may come before or after.
+    """
     posted = heard(posted)
     row, count = posted.row, len(posted.own)
     return MixContext(

@@ -19,11 +19,11 @@ from decentfn.core.buckets import Buckets, Mask, each, global_norm, multiply, wi
 from decentfn.core.numbers import checks_numbers, real, require
 from decentfn.core.scalars import Numbers, once
 from decentfn.core.trees import PyTree
-from decentfn.optim.schedules import require_traceable
+from decentfn.optim.schedule_checks import require_schedule
 from decentfn.optim.transforms.transform import Transform, ascending, descending, masked, require_one_process
 
 Scalar = float | Callable[[Tensor], "Tensor | float"]
-"""Number, or function of the count of earlier updates (0-d int64 tensor); see `decentfn.optim.schedules`."""
+"""Number, or function of the count of earlier updates (0-d int64 tensor); see `df.schedules`."""
 
 
 class ScheduleState(NamedTuple):
@@ -64,9 +64,9 @@ def require_mask(call: str, mask: object) -> None:
 def require_scalars(call: str, **scalars: Scalar) -> None:
     """Raise ValueError unless each is a number >= 0, or a function of the count."""
     for name, value in scalars.items():
-        rule = "a finite number >= 0, or a function of the update count that returns one (see decentfn.optim.schedules)"
+        rule = "a finite number >= 0, or a function of the update count that returns one (see df.schedules)"
         if callable(value):
-            require_traceable(call, name, value)
+            require_schedule(call, name, value)
         else:
             require(real(call, name, value) >= 0, call, f"{name} is {rule}.", **{name: value})
 

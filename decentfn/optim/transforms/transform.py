@@ -90,16 +90,27 @@ def require_descent(optimizer: Any, plan: Plan | None = None) -> None:
 
 
 class MixContext(NamedTuple):
-    """One worker's view of this step's mix: `x̃ = weights[0] x + Σ_k weights[1 + k] inbox_k + mean_weight mean`."""
+    """One worker's view of this step's mix: `x̃ = weights[0] x + Σ_k weights[1 + k] inbox_k + mean_weight mean`.
 
-    # Per bucket [K, D] in the wire's dtype: slot k's message, zeros where nothing was sent; () if K = 0.
+    A message is in one of K slots, as many on every worker and in every step. Where a worker has fewer neighbors (on a star
+    all but the center, in `random-matching` the odd one), slots are idle: their message is 0 with weight 0.
+    """
+
     inboxes: tuple[Tensor, ...]
-    sources: Tensor  # [K] int64, the sender of slot k's message, possibly the worker itself; -1: none
-    weights: Tensor  # [K+1] float64, self-weight first
-    means: tuple[Tensor, ...]  # per bucket [D]: the mean over this worker's group, itself included; () without groups
-    members: Tensor | None  # [N] bool, members of this worker's group; None without groups
-    mean_weight: Tensor | None  # 0-d float64, the weight of the group's mean
-    plan: Plan  # layout of the buckets
+    """For each bucket `[K, D]`, in the wire's dtype: row k is slot k's message, 0 in an idle slot; () if K = 0."""
+    sources: Tensor
+    """`[K]` int64: the sender of slot k's message, possibly the worker itself; -1: none."""
+    weights: Tensor
+    """`[K+1]` float64, self-weight first; `weights[1:] > 0` are the slots that count."""
+    means: tuple[Tensor, ...]
+    """For each bucket `[D]`, the mean over this worker's group, itself included, in place of messages (`complete`); ()
+    without groups."""
+    members: Tensor | None
+    """`[N]` bool, members of this worker's group; None without groups."""
+    mean_weight: Tensor | None
+    """0-d float64, the weight of the group's mean; None without groups."""
+    plan: Plan
+    """Layout of the buckets: names, shapes and places of the leaves."""
 
 
 class MixAware(MaskedTransform):
