@@ -69,6 +69,15 @@ def test_a_script_that_does_not_ask_is_told_of_a_long_compilation_once(caplog, m
     assert line.startswith(f"compiling adapt_then_combine.step (minutes for a large network{said}")
 
 
+def test_a_backend_that_compiles_nothing_promises_no_minutes(caplog, monkeypatch):
+    monkeypatch.setattr(compilation, "_SILENT_S", 0.0)
+    state, step = a_step(backend="eager")
+    step(state, torch.ones(3, 2), 0)
+    assert [record.getMessage() for record in caplog.records if record.name == "decentfn"] == [
+        "tracing adapt_then_combine.step"
+    ]
+
+
 def test_a_script_that_does_not_ask_is_told_nothing_of_a_quick_one(caplog):
     state, step = a_step(backend="aot_eager")
     step(state, torch.ones(3, 2), 0)

@@ -93,7 +93,7 @@ def compile(
             "graph would not do again; leave the option out."
         )
     prepare()
-    progress = _Progress(step.name, step.is_by_autograd)
+    progress = _Progress(step.name, _patience(step, backend))
     kwargs: dict[str, Any] = {"fullgraph": True, "dynamic": dynamic, "backend": backend, **at_most(_GRAPHS)}
     if backend == "inductor":
         kwargs["backend"] = progress.inductor
@@ -138,14 +138,19 @@ def compile(
     return replace(step, run=run, is_compiled=True, is_donated=donate)
 
 
+def _patience(step: Step, backend: Any) -> str:
+    if backend == "eager":  # no code is generated
+        return f"tracing {step.name}"
+    way_out = "" if step.is_by_autograd else "; with df.autograd(loss_fn) the loss is not compiled, and seconds suffice"
+    return f"compiling {step.name} (minutes for a large network{way_out})"
+
+
 class _Progress:
     """Log of compilations and their times; rank 0 warns of one that takes a few seconds."""
 
-    def __init__(self, name: str, is_by_autograd: bool) -> None:
-        self.name = name
+    def __init__(self, name: str, patience: str) -> None:
+        self.name, self._patience = name, patience
         self.since: float | None = None
-        way_out = "" if is_by_autograd else "; with df.autograd(loss_fn) the loss is not compiled, and seconds suffice"
-        self._patience = f"compiling {name} (minutes for a large network{way_out})"
         self._timer: threading.Timer | None = None
 
     def begin(self, why: str = "") -> None:
