@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 WIDTH = 120
 COMMANDS = {
     "topologies": "decentfn topologies -n 12",
-    "plan": "decentfn plan -n 32 --parameters 1e9 --compute-ms 600 --gbit 10",
+    "plan": "decentfn plan -n 32 --parameters 1e9 --compute-ms 600 --gbit 10 --inside-gbit 400 --processes-per-worker 8",
     "doctor": "decentfn doctor",
     "first_run": "python examples/train_lm.py --simulate 2 --steps 40 --layers 1 --dim 32",
 }

@@ -178,3 +178,21 @@ def test_the_kubernetes_job_is_what_the_operator_reads():
     for wrong in ({"env": [{"name": "OMP_NUM_THREADS", "value": 8}]}, {"image": None}, {"comand": ["torchrun"]}):
         with pytest.raises(AssertionError):
             require(container | wrong, POD["containers!"][0], "container")
+
+
+@pytest.mark.parametrize(("agent", "code"), [("exit 0", 0), ("exit 3", 3), ("STOP", 1)])
+def test_a_preempted_pod_fails_so_that_it_comes_back_and_others_end_as_torchrun_does(agent, code, tmp_path):
+    job = yaml.safe_load((LAUNCH / "kubernetes.yaml").read_text())
+    [container] = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
+    lines = [line.replace("/runs/a/", f"{tmp_path}/") for line in container["args"]]
+    stop = (
+        f"trap 'touch {tmp_path}/preempted.json; exit 0' TERM; touch {tmp_path}/started; while :; do sleep 0.05; done"
+    )
+    (tmp_path / "torchrun").write_text(f"#!/usr/bin/env bash\n{agent.replace('STOP', stop)}\n")
+    (tmp_path / "torchrun").chmod(0o755)
+    pod = subprocess.Popen([*container["command"], *lines], env={"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"})
+    while agent == "STOP" and not (tmp_path / "started").exists():
+        time.sleep(0.05)
+    if agent == "STOP":
+        pod.terminate()
+    assert pod.wait(30) == code

@@ -86,6 +86,15 @@ def test_the_announcement_of_a_later_compilation_says_again(caplog, monkeypatch)
     assert second.startswith("compiling adapt_then_combine.step again, for another batch or loss (minutes")
 
 
+def test_a_backend_that_compiles_nothing_promises_no_minutes(caplog, monkeypatch):
+    monkeypatch.setattr(compilation, "_SILENT_S", 0.0)
+    state, step = a_step(backend="eager")
+    step(state, torch.ones(3, 2), 0)
+    assert [record.getMessage() for record in caplog.records if record.name == "decentfn"] == [
+        "tracing adapt_then_combine.step"
+    ]
+
+
 def test_a_script_that_does_not_ask_is_told_nothing_of_a_quick_one(caplog):
     state, step = a_step(backend="aot_eager")
     step(state, torch.ones(3, 2), 0)

@@ -6,6 +6,7 @@ import os
 import platform
 import shutil
 import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,8 +16,11 @@ import torch
 from torch.cuda import nccl
 
 from decentfn.cli.tables import show
+from decentfn.train.store import unknown_interface
 
 _PATIENCE_S = 180
+_SIOCGIFADDR = 0x8915
+"""Linux's request for an interface's IPv4 address (netdevice(7))."""
 
 
 class _Check(NamedTuple):
@@ -58,18 +62,37 @@ def _devices() -> _Check:
 def _network() -> Iterator[_Check]:
     names = [name for _, name in socket.if_nameindex()]
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        unknown = [name for name in os.environ.get(variable, "").split(",") if name and name not in names]
-        if unknown and variable == "GLOO_SOCKET_IFNAME":
-            yield _Check(variable, os.environ[variable], f"no interface {unknown[0]}; choose of: {', '.join(names)}")
-        elif os.environ.get(variable):
-            yield _Check(variable, os.environ[variable])
-    yield _Check("interfaces", ", ".join(names))
-    host = socket.gethostname()
+        if os.environ.get(variable):
+            fault = unknown_interface(variable) if variable == "GLOO_SOCKET_IFNAME" else None
+            yield _Check(variable, os.environ[variable], fault)
+    yield _Check("interfaces", ", ".join(f"{name} {_address(name)}".strip() for name in names))
+    yield _host_name()
+
+
+def _host_name() -> _Check:
+    host, is_set = socket.gethostname(), bool(os.environ.get("GLOO_SOCKET_IFNAME"))
     try:
-        yield _Check("host name", f"{host}, {socket.gethostbyname(host)}")
+        found = f"{host}, {socket.gethostbyname(host)}"
     except OSError:
         fix = "the name has no address, by which gloo is found; add it to /etc/hosts, or set GLOO_SOCKET_IFNAME"
-        yield _Check("host name", host, None if os.environ.get("GLOO_SOCKET_IFNAME") else fix)
+        return _Check("host name", host, None if is_set else fix)
+    if found.startswith(f"{host}, 127.") and not is_set:
+        found += ": fine on one machine; on several, set GLOO_SOCKET_IFNAME to the interface between them"
+    return _Check("host name", found)
+
+
+def _address(name: str) -> str:
+    """Return an interface's IPv4 address; "" if it has none, or the system does not tell."""
+    if sys.platform != "linux":
+        return ""
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        try:
+            told = fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+        except OSError:
+            return ""
+    return socket.inet_ntoa(told[20:24])
 
 
 def _compiler() -> _Check:
@@ -85,6 +108,7 @@ def _two_ranks() -> _Check:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {name: x for name, x in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     options: dict[str, Any] = {"capture_output": True, "text": True, "check": False, "env": environment}
+    print("training on two ranks: up to a minute, for the compiler ...", file=sys.stderr, flush=True)
     try:
         done = subprocess.run([*command, "-m", "decentfn.cli.two_ranks"], timeout=_PATIENCE_S, **options)
     except subprocess.TimeoutExpired:

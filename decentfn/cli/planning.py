@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json as json_format
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from tyro.conf import arg
 
-from decentfn.cli.tables import is_terminal, show
-from decentfn.planning import Cluster, Link
+from decentfn.cli.tables import show
+from decentfn.planning import Cluster, Link, Prediction
 from decentfn.planning import plan as planned
 from decentfn.plots.links import step_times
 
@@ -30,7 +31,7 @@ def plan(
     json: bool = False,
     plot: Path | None = None,
 ) -> None:
-    """Predict a step of DDP, HSDP, DiLoCo and of gossip on each topology.
+    """Predict a step of DDP, HSDP, DiLoCo and of gossip on each topology, and recommend one.
 
     Of topologies that differ in nothing here, one is shown.
 
@@ -40,15 +41,20 @@ def plan(
         compute_ms: forward and backward pass and update of a worker, without messages.
         gbit: rate of a node's interface, Gbit/s.
         latency_ms: time of an empty message between nodes.
-        inside_gbit: rate of a process's link inside its node, Gbit/s.
+        inside_gbit: rate of a process's link inside its node, Gbit/s; needed where a node has several processes.
         workers_per_node: L; 1 if a worker is a node.
-        processes_per_worker: S, which share a worker's parameters.
-        wire: dtype of messages.
-        sent: share of a payload that a compressor sends.
+        processes_per_worker: S, which share a worker's parameters; 8 if a worker is a node of 8 GPUs.
+        wire: dtype of messages that are not compressed.
+        sent: share of the parameters' bytes that a compressor sends; 0.02 for top_k(0.01), values and places.
         inner_steps: H of DiLoCo.
-        json: print JSON, of all methods.
+        json: print JSON: predictions of all methods, the recommended one, and the reason.
         plot: draw step times against the rate of the nodes' interfaces into this file.
     """
+    if inside_gbit is None and max(workers_per_node, processes_per_worker) > 1:
+        raise ValueError(
+            f"plan --workers-per-node {workers_per_node} --processes-per-worker {processes_per_worker}: a node has several "
+            "processes; add --inside-gbit, the rate of a process's link to the others of its node, such as 400."
+        )
     cluster = Cluster(
         num_workers,
         Link(gbit, latency_ms),
@@ -58,25 +64,27 @@ def plan(
     )
     options = {"compute_seconds": compute_ms / 1e3, "wire_dtype": getattr(torch, wire), "sent": sent}
     made = planned(cluster, round(parameters), inner_steps=inner_steps, **options)
-    distinct = {(p.method, p.seconds, p.between, p.gap): p for p in reversed(made.predictions)}
-    shown = made.predictions if json else sorted(distinct.values(), key=made.predictions.index)
-    rows = [
-        {
-            "method": p.method,
-            "topology": p.topology,
-            "step ms": p.seconds * 1e3,
-            "exchange ms": p.exchange * 1e3,
-            "MB between nodes": p.between / 1e6,
-            "MB inside": p.inside / 1e6,
-            "gap/step": p.gap,
-            "GB per process": p.memory / 1e9,
-            "checkpoint GB": p.checkpoint / 1e9,
-            "limited by": p.bottleneck.removeprefix("links "),
-        }
-        for p in shown
-    ]
-    show(rows, as_json=json)
-    if is_terminal():
-        print(f"\n{made.reason}")
+    if json:
+        said = {"recommended": _row(made.recommended), "reason": made.reason}
+        print(json_format.dumps(said | {"predictions": [_row(p) for p in made.predictions]}, indent=1))
+    else:
+        distinct = {(p.method, p.seconds, p.between, p.gap): p for p in reversed(made.predictions)}
+        show([_row(p) for p in sorted(distinct.values(), key=made.predictions.index)])
+        print(f"\nrecommended: {made.recommended.method} on {made.recommended.topology}, because {made.reason}")
     if plot is not None:
         step_times(cluster, round(parameters), inner_steps=inner_steps, **options).savefig(plot, dpi=150)
+
+
+def _row(p: Prediction) -> dict[str, Any]:
+    return {
+        "method": p.method,
+        "topology": p.topology,
+        "step ms": p.seconds * 1e3,
+        "exchange ms": p.exchange * 1e3,
+        "busiest node MB": p.between / 1e6,
+        "MB inside": p.inside / 1e6,
+        "gap/step": p.gap,
+        "GB per process": p.memory / 1e9,
+        "checkpoint GB": p.checkpoint / 1e9,
+        "limited by": p.bottleneck.removeprefix("links "),
+    }

@@ -12,7 +12,11 @@ from rich.table import Table
 
 
 def show(rows: Sequence[Mapping[str, Any]], *, as_json: bool = False) -> None:
-    """Print rows with the same keys, which are the columns' heads; None is printed as "-"."""
+    """Print rows with the same keys, which are the columns' heads; None is printed as "-".
+
+    In a narrow terminal texts are broken, and numbers never. A text of the first column is printed once for rows in
+    succession.
+    """
     if as_json:
         print(json.dumps(list(rows), indent=1))
         return
@@ -26,9 +30,14 @@ def show(rows: Sequence[Mapping[str, Any]], *, as_json: bool = False) -> None:
         is_number = any(isinstance(row[head], (int, float)) for row in rows)
         cells = [line[column] for line in lines]
         width = max(map(len, [*cells, *head.split()]))  # a long head takes two lines
-        table.add_column(head, justify="right" if is_number else "left", overflow="fold", width=width)
-    for line in lines:
-        table.add_row(*line)
+        if is_number:
+            table.add_column(head, justify="right", width=width)
+        else:
+            table.add_column(head, overflow="fold", max_width=width)
+    before = None
+    for first, *others in lines:
+        table.add_row("" if first == before else first, *others)
+        before = first
     console.print(table)
 
 
@@ -44,11 +53,6 @@ def show_facts(facts: Mapping[str, Any], *, as_json: bool = False) -> None:
             console.print(f"[bold]{name:{width}}[/bold]{_text(value)}", highlight=False)
         else:
             print(f"{name}\t{_text(value)}")
-
-
-def is_terminal() -> bool:
-    """Return True if stdout is a terminal."""
-    return Console().is_terminal
 
 
 def _text(value: Any) -> str:

@@ -102,7 +102,7 @@ def compile(
     if mode is not None:
         require_replayable(step, donate, backend)
     prepare()
-    progress = _Progress(step.name, step.is_by_autograd)
+    progress = _Progress(step, backend)
     kwargs: dict[str, Any] = {"fullgraph": True, "dynamic": dynamic, "backend": backend, **at_most(_GRAPHS)}
     if backend == "inductor":
         kwargs["backend"] = progress.inductor
@@ -152,19 +152,23 @@ def compile(
 class _Progress:
     """Log of compilations and their times; rank 0 warns of one that takes a few seconds."""
 
-    def __init__(self, name: str, is_by_autograd: bool) -> None:
-        self.name = name
+    def __init__(self, step: Step, backend: Any) -> None:
+        self.name = step.name
         self.since: float | None = None
-        way_out = "" if is_by_autograd else "; with df.autograd(loss_fn) the loss is not compiled, and seconds suffice"
-        self._patience = f"(minutes for a large network{way_out})"
+        way_out = (
+            "" if step.is_by_autograd else "; with df.autograd(loss_fn) the loss is not compiled, and seconds suffice"
+        )
+        generates = backend != "eager"
+        self._verb = "compiling" if generates else "tracing"
+        self._patience = f" (minutes for a large network{way_out})" if generates else ""
         self._timer: threading.Timer | None = None
 
     def begin(self, why: str = "") -> None:
-        what = f"compiling {self.name}{why}"
+        what = f"{self._verb} {self.name}{why}"
         _log.debug("%s ...", what)
         self.since = time.perf_counter()
         if collectives.everyone().rank == 0:
-            self._timer = threading.Timer(_SILENT_S, _log.warning, (f"{what} {self._patience}",))
+            self._timer = threading.Timer(_SILENT_S, _log.warning, (f"{what}{self._patience}",))
             self._timer.daemon = True
             self._timer.start()
 

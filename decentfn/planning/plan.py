@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from decentfn.core.formatting import brief
 from decentfn.core.numbers import at_least, checks_numbers, require
 from decentfn.planning.cluster import Cluster
-from decentfn.planning.methods import Prediction, Work, ddp, diloco, gossip, hsdp
+from decentfn.planning.methods import Prediction, Work, compressed, ddp, diloco, gossip, hsdp
 from decentfn.topologies import Topology
 from decentfn.topologies.registry import of_size
 
@@ -30,6 +31,7 @@ class Plan(NamedTuple):
     topology: Topology | None
     """The recommended schedule; None if it is an all-reduce."""
     reason: str
+    """Why it is recommended, in sentences: "it is the fastest that ..."."""
 
 
 @checks_numbers
@@ -48,7 +50,9 @@ def plan(
 
     Links are shared fairly and nothing else uses them; a step's computation is the same on all workers. Messages of
     `adapt_while_communicate` travel during the computation, DDP's during its last third, and DiLoCo's
-    after it.
+    after it. With `sent` below 1, gossip is `deep_squeeze`: its compressed messages follow the computation, and a group
+    of r, such as `complete`, sends r - 1 of them per worker, since they cannot be averaged on their way. Schedules that
+    `deep_squeeze` refuses are left out. DDP, HSDP and DiLoCo do not compress.
 
     Args:
         cluster: the workers and their links.
@@ -56,8 +60,9 @@ def plan(
         compute_seconds: forward and backward pass and update of one worker, measured without messages between workers (of a
             sharded worker, with its gathers), > 0.
         dtype: of the parameters.
-        wire_dtype: of a message; None: `dtype`.
-        sent: share of a payload's bytes that a compressor sends, in (0, 1].
+        wire_dtype: of a message that is not compressed; None: `dtype`.
+        sent: share of the parameters' bytes that a compressor sends, in (0, 1]; 0.02 for `top_k(0.01)`, whose places
+            take as many bytes as its float32 values.
         inner_steps: H of DiLoCo.
         topologies: schedules to compare, of the cluster's number of workers; None: all registered ones of that size.
 
@@ -82,14 +87,18 @@ def plan(
     for made in topologies or ():
         rule = f"the cluster has {cluster.num_workers} workers."
         require(made.num_workers == cluster.num_workers, "plan", rule, topologies=brief(made))
-    work = Work(parameters, compute_seconds, dtype.itemsize, (wire_dtype or dtype).itemsize * sent)
+    work = Work(parameters, compute_seconds, dtype.itemsize, (wire_dtype or dtype).itemsize)
     found = [ddp(work, cluster), diloco(work, cluster, inner_steps)]
     if cluster.processes_per_worker > 1:
         found.append(hsdp(work, cluster))
     schedules = {made.name: made for made in topologies or _all_of(cluster)}
-    found += [gossip(work, cluster, made) for made in schedules.values()]
+    if sent == 1:
+        found += [gossip(work, cluster, made) for made in schedules.values()]
+    else:
+        narrow = replace(work, wire=dtype.itemsize * sent)
+        found += [compressed(narrow, cluster, made) for made in schedules.values() if _is_compressible(made)]
     found.sort(key=lambda p: (p.seconds, -(p.gap or 0), p.between, p.topology != "base"))
-    best = next((p for p in found if p.gap is not None and p.gap >= _ENOUGH), found[0])
+    best = next(p for p in found if p.gap is not None and p.gap >= _ENOUGH)  # DDP has a gap of 1
     return Plan(found, best, schedules.get(best.topology), _reason(best, found, work))
 
 
@@ -98,12 +107,20 @@ def _all_of(cluster: Cluster) -> list[Topology]:
     return [schedule for schedule in made if not schedule.needs_push_sum]
 
 
+def _is_compressible(topology: Topology) -> bool:
+    return topology.groups is None or topology.draw is None
+
+
 def _reason(best: Prediction, found: Sequence[Prediction], work: Work) -> str:
-    peers = {p.method: p.seconds for p in found if p.method in ("DDP", "HSDP", "diloco")}
-    against = ", ".join(f"{name} takes {seconds / best.seconds:.2f} times as long" for name, seconds in peers.items())
     is_hidden = best.bottleneck == "computation"
     limit = "messages are hidden" if is_hidden else f"limited by {best.bottleneck}"
-    return (
-        f"{best.method} on {best.topology}: a step of {best.seconds * 1e3:.0f} ms, {work.seconds * 1e3:.0f} of them "
-        f"computation; {limit}. {against}."
-    )
+    told = [
+        f"it is the fastest that mixes in every step (gap per step of at least {_ENOUGH}): "
+        f"{best.seconds * 1e3:.0f} ms, {work.seconds * 1e3:.0f} of them computation; {limit}."
+    ]
+    for p in found:
+        if p.method in ("DDP", "HSDP", "diloco") and p is not best:
+            drifts = ", but its workers drift apart in between" if p.method == "diloco" else ""
+            on = f" ({p.topology})" if p.method == "diloco" else ""
+            told.append(f"{p.method}{on} takes {p.seconds / best.seconds:.2f} times as long{drifts}.")
+    return " ".join(told)

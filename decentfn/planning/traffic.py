@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from decentfn.planning.cluster import Cluster
 from decentfn.topologies import Topology
@@ -26,10 +28,13 @@ class Traffic(NamedTuple):
 
 
 def of_schedule(topology: Topology, cluster: Cluster) -> Traffic:
-    """Return the traffic of a topology's steps."""
-    steps = range(topology.period or _SAMPLED)
-    rounds = [_of_round(topology, t, cluster) for t in steps]
-    return Traffic(*(sum(column) / len(rounds) for column in zip(*rounds, strict=True)))
+    """Return the traffic of a topology's steps; averages in groups are ring all-reduces."""
+    return _mean(topology, cluster, _ring)
+
+
+def of_messages(topology: Topology, cluster: Cluster) -> Traffic:
+    """Return the traffic of compressed steps: in a group of r each worker sends r - 1 messages; none is averaged on its way."""
+    return _mean(topology, cluster, _to_each)
 
 
 def of_all_reduce(members: int, cluster: Cluster) -> Traffic:
@@ -39,36 +44,61 @@ def of_all_reduce(members: int, cluster: Cluster) -> Traffic:
     return Traffic(share, crosses, share if cluster.workers_per_node > 1 else 0.0, 2 * (members - 1))
 
 
-def _of_round(topology: Topology, t: int, cluster: Cluster) -> Traffic:
-    this, n = topology.round(torch.tensor(t)), topology.num_workers
-    node = torch.arange(n) // cluster.workers_per_node
-    sent = 0.0
-    out, into = torch.zeros(cluster.nodes), torch.zeros(cluster.nodes)
-    near_out, near_in = torch.zeros(n), torch.zeros(n)
+class _Sums:
+    """Payloads of one step, added up as it goes: of all workers, per node, and per worker inside its node."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.node = torch.arange(cluster.num_workers) // cluster.workers_per_node
+        self.sent = self.rounds = 0.0
+        self.out, self.into = torch.zeros(cluster.nodes), torch.zeros(cluster.nodes)
+        self.near_out, self.near_in = torch.zeros(cluster.num_workers), torch.zeros(cluster.num_workers)
+
+    def send(self, here: int, there: int, payloads: float = 1.0) -> None:
+        """Count a message from one worker to another."""
+        self.sent += payloads
+        if self.node[here] == self.node[there]:
+            self.near_out[here] += payloads
+            self.near_in[there] += payloads
+        else:
+            self.out[self.node[here]] += payloads
+            self.into[self.node[there]] += payloads
+
+
+def _ring(sums: _Sums, ranks: Tensor) -> None:
+    """Count a ring all-reduce of these workers."""
+    share = 2 * (len(ranks) - 1) / len(ranks)
+    for here, there in zip(ranks.tolist(), ranks.roll(-1).tolist(), strict=True):
+        sums.send(here, there, share)
+    sums.rounds = max(sums.rounds, 2.0 * (len(ranks) - 1))
+
+
+def _to_each(sums: _Sums, ranks: Tensor) -> None:
+    """Count a message from each of these workers to each other one."""
+    its_node = sums.node[ranks]
+    on_node = torch.bincount(its_node, minlength=len(sums.out))
+    for away in (sums.out, sums.into):
+        away += on_node * (len(ranks) - on_node)
+    for near in (sums.near_out, sums.near_in):
+        near[ranks] += on_node[its_node] - 1
+    sums.sent += len(ranks) * (len(ranks) - 1)
+    sums.rounds = max(sums.rounds, 1.0)
+
+
+def _mean(topology: Topology, cluster: Cluster, average: Callable[[_Sums, Tensor], None]) -> Traffic:
+    steps = range(topology.period or _SAMPLED)
+    rounds = [_of_round(topology, t, cluster, average) for t in steps]
+    return Traffic(*(sum(column) / len(rounds) for column in zip(*rounds, strict=True)))
+
+
+def _of_round(topology: Topology, t: int, cluster: Cluster, average: Callable[[_Sums, Tensor], None]) -> Traffic:
+    this, sums = topology.round(torch.tensor(t)), _Sums(cluster)
     for i, sources in enumerate(this.sources.tolist()):
         for j in sources:
-            if j < 0 or j == i:
-                continue
-            sent += 1
-            if node[i] == node[j]:
-                near_out[j] += 1
-                near_in[i] += 1
-            else:
-                out[node[j]] += 1
-                into[node[i]] += 1
-    rounds = 1.0 if sent else 0.0
+            if j >= 0 and j != i:
+                sums.send(j, i)
+                sums.rounds = 1.0
     if this.groups is not None and this.mean_weights is not None:
         for number in this.groups[this.mean_weights != 0].unique():
-            ranks = (this.groups == number).nonzero()[:, 0]
-            share = 2 * (len(ranks) - 1) / len(ranks)
-            sent += share * len(ranks)
-            rounds = max(rounds, 2.0 * (len(ranks) - 1))
-            for here, there in zip(ranks.tolist(), ranks.roll(-1).tolist(), strict=True):  # the ring
-                if node[here] == node[there]:
-                    near_out[here] += share
-                    near_in[there] += share
-                else:
-                    out[node[here]] += share
-                    into[node[there]] += share
-    between, inside = torch.maximum(out, into), torch.maximum(near_out, near_in)
-    return Traffic(sent / n, float(between.max()), float(inside.max()), rounds)
+            average(sums, (this.groups == number).nonzero()[:, 0])
+    between, inside = torch.maximum(sums.out, sums.into), torch.maximum(sums.near_out, sums.near_in)
+    return Traffic(sums.sent / topology.num_workers, float(between.max()), float(inside.max()), sums.rounds)

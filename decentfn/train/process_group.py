@@ -15,17 +15,16 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
 
 from decentfn.comm import collectives
 from decentfn.comm.collectives import World
-from decentfn.core.formatting import brief_error
 from decentfn.core.numbers import checks_numbers, real
 from decentfn.engine.memory import keep_freed_memory
-from decentfn.errors import ExchangeTimeout, PlanMismatch
+from decentfn.errors import PlanMismatch
 from decentfn.train.ends import end_with_agent, report_root_cause
 from decentfn.train.generation import fresh_part
 from decentfn.train.joining import store_of_environment, versions, wait_for_run
+from decentfn.train.store import answered, store_of_run, unknown_interface
 
 _log = logging.getLogger("decentfn")
 
@@ -73,8 +72,8 @@ def init(
     Raises:
         ValueError: on all processes, S does not divide their number, or differs between them; the timeout is not
             positive; torchrun's environment is incomplete, its port is in use, or another launcher (srun, mpirun) started
-            several processes without it; NCCL was requested, and a rank has no GPU of its own; `join` in a process that
-            has a group, or without the store's address.
+            several processes without it; GLOO_SOCKET_IFNAME names no interface; NCCL was requested, and a rank has no
+            GPU of its own; `join` in a process that has a group, or without the store's address.
         df.errors.PlanMismatch: on all processes, their versions of decentfn, torch or Python (3.11 and 3.12) differ; in a
             process with `join`, they are not those of the run.
         df.errors.ExchangeTimeout: a process, or the store of rank 0, did not answer within the timeout.
@@ -117,7 +116,8 @@ def _newcomer(timeout: timedelta) -> World:
         return known
     world = collectives.adopt_default_group(timeout)
     keep_freed_memory()
-    return wait_for_run(world, store_of_environment(timeout), timeout)
+    _log.info("init(join=True): waiting for the run at %s:%s", *map(os.environ.get, ("MASTER_ADDR", "MASTER_PORT")))
+    return wait_for_run(world, answered(lambda: store_of_environment(timeout), timeout), timeout)
 
 
 def _processes_per_worker(said: int | str, world: World) -> int:
@@ -185,26 +185,9 @@ def _require_complete(environment: Mapping[str, str]) -> None:
         )
 
 
-def _store(timeout: timedelta) -> tuple[Store, int, int]:
-    """Connect to the store of rank 0, or of torchrun; return it, this rank and the number of processes."""
-    place = f"MASTER_ADDR={os.environ['MASTER_ADDR']}, MASTER_PORT={os.environ['MASTER_PORT']}"
-    try:
-        return next(rendezvous("env://", timeout=timeout))
-    except dist.DistNetworkError as error:
-        if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
-            raise ValueError(
-                f"init() with {place}: address already in use: another run on this machine has this port; take another "
-                "one, or start with `torchrun --standalone`, which takes a free one."
-            ) from error
-        raise ExchangeTimeout(
-            f"init(timeout={timeout}) with {place}: the store of rank 0 does not answer ({brief_error(error)}); are both "
-            "right, does rank 0 run, and is the port open?"
-        ) from error
-
-
 def _start(backend: str | None, gpus: int, timeout: timedelta) -> None:
     _require_complete(os.environ)
-    store, rank, size = _store(timeout)
+    store, rank, size = store_of_run(timeout)
     store.set_timeout(timeout)
     store = fresh_part(store, rank, size, timeout)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -215,10 +198,14 @@ def _start(backend: str | None, gpus: int, timeout: timedelta) -> None:
         "local rank": local_rank,
         "gpus": gpus,
         "gpu": _gpu(index) if index < gpus else None,
+        "interface": unknown_interface("GLOO_SOCKET_IFNAME"),
     }
     # Compare over ranks first: only some machines may have enough GPUs.
     everyone = _gathered(PrefixStore("machines", store), rank, size, own)
     _require_same_versions(everyone, rank)
+    for other, its in enumerate(everyone):
+        if its["interface"] is not None:
+            raise ValueError(f"init(): GLOO_SOCKET_IFNAME on rank {other}: {its['interface']}.")
     taken = [its["gpu"] for its in everyone]
     without = [i for i, gpu in enumerate(taken) if gpu is None or gpu in taken[:i]]
     on_gpu = _takes_gpus(backend) and not without

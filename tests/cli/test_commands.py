@@ -1,6 +1,7 @@
 """The command line: what it says agrees with the library, and a mistake is one line."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -8,6 +9,7 @@ import pytest
 
 import decentfn as df
 from decentfn import cli
+from decentfn.cli import tables
 
 
 def said(capsys, *arguments):
@@ -39,15 +41,38 @@ def test_simulated_mixing_is_as_fast_as_certified(capsys):
     assert shares[20] <= (1 - gap) ** 20 and shares[40] / shares[39] == pytest.approx(1 - gap, rel=0.02)
 
 
-def test_a_plan_is_the_librarys(capsys):
-    rows = said(capsys, "plan", "-n", "4", "--parameters", "1e7", "--compute-ms", "100", "--gbit", "1")
+PLAN = ("plan", "-n", "4", "--parameters", "1e7", "--compute-ms", "100", "--gbit", "1")
+
+
+def test_a_plan_is_the_librarys_with_its_recommendation(capsys):
+    told = said(capsys, *PLAN)
     planned = df.plan(df.planning.Cluster(4, df.planning.Link(1)), 10**7, compute_seconds=0.1)
-    assert [row["step ms"] for row in rows] == [p.seconds * 1e3 for p in planned.predictions]
+    assert [row["step ms"] for row in told["predictions"]] == [p.seconds * 1e3 for p in planned.predictions]
+    assert told["recommended"] in told["predictions"] and told["reason"] == planned.reason
+    cli.run(PLAN)
+    *_, empty, last = capsys.readouterr().out.splitlines()
+    assert (empty, last) == ("", f"recommended: adapt_while_communicate on base, because {planned.reason}")
+
+
+def test_a_narrow_terminal_breaks_texts_and_no_number(capsys, monkeypatch):
+    for name, value in {"COLUMNS": "90", "TERM": "xterm", "FORCE_COLOR": "1", "NO_COLOR": "1"}.items():
+        monkeypatch.setenv(name, value)
+    cli.run(PLAN)
+    printed = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    numbers = {tables._text(x) for row in said(capsys, *PLAN)["predictions"] for x in row.values() if type(x) is float}
+    assert numbers <= set(printed.split())
+    table, _, _ = printed.partition("recommended:")
+    assert max(map(len, table.splitlines())) <= 90 and table.count("adapt") == 2  # others are between
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (("doctr",), "nearest: doctor"),
+        (
+            ("plan", "-n", "4", "--parameters", "9", "--compute-ms", "9", "--gbit", "1", "--processes-per-worker", "8"),
+            "--inside-gbit",
+        ),
         (("topology", "rnig", "-n", "4"), "nearest: ring"),
         (("topology", "one-peer-exp", "-n", "6"), "use 'base'"),
         (("topology", "ring", "-n", "4", "--local-world-size", "2"), "no options of its own"),

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 import decentfn as df
+from decentfn.comm.gossip.compressed import as_messages
 from decentfn.planning import Cluster, Link
-from decentfn.planning.traffic import of_schedule
+from decentfn.planning.traffic import of_messages, of_schedule
 from decentfn.testing import on_ranks
 
 MLP, GPT = 10_500_000, 13_900_000
@@ -46,12 +47,50 @@ def test_ranks_send_the_bytes_of_the_plan(name, n):
     assert max(sent) == pytest.approx(busiest, rel=0.5 if name == "base" else 0.01)  # base: not always the same worker
 
 
+def test_compressing_ranks_send_the_bytes_of_the_plan():
+    made, numel = df.topology("complete", 3), 1200
+    compressor, sent = df.compressors.top_k(0.25), 0.25 * (4 + 2) / 4  # float32 values, and places below 2^16
+
+    def bytes_sent(rank):
+        init, step = df.deep_squeeze(
+            lambda x, batch: (x * batch).sum(), df.sgd(0.1), made, compressor=compressor, gamma=0.1
+        )
+        state = init(torch.arange(float(numel)))
+        with df.profiling.communication() as counted:
+            step(state, torch.ones(numel), 0)
+        return counted.bytes_sent
+
+    planned = of(df.plan(Cluster(3, Link(1)), numel, compute_seconds=1, sent=sent, topologies=[made]), "deep_squeeze")
+    assert set(on_ranks(3, bytes_sent)) == {planned.between}
+    assert planned.seconds == 1 + planned.exchange  # known after the update, so nothing hides it
+
+
+def test_compressed_groups_send_what_their_messages_do():
+    cluster = Cluster(8, Link(1), inside=Link(1), workers_per_node=4)
+    schedules = [
+        df.topology("base", 8),
+        df.topology("complete", 8),
+        df.topology("hierarchical", 8, local_world_size=4),
+        df.topology("alternating-exp-ring", 8, local_world_size=2),
+    ]
+    for made in schedules:
+        assert of_messages(made, cluster) == pytest.approx(of_schedule(as_messages(made), cluster)), made.name
+
+
 def test_a_node_of_eight_workers_sends_four_replicas_per_step_and_a_worker_of_eight_processes_one():
     eight = Cluster(256, Link(10), inside=Link(400), workers_per_node=8)
     outer = df.topology("hierarchical", 256, local_world_size=8, outer="one-peer-exp")
     assert of_schedule(outer, eight).between == 4
     whole = Cluster(32, Link(10), inside=Link(400), processes_per_worker=8)
     assert of_schedule(df.topology("one-peer-exp", 32), whole).between == 1
+
+
+def test_a_process_of_a_sharded_worker_holds_its_share_and_its_modules():
+    cluster = Cluster(32, Link(10), inside=Link(400), processes_per_worker=8)
+    plan = df.plan(cluster, 10**9, compute_seconds=1, topologies=[df.topology("base", 32)])
+    # parameters, gradients, two moments, the module, one payload that arrives; each of 4 bytes
+    assert of(plan, "adapt_while_communicate").memory == 6 * 4e9 / 8
+    assert of(plan, "HSDP").memory == 4 * 4e9 / 8
 
 
 MEASURED = [  # (parameters, hosts, Mbit/s, wire, processes of a host, method, milliseconds), of docs/performance.md
@@ -95,6 +134,7 @@ def test_computation_hides_messages_and_the_plan_says_which_limits():
     assert fast.recommended.bottleneck == "computation" and fast.recommended.seconds == 0.1
     assert slow.recommended.topology == "base" and "DDP takes" in slow.reason
     assert [p.seconds for p in slow.predictions] == sorted(p.seconds for p in slow.predictions)
+    assert "diloco (every 64 steps) takes 0." in slow.reason and "drift apart" in slow.reason
     diloco = of(slow, "diloco")
     assert diloco.between == pytest.approx(2 * 7 / 8 * MLP * 4 / 64)
 

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,28 @@ def test_a_store_that_does_not_answer_is_named(environment):
     environment(TORCHRUN | {"RANK": "1"})
     with pytest.raises(df.errors.ExchangeTimeout, match=r"MASTER_ADDR=127.0.0.1, MASTER_PORT=1.*does not answer"):
         df.init(timeout=1)
+
+
+def test_a_port_that_accepts_and_is_silent_ends_in_time(environment):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        environment(TORCHRUN | {"RANK": "1", "MASTER_PORT": str(silent.getsockname()[1])})
+        began = time.monotonic()
+        with pytest.raises(df.errors.ExchangeTimeout, match=r"127.0.0.1:\d+ accepts connections, but does not answer"):
+            df.init(timeout=1)
+        assert time.monotonic() - began < 10
+
+
+def test_a_rank_that_is_alone_says_how_many_are_missing(environment):
+    environment(TORCHRUN | {"MASTER_PORT": str(free_port())})
+    with pytest.raises(df.errors.ExchangeTimeout, match="WORLD_SIZE=2, and not as many processes came.*unset RANK"):
+        df.init(timeout=1)
+
+
+def test_an_interface_that_no_machine_has_is_named_with_those_that_it_has(environment, monkeypatch):
+    environment(TORCHRUN | {"WORLD_SIZE": "1", "MASTER_PORT": str(free_port())})
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,eth97")
+    with pytest.raises(ValueError, match=r"GLOO_SOCKET_IFNAME on rank 0: no interface eth97; choose of: .*\blo\b"):
+        df.init()
 
 
 def test_where_init_process_groups_arguments_go_is_said(environment):

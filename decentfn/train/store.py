@@ -1,0 +1,76 @@
+"""Connection to the store where the processes of a run meet, bounded in time."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+from torch.distributed.rendezvous import rendezvous
+
+from decentfn.core.formatting import brief_error
+from decentfn.errors import ExchangeTimeout
+
+_Made = TypeVar("_Made")
+
+_SLACK_S = 3.0
+"""Time for the connection's own error, which knows more, to come first."""
+
+
+def store_of_run(timeout: timedelta) -> tuple[Store, int, int]:
+    """Connect to the store of rank 0, or of torchrun; return it, this rank and the number of processes."""
+    place = f"MASTER_ADDR={os.environ['MASTER_ADDR']}, MASTER_PORT={os.environ['MASTER_PORT']}"
+    try:
+        return answered(lambda: next(rendezvous("env://", timeout=timeout)), timeout)
+    except dist.DistStoreError as error:
+        raise ExchangeTimeout(
+            f"init(timeout={timeout}) with {place}: WORLD_SIZE={os.environ['WORLD_SIZE']}, and not as many processes came "
+            f"({brief_error(error)}); start the others too, as torchrun does, or for one process alone unset RANK and "
+            "WORLD_SIZE."
+        ) from error
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
+            raise ValueError(
+                f"init() with {place}: address already in use: another run on this machine has this port; take another "
+                "one, or start with `torchrun --standalone`, which takes a free one."
+            ) from error
+        raise ExchangeTimeout(
+            f"init(timeout={timeout}) with {place}: the store of rank 0 does not answer ({brief_error(error)}); are both "
+            "right, does rank 0 run, and is the port open?"
+        ) from error
+
+
+def answered(connect: Callable[[], _Made], timeout: timedelta) -> _Made:
+    """Return `connect()`, or raise ExchangeTimeout: PyTorch waits without end for a port that accepts and is silent."""
+    made: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            made.set_result(connect())
+        except BaseException as error:
+            made.set_exception(error)
+
+    threading.Thread(target=run, name="decentfn connection to the store", daemon=True).start()
+    try:
+        return made.result(min(timeout.total_seconds() + _SLACK_S, threading.TIMEOUT_MAX))
+    except TimeoutError:
+        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise ExchangeTimeout(
+            f"init(timeout={timeout}): {place} accepts connections, but does not answer as a store does; does another "
+            "program, or a proxy, have the port?"
+        ) from None
+
+
+def unknown_interface(variable: str) -> str | None:
+    """Return the first interface named by an environment variable that this machine lacks, and those that it has."""
+    names = [name for _, name in socket.if_nameindex()]
+    for name in os.environ.get(variable, "").split(","):
+        if name and name not in names:
+            return f"no interface {name}; choose of: {', '.join(names)}"
+    return None
