@@ -15,14 +15,27 @@ from decentfn.topologies import Topology
 
 
 class Options(TypedDict, total=False):
-    """Options that all algorithms take in addition to their own hyperparameters."""
+    """Options that all algorithms take in addition to their own hyperparameters.
+
+    `bucket_mb`: largest bucket in MiB (25), > 0; one message is sent per bucket and neighbor. docs/performance.md helps
+    to choose it.
+
+    `wire_dtype`: floating-point dtype of the exchanged values, if narrower than the parameters' (None: unchanged).
+    Trackers, corrections and other memory are kept in float32 or wider, but sent no wider than the parameters.
+    """
 
     bucket_mb: float
-    """Largest bucket in MiB (25); one message is sent per bucket and neighbor."""
     wire_dtype: torch.dtype | None
-    """Dtype of the exchanged values, if narrower than the parameters' (None: unchanged). Trackers, corrections and
-    other memory are kept in float32 or wider, but sent no wider than the parameters."""
 
+
+_OF_DDP = {
+    "broadcast_buffers": "df.average_buffers(algorithm) averages buffers",
+    "bucket_cap_mb": "write bucket_mb",
+    "find_unused_parameters": "leave it out: an unused parameter has gradient 0; df.autograd(loss_fn, skip_unused=True) skips it",
+    "gradient_as_bucket_view": "leave it out: gradients are in flat buckets",
+    "static_graph": "leave it out: the parameters in use may change",
+}
+"""Options of DistributedDataParallel, and what to do instead (docs/coming_from_ddp.md)."""
 
 DEFAULTS = {"bucket_mb": 25.0, "wire_dtype": None}
 
@@ -55,6 +68,7 @@ def require_options(options: Mapping[str, Any]) -> None:
     unknown = sorted(set(options) - set(Options.__annotations__))
     if unknown:
         way_out = "; a learning rate is the optimizer's, df.sgd(0.1)" if {"lr", "learning_rate"} & {*unknown} else ""
+        way_out += "".join(f"; {_OF_DDP[name]}" for name in unknown if name in _OF_DDP)
         raise TypeError(f"unknown options {unknown}; known: {sorted(Options.__annotations__)}{way_out}.")
     require_bucket_mb(options.get("bucket_mb", DEFAULTS["bucket_mb"]))
     wire_dtype = options.get("wire_dtype")
