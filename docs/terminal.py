@@ -13,23 +13,27 @@ from matplotlib.figure import Figure
 
 ROOT = Path(__file__).parent.parent
 WIDTH = 120
+_FIRST = "python examples/train_lm.py --simulate 2 --steps 40 --layers 1 --dim 32"
 COMMANDS = {
-    "topologies": "decentfn topologies -n 12",
-    "plan": "decentfn plan -n 32 --parameters 1e9 --compute-ms 600 --gbit 10 --inside-gbit 400 --processes-per-worker 8",
-    "doctor": "decentfn doctor",
-    "first_run": "python examples/train_lm.py --simulate 2 --steps 40 --layers 1 --dim 32",
+    "topologies": ["decentfn topologies -n 12"],
+    "plan": [
+        "decentfn plan -n 32 --parameters 1e9 --compute-ms 600 --gbit 10 --inside-gbit 400 --processes-per-worker 8"
+    ],
+    "doctor": ["decentfn doctor"],
+    "first_run": [_FIRST, f"{_FIRST} | cat"],
 }
 
 
 def printed(command: str) -> str:
-    """Return what the command prints in a terminal of WIDTH columns, with its colors."""
-    program, *arguments = command.split()
+    """Return what the command prints in a terminal of WIDTH columns, with its colors, or, before `| cat`, in a pipe."""
+    program, *arguments = command.removesuffix(" | cat").split()
     module = ["-m", "decentfn"] if program == "decentfn" else []
+    started = [sys.executable, *module, *arguments]
+    if command.endswith(" | cat"):
+        return subprocess.run(started, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True).stdout
     ours, theirs = pty.openpty()
     environment = os.environ | {"COLUMNS": str(WIDTH), "LINES": "50", "TERM": "xterm-256color"}
-    process = subprocess.Popen(
-        [sys.executable, *module, *arguments], cwd=ROOT, env=environment, stdin=theirs, stdout=theirs, stderr=theirs
-    )
+    process = subprocess.Popen(started, cwd=ROOT, env=environment, stdin=theirs, stdout=theirs, stderr=theirs)
     os.close(theirs)
     text = b""
     while True:
@@ -57,7 +61,7 @@ def picture(text: str) -> Figure:
 
 def main() -> None:
     for name in sys.argv[1:] or COMMANDS:
-        figure = picture(f"$ {COMMANDS[name]}\n{printed(COMMANDS[name])}")
+        figure = picture("\n".join(f"$ {command}\n{printed(command).rstrip()}\n" for command in COMMANDS[name]))
         figure.savefig(ROOT / "docs" / "pictures" / f"terminal_{name}.png", dpi=80)
 
 

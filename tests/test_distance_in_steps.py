@@ -35,6 +35,14 @@ def test_a_step_of_an_adaptive_optimizer_is_at_most_its_rate_for_each_parameter(
     assert float(df.distance_in_steps(state, metrics, adaptive=True)) == pytest.approx(float(expected), rel=1e-6)
 
 
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_workers_apart_are_infinitely_many_steps_of_length_zero_apart_and_equal_ones_none(adaptive):
+    state, metrics = after(df.sgd(df.schedules.linear(0.25, 0.0, 1)), steps=2)
+    assert metrics.learning_rate.max() == 0
+    assert df.distance_in_steps(state, metrics, adaptive=adaptive) == math.inf
+    assert df.distance_in_steps(df.stack(df.worker(state, 0), 3), metrics, adaptive=adaptive) == 0
+
+
 def test_what_it_lacks_is_named():
     state, metrics = after(df.sgd(0.25))
     with pytest.raises(ValueError, match=r"distance_in_steps\(momentum=1.0\)"):

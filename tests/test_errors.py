@@ -72,6 +72,15 @@ def test_a_loss_that_is_no_scalar_is_refused(returned):
         step(init({"w": torch.ones(2)}), None, 0)
 
 
+@pytest.mark.parametrize("backend", [None, "eager"])
+def test_who_forgets_init_under_torchrun_is_told_so(monkeypatch, backend):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    init, step = df.adapt_then_combine(lambda p, b: (p["w"] ** 2).sum(), df.sgd(0.1), ring())
+    step = step if backend is None else df.compile(step, backend=backend)
+    with pytest.raises(ValueError, match=r"this process is alone: 4 processes were started .*Call df\.init\(\) first"):
+        step(init({"w": torch.ones(2)}), None, 0)
+
+
 def test_a_simulation_of_another_size_is_refused():
     init, step = df.adapt_then_combine(loss_fn, df.sgd(0.1), ring())
     state = df.stack(init({"w": torch.ones(2)}), 2)

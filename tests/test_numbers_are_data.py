@@ -1,6 +1,7 @@
 """Learning rates, weight decay, γ and schedules are inputs of the compiled step: their values compile nothing."""
 
 import logging
+import math
 
 import pytest
 import torch
@@ -53,6 +54,23 @@ def test_twelve_learning_rates_are_one_graph_and_train_as_if_built_with_each():
         expected, _ = run(step, built(df.adamw(rate))[0](start()))
         assert torch.equal(df.params(state)["w"], df.params(expected)["w"])
         assert float(metrics.learning_rate) == float(df.learning_rate(state)) == rate
+    assert len(graphs.codes) == 1
+
+
+def test_a_tensor_that_lowers_a_schedule_compiles_nothing():
+    """As the error of `set_learning_rate` says; the factor is no part of the state."""
+    graphs, factor, schedule = Graphs(), torch.tensor(1.0), s.cosine(0.1, 8)
+    init, step = built(df.sgd(lambda count: factor * schedule(count)))
+    compiled, state = df.compile(step, backend=graphs), init(start())
+    with pytest.raises(ValueError, match=r"factor = torch\.tensor\(1\.0\), .*factor\.fill_\(0\.1\)"):
+        df.set_learning_rate(state, 0.1)
+    rates = []
+    for t in range(6):
+        factor.fill_(1.0 if t < 3 else 0.1)
+        state, metrics = compiled(state, TARGET, t)
+        rates.append(float(metrics.learning_rate))
+    expected = [0.05 * (1 + math.cos(math.pi * t / 8)) * (1.0 if t < 3 else 0.1) for t in range(6)]
+    assert rates == pytest.approx(expected, rel=1e-6)
     assert len(graphs.codes) == 1
 
 

@@ -40,6 +40,37 @@ def test_an_unknown_argument_names_the_known_one(call, said):
         call()
 
 
+@pytest.mark.parametrize("optimizer", [df.sgd, df.adamw])
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (lambda: nn.Linear(2, 1).parameters(), r"found parameters.*init\(params\) is: write df\.sgd\(0\.1\)"),
+        (lambda: [{"params": list(nn.Linear(2, 1).parameters())}], r"found parameters"),
+        (
+            lambda: torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD([torch.ones(1)]), lambda count: 1.0),
+            r"found torch's LambdaLR; .*df\.schedules\.cosine.*df\.from_torch",
+        ),
+    ],
+)
+def test_what_torchs_optimizers_are_given_says_what_goes_there(optimizer, value, said):
+    with pytest.raises(ValueError, match=rf"{optimizer.__name__}\(.*{said}"):
+        optimizer(value())
+    with pytest.raises(TypeError, match=rf"{optimizer.__name__}\(.*, lr=\.\.\.\): {said}"):
+        optimizer(value(), lr=0.1)
+
+
+def test_options_of_ddp_say_what_does_their_work():
+    for option, said in [
+        ("bucket_cap_mb", "write bucket_mb"),
+        ("static_graph", "leave it out"),
+        ("find_unused_parameters", r"gradient 0; df\.autograd\(loss_fn, skip_unused=True\)"),
+        ("gradient_as_bucket_view", "leave it out"),
+        ("broadcast_buffers", r"df\.average_buffers\(algorithm\)"),
+    ]:
+        with pytest.raises(TypeError, match=rf"'{option}'.*{said}"):
+            df.all_reduce(loss_fn, df.sgd(0.1), ONE, **{option: 5})
+
+
 def test_numbers_of_numpy_are_numbers():
     four = np.int64(4)
     topology = df.topology("random-matching", num_workers=four, seed=np.int64(3))

@@ -41,6 +41,19 @@ _MEANT = {
 """Arguments of PyTorch and others, and what they are called here."""
 
 
+def _of_torch_optim(value: Any) -> str | None:
+    """Return what to do instead of passing an argument of torch.optim; None for any other value."""
+    if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
+        return (
+            f"found torch's {type(value).__name__}; a schedule here is a function of the count of updates, such as "
+            "df.schedules.cosine(0.1, 1000); df.from_torch(make_optimizer, make_scheduler) takes torch's."
+        )
+    first = value[0] if isinstance(value, (list, tuple)) and value else None
+    if inspect.isgenerator(value) or isinstance(first, (torch.Tensor, dict)):
+        return "found parameters; an optimizer here is not given them, since init(params) is: write df.sgd(0.1)."
+    return None
+
+
 def real(call: str, name: str, value: Any) -> float:
     """Return a finite real number as a Python number, or raise a ValueError that names the call."""
     if isinstance(value, torch.Tensor):
@@ -49,7 +62,8 @@ def real(call: str, name: str, value: Any) -> float:
             f"would be ignored; pass float({name}), or a function of t if one is accepted."
         )
     if not isinstance(value, Real) or isinstance(value, bool):
-        raise ValueError(f"{call}({name}={brief(value)}): {name} is a number; found {type(value).__name__}.")
+        hint = _of_torch_optim(value) or f"found {type(value).__name__}."
+        raise ValueError(f"{call}({name}={brief(value)}): {name} is a number; {hint}")
     try:
         number = float(value)
     except OverflowError:
@@ -111,7 +125,10 @@ def bind(function: Callable[..., Any], signature: inspect.Signature, args: Any, 
     kinds = [p.kind for p in signature.parameters.values()]
     unknown = [name for name in kwargs if name not in signature.parameters]
     if unknown and inspect.Parameter.VAR_KEYWORD not in kinds:
-        raise TypeError(no_such_argument(function.__name__, unknown[0], list(signature.parameters)))
+        known = list(signature.parameters)
+        if known[0] == "learning_rate" and args and (hint := _of_torch_optim(args[0])):
+            raise TypeError(f"{function.__name__}({brief(args[0])}, {unknown[0]}=...): {hint}")
+        raise TypeError(no_such_argument(function.__name__, unknown[0], known))
     try:
         return signature.bind(*args, **kwargs)
     except TypeError:

@@ -24,7 +24,7 @@ class Metrics(NamedTuple):
     guard: Any = None
     """Counts of `df.guard` so far; None without it."""
     learning_rate: Tensor | None = None
-    """0-d float64 learning rate of this update; `[G]` of G parameter groups; None if the optimizer's state has none."""
+    """0-d float64 learning rate of the step just taken; `[G]` of G parameter groups; None if the optimizer has none."""
 
 
 class Gradient(NamedTuple):

@@ -16,14 +16,27 @@ from decentfn.topologies import Topology
 
 
 class Options(TypedDict, total=False):
-    """Options that all algorithms take in addition to their own hyperparameters."""
+    """Options that all algorithms take in addition to their own hyperparameters.
+
+    `bucket_mb`: largest bucket in MiB (25), > 0; one message is sent per bucket and neighbor. docs/performance.md helps
+    to choose it.
+
+    `wire_dtype`: floating-point dtype of the exchanged values, if narrower than the parameters' (None: unchanged).
+    Trackers, corrections and other memory are kept in float32 or wider, but sent no wider than the parameters.
+    """
 
     bucket_mb: float
-    """Largest bucket in MiB (25); one message is sent per bucket and neighbor."""
     wire_dtype: torch.dtype | None
-    """Dtype of the exchanged values, if narrower than the parameters' (None: unchanged). Trackers, corrections and
-    other memory are kept in float32 or wider, but sent no wider than the parameters."""
 
+
+_OF_DDP = {
+    "broadcast_buffers": "df.average_buffers(algorithm) averages buffers",
+    "bucket_cap_mb": "write bucket_mb",
+    "find_unused_parameters": "leave it out: an unused parameter has gradient 0; df.autograd(loss_fn, skip_unused=True) skips it",
+    "gradient_as_bucket_view": "leave it out: gradients are in flat buckets",
+    "static_graph": "leave it out: the parameters in use may change",
+}
+"""Options of DistributedDataParallel, and what to do instead (docs/coming_from_ddp.md)."""
 
 DEFAULTS = {"bucket_mb": 25.0, "wire_dtype": None}
 
@@ -57,6 +70,8 @@ def require_names(call: str, options: Mapping[str, Any], own: Sequence[str] = ()
     for name in sorted(set(options) - set(Options.__annotations__)):
         if name in ("lr", "learning_rate") and "learning_rate" not in own:
             raise TypeError(f"{call}({name}=...): a learning rate is the optimizer's, df.sgd(0.1).")
+        if name in _OF_DDP:
+            raise TypeError(f"{call}({name}=...): there is no such argument; {_OF_DDP[name]}.")
         raise TypeError(no_such_argument(call, name, [*own, *Options.__annotations__]))
 
 

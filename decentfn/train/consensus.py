@@ -154,7 +154,8 @@ def distance_in_steps(
     """Return the distance between workers in units of one worker's step, 0-d float64, equal on all ranks. Collective.
 
     `consensus_distance / (η / (1 - β) · mean gradient norm)`; of an adaptive optimizer `consensus_distance / (η √D)`.
-    Healthy runs have 0.1 to 1.1; above 3 mixing is broken (`docs/healthy_run.md`).
+    Healthy runs have 0.1 to 1.1; above 3 mixing is broken (`docs/healthy_run.md`). Where a step has length 0, as at the
+    end of a schedule, it is inf; 0 for equal workers.
 
     Args:
         state: the state, of one worker or stacked.
@@ -176,9 +177,11 @@ def distance_in_steps(
         rate = torch.tensor(learning_rate, dtype=torch.float64)
     distance = consensus_distance(state)
     if adaptive:
-        return distance / (rate.to(distance.device) * _count(_buckets(state)) ** 0.5)
-    norm = mean(state, metrics.grad_norm).double()
-    return distance / (rate.to(norm.device) / (1 - momentum) * norm)
+        length = rate.to(distance.device) * _count(_buckets(state)) ** 0.5
+    else:
+        norm = mean(state, metrics.grad_norm).double()
+        length = rate.to(norm.device) / (1 - momentum) * norm
+    return torch.where(distance == 0, 0.0, distance / length)
 
 
 def _count(x: Buckets) -> float:

@@ -33,7 +33,9 @@ def set_learning_rate(state: State, rate: float | Tensor) -> State:
     """Return a copy of the state with another learning rate, as for a schedule that follows a metric.
 
     The optimizer was built with a number, as in `df.adamw(3e-4)`. A compiled step is not compiled again, and a
-    checkpoint keeps the rate.
+    checkpoint keeps the rate. A schedule is lowered by a tensor that it multiplies: `factor = torch.tensor(1.0)`,
+    `df.adamw(lambda count: factor * schedule(count))`, and then `factor.fill_(0.1)` on every rank. Nothing is compiled
+    again; a checkpoint does not keep the factor, so save it in `extra`.
 
     Args:
         state: a training state, stacked or not; it is not changed.
@@ -47,7 +49,8 @@ def set_learning_rate(state: State, rate: float | Tensor) -> State:
     if any(node.is_scheduled for node in rates(opt)):
         raise ValueError(
             f"{_SET}: the optimizer's learning rate follows a schedule, which would overwrite it; build the optimizer with "
-            "a number, df.adamw(3e-4), and set every rate, or change the schedule."
+            "a number, df.adamw(3e-4), and set every rate, or multiply the schedule by a tensor and fill that: factor = "
+            "torch.tensor(1.0), df.adamw(lambda count: factor * schedule(count)), factor.fill_(0.1)."
         )
     old = learning_rate(state)
     if isinstance(rate, Tensor):

@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from decentfn.comm import collectives
 from decentfn.comm.collectives import World
+from decentfn.core.formatting import brief
 from decentfn.core.numbers import checks_numbers, real
 from decentfn.engine.memory import keep_freed_memory
 from decentfn.errors import PlanMismatch
@@ -52,8 +53,8 @@ def init(
     the CPU the process also keeps the memory that it frees (`keep_freed_memory`).
 
     Args:
-        backend: gloo, nccl (then gloo still serves the CPU) or another of torch.distributed's; None chooses the same for
-            all ranks, and warns if there are fewer GPUs than processes.
+        backend: gloo, nccl (then gloo still serves the CPU) or another of torch.distributed's, except mpi; None chooses
+            the same for all ranks, and warns if there are fewer GPUs than processes.
         timeout: how long a collective waits before it fails, a timedelta or seconds. It must cover the slowest compilation among the ranks in
             the first step, so minutes, not seconds.
         processes_per_worker: S, the number of processes with consecutive ranks that share a worker's parameters: row by
@@ -72,8 +73,9 @@ def init(
     Raises:
         ValueError: on all processes, S does not divide their number, or differs between them; the timeout is not
             positive; torchrun's environment is incomplete, its port is in use, or another launcher (srun, mpirun) started
-            several processes without it; GLOO_SOCKET_IFNAME names no interface; NCCL was requested, and a rank has no
-            GPU of its own; `join` in a process that has a group, or without the store's address.
+            several processes without it; there is no such backend; GLOO_SOCKET_IFNAME names no interface; NCCL was
+            requested, and a rank has no GPU of its own; `join` in a process that has a group, or without the store's
+            address.
         df.errors.PlanMismatch: on all processes, their versions of decentfn, torch or Python (3.11 and 3.12) differ; in a
             process with `join`, they are not those of the run.
         df.errors.ExchangeTimeout: a process, or the store of rank 0, did not answer within the timeout.
@@ -82,6 +84,7 @@ def init(
         timeout = timedelta(seconds=real("init", "timeout", timeout))
     if timeout <= timedelta(0):
         raise ValueError(f"init(timeout={timeout}): the timeout is positive; minutes are usual.")
+    _require_backend(backend)
     if join:
         return _newcomer(timeout)
     if not dist.is_initialized():
@@ -107,6 +110,23 @@ def init(
     if world.device.type == "cpu":
         keep_freed_memory()
     return world
+
+
+def _require_backend(backend: Any) -> None:
+    """Raise ValueError unless torch.distributed has the backend, and it can carry messages."""
+    if backend is None:
+        return
+    known = [name for name in dist.Backend.backend_list if name not in ("undefined", "mpi")]
+    names = [part.rpartition(":")[2].lower() for part in backend.split(",")] if isinstance(backend, str) else [backend]
+    if "mpi" in names:
+        raise ValueError(
+            f"init(backend={backend!r}): torch.distributed's MPI ignores timeouts, so a lost process would let the others hang, and "
+            "PyTorch's wheels lack it; leave backend out. mpirun may start the processes (docs/launching.md)."
+        )
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(
+            f"init(backend={brief(backend)}): there is no {brief(unknown[0])}; leave backend out, or take one of {', '.join(known)}."
+        )
 
 
 def _newcomer(timeout: timedelta) -> World:

@@ -50,7 +50,7 @@ def build(spec: str, workload: Workload, rank: int, size: int) -> Peer:
     """The peer that `spec` names.
 
     decentfn:algorithm=adapt_while_communicate,topology=one-peer-exp,mode=compiled|donated|eager,gradient=traced|autograd|regions,
-        guard=False,wire=bfloat16,inside=replicated|sharded,…hyperparameters    (donated: eager, over its state; regions: by autograd,
+        guard=False,wire=bfloat16,bucket_mb=25,inside=replicated|sharded,…hyperparameters    (donated: eager, over its state; regions: by autograd,
         of a module that is compiled by itself; sharded: under fully_shard over a host's ranks)
     ddp:mode=…,bucket_mb=25,view=False,hook=bf16    decent-dp:topology=one-peer-exp,mode=…,bucket_mb=25
     fsdp2 (over all ranks)    hsdp:wire=bfloat16 (fully_shard within a host, gradients averaged over hosts)    periodic:every=8,mode=…    alone:mode=eager (fused AdamW)    floor:kind=overlap,wire=bfloat16

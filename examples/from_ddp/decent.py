@@ -54,7 +54,6 @@ def main() -> None:
 
     train, test = datasets()
     shards = df.data.shards(len(train), size, batch_size=32, seed=0)
-    test_loader = list(DataLoader(test, batch_size=100))[rank::size]
 
     model = Net().to(device)
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
@@ -92,6 +91,7 @@ def main() -> None:
 
     df.checkpoint.save(config.checkpoint, state, t, topology=topology)
 
+    test_loader = list(DataLoader(test, batch_size=100))[rank::size]
     hits = df.evaluate(accuracy, state, test_loader)
     if rank == 0:
         print(f"accuracy on the test set: {hits:.3f}")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -22,6 +24,12 @@ def refuse_size(here: World, local: int, workers: int, what: str) -> NoReturn:
         raise ValueError(
             f"{what}: the topology has num_workers={workers}, but {here.size * each} processes run, {each} for each worker; make it "
             f"with df.topology(name, world.num_workers), here {here.size}, or a multiple of that with df.simulate."
+        )
+    launched = os.environ.get("WORLD_SIZE", "")
+    if here.size == 1 and launched not in ("", "1") and not dist.is_initialized():
+        raise ValueError(
+            f"{what}: the topology has num_workers={workers}, and this process is alone: {launched} processes were started "
+            "(WORLD_SIZE), but they have no process group. Call df.init() first, before init(params)."
         )
     raise ValueError(
         f"{what}: the topology has num_workers={workers}, but {here.size} process(es) hold {local} worker(s) each. "
