@@ -40,6 +40,7 @@ def require_same(found, wanted):
 
 
 @pytest.mark.thorough
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("row", contract.ROWS)
 def test_replayed_steps_are_those_that_run(row):
     """Bit for bit, each in its own round, over two periods and a run, a recording and replays; also random rounds."""
