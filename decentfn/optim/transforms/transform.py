@@ -101,7 +101,7 @@ class MixContext(NamedTuple):
     sources: Tensor
     """`[K]` int64: the sender of slot k's message, possibly the worker itself; -1: none."""
     weights: Tensor
-    """`[K+1]` float64, self-weight first; `weights[1:] > 0` are the slots that count."""
+    """`[K+1]` float64: self-weight first; slots with a positive weight count."""
     means: tuple[Tensor, ...]
     """For each bucket `[D]`, the mean over this worker's group, itself included, in place of messages (`complete`); ()
     without groups."""
