@@ -132,6 +132,7 @@ def torch_draws(t: int, worker: int, part: int = 0) -> Iterator[None]:
     for generator in generators:
         if generator not in context.generators:
             before[generator] = generator.get_state()
+    for generator in generators:
         generator.manual_seed(_mixed(base, t, worker, part, 1))  # 1: differs from every key of `worker_seed`
     context.seed, context.generators = base, (*context.generators, *before)
     try:
