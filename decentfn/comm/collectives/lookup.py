@@ -94,7 +94,7 @@ def _look_up_kernel(token: Tensor, handle: Tensor, t: Tensor, slots: int, worker
     topology = here.schedule(int(handle))
     if (workers or 1) * here.size != topology.num_workers:
         refuse_size(here, workers or 1, topology.num_workers, "step(state, batch, t)")
-    rows = of_step(topology.rows, t, token.device)
+    rows = topology.rows(t, token.device) if context.inputs is None else of_step(topology.rows, t, token.device)
     return (rows[here.rank * workers : (here.rank + 1) * workers] if workers else rows[here.rank]).clone()
 
 
