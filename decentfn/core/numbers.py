@@ -139,11 +139,11 @@ def bind(function: Callable[..., Any], signature: inspect.Signature, args: Any, 
 def no_such_argument(call: str, name: str, known: Sequence[str]) -> str:
     """Return the message about an unknown argument, with the one that may be meant."""
     meant = _MEANT.get(name, "")
-    near = get_close_matches(name, known, n=1)
     if meant and all(word in known for word in re.findall(r"(\w+)=", meant)):
         way_out = f"write {meant}"
     else:
-        way_out = f"{f'write {near[0]}=; ' if near else ''}there are {', '.join(known)}"
+        near = "".join(f"write {match}=; " for match in get_close_matches(name, known, n=1))
+        way_out = f"{near}there are {', '.join(known)}"
     return f"{call}({name}=...): there is no such argument; {way_out}."
 
 

@@ -42,8 +42,8 @@ def accumulate(loss_fn: LossFn) -> LossFn:
 
     Raises:
         ValueError: `loss_fn` is not a function, or is accumulated already; in a step, the leaves do not agree in M and
-            b, or traced micro-batches of a list in their shapes. (If no leaf shows it, such as a single leaf `[B, T]`, a batch without the axis is taken for B
-            micro-batches.)
+            b, or traced micro-batches of a list in their shapes. (If no leaf shows it, such as a single leaf `[B, T]`,
+            a batch without the axis is taken for B micro-batches.)
 
     >>> import decentfn as df
     >>> loss_fn = accumulate(lambda params, batch: ((batch - params) ** 2).mean())
