@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any, TypeVar, cast
 
 import optree
@@ -29,26 +28,27 @@ def leaves(tree: PyTree) -> list[Any]:
     """Return the leaves in flattening order (dicts by sorted key); None is not a leaf."""
     if not torch.compiler.is_dynamo_compiling():
         return optree.tree_leaves(tree)
-    if isinstance(tree, _LEAVES):
-        return [tree]
-    node = _open(tree)
-    return [tree] if node is None else [leaf for child in node[0] for leaf in leaves(child)]
+    found, left = [], [tree]
+    while left:
+        node = left.pop()
+        its = None if isinstance(node, _LEAVES) else _children(node)
+        if its is None:
+            found.append(node)
+        else:
+            left += its[::-1]
+    return found
 
 
 def map(function: Callable[..., Any], tree: PyTree, *others: PyTree) -> PyTree:
     """Apply `function` to each leaf of `tree` and the corresponding parts of `others`."""
     if not torch.compiler.is_dynamo_compiling():
         return optree.tree_map(function, tree, *others)
-    node = None if isinstance(tree, _LEAVES) else _open(tree)
-    return function(tree, *others) if node is None else _rebuilt(map, function, node, others)
-
-
-def _rebuilt(visit: Callable[..., Any], function: Callable[..., Any], node: Any, others: Sequence[PyTree]) -> PyTree:
-    """Rebuild an opened node from `visit(function, ...)` of its children and the corresponding ones of `others`."""
-    children, close = node
-    opened = [_open(other) for other in others]
-    rest = [() if other is None else other[0] for other in opened]
-    return close([visit(function, *parts) for parts in zip(children, *rest, strict=True)])
+    if isinstance(tree, _LEAVES) or (its := _children(tree)) is None:
+        return function(tree, *others)
+    new = []
+    for parts in zip(its, *[_children(other) for other in others], strict=True):
+        new.append(function(*parts) if isinstance(parts[0], _LEAVES) else map(function, *parts))
+    return _like(tree, new)
 
 
 def children(tree: dict[Any, Any]) -> list[Any]:
@@ -65,33 +65,48 @@ def cloned(tree: PyTree) -> PyTree:
     return map(clone, tree)
 
 
-def _open(tree: PyTree) -> tuple[Sequence[Any], Callable[[list[Any]], Any]] | None:
-    """Return a node's children and the function that rebuilds it from new children; None for a leaf.
-
-    A replacement for optree inside Dynamo, which cannot trace how optree goes through a dict.
-    """
+def _children(tree: PyTree) -> Sequence[Any] | None:
+    """Return a node's children; None for a leaf. With `_like`, a replacement for optree, which Dynamo cannot trace."""
     kind = type(tree)
     if tree is None:
-        return (), lambda children: None
+        return ()
+    if kind in _nodes:
+        return _nodes[kind][0](tree)[0]
+    if kind is dict:
+        return children(tree)
+    if kind in (list, tuple) or (isinstance(tree, tuple) and hasattr(tree, "_fields")):
+        return tree
+    if optree.register_pytree_node.get(kind) is None:
+        return None
+    return optree.tree_flatten_one_level(cast(Any, tree))[0]
+
+
+def _like(tree: PyTree, new: list[Any]) -> PyTree:
+    """Return a node like `tree` with new children."""
+    kind = type(tree)
+    if tree is None:
+        return None
     if kind in _nodes:
         flatten_node, unflatten_node = _nodes[kind]
-        children, context = flatten_node(tree)
-        return children, lambda new: unflatten_node(context, new)
+        return unflatten_node(flatten_node(tree)[1], new)
     if kind is dict:
         keys = _ordered(tree)
-        return [tree[key] for key in keys], lambda new: {key: new[keys.index(key)] for key in tree}
-    if kind is list or kind is tuple:
-        return tree, kind
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return tree, lambda new: kind(*new)
-    if optree.register_pytree_node.get(kind) is not None:
-        children, metadata, _, unflatten_one = optree.tree_flatten_one_level(cast(Any, tree))
-        return children, lambda new: unflatten_one(metadata, new)
-    return None
+        return {key: new[keys.index(key)] for key in tree}
+    if kind in (list, tuple):
+        return kind(new)
+    if isinstance(tree, tuple):
+        return kind(*new)
+    _, metadata, _, unflatten_one = optree.tree_flatten_one_level(cast(Any, tree))
+    return unflatten_one(metadata, new)
 
 
 def _ordered(tree: dict[Any, Any]) -> list[Any]:
     """Return the keys in optree's order: sorted, by their types first if these differ."""
+    for key in tree:
+        if type(key) is not str:
+            break
+    else:
+        return sorted(tree)
     kinds = {type(key) for key in tree}
     if len(kinds) < 2 or kinds <= {bool, int, float}:
         return sorted(tree)
@@ -100,12 +115,12 @@ def _ordered(tree: dict[Any, Any]) -> list[Any]:
 
 def nodes(tree: PyTree) -> list[str]:
     """Return the kinds of the inner nodes, outermost first; dicts with their keys."""
-    node = _open(tree)
-    if node is None or tree is None:
+    its = None if isinstance(tree, _LEAVES) else _children(tree)
+    if its is None or tree is None:
         return []
     kind = type(tree).__name__
     own = f"{kind} of {sorted(tree)}" if isinstance(tree, _DICTS) else kind
-    return [own, *(name for child in node[0] for name in nodes(child))]
+    return [own, *(name for child in its for name in nodes(child))]
 
 
 _nodes: dict[type, tuple[Callable[[Any], tuple[Sequence[Any], Hashable]], Callable[[Any, Iterable[Any]], Any]]] = {}
@@ -156,8 +171,11 @@ def map_nodes(kind: type[T], function: Callable[..., T], tree: PyTree, *others: 
     """Replace each node of this kind by `function` of it and the corresponding parts of `others`; keep the rest."""
     if isinstance(tree, kind):
         return function(tree, *others)
-    node = _open(tree)
-    return tree if node is None else _rebuilt(partial(map_nodes, kind), function, node, others)
+    its = _children(tree)
+    if its is None:
+        return tree
+    parts = zip(its, *[_children(other) for other in others], strict=True)
+    return _like(tree, [map_nodes(kind, function, *part) for part in parts])
 
 
 def named_leaves(tree: PyTree, kind: type | None = None) -> list[tuple[str, Any]]:

@@ -123,7 +123,7 @@ def compile(
         if is_new := graph is None:
             if donate:
                 require_distinct("compile", state)
-            graph = torch.compile(_on_leaves(step, trees.enumerate_leaves(state), donate), **given)
+            graph = torch.compile(_on_leaves(step, state, donate), **given)
             progress.begin()
         # torch.compile drops writes to a 0-d float64 input, so such a leaf is passed as [its view of shape [1]].
         for i, x in enumerate(leaves):
@@ -189,21 +189,21 @@ class _Progress:
         return compile_cache.inductor(graph, inputs, **kwargs)
 
 
-def _on_leaves(step: Step, template: PyTree, donate: bool) -> FunctionType:
+def _on_leaves(step: Step, state: Any, donate: bool) -> FunctionType:
     """Return the step as a function of the state's leaves, so that each call guards a plain list of tensors."""
-    one = step.run
+    one, template, nodes = step.run, trees.enumerate_leaves(state), trees.nodes(state)
 
     def pure(given: list[Any], batch: PyTree, t: Tensor) -> tuple[Any, Any]:
         return one(trees.fill(template, [_as_it_was(leaf) for leaf in given]), batch, t)
 
     def donated(given: list[Any], batch: PyTree, t: Tensor) -> Any:
         leaves = [_as_it_was(leaf) for leaf in given]
-        old = trees.fill(template, leaves)
-        new, metrics = one(old, batch, t)
-        require_layout("compile", old, new)
+        new, metrics = one(trees.fill(template, leaves), batch, t)
+        new_leaves = trees.leaves(new)
+        require_layout("compile", nodes, leaves, trees.nodes(new), new_leaves)
         # Metrics must not be views of the next state.
         metrics = trees.map(torch.clone, metrics)
-        for before, leaf, place in zip(leaves, trees.leaves(new), given, strict=True):
+        for before, leaf, place in zip(leaves, new_leaves, given, strict=True):
             if leaf is not before:
                 (place[0] if isinstance(place, list) else place).copy_(leaf)
         return metrics

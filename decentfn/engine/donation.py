@@ -52,7 +52,7 @@ def donate(step: Step | Callable[..., Any]) -> Step:
         leaves, is_known = trees.leaves(new), structure in known
         if not is_known:
             require_distinct("donate", state)
-            require_layout("donate", state, new)
+            require_layout("donate", trees.nodes(state), old, trees.nodes(new), leaves)
             known.append(structure)
         # Metrics must not be views of the next state.
         metrics = trees.map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, metrics)
@@ -76,11 +76,13 @@ def _write_over(old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
         x.copy_(y)
 
 
-def require_layout(call: str, old: Any, new: Any) -> None:
+def require_layout(
+    call: str, nodes: list[str], old: Sequence[Tensor], its_nodes: list[str], new: Sequence[Any]
+) -> None:
     """Raise ValueError unless the new state has the old one's nodes, shapes and dtypes."""
-    before, after = trees.nodes(old), trees.nodes(new)
+    before, after = nodes, its_nodes
     if before == after:
-        before, after = ([(x.shape, x.dtype) for x in trees.leaves(state)] for state in (old, new))
+        before, after = ([(x.shape, x.dtype) for x in leaves] for leaves in (old, new))
     if before != after:
         raise ValueError(
             f"{call}(step): the step turned a state of {before} into one of {after}; a state that overwrites "
