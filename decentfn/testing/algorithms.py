@@ -16,7 +16,7 @@ from decentfn.core import trees
 from decentfn.core.buckets import Buckets
 from decentfn.core.trees import PyTree
 from decentfn.engine.compilation import compile
-from decentfn.engine.simulation import simulate
+from decentfn.engine.simulation import simulate, stack, worker
 from decentfn.gradient import LossFn, accumulate, autograd, dynamic_loss_scale
 from decentfn.kit.step import Algorithm
 from decentfn.optim.transforms import MixAware, MixContext, sgd
@@ -47,10 +47,10 @@ def interpreters_agree(subject: Subject) -> None:
 
 
 def traced_ranks_agree(subject: Subject) -> None:
-    """Gloo ranks, traced (aot_eager) and donated, with one worker or two per process, agree with the simulator."""
-    full, two_per_process = _traced(subject)
-    assert_close(ranks(subject, full)[-1], simulated(subject, full)[-1])
-    _assert_packed_ranks_agree(subject, two_per_process)
+    """Gloo ranks, traced (aot_eager) and donated, agree with the simulator; so do donated ones of two workers each."""
+    run = _full(subject)
+    assert_close(ranks(subject, run)[-1], simulated(subject, run)[-1])
+    _assert_packed_ranks_agree(subject, _traced(subject)[-1] if subject.backend == "inductor" else _packed(subject))
 
 
 def compiled_ranks_agree(subject: Subject) -> None:
@@ -70,7 +70,7 @@ def donated_is_pure(subject: Subject) -> None:
 
 
 def one_graph(subject: Subject) -> None:
-    """One graph serves all steps, on ranks, with one worker or two per process."""
+    """One graph serves all steps, on ranks, with one worker per process (and with two, if it is compiled)."""
     for run in _traced(subject):
         ranks(subject, run)
         assert graphs(subject, run) == 1, f"{graphs(subject, run)} graphs for {STEPS} steps"
@@ -101,14 +101,15 @@ def _compiled(subject: Subject) -> Run:
     return Run("inductor", wrappers=(_averaged,)) if subject.backend == "inductor" else _full(subject)
 
 
-def _traced(subject: Subject) -> tuple[Run, Run]:
-    """Return two traced runs; what is traced anyway is not traced twice."""
-    return _full(subject), Run("aot_eager", local=2) if subject.backend == "inductor" else _packed(subject)
+def _traced(subject: Subject) -> tuple[Run, ...]:
+    """Return the traced runs: of one worker per process, and of two unless the subject is only traced."""
+    return _full(subject), *([Run("aot_eager", local=2)] if subject.backend == "inductor" else [])
 
 
 def _packed(subject: Subject) -> Run:
-    """Return a compiled run with two workers per process and, if accepted, a bfloat16 wire."""
-    return Run(subject.backend, local=2, options=_NARROW.options if _takes(subject, _NARROW) else ())
+    """Return a run with two workers per process and, if accepted, a bfloat16 wire; eager if the subject is only traced."""
+    backend = "inductor" if subject.backend == "inductor" else "donate"
+    return Run(backend, local=2, options=_NARROW.options if _takes(subject, _NARROW) else ())
 
 
 def _assert_packed_ranks_agree(subject: Subject, packed: Run) -> None:
@@ -164,20 +165,20 @@ def sixteen_bits_compile(subject: Subject) -> None:
 
 
 def works_alone(subject: Subject) -> None:
-    """One worker trains without a process group, eagerly and in one graph alike, and learns: with plain SGD, so that a
-    momentum of the algorithm is the only one, the loss of its first batch falls by a tenth at least.
+    """One worker trains without a process group, eagerly, and simulated in one graph alike, and learns: with plain SGD,
+    so that a momentum of the algorithm is the only one, the loss of its first batch falls by a tenth at least.
     """
     algorithm = subject.build(num_workers=1, optimizer=sgd(0.05))
-    steps = {"eager": algorithm.step, "one graph": compile(algorithm.step, backend="eager")}
-    ends, losses = {}, {}
-    for name, step in steps.items():
-        state, losses[name] = algorithm.init(problem.params()), []
-        for t in range(40):
-            state, metrics = step(state, problem.batch(0, t % 2), t)
-            losses[name].append(metrics.loss.item())
-        ends[name] = state
-    assert_close(ends["one graph"], ends["eager"])
-    first, *_, last, _ = losses["eager"]  # of the first of two batches that take turns
+    step, in_one_graph = algorithm.step, compile(simulate(algorithm.step, 1), backend="eager")
+    state, losses = algorithm.init(problem.params()), []
+    stacked = stack(state, 1)
+    for t in range(40):
+        batch = problem.batch(0, t % 2)
+        state, metrics = step(state, batch, t)
+        stacked, _ = in_one_graph(stacked, problem.stacked([batch]), t)
+        losses.append(metrics.loss.item())
+    assert_close(worker(stacked, 0), state)
+    first, *_, last, _ = losses  # of the first of two batches that take turns
     assert last < 0.9 * first, (
         f"with df.sgd(0.05), the loss of one batch went from {first:.4g} to {last:.4g} in 38 steps of one worker, but an "
         "algorithm lowers it by a tenth at least; if yours needs other numbers, pass check_algorithm(..., "
