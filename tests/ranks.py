@@ -34,7 +34,8 @@ class Ranks:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["decentfn"])
         self.pipes, self.processes = [], []
         for rank in range(n):
             ours, theirs = context.Pipe()
