@@ -112,6 +112,41 @@ def test_a_call_of_the_module_by_another_thread_is_refused_meanwhile(other, arou
 
 
 @WAYS
+def test_a_compiled_step_does_not_see_that_another_thread_evaluates(around):
+    """It lent the module its tensors, in eval mode: a step would be traced anew, without batch statistics."""
+
+    def after(evaluations):
+        net = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+        params, buffers, loss_fn = df.functional(net, mse_loss)
+        params = {name: torch.full_like(x, 0.1) for name, x in params.items()}
+        init, step = df.all_reduce(around(loss_fn), df.sgd(0.01), df.topology("complete", 1))
+        step, state, ends = df.compile(step, backend="eager", donate=False), init(params, buffers), threading.Event()
+        start = state
+
+        def evaluate():
+            while not ends.is_set():
+                df.evaluate(loss_fn, start, [BATCH] * 5)
+                evaluations.append(1)
+
+        thread = threading.Thread(target=evaluate)
+        if evaluations is not None:
+            thread.start()
+        try:
+            for t in range(60):
+                state, _ = step(state, BATCH, t)
+                time.sleep(0.001)
+        finally:
+            ends.set()
+        if evaluations is not None:
+            thread.join()
+        return df.params(state), df.buffers(state)
+
+    evaluations = []
+    torch.testing.assert_close(after(evaluations), after(None), rtol=0, atol=0)
+    assert len(evaluations) > 5
+
+
+@WAYS
 def test_one_thread_may_use_a_module_within_itself(around):
     """The loss of a module that is called within another loss of it, computed again in the backward pass where it can be."""
     net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
