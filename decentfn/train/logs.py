@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import partial
@@ -114,7 +115,7 @@ class TensorBoard(_Log):
             self._writer.close()
 
 
-def read(path: str | Path) -> list[dict[str, Any]]:
+def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Return the lines of a `JSONLines` log, without a last line cut short by a crash.
 
     Raises:
