@@ -119,7 +119,6 @@ BASES = {
             T.add_decayed_weights: [0.1],
             T.trace: [0.5],
             T.clip_by_global_norm: [1.0],
-            T.clip_by_bucket_norm: [1.0],
             **{f: [0.1] for f in (T.lion, T.rmsprop, T.adagrad, T.nadam, T.radam, T.schedule_free_adamw, T.lamb)},
             T.adafactor: [0.1],
         },
