@@ -75,14 +75,7 @@ def changed(value: Any, before: Any) -> Kind | None:
 
 
 class Form:
-    """Form of an optimizer's state for one plan, learned from trial steps.
-
-    Args:
-        plan: the plan of the parameters.
-        optimizer: built for parameters that the trial changes.
-        named: these parameters.
-        scheduled: True if the rates follow a scheduler.
-    """
+    """Form of an optimizer's state for parameters of one plan, learned from trial steps that change `named`."""
 
     def __init__(self, plan: Plan, optimizer: Any, named: Named, scheduled: bool) -> None:
         self.plan, self.device, self.scheduled = plan, named[0][1].device, scheduled

@@ -337,9 +337,7 @@ def require_one_process(call: str, params: Buckets, why: str) -> None:
 def _flatten_like(x: Buckets, tree: PyTree) -> Buckets:
     """Return the tree's leaves as buckets with the plan of `x`, a tied leaf from its first place."""
     positions, values = trees.leaves(x.plan.template), trees.leaves(tree)
-    rule = (
-        f"update returned {len(values)} leaves for {len(positions)} parameters; updates are a tree like the parameters."
-    )
+    rule = f"update returned {len(values)} leaves for {len(positions)} parameters; updates are a tree like these."
     require(len(positions) == len(values), "by_leaf(transform)", rule)
     leaf_at = dict(reversed(list(zip(positions, values, strict=True))))
     tensors, places = [], itertools.count()
