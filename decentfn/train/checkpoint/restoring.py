@@ -127,11 +127,10 @@ def _tell(found: str, state: Any, saved_workers: int, skipped: dict[str, Checkpo
 def _tell_rate(template: Any, restored: Any) -> None:
     """Log a learning rate that is not the one that this run's optimizer was built with."""
     mine, theirs = (
-        [node.learning_rate for node in rates(state.local.opt) if not node.is_scheduled]
+        [float(node.learning_rate.flatten()[0]) for node in rates(state.local.opt) if not node.is_scheduled]
         for state in (template, restored)
     )
-    own = [(float(a.flatten()[0]), float(b.flatten()[0])) for a, b in zip(mine, theirs, strict=True)]
-    differing = [(a, b) for a, b in own if not math.isclose(a, b, rel_tol=1e-12)]
+    differing = [(a, b) for a, b in zip(mine, theirs, strict=True) if not math.isclose(a, b, rel_tol=1e-12)]
     if differing and collectives.everyone().rank == 0:
         built, saved = differing[0]
         _log.warning(
