@@ -50,44 +50,47 @@ class _Sent(NamedTuple):
     senders: Tensor
     receivers: Tensor
     payloads: Tensor
+    are_away: Tensor
+    """True for messages to another node."""
     rounds: float
 
 
-def _ring(ranks: Tensor) -> _Sent:
+def _ring(ranks: Tensor, node: Tensor) -> _Sent:
     """Return a ring all-reduce of these workers."""
-    rounds = 2.0 * (len(ranks) - 1)
-    return _Sent(ranks, ranks.roll(-1), torch.full((len(ranks),), rounds / len(ranks)), rounds)
+    after, rounds = ranks.roll(-1), 2.0 * (len(ranks) - 1)
+    return _Sent(ranks, after, torch.full((len(ranks),), rounds / len(ranks)), node[ranks] != node[after], rounds)
 
 
-def _to_each(ranks: Tensor) -> _Sent:
-    """Return a message from each of these workers to each other one."""
-    senders, receivers = torch.cartesian_prod(ranks, ranks).T
-    return _Sent(senders, receivers, (senders != receivers).float(), 1.0)
+def _to_each(ranks: Tensor, node: Tensor) -> _Sent:
+    """Return a message from each of these workers to each other one, summed up: each sends as many as it receives."""
+    on_node, twice = node[ranks].bincount()[node[ranks]], ranks.repeat(2)
+    payloads = torch.cat([on_node - 1, len(ranks) - on_node]).float()
+    return _Sent(twice, twice, payloads, torch.arange(len(twice)) >= len(ranks), 1.0)
 
 
-def _mean(topology: Topology, cluster: Cluster, average: Callable[[Tensor], _Sent]) -> Traffic:
+def _mean(topology: Topology, cluster: Cluster, average: Callable[[Tensor, Tensor], _Sent]) -> Traffic:
     steps = range(topology.period or _SAMPLED)
     rounds = [_of_round(topology, t, cluster, average) for t in steps]
     return Traffic(*(sum(column) / len(rounds) for column in zip(*rounds, strict=True)))
 
 
-def _of_round(topology: Topology, t: int, cluster: Cluster, average: Callable[[Tensor], _Sent]) -> Traffic:
+def _of_round(topology: Topology, t: int, cluster: Cluster, average: Callable[[Tensor, Tensor], _Sent]) -> Traffic:
     this, n = topology.round(torch.tensor(t)), topology.num_workers
+    node = torch.arange(n) // cluster.workers_per_node
     i, k = (this.heard != torch.arange(n)[:, None]).nonzero().T
-    sent = [_Sent(this.sources[i, k], i, torch.ones(len(i)), float(len(i) > 0))]
+    j = this.sources[i, k]
+    sent = [_Sent(j, i, torch.ones(len(i)), node[j] != node[i], float(len(i) > 0))]
     if this.groups is not None and this.mean_weights is not None:
         for number in this.groups[this.mean_weights != 0].unique():
-            sent.append(average((this.groups == number).nonzero()[:, 0]))
-    senders, receivers, payloads = (torch.cat(column) for column in list(zip(*sent, strict=True))[:3])
-    node = torch.arange(n) // cluster.workers_per_node
-    is_away = node[senders] != node[receivers]
+            sent.append(average((this.groups == number).nonzero()[:, 0], node))
+    senders, receivers, payloads, are_away = (torch.cat(column) for column in list(zip(*sent, strict=True))[:4])
 
     def most(ends: Tensor, which: Tensor) -> float:
         return float(torch.zeros(n).index_add_(0, ends[which], payloads[which]).max())
 
     return Traffic(
         sent=float(payloads.sum()) / n,
-        between=max(most(node[senders], is_away), most(node[receivers], is_away)),
-        inside=max(most(senders, ~is_away), most(receivers, ~is_away)),
+        between=max(most(node[senders], are_away), most(node[receivers], are_away)),
+        inside=max(most(senders, ~are_away), most(receivers, ~are_away)),
         rounds=max(part.rounds for part in sent),
     )
