@@ -6,7 +6,6 @@ import os
 import platform
 import shutil
 import socket
-import struct
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,8 +18,6 @@ from decentfn.cli.tables import show
 from decentfn.train.store import unknown_interface
 
 _PATIENCE_S = 180
-_SIOCGIFADDR = 0x8915
-"""Linux's request for an interface's IPv4 address (netdevice(7))."""
 
 
 class _Check(NamedTuple):
@@ -36,16 +33,12 @@ def doctor(*, json: bool = False) -> None:
     Args:
         json: print JSON.
     """
-    checks = [*_versions(), _devices(), *_network(), _compiler(), _two_ranks()]
+    versions = _Check("python", platform.python_version()), _Check("torch", str(torch.__version__))
+    checks = [*versions, _devices(), *_network(), _compiler(), _two_ranks()]
     rows = [{"check": c.check, "found": c.found, "ok": c.fault is None, "fix": c.fault} for c in checks]
     show(rows, as_json=json)
     if any(c.fault for c in checks):
         sys.exit(1)
-
-
-def _versions() -> Iterator[_Check]:
-    yield _Check("python", platform.python_version())
-    yield _Check("torch", str(torch.__version__))
 
 
 def _devices() -> _Check:
@@ -60,12 +53,11 @@ def _devices() -> _Check:
 
 
 def _network() -> Iterator[_Check]:
-    names = [name for _, name in socket.if_nameindex()]
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         if os.environ.get(variable):
             fault = unknown_interface(variable) if variable == "GLOO_SOCKET_IFNAME" else None
             yield _Check(variable, os.environ[variable], fault)
-    yield _Check("interfaces", ", ".join(f"{name} {_address(name)}".strip() for name in names))
+    yield _Check("interfaces", ", ".join(name for _, name in socket.if_nameindex()))
     yield _host_name()
 
 
@@ -79,20 +71,6 @@ def _host_name() -> _Check:
     if found.startswith(f"{host}, 127.") and not is_set:
         found += ": fine on one machine; on several, set GLOO_SOCKET_IFNAME to the interface between them"
     return _Check("host name", found)
-
-
-def _address(name: str) -> str:
-    """Return an interface's IPv4 address; "" if it has none, or the system does not tell."""
-    if sys.platform != "linux":
-        return ""
-    import fcntl
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        try:
-            told = fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-        except OSError:
-            return ""
-    return socket.inet_ntoa(told[20:24])
 
 
 def _compiler() -> _Check:

@@ -6,19 +6,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
+from torch import Tensor
 from tyro.conf import Positional, arg
 
 from decentfn import plots
-from decentfn.algorithms.adapt_then_combine import adapt_then_combine
 from decentfn.cli.tables import show, show_facts
 from decentfn.core.numbers import at_least
-from decentfn.engine.simulation import simulate as simulated
-from decentfn.engine.simulation import stack
-from decentfn.optim.transforms import sgd
-from decentfn.topologies import Topology, certificate, mixing_matrix
+from decentfn.topologies import Topology, certificate, mixed, mixing_matrix
 from decentfn.topologies import topology as by_name
 from decentfn.topologies.registry import of_size
-from decentfn.train.consensus import consensus_distance, with_params
 
 Workers = Annotated[int, arg(aliases=["-n"])]
 
@@ -86,18 +82,19 @@ def simulate(
     """
     at_least("simulate", "steps", steps, 1)
     made = _made(name, num_workers, local_world_size)
-    init, step = adapt_then_combine(lambda params, batch: (params * batch).sum(), sgd(1.0), made)
-    step, state = simulated(step, num_workers), stack(init(torch.zeros(1000, dtype=torch.float64)), num_workers)
-    start = torch.randn(num_workers, 1000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    state, nothing = with_params(state, start), torch.zeros(num_workers, 1, dtype=torch.float64)
-    distances = [float(consensus_distance(state))]
+    x = torch.randn(num_workers, 1000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    distances = [_distance(x)]
     for t in range(steps):
-        state, _ = step(state, nothing, t)
-        distances.append(float(consensus_distance(state)))
+        x = mixed(made, t, x)
+        distances.append(_distance(x))
     rows = [{"steps": t, "distance": x, "of the first": x / distances[0]} for t, x in enumerate(distances)]
     show(rows, as_json=json)
     if plot is not None:
         plots.consensus(distances).savefig(plot, dpi=150)
+
+
+def _distance(x: Tensor) -> float:
+    return float(((x - x.mean(0)) ** 2).sum(1).mean().sqrt())
 
 
 def _made(name: str, num_workers: int, local_world_size: int | None) -> Topology:

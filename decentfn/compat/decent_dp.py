@@ -22,24 +22,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from decentfn.core import trees
-from decentfn.core.buckets import Buckets, add
 from decentfn.core.numbers import checks_numbers, require
-from decentfn.core.scalars import Numbers, as_step
-from decentfn.core.trees import PyTree
+from decentfn.core.scalars import Numbers
 from decentfn.engine.simulation import stack
-from decentfn.kit import LossFn, Metrics, Options, State, Worker, collect
 from decentfn.optim.transforms import Transform, clip_by_global_norm, partition
 from decentfn.topologies import Round, Topology
 from decentfn.train.consensus import consensus_mean, is_stacked, with_params
 
 __all__ = [
-    "after_forgotten_revert",
     "buckets",
     "clip_by_buckets",
     "cosine_with_warmup",
@@ -194,37 +189,3 @@ def keep_average(state: Any) -> Any:
     """Set the parameters of a state to their mean, as `global_avg(will_revert=False)`. Collective."""
     mean = consensus_mean(state)
     return with_params(state, stack(mean, state.params[0].shape[0]) if is_stacked(state) else mean)
-
-
-@checks_numbers
-def after_forgotten_revert(
-    loss_fn: LossFn,
-    optimizer: Any,
-    topology: Topology,
-    *,
-    gamma: float = 1.0,
-    **options: Unpack[Options],
-) -> Callable[[tuple[State, Buckets], PyTree, int | Tensor], tuple[State, Metrics]]:
-    """Make the update after a `global_avg(will_revert=True)` without its `revert_global_avg`.
-
-    The parameters x are then the mean, but the old ones, y, are sent: `x̃ = (1-γ) x + γ ((w-s) x + s Σ_{j∈R} y_j)`. A
-    functional state cannot have this fault; the function repeats such runs. Arguments as of `adapt_while_communicate`.
-
-    Returns:
-        `step((state, y), batch, t) -> (state, metrics)`, to call once; `y` are the parameters before the average.
-    """
-    worker = Worker(loss_fn, optimizer, topology, **options)
-
-    def step(state: tuple[State, Buckets], batch: PyTree, t: int | Tensor) -> tuple[State, Metrics]:
-        t = as_step(t)
-        (x, local, _), y = state
-        posted = worker.post(y, t)
-        g, local = worker.gradient(x, local, batch, t)
-        row = posted.row
-        kept = row.weights[0] if row.mean_weight is not None else row.weights[0] - row.weights[1:].sum()
-        factor = (1 - gamma) + gamma * kept
-        mixed = add(collect(posted, gamma), trees.map(lambda a, b: factor.to(a.dtype) * (a - b), x, y))
-        u, local = worker.update(g.grads, g, local, mixed)
-        return State(add(mixed, u), local), g.metrics
-
-    return step

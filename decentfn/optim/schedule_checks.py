@@ -17,18 +17,11 @@ from decentfn.core.numbers import require
 def require_schedule(
     call: str, name: str, schedule: Callable[[Tensor], Tensor | float], of: Literal["count", "t"] = "count"
 ) -> None:
-    """Raise ValueError unless a schedule computes on the tensor that it is given, and its first value is valid.
-
-    Args:
-        call: the user's call, for errors.
-        name: the argument.
-        schedule: the function, whose values are >= 0.
-        of: its argument: the count of updates, or the step t; both start at 0.
-    """
+    """Raise ValueError unless a schedule computes on the tensor that it is given, and its first value is finite, >= 0."""
     what = f"{call}({name}={brief(schedule)})"
 
     def value(count: Tensor) -> Tensor:
-        return torch.as_tensor(schedule(count), dtype=torch.float64)
+        return torch.as_tensor(schedule(count), dtype=torch.float64).detach()
 
     try:
         found = value(torch.tensor(0))
@@ -39,12 +32,10 @@ def require_schedule(
             f"{what}: for {of} 0, a 0-d int64 tensor, it raised {brief_error(error)}; a schedule is a function of {of} that "
             "returns a number."
         ) from error
-    require(
-        found.dim() == 0, what, f"for {of} 0 it returned {list(found.shape)} values; a schedule returns one number."
-    )
-    first = float(found.detach())
-    rule = f"for {of} 0 it returned {first:g}; a schedule's values are finite and >= 0."
-    require(math.isfinite(first) and first >= 0, what, rule)
+    rule = f"for {of} 0 it returned {list(found.shape)} values; a schedule returns one number."
+    require(found.dim() == 0, what, rule)
+    rule = f"for {of} 0 it returned {float(found):g}; a schedule's values are finite and >= 0."
+    require(0 <= float(found) < math.inf, what, rule)
     try:
         vmap(value, randomness="different")(torch.tensor([0, 1]))
     except Exception as error:

@@ -45,13 +45,7 @@ def constant(value: float) -> Schedule:
     tensor(0.1000, dtype=torch.float64)
     """
     _check_values("constant", value=value)
-    numbers = Numbers(value)
-
-    def schedule(count: Tensor) -> Tensor:
-        u, value = _with(count, numbers)
-        return 0 * u + value
-
-    return schedule
+    return _schedule(lambda u, value: 0 * u + value, value)
 
 
 def per_run(values: Sequence[float]) -> Schedule:
@@ -67,16 +61,14 @@ def per_run(values: Sequence[float]) -> Schedule:
     """
     require(isinstance(values, Sequence) and len(values) > 0, "per_run", "expected one number per run.", values=values)
     _check_values("per_run", **{f"values[{r}]": value for r, value in enumerate(values)})
-    numbers = Numbers(*map(float, values))
 
-    def schedule(count: Tensor) -> Tensor:
-        u, *table = _with(count, numbers)
+    def value(u: Tensor, *table: Tensor) -> Tensor:
         number, runs = context.runs[-1] if context.runs else (torch.zeros((), dtype=torch.int64, device=u.device), 0)
         if runs not in (0, len(values)):
             raise ValueError(f"per_run({brief(values)}): {len(values)} values, and the sweep has {runs} runs.")
         return 0 * u + torch.stack(table).index_select(0, number.view(1))[0]
 
-    return schedule
+    return _schedule(value, *map(float, values))
 
 
 @checks_numbers
@@ -93,13 +85,7 @@ def linear(start: float, end: float, steps: int) -> Schedule:
     """
     _check_values("linear", start=start, end=end)
     _check_steps("linear", "steps", steps)
-    numbers = Numbers(start, end, steps)
-
-    def schedule(count: Tensor) -> Tensor:
-        u, start, end, steps = _with(count, numbers)
-        return start + (end - start) * _fraction(u, steps)
-
-    return schedule
+    return _schedule(lambda u, start, end, steps: start + (end - start) * _fraction(u, steps), start, end, steps)
 
 
 @checks_numbers
@@ -114,13 +100,11 @@ def cosine(start: float, steps: int, end: float = 0.0) -> Schedule:
     """
     _check_values("cosine", start=start, end=end)
     _check_steps("cosine", "steps", steps)
-    numbers = Numbers(start, end, steps)
 
-    def schedule(count: Tensor) -> Tensor:
-        u, start, end, steps = _with(count, numbers)
+    def value(u: Tensor, start: Tensor, end: Tensor, steps: Tensor) -> Tensor:
         return end + (start - end) * (1 + torch.cos(math.pi * _fraction(u, steps))) / 2
 
-    return schedule
+    return _schedule(value, start, end, steps)
 
 
 @checks_numbers
@@ -159,12 +143,11 @@ def warmup_stable_decay(peak: float, warmup: int, decay: int, steps: int, end: f
     _check_steps(call, "decay", decay)
     rule = "the run has at least warmup + decay updates."
     require(steps >= warmup + decay, call, rule, warmup=warmup, decay=decay, steps=steps)
-    numbers = Numbers(peak, steps - warmup - decay, decay, end)
 
-    def main(count: Tensor) -> Tensor:
-        u, peak, stable, decay, end = _with(count, numbers)
+    def value(u: Tensor, peak: Tensor, stable: Tensor, decay: Tensor, end: Tensor) -> Tensor:
         return peak + (end - peak) * torch.clamp((u - stable) / decay, 0.0, 1.0)
 
+    main = _schedule(value, peak, steps - warmup - decay, decay, end)
     return _after_warmup(call, peak, warmup, steps, lambda rest: main)
 
 
@@ -179,13 +162,11 @@ def inverse_sqrt(peak: float, warmup: int) -> Schedule:
     """
     _check_values("inverse_sqrt", peak=peak)
     _check_steps("inverse_sqrt", "warmup", warmup)
-    numbers = Numbers(peak, warmup)
 
-    def schedule(count: Tensor) -> Tensor:
-        u, peak, warmup = _with(count, numbers)
+    def value(u: Tensor, peak: Tensor, warmup: Tensor) -> Tensor:
         return peak * torch.minimum(u / warmup, torch.sqrt(warmup / torch.clamp(u, min=1.0)))
 
-    return schedule
+    return _schedule(value, peak, warmup)
 
 
 @checks_numbers
@@ -202,13 +183,11 @@ def polynomial(start: float, end: float, steps: int, power: float = 1.0) -> Sche
     _check_values("polynomial", start=start, end=end)
     _check_steps("polynomial", "steps", steps)
     require(power > 0, "polynomial", "power is positive and finite.", power=power)
-    numbers = Numbers(start, end, steps, power)
 
-    def schedule(count: Tensor) -> Tensor:
-        u, start, end, steps, power = _with(count, numbers)
+    def value(u: Tensor, start: Tensor, end: Tensor, steps: Tensor, power: Tensor) -> Tensor:
         return end + (start - end) * (1 - _fraction(u, steps)) ** power
 
-    return schedule
+    return _schedule(value, start, end, steps, power)
 
 
 @checks_numbers
@@ -225,13 +204,10 @@ def exponential_decay(start: float, rate: float, steps: int, staircase: bool = F
     _check_steps("exponential_decay", "steps", steps)
     require(rate > 0, "exponential_decay", "rate is positive and finite; below 1 the value falls.", rate=rate)
 
-    numbers = Numbers(start, rate, steps)
-
-    def schedule(count: Tensor) -> Tensor:
-        u, start, rate, steps = _with(count, numbers)
+    def value(u: Tensor, start: Tensor, rate: Tensor, steps: Tensor) -> Tensor:
         return start * rate ** (torch.floor(u / steps) if staircase else u / steps)
 
-    return schedule
+    return _schedule(value, start, rate, steps)
 
 
 @checks_numbers
@@ -251,16 +227,14 @@ def piecewise_constant(start: float, factors: Mapping[int, float]) -> Schedule:
     for count, factor in factors.items():
         _check_steps("piecewise_constant", "count in factors", count)
         _check_values("piecewise_constant", factor=factor)
-    numbers = Numbers(start, *factors, *factors.values())
 
-    def schedule(count: Tensor) -> Tensor:
-        u, start, *rest = _with(count, numbers)
-        value = 0 * u + start
+    def value(u: Tensor, start: Tensor, *rest: Tensor) -> Tensor:
+        found = 0 * u + start
         for boundary, factor in zip(rest[: len(rest) // 2], rest[len(rest) // 2 :], strict=True):
-            value = torch.where(u < boundary, value, value * factor)
-        return value
+            found = torch.where(u < boundary, found, found * factor)
+        return found
 
-    return schedule
+    return _schedule(value, start, *factors, *factors.values())
 
 
 def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
@@ -331,9 +305,10 @@ def gamma_from_learning_rate(
     numbers = Numbers(start * total, power, peak)
 
     def gamma(count: Tensor) -> Tensor:
-        u, begin, power, peak = _with(count, numbers)
+        count = torch.as_tensor(count)
+        begin, power, peak = numbers.on(count)
         share = torch.clamp(torch.as_tensor(schedule(count), dtype=torch.float64) / peak, 0.0, 1.0)
-        return torch.where(u < begin, torch.ones_like(share), share**power)
+        return torch.where(count < begin, torch.ones_like(share), share**power)
 
     return gamma
 
@@ -347,10 +322,15 @@ def _after_warmup(call: str, peak: float, warmup: int, steps: int, main: Callabl
     return rest if warmup == 0 else join([linear(0.0, peak, warmup), rest], [warmup])
 
 
-def _with(count: Tensor, numbers: Numbers) -> tuple[Tensor, ...]:
-    """Return the count and the numbers, float64 on the count's device."""
-    count = torch.as_tensor(count)
-    return count.to(torch.float64), *numbers.on(count)
+def _schedule(value: Callable[..., Tensor], *numbers: float) -> Schedule:
+    """Return the schedule `value(u, *numbers)`; the count u and the numbers are float64 on the count's device."""
+    given = Numbers(*numbers)
+
+    def schedule(count: Tensor) -> Tensor:
+        count = torch.as_tensor(count)
+        return value(count.to(torch.float64), *given.on(count))
+
+    return schedule
 
 
 def _fraction(u: Tensor, steps: Tensor) -> Tensor:

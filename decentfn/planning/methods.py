@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from decentfn.planning.cluster import Cluster
 from decentfn.planning.traffic import Traffic, of_all_reduce, of_messages, of_schedule
@@ -60,107 +59,79 @@ class Work:
     wire: float
 
 
-class _Copies(NamedTuple):
-    """Copies of the parameters beside them, their gradients and Adam's moments."""
-
-    inboxes: int = 0
-    """Payloads that arrive."""
-    memory: int = 0
-    """Of the algorithm; checkpoints have them, too."""
-    module: int = 0
-    """Of a module whose shards are copied into at each step."""
-
-
 def ddp(work: Work, cluster: Cluster) -> Prediction:
     """All-reduce of gradients over all processes, hidden behind a part of the backward pass; each process holds all."""
-    processes = cluster.num_workers * cluster.processes_per_worker
-    traffic = of_all_reduce(processes, cluster)
+    traffic = of_all_reduce(cluster.num_workers * cluster.processes_per_worker, cluster)
     if cluster.processes_per_worker > 1:
         traffic = traffic._replace(inside=traffic.sent)
-    payload = work.parameters * work.wire
-    time, slowest = _exchange(traffic, payload, cluster, share=1)
-    seconds = _partly_hidden(work, time)
-    return _prediction("DDP", "all-reduce", work, cluster, traffic, time, seconds, slowest, _Copies(), 1.0, shards=1)
-
-
-def _partly_hidden(work: Work, time: float) -> float:
-    return work.seconds * (1 - _HIDES) + max(work.seconds * _HIDES, time)
+    return _predicted("DDP", "all-reduce", work, cluster, traffic, 1.0, hides=_HIDES)
 
 
 def hsdp(work: Work, cluster: Cluster) -> Prediction:
     """Parameters sharded in a node: gathered twice and gradients scattered there, and averaged over the nodes."""
-    size, traffic = cluster.processes_per_worker, of_all_reduce(cluster.num_workers, cluster)
-    time, slowest = _exchange(traffic, work.parameters * work.wire, cluster, share=size)
-    seconds, copies = _partly_hidden(work, time), _Copies()
-    return _prediction("HSDP", "all-reduce", work, cluster, traffic, time, seconds, slowest, copies, 1.0, shards=size)
+    traffic = of_all_reduce(cluster.num_workers, cluster)
+    return _predicted("HSDP", "all-reduce", work, cluster, traffic, 1.0, hides=_HIDES)
 
 
 def gossip(work: Work, cluster: Cluster, topology: Topology) -> Prediction:
     """adapt_while_communicate: parameters travel during the forward and backward passes."""
-    traffic = of_schedule(topology, cluster)
-    size = cluster.processes_per_worker
-    time, slowest = _exchange(traffic, work.parameters * work.wire, cluster, share=size)
-    gap = certificate(topology).gap_per_step
-    copies = _Copies(inboxes=max(1, topology.degree), module=int(size > 1))
-    seconds = max(work.seconds, time)
-    name = "adapt_while_communicate"
-    return _prediction(name, topology.name, work, cluster, traffic, time, seconds, slowest, copies, gap, shards=size)
+    traffic, gap = of_schedule(topology, cluster), certificate(topology).gap_per_step
+    inboxes = max(1, topology.degree)
+    return _predicted("adapt_while_communicate", topology.name, work, cluster, traffic, gap, hides=1.0, inboxes=inboxes)
 
 
 def compressed(work: Work, cluster: Cluster, topology: Topology) -> Prediction:
     """deep_squeeze, which any schedule suits: a message is known after the update, so nothing hides it."""
-    traffic = of_messages(topology, cluster)
-    size = cluster.processes_per_worker
-    time, slowest = _exchange(traffic, work.parameters * work.wire, cluster, share=size)
-    gap = certificate(topology).gap_per_step
-    copies = _Copies(inboxes=max(topology.degree, math.ceil(traffic.sent)), memory=1, module=int(size > 1))
-    seconds, name = work.seconds + time, "deep_squeeze"
-    return _prediction(name, topology.name, work, cluster, traffic, time, seconds, slowest, copies, gap, shards=size)
+    traffic, gap = of_messages(topology, cluster), certificate(topology).gap_per_step
+    inboxes = max(topology.degree, math.ceil(traffic.sent))
+    return _predicted("deep_squeeze", topology.name, work, cluster, traffic, gap, hides=0.0, inboxes=inboxes, memory=1)
 
 
 def diloco(work: Work, cluster: Cluster, inner_steps: int) -> Prediction:
     """An all-reduce of the parameters after every H steps, which nothing hides."""
     traffic = Traffic(*(x / inner_steps for x in of_all_reduce(cluster.num_workers, cluster)))
-    size, name = cluster.processes_per_worker, f"every {inner_steps} steps"
-    time, slowest = _exchange(traffic, work.parameters * work.wire, cluster, share=size)
-    seconds, copies = work.seconds + time, _Copies(inboxes=1, memory=2, module=int(size > 1))
-    return _prediction("diloco", name, work, cluster, traffic, time, seconds, slowest, copies, None, shards=size)
+    name = f"every {inner_steps} steps"
+    return _predicted("diloco", name, work, cluster, traffic, None, hides=0.0, inboxes=1, memory=2)
 
 
-def _exchange(traffic: Traffic, payload: float, cluster: Cluster, *, share: int) -> tuple[float, str]:
-    """Return the time of a step's messages, and what takes it; a process has 1/share of a worker's payload."""
-    between = cluster.between.seconds(traffic.between * payload, traffic.rounds) if traffic.between else 0.0
-    inside = 0.0
-    if cluster.inside is not None and traffic.inside:
-        inside = cluster.inside.seconds(traffic.inside / share * payload, traffic.rounds)
-    return max(between, inside), "links between nodes" if between >= inside else "links inside nodes"
-
-
-def _prediction(
+def _predicted(
     method: str,
     topology: str,
     work: Work,
     cluster: Cluster,
     traffic: Traffic,
-    time: float,
-    seconds: float,
-    slowest: str,
-    copies: _Copies,
     gap: float | None,
-    shards: int,
+    *,
+    hides: float,
+    inboxes: int = 0,
+    memory: int = 0,
 ) -> Prediction:
-    held = 2 + _MOMENTS + copies.memory + copies.module  # 2: parameters and gradients
+    """Predict a step in which `hides` of the computation hides messages, and `inboxes` payloads arrive.
+
+    `memory` counts the algorithm's copies of the parameters, which checkpoints have, too.
+    """
+    has_replicas = method not in ("DDP", "HSDP")
+    shards = 1 if method == "DDP" else cluster.processes_per_worker  # a process has 1/shards of a worker's payload
+    module = int(has_replicas and shards > 1)  # the copy of a module whose shards are copied into at each step
     payload, own = work.parameters * work.wire, work.parameters * work.nbytes
-    saved = (1 + _MOMENTS + copies.memory) * own
+    between = cluster.between.seconds(traffic.between * payload, traffic.rounds) if traffic.between else 0.0
+    inside = 0.0
+    if cluster.inside is not None and traffic.inside:
+        inside = cluster.inside.seconds(traffic.inside / shards * payload, traffic.rounds)
+    exchange = max(between, inside)
+    seconds = work.seconds * (1 - hides) + max(work.seconds * hides, exchange)
+    is_hidden = exchange <= work.seconds * 1e-3 or seconds <= work.seconds * 1.001
+    slowest = "links between nodes" if between >= inside else "links inside nodes"
+    held = 2 + _MOMENTS + memory + module  # 2: parameters and gradients
     return Prediction(
         method=method,
         topology=topology,
         seconds=seconds,
-        exchange=time,
+        exchange=exchange,
         between=traffic.between * payload,
         inside=traffic.inside * payload / shards + 3 * (shards - 1) / shards * own,  # gathered twice, scattered once
         gap=gap,
-        memory=(held * own + copies.inboxes * payload) / shards,
-        checkpoint=saved * (cluster.num_workers if method not in ("DDP", "HSDP") else 1),
-        bottleneck="computation" if time <= work.seconds * 1e-3 or seconds <= work.seconds * 1.001 else slowest,
+        memory=(held * own + inboxes * payload) / shards,
+        checkpoint=(1 + _MOMENTS + memory) * own * (cluster.num_workers if has_replicas else 1),
+        bottleneck="computation" if is_hidden else slowest,
     )

@@ -79,9 +79,8 @@ def plan(
         model = sum(p.numel() for p in model.parameters())
     parameters = at_least("plan", "model", model, 1)
     require(parameters <= _MOST_PARAMETERS, "plan", "at most 10^18 parameters.", model=model)
-    require(
-        1 <= inner_steps <= _MOST_PARAMETERS, "plan", "steps between two averages, at least 1.", inner_steps=inner_steps
-    )
+    rule = "steps between two averages, at least 1."
+    require(1 <= inner_steps <= _MOST_PARAMETERS, "plan", rule, inner_steps=inner_steps)
     require(0 < compute_seconds < 1e9, "plan", "seconds of a step's computation, > 0.", compute_seconds=compute_seconds)
     require(0 < sent <= 1, "plan", "the share of bytes that are sent, in (0, 1].", sent=sent)
     for made in topologies or ():

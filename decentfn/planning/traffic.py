@@ -44,61 +44,53 @@ def of_all_reduce(members: int, cluster: Cluster) -> Traffic:
     return Traffic(share, crosses, share if cluster.workers_per_node > 1 else 0.0, 2 * (members - 1))
 
 
-class _Sums:
-    """Payloads of one step, added up as it goes: of all workers, per node, and per worker inside its node."""
+class _Sent(NamedTuple):
+    """Messages of a step or of a part of it."""
 
-    def __init__(self, cluster: Cluster) -> None:
-        self.node = torch.arange(cluster.num_workers) // cluster.workers_per_node
-        self.sent = self.rounds = 0.0
-        self.out, self.into = torch.zeros(cluster.nodes), torch.zeros(cluster.nodes)
-        self.near_out, self.near_in = torch.zeros(cluster.num_workers), torch.zeros(cluster.num_workers)
-
-    def send(self, here: int, there: int, payloads: float = 1.0) -> None:
-        """Count a message from one worker to another."""
-        self.sent += payloads
-        if self.node[here] == self.node[there]:
-            self.near_out[here] += payloads
-            self.near_in[there] += payloads
-        else:
-            self.out[self.node[here]] += payloads
-            self.into[self.node[there]] += payloads
+    senders: Tensor
+    receivers: Tensor
+    payloads: Tensor
+    are_away: Tensor
+    """True for messages to another node."""
+    rounds: float
 
 
-def _ring(sums: _Sums, ranks: Tensor) -> None:
-    """Count a ring all-reduce of these workers."""
-    share = 2 * (len(ranks) - 1) / len(ranks)
-    for here, there in zip(ranks.tolist(), ranks.roll(-1).tolist(), strict=True):
-        sums.send(here, there, share)
-    sums.rounds = max(sums.rounds, 2.0 * (len(ranks) - 1))
+def _ring(ranks: Tensor, node: Tensor) -> _Sent:
+    """Return a ring all-reduce of these workers."""
+    after, rounds = ranks.roll(-1), 2.0 * (len(ranks) - 1)
+    return _Sent(ranks, after, torch.full((len(ranks),), rounds / len(ranks)), node[ranks] != node[after], rounds)
 
 
-def _to_each(sums: _Sums, ranks: Tensor) -> None:
-    """Count a message from each of these workers to each other one."""
-    its_node = sums.node[ranks]
-    on_node = torch.bincount(its_node, minlength=len(sums.out))
-    for away in (sums.out, sums.into):
-        away += on_node * (len(ranks) - on_node)
-    for near in (sums.near_out, sums.near_in):
-        near[ranks] += on_node[its_node] - 1
-    sums.sent += len(ranks) * (len(ranks) - 1)
-    sums.rounds = max(sums.rounds, 1.0)
+def _to_each(ranks: Tensor, node: Tensor) -> _Sent:
+    """Return a message from each of these workers to each other one, summed up: each sends as many as it receives."""
+    on_node, twice = node[ranks].bincount()[node[ranks]], ranks.repeat(2)
+    payloads = torch.cat([on_node - 1, len(ranks) - on_node]).float()
+    return _Sent(twice, twice, payloads, torch.arange(len(twice)) >= len(ranks), 1.0)
 
 
-def _mean(topology: Topology, cluster: Cluster, average: Callable[[_Sums, Tensor], None]) -> Traffic:
+def _mean(topology: Topology, cluster: Cluster, average: Callable[[Tensor, Tensor], _Sent]) -> Traffic:
     steps = range(topology.period or _SAMPLED)
     rounds = [_of_round(topology, t, cluster, average) for t in steps]
     return Traffic(*(sum(column) / len(rounds) for column in zip(*rounds, strict=True)))
 
 
-def _of_round(topology: Topology, t: int, cluster: Cluster, average: Callable[[_Sums, Tensor], None]) -> Traffic:
-    this, sums = topology.round(torch.tensor(t)), _Sums(cluster)
-    for i, sources in enumerate(this.sources.tolist()):
-        for j in sources:
-            if j >= 0 and j != i:
-                sums.send(j, i)
-                sums.rounds = 1.0
+def _of_round(topology: Topology, t: int, cluster: Cluster, average: Callable[[Tensor, Tensor], _Sent]) -> Traffic:
+    this, n = topology.round(torch.tensor(t)), topology.num_workers
+    node = torch.arange(n) // cluster.workers_per_node
+    i, k = (this.heard != torch.arange(n)[:, None]).nonzero().T
+    j = this.sources[i, k]
+    sent = [_Sent(j, i, torch.ones(len(i)), node[j] != node[i], float(len(i) > 0))]
     if this.groups is not None and this.mean_weights is not None:
         for number in this.groups[this.mean_weights != 0].unique():
-            average(sums, (this.groups == number).nonzero()[:, 0])
-    between, inside = torch.maximum(sums.out, sums.into), torch.maximum(sums.near_out, sums.near_in)
-    return Traffic(sums.sent / topology.num_workers, float(between.max()), float(inside.max()), sums.rounds)
+            sent.append(average((this.groups == number).nonzero()[:, 0], node))
+    senders, receivers, payloads, are_away = (torch.cat(column) for column in list(zip(*sent, strict=True))[:4])
+
+    def most(ends: Tensor, which: Tensor) -> float:
+        return float(torch.zeros(n).index_add_(0, ends[which], payloads[which]).max())
+
+    return Traffic(
+        sent=float(payloads.sum()) / n,
+        between=max(most(node[senders], are_away), most(node[receivers], are_away)),
+        inside=max(most(senders, ~are_away), most(receivers, ~are_away)),
+        rounds=max(part.rounds for part in sent),
+    )

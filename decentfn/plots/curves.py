@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +12,7 @@ import numpy as np
 from decentfn.core.formatting import brief
 from decentfn.core.numbers import require
 from decentfn.plots import paper
+from decentfn.train import logs
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -105,20 +104,11 @@ def run(log: str | os.PathLike[str] | Iterable[Mapping[str, Any]]) -> Figure:
 
 
 def _read(log: Any) -> list[Any]:
-    if not isinstance(log, (str, os.PathLike)):
-        is_list = isinstance(log, Iterable) and not isinstance(log, Mapping)
-        rule = "a path, or a list of dictionaries, one per line of the log."
-        require(is_list, f"df.plots.run({brief(log)})", rule)
-        return list(log)
-    lines = []
-    for number, line in enumerate(Path(log).read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            lines += [json.loads(line)] if line.strip() else []
-        except ValueError:
-            raise ValueError(
-                f"df.plots.run({str(log)!r}): line {number} is not JSON: {brief(line)}; the log has one object a line."
-            ) from None
-    return lines
+    if isinstance(log, (str, os.PathLike)):
+        return logs.read(log)
+    is_list = isinstance(log, Iterable) and not isinstance(log, Mapping)
+    require(is_list, f"df.plots.run({brief(log)})", "a path, or a list of dictionaries, one per line of the log.")
+    return list(log)
 
 
 def _numbers(call: str, what: str, values: Any, shapes: str) -> np.ndarray:

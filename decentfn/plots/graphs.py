@@ -114,22 +114,21 @@ def _count(number: int, what: str) -> str:
 
 
 def _links(topology: topologies.Topology, t: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Return mutual and directed links, (sender, receiver)."""
     this = topology.round(t)
     i, k = ((this.sources >= 0) & (this.weights[:, 1:] != 0)).nonzero().T
     heard = {(j, i) for j, i in zip(this.sources[i, k].tolist(), i.tolist(), strict=True) if j != i}
-    both = sorted((j, i) for j, i in heard if j < i and (i, j) in heard)
-    return both, sorted((j, i) for j, i in heard if (i, j) not in heard)
+    mutual = {(j, i) for j, i in heard if (i, j) in heard}
+    return sorted((j, i) for j, i in mutual if j < i), sorted(heard - mutual)
 
 
 def _groups(topology: topologies.Topology, t: int) -> list[list[int]]:
-    groups, mean_weights = topology.round(t)[3:5]
-    if groups is None or mean_weights is None:
+    """Return the groups of two workers or more that average."""
+    this, members = topology.round(t), topology.peers(t).members
+    if members is None or this.mean_weights is None:
         return []
-    members: dict[int, list[int]] = {}
-    for worker, (group, weight) in enumerate(zip(groups.tolist(), mean_weights.tolist(), strict=True)):
-        if weight:
-            members.setdefault(group, []).append(worker)
-    return [group for group in members.values() if len(group) > 1]
+    distinct = {id(group): group for group, weight in zip(members, this.mean_weights, strict=True) if weight}
+    return [group for group in distinct.values() if len(group) > 1]
 
 
 def _graph(topology: topologies.Topology, t: int, axes: Axes) -> None:

@@ -13,6 +13,7 @@ from decentfn.comm import collectives, gossip
 from decentfn.compressors import Compressor, Key
 from decentfn.core import trees
 from decentfn.core.buckets import BucketPlan, Buckets, flatten, loose
+from decentfn.engine.cache import counted
 from decentfn.engine.compilation import compile
 from decentfn.testing import problem
 from decentfn.testing.ranks import on_ranks
@@ -132,16 +133,11 @@ def _updates(update: Callable[..., Any], state: Any, gradients: list[Buckets], x
 
 
 def _traced(update: Callable[..., Any], graphs: list[Any]) -> Callable[..., Any]:
-
-    def count(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        graphs.append(graph)
-        return graph.forward
-
     def step(state: Any, gradient: Any, t: Any) -> Any:
         updates, new = update(gradient, *state)
         return (new, state[1]), updates
 
-    compiled = compile(step, donate=False, backend=count)
+    compiled = compile(step, donate=False, backend=counted("eager", graphs))
 
     def run(gradient: Any, state: Any, x: Buckets) -> Any:
         (new, _), updates = compiled((state, x), gradient, 0)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -53,19 +52,13 @@ def hostile(algorithm: Algorithm, worker: int, sends: Lie | Callable[[Tensor, Te
         return torch.where(me == worker, lie.to(x.dtype), x)
 
     def run(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
-        with _lying(told):
+        context.hostile.append(told)
+        try:
             return one(state, batch, t)
+        finally:
+            context.hostile.pop()
 
     return algorithm._replace(step=replace(algorithm.step, run=run))
-
-
-@contextmanager
-def _lying(told: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Any:
-    context.hostile.append(told)
-    try:
-        yield
-    finally:
-        context.hostile.pop()
 
 
 def _garbage(x: Tensor, t: Tensor) -> Tensor:

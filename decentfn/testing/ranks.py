@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -108,16 +109,8 @@ class _Late:
         self._group, self._delay, self._thread = group, delay, ThreadPoolExecutor(1)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._group, name)
-
-    def send(self, *arguments: Any) -> _LateWork:
-        return self._later(self._group.send, *arguments)
-
-    def allreduce(self, *arguments: Any) -> _LateWork:
-        return self._later(self._group.allreduce, *arguments)
-
-    def allgather(self, *arguments: Any) -> _LateWork:
-        return self._later(self._group.allgather, *arguments)
+        post = getattr(self._group, name)
+        return partial(self._later, post) if name in ("send", "allreduce", "allgather") else post
 
     def _later(self, post: Callable[..., Any], *arguments: Any) -> _LateWork:
         due = time.monotonic() + self._delay

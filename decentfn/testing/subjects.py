@@ -102,7 +102,6 @@ class Run(NamedTuple):
     """Configuration of a run."""
 
     backend: str | None = None  # of torch.compile; "donate": eager and donated
-    donate: bool = True
     local: int = 1  # workers of each process
     options: tuple[tuple[str, Any], ...] = ()
     with_buffers: bool = False
@@ -138,7 +137,7 @@ def _program(subject: Subject, run: Run) -> _Program:
         step = donate(step)
     elif run.backend is not None:
         backend = run.backend if run.backend == "inductor" else compile_cache.counted(run.backend, graphs)
-        step = compile(step, backend=backend, donate=run.donate)
+        step = compile(step, backend=backend)
     return _Program(algorithm, step, threading.Event(), graphs)
 
 
@@ -191,7 +190,7 @@ def ranks(
 def simulated(subject: Subject, run: Run = _PLAIN, *, batches: Batches = problem.batch) -> list[Any]:
     """Return the states as `ranks` does, computed eagerly by the simulator."""
     n = subject.num_workers
-    program = _program(subject, run._replace(backend=None, donate=True, local=n))
+    program = _program(subject, run._replace(backend=None, local=n))
     state = subject.start(program.algorithm, range(n), stacked=True, with_buffers=run.with_buffers)
     history = [state]
     for t in range(STEPS):

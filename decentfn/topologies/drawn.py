@@ -116,9 +116,8 @@ def from_rounds(
             inverse of its sources, or that differs when drawn again.
     """
     require_at_most(name, MOST_WORKERS, num_workers=num_workers)
-    require(
-        period is None or period >= 1, name, "a schedule repeats after one step or more, or has None.", period=period
-    )
+    rule = "a schedule repeats after one step or more, or has None."
+    require(period is None or period >= 1, name, rule, period=period)
     round_of = _with_shapes(name, num_workers, round_of)
     entries = round_of(torch.tensor(0)).weights.numel()
     in_tables = in_tables and period is not None and period <= min(_LONGEST_TABLE, MOST_TABLE_ENTRIES // entries)

@@ -56,14 +56,10 @@ def without(topology: Topology, workers: Collection[int]) -> Resized:
     (Topology('base', num_workers=3, period=3, degree=1), 'another family', 3)
     """
     require_topology("without", topology)
-    n = topology.num_workers
-    lost = {whole_number("without", "workers", worker) for worker in workers}
-    require(
-        lost <= set(range(n)) and len(lost) == len(workers) < n,
-        "without",
-        f"distinct numbers of lost workers, of 0..{n - 1}; one is left.",
-        workers=brief(sorted(workers)),
-    )
+    n, lost = topology.num_workers, {whole_number("without", "workers", worker) for worker in workers}
+    rule = f"distinct numbers of lost workers, of 0..{n - 1}; one is left."
+    is_subset = lost <= set(range(n)) and len(lost) == len(workers) < n
+    require(is_subset, "without", rule, workers=brief(sorted(workers)))
     if not lost or (same := _same_family(topology, n - len(lost))) is not None:
         return Resized(same if lost else topology, "same family")
     if topology.draw is None and (topology.active is not None or consensus_steps(topology) is None):
@@ -78,14 +74,8 @@ def in_place(topology: Topology, workers: Collection[int]) -> Topology:
 
     It has as many slots as before, idle ones too, and stays static, symmetric and doubly stochastic where the schedule was. That is
     `without(workers)` if it fits, else the first that does of: the same links with lost weights added to a worker's own; a static ring;
-    `base`; the mean of all. A combination (`every`, `later`, ...) is made again of its parts' schedules.
-
-    Args:
-        topology: of all workers.
-        workers: the lost ones; at least one worker is left.
-
-    Raises:
-        ValueError: none fits, which can only be for a schedule of few slots that needs many.
+    `base`; the mean of all. A combination (`every`, `later`, ...) is made again of its parts' schedules. Raises ValueError if none fits,
+    which can only be for a schedule of few slots that needs many.
     """
     kept = [i for i in range(topology.num_workers) if i not in workers]
     has_tables = topology.draw is None and topology.groups is None
@@ -101,22 +91,11 @@ def in_place(topology: Topology, workers: Collection[int]) -> Topology:
 def enlarged(topology: Topology, num_workers: int) -> Topology:
     """Return the schedule of more workers than a step was compiled for, in its form, as `in_place` does for fewer.
 
-    That is `resized(num_workers)` if it fits. A mean of all in one step stays one if the family's is one for that size.
-
-    Args:
-        topology: of the workers that the step was compiled for.
-        num_workers: at least as many.
-
-    Raises:
-        ValueError: none fits.
+    That is `resized(num_workers)` if it fits. A mean of all in one step stays one if the family's is one for that size. Raises
+    ValueError if none fits.
     """
     wanted = resized(topology, num_workers).topology
-    made = _first_that_fits(
-        topology,
-        num_workers,
-        lambda part: enlarged(part, num_workers),
-        lambda: wanted,
-    )
+    made = _first_that_fits(topology, num_workers, lambda part: enlarged(part, num_workers), lambda: wanted)
     is_mean = consensus_steps(topology) == consensus_steps(wanted) == 1
     rule = f"the mean of all of {topology!r} has no form for {num_workers} workers in the compiled step."
     require(not is_mean or consensus_steps(made) == 1, "enlarged", rule)
@@ -176,15 +155,9 @@ def _widened(made: Topology, like: Topology) -> Topology:
     def round_of(t: Tensor) -> Round:
         return padded(made.round(t), like.slots, has_groups=like.has_groups)
 
-    return from_rounds(
-        made.name,
-        n,
-        round_of,
-        period=made.period,
-        groups=made.groups if made.has_groups or not like.has_groups else torch.arange(n)[None],
-        needs_push_sum=made.needs_push_sum,
-        in_tables=made.draw is None,
-    )
+    groups = made.groups if made.has_groups or not like.has_groups else torch.arange(n)[None]
+    options = {"groups": groups, "needs_push_sum": made.needs_push_sum, "in_tables": made.draw is None}
+    return from_rounds(made.name, n, round_of, period=made.period, **options)
 
 
 def resized(topology: Topology, num_workers: int) -> Resized:

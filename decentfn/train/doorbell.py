@@ -19,12 +19,7 @@ _LINE = 512
 
 
 class Doorbell:
-    """This process's port, and the others' addresses.
-
-    Args:
-        store: where the addresses are exchanged.
-        seat: this process.
-    """
+    """This process's port, and the others' addresses, which are exchanged in the store."""
 
     def __init__(self, store: Store, seat: int) -> None:
         ip6 = socket.has_dualstack_ipv6()

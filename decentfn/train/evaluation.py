@@ -178,27 +178,23 @@ def _in_step(call: str, batches: Iterator[tuple[Any, int]], tensor_parallel: int
 
     Ends if another process has failed, and ends the others if this one fails.
     """
-    last = None
+    last, processes = None, collectives.processes_per_worker()
     while True:
         try:
             batch, size = next(batches, (None, 0))
         except Exception:
-            _tell_worker("failed", None, tensor_parallel)
+            _tell_worker(None, True, tensor_parallel)
             raise
-        told = _tell_worker("none" if batch is None else "batch", batch, tensor_parallel)
-        if told["failed"] or not told["batch"]:
+        having, failed, differing = _tell_worker(batch, False, tensor_parallel)
+        if failed or not having:
             return
-        if told["different"]:
-            number = (
-                "world.worker"
-                if tensor_parallel == collectives.processes_per_worker()
-                else f"world.rank // {tensor_parallel}"
-            )
+        if differing:
+            number = "world.worker" if tensor_parallel == processes else f"world.rank // {tensor_parallel}"
             raise ValueError(
                 f"{call}(batches): the processes of a tensor-parallel worker run the module together on the same "
                 f"batches, and theirs differ; choose them by {number}."
             )
-        if told["none"] and last is None:  # in the first round
+        if having < processes and last is None:  # in the first round
             if batch is not None:
                 return
             here = collectives.everyone()
@@ -210,25 +206,22 @@ def _in_step(call: str, batches: Iterator[tuple[Any, int]], tensor_parallel: int
             yield (last, 0) if batch is None else (batch, size)
         except GeneratorExit:
             with suppress(RunError):  # the others may be gone
-                _tell_worker("failed", None, tensor_parallel)
+                _tell_worker(None, True, tensor_parallel)
             raise
         last = batch if batch is not None else last
 
 
-def _tell_worker(what: str, batch: Any, tensor_parallel: int) -> dict[str, bool]:
-    """Return which of "batch", "none" and "failed" any process of this worker reports. Collective over them.
+def _tell_worker(batch: Any, has_failed: bool, tensor_parallel: int) -> list[int]:
+    """Return how many processes of this worker have a batch, have failed, and differ within their tensor-parallel group.
 
-    "different": whether batches differ within a tensor-parallel group.
+    Collective over the worker's processes.
     """
     leaves = trees.leaves(trees.plain(batch)) if tensor_parallel > 1 else []
-    tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
-    marks = " ".join(f"{list(x.shape)} {digest(x)}" for x in tensors)
+    marks = " ".join(f"{list(x.shape)} {digest(x)}" for x in leaves if isinstance(x, torch.Tensor))
     mark = torch.tensor(zlib.crc32(marks.encode()), dtype=torch.float64)
     differs = bool(sum_within_worker(mark, tensor_parallel) != tensor_parallel * mark)
-    kinds = ("batch", "none", "failed", "different")
-    own = [float(kind == what or differs and kind == "different") for kind in kinds]
-    told = sum_within_worker(torch.tensor(own), collectives.processes_per_worker())
-    return {kind: bool(count > 0) for kind, count in zip(kinds, told, strict=True)}
+    own = torch.tensor([float(batch is not None), float(has_failed), float(differs)])
+    return sum_within_worker(own, collectives.processes_per_worker()).int().tolist()
 
 
 @contextmanager

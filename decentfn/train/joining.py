@@ -178,30 +178,26 @@ def hand_over(here: World, state: Any, donor: int, newcomers: Sequence[int]) -> 
     """Send the donor's state to the newcomers, bit for bit; return it there, and elsewhere the state itself."""
     group: Any = here.group
     if here.seat == donor:
-        works = []
-        for leaf in _tensors(state):
-            sent = leaf.detach().contiguous().reshape(-1).view(torch.uint8)
-            works += [(group.send([sent], here.seats.index(seat), 0), sent) for seat in newcomers if sent.numel()]
-        for work, _ in works:
+        leaves = [
+            leaf.detach().contiguous() for leaf in trees.leaves(state) if isinstance(leaf, Tensor) and leaf.numel()
+        ]
+        sent = [leaf.reshape(-1).view(torch.uint8) for leaf in leaves]
+        for work in [group.send([x], here.seats.index(seat), 0) for x in sent for seat in newcomers]:
             work.wait()
-    if here.seat in newcomers:
-        rank = here.seats.index(donor)
+    if here.seat not in newcomers:
+        return state
+    rank = here.seats.index(donor)
 
-        def received(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor) or not leaf.numel():
-                return leaf
-            new = torch.empty(leaf.numel() * leaf.itemsize, dtype=torch.uint8)
-            group.recv([new], rank, 0).wait()
-            return new.view(leaf.dtype).view(leaf.shape)
+    def received(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.numel():
+            return leaf
+        new = torch.empty(leaf.numel() * leaf.itemsize, dtype=torch.uint8)
+        group.recv([new], rank, 0).wait()
+        return new.view(leaf.dtype).view(leaf.shape)
 
-        return trees.map(received, state)
-    return state
+    return trees.map(received, state)
 
 
 def _form(state: Any) -> str:
     """Return a digest of names, shapes and dtypes of a state's leaves."""
     return hashlib.sha256("\n".join(lines_of(state)).encode()).hexdigest()
-
-
-def _tensors(state: Any) -> list[Tensor]:
-    return [leaf for leaf in trees.leaves(state) if isinstance(leaf, Tensor)]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from itertools import chain, count, takewhile
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -24,19 +25,7 @@ __all__ = ["JSONLines", "TensorBoard", "read"]
 _loads = partial(json.loads, parse_constant=lambda name: None)  # NaN and infinity are null
 
 
-class _Log:
-    def close(self) -> None:
-        """Write pending values and close the log."""
-        raise NotImplementedError
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-
-class JSONLines(_Log):
+class JSONLines(AbstractContextManager["JSONLines", None]):
     """Log with one JSON object per line, which process 0 writes; all may call `write`. A context manager; collective.
 
     A new run never overwrites another's log: if `path` exists, its log is `name-2.jsonl`, `name-3.jsonl`, ... A run
@@ -81,8 +70,11 @@ class JSONLines(_Log):
         if self._file is not None:
             self._file.close()
 
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
-class TensorBoard(_Log):
+
+class TensorBoard(AbstractContextManager["TensorBoard", None]):
     """Log for TensorBoard: the numbers of a line become scalars, nested names joined with "/". A context manager.
 
     Process 0 writes. Lines without a step and values that are not numbers are skipped. A run resumed at `first_step`
@@ -113,8 +105,11 @@ class TensorBoard(_Log):
         if self._writer is not None:
             self._writer.close()
 
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
-def read(path: str | Path) -> list[dict[str, Any]]:
+
+def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Return the lines of a `JSONLines` log, without a last line cut short by a crash.
 
     Raises:

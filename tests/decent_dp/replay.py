@@ -10,6 +10,9 @@ from torch import Tensor
 
 import decentfn as df
 from decentfn.compat import decent_dp
+from decentfn.core import trees
+from decentfn.core.buckets import add
+from decentfn.core.scalars import as_step
 from tests.decent_dp import problem
 from tests.decent_dp.problem import MOMENTUM, NAMES, Case
 
@@ -75,8 +78,30 @@ def build(case: Case, n: int, mistake: str | None = None) -> tuple[df.Algorithm,
     update_at: Any = "local" if mistake == "update at the local point" else "mixed"
     loss_fn = problem.loss_fn if case.micro == 1 else df.accumulate(problem.loss_fn)
     algorithm = df.adapt_while_communicate(loss_fn, optimizer, topology, gamma=case.gamma, update_at=update_at)
-    forgotten = decent_dp.after_forgotten_revert(problem.loss_fn, optimizer, topology, gamma=case.gamma)
+    forgotten = after_forgotten_revert(problem.loss_fn, optimizer, topology, gamma=case.gamma)
     return algorithm, forgotten
+
+
+def after_forgotten_revert(loss_fn: Any, optimizer: Any, topology: Any, *, gamma: float) -> Any:
+    """The step `((state, y), batch, t) -> (state, metrics)` after a `global_avg(will_revert=True)` without its revert.
+
+    The parameters x are then the mean, but the old ones, y, are sent: `x̃ = (1-γ) x + γ ((w-s) x + s Σ_{j∈R} y_j)`.
+    """
+    worker = df.kit.Worker(loss_fn, optimizer, topology)
+
+    def step(state: Any, batch: Any, t: Any) -> Any:
+        t = as_step(t)
+        (x, local, _), y = state
+        posted = worker.post(y, t)
+        g, local = worker.gradient(x, local, batch, t)
+        row = posted.row
+        kept = row.weights[0] if row.mean_weight is not None else row.weights[0] - row.weights[1:].sum()
+        factor = (1 - gamma) + gamma * kept
+        mixed = add(df.kit.collect(posted, gamma), trees.map(lambda a, b: factor.to(a.dtype) * (a - b), x, y))
+        u, local = worker.update(g.grads, g, local, mixed)
+        return df.State(add(mixed, u), local), g.metrics
+
+    return step
 
 
 def batches(case: Case, ranks: Sequence[int], t: int) -> Any:

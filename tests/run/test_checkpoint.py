@@ -482,7 +482,7 @@ def moved(tensors, places, offset=(0, 0, 0), rows=None):
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        ({"offset": (0, 0, 0), "rows": 2}, {"offset": (1, 0, 0), "rows": 2}),  # 4 values for the 3 workers' rows
+        ({"offset": (0, 0, 0), "rows": 2}, {"offset": (0, 0, 0), "rows": 2}),  # 5 values for the 3 workers' rows
         ({"offset": (0, 1, 0)}, {"offset": (2, 0, 0)}),
         ({"offset": (0, 0)}, {"offset": (2, 0, 0)}),
         ({"offset": (-1, 0, 0), "rows": 2}, {"offset": (2, 0, 0)}),

@@ -624,11 +624,8 @@ def mistakes():
         params, buffers, loss_fn = df.functional(module, loss)
         note("traced", make, loss_fn, optimizer(), ring)
         sharded_loss = df.autograd(loss_fn)
-        for name, transform in {
-            "by_leaf": df.transforms.by_leaf(df.transforms.identity()),
-            "bucket": df.transforms.clip_by_bucket_norm(1.0),
-        }.items():
-            note(name, make(sharded_loss, df.chain(transform, df.sgd(0.1)), ring).init, params, buffers)
+        by_leaf = df.transforms.by_leaf(df.transforms.identity())
+        note("by_leaf", make(sharded_loss, df.chain(by_leaf, df.sgd(0.1)), ring).init, params, buffers)
         algorithm = make(sharded_loss, df.sgd(0.1), ring)
         state = algorithm.init(params, buffers)
         note("buffers", df.average_buffers, algorithm)
@@ -686,7 +683,6 @@ def test_what_is_not_there_is_said_on_every_rank(four):
         "outer": "is sharded over processes [0, 2, 1, 3] (a mesh of 2 axes)",
         "traced": "write df.autograd(loss_fn)",
         "by_leaf": "by_leaf(transform): it needs whole leaves, but a worker is 2 processes",
-        "bucket": "clip_by_bucket_norm: a bucket's norm",
         "buffers": "average_buffers(algorithm): a worker is 2 processes",
         "evaluate": "the state is of a sharded module, and this is of a plain one",
         "evaluate plain": "the state is of a plain module, and this is of a sharded one",

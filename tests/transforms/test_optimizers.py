@@ -19,7 +19,6 @@ from decentfn.optim.transforms import (
     adamw,
     by_leaf,
     chain,
-    clip_by_bucket_norm,
     clip_by_global_norm,
     not_bias_or_norm,
     partition,
@@ -199,14 +198,6 @@ def test_clip_by_global_norm_equals_torchs(seed, shapes, size, max_norm):
     norm = torch.nn.utils.clip_grad_norm_(params, max_norm)
     assert_all_close(list(clipped.tree().values()), [p.grad for p in params])
     torch.testing.assert_close(global_norm(x), norm)
-
-
-@given(seed=seeds, shapes=shapes, max_norm=st.sampled_from([0.1, 1.0, 50.0]))
-def test_clip_by_bucket_norm_clips_every_bucket_alone(seed, shapes, max_norm):
-    x = flatten(drawn(seed, shapes), bucket_mb=1e-4)
-    clipped, _ = clip_by_bucket_norm(max_norm).update(x, (), x)
-    for bucket, out in zip(x, clipped, strict=True):
-        torch.testing.assert_close(out, bucket * min(1.0, max_norm / (float(bucket.norm()) + 1e-6)))
 
 
 @given(seed=seeds, shapes=shapes, bucket_mb=st.sampled_from([1e-5, 1e-4, 25.0]))

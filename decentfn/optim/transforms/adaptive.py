@@ -88,7 +88,6 @@ def lion(
         mask: the leaves that decay, `(dotted name, shape) -> bool`; None: all.
     Source: Chen et al., NeurIPS 2023.
     """
-    require_decayed("lion", learning_rate, weight_decay, mask)
     require_adam("lion", b1, b2, 1.0)
 
     def update(grads: Buckets, state: LionState, params: Buckets) -> tuple[Buckets, LionState]:
@@ -99,7 +98,7 @@ def lion(
         return each(direction, grads, state.mu), LionState(mu)
 
     direction = ascending(lambda params: LionState(zeros_like(params)), update)
-    return with_decay(learning_rate, weight_decay, mask, direction, is_decoupled=True)
+    return with_decay("lion", learning_rate, weight_decay, mask, direction, is_decoupled=True)
 
 
 @checks_numbers
@@ -124,7 +123,6 @@ def rmsprop(
         mask: the leaves that decay.
     Source: torch.optim.RMSprop.
     """
-    require_decayed("rmsprop", learning_rate, weight_decay, mask)
     require(0 <= decay < 1, "rmsprop", "decay is in [0, 1).", decay=decay)
     require(0 <= momentum < 1, "rmsprop", "momentum is in [0, 1).", momentum=momentum)
     require(eps > 0, "rmsprop", "eps is positive; 1e-8 is the default.", eps=eps)
@@ -143,7 +141,7 @@ def rmsprop(
         return scaled, RmsState(nu, mu)
 
     direction = chain(ascending(init, update), *unless_zero(momentum, lambda: trace(momentum)))
-    return with_decay(learning_rate, weight_decay, mask, direction, is_decoupled=False)
+    return with_decay("rmsprop", learning_rate, weight_decay, mask, direction, is_decoupled=False)
 
 
 @checks_numbers
@@ -164,7 +162,6 @@ def adagrad(
         mask: the leaves that decay.
     Source: Duchi et al., JMLR 2011; torch.optim.Adagrad.
     """
-    require_decayed("adagrad", learning_rate, weight_decay, mask)
     require(eps > 0, "adagrad", "eps is positive; 1e-10 is the default.", eps=eps)
     require(initial >= 0, "adagrad", "initial is >= 0, the first sum of squares.", initial=initial)
 
@@ -175,7 +172,7 @@ def adagrad(
         total = each(lambda s, g: s + g.to(s.dtype) ** 2, state.total, grads)
         return each(lambda g, s: (g.to(s.dtype) / (torch.sqrt(s) + eps)).to(g.dtype), grads, total), AdagradState(total)
 
-    return with_decay(learning_rate, weight_decay, mask, ascending(init, update), is_decoupled=False)
+    return with_decay("adagrad", learning_rate, weight_decay, mask, ascending(init, update), is_decoupled=False)
 
 
 @checks_numbers
@@ -203,7 +200,6 @@ def nadam(
         mask: the leaves that decay.
     Source: Dozat, ICLR workshop 2016; torch.optim.NAdam.
     """
-    require_decayed("nadam", learning_rate, weight_decay, mask)
     require_adam("nadam", b1, b2, eps)
     require(momentum_decay >= 0, "nadam", "momentum_decay is >= 0.", momentum_decay=momentum_decay)
 
@@ -225,7 +221,7 @@ def nadam(
 
         return each(one, grads, adam.mu, adam.nu), NadamState(adam, product)
 
-    return with_decay(learning_rate, weight_decay, mask, ascending(init, update), is_decoupled=False)
+    return with_decay("nadam", learning_rate, weight_decay, mask, ascending(init, update), is_decoupled=False)
 
 
 @checks_numbers
@@ -250,7 +246,6 @@ def radam(
         mask: the leaves that decay.
     Source: Liu et al., ICLR 2020; torch.optim.RAdam.
     """
-    require_decayed("radam", learning_rate, weight_decay, mask)
     require_adam("radam", b1, b2, eps)
     limit = 2 / (1 - b2) - 1
 
@@ -269,7 +264,7 @@ def radam(
 
         return each(one, grads, adam.mu, adam.nu), adam
 
-    return with_decay(learning_rate, weight_decay, mask, ascending(new_moments, update), is_decoupled=False)
+    return with_decay("radam", learning_rate, weight_decay, mask, ascending(new_moments, update), is_decoupled=False)
 
 
 @checks_numbers

@@ -20,7 +20,7 @@ from decentfn.core.numbers import checks_numbers, real, require
 from decentfn.core.scalars import Numbers, once
 from decentfn.core.trees import PyTree
 from decentfn.optim.schedule_checks import require_schedule
-from decentfn.optim.transforms.transform import Transform, ascending, descending, masked, require_one_process
+from decentfn.optim.transforms.transform import Transform, ascending, descending, masked
 
 Scalar = float | Callable[[Tensor], "Tensor | float"]
 """Number, or function of the count of earlier updates (0-d int64 tensor); see `df.schedules`."""
@@ -224,41 +224,13 @@ def clip_by_global_norm(max_norm: float) -> Transform:
         max_norm: positive; `inf` clips nothing.
     Source: `torch.nn.utils.clip_grad_norm_`.
     """
-    max_norm = _max_norm("clip_by_global_norm", max_norm)
+    call = "clip_by_global_norm"
+    is_infinite = isinstance(max_norm, Real) and max_norm == float("inf")
+    number = float("inf") if is_infinite else real(call, "max_norm", max_norm)
+    require(number > 0, call, "max_norm is positive.", max_norm=max_norm)
 
     def update(grads: Buckets, state: PyTree, params: Buckets) -> tuple[Buckets, PyTree]:
-        return multiply(grads, _clip_factor(global_norm(grads), max_norm)), state
+        factor = torch.clamp(number / (global_norm(grads) + 1e-6), max=1.0)
+        return multiply(grads, once(factor)), state
 
     return ascending(lambda params: (), update)
-
-
-def clip_by_bucket_norm(max_norm: float) -> Transform:
-    """Clip every bucket by its own norm, as in Decent-DP; the result depends on the bucket size.
-
-    Args:
-        max_norm: positive; `inf` clips nothing.
-    """
-    max_norm = _max_norm("clip_by_bucket_norm", max_norm)
-
-    def clip(grads: Buckets) -> Buckets:
-        def one(g: Tensor) -> Tensor:
-            bucket = g.to(wide(g.dtype))
-            return (bucket * _clip_factor(torch.sqrt((bucket**2).sum()), max_norm)).to(g.dtype)
-
-        return each(one, grads)
-
-    def init(params: Buckets) -> tuple[()]:
-        require_one_process("clip_by_bucket_norm", params, "a bucket's norm is not its processes'")
-        return ()
-
-    return ascending(init, lambda grads, state, params: (clip(grads), state))
-
-
-def _max_norm(call: str, max_norm: float) -> float:
-    number = max_norm if isinstance(max_norm, Real) and max_norm == float("inf") else real(call, "max_norm", max_norm)
-    require(number > 0, call, "max_norm is positive.", max_norm=max_norm)
-    return number
-
-
-def _clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    return once(torch.clamp(max_norm / (norm + 1e-6), max=1.0))

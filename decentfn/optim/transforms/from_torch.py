@@ -22,10 +22,8 @@ from decentfn.optim.transforms.torch_form import (
     CALL,
     TRIALS,
     Form,
-    Layout,
     Named,
     TorchState,
-    first_state,
     named_leaves,
     ones,
     trial_gradient,
@@ -77,8 +75,9 @@ def from_torch(
             require_one_process("from_torch", params, "it needs whole leaves, unless you pass elementwise=True")
         if not len(params):
             return ()
-        plan = _plan_number(number, params.plan.number())
-        state = first_state(_layout_of(number, plan, str(params[0].device)), Buckets(params.tensors, plan_of(plan)))
+        adapter = _adapters[number]
+        plan = adapter.plan(params.plan.number())
+        state = adapter.form(plan, params[0].device).first_state(Buckets(params.tensors, plan))
         return trees.map_nodes(Buckets, lambda node: Buckets(node.tensors, params.plan), state)
 
     def update(grads: Buckets, state: TorchState, params: Buckets) -> tuple[Buckets, PyTree]:
@@ -150,7 +149,7 @@ class _Adapter:
         """Raise ValueError unless an optimizer that is built anew in every step arrives where this one did."""
         arrived = [leaf.detach() for _, leaf in named]
         x, grads = ones(form.plan, form.device), trial_gradient(form.plan, form.device)
-        state = first_state(form.layout, x)
+        state = form.first_state(x)
         name = type(optimizer).__name__
         try:
             for _ in range(TRIALS):
@@ -227,11 +226,6 @@ def _plan_number(number: int, plan: int) -> int:
     return _adapters[number].plan(plan).number()
 
 
-@constant_while_traced
-def _layout_of(number: int, plan: int, device: str) -> Layout:
-    return _adapters[number].form(plan_of(plan), torch.device(device)).layout
-
-
 def _kernel(
     grads: list[Tensor], params: list[Tensor], state: list[Tensor], handle: Tensor, plan: int, workers: int
 ) -> list[Tensor]:
@@ -241,7 +235,7 @@ def _kernel(
 
     def one(grads: Iterable[Tensor], params: Iterable[Tensor], state: Iterable[Tensor]) -> list[Tensor]:
         x = Buckets(params, layout)
-        template = trees.enumerate_leaves(first_state(adapter.form(layout, x[0].device).layout, x))
+        template = adapter.form(layout, x[0].device).template
         updates, new = adapter.step(Buckets(grads, layout), x, trees.fill(template, list(state)))
         return [x.clone() for x in (*updates, *trees.leaves(new))]
 

@@ -73,8 +73,7 @@ def sgd(
         mask: the leaves that decay, `(dotted name, shape) -> bool`; None: all.
     Source: torch.optim.SGD.
     """
-    require_scalars("sgd", learning_rate=learning_rate, weight_decay=weight_decay)
-    require_mask("sgd", mask)
+    require_decayed("sgd", learning_rate, weight_decay, mask)
     require(0 <= momentum < 1, "sgd", "momentum is in [0, 1).", momentum=momentum)
     rule = "Nesterov looks ahead along the momentum; set momentum=0.9."
     require(not nesterov or momentum > 0, "sgd", rule, nesterov=nesterov, momentum=momentum)
@@ -107,8 +106,8 @@ def adam(
         mask: the leaves that decay, `(dotted name, shape) -> bool`, for example `not_bias_or_norm`; None: all.
     Source: Kingma and Ba, ICLR 2015; torch.optim.Adam.
     """
-    _require("adam", learning_rate, weight_decay, mask, b1, b2, eps)
-    return with_decay(learning_rate, weight_decay, mask, scale_by_adam(b1, b2, eps), is_decoupled=False)
+    require_adam("adam", b1, b2, eps)
+    return with_decay("adam", learning_rate, weight_decay, mask, scale_by_adam(b1, b2, eps), is_decoupled=False)
 
 
 @checks_numbers
@@ -124,8 +123,8 @@ def adamw(
 
     Source: Loshchilov and Hutter, ICLR 2019; torch.optim.AdamW.
     """
-    _require("adamw", learning_rate, weight_decay, mask, b1, b2, eps)
-    return with_decay(learning_rate, weight_decay, mask, scale_by_adam(b1, b2, eps), is_decoupled=True)
+    require_adam("adamw", b1, b2, eps)
+    return with_decay("adamw", learning_rate, weight_decay, mask, scale_by_adam(b1, b2, eps), is_decoupled=True)
 
 
 @checks_numbers
@@ -152,9 +151,9 @@ def accum_adam(
         mask: the leaves that decay.
     Source: Wang et al., ICLR 2025 (Decent-DP).
     """
-    _require("accum_adam", learning_rate, weight_decay, mask, b1, b2, eps, accum_iter)
+    require_adam("accum_adam", b1, b2, eps, accum_iter)
     direction = scale_by_accum_adam(b1, b2, eps, accum_iter)
-    return with_decay(learning_rate, weight_decay, mask, direction, is_decoupled=False)
+    return with_decay("accum_adam", learning_rate, weight_decay, mask, direction, is_decoupled=False)
 
 
 @checks_numbers
@@ -171,9 +170,9 @@ def accum_adamw(
 
     Source: Wang et al., ICLR 2025 (Decent-DP).
     """
-    _require("accum_adamw", learning_rate, weight_decay, mask, b1, b2, eps, accum_iter)
+    require_adam("accum_adamw", b1, b2, eps, accum_iter)
     direction = scale_by_accum_adam(b1, b2, eps, accum_iter)
-    return with_decay(learning_rate, weight_decay, mask, direction, is_decoupled=True)
+    return with_decay("accum_adamw", learning_rate, weight_decay, mask, direction, is_decoupled=True)
 
 
 @checks_numbers
@@ -232,17 +231,19 @@ def _direction(grads: Buckets, mu: Buckets, nu: Buckets, k: Tensor, b1: float, b
 
 
 def with_decay(
-    learning_rate: Scalar, weight_decay: Scalar, mask: Mask | None, direction: Transform, *, is_decoupled: bool
+    call: str,
+    learning_rate: Scalar,
+    weight_decay: Scalar,
+    mask: Mask | None,
+    direction: Transform,
+    *,
+    is_decoupled: bool,
 ) -> Transform:
     """Chain a direction with weight decay, before it (l2 regularization) or after it, and the learning rate."""
+    require_decayed(call, learning_rate, weight_decay, mask)
     decay = unless_zero(weight_decay, lambda: add_decayed_weights(weight_decay, mask))
     parts = (direction, *decay) if is_decoupled else (*decay, direction)
     return chain(*parts, scale_by_learning_rate(learning_rate))
-
-
-def _require(call: str, learning_rate: Scalar, weight_decay: Scalar, mask: Mask | None, *adam: float) -> None:
-    require_decayed(call, learning_rate, weight_decay, mask)
-    require_adam(call, *adam)
 
 
 def require_decayed(call: str, learning_rate: Scalar, weight_decay: Scalar, mask: Mask | None) -> None:

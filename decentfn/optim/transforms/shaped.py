@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from decentfn.core import trees
-from decentfn.core.buckets import Buckets, Mask, wide
+from decentfn.core.buckets import Mask, wide
 from decentfn.core.numbers import checks_numbers, require
 from decentfn.core.scalars import Numbers, once
 from decentfn.core.trees import PyTree
@@ -24,8 +24,8 @@ from decentfn.optim.transforms.basic import (
     start_rate,
     unless_zero,
 )
-from decentfn.optim.transforms.optimizers import require_adam, require_decayed, scale_by_adam
-from decentfn.optim.transforms.transform import Transform, ascending, by_leaf, chain, descending, require_one_process
+from decentfn.optim.transforms.optimizers import require_adam, require_decayed, scale_by_adam, with_decay
+from decentfn.optim.transforms.transform import Transform, ascending, by_leaf, chain, descending
 
 
 class AdafactorState(NamedTuple):
@@ -70,14 +70,9 @@ def lamb(
         ratio = once(torch.where((of_x > 0) & (of_d > 0), of_x / of_d, torch.ones_like(of_d)))
         return (d.to(ratio.dtype) * ratio).to(d.dtype)
 
-    def init(params: Buckets) -> tuple[()]:
-        require_one_process("lamb", params, "it needs whole leaves")
-        return ()
-
-    per_leaf = by_leaf(Transform(lambda params: (), lambda d, state, x: (trees.map(scaled, d, x), state)))
-    trust = ascending(init, per_leaf.update)
+    trust = by_leaf(Transform(lambda params: (), lambda d, state, x: (trees.map(scaled, d, x), state)))
     decay = unless_zero(weight_decay, lambda: add_decayed_weights(weight_decay, mask))
-    return chain(scale_by_adam(b1, b2, eps), *decay, trust, scale_by_learning_rate(learning_rate))
+    return chain(scale_by_adam(b1, b2, eps), *decay, ascending(*trust), scale_by_learning_rate(learning_rate))
 
 
 @checks_numbers
@@ -175,7 +170,6 @@ def muon(
         ValueError: from `init`, a leaf that is not a matrix, or a worker of several processes.
     Source: Jordan et al., 2024; torch.optim.Muon.
     """
-    require_decayed("muon", learning_rate, weight_decay, mask)
     require(0 <= momentum < 1, "muon", "momentum is in [0, 1).", momentum=momentum)
     require(steps >= 1, "muon", "steps is an integer >= 1; 5 is the default.", steps=steps)
 
@@ -198,9 +192,8 @@ def muon(
 
         return trees.map(direction, grads, m_new), MuonState(m_new)
 
-    per_leaf = by_leaf(Transform(init, update))
-    decay = unless_zero(weight_decay, lambda: add_decayed_weights(weight_decay, mask))
-    return chain(ascending(*per_leaf), *decay, scale_by_learning_rate(learning_rate))
+    direction = ascending(*by_leaf(Transform(init, update)))
+    return with_decay("muon", learning_rate, weight_decay, mask, direction, is_decoupled=True)
 
 
 def _rms(x: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from decentfn.core import trees
 from decentfn.core.buckets import Buckets, Plan, elements
 from decentfn.core.formatting import brief, brief_error
 from decentfn.core.numbers import require
@@ -33,7 +34,7 @@ class TorchState(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """Kind of a value in an optimizer's state: a tensor's, or a Python number's `type`."""
+    """Kind of a value in an optimizer's state: a tensor's, or a Python number's."""
 
     type: type
     shape: tuple[int, ...]
@@ -43,6 +44,14 @@ class Kind(NamedTuple):
     def restored(self, x: Tensor) -> Any:
         """Return a value of this kind."""
         return x.to(self.device).clone() if self.type is Tensor else self.type(x.item())
+
+    def stored(self, value: Any, device: torch.device) -> Tensor:
+        """Return a value of this kind as a tensor on the parameters' device."""
+        return torch.as_tensor(value, dtype=self.dtype, device=device).reshape(self.shape)
+
+    def zeros(self, device: torch.device) -> Tensor:
+        """Return zeros in place of a value of this kind."""
+        return torch.zeros(self.shape, dtype=self.dtype, device=device)
 
 
 def kind_of(value: Any) -> Kind | str | None:
@@ -65,53 +74,13 @@ def changed(value: Any, before: Any) -> Kind | None:
     return None if bool((torch.as_tensor(value) == torch.as_tensor(before)).all()) else kind
 
 
-class Layout(NamedTuple):
-    """Layout of a state as plain data, which a traced step can read; pairs are of a key and a `Kind`."""
-
-    rates: tuple[float, ...]
-    scheduled: bool
-    groups: tuple[tuple[tuple[str, Kind], ...], ...]
-    of_elements: tuple[tuple[str, Kind], ...]
-    of_leaves: tuple[tuple[str, Kind], ...]
-    others: tuple[tuple[str, tuple[tuple[str, Kind], ...]], ...]
-    leaves: int
-
-
-def first_state(layout: Layout, params: Buckets) -> TorchState:
-    """Return a state before the first update; only its learning rates are read."""
-    device = params[0].device
-
-    def zeros(pairs: tuple[tuple[str, Kind], ...]) -> dict[str, Tensor]:
-        return {key: torch.zeros(kind.shape, dtype=kind.dtype, device=device) for key, kind in pairs}
-
-    def rate(value: float) -> RateState:
-        count = new_count(params) if layout.scheduled else ()
-        return RateState(torch.full((), value, dtype=torch.float64, device=device), count)
-
-    sizes = [bucket.numel for bucket in params.plan.buckets]
-    of_elements = {
-        key: Buckets([torch.zeros(n, dtype=kind.dtype.to_real(), device=device) for n in sizes], params.plan)
-        for key, kind in layout.of_elements
-    }
-    of_leaves = {k: torch.zeros(layout.leaves, dtype=kind.dtype, device=device) for k, kind in layout.of_leaves}
-    others = {name: zeros(pairs) for name, pairs in layout.others}
-    rates, groups = tuple(map(rate, layout.rates)), tuple(map(zeros, layout.groups))
-    return TorchState(new_count(params), rates, groups, of_elements, of_leaves, others)
-
-
 class Form:
-    """Form of an optimizer's state for one plan, learned from trial steps.
-
-    Args:
-        plan: the plan of the parameters.
-        optimizer: built for parameters that the trial changes.
-        named: these parameters.
-        scheduled: True if the rates follow a scheduler.
-    """
+    """Form of an optimizer's state for parameters of one plan, learned from trial steps that change `named`."""
 
     def __init__(self, plan: Plan, optimizer: Any, named: Named, scheduled: bool) -> None:
         self.plan, self.device, self.scheduled = plan, named[0][1].device, scheduled
         before, name, trials = [dict(group) for group in optimizer.param_groups], type(optimizer).__name__, []
+        self.rates = [float(group["lr"]) for group in before if "lr" in group]
         for _ in range(TRIALS):
             for (_, p), g in zip(named, trial_gradient(plan, self.device).leaves(), strict=True):
                 p.grad = g
@@ -143,18 +112,29 @@ class Form:
             {k: kind for k, v in group.items() if k != "lr" and (kind := changed(v, old.get(k))) is not None}
             for group, old in zip(optimizer.param_groups, before, strict=True)
         ]
-        self.layout = Layout(
-            tuple(float(group["lr"]) for group in before if "lr" in group),
-            scheduled,
-            tuple(tuple(kinds.items()) for kinds in self.groups),
-            tuple((key, self.kinds[0][key]) for key in self.of_elements),
-            tuple((key, self.kinds[0][key]) for key in self.of_leaves),
-            tuple(
-                (name, tuple((key, kinds[key]) for key in self.others[name]))
-                for name, kinds in zip(self.names, self.kinds, strict=True)
-                if self.others[name]
-            ),
-            len(named),
+        self.template = trees.enumerate_leaves(self.first_state(ones(plan, self.device)))
+        """Positions of the tensors in a state."""
+
+    def first_state(self, params: Buckets) -> TorchState:
+        """Return a state before the first update; only its learning rates are read."""
+        device, count, sizes = self.device, new_count(params), [bucket.numel for bucket in self.plan.buckets]
+        rates = [torch.full((), rate, dtype=torch.float64, device=device) for rate in self.rates]
+        own = self.kinds[0]
+        of_elements = {
+            key: Buckets([torch.zeros(n, dtype=own[key].dtype.to_real(), device=device) for n in sizes], self.plan)
+            for key in self.of_elements
+        }
+        return TorchState(
+            count,
+            tuple(RateState(rate, count.clone() if self.scheduled else ()) for rate in rates),
+            tuple({key: kind.zeros(device) for key, kind in kinds.items()} for kinds in self.groups),
+            of_elements,
+            {key: torch.zeros(len(self.names), dtype=own[key].dtype, device=device) for key in self.of_leaves},
+            {
+                name: {key: kinds[key].zeros(device) for key in keys}
+                for (name, keys), kinds in zip(self.others.items(), self.kinds, strict=True)
+                if keys
+            },
         )
 
     def _is_common(self, key: str) -> bool:
@@ -185,30 +165,25 @@ class Form:
 
     def take(self, optimizer: Any, named: Named, rates: tuple[RateState, ...], count: Tensor) -> TorchState:
         """Return the optimizer's state."""
-        states = [optimizer.state.get(p, {}) for _, p in named]
-
-        def values(key: str) -> list[Tensor]:
-            pairs = zip(states, self.kinds, strict=True)
-            return [torch.as_tensor(own[key], dtype=kinds[key].dtype, device=self.device) for own, kinds in pairs]
-
-        sizes, of_elements = [len(bucket.segments) for bucket in self.plan.buckets], {}
+        stored = [
+            {key: kind.stored(optimizer.state[p][key], self.device) for key, kind in kinds.items()}
+            for (_, p), kinds in zip(named, self.kinds, strict=True)
+        ]
+        of_elements = {}
         for key in self.of_elements:
-            rest = iter(values(key))
-            vectors = [torch.cat([elements(x) for x in itertools.islice(rest, size)]) for size in sizes]
+            rest = iter([elements(own[key]) for own in stored])
+            vectors = [torch.cat([*itertools.islice(rest, len(b.segments))]) for b in self.plan.buckets]
             of_elements[key] = Buckets(vectors, self.plan)
-        others = {
-            n: {k: torch.as_tensor(own[k], dtype=kinds[k].dtype, device=self.device).clone() for k in self.others[n]}
-            for n, own, kinds in zip(self.names, states, self.kinds, strict=True)
-            if self.others[n]
-        }
+        of_leaves = {key: torch.stack([own[key] for own in stored]) for key in self.of_leaves}
         groups = tuple(
-            {
-                k: torch.as_tensor(g[k], dtype=kind.dtype, device=self.device).reshape(kind.shape).clone()
-                for k, kind in kinds.items()
-            }
-            for g, kinds in zip(optimizer.param_groups, self.groups, strict=True)
+            {key: kind.stored(group[key], self.device) for key, kind in kinds.items()}
+            for group, kinds in zip(optimizer.param_groups, self.groups, strict=True)
         )
-        of_leaves = {key: torch.stack(values(key)) for key in self.of_leaves}
+        others = {
+            name: {key: own[key] for key in keys}
+            for (name, keys), own in zip(self.others.items(), stored, strict=True)
+            if keys
+        }
         return TorchState(count, rates, groups, of_elements, of_leaves, others)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import math
 import re
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
@@ -19,8 +20,8 @@ from decentfn.core.formatting import brief
 from decentfn.core.numbers import require
 from decentfn.core.trees import PyTree
 
-Direction = Callable[[str, tuple[int, ...]], bool | None]
-"""Function of a leaf's name and shape: True if a transform keeps its direction, False if it turns it, None: unknown."""
+Sign = int | Callable[[str, tuple[int, ...]], int]
+"""1 if updates point along the gradient, -1 if against it, 0 if that is unknown; or a function of a leaf's name and shape."""
 
 
 class Transform(NamedTuple):
@@ -41,36 +42,32 @@ class MaskedTransform(Transform):
     """
 
     masks: tuple[Mask, ...] = ()
-    ascends: Direction | None = None
-    """Does the update of a leaf point along the gradient, so that adding it ascends, or against it? None: unknown."""
+    sign: Sign = 0
 
 
-def _declared(
-    init: Callable[..., Any], update: Callable[..., Any], masks: tuple[Mask, ...], ascends: Direction | None
-) -> Transform:
+def _declared(init: Callable[..., Any], update: Callable[..., Any], masks: tuple[Mask, ...], sign: Sign) -> Transform:
     transform = MaskedTransform(init, update)
-    transform.masks, transform.ascends = masks, ascends
+    transform.masks, transform.sign = masks, sign
     return transform
 
 
-def everywhere(name: str, shape: tuple[int, ...]) -> bool:
-    """Return True; the mask of all leaves."""
-    return True
+def sign_of(transform: Any) -> Sign:
+    """Return the direction that a transform declares; 0 for those of other libraries."""
+    return getattr(transform, "sign", 0)
 
 
-def nowhere(name: str, shape: tuple[int, ...]) -> bool:
-    """Return False; the mask of no leaf."""
-    return False
+def _at(sign: Sign, name: str, shape: tuple[int, ...]) -> int:
+    return sign if isinstance(sign, int) else sign(name, shape)
 
 
 def ascending(init: Callable[..., Any], update: Callable[..., Any]) -> Transform:
     """Make a transform whose updates point along the gradient; a later one in the chain must descend."""
-    return _declared(init, update, (), everywhere)
+    return _declared(init, update, (), 1)
 
 
 def descending(init: Callable[..., Any], update: Callable[..., Any]) -> Transform:
     """Make a transform whose updates point against the gradient; two of them in a chain ascend."""
-    return _declared(init, update, (), nowhere)
+    return _declared(init, update, (), -1)
 
 
 def require_descent(optimizer: Any, plan: Plan | None = None) -> None:
@@ -78,12 +75,10 @@ def require_descent(optimizer: Any, plan: Plan | None = None) -> None:
 
     Transforms of other libraries are assumed to descend.
     """
-    ascends = getattr(optimizer, "ascends", None)
-    if ascends is None:
-        return
+    sign = sign_of(optimizer)
     segments = () if plan is None else [segment for bucket in plan.buckets for segment in bucket.segments]
-    leaf = next((f"leaf {s.name!r}" for s in segments if ascends(s.name, s.shape)), None)
-    leaf = "the parameters" if ascends is everywhere else leaf
+    leaf = next((f"leaf {s.name!r}" for s in segments if _at(sign, s.name, s.shape) == 1), None)
+    leaf = "the parameters" if sign == 1 else leaf
     rule = f"its updates are added to {leaf} and point along the gradient, so the loss would grow"
     way_out = "end the chain with an optimizer, the only one in it: df.chain(df.clip_by_global_norm(1.0), df.sgd(0.1))."
     require(leaf is None, "optimizer", f"{rule}; {way_out}")
@@ -197,22 +192,13 @@ def chain(*transforms: Any) -> Transform:
         aware = MixAware(init, update)
         aware.masks = masks_of(*transforms)
         return aware
-    of_parts = [getattr(transform, "ascends", None) for transform in transforms]
-    return _declared(init, update, masks_of(*transforms), _in_turn(of_parts))
+    signs = [sign_of(transform) for transform in transforms]
 
+    def sign(name: str, shape: tuple[int, ...]) -> int:
+        return math.prod(_at(part, name, shape) for part in signs)
 
-def _in_turn(parts: list[Direction | None]) -> Direction | None:
-    known = [part for part in parts if part is not None]
-    if len(known) < len(parts):
-        return None
-    if all(part in (everywhere, nowhere) for part in known):
-        return nowhere if known.count(nowhere) % 2 else everywhere
-
-    def ascends(name: str, shape: tuple[int, ...]) -> bool | None:
-        found = [part(name, shape) for part in known]
-        return None if None in found else found.count(False) % 2 == 0
-
-    return ascends
+    is_one = all(isinstance(part, int) for part in signs)
+    return _declared(init, update, masks_of(*transforms), sign("", ()) if is_one else sign)
 
 
 def masked(transform: Any, mask: Mask) -> Transform:
@@ -241,13 +227,12 @@ def masked(transform: Any, mask: Mask) -> Transform:
         own = iter(updates)
         return Buckets([next(own) if take else g for g, take in zip(grads, taken, strict=True)], grads.plan), state
 
-    inner = getattr(transform, "ascends", None)
+    inner = sign_of(transform)
 
-    def ascends(name: str, shape: tuple[int, ...]) -> bool | None:
-        return (None if inner is None else inner(name, shape)) if mask(name, shape) else True
+    def sign(name: str, shape: tuple[int, ...]) -> int:
+        return _at(inner, name, shape) if mask(name, shape) else 1
 
-    masks = (mask, *masks_of(transform))
-    return _declared(init, update, masks, everywhere if inner is everywhere else ascends)
+    return _declared(init, update, (mask, *masks_of(transform)), 1 if inner == 1 else sign)
 
 
 def _answers(plan: Plan, mask: Mask) -> list[bool]:
@@ -304,7 +289,7 @@ def partition(transforms: Mapping[Hashable, Any], labels: Callable[[str, tuple[i
                 require(label in transforms, "partition", f"{rule} {way_out}")
         return groups.init(params)
 
-    return _declared(init, groups.update, masks_of(groups), getattr(groups, "ascends", None))
+    return _declared(init, groups.update, masks_of(groups), sign_of(groups))
 
 
 def _has_label(label: Hashable, labels: Callable[[str, tuple[int, ...]], Hashable]) -> Mask:
@@ -352,9 +337,7 @@ def require_one_process(call: str, params: Buckets, why: str) -> None:
 def _flatten_like(x: Buckets, tree: PyTree) -> Buckets:
     """Return the tree's leaves as buckets with the plan of `x`, a tied leaf from its first place."""
     positions, values = trees.leaves(x.plan.template), trees.leaves(tree)
-    rule = (
-        f"update returned {len(values)} leaves for {len(positions)} parameters; updates are a tree like the parameters."
-    )
+    rule = f"update returned {len(values)} leaves for {len(positions)} parameters; updates are a tree like these."
     require(len(positions) == len(values), "by_leaf(transform)", rule)
     leaf_at = dict(reversed(list(zip(positions, values, strict=True))))
     tensors, places = [], itertools.count()

@@ -56,12 +56,8 @@ def read(path: Path, most: int) -> bytes:
 
 def digest_of(path: Path) -> tuple[int, str]:
     """Return the size in bytes of a regular file and the SHA-256 of its content."""
-    size, digest, buffer = 0, hashlib.sha256(), memoryview(bytearray(_SLICE))
     with _open(path) as file:
-        while count := file.readinto(buffer):
-            digest.update(buffer[:count])
-            size += count
-    return size, digest.hexdigest()
+        return os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sync_directory(path: Path) -> None:

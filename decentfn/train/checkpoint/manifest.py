@@ -52,8 +52,13 @@ def checkpoints(directory: str | Path) -> list[Path]:
             f"Not a directory: {directory} is a file; a run's checkpoints are in a directory that df.checkpoint.save or Saver wrote. A file of "
             "weights is for df.load_state_dict(module, state, ...): df.checkpoint.import_(path) reads safetensors."
         )
-    found = [(int(match[1]), path) for path in directory.iterdir() if (match := _NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(found) if path.is_dir()]
+    return [path for _, _, path in _listed(directory)]
+
+
+def _listed(directory: Path) -> list[tuple[int, int, Path]]:
+    """Return number, step and path of each checkpoint, oldest first."""
+    found = [(match, path) for path in directory.iterdir() if (match := _NAME.fullmatch(path.name)) and path.is_dir()]
+    return sorted((int(match[1]), int(match[2]), path) for match, path in found)
 
 
 def latest(directory: str | Path) -> Path | None:
@@ -70,25 +75,20 @@ def latest(directory: str | Path) -> Path | None:
 
 def best(directory: str | Path) -> Path | None:
     """Return the newest checkpoint with the lowest `score`; None if none has a score. Raises as `latest`."""
-    scores = [
-        (score, path)
-        for path in reversed(checkpoints(as_path("best(directory)", directory)))
-        if (score := _score(path)) is not None
-    ]
-    return min(scores, key=lambda pair: pair[0])[1] if scores else None
+    scores = {path: _score(path) for path in reversed(checkpoints(as_path("best(directory)", directory)))}
+    known = {path: score for path, score in scores.items() if score is not None}
+    return min(known, key=known.__getitem__, default=None)
 
 
 def next_name(directory: Path, step: int) -> str:
     """Return the name of the next checkpoint."""
-    newest = latest(directory)
-    match = _NAME.fullmatch(newest.name) if newest else None
-    return f"checkpoint-{int(match[1]) + 1 if match else 1:06}-step-{step}"
+    numbers = [number for number, _, _ in _listed(directory)]
+    return f"checkpoint-{numbers[-1] + 1 if numbers else 1:06}-step-{step}"
 
 
 def steps(directory: Path) -> list[int]:
     """Return the steps of the checkpoints of a run's directory, by their names, oldest first."""
-    matches = [_NAME.fullmatch(path.name) for path in checkpoints(directory)]
-    return [int(match[2]) for match in matches if match]
+    return [step for _, step, _ in _listed(directory)]
 
 
 def encode(content: dict[str, Any], allow_nan: bool = False) -> bytes:
@@ -132,17 +132,16 @@ def _is_complete(content: dict[str, Any]) -> bool:
     kinds = {"format": int, "step": int, "num_workers": int, "buckets": str, "processes": list}
     if any(type(content.get(name)) is not kind for name, kind in kinds.items()):
         return False
-    if not {"config", "score"} <= content.keys() or type(content["score"]) not in (int, float, type(None)):
+    if "config" not in content or type(content.get("score", "")) not in (int, float, type(None)):
         return False
-    size, processes = content.get("processes_per_worker", 1), content["processes"]
+    size, processes, begin = content.get("processes_per_worker", 1), content["processes"], 0
     if type(size) is not int or size < 1 or not processes or len(processes) % size:
         return False
     if not 0 <= content["step"] < 2**63 or not all(map(_is_process, processes)):
         return False
-    workers, begin = [its["workers"] for its in processes], 0
-    for i in range(0, len(workers), size):  # of `size` processes each
-        start, end = workers[i]
-        if start != begin or end <= start or workers[i : i + size] != [workers[i]] * size:
+    for i in range(0, len(processes), size):
+        start, end = processes[i]["workers"]
+        if start != begin or end <= start or any(its["workers"] != [start, end] for its in processes[i : i + size]):
             return False
         begin = end
     return begin == content["num_workers"]
@@ -150,21 +149,18 @@ def _is_complete(content: dict[str, Any]) -> bool:
 
 def _is_process(its: Any) -> bool:
     try:
-        first, end = its["workers"]
-        kinds = [type(x) for x in (its["file"], its["sha256"], its["bytes"], first, end)]
+        kinds = [type(x) for x in (its["file"], its["sha256"], its["bytes"], *its["workers"])]
         is_named = _FILE.fullmatch(its["file"]) is not None and type(its.get("buckets", "")) is str
         digests = {type(digest) for digest in its.get("frozen", {}).values()}
         return kinds == [str, str, int, int, int] and "extra" in its and is_named and digests <= {str}
-    except (AttributeError, KeyError, TypeError, ValueError):
+    except (AttributeError, KeyError, TypeError):
         return False
-
-
-_WAY_OUT = "restore(directory, state) reads the newest intact checkpoint of a run's directory"
 
 
 def corrupt(file: Path, reason: str) -> CheckpointCorrupt:
     """Return the error for a file that differs from the manifest."""
-    return CheckpointCorrupt(f"{file}: {reason}; {_WAY_OUT}.")
+    way_out = "restore(directory, state) reads the newest intact checkpoint of a run's directory"
+    return CheckpointCorrupt(f"{file}: {reason}; {way_out}.")
 
 
 def _score(path: Path) -> float | None:

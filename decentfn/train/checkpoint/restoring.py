@@ -127,11 +127,10 @@ def _tell(found: str, state: Any, saved_workers: int, skipped: dict[str, Checkpo
 def _tell_rate(template: Any, restored: Any) -> None:
     """Log a learning rate that is not the one that this run's optimizer was built with."""
     mine, theirs = (
-        [node.learning_rate for node in rates(state.local.opt) if not node.is_scheduled]
+        [float(node.learning_rate.flatten()[0]) for node in rates(state.local.opt) if not node.is_scheduled]
         for state in (template, restored)
     )
-    own = [(float(a.flatten()[0]), float(b.flatten()[0])) for a, b in zip(mine, theirs, strict=True)]
-    differing = [(a, b) for a, b in own if not math.isclose(a, b, rel_tol=1e-12)]
+    differing = [(a, b) for a, b in zip(mine, theirs, strict=True) if not math.isclose(a, b, rel_tol=1e-12)]
     if differing and collectives.everyone().rank == 0:
         built, saved = differing[0]
         _log.warning(
@@ -266,29 +265,23 @@ class _Part:
                     raise manifest.corrupt(self._file, f"{name!r} is not a generator's state ({error})") from error
         return states
 
-    def box(self, name: str) -> tuple[tuple[int, int], ...]:
-        counts = self._open.get_slice(name).get_shape()
-        return tuple((at, at + count) for at, count in zip(self.places[name].offset, counts, strict=True))
-
     def kind(self, name: str) -> tuple[str, list[int]]:
         """Return the leaf's dtype, by its safetensors name, and its shape over all workers."""
         return self._open.get_slice(name).get_dtype(), list(self.places[name].shape)
 
-    def copy(self, name: str, wanted: Place, into: Tensor, done: list[tuple[slice, ...]]) -> int:
-        """Copy this file's share of the wanted part, unless it is `done`; return the number of values."""
-        spans = [
-            (max(mine, theirs), min(end, theirs + wide), mine, theirs)
-            for (mine, end), theirs, wide in zip(self.box(name), wanted.offset, into.shape, strict=True)
-        ]
-        if any(start >= stop for start, stop, _, _ in spans):
-            return 0
-        source = tuple(slice(start - mine, stop - mine) for start, stop, mine, _ in spans)
-        target = tuple(slice(start - theirs, stop - theirs) for start, stop, _, theirs in spans)
-        if target in done:  # another process has a copy
-            return 0
-        done.append(target)
-        into[target].copy_(self._open.get_slice(name)[source])
-        return math.prod(stop - start for start, stop, _, _ in spans)
+    def copy(self, name: str, wanted: Place, into: Tensor, filled: Tensor) -> None:
+        """Copy this file's share of the wanted part, unless it is `filled`, and mark it there."""
+        values = self._open.get_slice(name)
+        source, target = [], []
+        for mine, theirs, count, wide in zip(
+            self.places[name].offset, wanted.offset, values.get_shape(), into.shape, strict=True
+        ):
+            start, stop = max(mine, theirs), min(mine + count, theirs + wide)
+            source.append(slice(start - mine, stop - mine))
+            target.append(slice(start - theirs, stop - theirs))
+        if all(x.start < x.stop for x in target) and not filled[tuple(target)].all():
+            into[tuple(target)].copy_(values[tuple(source)])
+            filled[tuple(target)] = True
 
 
 def _rates_of_older_versions(leaves: Sequence[Leaf], parts: Sequence[_Part]) -> frozenset[str]:
@@ -315,41 +308,26 @@ class _Saved(NamedTuple):
     given: dict[str, Tensor]
     """Leaves that are not in the files, of the template's workers."""
 
-    def require_fit(self, leaf: Leaf) -> None:
-        """Raise unless all files agree with the template on the leaf, and their parts are equal or do not overlap."""
-        parts = [part for part in self.parts if leaf.name in part.places]
-        mine = DTYPES[leaf.values.dtype], list(place(leaf, 0, self.num_workers).shape)
-        for part in parts:
-            theirs = part.kind(leaf.name)
-            if theirs != mine:
-                raise ValueError(
-                    f"restore: leaf {leaf.name!r} is {theirs[0]} {theirs[1]} in {self.path} (workers first) and "
-                    f"{mine[0]} {mine[1]} in the state; build the same algorithm, optimizer and network as when it was "
-                    "saved."
-                )
-        boxes = sorted({part.box(leaf.name) for part in parts})
-        for i, box in enumerate(boxes):
-            for other in boxes[i + 1 :]:
-                if other[0][0] >= box[0][1]:  # this and all following belong to later workers
-                    break
-                if all(a < end and start < b for (a, b), (start, end) in zip(box, other, strict=True)):
-                    raise manifest.corrupt(self.path, f"parts of leaf {leaf.name!r} overlap")
-
     def fill(self, leaves: Sequence[Leaf], first: int) -> None:
-        """Read the values of these leaves for the workers from `first` on."""
+        """Read the values of these leaves for the workers from `first` on, or raise unless all of them are there."""
         for leaf in leaves:
             if leaf.name in self.given:
                 leaf.values.copy_(self.given[leaf.name])
-        leaves = [leaf for leaf in leaves if leaf.name not in self.given]
-        for leaf in leaves:
-            self.require_fit(leaf)
-        for leaf in leaves:
-            wanted, done, filled = place(leaf, first, self.num_workers), list[tuple[slice, ...]](), 0
+                continue
+            wanted, filled = place(leaf, first, self.num_workers), torch.zeros(leaf.values.shape, dtype=torch.bool)
+            mine = DTYPES[leaf.values.dtype], list(wanted.shape)
             for part in self.parts:
-                if leaf.name in part.places and filled < leaf.values.numel():
-                    filled += part.copy(leaf.name, wanted, leaf.values, done)
-            if filled != leaf.values.numel():
-                held = f"of leaf {leaf.name!r} it holds {filled} of {leaf.values.numel()} values"
+                if leaf.name not in part.places:
+                    continue
+                if (theirs := part.kind(leaf.name)) != mine:
+                    raise ValueError(
+                        f"restore: leaf {leaf.name!r} is {theirs[0]} {theirs[1]} in {self.path} (workers first) and "
+                        f"{mine[0]} {mine[1]} in the state; build the same algorithm, optimizer and network as when it "
+                        "was saved."
+                    )
+                part.copy(leaf.name, wanted, leaf.values, filled)
+            if not filled.all():
+                held = f"of leaf {leaf.name!r} it holds {int(filled.sum())} of {filled.numel()} values"
                 raise manifest.corrupt(self.path, held)
 
     def rows(self, one: Any, leaves: Sequence[Leaf]) -> Any:

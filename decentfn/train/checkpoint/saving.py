@@ -250,11 +250,10 @@ class Saver:
             with collectives.use(self._world):
                 return _write(self.directory, content, self._keep)
         except BaseException as error:
+            step = content.about["step"]
             if isinstance(error, RunError):
-                error.step = content.about["step"] - 1
-            _log.error(
-                "the checkpoint of step %d was not written to %s: %s", content.about["step"], self.directory, error
-            )
+                error.step = step - 1
+            _log.error("the checkpoint of step %d was not written to %s: %s", step, self.directory, error)
             raise
 
 
@@ -325,29 +324,25 @@ def _finish(directory: Path, path: Path, told: list[dict[str, Any]], keep: int |
     about = told[0]["about"]
     size = about["processes_per_worker"]
     for rank, its in enumerate(told):
-        expected = about | {
-            "buckets": told[rank % size]["about"]["buckets"]
-        }  # processes of a worker have their own shards
+        first = told[rank % size]  # processes of a worker have their own shards
+        expected = about | {"buckets": first["about"]["buckets"]}
         if its["about"] != expected:
             name = next(name for name in expected if its["about"][name] != expected[name])
             raise ValueError(
                 f"save(state, step): {name} is {its['about'][name]!r} on rank {rank} and {expected[name]!r} on rank 0; "
                 "all ranks save the same step of the same run, and values of a single process belong in extra."
             )
-        if its["process"]["frozen"] != told[rank % size]["process"]["frozen"]:
+        if its["process"]["frozen"] != first["process"]["frozen"]:
             raise ValueError(f"Saver(frozen=...): the names or the values differ between worker 0 and {rank // size}.")
     topology, scores = about["topology"], [its["score"] for its in told if its["score"] is not None]
     if topology is not None:
         topology["phase"] = None if topology["period"] is None else about["step"] % topology["period"]
+    versions = {"decentfn": decentfn.__version__, "torch": str(torch.__version__), "python": platform.python_version()}
     content = {
         "format": manifest.FORMAT if told[0]["process"]["frozen"] else 2 if size > 1 else 1,
         **about,
         "score": sum(scores) / len(scores) if scores else None,
-        "versions": {
-            "decentfn": decentfn.__version__,
-            "torch": str(torch.__version__),
-            "python": platform.python_version(),
-        },
+        "versions": versions,
         "processes": [its["process"] for its in told],
     }
     files.write(path / manifest.MANIFEST, [manifest.encode(content)])
