@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests import devices
 from tests.gpu import __main__ as command
 from tests.gpu import speed
 
@@ -102,18 +103,17 @@ def test_a_part_without_time_is_left_out_and_one_that_fails_is_named(monkeypatch
 
 
 def test_the_memory_of_a_peer_is_its_peak_beside_the_others(examples, monkeypatch):
-    """100 bytes are others'; it keeps 10, its step takes 5 more, and its first step 7."""
+    """100 bytes are others'; it keeps 10, its first steps take 5 more, and those in a block 9."""
     from benchmarking import measure
 
-    card = SimpleNamespace(allocated=100, peak=100, steps=0)
+    card = SimpleNamespace(allocated=100, peak=100)
 
     def take(nbytes):
         card.allocated += nbytes
         card.peak = max(card.peak, card.allocated)
 
     def step(t):
-        extra = 7 if card.steps == 0 else 5
-        card.steps += 1
+        extra = 5 if t < 3 else 9
         take(extra), take(-extra)
 
     fakes = {
@@ -128,7 +128,23 @@ def test_the_memory_of_a_peer_is_its_peak_beside_the_others(examples, monkeypatc
     monkeypatch.setattr(measure, "shown", lambda name: measure.contextlib.nullcontext())
     monkeypatch.setattr(measure, "build", lambda *_: take(10) or measure.Peer(step))
     contender = measure.Contender("peer", None, 0, 1)
-    assert contender.gpu_bytes == 17
-    take(1000)  # another one is built
+    assert contender.gpu_bytes == 15
+    take(1000), take(5000), take(-5000)  # another one is built, and takes a step
     contender.block(2, measure.Interface())
-    assert contender.gpu_bytes == 17 and contender.row()["gpu_bytes"] == 17
+    assert contender.row()["gpu_bytes"] == 19
+
+
+@pytest.mark.parametrize("way", ["alone", "one_large_batch", "stacked", "loop"])
+def test_what_is_simulated_is_all_on_the_workload_s_device(way, examples, monkeypatch):
+    """On meta, which refuses what is elsewhere, as a GPU does."""
+    from benchmarking import simulator
+    from benchmarking.workloads import workload
+
+    monkeypatch.setattr("decentfn.core.buckets.plan._check_leaf", lambda name, leaf: None)  # meta stands for a GPU
+    monkeypatch.setattr(simulator.df, "compile", lambda step, **how: step)
+    with devices.Copies() as copies:
+        run = getattr(simulator, way)(workload("tiny", device="meta"), *[4] * (way != "alone"))
+        run()
+        copies.seen.clear()
+        run()
+    assert not any(copy.waits for copy in copies.seen)

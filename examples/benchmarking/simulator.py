@@ -103,7 +103,12 @@ def processes(workers: int, script: str) -> float:
 
 def _batches(net: Workload, workers: int) -> list[list[tuple[Tensor, Tensor]]]:
     generator = torch.Generator().manual_seed(0)
-    return [[net.draw(net.batch_size, generator) for _ in range(workers)] for _ in range(4)]
+
+    def draw() -> tuple[Tensor, Tensor]:
+        inputs, targets = net.draw(net.batch_size, generator)
+        return inputs.to(net.device), targets.to(net.device)
+
+    return [[draw() for _ in range(workers)] for _ in range(4)]
 
 
 def _stepper(step: Any, state: Any, batches: list[Any]) -> Timed:

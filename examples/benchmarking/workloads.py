@@ -238,7 +238,7 @@ def _tokens(vocabulary: int, length: int) -> Callable[[int, torch.Generator], tu
 
 
 def workload(name: str, *, small: bool = False, batch_size: int | None = None, device: str = "cpu") -> Workload:
-    """One of `mlp` (10.5M parameters), `gpt` (13.9M), `conv` (0.08M), `lstm` (1.1M), `lstm64` (0.07M), `thousand` (1M in 1,000
+    """One of `mlp` (10.5M parameters), `gpt` (13.9M), `conv` (0.08M), `lstm` (0.86M), `lstm64` (0.07M), `thousand` (1M in 1,000
     tensors) and `tiny` (9.6e3); for GPUs, with bfloat16 autocast, `gpt124m` (124M) and `resnet18` (11.2M).
 
     `small`: a hundredth of the size, for trying out. `batch_size`: per rank, None for the workload's own. `device`: of modules and batches.
