@@ -5,6 +5,7 @@
     sudo python examples/benchmark.py --workload gpt --workers 4 --link-mbit 100 --ranks-per-host 2    a worker is a host
     torchrun --nnodes 2 --nproc-per-node 1 ... examples/benchmark.py        on real hosts
     python examples/benchmark.py --memory | --compile-times | --scaling 1 2 4 | --overhead | --simulator | --checkpoints
+    python examples/benchmark.py --simulator --workload tiny --workers 64     these workers in one process
 
 All peers run in one launch, in alternating blocks that end when all messages have arrived (A B A B ...), so their ratios
 are reliable on a noisy machine. If a peer cannot run, it is named and the exit code is 1. Floors, written by hand without
@@ -24,7 +25,7 @@ from typing import Any
 
 import torch
 from benchmarking import lab, measure, peers, report, saving, simulator
-from benchmarking.workloads import workload
+from benchmarking.workloads import WORKLOADS, workload
 from command_line import start
 
 SCRIPT = str(Path(__file__).resolve())
@@ -35,7 +36,7 @@ def arguments() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add = parser.add_argument
-    add("--workload", choices=["mlp", "gpt", "conv", "lstm", "lstm64", "thousand", "tiny"], default="mlp")
+    add("--workload", choices=WORKLOADS, help="default: mlp; of the simulator, several multilayer perceptrons")
     add("--small", action="store_true", help="a hundredth of the size, for trying out")
     add("--batch-size", type=int, help="per rank; default: the workload's own")
     add(
@@ -46,7 +47,11 @@ def arguments() -> argparse.ArgumentParser:
     )
     add("--against", nargs="+", metavar="SPEC", help="peers or floors over which ratios are taken; a name: its fastest")
     add("--no-floors", action="store_true", help="only the peers named")
-    add("--workers", type=int, default=2, help="to start here (under torchrun its own number of ranks counts)")
+    add(
+        "--workers",
+        type=int,
+        help="to start here; default: 2, and 64 for the simulator (torchrun's number of ranks counts)",
+    )
     add("--ranks-per-host", type=int, default=1, help="of which a worker is made; between them no link is slow")
     add("--link-mbit", type=float, help="each worker in a network namespace behind a link of this rate (needs root)")
     add("--blocks", type=int, default=9)
@@ -91,6 +96,8 @@ def checked(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse
         parser.error("--device cuda: PyTorch finds no GPU here; leave the option out for the CPU.")
     if (args.device, args.backend) in (("cpu", "nccl"), ("cuda", "gloo")):
         parser.error(f"--device {args.device} --backend {args.backend}: NCCL moves what is on GPUs, gloo what is not.")
+    args.workers = args.workers or (64 if args.simulator else 2)
+    args.workload = args.workload or (None if args.simulator else "mlp")
     args.peers = args.peers or list(peers.PEERS if args.ranks_per_host == 1 else peers.PEERS_OF_HOSTS)
     for spec in args.peers:
         if spec.partition(":")[0] not in peers.BUILDERS:
@@ -226,8 +233,12 @@ def main(argv: list[str] | None = None) -> None:
     if "RANK" in os.environ:
         as_rank(args)
     elif args.simulator:
-        device = start(args.device, args.backend).device.type
-        found = simulator.compare(SCRIPT, blocks=args.blocks, seconds=args.seconds, device=device, small=args.small)
+        device, times = start(args.device, args.backend).device.type, {"blocks": args.blocks, "seconds": args.seconds}
+        if args.workload is None:
+            found = simulator.compare(SCRIPT, device=device, small=args.small, **times)
+        else:
+            net = workload(args.workload, small=args.small, batch_size=args.batch_size, device=device)
+            found = simulator.one(net, args.workers, **times)
         show(args, found | {"machine": measure.machine()}, simulator.table(found))
     elif args.memory:
         memory(args)

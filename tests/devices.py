@@ -85,7 +85,7 @@ class Copies(TorchDispatchMode):
         name = function.overloadpacket.__name__
         if not isinstance(result, Tensor) or not result.numel():
             return result
-        if name == "_to_copy" and result.device != args[0].device:
+        if name == "_to_copy" and isinstance(args[0], Tensor) and result.device != args[0].device:
             self._note(args[0], kwargs.get("non_blocking", False))
         if name == "copy_" and args[0].device != args[1].device:
             self._note(args[1], (args[2:] or [kwargs.get("non_blocking", False)])[0])
@@ -97,11 +97,11 @@ def on_meta(x: Tensor) -> Tensor:
 
 
 def on_another_device(
-    subject: Subject, *, simulated: bool, guarded: bool = False, optimizer: Any = None
+    subject: Subject, *, simulated: bool, guarded: bool = False, loss_fn: Any = problem.loss_fn, optimizer: Any = None
 ) -> tuple[Any, Any, Any]:
     """A step, of all workers or of one alone, with a state and a batch for it on the meta device."""
     n = subject.num_workers if simulated else 1
-    algorithm = subject.build(num_workers=n, optimizer=optimizer)
+    algorithm = subject.build(num_workers=n, loss_fn=loss_fn, optimizer=optimizer)
     algorithm = df.guard(algorithm) if guarded else algorithm
     state = subject.start(algorithm, range(n), stacked=simulated)
     batch = problem.stacked([problem.batch(i, 0) for i in range(n)]) if simulated else problem.batch(0, 0)

@@ -63,13 +63,14 @@ def weighed_by_group(grads, state, params, mix):
     "options",
     [
         {"guarded": True},
+        {"loss_fn": df.dynamic_loss_scale(problem.loss_fn, agree=True)},
         {"optimizer": df.transforms.MixAware(lambda params: (), weighed_by_group)},
         {"optimizer": df.sgd(lambda count: 0.1)},
     ],
 )
 def test_what_is_around_a_step_reads_nothing_back_and_copies_nothing(options):
-    """A guard, which looks at its count only once in `limit` steps on a GPU, an optimizer that asks who is in its group,
-    and a rate that is a Python number."""
+    """A guard, which looks at its count only once in `limit` steps on a GPU, a loss scale, an optimizer that asks who is in its
+    group, and a rate that is a Python number."""
     subject = replace(contract.ROWS["adapt_while_communicate"], topology=contract.on("complete"))
     for simulated in (False, True):
         first, again, _ = devices.copies(subject, simulated=simulated, **options)

@@ -63,7 +63,8 @@ class ByHand:
     def _corrections(self) -> Tensor:
         numbers = torch.tensor([1 / (1 - B1**self.count), (1 - B2**self.count) ** -0.5])
         device = self.x[0].device
-        # Pinned: a copy from other memory would wait for the GPU in every step.
+        # Pinned: a copy from other memory would wait for the GPU in every step. Nothing else refers to this memory, and
+        # PyTorch's allocator does not give it out again before the copy is done.
         return numbers if device.type == "cpu" else numbers.pin_memory().to(device, non_blocking=True)
 
 

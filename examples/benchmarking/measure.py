@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import platform
@@ -45,6 +46,15 @@ def _read(path: str) -> str:
 def shown(name: str) -> Any:
     """A range of this name for Nsight Systems, where there is a GPU."""
     return torch.cuda.nvtx.range(name) if torch.cuda.is_initialized() else contextlib.nullcontext()
+
+
+def fresh_peak() -> int:
+    """Count the GPU's peak anew; return the bytes that are allocated there now, 0 without a GPU."""
+    if not torch.cuda.is_initialized():
+        return 0
+    gc.collect()
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
 
 
 def barrier() -> None:
@@ -111,7 +121,8 @@ class Contender:
         self.first_s = 0.0
         self.peer = Peer(lambda t: None)
         self.cache_hits = 0
-        before = counters["inductor"]["fxgraph_cache_hit"]
+        self.held = self.gpu_bytes = 0
+        before, beside = counters["inductor"]["fxgraph_cache_hit"], fresh_peak()
         try:
             start = time.perf_counter()
             self.peer = build(spec, workload, rank, size)
@@ -123,6 +134,8 @@ class Contender:
             if os.environ.get("BENCHMARK_TRACE"):
                 traceback.print_exc()
         self.cache_hits = counters["inductor"]["fxgraph_cache_hit"] - before
+        self._note_peak(beside)
+        self.held = fresh_peak() - beside
         failures = [failure for failure in gathered(self.failure) if failure]
         self.failure = failures[0] if failures else None
 
@@ -139,17 +152,23 @@ class Contender:
         self.graphs += counters["stats"]["unique_graphs"] - before
 
     def block(self, steps: int, interface: Interface) -> None:
-        sent = interface.sent()
+        sent, beside = interface.sent(), fresh_peak() - self.held
         barrier()
         cpu, wall = time.process_time(), time.perf_counter()
         self.run(steps)
         wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
         barrier()
         after = interface.sent()
+        self._note_peak(beside)
         self.walls.append(wall / steps)
         self.cpus.append(cpu / steps)
         if sent is not None and after is not None:
             self.sent.append((after - sent) / steps)
+
+    def _note_peak(self, beside: int) -> None:
+        """On a GPU: more than the other contenders hold."""
+        if torch.cuda.is_initialized():
+            self.gpu_bytes = max(self.gpu_bytes, torch.cuda.max_memory_allocated() - beside)
 
     def row(self) -> dict[str, Any]:
         """Collective. A step takes as long as it takes the slowest rank; CPU is the mean over ranks, bytes over workers."""
@@ -166,6 +185,7 @@ class Contender:
         row["blocks_s"] = [max(of_ranks) for of_ranks in zip(*walls, strict=True)]
         row |= {
             "first_s": gathered(self.first_s),
+            "gpu_bytes": max(gathered(self.gpu_bytes)),
             "graphs": self.graphs,
             "cache_hits": gathered(self.cache_hits),
         }
@@ -178,6 +198,8 @@ def compare(
     """Measure the peers in turn: A B … A B …, `blocks` times, each block about `seconds` long."""
     ranks_per_host = df.init().processes_per_worker
     interface = Interface(ranks_per_host)
+    if torch.cuda.is_initialized():  # or the first peer that compiles would load the compiler
+        torch.compile(lambda x: x + 1)(torch.ones(8, device="cuda"))
     contenders = []
     for spec in specs:
         contenders.append(Contender(spec, workload, rank, size))

@@ -93,6 +93,7 @@ def table(result: dict[str, Any]) -> str:
         "/raw",
         *(f"/{spec}" for spec in against),
         "MB sent",
+        "GPU MB",
         "first s",
         "graphs",
     )
@@ -107,11 +108,12 @@ def table(result: dict[str, Any]) -> str:
         for over in (row["over"].get(spec) for spec in against):
             ratios.append("" if over is None else f"{over['median']:.3f} [{over['low']:.3f}, {over['high']:.3f}]")
         sent = _number(None if mega is None else mega / 1e6, ".3f")
+        held = _number(row["gpu_bytes"] / 1e6 or None, ".0f")
         cpu = f"{1e3 * row['cpu_s']['median']:.4g}"
         first = f"{max(row['first_s']):.1f}"
         speed = "" if row["peer"].startswith("floor") else _number(row.get("samples_per_s"), ".4g")
         rates = [speed, _number(row.get("efficiency"), ".2f") if speed else ""]
-        cells = (f"{1e3 * step['median']:.4g}", quartiles, *rates, cpu, *ratios, sent, first, str(row["graphs"]))
+        cells = (f"{1e3 * step['median']:.4g}", quartiles, *rates, cpu, *ratios, sent, held, first, str(row["graphs"]))
         lines.append((row["peer"], *cells))
     m = result["machine"]
     link = f"{result['link_mbit']:g} Mbit/s links" if result.get("link_mbit") else "no limit on the links"
@@ -120,7 +122,7 @@ def table(result: dict[str, Any]) -> str:
     notes = (
         "samples/s: of all workers; efficiency: of weak scaling, compute alone over the step; /floor: over max(compute, exchange) "
         "alone; /raw: over the bare overlap plus the update alone; over a peer: the median ratio of blocks that ran side by side, "
-        "with the bootstrap's 95 %. MB sent: by a worker, at its host's interface."
+        "with the bootstrap's 95 %. MB sent: by a worker, at its host's interface. GPU MB: the most that a rank had allocated."
     )
     return "\n".join([title, *columns([head, *lines]), notes])
 

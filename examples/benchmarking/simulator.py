@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,11 @@ from benchmarking.workloads import LEARNING_RATE, MLP, Workload, workload
 
 BUCKET_MB = 0.02
 """Nothing travels, so that small buckets cost nothing, and gradients are not copied together."""
+
+MOMENTUM = 0.9
+REPLAYED = {"mode": "reduce-overhead"}
+LOOPED = 64
+"""So many workers at most step in a Python loop."""
 
 Sizes = tuple[int, ...]
 Timed = Callable[[], Any]
@@ -36,38 +42,38 @@ def optimizer(momentum: float) -> df.Transform:
     return df.sgd(LEARNING_RATE, momentum=momentum) if momentum else df.sgd(LEARNING_RATE)
 
 
-def algorithm(net: Workload, topology: df.Topology, momentum: float) -> tuple[df.Algorithm, dict[str, Tensor]]:
+def algorithm(
+    net: Workload, topology: df.Topology, momentum: float, gradient: str = "traced"
+) -> tuple[df.Algorithm, dict[str, Tensor]]:
     module = net.module()
     params = {name: p.detach() for name, p in module.named_parameters()}
-    chosen = df.adapt_while_communicate(net.loss_fn(module), optimizer(momentum), topology, bucket_mb=BUCKET_MB)
-    return chosen, params
+    loss_fn = net.loss_fn(module)
+    loss_fn = df.autograd(loss_fn) if gradient == "autograd" else loss_fn
+    return df.adapt_while_communicate(loss_fn, optimizer(momentum), topology, bucket_mb=BUCKET_MB), params
 
 
-def stacked(
-    sizes: Sizes, workers: int, batch_size: int, momentum: float = 0.9, *, device: str = "cpu", **how: Any
-) -> Timed:
+def stacked(net: Workload, workers: int, momentum: float = MOMENTUM, *, gradient: str = "traced", **how: Any) -> Timed:
     """One call steps all workers, compiled as `how` says."""
-    net = network(sizes, batch_size, device)
-    (init, step), params = algorithm(net, df.topology("one-peer-exp", num_workers=workers), momentum)
+    topology = df.topology("one-peer-exp", num_workers=workers)
+    (init, step), params = algorithm(net, topology, momentum, gradient)
     step, state = df.compile(df.simulate(step, workers), **how), df.stack(init(params), workers)
     batches = [tuple(torch.stack(part) for part in zip(*some, strict=True)) for some in _batches(net, workers)]
     return _stepper(step, state, batches)
 
 
-def one_large_batch(
-    sizes: Sizes, workers: int, batch_size: int, momentum: float = 0.9, *, device: str = "cpu"
-) -> Timed:
-    """One worker whose batch is as large as all of theirs."""
-    net = network(sizes, batch_size * workers, device)
+def alone(net: Workload, momentum: float = MOMENTUM) -> Timed:
+    """One worker."""
     (init, step), params = algorithm(net, df.topology("complete", num_workers=1), momentum)
     return _stepper(df.compile(step), init(params), [some[0] for some in _batches(net, 1)])
 
 
-def loop(
-    sizes: Sizes, workers: int, batch_size: int, momentum: float = 0.9, *, mixing: bool = False, device: str = "cpu"
-) -> Timed:
+def one_large_batch(net: Workload, workers: int, momentum: float = MOMENTUM) -> Timed:
+    """One worker whose batch is as large as all of theirs."""
+    return alone(replace(net, batch_size=net.batch_size * workers), momentum)
+
+
+def loop(net: Workload, workers: int, momentum: float = MOMENTUM, *, mixing: bool = False) -> Timed:
     """A Python loop over single compiled steps, one per worker, and without or with averaging pairs by hand."""
-    net = network(sizes, batch_size, device)
     (init, step), params = algorithm(net, df.topology("complete", num_workers=1), momentum)
     compiled, batches, states = df.compile(step), _batches(net, workers), [init(params) for _ in range(workers)]
     steppers = [_stepper(compiled, state, [some[i] for some in batches]) for i, state in enumerate(states)]
@@ -97,7 +103,12 @@ def processes(workers: int, script: str) -> float:
 
 def _batches(net: Workload, workers: int) -> list[list[tuple[Tensor, Tensor]]]:
     generator = torch.Generator().manual_seed(0)
-    return [[net.draw(net.batch_size, generator) for _ in range(workers)] for _ in range(4)]
+
+    def draw() -> tuple[Tensor, Tensor]:
+        inputs, targets = net.draw(net.batch_size, generator)
+        return inputs.to(net.device), targets.to(net.device)
+
+    return [[draw() for _ in range(workers)] for _ in range(4)]
 
 
 def _stepper(step: Any, state: Any, batches: list[Any]) -> Timed:
@@ -135,35 +146,59 @@ def interleaved(runs: dict[str, Timed], *, blocks: int, seconds: float) -> dict[
 
 def compare(script: str, *, blocks: int, seconds: float, device: str, small: bool = False) -> dict[str, Any]:
     """All cases of the simulator; `small` shrinks the numbers of workers for trying out."""
-    replayed = {"mode": "reduce-overhead"}
     many, most = (8, 32) if small else (64, 1024)
     cases = [((64, 128, 10), 0.0), ((64, 128, 10), 0.9), ((256, 512, 512, 10), 0.0), ((256, 512, 512, 10), 0.9)]
     found: dict[str, Any] = {"cases": []}
     for sizes, momentum in cases:
-        this = (sizes, many, 32, momentum)
+        this = (network(sizes, 32, device), many, momentum)
         runs = {
-            "stacked": stacked(*this, device=device),
-            "stacked, not donated": stacked(*this, device=device, donate=False),
-            "one large batch": one_large_batch(*this, device=device),
-            "loop of steps": loop(*this, device=device),
-            "loop and mixing": loop(*this, device=device, mixing=True),
+            "stacked": stacked(*this),
+            "stacked, not donated": stacked(*this, donate=False),
+            "one large batch": one_large_batch(*this),
+            "loop of steps": loop(*this),
+            "loop and mixing": loop(*this, mixing=True),
         }
         if device == "cuda":
-            runs["stacked, replayed"] = stacked(*this, device=device, **replayed)
+            runs["stacked, replayed"] = stacked(*this, **REPLAYED)
         times = interleaved(runs, blocks=blocks, seconds=seconds)
         name = "-".join(map(str, sizes)) + (", momentum" if momentum else "")
         found["cases"].append({"network": name, "workers": many, "batch": 32, "seconds": times})
     counts = [n for n in (64, 256, 1024) if n <= most] or [most]
-    tiny = {str(n): stacked((8, 16, 4), n, 8, device=device) for n in counts}
+    net = network((8, 16, 4), 8, device)
+    tiny = {str(n): stacked(net, n) for n in counts}
     if device == "cuda":
-        tiny |= {f"{n}, replayed": stacked((8, 16, 4), n, 8, device=device, **replayed) for n in counts}
+        tiny |= {f"{n}, replayed": stacked(net, n, **REPLAYED) for n in counts}
     found["tiny"] = interleaved(tiny, blocks=blocks, seconds=seconds)
     if device == "cpu":
         found["processes"] = {"workers": many, "seconds": processes(many, script)}
     return found
 
 
+def one(net: Workload, workers: int, *, blocks: int, seconds: float) -> dict[str, Any]:
+    """One network: many workers in each way, beside one."""
+    runs = {
+        "one worker": alone(net),
+        "one large batch": one_large_batch(net, workers),
+        "stacked": stacked(net, workers),
+    }
+    if net.device == "cuda":
+        runs["stacked, replayed"] = stacked(net, workers, **REPLAYED)
+    if workers <= LOOPED:
+        runs["stacked, by autograd"] = stacked(net, workers, gradient="autograd")
+        runs["loop of steps"] = loop(net, workers)
+    times = interleaved(runs, blocks=blocks, seconds=seconds)
+    return {"cases": [{"network": net.name, "workers": workers, "batch": net.batch_size, "seconds": times}]}
+
+
 def table(found: dict[str, Any]) -> str:
+    if "tiny" not in found:
+        (case,) = found["cases"]
+        lines = [(f"{case['workers']} workers, {case['network']}", "ms per step", "/one worker", "/stacked")]
+        seconds = case["seconds"]
+        for name, s in seconds.items():
+            ratios = [f"{s / seconds[other]:.2f}" for other in ("one worker", "stacked")]
+            lines.append((name, f"{1e3 * s:.4g}", *ratios))
+        return "\n".join(columns(lines))
     lines = [("network, ms per step of all workers", *found["cases"][0]["seconds"])]
     ratios = [("ratios", "large batch / stacked", "stacked / loop", "stacked / loop and mixing")]
     for case in found["cases"]:

@@ -1,4 +1,4 @@
-"""Workloads: six networks of different shapes, on random data that changes from step to step."""
+"""Workloads: networks of different shapes, on random data that changes from step to step."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 BATCHES = 16
+WORKLOADS = ("mlp", "gpt", "conv", "lstm", "lstm64", "thousand", "tiny", "gpt124m", "resnet18")
 LEARNING_RATE, WEIGHT_DECAY = 1e-6, 0.01  # so small that every step does the same work
 
 
@@ -48,11 +49,18 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self, vocabulary: int, dim: int, layers: int, heads: int, length: int) -> None:
+    """A decoder; `is_tied`: the embedding is also the head, as in GPT-2."""
+
+    def __init__(
+        self, vocabulary: int, dim: int, layers: int, heads: int, length: int, *, is_tied: bool = False
+    ) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(vocabulary, dim), nn.Parameter(0.02 * torch.randn(length, dim))
         self.blocks = nn.ModuleList(Block(dim, heads) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, vocabulary, bias=False)
+        if is_tied:
+            self.head.weight = self.tokens.weight
+            nn.init.normal_(self.tokens.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.tokens(tokens) + self.positions
@@ -101,6 +109,59 @@ class ConvNet(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x.mean((2, 3)))
+
+
+class Basic(nn.Module):
+    """ResNet's block of two convolutions; where the shape changes, a third one takes the input along."""
+
+    def __init__(self, before: int, channels: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(before, channels, 3, stride, 1, bias=False)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.norm1, self.norm2 = nn.BatchNorm2d(channels), nn.BatchNorm2d(channels)
+        self.along: nn.Module = nn.Identity()
+        if stride > 1:
+            self.along = nn.Sequential(nn.Conv2d(before, channels, 1, stride, bias=False), nn.BatchNorm2d(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.along(x) + self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x))))))
+
+
+class ResNet18(nn.Module):
+    """He et al., CVPR 2016; with `width` 64 and 1000 classes 11.7M parameters."""
+
+    def __init__(self, width: int, classes: int) -> None:
+        super().__init__()
+        self.start, self.norm = nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width)
+        blocks, before = [], width
+        for stage in range(4):
+            channels = width << stage
+            blocks += [Basic(before, channels, 1 + (stage > 0)), Basic(channels, channels, 1)]
+            before = channels
+        self.blocks, self.head = nn.ModuleList(blocks), nn.Linear(before, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.max_pool2d(F.relu(self.norm(self.start(x))), 3, 2, 1)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean((2, 3)))
+
+
+class Narrow(nn.Module):
+    """A module under autocast to bfloat16; its result is float32."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    @property
+    def blocks(self) -> Any:
+        return self.inner.blocks
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, torch.bfloat16):
+            out = self.inner(x)
+        return out.float()
 
 
 class Recurrent(nn.Module):
@@ -177,8 +238,8 @@ def _tokens(vocabulary: int, length: int) -> Callable[[int, torch.Generator], tu
 
 
 def workload(name: str, *, small: bool = False, batch_size: int | None = None, device: str = "cpu") -> Workload:
-    """One of `mlp` (10.5M parameters), `gpt` (13.9M), `conv` (0.08M), `lstm` (1.1M), `lstm64` (0.07M), `thousand` (1M in 1,000
-    tensors) and `tiny` (9.6e3).
+    """One of `mlp` (10.5M parameters), `gpt` (13.9M), `conv` (0.08M), `lstm` (0.86M), `lstm64` (0.07M), `thousand` (1M in 1,000
+    tensors) and `tiny` (9.6e3); for GPUs, with bfloat16 autocast, `gpt124m` (124M) and `resnet18` (11.2M).
 
     `small`: a hundredth of the size, for trying out. `batch_size`: per rank, None for the workload's own. `device`: of modules and batches.
     """
@@ -210,6 +271,22 @@ def workload(name: str, *, small: bool = False, batch_size: int | None = None, d
         ),
         "lstm64": Workload(
             "lstm64", lambda: Recurrent(64, 8 if small else 64), _labeled(32, 64), cross_entropy, 4 if small else 16
+        ),
+        "gpt124m": Workload(
+            "gpt124m",
+            lambda: Narrow(
+                GPT(64, 32, 2, 2, 16, is_tied=True) if small else GPT(50304, 768, 12, 12, 1024, is_tied=True)
+            ),
+            _tokens(64, 16) if small else _tokens(50257, 1024),
+            cross_entropy,
+            2 if small else 8,
+        ),
+        "resnet18": Workload(
+            "resnet18",
+            lambda: Narrow(ResNet18(8 if small else 64, 100)),
+            _labeled(3, 32, 32) if small else _labeled(3, 96, 96),
+            cross_entropy,
+            4 if small else 128,
         ),
         "tiny": Workload("tiny", lambda: MLP(64, 128, 10), _classes(64, 10), cross_entropy, 32),
     }[name]

@@ -133,6 +133,8 @@ def free_ports(n: int) -> list[int]:
 
 
 def keep(name: str, times: Any) -> None:
-    """Write times into the folder that OUT names."""
+    """Write times into times.json of the folder that OUT names, beside those of other launches."""
     if folder := os.environ.get("OUT"):
-        (Path(folder) / f"{name.replace(' ', '-')}.json").write_text(json.dumps(times, indent=1))
+        file = Path(folder) / "times.json"
+        known = json.loads(file.read_text()) if file.exists() else {}
+        file.write_text(json.dumps(known | {name: times}, indent=1))
