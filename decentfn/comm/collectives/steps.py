@@ -6,7 +6,7 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -91,9 +91,8 @@ class Note(NamedTuple):
     """Note from a rank with a failed call to the others."""
 
     rank: int
-    calls: int
-    changes: list[tuple[int, int]]
-    """Calls in which its t changed, with the new value."""
+    calls: list[tuple[int, int]]
+    """Numbers and steps of its last calls."""
     peer: int | None
     """Rank that it waited for."""
     timed_out: bool
@@ -136,15 +135,13 @@ class Steps:
         self.board: Any = None
         """Store of torch.distributed on which the ranks compare."""
         self._met = set[int]()  # the groups whose ranks are known to be in this step
-        self._last = 0
-        self._changes: deque[tuple[int, int]] = deque(maxlen=32)
 
     def begin(self, board: Any) -> None:
         """Restart the count, on all ranks together, with an empty board."""
         self.calls = self.before = 0
         self.board, self.lost, self.cut_short, self.missed = board, None, None, None
         self.in_flight.clear()
-        self._changes.clear()
+        self.record.clear()
 
     def enter(self, t: int) -> None:
         """Begin a step; raise RuntimeError if an earlier one was cut short."""
@@ -184,9 +181,7 @@ class Steps:
         """Record an operator's call; return it and, if another rank was at another step, that rank and step."""
         self.calls = calls = self.calls + 1
         step = self.at if self.is_running else int(t)
-        if step != self._last or not self._changes:
-            self._last, self.tag = step, step % TAGS + self.generation % _GENERATIONS * 2 * TAGS
-            self._changes.append((calls, step))
+        self.tag = step % TAGS + self.generation % _GENERATIONS * 2 * TAGS
         call = Call(what, calls, step, calls - self.before, local)
         self.record.append(call)
         if self.board is None or (calls % _EVERY and calls & (calls - 1)):
@@ -205,7 +200,7 @@ class Steps:
 
     def tell(self, peer: int | None, *, timed_out: bool, outside: str | None = None) -> None:
         """Notify the others that a call of this rank has failed."""
-        note = Note(self.rank, self.calls, list(self._changes), peer, timed_out, outside)
+        note = Note(self.rank, [(call.number, call.step) for call in self.record], peer, timed_out, outside)
         try:
             if self.board is not None:
                 self.board.append("failed", json.dumps(note) + "\n")
@@ -222,19 +217,15 @@ class Steps:
         try:
             if self.board is not None:
                 for line in self.board.get("failed").decode().splitlines():
-                    rank, calls, changes, *others = json.loads(line)
-                    if rank != self.rank:
-                        notes.setdefault(rank, Note(rank, calls, [(a, b) for a, b in changes], *others))
+                    note = Note(*json.loads(line))
+                    if note.rank != self.rank:
+                        notes.setdefault(note.rank, note)
         except RuntimeError:
             self.board = None
         return notes
 
     def different(self, note: Note) -> tuple[int, int] | None:
         """Return this rank's step and the other's in the last common call; None if they agree."""
-        common = min(self.calls, note.calls)
-        mine, theirs = _step_of(common, self._changes), _step_of(common, note.changes)
-        return None if mine is None or theirs is None or mine == theirs else (mine, theirs)
-
-
-def _step_of(call: int, changes: Iterable[tuple[int, int]]) -> int | None:
-    return max(((first, t) for first, t in changes if first <= call), default=(0, None))[1]
+        mine, theirs = {call.number: call.step for call in self.record}, dict(note.calls)
+        common = max(mine.keys() & theirs.keys(), default=None)
+        return None if common is None or mine[common] == theirs[common] else (mine[common], theirs[common])
