@@ -84,17 +84,6 @@ def number_on(t: Tensor, device: torch.device) -> Tensor:
     return torch.scalar_tensor(int(t), dtype=torch.int64, device=device)
 
 
-_once = operator(
-    "once(Tensor x) -> Tensor", torch.clone, torch.empty_like, lambda info, in_dims, x: (once(x), in_dims[0])
-)
-_rounded = operator(
-    "rounded(Tensor x, ScalarType dtype) -> Tensor",
-    lambda x, dtype: x.to(dtype, copy=True),
-    lambda x, dtype: torch.empty_like(x, dtype=dtype),
-    lambda info, in_dims, x, dtype: (rounded(x, dtype), in_dims[0]),
-)
-
-
 def sent(x: Tensor, device: torch.device) -> Tensor:
     """Copy `x` from the CPU to a device without waiting. Only for kernels: in a graph, Inductor would reuse the memory.
 
@@ -104,21 +93,25 @@ def sent(x: Tensor, device: torch.device) -> Tensor:
     return x if device.type == "cpu" else x.pin_memory().to(device, non_blocking=True)
 
 
-def once(x: Tensor) -> Tensor:
-    """Store `x` in its own memory, so that a compiled kernel reads it instead of recomputing it for every element.
+once = operator(
+    "once(Tensor x) -> Tensor", torch.clone, torch.empty_like, lambda info, in_dims, x: (once(x), in_dims[0])
+)
+"""Operator `x` -> `x` in its own memory, so that a compiled kernel reads it instead of recomputing it for every element.
 
-    Inductor inlines the computation of a scalar (a power, a table look-up) into the loop over a bucket, where it takes
-    longer than the update.
-    """
-    return _once(x)
+Inductor inlines the computation of a scalar (a power, a table look-up) into the loop over a bucket, where it takes
+longer than the update.
+"""
 
+rounded = operator(
+    "rounded(Tensor x, ScalarType dtype) -> Tensor",
+    lambda x, dtype: x.to(dtype, copy=True),
+    lambda x, dtype: torch.empty_like(x, dtype=dtype),
+    lambda info, in_dims, x, dtype: (rounded(x, dtype), in_dims[0]),
+)
+"""Operator `(x, dtype)` -> `x` in a narrower dtype: every reader gets the same numbers, also in compiled code.
 
-def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round `x` to a narrower dtype, so that every reader gets the same numbers, also in compiled code.
-
-    Otherwise Inductor would use the unrounded values if it finds them in a register.
-    """
-    return _rounded(x, dtype)
+Otherwise Inductor would use the unrounded values if it finds them in a register.
+"""
 
 
 class Numbers:

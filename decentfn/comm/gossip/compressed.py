@@ -19,7 +19,7 @@ from decentfn.compressors import Compressor, Key
 from decentfn.core.buckets import BucketPlan, Buckets, loose, wide
 from decentfn.core.context import context
 from decentfn.core.scalars import once, rounded
-from decentfn.topologies import Topology, from_permutations
+from decentfn.topologies import Topology, complete, from_permutations
 from decentfn.topologies.combine import combination
 
 
@@ -101,10 +101,7 @@ def _decoded(compressor: Compressor, message: Tensor, plan: BucketPlan) -> Tenso
 
 def everyone(num_workers: int) -> Topology:
     """Topology in which every worker sends to every other in one step: N - 1 messages each."""
-    me = torch.arange(num_workers)[:, None]
-    sources = (me - torch.arange(1, num_workers)) % num_workers
-    weights = torch.full((1, num_workers, num_workers), 1 / num_workers, dtype=torch.float64)
-    made = from_permutations(f"everyone({num_workers})", sources[None], weights)
+    made = as_messages(complete(num_workers))
     object.__setattr__(made, "family", everyone)
     return made
 
