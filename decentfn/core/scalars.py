@@ -122,9 +122,8 @@ class Numbers:
 
     def __init__(self, *values: float) -> None:
         self._values = torch.tensor(values, dtype=torch.float64)
-        self._there = {_CPU: self._values}
-        number = next(_count)
-        self._handle = torch.tensor(number)
+        self._there = dict[torch.device, Tensor]()
+        self._handle = torch.tensor(number := next(_count))
         _by_handle[number] = self
 
     def __repr__(self) -> str:
@@ -146,7 +145,6 @@ class Numbers:
         return self._there[device]
 
 
-_CPU = torch.device("cpu")
 _count = itertools.count()
 _by_handle: WeakValueDictionary[int, Numbers] = WeakValueDictionary()
 _numbers = operator(

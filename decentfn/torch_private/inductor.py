@@ -32,7 +32,12 @@ def lookup_backend(name: str) -> Callable[..., Any]:
 
 def cache_dir() -> str:
     """Return the folder of Inductor's cache, whose code will run here; the default one is made private to its owner."""
-    default = _default_cache_dir()
+    try:
+        user = getpass.getuser()
+    except (KeyError, ImportError, OSError):
+        user = f"uid_{os.getuid()}"
+    # As in PyTorch's manual.
+    default = os.path.join(tempfile.gettempdir(), "torchinductor_" + re.sub(r'[\\/:*?"<>|]', "_", user))
     path = os.path.abspath(os.environ.setdefault(_CACHE, default))
     os.makedirs(path, exist_ok=True)
     if hasattr(os, "getuid"):
@@ -46,15 +51,6 @@ def cache_dir() -> str:
         elif owner == os.getuid() and path == default:
             os.chmod(path, 0o700)
     return path
-
-
-def _default_cache_dir() -> str:
-    """Return the default folder in PyTorch's manual: `/tmp/torchinductor_<user>`."""
-    try:
-        user = getpass.getuser()
-    except (KeyError, ImportError, OSError):
-        user = f"uid_{os.getuid()}"
-    return os.path.join(tempfile.gettempdir(), "torchinductor_" + re.sub(r'[\\/:*?"<>|]', "_", user))
 
 
 def compile_options() -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from decentfn.comm.collectives.forks import wait_for_gloo, wait_for_gloo_before_forks
-from decentfn.comm.collectives.processes import SameShard, World, worlds
+from decentfn.comm.collectives.processes import World, worlds
 from decentfn.core.context import context
 from decentfn.torch_private.dynamo import constant_while_traced
 
@@ -61,16 +61,19 @@ def require_messages_from(call: str, device: torch.device) -> None:
         return
     backends = str(dist.get_backend_config())
     if f"{device.type}:mpi" in backends:
-        raise ValueError(
-            f"{call}: the process group ({backends}) is MPI's, which ignores timeouts, so a lost process would let the others hang; "
-            "leave the group to df.init(), or make one of gloo."
+        why = (
+            f"the process group ({backends}) is MPI's, which ignores timeouts, so a lost process would let the others hang; leave the "
+            "group to df.init(), or make one of gloo."
         )
-    if f"{device.type}:" not in backends:
+    elif f"{device.type}:" not in backends:
         kinds = [part.partition(":")[0] for part in backends.split(",")]
-        raise ValueError(
-            f"{call}: the parameters are on {device}, and the process group ({backends}) carries messages from {', '.join(kinds)} "
-            f"only; move the model there first, model.to({kinds[0]!r}), or leave the group to df.init()."
+        why = (
+            f"the parameters are on {device}, and the process group ({backends}) carries messages from {', '.join(kinds)} only; move "
+            f"the model there first, model.to({kinds[0]!r}), or leave the group to df.init()."
         )
+    else:
+        return
+    raise ValueError(f"{call}: {why}")
 
 
 def everyone() -> World:
@@ -120,9 +123,9 @@ def split_workers(processes_per_worker: int) -> World:
         here.mesh = DeviceMesh.from_group(
             [group, here.intra_worker], here.device.type, mesh=ranks, mesh_dim_names=("worker", "shard")
         )
-        gossip = SameShard(group, here.worker, here.num_workers, here.timeout, here.device)
+        gossip = World(group, here.worker, here.num_workers, here.timeout, here.device)
         gossip.processes_per_worker, gossip.intra_worker, gossip.mesh = size, here.intra_worker, here.mesh
-        gossip.place = here.rank
+        gossip.place, gossip.processes = here.rank, range(here.process, here.size, size)
         gossip._all_processes, here._gossip = here, gossip
     _default[:], _split[size] = [here], here
     return here

@@ -184,8 +184,7 @@ def reduce(here: World, call: Call, x: Tensor, own: Tensor | None, ranks: list[i
 
 def land(here: World, call: Call) -> bool:
     """Wait for all of a call and return True if it arrived; if not, this worker's own payload replaces each message."""
-    since = time.perf_counter()
-    here.steps.waits_since = time.monotonic()
+    here.steps.waits_since = since = time.monotonic()
     with record_function(f"decentfn::wait {call.what} {call.index}"):
         one_by_one = len(call.works) == len(call.parts)  # else the backend has combined them
         for index, work in enumerate(call.works):
@@ -196,10 +195,9 @@ def land(here: World, call: Call) -> bool:
                     work.wait(_PATIENCE)
             except RuntimeError as error:
                 lose(here, call, error, *(call.parts[index][2:] if one_by_one else ()))
-    waited = time.perf_counter() - since
     here.steps.waits_since = None
     for counted in here.counters:
-        counted.seconds_waited += waited
+        counted.seconds_waited += time.monotonic() - since
     if call.lost is None:
         call.arrived = time.time()
     else:

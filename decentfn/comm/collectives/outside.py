@@ -24,7 +24,7 @@ from decentfn.core.context import context
 from decentfn.core.formatting import brief_error
 from decentfn.errors import CallMismatch, PeerLost, RunError
 
-_HEADER = 512
+_HEADER = 1024
 """Bytes of a header."""
 
 
@@ -107,27 +107,25 @@ def refuse_missed(call: str, here: World | None = None) -> None:
 def _require_same(here: World, processes: range, headers: list[_Header]) -> None:
     texts = [header.text for header in headers]
     usual = max(texts, key=texts.count)
-    first = texts.index(usual)
-    rule = "all processes make the same calls, in the same order"
+    first, me = processes[texts.index(usual)], here.all_processes.rank
     for rank, header in zip(processes, headers, strict=True):
-        if header.text != usual:
-            said = f"process {processes[first]} calls {usual}, process {rank} calls {header.text}"
-        elif differing := [
-            other
+        others = [
+            (other, its)
             for other, its in zip(processes, headers, strict=True)
             if (other - rank) % here.processes_per_worker == 0 and -1 != its.exchanges != header.exchanges != -1
-        ]:
-            other = differing[0]
-            its = headers[processes.index(other)]
+        ]
+        if header.text != usual:
+            said = f"process {first} calls {usual}, process {rank} calls {header.text}"
+        elif others:
+            other, its = others[0]
             said = (
                 f"{usual.split(': ')[0]}: process {rank} calls it after step t={header.t} and {header.exchanges} exchanges, process "
                 f"{other} after step t={its.t} and {its.exchanges}"
             )
         else:
             continue
-        me = here.all_processes.rank
-        peer = processes[first] if rank == me else rank
-        raise CallMismatch(f"{said}; {rule}.", process=me, peer=peer)
+        peer = first if rank == me else rank
+        raise CallMismatch(f"{said}; all processes make the same calls, in the same order.", process=me, peer=peer)
 
 
 def _failed(here: World, call: str, error: RuntimeError) -> RunError:
