@@ -51,6 +51,11 @@ def _rebuilt(visit: Callable[..., Any], function: Callable[..., Any], node: Any,
     return close([visit(function, *parts) for parts in zip(children, *rest, strict=True)])
 
 
+def children(tree: dict[Any, Any]) -> list[Any]:
+    """Return the values of a dict in the order of its leaves."""
+    return [tree[key] for key in _ordered(tree)]
+
+
 def cloned(tree: PyTree) -> PyTree:
     """Return the tree with every tensor cloned, as an autograd leaf."""
 

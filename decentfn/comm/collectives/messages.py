@@ -21,7 +21,6 @@ from decentfn.comm.collectives.processes import World
 from decentfn.comm.collectives.reports import different_steps, has_timed_out, report
 from decentfn.comm.collectives.steps import Call, Lost, Part
 from decentfn.core.context import context
-from decentfn.errors import StepMismatch
 from decentfn.topologies.rounds import Peers
 
 _PATIENCE = timedelta(seconds=1)
@@ -114,17 +113,16 @@ def send(here: World, call: Call, peers: Peers, x: Tensor, slots: int) -> None:
     receives: list[Part] = []
     sends: list[Part] = []
     # Both lists are ordered by (slot, receiving worker): the order in which one process meets another's messages.
-    by_slot = zip(zip(*hears, strict=True), zip(*tells, strict=True), strict=True)
-    for slot, (sources, listeners) in enumerate(by_slot if inbox.numel() else ()):
-        for i, source in enumerate(sources):
-            target = inbox[i, slot]
+    for slot in range(slots if inbox.numel() else 0):
+        for i in range(local):
+            target, source = inbox[i, slot], hears[i][slot]
             if source < 0:
                 target.zero_()
             elif source // local == here.rank:
                 target.copy_(x[source - first, slot])
             else:
                 receives.append(Part(target, x[i, slot], source // local, slot))
-        for listener, i in sorted(zip(listeners, range(local), strict=True)):
+        for listener, i in sorted((tells[i][slot], i) for i in range(local)):
             if listener >= 0 and listener // local != here.rank:
                 sends.append(Part(x[i, slot], None, listener // local, slot))
     call.parts = [*receives, *sends]  # with sends first, a link takes twice as long
@@ -168,18 +166,17 @@ def reduce(here: World, call: Call, x: Tensor, own: Tensor | None, ranks: list[i
     group = here.subgroup(tuple(ranks))
     try:
         with record_function(f"decentfn::post {call.what} {call.index}"):
-            if (other := here.steps.find_other(group, ranks, [call.step, call.number, x.nbytes], x)) is not None:
-                raise different_steps(here, call, call.step, *other)
-            call.works.append(group.allreduce([x]))
-    except StepMismatch as error:
-        lose(here, call, error, error.peer)
+            other = here.steps.find_other(group, ranks, [call.step, call.number, x.nbytes], x)
+            if other is None:
+                call.works.append(group.allreduce([x]))
     except RuntimeError as error:
-        lose(here, call, error, call.parts[0].rank)
-    else:
-        share = round(2 * len(others) / len(ranks) * x.nbytes)
-        for counted in here.counters:
-            counted.bytes_sent += share
-            counted.bytes_received += share
+        return lose(here, call, error, call.parts[0].rank)
+    if other is not None:
+        return lose(here, call, different_steps(here, call, call.step, *other), other[0])
+    share = round(2 * len(others) / len(ranks) * x.nbytes)
+    for counted in here.counters:
+        counted.bytes_sent += share
+        counted.bytes_received += share
 
 
 def land(here: World, call: Call) -> bool:
