@@ -81,9 +81,9 @@ def named_outside(here: World, call: str, error: RuntimeError, *, listens: bool)
     else:
         why = f"{who} has died, or has left"
     where = ", ".join(
-        f"process {gossip.processes[note.rank]} waited in {note.outside or f'its step t={note.calls[-1][1]}'}"
+        f"process {gossip.processes[note.rank]} waited in {note.outside or f'its step t={note.steps[-1][1]}'}"
         for note in sorted(notes.values())
-        if note.outside or note.calls
+        if note.outside or note.steps
     )
     step = gossip.steps.at if gossip.steps.calls else None
     after = "" if step is None else f" after step t={step}"

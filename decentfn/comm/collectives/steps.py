@@ -91,8 +91,9 @@ class Note(NamedTuple):
     """Note from a rank with a failed call to the others."""
 
     rank: int
-    calls: list[tuple[int, int]]
-    """Numbers and steps of its last calls."""
+    calls: int
+    steps: list[tuple[int, int]]
+    """Of its last steps, the number of calls before it, and t."""
     peer: int | None
     """Rank that it waited for."""
     timed_out: bool
@@ -134,6 +135,7 @@ class Steps:
         """True if the ranks agree after a loss by themselves (`df.survive`): a report does not wait for notes."""
         self.board: Any = None
         """Store of torch.distributed on which the ranks compare."""
+        self._last: deque[tuple[int, int]] = deque(maxlen=32)  # as `Note.steps`
         self._met = set[int]()  # the groups whose ranks are known to be in this step
 
     def begin(self, board: Any) -> None:
@@ -141,7 +143,7 @@ class Steps:
         self.calls = self.before = 0
         self.board, self.lost, self.cut_short, self.missed = board, None, None, None
         self.in_flight.clear()
-        self.record.clear()
+        self._last.clear()
 
     def enter(self, t: int) -> None:
         """Begin a step; raise RuntimeError if an earlier one was cut short."""
@@ -152,6 +154,7 @@ class Steps:
                 f"{type(error).__name__}: {error}; the other ranks have its messages and are ahead. Start the run again, on all ranks."
             ) from error
         self.is_running, self.at, self.before = True, t, self.calls
+        self._last.append((self.calls, t))
         self._met.clear()
 
     @property
@@ -200,7 +203,7 @@ class Steps:
 
     def tell(self, peer: int | None, *, timed_out: bool, outside: str | None = None) -> None:
         """Notify the others that a call of this rank has failed."""
-        note = Note(self.rank, [(call.number, call.step) for call in self.record], peer, timed_out, outside)
+        note = Note(self.rank, self.calls, list(self._last), peer, timed_out, outside)
         try:
             if self.board is not None:
                 self.board.append("failed", json.dumps(note) + "\n")
@@ -226,6 +229,8 @@ class Steps:
 
     def different(self, note: Note) -> tuple[int, int] | None:
         """Return this rank's step and the other's in the last common call; None if they agree."""
-        mine, theirs = {call.number: call.step for call in self.record}, dict(note.calls)
-        common = max(mine.keys() & theirs.keys(), default=None)
-        return None if common is None or mine[common] == theirs[common] else (mine[common], theirs[common])
+        common = min(self.calls, note.calls)
+        mine, theirs = (
+            next((t for before, t in reversed(steps) if before < common), None) for steps in (self._last, note.steps)
+        )
+        return None if mine is None or theirs is None or mine == theirs else (mine, theirs)
