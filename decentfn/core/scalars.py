@@ -93,14 +93,19 @@ def sent(x: Tensor, device: torch.device) -> Tensor:
     return x if device.type == "cpu" else x.pin_memory().to(device, non_blocking=True)
 
 
-once = operator(
+_once = operator(
     "once(Tensor x) -> Tensor", torch.clone, torch.empty_like, lambda info, in_dims, x: (once(x), in_dims[0])
 )
-"""Operator `x` -> `x` in its own memory, so that a compiled kernel reads it instead of recomputing it for every element.
 
-Inductor inlines the computation of a scalar (a power, a table look-up) into the loop over a bucket, where it takes
-longer than the update.
-"""
+
+def once(x: Tensor) -> Tensor:
+    """Store `x` in its own memory, so that a compiled kernel reads it instead of recomputing it for every element.
+
+    Inductor inlines the computation of a scalar (a power, a table look-up) into the loop over a bucket, where it takes
+    longer than the update.
+    """
+    return _once(x)
+
 
 rounded = operator(
     "rounded(Tensor x, ScalarType dtype) -> Tensor",

@@ -275,7 +275,8 @@ def _mixed(posted: Posted, index: int, gamma: float | Tensor) -> Tensor:
         x = mean + (1.0 - weight) * (x - mean)  # with weight 1 the mean itself, the same on all workers
     given = _given(row)
     if given is None:
-        terms = _pulls(posted, index, pairs, sent)
+        terms = [weight * (message - sent) for weight, message in pairs]
+        terms = terms if posted.sent[index] is own else [coarse(posted, term) for term in terms]
     else:
         terms = [weight * message for weight, message in pairs]
         terms += [-weight * sent for weight in (given * gamma).to(dtype).unbind()]
@@ -289,14 +290,11 @@ def _given(row: collectives.Row) -> Tensor | None:
     return row.given if row.topology.needs_push_sum else None
 
 
-def _pulls(posted: Posted, index: int, pairs: list[tuple[Tensor, Tensor]], sent: Tensor) -> list[Tensor]:
-    terms = [weight * (message - sent) for weight, message in pairs]
-    return terms if posted.sent[index] is posted.own[index] else [coarse(posted, term) for term in terms]
-
-
 def _moved(posted: Posted, index: int, gamma: float | Tensor) -> Tensor:
-    dtype = wide(posted.own[index].dtype)
+    own = posted.own.tensors[index]
+    dtype = wide(own.dtype)
     sent = posted.sent[index].to(dtype)
-    terms = _pulls(posted, index, _weighted(posted, index, gamma, dtype), sent)
+    terms = [weight * (message - sent) for weight, message in _weighted(posted, index, gamma, dtype)]
+    terms = terms if posted.sent[index] is own else [coarse(posted, term) for term in terms]
     total = sum(terms, torch.zeros_like(sent))
     return total if posted.flags is None else torch.where(posted.flags.own, total, torch.zeros_like(total))
