@@ -38,7 +38,7 @@ from decentfn.comm.collectives.reports import different_steps, report
 from decentfn.comm.collectives.steps import Call
 from decentfn.core.context import context
 from decentfn.core.scalars import operator
-from decentfn.torch_private.functorch import with_workers_first
+from decentfn.torch_private.functorch import has_no_value, with_workers_first
 
 
 def make_groups(groups: Tensor) -> None:
@@ -61,17 +61,18 @@ class Flight(NamedTuple):
     number: Tensor  # 0-d int64 on the CPU
     x: Tensor  # the sent tensor: kept, and not overwritten, until `wait`
     row: Row
+    good: Tensor | None
     is_mean: bool
 
 
-def exchange(x: Tensor, row: Row) -> Flight:
-    """Post `x`, `[D]` or one for each slot `[K, D]`, to this round's listeners."""
-    return Flight(_post(x, row.topology.handle, row.t, False, 0), x, row, is_mean=False)
+def exchange(x: Tensor, row: Row, *, good: Tensor | None = None) -> Flight:
+    """Post `x`, `[D]` or one for each slot `[K, D]`, to this round's listeners; zeros if not `good` (0-d bool)."""
+    return Flight(_post(x, row.topology.handle, row.t, good, False, 0), x, row, good, is_mean=False)
 
 
-def group_mean(x: Tensor, row: Row) -> Flight:
+def group_mean(x: Tensor, row: Row, *, good: Tensor | None = None) -> Flight:
     """Post the mean of `x` `[D]` over this worker's group, an all-reduce: each worker divides by r before the sum."""
-    return Flight(_post(x, row.topology.handle, row.t, True, 0), x, row, is_mean=True)
+    return Flight(_post(x, row.topology.handle, row.t, good, True, 0), x, row, good, is_mean=True)
 
 
 def wait(flight: Flight, after: Sequence[Tensor] = ()) -> Tensor:
@@ -79,9 +80,9 @@ def wait(flight: Flight, after: Sequence[Tensor] = ()) -> Tensor:
 
     Returns messages `[K, D]`, zeros where nothing was sent; or the mean `[D]`, `x` itself in a group of one.
     """
-    number, x, row, is_mean = flight
+    number, x, row, good, is_mean = flight
     peers, size = (row.group, row.group_size) if is_mean else (row.sources, None)
-    return _wait(number, x, peers, size, 0, list(after))
+    return _wait(number, x, peers, size, good, 0, list(after))
 
 
 def after(xs: Sequence[Tensor], flights: Sequence[Tensor]) -> list[Tensor]:
@@ -103,8 +104,17 @@ _after = operator(
 # -- post -----------------------------------------------------------------------------------------------------------
 
 
-def _post_kernel(x: Tensor, handle: Tensor, t: Tensor, is_mean: bool, workers: int) -> Tensor:
+def _sent(x: Tensor, good: Tensor) -> Tensor:
+    """Return `x` `[(L,) ...]`, with zeros where `good` `[(L)]` is False; no copy on a CPU if all are good."""
+    if good.device.type == "cpu" and not has_no_value(good) and bool(good.all()):
+        return x
+    return torch.where(good.view(*good.shape, *[1] * (x.dim() - good.dim())), x, torch.zeros_like(x))
+
+
+def _post_kernel(x: Tensor, handle: Tensor, t: Tensor, good: Tensor | None, is_mean: bool, workers: int) -> Tensor:
     """Post `x`, or `[L, ...]` of the L workers here; return the call's number."""
+    if good is not None:
+        x = _sent(x, good)
     if not workers:
         x = x[None]
     here, local = context.step_world or world(), x.shape[0]
@@ -143,16 +153,17 @@ def _post_mean(here: World, call: Call, members: list[list[int]], x: Tensor) -> 
 
 
 def _post_vmap(info: Any, in_dims: Any, *arguments: Any) -> tuple[Tensor, None]:
-    x, handle, t, is_mean, _ = arguments
+    x, handle, t, good, is_mean, _ = arguments
     n = info.batch_size
     require_worker_axis("group_mean" if is_mean else "exchange", in_dims[0], in_dims[1:3])
     if world().size == 1:
         return handle, None  # any number, as nothing is in flight
-    return _post(with_workers_first(x, in_dims[0], n), handle, t, is_mean, n), None
+    x, good = with_workers_first(x, in_dims[0], n), None if good is None else with_workers_first(good, in_dims[3], n)
+    return _post(x, handle, t, good, is_mean, n), None
 
 
 _post = operator(
-    "post(Tensor x, Tensor topology, Tensor t, bool is_mean, int workers) -> Tensor",
+    "post(Tensor x, Tensor topology, Tensor t, Tensor? good, bool is_mean, int workers) -> Tensor",
     _post_kernel,
     lambda *_: torch.empty((), dtype=torch.int64, device="cpu"),
     _post_vmap,
@@ -162,7 +173,7 @@ _post = operator(
 # -- wait -----------------------------------------------------------------------------------------------------------
 
 
-def _wait_kernel(number: Tensor, x: Tensor, peers: Tensor, size: Any, workers: int, after: Any) -> Tensor:
+def _wait_kernel(number: Tensor, x: Tensor, peers: Tensor, size: Any, good: Any, workers: int, after: Any) -> Tensor:
     here = context.step_world or world()
     call = here.steps.in_flight.pop(int(number))
     land(here, call)
@@ -171,11 +182,13 @@ def _wait_kernel(number: Tensor, x: Tensor, peers: Tensor, size: Any, workers: i
 
 
 def _wait_vmap(info: Any, in_dims: Any, *arguments: Any) -> tuple[Tensor, int]:
-    number, x, peers, size, _, after = arguments
+    number, x, peers, size, good, _, after = arguments
     n = info.batch_size
     x, peers = with_workers_first(x, in_dims[1], n), with_workers_first(peers, in_dims[2], n)
     if world().size > 1:
-        return _wait(number, x, peers, size, n, list(after)), 0
+        return _wait(number, x, peers, size, None, n, list(after)), 0
+    if good is not None:
+        x = _sent(x, with_workers_first(good, in_dims[4], n))
     if size is not None:
         share = x / with_workers_first(size, in_dims[3], n).view(-1, *[1] * (x.dim() - 1)).to(x.dtype)
         return torch.zeros_like(x).index_add(0, peers, share).index_select(0, peers), 0
@@ -188,7 +201,7 @@ def _wait_vmap(info: Any, in_dims: Any, *arguments: Any) -> tuple[Tensor, int]:
 
 _wait = operator(
     # Of a mean, `peers` and `size` are the worker's group; of messages, `peers` are its sources.
-    "wait(Tensor number, Tensor x, Tensor peers, Tensor? size, int workers, Tensor[] after) -> Tensor",
+    "wait(Tensor number, Tensor x, Tensor peers, Tensor? size, Tensor? good, int workers, Tensor[] after) -> Tensor",
     _wait_kernel,
     lambda number, x, peers, size, *_: x.new_empty((*peers.shape, x.shape[-1]) if size is None else x.shape),
     _wait_vmap,

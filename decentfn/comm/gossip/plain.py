@@ -65,12 +65,10 @@ def post(
     told = sent
     for lie in context.hostile:
         told = [lie(b, row.worker, row.t) for b in told]
-    if good is not None:
-        told = [torch.where(good, b, torch.zeros_like(b)) for b in told]
     if row.topology.degree or x.tensors[0].dim() == 2:
-        messages = tuple([collectives.exchange(b, row) for b in told])
+        messages = tuple([collectives.exchange(b, row, good=good) for b in told])
     if row.topology.has_groups:
-        means = tuple([collectives.group_mean(b, row) for b in told])
+        means = tuple([collectives.group_mean(b, row, good=good) for b in told])
     flags = None if good is None else guarding.post_flags(good, row)
     return Posted(x, sent, messages, means, row, {}, flags)
 
