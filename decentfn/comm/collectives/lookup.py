@@ -20,23 +20,22 @@ from decentfn.topologies import Topology
 
 def refuse_size(here: World, local: int, workers: int, what: str) -> NoReturn:
     """Raise ValueError for a topology of more or fewer workers than exist, `local` per process; `what` is the call."""
-    each, launched = here.processes_per_worker, os.environ.get("WORLD_SIZE", "")
-    if each > 1:
-        why = (
-            f"but {here.size * each} processes run, {each} for each worker; make it with df.topology(name, world.num_workers), here "
-            f"{here.size}, or a multiple of that with df.simulate."
+    if (each := here.processes_per_worker) > 1:
+        raise ValueError(
+            f"{what}: the topology has num_workers={workers}, but {here.size * each} processes run, {each} for each worker; make it "
+            f"with df.topology(name, world.num_workers), here {here.size}, or a multiple of that with df.simulate."
         )
-    elif here.size == 1 and launched not in ("", "1") and not dist.is_initialized():
-        why = (
-            f"and this process is alone: {launched} processes were started (WORLD_SIZE), but they have no process group. Call "
-            "df.init() first, before init(params)."
+    launched = os.environ.get("WORLD_SIZE", "")
+    if here.size == 1 and launched not in ("", "1") and not dist.is_initialized():
+        raise ValueError(
+            f"{what}: the topology has num_workers={workers}, and this process is alone: {launched} processes were started "
+            "(WORLD_SIZE), but they have no process group. Call df.init() first, before init(params)."
         )
-    else:
-        why = (
-            f"but {here.size} process(es) hold {local} worker(s) each. Start {workers} processes with torchrun, or df.simulate(step, "
-            f"{max(1, workers // here.size)}) so that workers x processes is the topology's size."
-        )
-    raise ValueError(f"{what}: the topology has num_workers={workers}, {why}")
+    raise ValueError(
+        f"{what}: the topology has num_workers={workers}, but {here.size} process(es) hold {local} worker(s) each. "
+        f"Start {workers} processes with torchrun, or df.simulate(step, {max(1, workers // here.size)}) "
+        "so that workers x processes is the topology's size."
+    )
 
 
 def require_worker_axis(what: str, x: int | None, others: Sequence[int | None]) -> None:

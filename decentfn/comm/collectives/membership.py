@@ -61,19 +61,16 @@ def require_messages_from(call: str, device: torch.device) -> None:
         return
     backends = str(dist.get_backend_config())
     if f"{device.type}:mpi" in backends:
-        why = (
-            f"the process group ({backends}) is MPI's, which ignores timeouts, so a lost process would let the others hang; leave the "
-            "group to df.init(), or make one of gloo."
+        raise ValueError(
+            f"{call}: the process group ({backends}) is MPI's, which ignores timeouts, so a lost process would let the others hang; "
+            "leave the group to df.init(), or make one of gloo."
         )
-    elif f"{device.type}:" not in backends:
+    if f"{device.type}:" not in backends:
         kinds = [part.partition(":")[0] for part in backends.split(",")]
-        why = (
-            f"the parameters are on {device}, and the process group ({backends}) carries messages from {', '.join(kinds)} only; move "
-            f"the model there first, model.to({kinds[0]!r}), or leave the group to df.init()."
+        raise ValueError(
+            f"{call}: the parameters are on {device}, and the process group ({backends}) carries messages from {', '.join(kinds)} "
+            f"only; move the model there first, model.to({kinds[0]!r}), or leave the group to df.init()."
         )
-    else:
-        return
-    raise ValueError(f"{call}: {why}")
 
 
 def everyone() -> World:
