@@ -113,8 +113,7 @@ def _named(here: World, lost: Lost) -> RunError:
     call, others = lost.call, set(range(here.size)) - {here.rank}
 
     def at_other_steps(notes: dict[int, Note]) -> list[tuple[int, int, int]]:
-        found = [(here.steps.different(note), note.rank) for note in notes.values()]
-        return [(steps[0], rank, steps[1]) for steps, rank in found if steps is not None]
+        return [found for note in notes.values() if (found := here.steps.different(note)) is not None]
 
     notes = _heard(here, lambda notes: at_other_steps(notes) or others <= notes.keys() | _dead(lost, notes))
     if different := at_other_steps(notes):

@@ -227,10 +227,10 @@ class Steps:
             self.board = None
         return notes
 
-    def different(self, note: Note) -> tuple[int, int] | None:
-        """Return this rank's step and the other's in the last common call; None if they agree."""
+    def different(self, note: Note) -> tuple[int, int, int] | None:
+        """Return this rank's step in the last common call, the other rank, and its step; None if the steps agree."""
         common = min(self.calls, note.calls)
         mine, theirs = (
             next((t for before, t in reversed(steps) if before < common), None) for steps in (self._last, note.steps)
         )
-        return None if mine is None or theirs is None or mine == theirs else (mine, theirs)
+        return None if mine is None or theirs is None or mine == theirs else (mine, note.rank, theirs)
