@@ -113,16 +113,17 @@ def send(here: World, call: Call, peers: Peers, x: Tensor, slots: int) -> None:
     receives: list[Part] = []
     sends: list[Part] = []
     # Both lists are ordered by (slot, receiving worker): the order in which one process meets another's messages.
-    for slot in range(slots if inbox.numel() else 0):
-        for i in range(local):
-            target, source = inbox[i, slot], hears[i][slot]
+    by_slot = zip(zip(*hears, strict=True), zip(*tells, strict=True), strict=True)
+    for slot, (sources, listeners) in enumerate(by_slot if inbox.numel() else ()):
+        for i, source in enumerate(sources):
+            target = inbox[i, slot]
             if source < 0:
                 target.zero_()
             elif source // local == here.rank:
                 target.copy_(x[source - first, slot])
             else:
                 receives.append(Part(target, x[i, slot], source // local, slot))
-        for listener, i in sorted((tells[i][slot], i) for i in range(local)):
+        for listener, i in sorted(zip(listeners, range(local), strict=True)):
             if listener >= 0 and listener // local != here.rank:
                 sends.append(Part(x[i, slot], None, listener // local, slot))
     call.parts = [*receives, *sends]  # with sends first, a link takes twice as long
