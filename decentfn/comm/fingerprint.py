@@ -37,7 +37,7 @@ def fingerprint(plan: Plan, topology: Topology, device: torch.device, masks: Seq
         f"torch {torch.__version__}",
         f"topology={topology.name!r}",
         f"num_workers={topology.num_workers}",
-        f"the topology's tables have digest {_digest(tables)}",
+        *(_with_digest(f"the topology's tables {i}", x) for i, x in enumerate(tables) if x is not None),
         f"parameters on {device.type}",
         *sorted(
             f"mask {index} takes {segment.name}"
@@ -115,7 +115,7 @@ def compare(
     for group in groups:
         everyone = [theirs for _, theirs in group]
         usual = max(everyone, key=everyone.count)
-        first = next(rank for rank, theirs in group if theirs == usual)
+        first = group[everyone.index(usual)][0]
         for rank, theirs in group:
             if theirs != usual:
                 pairs = zip_longest(usual, theirs, fillvalue="nothing")
@@ -129,13 +129,6 @@ def compare(
 
 def _name(rank: int, size: int) -> str:
     return f"Rank {rank}" + f" (process {rank % size} of worker {rank // size})" * (size > 1)
-
-
-def _digest(tables: list[Tensor | None]) -> str:
-    content = hashlib.sha256()
-    for table in tables:
-        content.update(b"none" if table is None else str(table.shape).encode() + table.numpy().tobytes())
-    return content.hexdigest()[:16]
 
 
 # -- equal replicas: made by `broadcast`, and checked before a method relies on them; not for use inside a step --------
@@ -162,7 +155,7 @@ _RULE = "replicas must start equal: `params, buffers = df.broadcast((params, buf
 def require_equal(call: str, tree: PyTree) -> None:
     """Raise ValueError on every rank unless all hold the same tree, bit for bit. Collective."""
     if collectives.world().size > 1:
-        lines = [f"{_kind(name, leaf)} with digest {digest(leaf)}" for name, leaf in trees.named_leaves(tree)]
+        lines = [_with_digest(name, leaf) for name, leaf in trees.named_leaves(tree)]
         compare(call, [], _RULE, lines)
 
 
@@ -179,6 +172,10 @@ def _kind(name: str, leaf: object) -> str:
     if not isinstance(leaf, torch.Tensor):
         raise ValueError(f"leaf {name!r} is {type(leaf).__name__}, not a tensor; state and data are trees of tensors.")
     return f"{name or 'leaf'} {list(leaf.shape)} {leaf.dtype}"
+
+
+def _with_digest(name: str, leaf: Tensor) -> str:
+    return f"{_kind(name, leaf)} with digest {digest(leaf)}"
 
 
 def digest(leaf: Tensor) -> str:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from decentfn.core.context import context
-from decentfn.core.numbers import checks_numbers
+from decentfn.core.numbers import checks_numbers, require
 from decentfn.core.scalars import number_on, of_step, operator
 
 __all__ = ["bits", "integers", "permutation", "sign", "uniform"]
@@ -84,8 +84,7 @@ def integers(
     device: object = None,
 ) -> Tensor:
     """Draw `shape` int64, uniform in [0, bound) to within bound / 2^32; 1 <= bound < 2^31. The rest as for `bits`."""
-    if not 1 <= bound < 2**31:
-        raise ValueError(f"draws.integers(bound={bound}): the bound is in [1, 2^31).")
+    require(1 <= bound < 2**31, "draws.integers", "the bound is in [1, 2^31).", bound=bound)
     return (bits(seed, t, stream, shape, worker=worker, device=device) * bound) >> 32
 
 

@@ -68,8 +68,7 @@ def real(call: str, name: str, value: Any) -> float:
         number = float(value)
     except OverflowError:
         number = math.inf
-    if not math.isfinite(number):
-        raise ValueError(f"{call}({name}={brief(value)}): {name} is a finite number.")
+    require(math.isfinite(number), call, f"{name} is a finite number.", **{name: value})
     return value if type(value) is int and abs(value) < 2**53 else number
 
 
@@ -77,27 +76,25 @@ def whole_number(call: str, name: str, value: Any) -> int:
     """Return an integer (or a 0-d integer tensor) as a Python int, or raise a ValueError that names the call."""
     if isinstance(value, torch.Tensor) and value.dim() == 0:
         value = value.item()
-    if not isinstance(value, Integral) or isinstance(value, bool):
-        raise ValueError(f"{call}({name}={brief(value)}): {name} is an integer; found {type(value).__name__}.")
+    is_integer = isinstance(value, Integral) and not isinstance(value, bool)
+    require(is_integer, call, f"{name} is an integer; found {type(value).__name__}.", **{name: value})
     return int(value)
 
 
 def at_least(call: str, name: str, value: Any, least: int) -> int:
     """Return an integer that is no smaller than `least`, or raise ValueError."""
     number = whole_number(call, name, value)
-    if number < least:
-        raise ValueError(f"{call}({name}={brief(value)}): {name} is an integer >= {least}.")
+    require(number >= least, call, f"{name} is an integer >= {least}.", **{name: value})
     return number
 
 
 def require_at_most(call: str, most: int, **counts: int) -> None:
     """Raise ValueError unless each count is in [1, most]."""
     for name, count in counts.items():
-        if not 1 <= count <= most:
-            raise ValueError(f"{call}({name}={brief(count)}): {name} is an integer >= 1, at most {most}.")
+        require(1 <= count <= most, call, f"{name} is an integer >= 1, at most {most}.", **{name: count})
 
 
-def require(holds: bool, call: str, rule: str, **values: Any) -> None:
+def require(holds: bool, call: str, rule: str, /, **values: Any) -> None:
     """Raise ValueError unless `holds`; the message is the call with these arguments, then the rule."""
     if not holds:
         given = ", ".join(f"{name}={brief(value)}" for name, value in values.items())
@@ -180,12 +177,11 @@ def _plain(call: str, name: str, kinds: frozenset[str], value: Any) -> Any:
     if not is_number and kinds - {"int", "float", "bool", "None", "Callable"}:
         return value  # other accepted types are checked by the function
     if "bool" in kinds:
-        if str(type(value).__name__) not in ("bool", "bool_"):
-            raise ValueError(f"{call}({name}={brief(value)}): {name} is True or False.")
+        require(type(value).__name__ in ("bool", "bool_"), call, f"{name} is True or False.", **{name: value})
         return bool(value)
     if "int" not in kinds:
         return real(call, name, value)
     number = whole_number(call, name, value)
-    if name != "seed" and abs(number) >= 2**53:  # only a seed's low bits are used
-        raise ValueError(f"{call}({name}={brief(value)}): {name} is an integer below 2^53.")
+    is_exact = name == "seed" or abs(number) < 2**53  # only a seed's low bits are used
+    require(is_exact, call, f"{name} is an integer below 2^53.", **{name: value})
     return number

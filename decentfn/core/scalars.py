@@ -84,17 +84,6 @@ def number_on(t: Tensor, device: torch.device) -> Tensor:
     return torch.scalar_tensor(int(t), dtype=torch.int64, device=device)
 
 
-_once = operator(
-    "once(Tensor x) -> Tensor", torch.clone, torch.empty_like, lambda info, in_dims, x: (once(x), in_dims[0])
-)
-_rounded = operator(
-    "rounded(Tensor x, ScalarType dtype) -> Tensor",
-    lambda x, dtype: x.to(dtype, copy=True),
-    lambda x, dtype: torch.empty_like(x, dtype=dtype),
-    lambda info, in_dims, x, dtype: (rounded(x, dtype), in_dims[0]),
-)
-
-
 def sent(x: Tensor, device: torch.device) -> Tensor:
     """Copy `x` from the CPU to a device without waiting. Only for kernels: in a graph, Inductor would reuse the memory.
 
@@ -102,6 +91,11 @@ def sent(x: Tensor, device: torch.device) -> Tensor:
     the copy is done.
     """
     return x if device.type == "cpu" else x.pin_memory().to(device, non_blocking=True)
+
+
+_once = operator(
+    "once(Tensor x) -> Tensor", torch.clone, torch.empty_like, lambda info, in_dims, x: (once(x), in_dims[0])
+)
 
 
 def once(x: Tensor) -> Tensor:
@@ -113,12 +107,16 @@ def once(x: Tensor) -> Tensor:
     return _once(x)
 
 
-def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round `x` to a narrower dtype, so that every reader gets the same numbers, also in compiled code.
+rounded = operator(
+    "rounded(Tensor x, ScalarType dtype) -> Tensor",
+    lambda x, dtype: x.to(dtype, copy=True),
+    lambda x, dtype: torch.empty_like(x, dtype=dtype),
+    lambda info, in_dims, x, dtype: (rounded(x, dtype), in_dims[0]),
+)
+"""Operator `(x, dtype)` -> `x` in a narrower dtype: every reader gets the same numbers, also in compiled code.
 
-    Otherwise Inductor would use the unrounded values if it finds them in a register.
-    """
-    return _rounded(x, dtype)
+Otherwise Inductor would use the unrounded values if it finds them in a register.
+"""
 
 
 class Numbers:
@@ -129,9 +127,8 @@ class Numbers:
 
     def __init__(self, *values: float) -> None:
         self._values = torch.tensor(values, dtype=torch.float64)
-        self._there = {_CPU: self._values}
-        number = next(_count)
-        self._handle = torch.tensor(number)
+        self._there = dict[torch.device, Tensor]()
+        self._handle = torch.tensor(number := next(_count))
         _by_handle[number] = self
 
     def __repr__(self) -> str:
@@ -153,7 +150,6 @@ class Numbers:
         return self._there[device]
 
 
-_CPU = torch.device("cpu")
 _count = itertools.count()
 _by_handle: WeakValueDictionary[int, Numbers] = WeakValueDictionary()
 _numbers = operator(

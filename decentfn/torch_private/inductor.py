@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -31,7 +32,12 @@ def lookup_backend(name: str) -> Callable[..., Any]:
 
 def cache_dir() -> str:
     """Return the folder of Inductor's cache, whose code will run here; the default one is made private to its owner."""
-    default = _default_cache_dir()
+    try:
+        user = getpass.getuser()
+    except (KeyError, ImportError, OSError):
+        user = f"uid_{os.getuid()}"
+    # As in PyTorch's manual.
+    default = os.path.join(tempfile.gettempdir(), "torchinductor_" + re.sub(r'[\\/:*?"<>|]', "_", user))
     path = os.path.abspath(os.environ.setdefault(_CACHE, default))
     os.makedirs(path, exist_ok=True)
     if hasattr(os, "getuid"):
@@ -45,15 +51,6 @@ def cache_dir() -> str:
         elif owner == os.getuid() and path == default:
             os.chmod(path, 0o700)
     return path
-
-
-def _default_cache_dir() -> str:
-    """Return the default folder in PyTorch's manual: `/tmp/torchinductor_<user>`."""
-    try:
-        user = getpass.getuser()
-    except (KeyError, ImportError, OSError):
-        user = f"uid_{os.getuid()}"
-    return os.path.join(tempfile.gettempdir(), "torchinductor_" + re.sub(r'[\\/:*?"<>|]', "_", user))
 
 
 def compile_options() -> dict[str, Any]:
@@ -92,9 +89,8 @@ def _chain(graph: torch.fx.Graph) -> None:
 
 
 def _short_name(target: Any) -> str | None:
-    if getattr(target, "namespace", "") != "decentfn":
-        return None
-    return target._schema.name.removeprefix("decentfn::")
+    is_ours = getattr(target, "namespace", "") == "decentfn"
+    return target._schema.name.removeprefix("decentfn::") if is_ours else None
 
 
 def _copy_what_is_kept(graph: torch.fx.Graph, stores: list[Any]) -> None:
@@ -151,7 +147,7 @@ def without_faults() -> Iterator[None]:
             return None
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(LOOP_SPLIT.replaced_by(lambda self, nodes: nodes))
+        stack.enter_context(mock.patch(LOOP_SPLIT.name, lambda self, nodes: nodes))
         if read_expr is not None:
-            stack.enter_context(READ_EXPR.replaced_by(read_expr_or_none))
+            stack.enter_context(mock.patch(READ_EXPR.name, read_expr_or_none))
         yield

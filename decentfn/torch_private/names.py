@@ -9,9 +9,7 @@ table of consequences.
 from __future__ import annotations
 
 import functools
-import importlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+import pkgutil
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,29 +40,14 @@ class Private:
             )
         return found
 
-    @contextmanager
-    def replaced_by(self, other: Any) -> Iterator[None]:
-        """Context in which the name refers to another object."""
-        owner, _, name = self.name.rpartition(".")
-        original = self.find()
-        setattr(_find(owner), name, other)
-        try:
-            yield
-        finally:
-            setattr(_find(owner), name, original)
-
 
 @functools.cache
 def _find(name: str) -> Any:
-    found, parts = torch, name.split(".")
-    for end, part in enumerate(parts[1:], 2):
-        if not hasattr(found, part):
-            try:
-                importlib.import_module(".".join(parts[:end]))
-            except ImportError:
-                return None
-        found = getattr(found, part, None)
-    return found
+    owner, _, attribute = name.rpartition(".")
+    try:
+        return getattr(pkgutil.resolve_name(owner), attribute)
+    except (ImportError, AttributeError):
+        return None
 
 
 PYTREE = Private(

@@ -16,6 +16,7 @@ from decentfn.torch_private.names import GUARDS
 
 def test_the_limit_of_graphs_is_an_argument_or_dynamos_own(monkeypatch):
     assert ("recompile_limit" in inspect.signature(torch.compile).parameters) == bool(dynamo.at_most(32))
+    dynamo.prepare()
     monkeypatch.setattr(dynamo, "_HAS_LIMIT", False)
     config = GUARDS.find()
     before = config.recompile_limit

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from decentfn.comm.collectives.forks import wait_for_gloo, wait_for_gloo_before_forks
-from decentfn.comm.collectives.processes import SameShard, World, worlds
+from decentfn.comm.collectives.processes import World, worlds
 from decentfn.core.context import context
 from decentfn.torch_private.dynamo import constant_while_traced
 
@@ -120,9 +120,9 @@ def split_workers(processes_per_worker: int) -> World:
         here.mesh = DeviceMesh.from_group(
             [group, here.intra_worker], here.device.type, mesh=ranks, mesh_dim_names=("worker", "shard")
         )
-        gossip = SameShard(group, here.worker, here.num_workers, here.timeout, here.device)
+        gossip = World(group, here.worker, here.num_workers, here.timeout, here.device)
         gossip.processes_per_worker, gossip.intra_worker, gossip.mesh = size, here.intra_worker, here.mesh
-        gossip.place = here.rank
+        gossip.place, gossip.processes = here.rank, range(here.process, here.size, size)
         gossip._all_processes, here._gossip = here, gossip
     _default[:], _split[size] = [here], here
     return here

@@ -21,7 +21,6 @@ from decentfn.comm.collectives.processes import World
 from decentfn.comm.collectives.reports import different_steps, has_timed_out, report
 from decentfn.comm.collectives.steps import Call, Lost, Part
 from decentfn.core.context import context
-from decentfn.errors import StepMismatch
 from decentfn.topologies.rounds import Peers
 
 _PATIENCE = timedelta(seconds=1)
@@ -168,24 +167,22 @@ def reduce(here: World, call: Call, x: Tensor, own: Tensor | None, ranks: list[i
     group = here.subgroup(tuple(ranks))
     try:
         with record_function(f"decentfn::post {call.what} {call.index}"):
-            if (other := here.steps.find_other(group, ranks, [call.step, call.number, x.nbytes], x)) is not None:
-                raise different_steps(here, call, call.step, *other)
-            call.works.append(group.allreduce([x]))
-    except StepMismatch as error:
-        lose(here, call, error, error.peer)
+            other = here.steps.find_other(group, ranks, [call.step, call.number, x.nbytes], x)
+            if other is None:
+                call.works.append(group.allreduce([x]))
     except RuntimeError as error:
-        lose(here, call, error, call.parts[0].rank)
-    else:
-        share = round(2 * len(others) / len(ranks) * x.nbytes)
-        for counted in here.counters:
-            counted.bytes_sent += share
-            counted.bytes_received += share
+        return lose(here, call, error, call.parts[0].rank)
+    if other is not None:
+        return lose(here, call, different_steps(here, call, call.step, *other), other[0])
+    share = round(2 * len(others) / len(ranks) * x.nbytes)
+    for counted in here.counters:
+        counted.bytes_sent += share
+        counted.bytes_received += share
 
 
 def land(here: World, call: Call) -> bool:
     """Wait for all of a call and return True if it arrived; if not, this worker's own payload replaces each message."""
-    since = time.perf_counter()
-    here.steps.waits_since = time.monotonic()
+    here.steps.waits_since = since = time.monotonic()
     with record_function(f"decentfn::wait {call.what} {call.index}"):
         one_by_one = len(call.works) == len(call.parts)  # else the backend has combined them
         for index, work in enumerate(call.works):
@@ -196,10 +193,9 @@ def land(here: World, call: Call) -> bool:
                     work.wait(_PATIENCE)
             except RuntimeError as error:
                 lose(here, call, error, *(call.parts[index][2:] if one_by_one else ()))
-    waited = time.perf_counter() - since
     here.steps.waits_since = None
     for counted in here.counters:
-        counted.seconds_waited += waited
+        counted.seconds_waited += time.monotonic() - since
     if call.lost is None:
         call.arrived = time.time()
     else:

@@ -6,9 +6,7 @@ and a message larger than expected aborts the process. Each collective therefore
 
 from __future__ import annotations
 
-import hashlib
 import json
-import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,14 +19,13 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from decentfn.comm.collectives.membership import everyone, world
 from decentfn.comm.collectives.processes import World
-from decentfn.comm.collectives.reports import has_timed_out, told_outside, where_told
-from decentfn.comm.collectives.steps import Note
+from decentfn.comm.collectives.reports import has_timed_out, named_outside
 from decentfn.core.context import context
 from decentfn.core.formatting import brief_error
-from decentfn.errors import CallMismatch, ExchangeTimeout, PeerLost, RunError
+from decentfn.errors import CallMismatch, PeerLost, RunError
 
-_TEXT = 232
-_FORM = struct.Struct(f"<qqq{_TEXT}s")
+_HEADER = 1024
+"""Bytes of a header."""
 
 
 @contextmanager
@@ -49,17 +46,6 @@ class _Header(NamedTuple):
     t: int
     text: str
 
-    def encoded(self) -> Tensor:
-        text = self.text.encode()
-        if len(text) > _TEXT:
-            text = text[: _TEXT - 17] + b" " + hashlib.sha256(text).hexdigest()[:16].encode()
-        return torch.frombuffer(bytearray(_FORM.pack(*self[:3], text)), dtype=torch.uint8)
-
-    @classmethod
-    def decoded(cls, x: Tensor) -> _Header:
-        nbytes, exchanges, t, text = _FORM.unpack(x.numpy().tobytes())
-        return cls(nbytes, exchanges, t, text.rstrip(b"\0").decode(errors="replace"))
-
 
 @contextmanager
 def met(
@@ -78,14 +64,16 @@ def met(
     refuse_missed(call, here)
     text = f"{call}: {what}" + ("" if isinstance(x, int) else f" of {list(x.shape)} {x.dtype}")
     exchanges = steps.calls if of_state and steps.is_whole else -1
-    mine = _Header(x if isinstance(x, int) else x.nbytes, exchanges, steps.at, text).encoded()
+    header = json.dumps([x if isinstance(x, int) else x.nbytes, exchanges, steps.at, text]).encode()
+    assert len(header) <= _HEADER
+    mine = torch.frombuffer(bytearray(header.ljust(_HEADER)), dtype=torch.uint8)
     with here.all_processes.turn:
         steps.waits_since = time.monotonic()
         try:
             outside: Any = here.outside(processes)
             heard = [torch.empty_like(mine) for _ in processes]
             outside.allgather([heard], [mine]).wait()
-            headers = [_Header.decoded(h) for h in heard]
+            headers = [_Header(*json.loads(h.numpy().tobytes())) for h in heard]
             _require_same(here, processes, headers)
             on_gpu = isinstance(x, Tensor) and x.device.type != "cpu"
             yield (group or here.group) if on_gpu else outside, [header.nbytes for header in headers]
@@ -119,34 +107,32 @@ def refuse_missed(call: str, here: World | None = None) -> None:
 def _require_same(here: World, processes: range, headers: list[_Header]) -> None:
     texts = [header.text for header in headers]
     usual = max(texts, key=texts.count)
-    first = texts.index(usual)
-    rule = "all processes make the same calls, in the same order"
+    first, me = processes[texts.index(usual)], here.all_processes.rank
     for rank, header in zip(processes, headers, strict=True):
-        if header.text != usual:
-            said = f"process {processes[first]} calls {usual}, process {rank} calls {header.text}"
-        elif differing := [
-            other
+        others = [
+            (other, its)
             for other, its in zip(processes, headers, strict=True)
             if (other - rank) % here.processes_per_worker == 0 and -1 != its.exchanges != header.exchanges != -1
-        ]:
-            other = differing[0]
-            its = headers[processes.index(other)]
+        ]
+        if header.text != usual:
+            said = f"process {first} calls {usual}, process {rank} calls {header.text}"
+        elif others:
+            other, its = others[0]
             said = (
                 f"{usual.split(': ')[0]}: process {rank} calls it after step t={header.t} and {header.exchanges} exchanges, process "
                 f"{other} after step t={its.t} and {its.exchanges}"
             )
         else:
             continue
-        me = here.all_processes.rank
-        peer = processes[first] if rank == me else rank
-        raise CallMismatch(f"{said}; {rule}.", process=me, peer=peer)
+        peer = first if rank == me else rank
+        raise CallMismatch(f"{said}; all processes make the same calls, in the same order.", process=me, peer=peer)
 
 
 def _failed(here: World, call: str, error: RuntimeError) -> RunError:
     steps = here.gossip.steps
     was_whole = steps.is_whole
     _end(here, call, error)
-    named = named_error(here, call, error, told_outside(here))
+    named = named_outside(here, call, error, listens=True)
     if was_whole and not steps.is_running:
         named.next_step = None if named.step is None else named.step + 1
     steps.cut_short = call, named
@@ -159,31 +145,6 @@ def _end(here: World, call: str, error: BaseException) -> None:
     steps.tell(None, timed_out=has_timed_out(error), outside=call)
     here.gossip.hang_up()
     steps.cut_short = call, error
-
-
-def named_error(here: World, call: str, error: RuntimeError, notes: dict[int, Note] | None = None) -> RunError:
-    """Convert PyTorch's error to this library's, which states the failed call and the other processes' notes."""
-    gossip, notes = here.gossip, notes or {}
-    silent = set(range(gossip.size)) - {gossip.rank} - notes.keys()
-    gave_up = [rank for rank, note in sorted(notes.items()) if note.timed_out]
-    blamed = silent or set(gave_up) or set(notes)
-    # If a worker is several processes, notes are exchanged among those with the same shard.
-    peer = blamed.pop() if len(blamed) == 1 and here.processes_per_worker == 1 else None
-    who = "a process" if peer is None else f"process {peer}"
-    if has_timed_out(error):
-        why = f"{who} is later than the timeout of df.init ({here.timeout})"
-    elif gave_up:
-        why = f"process {gossip.processes[gave_up[0]]} gave up waiting"
-    else:
-        why = f"{who} has died, or has left"
-    step = gossip.steps.at if gossip.steps.calls else None
-    after = "" if step is None else f" after step t={step}"
-    return (ExchangeTimeout if has_timed_out(error) or gave_up else PeerLost)(
-        f"{call} failed on process {here.all_processes.rank}{after}; {why}{where_told(here, notes)}: {error}",
-        process=here.all_processes.rank,
-        step=step,
-        peer=peer,
-    )
 
 
 # -- collectives built on it -----------------------------------------------------------------------------------------

@@ -59,6 +59,8 @@ class World:
         """Rank of this process among all, other shards included; the key of its random numbers. One that joined a run
         has the place of a lost one, or the next new number."""
         self.processes_per_worker = 1
+        self.processes = range(size)
+        """The processes of this world, by their rank among all."""
         # Other worlds, if a worker is several processes. No world refers to itself: its groups end when it is released.
         self._all_processes: World | None = None
         self._gossip: World | None = None
@@ -125,15 +127,7 @@ class World:
     @property
     def store(self) -> Store:
         """Store through which the processes leave notes for one another."""
-        if self._store is not None:
-            return self._store
-        assert self.group is not None
-        return self.group.get_group_store()  # pyright: ignore[reportAttributeAccessIssue]
-
-    @property
-    def processes(self) -> range:
-        """The processes of this world, by their rank among all."""
-        return range(self.size)
+        return self._store or cast(Any, self.group).get_group_store()
 
     def workers(self, local: int = 1) -> range:
         """Return the numbers of the workers in this process, if each process has `local` of them (`df.simulate`)."""
@@ -183,9 +177,8 @@ class World:
         if self.size == 1:
             return self
         world = World(None, self.rank, self.size, timeout or 2 * (self.timeout or default_pg_timeout), self.device)
-        world._store = PrefixStore(
-            f"apart {next(self._made_apart)}", self.store
-        )  # all processes make the same ones in the same order
+        # All processes make the same ones in the same order.
+        world._store = PrefixStore(f"apart {next(self._made_apart)}", self.store)
         world.steps.board = world._store
         world._of, world.is_gone, world.seat, world.seats = weakref.ref(self), self.is_gone, self.seat, self.seats
         self._apart.add(world)
@@ -250,13 +243,13 @@ class World:
 
     def has_schedules(self, size: int) -> bool:
         """Return True if the topologies that were looked up have schedules of `size` processes in their place."""
-        try:
-            for made in [by_handle[handle] for handle in self._handles if handle in by_handle]:
-                if size > self.num_seats:
-                    self._in_place(made, size)
-        except ValueError:
-            return False
-        return True
+        if size <= self.num_seats:
+            return True
+        with suppress(ValueError):
+            for handle in self._handles.intersection(by_handle):
+                self._in_place(by_handle[handle], size)
+            return True
+        return False
 
     def go_on(self, generation: int, seats: tuple[int, ...], places: tuple[int, ...], root: Store) -> None:
         """Become the world of these processes, with nothing in flight and no connections until `connect`.
@@ -276,7 +269,7 @@ class World:
         self._adopted, self.awaits = adopted, None
         self._store = PrefixStore(f"generation {generation}", root)
         self.generation, self.seats, self.places = generation, seats, places
-        self.rank, self.size = seats.index(self.seat), len(seats)
+        self.rank, self.size, self.processes = seats.index(self.seat), len(seats), range(len(seats))
         self.place = places[self.rank]
         self._schedules.clear()
         self._made_apart = itertools.count()
@@ -294,7 +287,9 @@ class World:
         self._outside.clear()
 
     def _new_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        return cast(dist.ProcessGroup, dist.new_group(list(ranks), timeout=self.timeout))
+        own, shards = self.processes, range(self.processes.step)  # all processes make the groups of all shards
+        made = [dist.new_group([own[i] - own.start + shard for i in ranks], self.timeout) for shard in shards]
+        return cast(dist.ProcessGroup, made[own.start])
 
 
 def close(groups: Iterable[dist.ProcessGroup]) -> None:
@@ -307,20 +302,6 @@ def close(groups: Iterable[dist.ProcessGroup]) -> None:
     for work in works:
         with suppress(RuntimeError):
             work.wait(timedelta(milliseconds=1))
-
-
-class SameShard(World):
-    """World in which workers exchange: the processes that hold the same shard, one per worker."""
-
-    def _new_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        size = self.processes_per_worker
-        made = [self.all_processes._new_group(tuple(i * size + shard for i in ranks)) for shard in range(size)]
-        return made[self.process]
-
-    @property
-    def processes(self) -> range:
-        """The processes of this world, by their rank among all."""
-        return range(self.process, self.all_processes.size, self.processes_per_worker)
 
 
 worlds = weakref.WeakSet[World]()

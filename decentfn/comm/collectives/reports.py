@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from decentfn.comm.collectives.processes import World
@@ -50,53 +51,56 @@ def different_steps(
 
 def report(here: World, lost: Lost, next_step: int | None = None) -> RunError:
     """Build the error for a lost message, with the others' notes; `next_step`: the next one for the user's state."""
-    error = _named(here, lost, *_listen(here, lost))
+    error = _named(here, lost)
     error.next_step = next_step
-    said = [str(error)]
+    said = f"{str(error).rstrip('.')}."
     if next_step is not None:
         has = "has written over it" if next_step > lost.call.step else "has left as it was"
-        said.append(f"The state that was passed is whole, that of t={next_step}, which the step {has}.")
-    said.append("No further step is taken: start the run again, on all processes.")
-    if path := _written(here, error):
-        said.append(f"The last exchanges: {path}")
-    error.args = (" ".join(f"{part.rstrip('.')}." for part in said[:-1]) + f" {said[-1]}",)
+        said += f" The state that was passed is whole, that of t={next_step}, which the step {has}."
+    said += " No further step is taken: start the run again, on all processes."
+    path = _written(here, error)
+    error.args = (said if path is None else f"{said} The last exchanges: {path}",)
     return error
 
 
-def told_outside(here: World) -> dict[int, Note]:
-    """Wait briefly for the notes of the processes that this one waited for outside a step: of all, or all but one."""
+def named_outside(here: World, call: str, error: RuntimeError, *, listens: bool) -> RunError:
+    """Convert PyTorch's error to this library's, which states the failed call and, if it `listens`, the others' notes."""
     gossip = here.gossip
-    end = time.monotonic() + _PATIENCE_S * (not gossip.steps.agrees)
-    while True:
-        notes = gossip.steps.told()
-        has_heard = notes and len(notes) >= gossip.size - 2
-        if has_heard or gossip.steps.board is None or time.monotonic() > end:
-            return notes
-        time.sleep(0.02)
-
-
-def where_told(here: World, notes: dict[int, Note]) -> str:
-    """Describe where the others have failed."""
-    gossip = here.gossip
-    where = [
-        f"process {gossip.processes[note.rank]} waited in {note.outside or f'its step t={note.changes[-1][1]}'}"
+    # Those that this process waited for tell it: all, or all but one.
+    notes = _heard(gossip, lambda notes: notes and len(notes) >= gossip.size - 2) if listens else {}
+    silent = set(range(gossip.size)) - {gossip.rank} - notes.keys()
+    gave_up = [rank for rank, note in sorted(notes.items()) if note.timed_out]
+    blamed = silent or set(gave_up) or set(notes)
+    # If a worker is several processes, notes are exchanged among those with the same shard.
+    peer = blamed.pop() if len(blamed) == 1 and here.processes_per_worker == 1 else None
+    who = "a process" if peer is None else f"process {peer}"
+    if has_timed_out(error):
+        why = f"{who} is later than the timeout of df.init ({here.timeout})"
+    elif gave_up:
+        why = f"process {gossip.processes[gave_up[0]]} gave up waiting"
+    else:
+        why = f"{who} has died, or has left"
+    where = ", ".join(
+        f"process {gossip.processes[note.rank]} waited in {note.outside or f'its step t={note.steps[-1][1]}'}"
         for note in sorted(notes.values())
-        if note.outside or note.changes
-    ]
-    return f" ({', '.join(where)})" if where else ""
+        if note.outside or note.steps
+    )
+    step = gossip.steps.at if gossip.steps.calls else None
+    after = "" if step is None else f" after step t={step}"
+    return (ExchangeTimeout if has_timed_out(error) or gave_up else PeerLost)(
+        f"{call} failed on process {here.all_processes.rank}{after}; {why}{f' ({where})' if where else ''}: {error}",
+        process=here.all_processes.rank,
+        step=step,
+        peer=peer,
+    )
 
 
-def _listen(here: World, lost: Lost) -> tuple[dict[int, Note], StepMismatch | None]:
-    """Wait briefly for the others' notes; return them, and the error if one of them is at another step."""
-    others, end = set(range(here.size)) - {here.rank}, time.monotonic() + _PATIENCE_S * (not here.steps.agrees)
-    while True:
-        notes = here.steps.told()
-        for note in notes.values():
-            if (steps := here.steps.different(note)) is not None:
-                return notes, different_steps(here, lost.call, steps[0], note.rank, steps[1])
-        if others <= notes.keys() | _dead(lost, notes) or time.monotonic() > end:
-            return notes, None
+def _heard(here: World, is_enough: Callable[[dict[int, Note]], object]) -> dict[int, Note]:
+    """Return the others' notes; wait for them briefly, until they are enough."""
+    end = time.monotonic() + _PATIENCE_S * (not here.steps.agrees)
+    while not is_enough(notes := here.steps.told()) and here.steps.board is not None and time.monotonic() < end:
         time.sleep(0.02)
+    return notes
 
 
 def _dead(lost: Lost, notes: dict[int, Note]) -> set[int | None]:
@@ -105,10 +109,17 @@ def _dead(lost: Lost, notes: dict[int, Note]) -> set[int | None]:
     return broken if has_timed_out(lost.error) else broken | {lost.peer}
 
 
-def _named(here: World, lost: Lost, notes: dict[int, Note], mismatch: StepMismatch | None) -> RunError:
-    call = lost.call
-    if mismatch is not None or isinstance(lost.error, StepMismatch):
-        return mismatch or lost.error  # pyright: ignore[reportReturnType]
+def _named(here: World, lost: Lost) -> RunError:
+    call, others = lost.call, set(range(here.size)) - {here.rank}
+
+    def at_other_steps(notes: dict[int, Note]) -> list[tuple[int, int, int]]:
+        return [found for note in notes.values() if (found := here.steps.different(note)) is not None]
+
+    notes = _heard(here, lambda notes: at_other_steps(notes) or others <= notes.keys() | _dead(lost, notes))
+    if different := at_other_steps(notes):
+        return different_steps(here, call, *different[0])
+    if isinstance(lost.error, StepMismatch):
+        return lost.error
     peer, why = _blamed(here, lost, notes)
     if lost.peer is None:
         whom = f"over {', '.join(_name(call, rank) for rank in call.hears)}"
@@ -129,10 +140,8 @@ def _blamed(here: World, lost: Lost, notes: dict[int, Note]) -> tuple[int | None
     """Return the rank to blame, if known, and a sentence: in a chain of ranks that lost one another, the silent one."""
     for note in notes.values():
         if note.outside:
-            return (
-                note.rank,
-                f"{_name(lost.call, note.rank)} waited in {note.outside}, which all processes call together",
-            )
+            who = _name(lost.call, note.rank)
+            return note.rank, f"{who} waited in {note.outside}, which all processes call together"
     call, told = lost.call, notes.get(lost.peer if lost.peer is not None else -1)
     # Ranks whose messages did not arrive and that posted no note.
     silent = {lost.peer, *(note.peer for note in notes.values())} - {None, here.rank} - notes.keys()
@@ -140,8 +149,7 @@ def _blamed(here: World, lost: Lost, notes: dict[int, Note]) -> tuple[int | None
         silent = set(call.hears) - {here.rank} - notes.keys()
     blamed = silent.pop() if len(silent) == 1 else lost.peer
     if has_timed_out(lost.error):
-        whose = "nobody" if lost.peer is None else _name(call, lost.peer)
-        late = whose if blamed is None or blamed == lost.peer else _name(call, blamed)
+        late = "nobody" if blamed is None else _name(call, blamed)
         return blamed, f"nothing came within the timeout of df.init ({here.timeout}); {late} is late, or hangs"
     if told is not None and told.peer is not None:
         gave_up = "gave up waiting for" if told.timed_out else "has lost"
@@ -173,7 +181,8 @@ def _written(here: World, error: RunError) -> Path | None:
         "exchanges": [call.as_dict() for call in here.steps.record],
     }
     try:
-        folder = Path(os.environ.get(FOLDER) or _cache() / "failures")
+        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        folder = Path(os.environ.get(FOLDER) or Path(cache, "decentfn", "failures"))
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = folder / f"{time.strftime('%Y%m%d-%H%M%S')}-process{here.rank}-{os.getpid()}.json"
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "w") as file:
@@ -181,10 +190,3 @@ def _written(here: World, error: RunError) -> Path | None:
     except (OSError, RuntimeError):  # no space, no permission, no home directory
         return None
     return path
-
-
-def _cache() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME")
-    folder = (Path(base) if base else Path.home() / ".cache") / "decentfn"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return folder

@@ -6,7 +6,7 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -92,8 +92,8 @@ class Note(NamedTuple):
 
     rank: int
     calls: int
-    changes: list[tuple[int, int]]
-    """Calls in which its t changed, with the new value."""
+    steps: list[tuple[int, int]]
+    """Of its last steps, the number of calls before it, and t."""
     peer: int | None
     """Rank that it waited for."""
     timed_out: bool
@@ -135,16 +135,15 @@ class Steps:
         """True if the ranks agree after a loss by themselves (`df.survive`): a report does not wait for notes."""
         self.board: Any = None
         """Store of torch.distributed on which the ranks compare."""
+        self._last: deque[tuple[int, int]] = deque(maxlen=32)  # as `Note.steps`
         self._met = set[int]()  # the groups whose ranks are known to be in this step
-        self._last = 0
-        self._changes: deque[tuple[int, int]] = deque(maxlen=32)
 
     def begin(self, board: Any) -> None:
         """Restart the count, on all ranks together, with an empty board."""
         self.calls = self.before = 0
         self.board, self.lost, self.cut_short, self.missed = board, None, None, None
         self.in_flight.clear()
-        self._changes.clear()
+        self._last.clear()
 
     def enter(self, t: int) -> None:
         """Begin a step; raise RuntimeError if an earlier one was cut short."""
@@ -155,6 +154,7 @@ class Steps:
                 f"{type(error).__name__}: {error}; the other ranks have its messages and are ahead. Start the run again, on all ranks."
             ) from error
         self.is_running, self.at, self.before = True, t, self.calls
+        self._last.append((self.calls, t))
         self._met.clear()
 
     @property
@@ -184,9 +184,7 @@ class Steps:
         """Record an operator's call; return it and, if another rank was at another step, that rank and step."""
         self.calls = calls = self.calls + 1
         step = self.at if self.is_running else int(t)
-        if step != self._last or not self._changes:
-            self._last, self.tag = step, step % TAGS + self.generation % _GENERATIONS * 2 * TAGS
-            self._changes.append((calls, step))
+        self.tag = step % TAGS + self.generation % _GENERATIONS * 2 * TAGS
         call = Call(what, calls, step, calls - self.before, local)
         self.record.append(call)
         if self.board is None or (calls % _EVERY and calls & (calls - 1)):
@@ -205,7 +203,7 @@ class Steps:
 
     def tell(self, peer: int | None, *, timed_out: bool, outside: str | None = None) -> None:
         """Notify the others that a call of this rank has failed."""
-        note = Note(self.rank, self.calls, list(self._changes), peer, timed_out, outside)
+        note = Note(self.rank, self.calls, list(self._last), peer, timed_out, outside)
         try:
             if self.board is not None:
                 self.board.append("failed", json.dumps(note) + "\n")
@@ -222,19 +220,17 @@ class Steps:
         try:
             if self.board is not None:
                 for line in self.board.get("failed").decode().splitlines():
-                    rank, calls, changes, *others = json.loads(line)
-                    if rank != self.rank:
-                        notes.setdefault(rank, Note(rank, calls, [(a, b) for a, b in changes], *others))
+                    note = Note(*json.loads(line))
+                    if note.rank != self.rank:
+                        notes.setdefault(note.rank, note)
         except RuntimeError:
             self.board = None
         return notes
 
-    def different(self, note: Note) -> tuple[int, int] | None:
-        """Return this rank's step and the other's in the last common call; None if they agree."""
+    def different(self, note: Note) -> tuple[int, int, int] | None:
+        """Return this rank's step in the last common call, the other rank, and its step; None if the steps agree."""
         common = min(self.calls, note.calls)
-        mine, theirs = _step_of(common, self._changes), _step_of(common, note.changes)
-        return None if mine is None or theirs is None or mine == theirs else (mine, theirs)
-
-
-def _step_of(call: int, changes: Iterable[tuple[int, int]]) -> int | None:
-    return max(((first, t) for first, t in changes if first <= call), default=(0, None))[1]
+        mine, theirs = (
+            next((t for before, t in reversed(steps) if before < common), None) for steps in (self._last, note.steps)
+        )
+        return None if mine is None or theirs is None or mine == theirs else (mine, note.rank, theirs)

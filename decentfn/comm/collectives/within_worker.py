@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from decentfn.comm.collectives.membership import world
-from decentfn.comm.collectives.outside import met, named_error
+from decentfn.comm.collectives.outside import met
 from decentfn.comm.collectives.processes import World
+from decentfn.comm.collectives.reports import named_outside
 from decentfn.core.buckets import rows_of
 from decentfn.core.scalars import operator
 from decentfn.errors import RunError, StepMismatch
@@ -102,7 +103,7 @@ def _begun(here: World, what: str, x: Tensor, processes: int | None = None) -> I
     except RunError:
         raise
     except RuntimeError as error:
-        raise named_error(here, what, error) from error
+        raise named_outside(here, what, error, listens=False) from error
 
 
 def _sizes(rows: Sequence[int], widths: Sequence[int], processes: int) -> list[list[int]]:

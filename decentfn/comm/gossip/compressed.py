@@ -19,7 +19,7 @@ from decentfn.compressors import Compressor, Key
 from decentfn.core.buckets import BucketPlan, Buckets, loose, wide
 from decentfn.core.context import context
 from decentfn.core.scalars import once, rounded
-from decentfn.topologies import Topology, from_permutations
+from decentfn.topologies import Topology, complete, from_permutations
 from decentfn.topologies.combine import combination
 
 
@@ -101,10 +101,7 @@ def _decoded(compressor: Compressor, message: Tensor, plan: BucketPlan) -> Tenso
 
 def everyone(num_workers: int) -> Topology:
     """Topology in which every worker sends to every other in one step: N - 1 messages each."""
-    me = torch.arange(num_workers)[:, None]
-    sources = (me - torch.arange(1, num_workers)) % num_workers
-    weights = torch.full((1, num_workers, num_workers), 1 / num_workers, dtype=torch.float64)
-    made = from_permutations(f"everyone({num_workers})", sources[None], weights)
+    made = as_messages(complete(num_workers))
     object.__setattr__(made, "family", everyone)
     return made
 
@@ -122,20 +119,19 @@ def as_messages(topology: Topology) -> Topology:
         )
     period, n = topology.groups.shape
     slots = max(int(row.bincount().max()) for row in topology.groups) - 1
-    sources = torch.arange(n)[None, :, None].repeat(period, 1, slots)
+    sources = torch.arange(n)[None, :, None].repeat(period, 1, 1 + slots)
     weights = torch.zeros(period, n, 1 + slots, dtype=torch.float64)
     for p in range(period):
         for group in topology.groups[p].unique():
             members = (topology.groups[p] == group).nonzero()[:, 0]
             share = topology.mean_weights[p, members] / len(members)
-            weights[p, members, 0] = share
-            for slot in range(1, len(members)):
-                sources[p, members, slot - 1] = members.roll(slot)
+            for slot in range(len(members)):  # slot 0 is the worker's own
+                sources[p, members, slot] = members.roll(slot)
                 weights[p, members, slot] = share
     weights[..., 0] += topology.weights[..., 0]
     return from_permutations(
         topology.name,
-        torch.cat([topology.sources, sources], -1),
+        torch.cat([topology.sources, sources[..., 1:]], -1),
         torch.cat([weights[..., :1], topology.weights[..., 1:], weights[..., 1:]], -1),
         needs_push_sum=topology.needs_push_sum,
     )

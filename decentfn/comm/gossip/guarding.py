@@ -79,11 +79,10 @@ def hear(flags: Flags, row: collectives.Row) -> tuple[collectives.Row, Tensor | 
     The weights are NaN if a bad worker receives no good message.
     """
     good, weights, mean_weight = flags.own, row.weights, row.mean_weight
-    others = weights[1:]
+    others, scale = weights[1:], None
     if flags.inbox is not None:
         others = others * collectives.wait(flags.inbox)[:, 0].to(weights.dtype)
     share = others.sum()
-    scale = None
     if flags.mean is not None and mean_weight is not None:
         count = torch.round(collectives.wait(flags.mean)[0] * row.group_size).to(weights.dtype)
         scale = once(row.group_size / count.clamp(min=1))

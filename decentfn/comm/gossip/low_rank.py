@@ -49,11 +49,10 @@ class LowRankGossip:
         row, step = collectives.look_up(x[0], self.edges, t), collectives.on_device(x[0], t)
         phase, met = step % period, step // period
         even = (met * self.iterations + i) % 2 == 0  # by the edge's own rounds: it meets once a period
-        posted = []
-        for bucket, plan, p in zip(x, x.plan.buckets, directions, strict=True):
-            now = p.index_select(0, phase.view(1))[0]
-            posted.append(_post(bucket, plan, self.rank, now, even, last, row))
-        return posted
+        return [
+            _post(bucket, plan, self.rank, p.index_select(0, phase.view(1))[0], even, last, row)
+            for bucket, plan, p in zip(x, x.plan.buckets, directions, strict=True)
+        ]
 
     def collect(
         self, posted: list[Round], x: Buckets, directions: Directions, t: Tensor, after: Sequence[Tensor] = ()
@@ -94,8 +93,7 @@ def _sizes(plan: BucketPlan, rank: int) -> list[int]:
 
 
 def _post(x: Tensor, plan: BucketPlan, rank: int, p: Tensor, even: Tensor, last: bool, row: collectives.Row) -> Round:
-    columns, message = iter(p.split(_sizes(plan, rank), 1)), []
-    orthonormals = []
+    columns, message, orthonormals = iter(p.split(_sizes(plan, rank), 1)), [], []
     for leaf, matrix in zip(leaves(x, plan), _matrices(plan, rank), strict=True):
         if matrix:
             m, n, r = matrix

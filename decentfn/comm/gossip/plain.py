@@ -150,8 +150,8 @@ def neighbors_sum(posted: Posted, dtypes: Sequence[torch.dtype], *, after: Itera
     posted, sums = heard(posted, after), []
     for index, dtype in enumerate(dtypes):
         zeros = torch.zeros_like(posted.sent[index], dtype=wide(dtype))
-        terms = zip(*_weighted(posted, index, own_gamma(posted, 1.0), wide(dtype)), strict=True)
-        sums.append(sum((w * x.to(w.dtype) for w, x in terms), zeros).to(dtype))
+        pairs = _weighted(posted, index, own_gamma(posted, 1.0), wide(dtype))
+        sums.append(sum((weight * message for weight, message in pairs), zeros).to(dtype))
     return sums
 
 
@@ -209,20 +209,15 @@ def _landed(posted: Posted, flight: collectives.Flight, index: int) -> Tensor:
     return landed[key]
 
 
-def _weighted(
-    posted: Posted, index: int, gamma: float | Tensor, dtype: torch.dtype
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Wait for one tensor's inbox; return weights in this dtype, and messages (the last may be the group's mean)."""
-    weights, messages = [], []
+def _weighted(posted: Posted, index: int, gamma: float | Tensor, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+    """Wait for one tensor's inbox; return weights and messages in this dtype (the last may be the group's mean)."""
+    pairs = []
     if posted.messages:
-        inbox = inbox_of(posted, index)
-        its_weights = (posted.row.weights * gamma).to(dtype)
-        weights += [its_weights[1 + slot] for slot in range(inbox.shape[0])]
-        messages += [inbox[slot] for slot in range(inbox.shape[0])]
+        weights = (posted.row.weights * gamma).to(dtype)
+        pairs += zip(weights[1:].unbind(), inbox_of(posted, index).unbind(), strict=True)
     if posted.means and posted.row.mean_weight is not None:
-        weights.append((posted.row.mean_weight * gamma).to(dtype))
-        messages.append(_mean(posted, index))
-    return weights, messages
+        pairs.append(((posted.row.mean_weight * gamma).to(dtype), _mean(posted, index)))
+    return [(weight, message.to(dtype)) for weight, message in pairs]
 
 
 def _mean(posted: Posted, index: int) -> Tensor:
@@ -261,19 +256,18 @@ def _weighted_sum(posted: Posted, index: int) -> Tensor:
     x, kept = own.to(dtype), posted.row.weights[0].to(dtype)
     if posted.flags is not None:
         x = torch.where(posted.flags.own, x, torch.zeros_like(x))
-    weights, messages = _weighted(posted, index, own_gamma(posted, 1.0), dtype)
-    return sum((w * m.to(dtype) for w, m in zip(weights, messages, strict=True)), kept * x)
+    pairs = _weighted(posted, index, own_gamma(posted, 1.0), dtype)
+    return sum((weight * message for weight, message in pairs), kept * x)
 
 
 def _mixed(posted: Posted, index: int, gamma: float | Tensor) -> Tensor:
     own, row = posted.own.tensors[index], posted.row
     dtype = wide(own.dtype)  # sixteen-bit values are mixed in float32; weights are exact to 1e-12
-    weights, messages = _weighted(posted, index, gamma, dtype)
+    pairs = _weighted(posted, index, gamma, dtype)
     x, sent = own.to(dtype), posted.sent[index].to(dtype)
     if posted.flags is not None:
         in_place_of_bad = row.weights[0].to(dtype)  # 0, or NaN if no good message arrived
         x, sent = (torch.where(posted.flags.own, values, in_place_of_bad) for values in (x, sent))
-    pairs = [(weight, message.to(dtype)) for weight, message in zip(weights, messages, strict=True)]
     if posted.means and posted.sent[index] is own:
         weight, mean = pairs.pop()
         x = mean + (1.0 - weight) * (x - mean)  # with weight 1 the mean itself, the same on all workers
@@ -297,9 +291,8 @@ def _given(row: collectives.Row) -> Tensor | None:
 def _moved(posted: Posted, index: int, gamma: float | Tensor) -> Tensor:
     own = posted.own.tensors[index]
     dtype = wide(own.dtype)
-    weights, messages = _weighted(posted, index, gamma, dtype)
     sent = posted.sent[index].to(dtype)
-    terms = [weight * (x.to(dtype) - sent) for weight, x in zip(weights, messages, strict=True)]
+    terms = [weight * (message - sent) for weight, message in _weighted(posted, index, gamma, dtype)]
     terms = terms if posted.sent[index] is own else [coarse(posted, term) for term in terms]
     total = sum(terms, torch.zeros_like(sent))
     return total if posted.flags is None else torch.where(posted.flags.own, total, torch.zeros_like(total))

@@ -29,7 +29,6 @@ Mask = Callable[[str, tuple[int, ...]], bool]
 
 _OWN_BUCKET = 8
 
-
 _numbers = itertools.count()
 _numbered: WeakValueDictionary[int, Plan] = WeakValueDictionary()
 
@@ -285,29 +284,25 @@ def _memory(leaf: Tensor) -> object:
 
 def _check_leaf(name: str, leaf: object) -> None:
     if not isinstance(leaf, torch.Tensor):
-        raise ValueError(
-            f"init(params): leaf {name!r} is {type(leaf).__name__}, not a tensor; parameters are trees of tensors."
-        )
-    if leaf.layout != torch.strided or leaf.is_nested:
+        why = f"is {type(leaf).__name__}, not a tensor; parameters are trees of tensors."
+    elif leaf.layout != torch.strided or leaf.is_nested:
         kind = "nested" if leaf.is_nested else str(leaf.layout).removeprefix("torch.")
-        raise ValueError(
-            f"init(params): leaf {name!r} is a {kind} tensor; parameters are dense: x.to_dense(), or nn.Embedding(..., sparse=False)."
+        why = f"is a {kind} tensor; parameters are dense: x.to_dense(), or nn.Embedding(..., sparse=False)."
+    elif leaf.is_meta:
+        why = (
+            "is on the meta device and has no values; module.to_empty(device=...) and its initialization, or a state dict, give it "
+            "some."
         )
-    if leaf.is_meta:
-        raise ValueError(
-            f"init(params): leaf {name!r} is on the meta device and has no values; module.to_empty(device=...) and its "
-            "initialization, or a state dict, give it some."
+    elif leaf.is_floating_point() and leaf.dtype.itemsize < 2:
+        why = f"has dtype {leaf.dtype}, in which nothing is added; keep parameters in bfloat16 or wider, and let the loss cast them."
+    elif not leaf.is_floating_point() and not leaf.is_complex():
+        why = (
+            f"has dtype {leaf.dtype}; parameters must be floating point or complex. Pass integer and boolean tensors as buffers: "
+            "init(params, buffers)."
         )
-    if leaf.is_floating_point() and leaf.dtype.itemsize < 2:
-        raise ValueError(
-            f"init(params): leaf {name!r} has dtype {leaf.dtype}, in which nothing is added; keep parameters in bfloat16 or wider, "
-            "and let the loss cast them."
-        )
-    if not leaf.is_floating_point() and not leaf.is_complex():
-        raise ValueError(
-            f"init(params): leaf {name!r} has dtype {leaf.dtype}; parameters must be floating point or complex. "
-            "Pass integer and boolean tensors as buffers: init(params, buffers)."
-        )
+    else:
+        return
+    raise ValueError(f"init(params): leaf {name!r} {why}")
 
 
 def _plan_bucket(named: list[tuple[str, Tensor]], common: frozenset[str]) -> BucketPlan:
