@@ -5,7 +5,6 @@ from decentfn.gradient.by_autograd import autograd, is_by_autograd
 from decentfn.gradient.evaluation import (
     WithinWorker,
     evaluate,
-    raise_own,
     require_batch,
     require_inputs,
     traced_module,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,13 +13,13 @@ from decentfn.comm import collectives
 from decentfn.core import trees
 from decentfn.core.buckets import Buckets, Places, each, mean_of_processes, mean_within_worker, unsharded
 from decentfn.core.context import context
-from decentfn.core.formatting import brief, brief_error
+from decentfn.core.formatting import brief
 from decentfn.core.stacking import in_chunks
 from decentfn.core.trees import PyTree
-from decentfn.gradient.accumulated import Accumulated, mean_gradient_of, micro_batch_count, micro_batches, separate
+from decentfn.gradient.accumulated import Accumulated, mean_gradient_of, micro_batches, separate
 from decentfn.gradient.by_autograd import ByAutograd, gradient_by_autograd
 from decentfn.gradient.gradient_checks import require_none, ungiven
-from decentfn.gradient.loss import LossFn, call, require_graph, takes, unwrapped, within_torch
+from decentfn.gradient.loss import LossFn, takes, unwrapped, within_torch
 from decentfn.gradient.module import ModuleLoss, ShardedLoss
 from decentfn.gradient.result import Gradient, gradient_of
 from decentfn.gradient.side_channel import SideChannel
@@ -133,76 +133,27 @@ def _evaluate(
     if torch.compiler.is_dynamo_compiling():
         e = traced(params, buffers, batch, scale)
         if _depends_on_ungiven(e.loss, (params, buffers, batch)):
-            raise RuntimeError("the loss takes a gradient of others than its parameters")  # `raise_own` names them
+            raise RuntimeError("the loss takes a gradient of others than its parameters")  # run eagerly, it names them
         return e
     try:
-        with record_function("decentfn::gradient"):
+        with record_function("decentfn::gradient"), within_torch():
             e = traced(params, buffers, batch, scale)
-        loss = functorch.by_worker([e.loss])[0][0] if functorch.has_no_value(e.loss) else e.loss
-        if _depends_on_ungiven(loss, (params, buffers, batch)):
-            require_none(ungiven(loss, ()))
-        return e
     except (RuntimeError, NotImplementedError) as error:
-        if type(error) not in (RuntimeError, NotImplementedError):
-            raise
-        try:
-            for leaves in functorch.by_worker(trees.leaves((params, buffers, batch))):
-                given = trees.fill(trees.enumerate_leaves((params, buffers, batch)), leaves)
-                functorch.outside_transforms(_plainly, one, many, *given)
-        except Exception as own:
-            raise own from None
-        raise RuntimeError(_not_traced(error, functorch.is_batched(params[0]))) from error
+        if type(error) in (RuntimeError, NotImplementedError):
+            error.add_note(_WAY_OUT)
+        raise
+    loss = functorch.by_worker([e.loss])[0][0] if functorch.has_no_value(e.loss) else e.loss
+    if _depends_on_ungiven(loss, (params, buffers, batch)):
+        require_none(ungiven(loss, ()))
+    return e
+
+
+_WAY_OUT = (
+    "step(state, batch, t): torch.func traced the loss's gradient, under df.simulate for all workers at once. Where the loss runs in a "
+    "plain PyTorch loop, let PyTorch's autograd take the gradient, of one worker after another: df.autograd(loss_fn)."
+)
 
 
 def _depends_on_ungiven(loss: Tensor, given: PyTree) -> bool:
     """Return True if the loss, after its gradient, still requires one, and not because of the tensors it was given."""
     return loss.requires_grad and not any(isinstance(x, Tensor) and x.requires_grad for x in trees.leaves(given))
-
-
-def raise_own(loss_fn: LossFn, state: Any, batch: PyTree) -> None:
-    """Raise the error that the loss raises for this state and batch in plain PyTorch; return if it raises none.
-
-    Separates an error of the loss from a failure to trace it.
-    """
-    if state.params.plan.processes > 1:
-        return
-    inner, around = unwrapped(loss_fn)
-    given = state.params, state.buffers, trees.plain(batch)
-    is_stacked = state.params[0].dim() == 2
-    try:
-        for i in range(len(state.params[0]) if is_stacked else 1):
-            _plainly(inner, Accumulated in around, *(trees.map(lambda x, i=i: x[i], given) if is_stacked else given))
-    except Exception as own:
-        raise own from None
-
-
-def _plainly(loss_fn: LossFn, many: bool, params: Buckets, buffers: PyTree, batch: PyTree) -> None:
-    """Evaluate the loss of one worker on copies, and its gradient by autograd; with `many`, of each micro-batch."""
-    if many:
-        batch = micro_batches(batch)
-    count = micro_batch_count(trees.leaves(batch)) if many else 1
-    for i in range(count):
-        leaves = [b.detach().clone().requires_grad_() for b in params]
-        data = trees.cloned(trees.map(lambda x, i=i: x[i], batch) if many else batch)
-        with torch.enable_grad():
-            with within_torch():
-                loss, _, _ = call(loss_fn, Buckets(leaves, params.plan).tree(), trees.cloned(buffers), data)
-            require_graph(loss)
-            require_none(ungiven(loss, (leaves, data)))
-            torch.autograd.grad(loss, leaves, allow_unused=True)
-
-
-def _not_traced(error: Exception, simulated: bool) -> str:
-    how = "torch.func traced its gradient"
-    way_out = "df.autograd(loss_fn)"
-    if simulated:
-        how += ", for all workers at once (df.simulate)"
-        way_out += ", which goes through the workers one after another"
-    if "memory" in str(error) and simulated:
-        way_out += "; or take fewer at a time, df.simulate(step, N, chunk_size=1)"
-    if "randomness" in str(error):
-        way_out += "; or leave chunk_size out, with which a traced loss draws no random numbers"
-    return (
-        f"step(state, batch, t): the loss raised {brief_error(error)} while {how}. Where it runs in a plain PyTorch loop, let "
-        f"PyTorch's autograd take the gradient: {way_out}."
-    )
