@@ -7,7 +7,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from types import FunctionType
 from typing import Any, Literal
@@ -26,7 +25,6 @@ from decentfn.engine.advice import explain
 from decentfn.engine.cuda_graphs import MODE, cuda_recorder, on_device, replayed, require_replayable
 from decentfn.engine.donation import require_distinct, require_layout
 from decentfn.engine.memory import give_back_freed_memory
-from decentfn.gradient import traced_module
 from decentfn.kit.step import Step
 from decentfn.torch_private import inductor
 from decentfn.torch_private.dynamo import at_most, guard_everything, prepare
@@ -108,7 +106,6 @@ def compile(
         kwargs["backend"] = progress.inductor
         kwargs["options"] = inductor.compile_options() | options
     given: dict[str, Any] = kwargs if mode is None else kwargs | {"backend": on_device(progress.inductor)}
-    read = None if step.loss_fn is None else traced_module(step.loss_fn)
     graphs: list[tuple[Any, Callable[..., Any]]] = []
 
     def run(state: Any, batch: PyTree, t: Tensor) -> tuple[Any, Any]:
@@ -132,8 +129,7 @@ def compile(
         batch = batch if step.is_by_autograd or isinstance(batch, Tensor) else trees.plain(batch)
         guard_everything(_GRAPHS)
         try:
-            with nullcontext() if read is None else read.alone(lends=False):
-                result = graph(leaves, batch, t)
+            result = graph(leaves, batch, t)
         except Exception as error:
             progress.stop()
             explain(step, error, state, batch, _GRAPHS, kwargs)

@@ -7,7 +7,6 @@ from decentfn.gradient.evaluation import (
     evaluate,
     require_batch,
     require_inputs,
-    traced_module,
     within_worker_of,
 )
 from decentfn.gradient.loss import LossFn, require_loss

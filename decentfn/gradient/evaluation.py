@@ -20,7 +20,7 @@ from decentfn.gradient.accumulated import Accumulated, mean_gradient_of, micro_b
 from decentfn.gradient.by_autograd import ByAutograd, gradient_by_autograd
 from decentfn.gradient.gradient_checks import require_none, ungiven
 from decentfn.gradient.loss import LossFn, takes, unwrapped, within_torch
-from decentfn.gradient.module import ModuleLoss, ShardedLoss
+from decentfn.gradient.module import ShardedLoss
 from decentfn.gradient.result import Gradient, gradient_of
 from decentfn.gradient.side_channel import SideChannel
 from decentfn.torch_private import functorch
@@ -83,12 +83,6 @@ def require_batch(loss_fn: LossFn, batch: PyTree) -> None:
         batch = separate(batch)[0]
     if (own := getattr(inner, "require_batch", None)) is not None:
         own(batch)
-
-
-def traced_module(loss_fn: LossFn) -> ModuleLoss | None:
-    """Return the module's loss if a traced step reads the module in every call, so that no other thread may lend it."""
-    inner, around = unwrapped(loss_fn)  # the autograd operator waits by itself when it lends them
-    return inner if isinstance(inner, ModuleLoss) and ByAutograd not in around else None
 
 
 def evaluate(

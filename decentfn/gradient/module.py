@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any, cast
 
@@ -61,10 +61,6 @@ class ModuleLoss:
         ]
         """Plain attributes that are tensors, such as weights that spectral norm and pruning compute in every call."""
 
-    def alone(self, lends: bool = True) -> AbstractContextManager[None]:
-        """Context in which no other thread evaluates the module; see `lending.alone`."""
-        return alone([*self.network.modules()], lends)
-
     def __call__(self, params: PyTree, buffers: PyTree, batch: Any) -> tuple[Tensor, tuple[PyTree, PyTree]]:
         """Run the module with these parameters and copies of these buffers; leave no tensor of torch.func in it."""
         new = {name: b if name in self.frozen else torch.clone(b) for name, b in buffers.items()}
@@ -81,13 +77,12 @@ class ModuleLoss:
                     setattr(owner, name, x)
             given = dict(zip(given, placed.values(), strict=True))
         else:
-            name, modules = type(self.module).__name__, [*self.network.modules()]
-            with alone(modules, refuses=True):
+            with alone(self.module):
                 self._require_trained(params)
                 given = self._require_same(own_by_name(entries_of(self.network, self._prefix)), given)
                 first = next(iter(params.values()), None)
                 is_traced = first is not None and (functorch.is_differentiated(first) or functorch.is_batched(first))
-                kept = attributes_put_back(name, modules) if is_traced else nullcontext()
+                kept = attributes_put_back(self._call, [*self.network.modules()]) if is_traced else nullcontext()
                 with kept, weights(self.network, given, self._prefix):
                     loss, aux = self.of(batch)
         self.require_in_place(name for name in params if name in given and given[name] is not params[name])
@@ -97,8 +92,7 @@ class ModuleLoss:
     @contextmanager
     def lent(self, params: dict[str, Tensor], buffers: dict[str, Tensor]) -> Iterator[Lent]:
         """Context in which the module's own parameters and buffers have these values."""
-        modules = [*self.network.modules()]
-        with alone(modules, refuses=True):
+        with alone(self.module):
             self._require_trained(params, is_differentiated=True)
             lent = Lent(self, entries_of(self.network, self._prefix), {**params, **buffers}, buffers)
             self._require_same(lent.own, {**params, **buffers})
@@ -254,8 +248,7 @@ class ShardedLoss(ModuleLoss):
 
         They stay in the module, which has its own storage for them; its buffers are restored.
         """
-        modules = [*self.network.modules()]
-        with alone(modules, refuses=True):
+        with alone(self.module):
             collectives.own_shards(self.module)
             own = dict(self.module.named_parameters())
             with torch.no_grad():
