@@ -17,7 +17,6 @@ from torch import Tensor
 from decentfn.comm import collectives
 from decentfn.core import trees
 from decentfn.core.context import context
-from decentfn.core.formatting import brief
 from decentfn.core.numbers import require
 from decentfn.core.trees import PyTree
 from decentfn.engine import cache as compile_cache
@@ -84,13 +83,7 @@ def compile(
     >>> step(torch.ones(2), torch.ones(2), 3)
     (tensor([4., 4.]), tensor(2.))
     """
-    if not callable(step):
-        raise ValueError(f"compile({brief(step)}): expected a step; init, step = df.adapt_while_communicate(...).")
-    step = Step.of(step)
-    if step.is_compiled:
-        raise ValueError("compile(compile(step)): the step is compiled already; compile it once.")
-    if step.is_donated:
-        raise ValueError("compile(donate(step)): compile(step) donates by itself; leave df.donate out.")
+    step = Step.of(step, "compile", "compile", "donate")
     if options.get("triton.cudagraphs"):
         raise ValueError(
             "compile(step, **{'triton.cudagraphs': True}): a step looks up its round on the host, which Inductor's CUDA graphs would "
