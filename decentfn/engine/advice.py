@@ -17,9 +17,8 @@ from decentfn.core.trees import PyTree
 from decentfn.gradient import DynamicLossScale, evaluate
 from decentfn.kit.state_check import is_state, kind_of
 from decentfn.kit.step import Step
-from decentfn.torch_private import inductor
 from decentfn.torch_private.autograd import allow_saved_tensors_hooks
-from decentfn.torch_private.dynamo import first_error, guards_fail, is_not_compiled, is_of_too_many_graphs, not_loaded
+from decentfn.torch_private.dynamo import first_error, guards_fail, is_not_compiled, is_of_too_many_graphs
 
 
 def explain(step: Step, error: Exception, state: Any, batch: PyTree, graphs: int, how: dict[str, Any]) -> None:
@@ -42,11 +41,6 @@ def explain(step: Step, error: Exception, state: Any, batch: PyTree, graphs: int
     said, raised = first_error(error), getattr(error, "inner_exception", error)
     for ours in filter(is_ours, (said, raised)):
         raise ours from None
-    if (unloaded := not_loaded(error)) is not None:
-        raise RuntimeError(
-            f"df.compile(step): {brief_error(unloaded)}. A file in Inductor's cache is damaged, as after a kill or on a full "
-            f"disk; delete {inductor.cache_dir()} and start again."
-        ) from error
     if torch.is_anomaly_enabled():
         raise RuntimeError(
             "df.compile(step): torch.autograd.set_detect_anomaly is on, which looks for NaN in every gradient and is not compiled: "

@@ -124,14 +124,14 @@ def compile(
         try:
             result = graph(leaves, batch, t)
         except Exception as error:
-            progress.stop()
+            progress.end(done=False)
             explain(step, error, state, batch, _GRAPHS, kwargs)
             raise
         if is_new:
             give_back_freed_memory()
             graphs.append((form, graph))
         if progress.since is not None:
-            progress.end(progress.since)
+            progress.end()
         return (state, result) if donate else result
 
     run_or_replay = run if mode is None else replayed(run, cuda_recorder)
@@ -142,18 +142,16 @@ class _Progress:
     """Log of compilations and their times; rank 0 warns of one that takes a few seconds."""
 
     def __init__(self, step: Step, backend: Any) -> None:
-        self.name = step.name
         self.since: float | None = None
-        way_out = (
-            "" if step.is_by_autograd else "; with df.autograd(loss_fn) the loss is not compiled, and seconds suffice"
-        )
-        generates = backend != "eager"
-        self._verb = "compiling" if generates else "tracing"
-        self._patience = f" (minutes for a large network{way_out})" if generates else ""
         self._timer: threading.Timer | None = None
+        self._name, self._verb, self._patience = step.name, "tracing", ""
+        if backend != "eager":
+            way_out = "; with df.autograd(loss_fn) the loss is not compiled, and seconds suffice"
+            self._verb = "compiling"
+            self._patience = f" (minutes for a large network{'' if step.is_by_autograd else way_out})"
 
     def begin(self, why: str = "") -> None:
-        what = f"{self._verb} {self.name}{why}"
+        what = f"{self._verb} {self._name}{why}"
         _log.debug("%s ...", what)
         self.since = time.perf_counter()
         if collectives.everyone().rank == 0:
@@ -161,15 +159,12 @@ class _Progress:
             self._timer.daemon = True
             self._timer.start()
 
-    def stop(self) -> None:
-        """Compile no more: done, or failed."""
+    def end(self, done: bool = True) -> None:
+        if done and self.since is not None:
+            _log.debug("compiled %s in %.1f s", self._name, time.perf_counter() - self.since)
         self.since = None
         if self._timer is not None:
             self._timer.cancel()
-
-    def end(self, since: float) -> None:
-        _log.debug("compiled %s in %.1f s", self.name, time.perf_counter() - since)
-        self.stop()
 
     def inductor(self, graph: torch.fx.GraphModule, inputs: Any, **kwargs: Any) -> Callable[..., Any]:
         """Compile with the backend; a graph after the first one means that the batch or the loss has changed."""
