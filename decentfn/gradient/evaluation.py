@@ -62,15 +62,13 @@ def require_inputs(call: str, loss_fn: LossFn, params: PyTree, buffers: PyTree) 
     if own is not None:
         own(call, params, buffers)
         return {} if buffers is None else buffers
-    form, other = ("(params, batch)", 3) if buffers is None else ("(params, buffers, batch)", 2)
-    if not takes(loss_fn, 5 - other):
-        way_out = f"write loss_fn{form}"
-        if takes(loss_fn, other):
-            way_out += (
-                ", or call init(params, buffers)" if buffers is None else ", or leave the buffers out: init(params)"
-            )
-        there = "no buffers" if buffers is None else "buffers"
-        raise ValueError(f"{call}: there are {there}, but the loss does not take {form}; {way_out}.")
+    there, form, way_out = "buffers", "(params, buffers, batch)", "leave the buffers out: init(params)"
+    if buffers is None:
+        there, form, way_out = "no buffers", "(params, batch)", "call init(params, buffers)"
+    if not takes(loss_fn, form.count(",") + 1):
+        raise ValueError(
+            f"{call}: there are {there}, but the loss does not take {form}; write loss_fn{form}, or {way_out}."
+        )
     return buffers
 
 

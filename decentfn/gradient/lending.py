@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -148,12 +147,6 @@ def own_by_name(entries: list[Entry]) -> dict[str, Tensor]:
 def attributes_put_back(call: str, modules: list[nn.Module]) -> Iterator[None]:
     """Restore at exit the plain attributes that hold torch.func's tensors; refuse one kept between calls."""
     before = [(own, dict(own)) for m in modules for own in (vars(m), m._buffers) if isinstance(own, dict)]
-    contents: list[tuple[Any, Any]] = [
-        (x, copy.copy(x))
-        for _, old in before
-        for key, x in old.items()
-        if type(x) in (list, dict, deque) and key not in _OF_PYTORCH
-    ]
     buffers = {id(m._buffers) for m in modules}
     made, lives_on = [], []
     try:
@@ -168,10 +161,6 @@ def attributes_put_back(call: str, modules: list[nn.Module]) -> Iterator[None]:
                     made.append(key)
                 elif isinstance(x, Tensor) and not x.requires_grad and isinstance(was, (Tensor, int, float)):
                     lives_on.append(key)
-        for x, content in contents:
-            if list(map(id, _content(x))) != list(map(id, _content(content))) and _holds_tensors(x):
-                x.clear()
-                (x.update if isinstance(x, dict) else x.extend)(content)
     if made:
         raise ValueError(
             f"{call}: a call made the buffers {brief(sorted(made))}, which the state does not have; "
@@ -185,13 +174,8 @@ def attributes_put_back(call: str, modules: list[nn.Module]) -> Iterator[None]:
         )
 
 
-_OF_PYTORCH = frozenset(vars(nn.Module()))
-
-
-def _content(x: Any) -> list[Any]:
-    return list(x.values()) if isinstance(x, dict) else list(x) if isinstance(x, (list, tuple, set, deque)) else []
-
-
 def _holds_tensors(x: Any) -> bool:
     """Return True if `x` holds a tensor, or a weak reference to one, at any depth."""
-    return isinstance(x() if type(x) is ref else x, Tensor) or any(map(_holds_tensors, _content(x)))
+    if isinstance(x, (dict, list, tuple, set, deque)):
+        return any(map(_holds_tensors, x.values() if isinstance(x, dict) else x))
+    return isinstance(x() if type(x) is ref else x, Tensor)

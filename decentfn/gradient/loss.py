@@ -65,13 +65,11 @@ def require_criterion(criterion: Any, forward: Any) -> None:
 def takes(function: Callable[..., Any], count: int) -> bool:
     """Return True if `function` can be called with `count` arguments, as far as its signature is known."""
     try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):
-        return True
-    try:
-        signature.bind(*range(count))
+        inspect.signature(function).bind(*range(count))
     except TypeError:
         return False
+    except ValueError:
+        return True
     return True
 
 

@@ -34,12 +34,7 @@ def require_doubly_stochastic(call: str, topology: Topology) -> None:
 def require_static_symmetric(call: str, topology: Topology) -> None:
     """Raise ValueError unless `topology` has one mixing matrix, doubly stochastic and symmetric to 1e-12."""
     require_doubly_stochastic(call, topology)
-    if topology.period != 1:
-        schedule = "is random" if topology.period is None else f"has period {topology.period}"
-        raise ValueError(
-            f"{call}: {topology.name!r} {schedule}, but the method needs one and the same mixing matrix at every step; "
-            "use a static undirected topology such as 'static-ring' or 'hypercube', or gradient_tracking."
-        )
+    require_static(call, topology, "the method corrects for one W = Wᵀ", "gradient_tracking")
     matrix = mixing_matrix(topology, 0)
     asymmetry = float((matrix - matrix.T).abs().max())
     if asymmetry > 1e-12:
