@@ -69,9 +69,8 @@ class Lent:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for entry in self._entries:
-            if entry.key not in entry.holder or entry.holder[entry.key] is not entry.own:
-                entry.holder[entry.key] = entry.own
+        for entry in self._replaced():
+            entry.holder[entry.key] = entry.own
         for x, data, grad in self._before:
             if x.is_leaf:
                 x.grad = None

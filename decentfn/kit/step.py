@@ -60,7 +60,7 @@ class Step:
     """Plans of the checked states, by plan id and number of bucket dimensions."""
 
     @classmethod
-    def of(cls, function: Any, call: str = "Algorithm", *not_yet: str) -> Step:
+    def of(cls, function: Callable[..., Any], call: str = "Algorithm", *not_yet: str) -> Step:
         """Return a step itself, or a plain function as one; raise ValueError if a transform of `not_yet` was applied."""
         if isinstance(function, Step):
             if done := [name for name in function.transforms if name in not_yet]:

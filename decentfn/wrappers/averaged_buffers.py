@@ -13,7 +13,7 @@ from decentfn.comm import collectives, gossip
 from decentfn.comm.fingerprint import agree, describe
 from decentfn.core import trees
 from decentfn.core.buckets import loose
-from decentfn.core.numbers import checks_numbers
+from decentfn.core.numbers import checks_numbers, require
 from decentfn.core.trees import PyTree
 from decentfn.kit.preconditions import as_input, at
 from decentfn.kit.state import Metrics, State
@@ -42,10 +42,10 @@ def average_buffers(
         ValueError: γ out of range, a push-sum topology, on which buffers would drift, or buffers averaged already.
     """
     require_bare("average_buffers", algorithm)
-    if not callable(gamma) and not 0 <= gamma <= 1:
-        raise ValueError(f"average_buffers(gamma={gamma!r}): γ lies in [0, 1], or is a function of t.")
-    if algorithm.step.averages_buffers:
-        raise ValueError("average_buffers(average_buffers(algorithm)): the buffers are mixed already; once is enough.")
+    rule = "γ lies in [0, 1], or is a function of t."
+    require(callable(gamma) or 0 <= gamma <= 1, "average_buffers", rule, gamma=gamma)
+    rule = "the buffers are mixed already; once is enough."
+    require(not algorithm.step.averages_buffers, "average_buffers(average_buffers(algorithm))", rule)
     topology = algorithm.topology
     if topology is None:
         raise ValueError(
