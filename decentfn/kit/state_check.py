@@ -32,7 +32,8 @@ class StateCheck:
 
     def record(self, state: State) -> State:
         """Record the layout of a state from `init` as an expected one, and return the state."""
-        self._layouts.append(_layout(state))
+        if (layout := _layout(state)) not in self._layouts:
+            self._layouts.append(layout)
         return state
 
     def check(self, state: Any, batch: PyTree, t: Any) -> None:
