@@ -22,7 +22,7 @@ from decentfn.core.trees import PyTree
 from decentfn.gradient.accumulated import separate
 from decentfn.gradient.gradient_checks import no_other_weights, require_none, ungiven
 from decentfn.gradient.lending import Lent
-from decentfn.gradient.loss import LossFn, call, require_graph, scalar, within_torch
+from decentfn.gradient.loss import LossFn, call, refuse_numpy, require_graph, scalar
 from decentfn.gradient.result import unscaled
 from decentfn.gradient.side_channel import around
 from decentfn.torch_private.autograd import dispatching_as
@@ -152,8 +152,11 @@ def _forward_backward(
     given: _Function | Lent, batch: Any, scale: Tensor | None, is_first: bool
 ) -> tuple[Tensor, PyTree]:
     """Return the loss and aux; add the gradients to the leaves' `.grad`."""
-    with within_torch():
+    try:
         loss, aux = given.of(batch)
+    except RuntimeError as error:
+        refuse_numpy(error)
+        raise
     loss = scalar(loss)
     others = ungiven(loss, (given.leaves, batch)) if is_first and given.constant else []
     require_graph(loss)

@@ -19,7 +19,7 @@ from decentfn.core.trees import PyTree
 from decentfn.gradient.accumulated import Accumulated, mean_gradient_of, micro_batches, separate
 from decentfn.gradient.by_autograd import ByAutograd, gradient_by_autograd
 from decentfn.gradient.gradient_checks import require_none, ungiven
-from decentfn.gradient.loss import LossFn, takes, unwrapped, within_torch
+from decentfn.gradient.loss import LossFn, refuse_numpy, takes, unwrapped
 from decentfn.gradient.module import ShardedLoss
 from decentfn.gradient.result import Gradient, gradient_of
 from decentfn.gradient.side_channel import SideChannel
@@ -128,9 +128,10 @@ def _evaluate(
             raise RuntimeError("the loss takes a gradient of others than its parameters")  # run eagerly, it names them
         return e
     try:
-        with record_function("decentfn::gradient"), within_torch():
+        with record_function("decentfn::gradient"):
             e = traced(params, buffers, batch, scale)
     except (RuntimeError, NotImplementedError) as error:
+        refuse_numpy(error)
         if type(error) in (RuntimeError, NotImplementedError):
             error.add_note(_WAY_OUT)
         raise
