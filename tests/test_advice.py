@@ -114,7 +114,10 @@ def test_a_loss_without_a_graph_is_refused_in_the_first_step(outside, way):
     loss, message = OUTSIDE[outside]
     init, step = df.adapt_while_communicate(WAYS[way](loss), df.sgd(0.1), df.topology("ring", 2))
     state = df.stack(init({"w": torch.zeros(2)}), 2)
-    with pytest.raises(ValueError, match=message) as error:
+    kind = ValueError
+    if outside == "NumPy, detached" and way != "by autograd":  # torch.func refuses it first
+        kind, message = RuntimeError, r"data pointer.*\n.*df\.autograd\(loss_fn\)"
+    with pytest.raises(kind, match=message) as error:
         df.simulate(step, 2)(state, torch.stack([TARGET, TARGET]), 0)
     assert "df.autograd" not in str(error.value)
 

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import decentfn as df
 from decentfn.engine import cache as compile_cache
 from decentfn.torch_private import inductor
 
@@ -113,13 +112,3 @@ def test_what_cannot_be_loaded_twice_or_lies_elsewhere_is_an_error(monkeypatch, 
     with pytest.raises(OSError, match="too short"):
         compile_cache.inductor(GRAPH, [])
     assert len(calls) == (2 if "{" in where else 1)
-
-
-@pytest.mark.parametrize("wrap", [lambda loss_fn: loss_fn, df.autograd])
-def test_a_damaged_file_in_the_cache_is_named_with_the_way_out(wrap):
-    def backend(graph, inputs):
-        raise OSError("/cache/il/x.main.so: file too short")
-
-    init, step = df.all_reduce(wrap(lambda x, batch: (x - batch).sum()), df.sgd(0.1), df.topology("complete", 1))
-    with pytest.raises(RuntimeError, match="x.main.so: file too short. A file in Inductor's cache is damaged.*delete "):
-        df.compile(step, backend=backend)(init(torch.ones(2)), torch.ones(2), 0)

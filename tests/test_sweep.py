@@ -68,9 +68,9 @@ def test_a_run_of_a_sweep_equals_the_same_run_alone(name, compiled):
     ("make", "said"),
     [
         (lambda step: df.sweep(step, 2), r"sweep\(.*expected a simulated step, df.sweep\(df.simulate\(step, N\), R\)"),
-        (lambda step: df.sweep(df.compile(df.simulate(step, N)), 2), r"the other way round, df.compile\(df.sweep"),
-        (lambda step: df.sweep(df.sweep(df.simulate(step, N), 2), 2), "once, with all runs"),
-        (lambda step: df.simulate(df.sweep(df.simulate(step, N), 2), N), "simulate once"),
+        (lambda step: df.sweep(df.compile(df.simulate(step, N)), 2), r"the order is df.compile\(df.sweep"),
+        (lambda step: df.sweep(df.sweep(df.simulate(step, N), 2), 2), "each at most once"),
+        (lambda step: df.simulate(df.sweep(df.simulate(step, N), 2), N), "each at most once"),
         (lambda step: df.sweep(df.simulate(step, N), 0), r"sweep\(num_runs=0\)"),
     ],
 )

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from decentfn.core import trees
 from decentfn.core.buckets import Buckets
 from decentfn.core.formatting import brief_error, is_ours
 from decentfn.core.stacking import over_workers
 from decentfn.core.trees import PyTree
-from decentfn.gradient import DynamicLossScale, evaluate, raise_own
+from decentfn.gradient import DynamicLossScale, evaluate
 from decentfn.kit.state_check import is_state, kind_of
 from decentfn.kit.step import Step
-from decentfn.torch_private import inductor
 from decentfn.torch_private.autograd import allow_saved_tensors_hooks
-from decentfn.torch_private.dynamo import first_error, guards_fail, is_not_compiled, is_of_too_many_graphs, not_loaded
+from decentfn.torch_private.dynamo import first_error, guards_fail, is_not_compiled, is_of_too_many_graphs
 
 
 def explain(step: Step, error: Exception, state: Any, batch: PyTree, graphs: int, how: dict[str, Any]) -> None:
@@ -40,11 +41,6 @@ def explain(step: Step, error: Exception, state: Any, batch: PyTree, graphs: int
     said, raised = first_error(error), getattr(error, "inner_exception", error)
     for ours in filter(is_ours, (said, raised)):
         raise ours from None
-    if (unloaded := not_loaded(error)) is not None:
-        raise RuntimeError(
-            f"df.compile(step): {brief_error(unloaded)}. A file in Inductor's cache is damaged, as after a kill or on a full "
-            f"disk; delete {inductor.cache_dir()} and start again."
-        ) from error
     if torch.is_anomaly_enabled():
         raise RuntimeError(
             "df.compile(step): torch.autograd.set_detect_anomaly is on, which looks for NaN in every gradient and is not compiled: "
@@ -58,9 +54,13 @@ def explain(step: Step, error: Exception, state: Any, batch: PyTree, graphs: int
     if step.is_by_autograd:
         return
     made = f" If another init made the state, a {kind_of(state)}, call this algorithm's." if is_state(state) else ""
-    if step.loss_fn is not None:
-        raise_own(step.loss_fn, state, batch)
-        if is_state(state) and _loss_compiles(step, state, batch, how):
+    if step.loss_fn is not None and is_state(state):
+        gradient, given = _gradient_alone(step, state), (list(state.params), state.buffers, batch)
+        try:
+            gradient(*trees.cloned(given))
+        except Exception as own:
+            raise own from None
+        if _compiles(gradient, *given, **how):
             raise RuntimeError(
                 f"df.compile(step): torch.compile could not trace the step: {brief_error(said)}. The loss alone compiles, so the cause "
                 "is the optimizer, γ, the algorithm or a wrapper: compute on tensors, with torch.where in place of `if`, and without "
@@ -82,8 +82,8 @@ def _compiles(function: Callable[..., Any], *arguments: Any, **how: Any) -> bool
     return True
 
 
-def _loss_compiles(step: Step, state: Any, batch: PyTree, how: dict[str, Any]) -> bool:
-    """Return True if the loss and its gradient compile without the rest of the step."""
+def _gradient_alone(step: Step, state: Any) -> Callable[..., PyTree]:
+    """Return the loss's gradient without the rest of the step, a function of parameters, buffers and batch."""
     loss_fn = step.loss_fn.loss_fn if isinstance(step.loss_fn, DynamicLossScale) else step.loss_fn
     assert loss_fn is not None
     t, plan = torch.zeros((), dtype=torch.int64), state.params.plan
@@ -91,9 +91,4 @@ def _loss_compiles(step: Step, state: Any, batch: PyTree, how: dict[str, Any]) -
     def one(x: list[Tensor], buffers: PyTree, batch: PyTree) -> tuple[Tensor, ...]:
         return evaluate(loss_fn, Buckets(x, plan), buffers, batch, t).grads.tensors
 
-    def alone(x: list[Tensor], buffers: PyTree, batch: PyTree) -> tuple[Tensor, ...]:
-        return (
-            one(x, buffers, batch) if step.simulated is None else over_workers(one, step.simulated, x, buffers, batch)
-        )
-
-    return _compiles(alone, list(state.params), state.buffers, batch, **how)
+    return one if step.simulated is None else partial(over_workers, one, step.simulated)

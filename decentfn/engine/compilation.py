@@ -7,7 +7,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from types import FunctionType
 from typing import Any, Literal
@@ -18,7 +17,6 @@ from torch import Tensor
 from decentfn.comm import collectives
 from decentfn.core import trees
 from decentfn.core.context import context
-from decentfn.core.formatting import brief
 from decentfn.core.numbers import require
 from decentfn.core.trees import PyTree
 from decentfn.engine import cache as compile_cache
@@ -26,7 +24,7 @@ from decentfn.engine.advice import explain
 from decentfn.engine.cuda_graphs import MODE, cuda_recorder, on_device, replayed, require_replayable
 from decentfn.engine.donation import require_distinct, require_layout
 from decentfn.engine.memory import give_back_freed_memory
-from decentfn.gradient import traced_module
+from decentfn.gradient import lock_of
 from decentfn.kit.step import Step
 from decentfn.torch_private import inductor
 from decentfn.torch_private.dynamo import at_most, guard_everything, prepare
@@ -86,13 +84,7 @@ def compile(
     >>> step(torch.ones(2), torch.ones(2), 3)
     (tensor([4., 4.]), tensor(2.))
     """
-    if not callable(step):
-        raise ValueError(f"compile({brief(step)}): expected a step; init, step = df.adapt_while_communicate(...).")
-    step = Step.of(step)
-    if step.is_compiled:
-        raise ValueError("compile(compile(step)): the step is compiled already; compile it once.")
-    if step.is_donated:
-        raise ValueError("compile(donate(step)): compile(step) donates by itself; leave df.donate out.")
+    step = Step.of(step, "compile", "compile", "donate")
     if options.get("triton.cudagraphs"):
         raise ValueError(
             "compile(step, **{'triton.cudagraphs': True}): a step looks up its round on the host, which Inductor's CUDA graphs would "
@@ -108,8 +100,7 @@ def compile(
         kwargs["backend"] = progress.inductor
         kwargs["options"] = inductor.compile_options() | options
     given: dict[str, Any] = kwargs if mode is None else kwargs | {"backend": on_device(progress.inductor)}
-    read = None if step.loss_fn is None else traced_module(step.loss_fn)
-    graphs: list[tuple[Any, Callable[..., Any]]] = []
+    lock, graphs = lock_of(step.loss_fn), list[tuple[Any, Callable[..., Any]]]()
 
     def run(state: Any, batch: PyTree, t: Tensor) -> tuple[Any, Any]:
         leaves, structure = trees.flatten(state)
@@ -132,17 +123,17 @@ def compile(
         batch = batch if step.is_by_autograd or isinstance(batch, Tensor) else trees.plain(batch)
         guard_everything(_GRAPHS)
         try:
-            with nullcontext() if read is None else read.alone(lends=False):
+            with lock:
                 result = graph(leaves, batch, t)
         except Exception as error:
-            progress.stop()
+            progress.end(done=False)
             explain(step, error, state, batch, _GRAPHS, kwargs)
             raise
         if is_new:
             give_back_freed_memory()
             graphs.append((form, graph))
         if progress.since is not None:
-            progress.end(progress.since)
+            progress.end()
         return (state, result) if donate else result
 
     run_or_replay = run if mode is None else replayed(run, cuda_recorder)
@@ -153,18 +144,16 @@ class _Progress:
     """Log of compilations and their times; rank 0 warns of one that takes a few seconds."""
 
     def __init__(self, step: Step, backend: Any) -> None:
-        self.name = step.name
         self.since: float | None = None
-        way_out = (
-            "" if step.is_by_autograd else "; with df.autograd(loss_fn) the loss is not compiled, and seconds suffice"
-        )
-        generates = backend != "eager"
-        self._verb = "compiling" if generates else "tracing"
-        self._patience = f" (minutes for a large network{way_out})" if generates else ""
         self._timer: threading.Timer | None = None
+        self._name, self._verb, self._patience = step.name, "tracing", ""
+        if backend != "eager":
+            way_out = "; with df.autograd(loss_fn) the loss is not compiled, and seconds suffice"
+            self._verb = "compiling"
+            self._patience = f" (minutes for a large network{'' if step.is_by_autograd else way_out})"
 
     def begin(self, why: str = "") -> None:
-        what = f"{self._verb} {self.name}{why}"
+        what = f"{self._verb} {self._name}{why}"
         _log.debug("%s ...", what)
         self.since = time.perf_counter()
         if collectives.everyone().rank == 0:
@@ -172,15 +161,12 @@ class _Progress:
             self._timer.daemon = True
             self._timer.start()
 
-    def stop(self) -> None:
-        """Compile no more: done, or failed."""
+    def end(self, done: bool = True) -> None:
+        if done and self.since is not None:
+            _log.debug("compiled %s in %.1f s", self._name, time.perf_counter() - self.since)
         self.since = None
         if self._timer is not None:
             self._timer.cancel()
-
-    def end(self, since: float) -> None:
-        _log.debug("compiled %s in %.1f s", self.name, time.perf_counter() - since)
-        self.stop()
 
     def inductor(self, graph: torch.fx.GraphModule, inputs: Any, **kwargs: Any) -> Callable[..., Any]:
         """Compile with the backend; a graph after the first one means that the batch or the loss has changed."""

@@ -47,41 +47,27 @@ def _require_one_process() -> None:
     require(here.size == 1, _CALL, rule)
 
 
-def _require_current(device: torch.device | None) -> None:
-    if device is not None and device.type == "cuda":
-        here = torch.cuda.current_device()
-        rule = (
-            f"kernels are recorded on the current GPU, cuda:{here}; call torch.cuda.set_device({device.index}) first."
-        )
-        require(device.index == here, _CALL, rule, state=device)
-
-
 def on_device(backend: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a backend of torch.compile that also refuses a step whose graph is not on the GPU alone."""
+    """Return a backend of torch.compile that refuses a step that computes with an input on the CPU by other operators.
+
+    The input's values at the time of the recording would be used in all steps.
+    """
 
     def compile_with(graph: torch.fx.GraphModule, inputs: Any, **options: Any) -> Callable[..., Any]:
-        require_on_device(graph)
+        for node in graph.graph.find_nodes(op="placeholder"):
+            value = node.meta.get("example_value")
+            if not isinstance(value, Tensor) or value.device.type != "cpu":
+                continue
+            for user in node.users:
+                rule = (
+                    f"the step computes {user.target} of a tensor on the CPU ({node.name}: t, or one that it reads from outside), "
+                    "whose value a graph would not read again; move the tensor to the GPU, and in place of arithmetic with t use a "
+                    "topology made of topologies (df.topologies.every) or df.kit, or leave mode out."
+                )
+                require(getattr(user.target, "namespace", "") == "decentfn" or user.op == "output", _CALL, rule)
         return backend(graph, inputs, **options)
 
     return compile_with
-
-
-def require_on_device(graph: torch.fx.GraphModule) -> None:
-    """Raise ValueError if a step's graph computes with an input on the CPU, outside this library's operators.
-
-    Its values at the time of the recording would be used in all steps.
-    """
-    for node in graph.graph.find_nodes(op="placeholder"):
-        value = node.meta.get("example_value")
-        if not isinstance(value, Tensor) or value.device.type != "cpu":
-            continue
-        for user in node.users:
-            rule = (
-                f"the step computes {user.target} of a tensor on the CPU ({node.name}: t, or one that it reads from outside), whose "
-                "value a graph would not read again; move the tensor to the GPU, and in place of arithmetic with t use a topology "
-                "made of topologies (df.topologies.every) or df.kit, or leave mode out."
-            )
-            require(getattr(user.target, "namespace", "") == "decentfn" or user.op == "output", _CALL, rule)
 
 
 def cuda_recorder() -> Recorder:
@@ -126,7 +112,10 @@ def replayed(
         recording = next((recording for its_form, recording in known if its_form == form), None)
         if recording is None:
             device = tensors[0].device if tensors else None
-            _require_current(device)
+            if device is not None and device.type == "cuda":
+                here = torch.cuda.current_device()
+                rule = f"kernels are recorded on the current GPU, cuda:{here}; call torch.cuda.set_device({device.index}) first."
+                require(device.index == here, _CALL, rule, state=device)
             recording = _Recording(batch, device)
             known.append((form, recording))
             del known[:-_FORMS]

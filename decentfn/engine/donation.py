@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from decentfn.core import trees
-from decentfn.core.formatting import brief
 from decentfn.engine.memory import give_back_freed_memory
 from decentfn.kit.step import Step
 
@@ -39,12 +38,7 @@ def donate(step: Step | Callable[..., Any]) -> Step:
     >>> state
     tensor([4., 4.])
     """
-    if not callable(step):
-        raise ValueError(f"donate({brief(step)}): expected a step; init, step = df.adapt_while_communicate(...).")
-    step = Step.of(step)
-    if step.is_compiled or step.is_donated:
-        made_by = "compile" if step.is_compiled else "donate"
-        raise ValueError(f"donate({made_by}(step)): the step writes over its state already, unless compiled otherwise.")
+    step = Step.of(step, "donate", "compile", "donate")
     known: list[Any] = []  # structures of states
 
     def finish(state: Any, new: Any, metrics: Any) -> tuple[Any, Any]:

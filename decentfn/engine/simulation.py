@@ -11,7 +11,6 @@ from torch import Tensor
 from decentfn.comm import collectives
 from decentfn.comm.fingerprint import require_equal_rows
 from decentfn.core import trees
-from decentfn.core.formatting import brief
 from decentfn.core.numbers import MOST_WORKERS, checks_numbers, require, require_at_most
 from decentfn.core.stacking import over_workers, require_rows
 from decentfn.core.trees import PyTree
@@ -41,15 +40,7 @@ def simulate(step: Step | Callable[..., Any], num_workers: int, *, chunk_size: i
         ValueError: N or `chunk_size` is not positive, `step` is compiled or simulated already, or (when called) a leaf
             does not have N rows, or N x processes is not the topology's size.
     """
-    if not callable(step):
-        raise ValueError(f"simulate({brief(step)}): expected a step; init, step = df.adapt_while_communicate(...).")
-    step = Step.of(step)
-    rule = "a compiled step is one worker's graph, over which nothing is batched; the other way round, df.compile(df.simulate(step, N))."
-    require(not step.is_compiled, "simulate(compile(step), N)", rule)
-    rule = "the other way round, df.donate(df.simulate(step, N)): the state of all workers is one."
-    require(not step.is_donated, "simulate(donate(step), N)", rule)
-    rule = "the step has its workers already; simulate once, N of them in all."
-    require(step.simulated is None, "simulate(simulate(step, N))", rule)
+    step = Step.of(step, "simulate", "compile", "donate", "simulate")
     require_at_most("simulate", MOST_WORKERS, num_workers=num_workers)
     rule = "workers at a time, an integer >= 1, or None for all."
     require(chunk_size is None or chunk_size >= 1, "simulate", rule, chunk_size=chunk_size)

@@ -49,10 +49,7 @@ def sweep(step: Step, num_runs: int) -> Step:
     """
     if not isinstance(step, Step) or step.simulated is None:
         raise ValueError(f"sweep({brief(step)}): expected a simulated step, df.sweep(df.simulate(step, N), R).")
-    if step.is_compiled or step.is_donated or step.num_runs is not None:
-        done = "compile" if step.is_compiled else "donate" if step.is_donated else "sweep"
-        way_out = "once, with all runs" if done == "sweep" else f"the other way round, df.{done}(df.sweep(step, R))"
-        raise ValueError(f"sweep({done}(step), R): {way_out}.")
+    step = Step.of(step, "sweep", "compile", "donate", "sweep")
     if step.is_by_autograd:
         raise ValueError(
             "sweep(step of df.autograd(loss_fn), R): PyTorch's autograd computes one worker after the other, so nothing "

@@ -5,10 +5,9 @@ from decentfn.gradient.by_autograd import autograd, is_by_autograd
 from decentfn.gradient.evaluation import (
     WithinWorker,
     evaluate,
-    raise_own,
+    lock_of,
     require_batch,
     require_inputs,
-    traced_module,
     within_worker_of,
 )
 from decentfn.gradient.loss import LossFn, require_loss

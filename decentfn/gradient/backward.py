@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Sequence
 from contextlib import nullcontext
-from itertools import chain
 from operator import attrgetter
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple, NoReturn
@@ -22,7 +22,7 @@ from decentfn.core.trees import PyTree
 from decentfn.gradient.accumulated import separate
 from decentfn.gradient.gradient_checks import no_other_weights, require_none, ungiven
 from decentfn.gradient.lending import Lent
-from decentfn.gradient.loss import LossFn, call, require_graph, scalar, within_torch
+from decentfn.gradient.loss import LossFn, call, refuse_numpy, require_graph, scalar
 from decentfn.gradient.result import unscaled
 from decentfn.gradient.side_channel import around
 from decentfn.torch_private.autograd import dispatching_as
@@ -152,8 +152,11 @@ def _forward_backward(
     given: _Function | Lent, batch: Any, scale: Tensor | None, is_first: bool
 ) -> tuple[Tensor, PyTree]:
     """Return the loss and aux; add the gradients to the leaves' `.grad`."""
-    with within_torch():
+    try:
         loss, aux = given.of(batch)
+    except RuntimeError as error:
+        refuse_numpy(error)
+        raise
     loss = scalar(loss)
     others = ungiven(loss, (given.leaves, batch)) if is_first and given.constant else []
     require_graph(loss)
@@ -215,42 +218,25 @@ def _apart(new: Tensor, own: Tensor) -> Tensor:
 
 
 def _beyond(x: Any) -> Any:
-    """Return a leaf of aux without the graph, in its own memory: a tensor may be the batch's or the state's."""
-    return torch.as_tensor(x) if isinstance(x, (bool, int, float)) else _detached(x, {})
+    """Return a leaf of aux without the graph, in its own memory: a tensor may be the batch's or the state's.
 
-
-def _detached(x: Any, copies: dict[int, Any]) -> Any:
-    """Detach a tensor, or copy an object and its parts that hold tensors, with the tensors detached.
-
-    `copies` maps the ids of originals to copies, as objects may form cycles.
+    An object that holds tensors, at any depth, is copied with them; modules and code in it are shared.
     """
-    if isinstance(x, torch.Tensor):
-        return x.detach().clone() if x.grad_fn is None or x._is_view() else x.detach()
-    if id(x) in copies or not _holds_tensors(x, set()):
-        return copies.get(id(x), x)
-    if isinstance(x, (set, frozenset)):
-        return type(x)(_detached(item, copies) for item in x)
-    copies[id(x)] = new = copy.copy(x)
-    for name, value in _attributes(x).items():
-        object.__setattr__(new, name, trees.map(lambda leaf: _detached(leaf, copies), trees.plain(value)))
-    return new
-
-
-def _holds_tensors(x: Any, seen: set[int]) -> bool:
-    """Return True if a tensor is in an object, at any depth; `seen` are the ids of objects that hold none."""
-    if isinstance(x, torch.Tensor) or id(x) in seen:
-        return isinstance(x, torch.Tensor)
-    seen.add(id(x))
-    held = list(x) if isinstance(x, (set, frozenset)) else list(_attributes(x).values())
-    return any(_holds_tensors(leaf, seen) for value in held for leaf in trees.leaves(trees.plain(value)))
-
-
-def _attributes(x: Any) -> dict[str, Any]:
-    """Return an object's attributes, slots included; none of a module, whose parameters are lent, or of code."""
-    if isinstance(x, (nn.Module, type, FunctionType, ModuleType)):
-        return {}
-    slots = chain.from_iterable(vars(kind).get("__slots__", ()) for kind in type(x).__mro__)
-    return {name: getattr(x, name) for name in {*getattr(x, "__dict__", ()), *slots} if hasattr(x, name)}
+    if isinstance(x, (bool, int, float)):
+        return torch.as_tensor(x)
+    copies: dict[int, Any] = {}
+    seen, found, has_tensors = set(), [x], False
+    while found:
+        item = found.pop()
+        if isinstance(item, torch.Tensor):
+            has_tensors = True
+            copies[id(item)] = item.detach().clone() if item.grad_fn is None or item._is_view() else item.detach()
+        elif isinstance(item, (nn.Module, type, FunctionType, ModuleType)):
+            copies[id(item)] = item
+        elif id(item) not in seen:
+            seen.add(id(item))
+            found += gc.get_referents(item)
+    return copy.deepcopy(x, copies) if has_tensors else x
 
 
 def stacked(rows: Sequence[Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,13 +14,13 @@ from decentfn.comm import collectives
 from decentfn.core import trees
 from decentfn.core.buckets import Buckets, Places, each, mean_of_processes, mean_within_worker, unsharded
 from decentfn.core.context import context
-from decentfn.core.formatting import brief, brief_error
+from decentfn.core.formatting import brief
 from decentfn.core.stacking import in_chunks
 from decentfn.core.trees import PyTree
-from decentfn.gradient.accumulated import Accumulated, mean_gradient_of, micro_batch_count, micro_batches, separate
+from decentfn.gradient.accumulated import Accumulated, mean_gradient_of, micro_batches, separate
 from decentfn.gradient.by_autograd import ByAutograd, gradient_by_autograd
 from decentfn.gradient.gradient_checks import require_none, ungiven
-from decentfn.gradient.loss import LossFn, call, require_graph, takes, unwrapped, within_torch
+from decentfn.gradient.loss import LossFn, refuse_numpy, takes, unwrapped
 from decentfn.gradient.module import ModuleLoss, ShardedLoss
 from decentfn.gradient.result import Gradient, gradient_of
 from decentfn.gradient.side_channel import SideChannel
@@ -62,15 +63,13 @@ def require_inputs(call: str, loss_fn: LossFn, params: PyTree, buffers: PyTree) 
     if own is not None:
         own(call, params, buffers)
         return {} if buffers is None else buffers
-    form, other = ("(params, batch)", 3) if buffers is None else ("(params, buffers, batch)", 2)
-    if not takes(loss_fn, 5 - other):
-        way_out = f"write loss_fn{form}"
-        if takes(loss_fn, other):
-            way_out += (
-                ", or call init(params, buffers)" if buffers is None else ", or leave the buffers out: init(params)"
-            )
-        there = "no buffers" if buffers is None else "buffers"
-        raise ValueError(f"{call}: there are {there}, but the loss does not take {form}; {way_out}.")
+    there, form, way_out = "buffers", "(params, buffers, batch)", "leave the buffers out: init(params)"
+    if buffers is None:
+        there, form, way_out = "no buffers", "(params, batch)", "call init(params, buffers)"
+    if not takes(loss_fn, form.count(",") + 1):
+        raise ValueError(
+            f"{call}: there are {there}, but the loss does not take {form}; write loss_fn{form}, or {way_out}."
+        )
     return buffers
 
 
@@ -85,10 +84,11 @@ def require_batch(loss_fn: LossFn, batch: PyTree) -> None:
         own(batch)
 
 
-def traced_module(loss_fn: LossFn) -> ModuleLoss | None:
-    """Return the module's loss if a traced step reads the module in every call, so that no other thread may lend it."""
-    inner, around = unwrapped(loss_fn)  # the autograd operator waits by itself when it lends them
-    return inner if isinstance(inner, ModuleLoss) and ByAutograd not in around else None
+def lock_of(loss_fn: LossFn | None) -> AbstractContextManager[Any]:
+    """Return the lock of the module that a compiled, traced step guards on; others would show it in eval mode."""
+    inner, around = (None, ()) if loss_fn is None else unwrapped(loss_fn)
+    # The autograd operator holds it by itself.
+    return alone(inner.module) if isinstance(inner, ModuleLoss) and ByAutograd not in around else nullcontext()
 
 
 def evaluate(
@@ -133,76 +133,28 @@ def _evaluate(
     if torch.compiler.is_dynamo_compiling():
         e = traced(params, buffers, batch, scale)
         if _depends_on_ungiven(e.loss, (params, buffers, batch)):
-            raise RuntimeError("the loss takes a gradient of others than its parameters")  # `raise_own` names them
+            raise RuntimeError("the loss takes a gradient of others than its parameters")  # run eagerly, it names them
         return e
     try:
         with record_function("decentfn::gradient"):
             e = traced(params, buffers, batch, scale)
-        loss = functorch.by_worker([e.loss])[0][0] if functorch.has_no_value(e.loss) else e.loss
-        if _depends_on_ungiven(loss, (params, buffers, batch)):
-            require_none(ungiven(loss, ()))
-        return e
     except (RuntimeError, NotImplementedError) as error:
-        if type(error) not in (RuntimeError, NotImplementedError):
-            raise
-        try:
-            for leaves in functorch.by_worker(trees.leaves((params, buffers, batch))):
-                given = trees.fill(trees.enumerate_leaves((params, buffers, batch)), leaves)
-                functorch.outside_transforms(_plainly, one, many, *given)
-        except Exception as own:
-            raise own from None
-        raise RuntimeError(_not_traced(error, functorch.is_batched(params[0]))) from error
+        refuse_numpy(error)
+        if type(error) in (RuntimeError, NotImplementedError):
+            error.add_note(_WAY_OUT)
+        raise
+    loss = functorch.by_worker([e.loss])[0][0] if functorch.has_no_value(e.loss) else e.loss
+    if _depends_on_ungiven(loss, (params, buffers, batch)):
+        require_none(ungiven(loss, ()))
+    return e
+
+
+_WAY_OUT = (
+    "step(state, batch, t): torch.func traced the loss's gradient, under df.simulate for all workers at once. Where the loss runs in a "
+    "plain PyTorch loop, let PyTorch's autograd take the gradient, of one worker after another: df.autograd(loss_fn)."
+)
 
 
 def _depends_on_ungiven(loss: Tensor, given: PyTree) -> bool:
     """Return True if the loss, after its gradient, still requires one, and not because of the tensors it was given."""
     return loss.requires_grad and not any(isinstance(x, Tensor) and x.requires_grad for x in trees.leaves(given))
-
-
-def raise_own(loss_fn: LossFn, state: Any, batch: PyTree) -> None:
-    """Raise the error that the loss raises for this state and batch in plain PyTorch; return if it raises none.
-
-    Separates an error of the loss from a failure to trace it.
-    """
-    if state.params.plan.processes > 1:
-        return
-    inner, around = unwrapped(loss_fn)
-    given = state.params, state.buffers, trees.plain(batch)
-    is_stacked = state.params[0].dim() == 2
-    try:
-        for i in range(len(state.params[0]) if is_stacked else 1):
-            _plainly(inner, Accumulated in around, *(trees.map(lambda x, i=i: x[i], given) if is_stacked else given))
-    except Exception as own:
-        raise own from None
-
-
-def _plainly(loss_fn: LossFn, many: bool, params: Buckets, buffers: PyTree, batch: PyTree) -> None:
-    """Evaluate the loss of one worker on copies, and its gradient by autograd; with `many`, of each micro-batch."""
-    if many:
-        batch = micro_batches(batch)
-    count = micro_batch_count(trees.leaves(batch)) if many else 1
-    for i in range(count):
-        leaves = [b.detach().clone().requires_grad_() for b in params]
-        data = trees.cloned(trees.map(lambda x, i=i: x[i], batch) if many else batch)
-        with torch.enable_grad():
-            with within_torch():
-                loss, _, _ = call(loss_fn, Buckets(leaves, params.plan).tree(), trees.cloned(buffers), data)
-            require_graph(loss)
-            require_none(ungiven(loss, (leaves, data)))
-            torch.autograd.grad(loss, leaves, allow_unused=True)
-
-
-def _not_traced(error: Exception, simulated: bool) -> str:
-    how = "torch.func traced its gradient"
-    way_out = "df.autograd(loss_fn)"
-    if simulated:
-        how += ", for all workers at once (df.simulate)"
-        way_out += ", which goes through the workers one after another"
-    if "memory" in str(error) and simulated:
-        way_out += "; or take fewer at a time, df.simulate(step, N, chunk_size=1)"
-    if "randomness" in str(error):
-        way_out += "; or leave chunk_size out, with which a traced loss draws no random numbers"
-    return (
-        f"step(state, batch, t): the loss raised {brief_error(error)} while {how}. Where it runs in a plain PyTorch loop, let "
-        f"PyTorch's autograd take the gradient: {way_out}."
-    )

@@ -2,69 +2,24 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from threading import get_ident
 from typing import Any, NamedTuple
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
 
 from decentfn.core.formatting import brief
 
-_changed = threading.Condition()
-_users: list[tuple[int, frozenset[int], bool]] = []
-"""Entries (thread, ids of the modules that it uses, True if it lends)."""
+_locks: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
 
 
-_HOOK = -1
-"""Key of our forward pre-hook, unique because PyTorch's keys count from 0."""
-
-
-@contextmanager
-def alone(modules: list[nn.Module], lends: bool = True, *, refuses: bool = False) -> Iterator[None]:
-    """Context in which other threads wait to lend these modules' tensors; threads that do not lend may overlap.
-
-    With `refuses`, another thread's call of one of these modules raises: it would see, and change, a worker's values.
-    """
-    thread, ids = get_ident(), frozenset(map(id, modules))
-    own = thread, ids, lends
-
-    def refuse(module: nn.Module, inputs: Any) -> None:
-        if torch.compiler.is_dynamo_compiling() or get_ident() == thread or id(module) not in ids:
-            return  # a copy made by the loss has this hook too
-        if isinstance(threading.current_thread(), threading._DummyThread):
-            return  # a thread of PyTorch that recomputes a forward pass in a backward pass
-        raise RuntimeError(
-            f"{type(module).__name__}(...): the module was called while another thread takes a training step with it, and holds "
-            "that step's weights. Evaluate with df.evaluate or the loss_fn of df.functional: both wait. Or call a copy, "
-            "copy.deepcopy(module), with df.load_state_dict."
-        )
-
-    hooks: list[dict[int, Any]] = []
-    with _changed:
-        while _users and any(
-            t != thread and (lends or other) and not ids.isdisjoint(theirs) for t, theirs, other in _users
-        ):
-            _changed.wait()
-        _users.append(own)
-    try:
-        for m in modules if refuses else ():
-            # This thread may lend a module that it already lends.
-            if not isinstance(m, torch.jit.ScriptModule) and _HOOK not in m._forward_pre_hooks:
-                hooks.append(m._forward_pre_hooks)  # pyright: ignore[reportArgumentType]
-                hooks[-1][_HOOK] = refuse
-        yield
-    finally:
-        for its in hooks:
-            del its[_HOOK]
-        with _changed:
-            _users.remove(own)
-            _changed.notify_all()
+def alone(module: nn.Module) -> threading.RLock:
+    """Return the module's lock, held while its tensors are lent: evaluations and steps of other threads wait."""
+    return _locks.setdefault(module, threading.RLock())
 
 
 class Entry(NamedTuple):
@@ -114,9 +69,8 @@ class Lent:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for entry in self._entries:
-            if entry.key not in entry.holder or entry.holder[entry.key] is not entry.own:
-                entry.holder[entry.key] = entry.own
+        for entry in self._replaced():
+            entry.holder[entry.key] = entry.own
         for x, data, grad in self._before:
             if x.is_leaf:
                 x.grad = None
@@ -189,15 +143,9 @@ def own_by_name(entries: list[Entry]) -> dict[str, Tensor]:
 
 
 @contextmanager
-def attributes_put_back(name: str, modules: list[nn.Module]) -> Iterator[None]:
+def attributes_put_back(call: str, modules: list[nn.Module]) -> Iterator[None]:
     """Restore at exit the plain attributes that hold torch.func's tensors; refuse one kept between calls."""
     before = [(own, dict(own)) for m in modules for own in (vars(m), m._buffers) if isinstance(own, dict)]
-    contents: list[tuple[Any, Any]] = [
-        (x, copy.copy(x))
-        for _, old in before
-        for key, x in old.items()
-        if type(x) in (list, dict, deque) and key not in _OF_PYTORCH
-    ]
     buffers = {id(m._buffers) for m in modules}
     made, lives_on = [], []
     try:
@@ -212,30 +160,21 @@ def attributes_put_back(name: str, modules: list[nn.Module]) -> Iterator[None]:
                     made.append(key)
                 elif isinstance(x, Tensor) and not x.requires_grad and isinstance(was, (Tensor, int, float)):
                     lives_on.append(key)
-        for x, content in contents:
-            if list(map(id, _content(x))) != list(map(id, _content(content))) and _holds_tensors(x):
-                x.clear()
-                (x.update if isinstance(x, dict) else x.extend)(content)
     if made:
         raise ValueError(
-            f"df.functional({name}): a call made the buffers {brief(sorted(made))}, which the state does not have; "
+            f"{call}: a call made the buffers {brief(sorted(made))}, which the state does not have; "
             "run the module once on a batch before df.functional, or write df.autograd(loss_fn)."
         )
     if lives_on:
         raise ValueError(
-            f"df.functional({name}): the module keeps tensors from one call to the next as attributes, {brief(sorted(lives_on))}; a "
+            f"{call}: the module keeps tensors from one call to the next as attributes, {brief(sorted(lives_on))}; a "
             "traced step loses them. Make buffers of them, self.register_buffer(name, tensor), or let them stay in the module, "
             "df.autograd(loss_fn)."
         )
 
 
-_OF_PYTORCH = frozenset(vars(nn.Module()))
-
-
-def _content(x: Any) -> list[Any]:
-    return list(x.values()) if isinstance(x, dict) else list(x) if isinstance(x, (list, tuple, set, deque)) else []
-
-
 def _holds_tensors(x: Any) -> bool:
     """Return True if `x` holds a tensor, or a weak reference to one, at any depth."""
-    return isinstance(x() if type(x) is ref else x, Tensor) or any(map(_holds_tensors, _content(x)))
+    if isinstance(x, (dict, list, tuple, set, deque)):
+        return any(map(_holds_tensors, x.values() if isinstance(x, dict) else x))
+    return isinstance(x() if type(x) is ref else x, Tensor)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, TypeGuard
 
 import torch
@@ -65,13 +64,11 @@ def require_criterion(criterion: Any, forward: Any) -> None:
 def takes(function: Callable[..., Any], count: int) -> bool:
     """Return True if `function` can be called with `count` arguments, as far as its signature is known."""
     try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):
-        return True
-    try:
-        signature.bind(*range(count))
+        inspect.signature(function).bind(*range(count))
     except TypeError:
         return False
+    except ValueError:
+        return True
     return True
 
 
@@ -104,14 +101,9 @@ def scalar(loss: Any) -> Tensor:
     )
 
 
-@contextmanager
-def within_torch() -> Iterator[None]:
-    """Raise ValueError if a loss passes a tensor with a gradient to NumPy; PyTorch's advice, `detach`, trains nothing."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "call numpy()" not in str(error):
-            raise
+def refuse_numpy(error: RuntimeError) -> None:
+    """Raise ValueError if a loss passed a tensor with a gradient to NumPy; PyTorch's advice, `detach`, trains nothing."""
+    if "call numpy()" in str(error):
         raise ValueError(
             "loss_fn: the loss leaves torch, so it has no gradient; write it with torch operations in place of NumPy's."
         ) from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any, cast
 
@@ -51,8 +51,9 @@ class ModuleLoss:
         self._shapes = _shapes(params), _shapes(buffers)
         self._trained = _trained(network)
         own = {name: p for name, p in own_by_name(entries_of(self.network, self._prefix)).items() if name in params}
-        self._hooks = [(name, hook) for name, p in own.items() for hook in (p._backward_hooks or {}).values()]
-        self._late_hooks = sorted(name for name, p in own.items() if getattr(p, "_post_accumulate_grad_hooks", None))
+        self._hooked = sorted(
+            name for name, p in own.items() if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)
+        )
         self._computed = [
             (m, n, x if x.is_leaf else x.detach())
             for m in self.network.modules()
@@ -61,15 +62,11 @@ class ModuleLoss:
         ]
         """Plain attributes that are tensors, such as weights that spectral norm and pruning compute in every call."""
 
-    def alone(self, lends: bool = True) -> AbstractContextManager[None]:
-        """Context in which no other thread evaluates the module; see `lending.alone`."""
-        return alone([*self.network.modules()], lends)
-
     def __call__(self, params: PyTree, buffers: PyTree, batch: Any) -> tuple[Tensor, tuple[PyTree, PyTree]]:
         """Run the module with these parameters and copies of these buffers; leave no tensor of torch.func in it."""
         new = {name: b if name in self.frozen else torch.clone(b) for name, b in buffers.items()}
         given = {**params, **new}
-        self._hook(params)
+        self._require_no_hooks(params)
         if torch.compiler.is_dynamo_compiling():
             self._require_trained(params)
             placed = {n if n.startswith(_OF_CRITERION) else f"{self._prefix}{n}": x for n, x in given.items()}
@@ -81,13 +78,12 @@ class ModuleLoss:
                     setattr(owner, name, x)
             given = dict(zip(given, placed.values(), strict=True))
         else:
-            name, modules = type(self.module).__name__, [*self.network.modules()]
-            with alone(modules, refuses=True):
+            with alone(self.module):
                 self._require_trained(params)
                 given = self._require_same(own_by_name(entries_of(self.network, self._prefix)), given)
                 first = next(iter(params.values()), None)
                 is_traced = first is not None and (functorch.is_differentiated(first) or functorch.is_batched(first))
-                kept = attributes_put_back(name, modules) if is_traced else nullcontext()
+                kept = attributes_put_back(self._call, [*self.network.modules()]) if is_traced else nullcontext()
                 with kept, weights(self.network, given, self._prefix):
                     loss, aux = self.of(batch)
         self.require_in_place(name for name in params if name in given and given[name] is not params[name])
@@ -97,8 +93,7 @@ class ModuleLoss:
     @contextmanager
     def lent(self, params: dict[str, Tensor], buffers: dict[str, Tensor]) -> Iterator[Lent]:
         """Context in which the module's own parameters and buffers have these values."""
-        modules = [*self.network.modules()]
-        with alone(modules, refuses=True):
+        with alone(self.module):
             self._require_trained(params, is_differentiated=True)
             lent = Lent(self, entries_of(self.network, self._prefix), {**params, **buffers}, buffers)
             self._require_same(lent.own, {**params, **buffers})
@@ -143,17 +138,13 @@ class ModuleLoss:
                 "those that were trained then. Call df.functional again, and init with its parameters."
             )
 
-    def _hook(self, params: dict[str, Tensor]) -> None:
-        """Register the hooks of the module's parameters on these."""
-        if self._late_hooks and any(p.requires_grad for name, p in params.items() if name in self._late_hooks):
+    def _require_no_hooks(self, params: dict[str, Tensor]) -> None:
+        """Raise ValueError if a gradient is traced of parameters whose hooks only PyTorch's own autograd calls."""
+        if any(params[name].requires_grad for name in self._hooked if name in params):
             raise ValueError(
-                f"{self._call}: {brief(self._late_hooks)} have hooks by "
-                "register_post_accumulate_grad_hook, and a gradient that is traced does not accumulate; write "
-                "df.autograd(loss_fn)."
+                f"{self._call}: {brief(self._hooked)} have hooks by register_hook or register_post_accumulate_grad_hook, which "
+                "a gradient that is traced does not call; write df.autograd(loss_fn)."
             )
-        for name, hook in self._hooks:
-            if name in params and params[name].requires_grad:
-                params[name].register_hook(hook)
 
     def of(self, batch: Any) -> tuple[Tensor, PyTree]:
         """Return the loss of a batch and its aux, with the module's current weights."""
@@ -177,17 +168,6 @@ class ModuleLoss:
             )
         return loss, None
 
-    def _require_keywords(self, batch: Mapping[str, Any]) -> None:
-        try:
-            inspect.signature(self.module.forward).bind(**batch)
-        except TypeError as error:
-            name = type(self.module).__name__
-            raise ValueError(
-                f"loss_fn from df.functional: the batch is a {type(batch).__name__} of keyword arguments, but {name}.forward does "
-                f"not take {brief(sorted(batch))}: {error}. Pass a tuple (inputs, *targets), the module's own keywords, or "
-                "df.functional(module, forward=lambda module, batch: ...), which returns the loss."
-            ) from error
-
     def require_inputs(self, call: str, params: PyTree, buffers: PyTree) -> None:
         """Raise ValueError, naming a leaf, unless names and shapes are the module's."""
         name, expected = type(self.module).__name__, self._shapes
@@ -197,39 +177,37 @@ class ModuleLoss:
                 f"it, {brief(sorted(expected[1]))}; call init(params, buffers)."
             )
         given = _shapes(params), _shapes({} if buffers is None else buffers)
-        if given == expected:
-            return
-        if given == expected[::-1]:
-            raise ValueError(f"{call}: params and buffers of {name} are swapped; call init(params, buffers).")
-        what, leaf, found, wanted = next(
-            (what, leaf, found.get(leaf), wanted.get(leaf))
-            for what, found, wanted in zip(("parameter", "buffer"), given, expected, strict=True)
-            for leaf in (*wanted, *found)
-            if found.get(leaf) != wanted.get(leaf)
-        )
-        known = "is not one of its" if wanted is None else f"is {found}, not {wanted}"
-        differs = "is missing" if found is None else known
-        freeze = " Freeze untrained parameters before that, with requires_grad_(False)." if what == "parameter" else ""
-        raise ValueError(
-            f"{call}: df.functional made the loss of {name}, whose {what} {leaf!r} {differs}; call init(params, buffers) with what "
-            f"it returned with the loss.{freeze}"
-        )
+        for what, found, wanted in zip(("parameter", "buffer"), given, expected, strict=True):
+            for leaf in (*wanted, *found):
+                if found.get(leaf) != wanted.get(leaf):
+                    raise ValueError(
+                        f"{call}: df.functional made the loss of {name}, whose {what} {leaf!r} is {found.get(leaf, 'missing')}, expected "
+                        f"{wanted.get(leaf, 'none')}; call init(params, buffers), not swapped, with what it returned with the loss. "
+                        "Freeze untrained parameters before that, with requires_grad_(False)."
+                    )
 
     def require_batch(self, batch: Any) -> None:
         """Require a tuple or list of inputs and targets, or keyword arguments: a tensor's rows would unpack as well."""
         if self.forward is not None or (isinstance(batch, (tuple, list)) and self.criterion is not None):
             return
-        if isinstance(batch, Mapping):
-            if not torch.compiler.is_dynamo_compiling():
-                self._require_keywords(batch)
+        if not isinstance(batch, Mapping):
+            expected = "a tuple (inputs, *targets), or a dict of keyword arguments of the module"
+            if self.criterion is None:
+                expected = "a dict of keyword arguments of the module, whose output has the loss: there is no criterion"
+            raise ValueError(
+                f"loss_fn from df.functional: the batch is a {type(batch).__name__}, expected {expected}; pass "
+                "df.functional(module, forward=lambda module, batch: ...), which returns the loss, for anything else."
+            )
+        if torch.compiler.is_dynamo_compiling():
             return
-        expected = "a tuple (inputs, *targets), or a dict of keyword arguments of the module"
-        if self.criterion is None:
-            expected = "a dict of keyword arguments of the module, whose output has the loss: there is no criterion"
-        raise ValueError(
-            f"loss_fn from df.functional: the batch is a {type(batch).__name__}, expected {expected}; pass "
-            "df.functional(module, forward=lambda module, batch: ...), which returns the loss, for anything else."
-        )
+        try:
+            inspect.signature(self.module.forward).bind(**batch)
+        except TypeError as error:
+            raise ValueError(
+                f"loss_fn from df.functional: the batch is a {type(batch).__name__} of keyword arguments, but "
+                f"{type(self.module).__name__}.forward does not take {brief(sorted(batch))}: {error}. Pass a tuple (inputs, *targets), "
+                "the module's own keywords, or df.functional(module, forward=lambda module, batch: ...), which returns the loss."
+            ) from error
 
 
 class ShardedLoss(ModuleLoss):
@@ -254,8 +232,7 @@ class ShardedLoss(ModuleLoss):
 
         They stay in the module, which has its own storage for them; its buffers are restored.
         """
-        modules = [*self.network.modules()]
-        with alone(modules, refuses=True):
+        with alone(self.module):
             collectives.own_shards(self.module)
             own = dict(self.module.named_parameters())
             with torch.no_grad():

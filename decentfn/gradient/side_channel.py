@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,14 +18,6 @@ class SideChannel:
 
     def __init__(self, number: Tensor) -> None:
         self.number = number  # 0-d int64 on the CPU; [N], all equal, for N workers
-
-    def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise AttributeError(
-            f"batch.{name}: within a step whose loss is df.autograd(loss_fn) the batch cannot be read; pass it to "
-            "worker.gradient unchanged."
-        )
 
 
 trees.register_node(SideChannel, lambda node: ((node.number,), None), lambda _, children: SideChannel(*children))

@@ -12,8 +12,7 @@ from torch import Tensor
 from decentfn.comm import collectives
 from decentfn.compressors import Compressor
 from decentfn.core.buckets import Plan
-from decentfn.core.formatting import brief
-from decentfn.core.numbers import real, whole_number
+from decentfn.core.numbers import real, require, whole_number
 from decentfn.core.scalars import once
 from decentfn.gradient import Weight
 from decentfn.optim.schedule_checks import require_schedule
@@ -34,12 +33,7 @@ def require_doubly_stochastic(call: str, topology: Topology) -> None:
 def require_static_symmetric(call: str, topology: Topology) -> None:
     """Raise ValueError unless `topology` has one mixing matrix, doubly stochastic and symmetric to 1e-12."""
     require_doubly_stochastic(call, topology)
-    if topology.period != 1:
-        schedule = "is random" if topology.period is None else f"has period {topology.period}"
-        raise ValueError(
-            f"{call}: {topology.name!r} {schedule}, but the method needs one and the same mixing matrix at every step; "
-            "use a static undirected topology such as 'static-ring' or 'hypercube', or gradient_tracking."
-        )
+    require_static(call, topology, "the method corrects for one W = Wᵀ", "gradient_tracking")
     matrix = mixing_matrix(topology, 0)
     asymmetry = float((matrix - matrix.T).abs().max())
     if asymmetry > 1e-12:
@@ -74,12 +68,9 @@ def require_static(call: str, topology: Topology, why: str, way_out: str) -> Non
 
 def require_compressor(call: str, compressor: object, gamma: float, options: Mapping[str, Any]) -> None:
     """Raise ValueError unless there is a compressor, γ is in (0, 1], and no wire dtype is given."""
-    if not isinstance(compressor, Compressor):
-        raise ValueError(
-            f"{call}(compressor={brief(compressor)}): expected a Compressor, for example df.compressors.top_k(0.01)."
-        )
-    if not 0 < real(call, "gamma", gamma) <= 1:
-        raise ValueError(f"{call}(gamma={gamma!r}): γ is in (0, 1]; start near the compressor's δ.")
+    rule = "expected a Compressor, for example df.compressors.top_k(0.01)."
+    require(isinstance(compressor, Compressor), call, rule, compressor=compressor)
+    require(0 < real(call, "gamma", gamma) <= 1, call, "γ is in (0, 1]; start near the compressor's δ.", gamma=gamma)
     if options.get("wire_dtype") is not None:
         raise ValueError(
             f"{call}(wire_dtype={options['wire_dtype']}): what travels is the compressor's message; for values rounded to "
@@ -98,7 +89,7 @@ def require_contraction(call: str, compressor: Compressor, plan: Plan) -> None:
             )
 
 
-def as_weight(call: str, weight: object) -> Weight | None:
+def as_weight(call: str, weight: Any) -> Weight | None:
     """Return the function from a gradient to this worker's weight, made from the user's function of the loss's aux.
 
     Raises:
@@ -106,11 +97,10 @@ def as_weight(call: str, weight: object) -> Weight | None:
     """
     if weight is None:
         return None
-    if not callable(weight):
-        raise ValueError(
-            f"{call}(weight={brief(weight)}): expected a function from the loss's aux to this worker's weight, such as "
-            'lambda aux: aux["tokens"], or None.'
-        )
+    rule = (
+        "expected a function from the loss's aux to this worker's weight, such as lambda aux: aux[\"tokens\"], or None."
+    )
+    require(callable(weight), call, rule, weight=weight)
     return Weight(weight)
 
 
@@ -150,8 +140,8 @@ def reciprocal(rate: float | Tensor) -> float | Tensor:
 def require_fractions(call: str, **values: float) -> None:
     """Raise ValueError, naming the value, unless each value is in [0, 1]."""
     for name, value in values.items():
-        if not 0 <= real(call, name, value) <= 1:
-            raise ValueError(f"{call}({name}={value!r}): {name} is the fraction of the old value to keep, in [0, 1].")
+        rule = f"{name} is the fraction of the old value to keep, in [0, 1]."
+        require(0 <= real(call, name, value) <= 1, call, rule, **{name: value})
 
 
 def require_rate(call: str, **scalars: Scalar) -> None:
@@ -164,12 +154,11 @@ def require_positive(call: str, **values: Any) -> None:
     for name, value in values.items():
         if callable(value):
             raise ValueError(f"{call}({name}=...): {name} is one number for the whole run, not a function of t.")
-        if not real(call, name, value) > 0:
-            raise ValueError(f"{call}({name}={value!r}): {name} is positive and finite.")
+        require(real(call, name, value) > 0, call, f"{name} is positive and finite.", **{name: value})
 
 
 def require_whole(call: str, at_least: int = 1, **values: int) -> None:
     """Raise ValueError, naming the value, unless each is an integer >= `at_least`."""
     for name, value in values.items():
-        if whole_number(call, name, value) < at_least:
-            raise ValueError(f"{call}({name}={value!r}): {name} is a number of steps or parts, at least {at_least}.")
+        rule = f"{name} is a number of steps or parts, at least {at_least}."
+        require(whole_number(call, name, value) >= at_least, call, rule, **{name: value})

@@ -6,14 +6,14 @@ import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from numbers import Number
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from decentfn.comm import collectives
 from decentfn.core import trees
-from decentfn.core.buckets import Buckets, Plan, without_values
+from decentfn.core.buckets import Buckets, without_values
 from decentfn.core.formatting import brief
 from decentfn.core.trees import PyTree
 from decentfn.gradient import LossFn, require_batch, require_inputs
@@ -21,19 +21,6 @@ from decentfn.kit.state import Metrics, State
 from decentfn.torch_private import functorch
 
 CALL = "step(state, batch, t)"
-WAY_OUT = "call this algorithm's init(params) anew, or build the step like the one that made the state"
-
-
-class _Layout(NamedTuple):
-    """Layout of a state."""
-
-    kind: str
-    plan: Plan
-    lines: list[str]
-
-    @classmethod
-    def of(cls, state: Any) -> _Layout:
-        return cls(kind_of(state), state.params.plan, lines_of(state))
 
 
 class StateCheck:
@@ -41,12 +28,11 @@ class StateCheck:
 
     def __init__(self, loss_fn: LossFn, *, starts_equal: bool) -> None:
         self._loss_fn, self._starts_equal = loss_fn, starts_equal
-        self._layouts: list[_Layout] = []
+        self._layouts: list[list[str]] = []
 
     def record(self, state: State) -> State:
-        """Record the layout of a state from `init` as the expected one, and return the state."""
-        layout = _Layout.of(state)
-        if layout not in self._layouts:
+        """Record the layout of a state from `init` as an expected one, and return the state."""
+        if (layout := _layout(state)) not in self._layouts:
             self._layouts.append(layout)
         return state
 
@@ -66,8 +52,13 @@ class StateCheck:
                 f"{CALL}: the state is stacked, of {n} workers, and this is the step of one; use df.simulate(step, {n}), or "
                 "df.worker(state, i)."
             )
-        if self._layouts:
-            self._compare(_Layout.of(state))
+        found = _layout(state)
+        if self._layouts and found not in self._layouts:
+            theirs, ours = _difference(found, self._layouts[-1])
+            raise ValueError(
+                f"{CALL}: the state has {theirs!r} where init laid out {ours!r}: it is another algorithm's, network's or "
+                "optimizer's; call this algorithm's init(params) anew, or build the step like the one that made the state."
+            )
         if self._starts_equal and not x.plan.starts_equal:
             raise ValueError(
                 f"{CALL}: the state is another algorithm's, whose workers may differ, and this one never makes them equal; start from "
@@ -75,25 +66,6 @@ class StateCheck:
             )
         require_inputs(CALL, self._loss_fn, without_values(x).tree(), state.buffers)
         require_batch(self._loss_fn, batch)
-
-    def _compare(self, found: _Layout) -> None:
-        if found in self._layouts:
-            return
-        last = self._layouts[-1]
-        if all(found.kind != layout.kind for layout in self._layouts):
-            raise ValueError(f"{CALL}: the state is a {found.kind}, and this step takes a {last.kind}; {WAY_OUT}.")
-        alike = [layout for layout in self._layouts if layout.plan == found.plan]
-        if not alike:
-            theirs, ours = _difference(found.plan.describe(), last.plan.describe())
-            raise ValueError(
-                f"{CALL}: the state holds {theirs!r} where init laid out {ours!r}; it is another network's: call "
-                "init(params) for this one."
-            )
-        theirs, ours = _difference(found.lines, alike[-1].lines)
-        raise ValueError(
-            f"{CALL}: the state holds {theirs} where this step expects {ours}, as in another optimizer's "
-            f"or configuration's; {WAY_OUT}."
-        )
 
 
 @contextmanager
@@ -171,6 +143,10 @@ def kind_of(state: Any) -> str:
 def lines_of(state: Any) -> list[str]:
     """Return a line for each leaf of a state or a batch: name, dtype and shape."""
     return [f"{name} {leaf.dtype} {list(leaf.shape)}" for name, leaf in trees.named_leaves(state)]
+
+
+def _layout(state: Any) -> list[str]:
+    return [kind_of(state), *state.params.plan.describe(), *lines_of(state)]
 
 
 def _difference(found: list[str], expected: list[str]) -> tuple[str, str]:

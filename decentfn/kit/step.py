@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -17,19 +15,14 @@ from torch import Tensor
 from decentfn.comm import collectives
 from decentfn.core import draws
 from decentfn.core.buckets import Buckets, Plan
-from decentfn.core.formatting import brief, brief_error
+from decentfn.core.formatting import brief
 from decentfn.core.scalars import as_step
 from decentfn.core.trees import PyTree
 from decentfn.gradient import LossFn, is_by_autograd
 from decentfn.gradient.side_channel import with_side_channel
-from decentfn.kit.state_check import CALL, WAY_OUT, kind_of, left_alone, require_order, require_result
+from decentfn.kit.state_check import left_alone, require_order, require_result
 from decentfn.topologies import Topology
 from decentfn.torch_private import functorch
-
-_READERS = [Path(__file__).parent.parent / room for room in ("algorithms", "comm", "kit", "optim", "wrappers")]
-"""Folders of the code that reads states."""
-
-_TORCH = Path(torch.__file__).parent
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,10 +60,19 @@ class Step:
     """Plans of the checked states, by plan id and number of bucket dimensions."""
 
     @classmethod
-    def of(cls, function: Callable[..., Any]) -> Step:
-        """Wrap a plain function as a step; return a step itself."""
+    def of(cls, function: Callable[..., Any], call: str = "Algorithm", *not_yet: str) -> Step:
+        """Return a step itself, or a plain function as one; raise ValueError if a transform of `not_yet` was applied."""
         if isinstance(function, Step):
+            if done := [name for name in function.transforms if name in not_yet]:
+                raise ValueError(
+                    f"{call}({done[0]}(step)): the order is df.compile(df.sweep(df.simulate(step, N), R)), each at most once; "
+                    "df.compile donates by itself, and df.donate is for a step that is not compiled."
+                )
             return function
+        if not callable(function):
+            raise ValueError(
+                f"{call}({brief(function)}): expected a step; init, step = df.adapt_while_communicate(...)."
+            )
         name = getattr(function, "__qualname__", type(function).__name__)
         return cls(function, name.replace(".<locals>", ""))
 
@@ -98,16 +100,8 @@ class Step:
         """Run the step with a state that has not been checked yet."""
         assert self.check is not None
         self.check(state, batch, t)
-        try:
-            with nullcontext() if self._writes_over else left_alone(state):
-                result = self._complete(state, batch, t)
-        except (AttributeError, IndexError, TypeError, ValueError) as error:
-            if not _stumbles_over_state(error):
-                raise
-            raise ValueError(
-                f"{CALL}: the step raised {brief_error(error)} for a {kind_of(state)}, which looks like another algorithm's or "
-                f"optimizer's; {WAY_OUT}."
-            ) from error
+        with nullcontext() if self._writes_over else left_alone(state):
+            result = self._complete(state, batch, t)
         require_result(state, result)
         x = state.params
         self._known[id(x.plan), x.tensors[0].dim()] = x.plan
@@ -127,6 +121,17 @@ class Step:
             self.watch(result[0], t, self._writes_over)
         return result
 
+    @property
+    def transforms(self) -> list[str]:
+        """Names of the transforms that made the step, the last one first."""
+        applied = {
+            "compile": self.is_compiled,
+            "donate": self.is_donated,
+            "sweep": self.num_runs is not None,
+            "simulate": self.simulated is not None,
+        }
+        return [name for name in applied if applied[name]]
+
     @cached_property
     def is_by_autograd(self) -> bool:
         """True if the gradient is one operator (`df.autograd`), so that the batch uses the side channel."""
@@ -135,13 +140,6 @@ class Step:
     @cached_property
     def _writes_over(self) -> bool:
         return self.is_compiled and self.is_donated
-
-
-def _stumbles_over_state(error: Exception) -> bool:
-    """Return True if the error comes from reading a state's fields, not from a `raise` statement."""
-    places = [(Path(frame.filename), frame.line or "") for frame in traceback.extract_tb(error.__traceback__)]
-    path, line = [place for place in places if not place[0].is_relative_to(_TORCH)][-1]
-    return any(path.is_relative_to(room) for room in _READERS) and "raise " not in line
 
 
 class _Pair(NamedTuple):
@@ -189,10 +187,8 @@ def require_algorithm(call: str, algorithm: Any) -> None:
 def require_bare(call: str, algorithm: Any) -> None:
     """Raise ValueError, naming the argument of `call`, if the step is simulated, donated or compiled already."""
     require_algorithm(call, algorithm)
-    step = algorithm.step
-    if step.is_compiled or step.is_donated or step.simulated is not None:
-        made_by = "compile" if step.is_compiled else "donate" if step.is_donated else "simulate"
+    if done := algorithm.step.transforms:
         raise ValueError(
-            f"{call}(Algorithm(init, {made_by}(step))): a wrapper changes the step of one worker; wrap the algorithm first, and "
-            f"df.{made_by} the result's step."
+            f"{call}(Algorithm(init, {done[0]}(step))): a wrapper changes the step of one worker; wrap the algorithm first, and "
+            f"df.{done[0]} the result's step."
         )

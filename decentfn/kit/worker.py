@@ -277,7 +277,8 @@ def good_update(u: Buckets, opt: PyTree, old: PyTree, first: PyTree) -> tuple[Bu
         trees.map_nodes(Buckets, lambda node: found.append(node) or node, state)
         return [node for node in found if [b.shape for b in node] == shapes]
 
-    good, was_good = _all_finite(u, *moments(opt)), _all_finite(*moments(old), like=u)
+    good, olds = _all_finite(u, *moments(opt)), moments(old)
+    was_good = _all_finite(*olds) if olds else good
     context.guarded[-1].skipped.append(~gossip.are_finite(list(u)))
 
     def settle(node: Buckets, new: Buckets, old: Buckets, first: Buckets) -> Buckets:
@@ -295,8 +296,5 @@ def finite_or(new: Tensor, old: Tensor, first: Tensor) -> Tensor:
     return torch.where(is_finite(new), new, torch.where(is_finite(old), old, first))
 
 
-def _all_finite(*several: Buckets, like: Buckets | None = None) -> Buckets:
-    if not several:
-        assert like is not None
-        return each(lambda b: torch.ones_like(b, dtype=torch.bool), like)
+def _all_finite(*several: Buckets) -> Buckets:
     return each(lambda *tensors: functools.reduce(torch.logical_and, map(is_finite, tensors)), *several)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
-from decentfn.torch_private import functorch
 from decentfn.torch_private.names import DISPATCH
 
 _included, _excluded, dispatching_as = (private.find() for private in DISPATCH)
@@ -29,5 +29,6 @@ def surroundings() -> tuple[Any, Any]:
 def allow_saved_tensors_hooks() -> None:
     """Allow activation checkpointing again on this thread: a failed compilation of torch.func.grad disables it."""
     hooks = torch.autograd.graph.disable_saved_tensors_hooks("")
-    functorch.outside_transforms(hooks.__enter__)  # in a thread where they are allowed
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(hooks.__enter__).result()  # in a thread where they are allowed
     hooks.__exit__(None, None, None)  # and so allows them here

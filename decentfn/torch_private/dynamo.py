@@ -45,12 +45,6 @@ def _is(error: BaseException, *names: str) -> bool:
     return any(kind.__name__ in names for kind in kinds)
 
 
-def not_loaded(error: BaseException) -> BaseException | None:
-    """Return the system's error for compiled code that it could not load, if that caused `error`, else None."""
-    said = getattr(error, "inner_exception", None)
-    return said if isinstance(said, (ImportError, OSError)) and ".so" in str(said) else None
-
-
 def prepare() -> None:
     """Prepare for `df.compile`; raise RuntimeError if PyTorch lacks a name: a step would ignore changes."""
     global _config

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from decentfn.torch_private.names import LINEAR
-
-R = TypeVar("R")
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -110,17 +106,3 @@ def are_equal(x: Tensor, y: Tensor) -> bool:
         return same.is_meta or bool(same)
     except RuntimeError:  # a fake tensor has no values
         return True
-
-
-def outside_transforms(function: Callable[..., R], *arguments: Any) -> R:
-    """Call a function outside all transforms of `torch.func`: in a new thread, which has none."""
-    autocast = [(d, torch.get_autocast_dtype(d)) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
-
-    def call() -> R:
-        for device, dtype in autocast:
-            torch.set_autocast_enabled(device, True)
-            torch.set_autocast_dtype(device, dtype)
-        return function(*arguments)
-
-    with ThreadPoolExecutor(1) as fresh:
-        return fresh.submit(call).result()

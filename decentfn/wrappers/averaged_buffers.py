@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,12 +13,11 @@ from decentfn.comm import collectives, gossip
 from decentfn.comm.fingerprint import agree, describe
 from decentfn.core import trees
 from decentfn.core.buckets import loose
-from decentfn.core.numbers import checks_numbers
+from decentfn.core.numbers import checks_numbers, require
 from decentfn.core.trees import PyTree
 from decentfn.kit.preconditions import as_input, at
 from decentfn.kit.state import Metrics, State
 from decentfn.kit.step import Algorithm, require_bare
-from decentfn.topologies import Topology
 
 
 @checks_numbers
@@ -44,10 +42,10 @@ def average_buffers(
         ValueError: γ out of range, a push-sum topology, on which buffers would drift, or buffers averaged already.
     """
     require_bare("average_buffers", algorithm)
-    if not callable(gamma) and not 0 <= gamma <= 1:
-        raise ValueError(f"average_buffers(gamma={gamma!r}): γ lies in [0, 1], or is a function of t.")
-    if algorithm.step.averages_buffers:
-        raise ValueError("average_buffers(average_buffers(algorithm)): the buffers are mixed already; once is enough.")
+    rule = "γ lies in [0, 1], or is a function of t."
+    require(callable(gamma) or 0 <= gamma <= 1, "average_buffers", rule, gamma=gamma)
+    rule = "the buffers are mixed already; once is enough."
+    require(not algorithm.step.averages_buffers, "average_buffers(average_buffers(algorithm))", rule)
     topology = algorithm.topology
     if topology is None:
         raise ValueError(
@@ -75,52 +73,36 @@ def average_buffers(
         return init(params, buffers)
 
     def run(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
-        which = _travel(state.buffers, frozen)
-        if not any(which):
+        by_dtype = _travelers(state.buffers, frozen)
+        if not by_dtype:
             return one(state, batch, t)
-        posted = _post(_chosen(state.buffers, which), topology, t) if overlap else None
+
+        def post(buffers: PyTree) -> gossip.Posted:
+            leaves = trees.leaves(buffers)
+            vectors = [torch.cat([leaves[i].reshape(-1) for i in places]) for places in by_dtype.values()]
+            return gossip.post(loose(vectors), collectives.look_up(vectors[0], topology, t))
+
+        posted = post(state.buffers) if overlap else None
         state, metrics = one(state, batch, t)
-        new = _chosen(state.buffers, which)
-        if posted is None:
-            posted = _post(new, topology, t)
-        moves = _pieces(gossip.difference(posted, at(factor, t, new)), new)
-        mixed = iter([(b + move).to(b.dtype) for b, move in zip(new, moves, strict=True)])
-        pairs = zip(trees.leaves(state.buffers), which, strict=True)
-        leaves = [next(mixed) if travels else leaf for leaf, travels in pairs]
+        posted = posted or post(state.buffers)
+        leaves = trees.leaves(state.buffers)
+        moves = gossip.difference(posted, at(factor, t, leaves))
+        for places, move in zip(by_dtype.values(), moves, strict=True):
+            for i, part in zip(places, move.split([leaves[i].numel() for i in places]), strict=True):
+                leaves[i] = (leaves[i] + part.view(leaves[i].shape)).to(leaves[i].dtype)
         buffers = trees.fill(trees.enumerate_leaves(state.buffers), leaves)
         return state._replace(local=state.local._replace(buffers=buffers)), metrics
 
     return algorithm._replace(init=start, step=replace(step, run=run, averages_buffers=True))
 
 
-def _travel(buffers: PyTree, frozen: frozenset[str]) -> list[bool]:
+def _travelers(buffers: PyTree, frozen: frozenset[str]) -> dict[torch.dtype, list[int]]:
+    """Return the places of the leaves that are mixed, by dtype: one message per dtype instead of one per leaf."""
     leaves: list[Any] = trees.leaves(buffers)
-    names: list[str | None] = [None] * len(leaves)
-    if frozen and isinstance(buffers, dict):
-        names = list(buffers) if isinstance(buffers, OrderedDict) else sorted(buffers)
-    return [leaf.is_floating_point() and name not in frozen for leaf, name in zip(leaves, names, strict=True)]
-
-
-def _chosen(buffers: PyTree, which: list[bool]) -> list[Tensor]:
-    return [leaf for leaf, travels in zip(trees.leaves(buffers), which, strict=True) if travels]
-
-
-def _by_dtype(tensors: list[Tensor]) -> list[Tensor]:
-    """Concatenate tensors by dtype, for one message per dtype instead of one per tensor."""
-    return [torch.cat([x.reshape(-1) for x in tensors if x.dtype == d]) for d in _dtypes(tensors)]
-
-
-def _post(tensors: list[Tensor], topology: Topology, t: Tensor) -> gossip.Posted:
-    return gossip.post(loose(_by_dtype(tensors)), collectives.look_up(tensors[0], topology, t))
-
-
-def _pieces(vectors: Iterable[Tensor], like: list[Tensor]) -> list[Tensor]:
-    split = {
-        d: iter(vector.split([x.numel() for x in like if x.dtype == d]))
-        for d, vector in zip(_dtypes(like), vectors, strict=True)
-    }
-    return [next(split[x.dtype]).view(x.shape) for x in like]
-
-
-def _dtypes(tensors: list[Tensor]) -> list[torch.dtype]:
-    return list(dict.fromkeys(x.dtype for x in tensors))
+    # The names of a module's buffers in the order of the leaves, which Dynamo can trace.
+    names = trees.leaves(type(buffers)((key, key) for key in buffers)) if frozen else [None] * len(leaves)
+    places: dict[torch.dtype, list[int]] = {}
+    for i, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
+        if leaf.is_floating_point() and name not in frozen:
+            places.setdefault(leaf.dtype, []).append(i)
+    return places

@@ -89,8 +89,7 @@ def guard(algorithm: Algorithm, limit: int = 20) -> Algorithm:
         if functorch.has_no_value(in_a_row) or (in_a_row.device.type != "cpu" and int(t) % limit):
             return
         if int(in_a_row.max()) >= limit:
-            error = _error(state, int(t), limit)
-            error.next_step = int(t) + is_donated
+            error = _error(state.local.guard, int(t), limit, next_step=int(t) + is_donated)
             collectives.cut_short(int(t), error)
             raise error
 
@@ -134,9 +133,8 @@ def _finite(new: State, old: State) -> State:
     )
 
 
-def _error(state: State, t: int, limit: int) -> NonFinite:
-    assert state.local.guard is not None
-    skipped, replaced, in_a_row = (count.view(-1) for count in state.local.guard)
+def _error(counts: Guarded, t: int, limit: int, next_step: int) -> NonFinite:
+    skipped, replaced, in_a_row = (count.view(-1) for count in counts)
     row, here = int(in_a_row.argmax()), collectives.world()
     worker = here.workers(len(in_a_row))[row]
     return NonFinite(
@@ -147,4 +145,5 @@ def _error(state: State, t: int, limit: int) -> NonFinite:
         worker=worker,
         process=here.rank,
         step=t,
+        next_step=next_step,
     )

@@ -281,13 +281,12 @@ def test_what_cannot_be_traced_is_answered_with_a_way_out():
     for n, compiled, words in (
         (1, True, "torch.compile could not trace"),
         (2, False, "for all workers at once"),
-        (2, True, "torch.compile could not trace"),
+        (2, True, "for all workers at once"),
     ):
-        with pytest.raises(RuntimeError, match=f"{words}.*df.autograd\\(loss_fn\\)") as caught:
+        with pytest.raises(RuntimeError, match=f"{words}.*df.autograd\\(loss_fn\\)"):
             trained(asks, x, None, df.stack(x, n) if n > 1 else x, compiled=compiled, n=n)
-        assert caught.value.__cause__ is not None
         trained(df.autograd(asks), x, None, df.stack(x, n) if n > 1 else x, compiled=compiled, n=n)
-    with pytest.raises(RuntimeError, match="backend='aot_eager' raised: RuntimeError: .* saved tensor hooks"):
+    with pytest.raises(RuntimeError, match="saved tensor hooks(.|\n)*df.autograd"):
         trained(checkpointed, x, None, x, compiled=True)
     trained(df.autograd(checkpointed), x, None, x)
     init, step = df.all_reduce(lambda p, b: (p - b).square().mean(), df.sgd(0.1), df.topology("complete", 1))

@@ -119,6 +119,8 @@ def test_names_that_a_module_has_already_are_refused():
 def hidden(kind):
     weight = torch.full((), 1.5, requires_grad=True) if kind == "tensor" else nn.Parameter(torch.full((), 1.5))
     criterion = Scaled()
+    criterion.calls = nn.Identity()  # torch.func itself refuses a buffer that is written from outside
+    criterion.calls.add_ = lambda count: None
     return {
         "tensor": lambda output, y: mse_loss(output * weight, y),
         "parameter": lambda output, y: mse_loss(output * weight, y),
@@ -134,7 +136,7 @@ def test_parameters_hidden_in_a_closure_are_refused(kind, around):
     net, _ = made()
     params, buffers, loss_fn = df.functional(net, hidden(kind))
     batch = df.stack(BATCH, 2) if around in (AROUND["accumulated"], AROUND["accumulated, autograd"]) else BATCH
-    for n, backend in [(1, None), (2, None), *([(2, "eager")] if kind == "closure" else [])]:
+    for n, backend in [(1, None), (2, None), *([(1, "eager")] if kind == "closure" else [])]:
         state, step = run_of(loss_fn, around, params, buffers, backend, n)
         with pytest.raises(ValueError, match=r"gradient of 1 tensor\(s\).*no optimizer would train.*df.functional"):
             step(state, batch if n == 1 else df.stack(batch, n), 0)

@@ -97,10 +97,13 @@ MISTAKES = {
     ),
     "simulate after compile": (
         lambda: df.simulate(df.compile(a_step()), N),
-        r"^simulate\(compile\(step\), N\).*df\.compile\(df\.simulate\(step, N\)\)",
+        r"^simulate\(compile\(step\)\): the order is df\.compile\(.*df\.simulate\(step, N\)",
     ),
     "compiled twice": (lambda: df.compile(df.compile(a_step())), r"^compile\(compile\(step\)\).*once"),
-    "simulated twice": (lambda: df.simulate(df.simulate(a_step(), N), N), r"^simulate\(simulate\(step, N\)\).*once"),
+    "simulated twice": (
+        lambda: df.simulate(df.simulate(a_step(), N), N),
+        r"^simulate\(simulate\(step\)\).*at most once",
+    ),
     "a compiled step wrapped": (
         lambda: df.ema(build()._replace(step=df.compile(a_step()))),
         r"^ema\(Algorithm\(init, compile\(step\)\)\).*wrap the algorithm first",
