@@ -61,7 +61,7 @@ def open_run(here: World, state: Any) -> Store:
     if here.rank == 0:
         run.set("form", _form(state))
         run.set("agreed", json.dumps(sorted(here.agreed)))
-        bottom.set(_RUN, json.dumps([name, here.num_seats, versions()]))
+        bottom.set(_RUN, json.dumps([name, here.num_seats, versions(), here.device.type]))
     return run
 
 
@@ -75,7 +75,7 @@ def versions() -> dict[str, str]:
 def wait_for_run(here: World, store: Store, timeout: timedelta) -> World:
     """Make a process alone one that waits to join the run in this store."""
     try:
-        name, here.num_seats, theirs = json.loads(store.get(_RUN))
+        name, here.num_seats, theirs, device = json.loads(store.get(_RUN))
     except RuntimeError as error:
         raise ExchangeTimeout(
             f"init(join=True, timeout={timeout}): no run with df.survive has begun a step at this address: {brief_error(error)}"
@@ -85,6 +85,10 @@ def wait_for_run(here: World, store: Store, timeout: timedelta) -> World:
             raise PlanMismatch(
                 f"init(join=True): the run has {what} {theirs[what]}, and this process {version}; install the same here."
             )
+    if device != "cpu":
+        raise ValueError(
+            "init(join=True): the run is on GPUs, which only runs on the CPU support; start them all again."
+        )
     here.awaits, here.timeout = PrefixStore(f"{_RUN} {name}", store), timeout
     return here
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -174,6 +176,8 @@ class _Survivor:
             doorbell = Doorbell(PrefixStore("survive", self._store), here.seat)
             doorbell.learn(here.seats)
             here.is_gone = doorbell.is_gone
+            if here.polls:
+                collectives.watch(weakref.ref(here))
             return doorbell
         except RuntimeError as error:
             raise ExchangeTimeout(
@@ -322,11 +326,13 @@ def _change(before: Sequence[int], after: Sequence[int]) -> str:
 
 
 def _require_kind(here: World) -> None:
-    if here.num_seats > 1 and (here.processes_per_worker > 1 or here.device.type != "cpu"):
+    if here.processes_per_worker > 1:
         raise ValueError(
-            f"survive(step): workers of {here.processes_per_worker} process(es) on {here.device.type}; it needs one process per "
-            "worker and gloo on the CPU. Otherwise restart from a checkpoint (docs/restarts.md)."
+            f"survive(step): workers of {here.processes_per_worker} processes, of which one cannot go on without the others' shards; "
+            "restart from a checkpoint (docs/restarts.md)."
         )
+    if here.num_seats > 1 and here.device.type != "cpu":
+        collectives.require_recoverable("survive(step)")
 
 
 def _require_survivable(here: World, state: Any) -> None:
@@ -350,27 +356,28 @@ def _whole(
     """Take a step, which ends when all workers have begun it; return its result, and whether a worker sees newcomers."""
     if here.steps.cut_short is not None:  # by a call outside steps
         raise PeerLost(f"{here.steps.cut_short[0]}: {here.steps.cut_short[1]}", process=here.rank, step=now.t)
-    begun, waiting = None, torch.full((1,), float(sees_newcomers))
-    try:
-        if here.group is not None:
-            begun = here.group.allreduce([waiting])
-    except RuntimeError as error:
-        raise _not_begun(here, now.t, error) from error
+    waiting = torch.full((1,), float(sees_newcomers))
+    with _with_all(here, now.t):
+        begun = None if here.group is None else here.group.allreduce([waiting])
     result = step(now.state, now.batch, now.t)
-    try:
+    with _with_all(here, now.t):
         if begun is not None:
             begun.wait()
-    except RuntimeError as error:
-        raise _not_begun(here, now.t, error) from error
+        here.await_messages()
     return result, bool(waiting > 0)
 
 
-def _not_begun(here: World, t: int, error: RuntimeError) -> PeerLost:
-    return PeerLost(
-        f"step t={t} on worker {here.rank}: not all workers have begun it: {brief_error(error)}",
-        process=here.rank,
-        step=t,
-    )
+@contextmanager
+def _with_all(here: World, t: int) -> Iterator[None]:
+    """Turn torch.distributed's error into PeerLost."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerLost(
+            f"step t={t} on worker {here.rank}: not all workers have taken it: {brief_error(error)}",
+            process=here.rank,
+            step=t,
+        ) from error
 
 
 def _kept(state: Any) -> Any:

@@ -196,6 +196,8 @@ def land(here: World, call: Call) -> bool:
                     work.wait(_PATIENCE)
             except RuntimeError as error:
                 lose(here, call, error, *(call.parts[index][2:] if one_by_one else ()))
+    if here.polls:
+        here.steps.arriving += call.works
     waited = time.perf_counter() - since
     here.steps.waits_since = None
     for counted in here.counters:

@@ -133,6 +133,8 @@ class Steps:
         steps after it in vain, and do not repeat them."""
         self.agrees = False
         """True if the ranks agree after a loss by themselves (`df.survive`): a report does not wait for notes."""
+        self.arriving: list[Any] = []
+        """Works of this step's messages that the GPU waits for, if the world polls."""
         self.board: Any = None
         """Store of torch.distributed on which the ranks compare."""
         self._met = set[int]()  # the groups whose ranks are known to be in this step
@@ -144,6 +146,7 @@ class Steps:
         self.calls = self.before = 0
         self.board, self.lost, self.cut_short, self.missed = board, None, None, None
         self.in_flight.clear()
+        self.arriving.clear()
         self._changes.clear()
 
     def enter(self, t: int) -> None:
@@ -170,7 +173,10 @@ class Steps:
         """
         is_new = not self.is_running or id(group) not in self._met
         self._met.add(id(group))
-        if not is_new or not (x.device.type == "cpu" or "gloo" in str(dist.get_backend_config(group))):
+        if not is_new:
+            return None
+        is_gloo = isinstance(group, dist.ProcessGroupGloo)  # one of a later generation
+        if not is_gloo and x.device.type != "cpu" and "gloo" not in str(dist.get_backend_config(group)):
             return None
         mine = torch.tensor(numbers)
         heard = mine.new_empty(len(ranks), len(numbers))
@@ -214,7 +220,11 @@ class Steps:
 
     def has_failed(self) -> bool:
         """Return True if a call of any rank has failed."""
-        return self.board is not None and self.board.check(["failed"])
+        try:
+            return self.board is not None and self.board.check(["failed"])
+        except RuntimeError:
+            self.board = None
+            return False
 
     def told(self) -> dict[int, Note]:
         """Return the others' notes, by rank."""
