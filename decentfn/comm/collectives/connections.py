@@ -25,6 +25,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.distributed_c10d import Store
 
 from decentfn.comm.collectives.steps import TAGS
@@ -73,7 +74,7 @@ def default_group(store: Store, rank: int, size: int, timeout: timedelta, device
         )
     except RuntimeError:
         # PyTorch names a group by their number, which must be the same everywhere. It restarts with the end of a default group.
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
         dist.destroy_process_group()
         raise
     return cast(dist.ProcessGroup, dist.group.WORLD)

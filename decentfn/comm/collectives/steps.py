@@ -175,8 +175,7 @@ class Steps:
         self._met.add(id(group))
         if not is_new:
             return None
-        is_gloo = isinstance(group, dist.ProcessGroupGloo)  # one of a later generation
-        if not is_gloo and x.device.type != "cpu" and "gloo" not in str(dist.get_backend_config(group)):
+        if x.device.type != "cpu" and not _has_gloo(group):
             return None
         mine = torch.tensor(numbers)
         heard = mine.new_empty(len(ranks), len(numbers))
@@ -244,6 +243,10 @@ class Steps:
         common = min(self.calls, note.calls)
         mine, theirs = _step_of(common, self._changes), _step_of(common, note.changes)
         return None if mine is None or theirs is None or mine == theirs else (mine, theirs)
+
+
+def _has_gloo(group: Any) -> bool:
+    return isinstance(group, dist.ProcessGroupGloo) or "gloo" in str(dist.get_backend_config(group))
 
 
 def _step_of(call: int, changes: Iterable[tuple[int, int]]) -> int | None:
