@@ -187,7 +187,7 @@ def hand_over(here: World, state: Any, donor: int, newcomers: Sequence[int]) -> 
             sent = leaf.detach().contiguous().reshape(-1).view(torch.uint8)
             works += [(group.send([sent], here.seats.index(seat), 0), sent) for seat in newcomers if sent.numel()]
         for work, _ in works:
-            work.wait()
+            work.wait(here.longest_wait)
     if here.seat in newcomers:
         rank = here.seats.index(donor)
 
@@ -195,7 +195,7 @@ def hand_over(here: World, state: Any, donor: int, newcomers: Sequence[int]) -> 
             if not isinstance(leaf, Tensor) or not leaf.numel():
                 return leaf
             new = torch.empty(leaf.numel() * leaf.itemsize, dtype=torch.uint8)
-            group.recv([new], rank, 0).wait()
+            group.recv([new], rank, 0).wait(here.longest_wait)
             return new.view(leaf.dtype).view(leaf.shape)
 
         return trees.map(received, state)

@@ -18,7 +18,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, cast
@@ -41,6 +41,9 @@ ENVIRONMENT = {
 """What PyTorch reads when it makes a group of NCCL."""
 
 _LOOK_S = 0.2
+_POLL_S = 0.005
+_CONNECTING = timedelta(seconds=1)
+"""Timeout of each of gloo's five attempts to connect to a process that has come, which may have died since."""
 
 
 def require_recoverable(call: str) -> None:
@@ -55,6 +58,24 @@ def require_recoverable(call: str) -> None:
         raise ValueError(
             f"{call} on GPUs: the process group ({backends}) lacks gloo, which notices a loss; leave the group to df.init()."
         )
+
+
+def meet(store: Store, rank: int, size: int, within: timedelta, require_present: Callable[[], None]) -> None:
+    """Wait until all processes have come; raise RuntimeError if one is lost, or does not come within this time."""
+    end = time.monotonic() + within.total_seconds()
+    store.set(f"came {rank}", "")
+    while not store.check([f"came {other}" for other in range(size)]):
+        require_present()
+        if time.monotonic() > end:
+            raise RuntimeError(f"timed out after {within}: another process did not come to connect")
+        time.sleep(_POLL_S)
+
+
+def connected(store: Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+    """Connect processes that have met over gloo. Its timeout is for sums; a message's is that of its wait."""
+    group = dist.ProcessGroupGloo(store, rank, size, min(timeout, _CONNECTING))
+    group.set_timeout(timeout)
+    return cast(dist.ProcessGroup, group)
 
 
 def default_group(store: Store, rank: int, size: int, timeout: timedelta, device: torch.device) -> dist.ProcessGroup:

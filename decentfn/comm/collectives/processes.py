@@ -21,7 +21,6 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, default_pg_ti
 
 from decentfn.comm.collectives import connections
 from decentfn.comm.collectives.connections import close
-from decentfn.comm.collectives.meeting import Meeting
 from decentfn.comm.collectives.steps import Steps
 from decentfn.topologies import Topology
 from decentfn.topologies.resized import enlarged, in_place
@@ -174,11 +173,12 @@ class World:
 
     def _connected(self, name: str, ranks: Sequence[int], within: timedelta | None = None) -> dist.ProcessGroup:
         """Connect some processes. Not as a group of torch.distributed, which counts the groups that a process has made."""
-        timeout, store = self.longest_wait, PrefixStore(name, self.store)
-        if self.is_gone is not None:
-            seats = [self.seats[rank] for rank in ranks]
-            store = Meeting(store, lambda: self.require_present(seats), within or timeout)
-        return cast(dist.ProcessGroup, dist.ProcessGroupGloo(store, ranks.index(self.rank), len(ranks), timeout))
+        timeout, store, rank = self.longest_wait, PrefixStore(name, self.store), ranks.index(self.rank)
+        if self.is_gone is None:
+            return cast(dist.ProcessGroup, dist.ProcessGroupGloo(store, rank, len(ranks), timeout))
+        seats = [self.seats[rank] for rank in ranks]
+        connections.meet(store, rank, len(ranks), within or timeout, lambda: self.require_present(seats))
+        return connections.connected(store, rank, len(ranks), timeout)
 
     def require_present(self, seats: Sequence[int] | None = None) -> None:
         """Raise RuntimeError if one of these processes (default: of all) has ended, or another has noticed a loss."""
