@@ -170,6 +170,8 @@ class _Survivor:
 
     def _begin(self, here: World, state: Any) -> Doorbell:
         _require_survivable(here, state)
+        import scipy.sparse.csgraph  # noqa: F401  # for the schedule after a loss, when others would wait for the import
+
         here.steps.agrees = True
         try:
             self._store = joining.open_run(here, state)
