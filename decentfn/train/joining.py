@@ -30,21 +30,20 @@ from decentfn.core.formatting import brief_error
 from decentfn.errors import ExchangeTimeout, PlanMismatch
 from decentfn.kit.state_check import lines_of
 from decentfn.train.doorbell import Doorbell
-from decentfn.train.roll_call import Decision
+from decentfn.train.roll_call import POLL_S
 
-POLL_S = 0.01
 _RUN = "decentfn run"
 
 
 class Admission(NamedTuple):
-    """Answer to a newcomer."""
+    """Next generation: a decision, and what a newcomer needs."""
 
     generation: int
     seats: tuple[int, ...]
     places: tuple[int, ...]
     step: int
     repeats: bool
-    """The decision's."""
+    """Seats, step and repeats are the decision's."""
     donor: int
     """Seat of the worker that gives its state."""
 
@@ -169,11 +168,9 @@ def _refuse(run: Store, seat: int, why: str) -> None:
     run.delete_key(f"waiting {seat}")
 
 
-def admit(run: Store, generation: int, decision: Decision, places: Sequence[int], newcomers: Sequence[int]) -> None:
+def admit(run: Store, told: Admission, newcomers: Sequence[int]) -> None:
     """Tell the newcomers of a decision; each worker writes the same."""
-    donor = decision.seats[0]
     for seat in newcomers:
-        told = Admission(generation, decision.seats, tuple(places), decision.step, decision.repeats, donor)
         run.set(f"admitted {seat}", json.dumps(told))
         run.delete_key(f"waiting {seat}")
 
