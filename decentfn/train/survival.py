@@ -47,9 +47,12 @@ def survive(step: Step | Callable[..., Any], *, patience: timedelta = timedelta(
     A worker's parameters, optimizer, buffers and memory of the run stay as they are; its memory of other workers starts
     anew (`docs/surviving.md`). It reads on in its own data. Call it on every rank with the same arguments.
 
+    On GPUs it has not yet been run. There NCCL's communicators are aborted and made anew, and a step ends once the GPU
+    has its messages.
+
     Args:
-        step: on gloo ranks, of one process per worker; compiled with `donate=False`, or eager, because the states
-            before this step and before the last one are kept (by reference; two more than a donated step has).
+        step: on ranks of one process per worker; compiled with `donate=False`, or eager, because the states before this
+            step and before the last one are kept (by reference; two more than a donated step has).
         patience: how long to wait for a worker that has not noticed the loss although its process exists: longer than
             the computation of a step. A dead one is not waited for.
 
@@ -57,9 +60,9 @@ def survive(step: Step | Callable[..., Any], *, patience: timedelta = timedelta(
         Another step; in one process it does nothing more.
 
     Raises:
-        ValueError: a donated step, or a patience that is not positive; workers of several processes, or on GPUs; at the
-            first call, another surviving step, or an algorithm whose memory depends on the number of workers
-            (`relay_sgd`).
+        ValueError: a donated step, or a patience that is not positive; workers of several processes; on GPUs, without
+            the variables that docs/surviving.md names; at the first call, another surviving step, or an algorithm whose
+            memory depends on the number of workers (`relay_sgd`).
         df.errors.LeftBehind: at a call, the others have continued without this worker: it was late, or in the smaller
             part of a partition (of equal ones, the one without the lowest worker).
         df.errors.PeerLost: the store has ended.

@@ -1,4 +1,4 @@
-"""`df.survive` on GPUs, as far as a machine without one shows it: over gloo groups that fail as NCCL's do."""
+"""`df.survive` on GPUs, as far as a machine without one can show: over gloo groups that fail as NCCL's do."""
 
 import threading
 import time
