@@ -120,12 +120,13 @@ def close(groups: Iterable[dist.ProcessGroup]) -> None:
             work.wait(timedelta(milliseconds=1))
 
 
-def abort(group: dist.ProcessGroup) -> None:
-    """End a group's kernels on the GPU; what they have not received stays undefined."""
-    try:
-        group.abort()
-    except RuntimeError as error:
-        _log.error("NCCL does not end its kernels: %s", brief_error(error))
+def abort(groups: Iterable[dist.ProcessGroup]) -> None:
+    """End these groups' kernels on the GPU; what they have not received stays undefined."""
+    for group in groups:
+        try:
+            group.abort()
+        except RuntimeError as error:
+            _log.error("NCCL does not end its kernels: %s", brief_error(error))
 
 
 def watch(of: weakref.ref[Any]) -> None:

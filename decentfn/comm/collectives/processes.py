@@ -268,9 +268,10 @@ class World:
             self._all_processes.hang_up()
         self.has_hung_up = True
         own = [group for ranks, group in self._subgroups.items() if self.rank in ranks]
-        close([group for group in (self.group, *own, self.intra_worker, *self._outside.values()) if group is not None])
-        if self.polls and self.group is not None:
-            connections.abort(self.group)
+        groups = [group for group in (self.group, *own, self.intra_worker) if group is not None]
+        close([*groups, *self._outside.values()])
+        if self.polls:
+            connections.abort(groups)
 
     def schedule(self, handle: int) -> Topology:
         """Return the topology of this handle, or the one in its place for the workers of a later generation."""
