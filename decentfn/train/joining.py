@@ -30,21 +30,20 @@ from decentfn.core.formatting import brief_error
 from decentfn.errors import ExchangeTimeout, PlanMismatch
 from decentfn.kit.state_check import lines_of
 from decentfn.train.doorbell import Doorbell
-from decentfn.train.roll_call import Decision
+from decentfn.train.roll_call import POLL_S
 
-POLL_S = 0.01
 _RUN = "decentfn run"
 
 
 class Admission(NamedTuple):
-    """Answer to a newcomer."""
+    """Next generation: a decision, and what a newcomer needs."""
 
     generation: int
     seats: tuple[int, ...]
     places: tuple[int, ...]
     step: int
     repeats: bool
-    """The decision's."""
+    """Seats, step and repeats are the decision's."""
     donor: int
     """Seat of the worker that gives its state."""
 
@@ -61,7 +60,7 @@ def open_run(here: World, state: Any) -> Store:
     if here.rank == 0:
         run.set("form", _form(state))
         run.set("agreed", json.dumps(sorted(here.agreed)))
-        bottom.set(_RUN, json.dumps([name, here.num_seats, versions()]))
+        bottom.set(_RUN, json.dumps([name, here.num_seats, versions(), here.device.type]))
     return run
 
 
@@ -75,7 +74,7 @@ def versions() -> dict[str, str]:
 def wait_for_run(here: World, store: Store, timeout: timedelta) -> World:
     """Make a process alone one that waits to join the run in this store."""
     try:
-        name, here.num_seats, theirs = json.loads(store.get(_RUN))
+        name, here.num_seats, theirs, device = json.loads(store.get(_RUN))
     except RuntimeError as error:
         raise ExchangeTimeout(
             f"init(join=True, timeout={timeout}): no run with df.survive has begun a step at this address: {brief_error(error)}"
@@ -85,6 +84,10 @@ def wait_for_run(here: World, store: Store, timeout: timedelta) -> World:
             raise PlanMismatch(
                 f"init(join=True): the run has {what} {theirs[what]}, and this process {version}; install the same here."
             )
+    if device != "cpu":
+        raise ValueError(
+            "init(join=True): the run is on GPUs, which only runs on the CPU support; start them all again."
+        )
     here.awaits, here.timeout = PrefixStore(f"{_RUN} {name}", store), timeout
     return here
 
@@ -165,11 +168,9 @@ def _refuse(run: Store, seat: int, why: str) -> None:
     run.delete_key(f"waiting {seat}")
 
 
-def admit(run: Store, generation: int, decision: Decision, places: Sequence[int], newcomers: Sequence[int]) -> None:
+def admit(run: Store, told: Admission, newcomers: Sequence[int]) -> None:
     """Tell the newcomers of a decision; each worker writes the same."""
-    donor = decision.seats[0]
     for seat in newcomers:
-        told = Admission(generation, decision.seats, tuple(places), decision.step, decision.repeats, donor)
         run.set(f"admitted {seat}", json.dumps(told))
         run.delete_key(f"waiting {seat}")
 
@@ -183,7 +184,7 @@ def hand_over(here: World, state: Any, donor: int, newcomers: Sequence[int]) -> 
         ]
         sent = [leaf.reshape(-1).view(torch.uint8) for leaf in leaves]
         for work in [group.send([x], here.seats.index(seat), 0) for x in sent for seat in newcomers]:
-            work.wait()
+            work.wait(here.longest_wait)
     if here.seat not in newcomers:
         return state
     rank = here.seats.index(donor)
@@ -192,7 +193,7 @@ def hand_over(here: World, state: Any, donor: int, newcomers: Sequence[int]) -> 
         if not isinstance(leaf, Tensor) or not leaf.numel():
             return leaf
         new = torch.empty(leaf.numel() * leaf.itemsize, dtype=torch.uint8)
-        group.recv([new], rank, 0).wait()
+        group.recv([new], rank, 0).wait(here.longest_wait)
         return new.view(leaf.dtype).view(leaf.shape)
 
     return trees.map(received, state)

@@ -74,8 +74,8 @@ def init(
         ValueError: on all processes, S does not divide their number, or differs between them; the timeout is not
             positive; torchrun's environment is incomplete, its port is in use, or another launcher (srun, mpirun) started
             several processes without it; there is no such backend; GLOO_SOCKET_IFNAME names no interface; NCCL was
-            requested, and a rank has no GPU of its own; `join` in a process that has a group, or without the store's
-            address.
+            requested, and a rank has no GPU of its own; `join` in a process that has a group, without the store's address,
+            or to a run on GPUs.
         df.errors.PlanMismatch: on all processes, their versions of decentfn, torch or Python (3.11 and 3.12) differ; in a
             process with `join`, they are not those of the run.
         df.errors.ExchangeTimeout: a process, or the store of rank 0, did not answer within the timeout.

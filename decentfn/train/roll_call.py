@@ -1,9 +1,10 @@
-"""Roll call after a loss, or for newcomers: who continues, and from which step. Pure functions of the store's content.
+"""Roll call after a loss, or for newcomers: who continues, and from which step.
 
-A worker that notices a loss in generation g, or has heard that a newcomer waits, writes a note for generation g + 1, once. Whoever has read enough notes
-proposes who continues; the store keeps the first proposal (compare and set), and everyone obeys it. So a generation
-has one decision, and a worker that is not in it ends. `tests/run/test_roll_call.py` goes through every order of
-messages, deaths and wake-ups.
+A worker that notices a loss in generation g, or has heard that a newcomer waits, writes a note for generation g + 1,
+once. Whoever has read enough notes proposes who continues; the store keeps the first proposal (compare and set), and
+everyone obeys it. So a generation has one decision, and a worker that is not in it ends. What a worker does is a pure
+function of the store's content (`act`): `tests/run/test_roll_call.py` goes through every order of messages, deaths and
+wake-ups.
 
 A step ends on a worker only when all workers of its generation have begun it (`df.survive` adds a sum to each step).
 So workers are at most one step apart, and a worker that was left behind ends no further step.
@@ -13,10 +14,14 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
 
-__all__ = ["Decision", "Leave", "Note", "Wait", "act", "places_of"]
+from decentfn.train.doorbell import Doorbell
+
+POLL_S = 0.01
 
 
 class Note(NamedTuple):
@@ -60,6 +65,34 @@ class Wait(NamedTuple):
 
 class Leave(NamedTuple):
     """The others have decided to continue without this worker."""
+
+
+def hold(
+    mine: Note,
+    seats: Sequence[int],
+    board: Any,
+    doorbell: Doorbell,
+    newcomers: Callable[[], Collection[int]],
+    patience: timedelta,
+) -> Decision | None:
+    """Return the decision of all, or None if they continue without this worker. `board`: the generation's store."""
+    end, others = time.monotonic() + patience.total_seconds(), [seat for seat in seats if seat != mine.seat]
+    while True:
+        decided = Decision.of(board.get("decision")) if board.check(["decision"]) else None
+        notes = Note.all_of(board.get("notes")) if board.check(["notes"]) else []
+        doorbell.clear()
+        gone = set(filter(doorbell.is_gone, others))
+        match act(mine, seats, notes, decided, gone, newcomers(), is_over=time.monotonic() > end):
+            case Note() as note:
+                board.append("notes", json.dumps(note) + "\n")
+            case Decision() as decision:
+                if decided is not None:
+                    return decided
+                board.compare_set("decision", "", json.dumps(decision))
+            case Leave():
+                return None
+            case Wait():
+                time.sleep(POLL_S)
 
 
 def act(

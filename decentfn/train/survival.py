@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,8 +27,8 @@ from decentfn.kit.state import State, kept
 from decentfn.kit.step import Step
 from decentfn.train import joining
 from decentfn.train.doorbell import Doorbell
-from decentfn.train.joining import POLL_S
-from decentfn.train.roll_call import Decision, Leave, Note, act, places_of
+from decentfn.train.joining import Admission
+from decentfn.train.roll_call import Decision, Note, hold, places_of
 
 _log = logging.getLogger("decentfn")
 _LOOK_S = 0.2
@@ -45,9 +47,12 @@ def survive(step: Step | Callable[..., Any], *, patience: timedelta = timedelta(
     A worker's parameters, optimizer, buffers and memory of the run stay as they are; its memory of other workers starts
     anew (`docs/surviving.md`). It reads on in its own data. Call it on every rank with the same arguments.
 
+    On GPUs it has not yet been run. There NCCL's communicators are aborted and made anew, and a step ends once the GPU
+    has its messages.
+
     Args:
-        step: on gloo ranks, of one process per worker; compiled with `donate=False`, or eager, because the states
-            before this step and before the last one are kept (by reference; two more than a donated step has).
+        step: on ranks of one process per worker; compiled with `donate=False`, or eager, because the states before this
+            step and before the last one are kept (by reference; two more than a donated step has).
         patience: how long to wait for a worker that has not noticed the loss although its process exists: longer than
             the computation of a step. A dead one is not waited for.
 
@@ -55,9 +60,9 @@ def survive(step: Step | Callable[..., Any], *, patience: timedelta = timedelta(
         Another step; in one process it does nothing more.
 
     Raises:
-        ValueError: a donated step, or a patience that is not positive; workers of several processes, or on GPUs; at the
-            first call, another surviving step, or an algorithm whose memory depends on the number of workers
-            (`relay_sgd`).
+        ValueError: a donated step, or a patience that is not positive; workers of several processes; on GPUs, without
+            the variables that docs/surviving.md names; at the first call, another surviving step, or an algorithm whose
+            memory depends on the number of workers (`relay_sgd`).
         df.errors.LeftBehind: at a call, the others have continued without this worker: it was late, or in the smaller
             part of a partition (of equal ones, the one without the lowest worker).
         df.errors.PeerLost: the store has ended.
@@ -144,15 +149,15 @@ class _Survivor:
     def __init__(self, patience: timedelta) -> None:
         self._patience = patience
         self._last: _Inputs | None = None
-        self._somebody_waits = False
+        self._has_begun = self._somebody_waits = False
         self._looked = 0.0
         self._store: Store
-        self._doorbell: Doorbell | None = None
+        self._doorbell: Doorbell
 
     def take(self, step: Callable[..., tuple[Any, Any]], now: _Inputs) -> tuple[Any, Any]:
         here = collectives.world()
-        if self._doorbell is None:
-            self._doorbell = self._begin(here, now.state)
+        if not self._has_begun:
+            self._begin(here, now.state)
         self._doorbell.clear()
         todo = [now] if not self._somebody_waits else self._go_on(here, [now], None)
         while True:
@@ -166,30 +171,36 @@ class _Survivor:
                 return result
             todo[0] = todo[0]._replace(state=result[0])
 
-    def _begin(self, here: World, state: Any) -> Doorbell:
+    def _begin(self, here: World, state: Any) -> None:
         _require_survivable(here, state)
+        import scipy.sparse.csgraph  # noqa: F401  # for the schedule after a loss, when others would wait for the import
+
         here.steps.agrees = True
         try:
             self._store = joining.open_run(here, state)
-            doorbell = Doorbell(PrefixStore("survive", self._store), here.seat)
-            doorbell.learn(here.seats)
-            here.is_gone = doorbell.is_gone
-            return doorbell
+            self._open_door(here, here.seats)
         except RuntimeError as error:
             raise ExchangeTimeout(
                 f"survive: another worker did not call its step within the timeout of df.init ({here.timeout}): "
                 f"{brief_error(error)}",
                 process=here.seat,
             ) from error
+        if here.polls:
+            collectives.watch(weakref.ref(here))
+
+    def _open_door(self, here: World, seats: Sequence[int]) -> None:
+        self._doorbell = Doorbell(PrefixStore("survive", self._store), here.seat)
+        self._doorbell.learn(seats)
+        here.is_gone, self._has_begun = self._doorbell.is_gone, True
 
     def _sees_newcomers(self, here: World) -> bool:
         """Return True on the first worker if somebody waits to join."""
-        now, doorbell = time.monotonic(), self._doorbell
-        if here.rank or now - self._looked < _LOOK_S or doorbell is None:
+        now = time.monotonic()
+        if here.rank or now - self._looked < _LOOK_S:
             return False
         self._looked = now
         try:
-            return bool(joining.waiting(here, self._store, doorbell))
+            return bool(joining.waiting(here, self._store, self._doorbell))
         except RuntimeError:  # the store has ended, which matters after a loss only
             return False
 
@@ -201,32 +212,26 @@ class _Survivor:
         try:
             joining.require_same(here, run, state)
             while True:
-                seat = joining.new_seat(here, run)
-                doorbell = self._doorbell = Doorbell(PrefixStore("survive", run), seat)
-                told = joining.await_admission(run, seat, doorbell)
-                here.seat, here.steps.agrees = seat, True
+                here.seat, here.steps.agrees = joining.new_seat(here, run), True
+                self._open_door(here, ())
+                told = joining.await_admission(run, here.seat, self._doorbell)
                 try:
-                    doorbell.learn(told.seats)
-                    here.is_gone = doorbell.is_gone
-                    here.go_on(told.generation, told.seats, told.places, run)
-                    here.connect(self._patience)
-                    state = _kept(joining.hand_over(here, state, told.donor, [seat]))
-                    here.steps.missed = told.step if told.repeats else None
+                    self._doorbell.learn(told.seats)
+                    state = self._connect(here, told, state, [here.seat])
                     return state, told.step
-                except (RunError, RuntimeError) as lost:
+                except RuntimeError as lost:
                     # One more was lost meanwhile; the others go on without this process.
                     _log.info("join: %s; waiting again", brief_error(lost))
                     here.hang_up()
-                    doorbell.close()
+                    self._doorbell.close()
+        except RunError:
+            raise
         except RuntimeError as error:
-            if isinstance(error, RunError):
-                raise
             raise PeerLost(f"join: the store does not answer: {brief_error(error)}", process=here.seat) from error
 
     def _go_on(self, here: World, todo: list[_Inputs], error: RunError | None) -> list[_Inputs]:
         """Return the steps to take with those that continue; this process is connected to them."""
-        since, before, kept_state, doorbell = time.monotonic(), here.seats, None, self._doorbell
-        assert doorbell is not None
+        since, before, kept_state = time.monotonic(), here.seats, None
         if error is not None:  # otherwise others may still be in the last step
             self._leave(here)
         while kept_state is None:
@@ -243,17 +248,15 @@ class _Survivor:
                 ) from error
             newcomers = [seat for seat in decision.seats if seat not in seats]
             places = places_of(decision.seats, dict(zip(seats, here.places, strict=True)))
+            told = Admission(generation, decision.seats, places, decision.step, decision.repeats, decision.seats[0])
             try:
-                joining.admit(self._store, generation, decision, places, newcomers)
-                here.go_on(generation, decision.seats, places, self._store)
-                doorbell.learn(newcomers, answered=True)
-                here.connect(self._patience)
-                kept_state = _kept(joining.hand_over(here, todo[0].state, decision.seats[0], newcomers))
-            except (RunError, RuntimeError) as another:  # one more was lost meanwhile
+                joining.admit(self._store, told, newcomers)
+                self._doorbell.learn(newcomers, answered=True)
+                kept_state = self._connect(here, told, todo[0].state, newcomers)
+            except RuntimeError as another:  # one more was lost meanwhile
                 self._leave(here)
                 _log.info("survive: %s", brief_error(another))
         self._somebody_waits = False
-        here.steps.missed = decision.step if decision.repeats else None
         _log.warning(
             "survive: %s; %d workers continue with step t=%d after %.2f s (generation %d%s)",
             _change(before, here.seats),
@@ -265,17 +268,26 @@ class _Survivor:
         )
         return [todo[0]._replace(state=kept_state), *todo[1:]]
 
+    def _connect(self, here: World, told: Admission, state: Any, newcomers: Sequence[int]) -> Any:
+        """Connect to the workers of the next generation; return the state with which this one continues."""
+        here.go_on(told.generation, told.seats, told.places, self._store)
+        here.connect(self._patience)
+        state = _kept(joining.hand_over(here, state, told.donor, newcomers))
+        here.steps.missed = told.step if told.repeats else None
+        return state
+
     def _leave(self, here: World) -> None:
         """End this generation here, so that nobody waits for this process in it."""
         here.steps.tell(None, timed_out=False)
         here.hang_up()
 
     def _agree(self, here: World, t: int, repeats: bool, error: RunError | None) -> Decision:
-        board = PrefixStore(f"survive {here.generation + 1}", self._store)
+        board, doorbell = PrefixStore(f"survive {here.generation + 1}", self._store), self._doorbell
         try:
-            return self._decided(here, t, repeats, board)
-        except LeftBehind as left:
-            raise left from error
+            reached = tuple(seat for seat in here.seats if seat == here.seat or doorbell.ring(seat) == "answers")
+            mine = Note(here.seat, t, reached, repeats)
+            newcomers = partial(joining.waiting, here, self._store, doorbell)
+            decision = hold(mine, here.seats, board, doorbell, newcomers, self._patience)
         except RuntimeError as lost:
             raise PeerLost(
                 f"survive: worker {here.seat} has lost others in step t={t}, and the store does not answer: "
@@ -283,35 +295,15 @@ class _Survivor:
                 process=here.seat,
                 step=t,
             ) from error
-
-    def _decided(self, here: World, t: int, repeats: bool, board: Any) -> Decision:
-        doorbell, end, gone = self._doorbell, time.monotonic() + self._patience.total_seconds(), set[int]()
-        assert doorbell is not None
-        reached = tuple(seat for seat in here.seats if seat == here.seat or doorbell.ring(seat) == "answers")
-        mine = Note(here.seat, t, reached, repeats)
-        while True:
-            decided = Decision.of(board.get("decision")) if board.check(["decision"]) else None
-            notes = Note.all_of(board.get("notes")) if board.check(["notes"]) else []
-            doorbell.clear()
-            gone = {seat for seat in here.seats if seat != here.seat and doorbell.is_gone(seat)}
-            waiting = joining.waiting(here, self._store, doorbell)
-            match act(mine, here.seats, notes, decided, gone, waiting, is_over=time.monotonic() > end):
-                case Note() as note:
-                    board.append("notes", json.dumps(note) + "\n")
-                case Decision() as decision:
-                    if decided is not None:
-                        return decided
-                    board.compare_set("decision", "", json.dumps(decision))
-                case Leave():
-                    raise LeftBehind(
-                        f"survive: the others have decided to continue without worker {here.seat}, which was at t={t}: it was "
-                        "late, or not reached by most of them. Its state is whole; they do not wait for it.",
-                        worker=here.seat,
-                        process=here.seat,
-                        step=t,
-                    )
-                case _:
-                    time.sleep(POLL_S)
+        if decision is None:
+            raise LeftBehind(
+                f"survive: the others have decided to continue without worker {here.seat}, which was at t={t}: it was "
+                "late, or not reached by most of them. Its state is whole; they do not wait for it.",
+                worker=here.seat,
+                process=here.seat,
+                step=t,
+            ) from error
+        return decision
 
 
 def _change(before: Sequence[int], after: Sequence[int]) -> str:
@@ -322,11 +314,13 @@ def _change(before: Sequence[int], after: Sequence[int]) -> str:
 
 
 def _require_kind(here: World) -> None:
-    if here.num_seats > 1 and (here.processes_per_worker > 1 or here.device.type != "cpu"):
+    if here.processes_per_worker > 1:
         raise ValueError(
-            f"survive(step): workers of {here.processes_per_worker} process(es) on {here.device.type}; it needs one process per "
-            "worker and gloo on the CPU. Otherwise restart from a checkpoint (docs/restarts.md)."
+            f"survive(step): workers of {here.processes_per_worker} processes, of which one cannot go on without the others' shards; "
+            "restart from a checkpoint (docs/restarts.md)."
         )
+    if here.num_seats > 1 and here.device.type != "cpu":
+        collectives.require_recoverable("survive(step)")
 
 
 def _require_survivable(here: World, state: Any) -> None:
@@ -350,27 +344,28 @@ def _whole(
     """Take a step, which ends when all workers have begun it; return its result, and whether a worker sees newcomers."""
     if here.steps.cut_short is not None:  # by a call outside steps
         raise PeerLost(f"{here.steps.cut_short[0]}: {here.steps.cut_short[1]}", process=here.rank, step=now.t)
-    begun, waiting = None, torch.full((1,), float(sees_newcomers))
-    try:
-        if here.group is not None:
-            begun = here.group.allreduce([waiting])
-    except RuntimeError as error:
-        raise _not_begun(here, now.t, error) from error
+    waiting = torch.full((1,), float(sees_newcomers))
+    with _with_all(here, now.t):
+        begun = None if here.group is None else here.group.allreduce([waiting])
     result = step(now.state, now.batch, now.t)
-    try:
+    with _with_all(here, now.t):
         if begun is not None:
             begun.wait()
-    except RuntimeError as error:
-        raise _not_begun(here, now.t, error) from error
+        here.await_messages()
     return result, bool(waiting > 0)
 
 
-def _not_begun(here: World, t: int, error: RuntimeError) -> PeerLost:
-    return PeerLost(
-        f"step t={t} on worker {here.rank}: not all workers have begun it: {brief_error(error)}",
-        process=here.rank,
-        step=t,
-    )
+@contextmanager
+def _with_all(here: World, t: int) -> Iterator[None]:
+    """Turn torch.distributed's error into PeerLost."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerLost(
+            f"step t={t} on worker {here.rank}: not all workers have taken it: {brief_error(error)}",
+            process=here.rank,
+            step=t,
+        ) from error
 
 
 def _kept(state: Any) -> Any:

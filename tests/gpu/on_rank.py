@@ -24,10 +24,12 @@ import torch.distributed as dist  # noqa: E402
 
 import decentfn as df  # noqa: E402
 from decentfn.comm import collectives  # noqa: E402
+from decentfn.comm.collectives import connections  # noqa: E402
 from decentfn.core import trees  # noqa: E402
 from decentfn.testing import problem  # noqa: E402
 from tests import contract  # noqa: E402
 from tests.gpu import training  # noqa: E402
+from tests.run import survivors  # noqa: E402
 
 TIMEOUT = timedelta(seconds=90)
 
@@ -212,18 +214,10 @@ def left(world: Any, folder: Path, hows: list[str]) -> Any:
         waiting.wait()
     except RuntimeError as error:
         noticed = str(error)
-    world.hang_up()  # of gloo's, which others may wait on
-    dist.group.WORLD.abort()
+    world.hang_up()  # others may wait on gloo's connections
     world.let_go()
-    dist.destroy_process_group()
-    dist.init_process_group(
-        "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
-        store=dist.PrefixStore("generation 1", store),
-        rank=rank,
-        world_size=left,
-        timeout=TIMEOUT,
-        device_id=None if device.type == "cpu" else device,
-    )
+    connections.abort_default_group()
+    connections.default_group(dist.PrefixStore("generation 1", store), rank, left, TIMEOUT, device)
     x, heard = torch.full((2,), float(rank), device=device), torch.zeros(2, device=device)
     ops = [dist.P2POp(dist.irecv, heard, (rank - 1) % left), dist.P2POp(dist.isend, x, (rank + 1) % left)]
     for work in dist.batch_isend_irecv(ops):
@@ -236,7 +230,41 @@ def left(world: Any, folder: Path, hows: list[str]) -> Any:
     yield
 
 
-JOBS = {"rows": rows, "tasks": tasks, "sharded": sharded, "killed": killed, "left": left, "nccl alone": tasks}
+def survive(world: Any, folder: Path, hows: list[str]) -> Any:
+    """The last rank dies after it has begun a step and before its messages, and the next one between two steps."""
+    seat, last = world.seat, world.size - 1
+
+    @df.autograd
+    def loss(params: Any, batch: Any) -> Any:
+        if t == 3 and seat == last:
+            time.sleep(1)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return survivors.loss_fn(params, batch)
+
+    init, step = df.adapt_then_combine(loss, df.sgd(survivors.RATE), df.topology("one-peer-exp", world.size))
+    step = df.survive(step)
+    state = init({"x": torch.full((64,), float(seat), dtype=torch.float64, device=world.device)})
+    for t in range(12):
+        if t == 8 and seat == last - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        state, _ = step(state, survivors.gradient(seat, t).to(world.device), t)
+        line = {"t": t, "x": state.params.tensors[0].tolist(), "weight": 1.0, "at": time.time()}
+        line |= {"generation": world.generation, "seats": world.seats, "backend": str(dist.get_backend_config())}
+        with (folder / f"{seat}.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+    os._exit(0)  # aborted communicators are not released in order
+    yield
+
+
+JOBS = {
+    "rows": rows,
+    "tasks": tasks,
+    "sharded": sharded,
+    "killed": killed,
+    "left": left,
+    "survive": survive,
+    "nccl alone": tasks,
+}
 
 
 def start(job: str) -> Any:
@@ -245,8 +273,8 @@ def start(job: str) -> Any:
     if job == "nccl alone" and on_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         dist.init_process_group("nccl", timeout=TIMEOUT)
-    if job == "left":
-        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # or NCCL's watchdog ends the process
+    if job in ("left", "survive"):
+        os.environ |= connections.ENVIRONMENT
     timeout = timedelta(seconds=30) if job == "killed" else TIMEOUT
     return df.init(backend=backend, timeout=timeout, processes_per_worker=2 if job == "sharded" else None)
 

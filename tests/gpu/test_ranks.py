@@ -5,7 +5,8 @@ import json
 import pytest
 
 from tests.gpu import training
-from tests.gpu.launched import JOBS, ROWS
+from tests.gpu.launched import JOBS, ROWS, keep
+from tests.run import survivors
 
 
 def require(found, name):
@@ -69,3 +70,13 @@ def test_those_that_are_left_abort_their_communicators_and_make_new_ones(launche
         found = json.loads((launches.folder / "left" / f"left-{rank}.json").read_text())
         assert found["heard"] == [1.0 - rank] * 2 and found["sum"] == [1.0] * 2, found
         assert found["seconds"] < 30, found
+
+
+def test_two_of_four_ranks_survive_and_only_gradients_move_their_mean(launches, device):
+    codes, said, seconds = launches.alone("survive", 4, limit=240)
+    assert codes == [0, 0, -9, -9], (codes, seconds, [text[-2000:] for text in said])
+    lines = survivors.said(launches.folder / "survive", 4)
+    assert [its[-1]["seats"] for its in lines[:2]] == [[0, 1]] * 2 and survivors.error_of_mean(lines) < 1e-12
+    if device.type == "cuda":
+        assert "nccl" in lines[0][-1]["backend"]
+    keep("survive", {"seconds": [b["at"] - a["at"] for a, b in zip(lines[0], lines[0][1:], strict=False)]})

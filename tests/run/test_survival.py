@@ -1,7 +1,14 @@
 """`df.survive`: the others go on without a lost worker, in place, and only gradients move their mean."""
 
+import json
+import os
 import signal
+import socket
+import subprocess
+import sys
+import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -118,7 +125,7 @@ def test_what_cannot_be_survived_is_refused():
     several = World(None, 0, 2)
     several.processes_per_worker = 2
     on_gpus = World(None, 0, 2, device=torch.device("cuda"))
-    for here, kind in ((several, r"2 process\(es\) on cpu"), (on_gpus, r"1 process\(es\) on cuda")):
+    for here, kind in ((several, "workers of 2 processes"), (on_gpus, "export TORCH_NCCL_ASYNC_ERROR_HANDLING=0")):
         with use(here), pytest.raises(ValueError, match=kind):
             df.survive(step)
     with pytest.raises(ValueError, match="another step of this run survives already"):
@@ -175,3 +182,51 @@ def test_every_kind_of_algorithm_goes_from_four_to_three_to_two_workers(backend,
     jobs = [{"algorithm": name, "backend": backend, "dies": {3: 4, 1: 8}} for name in ALGORITHMS]
     for lines in survivors.results(tmp_path, jobs):
         assert_survived(lines, graphs=int(backend is not None))
+
+
+RANK = """
+import json, os, sys
+from tests.run import survivors
+survivors.main(json.loads(sys.argv[1]), int(os.environ["RANK"]))
+"""
+
+
+@pytest.mark.slow
+def test_an_agent_of_torchrun_is_killed_and_the_other_agents_workers_go_on(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    spec = survivors.DEFAULTS | {
+        "algorithm": "gossip",
+        "folder": str(tmp_path),
+        "pause": 0.1,
+        "steps": 100,
+        "timeout": 60,
+    }
+    (tmp_path / "rank.py").write_text(RANK)
+    agents = []
+    for node in range(2):
+        torchrun = ["--nnodes", "2", "--nproc-per-node", "2", "--max-restarts", "0", "--node-rank", str(node)]
+        place = ["--master-addr", "127.0.0.1", "--master-port", str(port), str(tmp_path / "rank.py"), json.dumps(spec)]
+        command = [sys.executable, "-m", "torch.distributed.run", *torchrun, *place]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "DECENTFN_FAILURES": str(tmp_path)}
+        environment["PYTHONPATH"] = str(Path(__file__).parents[2])
+        agents.append(subprocess.Popen(command, env=environment))
+    try:
+        until(lambda: min(map(len, survivors.said(tmp_path, 4))) > 3)
+        agents[1].kill()  # its workers end by themselves
+        until(lambda: all("end" in its[-1] for its in survivors.said(tmp_path, 2)))
+    finally:
+        for agent in agents:  # the first would wait for the other
+            agent.kill()
+            agent.wait()
+    lines = survivors.said(tmp_path, 4)
+    assert [its[-1]["end"] for its in lines[:2]] == ["done"] * 2 and [its[-2]["workers"] for its in lines[:2]] == [2, 2]
+    assert survivors.error_of_mean(lines) < 1e-14
+
+
+def until(is_so):
+    end = time.monotonic() + 120
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.2)

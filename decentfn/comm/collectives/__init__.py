@@ -1,6 +1,7 @@
 """Collectives between workers and their processes: the world, the operators of a step, and calls outside steps."""
 
 from decentfn.comm.collectives import within_worker
+from decentfn.comm.collectives.connections import require_recoverable, watch
 from decentfn.comm.collectives.lookup import Row, look_up, members, on_device, refuse_size
 from decentfn.comm.collectives.membership import (
     adopt_default_group,

@@ -183,16 +183,21 @@ def reduce(here: World, call: Call, x: Tensor, own: Tensor | None, ranks: list[i
 def land(here: World, call: Call) -> bool:
     """Wait for all of a call and return True if it arrived; if not, this worker's own payload replaces each message."""
     here.steps.waits_since = since = time.monotonic()
+    on_gpu = any(part.tensor.device.type != "cpu" for part in call.parts)  # where only the stream waits
     with record_function(f"decentfn::wait {call.what} {call.index}"):
         one_by_one = len(call.works) == len(call.parts)  # else the backend has combined them
         for index, work in enumerate(call.works):
             try:
-                if here.steps.lost is None:
+                if here.steps.lost is not None:
+                    work.wait(_PATIENCE)
+                elif on_gpu:
                     work.wait()
                 else:
-                    work.wait(_PATIENCE)
+                    work.wait(here.longest_wait)
             except RuntimeError as error:
                 lose(here, call, error, *(call.parts[index][2:] if one_by_one else ()))
+    if here.polls:
+        here.steps.arriving += call.works
     here.steps.waits_since = None
     for counted in here.counters:
         counted.seconds_waited += time.monotonic() - since

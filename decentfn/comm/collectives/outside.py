@@ -77,6 +77,8 @@ def met(
             _require_same(here, processes, headers)
             on_gpu = isinstance(x, Tensor) and x.device.type != "cpu"
             yield (group or here.group) if on_gpu else outside, [header.nbytes for header in headers]
+            if on_gpu and here.polls:
+                here.await_gpu(torch.cuda.current_stream().record_event().query)
         except RunError:
             raise
         except RuntimeError as error:

@@ -6,7 +6,7 @@ import itertools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, cast
@@ -20,8 +20,9 @@ import torch.distributed.nn.functional
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store, default_pg_timeout
 
-from decentfn.comm.collectives.meeting import Meeting
-from decentfn.comm.collectives.steps import TAGS, Steps
+from decentfn.comm.collectives import connections
+from decentfn.comm.collectives.connections import close
+from decentfn.comm.collectives.steps import Steps
 from decentfn.topologies import Topology
 from decentfn.topologies.resized import enlarged, in_place
 from decentfn.topologies.rounds import by_handle
@@ -29,6 +30,9 @@ from decentfn.topologies.rounds import by_handle
 _CPU = torch.device("cpu")
 _RING_S = 0.2
 """Time between two looks whether the other processes still exist, which take 0.1 ms each."""
+_LOOK_S = 0.02
+"""Time between two looks into the store while this process polls its GPU."""
+_POLL_S = 50e-6
 
 
 class World:
@@ -90,6 +94,8 @@ class World:
         self.is_gone: Callable[[int], bool] | None = None
         """Returns True if the process of a seat has ended (`df.survive`)."""
         self._rung = 0.0
+        self.has_hung_up = False
+        """True if this process has closed the connections of its generation."""
         self.timeout = timeout
         self.steps = Steps(rank)
         self.device = device
@@ -150,23 +156,56 @@ class World:
             self._outside[processes] = self._connected(name, processes)
         return self._outside[processes]
 
+    @property
+    def longest_wait(self) -> timedelta:
+        """Timeout of the connections."""
+        return self.timeout or default_pg_timeout
+
+    @property
+    def polls(self) -> bool:
+        """Return True if the host polls its GPU for messages, because NCCL does not tell of a loss (`df.survive`)."""
+        return self.steps.agrees and self.device.type != "cpu"
+
     def _connected(self, name: str, ranks: Sequence[int], within: timedelta | None = None) -> dist.ProcessGroup:
         """Connect some processes. Not as a group of torch.distributed, which counts the groups that a process has made."""
-        timeout, store = self.timeout or default_pg_timeout, PrefixStore(name, self.store)
-        if self.is_gone is not None:
-            seats = [self.seats[rank] for rank in ranks]
-            store = Meeting(store, lambda: self._require_present(seats), within or timeout)
-        return cast(dist.ProcessGroup, dist.ProcessGroupGloo(store, ranks.index(self.rank), len(ranks), timeout))
+        timeout, store, rank = self.longest_wait, PrefixStore(name, self.store), ranks.index(self.rank)
+        if self.is_gone is None:
+            return cast(dist.ProcessGroup, dist.ProcessGroupGloo(store, rank, len(ranks), timeout))
+        seats = [self.seats[rank] for rank in ranks]
+        connections.meet(store, rank, len(ranks), within or timeout, lambda: self.require_present(seats))
+        return connections.connected(store, rank, len(ranks), timeout)
 
-    def _require_present(self, seats: Sequence[int]) -> None:
-        """Raise RuntimeError if one of these processes has ended, or another has noticed a loss."""
+    def require_present(self, seats: Sequence[int] | None = None) -> None:
+        """Raise RuntimeError if one of these processes (default: of all) has ended, or another has noticed a loss."""
         of, now = self._of(), time.monotonic()
         if of is not None and of.steps.has_failed():
             raise RuntimeError("another process has lost one")
         if self.is_gone is not None and now - self._rung > _RING_S:
             self._rung = now
-            if gone := [seat for seat in seats if seat != self.seat and self.is_gone(seat)]:
+            if gone := [seat for seat in seats or self.seats if seat != self.seat and self.is_gone(seat)]:
                 raise RuntimeError(f"process {gone[0]} has ended")
+
+    def await_gpu(self, is_done: Callable[[], bool]) -> None:
+        """Wait until this is done on the GPU; raise RuntimeError if a process is lost, or at the timeout."""
+        now = time.monotonic()
+        look, end = now + _LOOK_S, now + self.longest_wait.total_seconds()
+        while not (self.has_hung_up or is_done()):
+            time.sleep(_POLL_S)
+            if (now := time.monotonic()) > look:
+                look = now + _LOOK_S
+                self.require_present()
+            if now > end:
+                raise RuntimeError(f"timed out after {self.longest_wait}: the GPU waits for another process")
+        if self.has_hung_up:  # also if it is done: an aborted kernel has ended too
+            raise RuntimeError("this process has closed its connections")
+
+    def await_messages(self) -> None:
+        """Wait until the GPU has all messages of a step; raise RuntimeError if one is lost."""
+        works, self.steps.arriving = self.steps.arriving, []
+        if works:
+            self.await_gpu(lambda: all(work.is_completed() for work in works))
+        for work in works:
+            work.wait()  # raises NCCL's error
 
     def apart(self, timeout: timedelta | None = None) -> World:
         """Return a world of the same processes with separate connections, for another thread outside steps; collective.
@@ -176,7 +215,7 @@ class World:
         """
         if self.size == 1:
             return self
-        world = World(None, self.rank, self.size, timeout or 2 * (self.timeout or default_pg_timeout), self.device)
+        world = World(None, self.rank, self.size, timeout or 2 * self.longest_wait, self.device)
         # All processes make the same ones in the same order.
         world._store = PrefixStore(f"apart {next(self._made_apart)}", self.store)
         world.steps.board = world._store
@@ -221,8 +260,12 @@ class World:
         """Close the connections to all others, so that they notice at once and write nothing more here."""
         if self._all_processes is not None:
             self._all_processes.hang_up()
+        self.has_hung_up = True
         own = [group for ranks, group in self._subgroups.items() if self.rank in ranks]
-        close([group for group in (self.group, *own, self.intra_worker, *self._outside.values()) if group is not None])
+        groups = [group for group in (self.group, *own, self.intra_worker) if group is not None]
+        close([*groups, *self._outside.values()])
+        if self.polls:
+            connections.abort(groups)
 
     def schedule(self, handle: int) -> Topology:
         """Return the topology of this handle, or the one in its place for the workers of a later generation."""
@@ -254,7 +297,7 @@ class World:
     def go_on(self, generation: int, seats: tuple[int, ...], places: tuple[int, ...], root: Store) -> None:
         """Become the world of these processes, with nothing in flight and no connections until `connect`.
 
-        Plain calls of torch.distributed, whose default group this was, fail from here on.
+        Plain calls of torch.distributed, whose default group this was, fail from here on; on GPUs it has a new one.
 
         Args:
             generation: larger than any before.
@@ -264,9 +307,11 @@ class World:
         """
         for world in (self, *self._apart):
             world.hang_up()
-        adopted = self._adopted
+        adopted = None if self.polls else self._adopted
         self.let_go()
-        self._adopted, self.awaits = adopted, None
+        if self.polls:
+            connections.abort_default_group()
+        self._adopted, self.awaits, self.has_hung_up = adopted, None, False
         self._store = PrefixStore(f"generation {generation}", root)
         self.generation, self.seats, self.places = generation, seats, places
         self.rank, self.size, self.processes = seats.index(self.seat), len(seats), range(len(seats))
@@ -278,7 +323,14 @@ class World:
 
     def connect(self, within: timedelta) -> None:
         """Connect the processes that are left, which come within this time; collective."""
-        self.group = self._connected("all", range(self.size), within) if self.size > 1 else None
+        if self.size == 1:
+            return
+        self.group = self._connected("all", range(self.size), within)
+        if self.polls:
+            self._outside[self.processes] = self.group
+            store = PrefixStore("default", self.store)
+            self.group = connections.default_group(store, self.rank, self.size, self.longest_wait, self.device)
+            self._adopted = self.group
 
     def let_go(self) -> None:
         """Release all groups: a group's threads and connections end with the last reference to it."""
@@ -290,18 +342,6 @@ class World:
         own, shards = self.processes, range(self.processes.step)  # all processes make the groups of all shards
         made = [dist.new_group([own[i] - own.start + shard for i in ranks], self.timeout) for shard in shards]
         return cast(dist.ProcessGroup, made[own.start])
-
-
-def close(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Close these groups' connections: gloo closes them if a message times out."""
-    works = []
-    for group in groups:
-        for rank in set(range(group.size())) - {group.rank()}:
-            with suppress(RuntimeError):
-                works.append(cast(Any, group).recv([torch.empty(1)], rank, TAGS))  # no step has this tag
-    for work in works:
-        with suppress(RuntimeError):
-            work.wait(timedelta(milliseconds=1))
 
 
 worlds = weakref.WeakSet[World]()

@@ -11,9 +11,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from decentfn.comm.collectives.connections import close
 from decentfn.comm.collectives.membership import everyone
 from decentfn.comm.collectives.outside import met
-from decentfn.comm.collectives.processes import close
 from decentfn.core.buckets import Place, Places
 from decentfn.core.formatting import brief
 

@@ -133,6 +133,8 @@ class Steps:
         steps after it in vain, and do not repeat them."""
         self.agrees = False
         """True if the ranks agree after a loss by themselves (`df.survive`): a report does not wait for notes."""
+        self.arriving: list[Any] = []
+        """Works of this step's messages that the GPU waits for, if the world polls."""
         self.board: Any = None
         """Store of torch.distributed on which the ranks compare."""
         self._last: deque[tuple[int, int]] = deque(maxlen=32)  # as `Note.steps`
@@ -144,6 +146,7 @@ class Steps:
         self.board, self.lost, self.cut_short, self.missed = board, None, None, None
         self.in_flight.clear()
         self._last.clear()
+        self.arriving.clear()
 
     def enter(self, t: int) -> None:
         """Begin a step; raise RuntimeError if an earlier one was cut short."""
@@ -170,7 +173,9 @@ class Steps:
         """
         is_new = not self.is_running or id(group) not in self._met
         self._met.add(id(group))
-        if not is_new or not (x.device.type == "cpu" or "gloo" in str(dist.get_backend_config(group))):
+        if not is_new:
+            return None
+        if x.device.type != "cpu" and not _has_gloo(group):
             return None
         mine = torch.tensor(numbers)
         heard = mine.new_empty(len(ranks), len(numbers))
@@ -212,7 +217,11 @@ class Steps:
 
     def has_failed(self) -> bool:
         """Return True if a call of any rank has failed."""
-        return self.board is not None and self.board.check(["failed"])
+        try:
+            return self.board is not None and self.board.check(["failed"])
+        except RuntimeError:
+            self.board = None
+            return False
 
     def told(self) -> dict[int, Note]:
         """Return the others' notes, by rank."""
@@ -234,3 +243,7 @@ class Steps:
             next((t for before, t in reversed(steps) if before < common), None) for steps in (self._last, note.steps)
         )
         return None if mine is None or theirs is None or mine == theirs else (mine, note.rank, theirs)
+
+
+def _has_gloo(group: Any) -> bool:
+    return isinstance(group, dist.ProcessGroupGloo) or "gloo" in str(dist.get_backend_config(group))
