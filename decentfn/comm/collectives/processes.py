@@ -289,8 +289,8 @@ class World:
         if size <= self.num_seats:
             return True
         with suppress(ValueError):
-            for handle in self._handles.intersection(by_handle):
-                self._in_place(by_handle[handle], size)
+            for made in [by_handle[handle] for handle in self._handles if handle in by_handle]:
+                self._in_place(made, size)
             return True
         return False
 
