@@ -50,8 +50,8 @@ def build(spec: str, workload: Workload, rank: int, size: int) -> Peer:
     """The peer that `spec` names.
 
     decentfn:algorithm=adapt_while_communicate,topology=one-peer-exp,mode=compiled|donated|eager,gradient=traced|autograd|regions,
-        guard=False,wire=bfloat16,bucket_mb=25,inside=replicated|sharded,…hyperparameters    (donated: eager, over its state; regions: by autograd,
-        of a module that is compiled by itself; sharded: under fully_shard over a host's ranks)
+        guard=False,wire=bfloat16,bucket_mb=25,layout=True,inside=replicated|sharded,…hyperparameters    (donated: eager, over its state; regions: by autograd,
+        of a module that is compiled by itself; sharded: under fully_shard over a host's ranks; layout=False: layout_optimization=False for Inductor)
     ddp:mode=…,bucket_mb=25,view=False,hook=bf16    decent-dp:topology=one-peer-exp,mode=…,bucket_mb=25
     fsdp2 (over all ranks)    hsdp:wire=bfloat16 (fully_shard within a host, gradients averaged over hosts)    periodic:every=8,mode=…    alone:mode=eager (fused AdamW)    floor:kind=overlap,wire=bfloat16
     """
@@ -92,6 +92,7 @@ def _decentfn(
     guard: bool = False,
     wire: str | None = None,
     inside: str = "replicated",
+    layout: bool = True,
     **hyperparameters: Any,
 ) -> Peer:
     world, is_sharded = df.init(), inside == "sharded"
@@ -109,7 +110,11 @@ def _decentfn(
     optimizer = df.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY)
     built = getattr(df, algorithm)(loss_fn, optimizer, schedule, **hyperparameters)
     init, step = df.guard(built) if guard else built
-    step = {"compiled": df.compile, "donated": df.donate, "eager": lambda step: step}[mode](step)
+    options = {} if layout else {"layout_optimization": False}
+    if mode == "compiled":
+        step = df.compile(step, **options)
+    elif mode == "donated":
+        step = df.donate(step)
     held, batches = [init(params, buffers)], workload.batches(rank)
     params.clear()
     if not is_sharded:
