@@ -1,8 +1,6 @@
 """Nothing in a step reads from the device, copies to it, or computes elsewhere: every algorithm, counted on meta."""
 
-import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -91,12 +89,3 @@ def test_what_waits_and_what_copies_is_seen():
     assert copies.seen == [devices.Copy(3, True)] * 2 + [devices.Copy(1, True)]
     with pytest.raises(RuntimeError):
         torch.ones(1, device="meta").item()
-
-
-def test_the_page_names_every_test_that_needs_a_gpu():
-    here = Path(__file__).parent
-    found = [
-        name for path in (here / "gpu").glob("test_*.py") for name in re.findall(r"def (test_\w+)", path.read_text())
-    ]
-    page = (here.parent / "docs" / "gpu.md").read_text()
-    assert len(found) == 8 and sorted(re.findall(r"^\* `(test_\w+)`", page, re.M)) == sorted(found)

@@ -88,7 +88,7 @@ def wait_for_run(here: World, store: Store, timeout: timedelta) -> World:
         raise ValueError(
             "init(join=True): the run is on GPUs, which only runs on the CPU support; start them all again."
         )
-    here.awaits, here.timeout = PrefixStore(f"{_RUN} {name}", store), timeout
+    here.awaits, here.timeout, here.longest_wait = PrefixStore(f"{_RUN} {name}", store), timeout, timeout
     return here
 
 

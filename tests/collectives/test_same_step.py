@@ -172,7 +172,7 @@ def test_the_tag_is_the_step_for_every_schedule():
 
         send = recv
 
-        def wait(self):
+        def wait(self, timeout=None):
             pass
 
     for name in ("ring", "random-matching"):

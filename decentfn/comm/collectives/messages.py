@@ -183,7 +183,7 @@ def reduce(here: World, call: Call, x: Tensor, own: Tensor | None, ranks: list[i
 def land(here: World, call: Call) -> bool:
     """Wait for all of a call and return True if it arrived; if not, this worker's own payload replaces each message."""
     here.steps.waits_since = since = time.monotonic()
-    on_gpu = any(part.tensor.device.type != "cpu" for part in call.parts)  # where only the stream waits
+    on_gpu = bool(call.parts) and call.parts[0].tensor.device.type != "cpu"  # where only the stream waits
     with record_function(f"decentfn::wait {call.what} {call.index}"):
         one_by_one = len(call.works) == len(call.parts)  # else the backend has combined them
         for index, work in enumerate(call.works):
@@ -196,11 +196,11 @@ def land(here: World, call: Call) -> bool:
                     work.wait(here.longest_wait)
             except RuntimeError as error:
                 lose(here, call, error, *(call.parts[index][2:] if one_by_one else ()))
-    if here.polls:
+    if on_gpu and here.polls:
         here.steps.arriving += call.works
-    here.steps.waits_since = None
+    here.steps.waits_since, waited = None, time.monotonic() - since
     for counted in here.counters:
-        counted.seconds_waited += time.monotonic() - since
+        counted.seconds_waited += waited
     if call.lost is None:
         call.arrived = time.time()
     else:

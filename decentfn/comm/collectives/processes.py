@@ -96,7 +96,7 @@ class World:
         self._rung = 0.0
         self.has_hung_up = False
         """True if this process has closed the connections of its generation."""
-        self.timeout = timeout
+        self.timeout, self.longest_wait = timeout, timeout or default_pg_timeout
         self.steps = Steps(rank)
         self.device = device
         """Device of this process: its own GPU, or the CPU."""
@@ -155,11 +155,6 @@ class World:
             name = f"outside {processes.start} {len(processes)} {processes.step}"
             self._outside[processes] = self._connected(name, processes)
         return self._outside[processes]
-
-    @property
-    def longest_wait(self) -> timedelta:
-        """Timeout of the connections."""
-        return self.timeout or default_pg_timeout
 
     @property
     def polls(self) -> bool:
