@@ -86,7 +86,6 @@ SAID = [  # of each message that the page quotes, what stands between its names 
     "; every rank must call the step with the same t",
     " is later than the timeout of df.init (",
     " has died, or has left",
-    ". A file in Inductor's cache is damaged, as after a kill or on a full disk; delete ",
 ]
 
 

@@ -196,7 +196,7 @@ def land(here: World, call: Call) -> bool:
                     work.wait(here.longest_wait)
             except RuntimeError as error:
                 lose(here, call, error, *(call.parts[index][2:] if one_by_one else ()))
-    if on_gpu and here.polls:
+    if here.steps.agrees and here.polls:
         here.steps.arriving += call.works
     here.steps.waits_since, waited = None, time.monotonic() - since
     for counted in here.counters:
