@@ -100,7 +100,8 @@ def compile(
         kwargs["backend"] = progress.inductor
         kwargs["options"] = inductor.compile_options() | options
     given: dict[str, Any] = kwargs if mode is None else kwargs | {"backend": on_device(progress.inductor)}
-    lock, graphs = lock_of(step.loss_fn), list[tuple[Any, Callable[..., Any]]]()
+    lock = lock_of(step.loss_fn)
+    graphs: list[tuple[Any, Callable[..., Any]]] = []
 
     def run(state: Any, batch: PyTree, t: Tensor) -> tuple[Any, Any]:
         leaves, structure = trees.flatten(state)

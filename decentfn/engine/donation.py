@@ -71,10 +71,10 @@ def _write_over(old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
 
 
 def require_layout(
-    call: str, nodes: list[str], old: Sequence[Tensor], its_nodes: list[str], new: Sequence[Any]
+    call: str, old_nodes: list[str], old: Sequence[Tensor], new_nodes: list[str], new: Sequence[Any]
 ) -> None:
     """Raise ValueError unless the new state has the old one's nodes, shapes and dtypes."""
-    before, after = nodes, its_nodes
+    before, after = old_nodes, new_nodes
     if before == after:
         before, after = ([(x.shape, x.dtype) for x in leaves] for leaves in (old, new))
     if before != after:

@@ -86,9 +86,11 @@ def require_batch(loss_fn: LossFn, batch: PyTree) -> None:
 
 
 def lock_of(loss_fn: LossFn | None) -> AbstractContextManager[Any]:
-    """Return the lock of the module that a compiled, traced step guards on; others would show it in eval mode."""
+    """Return the lock of a module on whose mode a compiled, traced step guards: others lend it to evaluate.
+
+    The autograd operator holds the lock by itself.
+    """
     inner, around = (None, ()) if loss_fn is None else unwrapped(loss_fn)
-    # The autograd operator holds it by itself.
     return alone(inner.module) if isinstance(inner, ModuleLoss) and ByAutograd not in around else nullcontext()
 
 

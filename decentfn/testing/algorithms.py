@@ -48,9 +48,9 @@ def interpreters_agree(subject: Subject) -> None:
 
 def traced_ranks_agree(subject: Subject) -> None:
     """Gloo ranks, traced (aot_eager) and donated, agree with the simulator; so do donated ones of two workers each."""
-    run = _full(subject)
-    assert_close(ranks(subject, run)[-1], simulated(subject, run)[-1])
-    _assert_packed_ranks_agree(subject, _traced(subject)[-1] if subject.backend == "inductor" else _packed(subject))
+    full, *two_per_process = _traced(subject)
+    assert_close(ranks(subject, full)[-1], simulated(subject, full)[-1])
+    _assert_packed_ranks_agree(subject, *(two_per_process or [_packed(subject)]))
 
 
 def compiled_ranks_agree(subject: Subject) -> None:
