@@ -1,20 +1,22 @@
 """Cost of `df.survive` while nothing fails: `python -m tests.survival_cost [BACKEND]`, on a quiet machine.
 
-Four gloo ranks take blocks of steps with and without it in turn; a step computes for 20 ms (a sleep, so that two cores
-are enough). Prints the median step of each, over all ranks.
+Four gloo ranks take blocks of steps in turn: without it, with it, and without it but beside a sum of one number. A step
+computes for 20 ms (a sleep, so that two cores are enough). Prints the median block's time per step, over all ranks, and
+the median ratio to the block without it in the same turn, with its 95 % interval (bootstrap).
 """
 
-import statistics
+import random
 import sys
 import time
 
 import torch
 
 import decentfn as df
+from decentfn.comm import collectives
 from tests.ranks import Ranks
 
 N, COMPUTE_S, PARAMETERS = 4, 0.02, 100_000
-BLOCKS, BLOCK = 120, 10
+TURNS, BLOCK = 150, 20
 
 
 @df.autograd
@@ -24,20 +26,30 @@ def loss_fn(params, batch):
 
 
 def times(backend):
-    """Seconds of this rank's steps without and with `df.survive`, but for the first of each block."""
+    """Seconds per step of this rank's blocks, by what is timed; a block's first two steps are not."""
     init, step = df.adapt_while_communicate(loss_fn, df.sgd(0.1), df.topology("one-peer-exp", N))
     if backend:
         step = df.compile(step, donate=False, backend=backend)
-    steps = step, df.survive(step)
+    group = collectives.world().group
+
+    def beside_a_sum(state, batch, t):
+        work = group.allreduce([torch.zeros(1)])
+        result = step(state, batch, t)
+        work.wait()
+        return result
+
+    ways = {"without": step, "a sum": beside_a_sum, "df.survive": df.survive(step)}
     state, batch, t = init(torch.zeros(PARAMETERS)), torch.ones(PARAMETERS), 0
-    taken = [], []
-    for block in range(-2, 2 * BLOCKS):
-        for k in range(BLOCK):
-            since = time.perf_counter()
-            state, _ = steps[block % 2](state, batch, t)
-            if block >= 0 and k:
-                taken[block % 2].append(time.perf_counter() - since)
-            t += 1
+    taken = {way: [] for way in ways}
+    for turn in range(-1, TURNS):
+        for way in random.Random(turn).sample(list(ways), len(ways)):
+            for k in range(BLOCK + 2):
+                if k == 2:
+                    since = time.perf_counter()
+                state, _ = ways[way](state, batch, t)
+                t += 1
+            if turn >= 0:
+                taken[way].append((time.perf_counter() - since) / BLOCK)
     return taken
 
 
@@ -45,12 +57,12 @@ def main(backend=None):
     ranks = Ranks(N)
     found = ranks.run(times, backend)
     ranks.close()
-    without, with_it = (statistics.median(s for its in found for s in its[kind]) for kind in range(2))
-    print(
-        f"a step of {1e3 * without:.3f} ms takes {1e3 * with_it:.3f} ms with df.survive: {with_it / without - 1:+.2%}"
-    )
-    of_ranks = [statistics.median(its[1]) / statistics.median(its[0]) - 1 for its in found]
-    print("by rank: " + ", ".join(f"{share:+.2%}" for share in of_ranks))
+    by_way = {way: torch.tensor([its[way] for its in found]).mean(0) for way in found[0]}
+    for way, seconds in by_way.items():
+        ratios = seconds / by_way["without"] - 1
+        drawn = ratios[torch.randint(TURNS, (1000, TURNS))].median(1).values
+        low, high = drawn.quantile(torch.tensor([0.025, 0.975])).tolist()
+        print(f"{way:10}  {1e3 * seconds.median():.2f} ms  {ratios.median():+.2%} [{low:+.2%}, {high:+.2%}]")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from decentfn.torch_private.dynamo import first_error, guards_fail, is_not_compi
 
 
 def explain(step: Step, error: Exception, state: Any, batch: PyTree, graphs: int, how: dict[str, Any]) -> None:
-    """Raise a clear error for one of a compiled step; return if `error` is clear. `how`: as for torch.compile."""
+    """Raise an explanation of a compiled step's error; return if it needs none. `how`: as for torch.compile."""
     if is_of_too_many_graphs(error):
         raise RuntimeError(
             f"df.compile(step): more than {graphs} kinds of batches (structures, dtypes, shapes that the compiler takes for "

@@ -84,7 +84,7 @@ def compile(
     >>> step(torch.ones(2), torch.ones(2), 3)
     (tensor([4., 4.]), tensor(2.))
     """
-    step = Step.of(step, "compile", "compile", "donate")
+    step = Step.of(step, "compile", refuse=("compile", "donate"))
     if options.get("triton.cudagraphs"):
         raise ValueError(
             "compile(step, **{'triton.cudagraphs': True}): a step looks up its round on the host, which Inductor's CUDA graphs would "

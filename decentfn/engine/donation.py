@@ -38,7 +38,7 @@ def donate(step: Step | Callable[..., Any]) -> Step:
     >>> state
     tensor([4., 4.])
     """
-    step = Step.of(step, "donate", "compile", "donate")
+    step = Step.of(step, "donate", refuse=("compile", "donate"))
     known: list[Any] = []  # structures of states
 
     def finish(state: Any, new: Any, metrics: Any) -> tuple[Any, Any]:

@@ -40,7 +40,7 @@ def simulate(step: Step | Callable[..., Any], num_workers: int, *, chunk_size: i
         ValueError: N or `chunk_size` is not positive, `step` is compiled or simulated already, or (when called) a leaf
             does not have N rows, or N x processes is not the topology's size.
     """
-    step = Step.of(step, "simulate", "compile", "donate", "simulate")
+    step = Step.of(step, "simulate", refuse=("compile", "donate", "simulate"))
     require_at_most("simulate", MOST_WORKERS, num_workers=num_workers)
     rule = "workers at a time, an integer >= 1, or None for all."
     require(chunk_size is None or chunk_size >= 1, "simulate", rule, chunk_size=chunk_size)

@@ -49,7 +49,7 @@ def sweep(step: Step, num_runs: int) -> Step:
     """
     if not isinstance(step, Step) or step.simulated is None:
         raise ValueError(f"sweep({brief(step)}): expected a simulated step, df.sweep(df.simulate(step, N), R).")
-    step = Step.of(step, "sweep", "compile", "donate", "sweep")
+    step = Step.of(step, "sweep", refuse=("compile", "donate", "sweep"))
     if step.is_by_autograd:
         raise ValueError(
             "sweep(step of df.autograd(loss_fn), R): PyTorch's autograd computes one worker after the other, so nothing "

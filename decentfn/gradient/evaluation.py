@@ -20,7 +20,7 @@ from decentfn.core.trees import PyTree
 from decentfn.gradient.accumulated import Accumulated, mean_gradient_of, micro_batches, separate
 from decentfn.gradient.by_autograd import ByAutograd, gradient_by_autograd
 from decentfn.gradient.gradient_checks import require_none, ungiven
-from decentfn.gradient.lending import alone
+from decentfn.gradient.lending import lock_of_module
 from decentfn.gradient.loss import LossFn, refuse_numpy, takes, unwrapped
 from decentfn.gradient.module import ModuleLoss, ShardedLoss
 from decentfn.gradient.result import Gradient, gradient_of
@@ -86,12 +86,12 @@ def require_batch(loss_fn: LossFn, batch: PyTree) -> None:
 
 
 def lock_of(loss_fn: LossFn | None) -> AbstractContextManager[Any]:
-    """Return the lock of a module on whose mode a compiled, traced step guards: others lend it to evaluate.
+    """Return the lock of the loss's module, so that no other thread evaluates it while a compiled, traced step runs.
 
     The autograd operator holds the lock by itself.
     """
     inner, around = (None, ()) if loss_fn is None else unwrapped(loss_fn)
-    return alone(inner.module) if isinstance(inner, ModuleLoss) and ByAutograd not in around else nullcontext()
+    return lock_of_module(inner.module) if isinstance(inner, ModuleLoss) and ByAutograd not in around else nullcontext()
 
 
 def evaluate(

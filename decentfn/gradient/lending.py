@@ -17,8 +17,8 @@ from decentfn.core.formatting import brief
 _locks: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
 
 
-def alone(module: nn.Module) -> threading.RLock:
-    """Return the module's lock, held while its tensors are lent: evaluations and steps of other threads wait."""
+def lock_of_module(module: nn.Module) -> threading.RLock:
+    """Return the module's lock. Whoever lends its tensors holds it; other threads' steps and evaluations wait."""
     return _locks.setdefault(module, threading.RLock())
 
 

@@ -18,7 +18,7 @@ from decentfn.core.buckets import Places
 from decentfn.core.formatting import brief
 from decentfn.core.numbers import require
 from decentfn.core.trees import PyTree
-from decentfn.gradient.lending import Lent, alone, attributes_put_back, entries_of, own_by_name, weights
+from decentfn.gradient.lending import Lent, attributes_put_back, entries_of, lock_of_module, own_by_name, weights
 from decentfn.gradient.loss import is_pair, require_criterion
 from decentfn.torch_private import functorch
 from decentfn.torch_private.names import WEIGHTS
@@ -78,7 +78,7 @@ class ModuleLoss:
                     setattr(owner, name, x)
             given = dict(zip(given, placed.values(), strict=True))
         else:
-            with alone(self.module):
+            with lock_of_module(self.module):
                 self._require_trained(params)
                 given = self._require_same(own_by_name(entries_of(self.network, self._prefix)), given)
                 first = next(iter(params.values()), None)
@@ -93,7 +93,7 @@ class ModuleLoss:
     @contextmanager
     def lent(self, params: dict[str, Tensor], buffers: dict[str, Tensor]) -> Iterator[Lent]:
         """Context in which the module's own parameters and buffers have these values."""
-        with alone(self.module):
+        with lock_of_module(self.module):
             self._require_trained(params, is_differentiated=True)
             lent = Lent(self, entries_of(self.network, self._prefix), {**params, **buffers}, buffers)
             self._require_same(lent.own, {**params, **buffers})
@@ -232,7 +232,7 @@ class ShardedLoss(ModuleLoss):
 
         They stay in the module, which has its own storage for them; its buffers are restored.
         """
-        with alone(self.module):
+        with lock_of_module(self.module):
             collectives.own_shards(self.module)
             own = dict(self.module.named_parameters())
             with torch.no_grad():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -36,9 +36,10 @@ class Step:
     """Function that is traced and batched over workers; `t` is 0-d int64 on the CPU."""
     name: str = "step"
     check: Callable[[Any, PyTree, Tensor], None] | None = field(default=None, repr=False)
-    """Check of a new state, which may raise; None for a plain function, which accepts anything."""
+    """Check at the first call with each new plan of a state, which may raise; `kit.algorithm` sets it. None for a plain
+    function, which accepts anything."""
     watch: Callable[..., None] | None = field(default=None, repr=False)
-    """Callback `(new state, t, is_donated)` after every step; may raise."""
+    """Callback `(new state, t, overwrites)` after every step, which has written over its state or not; may raise."""
     finish: Callable[[Any, Any, Any], tuple[Any, Any]] | None = field(default=None, repr=False)
     """Function `(state, new state, metrics) -> (state, metrics)`, called once the step is complete."""
     loss_fn: LossFn | None = field(default=None, repr=False)
@@ -60,10 +61,10 @@ class Step:
     """Plans of the checked states, by plan id and number of bucket dimensions."""
 
     @classmethod
-    def of(cls, function: Callable[..., Any], call: str = "Algorithm", *not_yet: str) -> Step:
-        """Return a step itself, or a plain function as one; raise ValueError if a transform of `not_yet` was applied."""
+    def of(cls, function: Callable[..., Any], call: str = "Algorithm", *, refuse: Sequence[str] = ()) -> Step:
+        """Return a step itself, or a plain function as one; raise ValueError if one of these transforms was applied."""
         if isinstance(function, Step):
-            if done := [name for name in function.transforms if name in not_yet]:
+            if done := [name for name in function.transforms if name in refuse]:
                 raise ValueError(
                     f"{call}({done[0]}(step)): the order is df.compile(df.sweep(df.simulate(step, N), R)), each at most once; "
                     "df.compile donates by itself, and df.donate is for a step that is not compiled."
@@ -93,32 +94,32 @@ class Step:
                 if x.plan.processes > 1:
                     collectives.require_workers_of(x.plan.processes)
             is_known = self.check is None or key in self._known
-            result = (self._complete if is_known else self._first)(state, batch, step_number)
+            result = (self._run_whole if is_known else self._check_and_run)(state, batch, step_number)
         return result if self.finish is None else self.finish(state, *result)
 
-    def _first(self, state: Any, batch: PyTree, t: Tensor) -> tuple[Any, Any]:
+    def _check_and_run(self, state: Any, batch: PyTree, t: Tensor) -> tuple[Any, Any]:
         """Run the step with a state that has not been checked yet."""
         assert self.check is not None
         self.check(state, batch, t)
-        with nullcontext() if self._writes_over else left_alone(state):
-            result = self._complete(state, batch, t)
+        with nullcontext() if self._overwrites else left_alone(state):
+            result = self._run_whole(state, batch, t)
         require_result(state, result)
         x = state.params
         self._known[id(x.plan), x.tensors[0].dim()] = x.plan
         return result
 
-    def _complete(self, state: Any, batch: PyTree, t: Tensor) -> tuple[Any, Any]:
+    def _run_whole(self, state: Any, batch: PyTree, t: Tensor) -> tuple[Any, Any]:
         """Run the step with all of its messages; its draws follow from torch's seed, `t` and the worker."""
         if functorch.has_no_value(t):
             return self.run(state, batch, t)
         number = int(t)
-        with collectives.whole_step(number, donated=self._writes_over) as here, draws.torch_draws(number, here.place):
+        with collectives.whole_step(number, donated=self._overwrites) as here, draws.torch_draws(number, here.place):
             if self.is_by_autograd and not functorch.has_no_value(state.params.tensors[0]):
                 result = with_side_channel(self.run, state, batch, t)
             else:
                 result = self.run(state, batch, t)
         if self.watch is not None:
-            self.watch(result[0], t, self._writes_over)
+            self.watch(result[0], t, self._overwrites)
         return result
 
     @property
@@ -138,7 +139,7 @@ class Step:
         return self.loss_fn is not None and is_by_autograd(self.loss_fn)
 
     @cached_property
-    def _writes_over(self) -> bool:
+    def _overwrites(self) -> bool:
         return self.is_compiled and self.is_donated
 
 

@@ -57,7 +57,10 @@ class Doorbell:
         self._port.close()
 
     def ring(self, seat: int) -> Literal["answers", "gone", "silent"]:
-        """Return "gone" if a process has ended, "silent" if its machine is not reached."""
+        """Return "gone" if a process has ended, "silent" if its machine is not reached.
+
+        One that has never answered counts as answering: its address may be wrong.
+        """
         return self._ring(seat) if seat in self._known else "answers"
 
     def is_gone(self, seat: int) -> bool:

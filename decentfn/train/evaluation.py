@@ -19,7 +19,7 @@ from decentfn.core.formatting import brief
 from decentfn.core.trees import PyTree
 from decentfn.engine.simulation import worker
 from decentfn.errors import PeerLost, RunError
-from decentfn.gradient.lending import alone
+from decentfn.gradient.lending import lock_of_module
 from decentfn.gradient.loss import WrappedLoss, is_pair
 from decentfn.gradient.module import ModuleLoss, ShardedLoss
 from decentfn.train.consensus import consensus_buffers, consensus_mean, is_stacked, require_sharded_alike
@@ -227,7 +227,7 @@ def _tell_worker(batch: Any, has_failed: bool, tensor_parallel: int) -> list[int
 
 @contextmanager
 def _in_eval_mode(metric: ModuleLoss) -> Iterator[None]:
-    with alone(metric.module):
+    with lock_of_module(metric.module):
         were = [(inner, inner.training) for inner in metric.network.modules()]
         metric.network.eval()
         try:

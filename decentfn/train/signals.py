@@ -85,7 +85,7 @@ class Stop:
         try:
             stops = self._hears()
         except RunError as error:
-            if not collectives.everyone().steps.agrees:
+            if not collectives.everyone().steps.survives:
                 raise
             _log.warning("stop(t=%d): %s; not answered until the workers have agreed on who is left", int(t), error)
             stops = False

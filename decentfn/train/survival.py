@@ -32,7 +32,7 @@ from decentfn.train.roll_call import Decision, Note, hold, places_of
 
 _log = logging.getLogger("decentfn")
 _LOOK_S = 0.2
-"""Time between two looks for newcomers, which take 0.1 ms."""
+"""Interval at which a worker answers its door and the first one looks for newcomers, which takes 0.1 ms."""
 
 
 def survive(step: Step | Callable[..., Any], *, patience: timedelta = timedelta(seconds=30)) -> Step:
@@ -158,11 +158,11 @@ class _Survivor:
         here = collectives.world()
         if not self._has_begun:
             self._begin(here, now.state)
-        self._doorbell.clear()
+        sees_newcomers = self._looks(here)
         todo = [now] if not self._somebody_waits else self._go_on(here, [now], None)
         while True:
             try:
-                result, self._somebody_waits = _whole(here, step, todo[0], self._sees_newcomers(here))
+                result, self._somebody_waits = _whole(here, step, todo[0], sees_newcomers)
             except (PeerLost, ExchangeTimeout) as error:
                 todo = self._go_on(here, todo, error)
                 continue
@@ -175,7 +175,7 @@ class _Survivor:
         _require_survivable(here, state)
         import scipy.sparse.csgraph  # noqa: F401  # for the schedule after a loss, when others would wait for the import
 
-        here.steps.agrees = True
+        here.steps.survives = True
         try:
             self._store = joining.open_run(here, state)
             self._open_door(here, here.seats)
@@ -193,14 +193,15 @@ class _Survivor:
         self._doorbell.learn(seats)
         here.is_gone, self._has_begun = self._doorbell.is_gone, True
 
-    def _sees_newcomers(self, here: World) -> bool:
-        """Return True on the first worker if somebody waits to join."""
+    def _looks(self, here: World) -> bool:
+        """Answer the door at intervals; return True on the first worker if somebody waits to join."""
         now = time.monotonic()
-        if here.rank or now - self._looked < _LOOK_S:
+        if now - self._looked < _LOOK_S:
             return False
         self._looked = now
+        self._doorbell.clear()
         try:
-            return bool(joining.waiting(here, self._store, self._doorbell))
+            return here.rank == 0 and bool(joining.waiting(here, self._store, self._doorbell))
         except RuntimeError:  # the store has ended, which matters after a loss only
             return False
 
@@ -212,7 +213,7 @@ class _Survivor:
         try:
             joining.require_same(here, run, state)
             while True:
-                here.seat, here.steps.agrees = joining.new_seat(here, run), True
+                here.seat, here.steps.survives = joining.new_seat(here, run), True
                 self._open_door(here, ())
                 told = joining.await_admission(run, here.seat, self._doorbell)
                 try:
@@ -310,7 +311,7 @@ def _change(before: Sequence[int], after: Sequence[int]) -> str:
     """Describe who was lost and who has joined."""
     lost, new = ([str(seat) for seat in a if seat not in b] for a, b in ((before, after), (after, before)))
     parts = [f"{word} worker {', '.join(seats)}" for word, seats in (("without", lost), ("with", new)) if seats]
-    return " and ".join(parts) or "without nobody"
+    return " and ".join(parts) or "the same workers"
 
 
 def _require_kind(here: World) -> None:
@@ -325,7 +326,7 @@ def _require_kind(here: World) -> None:
 
 def _require_survivable(here: World, state: Any) -> None:
     _require_kind(here)
-    if here.steps.agrees or here.generation:
+    if here.steps.survives or here.generation:
         raise ValueError(
             "survive(step): another step of this run survives already, and the workers would go back to the last call of either; "
             "call df.survive once."

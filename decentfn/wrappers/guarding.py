@@ -83,13 +83,13 @@ def guard(algorithm: Algorithm, limit: int = 20) -> Algorithm:
         counts = _counted(counts, noted)
         return _with(_finite(new, old), counts), metrics._replace(guard=trees.map(torch.clone, counts))
 
-    def watch(state: State, t: Tensor, is_donated: bool) -> None:
+    def watch(state: State, t: Tensor, overwrites: bool) -> None:
         assert state.local.guard is not None
         in_a_row = state.local.guard.in_a_row.view(-1)
         if functorch.has_no_value(in_a_row) or (in_a_row.device.type != "cpu" and int(t) % limit):
             return
         if int(in_a_row.max()) >= limit:
-            error = _error(state.local.guard, int(t), limit, next_step=int(t) + is_donated)
+            error = _error(state.local.guard, int(t), limit, next_step=int(t) + 1 if overwrites else int(t))
             collectives.cut_short(int(t), error)
             raise error
 

@@ -35,16 +35,28 @@ TRACED = {row: replace(subject, backend="aot_eager") for row, subject in contrac
 """Rows that are traced instead of compiled."""
 
 
+def mark_of(row, promise):
+    """The mark of a row of a family: CI compiles it on ranks, or alone in 16 bits; `-m slow` does both."""
+    is_even = contract.FAMILIES.index(row) % 2 == 0
+    compiles_on_ranks = row in FIRST or not is_even
+    wanted = {
+        "compiled_ranks_agree": compiles_on_ranks,
+        "traced_ranks_agree": not compiles_on_ranks,
+        "sixteen_bits_compile": is_even,
+    }
+    if not wanted.get(promise, True):
+        return [pytest.mark.slow]
+    is_first = row in FIRST and promise != "sixteen_bits_compile" and (promise, row) not in LATER
+    return [] if is_first else [pytest.mark.thorough]
+
+
 def cells():
     """CI compiles one row of each family with Inductor and traces the others; `-m slow` compiles those."""
     for row in contract.ROWS:
         for promise in PROMISES:
             marks = [pytest.mark.xdist_group(row)]
             if row in contract.FAMILIES:
-                if promise == "sixteen_bits_compile" and contract.FAMILIES.index(row) % 2:
-                    marks.append(pytest.mark.slow)
-                elif promise == "sixteen_bits_compile" or row not in FIRST or (promise, row) in LATER:
-                    marks.append(pytest.mark.thorough)
+                marks += mark_of(row, promise)
                 yield pytest.param(row, promise, contract.ROWS, marks=marks, id=f"{row}-{promise}")
                 continue
             if promise not in INDUCTOR:

@@ -13,6 +13,8 @@ prodigy = pytest.importorskip("prodigyopt")
 schedule_free = pytest.importorskip("schedulefree")
 collection = pytest.importorskip("pytorch_optimizer")
 
+pytestmark = pytest.mark.thorough
+
 
 def trained(kind, params, **options):
     """Build one that has to be put into train mode."""

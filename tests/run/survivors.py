@@ -21,6 +21,8 @@ from decentfn import compressors
 
 F64 = torch.float64
 RATE = 0.01
+START_S = 120
+"""Time in which the processes of a job have to start."""
 ALGORITHMS = {
     "gossip": lambda loss, n: df.adapt_while_communicate(loss, df.sgd(RATE), df.topology("one-peer-exp", n)),
     "push-sum": lambda loss, n: df.stochastic_gradient_push(
@@ -180,8 +182,11 @@ def run(job):
     keeper = _forked(keep, port)
     ranks = [_forked(main, job, rank) for rank in range(num_processes(job))]
     try:
+        end = time.monotonic() + START_S
         while job.get("signals") and not all((folder / f"{rank}.jsonl").exists() for rank in range(job["n"])):
             time.sleep(0.02)  # until all have ended a step
+            if time.monotonic() > end:
+                raise TimeoutError(f"not all processes of {folder.name} have ended a step within {START_S} s")
         for rank, after, number in job.get("signals", ()):
             time.sleep(after)
             os.kill(ranks[rank], number)

@@ -83,7 +83,7 @@ def test_no_garbage_of_an_aborted_message_is_kept(blocks, monkeypatch):
     def default_group(store, rank, size, timeout, device):
         return LikeNccl(dist.ProcessGroupGloo(store, rank, size, timeout), blocks)
 
-    monkeypatch.setattr(World, "polls", property(lambda here: here.steps.agrees))
+    monkeypatch.setattr(World, "polls", property(lambda here: here.steps.survives))
     monkeypatch.setattr(connections, "default_group", default_group)
 
     def train(rank):

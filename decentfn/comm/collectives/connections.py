@@ -72,7 +72,7 @@ def meet(store: Store, rank: int, size: int, within: timedelta, require_present:
 
 
 def connected(store: Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
-    """Connect processes that have met over gloo. Its timeout is for sums; a message's is that of its wait."""
+    """Connect processes that have met, over gloo. The group's timeout applies to sums; a message has that of its wait."""
     group = dist.ProcessGroupGloo(store, rank, size, min(timeout, _CONNECTING))
     group.set_timeout(timeout)
     return cast(dist.ProcessGroup, group)

@@ -64,6 +64,7 @@ class Row(NamedTuple):
 
 
 _FACTS, _GROUP = 5, 2
+"""Number of facts at the front of a row of `Topology.rows`, and the place of the group among them."""
 
 
 def look_up(token: Tensor, topology: Topology, t: Tensor) -> Row:

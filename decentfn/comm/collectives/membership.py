@@ -29,7 +29,7 @@ def _let_go_of_all() -> None:
 atexit.register(_let_go_of_all)
 
 _default: list[World] = []  # the world of the current default group, or of one process, once requested
-_split: dict[int, World] = {}  # by processes per worker; reused, because a group's threads never sleep
+_split: dict[int, World] = {}  # by processes per worker; kept, because each group has threads
 
 
 def world() -> World:

@@ -61,7 +61,7 @@ def whole_step(t: int, *, donated: bool = False) -> Iterator[World]:
     if steps.in_flight:
         _drain(here, steps.before)
     if steps.lost is not None and here.size > 1:
-        named = report(here, steps.lost, t + donated)
+        named = report(here, steps.lost, next_step=t + 1 if donated else t)
         steps.cut_short = f"step t={t}", named
         raise named from steps.lost.error
 
@@ -167,7 +167,7 @@ def reduce(here: World, call: Call, x: Tensor, own: Tensor | None, ranks: list[i
     group = here.subgroup(tuple(ranks))
     try:
         with record_function(f"decentfn::post {call.what} {call.index}"):
-            other = here.steps.find_other(group, ranks, [call.step, call.number, x.nbytes], x)
+            other = here.steps.other_in_group(group, ranks, [call.step, call.number, x.nbytes], x)
             if other is None:
                 call.works.append(group.allreduce([x]))
     except RuntimeError as error:
@@ -196,7 +196,7 @@ def land(here: World, call: Call) -> bool:
                     work.wait(here.longest_wait)
             except RuntimeError as error:
                 lose(here, call, error, *(call.parts[index][2:] if one_by_one else ()))
-    if here.steps.agrees and here.polls:
+    if here.steps.survives and here.polls:
         here.steps.arriving += call.works
     here.steps.waits_since, waited = None, time.monotonic() - since
     for counted in here.counters:

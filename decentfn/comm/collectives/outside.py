@@ -96,7 +96,7 @@ def refuse_missed(call: str, here: World | None = None) -> None:
     steps, why = here.gossip.steps, None
     if steps.missed == steps.at and not steps.is_running:
         why = "that step was repeated after a loss: others had ended it before, and made their calls after it then"
-    if steps.agrees and steps.cut_short is not None:
+    if steps.survives and steps.cut_short is not None:
         why = f"{steps.cut_short[0]} has lost a process"
     if why is not None:
         raise PeerLost(

@@ -29,7 +29,7 @@ from decentfn.topologies.rounds import by_handle
 
 _CPU = torch.device("cpu")
 _RING_S = 0.2
-"""Time between two looks whether the other processes still exist, which take 0.1 ms each."""
+"""Interval at which this process looks whether the others still exist; a look takes 0.1 ms each."""
 _LOOK_S = 0.02
 """Time between two looks into the store while this process polls its GPU."""
 _POLL_S = 50e-6
@@ -40,6 +40,9 @@ class World:
 
     Worker `i` is in process `i // L` if each process holds `L` workers (`L = 1` under plain torchrun), or in
     processes `i S` to `i S + S - 1` if each worker is `S` processes.
+
+    Numbers of a process: `rank` and `worker` follow from who is left; `place` keys its random numbers and chooses its
+    data, and passes to the one that replaces it; `seat` names it in the store, and no other process ever has it.
     """
 
     mesh: DeviceMesh | None = None
@@ -60,8 +63,8 @@ class World:
         self.rank = rank
         self.size = size
         self.place = rank
-        """Rank of this process among all, other shards included; the key of its random numbers. One that joined a run
-        has the place of a lost one, or the next new number."""
+        """Rank of this process among all at the start, other shards included. One that joined a run has the place of a
+        lost one, if there is one, else the next new number."""
         self.processes_per_worker = 1
         self.processes = range(size)
         """The processes of this world, by their rank among all."""
@@ -159,7 +162,7 @@ class World:
     @property
     def polls(self) -> bool:
         """Return True if the host polls its GPU for messages, because NCCL does not tell of a loss (`df.survive`)."""
-        return self.steps.agrees and self.device.type != "cpu"
+        return self.steps.survives and self.device.type != "cpu"
 
     def _connected(self, name: str, ranks: Sequence[int], within: timedelta | None = None) -> dist.ProcessGroup:
         """Connect some processes. Not as a group of torch.distributed, which counts the groups that a process has made."""

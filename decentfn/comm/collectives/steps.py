@@ -129,10 +129,10 @@ class Steps:
         self.generation = 0
         """The world's."""
         self.missed: int | None = None
-        """Step that some ranks had ended before a loss and the others had not; the former made their calls outside
-        steps after it in vain, and do not repeat them."""
-        self.agrees = False
-        """True if the ranks agree after a loss by themselves (`df.survive`): a report does not wait for notes."""
+        """Step that some ranks had ended before a loss and the others had not; calls that the former made outside steps
+        after it failed, and are not repeated."""
+        self.survives = False
+        """True if the run survives a loss (`df.survive`): a report does not wait for notes."""
         self.arriving: list[Any] = []
         """Works of this step's messages that the GPU waits for, if the world polls."""
         self.board: Any = None
@@ -165,7 +165,7 @@ class Steps:
         """Return True if all steps have ended with all of their messages."""
         return self.lost is None and self.cut_short is None
 
-    def find_other(self, group: Any, ranks: Sequence[int], numbers: list[int], x: Tensor) -> list[int] | None:
+    def other_in_group(self, group: Any, ranks: Sequence[int], numbers: list[int], x: Tensor) -> list[int] | None:
         """Wait for all ranks of a group; return one whose numbers differ, and its numbers.
 
         A sum has no tag, and a larger sum on another rank aborts the process. So this runs in a group's first call

@@ -90,7 +90,7 @@ def _begun(here: World, what: str, x: Tensor, processes: int | None = None) -> I
             yield outside
         return
     try:
-        if (other := steps.find_other(group, ranks, [steps.at, x.nbytes], x)) is not None:
+        if (other := steps.other_in_group(group, ranks, [steps.at, x.nbytes], x)) is not None:
             rank, t, nbytes = other
             raise StepMismatch(
                 f"{what}: process {every.rank} is at t={steps.at} with {x.nbytes:,} bytes, process {rank} at t={t} with "

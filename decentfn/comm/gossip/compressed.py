@@ -14,7 +14,7 @@ from torch import Tensor
 
 from decentfn.comm import collectives
 from decentfn.comm.gossip.guarding import are_finite
-from decentfn.comm.gossip.plain import Posted, coarse, heard, inbox_of, own_gamma, post
+from decentfn.comm.gossip.plain import Posted, coarse, inbox_of, own_gamma, post, with_flags
 from decentfn.compressors import Compressor, Key
 from decentfn.core.buckets import BucketPlan, Buckets, loose, wide
 from decentfn.core.context import context
@@ -61,7 +61,7 @@ def difference_compressed(
     In float32 or wider. Its mean over workers is 0 up to rounding of the differences, as for `difference`. `after` is as
     for `collect`.
     """
-    pulls, posted = [], heard(compressed.posted, after)
+    pulls, posted = [], with_flags(compressed.posted, after)
     weights = posted.row.weights * own_gamma(posted, gamma)
     for index, (own, plan) in enumerate(zip(compressed.sent, compressed.sent.plan.buckets, strict=True)):
         pull = weights[0].to(own.dtype) * torch.zeros_like(own)  # 0, or NaN where a bad worker hears nothing good

@@ -91,7 +91,7 @@ def collect(posted: Posted, gamma: float | Tensor = 1.0, *, after: Iterable[Tens
         gamma: γ in [0, 1], a number or a 0-d tensor.
         after: tensors that compiled code computes before it waits: the gradient, which then hides the communication.
     """
-    posted, gamma = heard(posted, after), own_gamma(posted, gamma)
+    posted, gamma = with_flags(posted, after), own_gamma(posted, gamma)
     return Buckets([_mixed(posted, index, gamma) for index in range(len(posted.sent))], posted.own.plan)
 
 
@@ -102,7 +102,7 @@ def difference(posted: Posted, gamma: float | Tensor = 1.0, *, after: Iterable[T
     rounding of the differences, not of x. A sum over many steps must not accumulate the rounding of x: add this, not
     `W x - x`. Arguments as for `collect`.
     """
-    posted, gamma = heard(posted, after), own_gamma(posted, gamma)
+    posted, gamma = with_flags(posted, after), own_gamma(posted, gamma)
     return Buckets([_moved(posted, index, gamma) for index in range(len(posted.sent))], posted.own.plan)
 
 
@@ -121,8 +121,8 @@ def repaired(posted: Posted, x: Buckets, mix: Buckets | None = None) -> Buckets:
     return where(posted.flags.own, x, cast_like(collect(posted) if mix is None else mix, x))
 
 
-def heard(posted: Posted, after: Iterable[Tensor] = ()) -> Posted:
-    """Set `after`; in a guarded step, wait for the flags and give the weights of bad messages to others."""
+def with_flags(posted: Posted, after: Iterable[Tensor] = ()) -> Posted:
+    """Return it with `after` set; a guarded step's waits for the flags, and others get the weights of bad messages."""
     posted = posted._replace(after=tuple(after))
     if posted.flags is None:
         return posted
@@ -147,7 +147,7 @@ def neighbors_sum(posted: Posted, dtypes: Sequence[torch.dtype], *, after: Itera
 
     If the schedule averages in groups, the result is that average, own share included.
     """
-    posted, sums = heard(posted, after), []
+    posted, sums = with_flags(posted, after), []
     for index, dtype in enumerate(dtypes):
         zeros = torch.zeros_like(posted.sent[index], dtype=wide(dtype))
         pairs = _weighted(posted, index, own_gamma(posted, 1.0), wide(dtype))
@@ -163,7 +163,7 @@ def mix_context(posted: Posted) -> MixContext:
     Args:
         posted: from `Worker.post`; `collect(posted)` may come before or after.
     """
-    posted = heard(posted)
+    posted = with_flags(posted)
     row, count = posted.row, len(posted.own)
     return MixContext(
         tuple(inbox_of(posted, index) for index in range(count)) if posted.messages else (),
@@ -181,7 +181,7 @@ def mean(x: Buckets, everyone: Topology, t: Tensor, *, wire_dtype: torch.dtype |
 
     `everyone` is the complete topology; if it rests in this round, the result is Q(x).
     """
-    posted = heard(post(x, collectives.look_up(x[0], everyone, t), wire_dtype=wire_dtype))
+    posted = with_flags(post(x, collectives.look_up(x[0], everyone, t), wire_dtype=wire_dtype))
     triples = zip(range(len(x)), x, x.plan.buckets, strict=True)
     return Buckets([_weighted_sum(posted, i).to(plan.dtype).to(b.dtype) for i, b, plan in triples], x.plan)
 

@@ -28,6 +28,7 @@ Mask = Callable[[str, tuple[int, ...]], bool]
 
 
 _OWN_BUCKET = 8
+"""A leaf larger than a bucket's limit divided by this has a bucket of its own."""
 
 _numbers = itertools.count()
 _numbered: WeakValueDictionary[int, Plan] = WeakValueDictionary()
