@@ -31,9 +31,22 @@ def viewed(state, batch, t):
     return (kit.Buckets([c[0].flip(0).flip(0)], a.plan), kit.Buckets([a[0].view(3, 7).view(21)], a.plan), b), None
 
 
-@pytest.mark.parametrize("step", [swapped, shifted, viewed])
-def test_a_donated_step_may_move_leaves_from_place_to_place(step):
-    donated, over, expected = df.donate(step), start(), start()
+def summed(state, batch, t):
+    """A new leaf is a part of an old one that is written before, though it was cloned."""
+    a, b, c = state
+    part, rest = a[0].split([20, 1])
+    parts = kit.Buckets([torch.cat([part, rest * 0])], c.plan)
+    return (kit.each(torch.add, a, b), kit.Buckets([a[0].view(3, 7).clone().view(21)], b.plan), parts), part.clone()
+
+
+BACKENDS = [None, "eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.thorough)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("step", [swapped, shifted, viewed, summed])
+def test_a_donated_step_may_move_leaves_from_place_to_place(step, backend):
+    donated = df.donate(step) if backend is None else df.compile(step, backend=backend)
+    over, expected = start(), start()
     for t in range(3):
         assert donated(over, None, t)[0] is over
         expected, _ = step(expected, None, t)
@@ -61,3 +74,35 @@ def test_metrics_do_not_show_the_next_state():
     state, first = donated(torch.zeros(3), None, 0)
     donated(state, None, 1)
     assert first == 0
+
+
+class Remembers(torch.nn.Module):
+    """A layer whose buffer holds its weights of the step before."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1, bias=False)
+        self.register_buffer("before", torch.zeros(1, 2))
+
+    def forward(self, x):
+        y = self.layer(x) + 0.5 * (x @ self.before.clone().T)
+        with torch.no_grad():
+            self.before.copy_(self.layer.weight)
+        return y
+
+
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+def test_a_buffer_may_hold_the_weights_of_the_step_before(backend):
+    torch.manual_seed(0)
+    net, mse = Remembers(), torch.nn.functional.mse_loss
+    params, buffers, loss_fn = df.functional(net, mse)
+    init, step = df.adapt_while_communicate(loss_fn, df.sgd(0.1), df.topology("complete", 1))
+    state, step = init(params, buffers), df.compile(step, backend=backend)
+    optimizer, batch = torch.optim.SGD(net.parameters(), 0.1), (torch.randn(8, 2), torch.randn(8, 1))
+    for t in range(3):
+        optimizer.zero_grad()
+        mse(net(batch[0]), batch[1]).backward()
+        optimizer.step()
+        state, _ = step(state, batch, t)
+    torch.testing.assert_close(df.params(state)["layer.weight"], net.layer.weight.detach())
+    torch.testing.assert_close(df.buffers(state)["before"], net.before)

@@ -50,7 +50,7 @@ def all_reduce(
         x = state.params
         g, local = worker.gradient(x, state.local, batch, t, together=True)
         weighed = g.grads if weigh is None else scale(g.grads, worker.share(weigh(g), t))
-        u, local = worker.update(worker.mean(weighed, t), g, local, x)
+        u, local = worker.update(worker.mean(weighed, t), worker.used_by_any(g, t), local, x)
         return State(add(x, u), local), g.metrics
 
     return worker.algorithm(step, topology=worker.everyone, must_equal=("params", "buffers"))

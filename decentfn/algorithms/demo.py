@@ -102,8 +102,8 @@ def demo(
         q = post_compressed(delta, compressor, others, t)
         delta = each(torch.sub, delta, q.sent)
         direction = cast_like(each(torch.sign, sum_compressed(q)), theta)
-        # A worker with a bad gradient takes the same step, or replicas would diverge.
-        u, local = worker.update(direction, g._replace(good=None), local, theta)
+        # A worker with a bad gradient, or with unused leaves, takes the same step, or replicas would diverge.
+        u, local = worker.update(direction, g._replace(good=None, used=None), local, theta)
         return State(add(theta, u), local, Memory(delta)), g.metrics
 
     return worker.algorithm(step, Memory.restart, topology=worker.everyone, must_equal=("params",))

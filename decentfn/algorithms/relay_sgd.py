@@ -133,8 +133,8 @@ def relay_sgd(
         g, local = worker.gradient(x, state.local, batch, t)
         messages = send(g.grads, messages, collectives.look_up(x[0], topology, t))
         mean = each(lambda g, m: ((g + m.sum(0)) / n).to(g.dtype), g.grads, messages)
-        # Relayed messages are good, and arrive only once.
-        u, local = worker.update(mean, g._replace(good=None), local, x)
+        # Relayed messages are good, and arrive only once; a leaf that is unused here may be used elsewhere.
+        u, local = worker.update(mean, g._replace(good=None, used=None), local, x)
         return State(add(x, u), local, Memory(messages, None, age + 1)), g.metrics
 
     if relay == "models":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
 from types import FunctionType, MethodType
@@ -81,7 +82,8 @@ def structure(name: str, value: Any, enclosing: tuple[Any, ...] = ()) -> Iterato
 
 def _value(function: Callable[[Tensor], Any], t: int) -> str:
     try:
-        return f"{float(function(torch.tensor(t))):.4g}"  # processors may differ in the last bits of a cosine
+        with warnings.catch_warnings(action="ignore"):
+            return f"{float(function(torch.tensor(t))):.4g}"  # processors may differ in the last bits of a cosine
     except Exception as error:
         return type(error).__name__  # a table that ends before
 

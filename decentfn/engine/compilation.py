@@ -190,6 +190,8 @@ def _on_leaves(step: Step, state: Any, donate: bool) -> FunctionType:
         require_layout("compile", nodes, leaves, trees.nodes(new), new_leaves)
         # Metrics must not be views of the next state.
         metrics = trees.map(torch.clone, metrics)
+        # A new leaf may be another old one, or a view of it; all are read before the first is written.
+        new_leaves = [new if new is old else torch.clone(new) for old, new in zip(leaves, new_leaves, strict=True)]
         for before, leaf, place in zip(leaves, new_leaves, given, strict=True):
             if leaf is not before:
                 (place[0] if isinstance(place, list) else place).copy_(leaf)

@@ -93,12 +93,13 @@ def worker(state: PyTree, i: int) -> PyTree:
 
     Args:
         state: stacked, every leaf `[N, ...]`.
-        i: from 0 to N - 1, counted among the workers that this process holds.
+        i: from 0 to N - 1, counted among the workers that this process holds; from -N to -1, from the last one.
 
     Raises:
         ValueError: there is no such worker.
     """
-    held = min((leaf.shape[0] if leaf.dim() else 0 for leaf in trees.leaves(state)), default=0)
+    is_one = is_state(state) and state.params[0].dim() == 1
+    held = 0 if is_one else min((leaf.shape[0] if leaf.dim() else 0 for leaf in trees.leaves(state)), default=0)
     if not -held <= i < held:
         raise ValueError(
             f"worker(state, {i}): the state has {held} workers here, from 0; a state that is not stacked has none."

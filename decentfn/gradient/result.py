@@ -59,7 +59,12 @@ class Gradient(NamedTuple):
             return u, opt
         nothing = each(torch.zeros_like, u)
         if (used := self.used) is not None:
-            u, opt = where(used, u, nothing), trees.map_nodes(Buckets, lambda new, old: where(used, new, old), opt, old)
+            flags = dict(zip(map(id, used.plan.buckets), used, strict=True))
+
+            def stays(new: Buckets, old: Buckets) -> Buckets:  # of all buckets, or of those of a part
+                return where(Buckets([flags[id(plan)] for plan in new.plan.buckets], new.plan), new, old)
+
+            u, opt = where(used, u, nothing), trees.map_nodes(Buckets, stays, opt, old)
         return self.keep(u, nothing), self.keep(opt, old)
 
 

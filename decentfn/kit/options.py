@@ -80,10 +80,11 @@ def require_options(options: Mapping[str, Any]) -> None:
     require_names("Worker", options)
     require_bucket_mb(options.get("bucket_mb", DEFAULTS["bucket_mb"]))
     wire_dtype = options.get("wire_dtype")
-    if wire_dtype is not None and not (isinstance(wire_dtype, torch.dtype) and wire_dtype.is_floating_point):
+    is_float = isinstance(wire_dtype, torch.dtype) and wire_dtype.is_floating_point and wire_dtype.itemsize > 1
+    if wire_dtype is not None and not is_float:
         raise ValueError(
-            f"wire_dtype={brief(wire_dtype)}: expected a floating-point torch.dtype narrower than the parameters', such as "
-            "torch.bfloat16, or None to send them as they are."
+            f"wire_dtype={brief(wire_dtype)}: expected a floating-point torch.dtype of 16 bits or more that is narrower than the "
+            "parameters', such as torch.bfloat16, or None to send them as they are."
         )
 
 

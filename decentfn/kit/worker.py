@@ -96,7 +96,7 @@ class Worker:
             x = lay_out(params, self.optimizer, topologies, self.bucket_mb, self.wire_dtype, self.within_worker)
             x = Buckets(x, replace(x.plan, starts_equal=starts_equal))
             scale = None if self.scaling is None else self.scaling.init(x[0].device)
-            local = Local(self.optimizer.init(x), trees.map(torch.clone, buffers), scale)
+            local = Local(self.optimizer.init(x), trees.map(lambda b: b.detach().clone(), buffers), scale)
             state = State(x, local, () if memory is None else memory(x))
             if must_equal:
                 given = {"params": params, "buffers": buffers}
@@ -186,6 +186,19 @@ class Worker:
                 g = g._replace(good=all_finite(direction))
         u, opt = g.move(u, opt, local.opt)
         return u, local._replace(opt=opt)
+
+    def used_by_any(self, g: Gradient, t: Tensor) -> Gradient:
+        """Return `g`, in which a leaf is used if any worker uses it; exchanges one number per leaf, for which all wait."""
+        if (used := g.used) is None:
+            return g
+        leaves = [[s for s in plan.segments if s.numel] for plan in used.plan.buckets]
+        own = torch.stack([flags[s.start] for flags, its in zip(used, leaves, strict=True) for s in its])
+        any_of = iter((gossip.mean(loose([own.to(torch.float32)]), self.everyone, t)[0] > 0).unbind())
+        flags = [
+            torch.cat([next(any_of).expand(s.numel) for s in its]) if its else own
+            for own, its in zip(used, leaves, strict=True)
+        ]
+        return g._replace(used=Buckets(flags, used.plan))
 
     def everywhere(self, claim: Tensor, t: Tensor) -> Tensor:
         """Return True (0-d bool) on all workers if `claim` holds on each; exchanges one number, for which all wait."""

@@ -101,7 +101,7 @@ def _copy_what_is_kept(graph: torch.fx.Graph, stores: list[Any]) -> None:
     written = {store.args[0] for store in stores}
     for store in stores:
         source = origin = store.args[1]
-        while getattr(origin.target, "is_view", False):
+        while origin.target is operator.getitem or getattr(origin.target, "is_view", False):
             origin = origin.args[0]
         if origin in written and source is not store.args[0]:
             with graph.inserting_before(stores[0]):

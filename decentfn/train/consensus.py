@@ -138,7 +138,7 @@ def consensus_distance(state: Any) -> Tensor:
 def distance_to_consensus(state: Any) -> Tensor:
     """Return `‖x_i - x̄‖₂` of this worker (0-d float64), or of each (`[N]`) if stacked. Collective."""
     x = _buckets(state)
-    squares = [((bucket.double() - _mean(bucket).double()) ** 2).sum(-1) for bucket in x]
+    squares = [((bucket.double() - _mean(bucket.double())) ** 2).sum(-1) for bucket in x]
     return sum_within_worker(torch.stack(counted_once(squares, x.plan)).sum(0), x.plan.processes).sqrt()
 
 

@@ -136,7 +136,8 @@ def _finite(new: State, old: State) -> State:
 def _error(counts: Guarded, t: int, limit: int, next_step: int) -> NonFinite:
     skipped, replaced, in_a_row = (count.view(-1) for count in counts)
     row, here = int(in_a_row.argmax()), collectives.world()
-    worker = here.workers(len(in_a_row))[row]
+    local = counts.in_a_row.shape[-1] if counts.in_a_row.dim() else 1  # without the runs of a sweep
+    worker = here.workers(local)[row % local]
     return NonFinite(
         f"step(state, batch, t): worker {worker} has had infinite values or NaN in {int(in_a_row[row])} steps in a "
         f"row, the last at t={t} (df.guard(limit={limit})): in all {int(skipped[row])} steps with a bad gradient or "

@@ -6,6 +6,7 @@ from sklearn.datasets import load_digits
 from torch.nn.functional import cross_entropy
 
 import decentfn as df
+from decentfn.compat import decent_dp
 
 pytestmark = pytest.mark.thorough
 
@@ -43,3 +44,39 @@ def test_a_bfloat16_wire_leaves_the_loss_curve_within_its_noise_over_seeds():
     assert whole.mean(0)[-1] < 0.2 * whole.mean(0)[0]  # it does learn
     assert not torch.equal(whole, half)
     assert ((half.mean(0) - whole.mean(0)).abs() < whole.std(0)).all()
+
+
+def nothing(params, batch):
+    return (params * 0).sum()
+
+
+def from_one_to_seven(init, n=4):
+    state = df.stack(init(torch.zeros(8)), n)
+    return df.with_params(state, torch.arange(1.0, 2 * n, 2)[:, None].expand(n, 8).clone())
+
+
+def test_mass_is_kept_by_a_group_mean_over_a_narrow_wire():
+    """Push-sum on a schedule with group means: Σ w stays N, and the mean of w z that of the starts."""
+    n = 4
+    unequal = torch.tensor(
+        [[0.5, 0, 0, 0.3], [0.5, 0.5, 0, 0.3], [0, 0.5, 0.5, 0], [0, 0, 0.5, 0.4]], dtype=torch.float64
+    )
+    schedule = df.topologies.pga(3, df.topologies.from_matrices("unequal", unequal, needs_push_sum=True))
+    for make in (df.stochastic_gradient_push, df.push_diging):
+        init, step = make(nothing, df.sgd(0.1), schedule, wire_dtype=torch.bfloat16)
+        state, step = from_one_to_seven(init), df.simulate(step, n)
+        for t in range(12):
+            state, _ = step(state, torch.zeros(n), t)
+        w = state.memory.weight.view(n)
+        torch.testing.assert_close(w.sum().item(), float(n), rtol=1e-3, atol=0)
+        torch.testing.assert_close((w[:, None] * df.params(state)).mean(0), torch.full((8,), 4.0), rtol=1e-2, atol=0)
+
+
+def test_a_group_mean_whose_weights_are_not_those_of_its_rows_does_not_grow_on_a_narrow_wire():
+    schedule = decent_dp.schedule(df.topology("complete", 4))
+    make = df.adapt_while_communicate
+    init, step = make(nothing, df.sgd(0.1), schedule, update_at="mixed", wire_dtype=torch.bfloat16)
+    state, step = from_one_to_seven(init), df.simulate(step, 4)
+    for t in range(6):
+        state, _ = step(state, torch.zeros(4), t)
+    torch.testing.assert_close(df.params(state), torch.full((4, 8), 4.0), rtol=1e-2, atol=0)

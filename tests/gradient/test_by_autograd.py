@@ -317,6 +317,40 @@ def test_unused_parameters_are_skipped_as_torch_does_or_move_on(compiled):
     assert torch.equal(df.params(state)["experts.2.weight"][1], params["experts.2.weight"])
 
 
+@pytest.mark.parametrize("name", ["all_reduce", "demo", "relay_sgd"])
+def test_replicas_stay_equal_where_workers_use_different_leaves(name):
+    def loss_fn(params, batch):
+        return sum(((p - 1) ** 2).sum() for i, p in enumerate(params) if batch == i or i == 2)
+
+    made = {
+        "all_reduce": lambda loss: df.all_reduce(loss, df.sgd(0.1, momentum=0.9), df.topology("complete", 2)),
+        "demo": lambda loss: df.demo(loss, df.sgd(0.1), df.topology("complete", 2), chunk=2, k=1),
+        "relay_sgd": lambda loss: df.relay_sgd(loss, df.sgd(0.1), df.topology("chain", 2), relay="gradients"),
+    }[name](df.autograd(loss_fn, skip_unused=True))
+    state = df.stack(made.init([torch.zeros(2), torch.zeros(3), torch.zeros(4), torch.zeros(1)]), 2)
+    step = df.simulate(made.step, 2)
+    for t in range(4):
+        state, _ = step(state, torch.tensor([0, 1]), t)
+    used = df.params(state)
+    if name != "relay_sgd":  # its workers hear of a gradient one step later
+        assert all(torch.equal(p[0], p[1]) for p in used)
+    assert all((p != 0).all() for p in used[:3]) and not used[3].any()
+
+
+def test_a_part_of_the_optimizer_skips_unused_leaves_too():
+    def loss_fn(params, batch):
+        return (params["a"] - 1).square().sum()
+
+    optimizer = df.transforms.partition(
+        {"a": df.sgd(0.1, momentum=0.9), "b": df.adamw(0.1)}, lambda name, shape: name[0]
+    )
+    init, step = df.all_reduce(df.autograd(loss_fn, skip_unused=True), optimizer, df.topology("complete", 1))
+    state = init({"a": torch.zeros(3), "b": torch.ones(3)})
+    for t in range(2):
+        state, _ = step(state, None, t)
+    torch.testing.assert_close(df.params(state), {"a": torch.full((3,), 0.54), "b": torch.ones(3)})
+
+
 def quadratic(params, batch):
     return ((params - batch["x"]) ** 2).mean(), {"text": batch["text"], "twice": (params * 2).detach(), "x": batch["x"]}
 

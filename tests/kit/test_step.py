@@ -180,6 +180,29 @@ def test_consensus_of_ranks_is_that_of_a_stacked_state(ranks):
         assert mine.item() == pytest.approx(abs(rank - 0.5) * 3**0.5)
 
 
+def test_a_state_holds_no_graph_of_its_buffers():
+    def loss_fn(params, buffers, batch):
+        return (params["w"] * buffers["f"]).sum(), (buffers, None)
+
+    init, step = df.all_reduce(loss_fn, df.sgd(0.1), df.topology("complete", 1))
+    state = init({"w": torch.ones(3)}, {"f": torch.nn.Parameter(torch.ones(3))})
+    state, _ = step(state, None, 0)
+    assert not any(leaf.requires_grad for leaf in trees.leaves(state))
+
+
+def sixteen_bit_replicas():
+    df.init()
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(0)).bfloat16()
+    init, _ = df.all_reduce(regression, df.sgd(0.1), df.topology("complete", 3))
+    state = init({"w": values})
+    return torch.equal(df.consensus_mean(state)["w"], values), df.consensus_distance(state).item()
+
+
+def test_equal_sixteen_bit_replicas_are_their_mean(ranks):
+    for is_same, distance in ranks(3).run(sixteen_bit_replicas):
+        assert is_same and distance == 0
+
+
 def test_a_module_with_batch_norm_trains_in_functional_form():
     from torch import nn
 

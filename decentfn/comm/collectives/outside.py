@@ -166,10 +166,10 @@ def process_mean(x: Tensor, among: World | None = None) -> Tensor:
     here = among or world()
     if here.size == 1:
         return x
-    mean = (x / here.size).contiguous()
+    mean = (x.to(torch.promote_types(x.dtype, torch.float32)) / here.size).contiguous()
     with met(here, "a mean", mean) as (group, _):
         group.allreduce([mean]).wait()
-    return mean
+    return mean.to(x.dtype)
 
 
 def process_broadcast(x: Tensor, among: World | None = None) -> Tensor:

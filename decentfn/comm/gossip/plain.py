@@ -278,6 +278,8 @@ def _mixed(posted: Posted, index: int, gamma: float | Tensor) -> Tensor:
     else:
         terms = [weight * message for weight, message in pairs]
         terms += [-weight * sent for weight in (given * gamma).to(dtype).unbind()]
+        if posted.means and posted.sent[index] is not own:  # of a group's mean, the last of the pairs, too
+            terms.append(-pairs[-1][0] * sent)
     return (x + sum(terms[1:], terms[0]) if terms else x).to(own.dtype)
 
 
