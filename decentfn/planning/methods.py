@@ -122,7 +122,8 @@ def _predicted(
     seconds = work.seconds * (1 - hides) + max(work.seconds * hides, exchange)
     is_hidden = exchange <= work.seconds * 1e-3 or seconds <= work.seconds * 1.001
     slowest = "links between nodes" if between >= inside else "links inside nodes"
-    held = 2 + _MOMENTS + memory + module  # 2: parameters and gradients
+    kept = (_MOMENTS + memory) * work.parameters * max(4, work.nbytes)  # in float32 beside narrow parameters
+    held = (2 + module) * own + kept  # 2: parameters and gradients
     return Prediction(
         method=method,
         topology=topology,
@@ -131,7 +132,7 @@ def _predicted(
         between=traffic.between * payload,
         inside=traffic.inside * payload / shards + 3 * (shards - 1) / shards * own,  # gathered twice, scattered once
         gap=gap,
-        memory=(held * own + inboxes * payload) / shards,
-        checkpoint=(1 + _MOMENTS + memory) * own * (cluster.num_workers if has_replicas else 1),
+        memory=(held + inboxes * payload) / shards,
+        checkpoint=(own + kept) * (cluster.num_workers if has_replicas else 1),
         bottleneck="computation" if is_hidden else slowest,
     )

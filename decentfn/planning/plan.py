@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -90,15 +91,18 @@ def plan(
     found = [ddp(work, cluster), diloco(work, cluster, inner_steps)]
     if cluster.processes_per_worker > 1:
         found.append(hsdp(work, cluster))
-    schedules = {made.name: made for made in topologies or _all_of(cluster)}
+    schedules = list(topologies or _all_of(cluster))
     if sent == 1:
-        found += [gossip(work, cluster, made) for made in schedules.values()]
+        predict = partial(gossip, work, cluster)
     else:
-        narrow = replace(work, wire=dtype.itemsize * sent)
-        found += [compressed(narrow, cluster, made) for made in schedules.values() if _is_compressible(made)]
-    found.sort(key=lambda p: (p.seconds, -(p.gap or 0), p.between, p.topology != "base"))
-    best = next(p for p in found if p.gap is not None and p.gap >= _ENOUGH)  # DDP has a gap of 1
-    return Plan(found, best, schedules.get(best.topology), _reason(best, found, work))
+        predict = partial(compressed, replace(work, wire=dtype.itemsize * sent), cluster)
+        schedules = [made for made in schedules if _is_compressible(made)]
+    rows = [*((p, None) for p in found), *((predict(made), made) for made in schedules)]
+    rows.sort(key=lambda row: (row[0].seconds, -(row[0].gap or 0), row[0].between, row[0].topology != "base"))
+    # DDP has a gap of 1.
+    best, schedule = next((p, made) for p, made in rows if p.gap is not None and p.gap >= _ENOUGH)
+    found = [p for p, _ in rows]
+    return Plan(found, best, schedule, _reason(best, found, work))
 
 
 def _all_of(cluster: Cluster) -> list[Topology]:

@@ -5,6 +5,7 @@ import torch
 
 import decentfn as df
 from decentfn.comm.gossip.compressed import as_messages
+from decentfn.core import trees
 from decentfn.planning import Cluster, Link
 from decentfn.planning.traffic import of_messages, of_schedule
 from decentfn.testing import on_ranks
@@ -159,3 +160,22 @@ def test_computation_hides_messages_and_the_plan_says_which_limits():
 def test_what_no_cluster_has_is_refused(make, words):
     with pytest.raises(ValueError, match=words):
         make()
+
+
+def test_schedules_of_one_name_are_each_predicted():
+    made = [df.topology("base", 8, k=k) for k in (1, 3)]
+    for order in (made, made[::-1]):
+        found = df.planning.plan(Cluster(8, Link(1)), MLP, compute_seconds=0.01, topologies=order)
+        assert sum(p.method == "adapt_while_communicate" for p in found.predictions) == 2
+        assert found.topology is made[0]  # one message per step, and as exact
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("method", ["adapt_while_communicate", "diloco"])
+def test_a_checkpoint_has_the_bytes_of_the_states(method, dtype):
+    n, numel = 4, 100_000
+    options = {"inner_steps": 2, "outer_learning_rate": 0.7, "outer_momentum": 0.9} if method == "diloco" else {}
+    init, _ = getattr(df, method)(lambda x, b: x.sum(), df.adamw(0.1), df.topology("complete", n), **options)
+    held = sum(leaf.nbytes for leaf in trees.leaves(init(torch.zeros(numel, dtype=dtype))))
+    found = df.planning.plan(Cluster(n, Link(1)), numel, compute_seconds=0.01, dtype=dtype)
+    assert of(found, method).checkpoint == pytest.approx(n * held, rel=1e-3)
