@@ -169,10 +169,10 @@ def decoupled_diloco(
         eta, beta = at(rate, t, phi), at(momentum, t, phi)
         b_new = each(lambda b, delta: beta * b + delta, b, delta)
         phi_new = each(lambda phi, delta, b: phi - eta * (delta + beta * b), phi, delta, b_new)
-        mask = fragments.mask(phi, due.unbind())
+        mask = fragments.mask(phi, due)
         counts = [torch.where(due & is_here, torch.zeros_like(count), count) for count in (tokens, steps)]
         memory = Memory(where(mask, phi_new, phi), where(mask, b_new, b), *counts)
-        mine = fragments.mask(phi, (due & is_here).unbind())
+        mine = fragments.mask(phi, due & is_here)
         return State(where(mine, phi_new, theta), local, memory), g.metrics
 
     return worker.algorithm(step, start, topology=worker.everyone, must_equal=("params",))
