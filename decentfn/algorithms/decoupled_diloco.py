@@ -145,8 +145,9 @@ def decoupled_diloco(
         means, dues = [], []
         for p, (pieces, schedule) in enumerate(zip(fragments.split(list(delta)), schedules, strict=True)):
             own = torch.stack([tokens[p] ** 2 / steps[p].clamp(min=1), (steps[p] > 0).to(steps.dtype)])
+            own = gossip.beside(pieces, own)
             weight, trained = gossip.mean(loose([own]), schedule, t)[0].unbind()
-            share = once(torch.where(weight > 0, own[0] / weight, torch.zeros_like(weight)))
+            share = once(torch.where(weight != 0, own[0] / weight, torch.zeros_like(weight)))
             sent = [
                 gossip.narrow(piece * share.to(piece.dtype), plan.dtype, wire)
                 for piece, plan in zip(pieces, delta.plan.buckets, strict=True)
