@@ -14,7 +14,7 @@ from typing import Any, Unpack
 from torch import Tensor
 
 from decentfn.core.trees import PyTree
-from decentfn.kit import Algorithm, LossFn, Metrics, Options, State, Worker, add, algorithm, as_weight, scale
+from decentfn.kit import Algorithm, LossFn, Metrics, Options, State, Worker, add, algorithm, as_weight
 from decentfn.topologies import Topology
 
 
@@ -49,8 +49,8 @@ def all_reduce(
     def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
         x = state.params
         g, local = worker.gradient(x, state.local, batch, t, together=True)
-        weighed = g.grads if weigh is None else scale(g.grads, worker.share(weigh(g), t))
-        u, local = worker.update(worker.mean(weighed, t), worker.used_by_any(g, t), local, x)
+        mean = worker.mean(g.grads, t, weight=None if weigh is None else weigh(g))
+        u, local = worker.update(mean, worker.used_by_any(g, t), local, x)
         return State(add(x, u), local), g.metrics
 
     return worker.algorithm(step, topology=worker.everyone, must_equal=("params", "buffers"))

@@ -145,8 +145,9 @@ def decoupled_diloco(
         means, dues = [], []
         for p, (pieces, schedule) in enumerate(zip(fragments.split(list(delta)), schedules, strict=True)):
             own = torch.stack([tokens[p] ** 2 / steps[p].clamp(min=1), (steps[p] > 0).to(steps.dtype)])
+            own = gossip.beside(pieces, own)
             weight, trained = gossip.mean(loose([own]), schedule, t)[0].unbind()
-            share = once(torch.where(weight > 0, own[0] / weight, torch.zeros_like(weight)))
+            share = once(torch.where(weight != 0, own[0] / weight, torch.zeros_like(weight)))
             sent = [
                 gossip.narrow(piece * share.to(piece.dtype), plan.dtype, wire)
                 for piece, plan in zip(pieces, delta.plan.buckets, strict=True)
@@ -169,10 +170,10 @@ def decoupled_diloco(
         eta, beta = at(rate, t, phi), at(momentum, t, phi)
         b_new = each(lambda b, delta: beta * b + delta, b, delta)
         phi_new = each(lambda phi, delta, b: phi - eta * (delta + beta * b), phi, delta, b_new)
-        mask = fragments.mask(phi, due.unbind())
+        mask = fragments.mask(phi, due)
         counts = [torch.where(due & is_here, torch.zeros_like(count), count) for count in (tokens, steps)]
         memory = Memory(where(mask, phi_new, phi), where(mask, b_new, b), *counts)
-        mine = fragments.mask(phi, (due & is_here).unbind())
+        mine = fragments.mask(phi, due & is_here)
         return State(where(mine, phi_new, theta), local, memory), g.metrics
 
     return worker.algorithm(step, start, topology=worker.everyone, must_equal=("params",))

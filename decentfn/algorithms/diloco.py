@@ -36,7 +36,6 @@ from decentfn.kit import (
     require_fractions,
     require_positive,
     require_whole,
-    scale,
     zeros_like,
 )
 from decentfn.topologies import Topology
@@ -106,7 +105,7 @@ def diloco(
     def mean_progress(phi: Buckets, theta: Buckets, own: Tensor | None, t: Tensor) -> Buckets:
         if own is None:
             return outer_gradient(phi, worker.mean(to_send(phi, theta, wire), t, schedule), wire)
-        return worker.mean(scale(progress(phi, theta), worker.share(own, t, schedule)), t, schedule)
+        return worker.mean(progress(phi, theta), t, schedule, own)
 
     def outer(theta: Buckets, memory: Memory, t: Tensor) -> tuple[Buckets, Memory]:
         phi, b, own = memory

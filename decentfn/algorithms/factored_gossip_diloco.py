@@ -101,4 +101,5 @@ def factored_gossip_diloco(
         phi = copy_wide(x)
         return Memory(phi, outer_optimizer.init(phi))
 
-    return worker.algorithm(local_steps(worker, schedule, outer, post), start)
+    step = local_steps(worker, schedule, outer, post)
+    return worker.algorithm(step, start, outer_optimizers=(outer_optimizer,))

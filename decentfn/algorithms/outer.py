@@ -152,12 +152,12 @@ class Fragments:
         """Join slices into buckets; the inverse of `split`."""
         return Buckets([torch.cat(slices) for slices in zip(*fragments, strict=True)], plan)
 
-    def turn(self, like: Buckets, schedules: Sequence[Topology], t: Tensor) -> Buckets:
-        """Return a mask of the elements whose fragment's schedule is active in step t."""
-        return self.mask(like, [is_active(schedule, t, like) for schedule in schedules])
+    def turn(self, like: Buckets, schedules: Sequence[Topology], t: Tensor) -> Tensor:
+        """Return True for each fragment whose schedule is active in step t, [P] bool."""
+        return torch.stack([is_active(schedule, t, like) for schedule in schedules])
 
-    def mask(self, like: Buckets, dues: Sequence[Tensor]) -> Buckets:
-        """Return a mask of the elements whose fragment is due, from a 0-d bool for each fragment."""
-        pairs = zip(dues, self.split(list(like)), strict=True)
+    def mask(self, like: Buckets, due: Tensor) -> Buckets:
+        """Return a mask of the elements whose fragment is due, [P] bool."""
+        pairs = zip(due.unbind(), self.split(list(like)), strict=True)
         slices = [[due.expand(piece.shape) for piece in fragment] for due, fragment in pairs]
         return self.join(slices, like.plan)

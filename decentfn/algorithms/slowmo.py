@@ -113,8 +113,10 @@ def slowmo(
         x = worker.mix(add(x, v), t, inner)
         x_h = worker.mean(x, t, outer)
         due = is_active(outer, t, x)
-        u_new = each(lambda u, d: beta * u + d * per_eta, u, progress(x0, x_h))
-        slow = each(lambda x0, u: x0 - alpha * eta * u, x0, u_new)
+        moved = progress(x0, x_h)
+        u_new = each(lambda u, d: beta * u + d * per_eta, u, moved)
+        # Not α η u⁺, which would lose the round if η has fallen to 0 in it.
+        slow = each(lambda x0, u, d: x0 - alpha * (eta * beta * u + d), x0, u, moved)
         memory = Memory(where(due, slow, x0), where(due, u_new, u))
         return State(where(due, slow, x), local, memory), g.metrics
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, Unpack
 
+import torch
 from torch import Tensor
 
 from decentfn.algorithms.outer import Fragments, outer_gradient, to_send
@@ -52,11 +53,14 @@ class Memory(NamedTuple):
     phi: Buckets  # outer parameters, the same on all workers
     b: Buckets  # outer momentum, likewise
     delta: Buckets | None  # outer gradients that have arrived and wait to be applied; None if delay <= 1
-    averaged = ("phi", "b", "delta")  # over the workers, by df.resize
+    waits: Tensor | None  # [P] bool: fragments of which one does; None if delay <= 1
+    averaged = ("phi", "b", "delta", "waits")  # over the workers, by df.resize
 
     def restart(self, x: Buckets) -> Memory:
-        """Take `x` as outer parameters; reset the outer momentum and gradients."""
-        return Memory(copy_wide(x), zeros_like(x), None if self.delta is None else zeros_like(x))
+        """Take `x` as outer parameters; reset the outer momentum, and drop outer gradients that wait."""
+        if self.delta is None or self.waits is None:
+            return Memory(copy_wide(x), zeros_like(x), None, None)
+        return Memory(copy_wide(x), zeros_like(x), zeros_like(x), torch.zeros_like(self.waits))
 
 
 @algorithm
@@ -116,7 +120,10 @@ def streaming_diloco(
     launches, arrivals = fragments.schedules(0 if delay else -1), fragments.schedules(delay - 1)
 
     def start(x: Buckets) -> Memory:
-        return Memory(copy_wide(x), zeros_like(x), zeros_like(x) if delay > 1 else None)
+        if delay <= 1:
+            return Memory(copy_wide(x), zeros_like(x), None, None)
+        waits = torch.zeros(num_fragments, dtype=torch.bool, device=x[0].device)
+        return Memory(copy_wide(x), zeros_like(x), zeros_like(x), waits)
 
     def launch(theta: Buckets, phi: Buckets, t: Tensor) -> list[Posted]:
         sent = fragments.split([gossip.narrow(bucket, wire) for bucket in to_send(phi, theta, wire)])
@@ -130,7 +137,7 @@ def streaming_diloco(
     must_equal = () if wire is None else ("params",)
 
     def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
-        theta, (phi, b, waiting) = state.params, state.memory
+        theta, (phi, b, waiting, waits) = state.params, state.memory
         posted = launch(theta, phi, t) if delay else []
         g, local = worker.gradient(theta, state.local, batch, t, after=posted)
         u, local = worker.update(g.grads, g, local, theta)
@@ -138,14 +145,18 @@ def streaming_diloco(
         if not delay:
             posted = launch(theta, phi, t)
         delta = collect(posted, phi, g.grads)
-        if waiting is not None:
-            delta = waiting = where(fragments.turn(phi, launches, t), delta, waiting)
+        due = fragments.turn(phi, arrivals, t)
+        if waiting is not None and waits is not None:
+            launched = fragments.turn(phi, launches, t)
+            delta = waiting = where(fragments.mask(phi, launched), delta, waiting)
+            waits = waits | launched
+            due, waits = due & waits, waits & ~due
         eta = at(rate, t, phi)
         b_new = each(lambda b, delta: beta * b + delta, b, delta)
         phi_new = each(lambda phi, delta, b: phi - eta * (delta + beta * b), phi, delta, b_new)
         theta_new = each(lambda phi, theta: (1 - alpha) * phi + alpha * theta, phi_new, theta)
-        due = fragments.turn(phi, arrivals, t)
-        memory = Memory(where(due, phi_new, phi), where(due, b_new, b), waiting)
-        return State(where(due, theta_new, theta), local, memory), g.metrics
+        mask = fragments.mask(phi, due)
+        memory = Memory(where(mask, phi_new, phi), where(mask, b_new, b), waiting, waits)
+        return State(where(mask, theta_new, theta), local, memory), g.metrics
 
     return worker.algorithm(step, start, topology=worker.everyone, must_equal=must_equal)

@@ -15,7 +15,7 @@ from decentfn.core.buckets import Buckets, Mask, Plan, flatten, part_of, part_sh
 from decentfn.core.trees import PyTree
 from decentfn.gradient import WithinWorker
 from decentfn.kit.options import require_narrower
-from decentfn.optim.transforms.transform import require_descent
+from decentfn.optim.transforms.transform import masks_of, require_descent
 from decentfn.topologies import Topology, certificate
 
 _log = logging.getLogger("decentfn")
@@ -23,7 +23,7 @@ _log = logging.getLogger("decentfn")
 
 def lay_out(
     params: PyTree,
-    optimizer: Any,
+    optimizers: Sequence[Any],
     topologies: Sequence[Topology],
     bucket_mb: float,
     wire_dtype: torch.dtype | None,
@@ -31,14 +31,15 @@ def lay_out(
 ) -> Buckets:
     """Copy `params` into buckets, make the process groups and check that all ranks agree. Collective.
 
-    The optimizer's masks are not mixed within a bucket; `topologies` are all of the algorithm's, its own schedule
+    The optimizers' masks are not mixed within a bucket; `topologies` are all of the algorithm's, its own schedule
     first.
     """
-    masks = getattr(optimizer, "masks", ())
+    masks = masks_of(*optimizers)
     try:
         _require_as_built(within_worker)
         x = _in_buckets(params, bucket_mb, masks, within_worker)
-        require_descent(optimizer, x.plan)
+        for optimizer in optimizers:
+            require_descent(optimizer, x.plan)
         require_narrower(wire_dtype, x)
         _require_divisible(topologies[0].num_workers)
         device = _require_one_device(x)

@@ -16,7 +16,7 @@ from decentfn.comm import collectives, gossip
 from decentfn.comm.fingerprint import require_equal
 from decentfn.comm.gossip import Posted, collect
 from decentfn.core import trees
-from decentfn.core.buckets import Buckets, all_finite, each, global_norm, is_finite, loose, where
+from decentfn.core.buckets import Buckets, all_finite, each, global_norm, is_finite, loose, scale, where
 from decentfn.core.context import context
 from decentfn.core.trees import PyTree
 from decentfn.gradient import DynamicLossScale, Gradient, LossFn, evaluate, where_good, within_worker_of
@@ -79,6 +79,7 @@ class Worker:
         *,
         topology: Topology | None = None,
         must_equal: tuple[str, ...] = (),
+        outer_optimizers: Sequence[Any] = (),
     ) -> Algorithm:
         """Combine an `init` with this step.
 
@@ -88,12 +89,13 @@ class Worker:
             topology: `Algorithm.topology`, if it differs from the worker's.
             must_equal: "params", "buffers" or both, which must start bitwise equal on all workers; "params" also after
                 `df.with_params`.
+            outer_optimizers: further pairs `(init, update)` that take buckets of the parameters.
         """
         starts_equal = "params" in must_equal
 
         def init(params: PyTree, buffers: PyTree = None) -> State:
-            topologies = self.topology, self.everyone
-            x = lay_out(params, self.optimizer, topologies, self.bucket_mb, self.wire_dtype, self.within_worker)
+            optimizers, topologies = (self.optimizer, *outer_optimizers), (self.topology, self.everyone)
+            x = lay_out(params, optimizers, topologies, self.bucket_mb, self.wire_dtype, self.within_worker)
             x = Buckets(x, replace(x.plan, starts_equal=starts_equal))
             scale = None if self.scaling is None else self.scaling.init(x[0].device)
             local = Local(self.optimizer.init(x), trees.map(lambda b: b.detach().clone(), buffers), scale)
@@ -205,20 +207,6 @@ class Worker:
         denials = gossip.mean(loose([(~claim).to(torch.float32).view(1)]), self.everyone, t)
         return denials[0][0] == 0
 
-    def share(self, weight: Tensor, t: Tensor, everyone: Topology | None = None) -> Tensor:
-        """Return `w / mean_j w_j` (0-d float64), whose mean over all workers is 1; 0 if all weights are 0.
-
-        The mean of `share * x` is the weighted mean of x. Exchanges one number, for which all wait.
-
-        Args:
-            weight: w >= 0, 0-d, such as the number of tokens in this worker's batch; 0 leaves the worker out.
-            t: the step.
-            everyone: as for `mean`.
-        """
-        own = weight.detach().to(torch.float64).reshape(1)
-        mean = gossip.mean(loose([own]), everyone or self.everyone, t)[0][0]
-        return torch.where(mean > 0, own[0] / mean, torch.zeros_like(mean))
-
     def post(self, x: Buckets, t: Tensor, topology: Topology | None = None) -> Posted:
         """Start to send `x` to the neighbors of step `t`.
 
@@ -248,12 +236,23 @@ class Worker:
             before, x = x, each(lambda mixed, old: (mixed + eta * (mixed - old)).to(mixed.dtype), mixed, old)
         return x
 
-    def mean(self, x: Buckets, t: Tensor, everyone: Topology | None = None) -> Buckets:
+    def mean(self, x: Buckets, t: Tensor, everyone: Topology | None = None, weight: Tensor | None = None) -> Buckets:
         """Average `x`, rounded as it is sent, over all workers: the same result on each, in the dtypes of `x`.
 
-        `everyone` is a schedule of means over all workers; between means, the result is `x`, rounded.
+        Args:
+            x: buckets to average.
+            t: the step.
+            everyone: a schedule of means over all workers; between means, the result is `x`, rounded.
+            weight: w >= 0, 0-d, such as the number of tokens in this worker's batch, for `Σ_j w_j x_j / Σ_j w_j`; 0 leaves
+                the worker out, and if all are 0, so is the result. Exchanges one number more, for which all wait.
         """
-        return gossip.mean(x, everyone or self.everyone, t, wire_dtype=self.wire_dtype)
+        everyone = everyone or self.everyone
+        if weight is not None:
+            sent = [gossip.narrow(b, plan.dtype, self.wire_dtype) for b, plan in zip(x, x.plan.buckets, strict=True)]
+            own = gossip.beside(sent, weight.detach().to(torch.float64))
+            mean = gossip.mean(loose([own.reshape(1)]), everyone, t)[0][0]
+            x = scale(x, torch.where(mean != 0, own / mean, torch.zeros_like(mean)))
+        return gossip.mean(x, everyone, t, wire_dtype=self.wire_dtype)
 
 
 def _after(batch: PyTree, posted: Posted | Sequence[Posted]) -> PyTree:

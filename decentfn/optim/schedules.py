@@ -302,7 +302,7 @@ def gamma_from_learning_rate(
         peak = float(rates.max())
     require(0 < peak < math.inf, call, "the largest learning rate is positive and finite.", peak=peak)
 
-    numbers = Numbers(start * total, power, peak)
+    numbers = Numbers(round(start * total, 6), power, peak)  # 0.07 * 100 is more than 7
 
     def gamma(count: Tensor) -> Tensor:
         count = torch.as_tensor(count)

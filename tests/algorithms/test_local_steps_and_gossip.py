@@ -59,13 +59,13 @@ def gasloc_loop(p, matrices, eta, gamma, own=H):
     return outer_loop(p, outer, own=own)
 
 
-def factored_loop(p, matrices, eta, beta):
+def factored_loop(p, matrices, eta, beta, decay=0.0):
     b = np.zeros_like(p.start)
 
     def outer(k, phi, theta):
         nonlocal b
         first, second = (matrices[(2 * k + j) % len(matrices)] for j in range(2))
-        delta = phi - theta
+        delta = phi - theta + decay * phi
         b = beta * b + delta
         return second @ (first @ phi - eta * (delta + beta * b))
 
@@ -121,6 +121,16 @@ def test_factored_gossip_diloco_follows_its_equation(matrices):
     outer = df.sgd(0.6, momentum=0.8, nesterov=True)
     built = build(df.factored_gossip_diloco, p, matrices, LR, inner_steps=H, outer_optimizer=outer)
     agree(run(built, p, STEPS), factored_loop(p, matrices, 0.6, 0.8))
+
+
+def test_the_outer_optimizer_of_factored_gossip_diloco_may_decay_some_leaves_alone():
+    """In one bucket with the others, without the masks."""
+    p, mask = problem(N), lambda name, shape: name == "tail"
+    outer = df.sgd(0.6, momentum=0.8, nesterov=True, weight_decay=0.1, mask=mask)
+    ring = df.topology("static-ring", N)
+    built = df.factored_gossip_diloco(loss, Sgd(LR), ring, inner_steps=H, outer_optimizer=outer)
+    decay = 0.1 * (np.arange(5) >= 2)
+    agree(run(built, p, STEPS), factored_loop(p, static_ring(N), 0.6, 0.8, decay))
 
 
 def test_sparse_loco_follows_its_equation():

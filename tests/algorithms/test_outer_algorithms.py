@@ -94,13 +94,13 @@ def diloco_loop(p, outer_lr, momentum):
     return np.stack(xs)
 
 
-def streaming_diloco_loop(p, num_fragments, delay, alpha, outer_lr, momentum, inner_steps=H):
+def streaming_diloco_loop(p, num_fragments, delay, alpha, outer_lr, momentum, inner_steps=H, first=0):
     """The two leaves are a bucket each, of 2 and of 3 elements, and cut into equal parts."""
     parts = [np.array_split(np.arange(2), num_fragments), np.array_split(np.arange(2, 5), num_fragments)]
     fragments = [np.concatenate([leaf[f] for leaf in parts]) for f in range(num_fragments)]
     theta, phi, b, xs = p.start.copy(), p.start.copy(), np.zeros_like(p.start), [p.start]
     launched = {}
-    for step in range(1, STEPS + 1):
+    for step in range(first + 1, STEPS + 1):
         theta = theta - LR * p.gradients(theta)
         for f, mine in enumerate(fragments):
             if step % inner_steps == (f + 1) * inner_steps // num_fragments % inner_steps:
@@ -144,6 +144,17 @@ def test_slowmo_follows_a_learning_rate():
     agree(run(built, p), slowmo_loop(p, matrices, 0.9, 0.6, decaying))
 
 
+def test_slowmo_keeps_the_progress_of_a_round_in_which_the_rate_falls_to_0():
+    """α = 1, β = 0: local SGD, averaged every H steps, at every learning rate."""
+    p, rate = problem(N), df.schedules.piecewise_constant(LR, {H + 2: 0.0})
+    built = slowmo(loss, sgd(rate), idle(N), inner_steps=H, alpha=1.0, beta=0.0, learning_rate=rate)
+    x = p.start
+    for t in range(2 * H):
+        x = x - LR * (t < H + 2) * p.gradients(x)
+        x = np.repeat(x.mean(0)[None], N, 0) if (t + 1) % H == 0 else x
+    agree(run(built, p, steps=3 * H)[-1], x)
+
+
 @schedules
 def test_diloco_follows_its_equation_whatever_the_topology(matrices):
     p = problem(N)
@@ -183,6 +194,18 @@ def test_streaming_diloco_follows_its_equation(num_fragments, delay, alpha):
         **options,
     )
     agree(run(built, p), streaming_diloco_loop(p, outer_lr=0.6, momentum=0.8, **options))
+
+
+def test_streaming_diloco_takes_no_outer_step_that_was_not_launched():
+    """From a start, or `df.with_params`, between a fragment's launch after 3 steps and its arrival after 7."""
+    p, options = problem(N), {"inner_steps": 6, "num_fragments": 2, "delay": 4, "alpha": 0.25}
+    built = build(streaming_diloco, p, static_ring(N), LR, outer_learning_rate=0.6, outer_momentum=0.8, **options)
+    expected = streaming_diloco_loop(p, outer_lr=0.6, momentum=0.8, first=5, **options)
+    step, fresh = df.simulate(built.step, N), start(built, p)
+    for state in (fresh, df.with_params(states(built, p, steps=5)[-1], df.params(fresh))):
+        for t, x in enumerate(expected[1:], 5):
+            state, _ = step(state, batch(p), t)
+            agree(flat(state.params), x)
 
 
 @schedules

@@ -7,7 +7,7 @@ import torch
 import decentfn as df
 from decentfn.core import trees
 from decentfn.testing.ranks import on_kept_ranks
-from tests.quadratics import Sgd, flat, loss, problem, start
+from tests.quadratics import Problem, Sgd, flat, loss, problem, start
 
 N, H, STEPS, LR = 4, 3, 40, 0.1
 
@@ -122,6 +122,23 @@ def test_a_worker_of_weight_0_is_left_out(algorithm, options, loop):
     np.testing.assert_allclose(nobody[-2 if algorithm is df.diloco else -1], p.start, atol=1e-14)
 
 
+@pytest.mark.parametrize("algorithm", [df.all_reduce, df.diloco, df.decoupled_diloco], ids=lambda f: f.__name__)
+def test_a_guarded_mean_leaves_out_a_bad_worker_and_its_weight(algorithm):
+    p = problem(N, starts_equal=True)
+    left = [0, 2, 3]
+    options = {"all_reduce": {}, "decoupled_diloco": {"inner_steps": 1, "num_fragments": 1}}
+    options = options.get(algorithm.__name__, {"inner_steps": 1})
+    ends = []
+    for those in (range(N), left):
+        some = Problem(*(part[those] for part in p))
+        guarded = df.guard(built(algorithm, len(those), **options))
+        state, batch = start(guarded, some), batch_at(some, 0, tokens_at(0)[those])
+        if len(those) == N:
+            (batch[1] if algorithm is df.all_reduce else state.memory.phi[0])[1, 0] = np.nan
+        ends.append(flat(df.simulate(guarded.step, len(those))(state, batch, 0)[0].params))
+    np.testing.assert_allclose(ends[0][left], ends[1], rtol=0, atol=1e-14)
+
+
 @each_method
 def test_a_weight_that_cannot_be_computed_is_refused(algorithm, options, loop):
     name = algorithm.__name__
@@ -175,5 +192,8 @@ def test_a_worker_that_meets_nobody_keeps_its_weight_and_a_weight_of_nan_is_seen
         x = W @ (w[:, None] * y) / (W @ w)[:, None]
         w = np.where(W.diagonal() == 1, w, 0.0)
     np.testing.assert_allclose(run(made, p, lambda t: tokens_at(t, 3))[-1], x, rtol=0, atol=1e-10)
-    unknown = run(made, p, lambda t: np.where(np.arange(3) + t == 5, np.nan, 1.0))
-    assert np.isnan(unknown[-1]).all()
+    outer = {"inner_steps": H}, {"inner_steps": H, "num_fragments": 1}
+    diloco, decoupled = (built(f, 3, **o) for f, o in zip((df.diloco, df.decoupled_diloco), outer, strict=True))
+    for algorithm in (made, built(df.all_reduce, 3), diloco, decoupled):
+        unknown = run(algorithm, p, lambda t: np.where(np.arange(3) + t == 5, np.nan, 1.0))
+        assert np.isnan(unknown[-1]).all()

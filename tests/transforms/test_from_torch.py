@@ -110,6 +110,15 @@ def test_an_optimizer_equals_itself_in_a_plain_loop(name):
     assert float(metrics.learning_rate) == pytest.approx(float(make([torch.zeros(2, 2)]).param_groups[0]["lr"]))
 
 
+def test_an_empty_leaf_changes_nothing():
+    make, params = VARIANTS["RMSprop, centered"], start()
+    init, step = built(make, bucket_mb=1e-4)
+    state, _ = ours(step, init({**params, "none": torch.zeros(0, 3, dtype=torch.float64)}))
+    trained = dict(df.params(state))
+    assert trained.pop("none").shape == (0, 3)
+    assert_equal(trained, plain_loop(make, params))
+
+
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "name", ["Counting", *(pytest.param(n, marks=pytest.mark.thorough) for n in ("AdamW", "Muon"))]

@@ -108,6 +108,17 @@ def test_lamb_equals_its_equations():
     assert_all_close(updates[0], torch.full((3,), -0.1), rtol=1e-5)
 
 
+def test_lamb_of_complex_leaves_is_lamb_of_their_parts():
+    g = torch.Generator().manual_seed(0)
+    x, grads = (torch.randn(3, 4, generator=g, dtype=torch.complex128) for _ in range(2))
+    ends = []
+    for form in (lambda z: z, lambda z: torch.view_as_real(z).clone()):
+        flat, optimizer = flatten({"w": form(x)}), lamb(0.1)
+        updates, _ = optimizer.update(flatten({"w": form(grads)}), optimizer.init(flat), flat)
+        ends.append(apply(flat, updates).tree()["w"])
+    assert_all_close(torch.view_as_real(ends[0]), ends[1])
+
+
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_muon_equals_its_equations(nesterov):
     def update(k, x, g, state):
@@ -142,6 +153,17 @@ def test_muon_is_torchs_up_to_its_bfloat16():
 def test_muon_names_a_leaf_that_is_not_a_matrix():
     with pytest.raises(ValueError, match=r"muon: leaf 'b' is \[3\], not a matrix.*partition"):
         muon().init(flatten({"w": torch.ones(2, 2), "b": torch.ones(3)}))
+
+
+def test_adafactor_names_a_complex_leaf():
+    with pytest.raises(ValueError, match=r"adafactor: leaf 'z' is complex.*partition.*name != 'z'"):
+        adafactor().init(flatten({"w": torch.ones(2, 2), "z": torch.ones(2, dtype=torch.complex64)}))
+
+
+def test_muon_takes_a_matrix_without_columns():
+    x, optimizer = flatten({"w": torch.ones(2, 0), "v": torch.eye(2)}), muon()
+    updates, _ = optimizer.update(x, optimizer.init(x), x)
+    assert updates.tree()["w"].shape == (2, 0) and updates.tree()["v"].diagonal().lt(0).all()
 
 
 def test_schedule_free_adamw_equals_its_equations():

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 
@@ -114,6 +114,14 @@ def test_schedules_with_a_warmup_are_their_formulas(u, warmup, rest, end):
     assert at(schedules.inverse_sqrt(0.5, warmup + 1), u) == pytest.approx(expected, **close)
     expected = end + (0.5 - end) * (1 - min(u / rest, 1.0)) ** 1.5
     assert at(schedules.polynomial(0.5, end, rest, 1.5), u) == pytest.approx(expected, **close)
+
+
+@given(k=st.integers(1, 1000), total=st.integers(1, 1000))
+@example(k=7, total=100)  # 0.07 * 100 is more than 7
+def test_gamma_follows_from_the_count_at_the_start(k, total):
+    k = min(k, total)
+    gamma = schedules.gamma_from_learning_rate(schedules.constant(0.05), 1.0, k / total, total, peak=0.1)
+    assert [at(gamma, k - 1), at(gamma, k)] == [1.0, 0.5]
 
 
 @given(u=st.integers(0, 30))

@@ -66,6 +66,11 @@ def judged(sent: Iterable[Tensor]) -> Tensor:
     return good
 
 
+def beside(sent: Iterable[Tensor], number: Tensor) -> Tensor:
+    """Return a number that goes with this message: NaN if a guarded step leaves the message out, so the number too."""
+    return torch.where(judged(sent), number, torch.nan) if context.guarded else number
+
+
 def post_flags(good: Tensor, row: collectives.Row) -> Flags:
     """Start to tell this round's neighbors whether this worker's message is good."""
     flag = good.to(torch.float32).view(1)

@@ -68,7 +68,7 @@ def lamb(
     def scaled(d: Tensor, x: Tensor) -> Tensor:
         of_x, of_d = (torch.linalg.vector_norm(y.to(wide(y.dtype))) for y in (x, d))
         ratio = once(torch.where((of_x > 0) & (of_d > 0), of_x / of_d, torch.ones_like(of_d)))
-        return (d.to(ratio.dtype) * ratio).to(d.dtype)
+        return (d.to(wide(d.dtype)) * ratio).to(d.dtype)
 
     trust = by_leaf(Transform(lambda params: (), lambda d, state, x: (trees.map(scaled, d, x), state)))
     decay = unless_zero(weight_decay, lambda: add_decayed_weights(weight_decay, mask))
@@ -94,6 +94,9 @@ def adafactor(
         eps: ε > 0.
         clip: c >= 1.
         weight_decay: λ >= 0.
+
+    Raises:
+        ValueError: from `init`, a complex leaf, or a worker of several processes.
     Source: Shazeer and Stern, ICML 2018; torch.optim.Adafactor.
     """
     require_scalars("adafactor", learning_rate=learning_rate, weight_decay=weight_decay)
@@ -108,6 +111,12 @@ def adafactor(
         return zeros[..., :1].clone(), zeros[..., :1, :].clone()
 
     def init(params: PyTree) -> AdafactorState:
+        for name, leaf in trees.named_leaves(params):
+            way_out = (
+                "give it another optimizer: df.transforms.partition({True: df.transforms.adafactor(), False: df.adamw(3e-4)}, "
+                f"lambda name, shape: name != {name!r})."
+            )
+            require(not leaf.is_complex(), "adafactor", f"leaf {name!r} is complex; {way_out}")
         rate = start_rate(learning_rate, trees.leaves(params))
         count = torch.zeros((), dtype=torch.int64, device=rate.learning_rate.device)
         return AdafactorState(rate, count, trees.map(start, params))
@@ -188,7 +197,7 @@ def muon(
 
         def direction(g: Tensor, m: Tensor) -> Tensor:
             d = (1 - momentum) * g.to(m.dtype) + momentum * m if nesterov else m
-            return (math.sqrt(max(1.0, g.shape[-2] / g.shape[-1])) * orthogonalize(d, steps)).to(g.dtype)
+            return (math.sqrt(max(1.0, g.shape[-2] / max(1, g.shape[-1]))) * orthogonalize(d, steps)).to(g.dtype)
 
         return trees.map(direction, grads, m_new), MuonState(m_new)
 
