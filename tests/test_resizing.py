@@ -10,6 +10,7 @@ import decentfn as df
 from decentfn.core import trees
 from decentfn.testing import problem
 from decentfn.testing.ranks import on_kept_ranks
+from decentfn.testing.subjects import assert_close
 from tests.contract import ROWS
 from tests.test_examples import load
 
@@ -57,12 +58,6 @@ def train(algorithm, state, steps, batch_at):
 def assert_same(a, b):
     for (name, x), y in zip(trees.named_leaves(a), trees.leaves(b), strict=True):
         assert x.dtype == y.dtype and torch.equal(x, y), name
-
-
-def assert_near(a, b):
-    for (name, x), y in zip(trees.named_leaves(a), trees.leaves(b), strict=True):
-        bound = 2e-5 if x.dtype == torch.float32 else 1e-7
-        torch.testing.assert_close(x, y, atol=bound, rtol=bound, msg=lambda text, name=name: f"{name}: {text}")
 
 
 def expected_mean(tree, n):
@@ -235,7 +230,7 @@ def test_a_resized_state_trains_on_compiled_donated_and_on_ranks(row, backend):
     for t in range(5, 9):
         state, _ = compiled(state, batches(3, t), t)
     for end in (state, on_ranks):
-        assert_near(end, expected)
+        assert_close(end, expected)
 
 
 @pytest.mark.parametrize("row", ["noloco", "relay_sgd, models"])
@@ -261,7 +256,7 @@ def test_ranks_go_on_as_more_and_as_fewer_ranks_from_a_checkpoint(row, tmp_path)
         if ended is not None:
             assert_same(df.params(start), expected_mean(df.params(ended), n))
         ended = problem.stacked(ends)
-        assert_near(ended, train(algorithm, start, range(t, t + 3), batches))
+        assert_close(ended, train(algorithm, start, range(t, t + 3), batches))
         t += 3
 
 

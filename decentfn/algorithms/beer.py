@@ -7,7 +7,8 @@
 
 x: a worker's parameters; g, g⁺: its gradients at the last x and at this one; v: its estimate of the mean gradient,
 mean(v) = mean(g) at every step; h, s: public copies of x and v, known to all neighbors; C: the compressor; W: the
-mixing matrix; γ: the consensus step size; -η v: the optimizer's update for v. All but x start at 0.
+mixing matrix; γ: the consensus step size; -η v: the optimizer's update for v. All but x start at 0. A worker keeps
+(W - I) h and (W - I) s as sums in float64, for parameters of any dtype: an error in them would stay for ever.
 
 A step of the paper ends with its two messages. Here they begin the next step, so that both overlap with the gradient;
 the paper's public copies then start at h⁰ = C(x⁰) and s⁰ = C(v⁰), with v⁰ = g⁰.
@@ -15,12 +16,13 @@ the paper's public copies then start at h⁰ = C(x⁰) and s⁰ = C(v⁰), with 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 
-from decentfn.comm.gossip.compressed import as_messages, difference_compressed, post_compressed
+from decentfn.comm.gossip.compressed import as_messages, no_sum, post_compressed, running_sum
 from decentfn.compressors import Compressor
 from decentfn.core.trees import PyTree
 from decentfn.kit import (
@@ -53,11 +55,20 @@ class Memory(NamedTuple):
     v: Buckets  # tracker
     m: Buckets  # what it tracks: this worker's gradient (BEER) or its moving average (MoTEF)
     h: Buckets  # public copy of x
-    pull_x: Buckets  # (W - I) h, a running sum
+    pull_x: Buckets  # (W - I) h, a running sum in float64
     s: Buckets  # public copy of v
     pull_v: Buckets  # (W - I) s
     averaged = ("v", "m", "h", "s")  # over the workers, by df.resize
-    restart = classmethod(zeroed)
+
+    @classmethod
+    def restart(cls, x: Buckets) -> Memory:
+        """Reset the tracker, the public copies and the running sums."""
+        return zeroed(cls, x)._replace(pull_x=no_sum(x), pull_v=no_sum(x))
+
+    def without_lost(self, x: Buckets, mean: Callable[[Buckets], Buckets]) -> Memory:
+        """Take the mean public copies, so that those of all neighbors are known, and track anew from m."""
+        v, h, s = each(torch.clone, self.m), mean(self.h), mean(self.s)
+        return Memory.restart(x)._replace(v=v, m=self.m, h=h, s=s)
 
 
 def compressed_tracking(call: str, worker: Worker, compressor: Compressor, gamma: float, momentum: float) -> Algorithm:
@@ -78,10 +89,10 @@ def compressed_tracking(call: str, worker: Worker, compressor: Compressor, gamma
         q_x = post_compressed(each(torch.sub, x, h), compressor, neighbors, t)
         q_v = post_compressed(each(torch.sub, v, s), compressor, neighbors, t)
         g, local = worker.gradient(x, state.local, batch, t, after=(q_x.posted, q_v.posted))
-        h, pull_x = add(h, q_x.sent), add(pull_x, difference_compressed(q_x, after=g.grads))
-        s, pull_v = add(s, q_v.sent), add(pull_v, difference_compressed(q_v, after=g.grads))
+        h, pull_x = add(h, q_x.sent), running_sum(pull_x, q_x, after=g.grads)
+        s, pull_v = add(s, q_v.sent), running_sum(pull_v, q_v, after=g.grads)
         m_new = g.keep(each(lambda m, g: (1 - share) * m + share * g.to(m.dtype), m, g.grads), m)
-        v = each(lambda v, pull, new, old: v + factor * pull + (new - old), v, pull_v, m_new, m)
+        v = each(lambda v, pull, new, old: (v + factor * pull + (new - old)).to(v.dtype), v, pull_v, m_new, m)
         u, local = worker.update(cast_like(v, x), g, local, x)
         x = each(lambda x, pull, u: (x + factor * pull + u).to(x.dtype), x, pull_x, u)
         return State(x, local, Memory(v, m_new, h, pull_x, s, pull_v)), g.metrics

@@ -5,9 +5,9 @@
     d⁺ = d + (W - I) q               d = W x̂ - x̂, a running sum
     x⁺ = x½ + γ d⁺
 
-d is a sum of differences: its rounding error in the workers' mean moves x in every later step. Measured in float32
+d is a sum whose errors would stay for ever, so it is kept in float64 for parameters of any dtype. Measured in float32
 without gradients, for |x| about 2, four workers on 'static-ring', quantize(8) and γ = 0.3, the mean of an element moved
-by 2e-7 (rms) in 100 steps and in 10,000.
+by 2e-7 (rms) in 100 steps and in 10,000, and the workers ended within 2e-6 of it.
 
 x: a worker's parameters; u: the optimizer's update at its gradient g; x̂: its public copy, known to all neighbors, 0 at
 the start; C: the compressor; W: the mixing matrix; γ: the consensus step size.
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
-from decentfn.comm.gossip.compressed import as_messages, difference_compressed, post_compressed
+from decentfn.comm.gossip.compressed import as_messages, no_sum, post_compressed, running_sum
 from decentfn.compressors import Compressor
 from decentfn.core.trees import PyTree
 from decentfn.kit import (
@@ -43,7 +43,6 @@ from decentfn.kit import (
     require_static,
     unless_bad,
     zeroed,
-    zeros_like,
 )
 from decentfn.topologies import Topology
 
@@ -52,13 +51,17 @@ class Memory(NamedTuple):
     """Memory of one worker."""
 
     public: Buckets  # x̂, this worker's public copy
-    pull: Buckets  # d = Σ_j W[i,j] (x̂_j - x̂), whose mean over the workers is 0
+    pull: Buckets  # d = Σ_j W[i,j] (x̂_j - x̂) in float64, whose mean over the workers is 0
     averaged = ("public",)  # over the workers, by df.resize
-    restart = classmethod(zeroed)
+
+    @classmethod
+    def restart(cls, x: Buckets) -> Memory:
+        """Reset the public copy and the running sum."""
+        return zeroed(cls, x)._replace(pull=no_sum(x))
 
     def without_lost(self, x: Buckets, mean: Callable[[Buckets], Buckets]) -> Memory:
         """Take the mean public copy, so that those of all neighbors are known."""
-        return Memory(mean(self.public), zeros_like(x))
+        return Memory.restart(x)._replace(public=mean(self.public))
 
 
 @algorithm
@@ -106,7 +109,7 @@ def choco_sgd(
         x_half = unless_bad(add(x, u), lambda: x_hat)
         q = post_compressed(each(torch.sub, x_half, x_hat), compressor, neighbors, t)
         x_hat = add(x_hat, q.sent)
-        pull = add(pull, difference_compressed(q))
+        pull = running_sum(pull, q)
         factor = at(gamma_input, t, x_half)
         x = each(lambda x, pull: (x + factor * pull).to(x.dtype), x_half, pull)
         return State(x, local, Memory(x_hat, pull)), g.metrics

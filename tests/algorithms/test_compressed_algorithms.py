@@ -152,6 +152,42 @@ def test_choco_sgd_uncompressed_is_adapt_then_combine():
     assert np.abs(run(algorithm) - run(df.adapt_then_combine(loss, Sgd(LR), topology))).max() <= 1e-12
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_and_in_narrow_dtypes_to_their_rounding(dtype):
+    ends = [narrow_run(algorithm, dtype, 60).params[0].double() for algorithm in choco_and_uncompressed()]
+    torch.testing.assert_close(*ends, rtol=0, atol=4 * torch.finfo(dtype).eps * np.abs(START).max())
+
+
+def choco_and_uncompressed():
+    topology = schedule(STATIC["ring"])
+    yield choco_sgd(loss, Sgd(LR), topology, compressor=compressors.identity(), gamma=1.0)
+    yield df.adapt_then_combine(loss, Sgd(LR), topology)
+
+
+def narrow_run(algorithm, dtype, steps):
+    """Return the state after training in `dtype`."""
+    states = [algorithm.init(trees.map(lambda leaf: leaf.to(dtype), tree(x))) for x in START]
+    state, step = trees.map(lambda *leaves: torch.stack(leaves), *states), df.simulate(algorithm.step, N)
+    for t in range(steps):
+        state, _ = step(state, BATCH, t)
+    return state
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("compressor", [TOP[0], compressors.quantize(8), compressors.identity()], ids=str)
+def test_running_sums_are_what_mixing_adds_to_the_public_copies(compressor, dtype):
+    options = {"compressor": compressor, "gamma": 0.3}
+    choco, beer = (
+        narrow_run(make(loss, Sgd(LR), schedule(STATIC["ring"]), **options), dtype, 40).memory
+        for make in (choco_sgd, df.beer)
+    )
+    W = torch.tensor(STATIC["ring"][0])
+    for public, pull in ((choco.public, choco.pull), (beer.h, beer.pull_x), (beer.s, beer.pull_v)):
+        (public,), (pull,) = public, pull
+        public = public.double()
+        torch.testing.assert_close(pull, W @ public - public, rtol=0, atol=4e-6)
+
+
 @pytest.mark.parametrize("compressor", [compressors.top_k(0.2), compressors.sign(8), compressors.quantize(4)], ids=str)
 def test_choco_gossip_reaches_consensus_at_the_mean(compressor):
     algorithm = choco_sgd(loss, Sgd(0.0), schedule(STATIC["ring"]), compressor=compressor, gamma=0.2)

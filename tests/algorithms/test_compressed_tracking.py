@@ -8,7 +8,9 @@ import decentfn as df
 from decentfn import compressors
 from tests.algorithms.test_compressed_algorithms import (
     COMPRESSORS,
+    CURVATURE,
     LR,
+    MINIMUM,
     SIZE,
     START,
     STATIC,
@@ -19,6 +21,7 @@ from tests.algorithms.test_compressed_algorithms import (
     gradients,
     history,
     loss,
+    narrow_run,
     schedule,
 )
 from tests.algorithms.test_published_logistic import DIM, loss_fn, optimum, shards  # noqa: F401 (a fixture)
@@ -84,6 +87,22 @@ def test_the_mean_of_trackers_is_the_mean_of_what_they_track(momentum):
     for state in history(df.motef(loss, Sgd(LR), schedule(STATIC["ring"]), **options), STEPS):
         v, m = flat(state.memory.v), flat(state.memory.m)
         np.testing.assert_allclose(v.mean(0), m.mean(0), atol=1e-13)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("algorithm", "options"),
+    [
+        (df.beer, {"compressor": compressors.identity(), "gamma": 1.0}),
+        (df.motef, {"compressor": compressors.quantize(8), "gamma": 0.3, "momentum": 0.5}),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_float32_reaches_the_optimum_to_its_rounding(algorithm, options):
+    state = narrow_run(algorithm(loss, Sgd(2 * LR), schedule(STATIC["ring"]), **options), torch.float32, 250)
+    best = (CURVATURE * MINIMUM).sum(0) / CURVATURE.sum(0)
+    assert np.abs(flat(state.params) - best).max() < 1e-5
+    assert np.abs(flat(state.memory.v).mean(0) - flat(state.memory.m).mean(0)).max() < 1e-6
 
 
 @pytest.mark.one_in(2)

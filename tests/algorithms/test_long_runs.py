@@ -33,6 +33,7 @@ PARAMETERS = {
     "noloco": ("static-ring", 4, {"inner_steps": 2}),
     "deep_squeeze": ("static-ring", 4, RANDOM),
     "deep_squeeze, quantize": ("static-ring", 4, {"compressor": compressors.quantize(8), "gamma": 0.3}),
+    "choco_sgd": ("static-ring", 4, {"compressor": compressors.quantize(8), "gamma": 0.3}),
     "stochastic_gradient_push": ("static-exp", 5, {}),
     "push_diging": ("static-exp", 5, {}),
     "relay_sgd": ("binary-tree", 6, {}),
@@ -40,8 +41,8 @@ PARAMETERS = {
     "streaming_diloco": ("complete", 3, {"inner_steps": 4}),
     "slowmo": ("static-ring", 4, {"inner_steps": 3}),
 }
-"""An algorithm that promises its mean -> a topology, workers and hyperparameters. D², exact diffusion, EXTRA and CHOCO-SGD keep a sum of
-differences, in which a rounding moves the mean in every later step. Their docstrings say by how much."""
+"""An algorithm that promises its mean -> a topology, workers and hyperparameters. D², exact diffusion and EXTRA keep a sum of differences
+in their parameters' dtype, in which a rounding moves the mean in every later step. Their docstrings say by how much."""
 
 STARTS_EQUAL = {"all_reduce", "relay_sgd", "diloco", "streaming_diloco"}
 

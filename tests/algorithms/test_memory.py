@@ -52,8 +52,8 @@ def test_memory_is_wide_and_dtypes_stay(row):
     assert before == after
     for name, dtype in after.items():
         field = name.removeprefix("memory.").removeprefix("local.").split(".")[0]
-        is_number = name.endswith("learning_rate")  # in float64, as the user wrote it
-        assert dtype == (BF16 if field in NO_SUMS else torch.float64 if is_number else torch.float32), name
+        is_float64 = name.endswith("learning_rate") or field.startswith("pull")  # a user's number, a running sum
+        assert dtype == (BF16 if field in NO_SUMS else torch.float64 if is_float64 else torch.float32), name
 
 
 COMPRESSED = ("beer", "choco_sgd", "decoupled_diloco", "deep_squeeze", "demo", "motef", "relay_sgd", "sparse_loco")

@@ -72,6 +72,9 @@ MEMORIES = {
     "tracking": ALGORITHMS["tracking"],
     "momentum": lambda loss, n: df.momentum_tracking(loss, df.sgd(RATE), df.topology("base", n)),
     "choco": ALGORITHMS["choco"],
+    "beer": lambda loss, n: df.beer(
+        loss, df.sgd(RATE), df.topology("static-ring", n), compressor=df.compressors.top_k(0.5), gamma=0.3
+    ),
     "diloco": lambda loss, n: df.diloco(loss, df.sgd(RATE), df.topology("complete", n), inner_steps=2),
     "demo": lambda loss, n: df.demo(
         loss, df.sgd(RATE), df.topology("complete", n), compressor=df.compressors.top_k(0.5), learning_rate=RATE
@@ -99,9 +102,13 @@ def test_the_invariant_of_the_memory_holds_among_those_that_are_left(name):
         return torch.stack([its[field].tensors[0] for its in fields])
 
     x = torch.stack([state.params.tensors[0] for state in states])
-    if name == "choco":
+    sums = {"choco": {"public": "pull"}, "beer": {"h": "pull_x", "s": "pull_v"}}
+    if name in sums:
         w = df.mixing_matrix(in_place(df.topology("static-ring", 4), [1]), 0)
-        torch.testing.assert_close(rows("pull"), w @ rows("public") - rows("public"), rtol=0, atol=1e-14)
+        for public, pull in sums[name].items():
+            torch.testing.assert_close(rows(pull), w @ rows(public) - rows(public), rtol=0, atol=1e-14)
+        if name == "beer":
+            torch.testing.assert_close(rows("v").mean(0), rows("m").mean(0), rtol=0, atol=1e-14)
     elif name == "diloco":
         assert (rows("phi") == rows("phi")[0]).all() and rows("b").abs().max() > 0
     elif name == "demo":

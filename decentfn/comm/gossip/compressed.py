@@ -16,7 +16,7 @@ from decentfn.comm import collectives
 from decentfn.comm.gossip.guarding import are_finite
 from decentfn.comm.gossip.plain import Posted, coarse, inbox_of, own_gamma, post, with_flags
 from decentfn.compressors import Compressor, Key
-from decentfn.core.buckets import BucketPlan, Buckets, loose, wide
+from decentfn.core.buckets import BucketPlan, Buckets, add, each, loose, wide
 from decentfn.core.context import context
 from decentfn.core.scalars import once, rounded
 from decentfn.topologies import Topology, complete, from_permutations
@@ -72,6 +72,21 @@ def difference_compressed(
                 pull = pull + coarse(posted, term)
         pulls.append(pull)
     return Buckets(pulls, compressed.sent.plan)
+
+
+def running_sum(pull: Buckets, compressed: Compressed, *, after: Iterable[Tensor] = ()) -> Buckets:
+    """Wait for the messages and return `pull + (W - I) C(x)` in float64, the dtype of `pull`.
+
+    A sum repeats each error in every later step. Two terms of float64 are opposite to its resolution, with more digits
+    than the coarse ones of `difference_compressed`. `after` is as for `collect`.
+    """
+    wide_sent = each(torch.Tensor.double, compressed.sent)
+    return add(pull, difference_compressed(compressed._replace(sent=wide_sent), after=after))
+
+
+def no_sum(x: Buckets) -> Buckets:
+    """Return zeros in the shapes of `x`, float64: a `running_sum` to begin with."""
+    return each(lambda b: torch.zeros_like(b, dtype=torch.float64), x)
 
 
 def sum_compressed(compressed: Compressed) -> Buckets:
