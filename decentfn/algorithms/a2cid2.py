@@ -110,7 +110,7 @@ def a2cid2(
 def rates(topology: Topology) -> tuple[float, float]:
     """Return η̂ and α̃ of a schedule; raise ValueError unless pairs with weight 1/2 connect all workers."""
     n, rounds = topology.num_workers, min(topology.period or _SAMPLED, _SAMPLED)
-    matrices = torch.stack([mixing_matrix(topology, t) for t in range(rounds)])
+    matrices = torch.stack([mixing_matrix(topology, t) for t in topology.steps(_SAMPLED)])
     others = matrices - torch.diag_embed(matrices.diagonal(dim1=1, dim2=2))
     if not torch.equal(others, others.mT) or not ((others == 0) | (others == 0.5)).all() or (others.sum(2) > 0.5).any():
         raise ValueError(
@@ -119,6 +119,7 @@ def rates(topology: Topology) -> tuple[float, float]:
         )
     if n == 1:
         return 0.0, 0.5
+    matrices, others = matrices[-rounds:], others[-rounds:]  # without the start
     laplacian = 2 * (torch.eye(n, dtype=torch.float64) - matrices.mean(0))
     gap = float(torch.linalg.eigvalsh(laplacian)[1])
     if gap < 1e-9:

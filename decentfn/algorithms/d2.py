@@ -70,7 +70,8 @@ def d2(loss_fn: LossFn, optimizer: Any, topology: Topology, **options: Unpack[Op
         options: `bucket_mb`, `wire_dtype`; see `Options`.
 
     Raises:
-        ValueError: a topology on which the method diverges at every learning rate, or a random one.
+        ValueError: a topology on which the method diverges at every learning rate, or one that is random or has a start (`until`,
+            `later`).
     """
     worker = Worker(loss_fn, optimizer, topology, **options)
     require_doubly_stochastic("d2", topology)
@@ -92,12 +93,13 @@ def d2(loss_fn: LossFn, optimizer: Any, topology: Topology, **options: Unpack[Op
 def require_stable(topology: Topology, tolerance: float = 1e-9) -> None:
     """Raise ValueError unless D² without gradients stays bounded on `topology`."""
     way_out = "use exact_diffusion, which is D² on (I + W)/2, or a topology such as 'static-ring'"
-    if topology.period is None:
+    if topology.cycle is None or topology.start:
+        schedule = "has steps that do not repeat" if topology.start else "is random and never repeats"
         raise ValueError(
-            f"d2: {topology.name!r} is random and never repeats, so the stability of D² on it cannot be checked; use "
+            f"d2: {topology.name!r} {schedule}, so the stability of D² on it cannot be checked; use "
             "gradient_tracking, or a static topology such as 'static-ring'."
         )
-    modes = [eigenvalues_of_circulant(mixing_matrix(topology, p)) for p in range(topology.period)]
+    modes = [eigenvalues_of_circulant(mixing_matrix(topology, p)) for p in topology.cycle]
     matrix = mixing_matrix(topology, 0)
     if topology.period == 1 and torch.allclose(matrix, matrix.T, rtol=0.0, atol=1e-12):
         eigenvalues = torch.linalg.eigvalsh(matrix) if modes[0] is None else modes[0].real
@@ -112,7 +114,7 @@ def require_stable(topology: Topology, tolerance: float = 1e-9) -> None:
     if len(circulant) == len(modes):
         radius = companion_radius(circulant)
     else:
-        centered = [mixing_matrix(topology, p) - 1 / topology.num_workers for p in range(topology.period)]
+        centered = [mixing_matrix(topology, p) - 1 / topology.num_workers for p in topology.cycle]
         radius = companion_radius(centered)
     if radius > 1 + tolerance:
         raise ValueError(

@@ -92,7 +92,7 @@ def noloco(
     require_fractions("noloco", alpha=alpha)
     require_positive("noloco", beta=beta, gamma=gamma)
     require_doubly_stochastic("noloco", topology)
-    rounds = range(min(topology.period or 0, 64)) if topology.num_workers > 1 else ()
+    rounds = topology.steps(64) if topology.period and topology.num_workers > 1 else ()
     if any((topology.round(k).weights[:, 0] == 1).all() for k in rounds):
         raise ValueError(
             f"noloco(topology={topology.name!r}): in some phases nothing is sent, but noloco itself waits "

@@ -71,14 +71,14 @@ def power_gossip(
     Args:
         loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.
         optimizer: a pair `(init, update)`.
-        topology: undirected (W symmetric) in every step and not random: an edge stores its direction.
+        topology: undirected (W symmetric) in every step, and repeating from step 0 on: an edge stores its direction.
         rank: r >= 1, columns of p (at most min(m, n)).
         iterations: rounds per step, >= 1; the paper's default is 1.
         seed: seed of the first directions.
         options: `bucket_mb`; see `Options`.
 
     Raises:
-        ValueError: a directed or random topology, rank or iterations not positive, `wire_dtype`.
+        ValueError: a topology that is directed, random or has a start (`until`, `later`), rank or iterations not positive, `wire_dtype`.
     """
     require_whole("power_gossip", rank=rank, iterations=iterations)
     if options.get("wire_dtype") is not None:
@@ -102,12 +102,13 @@ def power_gossip(
 
 def _undirected(topology: Topology) -> Topology:
     require_doubly_stochastic("power_gossip", topology)
-    if topology.period is None:
+    if topology.cycle is None or topology.start:
+        schedule = "has steps that do not repeat" if topology.start else "is random"
         raise ValueError(
-            f"power_gossip: {topology.name!r} is random, but an edge stores its direction; use a schedule that "
+            f"power_gossip: {topology.name!r} {schedule}, but an edge stores its direction; use a schedule that "
             "repeats, such as 'static-ring' or 'one-peer-exp', or deep_squeeze."
         )
-    matrices = torch.stack([mixing_matrix(topology, phase) for phase in range(topology.period)])
+    matrices = torch.stack([mixing_matrix(topology, phase) for phase in topology.cycle])
     asymmetry = float((matrices - matrices.mT).abs().max())
     if asymmetry > 1e-12:
         raise ValueError(

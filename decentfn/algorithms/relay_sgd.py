@@ -150,7 +150,7 @@ def relay_counts(topology: Topology) -> Tensor:
     """
     n, name = topology.num_workers, topology.name
     way_out = "use 'chain', 'binary-tree' or any connected graph of N - 1 undirected links"
-    if topology.period != 1 or topology.groups is not None:
+    if topology.period != 1 or topology.start or topology.groups is not None:
         raise ValueError(
             f"relay_sgd: {name!r} is not one static graph of messages, but relaying needs a tree; {way_out}."
         )

@@ -49,6 +49,9 @@ from decentfn.kit import (
 from decentfn.topologies import Topology, later, nth_round
 from decentfn.topologies.lossy import arrivals
 
+_SAMPLED = 64
+"""Rounds whose self-weights are checked if messages are late."""
+
 
 class Memory(NamedTuple):
     """Memory of one worker."""
@@ -169,8 +172,11 @@ def _check(topology: Topology, rounds: int, delay: int, least_delay: int | None)
         )
     if delay and rounds > 1:
         raise ValueError(f"{call}: later rounds need the answers to earlier ones; use rounds=1 with a delay.")
-    smallest = float(topology.weights[..., 0].min())
-    if delay and not smallest > 0:
+    if not delay:
+        return
+    own = [topology.weights[..., 0], *(topology.round(t).weights[:, 0] for t in topology.steps(_SAMPLED))]
+    smallest = min(float(weights.min()) for weights in own)
+    if not smallest > 0:
         raise ValueError(
             f"{call}: {topology.name!r} has a self-weight of {smallest:g}, so with late messages a worker would have "
             "no weight to divide by; use delay=0, or a topology with positive self-weights."

@@ -41,7 +41,7 @@ def topology(
     made = _made(name, num_workers, local_world_size)
     facts = _facts(made)
     if matrices:
-        rounds = range(made.period or 1)
+        rounds = made.cycle or range(1)
         facts |= {f"W({t})": mixing_matrix(made, t).tolist() for t in rounds}
     show_facts(facts, as_json=json)
     if plot is not None:

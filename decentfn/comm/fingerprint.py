@@ -33,7 +33,7 @@ def fingerprint(plan: Plan, topology: Topology, device: torch.device, masks: Seq
     """
     tables = [topology.sources, topology.weights, topology.groups, topology.mean_weights]
     if topology.draw is not None:
-        tables = [table for t in range(_STEPS_COMPARED) for table in topology.round(t)[:-1]]
+        tables = [table for t in topology.steps(_STEPS_COMPARED) for table in topology.round(t)[:-1]]
     return [
         f"torch {torch.__version__}",
         f"topology={topology.name!r}",

@@ -58,8 +58,9 @@ def fast_gossip_momentum(call: str, topology: Topology) -> float:
 
 def require_static(call: str, topology: Topology, why: str, way_out: str) -> None:
     """Raise ValueError unless `topology` has one mixing matrix for all steps; `way_out` names another method."""
-    if topology.period != 1:
+    if topology.period != 1 or topology.start:
         schedule = "is random" if topology.period is None else f"has period {topology.period}"
+        schedule = f"differs before step {topology.start}" if topology.start else schedule
         raise ValueError(
             f"{call}: {topology.name!r} {schedule}, but {why}, which needs the same mixing matrix at every step; use a "
             f"static topology such as 'static-ring' or 'static-exp', or {way_out}."

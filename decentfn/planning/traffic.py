@@ -69,7 +69,7 @@ def _to_each(ranks: Tensor, node: Tensor) -> _Sent:
 
 
 def _mean(topology: Topology, cluster: Cluster, average: Callable[[Tensor, Tensor], _Sent]) -> Traffic:
-    steps = range(topology.period or _SAMPLED)
+    steps = topology.cycle or range(_SAMPLED)
     rounds = [_of_round(topology, t, cluster, average) for t in steps]
     return Traffic(*(sum(column) / len(rounds) for column in zip(*rounds, strict=True)))
 

@@ -39,7 +39,7 @@ def topology(topology: topologies.Topology, phases: Sequence[int] | None = None)
     """
     _check("topology", topology)
     known = topology.period or 4
-    shown = range(min(known, _MOST_PHASES)) if phases is None else phases
+    shown = (topology.cycle or range(known))[:_MOST_PHASES] if phases is None else phases
     is_list = isinstance(shown, Sequence) and not isinstance(shown, str) and 1 <= len(shown) <= _MOST_PHASES
     period = "no period" if topology.period is None else f"a period of {known}"
     rule = f"a list of 1 to {_MOST_PHASES} steps, phases=[0, 1]; {topology.name!r} has {period}."
@@ -164,7 +164,7 @@ def _graph(topology: topologies.Topology, t: int, axes: Axes) -> None:
             axes.text(1.14 * x, 1.14 * y, str(i), ha="center", va="center", fontsize=7, color="0.35")
     axes.set(xlim=(-1.25, 1.25), ylim=(-1.25, 1.25), aspect="equal")
     axes.axis("off")
-    name = f"step {t}" if topology.period is None else f"phase {t % topology.period}"
+    name = f"step {t}" if topology.period is None or topology.start else f"phase {t % topology.period}"
     axes.set_title(f"{name}\n{_described(both, single, groups, n)}", fontsize=10)
 
 

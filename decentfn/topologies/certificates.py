@@ -26,7 +26,8 @@ _KRYLOV = 64
 class Certificate:
     """Measured properties of a topology.
 
-    A random schedule, or one of `lossy` and `cut`, is sampled: steps 0 to 63, and 0 to 511 for its contraction.
+    A random schedule, or one of `lossy` and `cut`, is sampled: steps 0 to 63, and 0 to 511 for its contraction. One with a
+    start (`until`, `later`) is measured over the first period after it.
     """
 
     name: str
@@ -44,7 +45,7 @@ class Certificate:
     is_connected: bool
     """Over a period, information of each worker reaches all others."""
     steps_to_consensus: int | None
-    """Steps from t = 0 until all workers hold the exact mean (to rounding); None if not within a period."""
+    """Steps of a period until all workers hold the exact mean (to rounding); None if not within it."""
     spectral_gap: float | None
     """1 - the second largest singular value of the product over a period; None for a random schedule."""
     expected_contraction: float | None
@@ -100,7 +101,7 @@ def certificate(topology: Topology, *, local_world_size: int | None = None) -> C
     n, ones, starts = topology.num_workers, np.ones(topology.num_workers), schedule.random(4)
     keeps_mean = keeps_consensus = is_nonnegative = is_symmetric = True
     messages, means, links, leaving = [], [], [], []
-    for this in map(schedule.round, range(schedule.steps)):
+    for this in map(schedule.round, schedule.steps):
         keeps_mean &= bool(np.abs(this.apply_transposed(ones) - 1).max() <= _ROUNDING)
         keeps_consensus &= bool(np.abs(this.apply(ones) - 1).max() <= _ROUNDING)
         is_nonnegative &= this.smallest >= -_ROUNDING
@@ -130,7 +131,7 @@ def certificate(topology: Topology, *, local_world_size: int | None = None) -> C
 
 
 def consensus_steps(topology: Topology) -> int | None:
-    """Return the number of steps from t = 0 until all workers hold the exact mean, to rounding.
+    """Return the number of steps of a period until all workers hold the exact mean, to rounding.
 
     Measured over one period with random vectors: 0 for one worker, None if disagreement remains.
     """
@@ -217,7 +218,7 @@ class _Schedule:
 
     def __init__(self, topology: Topology) -> None:
         self.num_workers, self.is_random = topology.num_workers, topology.period is None
-        self.steps = _STEPS_SAMPLED if topology.period is None else topology.period
+        self.steps = topology.cycle or range(_STEPS_SAMPLED)
         self.round = lru_cache(2**24 // topology.weights[0].numel())(lambda t: _Round(topology, t))
 
     def random(self, columns: int) -> np.ndarray:
@@ -230,7 +231,7 @@ class _Schedule:
         """Disagreement of random vectors after each step of a period, relative to the start, until it reaches zero."""
         x = self.random(4)
         start, left = np.abs(x).max(), [1.0]
-        for t in range(self.steps):
+        for t in self.steps:
             x = self.round(t).apply(x)
             left.append(float(np.abs(x - x.mean(0)).max() / start))
             if left[-1] <= _ROUNDING:
@@ -249,7 +250,7 @@ class _Schedule:
 
     @property
     def spectral_gap(self) -> float | None:
-        n, rounds = self.num_workers, range(self.steps)
+        n, rounds = self.num_workers, self.steps
         if self.is_random or n == 1:
             return None if self.is_random else 1.0
         if n <= _LARGEST_DENSE:

@@ -68,7 +68,8 @@ def every(H: int, topology: Topology) -> Topology:
     require_topology("every(H, topology)", topology)
     require_at_most("every", _MOST_STEPS, H=H)
     parts, name = (topology, idle(topology.num_workers)), f"every({H}, {topology.name})"
-    return _switch(name, parts, lambda t: (min(t % H, 1), t // H), lambda periods: H * periods[0])
+    turn, longer = (lambda t: (min(t % H, 1), t // H)), (lambda steps: H * steps[0])
+    return _switch(name, parts, turn, longer, longer)
 
 
 @combination
@@ -89,7 +90,8 @@ def later(steps: int, topology: Topology) -> Topology:
         return topology
     parts = (topology, idle(topology.num_workers))
     name = f"later({steps}, {topology.name})"
-    return _switch(name, parts, lambda t: (int(t < steps), t - steps), lambda periods: periods[0], has_start=True)
+    turn, start_of = (lambda t: (int(t < steps), t - steps)), (lambda starts: steps + starts[0])
+    return _switch(name, parts, turn, lambda periods: periods[0], start_of)
 
 
 @combination
@@ -115,7 +117,11 @@ def nth_round(k: int, rounds: int, topology: Topology) -> Topology:
     def period_of(periods: list[int]) -> int:
         return periods[0] // math.gcd(periods[0], rounds)
 
-    return _switch(f"nth_round({k}, {rounds}, {topology.name})", (topology,), lambda t: (0, rounds * t + k), period_of)
+    def start_of(starts: list[int]) -> int:
+        return max(0, -((k - starts[0]) // rounds))
+
+    name = f"nth_round({k}, {rounds}, {topology.name})"
+    return _switch(name, (topology,), lambda t: (0, rounds * t + k), period_of, start_of)
 
 
 @combination
@@ -134,9 +140,7 @@ def paused(topology: Topology, other: Topology) -> Topology:
         require_topology("paused(topology, other)", part)
     parts = (topology, idle(topology.num_workers), other)
     name = f"paused({topology.name}, {other.name})"
-    return _switch(
-        name, parts, lambda t: (int(other.round(t).is_active), t), lambda periods: math.lcm(*periods), has_start=True
-    )
+    return _switch(name, parts, lambda t: (int(other.round(t).is_active), t), lambda periods: math.lcm(*periods))
 
 
 @combination
@@ -156,7 +160,8 @@ def alternate(*topologies: Topology) -> Topology:
         require_topology("alternate", part)
     count = len(topologies)
     name = f"alternate({', '.join(part.name for part in topologies)})"
-    return _switch(name, topologies, lambda t: (t % count, t // count), lambda periods: count * math.lcm(*periods))
+    turn, start_of = (lambda t: (t % count, t // count)), (lambda starts: count * max(starts))
+    return _switch(name, topologies, turn, lambda periods: count * math.lcm(*periods), start_of)
 
 
 @combination
@@ -185,12 +190,13 @@ def until(steps: int, first: Topology, then: Topology) -> Topology:
     if not steps:
         return then
     parts, name = (first, then), f"until({steps}, {first.name}, {then.name})"
-    return _switch(name, parts, lambda t: (int(t >= steps), t), lambda periods: periods[1], has_start=True)
+    turn, start_of = (lambda t: (int(t >= steps), t)), (lambda starts: max(steps, starts[1]))
+    return _switch(name, parts, turn, lambda periods: periods[1], start_of)
 
 
 @checks_numbers
 def shuffled(topology: Topology, *, seed: int = 0) -> Topology:
-    """Draw one of a schedule's rounds at random in every step, the same on every worker.
+    """Draw one of the rounds of a schedule's period at random in every step, the same on every worker.
 
     `shuffled(ring(N))` is a ring whose even and odd pairs meet at random, as `df.a2cid2` supposes.
 
@@ -203,11 +209,11 @@ def shuffled(topology: Topology, *, seed: int = 0) -> Topology:
     True
     """
     require_topology("shuffled(topology)", topology)
-    period = topology.period
-    require(period is not None, "shuffled", "the rounds of a random schedule are drawn already.", topology=topology)
+    cycle = topology.cycle or range(0)
+    require(bool(cycle), "shuffled", "the rounds of a random schedule are drawn already.", topology=topology)
 
     def turn(t: int) -> tuple[int, int]:
-        return 0, int(draws.integers(seed, t, 0, (1,), period or 1))
+        return 0, cycle[int(draws.integers(seed, t, 0, (1,), len(cycle)))]
 
     return _switch(f"shuffled({topology.name}, seed={seed})", (topology,), turn, lambda periods: None)
 
@@ -266,6 +272,7 @@ def lazy(topology: Topology, keep: float = 0.5) -> Topology:
         period=topology.period,
         groups=topology.groups,
         needs_push_sum=topology.needs_push_sum,
+        start=topology.start,
     )
 
 
@@ -331,6 +338,7 @@ def _rearranged(
         period=topology.period,
         groups=None if topology.groups is None else torch.stack([grouped(row[rows]) for row in topology.groups]),
         needs_push_sum=topology.needs_push_sum,
+        start=topology.start,
     )
 
 
@@ -339,13 +347,11 @@ def _switch(
     parts: Sequence[Topology],
     turn: Callable[[int], tuple[int, int]],
     period_of: Callable[[list[int]], int | None],
-    *,
-    has_start: bool = False,
+    start_of: Callable[[list[int]], int] = max,
 ) -> Topology:
     """Return the schedule whose step t is round s of part k, where `k, s = turn(t)`.
 
-    `period_of` computes the period from those of the parts. With `has_start` the first steps do not repeat, so the
-    schedule is not a table of one period.
+    `period_of` computes the period from those of the parts, `start_of` the start of the first one from their starts.
     """
     n, sizes = parts[0].num_workers, [part.num_workers for part in parts]
     require(set(sizes) == {n}, name, f"its parts have {sizes} workers, not the same number.")
@@ -358,14 +364,15 @@ def _switch(
         return padded(parts[part].round(step), slots, has_groups=groupings is not None)
 
     periods = [part.period for part in parts]
+    period = None if None in periods else period_of([period for period in periods if period is not None])
     return from_rounds(
         name,
         n,
         round_of,
-        period=None if None in periods else period_of([period for period in periods if period is not None]),
+        period=period,
         groups=groupings,
         needs_push_sum=any(part.needs_push_sum for part in parts),
-        in_tables=not has_start,
+        start=0 if period is None else start_of([part.start for part in parts]),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -242,7 +243,9 @@ def idle(num_workers: int, name: str = "idle") -> Topology:
     """Send nothing in any step: `W = I`, period 1."""
     require_at_most("idle", MOST_WORKERS, num_workers=num_workers)
     sources, weights = (torch.from_numpy(table)[None] for table in _idle_tables(num_workers))
-    return Topology(name, num_workers, sources, weights, active=torch.tensor([False]))
+    made = Topology(name, num_workers, sources, weights, active=torch.tensor([False]))
+    object.__setattr__(made, "family", partial(idle, name=name))
+    return made
 
 
 def alone(name: str) -> Topology:

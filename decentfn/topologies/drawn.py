@@ -97,7 +97,7 @@ def from_rounds(
     period: int | None,
     groups: Tensor | None = None,
     needs_push_sum: bool = False,
-    in_tables: bool = True,
+    start: int = 0,
 ) -> Topology:
     """Make a schedule from a function of the step; a short period is stored as tables.
 
@@ -109,18 +109,18 @@ def from_rounds(
         groups: `[G, N]` int64, all groupings of its rounds, if any. Groups are never random, since their process groups
             are created in advance.
         needs_push_sum: as in `from_permutations`.
-        in_tables: False computes every round, for a schedule whose first steps do not repeat.
+        start: first step of the first period; if the steps before it do not repeat, every round is computed.
 
     Raises:
         ValueError: a wrong shape or dtype; a round whose weights do not sum to 1, whose destinations are not the
             inverse of its sources, or that differs when drawn again.
     """
     require_at_most(name, MOST_WORKERS, num_workers=num_workers)
-    rule = "a schedule repeats after one step or more, or has None."
-    require(period is None or period >= 1, name, rule, period=period)
+    rule = "a schedule repeats after one step or more, or has None; it starts to repeat at step 0 or later."
+    require((period is None or period >= 1) and start >= 0, name, rule, period=period, start=start)
     round_of = _with_shapes(name, num_workers, round_of)
     entries = round_of(torch.tensor(0)).weights.numel()
-    in_tables = in_tables and period is not None and period <= min(_LONGEST_TABLE, MOST_TABLE_ENTRIES // entries)
+    in_tables = not start and period is not None and period <= min(_LONGEST_TABLE, MOST_TABLE_ENTRIES // entries)
     steps = range(period) if in_tables and period is not None else _STEPS_TRIED
     drawn = [round_of(torch.tensor(t)) for t in steps]
     are_inverse = all(map(_are_inverse, drawn))
@@ -135,7 +135,7 @@ def from_rounds(
     are_active = torch.tensor([this.is_active for this in drawn])
     active = None if bool(are_active.all()) else are_active
     tables = Topology(name, num_workers, sources, weights, rows, mean_weights, needs_push_sum, active=active)
-    check(tables, all_receive=in_tables and bool(are_active.any()))
+    check(tables, all_receive=False)
     for t, before in reversed(list(zip(steps[: len(_STEPS_TRIED)], drawn, strict=False))):
         for part, was, now in zip(Round._fields, before, round_of(torch.tensor(t)), strict=True):
             if was is not None and (now is None or not torch.equal(torch.as_tensor(was), torch.as_tensor(now))):
@@ -146,7 +146,5 @@ def from_rounds(
                 )
     if in_tables:
         return tables
-    first = None if mean_weights is None else mean_weights[:1]
-    return Topology(
-        name, num_workers, sources[:1], weights[:1], groups, first, needs_push_sum, round_of, repeats=period
-    )
+    first = sources[:1], weights[:1], groups, None if mean_weights is None else mean_weights[:1]
+    return Topology(name, num_workers, *first, needs_push_sum, round_of, repeats=period, start=start)

@@ -145,7 +145,6 @@ def _losing(name: str, topology: Topology, lost: Callable[[Tensor, Tensor], Tens
         round_of,
         period=None,
         needs_push_sum=topology.needs_push_sum or not both_ways,
-        in_tables=False,
     )
 
 
@@ -154,9 +153,8 @@ def _require_links(call: str, topology: Topology, both_ways: bool) -> None:
     rule = "a group average has no links to lose; use a schedule of messages, such as 'static-exp' or 'base'."
     require(not topology.has_groups, call, rule, topology=topology)
     if both_ways and not topology.needs_push_sum:
-        steps = range(min(topology.period or _CHECKED, _CHECKED))
         rule = "its messages go one way, so a lost one leaves rows that do not sum to 1; both_ways=False, for push-sum."
-        require(all(_is_symmetric(topology.round(t)) for t in steps), call, rule, topology=topology)
+        require(all(_is_symmetric(topology.round(t)) for t in topology.steps(_CHECKED)), call, rule, topology=topology)
 
 
 def _is_symmetric(this: Round) -> bool:

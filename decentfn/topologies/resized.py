@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -25,13 +25,16 @@ _TRIED = 64
 """Number of rounds that are looked at."""
 
 
+Case = Literal["same family", "another family", "own weights"]
+
+
 class Resized(NamedTuple):
     """A schedule for another number of workers, and where it comes from."""
 
     topology: Topology
-    case: Literal["same family", "another family", "own weights"]
+    case: Case
     """The family, with its options, has that size; or a family of any size replaces it; or the schedule stays, and each worker
-    keeps the weights that it gave to lost ones."""
+    keeps the weights that it gave to lost ones. Of a combination: the last of these that holds for a part."""
 
     @property
     def certificate(self) -> Certificate:
@@ -44,7 +47,7 @@ def without(topology: Topology, workers: Collection[int]) -> Resized:
 
     If the family has no such size, a schedule with finite-time consensus becomes `base`. Any other keeps its links, and each survivor
     adds the weights of lost workers to its own weight; it becomes `base` too if that leaves it unconnected, or a random or directed
-    schedule not doubly stochastic as declared.
+    schedule not doubly stochastic as declared. A combination (`every`, `later`, ...) is made again of its parts' schedules.
 
     Args:
         topology: of all workers.
@@ -62,6 +65,8 @@ def without(topology: Topology, workers: Collection[int]) -> Resized:
     require(is_subset, "without", rule, workers=brief(sorted(workers)))
     if not lost or (same := _same_family(topology, n - len(lost))) is not None:
         return Resized(same if lost else topology, "same family")
+    if (made := _made_again(topology, lambda part: without(part, workers))) is not None:
+        return made
     if topology.draw is None and (topology.active is not None or consensus_steps(topology) is None):
         kept = [worker for worker in range(n) if worker not in lost]
         if (own := _own_weights(topology, kept)) is not None:
@@ -135,9 +140,7 @@ def _fits(made: Topology, topology: Topology) -> bool:
     needs_more = made.slots > topology.slots or made.has_groups > topology.has_groups
     if needs_more or made.needs_push_sum > topology.needs_push_sum or (topology.period == 1 != made.period):
         return False
-    before, after = (
-        torch.stack([mixing_matrix(x, t) for t in range(min(x.period or _TRIED, _TRIED))]) for x in (topology, made)
-    )
+    before, after = (torch.stack([mixing_matrix(x, t) for t in x.steps(_TRIED)]) for x in (topology, made))
     if not torch.allclose(before, before.mT, rtol=0, atol=1e-12):
         return True
     # D2 needs a smallest eigenvalue above -1/3.
@@ -156,12 +159,14 @@ def _widened(made: Topology, like: Topology) -> Topology:
         return padded(made.round(t), like.slots, has_groups=like.has_groups)
 
     groups = made.groups if made.has_groups or not like.has_groups else torch.arange(n)[None]
-    options = {"groups": groups, "needs_push_sum": made.needs_push_sum, "in_tables": made.draw is None}
+    options = {"groups": groups, "needs_push_sum": made.needs_push_sum, "start": made.start}
     return from_rounds(made.name, n, round_of, period=made.period, **options)
 
 
 def resized(topology: Topology, num_workers: int) -> Resized:
     """Return the schedule for another number of workers: of the same family, or `base` where that has no such size.
+
+    A combination (`every`, `later`, ...) is made again of its parts' schedules.
 
     >>> import decentfn as df
     >>> df.topology("ring", 4).resized(6).topology, df.topology("ring", 4).resized(5).topology
@@ -172,8 +177,10 @@ def resized(topology: Topology, num_workers: int) -> Resized:
     require_at_most("resized", MOST_WORKERS, num_workers=n)
     if n == topology.num_workers:
         return Resized(topology, "same family")
-    same = _same_family(topology, n)
-    return Resized(by_name(ANY_SIZE, n), "another family") if same is None else Resized(same, "same family")
+    if (same := _same_family(topology, n)) is not None:
+        return Resized(same, "same family")
+    made = _made_again(topology, lambda part: resized(part, n))
+    return Resized(by_name(ANY_SIZE, n), "another family") if made is None else made
 
 
 def _same_family(topology: Topology, n: int) -> Topology | None:
@@ -183,6 +190,21 @@ def _same_family(topology: Topology, n: int) -> Topology | None:
         return topology.family(n)
     except ValueError:  # it has no such size
         return None
+
+
+def _made_again(topology: Topology, change: Callable[[Topology], Resized]) -> Resized | None:
+    cases: list[Case] = ["same family"]
+
+    def of_part(part: Topology) -> Topology:
+        made, case = change(part)
+        cases.append(case)
+        return made
+
+    try:
+        made = combined_anew(topology, of_part)
+    except ValueError:  # the parts' schedules do not combine, as `lossy` and group averages
+        return None
+    return None if made is None else Resized(made, max(cases, key=get_args(Case).index))
 
 
 def _own_weights(topology: Topology, kept: list[int]) -> Topology | None:

@@ -84,10 +84,12 @@ class Topology:
     """Period of a schedule with `draw` that is not random."""
     active: Tensor | None = None
     """`[P]` bool: False in idle phases; None: there are none."""
+    start: int = 0
+    """First step of the first period; the steps before it do not repeat. 0 for tables and random schedules."""
     rows_sum_to_one = True
     """False if the schedule reproduces a fault of another library: rows that do not sum to 1."""
     family: Callable[[int], Topology] | None = field(init=False, default=None)
-    """Constructor for another number of workers, with the same options; None if it was not made by name."""
+    """Constructor for another number of workers, with the same options; None if there is none, as for own matrices."""
     made_from: partial[Topology] | None = field(init=False, default=None)
     """Call that combined it from other topologies; None if it is no combination."""
     degree: int = field(init=False)
@@ -119,8 +121,17 @@ class Topology:
 
     @property
     def period(self) -> int | None:
-        """Steps after which the schedule repeats; None for a random one."""
+        """Steps after which the schedule repeats, from step `start` on; None for a random one."""
         return self.repeats if self.draw else self.sources.shape[0]
+
+    @property
+    def cycle(self) -> range | None:
+        """Steps of the first period, from step `start` on; None for a random schedule."""
+        return None if self.period is None else range(self.start, self.start + self.period)
+
+    def steps(self, most: int) -> list[int]:
+        """Return sample steps: those before the start and those of the period (or any if random), `most` of either."""
+        return [*range(min(self.start, most)), *(self.cycle or range(most))[:most]]
 
     def round(self, t: int | Tensor) -> Round:
         """Return the round of step `t`."""

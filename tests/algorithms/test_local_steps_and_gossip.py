@@ -212,6 +212,12 @@ def test_factored_gossip_diloco_without_its_second_mix_never_waits_and_takes_its
     agree(run(algorithm, p, STEPS), factored_loop(p, np.stack([ring[0], np.eye(N)]), 0.6, 0.8))
 
 
+def test_factored_gossip_diloco_on_base_reaches_the_exact_mean_after_its_period():
+    p = problem(6)
+    algorithm = df.factored_gossip_diloco(loss, Sgd(0.0), df.topology("base", 6), inner_steps=1)  # of period 4
+    agree(run(algorithm, p, 2)[-1], np.tile(p.start.mean(0), (6, 1)))
+
+
 def orthogonal(m):
     x = m.T if m.shape[0] > m.shape[1] else m
     x = x / (np.linalg.norm(x) + 1e-7)

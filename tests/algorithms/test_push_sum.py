@@ -326,6 +326,14 @@ def test_rounds_and_delays_out_of_range_are_refused(options, rule):
         build(stochastic_gradient_push, problem(4), static_ring(4), **options)
 
 
+@pytest.mark.parametrize("n", [5, 6])
+def test_a_step_of_a_whole_period_of_base_is_the_exact_mean(n):
+    p, topology = problem(n), df.topology("base", n)
+    algorithm = stochastic_gradient_push(loss, Sgd(0.0), topology, rounds=topology.period)
+    state, _ = df.simulate(algorithm.step, n)(start(algorithm, p), batch(p), 0)
+    np.testing.assert_allclose(flat(state.params), np.tile(p.start.mean(0), (n, 1)), rtol=0, atol=1e-12)
+
+
 def test_a_delay_needs_a_share_that_stays_at_home():
     with pytest.raises(ValueError, match="self-weight of 0.*delay=0"):
         stochastic_gradient_push(loss, Sgd(LR), df.topology("complete", 4), delay=1)

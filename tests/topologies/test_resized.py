@@ -96,6 +96,28 @@ def test_of_a_schedule_for_push_sum_columns_still_sum_to_one():
     assert torch.equal(after.sum(0), torch.ones(3, dtype=torch.float64)) and left.certificate.is_connected
 
 
+def test_a_combination_is_combined_anew_of_its_parts():
+    complete, path = topologies.complete(8), topologies.graph(8, graph=nx.path_graph(8))
+    combinations = [
+        (lambda a, b: topologies.every(4, a), "same family"),
+        (lambda a, b: topologies.later(3, topologies.every(2, a)), "same family"),
+        (lambda a, b: topologies.alternate(a, topologies.idle(a.num_workers)), "same family"),
+        (topologies.alternate, "own weights"),
+        (lambda a, b: topologies.until(5, b, a), "own weights"),
+    ]
+    for combine, case in combinations:
+        made = combine(complete, path)
+        left, grown = made.without([7]), made.resized(9)
+        assert left.case == case and grown.case == case.replace("own weights", "another family")
+        expected = combine(complete.without([7]).topology, path.without([7]).topology)
+        larger = combine(topologies.complete(9), topology("base", 9))
+        for t in range(12):
+            assert torch.equal(mixing_matrix(left.topology, t), mixing_matrix(expected, t))
+            assert torch.equal(mixing_matrix(grown.topology, t), mixing_matrix(larger, t))
+    pair = topologies.lossy(topologies.complete(2), 0.5)
+    assert pair.resized(3).topology.name == "base"  # a group average has no links to lose
+
+
 @pytest.mark.parametrize(
     "call",
     [lambda x: x.without([4]), lambda x: x.without([1, 1]), lambda x: x.without(range(4)), lambda x: x.resized(0)],
@@ -142,6 +164,8 @@ def test_in_place_a_combination_is_made_of_its_parts():
             expected = mixing_matrix(in_place(df.topology("one-peer-exp", 4), [2]), t // 3)
         assert torch.equal(mixing_matrix(left, t), expected)
     assert pickle.loads(pickle.dumps(mixes)).made_from.args[0] == 3
+    rests = in_place(topologies.alternate(topologies.ring(4), topologies.idle(4)), [2])
+    assert [rests.round(t).is_active for t in range(4)] == [True, False] * 2
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ def as_messages(topology: Topology) -> Topology:
         return topology
     if topology.draw is not None:
         raise ValueError(
-            f"{topology.name!r} averages in groups and has no tables (random, or too long), but compressed messages "
+            f"{topology.name!r} averages in groups and has no tables (random, too long, or with a start), but compressed messages "
             "cannot be averaged on their way; use a topology whose rounds are messages, such as 'random-matching' or "
             "'static-exp'."
         )
