@@ -87,7 +87,8 @@ class ModuleLoss:
                 with kept, weights(self.network, given, self._prefix):
                     loss, aux = self.of(batch)
         self.require_in_place(name for name in params if name in given and given[name] is not params[name])
-        new.update({name: x for name, x in given.items() if name in buffers and x is not None})
+        assigned = {name: x for name, x in given.items() if name in buffers and x is not None and x is not new[name]}
+        new.update({name: torch.clone(x) for name, x in assigned.items()})  # a call may assign the batch
         return loss, (new, aux)
 
     @contextmanager

@@ -12,6 +12,7 @@ from decentfn.core import trees
 from decentfn.core.buckets import Buckets, each, global_norm, where, wide
 from decentfn.core.trees import PyTree
 from decentfn.gradient.loss import LossFn, call, require_graph
+from decentfn.gradient.module import ModuleLoss
 
 
 class Metrics(NamedTuple):
@@ -76,6 +77,8 @@ def gradient_of(loss_fn: LossFn, params: Buckets, buffers: PyTree, batch: PyTree
     def loss_of(x: list[Tensor], buffers: PyTree, batch: PyTree) -> tuple[Tensor, tuple[Tensor, list[Tensor]]]:
         loss, new_buffers, aux = call(loss_fn, Buckets(x, params.plan).tree(), buffers, batch)
         require_graph(loss)
+        if not isinstance(loss_fn, ModuleLoss):  # which returns copies; a function may return its batch or a parameter
+            new_buffers = trees.map(torch.clone, new_buffers)
         # torch.func takes tensors only, so the tree around them is stored separately.
         templates.append(trees.enumerate_leaves((new_buffers, aux)))
         extras = [torch.as_tensor(leaf) for leaf in trees.leaves((new_buffers, aux))]
