@@ -61,6 +61,8 @@ class ModuleLoss:
             if isinstance(x, torch.Tensor)
         ]
         """Plain attributes that are tensors, such as weights that spectral norm and pruning compute in every call."""
+        self._empty = [(m, n) for m in self.network.modules() for n, x in m._buffers.items() if x is None]
+        """Buffers that are None."""
 
     def __call__(self, params: PyTree, buffers: PyTree, batch: Any) -> tuple[Tensor, tuple[PyTree, PyTree]]:
         """Run the module with these parameters and copies of these buffers; leave no tensor of torch.func in it."""
@@ -73,8 +75,10 @@ class ModuleLoss:
             try:
                 with _reparametrized(self.network, placed, tie_weights=True, stack_weights=True):
                     loss, aux = self.of(batch)
+                if self._keeps_tensors(params):
+                    raise RuntimeError("the module keeps tensors from one call to the next")  # run eagerly, it names them
             finally:  # While a step is traced, only attributes that are known to be computed can be restored.
-                for owner, name, x in self._computed:
+                for owner, name, x in self._replaced():
                     setattr(owner, name, x)
             given = dict(zip(given, placed.values(), strict=True))
         else:
@@ -83,13 +87,27 @@ class ModuleLoss:
                 given = self._require_same(own_by_name(entries_of(self.network, self._prefix)), given)
                 first = next(iter(params.values()), None)
                 is_traced = first is not None and (functorch.is_differentiated(first) or functorch.is_batched(first))
-                kept = attributes_put_back(self._call, [*self.network.modules()]) if is_traced else nullcontext()
+                modules = [*self.network.modules()]
+                kept = attributes_put_back(self._call, modules, first.requires_grad) if is_traced else nullcontext()
                 with kept, weights(self.network, given, self._prefix):
                     loss, aux = self.of(batch)
         self.require_in_place(name for name in params if name in given and given[name] is not params[name])
         assigned = {name: x for name, x in given.items() if name in buffers and x is not None and x is not new[name]}
         new.update({name: torch.clone(x) for name, x in assigned.items()})  # a call may assign the batch
         return loss, (new, aux)
+
+    def _keeps_tensors(self, params: dict[str, Tensor]) -> bool:
+        """Return True if a traced call made buffers or kept tensors, by the rule of `attributes_put_back`."""
+        if any([getattr(owner, name) is not None for owner, name in self._empty]):
+            return True
+        if not any([p.requires_grad for p in params.values()]):
+            return False
+        return any([not getattr(owner, name).requires_grad for owner, name, _ in self._replaced()])
+
+    def _replaced(self) -> list[tuple[nn.Module, str, Tensor]]:
+        """Return the plain attributes that hold other tensors now, with their own."""
+        now = [(getattr(owner, name), (owner, name, x)) for owner, name, x in self._computed]
+        return [entry for x, entry in now if isinstance(x, Tensor) and x is not entry[2]]
 
     @contextmanager
     def lent(self, params: dict[str, Tensor], buffers: dict[str, Tensor]) -> Iterator[Lent]:
