@@ -50,10 +50,10 @@ class ModuleLoss:
         self._prefix = "module." if isinstance(network, _Pair) else ""
         self._shapes = _shapes(params), _shapes(buffers)
         self._trained = _trained(network)
-        own = {name: p for name, p in own_by_name(entries_of(self.network, self._prefix)).items() if name in params}
-        self._hooked = sorted(
-            name for name, p in own.items() if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)
-        )
+        self._hooked = _with_hooks(self._own(), params)
+        self._places = {
+            name.removeprefix(self._prefix): name for name, _ in (*network.named_parameters(), *network.named_buffers())
+        }
         self._computed = [
             (m, n, x if x.is_leaf else x.detach())
             for m in self.network.modules()
@@ -68,15 +68,15 @@ class ModuleLoss:
         """Run the module with these parameters and copies of these buffers; leave no tensor of torch.func in it."""
         new = {name: b if name in self.frozen else torch.clone(b) for name, b in buffers.items()}
         given = {**params, **new}
-        self._require_no_hooks(params)
         if torch.compiler.is_dynamo_compiling():
+            self._require_no_hooks(params)
             self._require_trained(params)
-            placed = {n if n.startswith(_OF_CRITERION) else f"{self._prefix}{n}": x for n, x in given.items()}
+            placed = {self._places.get(name, name): x for name, x in given.items()}
             try:
                 with _reparametrized(self.network, placed, tie_weights=True, stack_weights=True):
                     loss, aux = self.of(batch)
-                if self._keeps_tensors(params):
-                    raise RuntimeError("the module keeps tensors from one call to the next")  # run eagerly, it names them
+                if self._keeps_tensors(params):  # run eagerly, it names them
+                    raise RuntimeError("the module keeps tensors from one call to the next")
             finally:  # While a step is traced, only attributes that are known to be computed can be restored.
                 for owner, name, x in self._replaced():
                     setattr(owner, name, x)
@@ -84,7 +84,10 @@ class ModuleLoss:
         else:
             with lock_of_module(self.module):
                 self._require_trained(params)
-                given = self._require_same(own_by_name(entries_of(self.network, self._prefix)), given)
+                own = self._own()
+                given = self._require_same(own, given)
+                self._hooked = _with_hooks(own, params)
+                self._require_no_hooks(params)
                 first = next(iter(params.values()), None)
                 is_traced = first is not None and (functorch.is_differentiated(first) or functorch.is_batched(first))
                 modules = [*self.network.modules()]
@@ -95,6 +98,9 @@ class ModuleLoss:
         assigned = {name: x for name, x in given.items() if name in buffers and x is not None and x is not new[name]}
         new.update({name: torch.clone(x) for name, x in assigned.items()})  # a call may assign the batch
         return loss, (new, aux)
+
+    def _own(self) -> dict[str, Tensor]:
+        return own_by_name(entries_of(self.network, self._prefix))
 
     def _keeps_tensors(self, params: dict[str, Tensor]) -> bool:
         """Return True if a traced call made buffers or kept tensors, by the rule of `attributes_put_back`."""
@@ -204,6 +210,7 @@ class ModuleLoss:
                         f"{wanted.get(leaf, 'none')}; call init(params, buffers), not swapped, with what it returned with the loss. "
                         "Freeze untrained parameters before that, with requires_grad_(False)."
                     )
+        self._hooked = _with_hooks(self._own(), params)  # also those registered since, which Dynamo does not see
 
     def require_batch(self, batch: Any) -> None:
         """Require a tuple or list of inputs and targets, or keyword arguments: a tensor's rows would unpack as well."""
@@ -291,6 +298,12 @@ class _Pair(nn.Module):
 
 def _trained(network: nn.Module) -> list[bool]:
     return [p.requires_grad for m in network.modules() for p in m._parameters.values() if p is not None]
+
+
+def _with_hooks(own: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of the parameters with hooks."""
+    hooked = (n for n, p in own.items() if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None))
+    return sorted(name for name in hooked if name in params)
 
 
 def _shapes(tree: PyTree) -> dict[str, list[int]]:

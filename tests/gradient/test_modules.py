@@ -192,7 +192,7 @@ def test_a_tensor_that_lives_on_as_an_attribute_is_refused_where_it_is_traced(st
     trained(df.autograd(loss_fn), params, buffers, batch, compiled=compiled)
 
 
-class Caching(nn.Module):
+class Filling(nn.Module):
     """A buffer that the first call makes and the next one uses."""
 
     def __init__(self):
@@ -207,7 +207,7 @@ class Caching(nn.Module):
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_buffer_that_a_call_fills_is_refused_where_it_is_traced(compiled):
-    params, buffers, loss_fn = df.functional(Caching(), mse_loss)
+    params, buffers, loss_fn = df.functional(Filling(), mse_loss)
     with pytest.raises(ValueError, match=r"made the buffers \['cache'\]"):
         trained(loss_fn, params, buffers, (torch.ones(3, 2), torch.ones(3, 2)), compiled=compiled)
 
