@@ -106,3 +106,40 @@ def test_a_buffer_may_hold_the_weights_of_the_step_before(backend):
         state, _ = step(state, batch, t)
     torch.testing.assert_close(df.params(state)["layer.weight"], net.layer.weight.detach())
     torch.testing.assert_close(df.buffers(state)["before"], net.before)
+
+
+class Last(torch.nn.Module):
+    """Its buffer is the batch it saw last."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 2)
+        self.register_buffer("last", torch.zeros(3, 2))
+
+    def forward(self, x):
+        self.last = x
+        return self.layer(x)
+
+
+def of_a_module():
+    params, buffers, loss_fn = df.functional(Last(), forward=lambda module, batch: module(batch).square().mean())
+    return loss_fn, params, buffers
+
+
+def of_a_function():
+    def loss_fn(params, buffers, batch):
+        return (params["w"] - batch).square().mean(), ({"last": batch, "w": params["w"].detach()}, None)
+
+    return loss_fn, {"w": torch.ones(2)}, {"last": torch.zeros(3, 2), "w": torch.zeros(2)}
+
+
+@pytest.mark.parametrize("make", [of_a_module, of_a_function])
+def test_a_donated_step_after_an_eager_one_overwrites_neither_the_batch_nor_an_older_state(make):
+    loss_fn, params, buffers = make()
+    init, step = df.all_reduce(loss_fn, df.sgd(0.1), df.topology("complete", 1))
+    first, batch = init(params, buffers), torch.zeros(3, 2)
+    kept = trees.map(torch.clone, first)
+    state, _ = step(first, batch, 0)
+    df.donate(step)(state, torch.ones(3, 2), 1)
+    assert torch.equal(df.buffers(state)["last"], torch.ones(3, 2)) and torch.equal(batch, torch.zeros(3, 2))
+    assert all(torch.equal(a, b) for a, b in zip(trees.leaves(first), trees.leaves(kept), strict=True))

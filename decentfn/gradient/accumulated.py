@@ -17,6 +17,7 @@ from decentfn.gradient.loss import LossFn, WrappedLoss, call, require_loss
 from decentfn.gradient.result import Gradient, gradient_of
 from decentfn.gradient.scaled import DynamicLossScale
 from decentfn.torch_private import scan
+from decentfn.torch_private.dynamo import constant_while_traced
 
 
 class Accumulated(WrappedLoss):
@@ -124,7 +125,7 @@ def mean_gradient_of(
         kept = trees.fill(buffer_template, carry[size + 1 :])
         e = gradient_of(loss_fn, params, kept, trees.fill(batch_template, micro), scale)
         sums = [total + part for total, part in zip(carry, [*e.grads, e.loss], strict=False)]
-        new = [b.to(old.dtype) for b, old in zip(trees.leaves(e.buffers), carry[size + 1 :], strict=True)]
+        new = [_kept_dtype(b, old.dtype) for b, old in zip(trees.leaves(e.buffers), carry[size + 1 :], strict=True)]
         if torch.compiler.is_dynamo_compiling():
             new = [torch.clone(b) for b in new]  # a compiled loop refuses outputs that are its inputs: frozen buffers
         return [*sums, *new], trees.leaves(e.aux)
@@ -139,6 +140,20 @@ def mean_gradient_of(
     mean_loss = (end[size] / count).to(loss.dtype)
     new_buffers = trees.fill(buffer_template, end[size + 1 :])
     return Gradient(Buckets(grads, params.plan), mean_loss, trees.fill(aux_template, stacked), new_buffers)
+
+
+def _kept_dtype(new: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a new buffer in the old one's dtype; raise ValueError if that would truncate it."""
+    if not _can_cast(new.dtype, dtype):
+        raise ValueError(
+            f"accumulate(loss_fn): a buffer of {dtype} became one of {new.dtype}; a state's buffers keep their dtype."
+        )
+    return new.to(dtype)
+
+
+@constant_while_traced
+def _can_cast(new: torch.dtype, old: torch.dtype) -> bool:
+    return torch.can_cast(new, old)
 
 
 def micro_batch_count(stacks: list[Tensor]) -> int:

@@ -22,7 +22,7 @@ from decentfn.core.trees import PyTree
 from decentfn.gradient.accumulated import separate
 from decentfn.gradient.gradient_checks import no_other_weights, require_none, ungiven
 from decentfn.gradient.lending import Lent
-from decentfn.gradient.loss import LossFn, call, refuse_numpy, require_graph, scalar
+from decentfn.gradient.loss import LossFn, as_given, call, refuse_numpy, require_graph, scalar
 from decentfn.gradient.result import unscaled
 from decentfn.gradient.side_channel import around
 from decentfn.torch_private.autograd import dispatching_as
@@ -124,7 +124,7 @@ def backward(
                 _refuse_writing(sorted(name for name, old, new in pairs if new != old))
             new = []
             if form.changing:
-                left = trees.leaves(given.buffers())
+                left = trees.leaves(as_given(given_buffers, given.buffers()))
                 new = [_apart(left[i], kept[i]) for i in form.changing]
     with torch.no_grad():
         grads = [(g / len(micros)).to(b.dtype) for g, b in zip(sums, params, strict=True)] if many else sums

@@ -128,7 +128,7 @@ def _gradient_of_hidden(
 ) -> Gradient:
     template, old, size = trees.enumerate_leaves(buffers), trees.leaves(buffers), len(params)
     leaves = sum(len(bucket.segments) for bucket in params.plan.buckets) if loss_fn.skip_unused else 0
-    layout, changing = _remember(loss_fn.name, params.plan.number(), template)
+    layout, changing = _remember(loss_fn.name, params.plan.number(), [template])
     out = _gradient(loss_fn.handle, layout, changing, leaves, many, 0, t, scale, batch.number, list(params), old, None)
     loss, aux, *rest = out
     for i, new in zip(changing, rest[size:], strict=False):
@@ -147,13 +147,16 @@ def _by_element(used: Tensor, params: Buckets) -> Buckets:
 
 
 @constant_while_traced
-def _remember(name: str, number: int, buffers: PyTree) -> tuple[int, tuple[int, ...]]:
-    """Store a layout during tracing; return its number, and the indices of the buffers that the loss changes."""
-    loss_fn, plan = _losses[int(name)], plan_of(number)
+def _remember(name: str, number: int, buffers: list[PyTree]) -> tuple[int, tuple[int, ...]]:
+    """Store a layout during tracing; return its number, and the indices of the buffers that the loss changes.
+
+    `buffers` is a list of one tree: Dynamo makes constants of an OrderedDict or a NamedTuple only inside a container.
+    """
+    loss_fn, plan, (template,) = _losses[int(name)], plan_of(number), buffers
     for index, layout in enumerate(loss_fn.layouts):
-        if layout.buffers == buffers and (layout.plan is plan or layout.plan == plan):
+        if layout.buffers == template and (layout.plan is plan or layout.plan == plan):
             return index, layout.changing
-    loss_fn.layouts.append(Layout(plan, buffers, loss_fn.frozen))
+    loss_fn.layouts.append(Layout(plan, template, loss_fn.frozen))
     return len(loss_fn.layouts) - 1, loss_fn.layouts[-1].changing
 
 

@@ -143,8 +143,11 @@ def own_by_name(entries: list[Entry]) -> dict[str, Tensor]:
 
 
 @contextmanager
-def attributes_put_back(call: str, modules: list[nn.Module]) -> Iterator[None]:
-    """Restore at exit the plain attributes that hold torch.func's tensors; refuse one kept between calls."""
+def attributes_put_back(call: str, modules: list[nn.Module], is_differentiated: bool) -> Iterator[None]:
+    """Restore at exit the plain attributes that hold torch.func's tensors; refuse one kept between calls.
+
+    Only a gradient tells what is kept, which requires none, from what each call computes of the parameters.
+    """
     before = [(own, dict(own)) for m in modules for own in (vars(m), m._buffers) if isinstance(own, dict)]
     buffers = {id(m._buffers) for m in modules}
     made, lives_on = [], []
@@ -165,7 +168,7 @@ def attributes_put_back(call: str, modules: list[nn.Module]) -> Iterator[None]:
             f"{call}: a call made the buffers {brief(sorted(made))}, which the state does not have; "
             "run the module once on a batch before df.functional, or write df.autograd(loss_fn)."
         )
-    if lives_on:
+    if lives_on and is_differentiated:
         raise ValueError(
             f"{call}: the module keeps tensors from one call to the next as attributes, {brief(sorted(lives_on))}; a "
             "traced step loses them. Make buffers of them, self.register_buffer(name, tensor), or let them stay in the module, "

@@ -79,7 +79,7 @@ def call(loss_fn: LossFn, params: PyTree, buffers: PyTree, batch: PyTree) -> tup
     if buffers is None:
         new_buffers, aux = None, extra
     elif is_pair(extra):
-        new_buffers, aux = _as_given(buffers, extra[0]), extra[1]
+        new_buffers, aux = as_given(buffers, extra[0]), extra[1]
     else:
         raise ValueError(
             f"loss_fn(params, buffers, batch) returned {brief(trees.map(type, returned))}: with buffers a loss returns "
@@ -119,7 +119,7 @@ def require_graph(loss: Tensor) -> None:
         )
 
 
-def _as_given(old: PyTree, new: PyTree) -> PyTree:
+def as_given(old: PyTree, new: PyTree) -> PyTree:
     """Return the new buffers in the old ones' containers: a dict and an OrderedDict order their leaves differently."""
     if isinstance(old, dict) and isinstance(new, dict):
         if old.keys() != new.keys():
@@ -127,10 +127,10 @@ def _as_given(old: PyTree, new: PyTree) -> PyTree:
                 f"loss_fn(params, buffers, batch) returned buffers {brief(list(new))} where it was given {brief(list(old))}; "
                 "return all of them, changed or not."
             )
-        pairs = [(key, _as_given(old[key], new[key])) for key in old]
+        pairs = [(key, as_given(old[key], new[key])) for key in old]
         return OrderedDict(pairs) if isinstance(old, OrderedDict) else dict(pairs)
     if type(old) in (list, tuple) and isinstance(new, (list, tuple)) and len(old) == len(new):
-        return type(old)([_as_given(o, n) for o, n in zip(old, new, strict=True)])
+        return type(old)([as_given(o, n) for o, n in zip(old, new, strict=True)])
     return new
 
 

@@ -50,10 +50,10 @@ class ModuleLoss:
         self._prefix = "module." if isinstance(network, _Pair) else ""
         self._shapes = _shapes(params), _shapes(buffers)
         self._trained = _trained(network)
-        own = {name: p for name, p in own_by_name(entries_of(self.network, self._prefix)).items() if name in params}
-        self._hooked = sorted(
-            name for name, p in own.items() if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)
-        )
+        self._hooked = _with_hooks(self._own(), params)
+        self._places = {
+            name.removeprefix(self._prefix): name for name, _ in (*network.named_parameters(), *network.named_buffers())
+        }
         self._computed = [
             (m, n, x if x.is_leaf else x.detach())
             for m in self.network.modules()
@@ -61,34 +61,59 @@ class ModuleLoss:
             if isinstance(x, torch.Tensor)
         ]
         """Plain attributes that are tensors, such as weights that spectral norm and pruning compute in every call."""
+        self._empty = [(m, n) for m in self.network.modules() for n, x in m._buffers.items() if x is None]
+        """Buffers that are None."""
 
     def __call__(self, params: PyTree, buffers: PyTree, batch: Any) -> tuple[Tensor, tuple[PyTree, PyTree]]:
         """Run the module with these parameters and copies of these buffers; leave no tensor of torch.func in it."""
         new = {name: b if name in self.frozen else torch.clone(b) for name, b in buffers.items()}
         given = {**params, **new}
-        self._require_no_hooks(params)
         if torch.compiler.is_dynamo_compiling():
+            self._require_no_hooks(params)
             self._require_trained(params)
-            placed = {n if n.startswith(_OF_CRITERION) else f"{self._prefix}{n}": x for n, x in given.items()}
+            placed = {self._places.get(name, name): x for name, x in given.items()}
             try:
                 with _reparametrized(self.network, placed, tie_weights=True, stack_weights=True):
                     loss, aux = self.of(batch)
+                if self._keeps_tensors(params):  # run eagerly, it names them
+                    raise RuntimeError("the module keeps tensors from one call to the next")
             finally:  # While a step is traced, only attributes that are known to be computed can be restored.
-                for owner, name, x in self._computed:
+                for owner, name, x in self._replaced():
                     setattr(owner, name, x)
             given = dict(zip(given, placed.values(), strict=True))
         else:
             with lock_of_module(self.module):
                 self._require_trained(params)
-                given = self._require_same(own_by_name(entries_of(self.network, self._prefix)), given)
+                own = self._own()
+                given = self._require_same(own, given)
+                self._hooked = _with_hooks(own, params)
+                self._require_no_hooks(params)
                 first = next(iter(params.values()), None)
                 is_traced = first is not None and (functorch.is_differentiated(first) or functorch.is_batched(first))
-                kept = attributes_put_back(self._call, [*self.network.modules()]) if is_traced else nullcontext()
+                modules = [*self.network.modules()]
+                kept = attributes_put_back(self._call, modules, first.requires_grad) if is_traced else nullcontext()
                 with kept, weights(self.network, given, self._prefix):
                     loss, aux = self.of(batch)
         self.require_in_place(name for name in params if name in given and given[name] is not params[name])
-        new.update({name: x for name, x in given.items() if name in buffers and x is not None})
+        assigned = {name: x for name, x in given.items() if name in buffers and x is not None and x is not new[name]}
+        new.update({name: torch.clone(x) for name, x in assigned.items()})  # a call may assign the batch
         return loss, (new, aux)
+
+    def _own(self) -> dict[str, Tensor]:
+        return own_by_name(entries_of(self.network, self._prefix))
+
+    def _keeps_tensors(self, params: dict[str, Tensor]) -> bool:
+        """Return True if a traced call made buffers or kept tensors, by the rule of `attributes_put_back`."""
+        if any([getattr(owner, name) is not None for owner, name in self._empty]):
+            return True
+        if not any([p.requires_grad for p in params.values()]):
+            return False
+        return any([not getattr(owner, name).requires_grad for owner, name, _ in self._replaced()])
+
+    def _replaced(self) -> list[tuple[nn.Module, str, Tensor]]:
+        """Return the plain attributes that hold other tensors now, with their own."""
+        now = [(getattr(owner, name), (owner, name, x)) for owner, name, x in self._computed]
+        return [entry for x, entry in now if isinstance(x, Tensor) and x is not entry[2]]
 
     @contextmanager
     def lent(self, params: dict[str, Tensor], buffers: dict[str, Tensor]) -> Iterator[Lent]:
@@ -185,6 +210,7 @@ class ModuleLoss:
                         f"{wanted.get(leaf, 'none')}; call init(params, buffers), not swapped, with what it returned with the loss. "
                         "Freeze untrained parameters before that, with requires_grad_(False)."
                     )
+        self._hooked = _with_hooks(self._own(), params)  # also those registered since, which Dynamo does not see
 
     def require_batch(self, batch: Any) -> None:
         """Require a tuple or list of inputs and targets, or keyword arguments: a tensor's rows would unpack as well."""
@@ -272,6 +298,12 @@ class _Pair(nn.Module):
 
 def _trained(network: nn.Module) -> list[bool]:
     return [p.requires_grad for m in network.modules() for p in m._parameters.values() if p is not None]
+
+
+def _with_hooks(own: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of the parameters with hooks."""
+    hooked = (n for n, p in own.items() if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None))
+    return sorted(name for name in hooked if name in params)
 
 
 def _shapes(tree: PyTree) -> dict[str, list[int]]:

@@ -10,8 +10,10 @@ from torch.func import grad_and_value
 
 from decentfn.core import trees
 from decentfn.core.buckets import Buckets, each, global_norm, where, wide
+from decentfn.core.formatting import brief
 from decentfn.core.trees import PyTree
 from decentfn.gradient.loss import LossFn, call, require_graph
+from decentfn.gradient.module import ModuleLoss
 
 
 class Metrics(NamedTuple):
@@ -81,9 +83,11 @@ def gradient_of(loss_fn: LossFn, params: Buckets, buffers: PyTree, batch: PyTree
     def loss_of(x: list[Tensor], buffers: PyTree, batch: PyTree) -> tuple[Tensor, tuple[Tensor, list[Tensor]]]:
         loss, new_buffers, aux = call(loss_fn, Buckets(x, params.plan).tree(), buffers, batch)
         require_graph(loss)
+        if not isinstance(loss_fn, ModuleLoss):  # which returns copies; a function may return its batch or a parameter
+            new_buffers = trees.map(torch.clone, new_buffers)
         # torch.func takes tensors only, so the tree around them is stored separately.
         templates.append(trees.enumerate_leaves((new_buffers, aux)))
-        extras = [torch.as_tensor(leaf) for leaf in trees.leaves((new_buffers, aux))]
+        extras = [_tensor(leaf) for leaf in trees.leaves((new_buffers, aux))]
         scaled = loss if scale is None else loss.to(wide(loss.dtype)) * scale
         return scaled, (loss, extras)
 
@@ -91,6 +95,16 @@ def gradient_of(loss_fn: LossFn, params: Buckets, buffers: PyTree, batch: PyTree
     grads = Buckets(found, params.plan)
     new_buffers, aux = trees.fill(templates[0], extras)
     return Gradient(grads if scale is None else unscaled(grads, scale), loss, aux, new_buffers)
+
+
+def _tensor(leaf: Any) -> Tensor:
+    try:
+        return torch.as_tensor(leaf)
+    except (TypeError, RuntimeError) as error:
+        raise ValueError(
+            f"loss_fn returned {brief(leaf)} in its aux or buffers: if the gradient is traced, these are trees of tensors and numbers; "
+            "with df.autograd(loss_fn) aux may be anything."
+        ) from error
 
 
 def unscaled(grads: Buckets, scale: Tensor) -> Buckets:

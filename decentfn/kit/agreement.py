@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, ParamSpec
 
 from decentfn.comm.fingerprint import agree, describe, structure
+from decentfn.core import trees
 from decentfn.core.formatting import brief
 from decentfn.core.numbers import bind, plain
 from decentfn.core.trees import PyTree
@@ -66,7 +67,7 @@ def algorithm(function: Callable[P, Algorithm]) -> Callable[P, Algorithm]:
 
         def start(params: PyTree, buffers: PyTree = None) -> Any:
             require_params(params)
-            buffers = require_inputs("init(params, buffers)", loss_fn, params, buffers)
+            buffers = require_inputs("init(params, buffers)", loss_fn, params, trees.plain(buffers))
             lines = [line for name, value in values.items() for line in _lines(name, value)]
             agree([f"algorithm {function.__name__}", *lines, *structure("optimizer", optimizer)])
             return expected.record(built.init(params, buffers))

@@ -26,6 +26,7 @@ _NOT_COMPILED = (
     "ObservedException",
     "BackendCompilerFailed",
     "InternalTorchDynamoError",
+    "UncapturedHigherOrderOpError",
 )
 
 

@@ -139,6 +139,17 @@ def test_buffers_pass_from_one_micro_batch_to_the_next(backend):
         torch.testing.assert_close(got[name], value)
 
 
+@pytest.mark.parametrize("backend", [None, "eager"])
+def test_a_buffer_that_the_state_would_truncate_is_refused(backend):
+    def loss_fn(params, count, batch):
+        return (params * batch).sum(), (count * 0.95, None)
+
+    init, step = df.all_reduce(df.accumulate(loss_fn), df.sgd(0.1), df.topology("complete", 1))
+    step = step if backend is None else df.compile(step, backend=backend)
+    with pytest.raises(ValueError, match="a buffer of torch.int64 became one of torch.float32"):
+        step(init(torch.ones(3), torch.tensor(10)), torch.ones(2, 4, 3), 0)
+
+
 def test_micro_batches_of_different_numbers_are_an_error():
     init, step = df.all_reduce(df.accumulate(lambda p, b: (p * b[0]).sum()), df.sgd(0.1), df.topology("complete", 1))
     with pytest.raises(ValueError, match=r"leaves are \[\[2, 3\], \[3\]\].*same leading axis of M >= 1"):

@@ -249,6 +249,17 @@ def test_hooks_of_parameters_are_called_or_refused_where_the_gradient_is_traced(
             torch.testing.assert_close(df.params(state)["weight"], expected)
 
 
+@pytest.mark.parametrize("backend", [None, "eager"])
+def test_a_hook_registered_after_functional_is_refused_where_the_gradient_is_traced(backend):
+    net = nn.Linear(5, 1)
+    params, buffers, loss_fn = df.functional(net, mse_loss)
+    init, step = df.all_reduce(loss_fn, df.sgd(0.1), df.topology("complete", 1))
+    state, run = init(params, buffers), step if backend is None else df.compile(step, backend=backend)
+    net.weight.register_hook(torch.zeros_like)
+    with pytest.raises(ValueError, match=r"\['weight'\] have hooks by register_hook.*df\.autograd"):
+        run(state, batches(0)[0], 0)
+
+
 def on_a_rank():
     rank = df.init().rank
     torch.manual_seed(3)

@@ -179,13 +179,61 @@ class Running(nn.Module):
         return x * self.weight - self.mean
 
 
-@pytest.mark.parametrize("start", [0.0, torch.zeros(())], ids=["number", "tensor"])
-def test_a_tensor_that_lives_on_as_an_attribute_is_refused_where_it_is_traced(start):
+@pytest.mark.parametrize(
+    ("start", "compiled"),
+    [(0.0, False), (torch.zeros(()), False), (torch.zeros(()), True)],
+    ids=["number", "eager", "compiled"],
+)
+def test_a_tensor_that_lives_on_as_an_attribute_is_refused_where_it_is_traced(start, compiled):
     params, buffers, loss_fn = df.functional(Running(start), mse_loss)
     batch = (torch.ones(3, 2), torch.ones(3, 2))
     with pytest.raises(ValueError, match=r"keeps tensors.*\['mean'\].*register_buffer.*df\.autograd"):
-        trained(loss_fn, params, buffers, batch)
-    trained(df.autograd(loss_fn), params, buffers, batch)
+        trained(loss_fn, params, buffers, batch, compiled=compiled)
+    trained(df.autograd(loss_fn), params, buffers, batch, compiled=compiled)
+
+
+class Filling(nn.Module):
+    """A buffer that the first call makes and the next one uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.register_buffer("cache", None)
+
+    def forward(self, x):
+        before, self.cache = self.cache, x.mean(0)
+        return x * self.weight + (0 if before is None else before)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_buffer_that_a_call_fills_is_refused_where_it_is_traced(compiled):
+    params, buffers, loss_fn = df.functional(Filling(), mse_loss)
+    with pytest.raises(ValueError, match=r"made the buffers \['cache'\]"):
+        trained(loss_fn, params, buffers, (torch.ones(3, 2), torch.ones(3, 2)), compiled=compiled)
+
+
+class Masked(nn.Module):
+    """A plain attribute that a call may read, or replace by None."""
+
+    def __init__(self, ends):
+        super().__init__()
+        self.weight, self.mask, self.ends = nn.Parameter(torch.ones(2)), torch.tensor([1.0, 0.5]), ends
+
+    def forward(self, x):
+        y = x * self.weight if self.mask is None else x * self.weight * self.mask
+        if self.ends:
+            self.mask = None
+        return y
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_tensor_kept_as_an_attribute_is_read_in_compiled_loops_too(ends):
+    (eager, _), (compiled, _) = (
+        trained(df.accumulate(loss_fn), params, buffers, 2 * (torch.ones(2, 3, 2),), compiled=is_it)
+        for is_it in (False, True)
+        for params, buffers, loss_fn in [df.functional(Masked(ends), mse_loss)]
+    )
+    torch.testing.assert_close(df.params(compiled), df.params(eager))
 
 
 def test_what_functional_cannot_take_is_refused():
@@ -306,3 +354,17 @@ def test_a_weight_that_a_hook_computes_is_computed_in_compiled_steps_too_and_put
     torch.testing.assert_close(df.params(compiled), df.params(eager))
     torch.testing.assert_close(df.buffers(compiled), df.buffers(eager))
     torch.testing.assert_close(layer.weight, before, rtol=0, atol=0)
+
+
+def test_a_weight_that_a_hook_computes_is_that_of_each_worker_in_simulated_micro_batches_and_evaluations():
+    """The mean over two equal workers of two micro-batches each is one gradient of the whole batch."""
+    torch.manual_seed(0)
+    layer = prune.l1_unstructured(nn.Linear(4, 4), "weight", 0.5)
+    params, buffers, loss_fn = df.functional(layer, mse_loss)
+    batch = (torch.randn(6, 4), torch.randn(6, 4))
+    (whole, _) = trained(loss_fn, params, buffers, batch)
+    micros = df.stack(tuple(x.unflatten(0, (2, 3)) for x in batch), 2)
+    (state, _) = trained(df.accumulate(loss_fn), params, buffers, micros, n=2)
+    torch.testing.assert_close(df.params(df.worker(state, 0)), df.params(whole))
+    expected = df.evaluate(loss_fn, whole, [batch])
+    torch.testing.assert_close(df.evaluate_replicas(loss_fn, state, [batch]), expected.expand(2))

@@ -204,3 +204,11 @@ def test_aux_by_autograd_holds_no_graph_and_no_memory_of_the_state_whatever_it_s
     assert found and not any(x.requires_grad or x.grad_fn is not None for x in found)
     assert mode == "simulated" or type(aux["given"]) is type(made[-1])
     assert sum(x.numel() and float(x.max()) == 2 for x in found) and all(float(x.min()) >= 1 for x in found)
+
+
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+def test_a_traced_aux_is_of_tensors_and_numbers(mode):
+    init, step = df.all_reduce(lambda p, b: (p.sum(), {"name": "x"}), df.sgd(0.1), df.topology("complete", 1))
+    step = step if mode == "eager" else df.compile(step, backend="eager")
+    with pytest.raises(ValueError, match=r"loss_fn returned 'x' in its aux.*df\.autograd"):
+        step(init(torch.ones(3)), torch.ones(3), 0)

@@ -1,6 +1,7 @@
 """Parameters that the state does not have, or no longer trains: trained, or refused with a sentence."""
 
 import copy
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -74,6 +75,19 @@ def test_the_parameters_of_a_criterion_are_trained_with_the_module(n, backend, t
     for name, x in expected.items():
         torch.testing.assert_close(found[name], x, atol=1e-6, rtol=1e-5)
     assert criterion.temperature.item() == 1.5 and criterion.calls.item() == 0
+
+
+@BACKENDS
+def test_a_submodule_may_have_the_name_of_the_criterion(backend):
+    torch.manual_seed(0)
+    net, criterion = nn.Sequential(OrderedDict(criterion=nn.Linear(3, 1))), Scaled()
+    plain, plain_criterion = copy.deepcopy((net, criterion))
+    plain_criterion(plain(BATCH[0]), BATCH[1]).backward()
+    params, buffers, loss_fn = df.functional(net, criterion)
+    state, step = run_of(loss_fn, lambda f: f, params, buffers, backend)
+    state, _ = step(state, BATCH, 0)
+    for name, p in (*plain.named_parameters(), ("criterion.temperature", plain_criterion.temperature)):
+        torch.testing.assert_close(df.params(state)[name], (p - 0.1 * p.grad).detach())
 
 
 def test_a_state_with_a_criterion_is_evaluated_saved_and_loaded():

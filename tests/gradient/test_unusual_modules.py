@@ -1,7 +1,8 @@
 """With `df.autograd`, what few modules do: against a plain loop, or refused with a sentence."""
 
 import copy
-from collections import deque
+from collections import OrderedDict, deque, namedtuple
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -129,6 +130,46 @@ def test_a_buffer_that_becomes_another_is_refused(first, make, said, backend):
     state, step = built(Assigned(first, make))
     with pytest.raises(ValueError, match=said):
         compiled_by(backend, step)(state, (X, Y), 0)
+
+
+class Counting(nn.Module):
+    """Buffers of one shape, in an order that is not the alphabet's."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        self.register_buffer("b", torch.zeros(1))
+        self.register_buffer("a", torch.zeros(1))
+
+    def forward(self, x):
+        self.b += 1
+        self.a += 100
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("backend", [None, "eager"])
+@pytest.mark.parametrize("mapping", [dict, OrderedDict, MappingProxyType])
+def test_buffers_come_back_under_their_names_from_any_mapping(mapping, backend):
+    net = Counting()
+    params, buffers, loss_fn = df.functional(net, mse_loss)
+    init, step = df.all_reduce(df.autograd(loss_fn), df.sgd(0.1), df.topology("complete", 1))
+    state, step = init(params, mapping(buffers)), compiled_by(backend, step)
+    for t in range(3):
+        state, _ = step(state, (X, Y), t)
+    assert {name: b.item() for name, b in df.buffers(state).items()} == {"b": 3, "a": 300}
+    assert net.a.item() == net.b.item() == 0
+
+
+def test_a_function_may_have_its_buffers_in_a_named_tuple_compiled_too():
+    kind = namedtuple("Sums", "b a")
+    init, step = df.all_reduce(
+        df.autograd(lambda p, b, x: ((p * x).sum(), (kind(b.b + 1, b.a + 100), None))),
+        df.sgd(0.1),
+        df.topology("complete", 1),
+    )
+    state = init(torch.zeros(2), kind(torch.zeros(()), torch.zeros(())))
+    state, _ = df.compile(step, backend="eager")(state, torch.ones(2), 0)
+    assert df.buffers(state) == kind(1, 100)
 
 
 def test_weights_reached_by_a_list_made_before_are_the_workers():
