@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 
+from decentfn.core.context import context
 from decentfn.core.formatting import brief
 
 _locks: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
@@ -94,6 +95,19 @@ class Lent:
         new = {name: self.own[name].data if name in self.own else b for name, b in self._buffers.items()}
         now = {p.name: p.holder[p.key] for p in self._replaced() if p.key in p.holder}
         return new | {name: x for name, x in now.items() if name in new and x is not None}
+
+
+@contextmanager
+def in_mode(module: nn.Module) -> Iterator[None]:
+    """Context in which a module is in eval mode if a metric runs; its modes are restored at exit."""
+    were = [(inner, inner.training) for inner in module.modules()] if context.evaluates else []
+    for inner, _ in were:
+        inner.training = False
+    try:
+        yield
+    finally:
+        for inner, was in were:
+            inner.training = was
 
 
 def entries_of(module: nn.Module, prefix: str = "") -> list[Entry]:

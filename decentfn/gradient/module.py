@@ -15,10 +15,19 @@ from torch.nn.parameter import is_lazy
 from decentfn.comm import collectives
 from decentfn.core import trees
 from decentfn.core.buckets import Places
+from decentfn.core.context import context
 from decentfn.core.formatting import brief
 from decentfn.core.numbers import require
 from decentfn.core.trees import PyTree
-from decentfn.gradient.lending import Lent, attributes_put_back, entries_of, lock_of_module, own_by_name, weights
+from decentfn.gradient.lending import (
+    Lent,
+    attributes_put_back,
+    entries_of,
+    in_mode,
+    lock_of_module,
+    own_by_name,
+    weights,
+)
 from decentfn.gradient.loss import is_pair, require_criterion
 from decentfn.torch_private import functorch
 from decentfn.torch_private.names import WEIGHTS
@@ -71,19 +80,25 @@ class ModuleLoss:
             self._require_trained(params)
             placed = {n if n.startswith(_OF_CRITERION) else f"{self._prefix}{n}": x for n, x in given.items()}
             try:
-                with _reparametrized(self.network, placed, tie_weights=True, stack_weights=True):
+                with in_mode(self.network), _reparametrized(self.network, placed, tie_weights=True, stack_weights=True):
                     loss, aux = self.of(batch)
             finally:  # While a step is traced, only attributes that are known to be computed can be restored.
                 for owner, name, x in self._computed:
                     setattr(owner, name, x)
             given = dict(zip(given, placed.values(), strict=True))
         else:
-            with lock_of_module(self.module):
+            with lock_of_module(self.module), in_mode(self.network):
                 self._require_trained(params)
-                given = self._require_same(own_by_name(entries_of(self.network, self._prefix)), given)
+                entries = entries_of(self.network, self._prefix)
+                own = own_by_name(entries)
+                given = self._require_same(own, given)
                 first = next(iter(params.values()), None)
                 is_traced = first is not None and (functorch.is_differentiated(first) or functorch.is_batched(first))
                 kept = attributes_put_back(self._call, [*self.network.modules()]) if is_traced else nullcontext()
+                if context.evaluates and not is_traced and not torch.is_grad_enabled():
+                    # Also for lists and closures that hold the module's own tensors.
+                    fitting = [n for n, x in given.items() if x.device == own[n].device and not functorch.is_batched(x)]
+                    kept = Lent(self, entries, {name: given[name] for name in fitting}, {})
                 with kept, weights(self.network, given, self._prefix):
                     loss, aux = self.of(batch)
         self.require_in_place(name for name in params if name in given and given[name] is not params[name])
@@ -222,7 +237,8 @@ class ShardedLoss(ModuleLoss):
 
     def __call__(self, params: PyTree, buffers: PyTree, batch: Any) -> tuple[Tensor, tuple[PyTree, PyTree]]:
         """Run the module with these shards and copies of these buffers."""
-        with self.lent(params, {name: torch.clone(b) for name, b in buffers.items()}) as lent:
+        copies = {name: torch.clone(b) for name, b in buffers.items()}
+        with lock_of_module(self.module), in_mode(self.network), self.lent(params, copies) as lent:
             loss, aux = lent.of(batch)
             return loss, (lent.buffers(), aux)
 
