@@ -324,9 +324,10 @@ def functional(
         that it is given.
 
     Raises:
-        ValueError: both a criterion and `forward`; a lazy module that has not seen a batch; sparse buffers; a criterion
-            with parameters and a sharded module; when called, parameters that no optimizer trains; a module in
-            DistributedDataParallel, or sharded over other processes than this worker's.
+        ValueError: both a criterion and `forward`; a lazy module that has not seen a batch; sparse buffers;
+            a trained parameter that shares its memory, as if tied by `.data`; a criterion with parameters and a sharded
+            module; when called, parameters that no optimizer trains; a module in DistributedDataParallel, or sharded over
+            other processes than this worker's.
     """
     require(isinstance(module, nn.Module), "functional", "expected an nn.Module.", module=module)
     require_criterion(criterion, forward)
@@ -353,6 +354,7 @@ def functional(
     sparse = [name for name, b in named_buffers if b.layout != torch.strided]
     rule = f"the buffers {brief(sparse)} are sparse, and a state holds dense tensors; keep them as plain attributes of the module,"
     require(not sparse, call, f"{rule} which all workers share.")
+    _require_apart(call, {name: collectives.local(x) for name, x in (*named, *named_buffers)})
     own = {name: collectives.local(p).detach().clone() for name, p in named}
     trainable = {name: own[name] for name, p in named if p.requires_grad}
     frozen = {name: own[name] for name in own if name not in trainable}
@@ -366,6 +368,19 @@ def functional(
         loss_fn.places = collectives.places(module)
         loss_fn.common, loss_fn.tp_size = common, tp_size
     return trainable, buffers, loss_fn
+
+
+def _require_apart(call: str, tensors: Mapping[str, Tensor]) -> None:
+    """Raise ValueError if a trained parameter shares its memory with another tensor: their copies would not."""
+    by_place: dict[int, list[str]] = {}
+    for name, x in tensors.items():
+        if x.layout == torch.strided and x.numel() and x.data_ptr():  # 0 on the meta device
+            by_place.setdefault(x.data_ptr(), []).append(name)
+    shared = [names for names in by_place.values() if len(names) > 1 and any(tensors[n].requires_grad for n in names)]
+    names = brief(shared[0]) if shared else ""
+    require(
+        not shared, call, f"{names} share their memory, and a state would hold them apart; make them one Parameter."
+    )
 
 
 def _under(module: nn.Module, word: str, frozen: Mapping[str, Tensor]) -> list[str]:

@@ -223,6 +223,28 @@ def test_what_functional_cannot_take_is_refused():
         trained(loss_fn, params, buffers, {"input": torch.ones(2, 2)})
 
 
+@pytest.mark.parametrize("how", ["data", "transposed", "buffer"])
+def test_a_trained_parameter_that_shares_its_memory_is_refused(how):
+    """Its copy in the state would not follow the other one's."""
+    a, b = nn.Linear(4, 4), nn.Linear(4, 4)
+    if how == "buffer":
+        del b.weight
+        b.register_buffer("weight", a.weight)
+    else:
+        b.weight.data = a.weight.data if how == "data" else a.weight.data.T
+    net = nn.Sequential(a, b)
+    with pytest.raises(ValueError, match=r"\['0.weight', '1.weight'\] share their memory.*one Parameter"):
+        df.functional(net, mse_loss)
+    net.requires_grad_(False)[1].bias.requires_grad_()
+    df.functional(net, mse_loss)  # constants may share it
+    net.requires_grad_()[1].weight = a.weight
+    assert df.functional(net.to("meta") if how == "data" else net, mse_loss)[0].keys() >= {
+        "0.weight",
+        "0.bias",
+        "1.bias",
+    }
+
+
 def test_a_state_dict_comes_back():
     net, batch = Labeled(), {"tokens": tokens(3, 5), "labels": tokens(3, 5)}
     params, buffers, loss_fn = df.functional(net)
