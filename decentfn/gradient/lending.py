@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
@@ -187,8 +187,23 @@ def attributes_put_back(call: str, modules: list[nn.Module]) -> Iterator[None]:
         )
 
 
+def within_containers(modules: Iterable[nn.Module]) -> set[int]:
+    """Return the identity of all that lists and other plain containers hold which are attributes of modules."""
+    keys, ids = {"_parameters", "_buffers", "_modules", "_flat_weights"}, set[int]()  # the last are of nn.RNNBase
+    found = [x for m in modules for key, x in vars(m).items() if key not in keys and isinstance(x, _CONTAINERS)]
+    while found:
+        container = found.pop()
+        items = list(container.values() if isinstance(container, dict) else container)
+        found += [x for x in items if isinstance(x, _CONTAINERS) and id(x) not in ids]
+        ids.update(map(id, items))
+    return ids
+
+
+_CONTAINERS = (dict, list, tuple, set, deque)
+
+
 def _holds_tensors(x: Any) -> bool:
     """Return True if `x` holds a tensor, or a weak reference to one, at any depth."""
-    if isinstance(x, (dict, list, tuple, set, deque)):
+    if isinstance(x, _CONTAINERS):
         return any(map(_holds_tensors, x.values() if isinstance(x, dict) else x))
     return isinstance(x() if type(x) is ref else x, Tensor)

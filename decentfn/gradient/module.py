@@ -27,6 +27,7 @@ from decentfn.gradient.lending import (
     lock_of_module,
     own_by_name,
     weights,
+    within_containers,
 )
 from decentfn.gradient.loss import is_pair, require_criterion
 from decentfn.torch_private import functorch
@@ -59,10 +60,16 @@ class ModuleLoss:
         self._prefix = "module." if isinstance(network, _Pair) else ""
         self._shapes = _shapes(params), _shapes(buffers)
         self._trained = _trained(network)
-        own = {name: p for name, p in own_by_name(entries_of(self.network, self._prefix)).items() if name in params}
+        own = own_by_name(entries_of(self.network, self._prefix))
         self._hooked = sorted(
-            name for name, p in own.items() if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)
+            name
+            for name, p in own.items()
+            if name in params and (p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None))
         )
+        constant = [(name, own[name]) for name in buffers if isinstance(own.get(name), nn.Parameter)]
+        listed = within_containers(network.modules()) if constant else set()
+        self._listed = sorted(name for name, x in constant if id(x) in listed)
+        """Frozen parameters that the module may reach through a list, where a traced gradient does not replace them."""
         self._computed = [
             (m, n, x if x.is_leaf else x.detach())
             for m in self.network.modules()
@@ -76,6 +83,11 @@ class ModuleLoss:
         new = {name: b if name in self.frozen else torch.clone(b) for name, b in buffers.items()}
         given = {**params, **new}
         self._require_no_hooks(params)
+        if self._listed and any(p.requires_grad for p in params.values()):
+            raise ValueError(
+                f"{self._call}: lists of the module hold the frozen parameters {brief(self._listed)}; a gradient that is traced would "
+                "take them from the module in place of the state. Make a torch.nn.ParameterList of them, or write df.autograd(loss_fn)."
+            )
         if torch.compiler.is_dynamo_compiling():
             self._require_trained(params)
             placed = {n if n.startswith(_OF_CRITERION) else f"{self._prefix}{n}": x for n, x in given.items()}
@@ -371,16 +383,16 @@ def functional(
 
 
 def _require_apart(call: str, tensors: Mapping[str, Tensor]) -> None:
-    """Raise ValueError if a trained parameter shares its memory with another tensor: their copies would not."""
+    """Raise ValueError if tensors share memory, unless they are several constants: copies of them would not share it."""
     by_place: dict[int, list[str]] = {}
     for name, x in tensors.items():
         if x.layout == torch.strided and x.numel() and x.data_ptr():  # 0 on the meta device
             by_place.setdefault(x.data_ptr(), []).append(name)
-    shared = [names for names in by_place.values() if len(names) > 1 and any(tensors[n].requires_grad for n in names)]
-    names = brief(shared[0]) if shared else ""
-    require(
-        not shared, call, f"{names} share their memory, and a state would hold them apart; make them one Parameter."
-    )
+    for names in by_place.values():
+        own = {id(tensors[name]): tensors[name] for name in names}
+        is_apart = len(names) == 1 or (len(own) == len(names) and not any(x.requires_grad for x in own.values()))
+        rule = f"{brief(names)} share their memory, and a state would hold them apart; make them one Parameter."
+        require(is_apart, call, rule)
 
 
 def _under(module: nn.Module, word: str, frozen: Mapping[str, Tensor]) -> list[str]:
