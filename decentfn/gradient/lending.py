@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
@@ -12,8 +12,8 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 
-from decentfn.core.context import context
 from decentfn.core.formatting import brief
+from decentfn.torch_private import functorch
 
 _locks: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
 
@@ -51,6 +51,13 @@ class Lent:
         self.leaves, self.constant, self.gradient = [], {}, loss_fn.gradient
         self._loss_fn, self._entries, self._values, self._buffers = loss_fn, entries, values, buffers
         self._before: list[tuple[Tensor, Tensor, Tensor | None]] = []
+
+    @classmethod
+    def beside_weights(cls, loss_fn: Any, entries: list[Entry], values: dict[str, Tensor]) -> Lent:
+        """Lend the values that a module's own tensors can hold, for lists and closures that have them."""
+        own = own_by_name(entries)
+        fitting = [n for n, x in values.items() if x.device == own[n].device and not functorch.is_batched(x)]
+        return cls(loss_fn, entries, {name: values[name] for name in fitting}, {})
 
     def __enter__(self) -> Lent:
         try:
@@ -95,19 +102,6 @@ class Lent:
         new = {name: self.own[name].data if name in self.own else b for name, b in self._buffers.items()}
         now = {p.name: p.holder[p.key] for p in self._replaced() if p.key in p.holder}
         return new | {name: x for name, x in now.items() if name in new and x is not None}
-
-
-@contextmanager
-def in_mode(module: nn.Module) -> Iterator[None]:
-    """Context in which a module is in eval mode if a metric runs; its modes are restored at exit."""
-    were = [(inner, inner.training) for inner in module.modules()] if context.evaluates else []
-    for inner, _ in were:
-        inner.training = False
-    try:
-        yield
-    finally:
-        for inner, was in were:
-            inner.training = was
 
 
 def entries_of(module: nn.Module, prefix: str = "") -> list[Entry]:
@@ -187,23 +181,8 @@ def attributes_put_back(call: str, modules: list[nn.Module]) -> Iterator[None]:
         )
 
 
-def within_containers(modules: Iterable[nn.Module]) -> set[int]:
-    """Return the identity of all that lists and other plain containers hold which are attributes of modules."""
-    keys, ids = {"_parameters", "_buffers", "_modules", "_flat_weights"}, set[int]()  # the last are of nn.RNNBase
-    found = [x for m in modules for key, x in vars(m).items() if key not in keys and isinstance(x, _CONTAINERS)]
-    while found:
-        container = found.pop()
-        items = list(container.values() if isinstance(container, dict) else container)
-        found += [x for x in items if isinstance(x, _CONTAINERS) and id(x) not in ids]
-        ids.update(map(id, items))
-    return ids
-
-
-_CONTAINERS = (dict, list, tuple, set, deque)
-
-
 def _holds_tensors(x: Any) -> bool:
     """Return True if `x` holds a tensor, or a weak reference to one, at any depth."""
-    if isinstance(x, _CONTAINERS):
+    if isinstance(x, (dict, list, tuple, set, deque)):
         return any(map(_holds_tensors, x.values() if isinstance(x, dict) else x))
     return isinstance(x() if type(x) is ref else x, Tensor)

@@ -19,17 +19,9 @@ from decentfn.core.context import context
 from decentfn.core.formatting import brief
 from decentfn.core.numbers import require
 from decentfn.core.trees import PyTree
-from decentfn.gradient.lending import (
-    Lent,
-    attributes_put_back,
-    entries_of,
-    in_mode,
-    lock_of_module,
-    own_by_name,
-    weights,
-    within_containers,
-)
-from decentfn.gradient.loss import is_pair, require_criterion
+from decentfn.gradient.gradient_checks import frozen_under, listed_parameters, require_apart, require_unlisted
+from decentfn.gradient.lending import Lent, attributes_put_back, entries_of, lock_of_module, own_by_name, weights
+from decentfn.gradient.loss import in_mode, is_pair, require_criterion
 from decentfn.torch_private import functorch
 from decentfn.torch_private.names import WEIGHTS
 
@@ -61,15 +53,12 @@ class ModuleLoss:
         self._shapes = _shapes(params), _shapes(buffers)
         self._trained = _trained(network)
         own = own_by_name(entries_of(self.network, self._prefix))
+        listed = listed_parameters(network.modules()) if buffers else set()
+        self._listed = sorted(name for name, x in own.items() if name in buffers and id(x) in listed)
+        own = {name: p for name, p in own.items() if name in params}
         self._hooked = sorted(
-            name
-            for name, p in own.items()
-            if name in params and (p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None))
+            name for name, p in own.items() if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)
         )
-        constant = [(name, own[name]) for name in buffers if isinstance(own.get(name), nn.Parameter)]
-        listed = within_containers(network.modules()) if constant else set()
-        self._listed = sorted(name for name, x in constant if id(x) in listed)
-        """Frozen parameters that the module may reach through a list, where a traced gradient does not replace them."""
         self._computed = [
             (m, n, x if x.is_leaf else x.detach())
             for m in self.network.modules()
@@ -83,34 +72,26 @@ class ModuleLoss:
         new = {name: b if name in self.frozen else torch.clone(b) for name, b in buffers.items()}
         given = {**params, **new}
         self._require_no_hooks(params)
-        if self._listed and any(p.requires_grad for p in params.values()):
-            raise ValueError(
-                f"{self._call}: lists of the module hold the frozen parameters {brief(self._listed)}; a gradient that is traced would "
-                "take them from the module in place of the state. Make a torch.nn.ParameterList of them, or write df.autograd(loss_fn)."
-            )
+        require_unlisted(self._call, self._listed, params)
         if torch.compiler.is_dynamo_compiling():
             self._require_trained(params)
             placed = {n if n.startswith(_OF_CRITERION) else f"{self._prefix}{n}": x for n, x in given.items()}
             try:
-                with in_mode(self.network), _reparametrized(self.network, placed, tie_weights=True, stack_weights=True):
+                with _reparametrized(self.network, placed, tie_weights=True, stack_weights=True):
                     loss, aux = self.of(batch)
             finally:  # While a step is traced, only attributes that are known to be computed can be restored.
                 for owner, name, x in self._computed:
                     setattr(owner, name, x)
             given = dict(zip(given, placed.values(), strict=True))
         else:
-            with lock_of_module(self.module), in_mode(self.network):
+            with lock_of_module(self.module):
                 self._require_trained(params)
-                entries = entries_of(self.network, self._prefix)
-                own = own_by_name(entries)
-                given = self._require_same(own, given)
+                given = self._require_same(own_by_name(entries_of(self.network, self._prefix)), given)
                 first = next(iter(params.values()), None)
                 is_traced = first is not None and (functorch.is_differentiated(first) or functorch.is_batched(first))
                 kept = attributes_put_back(self._call, [*self.network.modules()]) if is_traced else nullcontext()
                 if context.evaluates and not is_traced and not torch.is_grad_enabled():
-                    # Also for lists and closures that hold the module's own tensors.
-                    fitting = [n for n, x in given.items() if x.device == own[n].device and not functorch.is_batched(x)]
-                    kept = Lent(self, entries, {name: given[name] for name in fitting}, {})
+                    kept = Lent.beside_weights(self, entries_of(self.network, self._prefix), given)
                 with kept, weights(self.network, given, self._prefix):
                     loss, aux = self.of(batch)
         self.require_in_place(name for name in params if name in given and given[name] is not params[name])
@@ -176,6 +157,10 @@ class ModuleLoss:
     def of(self, batch: Any) -> tuple[Tensor, PyTree]:
         """Return the loss of a batch and its aux, with the module's current weights."""
         self.require_batch(batch)
+        with in_mode(self.network):
+            return self._of(batch)
+
+    def _of(self, batch: Any) -> tuple[Tensor, PyTree]:
         if self.forward is not None:
             returned = self.forward(self.module, batch)
             return returned if is_pair(returned) else (returned, None)
@@ -249,8 +234,7 @@ class ShardedLoss(ModuleLoss):
 
     def __call__(self, params: PyTree, buffers: PyTree, batch: Any) -> tuple[Tensor, tuple[PyTree, PyTree]]:
         """Run the module with these shards and copies of these buffers."""
-        copies = {name: torch.clone(b) for name, b in buffers.items()}
-        with lock_of_module(self.module), in_mode(self.network), self.lent(params, copies) as lent:
+        with self.lent(params, {name: torch.clone(b) for name, b in buffers.items()}) as lent:
             loss, aux = lent.of(batch)
             return loss, (lent.buffers(), aux)
 
@@ -366,12 +350,12 @@ def functional(
     sparse = [name for name, b in named_buffers if b.layout != torch.strided]
     rule = f"the buffers {brief(sparse)} are sparse, and a state holds dense tensors; keep them as plain attributes of the module,"
     require(not sparse, call, f"{rule} which all workers share.")
-    _require_apart(call, {name: collectives.local(x) for name, x in (*named, *named_buffers)})
+    require_apart(call, {name: collectives.local(x) for name, x in (*named, *named_buffers)})
     own = {name: collectives.local(p).detach().clone() for name, p in named}
     trainable = {name: own[name] for name, p in named if p.requires_grad}
     frozen = {name: own[name] for name in own if name not in trainable}
     buffers = {name: b.detach().clone() for name, b in named_buffers} | frozen
-    moved = {name for word in overwritten for name in _under(module, word, frozen)}
+    moved = {name for word in overwritten for name in frozen_under(module, word, frozen)}
     rule = "the module is sharded, and what the loss writes over its shards is lost; make buffers of them."
     require(not (moved and is_sharded), f"functional({type(module).__name__}, overwritten=...)", rule)
     kind = ShardedLoss if is_sharded else ModuleLoss
@@ -380,27 +364,3 @@ def functional(
         loss_fn.places = collectives.places(module)
         loss_fn.common, loss_fn.tp_size = common, tp_size
     return trainable, buffers, loss_fn
-
-
-def _require_apart(call: str, tensors: Mapping[str, Tensor]) -> None:
-    """Raise ValueError if tensors share memory, unless they are several constants: copies of them would not share it."""
-    by_place: dict[int, list[str]] = {}
-    for name, x in tensors.items():
-        if x.layout == torch.strided and x.numel() and x.data_ptr():  # 0 on the meta device
-            by_place.setdefault(x.data_ptr(), []).append(name)
-    for names in by_place.values():
-        own = {id(tensors[name]): tensors[name] for name in names}
-        is_apart = len(names) == 1 or (len(own) == len(names) and not any(x.requires_grad for x in own.values()))
-        rule = f"{brief(names)} share their memory, and a state would hold them apart; make them one Parameter."
-        require(is_apart, call, rule)
-
-
-def _under(module: nn.Module, word: str, frozen: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of the frozen parameters with this name, or in the submodule with this name."""
-    names = [name for name in frozen if f"{name}.".startswith(f"{word}.")]
-    rule = (
-        f"no frozen parameter has this name, or is in a submodule of it; the frozen ones are {brief(sorted(frozen))}. Those that "
-        "are trained move by the optimizer alone."
-    )
-    require(len(names) > 0, f"functional({type(module).__name__}, overwritten={brief(word)})", rule)
-    return names
