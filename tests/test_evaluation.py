@@ -178,7 +178,15 @@ def test_leaves_of_one_length_and_numbers_beside_them_are_counted_and_names_are_
     torch.testing.assert_close(got, torch.cat(DATA).double().mean(), rtol=1e-6, atol=0)
 
 
-def test_a_module_is_evaluated_in_eval_mode_with_its_buffers_and_left_as_it_was():
+EVALUATED = {
+    "the loss": df.autograd,  # that of a step
+    "a function": lambda loss_fn: lambda params, buffers, batch: loss_fn(params, buffers, batch)[0],
+    "compiled": lambda loss_fn: torch.compile(loss_fn, backend="eager", fullgraph=True),
+}
+
+
+@pytest.mark.parametrize("around", EVALUATED.values(), ids=EVALUATED)
+def test_a_module_is_evaluated_in_eval_mode_with_its_buffers_and_left_as_it_was(around):
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5))
     module[0].eval()
@@ -189,7 +197,7 @@ def test_a_module_is_evaluated_in_eval_mode_with_its_buffers_and_left_as_it_was(
     state, _ = df.simulate(step, 2)(state, (x, x), 0)
     before = df.buffers(state)
     batches = [(x[0], x[0]), (x[1, :3], x[1, :3])]
-    got = df.evaluate(df.autograd(loss_fn), state, batches)  # the loss of a step, as it is
+    got = df.evaluate(around(loss_fn), state, batches)
     assert [m.training for m in module] == [False, True, True]
     assert all(torch.equal(df.buffers(state)[name], b) for name, b in before.items())
 
@@ -199,8 +207,56 @@ def test_a_module_is_evaluated_in_eval_mode_with_its_buffers_and_left_as_it_was(
         (torch.func.functional_call(module, together, b[0]) - b[1]).square().sum(dtype=torch.float64) for b in batches
     )
     torch.testing.assert_close(got, reference / 33, rtol=1e-6, atol=0)
-    own = df.evaluate_replicas(loss_fn, state, batches)
+    own = df.evaluate_replicas(around(loss_fn), state, batches)
     assert own.shape == (2,) and own[0] != own[1]
+
+
+class Listed(nn.Module):
+    """Reaches a trained and a frozen parameter through a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.frozen = nn.Parameter(torch.eye(3), requires_grad=False)
+        self.trained = nn.Parameter(torch.eye(3))
+        self.listed = [self.frozen, self.trained]
+
+    def forward(self, x):
+        return x @ self.listed[0] @ self.listed[1]
+
+
+@pytest.mark.parametrize("around", [EVALUATED["the loss"], EVALUATED["a function"]], ids=["the loss", "a function"])
+def test_what_reaches_parameters_through_a_list_is_evaluated_with_those_of_the_state(around):
+    module, x = Listed(), torch.arange(12.0).view(4, 3)
+    params, buffers, loss_fn = df.functional(module, lambda y, _: y.mean() + module.listed[1].sum())
+    init, _ = df.adapt_then_combine(df.autograd(loss_fn), df.sgd(0.1), df.topology("complete", 2))
+    state = df.stack(init(params, {"frozen": 2 * buffers["frozen"]}), 2)
+    state = df.with_params(state, {"trained": torch.stack([torch.ones(3, 3), torch.eye(3)])})
+    got = df.evaluate_replicas(around(loss_fn), state, [(x, x)])
+    expected = [(2 * x @ w).mean() + w.sum() for w in df.params(state)["trained"]]
+    torch.testing.assert_close(got, torch.stack(expected).double(), rtol=1e-6, atol=0)
+    assert torch.equal(module.trained, torch.eye(3)) and module.listed[1] is module.trained
+
+
+@pytest.mark.parametrize("backend", [None, "eager"])
+def test_a_traced_gradient_refuses_frozen_parameters_of_a_list_and_by_autograd_they_are_those_of_the_state(backend):
+    params, buffers, loss_fn = df.functional(Listed(), nn.functional.mse_loss)
+    x = torch.arange(12.0).view(4, 3)
+    for around in (lambda loss_fn: loss_fn, df.autograd):
+        init, step = df.all_reduce(around(loss_fn), df.sgd(0.1), df.topology("complete", 1))
+        step = step if backend is None else df.compile(step, backend=backend)
+        if around is not df.autograd:
+            with pytest.raises(ValueError, match=r"frozen parameters \['frozen'\].*ParameterList.*df.autograd"):
+                step(init(params, buffers), (x, x), 0)
+    _, metrics = step(init(params, {"frozen": 2 * buffers["frozen"]}), (x, x), 0)
+    torch.testing.assert_close(metrics.loss, x.square().mean())
+
+
+def test_a_metric_of_the_parameters_alone_takes_no_buffers():
+    for module in (nn.Linear(3, 1), nn.BatchNorm1d(3)):
+        params, buffers, loss_fn = df.functional(module, nn.functional.mse_loss)
+        state = df.all_reduce(loss_fn, df.sgd(0.1), df.topology("complete", 1)).init(params, buffers)
+        got = df.evaluate(lambda params, batch: params["weight"].sum() + batch.mean(), state, [torch.ones(4)])
+        torch.testing.assert_close(got, module.weight.detach().sum().double() + 1)
 
 
 def test_nobody_waits_for_a_process_whose_evaluation_fails():

@@ -15,6 +15,7 @@ class _Context(threading.local):
         self.call: tuple[str, bool] | None = None  # the user's call outside steps (`collectives.calling`)
         self.seed: int | None = None  # torch's seed outside `draws.torch_draws`
         self.generators: tuple[Any, ...] = ()  # restored by the outer `draws.torch_draws`
+        self.evaluates = False  # a metric runs, with modules in eval mode (`df.evaluate`)
         # The number of simulated workers, and of those in a chunk (`stacking.over_workers`).
         self.chunks: tuple[int, int] | None = None
         # Appended to and never assigned: torch.compile loses an assignment to an attribute when it traces a loop.

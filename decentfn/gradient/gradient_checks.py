@@ -1,18 +1,21 @@
-"""Gradient checks: tensors with a gradient that the loss was not given, which no optimizer would train."""
+"""Gradient checks: tensors that the loss was not given, which no optimizer would train or no state would hold."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import ref
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from decentfn.core import trees
 from decentfn.core.formatting import brief
+from decentfn.core.numbers import require
 
 
 @contextmanager
@@ -58,6 +61,59 @@ def require_none(refs: Sequence[ref[Tensor]]) -> None:
             "df.functional(module, criterion), or make them part of the module or of params; freeze what is not trained, with "
             "requires_grad_(False)."
         )
+
+
+def require_apart(call: str, tensors: Mapping[str, Tensor]) -> None:
+    """Raise ValueError if tensors share memory, unless they are several constants: copies of them would not share it."""
+    by_place: dict[int, list[str]] = {}
+    for name, x in tensors.items():
+        if x.layout == torch.strided and x.numel() and x.data_ptr():  # 0 on the meta device
+            by_place.setdefault(x.data_ptr(), []).append(name)
+    for names in by_place.values():
+        own = {id(tensors[name]): tensors[name] for name in names}
+        is_apart = len(names) == 1 or (len(own) == len(names) and not any(x.requires_grad for x in own.values()))
+        rule = f"{brief(names)} share their memory, and a state would hold them apart; make them one Parameter."
+        require(is_apart, call, rule)
+
+
+def require_unlisted(call: str, listed: Sequence[str], params: Mapping[str, Tensor]) -> None:
+    """Raise ValueError if a gradient is traced of a module that may reach frozen parameters through a list."""
+    if listed and any(p.requires_grad for p in params.values()):
+        raise ValueError(
+            f"{call}: lists of the module hold the frozen parameters {brief(listed)}; a gradient that is traced would take "
+            "them from the module in place of the state. Make a torch.nn.ParameterList of them, or write df.autograd(loss_fn)."
+        )
+
+
+def frozen_under(module: nn.Module, word: str, frozen: Iterable[str]) -> list[str]:
+    """Return the names of the frozen parameters with this name, or in the submodule with this name, or raise ValueError."""
+    names = [name for name in frozen if f"{name}.".startswith(f"{word}.")]
+    rule = (
+        f"no frozen parameter has this name, or is in a submodule of it; the frozen ones are {brief(sorted(frozen))}. Those that "
+        "are trained move by the optimizer alone."
+    )
+    require(len(names) > 0, f"functional({type(module).__name__}, overwritten={brief(word)})", rule)
+    return names
+
+
+def listed_parameters(modules: Iterable[nn.Module]) -> set[int]:
+    """Return the identities of the parameters in lists and other plain containers that are attributes of modules."""
+    keys = {"_parameters", "_buffers", "_modules", "_flat_weights"}  # the last are of nn.RNNBase
+    found: list[Any] = [
+        {k: x for k, x in vars(m).items() if k not in keys and isinstance(x, _CONTAINERS)} for m in modules
+    ]
+    seen, ids = set(), set()
+    while found:
+        x = found.pop()
+        if isinstance(x, _CONTAINERS) and id(x) not in seen:
+            seen.add(id(x))
+            found += x.values() if isinstance(x, dict) else x
+        elif isinstance(x, nn.Parameter):
+            ids.add(id(x))
+    return ids
+
+
+_CONTAINERS = (dict, list, tuple, set, deque)
 
 
 def _is_trained(x: Tensor | None) -> bool:

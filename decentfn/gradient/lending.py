@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from decentfn.core.formatting import brief
+from decentfn.torch_private import functorch
 
 _locks: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
 
@@ -50,6 +51,13 @@ class Lent:
         self.leaves, self.constant, self.gradient = [], {}, loss_fn.gradient
         self._loss_fn, self._entries, self._values, self._buffers = loss_fn, entries, values, buffers
         self._before: list[tuple[Tensor, Tensor, Tensor | None]] = []
+
+    @classmethod
+    def beside_weights(cls, loss_fn: Any, entries: list[Entry], values: dict[str, Tensor]) -> Lent:
+        """Lend the values that a module's own tensors can hold, for lists and closures that have them."""
+        own = own_by_name(entries)
+        fitting = [n for n, x in values.items() if x.device == own[n].device and not functorch.is_batched(x)]
+        return cls(loss_fn, entries, {name: values[name] for name in fitting}, {})
 
     def __enter__(self) -> Lent:
         try:

@@ -1,16 +1,18 @@
-"""Losses: their form, and their results."""
+"""Losses: their form, their mode and their results."""
 
 from __future__ import annotations
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from decentfn.core import trees
+from decentfn.core.context import context
 from decentfn.core.formatting import brief
 from decentfn.core.trees import PyTree
 
@@ -86,6 +88,19 @@ def call(loss_fn: LossFn, params: PyTree, buffers: PyTree, batch: PyTree) -> tup
             "(loss, (buffers, aux))."
         )
     return scalar(loss), new_buffers, aux
+
+
+@contextmanager
+def in_mode(module: nn.Module) -> Iterator[None]:
+    """Context in which a module is in eval mode if a metric runs; its modes are restored at exit."""
+    were = [(inner, inner.training) for inner in module.modules()] if context.evaluates else []
+    for inner, _ in were:
+        inner.training = False
+    try:
+        yield
+    finally:
+        for inner, was in were:
+            inner.training = was
 
 
 def scalar(loss: Any) -> Tensor:

@@ -15,11 +15,13 @@ from torch.nn.parameter import is_lazy
 from decentfn.comm import collectives
 from decentfn.core import trees
 from decentfn.core.buckets import Places
+from decentfn.core.context import context
 from decentfn.core.formatting import brief
 from decentfn.core.numbers import require
 from decentfn.core.trees import PyTree
+from decentfn.gradient.gradient_checks import frozen_under, listed_parameters, require_apart, require_unlisted
 from decentfn.gradient.lending import Lent, attributes_put_back, entries_of, lock_of_module, own_by_name, weights
-from decentfn.gradient.loss import is_pair, require_criterion
+from decentfn.gradient.loss import in_mode, is_pair, require_criterion
 from decentfn.torch_private import functorch
 from decentfn.torch_private.names import WEIGHTS
 
@@ -50,7 +52,10 @@ class ModuleLoss:
         self._prefix = "module." if isinstance(network, _Pair) else ""
         self._shapes = _shapes(params), _shapes(buffers)
         self._trained = _trained(network)
-        self._hooked = _with_hooks(self._own(), params)
+        own = self._own()
+        listed = listed_parameters(network.modules()) if buffers else set()
+        self._listed = sorted(name for name, x in own.items() if name in buffers and id(x) in listed)
+        self._hooked = _with_hooks(own, params)
         self._places = {
             name.removeprefix(self._prefix): name for name, _ in (*network.named_parameters(), *network.named_buffers())
         }
@@ -68,6 +73,7 @@ class ModuleLoss:
         """Run the module with these parameters and copies of these buffers; leave no tensor of torch.func in it."""
         new = {name: b if name in self.frozen else torch.clone(b) for name, b in buffers.items()}
         given = {**params, **new}
+        require_unlisted(self._call, self._listed, params)
         if torch.compiler.is_dynamo_compiling():
             self._require_no_hooks(params)
             self._require_trained(params)
@@ -89,9 +95,12 @@ class ModuleLoss:
                 self._hooked = _with_hooks(own, params)
                 self._require_no_hooks(params)
                 first = next(iter(params.values()), None)
-                is_traced = first is not None and (functorch.is_differentiated(first) or functorch.is_batched(first))
-                modules = [*self.network.modules()]
-                kept = attributes_put_back(self._call, modules, first.requires_grad) if is_traced else nullcontext()
+                if first is not None and (functorch.is_differentiated(first) or functorch.is_batched(first)):
+                    kept = attributes_put_back(self._call, [*self.network.modules()], first.requires_grad)
+                elif context.evaluates and not torch.is_grad_enabled():
+                    kept = Lent.beside_weights(self, entries_of(self.network, self._prefix), given)
+                else:
+                    kept = nullcontext()
                 with kept, weights(self.network, given, self._prefix):
                     loss, aux = self.of(batch)
         self.require_in_place(name for name in params if name in given and given[name] is not params[name])
@@ -174,6 +183,10 @@ class ModuleLoss:
     def of(self, batch: Any) -> tuple[Tensor, PyTree]:
         """Return the loss of a batch and its aux, with the module's current weights."""
         self.require_batch(batch)
+        with in_mode(self.network):
+            return self._of(batch)
+
+    def _of(self, batch: Any) -> tuple[Tensor, PyTree]:
         if self.forward is not None:
             returned = self.forward(self.module, batch)
             return returned if is_pair(returned) else (returned, None)
@@ -340,9 +353,10 @@ def functional(
         that it is given.
 
     Raises:
-        ValueError: both a criterion and `forward`; a lazy module that has not seen a batch; sparse buffers; a criterion
-            with parameters and a sharded module; when called, parameters that no optimizer trains; a module in
-            DistributedDataParallel, or sharded over other processes than this worker's.
+        ValueError: both a criterion and `forward`; a lazy module that has not seen a batch; sparse buffers;
+            a trained parameter that shares its memory, as if tied by `.data`; a criterion with parameters and a sharded
+            module; when called, parameters that no optimizer trains; a module in DistributedDataParallel, or sharded over
+            other processes than this worker's.
     """
     require(isinstance(module, nn.Module), "functional", "expected an nn.Module.", module=module)
     require_criterion(criterion, forward)
@@ -369,11 +383,12 @@ def functional(
     sparse = [name for name, b in named_buffers if b.layout != torch.strided]
     rule = f"the buffers {brief(sparse)} are sparse, and a state holds dense tensors; keep them as plain attributes of the module,"
     require(not sparse, call, f"{rule} which all workers share.")
+    require_apart(call, {name: collectives.local(x) for name, x in (*named, *named_buffers)})
     own = {name: collectives.local(p).detach().clone() for name, p in named}
     trainable = {name: own[name] for name, p in named if p.requires_grad}
     frozen = {name: own[name] for name in own if name not in trainable}
     buffers = {name: b.detach().clone() for name, b in named_buffers} | frozen
-    moved = {name for word in overwritten for name in _under(module, word, frozen)}
+    moved = {name for word in overwritten for name in frozen_under(module, word, frozen)}
     rule = "the module is sharded, and what the loss writes over its shards is lost; make buffers of them."
     require(not (moved and is_sharded), f"functional({type(module).__name__}, overwritten=...)", rule)
     kind = ShardedLoss if is_sharded else ModuleLoss
@@ -382,14 +397,3 @@ def functional(
         loss_fn.places = collectives.places(module)
         loss_fn.common, loss_fn.tp_size = common, tp_size
     return trainable, buffers, loss_fn
-
-
-def _under(module: nn.Module, word: str, frozen: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of the frozen parameters with this name, or in the submodule with this name."""
-    names = [name for name in frozen if f"{name}.".startswith(f"{word}.")]
-    rule = (
-        f"no frozen parameter has this name, or is in a submodule of it; the frozen ones are {brief(sorted(frozen))}. Those that "
-        "are trained move by the optimizer alone."
-    )
-    require(len(names) > 0, f"functional({type(module).__name__}, overwritten={brief(word)})", rule)
-    return names

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from decentfn.comm.collectives import World, use
+from decentfn.core.numbers import at_least
 
 T = TypeVar("T")
 
@@ -35,9 +36,10 @@ def on_ranks(num_ranks: int, function: Callable[..., T], *arguments: Any, timeou
         timeout: how long a message waits for its peer.
 
     Raises:
+        ValueError: `num_ranks` is no number.
         The first exception of any rank; the others then time out.
     """
-    return _run(_connect(num_ranks, timeout, 0.0), function, *arguments)
+    return _run(_connect(at_least("on_ranks", "num_ranks", num_ranks, 1), timeout, 0.0), function, *arguments)
 
 
 def on_kept_ranks(num_ranks: int, function: Callable[..., T], *, delay: float = 0.0) -> list[T]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import closing, suppress
 from numbers import Integral
 from typing import Any
 
@@ -15,13 +15,13 @@ from decentfn.comm import collectives
 from decentfn.comm.fingerprint import digest
 from decentfn.core import trees
 from decentfn.core.buckets import Plan, sum_within_worker, unsharded
+from decentfn.core.context import context
 from decentfn.core.formatting import brief
 from decentfn.core.trees import PyTree
 from decentfn.engine.simulation import worker
 from decentfn.errors import PeerLost, RunError
-from decentfn.gradient.lending import lock_of_module
-from decentfn.gradient.loss import WrappedLoss, is_pair
-from decentfn.gradient.module import ModuleLoss, ShardedLoss
+from decentfn.gradient.loss import WrappedLoss, is_pair, takes
+from decentfn.gradient.module import ShardedLoss
 from decentfn.train.consensus import consensus_buffers, consensus_mean, is_stacked, require_sharded_alike
 from decentfn.train.together import together
 
@@ -146,12 +146,16 @@ def _sums(
 ) -> list[_Sums]:
     evaluated: Any = _together(metric) if isinstance(metric, ShardedLoss) else metric
     number, totals = 0, [dict[str, Tensor]() for _ in replicas]
+    takes_buffers = replicas[0][1] is not None and takes(metric, 3)
     sized = ((batch, _size(call, samples, batch)) for batch in batches)
     with closing(_in_step(call, sized, getattr(metric, "tp_size", 1)) if is_sharded else sized) as rounds:
         for batch, size in rounds:
             number += size
-            with _in_eval_mode(metric) if isinstance(metric, ModuleLoss) else nullcontext():
-                found = [evaluated(x, batch) if b is None else evaluated(x, b, batch) for x, b in replicas]
+            context.evaluates = True
+            try:
+                found = [evaluated(x, b, batch) if takes_buffers else evaluated(x, batch) for x, b in replicas]
+            finally:
+                context.evaluates = False
             for value, total in zip(found, totals, strict=True):
                 for name, x in _values(call, value).items() if size else ():
                     total[name] = total.get(name, 0) + size * x
@@ -223,18 +227,6 @@ def _tell_worker(batch: Any, has_failed: bool, tensor_parallel: int) -> list[int
     differs = bool(sum_within_worker(mark, tensor_parallel) != tensor_parallel * mark)
     own = torch.tensor([float(batch is not None), float(has_failed), float(differs)])
     return sum_within_worker(own, collectives.processes_per_worker()).int().tolist()
-
-
-@contextmanager
-def _in_eval_mode(metric: ModuleLoss) -> Iterator[None]:
-    with lock_of_module(metric.module):
-        were = [(inner, inner.training) for inner in metric.network.modules()]
-        metric.network.eval()
-        try:
-            yield
-        finally:
-            for inner, was in were:
-                inner.training = was
 
 
 def _size(call: str, samples: _Count | None, batch: Any) -> int:

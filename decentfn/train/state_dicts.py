@@ -77,7 +77,7 @@ def load_state_dict(module: nn.Module, state: State, state_dict: Mapping[str, An
     The algorithm's memory restarts, as with `df.with_params`: set all workers in the same step.
 
     Args:
-        module: the module of `df.functional`; it is not changed.
+        module: the module of `df.functional`; it is not changed, except by its own `set_extra_state`.
         state: the state of one worker.
         state_dict: the result of `module.state_dict()` or `df.state_dict(module, state)`. If a worker is several
             processes, its process 0 sends its own to the others, tensor by tensor (collective), which may pass `{}`.

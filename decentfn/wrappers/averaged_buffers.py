@@ -36,7 +36,8 @@ def average_buffers(
     Args:
         algorithm: the result of any function of `decentfn.algorithms`, on a doubly stochastic topology.
         gamma: γ in [0, 1], or a function of `t` (0-d int64 tensor) that returns it.
-        overlap: send b while the gradient is computed.
+        overlap: send b while the gradient is computed. Pass False if γ (1 - W_ii) > 1 - μ, where b' = (1 - μ) b + μ s: with
+            BatchNorm's momentum μ = 0.1 and W the mean over more than 10 workers, a running variance may become negative.
 
     Raises:
         ValueError: γ out of range, a push-sum topology, on which buffers would drift, or buffers averaged already.

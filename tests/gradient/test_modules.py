@@ -271,6 +271,28 @@ def test_what_functional_cannot_take_is_refused():
         trained(loss_fn, params, buffers, {"input": torch.ones(2, 2)})
 
 
+@pytest.mark.parametrize("how", ["data", "transposed", "buffer", "frozen buffer"])
+def test_a_parameter_whose_copy_in_a_state_would_not_follow_another_one_is_refused(how):
+    a, b = nn.Linear(4, 4), nn.Linear(4, 4)
+    if "buffer" in how:
+        a.weight.requires_grad_(how == "buffer")
+        del b.weight
+        b.register_buffer("weight", a.weight)
+    else:
+        b.weight.data = a.weight.data if how == "data" else a.weight.data.T
+    with pytest.raises(ValueError, match=r"\['0.weight', '1.weight'\] share their memory.*one Parameter"):
+        df.functional(nn.Sequential(a, b), mse_loss)
+
+
+def test_constants_and_tensors_without_memory_may_share_it():
+    a, b = nn.Linear(4, 4), nn.Linear(4, 4)
+    b.weight.data = a.weight.data
+    net = nn.Sequential(a.requires_grad_(False), b)
+    b.weight.requires_grad_(False)
+    assert df.functional(net, mse_loss)[0].keys() == {"1.bias"}
+    assert len(df.functional(net.to("meta").requires_grad_(), mse_loss)[0]) == 4
+
+
 def test_a_state_dict_comes_back():
     net, batch = Labeled(), {"tokens": tokens(3, 5), "labels": tokens(3, 5)}
     params, buffers, loss_fn = df.functional(net)

@@ -69,6 +69,7 @@ def trained(around, backend, other=None):
 
 OTHERS = {
     "evaluates": lambda net, loss_fn, state, step: df.evaluate(loss_fn, state, [BATCH]),
+    "evaluates a function": lambda net, loss_fn, state, step: df.evaluate(lambda *of: loss_fn(*of), state, [BATCH]),
     "calls the loss": lambda net, loss_fn, state, step: loss_fn(df.params(state), df.buffers(state), BATCH)[0],
     "steps": lambda net, loss_fn, state, step: df.params(step(state, BATCH, 0)[0]),
     "reads a state dict": lambda net, loss_fn, state, step: df.state_dict(net, state),

@@ -104,6 +104,8 @@ def test_ranks_are_real_and_their_errors_come_out():
     assert testing.on_ranks(3, mean_rank) == [1.0, 1.0, 1.0]
     with pytest.raises(ZeroDivisionError):
         testing.on_ranks(2, lambda rank: 1 / 0)
+    with pytest.raises(ValueError, match=r"on_ranks\(num_ranks=.*an integer; found function"):
+        testing.on_ranks(mean_rank, 2)
 
 
 def test_a_transform_that_keeps_python_state_is_found():

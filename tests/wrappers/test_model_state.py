@@ -94,6 +94,25 @@ def test_averaging_keeps_the_mean_of_statistics_that_do_not_depend_on_parameters
     torch.testing.assert_close(means[2], means[0])
 
 
+def test_mixing_buffers_after_the_step_keeps_a_variance_positive_for_any_number_of_workers():
+    """b⁺ = W b' has weights >= 0; b⁺ = b' + (W - I) b has 0.9 + W_ii - 1 for a worker's own b, below 0 for W_ii < 0.1."""
+
+    def loss_fn(params, buffers, batch):
+        return (params * batch).sum(), ({"var": 0.9 * buffers["var"] + 0.1 * batch.var()}, None)
+
+    for workers, overlap, is_positive in [(16, False, True), (10, True, True), (16, True, False)]:
+        algorithm = df.all_reduce(loss_fn, df.sgd(0.1), df.topology("ring", workers))
+        init, step = df.average_buffers(algorithm, overlap=overlap)
+        state, step = df.stack(init(torch.ones(3), {"var": torch.ones(())}), workers), df.simulate(step, workers)
+        batch = torch.tensor([-1.0, 0.0, 1.0]).repeat(workers, 1)
+        outlier = torch.cat([batch[:1] * 30, batch[1:]])
+        found = []
+        for t in range(3):
+            state, _ = step(state, batch if t else outlier, t)
+            found.append(df.buffers(state)["var"].min())
+        assert bool(min(found) > 0) == is_positive
+
+
 def test_averaging_buffers_compiled_is_averaging_them_eagerly():
     a = after_steps("adapt_while_communicate", average=True)
     b = after_steps("adapt_while_communicate", average=True, backend="aot_eager")
