@@ -89,9 +89,9 @@ class ModuleLoss:
                 self._hooked = _with_hooks(own, params)
                 self._require_no_hooks(params)
                 first = next(iter(params.values()), None)
-                is_traced = first is not None and (functorch.is_differentiated(first) or functorch.is_batched(first))
-                modules = [*self.network.modules()]
-                kept = attributes_put_back(self._call, modules, first.requires_grad) if is_traced else nullcontext()
+                kept = nullcontext()
+                if first is not None and (functorch.is_differentiated(first) or functorch.is_batched(first)):
+                    kept = attributes_put_back(self._call, [*self.network.modules()], first.requires_grad)
                 with kept, weights(self.network, given, self._prefix):
                     loss, aux = self.of(batch)
         self.require_in_place(name for name in params if name in given and given[name] is not params[name])
