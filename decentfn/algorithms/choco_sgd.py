@@ -7,7 +7,7 @@
 
 d is a sum whose errors would stay for ever, so it is kept in float64 for parameters of any dtype. Measured in float32
 without gradients, for |x| about 2, four workers on 'static-ring', quantize(8) and γ = 0.3, the mean of an element moved
-by 2e-7 (rms) in 100 steps and in 10,000, and the workers ended within 2e-6 of it.
+by 2e-7 (rms) in 100 steps and in 10,000, and workers ended within 2e-6 of their mean.
 
 x: a worker's parameters; u: the optimizer's update at its gradient g; x̂: its public copy, known to all neighbors, 0 at
 the start; C: the compressor; W: the mixing matrix; γ: the consensus step size.
