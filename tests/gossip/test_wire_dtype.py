@@ -38,6 +38,7 @@ def curve(seed, wire_dtype):
     return torch.stack(losses).view(-1, 30).mean(1)
 
 
+@pytest.mark.slow
 def test_a_bfloat16_wire_leaves_the_loss_curve_within_its_noise_over_seeds():
     whole = torch.stack([curve(seed, None) for seed in range(SEEDS)])
     half = torch.stack([curve(seed, torch.bfloat16) for seed in range(SEEDS)])
