@@ -197,8 +197,8 @@ class Worker:
         own = torch.stack([flags[s.start] for flags, its in zip(used, leaves, strict=True) for s in its])
         any_of = iter((gossip.mean(loose([own.to(torch.float32)]), self.everyone, t)[0] > 0).unbind())
         flags = [
-            torch.cat([next(any_of).expand(s.numel) for s in its]) if its else own
-            for own, its in zip(used, leaves, strict=True)
+            torch.cat([next(any_of).expand(s.numel) for s in its]) if its else empty
+            for empty, its in zip(used, leaves, strict=True)
         ]
         return g._replace(used=Buckets(flags, used.plan))
 
