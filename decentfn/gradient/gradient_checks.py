@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from decentfn.comm import collectives
 from decentfn.core import trees
 from decentfn.core.formatting import brief
 from decentfn.core.numbers import require
@@ -74,6 +75,23 @@ def require_apart(call: str, tensors: Mapping[str, Tensor]) -> None:
         is_apart = len(names) == 1 or (len(own) == len(names) and not any(x.requires_grad for x in own.values()))
         rule = f"{brief(names)} share their memory, and a state would hold them apart; make them one Parameter."
         require(is_apart, call, rule)
+
+
+def copied(call: str, named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Copy parameters and their Python attributes; raise ValueError if a trained one is of a class of its own."""
+    own: dict[str, Tensor] = {}
+    for name, p in named:
+        x = collectives.local(p)
+        kind = f"{type(x).__module__}.{type(x).__name__}"
+        rule = (
+            f"the parameter {name!r} is a {kind}; here optimizers and averages see plain tensors, so it would lose what its class "
+            "keeps, such as a point's manifold. Make it an nn.Parameter from which the module computes the point in each call "
+            "(torch.nn.utils.parametrize), or freeze it with requires_grad_(False)."
+        )
+        require(type(x) in (Tensor, nn.Parameter) or not p.requires_grad, call, rule)
+        own[name] = x.detach().clone()
+        vars(own[name]).update(vars(p) if type(p) is nn.Parameter else {})
+    return own
 
 
 def require_unlisted(call: str, listed: Sequence[str], params: Mapping[str, Tensor]) -> None:

@@ -20,6 +20,7 @@ from decentfn.core.buckets import Buckets, all_finite, each, global_norm, is_fin
 from decentfn.core.context import context
 from decentfn.core.trees import PyTree
 from decentfn.gradient import DynamicLossScale, Gradient, LossFn, evaluate, where_good, within_worker_of
+from decentfn.gradient.loss import unwrapped
 from decentfn.kit.options import DEFAULTS, Options, require_arguments
 from decentfn.kit.preconditions import fast_gossip_momentum, require_whole
 from decentfn.kit.start import lay_out
@@ -96,7 +97,8 @@ class Worker:
         def init(params: PyTree, buffers: PyTree = None) -> State:
             optimizers, topologies = (self.optimizer, *outer_optimizers), (self.topology, self.everyone)
             x = lay_out(params, optimizers, topologies, self.bucket_mb, self.wire_dtype, self.within_worker)
-            x = Buckets(x, replace(x.plan, starts_equal=starts_equal))
+            plan = x.plan.with_attributes(getattr(unwrapped(self.loss_fn)[0], "param_attributes", {}))
+            x = Buckets(x, replace(plan, starts_equal=starts_equal))
             scale = None if self.scaling is None else self.scaling.init(x[0].device)
             local = Local(self.optimizer.init(x), trees.map(lambda b: b.detach().clone(), buffers), scale)
             state = State(x, local, () if memory is None else memory(x))

@@ -16,13 +16,6 @@ collection = pytest.importorskip("pytorch_optimizer")
 pytestmark = pytest.mark.thorough
 
 
-def trained(kind, params, **options):
-    """Build one that has to be put into train mode."""
-    optimizer = kind([p for _, p in params], **options)
-    optimizer.train()
-    return optimizer
-
-
 def unnamed(kind, params, **options):
     return kind([p for _, p in params], **options)
 
@@ -30,7 +23,7 @@ def unnamed(kind, params, **options):
 MAKE = {
     "lion-pytorch": partial(unnamed, lion.Lion, lr=0.01, weight_decay=0.1),
     "prodigyopt": partial(unnamed, prodigy.Prodigy, weight_decay=0.1),
-    "schedulefree": partial(trained, schedule_free.AdamWScheduleFree, lr=0.05, warmup_steps=5),
+    "schedulefree": partial(unnamed, schedule_free.AdamWScheduleFree, lr=0.05, warmup_steps=5),
     "pytorch-optimizer: Ranger": partial(unnamed, collection.Ranger, lr=0.05),
 }
 WORK = ("AdaBelief", "Adan", "AdEMAMix", "Amos", "CAME", "Grams", "Lamb", "LaProp", "StableAdamW", "Tiger", "Yogi")

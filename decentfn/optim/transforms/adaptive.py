@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from decentfn.core import trees
-from decentfn.core.buckets import Buckets, Mask, each, widen, zeros_like
+from decentfn.core.buckets import Buckets, Mask, Plan, each, widen, zeros_like
 from decentfn.core.numbers import checks_numbers, require
 from decentfn.core.scalars import Numbers, once
 from decentfn.core.trees import PyTree
@@ -68,6 +68,21 @@ class ScheduleFreeState(NamedTuple):
     largest: Tensor  # 0-d float64, the largest learning rate so far
     weights: Tensor  # 0-d float64, the sum of the weights of the average
     b1: Tensor  # 0-d float64
+
+    @property
+    def plan(self) -> Plan:
+        """Layout of the parameters."""
+        return self.z.plan
+
+    def evaluated(self, x: Buckets, back: bool) -> Buckets:
+        """Return the average to evaluate, `x = (y - (1-β₁) z) / β₁`; `back`: y, the parameters, for an average."""
+
+        def one(x: Tensor, z: Tensor) -> Tensor:
+            b1 = self.b1.to(z.dtype).view(*self.b1.shape, *[1] * (z.dim() - self.b1.dim()))
+            wide = x.to(z.dtype)
+            return (b1 * wide + (1 - b1) * z if back else (wide - (1 - b1) * z) / b1).to(x.dtype)
+
+        return each(one, x, self.z)
 
 
 @checks_numbers
@@ -336,11 +351,4 @@ def schedule_free_params(params: PyTree, opt: PyTree) -> PyTree:
     trees.map_nodes(ScheduleFreeState, lambda node: found.append(node) or node, opt)
     rule = f"the optimizer's state has {len(found)} parts of schedule_free_adamw; expected one, of all parameters."
     require(len(found) == 1, "schedule_free_params(state.params, state.local.opt)", rule)
-    state = found[0]
-
-    def average(y: Tensor, z: Tensor) -> Tensor:
-        b1 = state.b1.to(z.dtype)
-        b1 = b1 if y.dim() == 1 else b1[:, None]
-        return ((y.to(z.dtype) - (1 - b1) * z) / b1).to(y.dtype)
-
-    return each(average, params, state.z).tree()
+    return found[0].evaluated(params, back=False).tree()

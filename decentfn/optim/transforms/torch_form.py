@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from decentfn.core import trees
-from decentfn.core.buckets import Buckets, Plan, elements
+from decentfn.core.buckets import Buckets, Plan, Segment, elements
 from decentfn.core.formatting import brief, brief_error
 from decentfn.core.numbers import require
 from decentfn.optim.transforms.basic import RateState, new_count
@@ -56,7 +57,7 @@ class Kind(NamedTuple):
 
 def kind_of(value: Any) -> Kind | str | None:
     """Return the kind of a tensor or number, None for None, and the name of any other type."""
-    if isinstance(value, Tensor):
+    if type(value) in (Tensor, nn.Parameter):
         return Kind(Tensor, tuple(value.shape), value.dtype, value.device)
     for kind, dtype in ((bool, torch.bool), (int, torch.int64), (float, torch.float64)):
         if isinstance(value, kind):
@@ -80,7 +81,8 @@ class Form:
     def __init__(self, plan: Plan, optimizer: Any, named: Named, scheduled: bool) -> None:
         self.plan, self.device, self.scheduled = plan, named[0][1].device, scheduled
         before, name, trials = [dict(group) for group in optimizer.param_groups], type(optimizer).__name__, []
-        self.rates = [float(group["lr"]) for group in before if "lr" in group]
+        self.has_modes = has_modes(optimizer)
+        self.rates = [float(group["lr"]) for group in with_rate(before)]
         for _ in range(TRIALS):
             for (_, p), g in zip(named, trial_gradient(plan, self.device).leaves(), strict=True):
                 p.grad = g
@@ -189,8 +191,33 @@ class Form:
 
 def named_leaves(x: Buckets) -> Named:
     """Return the leaves as named parameters that are views of the buckets."""
-    names = [segment.name for bucket in x.plan.buckets for segment in bucket.segments]
-    return [(name, nn.Parameter(leaf)) for name, leaf in zip(names, x.leaves(), strict=True)]
+    return [(s.name, parameter(leaf, s.attributes)) for s, leaf in zip(_segments(x.plan), x.leaves(), strict=True)]
+
+
+def parameter(x: Tensor, attributes: Mapping[str, Any]) -> nn.Parameter:
+    """Return a parameter with these Python attributes."""
+    made = nn.Parameter(x)
+    vars(made).update(attributes)
+    return made
+
+
+def in_order(named: Named, plan: Plan) -> Named:
+    """Return leaves in the order of the user's tree."""
+    return [one for _, one in sorted(zip(_segments(plan), named, strict=True), key=lambda pair: pair[0].place)]
+
+
+def _segments(plan: Plan) -> list[Segment]:
+    return [segment for bucket in plan.buckets for segment in bucket.segments]
+
+
+def has_modes(optimizer: Any) -> bool:
+    """Return True for an optimizer whose `eval()` puts the parameters to evaluate in place of those to train."""
+    return callable(getattr(optimizer, "eval", None)) and callable(getattr(optimizer, "train", None))
+
+
+def with_rate(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the groups with a learning rate; None is that of an optimizer which computes its own."""
+    return [group for group in groups if group.get("lr") is not None]
 
 
 def ones(plan: Plan, device: torch.device) -> Buckets:
