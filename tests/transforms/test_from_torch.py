@@ -342,6 +342,82 @@ def test_a_guarded_step_keeps_the_state_where_a_gradient_is_bad():
     assert_equal(df.params(state), plain_loop(VARIANTS["AdamW"], start()))
 
 
+class ByEpoch:
+    """A scheduler as timm's, which is told the epoch."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def step(self, epoch):
+        self.optimizer.param_groups[0]["lr"] = 0.1 / (1 + epoch)
+
+
+class OwnRate(torch.optim.Optimizer):
+    """Computes its rate, as Adafactor of transformers."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": None, "k": 0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.param_groups[0]["k"] += 1
+        for p in self.param_groups[0]["params"]:
+            p -= p.grad / (10 + self.param_groups[0]["k"])
+
+
+class Quantized(torch.Tensor):
+    """A tensor with more than its numbers, as those of low-bit optimizers."""
+
+
+class Narrow(torch.optim.SGD):
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["m"] = torch.zeros_like(p).as_subclass(Quantized)
+        super().step()
+
+
+class Talking(torch.optim.SGD):
+    """Averages by itself, as Muon of several ranks does."""
+
+    def step(self, closure=None):
+        super().step()
+        torch.distributed.all_reduce(self.param_groups[0]["params"][0].data)
+
+
+def trained_on_a_rank():
+    init, _ = df.adapt_while_communicate(loss_fn, from_torch(Talking), df.topologies.idle(2))
+    try:
+        init(start())
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.thorough
+def test_an_optimizer_that_communicates_is_refused_on_every_rank(ranks):
+    for said in ranks(2).run(trained_on_a_rank):
+        assert "trial step of Talking" in said and "it sends messages by torch.distributed" in said
+
+
+def test_an_optimizer_that_computes_its_rate_equals_itself():
+    init, step = built(OwnRate)
+    state, metrics = ours(step, init(start()))
+    assert_equal(df.params(state), plain_loop(OwnRate, start()))
+    assert metrics.learning_rate is None
+
+
+def test_a_scheduler_that_counts_otherwise_works_in_a_class_that_counts():
+    class Counted:
+        def __init__(self, optimizer):
+            self.scheduler, self.count = ByEpoch(optimizer), 0
+
+        def step(self):
+            self.count += 1
+            self.scheduler.step(self.count)
+
+    init, step = built(VARIANTS["AdamW"], Counted)
+    assert_equal(df.params(ours(step, init(start()))[0]), plain_loop(VARIANTS["AdamW"], start(), scheduler=Counted))
+
+
 @pytest.mark.parametrize(
     ("make", "scheduler", "said"),
     [
@@ -349,6 +425,16 @@ def test_a_guarded_step_keeps_the_state_where_a_gradient_is_bad():
         (torch.optim.LBFGS, None, "trial step of LBFGS.*closure or sparse gradients"),
         (lambda params: None, None, "returned None"),
         (VARIANTS["AdamW"], torch.optim.lr_scheduler.ReduceLROnPlateau, "follows a metric.*set_learning_rate"),
+        (VARIANTS["AdamW"], lambda optimizer: None, "'NoneType' object.*for none.*leave lr_scheduler out"),
+        (VARIANTS["AdamW"], ByEpoch, "argument: 'epoch'.*such a step\\(\\), in a class that counts"),
+        (OwnRate, SCHEDULERS["factor"], "'NoneType'.*whose lr is None, leave"),
+        (lambda params: torch.optim.AdamW(params, rate=1), None, "make.*raised TypeError.*a list of .name, parameter"),
+        (Narrow, None, "Narrow keeps a Quantized under 'm' of 'a.bias'; .*plain tensors"),
+        (
+            Talking,
+            None,
+            "trial step of Talking.*(torch.distributed|process group).*other processes",
+        ),
     ],
 )
 def test_what_cannot_be_a_pair_says_why(make, scheduler, said):

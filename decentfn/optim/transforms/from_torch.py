@@ -119,7 +119,13 @@ class _Adapter:
 
     def optimizer(self, named: Named, plan: Plan) -> Any:
         """Return an optimizer of these parameters, in train mode if it has modes."""
-        optimizer = self._make(in_order(named, plan))
+        try:
+            optimizer = self._make(in_order(named, plan))
+        except Exception as error:
+            raise ValueError(
+                f"{CALL}: make(params) raised {brief_error(error)}; it is a function of one argument, a list of (name, "
+                "parameter), and returns an optimizer of them: lambda params: torch.optim.AdamW(params, lr=1e-3)."
+            ) from error
         own = {id(p) for _, p in named}
         has_all = all(hasattr(optimizer, name) for name in ("param_groups", "state", "step"))
         rule = f"make(params) returned {brief(optimizer)}; expected an optimizer, torch.optim.AdamW(params, lr=1e-3)."
@@ -137,13 +143,7 @@ class _Adapter:
         with self._lock:
             if key not in self._forms:
                 named = named_leaves(ones(plan, device))
-                try:
-                    optimizer = self.optimizer(named, plan)
-                except TypeError as error:
-                    raise ValueError(
-                        f"{CALL}: make(params) raised {brief_error(error)}; it is a function of one argument, a list of (name, "
-                        "parameter), and returns an optimizer of them: lambda params: torch.optim.AdamW(params, lr=1e-3)."
-                    ) from error
+                optimizer = self.optimizer(named, plan)
                 if self._lr_scheduler is not None:
                     try:
                         self.options(1, named, plan)
@@ -151,7 +151,8 @@ class _Adapter:
                         raise ValueError(
                             f"{CALL}: its scheduler raised {brief_error(error)}; lr_scheduler(optimizer) returns one whose step() takes no "
                             "argument, as those of torch.optim.lr_scheduler. Give another one such a step(), in a class that counts; for "
-                            "one that follows a metric use df.set_learning_rate between steps; for none leave lr_scheduler out."
+                            "one that follows a metric use df.set_learning_rate between steps; for none, or for an optimizer whose lr is "
+                            "None, leave lr_scheduler out."
                         ) from error
                 form = Form(plan, optimizer, named, self._lr_scheduler is not None)
                 self._require_complete(form, optimizer, named)

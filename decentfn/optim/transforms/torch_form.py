@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from decentfn.core import trees
 from decentfn.core.buckets import Buckets, Plan, Segment, elements
@@ -21,6 +22,15 @@ CALL = "from_torch(make)"
 
 TRIALS = 8
 """Steps from which a form is learned; prodigyopt 1.1.2 changes its estimate in the fifth."""
+
+
+_MESSAGES = (
+    "c10d allreduce_ allreduce_coalesced_ allgather_ _allgather_base_ allgather_coalesced_ allgather_into_tensor_coalesced_ "
+    "reduce_ reduce_scatter_ _reduce_scatter_base_ reduce_scatter_tensor_coalesced_ broadcast_ gather_ scatter_ alltoall_ "
+    "alltoall_base_ barrier send recv_",
+    "_c10d_functional all_reduce all_gather_into_tensor reduce_scatter_tensor all_to_all_single broadcast",
+)
+"""Operators of torch.distributed, after their library."""
 
 
 class TorchState(NamedTuple):
@@ -87,11 +97,12 @@ class Form:
             for (_, p), g in zip(named, trial_gradient(plan, self.device).leaves(), strict=True):
                 p.grad = g
             try:
-                optimizer.step()
+                with _without_messages():
+                    optimizer.step()
             except Exception as error:
                 raise ValueError(
                     f"{CALL}: a trial step of {name} without arguments, on dense gradients, raised {brief_error(error)}; "
-                    "optimizers that need a closure or sparse gradients have no pair (init, update)."
+                    "optimizers that need a closure or sparse gradients, or other processes, have no pair (init, update)."
                 ) from error
             trials.append([{k: kind_of(v) for k, v in optimizer.state.get(p, {}).items()} for _, p in named])
         rule = f"{name} keeps other things after later steps than after its first, so no state has room for them."
@@ -99,7 +110,7 @@ class Form:
         self.names, self.kinds = [leaf for leaf, _ in named], list[dict[str, Kind]]()
         for leaf, own in zip(self.names, trials[0], strict=True):
             unknown = [f"a {kind} under {key!r}" for key, kind in own.items() if isinstance(kind, str)]
-            rule = f"{name} keeps {' and '.join(unknown)} of {leaf!r}; a state holds tensors and numbers."
+            rule = f"{name} keeps {' and '.join(unknown)} of {leaf!r}; a state holds plain tensors and numbers. Use another one."
             require(not unknown, CALL, rule)
             self.kinds.append({key: kind for key, kind in own.items() if isinstance(kind, Kind)})
         shapes = [tuple(p.shape) for _, p in named]
@@ -204,6 +215,18 @@ def parameter(x: Tensor, attributes: Mapping[str, Any]) -> nn.Parameter:
 def in_order(named: Named, plan: Plan) -> Named:
     """Return leaves in the order of the user's tree."""
     return [one for _, one in sorted(zip(_segments(plan), named, strict=True), key=lambda pair: pair[0].place)]
+
+
+def _without_messages() -> FlopCounterMode:
+    """Context that raises if torch.distributed sends something: other workers' gradients are in no pair (init, update)."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("it sends messages by torch.distributed; take its version for one process")
+
+    found = [(getattr(torch.ops, library), name) for library, *names in map(str.split, _MESSAGES) for name in names]
+    return FlopCounterMode(
+        display=False, custom_mapping={getattr(of, name): refuse for of, name in found if hasattr(of, name)}
+    )
 
 
 def _segments(plan: Plan) -> list[Segment]:
