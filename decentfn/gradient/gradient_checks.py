@@ -82,11 +82,10 @@ def copied(call: str, named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     own: dict[str, Tensor] = {}
     for name, p in named:
         x = collectives.local(p)
-        kind = f"{type(x).__module__}.{type(x).__name__}"
         rule = (
-            f"the parameter {name!r} is a {kind}; here optimizers and averages see plain tensors, so it would lose what its class "
-            "keeps, such as a point's manifold. Make it an nn.Parameter from which the module computes the point in each call "
-            "(torch.nn.utils.parametrize), or freeze it with requires_grad_(False)."
+            f"the parameter {name!r} is a {type(x).__module__}.{type(x).__name__}; optimizers and averages see plain tensors, so it "
+            "would leave what its class keeps, such as a manifold. Compute it in forward from an nn.Parameter (torch.nn.utils."
+            "parametrize), or freeze it with requires_grad_(False)."
         )
         require(type(x) in (Tensor, nn.Parameter) or not p.requires_grad, call, rule)
         own[name] = x.detach().clone()

@@ -20,7 +20,6 @@ from decentfn.core.buckets import Buckets, all_finite, each, global_norm, is_fin
 from decentfn.core.context import context
 from decentfn.core.trees import PyTree
 from decentfn.gradient import DynamicLossScale, Gradient, LossFn, evaluate, where_good, within_worker_of
-from decentfn.gradient.loss import unwrapped
 from decentfn.kit.options import DEFAULTS, Options, require_arguments
 from decentfn.kit.preconditions import fast_gossip_momentum, require_whole
 from decentfn.kit.start import lay_out
@@ -102,8 +101,7 @@ class Worker:
         def init(params: PyTree, buffers: PyTree = None) -> State:
             optimizers, topologies = (self.optimizer, *outer_optimizers), (self.topology, self.everyone)
             x = lay_out(params, optimizers, topologies, self.bucket_mb, self.wire_dtype, self.within_worker)
-            plan = x.plan.with_attributes(getattr(unwrapped(self.loss_fn)[0], "param_attributes", {}))
-            state = start(Buckets(x, replace(plan, starts_equal=starts_equal)), buffers)
+            state = start(Buckets(x, replace(x.plan, starts_equal=starts_equal)), buffers)
             if must_equal:
                 given = {"params": params, "buffers": buffers}
                 require_equal("init(params, buffers)", {name: given[name] for name in must_equal})

@@ -7,8 +7,8 @@ so it can be compared, printed, stored and used inside a compiled function.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from math import prod
 from numbers import Real
 from operator import attrgetter
@@ -132,14 +132,6 @@ class Plan:
                 return number
         _numbered[number := next(_numbers)] = self
         return number
-
-    def with_attributes(self, named: Mapping[str, Mapping[str, Any]]) -> Plan:
-        """Return the plan with these attributes in place of the own ones of the leaves that have them."""
-
-        def of(s: Segment) -> Segment:
-            return replace(s, attributes=Attributes(named.get(s.name, s.attributes)))
-
-        return replace(self, buckets=tuple(replace(b, segments=tuple(map(of, b.segments))) for b in self.buckets))
 
     @property
     def is_sharded(self) -> bool:

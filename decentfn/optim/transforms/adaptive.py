@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from decentfn.core import trees
-from decentfn.core.buckets import Buckets, Mask, Plan, each, widen, zeros_like
+from decentfn.core.buckets import Buckets, Mask, each, widen, zeros_like
 from decentfn.core.numbers import checks_numbers, require
 from decentfn.core.scalars import Numbers, once
 from decentfn.core.trees import PyTree
@@ -69,18 +69,15 @@ class ScheduleFreeState(NamedTuple):
     weights: Tensor  # 0-d float64, the sum of the weights of the average
     b1: Tensor  # 0-d float64
 
-    @property
-    def plan(self) -> Plan:
-        """Layout of the parameters."""
-        return self.z.plan
+    plan = property(lambda self: self.z.plan)
 
     def evaluated(self, x: Buckets, back: bool) -> Buckets:
         """Return the average to evaluate, `x = (y - (1-β₁) z) / β₁`; `back`: y, the parameters, for an average."""
 
         def one(x: Tensor, z: Tensor) -> Tensor:
-            b1 = self.b1.to(z.dtype).view(*self.b1.shape, *[1] * (z.dim() - self.b1.dim()))
-            wide = x.to(z.dtype)
-            return (b1 * wide + (1 - b1) * z if back else (wide - (1 - b1) * z) / b1).to(x.dtype)
+            b1 = self.b1.to(z.dtype)[..., None]
+            other = (1 - b1) * z
+            return (b1 * x + other if back else (x - other) / b1).to(x.dtype)
 
         return each(one, x, self.z)
 

@@ -24,13 +24,10 @@ from decentfn.optim.transforms.torch_form import (
     Form,
     Named,
     TorchState,
-    has_modes,
-    in_order,
     named_leaves,
     ones,
     parameter,
     trial_gradient,
-    with_rate,
 )
 from decentfn.optim.transforms.transform import Transform, descending, require_one_process
 from decentfn.torch_private.dynamo import constant_while_traced
@@ -119,8 +116,9 @@ class _Adapter:
 
     def optimizer(self, named: Named, plan: Plan) -> Any:
         """Return an optimizer of these parameters, in train mode if it has modes."""
+        places = [segment.place for bucket in plan.buckets for segment in bucket.segments]
         try:
-            optimizer = self._make(in_order(named, plan))
+            optimizer = self._make([named[i] for i in sorted(range(len(named)), key=places.__getitem__)])
         except Exception as error:
             raise ValueError(
                 f"{CALL}: make(params) raised {brief_error(error)}; it is a function of one argument, a list of (name, "
@@ -133,7 +131,7 @@ class _Adapter:
         foreign = sum(id(p) not in own for group in optimizer.param_groups for p in group["params"])
         rule = f"{foreign} of the optimizer's parameters are not its argument's; make it of those:"
         require(not foreign, CALL, f"{rule} lambda params: torch.optim.AdamW(params, lr=1e-3).")
-        if has_modes(optimizer):
+        if hasattr(optimizer, "eval"):
             optimizer.train()
         return optimizer
 
@@ -187,9 +185,8 @@ class _Adapter:
         assert self._lr_scheduler is not None
         with self._lock:
             if self._scheduled is None or self._scheduled[0] > count:
-                zero = {p.dtype: torch.zeros((), dtype=p.dtype) for _, p in named}
-                empty: Named = [(name, parameter(zero[p.dtype].expand(p.shape), vars(p))) for name, p in named]
-                optimizer = self.optimizer(empty, plan)
+                zeros = [(name, p.new_zeros(()).expand(p.shape), vars(p)) for name, p in named]
+                optimizer = self.optimizer([(name, parameter(*of)) for name, *of in zeros], plan)
                 # A step would change counters. A scheduler warns unless a method `step` was called before its own.
                 optimizer.step = MethodType(lambda optimizer: None, optimizer)
                 for group in optimizer.param_groups:  # a scheduler writes to the user's tensor
@@ -230,7 +227,7 @@ class _Adapter:
     ) -> tuple[Any, tuple[RateState, ...]]:
         """Return another optimizer with this state, and its rates."""
         optimizer, rates = self.optimizer(named, form.plan), state.rates
-        rated = with_rate(optimizer.param_groups)
+        rated = [group for group in optimizer.param_groups if group.get("lr") is not None]
         for group, rate in zip(rated, rates, strict=True):
             lr, value = group["lr"], float(rate.learning_rate)
             group["lr"] = torch.full_like(lr, value) if isinstance(lr, Tensor) else value

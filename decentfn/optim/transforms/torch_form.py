@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from decentfn.core import trees
-from decentfn.core.buckets import Buckets, Plan, Segment, elements
+from decentfn.core.buckets import Buckets, Plan, elements
 from decentfn.core.formatting import brief, brief_error
 from decentfn.core.numbers import require
 from decentfn.optim.transforms.basic import RateState, new_count
@@ -24,13 +24,8 @@ TRIALS = 8
 """Steps from which a form is learned; prodigyopt 1.1.2 changes its estimate in the fifth."""
 
 
-_MESSAGES = (
-    "c10d allreduce_ allreduce_coalesced_ allgather_ _allgather_base_ allgather_coalesced_ allgather_into_tensor_coalesced_ "
-    "reduce_ reduce_scatter_ _reduce_scatter_base_ reduce_scatter_tensor_coalesced_ broadcast_ gather_ scatter_ alltoall_ "
-    "alltoall_base_ barrier send recv_",
-    "_c10d_functional all_reduce all_gather_into_tensor reduce_scatter_tensor all_to_all_single broadcast",
-)
-"""Operators of torch.distributed, after their library."""
+_MESSAGES = """allreduce_ allreduce_coalesced_ allgather_ _allgather_base_ allgather_coalesced_ allgather_into_tensor_coalesced_
+reduce_ reduce_scatter_ _reduce_scatter_base_ reduce_scatter_tensor_coalesced_ broadcast_ alltoall_ alltoall_base_ send recv_"""
 
 
 class TorchState(NamedTuple):
@@ -91,8 +86,8 @@ class Form:
     def __init__(self, plan: Plan, optimizer: Any, named: Named, scheduled: bool) -> None:
         self.plan, self.device, self.scheduled = plan, named[0][1].device, scheduled
         before, name, trials = [dict(group) for group in optimizer.param_groups], type(optimizer).__name__, []
-        self.has_modes = has_modes(optimizer)
-        self.rates = [float(group["lr"]) for group in with_rate(before)]
+        self.has_modes = hasattr(optimizer, "eval")
+        self.rates = [float(group["lr"]) for group in before if group.get("lr") is not None]
         for _ in range(TRIALS):
             for (_, p), g in zip(named, trial_gradient(plan, self.device).leaves(), strict=True):
                 p.grad = g
@@ -202,7 +197,8 @@ class Form:
 
 def named_leaves(x: Buckets) -> Named:
     """Return the leaves as named parameters that are views of the buckets."""
-    return [(s.name, parameter(leaf, s.attributes)) for s, leaf in zip(_segments(x.plan), x.leaves(), strict=True)]
+    segments = [segment for bucket in x.plan.buckets for segment in bucket.segments]
+    return [(s.name, parameter(leaf, s.attributes)) for s, leaf in zip(segments, x.leaves(), strict=True)]
 
 
 def parameter(x: Tensor, attributes: Mapping[str, Any]) -> nn.Parameter:
@@ -212,35 +208,15 @@ def parameter(x: Tensor, attributes: Mapping[str, Any]) -> nn.Parameter:
     return made
 
 
-def in_order(named: Named, plan: Plan) -> Named:
-    """Return leaves in the order of the user's tree."""
-    return [one for _, one in sorted(zip(_segments(plan), named, strict=True), key=lambda pair: pair[0].place)]
-
-
 def _without_messages() -> FlopCounterMode:
-    """Context that raises if torch.distributed sends something: other workers' gradients are in no pair (init, update)."""
+    """Context that raises if torch.distributed sends something, as a pair (init, update) does not."""
 
     def refuse(*_: Any, **__: Any) -> None:
         raise RuntimeError("it sends messages by torch.distributed; take its version for one process")
 
-    found = [(getattr(torch.ops, library), name) for library, *names in map(str.split, _MESSAGES) for name in names]
-    return FlopCounterMode(
-        display=False, custom_mapping={getattr(of, name): refuse for of, name in found if hasattr(of, name)}
-    )
-
-
-def _segments(plan: Plan) -> list[Segment]:
-    return [segment for bucket in plan.buckets for segment in bucket.segments]
-
-
-def has_modes(optimizer: Any) -> bool:
-    """Return True for an optimizer whose `eval()` puts the parameters to evaluate in place of those to train."""
-    return callable(getattr(optimizer, "eval", None)) and callable(getattr(optimizer, "train", None))
-
-
-def with_rate(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the groups with a learning rate; None is that of an optimizer which computes its own."""
-    return [group for group in groups if group.get("lr") is not None]
+    c10d = torch.ops.c10d
+    names = [name for name in _MESSAGES.split() if hasattr(c10d, name)]
+    return FlopCounterMode(display=False, custom_mapping={getattr(c10d, name): refuse for name in names})
 
 
 def ones(plan: Plan, device: torch.device) -> Buckets:

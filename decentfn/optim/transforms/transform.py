@@ -47,16 +47,13 @@ class MaskedTransform(Transform):
 
 @runtime_checkable
 class Averaging(Protocol):
-    """State of an optimizer that trains at other parameters than those to evaluate (`df.params`, `df.evaluate`, ...)."""
+    """State of an optimizer that trains at other parameters, of this plan, than one evaluates (`df.params`, ...).
 
-    @property
-    def plan(self) -> Plan:
-        """Layout of its parameters."""
-        ...
+    `evaluated(x, back)` returns one worker's parameters to evaluate, from those to train; `back`: the latter from the former.
+    """
 
-    def evaluated(self, x: Buckets, back: bool) -> Buckets:
-        """Return one worker's parameters to evaluate, from those to train; `back`: the latter from the former."""
-        ...
+    plan: Plan
+    evaluated: Callable[[Buckets, bool], Buckets]
 
 
 def _declared(init: Callable[..., Any], update: Callable[..., Any], masks: tuple[Mask, ...], sign: Sign) -> Transform:
