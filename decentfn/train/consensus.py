@@ -27,6 +27,7 @@ from decentfn.optim.transforms.transform import Averaging
 def params(state: Any) -> PyTree:
     """Return copies of the parameters to evaluate, as the tree given to `init`; `[N, ...]` if stacked.
 
+    Schedule-free optimizers train at others, `state.params`, which workers mix; `with_params` takes those to evaluate.
     For a sharded module they are this process's shards; `df.state_dict(module, state)` gathers them. If a worker is
     several processes and the loss takes unsharded parameters, they are gathered (collective).
     """

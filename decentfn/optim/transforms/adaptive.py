@@ -286,7 +286,8 @@ def schedule_free_adamw(
     """Schedule-free AdamW: the parameters are y, gradients are taken at y, and the average x is evaluated.
 
     `d = g/(√(v⁺/(1-β₂ᵏ)) + ε) + λy;  z⁺ = z - η d;  x⁺ = (1-c) x + c z⁺;  y⁺ = (1-β₁) z⁺ + β₁ x⁺`, `c = w/Σw`, `w` the
-    square of the largest η so far. Neighbors mix y; every worker keeps its own z. Evaluate at `schedule_free_params`.
+    square of the largest η so far. Neighbors mix y; every worker keeps its own z. `df.params`, `df.consensus_mean` and
+    evaluations are of x.
 
     Args:
         learning_rate: η >= 0, or a function of the count, for a warm-up; it need not fall.
@@ -335,7 +336,7 @@ def schedule_free_adamw(
 
 
 def schedule_free_params(params: PyTree, opt: PyTree) -> PyTree:
-    """Return the average x that `schedule_free_adamw` evaluates, as the user's tree: `x = (y - (1-β₁) z) / β₁`.
+    """Return the average x of `schedule_free_adamw`, `x = (y - (1-β₁) z) / β₁`, as `df.params(state)` does.
 
     Args:
         params: `state.params`, the buckets y.

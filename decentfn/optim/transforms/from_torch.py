@@ -45,19 +45,21 @@ def from_torch(
 
     Args:
         make: `make(params) -> optimizer`, where `params` is a list of (dotted name, parameter), as
-            `module.named_parameters()` yields them, which torch's optimizers accept; groups may be made by name.
+            `module.named_parameters()` yields them: in its order, with Python attributes. torch's optimizers accept it;
+            groups may be made by name, place or attribute.
         lr_scheduler: `lr_scheduler(optimizer) -> scheduler`, whose `step()` is called once after every update. A
             scheduler of a metric is refused: set the rate between steps.
         elementwise: True if the optimizer treats all elements alike, as SGD and AdamW do and Muon, Adafactor and LAMB do
             not. Each bucket is then one parameter, named by its number: faster on many small leaves, and possible for
             workers of several processes. For groups use `df.transforms.partition`.
 
-    `init` takes some steps of it on other numbers, to learn what it keeps and that nothing else is needed.
+    `init` takes some steps of it on other numbers, to learn what it keeps and that nothing else is needed. One with
+    `train()` and `eval()` (schedulefree) trains in the one mode; `df.params` and evaluations are of the other.
 
     Raises:
         ValueError: `make` is not a function; from `init`, it does not return an optimizer, the optimizer needs a
-            closure, sparse gradients or a metric, or keeps lists, dicts, or anything outside of `state` and
-            `param_groups`, or a worker is several processes and the optimizer not elementwise.
+            closure, sparse gradients or a metric, sends messages, or keeps lists, dicts, or anything outside of `state`
+            and `param_groups`, or a worker is several processes and the optimizer not elementwise.
 
     >>> import decentfn as df
     >>> optimizer = df.from_torch(lambda params: torch.optim.RMSprop(params, lr=1e-2, momentum=0.9))
