@@ -187,8 +187,8 @@ class _Adapter:
         assert self._lr_scheduler is not None
         with self._lock:
             if self._scheduled is None or self._scheduled[0] > count:
-                zeros = [(name, p.new_zeros(()).expand(p.shape), vars(p)) for name, p in named]
-                optimizer = self.optimizer([(name, parameter(*of)) for name, *of in zeros], plan)
+                empty: Named = [(name, parameter(p.new_zeros(()).expand(p.shape), vars(p))) for name, p in named]
+                optimizer = self.optimizer(empty, plan)
                 # A step would change counters. A scheduler warns unless a method `step` was called before its own.
                 optimizer.step = MethodType(lambda optimizer: None, optimizer)
                 for group in optimizer.param_groups:  # a scheduler writes to the user's tensor
