@@ -30,12 +30,15 @@ def criterion(output, target):
     return (output - target).square().mean()
 
 
+NOTE = nn.Identity()  # an attribute that is no number
+
+
 def net(mark=lambda name: True):
     torch.manual_seed(0)
     made = Stack().double()
     for name, p in made.named_parameters():
-        if "bias" in name and mark(name):
-            p._no_weight_decay, p.note = True, nn.Identity()
+        if "bias" in name:
+            p._no_weight_decay, p.note = mark(name), NOTE
     return made
 
 
@@ -45,7 +48,9 @@ def by_position(params):
 
 
 def by_attribute(params):
-    decays = {flag: [(n, p) for n, p in params if not hasattr(p, "_no_weight_decay") ^ flag] for flag in (False, True)}
+    decays = {
+        flag: [(n, p) for n, p in params if getattr(p, "_no_weight_decay", False) == flag] for flag in (False, True)
+    }
     groups = [{"params": its, "weight_decay": 0.0 if flag else 0.3} for flag, its in decays.items() if its]
     return torch.optim.SGD(groups, lr=0.2)
 
