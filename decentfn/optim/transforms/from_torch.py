@@ -27,6 +27,7 @@ from decentfn.optim.transforms.torch_form import (
     named_leaves,
     ones,
     parameter,
+    sends,
     trial_gradient,
 )
 from decentfn.optim.transforms.transform import Transform, descending, require_one_process
@@ -142,6 +143,10 @@ class _Adapter:
         key = plan.number(), device
         with self._lock:
             if key not in self._forms:
+                named = named_leaves(ones(plan, device))
+                does_send = sends(self.optimizer(named, plan), named, trial_gradient(plan, device))
+                rule = "its optimizer sends messages by torch.distributed in a step; take its version for one process."
+                require(not does_send, CALL, rule)
                 named = named_leaves(ones(plan, device))
                 optimizer = self.optimizer(named, plan)
                 if self._lr_scheduler is not None:

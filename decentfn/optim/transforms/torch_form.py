@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -24,8 +25,23 @@ TRIALS = 8
 """Steps from which a form is learned; prodigyopt 1.1.2 changes its estimate in the fifth."""
 
 
-_MESSAGES = """allreduce_ allreduce_coalesced_ allgather_ _allgather_base_ allgather_coalesced_ allgather_into_tensor_coalesced_
-reduce_ reduce_scatter_ _reduce_scatter_base_ reduce_scatter_tensor_coalesced_ broadcast_ alltoall_ alltoall_base_ send recv_"""
+_MESSAGES = [
+    "allreduce_",
+    "allreduce_coalesced_",
+    "allgather_",
+    "_allgather_base_",
+    "allgather_coalesced_",
+    "allgather_into_tensor_coalesced_",
+    "reduce_",
+    "reduce_scatter_",
+    "_reduce_scatter_base_",
+    "reduce_scatter_tensor_coalesced_",
+    "broadcast_",
+    "alltoall_",
+    "alltoall_base_",
+    "send",
+    "recv_",
+]
 
 
 class TorchState(NamedTuple):
@@ -92,8 +108,7 @@ class Form:
             for (_, p), g in zip(named, trial_gradient(plan, self.device).leaves(), strict=True):
                 p.grad = g
             try:
-                with _without_messages():
-                    optimizer.step()
+                optimizer.step()
             except Exception as error:
                 raise ValueError(
                     f"{CALL}: a trial step of {name} without arguments, on dense gradients, raised {brief_error(error)}; "
@@ -208,15 +223,15 @@ def parameter(x: Tensor, attributes: Mapping[str, Any]) -> nn.Parameter:
     return made
 
 
-def _without_messages() -> FlopCounterMode:
-    """Context that raises if torch.distributed sends something, as a pair (init, update) does not."""
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise RuntimeError("it sends messages by torch.distributed; take its version for one process")
-
-    c10d = torch.ops.c10d
-    names = [name for name in _MESSAGES.split() if hasattr(c10d, name)]
-    return FlopCounterMode(display=False, custom_mapping={getattr(c10d, name): refuse for name in names})
+def sends(optimizer: Any, named: Named, grads: Buckets) -> bool:
+    """Return True if a step sends something by torch.distributed, as a pair (init, update) does not."""
+    sent, c10d = list[int](), torch.ops.c10d
+    for (_, p), g in zip(named, grads.leaves(), strict=True):
+        p.grad = g
+    counted = {getattr(c10d, name): lambda *_, **__: sent.append(1) or 0 for name in _MESSAGES if hasattr(c10d, name)}
+    with suppress(Exception), FlopCounterMode(display=False, custom_mapping=counted):
+        optimizer.step()  # some compiled ones fail in such a mode
+    return len(sent) > 0
 
 
 def ones(plan: Plan, device: torch.device) -> Buckets:
