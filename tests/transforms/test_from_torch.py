@@ -57,7 +57,7 @@ class Counting(torch.optim.Optimizer):
 VARIANTS["Counting"] = Counting
 
 
-@partial(torch.compile, fullgraph=True, backend="eager")
+@partial(torch.compile, fullgraph=True, backend="eager", dynamic=True)
 def move(p, grad, lr):
     return p - lr * grad
 
@@ -68,7 +68,7 @@ class Compiled(torch.optim.SGD):
     @torch.no_grad()
     def step(self, closure=None):
         for p in self.param_groups[0]["params"]:
-            p.copy_(move(p, p.grad, self.param_groups[0]["lr"]))
+            p.copy_(move(p.detach().reshape(-1), p.grad.reshape(-1), self.param_groups[0]["lr"]).view_as(p))
 
 
 VARIANTS["Compiled"] = partial(Compiled, lr=0.05)

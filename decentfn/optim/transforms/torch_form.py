@@ -229,8 +229,10 @@ def sends(optimizer: Any, named: Named, grads: Buckets) -> bool:
     for (_, p), g in zip(named, grads.leaves(), strict=True):
         p.grad = g
     counted = {getattr(c10d, name): lambda *_, **__: sent.append(1) or 0 for name in _MESSAGES if hasattr(c10d, name)}
-    with suppress(Exception), FlopCounterMode(display=False, custom_mapping=counted):
-        optimizer.step()  # some compiled ones fail in such a mode
+    watched = FlopCounterMode(display=False, custom_mapping=counted)
+    # A compiled function that runs in such a mode would never be compiled again.
+    with suppress(Exception), torch.compiler.set_stance("force_eager"), watched:
+        optimizer.step()
     return len(sent) > 0
 
 
