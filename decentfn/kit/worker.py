@@ -70,7 +70,8 @@ class Worker:
         self.topology = topology
         self.everyone = complete(topology.num_workers)
         self.bucket_mb = options.get("bucket_mb", DEFAULTS["bucket_mb"])
-        self.wire_dtype = options.get("wire_dtype")
+        self._wire_dtype = options.get("wire_dtype")
+        self.wire_dtype = self._wire_dtype if topology.num_workers > 1 else None  # alone, nothing is sent
 
     def algorithm(
         self,
@@ -95,7 +96,7 @@ class Worker:
 
         def init(params: PyTree, buffers: PyTree = None) -> State:
             optimizers, topologies = (self.optimizer, *outer_optimizers), (self.topology, self.everyone)
-            x = lay_out(params, optimizers, topologies, self.bucket_mb, self.wire_dtype, self.within_worker)
+            x = lay_out(params, optimizers, topologies, self.bucket_mb, self._wire_dtype, self.within_worker)
             x = Buckets(x, replace(x.plan, starts_equal=starts_equal))
             scale = None if self.scaling is None else self.scaling.init(x[0].device)
             local = Local(self.optimizer.init(x), trees.map(lambda b: b.detach().clone(), buffers), scale)
