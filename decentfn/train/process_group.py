@@ -50,7 +50,7 @@ def init(
 
     Without torchrun there is one process and no group. Repeated calls are harmless. Processes restarted by torchrun
     find each other despite stale entries in its store (`docs/restarts.md`). If torchrun itself is killed, they end. On
-    the CPU the process also keeps the memory that it frees (`keep_freed_memory`).
+    the CPU the process also keeps the memory that it frees (docs/performance.md).
 
     Args:
         backend: gloo, nccl (then gloo still serves the CPU) or another of torch.distributed's, except mpi; None chooses
