@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
+from decentfn.comm import gossip
 from decentfn.core.trees import PyTree
 from decentfn.kit import (
     Algorithm,
@@ -38,7 +39,6 @@ from decentfn.kit import (
     Worker,
     add,
     algorithm,
-    difference,
     each,
     repaired,
     require_doubly_stochastic,
@@ -83,7 +83,7 @@ def d2(loss_fn: LossFn, optimizer: Any, topology: Topology, **options: Unpack[Op
         u, local = worker.update(g.grads, g, local, x)
         half = each(lambda x, u, c: x.to(c.dtype) + u + c, x, u, c)
         posted = worker.post(half, t)
-        pull, half = difference(posted), repaired(posted, half)  # (W - I)(x + u + c)
+        pull, half = gossip.exact_difference(posted), repaired(posted, half)  # (W - I)(x + u + c)
         x_next = each(lambda half, d, x: (half + d).to(x.dtype), half, pull, x)
         return State(x_next, local, Memory(add(c, pull))), g.metrics
 
