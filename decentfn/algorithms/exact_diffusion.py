@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Unpack
 
 from torch import Tensor
 
+from decentfn.comm import gossip
 from decentfn.core.trees import PyTree
 from decentfn.kit import (
     Algorithm,
@@ -31,7 +32,6 @@ from decentfn.kit import (
     Worker,
     add,
     algorithm,
-    difference,
     each,
     repaired,
     require_static_symmetric,
@@ -73,7 +73,7 @@ def exact_diffusion(loss_fn: LossFn, optimizer: Any, topology: Topology, **optio
         u, local = worker.update(g.grads, g, local, x)
         phi = each(lambda x, u, c: x.to(c.dtype) + u + c, x, u, c)
         posted = worker.post(phi, t)
-        pull, phi = difference(posted, gamma=0.5), repaired(posted, phi)  # W̄ φ - φ
+        pull, phi = gossip.exact_difference(posted, gamma=0.5), repaired(posted, phi)  # W̄ φ - φ
         x_next = each(lambda phi, d, x: (phi + d).to(x.dtype), phi, pull, x)
         return State(x_next, local, Memory(add(c, pull))), g.metrics
 

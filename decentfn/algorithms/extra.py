@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Unpack
 
 from torch import Tensor
 
+from decentfn.comm import gossip
 from decentfn.core.trees import PyTree
 from decentfn.kit import (
     Algorithm,
@@ -31,7 +32,6 @@ from decentfn.kit import (
     State,
     Worker,
     algorithm,
-    difference,
     each,
     repaired,
     require_static_symmetric,
@@ -71,7 +71,7 @@ def extra(loss_fn: LossFn, optimizer: Any, topology: Topology, **options: Unpack
         posted = worker.post(x, t)
         g, local = worker.gradient(x, state.local, batch, t, after=posted)
         u, local = worker.update(g.grads, g, local, x, posted=posted)
-        pull, x = difference(posted, after=g.grads), repaired(posted, x)  # W x - x
+        pull, x = gossip.exact_difference(posted, after=g.grads), repaired(posted, x)  # W x - x
         p_next = each(lambda p, d: p - d / 2, p, pull)
         x_next = each(lambda x, d, u, p: (x.to(d.dtype) + d + u - p).to(x.dtype), x, pull, u, p)
         return State(x_next, local, Memory(p_next)), g.metrics
