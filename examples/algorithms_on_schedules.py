@@ -49,7 +49,6 @@ RATES = {
     "demuon": 0.01,
     "gasloc": 0.05,
     "gasloc, γ = 0.7": 0.1,
-    "noloco": 0.1,
 }
 """Those that step by the gradient's sign or so, or with a momentum around the optimizer's; all others take 0.2."""
 

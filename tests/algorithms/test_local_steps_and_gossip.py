@@ -207,7 +207,9 @@ def test_the_mean_of_gasloc_on_complete_is_diloco_if_workers_curve_alike(alpha):
 @pytest.mark.parametrize("name", ["one-peer-exp", "random-matching", "base", "static-exp"])
 def test_gasloc_refuses_a_gossip_step_that_diverges(name):
     """8 workers: by 5% to 24% per round."""
-    with pytest.raises(ValueError, match=rf"gasloc\(gossip_step=1, .*on '{name}' disagreement grows by 0\.\d+ .*gossip_step"):
+    with pytest.raises(
+        ValueError, match=rf"gasloc\(gossip_step=1, .*on '{name}' disagreement grows by 0\.\d+ .*gossip_step"
+    ):
         df.gasloc(loss, Sgd(LR), df.topology(name, 8), gossip_step=1)
 
 
