@@ -80,7 +80,9 @@ class Config:
 def methods() -> dict[str, Method]:
     made = {name: partial(getattr(df, name), **OPTIONS.get(name, {})) for name in df.algorithms.__all__}
     made |= {f"gradient_tracking, {form}": partial(df.gradient_tracking, form=form) for form in ("semi-atc", "awc")}
-    made["gasloc, γ = 0.7"] = partial(df.gasloc, inner_steps=10, outer_momentum=0.7, gossip_step=0.5)
+    made["gasloc, γ = 0.7"] = partial(
+        df.gasloc, inner_steps=10, outer_learning_rate=0.4, outer_momentum=0.7, gossip_step=0.5
+    )
     return {
         name: Method(made[name], STATIC, RATES.get(name, 0.2), 0.0 if name in OWN_MOMENTUM else MOMENTUM)
         for name in sorted(made)

@@ -7,9 +7,9 @@
 with c = x - ψ, the last step's move by combination and correction: φ = ψ⁺ + c,
 c⁺ = x⁺ - ψ⁺ = c + (W̄ - I) φ, c⁰ = 0.
 
-c is a sum of differences: its rounding error in the workers' mean moves x in every later step. Measured in float32
-without gradients, for |x| about 2 and four workers on 'static-ring', the mean of an element moves in 100, 1,000 and
-10,000 steps by 3e-7, 8e-7 and 7e-6 (rms; adapt_then_combine: by 1e-7, once).
+c is a sum of differences: a rounding error in the workers' mean moves x in every later step. So two workers that hear
+each other round their difference to a few bits, which makes the sum exact. Measured in float32 without gradients, for |x|
+about 2 and four workers on 'static-ring', the mean of an element has moved by 3e-8 (rms) after 100 steps and after 3,000.
 
 x: a worker's parameters; W: the mixing matrix; g: its gradient at x; -η g: the optimizer's update.
 """

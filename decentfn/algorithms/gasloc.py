@@ -11,7 +11,7 @@ round; y: the end point of its last round, at the start φ; W: the mixing matrix
 suffice), I - W the paper's Laplacian Λ; α: the gossip step; η: the outer learning rate; γ: the outer momentum.
 
 Momentum acts on the mixing too, and repeats a round's move in later rounds, whose links do not correct it. With γ = 0.9 and
-16 workers disagreement grows per round, without gradients, by 8% on random-matching and 22% on one-peer-exp if α = 1,
+16 workers disagreement grows per round, without gradients, by 9% on random-matching and 22% on one-peer-exp if α = 1,
 and shrinks by 2% and 5% if α = 0.25. On directed graphs it grows even then.
 """
 
@@ -86,7 +86,8 @@ def gasloc(
             gradients are tried); `random-matching` is one random peer.
         inner_steps: H; the outer step follows steps H-1, 2H-1, …; or a number for each worker, H_i >= 1, of which H is
             the largest: a slower worker's parameters move in the last H_i steps of each H.
-        outer_learning_rate: η > 0.
+        outer_learning_rate: η > 0. A round's progress counts η / (1 - γ) times in the end: by default 7, too much for
+            a run of few rounds.
         outer_momentum: γ in [0, 1].
         gossip_step: α in (0, 1]; the larger γ, the smaller on links that change. On static undirected ones 1 is safe, too.
         gossip_rounds: R >= 1; more than one are fast gossip averaging, on one symmetric mixing matrix (`kit.Worker.mix`).
