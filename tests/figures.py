@@ -55,7 +55,7 @@ def of_drift() -> Iterator[Row]:
     short, long = (100, 1_000, 3_000), (100, 10_000)
     yield "adapt_then_combine, 4", "1e-7, once", drift("adapt_then_combine", 4, short)
     for n in (4, 5):
-        yield f"d2, {n}, 100, 1,000, 3,000 steps", "3e-8", drift("d2", n, short)
+        yield f"d2, {n}, 100, 1,000, 3,000 steps", "7e-8", drift("d2", n, short)
         yield f"d2, {n}, bfloat16", "7e-3", drift("d2", n, short, BF16)
         yield f"d2, {n}, float16", "7e-4", drift("d2", n, short, F16)
     yield "d2, complete of 3", "1.4e-5, 1.4e-4", drift("d2", 3, (100, 1_000), on="complete")

@@ -42,6 +42,7 @@ EVERYONE = {"all_reduce", "decoupled_diloco", "demo", "diloco", "sparse_loco", "
 MOVES_THE_MEAN = {
     "clipped_gossip": "clipping is not symmetric",
     "quasi_global_adam": "its difference is normalized, so motion never dies",
+    "sparse_loco": "its compressor's two bits have no zero; the error is fed back",
     "relay_sgd": "the mean of a step is that of older ones",
 }
 

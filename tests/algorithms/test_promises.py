@@ -36,7 +36,7 @@ def test_what_is_accepted_converges(name):
     topologies = [df.topology(s, n) for s, n in zip(VARYING, (13, 8, 16, 16), strict=True)]
     topologies = topologies if name in OF_MOMENTUM else topologies[:2]
     for topology in [df.topology("static-ring", 8), *topologies]:
-        assert_promised(name, topology)
+        assert_promised(name, topology, rounds=200)
 
 
 @pytest.mark.thorough
@@ -45,4 +45,4 @@ def test_combinations_in_time_converge(name):
     pairs, ring, directed = (df.topology(s, 8) for s in ("random-matching", "static-ring", "static-exp"))
     combined = [every(3, ring), later(5, ring), alternate(pairs, ring), until(20, directed, ring), lossy(pairs, 0.2)]
     for topology in combined + [until(600, directed, ring)]:
-        assert_promised(name, topology)
+        assert_promised(name, topology, rounds=200)

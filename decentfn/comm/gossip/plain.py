@@ -109,9 +109,8 @@ def difference(posted: Posted, gamma: float | Tensor = 1.0, *, after: Iterable[T
 def exact_difference(posted: Posted, gamma: float | Tensor = 1.0, *, after: Iterable[Tensor] = ()) -> Buckets:
     """Return `difference`, with terms of two workers that hear each other rounded so that sums of them are exact.
 
-    For a sum over steps that moves x in each later one: in it the mean of roundings would grow with the steps. A term
-    keeps eight bits, and of those none below the resolution of the values that it is the difference of. On a schedule
-    that averages in groups, or whose messages go one way, it is `difference`.
+    A term keeps eight bits, none below the resolution of the two values. With averages in groups, or messages that go
+    one way, it is `difference`.
     """
     posted, gamma = with_flags(posted, after), own_gamma(posted, gamma)
     return Buckets([_moved(posted, index, gamma, exact=True) for index in range(len(posted.sent))], posted.own.plan)
@@ -307,7 +306,7 @@ def _moved(posted: Posted, index: int, gamma: float | Tensor, exact: bool = Fals
     own = posted.own.tensors[index]
     dtype = wide(own.dtype)
     sent, terms = posted.sent[index].to(dtype), []
-    exact = exact and not posted.means
+    exact = exact and not posted.means and dtype == torch.float32
     for weight, message in _weighted(posted, index, gamma, dtype):
         term = weight * (message - sent)
         if exact:
@@ -317,9 +316,7 @@ def _moved(posted: Posted, index: int, gamma: float | Tensor, exact: bool = Fals
     return total if posted.flags is None else torch.where(posted.flags.own, total, torch.zeros_like(total))
 
 
-def _spacing(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Return the spacing of a dtype's numbers near the larger of two float32 values; None for others."""
-    if a.dtype != torch.float32:
-        return None
+def _spacing(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the spacing of a dtype's numbers near the larger of two float32 values."""
     power = (torch.maximum(a.abs(), b.abs()).view(torch.int32) & 0x7F800000).view(torch.float32)  # of two
     return (power * torch.finfo(dtype).eps).clamp(min=torch.finfo(torch.float32).tiny)
