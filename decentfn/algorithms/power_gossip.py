@@ -62,7 +62,7 @@ def power_gossip(
 
     There is no step size to tune. On square matrices with r = n it is adapt_while_communicate. One-dimensional leaves
     are mixed uncompressed, once per step. An edge whose ends agree restarts from its first direction. Runs that differ by
-    rounding diverge (with r = 1 on 8 x 5 matrices from 1e-10 to 8e-4 in 96 steps); if r exceeds the difference's rank,
+    rounding diverge (r = 1, 8 x 5 matrices, different data: from 1e-10 to over 1e-3 in 96 steps); if r exceeds the difference's rank,
     its last columns are rounding errors.
     The last round overlaps with the gradient; with more than one, each waits for the one before.
     Sent per step and neighbor: max(m, n) r values for each m x n matrix and iteration (an edge alternates X and Xᵀ, and

@@ -9,6 +9,9 @@
 x: a worker's parameters; g: its gradient; W: the mixing matrix of the step; η: the learning rate; m, v: the
 quasi-global moments, β₁, β₂: their decays; k: the step, from 1; c: the weight of the gradient (1 in the authors' code,
 which produced the paper's figures; 1 - β₁ in Adam).
+
+d is normalized, so motion never dies: without gradients, at η = 0.05, unequal starts of eight workers on 'static-ring' move
+the mean of an element by up to 13 in 300 steps. That is the paper's; start equal, and let the learning rate fall.
 """
 
 from __future__ import annotations
