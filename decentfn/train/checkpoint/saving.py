@@ -16,7 +16,7 @@ from filelock import FileLock, Timeout
 
 import decentfn
 from decentfn.comm import collectives
-from decentfn.core.numbers import at_least
+from decentfn.core.numbers import at_least, require
 from decentfn.errors import RunError
 from decentfn.topologies import Topology
 from decentfn.train.checkpoint import files, manifest
@@ -93,6 +93,8 @@ class Saver:
         self._writing: Future[Path] | None = None
         self._started = 0
         """Checkpoints whose writing has begun."""
+        self._last = 0
+        """Step of the newest of them."""
         self._is_closed = False
 
     def _connect(self) -> None:
@@ -128,8 +130,8 @@ class Saver:
             score: for `keep` and `best`, lower is better; the mean over the processes counts, NaN does not.
 
         Raises:
-            ValueError: on all processes, a leaf or an argument that cannot be saved; in the first call, the directory
-                holds checkpoints of later steps only, so they are another run's.
+            ValueError: on all processes, a leaf or an argument that cannot be saved; a step before that of the last call;
+                in the first call, the directory holds checkpoints of later steps only, so they are another run's.
             OSError, RuntimeError: on all processes, the previous checkpoint was not written; earlier ones are complete.
         """
         self._require_open("save")
@@ -142,6 +144,7 @@ class Saver:
             raise
         self._writing = self._thread.submit(self._write_apart, content)
         self._started += 1
+        self._last = content.about["step"]
 
     def rescue(self, state: Any, error: RunError, *, extra: Any = None) -> Path | None:
         """Save the state after a failed step and return when it is on disk. Collective, with its own error.
@@ -241,6 +244,13 @@ class Saver:
             made.append(content_of(*arguments))
             if not self._started:
                 _require_own(self.directory, self._found, made[0].about["step"])
+            require(
+                made[0].about["step"] >= self._last,
+                "save",
+                f"step counts on over all epochs, and the last checkpoint is of step {self._last}; pass t + 1, with "
+                "`for t, batch in df.data.epochs(loader, num_epochs)`.",
+                step=made[0].about["step"],
+            )
 
         together("save", make)
         return made[0]
