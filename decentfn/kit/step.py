@@ -130,9 +130,12 @@ class Step:
         if isinstance(x, Buckets):
             if self.is_donated:
                 x.taken_at = number
-            elif isinstance(result, tuple) and isinstance(new := getattr(result[0], "params", None), Buckets):
-                if new is not x:  # else the old state could not be used again
-                    new.taken_at = number
+            elif (
+                isinstance(result, tuple)
+                and isinstance(new := getattr(result[0], "params", x), Buckets)
+                and new is not x
+            ):
+                new.taken_at = number
         return result
 
     def _require_next(self, t: int, last: int) -> None:
