@@ -116,7 +116,8 @@ class Step:
         if functorch.has_no_value(t):
             return self.run(state, batch, t)
         number = int(t)
-        last = getattr(getattr(state, "params", None), "taken_at", None)
+        x = getattr(state, "params", None)
+        last = getattr(x, "taken_at", None)
         if last is not None and number != last + 1:
             self._require_next(number, last)
         with collectives.whole_step(number, donated=self._overwrites) as here, draws.torch_draws(number, here.place):
@@ -126,9 +127,15 @@ class Step:
                 result = self.run(state, batch, t)
         if self.watch is not None:
             self.watch(result[0], t, self._overwrites)
-        new = getattr(state if self.is_donated else result[0], "params", None)
-        if isinstance(new, Buckets) and (self.is_donated or new is not state.params):
-            new.taken_at = number
+        if isinstance(x, Buckets):
+            if self.is_donated:
+                x.taken_at = number
+            elif (
+                isinstance(result, tuple)
+                and isinstance(new := getattr(result[0], "params", x), Buckets)
+                and new is not x
+            ):
+                new.taken_at = number
         return result
 
     def _require_next(self, t: int, last: int) -> None:
