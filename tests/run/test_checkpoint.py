@@ -587,8 +587,7 @@ def test_threads_that_share_a_saver_take_turns(tmp_path):
     states = [init({"w": torch.full((200_000,), float(value))}) for value in (1, 2)]
     with df.checkpoint.Saver(tmp_path, keep=None) as saver:
         threads = [
-            threading.Thread(target=lambda state=state: [saver.save(state, step) for step in range(8)])
-            for state in states
+            threading.Thread(target=lambda state=state: [saver.save(state, 1) for _ in range(8)]) for state in states
         ]
         for thread in threads:
             thread.start()
