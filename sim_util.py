@@ -1,10 +1,12 @@
-import numpy as np, decentfn as df, sys, math, time
-from decentfn.topologies.registry import of_size
 from decentfn.topologies import mixing_matrix
+
+
 def mats(top, T):
     if top.period and not top.start:
-        P=[mixing_matrix(top,p).numpy() for p in range(top.period)]
-        return [P[t%len(P)] for t in range(T)]
-    return [mixing_matrix(top,t).numpy() for t in range(T)]
+        P = [mixing_matrix(top, p).numpy() for p in range(top.period)]
+        return [P[t % len(P)] for t in range(T)]
+    return [mixing_matrix(top, t).numpy() for t in range(T)]
+
+
 def grow(Ms, a, g, seed=0):
-    n=Ms[0].shape[0]
+    n = Ms[0].shape[0]
