@@ -379,11 +379,11 @@ def test_a_batch_of_any_kind_goes_in_and_aux_comes_out_and_share_nothing(compile
         step = df.compile(step, backend=compile_cache.counted("aot_eager", graphs))
     for t in range(12):
         batch = {"x": torch.full((t, 3) if t else (3,), float(t)), "text": f"step {t}", "count": t}
-        new, metrics = step(state, batch, t)
+        new, metrics = step(state, batch, 2 * t)
         assert metrics.aux["text"] == f"step {t}" and torch.equal(metrics.aux["x"], batch["x"])
         kept = metrics.aux["twice"].clone()
         batch["x"].zero_()
-        state, _ = step(new, {"x": torch.ones(3), "text": "", "count": 0}, t)
+        state, _ = step(new, {"x": torch.ones(3), "text": "", "count": 0}, 2 * t + 1)
         assert torch.equal(metrics.aux["twice"], kept) and (not t or metrics.aux["x"].eq(t).all())
     assert not compiled or len(graphs) == 1
 
@@ -444,6 +444,7 @@ def test_an_exception_comes_out_as_itself_and_leaves_the_state(compiled):
     step(state, {"bad": False}, 1)
 
 
+@pytest.mark.filterwarnings("ignore:step.state, batch, t=2. after step t=0")
 def test_an_exception_on_one_rank_drains_its_messages_and_the_next_step_names_it():
     def fails_once(rank):
         def loss_fn(params, batch):
@@ -539,7 +540,7 @@ def test_hooks_of_one_call_end_with_it_and_no_parameter_outlives_its_step(compil
     with pytest.raises(ArithmeticError):
         step(state, plain | {"bad": True}, 6)
     before = df.params(state)[1].clone()
-    state, _ = step(state, plain, 7)
+    state, _ = step(state, plain, 6)
     torch.testing.assert_close(df.params(state), (torch.zeros(3), before - 0.5))
     assert all(leaf() is None for leaf in seen)
 
