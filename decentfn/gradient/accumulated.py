@@ -32,7 +32,7 @@ def accumulate(loss_fn: LossFn) -> LossFn:
     shapes, the same in all micro-batches; with `df.autograd` they may differ between them. A loop processes them: the
     compiled graph does not grow with M, and the activations of one micro-batch are held at a time; buffers pass from
     one to the next. The step reports the mean loss, the norm of the mean gradient, and `aux` stacked, `[M, ...]` (a
-    list, where its shapes differ).
+    list, where its shapes or names differ).
 
     If the loss is a mean, M micro-batches of size b equal one batch of size M b (except for batch statistics). Each
     micro-batch counts alike, whatever its size. Each step may have another M: the mean is over its own. A compiled
