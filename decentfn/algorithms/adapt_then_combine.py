@@ -101,12 +101,12 @@ def adapt_then_combine(
 
     def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
         x = state.params
-        g, local = worker.gradient(x, state.local, batch, t)
+        g, local = worker.gradient(x, state.local, batch, t, weight=weigh)
         u, local = worker.update(g.grads, g, local, x)
-        if weigh is None:
+        if g.weight is None:
             return State(worker.mix(add(x, u), t), local), g.metrics
         w = state.memory.weight
-        x, memory = mix(add(x, u), w + weigh(g).to(w.dtype), t)
+        x, memory = mix(add(x, u), w + g.weight.to(w.dtype), t)
         return State(x, local, memory), g.metrics
 
     return worker.algorithm(step, None if weigh is None else lambda x: Memory(no_weight(x)))
