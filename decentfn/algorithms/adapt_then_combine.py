@@ -17,7 +17,6 @@ from torch import Tensor
 
 from decentfn.algorithms.outer import no_weight
 from decentfn.comm import collectives
-from decentfn.comm.gossip.push_sum import pack, unpack
 from decentfn.core.trees import PyTree
 from decentfn.kit import (
     Algorithm,
@@ -32,8 +31,10 @@ from decentfn.kit import (
     as_weight,
     cast_like,
     divide,
+    pack,
     require_doubly_stochastic,
     scale,
+    unpack,
     where,
     widen,
 )

@@ -26,7 +26,8 @@ def require_doubly_stochastic(call: str, topology: Topology) -> None:
     if topology.needs_push_sum:
         raise ValueError(
             f"{call}: {topology.name!r} is column-stochastic only, so mixing drifts away from consensus; use "
-            "stochastic_gradient_push or push_diging, which correct for it, or a doubly stochastic topology."
+            "stochastic_gradient_push or push_diging, which correct for it, or a doubly stochastic topology. One of your own "
+            "mixes with push-sum's weight (kit.pack) and returns worker.algorithm(..., push_sum=True)."
         )
 
 

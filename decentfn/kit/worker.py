@@ -80,6 +80,7 @@ class Worker:
         topology: Topology | None = None,
         must_equal: tuple[str, ...] = (),
         outer_optimizers: Sequence[Any] = (),
+        push_sum: bool = False,
     ) -> Algorithm:
         """Combine an `init` with this step.
 
@@ -90,6 +91,7 @@ class Worker:
             must_equal: "params", "buffers" or both, which must start bitwise equal on all workers; "params" also after
                 `df.with_params`.
             outer_optimizers: further pairs `(init, update)` that take buckets of the parameters.
+            push_sum: True if the step mixes with push-sum's weight, so that column-stochastic graphs are right for it.
         """
         starts_equal = "params" in must_equal
 
@@ -115,7 +117,7 @@ class Worker:
 
         return Algorithm(
             init,
-            replace(Step.of(with_rate), starts_equal=starts_equal),
+            replace(Step.of(with_rate), starts_equal=starts_equal, pushes_sum=push_sum),
             loss_fn=self.scaling or self.loss_fn,
             topology=topology or self.topology,
         )
