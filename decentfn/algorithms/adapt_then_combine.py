@@ -32,7 +32,6 @@ from decentfn.kit import (
     cast_like,
     divide,
     pack,
-    require_doubly_stochastic,
     scale,
     unpack,
     where,
@@ -85,7 +84,6 @@ def adapt_then_combine(
         ValueError: a push-sum topology; `weight` together with `wire_dtype` or several gossip rounds.
     """
     worker = Worker(loss_fn, optimizer, topology, gossip_rounds=gossip_rounds, **options)
-    require_doubly_stochastic("adapt_then_combine", topology)
     weigh = as_weight("adapt_then_combine", weight)
     if weigh is not None and (worker.wire_dtype is not None or gossip_rounds > 1):
         raise ValueError(

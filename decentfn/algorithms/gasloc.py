@@ -29,7 +29,6 @@ from decentfn.kit import (
     at,
     copy_wide,
     each,
-    require_doubly_stochastic,
     require_fractions,
     require_positive,
     require_whole,
@@ -92,7 +91,6 @@ def gasloc(
     require(len(steps) == topology.num_workers, "gasloc", rule, inner_steps=inner_steps)
     require_positive("gasloc", outer_learning_rate=outer_learning_rate)
     require_fractions("gasloc", outer_momentum=outer_momentum)
-    require_doubly_stochastic("gasloc", topology)
     schedule = after_steps(max(steps), topology)
     rate = as_input("gasloc", "outer_learning_rate", outer_learning_rate)
     momentum = as_input("gasloc", "outer_momentum", outer_momentum)

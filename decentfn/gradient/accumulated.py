@@ -105,7 +105,8 @@ def _with_both_axes(batch: PyTree) -> PyTree:
         raise ValueError(
             f"accumulate(loss_fn): the batch's leaves are {shapes}, but each is [M, b, ...], with the same leading axis of M >= 1 "
             "micro-batches and then that of b samples: x.unflatten(0, (M, -1)). Leaves of other shapes go into a list of M "
-            "micro-batches."
+            "micro-batches. A list of bare tensors is one batch: torch.stack(batch) has the axes, and of unequal shapes "
+            "[(x,) for x in batch] is a list of micro-batches (x,)."
         )
     return batch
 
