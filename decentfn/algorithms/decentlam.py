@@ -40,7 +40,6 @@ from decentfn.kit import (
     once,
     reciprocal,
     repaired,
-    require_doubly_stochastic,
     require_fractions,
     require_rate,
     require_settling,
@@ -93,7 +92,6 @@ def decentlam(
     require_fractions("decentlam", beta=beta)
     require_rate("decentlam", learning_rate=learning_rate)
     rate = as_input("decentlam", "learning_rate", learning_rate)
-    require_doubly_stochastic("decentlam", topology)
 
     def free(x: Tensor, m: Tensor, mix: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         mixed = mix(x)

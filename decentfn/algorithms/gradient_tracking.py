@@ -42,7 +42,6 @@ from decentfn.kit import (
     cast_like,
     collect,
     each,
-    require_doubly_stochastic,
     where,
     widen,
     zeros_like,
@@ -98,7 +97,6 @@ def gradient_tracking(
         raise ValueError(
             f"gradient_tracking(form={form!r}, gossip_rounds={gossip_rounds}): several rounds cannot overlap; use 'atc'."
         )
-    require_doubly_stochastic("gradient_tracking", topology)
 
     late = later(1, topology)  # y is completed with the last step's matrix
 

@@ -31,7 +31,6 @@ from decentfn.kit import (
     at,
     copy_wide,
     each,
-    require_doubly_stochastic,
     require_fractions,
     require_positive,
     require_settling,
@@ -93,7 +92,6 @@ def noloco(
     require_whole("noloco", inner_steps=inner_steps)
     require_fractions("noloco", alpha=alpha)
     require_positive("noloco", beta=beta, gamma=gamma)
-    require_doubly_stochastic("noloco", topology)
     rounds = topology.steps(64) if topology.period and topology.num_workers > 1 else ()
     if any((topology.round(k).weights[:, 0] == 1).all() for k in rounds):
         raise ValueError(

@@ -35,7 +35,6 @@ from decentfn.kit import (
     each,
     global_norm,
     once,
-    require_doubly_stochastic,
     require_fractions,
     require_positive,
     widen,
@@ -94,7 +93,6 @@ def quasi_global_adam(
         raise ValueError(
             f"quasi_global_adam(b1={b1}, b2={b2}): the bias correction divides by 1 - βᵏ, so both must be below 1."
         )
-    require_doubly_stochastic("quasi_global_adam", topology)
 
     def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
         x, (m, v, count) = state.params, state.memory

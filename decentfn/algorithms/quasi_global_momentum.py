@@ -32,7 +32,6 @@ from decentfn.kit import (
     each,
     reciprocal,
     repaired,
-    require_doubly_stochastic,
     require_fractions,
     require_rate,
     require_settling,
@@ -87,7 +86,6 @@ def quasi_global_momentum(
     require_fractions("quasi_global_momentum", beta=beta, mu=mu)
     require_rate("quasi_global_momentum", learning_rate=learning_rate)
     rate = as_input("quasi_global_momentum", "learning_rate", learning_rate)
-    require_doubly_stochastic("quasi_global_momentum", topology)
     # g + β (β m + g) = (1 + β) g + β² m.
     of_g, of_m = (1 + beta, beta**2) if nesterov else (1, beta)
 

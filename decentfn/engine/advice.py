@@ -32,7 +32,7 @@ def explain(step: Step, error: Exception, state: Any, batch: PyTree, graphs: int
         ) from error
     if isinstance(error, AssertionError) and guards_fail(error):
         raise RuntimeError(
-            "df.compile(step): torch.compile cannot guard a NumPy array that the loss reads from outside; make it a tensor "
+            "df.compile(step): torch.compile cannot guard a NumPy array, of the batch or from outside the loss; make it a tensor "
             "with torch.from_numpy before the first step."
         ) from error
     if not is_not_compiled(error):

@@ -15,6 +15,7 @@ from decentfn.core.numbers import bind, plain
 from decentfn.core.trees import PyTree
 from decentfn.gradient import require_inputs
 from decentfn.kit.options import DEFAULTS, require_names
+from decentfn.kit.preconditions import require_doubly_stochastic
 from decentfn.kit.state_check import StateCheck, require_params
 from decentfn.kit.step import Algorithm
 
@@ -37,7 +38,8 @@ def algorithm(function: Callable[P, Algorithm]) -> Callable[P, Algorithm]:
 
     Args:
         function: `(loss_fn, optimizer, topology, *, hyperparameters, **options) -> Algorithm`; arguments annotated as
-            `int`, `float` or `bool` must have that type and be finite, or the call is refused.
+            `int`, `float` or `bool` must have that type and be finite, or the call is refused; so is a column-stochastic
+            graph, unless it returns `worker.algorithm(..., push_sum=True)`.
     """
     signature = inspect.signature(function)
     if list(signature.parameters)[:3] != ["loss_fn", "optimizer", "topology"]:
@@ -60,7 +62,10 @@ def algorithm(function: Callable[P, Algorithm]) -> Callable[P, Algorithm]:
                 "`return worker.algorithm(step)`."
             )
         call.apply_defaults()
-        loss_fn, optimizer, topology = (call.arguments[name] for name in ("loss_fn", "optimizer", "topology"))
+        mixes_on = built.topology or call.arguments["topology"]
+        if not built.step.pushes_sum:
+            require_doubly_stochastic(function.__name__, mixes_on)
+        loss_fn, optimizer = call.arguments["loss_fn"], call.arguments["optimizer"]
         values = {name: call.arguments[name] for name in own} | DEFAULTS | call.arguments.get("options", {})
 
         expected = StateCheck(loss_fn, starts_equal=built.step.starts_equal)
@@ -73,8 +78,7 @@ def algorithm(function: Callable[P, Algorithm]) -> Callable[P, Algorithm]:
             return expected.record(built.init(params, buffers))
 
         start.__name__ = start.__qualname__ = f"{function.__name__}.init"
-        topology = built.topology or topology
-        step = replace(built.step, check=expected.check, loss_fn=loss_fn, num_workers=topology.num_workers)
-        return Algorithm(start, step, loss_fn=loss_fn, topology=topology)
+        step = replace(built.step, check=expected.check, loss_fn=loss_fn, num_workers=mixes_on.num_workers)
+        return Algorithm(start, step, loss_fn=loss_fn, topology=mixes_on)
 
     return build

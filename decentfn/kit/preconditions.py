@@ -36,7 +36,8 @@ def require_doubly_stochastic(call: str, topology: Topology) -> None:
     if topology.needs_push_sum:
         raise ValueError(
             f"{call}: {topology.name!r} is column-stochastic only, so mixing drifts away from consensus; use "
-            "stochastic_gradient_push or push_diging, which correct for it, or a doubly stochastic topology."
+            "stochastic_gradient_push or push_diging, which correct for it, or a doubly stochastic topology. One of your own "
+            "mixes with push-sum's weight (kit.pack) and returns worker.algorithm(..., push_sum=True)."
         )
 
 
@@ -79,6 +80,7 @@ def require_static(call: str, topology: Topology, why: str, way_out: str) -> Non
 
 def require_settling(call: str, topology: Topology, recursion: Recursion, way_out: str) -> None:
     """Raise ValueError if disagreement keeps growing under `recursion`, tried on the schedule's own steps from m = 0."""
+    require_doubly_stochastic(call.partition("(")[0], topology)
     rate = max(_growth(topology, recursion, first) for first in {0, topology.start})
     if rate > _GROWTH:
         raise ValueError(

@@ -52,6 +52,8 @@ class Step:
     """Number of simulated runs at once (`df.sweep`); None for one run."""
     starts_equal: bool = False
     """True if all workers must start with the same parameters."""
+    pushes_sum: bool = False
+    """True if it corrects column-stochastic mixing by push-sum's weight."""
     averages_buffers: bool = False
     is_guarded: bool = False
     is_donated: bool = False

@@ -388,6 +388,23 @@ def test_a_batch_of_any_kind_goes_in_and_aux_comes_out_and_share_nothing(compile
     assert not compiled or len(graphs) == 1
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_aux_whose_names_differ_between_workers_or_micro_batches_is_a_list(compiled):
+    def by_domain(p, x):
+        loss = ((p - x) ** 2).mean()
+        return loss, {"easy" if x.mean() < 2 else "hard": loss.detach()}
+
+    for around, batch, workers in (
+        (df.autograd, torch.tensor([[1.0], [9.0]]), 2),
+        (lambda loss_fn: df.accumulate(df.autograd(loss_fn)), torch.tensor([[[1.0], [9.0]]]), 1),
+    ):
+        init, step = df.all_reduce(around(by_domain), df.sgd(0.0), df.topology("complete", workers))
+        step = df.simulate(step, workers)
+        step = df.compile(step, backend="eager") if compiled else step
+        _, metrics = step(df.stack(init(torch.zeros(())), workers), batch.unsqueeze(-1), 0)
+        assert metrics.aux == [{"easy": 1.0}, {"hard": 81.0}]
+
+
 def test_a_loss_that_is_a_parameter_is_reported_as_it_was():
     init, step = df.all_reduce(df.autograd(lambda p, batch: p), df.sgd(0.5), df.topology("complete", 1))
     state, metrics = df.donate(step)(init(torch.ones(())), None, 0)

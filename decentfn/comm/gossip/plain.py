@@ -13,7 +13,7 @@ from torch import Tensor
 
 from decentfn.comm import collectives
 from decentfn.comm.gossip import guarding
-from decentfn.core.buckets import Buckets, cast_like, where, wide
+from decentfn.core.buckets import Buckets, cast_like, is_finite, where, wide
 from decentfn.core.context import context
 from decentfn.core.scalars import rounded
 from decentfn.optim.transforms import MixContext
@@ -280,6 +280,9 @@ def _mixed(posted: Posted, index: int, gamma: float | Tensor) -> Tensor:
     if posted.flags is not None:
         in_place_of_bad = row.weights[0].to(dtype)  # 0, or NaN if no good message arrived
         x, sent = (torch.where(posted.flags.own, values, in_place_of_bad) for values in (x, sent))
+    before, moves = x, is_finite(x)  # an infinite value stays, also where all have it: inf - inf is NaN
+    if isinstance(gamma, Tensor):
+        moves = moves & (gamma != 0)
     if posted.means and posted.sent[index] is own:
         weight, mean = pairs.pop()
         x = mean + (1.0 - weight) * (x - mean)  # with weight 1 the mean itself, the same on all workers
@@ -292,7 +295,7 @@ def _mixed(posted: Posted, index: int, gamma: float | Tensor) -> Tensor:
         terms += [-weight * sent for weight in (given * gamma).to(dtype).unbind()]
         if posted.means and posted.sent[index] is not own:  # of a group's mean, the last of the pairs, too
             terms.append(-pairs[-1][0] * sent)
-    return (x + sum(terms[1:], terms[0]) if terms else x).to(own.dtype)
+    return torch.where(moves, x + sum(terms[1:], terms[0]) if terms else x, before).to(own.dtype)
 
 
 def _given(row: collectives.Row) -> Tensor | None:
