@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from decentfn.comm.gossip.low_rank import Directions, LowRankGossip
+from decentfn.core import trees
 from decentfn.core.trees import PyTree
 from decentfn.kit import (
     Algorithm,
@@ -43,8 +44,8 @@ class Memory(NamedTuple):
     directions: Directions
 
     def restart(self, x: Buckets) -> Memory:
-        """Keep the directions, which are search directions and do not depend on parameters."""
-        return self
+        """Forget the directions: an edge may have other ends."""
+        return Memory(trees.map(torch.zeros_like, self.directions))
 
 
 @algorithm
@@ -61,7 +62,7 @@ def power_gossip(
     """Send low-rank products of the parameters while the gradient is computed; mix along the difference.
 
     There is no step size to tune. On square matrices with r = n it is adapt_while_communicate. One-dimensional leaves
-    are mixed uncompressed, once per step. An edge whose ends agree restarts from its first direction. Runs that differ by
+    are mixed uncompressed, once per step. An edge whose ends agree, up to rounding, draws a new direction. Runs that differ by
     rounding diverge (with r = 1 on 8 x 5 matrices from 1e-10 to 8e-4 in 96 steps); if r exceeds the difference's rank,
     its last columns are rounding errors.
     The last round overlaps with the gradient; with more than one, each waits for the one before.
