@@ -36,6 +36,7 @@ from decentfn.kit import (
     require_whole,
 )
 from decentfn.topologies import Topology, from_matrices, mixing_matrix
+from decentfn.topologies.rounds import demanding
 
 
 class Memory(NamedTuple):
@@ -117,4 +118,13 @@ def _undirected(topology: Topology) -> Topology:
             "both ends of an edge move toward each other, which needs W = Wᵀ; use an undirected topology such as "
             "'static-ring', or deep_squeeze."
         )
-    return from_matrices(topology.name, matrices)
+    edges = from_matrices(topology.name, matrices)
+
+    def keeps_edges(other: Topology) -> None:
+        """Raise ValueError unless phase and slot of `edges`, by which directions are stored, name one edge of `other`."""
+        _undirected(other)
+        rounds = map(other.round, other.cycle or ())
+        if edges.sources.shape[0] % (other.period or 1) or not all(torch.equal(r.sources, r.destinations) for r in rounds):
+            raise ValueError(f"power_gossip: {other!r} has other edges at the same phase and slot of {edges!r}.")
+
+    return demanding(edges, keeps_edges)

@@ -17,6 +17,7 @@ from decentfn.gradient import require_inputs
 from decentfn.kit.options import DEFAULTS, require_names
 from decentfn.kit.state_check import StateCheck, require_params
 from decentfn.kit.step import Algorithm
+from decentfn.topologies.rounds import Topology, demanding
 
 P = ParamSpec("P")
 
@@ -53,6 +54,9 @@ def algorithm(function: Callable[P, Algorithm]) -> Callable[P, Algorithm]:
         call = bind(function, signature, args, kwargs)
         call.arguments.update(plain(function.__name__, signature.parameters, call.arguments))
         require_names(function.__name__, call.arguments.get("options", {}), own)
+        if isinstance(given := call.arguments["topology"], Topology):
+            # A schedule takes its place only if the same call accepts it.
+            call.arguments["topology"] = demanding(given, lambda it: function(*call.args[:2], it, **call.kwargs))
         built = function(*call.args, **call.kwargs)
         if not isinstance(built, Algorithm):
             raise ValueError(
@@ -74,7 +78,7 @@ def algorithm(function: Callable[P, Algorithm]) -> Callable[P, Algorithm]:
 
         start.__name__ = start.__qualname__ = f"{function.__name__}.init"
         topology = built.topology or topology
-        step = replace(built.step, check=expected.check, loss_fn=loss_fn, num_workers=topology.num_workers)
+        step = replace(built.step, check=expected.check, loss_fn=loss_fn, topology=topology)
         return Algorithm(start, step, loss_fn=loss_fn, topology=topology)
 
     return build

@@ -25,6 +25,7 @@ from decentfn.core.trees import PyTree
 from decentfn.errors import ExchangeTimeout, LeftBehind, PeerLost, RunError, StepMismatch
 from decentfn.kit.state import State, kept
 from decentfn.kit.step import Step
+from decentfn.topologies.resized import in_place
 from decentfn.train import joining
 from decentfn.train.doorbell import Doorbell
 from decentfn.train.joining import Admission
@@ -61,7 +62,8 @@ def survive(step: Step | Callable[..., Any], *, patience: timedelta = timedelta(
 
     Raises:
         ValueError: a donated step, or a patience that is not positive; workers of several processes; on GPUs, without
-            the variables that docs/surviving.md names; at the first call, another surviving step, or an algorithm whose
+            the variables that docs/surviving.md names; an algorithm that accepts no schedule without a process (`gasloc`
+            with a number of steps for each worker); at the first call, another surviving step, or an algorithm whose
             memory depends on the number of workers (`relay_sgd`).
         df.errors.LeftBehind: at a call, the others have continued without this worker: it was late, or in the smaller
             part of a partition (of equal ones, the one without the lowest worker).
@@ -75,9 +77,10 @@ def survive(step: Step | Callable[..., Any], *, patience: timedelta = timedelta(
         raise ValueError(f"survive({brief(step)}): expected a step; init, step = df.adapt_while_communicate(...).")
     if not isinstance(patience, timedelta) or patience <= timedelta(0):
         raise ValueError(f"survive(patience={brief(patience)}): a positive datetime.timedelta.")
-    step = Step.of(step)
+    step, here = Step.of(step), collectives.world()
     _require_pure(step)
-    _require_kind(collectives.world())
+    _require_kind(here)
+    _require_schedule(here, step)
     given = {one.name: getattr(step, one.name) for one in fields(step) if one.init}
     return _Surviving(**given, survivor=_Survivor(patience))
 
@@ -322,6 +325,20 @@ def _require_kind(here: World) -> None:
         )
     if here.num_seats > 1 and here.device.type != "cpu":
         collectives.require_recoverable("survive(step)")
+
+
+def _require_schedule(here: World, step: Step) -> None:
+    """Raise ValueError if the algorithm accepts no schedule without one of the processes."""
+    if step.topology is None or here.num_seats == 1 or here.generation:
+        return
+    n = step.topology.num_workers
+    try:
+        in_place(step.topology, range(n - max(1, n // here.num_seats), n))
+    except ValueError as error:
+        raise ValueError(
+            f"survive(step): no schedule that {step.name.partition('.')[0]} accepts could replace {step.topology!r} after a loss "
+            f"({error}); restart from a checkpoint (docs/restarts.md), or use another topology or algorithm."
+        ) from error
 
 
 def _require_survivable(here: World, state: Any) -> None:
