@@ -124,7 +124,9 @@ def _undirected(topology: Topology) -> Topology:
         """Raise ValueError unless phase and slot of `edges`, by which directions are stored, name one edge of `other`."""
         _undirected(other)
         rounds = map(other.round, other.cycle or ())
-        if edges.sources.shape[0] % (other.period or 1) or not all(torch.equal(r.sources, r.destinations) for r in rounds):
+        if edges.sources.shape[0] % (other.period or 1) or not all(
+            torch.equal(r.sources, r.destinations) for r in rounds
+        ):
             raise ValueError(f"power_gossip: {other!r} has other edges at the same phase and slot of {edges!r}.")
 
     return demanding(edges, keeps_edges)

@@ -55,8 +55,9 @@ def algorithm(function: Callable[P, Algorithm]) -> Callable[P, Algorithm]:
         call.arguments.update(plain(function.__name__, signature.parameters, call.arguments))
         require_names(function.__name__, call.arguments.get("options", {}), own)
         if isinstance(given := call.arguments["topology"], Topology):
-            # A schedule takes its place only if the same call accepts it.
-            call.arguments["topology"] = demanding(given, lambda it: function(*call.args[:2], it, **call.kwargs))
+            # Another takes its place only if the same call accepts it.
+            again: Callable[..., Algorithm] = function
+            call.arguments["topology"] = demanding(given, lambda other: again(*call.args[:2], other, **call.kwargs))
         built = function(*call.args, **call.kwargs)
         if not isinstance(built, Algorithm):
             raise ValueError(

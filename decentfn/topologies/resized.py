@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import replace
 from typing import Literal, NamedTuple, get_args
 
@@ -137,10 +138,8 @@ def _line(n: int, period: int) -> Topology:
     """Neighbors on a line, static or as even and odd pairs by turns."""
     if period == 1 or n < 3:
         return by_name("chain", n)
-    firsts = [range(phase % 2, n - 1, 2) for phase in range(period)]
-    alone = [[i for i in (0, n - 1) if i not in first and i - 1 not in first] for first in firsts]
-    pairs = [[Edge([i, i + 1]) for i in first] for first in firsts]
-    return from_groups("line", [[*a, *map(Edge, zip(b))] for a, b in zip(pairs, alone, strict=True)], n)
+    starts = [range(-(phase % 2), n, 2) for phase in range(period)]
+    return from_groups("line", [[Edge(range(max(i, 0), min(i + 2, n))) for i in its] for its in starts], n)
 
 
 def _average(n: int) -> Topology:
@@ -151,12 +150,11 @@ def _average(n: int) -> Topology:
 
 def _suits(made: Topology, topology: Topology) -> bool:
     """Return True if the algorithm of `topology` accepts this schedule."""
-    try:
+    with suppress(ValueError):
         if topology.suits is not None:
             topology.suits(made)
-    except ValueError:
-        return False
-    return True
+        return True
+    return False
 
 
 def _fits(made: Topology, topology: Topology) -> bool:
