@@ -44,8 +44,8 @@ def require_schedule(here: World, step: Step) -> None:
         in_place(step.topology, range(n - max(1, n // here.num_seats), n))
     except ValueError as error:
         raise ValueError(
-            f"survive(step): no schedule that {step.name.partition('.')[0]} accepts could replace {step.topology!r} after a loss "
-            f"({error}); restart from a checkpoint (docs/restarts.md), or use another topology or algorithm."
+            f"survive(step): the algorithm accepts no schedule in place of {step.topology!r} after a loss; restart from a checkpoint "
+            "(docs/restarts.md), or use another algorithm."
         ) from error
 
 
