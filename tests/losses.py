@@ -1,6 +1,6 @@
 """Losses, joins and resizes with every algorithm, schedule and wrapper, on ranks that are threads; processes: `tests.chaos`.
 
-python -m tests.losses [schedules | wrappers | resizes] [SEEDS]        prints what is wrong, and counts
+python -m tests.losses [schedules | wrappers | resizes] [K]        prints what is not right, and counts; each K-th case
 """
 
 import itertools
@@ -36,6 +36,7 @@ MIXING_MOMENTUM = (
     "stochastic_gradient_push, delayed",
 )
 """Their momentum is what mixing has moved, and goes on without the lost worker's part; or messages are in flight."""
+FINE = ("right", "refused", "not accepted", "newcomer refused")
 AFTER = 30
 """Steps after the last change."""
 
@@ -266,15 +267,55 @@ def wrappers():
             yield row, its, wrapper, loss, 4, local, {1: (t, when)}, None
 
 
+def resizes():
+    """Every algorithm on every schedule, from N workers to those of `without` and of `resized`."""
+    for row, schedule, n in itertools.product(ROWS, SCHEDULES + DIRECTED, (4, 5)):
+        for change in (
+            lambda it: it.without([1]),
+            lambda it: it.resized(it.num_workers + 1),
+            lambda it: it.without([0, 2]),
+        ):
+            yield row, schedule, n, change
+
+
+def of_resize(case):
+    """As `outcome`, of `df.resize` in the simulator: "refused" where the algorithm refuses the schedule in its place."""
+    row, schedule, n, change = case
+    build, equal = of_row(row, schedule), ROWS[row].starts_equal
+    try:
+        old = build(n)
+    except ValueError:
+        return "not accepted"
+    try:
+        new = of_row(row, schedule, topology=change(old.topology).topology)(n)
+    except ValueError:
+        return "refused"
+    states = [old.init(start(i, equal)) for i in range(n)]
+    state, kept, zero = trees.map(lambda *x: torch.stack(x), *states), {}, torch.zeros(1, dtype=F64)
+    for t in range(5):
+        state, _ = df.simulate(old.step, n)(state, zero.expand(n, 1).clone(), t)
+    was = df.consensus_mean(state)
+    state, m = df.resize(state, new), new.topology.num_workers
+    kept[5] = state
+    off = max(float((a - b).abs().max()) for a, b in zip(was.values(), df.consensus_mean(state).values(), strict=True))
+    for t in range(5, 5 + AFTER):
+        state, _ = df.simulate(new.step, m)(state, zero.expand(m, 1).clone(), t)
+        kept[t + 1] = state
+    return (
+        "; ".join(faults({0: kept}, [], [0], row, 5) + [f"resize moved the mean by {off:.1e}"] * (off > 1e-12))
+        or "right"
+    )
+
+
 def main(what="schedules", part="1"):
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.getLogger("decentfn").setLevel(logging.ERROR)
     counts = Counter()
-    cases = list({"schedules": schedules, "wrappers": wrappers}[what]())[:: int(part)]
+    cases = list({"schedules": schedules, "wrappers": wrappers, "resizes": resizes}[what]())[:: int(part)]
     for case in cases:
-        said = outcome(case)
-        kind = said if said in ("right", "refused", "not accepted", "newcomer refused") else "wrong"
+        said = of_resize(case) if what == "resizes" else outcome(case)
+        kind = said if said in FINE else "wrong"
         counts[kind] += 1
         if kind != "right" and kind != "not accepted":
             print(*case, said, flush=True)

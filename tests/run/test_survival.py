@@ -246,6 +246,25 @@ def test_a_short_chaos_has_no_bad_end(tmp_path, monkeypatch):
     assert chaos.main(1, tmp_path / "chaos") == []
 
 
+@pytest.mark.thorough
+def test_a_process_may_die_within_the_first_or_second_step_compiled_and_simulated(tmp_path):
+    jobs = [
+        {"algorithm": name, "local": local, "backend": backend, "within": [1, t]}
+        for name, local, backend, t in (("d2", 2, None, 0), ("gossip", 2, "eager", 0), ("push-sum", 1, "eager", 1))
+    ]
+    for job, lines in zip(jobs, survivors.results(tmp_path, jobs), strict=True):
+        assert [its[-1].get("end") if its else None for its in lines] == ["done", None, "done", "done"], job
+        assert survivors.error_of_mean(lines) < 1e-14 and lines[0][-2]["workers"] == 3
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("cases", [losses.schedules, losses.wrappers])
+def test_no_combination_loses_the_mean_of_those_that_are_left(cases):
+    """A few of those of `python -m tests.losses`."""
+    some = list(cases())[:: 150 if cases is losses.schedules else 100]
+    assert {str(case): said for case in some if (said := losses.outcome(case)) not in losses.FINE} == {}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", [None, "inductor"])
 def test_every_kind_of_algorithm_goes_from_four_to_three_to_two_workers(backend, tmp_path):
