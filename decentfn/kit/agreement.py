@@ -18,6 +18,7 @@ from decentfn.kit.options import DEFAULTS, require_names
 from decentfn.kit.preconditions import require_doubly_stochastic
 from decentfn.kit.state_check import StateCheck, require_params
 from decentfn.kit.step import Algorithm
+from decentfn.topologies.rounds import Topology, demanding
 
 P = ParamSpec("P")
 
@@ -55,6 +56,10 @@ def algorithm(function: Callable[P, Algorithm]) -> Callable[P, Algorithm]:
         call = bind(function, signature, args, kwargs)
         call.arguments.update(plain(function.__name__, signature.parameters, call.arguments))
         require_names(function.__name__, call.arguments.get("options", {}), own)
+        if isinstance(given := call.arguments["topology"], Topology):
+            # Another takes its place only if the same call accepts it.
+            again: Callable[..., Algorithm] = build
+            call.arguments["topology"] = demanding(given, lambda other: again(*call.args[:2], other, **call.kwargs))
         built = function(*call.args, **call.kwargs)
         if not isinstance(built, Algorithm):
             raise ValueError(
@@ -78,7 +83,7 @@ def algorithm(function: Callable[P, Algorithm]) -> Callable[P, Algorithm]:
             return expected.record(built.init(params, buffers))
 
         start.__name__ = start.__qualname__ = f"{function.__name__}.init"
-        step = replace(built.step, check=expected.check, loss_fn=loss_fn, num_workers=mixes_on.num_workers)
+        step = replace(built.step, check=expected.check, loss_fn=loss_fn, topology=mixes_on)
         return Algorithm(start, step, loss_fn=loss_fn, topology=mixes_on)
 
     return build

@@ -44,8 +44,8 @@ class Step:
     finish: Callable[[Any, Any, Any], tuple[Any, Any]] | None = field(default=None, repr=False)
     """Function `(state, new state, metrics) -> (state, metrics)`, called once the step is complete."""
     loss_fn: LossFn | None = field(default=None, repr=False)
-    num_workers: int | None = None
-    """Number of workers in the topology."""
+    topology: Topology | None = field(default=None, repr=False)
+    """The algorithm's; None for a plain function."""
     simulated: int | None = None
     """Number of simulated workers; None for a single worker."""
     num_runs: int | None = None
@@ -166,6 +166,11 @@ class Step:
             "simulate": self.simulated is not None,
         }
         return [name for name in applied if applied[name]]
+
+    @property
+    def num_workers(self) -> int | None:
+        """Number of workers in the topology."""
+        return None if self.topology is None else self.topology.num_workers
 
     @cached_property
     def is_by_autograd(self) -> bool:
