@@ -98,6 +98,7 @@ BASES = {
             S.inverse_sqrt: [0.1, 2],
             S.polynomial: [0.1, 0.2, 10],
             S.warmup_cosine: [0.1, 2, 10],
+            S.warmup_linear: [0.1, 2, 10],
             S.warmup_stable_decay: [0.1, 2, 3, 10],
             S.exponential_decay: [0.1, 0.5, 10],
             S.piecewise_constant: [0.1, {2: 0.5}],

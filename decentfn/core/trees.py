@@ -39,6 +39,12 @@ def leaves(tree: PyTree) -> list[Any]:
     return found
 
 
+def unsorted(tree: PyTree) -> list[Any]:
+    """Return the leaves in the tree's own order, in which dicts are not sorted."""
+    its = list(tree.values()) if type(tree) in _DICTS else _children(tree)
+    return [tree] if its is None else [leaf for child in its for leaf in unsorted(child)]
+
+
 def map(function: Callable[..., Any], tree: PyTree, *others: PyTree) -> PyTree:
     """Apply `function` to each leaf of `tree` and the corresponding parts of `others`."""
     if not torch.compiler.is_dynamo_compiling():

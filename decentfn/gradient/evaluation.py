@@ -63,6 +63,8 @@ def require_inputs(call: str, loss_fn: LossFn, params: PyTree, buffers: PyTree) 
     own = getattr(loss_fn, "require_inputs", None)
     if own is not None:
         own(call, params, buffers)
+        for name, attributes in getattr(loss_fn, "param_attributes", {}).items():  # which copies have lost
+            vars(params[name]).update(attributes)
         return {} if buffers is None else buffers
     there, form, way_out = "buffers", "(params, buffers, batch)", "leave the buffers out: init(params)"
     if buffers is None:

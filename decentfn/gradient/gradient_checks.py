@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from decentfn.comm import collectives
 from decentfn.core import trees
 from decentfn.core.formatting import brief
 from decentfn.core.numbers import require
@@ -74,6 +75,22 @@ def require_apart(call: str, tensors: Mapping[str, Tensor]) -> None:
         is_apart = len(names) == 1 or (len(own) == len(names) and not any(x.requires_grad for x in own.values()))
         rule = f"{brief(names)} share their memory, and a state would hold them apart; make them one Parameter."
         require(is_apart, call, rule)
+
+
+def copied(call: str, named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Copy parameters and their Python attributes; raise ValueError if a trained one is of a class of its own."""
+    own: dict[str, Tensor] = {}
+    for name, p in named:
+        x = collectives.local(p)
+        rule = (
+            f"the parameter {name!r} is a {type(x).__module__}.{type(x).__name__}; optimizers and averages see plain tensors, so it "
+            "would leave what its class keeps, such as a manifold. Compute it in forward from an nn.Parameter (torch.nn.utils."
+            "parametrize), or freeze it with requires_grad_(False)."
+        )
+        require(type(x) in (Tensor, nn.Parameter) or not p.requires_grad, call, rule)
+        own[name] = x.detach().clone()
+        vars(own[name]).update(vars(p) if type(p) is nn.Parameter else {})
+    return own
 
 
 def require_unlisted(call: str, listed: Sequence[str], params: Mapping[str, Tensor]) -> None:

@@ -19,7 +19,7 @@ from decentfn.core.context import context
 from decentfn.core.formatting import brief
 from decentfn.core.numbers import require
 from decentfn.core.trees import PyTree
-from decentfn.gradient.gradient_checks import frozen_under, listed_parameters, require_apart, require_unlisted
+from decentfn.gradient.gradient_checks import copied, frozen_under, listed_parameters, require_apart, require_unlisted
 from decentfn.gradient.lending import Lent, attributes_put_back, entries_of, lock_of_module, own_by_name, weights
 from decentfn.gradient.loss import in_mode, is_pair, require_criterion
 from decentfn.torch_private import functorch
@@ -51,6 +51,7 @@ class ModuleLoss:
         self._call = f"df.functional({type(module).__name__})"
         self._prefix = "module." if isinstance(network, _Pair) else ""
         self._shapes = _shapes(params), _shapes(buffers)
+        self.param_attributes = {name: vars(x) for name, x in params.items()}
         self._trained = _trained(network)
         own = self._own()
         listed = listed_parameters(network.modules()) if buffers else set()
@@ -354,8 +355,8 @@ def functional(
 
     Raises:
         ValueError: both a criterion and `forward`; a lazy module that has not seen a batch; sparse buffers;
-            a trained parameter that shares its memory, as if tied by `.data`; a criterion with parameters and a sharded
-            module; when called, parameters that no optimizer trains; a module in DistributedDataParallel, or sharded over
+            a trained parameter that shares its memory, as if tied by `.data`, or is of a class of its own, such as a point
+            on a manifold; a criterion with parameters and a sharded module; when called, parameters that no optimizer trains; a module in DistributedDataParallel, or sharded over
             other processes than this worker's.
     """
     require(isinstance(module, nn.Module), "functional", "expected an nn.Module.", module=module)
@@ -384,7 +385,7 @@ def functional(
     rule = f"the buffers {brief(sparse)} are sparse, and a state holds dense tensors; keep them as plain attributes of the module,"
     require(not sparse, call, f"{rule} which all workers share.")
     require_apart(call, {name: collectives.local(x) for name, x in (*named, *named_buffers)})
-    own = {name: collectives.local(p).detach().clone() for name, p in named}
+    own = copied(call, named)
     trainable = {name: own[name] for name, p in named if p.requires_grad}
     frozen = {name: own[name] for name in own if name not in trainable}
     buffers = {name: b.detach().clone() for name, b in named_buffers} | frozen

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from numbers import Number
 from typing import Any
@@ -26,8 +26,8 @@ CALL = "step(state, batch, t)"
 class StateCheck:
     """Check of states before their first step, against the layouts that the algorithm's `init` made."""
 
-    def __init__(self, loss_fn: LossFn, *, starts_equal: bool) -> None:
-        self._loss_fn, self._starts_equal = loss_fn, starts_equal
+    def __init__(self, loss_fn: LossFn, start: Callable[..., Any] | None, *, starts_equal: bool) -> None:
+        self._loss_fn, self._start, self._starts_equal = loss_fn, start, starts_equal
         self._layouts: list[list[str]] = []
 
     def record(self, state: State) -> State:
@@ -39,7 +39,7 @@ class StateCheck:
     def check(self, state: Any, batch: PyTree, t: Any) -> None:
         """Raise ValueError unless the algorithm accepts the state, and its loss the batch.
 
-        If `init` was not called in this process, as with a state from disk, there is no layout to compare with.
+        If `init` was not called in this process, as with a state from elsewhere, the layout is that of a start from it.
         """
         if not is_state(state):
             order = "; the batch comes second" if is_state(batch) else ", from init(params)"
@@ -53,6 +53,8 @@ class StateCheck:
                 "df.worker(state, i)."
             )
         found = _layout(state)
+        if not self._layouts and self._start is not None:
+            self.record(self._start(x, state.buffers))
         if self._layouts and found not in self._layouts:
             theirs, ours = _difference(found, self._layouts[-1])
             raise ValueError(

@@ -39,6 +39,8 @@ class Step:
     check: Callable[[Any, PyTree, Tensor], None] | None = field(default=None, repr=False)
     """Check at the first call with each new plan of a state, which may raise; `kit.algorithm` sets it. None for a plain
     function, which accepts anything."""
+    start: Callable[[Buckets, PyTree], Any] | None = field(default=None, repr=False)
+    """Function `(params, buffers) -> state` like `init`, without its comparisons of ranks."""
     watch: Callable[..., None] | None = field(default=None, repr=False)
     """Callback `(new state, t, overwrites)` after every step, which has written over its state or not; may raise."""
     finish: Callable[[Any, Any, Any], tuple[Any, Any]] | None = field(default=None, repr=False)

@@ -96,13 +96,15 @@ class Worker:
         """
         starts_equal = "params" in must_equal
 
+        def start(x: Buckets, buffers: PyTree) -> State:
+            scale = None if self.scaling is None else self.scaling.init(x[0].device)
+            local = Local(self.optimizer.init(x), trees.map(lambda b: b.detach().clone(), buffers), scale)
+            return State(x, local, () if memory is None else memory(x))
+
         def init(params: PyTree, buffers: PyTree = None) -> State:
             optimizers, topologies = (self.optimizer, *outer_optimizers), (self.topology, self.everyone)
             x = lay_out(params, optimizers, topologies, self.bucket_mb, self._wire_dtype, self.within_worker)
-            x = Buckets(x, replace(x.plan, starts_equal=starts_equal))
-            scale = None if self.scaling is None else self.scaling.init(x[0].device)
-            local = Local(self.optimizer.init(x), trees.map(lambda b: b.detach().clone(), buffers), scale)
-            state = State(x, local, () if memory is None else memory(x))
+            state = start(Buckets(x, replace(x.plan, starts_equal=starts_equal)), buffers)
             if must_equal:
                 given = {"params": params, "buffers": buffers}
                 require_equal("init(params, buffers)", {name: given[name] for name in must_equal})
@@ -118,7 +120,7 @@ class Worker:
 
         return Algorithm(
             init,
-            replace(Step.of(with_rate), starts_equal=starts_equal, pushes_sum=push_sum),
+            replace(Step.of(with_rate), starts_equal=starts_equal, pushes_sum=push_sum, start=start),
             loss_fn=self.scaling or self.loss_fn,
             topology=topology or self.topology,
         )

@@ -33,6 +33,7 @@ __all__ = [
     "piecewise_constant",
     "polynomial",
     "warmup_cosine",
+    "warmup_linear",
     "warmup_stable_decay",
 ]
 
@@ -124,6 +125,17 @@ def warmup_cosine(peak: float, warmup: int, steps: int, end: float = 0.0) -> Sch
     """
     _check_values("warmup_cosine", peak=peak, end=end)
     return _after_warmup("warmup_cosine", peak, warmup, steps, lambda rest: cosine(peak, rest, end))
+
+
+@checks_numbers
+def warmup_linear(peak: float, warmup: int, steps: int, end: float = 0.0) -> Schedule:
+    """Linear warm-up, `peak * u / warmup`, then a straight line to `end` at count `steps`, then constant.
+
+    Args: those of `warmup_cosine`.
+    Source: transformers' `get_linear_schedule_with_warmup` (end = 0), the default of its Trainer.
+    """
+    _check_values("warmup_linear", peak=peak, end=end)
+    return _after_warmup("warmup_linear", peak, warmup, steps, lambda rest: linear(peak, end, rest))
 
 
 @checks_numbers
@@ -311,6 +323,10 @@ def gamma_from_learning_rate(
         return torch.where(count < begin, torch.ones_like(share), share**power)
 
     return gamma
+
+
+def __getattr__(name: str) -> Any:
+    raise AttributeError(f"df.schedules has no {name!r}; it has {', '.join(__all__)}.")
 
 
 def _after_warmup(call: str, peak: float, warmup: int, steps: int, main: Callable[[int], Schedule]) -> Schedule:

@@ -21,15 +21,17 @@ from decentfn.core.stacking import over_workers
 from decentfn.core.trees import PyTree
 from decentfn.errors import ReplicaMismatch
 from decentfn.kit.state import Metrics, State, restarted
+from decentfn.optim.transforms.transform import Averaging
 
 
 def params(state: Any) -> PyTree:
     """Return copies of the parameters to evaluate, as the tree given to `init`; `[N, ...]` if stacked.
 
+    Schedule-free optimizers train at others, `state.params`, which workers mix; `with_params` takes those to evaluate.
     For a sharded module they are this process's shards; `df.state_dict(module, state)` gathers them. If a worker is
     several processes and the loss takes unsharded parameters, they are gathered (collective).
     """
-    return trees.map(torch.clone, unsharded(_buckets(state, of_runs=True)).tree())
+    return trees.map(torch.clone, unsharded(to_evaluate(state)).tree())
 
 
 def buffers(state: Any) -> PyTree:
@@ -70,6 +72,7 @@ def with_params(state: Any, params: PyTree) -> Any:
     if x.plan.unsharded is not None:
         new = Buckets(part_of(new, collectives.everyone().process, x.plan.processes), x.plan)
     new = Buckets([new.to(old.device) for new, old in zip(new, x, strict=True)], x.plan)
+    new = to_evaluate(state._replace(params=new), back=True)
 
     def restart(state: State, x: Buckets) -> State:
         return state._replace(params=x, memory=restarted(state.memory, x))
@@ -79,6 +82,23 @@ def with_params(state: Any, params: PyTree) -> Any:
     # Leaves that do not depend on the worker come back expanded.
     stacked = over_workers(restart, new[0].shape[0], state, new)
     return trees.map(lambda leaf: leaf.clone(memory_format=torch.contiguous_format), stacked)
+
+
+def to_evaluate(state: Any, *, back: bool = False) -> Buckets:
+    """Return the parameters to evaluate, which some optimizers' states compute; `back`: those to train for these."""
+    x, states = _buckets(state, of_runs=True), list[Any]()
+    opt = getattr(getattr(state, "local", None), "opt", None)
+    trees.map_nodes(Averaging, lambda node: states.append(node) or node, opt)
+    if not states:
+        return x
+    if x[0].dim() > 1:
+        rows = [to_evaluate(trees.map(lambda leaf, i=i: leaf[i], state), back=back) for i in range(len(x[0]))]
+        return Buckets([torch.stack(column) for column in zip(*rows, strict=True)], x.plan)
+    new = dict(zip(x.plan.buckets, x, strict=True))
+    for own in states:
+        part = Buckets([new[bucket] for bucket in own.plan.buckets], own.plan)
+        new.update(zip(own.plan.buckets, own.evaluated(part, back), strict=True))
+    return Buckets(new.values(), x.plan)
 
 
 def is_stacked(state: Any) -> bool:
@@ -100,7 +120,7 @@ def require_sharded_alike(call: str, plan: Plan, *, is_sharded: bool) -> None:
 @collectives.calling("df.consensus_mean(state)", of_state=True)
 def consensus_mean(state: Any) -> PyTree:
     """Return the workers' mean of the parameters as the user's tree; copies, the same on every rank. Collective."""
-    x = _buckets(state)
+    x = to_evaluate(state)
     return trees.map(torch.clone, unsharded(Buckets([_mean(bucket) for bucket in x], x.plan)).tree())
 
 

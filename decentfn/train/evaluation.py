@@ -22,7 +22,7 @@ from decentfn.engine.simulation import worker
 from decentfn.errors import PeerLost, RunError
 from decentfn.gradient.loss import WrappedLoss, is_pair, takes
 from decentfn.gradient.module import ShardedLoss
-from decentfn.train.consensus import consensus_buffers, consensus_mean, is_stacked, require_sharded_alike
+from decentfn.train.consensus import consensus_buffers, consensus_mean, is_stacked, require_sharded_alike, to_evaluate
 from decentfn.train.together import together
 
 _Replica = tuple[PyTree, PyTree]
@@ -80,9 +80,9 @@ def evaluate_replicas(
         every rank.
     """
     if is_stacked(state):
-        replicas = [worker((state.params, state.buffers), i) for i in range(state.params[0].shape[0])]
+        replicas = [worker((to_evaluate(state), state.buffers), i) for i in range(state.params[0].shape[0])]
     else:
-        replicas = [trees.map(torch.clone, (state.params, state.buffers))]
+        replicas = [trees.map(torch.clone, (to_evaluate(state), state.buffers))]
     own = [(unsharded(x).tree(), buffers) for x, buffers in replicas]
     everyone = _of_workers("evaluate_replicas", metric, own, batches, samples, state.params.plan)
     none = (float("nan"), 1)

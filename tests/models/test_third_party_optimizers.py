@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import decentfn as df
-from tests.transforms.test_from_torch import BATCHES, assert_equal, built, loss_fn, ours, plain_loop, start
+from tests.transforms.test_from_torch import BATCHES, SCHEDULERS, assert_equal, built, loss_fn, ours, plain_loop, start
 
 lion = pytest.importorskip("lion_pytorch")
 prodigy = pytest.importorskip("prodigyopt")
@@ -16,13 +16,6 @@ collection = pytest.importorskip("pytorch_optimizer")
 pytestmark = pytest.mark.thorough
 
 
-def trained(kind, params, **options):
-    """Build one that has to be put into train mode."""
-    optimizer = kind([p for _, p in params], **options)
-    optimizer.train()
-    return optimizer
-
-
 def unnamed(kind, params, **options):
     return kind([p for _, p in params], **options)
 
@@ -30,7 +23,7 @@ def unnamed(kind, params, **options):
 MAKE = {
     "lion-pytorch": partial(unnamed, lion.Lion, lr=0.01, weight_decay=0.1),
     "prodigyopt": partial(unnamed, prodigy.Prodigy, weight_decay=0.1),
-    "schedulefree": partial(trained, schedule_free.AdamWScheduleFree, lr=0.05, warmup_steps=5),
+    "schedulefree": partial(unnamed, schedule_free.AdamWScheduleFree, lr=0.05, warmup_steps=5),
     "pytorch-optimizer: Ranger": partial(unnamed, collection.Ranger, lr=0.05),
 }
 WORK = ("AdaBelief", "Adan", "AdEMAMix", "Amos", "CAME", "Grams", "Lamb", "LaProp", "StableAdamW", "Tiger", "Yogi")
@@ -40,6 +33,64 @@ REFUSED = {
     "Gravity": "remembers more than what it keeps of each parameter",
     "AliG": "need a closure",
 }
+
+
+def every():
+    """Every optimizer of three packages, by package and name."""
+    kinds = {
+        f"schedulefree: {name}": kind for name, kind in vars(schedule_free).items() if name.endswith("ScheduleFree")
+    }
+    for name, kind in vars(collection).items():
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer):
+            kinds[f"pytorch-optimizer: {name}"] = kind
+    try:
+        from timm.optim import create_optimizer_v2, list_optimizers
+    except Exception:  # torchvision, which timm imports, may not fit PyTorch
+        return kinds
+    return kinds | {f"timm: {n}": partial(create_optimizer_v2, opt=n, lr=0.01) for n in list_optimizers()}
+
+
+EVERY = every()
+IN_CI = [
+    name for name in EVERY if name.partition(": ")[2] in (*WORK, *vars(schedule_free), "ScheduleFreeAdamW", "lamb")
+]
+
+
+@pytest.mark.parametrize("scheduler", ["step", "factor"])
+@pytest.mark.parametrize("name", [n if n in IN_CI else pytest.param(n, marks=pytest.mark.slow) for n in EVERY])
+def test_it_equals_itself_under_a_scheduler(name, scheduler):
+    """If it runs in a plain loop without more arguments. Some compute with float32 numbers, whatever the parameters."""
+    make, scheduler = partial(unnamed, EVERY[name]), SCHEDULERS[scheduler]
+    try:
+        torch.manual_seed(0)
+        expected = plain_loop(make, start(), BATCHES[:8], scheduler)
+    except Exception as error:
+        pytest.skip(f"in a plain loop: {error}")
+    init, step = built(make, scheduler)
+    try:
+        state = init(start())
+    except ValueError as error:
+        assert str(error).startswith("from_torch(make): ") and name not in IN_CI
+        pytest.skip(str(error))
+    torch.manual_seed(0)
+    state, _ = ours(step, state, BATCHES[:8])
+    torch.testing.assert_close(dict(df.params(state)), expected, rtol=1e-6, atol=1e-8, equal_nan=True)
+
+
+@pytest.mark.parametrize("kind", ["AdamWScheduleFree", "SGDScheduleFree", "RAdamScheduleFree"])
+def test_what_one_evaluates_is_what_schedulefree_evaluates(kind, tmp_path):
+    make, n = partial(unnamed, getattr(schedule_free, kind), lr=0.05), 2
+    batches = torch.stack([BATCHES[:10], BATCHES[10:]], 1)
+    init, step = built(make, n=n)
+    state, _ = ours(df.simulate(step, n), df.stack(init(start()), n), batches)
+    expected = [plain_loop(make, start(), batches[:, i]) for i in range(n)]
+    mean = {name: (x + expected[1][name]) / 2 for name, x in expected[0].items()}
+    assert_equal(df.consensus_mean(state), mean)
+    torch.testing.assert_close(df.evaluate(loss_fn, state, [BATCHES[0]]), loss_fn(mean, BATCHES[0]))
+    assert_equal(df.with_params(state, df.params(state)).params.tree(), state.params.tree())
+    df.checkpoint.save(tmp_path, state, 10)
+    again = df.checkpoint.restore(tmp_path, df.stack(built(make, n=n)[0](start()), n)).state
+    assert_equal(df.consensus_mean(again), mean)
 
 
 @pytest.mark.parametrize("name", [*MAKE, *WORK])

@@ -57,7 +57,26 @@ class Counting(torch.optim.Optimizer):
 VARIANTS["Counting"] = Counting
 
 
+@partial(torch.compile, fullgraph=True, backend="eager")
+def move(p, grad, lr):
+    return p - lr * grad
+
+
+class Compiled(torch.optim.SGD):
+    """Its step is compiled whole, as those of torchao; such a one fails where another mode of PyTorch watches."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            p.copy_(move(p, p.grad, self.param_groups[0]["lr"]))
+
+
+VARIANTS["Compiled"] = partial(Compiled, lr=0.05)
+
+
 SCHEDULERS = {
+    "step": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5),
+    "factor": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda count: 1 / (1 + count)),
     "cosine": lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 15),
     "one cycle": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=25),
 }
@@ -73,9 +92,12 @@ def start(name="AdamW"):
 
 
 def plain_loop(make, params, batches=BATCHES, scheduler=None):
-    """The optimizer in a plain loop of PyTorch."""
+    """The optimizer in a plain loop of PyTorch; one with modes trains in its one, and is evaluated in the other."""
     leaves = {name: x.clone().requires_grad_() for name, x in params.items()}
     optimizer = make(list(leaves.items()))
+    has_modes = hasattr(optimizer, "eval")
+    if has_modes:
+        optimizer.train()
     scheduler = None if scheduler is None else scheduler(optimizer)
     for batch in batches:
         optimizer.zero_grad()
@@ -83,6 +105,8 @@ def plain_loop(make, params, batches=BATCHES, scheduler=None):
         optimizer.step()
         if scheduler is not None:
             scheduler.step()
+    if has_modes:
+        optimizer.eval()
     return {name: x.detach() for name, x in leaves.items()}
 
 
@@ -192,6 +216,98 @@ def test_the_count_drives_a_scheduler_and_a_checkpoint_resumes_it(name, tmp_path
         df.set_learning_rate(state, 0.1)
 
 
+class Averaged(torch.optim.SGD):
+    """Takes gradients at y, keeps z, and evaluates x = 2y - z; it needs gradients, as DAdaptSGD does."""
+
+    is_training = False
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        assert self.is_training
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            for p in group["params"]:
+                z = self.state[p].setdefault("z", p.clone())
+                x = 2 * p - z
+                z -= group["lr"] * p.grad
+                p.copy_((z + x + (z - x) / group["k"]) / 2)
+
+    def train(self):
+        self._turn(True, lambda p, z: (p + z) / 2)
+
+    def eval(self):
+        self._turn(False, lambda p, z: 2 * p - z)
+
+    @torch.no_grad()
+    def _turn(self, is_training, point):
+        for p, own in self.state.items() if is_training != self.is_training else ():
+            p.copy_(point(p, own["z"]))
+        self.is_training = is_training
+
+
+VARIANTS["Averaged"] = partial(Averaged, lr=0.1)
+
+
+@pytest.mark.parametrize("name", ["Averaged", "Counting", "AdamW, tensor rate", "Adafactor"])
+@pytest.mark.parametrize("scheduler", ["step", "factor"])
+def test_an_optimizer_that_counts_in_its_groups_equals_itself_under_a_scheduler(name, scheduler):
+    make, scheduler = VARIANTS[name], SCHEDULERS[scheduler]
+    if "tensor" in name:
+        make = lambda params: torch.optim.AdamW(params, lr=torch.tensor(0.05))  # noqa: E731  # torch fills it
+    init, step = built(make, scheduler)
+    state, _ = ours(step, init(start()))
+    assert_equal(df.params(state), plain_loop(make, start(), scheduler=scheduler))
+
+
+def test_a_tensor_that_a_user_gives_as_rate_stays():
+    rate = torch.tensor(0.05)
+    init, step = built(lambda params: torch.optim.AdamW(params, lr=rate), SCHEDULERS["factor"])
+    ends = [df.params(ours(step, init(start()))[0]) for _ in range(2)]
+    assert float(rate) == pytest.approx(0.05)
+    assert_equal(*ends)
+
+
+@pytest.mark.parametrize("scheduler", [None, SCHEDULERS["factor"]])
+def test_what_one_evaluates_are_the_parameters_that_the_optimizer_evaluates(scheduler):
+    make, n = VARIANTS["Averaged"], 2
+    init, step = built(make, scheduler, n=n, bucket_mb=1e-4)
+    batches = torch.stack([BATCHES[:10], BATCHES[10:]], 1)
+    state, _ = ours(df.simulate(step, n), df.stack(init(start()), n), batches)
+    expected = [plain_loop(make, start(), batches[:, i], scheduler) for i in range(n)]
+    mean = {name: (x + expected[1][name]) / 2 for name, x in expected[0].items()}
+    losses = torch.stack([loss_fn(x, BATCHES[0]) for x in expected])
+    for i in range(n):
+        assert_equal(df.params(df.worker(state, i)), expected[i])
+        assert_equal({name: x[i] for name, x in df.params(state).items()}, expected[i])
+    assert_equal(df.consensus_mean(state), mean)
+    torch.testing.assert_close(df.evaluate_replicas(loss_fn, state, [BATCHES[0]]), losses)
+    torch.testing.assert_close(df.evaluate(loss_fn, state, [BATCHES[0]]), loss_fn(mean, BATCHES[0]))
+
+
+@pytest.mark.parametrize("kind", ["torch", "ours", "in a chain", "of a part"])
+@pytest.mark.parametrize("n", [1, 2])
+def test_parameters_that_are_read_and_set_again_change_nothing(kind, n):
+    own = df.transforms.schedule_free_adamw(0.05)
+    optimizer = {
+        "torch": from_torch(VARIANTS["Averaged"]),
+        "ours": own,
+        "in a chain": df.chain(df.clip_by_global_norm(1.0), own),
+        "of a part": df.transforms.partition({0: df.sgd(0.1), 2: own}, lambda name, shape: 2 * ("b" in name)),
+    }[kind]
+    init, step = df.adapt_while_communicate(loss_fn, optimizer, df.topologies.idle(n), bucket_mb=1e-4)
+    state, batches = init(start()), BATCHES[:6]
+    if n > 1:
+        state, step, batches = df.stack(state, n), df.simulate(step, n), torch.stack([BATCHES[:6], BATCHES[6:12]], 1)
+    state, _ = ours(step, state, batches)
+    again = df.with_params(state, df.params(state))
+    assert_equal(again.params.tree(), state.params.tree())
+    evaluated, trained = df.params(state), state.params.tree()
+    moved = {name for name in evaluated if not torch.allclose(evaluated[name], trained[name], rtol=1e-4)}
+    assert moved == ({"b", "a.bias"} if kind == "of a part" else set(start()))
+    other = {name: x + 1 for name, x in df.params(state).items()}
+    assert_equal(df.params(df.with_params(state, other)), other)
+
+
 def test_groups_by_name_have_their_own_options_and_rates():
     def make(params):
         params = list(params)
@@ -243,6 +359,82 @@ def test_a_guarded_step_keeps_the_state_where_a_gradient_is_bad():
     assert_equal(df.params(state), plain_loop(VARIANTS["AdamW"], start()))
 
 
+class ByEpoch:
+    """A scheduler as timm's, which is told the epoch."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def step(self, epoch):
+        self.optimizer.param_groups[0]["lr"] = 0.1 / (1 + epoch)
+
+
+class OwnRate(torch.optim.Optimizer):
+    """Computes its rate, as Adafactor of transformers."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": None, "k": 0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.param_groups[0]["k"] += 1
+        for p in self.param_groups[0]["params"]:
+            p -= p.grad / (10 + self.param_groups[0]["k"])
+
+
+class Quantized(torch.Tensor):
+    """A tensor with more than its numbers, as those of low-bit optimizers."""
+
+
+class Narrow(torch.optim.SGD):
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["m"] = torch.zeros_like(p).as_subclass(Quantized)
+        super().step()
+
+
+class Talking(torch.optim.SGD):
+    """Averages by itself, as Muon of several ranks does."""
+
+    def step(self, closure=None):
+        super().step()
+        torch.distributed.all_reduce(self.param_groups[0]["params"][0].data)
+
+
+def trained_on_a_rank():
+    init, _ = df.adapt_while_communicate(loss_fn, from_torch(Talking), df.topologies.idle(2))
+    try:
+        init(start())
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.thorough
+def test_an_optimizer_that_communicates_is_refused_on_every_rank(ranks):
+    for said in ranks(2).run(trained_on_a_rank):
+        assert said.startswith("from_torch(make): its optimizer sends messages by torch.distributed")
+
+
+def test_an_optimizer_that_computes_its_rate_equals_itself():
+    init, step = built(OwnRate)
+    state, metrics = ours(step, init(start()))
+    assert_equal(df.params(state), plain_loop(OwnRate, start()))
+    assert metrics.learning_rate is None
+
+
+def test_a_scheduler_that_counts_otherwise_works_in_a_class_that_counts():
+    class Counted:
+        def __init__(self, optimizer):
+            self.scheduler, self.count = ByEpoch(optimizer), 0
+
+        def step(self):
+            self.count += 1
+            self.scheduler.step(self.count)
+
+    init, step = built(VARIANTS["AdamW"], Counted)
+    assert_equal(df.params(ours(step, init(start()))[0]), plain_loop(VARIANTS["AdamW"], start(), scheduler=Counted))
+
+
 @pytest.mark.parametrize(
     ("make", "scheduler", "said"),
     [
@@ -250,6 +442,16 @@ def test_a_guarded_step_keeps_the_state_where_a_gradient_is_bad():
         (torch.optim.LBFGS, None, "trial step of LBFGS.*closure or sparse gradients"),
         (lambda params: None, None, "returned None"),
         (VARIANTS["AdamW"], torch.optim.lr_scheduler.ReduceLROnPlateau, "follows a metric.*set_learning_rate"),
+        (VARIANTS["AdamW"], lambda optimizer: None, "'NoneType' object.*for none.*leave lr_scheduler out"),
+        (VARIANTS["AdamW"], ByEpoch, "argument: 'epoch'.*such a step\\(\\), in a class that counts"),
+        (OwnRate, SCHEDULERS["factor"], "'NoneType'.*whose lr is None, leave"),
+        (lambda params: torch.optim.AdamW(params, rate=1), None, "make.*raised TypeError.*a list of .name, parameter"),
+        (Narrow, None, "Narrow keeps a Quantized under 'm' of 'a.bias'; .*plain tensors"),
+        (
+            Talking,
+            None,
+            "trial step of Talking.*(torch.distributed|process group).*other processes",
+        ),
     ],
 )
 def test_what_cannot_be_a_pair_says_why(make, scheduler, said):

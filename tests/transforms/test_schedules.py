@@ -17,6 +17,7 @@ CASES = {
     "per_run": ([0.1, 0.2],),
     "cosine": (1.0, 8, 0.1),
     "warmup_cosine": (0.1, 5, 20),
+    "warmup_linear": (0.1, 5, 20, 0.01),
     "warmup_stable_decay": (0.1, 3, 4, 12, 0.01),
     "inverse_sqrt": (0.1, 4),
     "polynomial": (0.1, 0.01, 8, 2.0),
@@ -32,6 +33,19 @@ def at(schedule, count):
 
 def test_the_table_of_cases_is_complete():
     assert sorted([*CASES, "gamma_from_learning_rate"]) == schedules.__all__  # γ has its own test in test_model_state
+
+
+@given(st.integers(0, 6), st.integers(1, 9), st.integers(0, 20))
+def test_a_linear_warm_up_and_decay_is_that_of_transformers(warmup, rest, count):
+    """`get_linear_schedule_with_warmup` of transformers 5, written out."""
+    steps = warmup + rest
+    expected = count / warmup if count < warmup else max(0.0, (steps - count) / rest)
+    assert at(schedules.warmup_linear(0.3, warmup, steps), count) == pytest.approx(0.3 * expected, abs=1e-15)
+
+
+def test_an_unknown_schedule_names_those_that_exist():
+    with pytest.raises(AttributeError, match=r"no 'linear_warmup'; it has .*warmup_cosine, warmup_linear"):
+        schedules.linear_warmup  # noqa: B018
 
 
 @pytest.mark.parametrize("name", CASES)

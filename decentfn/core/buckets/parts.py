@@ -5,6 +5,8 @@ Operators of `collectives.within_worker` assemble an unsharded bucket, and retur
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from decentfn.core.buckets.arithmetic import mean_within_worker, rows_of
@@ -29,7 +31,7 @@ def part_of(x: Buckets, process: int, processes: int) -> Buckets:
             mine = rows_of(process, processes, rows)
             begin, numel = segment.start + mine.start * width, len(mine) * width
             shape = part_shape(segment.shape, process, processes)
-            segments.append(Segment(segment.name, shape, start, numel, segment.is_complex))
+            segments.append(replace(segment, shape=shape, start=start, numel=numel))
             places.append((segment.name, Place(segment.shape or (1,), (mine.start, *[0] * (len(shape) - 1)))))
             pieces.append(tensor[..., begin : begin + numel])
             start += numel

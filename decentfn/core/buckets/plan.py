@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from math import prod
 from numbers import Real
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -50,6 +50,16 @@ Places = tuple[tuple[str, Place], ...]
 """Places of the shards, by name; a tensor without an entry is unsharded."""
 
 
+class Attributes(dict[str, Any]):
+    """Python attributes of the user's parameter; equal if they are the same objects, numbers or strings."""
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Attributes) or self.keys() != other.keys():
+            return False
+        pairs = [(x, other[name]) for name, x in self.items()]
+        return all(x is y or (type(x) is type(y) and isinstance(x, (int, float, str)) and x == y) for x, y in pairs)
+
+
 @dataclass(frozen=True)
 class Segment:
     """Position of one leaf: elements `start : start + numel` of its bucket, read as `shape`.
@@ -62,6 +72,9 @@ class Segment:
     start: int
     numel: int
     is_complex: bool = False
+    place: int = 0
+    """Number of the leaf in the order of the user's tree, in which dicts are not sorted."""
+    attributes: Attributes = field(default_factory=Attributes, hash=False)
 
     def leaf(self, numbers: Tensor) -> Tensor:
         """Return the leaf, `[*workers, *shape]`, as a view of its elements `[*workers, numel]`."""
@@ -247,6 +260,7 @@ def flatten(
     distinct: dict[object, tuple[str, Tensor]] = {}
     for name, leaf in named:
         distinct.setdefault(_memory(leaf), (name, leaf))
+    order = {key: place for place, key in enumerate(dict.fromkeys(map(_memory, trees.unsorted(params))))}
     limit = int(bucket_mb * 2**20)
     open_bucket: dict[object, tuple[list[object], int]] = {}
     groups: list[list[object]] = []
@@ -265,7 +279,7 @@ def flatten(
     groups.sort(key=lambda group: (distinct[group[0]][0] not in common, -sum(distinct[key][1].nbytes for key in group)))
 
     position = {key: index for index, key in enumerate(key for group in groups for key in group)}
-    plans = tuple(_plan_bucket([distinct[key] for key in group], common) for group in groups)
+    plans = tuple(_plan_bucket([(*distinct[key], order[key]) for key in group], common) for group in groups)
     template = trees.map(lambda leaf: position[_memory(leaf)], params)
     plan = Plan(plans, template, processes, tp_size, places)
     return Buckets(plan.lay_out(params), plan)
@@ -307,11 +321,12 @@ def _check_leaf(name: str, leaf: object) -> None:
     raise ValueError(f"init(params): leaf {name!r} {why}")
 
 
-def _plan_bucket(named: list[tuple[str, Tensor]], common: frozenset[str]) -> BucketPlan:
+def _plan_bucket(named: list[tuple[str, Tensor, int]], common: frozenset[str]) -> BucketPlan:
     segments, start = [], 0
-    for name, leaf in named:
+    for name, leaf, place in named:
         shape = tuple(leaf.shape)
         numel = prod(shape) * (1 + leaf.is_complex())
-        segments.append(Segment(name, shape, start, numel, leaf.is_complex()))
+        own = Attributes(vars(leaf) if type(leaf) in (Tensor, torch.nn.Parameter) else {})
+        segments.append(Segment(name, shape, start, numel, leaf.is_complex(), place, own))
         start += numel
     return BucketPlan(named[0][1].dtype.to_real(), tuple(segments), start, named[0][0] in common)

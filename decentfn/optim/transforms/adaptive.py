@@ -69,6 +69,18 @@ class ScheduleFreeState(NamedTuple):
     weights: Tensor  # 0-d float64, the sum of the weights of the average
     b1: Tensor  # 0-d float64
 
+    plan = property(lambda self: self.z.plan)
+
+    def evaluated(self, x: Buckets, back: bool) -> Buckets:
+        """Return the average to evaluate, `x = (y - (1-β₁) z) / β₁`; `back`: y, the parameters, for an average."""
+
+        def one(x: Tensor, z: Tensor) -> Tensor:
+            b1 = self.b1.to(z.dtype)[..., None]
+            other = (1 - b1) * z
+            return (b1 * x + other if back else (x - other) / b1).to(x.dtype)
+
+        return each(one, x, self.z)
+
 
 @checks_numbers
 def lion(
@@ -274,7 +286,8 @@ def schedule_free_adamw(
     """Schedule-free AdamW: the parameters are y, gradients are taken at y, and the average x is evaluated.
 
     `d = g/(√(v⁺/(1-β₂ᵏ)) + ε) + λy;  z⁺ = z - η d;  x⁺ = (1-c) x + c z⁺;  y⁺ = (1-β₁) z⁺ + β₁ x⁺`, `c = w/Σw`, `w` the
-    square of the largest η so far. Neighbors mix y; every worker keeps its own z. Evaluate at `schedule_free_params`.
+    square of the largest η so far. Neighbors mix y; every worker keeps its own z. `df.params`, `df.consensus_mean` and
+    evaluations are of x.
 
     Args:
         learning_rate: η >= 0, or a function of the count, for a warm-up; it need not fall.
@@ -323,7 +336,7 @@ def schedule_free_adamw(
 
 
 def schedule_free_params(params: PyTree, opt: PyTree) -> PyTree:
-    """Return the average x that `schedule_free_adamw` evaluates, as the user's tree: `x = (y - (1-β₁) z) / β₁`.
+    """Return the average x of `schedule_free_adamw`, `x = (y - (1-β₁) z) / β₁`, as `df.params(state)` does.
 
     Args:
         params: `state.params`, the buckets y.
@@ -336,11 +349,4 @@ def schedule_free_params(params: PyTree, opt: PyTree) -> PyTree:
     trees.map_nodes(ScheduleFreeState, lambda node: found.append(node) or node, opt)
     rule = f"the optimizer's state has {len(found)} parts of schedule_free_adamw; expected one, of all parameters."
     require(len(found) == 1, "schedule_free_params(state.params, state.local.opt)", rule)
-    state = found[0]
-
-    def average(y: Tensor, z: Tensor) -> Tensor:
-        b1 = state.b1.to(z.dtype)
-        b1 = b1 if y.dim() == 1 else b1[:, None]
-        return ((y.to(z.dtype) - (1 - b1) * z) / b1).to(y.dtype)
-
-    return each(average, params, state.z).tree()
+    return found[0].evaluated(params, back=False).tree()

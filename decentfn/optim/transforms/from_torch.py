@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from decentfn.core import trees
 from decentfn.core.buckets import Buckets, Plan, add, each, loose, plan_of, wide
@@ -26,6 +26,8 @@ from decentfn.optim.transforms.torch_form import (
     TorchState,
     named_leaves,
     ones,
+    parameter,
+    sends,
     trial_gradient,
 )
 from decentfn.optim.transforms.transform import Transform, descending, require_one_process
@@ -44,19 +46,21 @@ def from_torch(
 
     Args:
         make: `make(params) -> optimizer`, where `params` is a list of (dotted name, parameter), as
-            `module.named_parameters()` yields them, which torch's optimizers accept; groups may be made by name.
+            `module.named_parameters()` yields them: in its order, with Python attributes. torch's optimizers accept it;
+            groups may be made by name, place or attribute.
         lr_scheduler: `lr_scheduler(optimizer) -> scheduler`, whose `step()` is called once after every update. A
             scheduler of a metric is refused: set the rate between steps.
         elementwise: True if the optimizer treats all elements alike, as SGD and AdamW do and Muon, Adafactor and LAMB do
             not. Each bucket is then one parameter, named by its number: faster on many small leaves, and possible for
             workers of several processes. For groups use `df.transforms.partition`.
 
-    `init` takes some steps of it on other numbers, to learn what it keeps and that nothing else is needed.
+    `init` takes some steps of it on other numbers, to learn what it keeps and that nothing else is needed. One with
+    `train()` and `eval()` (schedulefree) trains in the one mode; `df.params` and evaluations are of the other.
 
     Raises:
         ValueError: `make` is not a function; from `init`, it does not return an optimizer, the optimizer needs a
-            closure, sparse gradients or a metric, or keeps lists, dicts, or anything outside of `state` and
-            `param_groups`, or a worker is several processes and the optimizer not elementwise.
+            closure, sparse gradients or a metric, sends messages, or keeps lists, dicts, or anything outside of `state`
+            and `param_groups`, or a worker is several processes and the optimizer not elementwise.
 
     >>> import decentfn as df
     >>> optimizer = df.from_torch(lambda params: torch.optim.RMSprop(params, lr=1e-2, momentum=0.9))
@@ -77,8 +81,10 @@ def from_torch(
             return ()
         adapter = _adapters[number]
         plan = adapter.plan(params.plan.number())
-        state = adapter.form(plan, params[0].device).first_state(Buckets(params.tensors, plan))
-        return trees.map_nodes(Buckets, lambda node: Buckets(node.tensors, params.plan), state)
+        form = adapter.form(plan, params[0].device)
+        state = form.first_state(Buckets(params.tensors, plan))
+        state = trees.map_nodes(Buckets, lambda node: Buckets(node.tensors, params.plan), state)
+        return adapter.state_type(params.plan)(*state) if form.has_modes else state
 
     def update(grads: Buckets, state: TorchState, params: Buckets) -> tuple[Buckets, PyTree]:
         if not len(grads):  # of a mask that takes no leaf
@@ -100,7 +106,8 @@ class _Adapter:
         self._make, self._lr_scheduler, self._elementwise = make, lr_scheduler, elementwise
         self._plans: dict[int, Plan] = {}  # of the parameters, by the number of the plan of the buckets
         self._forms: dict[tuple[int, torch.device], Form] = {}
-        self._scheduled: tuple[int, Any, Any] | None = None  # the count, the optimizer and its scheduler
+        self._types: dict[int, type[TorchState]] = {}
+        self._scheduled: tuple[int, Any, Any, Any] | None = None  # count, optimizer, its scheduler and first options
         self._lock = threading.RLock()
 
     def plan(self, number: int) -> Plan:
@@ -110,9 +117,16 @@ class _Adapter:
             self._plans[number] = loose(plan.without_values()).plan if self._elementwise else plan
         return self._plans[number]
 
-    def optimizer(self, named: Named) -> Any:
-        """Return an optimizer of these parameters."""
-        optimizer = self._make(list(named))
+    def optimizer(self, named: Named, plan: Plan) -> Any:
+        """Return an optimizer of these parameters, in train mode if it has modes."""
+        places = [segment.place for bucket in plan.buckets for segment in bucket.segments]
+        try:
+            optimizer = self._make([named[i] for i in sorted(range(len(named)), key=places.__getitem__)])
+        except Exception as error:
+            raise ValueError(
+                f"{CALL}: make(params) raised {brief_error(error)}; it is a function of one argument, a list of (name, "
+                "parameter), and returns an optimizer of them: lambda params: torch.optim.AdamW(params, lr=1e-3)."
+            ) from error
         own = {id(p) for _, p in named}
         has_all = all(hasattr(optimizer, name) for name in ("param_groups", "state", "step"))
         rule = f"make(params) returned {brief(optimizer)}; expected an optimizer, torch.optim.AdamW(params, lr=1e-3)."
@@ -120,6 +134,8 @@ class _Adapter:
         foreign = sum(id(p) not in own for group in optimizer.param_groups for p in group["params"])
         rule = f"{foreign} of the optimizer's parameters are not its argument's; make it of those:"
         require(not foreign, CALL, f"{rule} lambda params: torch.optim.AdamW(params, lr=1e-3).")
+        if hasattr(optimizer, "eval"):
+            optimizer.train()
         return optimizer
 
     def form(self, plan: Plan, device: torch.device) -> Form:
@@ -128,18 +144,21 @@ class _Adapter:
         with self._lock:
             if key not in self._forms:
                 named = named_leaves(ones(plan, device))
-                try:
-                    optimizer = self.optimizer(named)
-                except TypeError as error:
-                    raise ValueError(
-                        f"{CALL}: make(params) raised {brief_error(error)}; it is a function of one argument, a list of (name, "
-                        "parameter), and returns an optimizer of them: lambda params: torch.optim.AdamW(params, lr=1e-3)."
-                    ) from error
+                does_send = sends(self.optimizer(named, plan), named, trial_gradient(plan, device))
+                rule = "its optimizer sends messages by torch.distributed in a step; take its version for one process."
+                require(not does_send, CALL, rule)
+                named = named_leaves(ones(plan, device))
+                optimizer = self.optimizer(named, plan)
                 if self._lr_scheduler is not None:
-                    scheduler = self._lr_scheduler(optimizer)
-                    rule = "its scheduler follows a metric; leave it out, and use df.set_learning_rate between steps."
-                    require(not isinstance(scheduler, ReduceLROnPlateau), CALL, rule)
-                    optimizer = self.optimizer(named)
+                    try:
+                        self.options(1, named, plan)
+                    except Exception as error:
+                        raise ValueError(
+                            f"{CALL}: its scheduler raised {brief_error(error)}; lr_scheduler(optimizer) returns one whose step() takes no "
+                            "argument, as those of torch.optim.lr_scheduler. Give another one such a step(), in a class that counts; for "
+                            "one that follows a metric use df.set_learning_rate between steps; for none, or for an optimizer whose lr is "
+                            "None, leave lr_scheduler out."
+                        ) from error
                 form = Form(plan, optimizer, named, self._lr_scheduler is not None)
                 self._require_complete(form, optimizer, named)
                 self._forms[key] = form
@@ -168,26 +187,31 @@ class _Adapter:
             )
             require(is_equal, CALL, rule)
 
-    def options(self, count: int, named: Named) -> list[dict[str, Any]]:
-        """Return the options of each group after the scheduler's first `count` steps."""
+    def options(self, count: int, named: Named, plan: Plan) -> list[dict[str, Any]]:
+        """Return the options of each group that the scheduler's first `count` steps have set."""
         assert self._lr_scheduler is not None
         with self._lock:
             if self._scheduled is None or self._scheduled[0] > count:
-                optimizer = self.optimizer(
-                    [(name, torch.zeros((), dtype=p.dtype).expand(p.shape)) for name, p in named]
-                )
-                self._scheduled = 0, optimizer, self._lr_scheduler(optimizer)
-                optimizer.step()  # without gradients; a scheduler warns if no step was before its own
-            done, optimizer, scheduler = self._scheduled
+                empty: Named = [(name, parameter(p.new_zeros(()).expand(p.shape), vars(p))) for name, p in named]
+                optimizer = self.optimizer(empty, plan)
+                # A step would change counters. A scheduler warns unless a method `step` was called before its own.
+                optimizer.step = MethodType(lambda optimizer: None, optimizer)
+                for group in optimizer.param_groups:  # a scheduler writes to the user's tensor
+                    group.update({k: v.clone() for k, v in group.items() if isinstance(v, Tensor)})
+                first = [dict(group) for group in optimizer.param_groups]
+                self._scheduled = 0, optimizer, self._lr_scheduler(optimizer), first
+                optimizer.step()
+            done, optimizer, scheduler, first = self._scheduled
             for _ in range(count - done):
                 scheduler.step()
-            self._scheduled = count, optimizer, scheduler
-            return [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in optimizer.param_groups]
+            self._scheduled = count, optimizer, scheduler, first
+            groups = zip(optimizer.param_groups, first, strict=True)
+            return [{k: v for k, v in own.items() if k == "lr" or v is not old.get(k)} for own, old in groups]
 
     def step(self, grads: Buckets, params: Buckets, state: TorchState) -> tuple[Buckets, TorchState]:
         """Take one step of one worker."""
         form = self.form(params.plan, params[0].device)
-        options = self.options(int(state.count), named_leaves(params)) if form.scheduled else None
+        options = self.options(int(state.count), named_leaves(params), params.plan) if form.scheduled else None
         return self._built_anew(form, options, grads, params, state)
 
     def _built_anew(
@@ -198,26 +222,53 @@ class _Adapter:
         named = named_leaves(new)
         for (_, p), g in zip(named, grads.leaves(), strict=True):
             p.grad = g.clone()
-        optimizer = self.optimizer(named)
-        rates = state.rates
-        with_rate = [group for group in optimizer.param_groups if "lr" in group]
-        if options is not None:
-            for group, own in zip(optimizer.param_groups, options, strict=True):
-                group.update(own)
-            used = [torch.as_tensor(float(g["lr"]), dtype=torch.float64, device=form.device) for g in with_rate]
-            rates = tuple(RateState(lr, state.count + 1) for lr in used)
-        else:
-            for group, rate in zip(with_rate, rates, strict=True):
-                lr = group["lr"]
-                value = float(rate.learning_rate)
-                group["lr"] = torch.full_like(lr, value) if isinstance(lr, Tensor) else value
-        if int(state.count):
-            form.give(optimizer, named, state)
+        optimizer, rates = self._restored(form, options, named, state)
         before = [dict(group) for group in optimizer.param_groups]
         optimizer.step()
         form.require_known(optimizer, before)
         updates = each(lambda y, x: (y.to(wide(y.dtype)) - x.to(wide(x.dtype))).to(x.dtype), new, params)
         return updates, form.take(optimizer, named, rates, state.count + 1)
+
+    def _restored(
+        self, form: Form, options: list[dict[str, Any]] | None, named: Named, state: TorchState
+    ) -> tuple[Any, tuple[RateState, ...]]:
+        """Return another optimizer with this state, and its rates."""
+        optimizer, rates = self.optimizer(named, form.plan), state.rates
+        rated = [group for group in optimizer.param_groups if group.get("lr") is not None]
+        for group, rate in zip(rated, rates, strict=True):
+            lr, value = group["lr"], float(rate.learning_rate)
+            group["lr"] = torch.full_like(lr, value) if isinstance(lr, Tensor) else value
+        if int(state.count):
+            form.give(optimizer, named, state)
+        if options is not None:
+            for group, own in zip(optimizer.param_groups, options, strict=True):
+                group.update(own)
+            used = [torch.as_tensor(float(g["lr"]), dtype=torch.float64, device=form.device) for g in rated]
+            rates = tuple(RateState(lr, state.count + 1) for lr in used)
+        return optimizer, rates
+
+    def evaluated(self, params: Buckets, state: TorchState, back: bool) -> Buckets:
+        """Return the parameters to evaluate, by the optimizer's `eval()`; `back`: those to train, by its `train()`."""
+        plan = self.plan(params.plan.number())
+        form = self.form(plan, params[0].device)
+        state = trees.fill(form.template, trees.leaves(state))
+        new = Buckets([x.clone() for x in params], plan)
+        named = named_leaves(new)
+        options = self.options(int(state.count), named, plan) if form.scheduled else None
+        optimizer, _ = self._restored(form, options, named, state)
+        optimizer.eval()
+        if back:
+            for y, x in zip(new, params, strict=True):
+                y.copy_(x)
+            optimizer.train()
+        return Buckets(new.tensors, params.plan)
+
+    def state_type(self, plan: Plan) -> type[TorchState]:
+        """Return the type of states of an optimizer with modes, for parameters of this plan: it knows the optimizer."""
+        if plan.number() not in self._types:
+            own = {"plan": plan, "evaluated": lambda state, x, back: self.evaluated(x, state, back)}
+            self._types[plan.number()] = type("TorchState", (TorchState,), own)
+        return self._types[plan.number()]
 
 
 _adapters: list[_Adapter] = []

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from decentfn.core import trees
 from decentfn.core.buckets import Buckets, Plan, elements
@@ -20,6 +23,25 @@ CALL = "from_torch(make)"
 
 TRIALS = 8
 """Steps from which a form is learned; prodigyopt 1.1.2 changes its estimate in the fifth."""
+
+
+_MESSAGES = [
+    "allreduce_",
+    "allreduce_coalesced_",
+    "allgather_",
+    "_allgather_base_",
+    "allgather_coalesced_",
+    "allgather_into_tensor_coalesced_",
+    "reduce_",
+    "reduce_scatter_",
+    "_reduce_scatter_base_",
+    "reduce_scatter_tensor_coalesced_",
+    "broadcast_",
+    "alltoall_",
+    "alltoall_base_",
+    "send",
+    "recv_",
+]
 
 
 class TorchState(NamedTuple):
@@ -56,7 +78,7 @@ class Kind(NamedTuple):
 
 def kind_of(value: Any) -> Kind | str | None:
     """Return the kind of a tensor or number, None for None, and the name of any other type."""
-    if isinstance(value, Tensor):
+    if type(value) in (Tensor, nn.Parameter):
         return Kind(Tensor, tuple(value.shape), value.dtype, value.device)
     for kind, dtype in ((bool, torch.bool), (int, torch.int64), (float, torch.float64)):
         if isinstance(value, kind):
@@ -80,7 +102,8 @@ class Form:
     def __init__(self, plan: Plan, optimizer: Any, named: Named, scheduled: bool) -> None:
         self.plan, self.device, self.scheduled = plan, named[0][1].device, scheduled
         before, name, trials = [dict(group) for group in optimizer.param_groups], type(optimizer).__name__, []
-        self.rates = [float(group["lr"]) for group in before if "lr" in group]
+        self.has_modes = hasattr(optimizer, "eval")
+        self.rates = [float(group["lr"]) for group in before if group.get("lr") is not None]
         for _ in range(TRIALS):
             for (_, p), g in zip(named, trial_gradient(plan, self.device).leaves(), strict=True):
                 p.grad = g
@@ -89,7 +112,7 @@ class Form:
             except Exception as error:
                 raise ValueError(
                     f"{CALL}: a trial step of {name} without arguments, on dense gradients, raised {brief_error(error)}; "
-                    "optimizers that need a closure or sparse gradients have no pair (init, update)."
+                    "optimizers that need a closure or sparse gradients, or other processes, have no pair (init, update)."
                 ) from error
             trials.append([{k: kind_of(v) for k, v in optimizer.state.get(p, {}).items()} for _, p in named])
         rule = f"{name} keeps other things after later steps than after its first, so no state has room for them."
@@ -97,7 +120,7 @@ class Form:
         self.names, self.kinds = [leaf for leaf, _ in named], list[dict[str, Kind]]()
         for leaf, own in zip(self.names, trials[0], strict=True):
             unknown = [f"a {kind} under {key!r}" for key, kind in own.items() if isinstance(kind, str)]
-            rule = f"{name} keeps {' and '.join(unknown)} of {leaf!r}; a state holds tensors and numbers."
+            rule = f"{name} keeps {' and '.join(unknown)} of {leaf!r}; a state holds plain tensors and numbers. Use another one."
             require(not unknown, CALL, rule)
             self.kinds.append({key: kind for key, kind in own.items() if isinstance(kind, Kind)})
         shapes = [tuple(p.shape) for _, p in named]
@@ -189,8 +212,26 @@ class Form:
 
 def named_leaves(x: Buckets) -> Named:
     """Return the leaves as named parameters that are views of the buckets."""
-    names = [segment.name for bucket in x.plan.buckets for segment in bucket.segments]
-    return [(name, nn.Parameter(leaf)) for name, leaf in zip(names, x.leaves(), strict=True)]
+    segments = [segment for bucket in x.plan.buckets for segment in bucket.segments]
+    return [(s.name, parameter(leaf, s.attributes)) for s, leaf in zip(segments, x.leaves(), strict=True)]
+
+
+def parameter(x: Tensor, attributes: Mapping[str, Any]) -> nn.Parameter:
+    """Return a parameter with these Python attributes."""
+    made = nn.Parameter(x)
+    vars(made).update(attributes)
+    return made
+
+
+def sends(optimizer: Any, named: Named, grads: Buckets) -> bool:
+    """Return True if a step sends something by torch.distributed, as a pair (init, update) does not."""
+    sent, c10d = list[int](), torch.ops.c10d
+    for (_, p), g in zip(named, grads.leaves(), strict=True):
+        p.grad = g
+    counted = {getattr(c10d, name): lambda *_, **__: sent.append(1) or 0 for name in _MESSAGES if hasattr(c10d, name)}
+    with suppress(Exception), FlopCounterMode(display=False, custom_mapping=counted):
+        optimizer.step()  # some compiled ones fail in such a mode
+    return len(sent) > 0
 
 
 def ones(plan: Plan, device: torch.device) -> Buckets:

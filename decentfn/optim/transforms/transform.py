@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -43,6 +43,17 @@ class MaskedTransform(Transform):
 
     masks: tuple[Mask, ...] = ()
     sign: Sign = 0
+
+
+@runtime_checkable
+class Averaging(Protocol):
+    """State of an optimizer that trains at other parameters, of this plan, than one evaluates (`df.params`, ...).
+
+    `evaluated(x, back)` returns one worker's parameters to evaluate, from those to train; `back`: the latter from the former.
+    """
+
+    plan: Plan
+    evaluated: Callable[[Buckets, bool], Buckets]
 
 
 def _declared(init: Callable[..., Any], update: Callable[..., Any], masks: tuple[Mask, ...], sign: Sign) -> Transform:
