@@ -81,6 +81,8 @@ def two_towers() -> Made:
     net = CLIP(16, {"image_size": 16, "layers": 1, "width": 16, "head_width": 8, "patch_size": 8},
                {"context_length": 6, "vocab_size": 20, "width": 16, "heads": 2, "layers": 1})  # fmt: skip
     loss = ClipLoss()
+    for p in net.parameters():
+        nn.init.normal_(p, std=0.1)
 
     def batch(draw: Generator, step: int) -> tuple[Tensor, Tensor]:
         return torch.randn(3, 3, 16, 16, generator=draw), torch.randint(20, (3, 6), generator=draw)
@@ -377,9 +379,9 @@ def sentences() -> Made:
     return Made(loss, batch, forward=lambda m, b: m([{"input_ids": b[0]}, {"input_ids": b[1]}], b[2]))
 
 
-@model("x-transformers", "decoder with rotary positions and layer dropout", random=True)
+@model("x-transformers", "decoder with rotary positions and dropout", random=True)
 def dropping() -> Made:
     x = importlib.import_module("x_transformers")
-    layers = x.Decoder(dim=16, depth=2, heads=2, rotary_pos_emb=True, layer_dropout=0.3)
+    layers = x.Decoder(dim=16, depth=2, heads=2, rotary_pos_emb=True, attn_dropout=0.3)
     net = x.AutoregressiveWrapper(x.TransformerWrapper(num_tokens=50, max_seq_len=7, attn_layers=layers))
     return Made(net, lambda draw, step: torch.randint(50, (2, 7), generator=draw), forward=lambda net, ids: net(ids))

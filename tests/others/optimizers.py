@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from tests.others.harness import Matrices, Net, optimizer
-from tests.others.rows import check
+from tests.others.harness import Matrices, Net, batches, compare_optimizer, optimizer, plain_optimizer, slower
+from tests.others.rows import Differs, check, is_ours
 
 F32 = torch.float32
 
@@ -52,8 +52,8 @@ simple("torch_optimizer", "`AdaMod`", "torch_optimizer", "AdaMod", lr=0.05)
 simple("torchao", "`AdamW8bit`", "torchao.optim", "AdamW8bit", dtype=F32, lr=0.05)
 simple("bitsandbytes", "`AdamW8bit`, small tensors in 32 bits", "bitsandbytes.optim", "AdamW8bit", dtype=F32, lr=0.05)
 simple("bitsandbytes", "`Lion8bit`, 8 bits for all", "bitsandbytes.optim", "Lion8bit", dtype=F32, lr=0.01, min_8bit_size=1)
-simple("heavyball", "`ForeachAdamW`", "heavyball", "ForeachAdamW", dtype=F32, lr=0.05)
-simple("heavyball", "`ForeachMuon`", "heavyball", "ForeachMuon", net=Matrices, dtype=F32, lr=0.05)
+simple("heavyball", "`AdamW`", "heavyball", "AdamW", dtype=F32, lr=0.05)
+simple("heavyball", "`SFAdamW`, schedule-free", "heavyball", "SFAdamW", dtype=F32, lr=0.05)
 simple("transformers", "`Adafactor` with a rate", "transformers.optimization", "Adafactor", dtype=F32, lr=0.05, relative_step=False, scale_parameter=False)  # fmt: skip
 simple("transformers", "`Adafactor` with its own rate", "transformers.optimization", "Adafactor", dtype=F32)
 simple("muon-optimizer", "`SingleDeviceMuon`", "muon", "SingleDeviceMuon", net=Matrices, dtype=F32, lr=0.02)
@@ -122,7 +122,7 @@ def by_attribute(named: Any) -> Any:
 def shaped(dtype: torch.dtype) -> torch.nn.Module:
     """A module with the base shapes of mup."""
     mup = importlib.import_module("mup")
-    nets = [torch.nn.Sequential(torch.nn.Linear(8, width), torch.nn.Tanh(), torch.nn.Linear(width, 4)) for width in (4, 6, 8)]
+    nets = [torch.nn.Sequential(torch.nn.Linear(8, w), torch.nn.Tanh(), mup.MuReadout(w, 4)) for w in (4, 6, 8)]
     base, net, delta = (n.to(dtype) for n in nets)
     mup.set_base_shapes(net, base, delta=delta, rescale_params=False)
     torch.manual_seed(0)
@@ -145,17 +145,14 @@ def communicating() -> None:
     def make(named: Any) -> Any:
         return put(named, "muon", "Muon", lr=0.02)
 
-    def train(rank: int) -> None:
-        params, buffers, loss_fn = df.functional(Matrices(F32), forward=lambda m, x: m(x).square().mean())
-        init, _ = df.adapt_then_combine(loss_fn, df.from_torch(make), df.topologies.idle(2))
-        init(params, buffers)
-
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", init_method="tcp://127.0.0.1:29611", rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    params, buffers, loss_fn = df.functional(Matrices(F32), forward=lambda m, x: m(x).square().mean())
+    init, step = df.adapt_then_combine(loss_fn, df.from_torch(make), df.topologies.idle(1))
     try:
-        train(0) if dist.get_world_size() == 2 else df.testing.on_ranks(2, train)
+        step(init(params, buffers), batches(1, 1, F32)[0, 0], 0)
     finally:
         dist.destroy_process_group()
+    raise Differs("it gathers other ranks' parameters in its step, and nobody says so")
 
 
 EVERY = (
@@ -168,11 +165,17 @@ EVERY = (
 ).split()
 
 
+def runs(make: Any) -> bool:
+    """Whether the optimizer itself takes a step in a plain loop."""
+    try:
+        plain_optimizer(Net, make, None, batches(1, 1, torch.float64), None)
+    except Exception:
+        return False
+    return True
+
+
 @check("optimizers", "pytorch-optimizer", f"{len(EVERY)} of its optimizers", "alone", "with a scheduler")
 def every_one(way: str) -> None:
-    from tests.others.harness import compare_optimizer, slower
-    from tests.others.rows import Differs, is_ours
-
     package, wrong, raw = importlib.import_module("pytorch_optimizer"), [], []
     for name in EVERY:
 
@@ -188,7 +191,7 @@ def every_one(way: str) -> None:
         except Differs:
             wrong.append(name)
         except Exception as error:
-            if not is_ours(error, str(error)):
+            if not is_ours(error, str(error)) and runs(make):
                 raw.append(f"{name}: {type(error).__name__}")
     if wrong or raw:
         raise Differs(f"{len(wrong)} wrong: {', '.join(wrong)}; {len(raw)} raw: {', '.join(raw)}")

@@ -94,7 +94,8 @@ def outcome(row: Row, way: str) -> Outcome:
 def is_ours(error: BaseException, said: str) -> bool:
     """Return True if this library refused: it raised the error, or the message names one of its functions."""
     frames = traceback.extract_tb(error.__traceback__)
-    return "df." in said or bool(frames) and frames[-1].filename.startswith(HERE)
+    raised_here = bool(frames) and frames[-1].filename.startswith(HERE) and (frames[-1].line or "").startswith("raise ")
+    return raised_here or "df." in said
 
 
 def in_one_line(sentence: str) -> str:

@@ -53,7 +53,7 @@ def adjoint_solver() -> Made:
     return Made(Field(), points, forward=forward)
 
 
-@model("torchsde", "`sdeint`, Ito, `euler`")
+@model("torchsde", "`sdeint`, Ito, `euler`", random=True)
 def stochastic_solver() -> Made:
     import torchsde
 
@@ -149,7 +149,7 @@ def single_task() -> Made:
     x = torch.rand(8, 2, generator=Generator().manual_seed(0), dtype=torch.float64)
 
     def forward(net: Any, batch: Any) -> Tensor:
-        return -ExactMarginalLogLikelihood(net.likelihood, net)(net(*net.train_inputs), net.train_targets)
+        return -ExactMarginalLogLikelihood(net.likelihood, net)(net(*net.train_inputs), net.train_targets) / 1000
 
     def batch(draw: Generator, step: int) -> Tensor:
         return torch.zeros(1)
