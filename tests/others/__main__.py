@@ -31,7 +31,9 @@ def cells(row: Row, found: str, results: Results) -> list[str]:
     for way, result in results.items():
         if result.word != RIGHT:
             others.setdefault(said(result), []).append(way)
-    otherwise = "; ".join(f"{', '.join(filter(None, ways))}: {words}".removeprefix(": ") for words, ways in others.items())
+    otherwise = "; ".join(
+        f"{', '.join(filter(None, ways))}: {words}".removeprefix(": ") for words, ways in others.items()
+    )
     return [row.kind, found, row.what, together(right), otherwise, row.special]
 
 

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 from tests.models.registry import Made, tokens
 from tests.others.harness import model
-from tests.others.models import convolution, llama
+from tests.others.language import llama
+from tests.others.models import convolution
 
 
 def linear(batch: Any, forward: Any, inputs: int = 3) -> Made:
@@ -136,7 +137,9 @@ def graphs() -> Made:
     def batch(draw: Generator, step: int) -> Any:
         sizes = (3 + step, 5 + int(draw.initial_seed()) % 3)
         edges = [torch.stack([torch.arange(n - 1), torch.arange(1, n)]) for n in sizes]
-        return Batch.from_data_list([Data(x=numbers(draw, n, 3), edge_index=e) for n, e in zip(sizes, edges, strict=True)])
+        return Batch.from_data_list(
+            [Data(x=numbers(draw, n, 3), edge_index=e) for n, e in zip(sizes, edges, strict=True)]
+        )
 
     def forward(net: Any, b: Any) -> Tensor:
         return global_mean_pool(net(b.x, b.edge_index), b.batch).square().mean()

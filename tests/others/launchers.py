@@ -141,18 +141,28 @@ def _with_a_timeout(rank: int, folder: str, port: int) -> None:
 
 @launcher("accelerate", "`accelerate launch --multi_gpu`", special="leave `Accelerator()` out")
 def accelerated(folder: str) -> None:
-    options = "--multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no".split()
+    options = [
+        "--multi_gpu",
+        "--num_processes",
+        "2",
+        "--num_machines",
+        "1",
+        "--mixed_precision",
+        "no",
+        "--dynamo_backend",
+        "no",
+    ]
     run(sys.executable, "-m", "accelerate.commands.launch", *options, PROGRAM, folder)
 
 
-@launcher("lightning", "`Fabric(strategy='ddp_spawn').launch(f)`", special="leave `fabric.setup` out")
+@launcher("lightning", "`Fabric(devices=2).launch()`", special="leave `fabric.setup` out")
 def fabric(folder: str) -> None:
-    kind = importlib.import_module("lightning.fabric").Fabric
-    kind(accelerator="cpu", devices=2, strategy="ddp_spawn").launch(_of_fabric, folder)
-
-
-def _of_fabric(fabric: Any, folder: str) -> None:
-    program.train(folder)
+    script = Path(folder, "script.py")
+    script.write_text(
+        "from tests.others.launchers import program\nfrom lightning.fabric import Fabric\n\n"
+        f"Fabric(accelerator='cpu', devices=2, strategy='ddp').launch()\nprogram.train({folder!r})\n"
+    )
+    run(sys.executable, script)
 
 
 @launcher("pytorch-ignite", "`idist.Parallel`")
@@ -171,13 +181,17 @@ def ray_train(folder: str) -> None:
     ray = importlib.import_module("ray")
     train, of_torch = importlib.import_module("ray.train"), importlib.import_module("ray.train.torch")
     variables = {"PYTHONPATH": str(ROOT)}
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": variables})
+    ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": variables})
     try:
         scaling = train.ScalingConfig(num_workers=2, resources_per_worker={"CPU": 1})
         config = train.RunConfig(storage_path=tempfile.mkdtemp(), name="run")
         backend = of_torch.TorchConfig(backend="gloo")
         of_torch.TorchTrainer(
-            _of_ray, train_loop_config={"folder": folder}, scaling_config=scaling, run_config=config, torch_config=backend
+            _of_ray,
+            train_loop_config={"folder": folder},
+            scaling_config=scaling,
+            run_config=config,
+            torch_config=backend,
         ).fit()
     finally:
         ray.shutdown()
@@ -226,7 +240,11 @@ def exporting_mpi(folder: str) -> None:
     run("mpiexec", "-n", 2, "bash", "-c", script, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
 
 
-@launcher("mpi4py, mpich", "ranks of `MPI.COMM_WORLD`", special="set the variables from the communicator, and broadcast the port")
+@launcher(
+    "mpi4py, mpich",
+    "ranks of `MPI.COMM_WORLD`",
+    special="set the variables from the communicator, and broadcast the port",
+)
 def of_mpi4py(folder: str) -> None:
     script = Path(folder, "script.py")
     script.write_text(
@@ -250,7 +268,11 @@ def of_a_pool(folder: str) -> None:
             future.result(LIMIT)
 
 
-@launcher("hydra-core", "`@hydra.main` under torchrun", special="`hydra.run.dir=. hydra.output_subdir=null hydra/job_logging=none`")
+@launcher(
+    "hydra-core",
+    "`@hydra.main` under torchrun",
+    special="`hydra.run.dir=. hydra.output_subdir=null hydra/job_logging=none`",
+)
 def hydra(folder: str) -> None:
     script = Path(folder, "script.py")
     script.write_text(

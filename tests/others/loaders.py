@@ -187,7 +187,9 @@ def nodes(worker: int, workers: int) -> Any:
 
     rows = samples(worker, workers)
     sampler = torch.utils.data.RandomSampler(rows, generator=torch.Generator().manual_seed(worker))  # type: ignore[arg-type]
-    return Loader(Mapper(Batcher(Mapper(SamplerWrapper(sampler), rows.__getitem__), 4), torch.utils.data.default_collate))
+    return Loader(
+        Mapper(Batcher(Mapper(SamplerWrapper(sampler), rows.__getitem__), 4), torch.utils.data.default_collate)
+    )
 
 
 @loader("datasets", "a map-style data set, shards by worker")
@@ -233,7 +235,11 @@ def streaming(worker: int, workers: int) -> Any:
     return lit.StreamingDataLoader(lit.StreamingDataset(folder, shuffle=False), batch_size=4, num_workers=0)
 
 
-@loader("monai", "`CacheDataset` with random transforms", special="`data.transform.set_random_state` for each worker; before, `Compose` undoes it")
+@loader(
+    "monai",
+    "`CacheDataset` with random transforms",
+    special="`data.transform.set_random_state` for each worker; before, `Compose` undoes it",
+)
 def cached(worker: int, workers: int) -> Any:
     data, transforms = importlib.import_module("monai.data"), importlib.import_module("monai.transforms")
     noise = transforms.RandGaussianNoised("x", prob=1.0, std=0.1, dtype=np.float64)
@@ -270,7 +276,11 @@ def replay(worker: int, workers: int) -> Any:
     return buffer
 
 
-@loader("accelerate", "a prepared loader, `skip_first_batches`", special="`prepare_data_loader` alone, without `Accelerator`")
+@loader(
+    "accelerate",
+    "a prepared loader, `skip_first_batches`",
+    special="`prepare_data_loader` alone, without `Accelerator`",
+)
 def prepared(worker: int, workers: int) -> Any:
     prepare = importlib.import_module("accelerate.data_loader").prepare_data_loader
     data = DataLoader(TensorDataset(X, Y), 4)

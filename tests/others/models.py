@@ -9,10 +9,9 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
-from tests.models.registry import Made, images, tokens, vectors
+from tests.models.registry import Made, images, vectors
 from tests.others.harness import model
 from tests.others.science import output, points
-
 
 # -- images -----------------------------------------------------------------------------------------------------------
 
@@ -50,7 +49,9 @@ def medical() -> Made:
 def segmentation() -> Made:
     import segmentation_models_pytorch as smp
 
-    net = smp.Unet("resnet18", encoder_weights=None, in_channels=1, classes=1, encoder_depth=3, decoder_channels=(8, 8, 4))
+    net = smp.Unet(
+        "resnet18", encoder_weights=None, in_channels=1, classes=1, encoder_depth=3, decoder_channels=(8, 8, 4)
+    )
     return Made(net, masks, smp.losses.DiceLoss("binary"), )  # fmt: skip
 
 
@@ -102,7 +103,11 @@ def contrastive() -> Made:
     return Made(convolution(8), batch, forward=lambda net, b: loss(net(b[0]), net(b[1])))
 
 
-@model("pytorch-metric-learning", "`ArcFaceLoss`, a criterion with weights", special="a module that holds network and criterion")
+@model(
+    "pytorch-metric-learning",
+    "`ArcFaceLoss`, a criterion with weights",
+    special="a module that holds network and criterion",
+)
 def metric_learning() -> Made:
     from pytorch_metric_learning.losses import ArcFaceLoss
 
@@ -134,7 +139,16 @@ def stochastic_depth() -> Made:
 @model("timm", "`LayerScale` ViT with drop path", random=True)
 def drop_path() -> Made:
     vit = importlib.import_module("timm.models.vision_transformer").VisionTransformer
-    net = vit(img_size=16, patch_size=8, embed_dim=16, depth=2, num_heads=2, num_classes=4, drop_path_rate=0.3, init_values=0.1)
+    net = vit(
+        img_size=16,
+        patch_size=8,
+        embed_dim=16,
+        depth=2,
+        num_heads=2,
+        num_classes=4,
+        drop_path_rate=0.3,
+        init_values=0.1,
+    )
     return Made(net, images(16), F.cross_entropy)
 
 
@@ -147,7 +161,11 @@ def quantized(kind: str, **options: Any) -> Made:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.encode, self.quantize, self.decode = nn.Linear(6, 4), getattr(package, kind)(**options), nn.Linear(4, 6)
+            self.encode, self.quantize, self.decode = (
+                nn.Linear(6, 4),
+                getattr(package, kind)(**options),
+                nn.Linear(4, 6),
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             codes, _, *more = self.quantize(self.encode(x)[:, None])
@@ -166,8 +184,7 @@ def finite_scalars() -> Made:
     return quantized("FSQ", levels=[3, 3], dim=4)
 
 
-@model("snntorch", "two leaky layers over time")
-def spiking() -> Made:
+def spiking() -> nn.Module:
     snn = importlib.import_module("snntorch")
 
     class Net(nn.Module):
@@ -182,7 +199,23 @@ def spiking() -> Made:
                 total = total + membrane.square().mean()
             return total
 
-    return Made(Net(), points, forward=output)
+    return Net()
+
+
+@model("snntorch", "a leaky layer over time")
+def spiking_at_once() -> Made:
+    return Made(spiking(), points, forward=output)
+
+
+@model(
+    "snntorch",
+    "a leaky layer over time, called before",
+    special="call the module once before `df.functional`: its buffers get their shapes",
+)
+def spiking_called_before() -> Made:
+    net = spiking()
+    net(torch.zeros(8, 3))
+    return Made(net, points, forward=output)
 
 
 @model("spikingjelly", "neurons that keep their membranes", special="`reset_net` in the loss")
@@ -248,7 +281,9 @@ def state_space() -> Made:
     from mambapy.mamba import Mamba, MambaConfig
 
     net = Mamba(MambaConfig(d_model=8, n_layers=1, d_state=4))
-    return Made(net, lambda draw, step: torch.randn(2, 5, 8, generator=draw), forward=lambda net, x: net(x).square().mean())
+    return Made(
+        net, lambda draw, step: torch.randn(2, 5, 8, generator=draw), forward=lambda net, x: net(x).square().mean()
+    )
 
 
 @model("opacus", "`DPMultiheadAttention`")
@@ -299,89 +334,14 @@ def teacher() -> Made:
     return Made(Net(), points, forward=output, overwritten=("ema",))
 
 
-@model("torch_geometric", "`GCNConv(cached=True)`")
+@model("torch_geometric", "`GCNConv(cached=True)`, each worker with its own graph")
 def cached_graph() -> Made:
     from torch_geometric.nn import GCNConv
 
     net = GCNConv(3, 2, cached=True)
 
     def batch(draw: Generator, step: int) -> tuple[Tensor, Tensor]:
-        return torch.randn(5, 3, generator=draw), torch.tensor([[0, 1, 2, 3], [1, 2, 3, 4]])
+        worker = draw.initial_seed() // 1000  # each has a graph of its own
+        return torch.randn(5, 3, generator=draw), torch.tensor([[0, 1, 2, 3], [1, 2, 3, 4 * worker]])
 
     return Made(net, batch, forward=lambda net, b: net(*b).square().mean())
-
-
-# -- language ---------------------------------------------------------------------------------------------------------
-
-
-def llama(**options: Any) -> nn.Module:
-    t = importlib.import_module("transformers")
-    small = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 32, "pad_token_id": 0}
-    return t.LlamaForCausalLM(t.LlamaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2, **small, **options))
-
-
-@model("transformers", "Llama with a padding mask")
-def padded() -> Made:
-    def batch(draw: Generator, step: int) -> dict[str, Tensor]:
-        made = tokens(50, 6)(draw, step)
-        mask = torch.ones(2, 6, dtype=torch.long)
-        mask[0, :2] = 0
-        return made | {"attention_mask": mask}
-
-    return Made(llama(), batch)
-
-
-@model("transformers", "Llama that returns hidden states")
-def hidden_states() -> Made:
-    return Made(llama(output_hidden_states=True), tokens(50, 6))
-
-
-@model("transformers", "Mixtral with the loss of its router")
-def experts() -> Made:
-    t = importlib.import_module("transformers")
-    config = t.MixtralConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
-                             num_key_value_heads=1, num_local_experts=3, output_router_logits=True, pad_token_id=0)  # fmt: skip
-    return Made(t.MixtralForCausalLM(config), tokens(50, 6))
-
-
-@model("transformers", "Mamba")
-def mamba() -> Made:
-    t = importlib.import_module("transformers")
-    return Made(t.MambaForCausalLM(t.MambaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1, state_size=4, pad_token_id=0)), tokens(50, 6))  # fmt: skip
-
-
-@model("peft, transformers", "`IA3` on Llama")
-def few_parameters() -> Made:
-    peft = importlib.import_module("peft")
-    config = peft.IA3Config(target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"])
-    return Made(peft.get_peft_model(llama(), config), tokens(50, 6))
-
-
-@model("sentence-transformers, transformers", "bag of words with `CosineSimilarityLoss`")
-def sentences() -> Made:
-    from sentence_transformers import SentenceTransformer
-    from sentence_transformers.losses import CosineSimilarityLoss
-
-    class Words(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding = nn.EmbeddingBag(20, 8)
-
-        def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
-            return features | {"sentence_embedding": self.embedding(features["input_ids"])}
-
-    loss = CosineSimilarityLoss(SentenceTransformer(modules=[Words()], device="cpu"))
-
-    def batch(draw: Generator, step: int) -> tuple[Tensor, ...]:
-        a, b = torch.randint(20, (2, 4, 5), generator=draw)
-        return a, b, torch.rand(4, generator=draw)
-
-    return Made(loss, batch, forward=lambda m, b: m([{"input_ids": b[0]}, {"input_ids": b[1]}], b[2]))
-
-
-@model("x-transformers", "decoder with rotary positions and dropout", random=True)
-def dropping() -> Made:
-    x = importlib.import_module("x_transformers")
-    layers = x.Decoder(dim=16, depth=2, heads=2, rotary_pos_emb=True, attn_dropout=0.3)
-    net = x.AutoregressiveWrapper(x.TransformerWrapper(num_tokens=50, max_seq_len=7, attn_layers=layers))
-    return Made(net, lambda draw, step: torch.randint(50, (2, 7), generator=draw), forward=lambda net, ids: net(ids))

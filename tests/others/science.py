@@ -72,7 +72,9 @@ def stochastic_solver() -> Made:
 
     def forward(net: nn.Module, batch: Any) -> Tensor:
         noise = torchsde.BrownianInterval(0.0, 1.0, size=(8, 3), entropy=0)
-        return torchsde.sdeint(net, batch[0], torch.tensor([0.0, 1.0]), bm=noise, dt=0.25, method="euler").square().mean()
+        return (
+            torchsde.sdeint(net, batch[0], torch.tensor([0.0, 1.0]), bm=noise, dt=0.25, method="euler").square().mean()
+        )
 
     return Made(Equation(), points, forward=forward)
 
@@ -92,7 +94,11 @@ def controlled_solver() -> Made:
     def forward(net: nn.Module, batch: Any) -> Tensor:
         path = torchcde.CubicSpline(torchcde.hermite_cubic_coefficients_with_backward_differences(batch))
         start = torch.zeros(3, 4)
-        return torchcde.cdeint(X=path, func=net, z0=start, t=path.interval, method="rk4", adjoint=False)[:, -1].square().mean()
+        return (
+            torchcde.cdeint(X=path, func=net, z0=start, t=path.interval, method="rk4", adjoint=False)[:, -1]
+            .square()
+            .mean()
+        )
 
     def batch(draw: Generator, step: int) -> Tensor:
         return torch.randn(3, 6, 2, generator=draw).cumsum(1)
@@ -107,7 +113,10 @@ def exact_process() -> Made:
     class Process(gpytorch.models.ExactGP):
         def __init__(self, likelihood: Any) -> None:
             super().__init__(None, None, likelihood)
-            self.mean, self.kernel = gpytorch.means.ConstantMean(), gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel())
+            self.mean, self.kernel = (
+                gpytorch.means.ConstantMean(),
+                gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel()),
+            )
 
         def forward(self, x: Tensor) -> Any:
             return gpytorch.distributions.MultivariateNormal(self.mean(x), self.kernel(x))
@@ -118,7 +127,7 @@ def exact_process() -> Made:
     return Made(Process(gpytorch.likelihoods.GaussianLikelihood()), points, forward=forward)
 
 
-@model("gpytorch", "variational, inducing points", special="`num_data` of the ELBO is one worker's")
+@model("gpytorch", "variational, inducing points", special="`num_data` of the ELBO counts all workers' samples")
 def variational_process() -> Made:
     import gpytorch
 

@@ -21,9 +21,9 @@ Results = dict[str, Outcome]
 def serve(pipe: Connection, key: str) -> None:
     """Run one row in this process, way by way."""
     os.setpgrp()  # a launcher's processes end with it
-    log = tempfile.TemporaryFile()
+    log, _ = tempfile.mkstemp()
     for stream in (1, 2):
-        os.dup2(log.fileno(), stream)
+        os.dup2(log, stream)
     warnings.simplefilter("ignore")
     os.environ["DECENTFN_FAILURES"] = os.environ.get("DECENTFN_FAILURES", tempfile.gettempdir())
     os.chdir(tempfile.mkdtemp())
