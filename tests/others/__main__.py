@@ -107,11 +107,11 @@ def main() -> None:
             old[row.key] = cells(row, found, results)
             bad += sum(result.word in (WRONG, RAW) for result in results.values())
             print(f"{row.key}: " + ", ".join(f"{way} {r.word}".strip() for way, r in results.items()), flush=True)
+            if not arguments.show:  # after every row: a run that is stopped keeps what it has
+                PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), old), encoding="utf-8")
             for way, result in results.items():
                 if arguments.show and result.sentence:
                     print(f"    {way}: {result.word}: {result.sentence}", flush=True)
-    if not arguments.show:
-        PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), old), encoding="utf-8")
     print(f"{len(present)} rows, {bad} ways wrong or raw, {time.monotonic() - began:.0f} s", file=sys.stderr)
 
 

@@ -11,12 +11,10 @@ pytestmark = pytest.mark.thorough
 
 HERE = [
     "models: transformers: Llama with a padding mask",
-    "models: peft, transformers: `IA3` on Llama",
     "models: torch_geometric: `GCNConv(cached=True)`, each worker with its own graph",
     "batches: transformers: `BatchEncoding`, as tokenizers return",
     "batches: torch_geometric: `Batch` of graphs of different sizes",
     "batches: torch: packed sequences of different lengths",
-    "optimizers: lion-pytorch: `Lion`",
     "optimizers: pytorch-optimizer: `AdEMAMix`",
     "optimizers: schedulefree: `AdamWScheduleFree`",
     "optimizers: timm: `Adan`",
@@ -24,7 +22,6 @@ HERE = [
     "optimizers: transformers: `Adafactor` with its own rate",
     "schedulers: transformers: `get_linear_schedule_with_warmup`",
     "schedulers: timm: `CosineLRScheduler`, called with a number",
-    "launchers: joblib: `Parallel` with loky's processes",
     "loaders: torch: `DataLoader(shuffle=True)` with the global generator",
     "trackers: safetensors, transformers: an exported file with tied weights by `load_model`",
     "trackers: tqdm: `set_postfix` of the loss",
@@ -38,7 +35,8 @@ def test_every_way_is_right_or_refused_with_a_sentence(key, tmp_path, monkeypatc
     if versions(row) is None:
         pytest.skip(f"{row.packages} is not installed")
     monkeypatch.chdir(tmp_path)
-    found = {way: outcome(row, way) for way in row.ways}
+    ways = [way for way in row.ways if row.kind == "optimizers" or "compiled" not in way]  # seconds each
+    found = {way: outcome(row, way) for way in ways}
     assert {way: said for way, said in found.items() if said.word not in (RIGHT, REFUSED)} == {}
     if row.kind in ("models", "batches"):
         assert found["by autograd"].word == RIGHT

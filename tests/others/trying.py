@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 
 from tests.others.rows import RAW, Outcome, Row, load, outcome
 
-LIMIT = 150.0
+LIMIT = 240.0
 """Seconds for one row in all its ways."""
 
 Results = dict[str, Outcome]
