@@ -105,6 +105,7 @@ def gasloc(
     require_positive("gasloc", outer_learning_rate=outer_learning_rate)
     require_fractions("gasloc", outer_momentum=outer_momentum)
     require(0 < real("gasloc", "gossip_step", gossip_step) <= 1, "gasloc", "α is in (0, 1].", gossip_step=gossip_step)
+
     def free(x: Tensor, m: Tensor, mix: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         m = gossip_step * (mix(x) - x) + outer_momentum * m
         return x + m, m

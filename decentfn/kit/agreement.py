@@ -58,7 +58,7 @@ def algorithm(function: Callable[P, Algorithm]) -> Callable[P, Algorithm]:
         require_names(function.__name__, call.arguments.get("options", {}), own)
         if isinstance(given := call.arguments["topology"], Topology):
             # Another takes its place only if the same call accepts it.
-            again: Callable[..., Algorithm] = build
+            again: Callable[..., Any] = build
             call.arguments["topology"] = demanding(given, lambda other: again(*call.args[:2], other, **call.kwargs))
         built = function(*call.args, **call.kwargs)
         if not isinstance(built, Algorithm):

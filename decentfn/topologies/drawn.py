@@ -57,8 +57,8 @@ def from_draw(name: str, num_workers: int, draw: Callable[[Tensor], tuple[Tensor
         from_rounds(name, num_workers, lambda t: _silent_round(round_of(t)), period=None),
         map(_silent_round, drawn),
     )
-    tables = [torch.stack(column) for column in zip(*[(this.heard, this.weights) for this in rounds], strict=True)]
-    check(Topology(name, num_workers, *tables))  # all receive something
+    heard, weights = zip(*[(this.heard, this.weights) for this in rounds], strict=True)
+    check(Topology(name, num_workers, torch.stack(heard), torch.stack(weights)))  # all receive something
     return made
 
 

@@ -157,7 +157,8 @@ def _take_over(backend: str | None, timeout: timedelta | None) -> None:
         raise ValueError(
             f"init(timeout={timeout}): an earlier df.init set {known.timeout}; pass the timeout to the first call, and leave it out here."
         )
-    dist.group.WORLD.set_timeout(timeout)
+    group: Any = dist.group.WORLD
+    group.set_timeout(timeout)
     collectives.adopt_default_group(timeout, known.device)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ def states(device: torch.device) -> dict[str, Tensor]:
         found["cuda"] = torch.cuda.get_rng_state(device)
     _, words, normal = random.getstate()
     found["python"] = _joined(words, float("nan") if normal is None else normal)
-    legacy = np.random.get_state()
+    legacy: Any = np.random.get_state()
     if isinstance(legacy, tuple) and legacy[0] == "MT19937":
         _, words, position, has_normal, normal = legacy
         found["numpy"] = _joined([*words.tolist(), position, has_normal], normal)
