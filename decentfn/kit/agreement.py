@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, cast
 
 from decentfn.comm.fingerprint import agree, describe, structure
 from decentfn.core import trees
@@ -58,7 +58,7 @@ def algorithm(function: Callable[P, Algorithm]) -> Callable[P, Algorithm]:
         require_names(function.__name__, call.arguments.get("options", {}), own)
         if isinstance(given := call.arguments["topology"], Topology):
             # Another takes its place only if the same call accepts it.
-            again: Callable[..., Any] = build
+            again = cast(Any, build)
             call.arguments["topology"] = demanding(given, lambda other: again(*call.args[:2], other, **call.kwargs))
         built = function(*call.args, **call.kwargs)
         if not isinstance(built, Algorithm):
