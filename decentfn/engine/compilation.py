@@ -103,6 +103,7 @@ def compile(
     given: dict[str, Any] = kwargs if mode is None else kwargs | {"backend": on_device(progress.inductor)}
     lock = lock_of(step.loss_fn)
     graphs: list[tuple[Any, Callable[..., Any]]] = []
+    has_failed: list[bool] = []
 
     def run(state: Any, batch: PyTree, t: Tensor) -> tuple[Any, Any]:
         leaves, structure = trees.flatten(state)
@@ -129,8 +130,10 @@ def compile(
                 result = graph(leaves, batch, t)
         except Exception as error:
             progress.end(done=False)
-            explain(step, error, state, batch, _GRAPHS, kwargs)
-            raise
+            if not explain(step, error, state, batch, _GRAPHS, kwargs, is_first=not has_failed):
+                raise
+            has_failed.append(True)
+            return run(state, batch, t)
         if is_new:
             give_back_freed_memory()
             graphs.append((form, graph))
