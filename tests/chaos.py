@@ -16,7 +16,16 @@ from tests.run import survivors
 TIMEOUT, PATIENCE, STEPS = 5, 1, 40
 LATEST = TIMEOUT + 5
 """Seconds after which a step that began before a fault has ended, or its process has."""
-KINDS = ("SIGKILL", "SIGSTOP and SIGCONT", "SIGTERM", "NaN", "slow rank", "exception in the loss", "two at once")
+KINDS = (
+    "SIGKILL",
+    "SIGSTOP and SIGCONT",
+    "SIGTERM",
+    "NaN",
+    "slow rank",
+    "exception in the loss",
+    "two at once",
+    "within a step",
+)
 NAMED = {"PeerLost", "ExchangeTimeout", "LeftBehind", "Fault"}
 
 
@@ -34,10 +43,14 @@ def job(kind, seed, survives):
         "NaN": {"nan": [first, t]},
         "slow rank": {"slow": [first, t]},
         "exception in the loss": {"fails": [first, t]},
+        "within a step": {},
         "two at once": {
             "signals": [(first, at, signal.SIGKILL), (second, draw.choice([0, draw.uniform(0, 0.1)]), signal.SIGKILL)]
         },
     }[kind]
+    if kind == "within a step":
+        wrapped = {"local": draw.choice([1, 2]), "backend": draw.choice([None, "eager"])}
+        its |= {"within": [first, draw.choice([0, 0, 1, t])], **wrapped}
     algorithm = draw.choice(list(survivors.ALGORITHMS))
     run = {"algorithm": algorithm, "timeout": TIMEOUT, "patience": PATIENCE, "steps": STEPS, "pause": 0.02}
     return run | its | {"survives": survives}

@@ -193,6 +193,7 @@ HEADS = {
     "works_alone": "alone",
     "laws_hold": "invariant",
     "laws_hold_on_a_narrow_wire": "bfloat16 wire",
+    "equal_workers_stay_equal": "equal stay",
     "nothing_in_flight_is_written_over": "late messages",
     "accumulates": "accumulation",
     "works_by_autograd": "by autograd",

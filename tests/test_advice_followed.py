@@ -1,5 +1,6 @@
 """Habits from elsewhere and arguments in the wrong place: the error's advice, followed, works."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -28,7 +29,48 @@ def module_state():
 
 WRAPPED = {f"module._orig_mod.{name}": x for name, x in NET.state_dict().items()}
 STATE = trained()
+MODULE = df.functional(NET, nn.functional.mse_loss)
+ARRAYS = (np.ones((4, 3, 2), np.float32), np.zeros((4, 3, 2), np.float32))
+PIECES = [torch.ones(2, 2), torch.ones(3, 2)]
+
+
+def simulated(batch):
+    params, buffers, loss = MODULE
+    init, step = df.adapt_while_communicate(loss, df.sgd(0.1), RING)
+    return df.simulate(step, 4)(df.stack(init(params, buffers), 4), batch, 0)
+
+
+def from_module(*start, loss=MODULE[2]):
+    return df.adapt_while_communicate(loss, df.sgd(0.1), ONE).init(*start)
+
+
+def accumulated(batch, of=lambda batch: batch):
+    loss = df.accumulate(df.autograd(lambda params, batch: loss_fn(params, of(batch))))
+    return df.adapt_while_communicate(loss, df.sgd(0.1), ONE).step(from_module(PARAMS, loss=loss), batch, 0)
+
+
 CASES = {
+    "a NumPy batch": (
+        lambda: simulated(ARRAYS),
+        r"'0' of the batch is ndarray.*NumPy arrays; torch.utils.data.default_convert\(batch\)",
+        lambda: simulated(torch.utils.data.default_convert(ARRAYS)),
+    ),
+    "the parameters of a module": (
+        lambda: from_module(NET.parameters()),
+        r"init\(params=<generator .*init\(params, buffers\), or .*dict\(module.named_parameters\(\)\)",
+        lambda: (
+            from_module(*MODULE[:2]),
+            from_module(dict(NET.named_parameters()), loss=lambda params, batch: params["bias"].sum()),
+        ),
+    ),
+    "bare tensors as micro-batches": (
+        lambda: accumulated(PIECES),
+        r"list of bare tensors is one batch: torch.stack\(batch\).*\[\(x,\) for x in batch\]",
+        lambda: (
+            accumulated(torch.stack(PIECES[:1] * 2)),
+            accumulated([(x,) for x in PIECES], lambda batch: batch[0]),
+        ),
+    ),
     "a learning rate of the algorithm": (lambda: trained(lr=0.1), "optimizer's, df.sgd", lambda: trained(df.sgd(0.1))),
     "an optimizer that is not called": (lambda: trained(df.sgd), "function sgd; call it", lambda: trained(df.sgd(0.1))),
     "a list of transforms": (
@@ -148,3 +190,21 @@ def test_functions_without_a_module_can_be_compared_over_ranks():
     here = {"__builtins__": {}}
     exec("init = lambda params: ()\nupdate = lambda grads, state, params: (grads, state)", here)
     trained(df.chain(df.Transform(here["init"], here["update"]), df.sgd(0.1)))
+
+
+def test_after_training_the_module_is_what_it_was_and_the_page_says_how_to_evaluate():
+    """docs/gotchas.md: the advice for a module, a loss and stacked parameters, which nothing can notice."""
+    module, batch = nn.Linear(2, 2), (torch.ones(4, 3, 2), torch.zeros(4, 3, 2))
+    params, buffers, loss = df.functional(module, nn.functional.mse_loss)
+    init, step = df.adapt_while_communicate(loss, df.sgd(0.1), RING)
+    state, metrics = df.simulate(step, 4)(df.stack(init(params, buffers), 4), batch, 0)
+    with pytest.raises(RuntimeError, match="element 0 of tensors does not require grad"):
+        metrics.loss.sum().backward()
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        module.load_state_dict(df.params(state))
+    x, y = (part[0] for part in batch)
+    trained = df.evaluate(loss, state, [(x, y)])
+    assert nn.functional.mse_loss(module(x), y) > 1.1 * trained
+    for own in (df.state_dict(module, state, consensus=True), df.state_dict(module, df.worker(state, 1))):
+        module.load_state_dict(own)
+        torch.testing.assert_close(nn.functional.mse_loss(module(x), y).double(), trained)

@@ -150,6 +150,40 @@ def test_every_worker_evaluates_its_own_replica(size):
         torch.testing.assert_close(shares, of_shares.double(), rtol=1e-6, atol=0, equal_nan=True)
 
 
+BY_DOMAIN = [  # the domain of each batch, whose loss has its name
+    {"domain": "easy", "x": torch.full((4,), 1.0)},
+    {"domain": "hard", "x": torch.full((2,), 100.0)},
+    {"domain": "hard", "x": torch.full((1,), 40.0)},
+]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])  # of four processes, the last has no batch and each other one domain
+def test_a_name_that_only_some_batches_report_is_averaged_over_their_samples(size):
+    def of_domain(params, batch):
+        return {f"loss/{batch['domain']}": (params["w"] * batch["x"]).mean(), "all": batch["x"].mean()}
+
+    def job(rank, workers):
+        state, share = state_of(workers), BY_DOMAIN[rank::size]
+        return df.evaluate(of_domain, state, share), df.evaluate_replicas(of_domain, state, share)
+
+    for mean, own in on_processes(size, job):
+        w = W.double().mean()
+        expected = {"loss/easy": w, "loss/hard": 80 * w, "all": torch.tensor(244 / 7, dtype=torch.float64)}
+        assert mean.keys() == own.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(mean[name], value, rtol=1e-6, atol=0)
+        hard = [[b["x"] for b in BY_DOMAIN[rank::size] if b["domain"] == "hard"] for rank in range(size)]
+        factor = torch.tensor([torch.cat(its).mean() if its else torch.nan for its in hard])
+        each = factor.repeat_interleave(N // size) * W
+        torch.testing.assert_close(own["loss/hard"], each.double(), rtol=1e-6, atol=0, equal_nan=True)
+
+    def sometimes_named(params, batch):
+        return batch["x"].mean() if batch["domain"] == "easy" else {"hard": batch["x"].mean()}
+
+    with pytest.raises(ValueError, match=r"evaluate\(metric\): it returned a number for some batches and \['hard'\]"):
+        df.evaluate(sometimes_named, state_of(range(N)), BY_DOMAIN)
+
+
 WEIGHTED = [  # two batches of unequal sizes, and beside the samples something of another length
     {"class_weights": torch.ones(10), "x": torch.arange(4.0), "y": torch.arange(4)},
     {"class_weights": torch.ones(10), "x": torch.full((2,), 100.0), "y": torch.arange(2)},

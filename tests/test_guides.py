@@ -58,8 +58,8 @@ def test_too_few_steps_get_a_sentence(healthy_run, capsys):
     assert left.value.code == 2 and "--steps 4" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["equal data", "t stays 0", "worker 7 has random labels"])
+@pytest.mark.parametrize("name", ["equal data", "nobody mixes (gamma=0)", "worker 7 has random labels"])
 def test_the_signs_tell_the_sick_from_the_healthy(healthy_run, name):
     signs = healthy_run.train((healthy_run.HEALTHY | healthy_run.SICK)[name], steps=100)
-    assert (signs.steps_apart > 3) == (name == "t stays 0")
+    assert (signs.steps_apart > 3) == (name == "nobody mixes (gamma=0)")
     assert (signs.outlier > 2.5) == (name == "worker 7 has random labels")

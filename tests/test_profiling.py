@@ -3,6 +3,7 @@
 import gzip
 import json
 import re
+import threading
 import time
 from contextlib import ExitStack
 
@@ -100,6 +101,64 @@ def test_who_waits_for_a_slow_peer_counts_the_wait_and_the_peer_does_not():
 
     patient, slow = on_ranks(2, train)
     assert patient > 0.3 and slow < 0.2
+
+
+WITH_MEANS = {
+    "gossip": lambda loss, n: df.adapt_while_communicate(loss, df.sgd(0.1), df.topology("static-ring", n)),
+    "a mean while computing": lambda loss, n: df.adapt_while_communicate(loss, df.sgd(0.1), df.topology("complete", n)),
+    "all_reduce": lambda loss, n: df.all_reduce(loss, df.sgd(0.1), df.topology("complete", n)),
+    "a weighted mean": lambda loss, n: df.all_reduce(loss, df.sgd(0.1), df.topology("complete", n), weight=torch.abs),
+    "diloco": lambda loss, n: df.diloco(loss, df.sgd(0.1), df.topology("complete", n), inner_steps=1),
+    "groups": lambda loss, n: df.adapt_then_combine(
+        loss, df.sgd(0.1), df.topology("hierarchical", n, local_world_size=2)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WITH_MEANS)
+def test_of_four_the_slow_one_waits_least_also_in_means(name):
+    steps, seconds = 4, 0.1
+
+    def train(rank):
+        @df.autograd
+        def loss(p, batch):
+            time.sleep(seconds * (rank == 2))
+            return ((p - batch) ** 2).mean(), torch.ones(())
+
+        init, step = WITH_MEANS[name](loss, 4)
+        state, _ = step(init(torch.ones(5)), torch.zeros(5), 0)
+        with df.profiling.communication() as counted:
+            for t in range(1, 1 + steps):
+                state, _ = step(state, torch.zeros(5), t)
+        return counted.seconds_waited
+
+    waits = on_ranks(4, train)
+    assert waits[2] < 0.4 * max(waits) and max(waits) > 0.7 * steps * seconds, waits
+    assert name == "groups" or sorted(waits)[1] > 0.3 * steps * seconds, waits
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.parametrize("name", ["a mean while computing", "gossip"])
+def test_a_post_does_not_wait_for_the_others_also_of_a_mean(name, backend):
+    """The third rank begins its step only when the first one computes its gradient, after its post."""
+    computes, seen = threading.Event(), []
+
+    def train(rank):
+        @df.autograd
+        def loss(p, batch):
+            if rank == 0 and batch[0]:
+                computes.set()
+            return ((p - batch) ** 2).mean()
+
+        init, step = WITH_MEANS[name](loss, 3)
+        step = step if backend is None else df.compile(step, backend=backend)
+        state, _ = step(init(torch.ones(5)), torch.zeros(5), 0)
+        if rank == 2:
+            seen.append(computes.wait(10))
+        step(state, torch.ones(5), 1)
+
+    on_ranks(3, train)
+    assert seen == [True]
 
 
 def test_simulated_workers_send_nothing_and_wait_for_nothing():

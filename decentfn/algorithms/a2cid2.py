@@ -19,6 +19,7 @@ gradient and one meeting at most.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple, Unpack
 
 import torch
@@ -57,6 +58,10 @@ class Memory(NamedTuple):
     def restart(cls, x: Buckets) -> Memory:
         """Take `x` as the second copy."""
         return cls(copy_wide(x))
+
+    def without_lost(self, x: Buckets, mean: Callable[[Buckets], Buckets]) -> Memory:
+        """Start the copy anew: the mean of those that are left would differ from that of x, and pull it along."""
+        return self.restart(x)
 
 
 @algorithm

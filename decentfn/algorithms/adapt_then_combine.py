@@ -17,7 +17,6 @@ from torch import Tensor
 
 from decentfn.algorithms.outer import no_weight
 from decentfn.comm import collectives
-from decentfn.comm.gossip.push_sum import pack, unpack
 from decentfn.core.trees import PyTree
 from decentfn.kit import (
     Algorithm,
@@ -32,8 +31,9 @@ from decentfn.kit import (
     as_weight,
     cast_like,
     divide,
-    require_doubly_stochastic,
+    pack,
     scale,
+    unpack,
     where,
     widen,
 )
@@ -84,7 +84,6 @@ def adapt_then_combine(
         ValueError: a push-sum topology; `weight` together with `wire_dtype` or several gossip rounds.
     """
     worker = Worker(loss_fn, optimizer, topology, gossip_rounds=gossip_rounds, **options)
-    require_doubly_stochastic("adapt_then_combine", topology)
     weigh = as_weight("adapt_then_combine", weight)
     if weigh is not None and (worker.wire_dtype is not None or gossip_rounds > 1):
         raise ValueError(
@@ -101,12 +100,12 @@ def adapt_then_combine(
 
     def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
         x = state.params
-        g, local = worker.gradient(x, state.local, batch, t)
+        g, local = worker.gradient(x, state.local, batch, t, weight=weigh)
         u, local = worker.update(g.grads, g, local, x)
-        if weigh is None:
+        if g.weight is None:
             return State(worker.mix(add(x, u), t), local), g.metrics
         w = state.memory.weight
-        x, memory = mix(add(x, u), w + weigh(g).to(w.dtype), t)
+        x, memory = mix(add(x, u), w + g.weight.to(w.dtype), t)
         return State(x, local, memory), g.metrics
 
     return worker.algorithm(step, None if weigh is None else lambda x: Memory(no_weight(x)))

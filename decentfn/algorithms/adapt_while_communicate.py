@@ -28,7 +28,6 @@ from decentfn.kit import (
     as_input,
     at,
     collect,
-    require_doubly_stochastic,
 )
 from decentfn.topologies import Topology
 
@@ -58,7 +57,6 @@ def adapt_while_communicate(
         options: `bucket_mb`, `wire_dtype`; see `Options`.
     """
     worker = Worker(loss_fn, optimizer, topology, shows_mix=True, **options)
-    require_doubly_stochastic("adapt_while_communicate", topology)
     if update_at not in ("local", "mixed"):
         raise ValueError(f"adapt_while_communicate(update_at={update_at!r}): choose 'local' or 'mixed'.")
     if not callable(gamma) and not 0 <= gamma <= 1:

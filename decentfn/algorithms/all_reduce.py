@@ -48,8 +48,8 @@ def all_reduce(
 
     def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
         x = state.params
-        g, local = worker.gradient(x, state.local, batch, t, together=True)
-        mean = worker.mean(g.grads, t, weight=None if weigh is None else weigh(g))
+        g, local = worker.gradient(x, state.local, batch, t, together=True, weight=weigh)
+        mean = worker.mean(g.grads, t, weight=g.weight)
         u, local = worker.update(mean, worker.used_by_any(g, t), local, x)
         return State(add(x, u), local), g.metrics
 

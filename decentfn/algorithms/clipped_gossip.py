@@ -38,7 +38,6 @@ from decentfn.kit import (
     mix_context,
     once,
     repaired,
-    require_doubly_stochastic,
     require_rate,
     require_whole,
     wide,
@@ -77,7 +76,6 @@ def clipped_gossip(
         ValueError: τ not positive, b < 1, a push-sum topology, or one without tables that averages in groups.
     """
     worker = Worker(loss_fn, optimizer, topology, **options)
-    require_doubly_stochastic("clipped_gossip", topology)
     require_whole("clipped_gossip", hostile=hostile)
     if tau is not None:
         require_rate("clipped_gossip", tau=tau)

@@ -149,7 +149,7 @@ def decoupled_diloco(
             weight, trained = gossip.mean(loose([own]), schedule, t)[0].unbind()
             share = once(torch.where(weight != 0, own[0] / weight, torch.zeros_like(weight)))
             sent = [
-                gossip.narrow(piece * share.to(piece.dtype), plan.dtype, wire)
+                gossip.narrow(torch.where(share != 0, piece, 0.0) * share.to(piece.dtype), plan.dtype, wire)
                 for piece, plan in zip(pieces, delta.plan.buckets, strict=True)
             ]
             means.append(gossip.mean(loose(sent), schedule, t))
@@ -158,10 +158,10 @@ def decoupled_diloco(
 
     def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
         theta, (phi, b, tokens, steps) = state.params, state.memory
-        g, local = worker.gradient(theta, state.local, batch, t)
+        g, local = worker.gradient(theta, state.local, batch, t, weight=weigh)
         u, local = worker.update(g.grads, g, local, theta)
         theta = unless_bad(add(theta, u), lambda: phi)
-        now = torch.ones_like(tokens[0]) if weigh is None else weigh(g).to(tokens.dtype)
+        now = torch.ones_like(tokens[0]) if g.weight is None else g.weight.to(tokens.dtype)
         tokens, steps = tokens + now, steps + (now > 0)
         is_here = torch.ones_like(now, dtype=torch.bool)
         if arrives is not None:

@@ -38,7 +38,6 @@ from decentfn.kit import (
     repaired,
     require_compressor,
     require_contraction,
-    require_doubly_stochastic,
     zeroed,
 )
 from decentfn.topologies import Topology
@@ -82,7 +81,6 @@ def deep_squeeze(
     """
     require_compressor("deep_squeeze", compressor, gamma, options)
     worker = Worker(loss_fn, optimizer, topology, **options)
-    require_doubly_stochastic("deep_squeeze", topology)
     neighbors, gamma_input = as_messages(topology), as_input("deep_squeeze", "gamma", gamma)
 
     def start(x: Buckets) -> Memory:

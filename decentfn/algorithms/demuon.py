@@ -32,7 +32,6 @@ from decentfn.kit import (
     at,
     cast_like,
     each,
-    require_doubly_stochastic,
     where,
     zeros_like,
 )
@@ -86,7 +85,6 @@ def demuon(
     if not 0 < momentum <= 1:
         raise ValueError(f"demuon(momentum={momentum!r}): λ, the weight of a new gradient, is in (0, 1].")
     worker = Worker(loss_fn, optimizer, topology, gossip_rounds=gossip_rounds, **options)
-    require_doubly_stochastic("demuon", topology)
     msgn = by_leaf(Transform(lambda params: (), lambda v, state, params: (trees.map(_msgn, v), state)))
     weight = as_input("demuon", "momentum", momentum)
     late = later(1, topology)  # v is completed with the last step's matrix

@@ -31,7 +31,6 @@ from decentfn.kit import (
     add,
     algorithm,
     copy_wide,
-    require_doubly_stochastic,
     require_whole,
 )
 from decentfn.optim.transforms import RateState, sgd
@@ -83,7 +82,6 @@ def factored_gossip_diloco(
     """
     worker = Worker(loss_fn, optimizer, topology, **options)
     require_whole("factored_gossip_diloco", inner_steps=inner_steps)
-    require_doubly_stochastic("factored_gossip_diloco", topology)
     first, second = (after_steps(inner_steps, nth_round(k, 2, topology)) for k in range(2))
     schedule = after_steps(inner_steps, worker.everyone)  # is active even if W₁ or W₂ is idle
     outer_optimizer = sgd(0.7, momentum=0.9, nesterov=True) if outer_optimizer is None else outer_optimizer

@@ -35,7 +35,6 @@ from decentfn.kit import (
     cast_like,
     collect,
     each,
-    require_doubly_stochastic,
     require_fractions,
     zeroed,
 )
@@ -83,7 +82,6 @@ def momentum_tracking(
     """
     worker = Worker(loss_fn, optimizer, topology, shows_mix=True, **options)
     require_fractions("momentum_tracking", beta=beta)
-    require_doubly_stochastic("momentum_tracking", topology)
     late = later(1, topology)
 
     def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:

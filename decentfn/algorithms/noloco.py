@@ -13,6 +13,7 @@ progress; W: the mixing matrix of this outer step (random pairs in the paper); b
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Unpack
 
 import torch
@@ -30,9 +31,9 @@ from decentfn.kit import (
     at,
     copy_wide,
     each,
-    require_doubly_stochastic,
     require_fractions,
     require_positive,
+    require_settling,
     require_whole,
     zeros_like,
 )
@@ -85,13 +86,12 @@ def noloco(
 
     Raises:
         ValueError: H < 1, α outside [0, 1], β or γ not positive, a push-sum topology, or one that
-            has phases in which nothing is sent.
+            has phases in which nothing is sent or on which disagreement grows (1,000 rounds without gradients are tried).
     """
     worker = Worker(loss_fn, optimizer, topology, gossip_rounds=gossip_rounds, **options)
     require_whole("noloco", inner_steps=inner_steps)
     require_fractions("noloco", alpha=alpha)
     require_positive("noloco", beta=beta, gamma=gamma)
-    require_doubly_stochastic("noloco", topology)
     rounds = topology.steps(64) if topology.period and topology.num_workers > 1 else ()
     if any((topology.round(k).weights[:, 0] == 1).all() for k in rounds):
         raise ValueError(
@@ -99,6 +99,12 @@ def noloco(
             "inner_steps between two rounds; pass the topology of the outer steps alone."
         )
 
+    def free(phi: Tensor, b: Tensor, mix: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        b = alpha * b + gamma * (mix(phi) - phi)
+        return phi + b, b
+
+    way_out = "use a topology such as 'random-matching' or 'one-peer-exp', or a smaller alpha"
+    require_settling(f"noloco(alpha={alpha}, gamma={gamma})", topology, free, way_out)
     schedule, gamma_input = after_steps(inner_steps, topology), as_input("noloco", "gamma", gamma)
 
     def outer(theta: Buckets, memory: Memory, t: Tensor) -> tuple[Buckets, Memory]:

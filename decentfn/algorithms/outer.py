@@ -60,7 +60,7 @@ def local_steps(
         post: messages `(memory, t) -> Posted` that overlap with the gradient; what they mix to is the fourth argument
             of `outer`.
         own_steps: number of steps that each worker takes before each outer step; none: all.
-        weight: function from the gradient to a number that is added to `memory.weight` in every step.
+        weight: weight of the gradient, which is added to `memory.weight` in every step.
     """
     longest, counts = max(own_steps, default=1), Numbers(*own_steps)
 
@@ -73,7 +73,7 @@ def local_steps(
     def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
         theta, memory = state.params, state.memory
         posted = None if post is None else post(memory, t)
-        g, local = worker.gradient(theta, state.local, batch, t, after=posted)
+        g, local = worker.gradient(theta, state.local, batch, t, after=posted, weight=weight)
         before = local
         u, local = worker.update(g.grads, g, local, theta)
         if own_steps:
@@ -82,8 +82,8 @@ def local_steps(
             opt = trees.map(lambda old, new: torch.where(trains, new, old), before.opt, local.opt)
             local = local._replace(opt=opt)
         theta = unless_bad(add(theta, u), lambda: memory.phi)
-        if weight is not None:
-            memory = memory._replace(weight=memory.weight + weight(g).to(memory.weight.dtype))
+        if g.weight is not None:
+            memory = memory._replace(weight=memory.weight + g.weight.to(memory.weight.dtype))
         due = is_active(schedule, t, theta)
         mixed = () if posted is None else (collect(posted, after=g.grads),)
         new, memory_new = outer(theta, memory, t, *mixed)

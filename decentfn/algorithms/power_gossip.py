@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from decentfn.comm.gossip.low_rank import Directions, LowRankGossip
+from decentfn.core import trees
 from decentfn.core.trees import PyTree
 from decentfn.kit import (
     Algorithm,
@@ -35,6 +36,7 @@ from decentfn.kit import (
     require_whole,
 )
 from decentfn.topologies import Topology, from_matrices, mixing_matrix
+from decentfn.topologies.rounds import demanding
 
 
 class Memory(NamedTuple):
@@ -43,8 +45,8 @@ class Memory(NamedTuple):
     directions: Directions
 
     def restart(self, x: Buckets) -> Memory:
-        """Keep the directions, which are search directions and do not depend on parameters."""
-        return self
+        """Forget the directions: an edge may have other ends."""
+        return Memory(trees.map(torch.zeros_like, self.directions))
 
 
 @algorithm
@@ -61,8 +63,8 @@ def power_gossip(
     """Send low-rank products of the parameters while the gradient is computed; mix along the difference.
 
     There is no step size to tune. On square matrices with r = n it is adapt_while_communicate. One-dimensional leaves
-    are mixed uncompressed, once per step. An edge whose ends agree restarts from its first direction. Runs that differ by
-    rounding diverge (with r = 1 on 8 x 5 matrices from 1e-10 to 8e-4 in 96 steps); if r exceeds the difference's rank,
+    are mixed uncompressed, once per step. An edge whose ends agree, up to rounding, draws a new direction. Runs that differ by
+    rounding diverge (r = 1, 8 x 5 matrices, different data: from 1e-10 to over 1e-3 in 96 steps); if r exceeds the difference's rank,
     its last columns are rounding errors.
     The last round overlaps with the gradient; with more than one, each waits for the one before.
     Sent per step and neighbor: max(m, n) r values for each m x n matrix and iteration (an edge alternates X and Xᵀ, and
@@ -116,4 +118,15 @@ def _undirected(topology: Topology) -> Topology:
             "both ends of an edge move toward each other, which needs W = Wᵀ; use an undirected topology such as "
             "'static-ring', or deep_squeeze."
         )
-    return from_matrices(topology.name, matrices)
+    edges = from_matrices(topology.name, matrices)
+
+    def keeps_edges(other: Topology) -> None:
+        """Raise ValueError unless phase and slot of `edges`, by which directions are stored, name one edge of `other`."""
+        _undirected(other)
+        rounds = map(other.round, other.cycle or ())
+        if edges.sources.shape[0] % (other.period or 1) or not all(
+            torch.equal(r.sources, r.destinations) for r in rounds
+        ):
+            raise ValueError(f"power_gossip: {other!r} has other edges at the same phase and slot of {edges!r}.")
+
+    return demanding(edges, keeps_edges)

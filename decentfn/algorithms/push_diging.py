@@ -20,7 +20,6 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
-from decentfn.comm.gossip.push_sum import first_weight, pack, unpack
 from decentfn.core.trees import PyTree
 from decentfn.kit import (
     Algorithm,
@@ -36,7 +35,10 @@ from decentfn.kit import (
     collect,
     divide,
     each,
+    first_weight,
+    pack,
     scale,
+    unpack,
     widen,
     zeros_like,
 )
@@ -93,4 +95,4 @@ def push_diging(loss_fn: LossFn, optimizer: Any, topology: Topology, **options: 
         u, v = unpack(worker.mix(u_and_v, t), x.plan)
         return State(divide(u, v), local, Memory(v, y, g_new)), gradient.metrics
 
-    return worker.algorithm(step, Memory.start)
+    return worker.algorithm(step, Memory.start, push_sum=True)

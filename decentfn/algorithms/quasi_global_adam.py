@@ -9,6 +9,9 @@
 x: a worker's parameters; g: its gradient; W: the mixing matrix of the step; η: the learning rate; m, v: the
 quasi-global moments, β₁, β₂: their decays; k: the step, from 1; c: the weight of the gradient (1 in the authors' code,
 which produced the paper's figures; 1 - β₁ in Adam).
+
+d is normalized, so motion never dies: without gradients, at η = 0.05, unequal starts of eight workers on 'static-ring' move
+the mean of an element by up to 13 in 300 steps. That is the paper's; start equal, and let the learning rate fall.
 """
 
 from __future__ import annotations
@@ -32,7 +35,6 @@ from decentfn.kit import (
     each,
     global_norm,
     once,
-    require_doubly_stochastic,
     require_fractions,
     require_positive,
     widen,
@@ -91,7 +93,6 @@ def quasi_global_adam(
         raise ValueError(
             f"quasi_global_adam(b1={b1}, b2={b2}): the bias correction divides by 1 - βᵏ, so both must be below 1."
         )
-    require_doubly_stochastic("quasi_global_adam", topology)
 
     def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
         x, (m, v, count) = state.params, state.memory

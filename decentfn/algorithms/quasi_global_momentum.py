@@ -11,6 +11,7 @@ momentum, β: its weight, μ: its decay.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Unpack
 
 from torch import Tensor
@@ -31,9 +32,9 @@ from decentfn.kit import (
     each,
     reciprocal,
     repaired,
-    require_doubly_stochastic,
     require_fractions,
     require_rate,
+    require_settling,
     zeroed,
 )
 from decentfn.optim.transforms.basic import Scalar
@@ -78,15 +79,22 @@ def quasi_global_momentum(
         options: `bucket_mb`, `wire_dtype`; see `Options`.
 
     Raises:
-        ValueError: β or μ outside [0, 1], η not positive, a push-sum topology.
+        ValueError: β or μ outside [0, 1], η not positive, a push-sum topology, or one on which disagreement grows
+            (1,000 steps without gradients are tried).
     """
     worker = Worker(loss_fn, optimizer, topology, **options)
     require_fractions("quasi_global_momentum", beta=beta, mu=mu)
     require_rate("quasi_global_momentum", learning_rate=learning_rate)
     rate = as_input("quasi_global_momentum", "learning_rate", learning_rate)
-    require_doubly_stochastic("quasi_global_momentum", topology)
     # g + β (β m + g) = (1 + β) g + β² m.
     of_g, of_m = (1 + beta, beta**2) if nesterov else (1, beta)
+
+    def free(x: Tensor, m: Tensor, mix: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        new = mix(x - of_m * m)
+        return new, mu * m + (1 - mu) * (x - new)
+
+    way_out = "use a topology such as 'static-ring' or 'one-peer-exp', or a smaller beta"
+    require_settling(f"quasi_global_momentum(beta={beta}, mu={mu})", topology, free, way_out)
 
     def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
         eta = at(rate, t, state.params)

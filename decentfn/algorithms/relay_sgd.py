@@ -39,6 +39,7 @@ from decentfn.kit import (
     wide,
 )
 from decentfn.topologies import Topology
+from decentfn.topologies.rounds import demanding
 
 
 class Memory(NamedTuple):
@@ -47,8 +48,6 @@ class Memory(NamedTuple):
     messages: Buckets  # [K, D] each, at least float32: m_{k→i}, what each neighbor relayed in the last step
     start: Buckets | None  # x⁰, in the place of models that have not arrived yet; relay="models" only
     age: Tensor  # 0-d int64, steps taken
-
-    needs_all_workers = True  # what was relayed is a sum over known workers
 
     def restart(self, x: Buckets) -> Memory:
         """Clear the messages; the new parameters replace models that have not arrived."""
@@ -91,6 +90,7 @@ def relay_sgd(
             "permanently; leave it out, or use relay='gradients'."
         )
     table, n = relay_counts(topology), topology.num_workers
+    topology = demanding(topology, _none_in_its_place)
     counts, last = Numbers(*table.flatten().tolist()), len(table) - 1
 
     def count(age: Tensor, row: collectives.Row) -> Tensor:
@@ -138,8 +138,12 @@ def relay_sgd(
         return State(add(x, u), local, Memory(messages, None, age + 1)), g.metrics
 
     if relay == "models":
-        return worker.algorithm(models, start)
-    return worker.algorithm(gradients, start, must_equal=("params",))
+        return worker.algorithm(models, start, topology=topology)
+    return worker.algorithm(gradients, start, topology=topology, must_equal=("params",))
+
+
+def _none_in_its_place(other: Topology) -> None:
+    raise ValueError(f"relay_sgd: what was relayed is a sum over known workers, so {other!r} cannot go on with it.")
 
 
 def relay_counts(topology: Topology) -> Tensor:

@@ -33,7 +33,6 @@ from decentfn.kit import (
     each,
     is_active,
     reciprocal,
-    require_doubly_stochastic,
     require_fractions,
     require_positive,
     require_rate,
@@ -98,7 +97,6 @@ def slowmo(
     require_positive("slowmo", alpha=alpha)
     require_rate("slowmo", learning_rate=learning_rate)
     rate = as_input("slowmo", "learning_rate", learning_rate)
-    require_doubly_stochastic("slowmo", topology)
 
     outer = after_steps(inner_steps, worker.everyone)
     inner = paused(topology, outer)

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from decentfn.comm import collectives, gossip
-from decentfn.comm.gossip.push_sum import first_weight, pack, unpack
 from decentfn.core import trees
 from decentfn.core.buckets import loose, wide
 from decentfn.core.trees import PyTree
@@ -41,10 +40,13 @@ from decentfn.kit import (
     algorithm,
     divide,
     each,
+    first_weight,
     once,
+    pack,
     require_whole,
     scale,
     unless_bad,
+    unpack,
 )
 from decentfn.topologies import Topology, later, nth_round
 from decentfn.topologies.lossy import arrivals
@@ -152,7 +154,7 @@ def stochastic_gradient_push(
         x, w = unpack(x_and_w, z.plan)
         return State(divide(x, w), local, Memory(w, outboxes)), g.metrics
 
-    return worker.algorithm(step, start)
+    return worker.algorithm(step, start, push_sum=True)
 
 
 def _without(x: Tensor, sent: Tensor, given: Tensor) -> Tensor:

@@ -1,12 +1,9 @@
-"""Formatting of values and errors in messages, and recognition of this library's own errors."""
+"""Formatting of values and errors in messages."""
 
 from __future__ import annotations
 
 import re
-import traceback
-from pathlib import Path
 
-_LIBRARY = Path(__file__).parent
 _LONGEST, _LONGEST_ERROR = 60, 300
 
 
@@ -25,12 +22,6 @@ def root(error: BaseException) -> BaseException:
     while error.__cause__ is not None:
         error = error.__cause__
     return error
-
-
-def is_ours(error: BaseException) -> bool:
-    """Return True if this library raised the error itself, as a ValueError."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return isinstance(error, ValueError) and bool(frames) and Path(frames[-1].filename).is_relative_to(_LIBRARY)
 
 
 def brief_error(error: BaseException) -> str:

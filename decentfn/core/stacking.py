@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy
 import torch
 from torch import Tensor
 from torch.func import vmap
@@ -31,6 +32,8 @@ def _require_first(what: str, tree: PyTree, size: int, call: str, rows: str, way
         if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0 or leaf.shape[0] != size:
             name = trees.named_leaves(tree)[index][0]  # Dynamo cannot trace optree's names through a dict
             shape = list(leaf.shape) if isinstance(leaf, torch.Tensor) else type(leaf).__name__
+            if isinstance(leaf, numpy.ndarray):
+                way_out = "tensors are stacked, not NumPy arrays; torch.utils.data.default_convert(batch) makes them"
             raise ValueError(
                 f"{call}: leaf {name!r} of the {what} is {shape}; its first axis must be the {size} {rows}: {way_out}."
             )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from decentfn.core import trees
 from decentfn.core.buckets import Buckets
-from decentfn.core.formatting import brief_error, is_ours
+from decentfn.core.formatting import brief_error
 from decentfn.core.stacking import over_workers
 from decentfn.core.trees import PyTree
 from decentfn.gradient import DynamicLossScale, evaluate
@@ -21,8 +21,15 @@ from decentfn.torch_private.autograd import allow_saved_tensors_hooks
 from decentfn.torch_private.dynamo import first_error, guards_fail, is_not_compiled, is_of_too_many_graphs
 
 
-def explain(step: Step, error: Exception, state: Any, batch: PyTree, graphs: int, how: dict[str, Any]) -> None:
-    """Raise an explanation of a compiled step's error; return if it needs none. `how`: as for torch.compile."""
+def explain(
+    step: Step, error: Exception, state: Any, batch: PyTree, graphs: int, how: dict[str, Any], *, is_first: bool
+) -> bool:
+    """Raise an explanation of a compiled step's error, if it needs one; else return True if another try may succeed.
+
+    Some modules cannot be compiled before their first eager call, such as transformers models that return hidden
+    states, so the loss is evaluated eagerly, and the first of two errors may be of that kind. `how`: as for
+    torch.compile.
+    """
     if is_of_too_many_graphs(error):
         raise RuntimeError(
             f"df.compile(step): more than {graphs} kinds of batches (structures, dtypes, shapes that the compiler takes for "
@@ -32,15 +39,16 @@ def explain(step: Step, error: Exception, state: Any, batch: PyTree, graphs: int
         ) from error
     if isinstance(error, AssertionError) and guards_fail(error):
         raise RuntimeError(
-            "df.compile(step): torch.compile cannot guard a NumPy array that the loss reads from outside; make it a tensor "
+            "df.compile(step): torch.compile cannot guard a NumPy array, of the batch or from outside the loss; make it a tensor "
             "with torch.from_numpy before the first step."
         ) from error
     if not is_not_compiled(error):
-        return
+        return False
     allow_saved_tensors_hooks()
     said, raised = first_error(error), getattr(error, "inner_exception", error)
-    for ours in filter(is_ours, (said, raised)):
-        raise ours from None
+    for told in (said, raised):
+        if isinstance(told, ValueError):  # raised by an optimizer, an algorithm or a wrapper
+            raise told from None
     if torch.is_anomaly_enabled():
         raise RuntimeError(
             "df.compile(step): torch.autograd.set_detect_anomaly is on, which looks for NaN in every gradient and is not compiled: "
@@ -52,7 +60,7 @@ def explain(step: Step, error: Exception, state: Any, batch: PyTree, graphs: int
             "options of df.compile, and the compiler's installation."
         ) from error
     if step.is_by_autograd:
-        return
+        return False
     made = f" If another init made the state, a {kind_of(state)}, call this algorithm's." if is_state(state) else ""
     if step.loss_fn is not None and is_state(state):
         gradient, given = _gradient_alone(step, state), (list(state.params), state.buffers, batch)
@@ -61,6 +69,8 @@ def explain(step: Step, error: Exception, state: Any, batch: PyTree, graphs: int
         except Exception as own:
             raise own from None
         if _compiles(gradient, *given, **how):
+            if is_first:
+                return True
             raise RuntimeError(
                 f"df.compile(step): torch.compile could not trace the step: {brief_error(said)}. The loss alone compiles, so the cause "
                 "is the optimizer, γ, the algorithm or a wrapper: compute on tensors, with torch.where in place of `if`, and without "

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from filelock import FileLock, Timeout
 
-from decentfn.torch_private.inductor import cache_dir, lookup_backend, without_faults
+from decentfn.torch_private.inductor import cache_dir, forget_instructions, lookup_backend, without_faults
 
 _log = logging.getLogger("decentfn")
 
@@ -26,24 +26,43 @@ def inductor(
 ) -> Callable[..., Any]:
     """Compile a graph with Inductor; one rank of a machine compiles, and the others find its code in the cache."""
     with contextlib.nullcontext() if "MASTER_PORT" not in os.environ else _turn(), without_faults():
-        removed = None
+        removed: set[Path] = set()
         while True:
             try:
                 return cast(Any, lookup_backend("inductor"))(graph, inputs, config_patches=options)
             except Exception as error:
                 said = getattr(error, "inner_exception", error)
-                damaged = _damaged(said)
-                if damaged is None or damaged == removed:
+                damaged = _damaged(said) - removed
+                if not damaged:
                     raise
-                damaged.unlink(missing_ok=True)  # another rank may have removed it
-                _log.warning("removed a file of Inductor's cache that a kill or a full disk had damaged: %s", said)
-                removed = damaged
+                for path in damaged:
+                    path.unlink(missing_ok=True)  # another rank may have removed it
+                _log.warning(
+                    "removed %d file(s) of Inductor's cache that a kill or a full disk had damaged", len(damaged)
+                )
+                removed |= damaged
+                forget_instructions()
 
 
-def _damaged(error: Exception) -> Path | None:
-    """Return the file of Inductor's cache that the system could not load, or None if `error` is another one."""
+def _damaged(error: Exception) -> set[Path]:
+    """Return the files of Inductor's cache that the system cannot load: the one that the error names, and cut ones."""
+    cache = Path(cache_dir())
     said = re.match(r"(.*?\.so): ", str(error)) if isinstance(error, (ImportError, OSError)) else None
-    return Path(said[1]) if said and Path(cache_dir()) in Path(said[1]).parents else None
+    named = {Path(said[1])} if said and cache in Path(said[1]).parents else set()
+    return named | {path for path in cache.rglob("*.so") if _is_cut(path)}
+
+
+def _is_cut(path: Path) -> bool:
+    """Return True if an ELF library ends before its table of sections, which is its last part."""
+    try:
+        with path.open("rb") as file:
+            header, size = file.read(64), os.fstat(file.fileno()).st_size
+    except OSError:
+        return False
+    if len(header) < 64:
+        return True
+    start, entry, count = (int.from_bytes(header[a:b], "little") for a, b in ((40, 48), (58, 60), (60, 62)))
+    return header[:6] == b"\x7fELF\x02\x01" and size < start + entry * count
 
 
 def counted(backend: str, graphs: list[torch.fx.GraphModule]) -> Callable[..., Any]:

@@ -23,7 +23,7 @@ from decentfn.engine import cache as compile_cache
 from decentfn.engine.advice import explain
 from decentfn.engine.cuda_graphs import MODE, cuda_recorder, on_device, replayed, require_replayable
 from decentfn.engine.donation import require_distinct, require_layout
-from decentfn.engine.memory import give_back_freed_memory
+from decentfn.engine.memory import give_back_freed_memory, keep_freed_memory
 from decentfn.gradient import lock_of
 from decentfn.kit.step import Step
 from decentfn.torch_private import inductor
@@ -93,6 +93,7 @@ def compile(
     require(mode in (None, MODE), "compile", f'None or "{MODE}"; pass Inductor\'s options by name.', mode=mode)
     if mode is not None:
         require_replayable(step, donate, backend)
+    keep_freed_memory()
     prepare()
     progress = _Progress(step, backend)
     kwargs: dict[str, Any] = {"fullgraph": True, "dynamic": dynamic, "backend": backend, **at_most(_GRAPHS)}
@@ -102,6 +103,7 @@ def compile(
     given: dict[str, Any] = kwargs if mode is None else kwargs | {"backend": on_device(progress.inductor)}
     lock = lock_of(step.loss_fn)
     graphs: list[tuple[Any, Callable[..., Any]]] = []
+    has_failed: list[bool] = []
 
     def run(state: Any, batch: PyTree, t: Tensor) -> tuple[Any, Any]:
         leaves, structure = trees.flatten(state)
@@ -128,8 +130,10 @@ def compile(
                 result = graph(leaves, batch, t)
         except Exception as error:
             progress.end(done=False)
-            explain(step, error, state, batch, _GRAPHS, kwargs)
-            raise
+            if not explain(step, error, state, batch, _GRAPHS, kwargs, is_first=not has_failed):
+                raise
+            has_failed.append(True)
+            return run(state, batch, t)
         if is_new:
             give_back_freed_memory()
             graphs.append((form, graph))

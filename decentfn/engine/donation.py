@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from decentfn.core import trees
-from decentfn.engine.memory import give_back_freed_memory
+from decentfn.engine.memory import give_back_freed_memory, keep_freed_memory
 from decentfn.kit.step import Step
 
 
@@ -39,6 +39,7 @@ def donate(step: Step | Callable[..., Any]) -> Step:
     tensor([4., 4.])
     """
     step = Step.of(step, "donate", refuse=("compile", "donate"))
+    keep_freed_memory()
     known: list[Any] = []  # structures of states
 
     def finish(state: Any, new: Any, metrics: Any) -> tuple[Any, Any]:

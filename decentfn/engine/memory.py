@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import ctypes
+import os
+from functools import cache
 from typing import Any
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 
 
-def keep_freed_memory() -> bool:
-    """Let this process keep freed memory for its next step.
+_SETTINGS = ("MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
+"""Variables that set glibc's allocator; a process started with one of them keeps its own settings."""
 
-    glibc returns large freed blocks to the system, and the next step pays for every page again: a fifth of the step of
-    a 10M-parameter network. Process-wide; peak memory does not change.
+
+@cache
+def keep_freed_memory() -> bool:
+    """Let this process keep freed memory for its next step; `df.init` and the transforms of a step call it.
+
+    glibc returns large freed blocks to the system, and the next step pays for every page again: half of the time of a
+    simulated step or more. Process-wide. The allocator may then use more memory at its peak (docs/performance.md); to
+    leave it alone, start the process with MALLOC_TRIM_THRESHOLD_=131072, glibc's default.
 
     Returns:
-        True if the C library supports the settings (glibc does).
+        True if the settings were made: the C library has them (glibc does), and no variable sets its allocator.
     """
-    mallopt = _from_c("mallopt")
+    mallopt = None if any(name in os.environ for name in _SETTINGS) else _from_c("mallopt")
     return mallopt is not None and bool(mallopt(_M_MMAP_MAX, 0)) and bool(mallopt(_M_TRIM_THRESHOLD, -1))
 
 

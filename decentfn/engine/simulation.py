@@ -14,6 +14,7 @@ from decentfn.core import trees
 from decentfn.core.numbers import MOST_WORKERS, checks_numbers, require, require_at_most
 from decentfn.core.stacking import over_workers, require_rows
 from decentfn.core.trees import PyTree
+from decentfn.engine.memory import keep_freed_memory
 from decentfn.gradient.side_channel import SideChannel
 from decentfn.kit.state_check import is_state
 from decentfn.kit.step import Step
@@ -45,6 +46,7 @@ def simulate(step: Step | Callable[..., Any], num_workers: int, *, chunk_size: i
     rule = "workers at a time, an integer >= 1, or None for all."
     require(chunk_size is None or chunk_size >= 1, "simulate", rule, chunk_size=chunk_size)
 
+    keep_freed_memory()
     one = step.run
 
     def run(state: Any, batch: PyTree, t: Tensor) -> tuple[Any, Any]:
@@ -57,7 +59,7 @@ def simulate(step: Step | Callable[..., Any], num_workers: int, *, chunk_size: i
 
     def check(state: Any, batch: PyTree, t: Tensor) -> None:
         here = collectives.world()
-        if step.num_workers is not None and num_workers * here.size != step.num_workers:
+        if step.num_workers is not None and num_workers * here.num_seats != step.num_workers:
             collectives.refuse_size(here, num_workers, step.num_workers, "simulate")
         require_rows("state", state, num_workers)
         batch = trees.plain(batch)

@@ -32,7 +32,7 @@ def accumulate(loss_fn: LossFn) -> LossFn:
     shapes, the same in all micro-batches; with `df.autograd` they may differ between them. A loop processes them: the
     compiled graph does not grow with M, and the activations of one micro-batch are held at a time; buffers pass from
     one to the next. The step reports the mean loss, the norm of the mean gradient, and `aux` stacked, `[M, ...]` (a
-    list, where its shapes differ).
+    list, where its shapes or names differ).
 
     If the loss is a mean, M micro-batches of size b equal one batch of size M b (except for batch statistics). Each
     micro-batch counts alike, whatever its size. Each step may have another M: the mean is over its own. A compiled
@@ -105,7 +105,8 @@ def _with_both_axes(batch: PyTree) -> PyTree:
         raise ValueError(
             f"accumulate(loss_fn): the batch's leaves are {shapes}, but each is [M, b, ...], with the same leading axis of M >= 1 "
             "micro-batches and then that of b samples: x.unflatten(0, (M, -1)). Leaves of other shapes go into a list of M "
-            "micro-batches."
+            "micro-batches. A list of bare tensors is one batch: torch.stack(batch) has the axes, and of unequal shapes "
+            "[(x,) for x in batch] is a list of micro-batches (x,)."
         )
     return batch
 

@@ -135,7 +135,7 @@ def backward(
         mean = losses[0].to(torch.float64, copy=True)
         if many:
             mean = torch.stack([mean, *(loss.to(torch.float64) for loss in losses[1:])]).mean()
-    aux = trees.map(lambda *rows: stacked(rows), *auxes) if many else auxes[0]
+    aux = stacked(auxes) if many else auxes[0]
     return Backward(grads, mean, losses[0].dtype, used, new, aux)
 
 
@@ -239,7 +239,13 @@ def _beyond(x: Any) -> Any:
     return copy.deepcopy(x, copies) if has_tensors else x
 
 
-def stacked(rows: Sequence[Any]) -> Any:
-    """Stack one leaf of many rows' trees: `[N, ...]`, or a list if the leaves are not tensors of one shape."""
+def stacked(rows: Sequence[PyTree]) -> PyTree:
+    """Stack trees leaf by leaf, `[N, ...]`; a list where leaves are not tensors of one shape, or the trees differ."""
+    if any(trees.enumerate_leaves(row) != trees.enumerate_leaves(rows[0]) for row in rows[1:]):
+        return list(rows)
+    return trees.map(lambda *leaves: _stacked(leaves), *rows)
+
+
+def _stacked(rows: Sequence[Any]) -> Any:
     is_one = all(isinstance(x, torch.Tensor) and x.shape == rows[0].shape for x in rows)
     return torch.stack(list(rows)) if is_one else list(rows)

@@ -199,7 +199,7 @@ def _kernel(
                     rows[i] = row
                 ones.append(one._replace(grads=[]))
             loss = torch.stack([one.loss for one in ones])
-            aux = trees.map(lambda *rows: stacked(rows), *(one.aux for one in ones))
+            aux = stacked([one.aux for one in ones])
             new = [torch.stack(rows) for rows in zip(*(one.buffers for one in ones), strict=True)]
         form.is_tried = True
     shape = (workers,) if workers else ()

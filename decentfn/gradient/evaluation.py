@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -143,10 +145,10 @@ def _evaluate(
     try:
         with record_function("decentfn::gradient"):
             e = traced(params, buffers, batch, scale)
-    except (RuntimeError, NotImplementedError) as error:
+    except Exception as error:
         refuse_numpy(error)
-        if type(error) in (RuntimeError, NotImplementedError):
-            error.add_note(_WAY_OUT)
+        if (advice := _advice(one, params, buffers, batch, t, many)) is not None:
+            error.add_note(advice)
         raise
     loss = functorch.by_worker([e.loss])[0][0] if functorch.has_no_value(e.loss) else e.loss
     if _depends_on_ungiven(loss, (params, buffers, batch)):
@@ -155,9 +157,44 @@ def _evaluate(
 
 
 _WAY_OUT = (
-    "step(state, batch, t): torch.func traced the loss's gradient, under df.simulate for all workers at once. Where the loss runs in a "
-    "plain PyTorch loop, let PyTorch's autograd take the gradient, of one worker after another: df.autograd(loss_fn)."
+    "step(state, batch, t): torch.func traced the loss's gradient, under df.simulate for all workers at once, and cannot follow this "
+    "loss. PyTorch's own autograd can (it was tried), for one worker after another: df.autograd(loss_fn)."
 )
+
+
+def _advice(one: LossFn, params: Buckets, buffers: PyTree, batch: PyTree, t: Tensor, many: bool) -> str | None:
+    """Return what to do about a loss that torch.func cannot follow, after a trial of one worker by autograd; None if that fails."""
+    given = (params, buffers, batch)
+    leaves = trees.leaves(given)
+    while any(isinstance(x, Tensor) and functorch.is_batched(x) for x in leaves):
+        leaves = functorch.by_worker(leaves)[0]
+    template = trees.enumerate_leaves(given)
+
+    def run() -> str | None:
+        x, own, data = trees.cloned(trees.fill(template, leaves))
+        try:
+            with _left_alone(one):
+                gradient_by_autograd(ByAutograd(one, False), x, own, data, t, None, many)
+        except Exception as error:
+            return str(error) if isinstance(error, ValueError) and str(error).startswith("loss_fn: ") else None
+        return _WAY_OUT
+
+    with ThreadPoolExecutor(1) as thread:  # the levels of torch.func belong to this one
+        return thread.submit(run).result()
+
+
+@contextmanager
+def _left_alone(loss_fn: LossFn) -> Iterator[None]:
+    """Context in which a module of the loss may be called; afterwards its attributes are what they were."""
+    nodes = [vars(m) for m in loss_fn.module.modules()] if isinstance(loss_fn, ModuleLoss) else []
+    tables = [table for node in nodes for table in (*(v for v in node.values() if type(v) is dict), node)]
+    kept = [dict(table) for table in tables]
+    try:
+        yield
+    finally:
+        for table, before in zip(tables, kept, strict=True):
+            table.clear()
+            table.update(before)
 
 
 def _depends_on_ungiven(loss: Tensor, given: PyTree) -> bool:

@@ -116,7 +116,7 @@ def scalar(loss: Any) -> Tensor:
     )
 
 
-def refuse_numpy(error: RuntimeError) -> None:
+def refuse_numpy(error: Exception) -> None:
     """Raise ValueError if a loss passed a tensor with a gradient to NumPy; PyTorch's advice, `detach`, trains nothing."""
     if "call numpy()" in str(error):
         raise ValueError(

@@ -16,6 +16,7 @@ def my_algorithm(loss_fn, optimizer, topology, **options) -> Algorithm:
 """
 
 from decentfn.comm.gossip import Posted, collect, difference, is_active, mix_context, repaired, unless_bad
+from decentfn.comm.gossip.push_sum import first_weight, pack, unpack
 from decentfn.core.buckets import (
     Buckets,
     Plan,
@@ -46,6 +47,7 @@ from decentfn.kit.preconditions import (
     require_fractions,
     require_positive,
     require_rate,
+    require_settling,
     require_static,
     require_static_symmetric,
     require_whole,
@@ -79,10 +81,12 @@ __all__ = [
     "difference",
     "divide",
     "each",
+    "first_weight",
     "global_norm",
     "is_active",
     "mix_context",
     "once",
+    "pack",
     "reciprocal",
     "repaired",
     "require_compressor",
@@ -91,11 +95,13 @@ __all__ = [
     "require_fractions",
     "require_positive",
     "require_rate",
+    "require_settling",
     "require_static",
     "require_static_symmetric",
     "require_whole",
     "scale",
     "unless_bad",
+    "unpack",
     "where",
     "wide",
     "widen",

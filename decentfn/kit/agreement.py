@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, cast
 
 from decentfn.comm.fingerprint import agree, describe, structure
 from decentfn.core import trees
@@ -15,8 +15,10 @@ from decentfn.core.numbers import bind, plain
 from decentfn.core.trees import PyTree
 from decentfn.gradient import require_inputs
 from decentfn.kit.options import DEFAULTS, require_names
+from decentfn.kit.preconditions import require_doubly_stochastic
 from decentfn.kit.state_check import StateCheck, require_params
 from decentfn.kit.step import Algorithm
+from decentfn.topologies.rounds import Topology, demanding
 
 P = ParamSpec("P")
 
@@ -37,7 +39,8 @@ def algorithm(function: Callable[P, Algorithm]) -> Callable[P, Algorithm]:
 
     Args:
         function: `(loss_fn, optimizer, topology, *, hyperparameters, **options) -> Algorithm`; arguments annotated as
-            `int`, `float` or `bool` must have that type and be finite, or the call is refused.
+            `int`, `float` or `bool` must have that type and be finite, or the call is refused; so is a column-stochastic
+            graph, unless it returns `worker.algorithm(..., push_sum=True)`.
     """
     signature = inspect.signature(function)
     if list(signature.parameters)[:3] != ["loss_fn", "optimizer", "topology"]:
@@ -53,6 +56,10 @@ def algorithm(function: Callable[P, Algorithm]) -> Callable[P, Algorithm]:
         call = bind(function, signature, args, kwargs)
         call.arguments.update(plain(function.__name__, signature.parameters, call.arguments))
         require_names(function.__name__, call.arguments.get("options", {}), own)
+        if isinstance(given := call.arguments["topology"], Topology):
+            # Another takes its place only if the same call accepts it.
+            again = cast(Any, build)
+            call.arguments["topology"] = demanding(given, lambda other: again(*call.args[:2], other, **call.kwargs))
         built = function(*call.args, **call.kwargs)
         if not isinstance(built, Algorithm):
             raise ValueError(
@@ -60,7 +67,10 @@ def algorithm(function: Callable[P, Algorithm]) -> Callable[P, Algorithm]:
                 "`return worker.algorithm(step)`."
             )
         call.apply_defaults()
-        loss_fn, optimizer, topology = (call.arguments[name] for name in ("loss_fn", "optimizer", "topology"))
+        mixes_on = built.topology or call.arguments["topology"]
+        if not built.step.pushes_sum:
+            require_doubly_stochastic(function.__name__, mixes_on)
+        loss_fn, optimizer = call.arguments["loss_fn"], call.arguments["optimizer"]
         values = {name: call.arguments[name] for name in own} | DEFAULTS | call.arguments.get("options", {})
 
         expected = StateCheck(loss_fn, built.step.start, starts_equal=built.step.starts_equal)
@@ -73,8 +83,7 @@ def algorithm(function: Callable[P, Algorithm]) -> Callable[P, Algorithm]:
             return expected.record(built.init(params, buffers))
 
         start.__name__ = start.__qualname__ = f"{function.__name__}.init"
-        topology = built.topology or topology
-        step = replace(built.step, check=expected.check, loss_fn=loss_fn, num_workers=topology.num_workers)
-        return Algorithm(start, step, loss_fn=loss_fn, topology=topology)
+        step = replace(built.step, check=expected.check, loss_fn=loss_fn, topology=mixes_on)
+        return Algorithm(start, step, loss_fn=loss_fn, topology=mixes_on)
 
     return build

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from decentfn.comm import collectives
 from decentfn.compressors import Compressor
+from decentfn.core import draws
 from decentfn.core.buckets import Plan
 from decentfn.core.numbers import real, require, whole_number
 from decentfn.core.scalars import once
@@ -18,7 +19,16 @@ from decentfn.gradient import Weight
 from decentfn.optim.schedule_checks import require_schedule
 from decentfn.optim.schedules import constant
 from decentfn.optim.transforms.basic import Scalar
-from decentfn.topologies import Topology, mixing_matrix
+from decentfn.topologies import Topology, mixed, mixing_matrix
+
+_TRIED = 500
+"""Steps of a trial, after as many that let other modes fade."""
+
+_GROWTH = 4e-4
+"""Per step. Sums over 400 steps to a sixth."""
+
+Recursion = Callable[[Tensor, Tensor, Callable[[Tensor], Tensor]], tuple[Tensor, Tensor]]
+"""`(x, m, mix) -> (x, m)`: a method's step without gradients, in parameters and momentum `[N, 4]`; `mix(x)` is W x."""
 
 
 def require_doubly_stochastic(call: str, topology: Topology) -> None:
@@ -26,7 +36,8 @@ def require_doubly_stochastic(call: str, topology: Topology) -> None:
     if topology.needs_push_sum:
         raise ValueError(
             f"{call}: {topology.name!r} is column-stochastic only, so mixing drifts away from consensus; use "
-            "stochastic_gradient_push or push_diging, which correct for it, or a doubly stochastic topology."
+            "stochastic_gradient_push or push_diging, which correct for it, or a doubly stochastic topology. One of your own "
+            "mixes with push-sum's weight (kit.pack) and returns worker.algorithm(..., push_sum=True)."
         )
 
 
@@ -65,6 +76,39 @@ def require_static(call: str, topology: Topology, why: str, way_out: str) -> Non
             f"{call}: {topology.name!r} {schedule}, but {why}, which needs the same mixing matrix at every step; use a "
             f"static topology such as 'static-ring' or 'static-exp', or {way_out}."
         )
+
+
+def require_settling(call: str, topology: Topology, recursion: Recursion, way_out: str) -> None:
+    """Raise ValueError if disagreement keeps growing under `recursion`, tried on the schedule's own steps from m = 0."""
+    require_doubly_stochastic(call.partition("(")[0], topology)
+    rate = max(_growth(topology, recursion, first) for first in {0, topology.start})
+    if rate > _GROWTH:
+        raise ValueError(
+            f"{call}: on {topology.name!r} disagreement grows by {rate:.2g} of itself per round even without gradients, "
+            f"since momentum continues after the links have changed; {way_out}."
+        )
+
+
+def _growth(topology: Topology, recursion: Recursion, first: int) -> float:
+    """Return the growth of disagreement per step, in logarithms, from step `first` on; 0 if it vanishes."""
+    x = draws.uniform(0, 0, 0, (topology.num_workers, 4)).double()
+    m, sizes = torch.zeros_like(x), []
+    for t in range(first, first + 2 * _TRIED):
+        x, m = x - x.mean(0), m - m.mean(0)
+        norm = float(torch.cat([x, m]).norm())
+        sizes.append((sizes[-1] if sizes else 0.0) + math.log(norm or 1e-99) * (t > first))
+        if sizes[-1] < -math.log(1e6):
+            return 0.0
+        if sizes[-1] > math.log(1e4):
+            return sizes[-1] / (t - first)
+        x, m = recursion(x / norm, m / norm, lambda x, t=t: mixed(topology, t, x))
+    # If it is stable at a momentum of 1, it oscillates.
+    fifth = _TRIED // 5
+    rate = (max(sizes[-fifth:]) - max(sizes[_TRIED : _TRIED + fifth])) / (_TRIED - fifth)
+    if topology.period is None:  # other draws follow: two standard errors above the mean
+        parts = torch.tensor(sizes[fifth::fifth]).diff() / fifth
+        rate = max(rate, float(parts.mean() + 2 * parts.std() / math.sqrt(len(parts))))
+    return rate
 
 
 def require_compressor(call: str, compressor: object, gamma: float, options: Mapping[str, Any]) -> None:

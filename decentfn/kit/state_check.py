@@ -125,6 +125,11 @@ def require_params(params: PyTree) -> None:
             f"init(params): found a training state's {type(params).__name__}; step(state, batch, t) continues it, "
             "and init(df.params(state)) starts anew from its parameters."
         )
+    if isinstance(params, Iterator):
+        raise ValueError(
+            f"init(params={brief(params)}): expected a tree of tensors with names; pass what df.functional(module, criterion) "
+            "returned, init(params, buffers), or with a loss of your own dict(module.named_parameters())."
+        )
     if isinstance(params, nn.Module):
         raise ValueError(
             f"init(params={brief(params)}): expected a tree of tensors; make it, the buffers and the loss from a module "

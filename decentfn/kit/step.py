@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -45,14 +46,16 @@ class Step:
     finish: Callable[[Any, Any, Any], tuple[Any, Any]] | None = field(default=None, repr=False)
     """Function `(state, new state, metrics) -> (state, metrics)`, called once the step is complete."""
     loss_fn: LossFn | None = field(default=None, repr=False)
-    num_workers: int | None = None
-    """Number of workers in the topology."""
+    topology: Topology | None = field(default=None, repr=False)
+    """The algorithm's; None for a plain function."""
     simulated: int | None = None
     """Number of simulated workers; None for a single worker."""
     num_runs: int | None = None
     """Number of simulated runs at once (`df.sweep`); None for one run."""
     starts_equal: bool = False
     """True if all workers must start with the same parameters."""
+    pushes_sum: bool = False
+    """True if it corrects column-stochastic mixing by push-sum's weight."""
     averages_buffers: bool = False
     is_guarded: bool = False
     is_donated: bool = False
@@ -61,6 +64,8 @@ class Step:
         default_factory=WeakValueDictionary, init=False, repr=False
     )
     """Plans of the checked states, by plan id and number of bucket dimensions."""
+    _has_warned: list[bool] = field(default_factory=list, init=False, repr=False)
+    """Not empty after a warning of steps that were left out."""
 
     @classmethod
     def of(cls, function: Callable[..., Any], call: str = "Algorithm", *, refuse: Sequence[str] = ()) -> Step:
@@ -115,6 +120,10 @@ class Step:
         if functorch.has_no_value(t):
             return self.run(state, batch, t)
         number = int(t)
+        x = getattr(state, "params", None)
+        last = getattr(x, "taken_at", None)
+        if last is not None and number != last + 1:
+            self._require_next(number, last)
         with collectives.whole_step(number, donated=self._overwrites) as here, draws.torch_draws(number, here.place):
             if self.is_by_autograd and not functorch.has_no_value(state.params.tensors[0]):
                 result = with_side_channel(self.run, state, batch, t)
@@ -122,7 +131,32 @@ class Step:
                 result = self.run(state, batch, t)
         if self.watch is not None:
             self.watch(result[0], t, self._overwrites)
+        if isinstance(x, Buckets):
+            if self.is_donated:
+                x.taken_at = number
+            elif (
+                isinstance(result, tuple)
+                and isinstance(new := getattr(result[0], "params", x), Buckets)
+                and new is not x
+            ):
+                new.taken_at = number
         return result
+
+    def _require_next(self, t: int, last: int) -> None:
+        """Raise ValueError if step `t` does not follow the step whose result the state is; warn of a gap, once."""
+        if t <= last:
+            raise ValueError(
+                f"step(state, batch, t={t}): the state is the result of step t={last}, so the next step is t={last + 1}. Schedules, "
+                "outer steps and random draws follow t, which counts on over all epochs: `for t, batch in "
+                "df.data.epochs(loader, num_epochs): ...`. To repeat a step, pass the state from before it."
+            )
+        if not self._has_warned:
+            self._has_warned.append(True)
+            warnings.warn(
+                f"step(state, batch, t={t}) after step t={last}: {t - last - 1} rounds of the schedule are left out. t counts the "
+                "calls of the step (with accumulation, not the micro-batches); this is said once.",
+                stacklevel=4,
+            )
 
     @property
     def transforms(self) -> list[str]:
@@ -134,6 +168,11 @@ class Step:
             "simulate": self.simulated is not None,
         }
         return [name for name in applied if applied[name]]
+
+    @property
+    def num_workers(self) -> int | None:
+        """Number of workers in the topology."""
+        return None if self.topology is None else self.topology.num_workers
 
     @cached_property
     def is_by_autograd(self) -> bool:

@@ -19,7 +19,7 @@ from decentfn.core import trees
 from decentfn.core.buckets import Buckets, all_finite, each, global_norm, is_finite, loose, scale, where
 from decentfn.core.context import context
 from decentfn.core.trees import PyTree
-from decentfn.gradient import DynamicLossScale, Gradient, LossFn, evaluate, where_good, within_worker_of
+from decentfn.gradient import DynamicLossScale, Gradient, LossFn, Weight, evaluate, where_good, within_worker_of
 from decentfn.kit.options import DEFAULTS, Options, require_arguments
 from decentfn.kit.preconditions import fast_gossip_momentum, require_whole
 from decentfn.kit.start import lay_out
@@ -70,7 +70,8 @@ class Worker:
         self.topology = topology
         self.everyone = complete(topology.num_workers)
         self.bucket_mb = options.get("bucket_mb", DEFAULTS["bucket_mb"])
-        self.wire_dtype = options.get("wire_dtype")
+        self._wire_dtype = options.get("wire_dtype")
+        self.wire_dtype = self._wire_dtype if topology.num_workers > 1 else None  # alone, nothing is sent
 
     def algorithm(
         self,
@@ -80,6 +81,7 @@ class Worker:
         topology: Topology | None = None,
         must_equal: tuple[str, ...] = (),
         outer_optimizers: Sequence[Any] = (),
+        push_sum: bool = False,
     ) -> Algorithm:
         """Combine an `init` with this step.
 
@@ -90,6 +92,7 @@ class Worker:
             must_equal: "params", "buffers" or both, which must start bitwise equal on all workers; "params" also after
                 `df.with_params`.
             outer_optimizers: further pairs `(init, update)` that take buckets of the parameters.
+            push_sum: True if the step mixes with push-sum's weight, so that column-stochastic graphs are right for it.
         """
         starts_equal = "params" in must_equal
 
@@ -100,7 +103,7 @@ class Worker:
 
         def init(params: PyTree, buffers: PyTree = None) -> State:
             optimizers, topologies = (self.optimizer, *outer_optimizers), (self.topology, self.everyone)
-            x = lay_out(params, optimizers, topologies, self.bucket_mb, self.wire_dtype, self.within_worker)
+            x = lay_out(params, optimizers, topologies, self.bucket_mb, self._wire_dtype, self.within_worker)
             state = start(Buckets(x, replace(x.plan, starts_equal=starts_equal)), buffers)
             if must_equal:
                 given = {"params": params, "buffers": buffers}
@@ -117,7 +120,7 @@ class Worker:
 
         return Algorithm(
             init,
-            replace(Step.of(with_rate), starts_equal=starts_equal, start=start),
+            replace(Step.of(with_rate), starts_equal=starts_equal, pushes_sum=push_sum, start=start),
             loss_fn=self.scaling or self.loss_fn,
             topology=topology or self.topology,
         )
@@ -131,6 +134,7 @@ class Worker:
         *,
         after: Posted | Sequence[Posted] | None = None,
         together: bool = False,
+        weight: Weight | None = None,
     ) -> tuple[Gradient, Local]:
         """Compute the loss and its unscaled gradient at `x`, and `local` with the new buffers and the next scale.
 
@@ -142,11 +146,14 @@ class Worker:
             after: posted messages: compiled code posts them before it computes anything from the batch, so that the
                 gradient hides the communication.
             together: if True, a bad gradient on one worker counts as bad on all.
+            weight: from `as_weight`, for `g.weight`. If a weight is 0, a gradient that is not finite moves nothing.
         """
         if after is not None and torch.compiler.is_dynamo_compiling():
             batch = _after(batch, after)
         scaling, scale = self.scaling, local.scale
         g = evaluate(self.loss_fn, x, local.buffers, batch, t, None if scale is None else scale.scale)
+        if weight is not None:
+            g = _weighed(g, weight(g), local.buffers, together)
         if scale is None and not context.guarded:
             return g, local._replace(buffers=g.buffers)
         own, norm = _judged(g, together)
@@ -156,8 +163,8 @@ class Worker:
             good, local = common if together else own, local._replace(scale=scaling.advance(scale, common))
         elif together:  # the average leaves the bad ones out, so the result is good
             return g._replace(norm=norm), local
-        grads = where_good(own, g.grads, each(torch.zeros_like, g.grads))
-        return g._replace(grads=grads, good=good, norm=norm), local
+        grads, counts = where_good(own, g.grads, each(torch.zeros_like, g.grads)), g.good
+        return g._replace(grads=grads, good=good if counts is None else good & counts, norm=norm), local
 
     def update(
         self, direction: Buckets, g: Gradient, local: Local, x: Buckets, *, posted: Posted | None = None
@@ -266,6 +273,13 @@ def _after(batch: PyTree, posted: Posted | Sequence[Posted]) -> PyTree:
     for i, leaf in zip(places, later, strict=True):
         leaves[i] = leaf
     return trees.fill(trees.enumerate_leaves(batch), leaves)
+
+
+def _weighed(g: Gradient, weight: Tensor, buffers: PyTree, together: bool) -> Gradient:
+    """Return `g` with its weight; if that is 0, a gradient that is not finite is 0, and bad, as is no mean of all."""
+    counts = (weight != 0) | all_finite(g.grads)
+    grads, new = where_good(counts, (g.grads, g.buffers), (each(torch.zeros_like, g.grads), buffers))
+    return g._replace(grads=grads, buffers=new, weight=weight, good=None if together else counts)
 
 
 def _judged(g: Gradient, together: bool) -> tuple[Tensor, Tensor | None]:

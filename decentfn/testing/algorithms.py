@@ -200,6 +200,19 @@ def laws_hold_on_a_narrow_wire(subject: Subject) -> None:
         _assert_packed_ranks_agree(subject, _packed(subject))
 
 
+def equal_workers_stay_equal(subject: Subject) -> None:
+    """Workers that start equal and have no gradient stay as they are, simulated."""
+    n, algorithm = subject.num_workers, subject.build()
+    state, step = stack(algorithm.init(problem.params()), n), simulate(algorithm.step, n)
+    first, batch = state.params, problem.stacked([_without_gradients(i, 0) for i in range(n)])
+    for t in range(_FEW * STEPS):
+        state, _ = step(state, batch, t)
+    for bucket, before in zip(state.params, first, strict=True):
+        moved = float((bucket - before).abs().max())
+        bound = 60 * torch.finfo(bucket.dtype).eps * max(1.0, float(before.abs().max()))
+        assert moved <= bound, f"off by {moved:.3g} after {_FEW * STEPS} steps in {bucket.dtype}"
+
+
 def nothing_in_flight_is_written_over(subject: Subject) -> None:
     """Messages in flight are not overwritten: sending late does not change results (compiled, donated, on ranks)."""
     for run in (_compiled(subject), _packed(subject)):
@@ -325,6 +338,7 @@ PROMISES: dict[str, Callable[[Subject], None]] = {
         works_alone,
         laws_hold,
         laws_hold_on_a_narrow_wire,
+        equal_workers_stay_equal,
         nothing_in_flight_is_written_over,
         accumulates,
         works_by_autograd,
@@ -361,8 +375,9 @@ def check_algorithm(
         algorithm: a function like those of `decentfn.algorithms`.
         topology: `num_workers -> Topology`, for 1 and 4 workers.
         how: arguments of `Subject`: `hyperparameters={"beta": 0.5}` is passed to the algorithm, `laws=()` declares no
-            invariant (by default the workers' mean is kept), `num_workers=` another N, `starts_equal=True` equal
-            parameters, `backend="aot_eager"` traces only, in half of the time.
+            invariant, as of messages drawn by each worker (by default the workers' mean is kept, on a column-stochastic
+            graph weighted by `state.memory.weight`, and equal workers without gradients stay equal), `num_workers=`
+            another N, `starts_equal=True` equal parameters, `backend="aot_eager"` traces only, in half of the time.
 
     Returns:
         None for each promise that holds, or the reason for which the algorithm declines it.
@@ -371,4 +386,5 @@ def check_algorithm(
         AssertionError: a promise is broken; the message names it.
     """
     subject = Subject(algorithm, topology, **how)
-    return {name: try_promise(promise, subject) for name, promise in PROMISES.items()}
+    promises = {name: p for name, p in PROMISES.items() if subject.laws or p is not equal_workers_stay_equal}
+    return {name: try_promise(promise, subject) for name, promise in promises.items()}

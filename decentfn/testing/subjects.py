@@ -39,7 +39,11 @@ class Law(NamedTuple):
 
 
 def _mean(state: Any, topology: Topology, t: int) -> list[Tensor]:
-    return [bucket.double().mean(0) for bucket in state.params]
+    """Return the workers' mean, on a column-stochastic graph weighted by push-sum's `memory.weight`."""
+    weight = getattr(state.memory, "weight", None) if topology.needs_push_sum else None
+    return [
+        ((1.0 if weight is None else weight.double()[:, None]) * bucket.double()).mean(0) for bucket in state.params
+    ]
 
 
 def _spread(state: Any, topology: Topology, t: int) -> list[Tensor]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from decentfn.core.numbers import MOST_WORKERS, checks_numbers, require, require_at_most
-from decentfn.topologies.construct import MOST_TABLE_ENTRIES, alone, from_permutations
+from decentfn.topologies.construct import MOST_TABLE_ENTRIES, alone
 from decentfn.topologies.rounds import Round, Topology, check, silenced
 
 _LONGEST_TABLE = 2**11
@@ -27,7 +27,8 @@ def from_draw(name: str, num_workers: int, draw: Callable[[Tensor], tuple[Tensor
         num_workers: N.
         draw: `t` (0-d int64, on the CPU, with a value) -> `(sources [N, K], destinations [N, K], weights [N, K+1])`, int64,
             int64 and float64: `sources[i, k]` sends to i in slot k, `destinations` is the inverse, and the self-weight is
-            first. An idle worker is its own source. Randomness comes from `df.draws`, keyed by (seed, t), the same on
+            first. A worker that receives from nobody is its own source, or has -1, and one that sends to nobody its own
+            destination; it may do the other. Randomness comes from `df.draws`, keyed by (seed, t), the same on
             every machine; a `torch.Generator().manual_seed(int(t))` made in `draw` is equal between equal versions of
             PyTorch.
 
@@ -49,12 +50,20 @@ def from_draw(name: str, num_workers: int, draw: Callable[[Tensor], tuple[Tensor
         return alone(name)
     round_of = _with_shapes(name, num_workers, lambda t: Round(*draw(t)))
     drawn = [round_of(torch.tensor(t)) for t in _STEPS_TRIED]
-    from_permutations(name, torch.stack([r.sources for r in drawn]), torch.stack([r.weights for r in drawn]))
-    return from_rounds(name, num_workers, lambda t: _silent_round(round_of(t)), period=None)
+    rule = f"sources and destinations are workers, 0 to {num_workers - 1}, or -1 for nobody."
+    are_workers = all(bool((table >= -1).all() and (table < num_workers).all()) for this in drawn for table in this[:2])
+    require(are_workers, name, rule)
+    made, rounds = (
+        from_rounds(name, num_workers, lambda t: _silent_round(round_of(t)), period=None),
+        map(_silent_round, drawn),
+    )
+    heard, weights = zip(*[(this.heard, this.weights) for this in rounds], strict=True)
+    check(Topology(name, num_workers, torch.stack(heard), torch.stack(weights)))  # all receive something
+    return made
 
 
 def _silent_round(this: Round) -> Round:
-    others = this.weights[:, 1:].masked_fill(this.sources == torch.arange(len(this.sources))[:, None], 0.0)
+    others = this.weights[:, 1:].masked_fill(silenced(this.sources) < 0, 0.0)
     own = this.weights.sum(1, keepdim=True) - others.sum(1, keepdim=True)
     return Round(silenced(this.sources), silenced(this.destinations), torch.cat([own, others], dim=1))
 
@@ -124,7 +133,10 @@ def from_rounds(
     steps = range(period) if in_tables and period is not None else _STEPS_TRIED
     drawn = [round_of(torch.tensor(t)) for t in steps]
     are_inverse = all(map(_are_inverse, drawn))
-    require(are_inverse, name, "a round's destinations are not the inverse of its sources.")
+    rule = (
+        "a round's destinations are not the inverse of its sources: in each slot, a worker sends to one that names it."
+    )
+    require(are_inverse, name, rule)
     sources = torch.stack([this.heard for this in drawn])
     in_tables = in_tables and torch.equal(sources.sort(1).values, torch.arange(num_workers)[:, None].expand_as(sources))
     weights = torch.stack([this.weights for this in drawn])

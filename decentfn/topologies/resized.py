@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import replace
 from typing import Literal, NamedTuple, get_args
 
@@ -12,11 +13,11 @@ from torch import Tensor
 from decentfn.core.formatting import brief
 from decentfn.core.numbers import MOST_WORKERS, require, require_at_most, whole_number
 from decentfn.topologies.certificates import Certificate, certificate, consensus_steps
-from decentfn.topologies.combine import combined_anew, padded
-from decentfn.topologies.construct import from_matrices, from_shifts
+from decentfn.topologies.combine import combined_anew, lazy, padded
+from decentfn.topologies.construct import from_groups, from_matrices, from_shifts
 from decentfn.topologies.drawn import from_rounds
 from decentfn.topologies.registry import topology as by_name
-from decentfn.topologies.rounds import Round, Topology, mixing_matrix, require_topology
+from decentfn.topologies.rounds import Edge, Round, Topology, mixing_matrix, require_topology
 
 ANY_SIZE = "base"
 """A family of any size that is exact in finite time, doubly stochastic and symmetric."""
@@ -77,10 +78,10 @@ def without(topology: Topology, workers: Collection[int]) -> Resized:
 def in_place(topology: Topology, workers: Collection[int]) -> Topology:
     """Return the schedule of the workers that are left, for a step compiled for all of them: it is data, and no shape changes.
 
-    It has as many slots as before, idle ones too, and stays static, symmetric and doubly stochastic where the schedule was. That is
-    `without(workers)` if it fits, else the first that does of: the same links with lost weights added to a worker's own; a static ring;
-    `base`; the mean of all. A combination (`every`, `later`, ...) is made again of its parts' schedules. Raises ValueError if none fits,
-    which can only be for a schedule of few slots that needs many.
+    It has as many slots as before, idle ones too, stays static, symmetric and doubly stochastic where the schedule was, and is one that
+    its algorithm accepts (`Topology.suits`). That is `without(workers)` if it fits, else the first that does of: the same links with
+    lost weights added to a worker's own; a static ring; `base`; `base`, lazily; a line; the mean of all. A combination (`every`,
+    `later`, ...) is made again of its parts' schedules. Raises ValueError if none fits.
     """
     kept = [i for i in range(topology.num_workers) if i not in workers]
     has_tables = topology.draw is None and topology.groups is None
@@ -115,25 +116,45 @@ def _first_that_fits(
 ) -> Topology:
     """Return the combination of the parts' schedules, or the first candidate of the topology's form, widened to it."""
     made = combined_anew(topology, of_part) if topology.family is None else None
-    if made is not None:
+    if made is not None and _suits(made, topology):
         return _widened(made, topology)
     for candidate in (
         *candidates,
         lambda: from_shifts("static-ring", [{1: 0.25, n - 1: 0.25}], n) if n > 2 else None,
         lambda: by_name(ANY_SIZE, n),
+        lambda: lazy(by_name(ANY_SIZE, n), 0.75),
+        lambda: _line(n, topology.period or 2),
         lambda: _average(n),
     ):
-        if (made := candidate()) is not None and _fits(made, topology):
+        if (made := candidate()) is not None and _fits(made, topology) and _suits(made, topology):
             return _widened(made, topology)
     raise ValueError(
-        f"in_place: no schedule of {n} workers fits a step that was made for {topology!r}; start the run again, on {n} workers."
+        f"in_place: no schedule of {n} workers fits a step that was made for {topology!r} and suits its algorithm; start the run "
+        f"again, on {n} workers."
     )
+
+
+def _line(n: int, period: int) -> Topology:
+    """Neighbors on a line, static or as even and odd pairs by turns."""
+    if period == 1 or n < 3:
+        return by_name("chain", n)
+    starts = [range(-(phase % 2), n, 2) for phase in range(period)]
+    return from_groups("line", [[Edge(range(max(i, 0), min(i + 2, n))) for i in its] for its in starts], n)
 
 
 def _average(n: int) -> Topology:
     """The mean of all as a group average, also of two workers, for whom `complete` is messages."""
     zeros, ones = torch.zeros(1, n, dtype=torch.int64), torch.ones(1, n, dtype=torch.float64)
     return Topology("complete", n, zeros[..., None][..., :0], 0 * ones[..., None], zeros, ones)
+
+
+def _suits(made: Topology, topology: Topology) -> bool:
+    """Return True if the algorithm of `topology` accepts this schedule."""
+    with suppress(ValueError):
+        if topology.suits is not None:
+            topology.suits(made)
+        return True
+    return False
 
 
 def _fits(made: Topology, topology: Topology) -> bool:
@@ -143,10 +164,7 @@ def _fits(made: Topology, topology: Topology) -> bool:
     before, after = (torch.stack([mixing_matrix(x, t) for t in x.steps(_TRIED)]) for x in (topology, made))
     if not torch.allclose(before, before.mT, rtol=0, atol=1e-12):
         return True
-    # D2 needs a smallest eigenvalue above -1/3.
-    lowest = [torch.linalg.eigvalsh(matrices).min().item() for matrices in (before, after)]
-    is_symmetric = torch.allclose(after, after.mT, rtol=0, atol=1e-12)
-    return is_symmetric and (topology.period != 1 or lowest[1] > -1 / 3 or lowest[0] <= -1 / 3)
+    return torch.allclose(after, after.mT, rtol=0, atol=1e-12)
 
 
 def _widened(made: Topology, like: Topology) -> Topology:

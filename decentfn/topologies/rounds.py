@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, fields
@@ -92,6 +93,8 @@ class Topology:
     """Constructor for another number of workers, with the same options; None if there is none, as for own matrices."""
     made_from: partial[Topology] | None = field(init=False, default=None)
     """Call that combined it from other topologies; None if it is no combination."""
+    suits: Callable[[Topology], object] | None = field(init=False, default=None)
+    """Raises ValueError for a schedule that this one's algorithm would refuse in its place; None: there is no algorithm."""
     degree: int = field(init=False)
     """Most messages that a worker sends in a step, without group averages. At most `slots`."""
     slots: int = field(init=False)
@@ -204,6 +207,13 @@ class Topology:
     def __repr__(self) -> str:
         kind = "random" if self.period is None else f"period={self.period}"
         return f"Topology({self.name!r}, num_workers={self.num_workers}, {kind}, degree={self.degree})"
+
+
+def demanding(topology: Topology, suits: Callable[[Topology], object]) -> Topology:
+    """Return a copy that only schedules for which `suits` raises no ValueError may replace, as after a loss."""
+    made = copy.copy(topology)
+    object.__setattr__(made, "suits", suits)
+    return made
 
 
 _numbers = itertools.count()

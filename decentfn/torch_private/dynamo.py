@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -86,8 +88,17 @@ def constant_while_traced(function: F) -> F:
 
 
 def first_error(error: BaseException) -> BaseException:
-    """Return the original error; an error from a user's operator is only the context of Dynamo's own."""
+    """Return the original error; an error from a user's operator is only the context of Dynamo's own.
+
+    Of an exception raised in traced code Dynamo keeps the text, from which its type and its message are taken.
+    """
     error = root(error)
+    told = re.fullmatch(r"raised exception ValueError\((.*)\)", str(error), re.DOTALL)
+    if told is not None and _is(error, "ObservedException"):
+        try:
+            return ValueError(ast.literal_eval(told[1]))
+        except (ValueError, SyntaxError):
+            return error
     if _is(error, "TorchRuntimeError"):
         while error.__context__ is not None:
             error = error.__context__

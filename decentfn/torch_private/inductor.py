@@ -10,6 +10,7 @@ import itertools
 import operator
 import os
 import re
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from unittest import mock
 
 import torch
 
-from decentfn.torch_private.names import BACKEND, GRAPH_PASS, LOOP_SPLIT, READ_EXPR
+from decentfn.torch_private.names import BACKEND, GRAPH_PASS, LOOP_SPLIT, READ_EXPR, VECTORS
 
 _CALL = 'df.compile(step, backend="inductor")'
 _CACHE = "TORCHINDUCTOR_CACHE_DIR"
@@ -51,6 +52,16 @@ def cache_dir() -> str:
         elif owner == os.getuid() and path == default:
             os.chmod(path, 0o700)
     return path
+
+
+def forget_instructions() -> None:
+    """Let Inductor try the CPU's vector instructions again, in case the files of its trial were damaged."""
+    module = sys.modules.get(getattr(VECTORS.find(), "__module__", ""))
+    owners = [] if module is None else [module, *(kind for kind in vars(module).values() if isinstance(kind, type))]
+    for owner in owners:
+        for function in vars(owner).values():
+            if hasattr(function, "cache_clear"):
+                function.cache_clear()
 
 
 def compile_options() -> dict[str, Any]:

@@ -104,4 +104,9 @@ READ_EXPR = Private(
     "some steps fail to compile, with PyTorch's KeyError",
 )
 
-NAMES = (PYTREE, LINEAR, *DISPATCH, SCAN, WEIGHTS, GUARDS, BACKEND, GRAPH_PASS, LOOP_SPLIT, READ_EXPR)
+VECTORS = Private(
+    "torch._inductor.cpu_vec_isa.valid_vec_isa_list",
+    "try the CPU's vector instructions again after a damaged cache",
+    "a cache whose trial of vector instructions is damaged fails until it is removed",
+)
+NAMES = (PYTREE, LINEAR, *DISPATCH, SCAN, WEIGHTS, GUARDS, BACKEND, GRAPH_PASS, LOOP_SPLIT, READ_EXPR, VECTORS)

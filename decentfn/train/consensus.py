@@ -142,7 +142,8 @@ def consensus_buffers(state: Any) -> PyTree:
         if not b.is_floating_point():
             return first
         away = torch.where(b == first, 0.0, b.double() - first.double())
-        return (first.double() + collectives.process_mean(away.mean(0) if stacked else away, among)).to(b.dtype)
+        mean = collectives.process_mean(away.mean(0) if stacked else away, among)
+        return torch.where(mean == 0, first, (first.double() + mean).to(b.dtype))  # -0.0 stays, too
 
     means = [mean(name, b) for name, b in trees.named_leaves(state.buffers)]
     return trees.fill(trees.enumerate_leaves(state.buffers), means)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -22,7 +22,7 @@ from torch.utils.data import Dataset, IterableDataset, Sampler, default_collate
 from decentfn.core import trees
 from decentfn.core.draws import worker_seed
 from decentfn.core.formatting import brief
-from decentfn.core.numbers import at_least, checks_numbers
+from decentfn.core.numbers import at_least, checks_numbers, require
 
 __all__ = [
     "BatchSampler",
@@ -30,6 +30,7 @@ __all__ = [
     "Shards",
     "batch_sampler",
     "dirichlet_shards",
+    "epochs",
     "fixed_shards",
     "seeded",
     "shards",
@@ -221,6 +222,48 @@ def _drawing_by(seed: int) -> Iterator[None]:
         finally:
             np.random.set_state(before[0])
             random.setstate(before[1])
+
+
+@checks_numbers
+def epochs(loader: Iterable[Any], num_epochs: int, *, start: int = 0) -> Iterator[tuple[int, Any]]:
+    """Yield `(t, batch)` of several epochs of a loader; t counts on from one epoch to the next.
+
+    `set_epoch(epoch)` of the loader, its sampler, batch sampler and dataset is called before each epoch, if they have it.
+
+    Args:
+        loader: anything that can be iterated once per epoch, such as a `DataLoader`.
+        num_epochs: epochs in all, >= 1.
+        start: the first t, as `df.checkpoint.restore` returns it; the batches before it in its epoch are read and
+            discarded, which needs `len(loader)`.
+
+    Raises:
+        ValueError: `num_epochs` < 1, `start` < 0, an iterator (a second epoch would be empty), or `start` and no length.
+
+    >>> list(epochs(["a", "b", "c"], 2, start=2))
+    [(2, 'c'), (3, 'a'), (4, 'b'), (5, 'c')]
+    """
+    require(num_epochs >= 1, "epochs", "a number of epochs, >= 1.", num_epochs=num_epochs)
+    require(start >= 0, "epochs", "a step, >= 0.", start=start)
+    if iter(loader) is loader and num_epochs > 1:
+        raise ValueError(
+            f"epochs(loader={brief(loader)}, {num_epochs}): an iterator ends with its first epoch; pass the DataLoader or a list."
+        )
+    if start and not isinstance(loader, Sized):
+        raise ValueError(f"epochs(loader={brief(loader)}, start={start}): the loader has no length, so pass start=0.")
+    return _epochs(loader, num_epochs, start)
+
+
+def _epochs(loader: Any, num_epochs: int, start: int) -> Iterator[tuple[int, Any]]:
+    first, read = divmod(start, len(loader)) if start else (0, 0)
+    parts = [loader, *(getattr(loader, name, None) for name in ("sampler", "batch_sampler", "dataset"))]
+    t = start
+    for epoch in range(first, num_epochs):
+        for part in parts:
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(epoch)
+        for batch in itertools.islice(loader, read if epoch == first else 0, None):
+            yield t, batch
+            t += 1
 
 
 @checks_numbers

@@ -27,8 +27,8 @@ from decentfn.train.together import together
 
 _Replica = tuple[PyTree, PyTree]
 _Count = Callable[[Any], int]
-_Sums = dict[str, Any]
-"""`samples`, and the sum of each value over them by name; "" if the metric is one value."""
+_Sums = dict[str, list[float]]
+"""By name, the sum of a value over its samples and their number; "" if the metric is one value."""
 
 
 @collectives.calling("df.evaluate(metric, state, batches)", of_state=True)
@@ -44,8 +44,9 @@ def evaluate(metric: Callable[..., Any], state: Any, batches: Iterable[Any], *, 
 
     Args:
         metric: `(params, batch)` or `(params, buffers, batch)` -> the mean over the batch's samples, a 0-d tensor or
-            number, or a dict of them. A loss works; its aux is ignored. For a sharded module use a loss of
-            `df.functional`, such as `df.functional(module, forward=lambda module, batch: ...)[2]`.
+            number, or a dict of them; a name may come with some batches only, whose samples then count. A loss works; its
+            aux is ignored. For a sharded module use a loss of `df.functional`, such as
+            `df.functional(module, forward=lambda module, batch: ...)[2]`.
         state: a training state, of one worker or stacked; `df.ema_state(state)` evaluates the average.
         batches: this process's share of the held-out data, in one worker's form. If every process passes all data, the
             result is the same but takes longer.
@@ -62,7 +63,7 @@ def evaluate(metric: Callable[..., Any], state: Any, batches: Iterable[Any], *, 
     """
     replicas = [(consensus_mean(state), consensus_buffers(state))]
     total = _added(_of_workers("evaluate", metric, replicas, batches, samples, state.params.plan))
-    return _as_returned({name: x / total["samples"] for name, x in total["sums"].items()})
+    return _as_returned({name: x / samples for name, (x, samples) in total.items()})
 
 
 @collectives.calling("df.evaluate_replicas(metric, state, batches)", of_state=True)
@@ -75,7 +76,8 @@ def evaluate_replicas(
     every process the same data; for their mean alone, `evaluate_replicas(...).nanmean()`, shares suffice.
 
     Returns:
-        `[N]` float64, NaN for the workers of a process without a batch, or a dict of them; the same on every rank.
+        `[N]` float64, NaN for the workers of a process without a batch (of this name), or a dict of them; the same on
+        every rank.
     """
     if is_stacked(state):
         replicas = [worker((to_evaluate(state), state.buffers), i) for i in range(state.params[0].shape[0])]
@@ -83,12 +85,9 @@ def evaluate_replicas(
         replicas = [trees.map(torch.clone, (to_evaluate(state), state.buffers))]
     own = [(unsharded(x).tree(), buffers) for x, buffers in replicas]
     everyone = _of_workers("evaluate_replicas", metric, own, batches, samples, state.params.plan)
-    nan = float("nan")
-    means = {
-        name: [of["sums"][name] / of["samples"] if of["samples"] else nan for of in everyone]
-        for name in _added(everyone)["sums"]
-    }
-    return _as_returned(means)
+    none = (float("nan"), 1)
+    ratios = {name: [of.get(name, none) for of in everyone] for name in _added(everyone)}
+    return _as_returned({name: [x / samples for x, samples in its] for name, its in ratios.items()})
 
 
 def _of_workers(
@@ -114,11 +113,11 @@ def _of_workers(
     # Sum in one order, for the same result on every rank.
     told = together(call, _sums, call, metric, replicas, batches, samples, plan.is_sharded)
     size = collectives.processes_per_worker()
-    names = [sorted(of["sums"]) for its in told for of in its if of["samples"]]
+    names = sorted({name for its in told for of in its for name in of})
     if not names:
         raise ValueError(f"{call}(batches): no process has a sample; give at least one of them a batch.")
-    if differing := [others for others in names if others != names[0]]:
-        raise ValueError(f"{call}(metric): it returned {differing[0]} on one process and {names[0]} on another.")
+    if not names[0] and names[1:]:
+        raise ValueError(f"{call}(metric): it returned a number for some batches and {names[1:]} for others; name it.")
     tensor_parallel = getattr(metric, "tp_size", 1)  # processes whose common batch counts once
     return [
         _added(parts)
@@ -128,11 +127,9 @@ def _of_workers(
 
 
 def _added(parts: Sequence[_Sums]) -> _Sums:
-    sums: dict[str, float] = {}
-    for of in parts:
-        for name, x in of["sums"].items():
-            sums[name] = sums.get(name, 0.0) + x
-    return {"samples": sum(of["samples"] for of in parts), "sums": sums}
+    names = dict.fromkeys(name for of in parts for name in of)
+    pairs = {name: [of[name] for of in parts if name in of] for name in names}
+    return {name: [sum(column) for column in zip(*its, strict=True)] for name, its in pairs.items()}
 
 
 @torch.no_grad()
@@ -145,12 +142,11 @@ def _sums(
     is_sharded: bool,
 ) -> list[_Sums]:
     evaluated: Any = _together(metric) if isinstance(metric, ShardedLoss) else metric
-    number, totals = 0, [dict[str, Tensor]() for _ in replicas]
+    totals = [dict[str, Tensor]() for _ in replicas]
     takes_buffers = replicas[0][1] is not None and takes(metric, 3)
     sized = ((batch, _size(call, samples, batch)) for batch in batches)
     with closing(_in_step(call, sized, getattr(metric, "tp_size", 1)) if is_sharded else sized) as rounds:
         for batch, size in rounds:
-            number += size
             context.evaluates = True
             try:
                 found = [evaluated(x, b, batch) if takes_buffers else evaluated(x, batch) for x, b in replicas]
@@ -158,8 +154,8 @@ def _sums(
                 context.evaluates = False
             for value, total in zip(found, totals, strict=True):
                 for name, x in _values(call, value).items() if size else ():
-                    total[name] = total.get(name, 0) + size * x
-    return [{"samples": number, "sums": {name: x.item() for name, x in total.items()}} for total in totals]
+                    total[name] = total.get(name, 0) + size * torch.stack([x, torch.ones_like(x)])
+    return [{name: x.tolist() for name, x in total.items()} for total in totals]
 
 
 def _together(metric: ShardedLoss) -> Callable[..., Any]:

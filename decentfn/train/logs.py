@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
+from copy import copy
 from functools import partial
 from itertools import chain, count, takewhile
 from pathlib import Path
@@ -30,7 +32,8 @@ class JSONLines(AbstractContextManager["JSONLines", None]):
 
     A new run never overwrites another's log: if `path` exists, its log is `name-2.jsonl`, `name-3.jsonl`, ... A run
     resumed at step t appends to the last of these, without lines of steps >= t and without a line cut short by a crash.
-    `write` hands a line to the operating system before it returns, so a process that dies leaves complete lines.
+    `write` hands a line to the operating system before it returns, so a process that dies leaves complete lines. If
+    process 0 is lost (`df.survive`), the lowest that is left appends; it drops lines of steps that it writes again.
 
     Args:
         path: path of the file; its directory is created if needed.
@@ -43,7 +46,9 @@ class JSONLines(AbstractContextManager["JSONLines", None]):
     def __init__(self, path: str | Path, first_step: int = 0) -> None:
         at_least("JSONLines", "first_step", first_step, 0)
         self.path = Path(on_first("JSONLines", _open, one_path("JSONLines(path)", path), first_step))
-        self._file = self.path.open("ab", buffering=0) if collectives.everyone().rank == 0 else None
+        self._here = collectives.everyone()
+        self._unsaid: list[tuple[Mapping[str, Any], int]] = []  # of the last step, which process 0 may not have ended
+        self._file = self.path.open("ab", buffering=0) if self._here.rank == 0 else None
 
     def write(self, values: Mapping[str, Any], step: int | None = None) -> None:
         """Append a line on process 0, do nothing on others; not collective.
@@ -52,8 +57,16 @@ class JSONLines(AbstractContextManager["JSONLines", None]):
             values: JSON values; tensors become numbers and lists, paths strings, NaN and infinity null.
             step: `t`, the line's first entry; None for lines without a step, such as the configuration or a result.
         """
-        if self._file is None:
+        if self._here.rank:
+            if step is not None:
+                self._unsaid = [*(line for line in self._unsaid if line[1] == step), (copy(values), step)]
             return
+        if self._file is None:  # process 0 is lost
+            make_directory(self.path.parent)
+            _cut(self.path, self._unsaid[0][1] if self._unsaid else math.inf if step is None else step)
+            self._file = self.path.open("ab", buffering=0)
+            for line in self._unsaid:
+                self.write(*line)
         if self._file.closed:
             raise ValueError(f"JSONLines({str(self.path)!r}).write: the log is closed.")
         if not isinstance(values, Mapping):
@@ -90,13 +103,15 @@ class TensorBoard(AbstractContextManager["TensorBoard", None]):
                 f"df.logs.TensorBoard({str(directory)!r}): TensorBoard is not installed ({error}); "
                 "pip install tensorboard, or leave it out: a JSONLines log has the same numbers."
             ) from None
-        is_first = collectives.everyone().rank == 0
-        self._writer = SummaryWriter(str(directory), purge_step=first_step or None) if is_first else None
+        self._here, self._make = collectives.everyone(), partial(SummaryWriter, str(directory))
+        self._writer = None if self._here.rank else self._make(purge_step=first_step or None)
 
     def write(self, values: Mapping[str, Any], step: int | None = None) -> None:
         """Append the numbers among `values` at `step`."""
-        if self._writer is None or step is None:
+        if self._here.rank or step is None:
             return
+        if self._writer is None:  # process 0 is lost
+            self._writer = self._make(purge_step=step)
         for name, number in _numbers(values):
             self._writer.add_scalar(name, number, step)
 
@@ -137,12 +152,17 @@ def _open(path: Path, first_step: int) -> str:
                 return str(new)
     for older in takewhile(Path.exists, paths):
         last = older
-    if last.exists():
-        kept = [line for line in read(last) if not isinstance(line.get("step"), int) or line["step"] < first_step]
-        new = last.with_name(f"{last.name}.new")
-        new.write_text("".join(f"{json.dumps(line, allow_nan=False)}\n" for line in kept))
-        new.replace(last)
+    _cut(last, first_step)
     return str(last)
+
+
+def _cut(path: Path, first_step: float) -> None:
+    """Remove lines of steps >= `first_step`, and one that is cut short, from a log that may exist."""
+    if path.exists():
+        kept = [line for line in read(path) if not isinstance(line.get("step"), int) or line["step"] < first_step]
+        new = path.with_name(f"{path.name}.new")
+        new.write_text("".join(f"{json.dumps(line, allow_nan=False)}\n" for line in kept))
+        new.replace(path)
 
 
 def _as_json(value: Any) -> Any:

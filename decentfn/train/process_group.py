@@ -32,8 +32,15 @@ _log = logging.getLogger("decentfn")
 _LAUNCHERS = {
     "srun": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
     "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    "mpiexec (MPICH, Intel MPI)": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+    "submitit's local executor": ("SUBMITIT_LOCAL_GLOBALID", "SUBMITIT_LOCAL_NTASKS", "SUBMITIT_LOCAL_LOCALID"),
+    "MVAPICH": ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK"),
+    "jsrun": ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK"),
+    "Flux": ("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID"),
 }
 """Other launchers, and their names for RANK, WORLD_SIZE and LOCAL_RANK."""
+
+_TIMEOUT = timedelta(minutes=10)
 
 _NUMBERS = ("RANK", "WORLD_SIZE", "MASTER_PORT")
 
@@ -42,7 +49,7 @@ _NUMBERS = ("RANK", "WORLD_SIZE", "MASTER_PORT")
 def init(
     backend: str | None = None,
     *,
-    timeout: timedelta | float = timedelta(minutes=10),
+    timeout: timedelta | float | None = None,
     processes_per_worker: int | Literal["node"] | None = None,
     join: bool = False,
 ) -> World:
@@ -50,13 +57,14 @@ def init(
 
     Without torchrun there is one process and no group. Repeated calls are harmless. Processes restarted by torchrun
     find each other despite stale entries in its store (`docs/restarts.md`). If torchrun itself is killed, they end. On
-    the CPU the process also keeps the memory that it frees (`keep_freed_memory`).
+    the CPU the process also keeps the memory that it frees (docs/performance.md).
 
     Args:
         backend: gloo, nccl (then gloo still serves the CPU) or another of torch.distributed's, except mpi; None chooses
             the same for all ranks, and warns if there are fewer GPUs than processes.
         timeout: how long a collective waits before it fails, a timedelta or seconds. It must cover the slowest compilation among the ranks in
-            the first step, so minutes, not seconds.
+            the first step, so minutes, not seconds. None: 10 minutes; a group that another launcher made (Ray Train, Fabric,
+            mp.spawn) keeps its own. A number is set for that group, too.
         processes_per_worker: S, the number of processes with consecutive ranks that share a worker's parameters: row by
             row, or as `fully_shard` or `parallelize_module` over `world.mesh["shard"]` shard them
             (docs/large_models.md). "node": all processes of a machine (torchrun's LOCAL_WORLD_SIZE). None: the earlier
@@ -74,19 +82,23 @@ def init(
         ValueError: on all processes, S does not divide their number, or differs between them; the timeout is not
             positive; torchrun's environment is incomplete, its port is in use, or another launcher (srun, mpirun) started
             several processes without it; there is no such backend; GLOO_SOCKET_IFNAME names no interface; NCCL was
-            requested, and a rank has no GPU of its own; `join` in a process that has a group, without the store's address,
+            requested, and a rank has no GPU of its own; a group that exists has another backend, or another timeout from an
+            earlier call; `join` in a process that has a group, without the store's address,
             or to a run on GPUs.
         df.errors.PlanMismatch: on all processes, their versions of decentfn, torch or Python (3.11 and 3.12) differ; in a
             process with `join`, they are not those of the run.
         df.errors.ExchangeTimeout: a process, or the store of rank 0, did not answer within the timeout.
     """
-    if not isinstance(timeout, timedelta):
+    if timeout is not None and not isinstance(timeout, timedelta):
         timeout = timedelta(seconds=real("init", "timeout", timeout))
+    given, timeout = timeout, _TIMEOUT if timeout is None else timeout
     if timeout <= timedelta(0):
         raise ValueError(f"init(timeout={timeout}): the timeout is positive; minutes are usual.")
     _require_backend(backend)
     if join:
         return _newcomer(timeout)
+    if dist.is_initialized():
+        _take_over(backend, given)
     if not dist.is_initialized():
         gpus = torch.cuda.device_count() if _takes_gpus(backend) and torch.cuda.is_available() else 0
         if _is_launched(os.environ):
@@ -127,6 +139,27 @@ def _require_backend(backend: Any) -> None:
         raise ValueError(
             f"init(backend={brief(backend)}): there is no {brief(unknown[0])}; leave backend out, or take one of {', '.join(known)}."
         )
+
+
+def _take_over(backend: str | None, timeout: timedelta | None) -> None:
+    """Give the default group that exists this timeout; raise ValueError if it has another one from here, or another backend."""
+    has = str(dist.get_backend_config())
+    wanted = [part.rpartition(":")[2].lower() for part in backend.split(",")] if backend else []
+    if [name for name in wanted if name not in has]:
+        raise ValueError(
+            f"init(backend={backend!r}): the process group exists, with {has}, made by the launcher or the script; leave backend out, "
+            "or make that group with this backend."
+        )
+    known = collectives.everyone()
+    if timeout is None or known.timeout == timeout:
+        return
+    if known.timeout is not None:
+        raise ValueError(
+            f"init(timeout={timeout}): an earlier df.init set {known.timeout}; pass the timeout to the first call, and leave it out here."
+        )
+    group: Any = dist.group.WORLD
+    group.set_timeout(timeout)
+    collectives.adopt_default_group(timeout, known.device)
 
 
 def _newcomer(timeout: timedelta) -> World:

@@ -29,6 +29,7 @@ from decentfn.train import joining
 from decentfn.train.doorbell import Doorbell
 from decentfn.train.joining import Admission
 from decentfn.train.roll_call import Decision, Note, hold, places_of
+from decentfn.train.survivable import require_kind, require_schedule, require_survivable, warn_of_agent
 
 _log = logging.getLogger("decentfn")
 _LOOK_S = 0.2
@@ -61,8 +62,8 @@ def survive(step: Step | Callable[..., Any], *, patience: timedelta = timedelta(
 
     Raises:
         ValueError: a donated step, or a patience that is not positive; workers of several processes; on GPUs, without
-            the variables that docs/surviving.md names; at the first call, another surviving step, or an algorithm whose
-            memory depends on the number of workers (`relay_sgd`).
+            the variables that docs/surviving.md names; an algorithm that accepts no schedule of fewer workers
+            (`relay_sgd`; `gasloc` with a number of steps for each); at the first call, another surviving step.
         df.errors.LeftBehind: at a call, the others have continued without this worker: it was late, or in the smaller
             part of a partition (of equal ones, the one without the lowest worker).
         df.errors.PeerLost: the store has ended.
@@ -75,9 +76,11 @@ def survive(step: Step | Callable[..., Any], *, patience: timedelta = timedelta(
         raise ValueError(f"survive({brief(step)}): expected a step; init, step = df.adapt_while_communicate(...).")
     if not isinstance(patience, timedelta) or patience <= timedelta(0):
         raise ValueError(f"survive(patience={brief(patience)}): a positive datetime.timedelta.")
-    step = Step.of(step)
+    step, here = Step.of(step), collectives.world()
     _require_pure(step)
-    _require_kind(collectives.world())
+    require_kind(here)
+    require_schedule(here, step)
+    warn_of_agent()
     given = {one.name: getattr(step, one.name) for one in fields(step) if one.init}
     return _Surviving(**given, survivor=_Survivor(patience))
 
@@ -172,7 +175,7 @@ class _Survivor:
             todo[0] = todo[0]._replace(state=result[0])
 
     def _begin(self, here: World, state: Any) -> None:
-        _require_survivable(here, state)
+        require_survivable(here)
         import scipy.sparse.csgraph  # noqa: F401  # for the schedule after a loss, when others would wait for the import
 
         here.steps.survives = True
@@ -312,31 +315,6 @@ def _change(before: Sequence[int], after: Sequence[int]) -> str:
     lost, new = ([str(seat) for seat in a if seat not in b] for a, b in ((before, after), (after, before)))
     parts = [f"{word} worker {', '.join(seats)}" for word, seats in (("without", lost), ("with", new)) if seats]
     return " and ".join(parts) or "the same workers"
-
-
-def _require_kind(here: World) -> None:
-    if here.processes_per_worker > 1:
-        raise ValueError(
-            f"survive(step): workers of {here.processes_per_worker} processes, of which one cannot go on without the others' shards; "
-            "restart from a checkpoint (docs/restarts.md)."
-        )
-    if here.num_seats > 1 and here.device.type != "cpu":
-        collectives.require_recoverable("survive(step)")
-
-
-def _require_survivable(here: World, state: Any) -> None:
-    _require_kind(here)
-    if here.steps.survives or here.generation:
-        raise ValueError(
-            "survive(step): another step of this run survives already, and the workers would go back to the last call of either; "
-            "call df.survive once."
-        )
-    memory = getattr(state, "memory", None)
-    if getattr(memory, "needs_all_workers", False):
-        raise ValueError(
-            f"survive(step): the state's memory, a {type(memory).__name__}, depends on the number of workers and on who they are; "
-            "restart from a checkpoint (docs/restarts.md), or use another algorithm."
-        )
 
 
 def _whole(

@@ -12,7 +12,7 @@ from torch import Tensor
 from decentfn.comm import collectives, gossip
 from decentfn.comm.fingerprint import agree, describe
 from decentfn.core import trees
-from decentfn.core.buckets import loose
+from decentfn.core.buckets import is_finite, loose
 from decentfn.core.numbers import checks_numbers, require
 from decentfn.core.trees import PyTree
 from decentfn.kit.preconditions import as_input, at
@@ -30,8 +30,9 @@ def average_buffers(
         b⁺ = b' + γ (W - I) b'       overlap=False: b' is posted after the step
 
     Without it every worker keeps its own buffers, and `df.consensus_buffers` averages them for an evaluation. Frozen
-    parameters of `df.functional` are not mixed. Sent per step: one message per dtype and neighbor. If the algorithm
-    averages over all workers, W is the mean in every step; with overlap=False and γ = 1 buffers are then equal.
+    parameters of `df.functional` are not mixed, and infinite and NaN values stay as they are. Sent per step: one message
+    per dtype and neighbor, or a mean in float64. If the algorithm averages over all workers, W is the mean in every step;
+    with overlap=False and γ = 1 buffers are then equal.
 
     Args:
         algorithm: the result of any function of `decentfn.algorithms`, on a doubly stochastic topology.
@@ -81,6 +82,8 @@ def average_buffers(
         def post(buffers: PyTree) -> gossip.Posted:
             leaves = trees.leaves(buffers)
             vectors = [torch.cat([leaves[i].reshape(-1) for i in places]) for places in by_dtype.values()]
+            if topology.has_groups:  # a mean in float64 is exact to a narrower dtype, and its sum overflows nowhere
+                vectors = [vector.double() for vector in vectors]
             return gossip.post(loose(vectors), collectives.look_up(vectors[0], topology, t))
 
         posted = post(state.buffers) if overlap else None
@@ -88,9 +91,14 @@ def average_buffers(
         posted = posted or post(state.buffers)
         leaves = trees.leaves(state.buffers)
         moves = gossip.difference(posted, at(factor, t, leaves))
-        for places, move in zip(by_dtype.values(), moves, strict=True):
-            for i, part in zip(places, move.split([leaves[i].numel() for i in places]), strict=True):
-                leaves[i] = (leaves[i] + part.view(leaves[i].shape)).to(leaves[i].dtype)
+        for places, move, own in zip(by_dtype.values(), moves, posted.own, strict=True):
+            # Equal values stay: inf - inf would be NaN, and a mean of equal numbers is off by roundings.
+            size, info, sizes = own.abs(), torch.finfo(own.dtype), [leaves[i].numel() for i in places]
+            rounding = topology.num_workers * info.eps * (size + info.tiny) if posted.means else 0.0
+            stays = ~is_finite(size + rounding) | (move.abs() <= rounding)
+            for i, part, keep in zip(places, move.split(sizes), stays.split(sizes), strict=True):
+                old = leaves[i]
+                leaves[i] = torch.where(keep.view(old.shape), old, (old + part.view(old.shape)).to(old.dtype))
         buffers = trees.fill(trees.enumerate_leaves(state.buffers), leaves)
         return state._replace(local=state.local._replace(buffers=buffers)), metrics
 

@@ -46,13 +46,13 @@ def outer_loop(p, outer, steps=STEPS, own=H):
     return np.stack(xs)
 
 
-def gasloc_loop(p, matrices, eta, gamma, own=H):
+def gasloc_loop(p, matrices, eta, gamma, own=H, alpha=0.25):
     y_old = p.start
 
     def outer(k, phi, theta):
         nonlocal y_old
         y = phi + eta * (theta - phi)
-        x = matrices[k % len(matrices)] @ y + gamma * (y - y_old)
+        x = y + alpha * (matrices[k % len(matrices)] @ y - y) + gamma * (y - y_old)
         y_old = y
         return x
 
@@ -95,10 +95,14 @@ def largest_of_each_bucket(x):
 
 
 @schedules
-def test_gasloc_follows_its_equation(matrices):
+@pytest.mark.parametrize("alpha", [0.25, 0.4])
+def test_gasloc_follows_its_equation(matrices, alpha):
     p = problem(N)
-    built = build(df.gasloc, p, matrices, LR, inner_steps=H, outer_learning_rate=0.6, outer_momentum=0.8)
-    agree(run(built, p, STEPS), gasloc_loop(p, matrices, 0.6, 0.8))
+    options = {"outer_learning_rate": 0.6, "outer_momentum": 0.8} | ({} if alpha == 0.25 else {"gossip_step": alpha})
+    agree(
+        run(build(df.gasloc, p, matrices, LR, inner_steps=H, **options), p, STEPS),
+        gasloc_loop(p, matrices, 0.6, 0.8, alpha=alpha),
+    )
 
 
 def test_workers_of_gasloc_may_take_different_numbers_of_steps():
@@ -175,12 +179,38 @@ def test_the_mean_of_gasloc_is_nesterov_of_torch_on_the_mean_progress(name):
 @schedules
 def test_gasloc_of_one_plain_step_is_adapt_then_combine(matrices):
     p = problem(N)
-    plain = build(df.gasloc, p, matrices, LR, inner_steps=1, outer_learning_rate=1.0, outer_momentum=0.0)
+    plain = build(df.gasloc, p, matrices, LR, inner_steps=1, outer_learning_rate=1.0, outer_momentum=0.0, gossip_step=1)
     agree(run(plain, p), run(build(df.adapt_then_combine, p, matrices, LR), p), 1e-12)
 
 
 def diloco(p, **options):
     return run(build(df.diloco, p, COMPLETE, LR, inner_steps=H, **options), p, STEPS)
+
+
+def test_gasloc_on_complete_is_diloco_without_momentum():
+    """At a gossip step of 1; its momentum is each worker's own, DiLoCo's is common."""
+    p = problem(N, starts_equal=True)
+    plain = {"outer_learning_rate": 0.6, "outer_momentum": 0.0}
+    gasloc = df.gasloc(loss, Sgd(LR), df.topology("complete", N), inner_steps=H, gossip_step=1, **plain)
+    agree(run(gasloc, p, STEPS), diloco(p, **plain), 1e-12)
+
+
+@pytest.mark.parametrize("alpha", [0.25, 1.0])
+def test_the_mean_of_gasloc_on_complete_is_diloco_if_workers_curve_alike(alpha):
+    """Then the mean gradient is that of the mean, and for every gossip step the mean follows DiLoCo, momentum included."""
+    p = problem(N, starts_equal=True)
+    p = p._replace(A=np.tile(p.A[:1], (N, 1, 1)))
+    gasloc = df.gasloc(loss, Sgd(LR), df.topology("complete", N), inner_steps=H, gossip_step=alpha)
+    agree(run(gasloc, p, STEPS).mean(1), diloco(p).mean(1), 1e-12)
+
+
+@pytest.mark.parametrize("name", ["one-peer-exp", "random-matching", "base", "static-exp"])
+def test_gasloc_refuses_a_gossip_step_that_diverges(name):
+    """8 workers: by 5% to 24% per round."""
+    with pytest.raises(
+        ValueError, match=rf"gasloc\(gossip_step=1, .*on '{name}' disagreement grows by 0\.\d+ .*gossip_step"
+    ):
+        df.gasloc(loss, Sgd(LR), df.topology(name, 8), gossip_step=1)
 
 
 def test_factored_gossip_diloco_with_an_idle_and_a_complete_mix_is_diloco():
@@ -298,6 +328,8 @@ def test_preconditions_say_what_to_do():
             build(algorithm, p, random_column_stochastic(4, 1, seed=0))
     with pytest.raises(ValueError, match=r"gasloc\(outer_momentum=2.0\)"):
         build(df.gasloc, p, static_ring(4), outer_momentum=2.0)
+    with pytest.raises(ValueError, match=r"gasloc\(gossip_step=0\): α is in \(0, 1\]"):
+        build(df.gasloc, p, static_ring(4), gossip_step=0)
     with pytest.raises(ValueError, match=r"factored_gossip_diloco\(outer_optimizer\).*init"):
         build(df.factored_gossip_diloco, p, static_ring(4), outer_optimizer=0.7)
     with pytest.raises(ValueError, match=r"point along the gradient"):

@@ -139,6 +139,63 @@ def test_a_guarded_mean_leaves_out_a_bad_worker_and_its_weight(algorithm):
     np.testing.assert_allclose(ends[0][left], ends[1], rtol=0, atol=1e-14)
 
 
+def of_masked_samples(params, batch):
+    """The mean over the samples of a mask; over none of them, 0 / 0."""
+    x, mask = batch
+    return ((params["w"] - x) ** 2 * mask).sum() / mask.sum(), mask.sum()
+
+
+AROUND = {
+    "traced": lambda loss_fn: loss_fn,
+    "by autograd": df.autograd,
+    "scaled": df.dynamic_loss_scale,
+    "scaled, by autograd": lambda loss_fn: df.dynamic_loss_scale(df.autograd(loss_fn)),
+}
+METHODS = {
+    df.all_reduce: {},
+    df.diloco: {"inner_steps": 2},
+    df.adapt_then_combine: {},
+    df.decoupled_diloco: {"inner_steps": 2, "num_fragments": 1},
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("mode", ["eager", "donated", "aot_eager", "ranks", "donated on ranks"])
+@pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
+@pytest.mark.parametrize("algorithm", METHODS, ids=lambda f: f.__name__)
+def test_a_worker_of_weight_0_whose_gradient_is_nan_moves_nothing(algorithm, around, mode):
+    """The others go on as without it, and it takes part again, with a momentum that is finite."""
+    x = torch.randn(N, 5, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    loss_fn = around(of_masked_samples)
+
+    def after(n, steps, mask_of_last):
+        made = algorithm(
+            loss_fn, df.adam(0.1), df.topology("complete", n), weight=lambda tokens: tokens, **METHODS[algorithm]
+        )
+        step = made.step if "ranks" in mode else df.simulate(made.step, n)
+        step = df.donate(step) if "donated" in mode else df.compile(step, backend=mode) if mode == "aot_eager" else step
+        mask = torch.ones(n, 5, 1, dtype=torch.float64)
+        first = {"w": torch.zeros(2, dtype=torch.float64)}
+
+        def train(rank):
+            state = made.init(first) if "ranks" in mode else df.stack(made.init(first), n)
+            for t in range(steps):
+                mask[-1] = mask_of_last(t)
+                batch = x[:n], mask.clone()
+                state, metrics = step(state, tuple(part[rank] for part in batch) if "ranks" in mode else batch, t)
+            return df.params(state)["w"], metrics.loss
+
+        rows = on_kept_ranks(n, train) if "ranks" in mode else [train(0)]
+        return [torch.stack(part) if "ranks" in mode else part[0] for part in zip(*rows, strict=True)]
+
+    with_nan, losses = after(N, 4, lambda t: 0.0)
+    assert losses.isnan().tolist() == [False] * (N - 1) + [True]
+    torch.testing.assert_close(with_nan[:-1], after(N - 1, 4, lambda t: 1.0)[0], rtol=0, atol=1e-14)
+    again, losses = after(N, 8, lambda t: float(t >= 4))
+    assert again.isfinite().all() and losses.isfinite().all() and not torch.equal(again[:-1], with_nan[:-1])
+
+
 @each_method
 def test_a_weight_that_cannot_be_computed_is_refused(algorithm, options, loop):
     name = algorithm.__name__

@@ -194,13 +194,13 @@ def test_what_is_frozen_or_trained_from_now_on_is_refused(around, backend):
     params, buffers, loss_fn = df.functional(net, criterion)
     state, step = run_of(loss_fn, around, params, buffers, backend)
     state, _ = step(state, BATCH, 0)
-    for p in (net[2].bias, net[0].weight, criterion.temperature):
+    for t, p in enumerate((net[2].bias, net[0].weight, criterion.temperature), start=1):
         p.requires_grad_(not p.requires_grad)
         with pytest.raises(ValueError, match="requires_grad of the module's parameters has changed"):
-            step(state, BATCH, 1)
+            step(state, BATCH, t)
         df.evaluate(loss_fn, state, [BATCH])
         p.requires_grad_(not p.requires_grad)
-        state, _ = step(state, BATCH, 1)
+        state, _ = step(state, BATCH, t)
 
 
 class TiesInForward(nn.Module):

@@ -122,6 +122,41 @@ def test_each_message_is_its_senders_and_idle_slots_weigh_nothing(name):
             torch.testing.assert_close(row, df.mixing_matrix(topology, t)[i], rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("backend", [None, "eager"])
+def test_a_mean_leaves_out_whatever_has_weight_0_and_mixing_leaves_infinite_values(backend):
+    """0 times NaN, and inf - inf, would be NaN on every worker."""
+
+    @kit.algorithm
+    def mean_of_x(loss_fn, optimizer, topology, *, way="mean", **options):
+        worker = kit.Worker(loss_fn, optimizer, topology, **options)
+
+        def step(state, batch, t):
+            x, (weight,) = state.params, batch
+            g, local = worker.gradient(x, state.local, batch, t)
+            mixed = worker.mean(x, t, weight=weight) if way == "mean" else worker.mix(x, t)
+            if way == "none of it":
+                mixed = kit.collect(worker.post(x, t), gamma=torch.zeros((), dtype=torch.float64))
+            return kit.State(mixed, local), g.metrics
+
+        return worker.algorithm(step)
+
+    def mixed(name, way, rows, weights):
+        init, step = mean_of_x(lambda p, batch: p.sum(), df.sgd(0.0), df.topology(name, 3), way=way)
+        step = df.simulate(step, 3)
+        step = step if backend is None else df.compile(step, backend=backend)
+        state = df.with_params(df.stack(init(torch.zeros(2)), 3), torch.tensor(rows))
+        return df.params(step(state, (torch.tensor(weights),), 0)[0])
+
+    nan, inf = float("nan"), float("inf")
+    left_out = mixed("complete", "mean", [[1.0, 2.0], [nan, inf], [4.0, -4.0]], [2.0, 0.0, 1.0])
+    torch.testing.assert_close(left_out, torch.tensor([[2.0, 0.0]] * 3))
+    for name in ("static-ring", "complete", "random-matching"):  # in a matching, one of three is alone
+        everywhere = mixed(name, "mix", [[-inf, 1.0], [-inf, 2.0], [-inf, 3.0]], [1.0] * 3)
+        assert (everywhere[:, 0] == -inf).all() and everywhere[:, 1].mean() == 2
+    alone = torch.tensor([[1.0, 2.0], [nan, inf], [4.0, -4.0]])
+    assert torch.equal(mixed("static-ring", "none of it", alone.tolist(), [1.0] * 3)[::2], alone[::2])
+
+
 def test_the_decorator_says_what_it_decorates():
     with pytest.raises(ValueError, match=r"@kit\.algorithm on mine\(loss, opt.*loss_fn, optimizer, topology"):
 

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ def loss_of(made: Made, batch: Any) -> Tensor:
     if made.forward is not None:
         returned = made.forward(made.module, batch)
         return returned[0] if isinstance(returned, tuple) else returned
-    if isinstance(batch, dict):
+    if isinstance(batch, Mapping):
         return made.module(**batch).loss
     assert made.criterion is not None
     return made.criterion(made.module(batch[0]), *batch[1:])

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import traceback
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -32,6 +33,7 @@ ALGORITHMS = {
     "diloco": lambda loss, n: df.diloco(
         loss, df.sgd(RATE), df.topology("complete", n), inner_steps=3, outer_learning_rate=1.0, outer_momentum=0.0
     ),
+    "d2": lambda loss, n: df.d2(loss, df.sgd(RATE), df.topology("ring", n)),
     "choco": lambda loss, n: df.choco_sgd(
         loss, df.sgd(RATE), df.topology("static-ring", n), compressor=compressors.top_k(0.5), gamma=0.3
     ),
@@ -60,6 +62,18 @@ def start_params(seat, name):
     return {"x": torch.full((64,), 0.0 if name == "diloco" else float(seat), dtype=F64)}
 
 
+def killed(run, seat, at, me):
+    """A step within which this process is killed."""
+
+    def step(state, batch, t):
+        result = run(state, batch, t)
+        if me == seat and int(t) == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    return step
+
+
 DEFAULTS = {
     "n": 4,
     "timeout": 20,
@@ -69,8 +83,11 @@ DEFAULTS = {
     "backend": None,
     "pause": 0.0,
     "joins": None,
+    "local": 1,
+    "within": None,
 }
-"""`joins`: a step before which the others wait for a newcomer that has compiled its step and is about to join.
+"""`local`: workers of each process, with the same start and batches. `within`: a worker and a step within which it dies, compiled
+or not, when it has sent all. `joins`: a step before which the others wait for a newcomer that has compiled its step and is about to join.
 `calls`: after each step, the workers also call what is called outside steps; `dies_in`: a worker, a step and one of these."""
 
 
@@ -105,15 +122,21 @@ def main(spec, rank):
             file.write(json.dumps(what | {"at": time.time()}) + "\n")
 
     build = ALGORITHMS[spec["algorithm"]]
-    algorithm, failing = (build(loss, world.num_workers) for loss in (loss_fn, failing_loss))
+    local = spec["local"]
+    algorithm, failing = (build(loss, world.num_workers * local) for loss in (loss_fn, failing_loss))
     init, step = df.guard(algorithm) if "nan" in spec else algorithm
     failing = failing.step
+    if local > 1:
+        step = df.simulate(step, local)
     if spec["backend"]:
         step = df.compile(step, donate=False, backend=spec["backend"])
+    if spec["within"]:
+        step = replace(step, run=killed(step.run, *spec["within"], seat))
     if spec.get("survives", True):
         patience = timedelta(seconds=spec["patience"])
         step = df.survive(step, patience=patience)
     state = init(start_params(seat, spec["algorithm"]))
+    state = df.stack(state, local) if local > 1 else state
     dies, first = {int(rank): t for rank, t in spec["dies"].items()}, 0
     folder = Path(spec["folder"]) / "saved"
     saver = df.checkpoint.Saver(folder, topology=algorithm.topology, keep=None) if spec.get("calls") else None
@@ -140,6 +163,7 @@ def main(spec, rank):
                 time.sleep(1.5)
             time.sleep(spec["pause"])
             batch = gradient(seat, t) * (torch.nan if spec.get("nan") == [seat, t] else 1)
+            batch = batch.expand(local, -1).clone() if local > 1 else batch
             state, _ = (failing if spec.get("fails") == [seat, t] else step)(state, batch, t)
             w = getattr(state.memory, "weight", None)
             calls = {
@@ -154,8 +178,8 @@ def main(spec, rank):
             said = list(outcomes(calls, its_end)) if saver else []
             say(
                 t=t,
-                x=state.params.tensors[0].tolist(),
-                weight=1.0 if w is None else float(w),
+                x=state.params.tensors[0].view(local, -1).mean(0).tolist(),
+                weight=1.0 if w is None else float(w.mean()),
                 workers=world.num_workers,
                 seats=list(world.seats),
                 generation=world.generation,

@@ -3,7 +3,6 @@
 import hashlib
 import itertools
 import json
-import logging
 import os
 import random
 import stat
@@ -219,26 +218,20 @@ def test_the_first_save_of_a_run_that_did_not_resume_is_refused_on_all_ranks(tmp
 
     def fresh(rank):
         with df.checkpoint.Saver(tmp_path) as saver:
-            with pytest.raises(ValueError, match=r"step=10\): .* steps 30 to 30 .* did not resume.*another directory"):
+            with pytest.raises(
+                ValueError, match=r"step=10\): .* steps 30 to 30, .* neither restored nor saved.*another directory"
+            ):
                 saver.save(state, 10)
             saver.save(df.checkpoint.restore(tmp_path, state).state, 30)
 
     on_kept_ranks(2, first)
+    files.own.clear()  # as another process
     on_kept_ranks(2, fresh)
     assert [path.name for path in manifest.checkpoints(tmp_path)] == [
         "checkpoint-000002-step-30",
         "checkpoint-000003-step-30",
     ]
     assert not caplog.records
-
-
-def test_a_save_before_the_newest_step_but_not_before_all_is_warned_of(tmp_path, caplog):
-    """It may have resumed from an earlier checkpoint because the newest was damaged."""
-    state = algorithm_of(1).init(net())
-    for step in (10, 20, 15):
-        df.checkpoint.save(tmp_path, state, step)
-    [warning] = [record for record in caplog.records if record.levelno == logging.WARNING]
-    assert "step=15" in warning.getMessage() and "up to 20" in warning.getMessage()
 
 
 def test_an_error_of_the_thread_comes_out_once_at_the_next_call_and_the_run_goes_on(tmp_path):
@@ -274,7 +267,7 @@ def test_ranks_that_save_different_steps_are_told(tmp_path):
     [
         (lambda d, s: df.checkpoint.save(d, s, -1), r"save\(step=-1\)"),
         (lambda d, s: df.checkpoint.save(d, s, 1.0), r"save\(step=1.0\)"),
-        (lambda d, s: df.checkpoint.save(d, s, 1, extra={1, 2}), r"save\(extra=...\): JSON holds"),
+        (lambda d, s: df.checkpoint.save(d, s, 1, extra={1, 2}), r"save\(extra=...\): extra"),
         (lambda d, s: df.checkpoint.Saver(d, config=object()), r"Saver\(config=...\): JSON holds"),
         (lambda d, s: df.checkpoint.Saver(d, keep=0), r"Saver\(keep=0\)"),
         (lambda d, s: df.checkpoint.save(d, s, 1, topology=df.topology("ring", 4)), "the topology has 4 workers"),
@@ -594,8 +587,7 @@ def test_threads_that_share_a_saver_take_turns(tmp_path):
     states = [init({"w": torch.full((200_000,), float(value))}) for value in (1, 2)]
     with df.checkpoint.Saver(tmp_path, keep=None) as saver:
         threads = [
-            threading.Thread(target=lambda state=state: [saver.save(state, step) for step in range(8)])
-            for state in states
+            threading.Thread(target=lambda state=state: [saver.save(state, 1) for _ in range(8)]) for state in states
         ]
         for thread in threads:
             thread.start()
@@ -717,7 +709,7 @@ def test_a_directory_comes_back_after_a_start_that_failed_and_stray_files_do_no_
 def test_what_is_wrong_on_one_rank_is_raised_on_all_and_the_next_checkpoint_is_saved(tmp_path):
     def job(rank):
         state = algorithm_of(2).init(net())
-        with pytest.raises(ValueError, match=r"rank 1: save\(extra=...\): JSON"):
+        with pytest.raises(ValueError, match=r"rank 1: save\(extra=...\): extra is"):
             df.checkpoint.save(tmp_path, state, 1, extra={1, 2} if rank else None)
         df.checkpoint.save(tmp_path, state, 2)
 
@@ -790,7 +782,8 @@ def test_for_another_number_of_workers_each_file_is_verified_once_and_a_bad_one_
     on_kept_ranks(2, lambda rank: df.checkpoint.restore(path, state))
     assert sorted(verified) == [f"process-0000{i}.safetensors" for i in range(3)]
     file = path / "process-00001.safetensors"
-    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
 
     def restore(rank):
         with pytest.raises(df.errors.CheckpointCorrupt, match=r"rank 1: .*process-00001.safetensors: "):

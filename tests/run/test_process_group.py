@@ -41,6 +41,12 @@ def environment(monkeypatch):
     [
         (SRUN, r"init\(\): SLURM_PROCID=1 and SLURM_NTASKS=4.*srun.*RANK=\$SLURM_PROCID, WORLD_SIZE=\$SLURM_NTASKS"),
         ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, r"OMPI_COMM_WORLD_SIZE=2.*mpirun"),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, r"PMI_SIZE=2.*mpiexec.*RANK=\$PMI_RANK, WORLD_SIZE=\$PMI_SIZE"),
+        (
+            {"SUBMITIT_LOCAL_GLOBALID": "1", "SUBMITIT_LOCAL_NTASKS": "2"},
+            r"submitit's local executor started.*RANK=\$SUBMITIT_LOCAL_GLOBALID",
+        ),
+        ({"FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "3"}, "Flux started several"),
         ({"RANK": "0"}, r"RANK=0: WORLD_SIZE and MASTER_ADDR and MASTER_PORT not set; torchrun sets all four"),
         ({"WORLD_SIZE": "2"}, "RANK and MASTER_ADDR and MASTER_PORT not set"),
         (TORCHRUN | {"RANK": "zero"}, "RANK=zero: not a number"),

@@ -1,5 +1,6 @@
 """`df.survive`: the others go on without a lost worker, in place, and only gradients move their mean."""
 
+import itertools
 import json
 import os
 import signal
@@ -16,8 +17,8 @@ import torch
 import decentfn as df
 from decentfn.comm.collectives import World, use, world
 from decentfn.testing import on_ranks
-from decentfn.topologies.resized import in_place
-from tests import chaos
+from decentfn.topologies.resized import enlarged, in_place
+from tests import chaos, losses
 from tests.run import survivors
 from tests.run.survivors import ALGORITHMS, F64, RATE, gradient, loss_fn, start_params
 
@@ -118,6 +119,65 @@ def test_the_invariant_of_the_memory_holds_among_those_that_are_left(name):
         torch.testing.assert_close(rows("y").mean(0), own, rtol=0, atol=1e-14)
 
 
+@pytest.mark.parametrize("at", [0, 1, 4])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_the_lowest_that_is_left_writes_the_log_on(at, when, tmp_path):
+    def train(rank):
+        init, step = losses.of_row("adapt_while_communicate", "base")(3)
+        step = df.survive(losses.dying(step, at, when) if rank == 0 else step, patience=timedelta(seconds=20))
+        state, log = init(losses.start(rank, False)), df.logs.JSONLines(tmp_path / "log.jsonl")
+        for t in range(STEPS):
+            try:
+                state, _ = step(state, torch.ones(1, dtype=F64), t)
+            except losses.Gone:
+                leave(step)
+                break
+            log.write({"rank": rank}, step=t)
+            log.write({"again": t}, step=t)
+        if world().generation:
+            log.write({"result": rank})
+        log.close()
+        return log.path
+
+    left = on_ranks(3, train)
+    assert left[1] == left[2]
+    said = df.logs.read(left[1])
+    assert said[1::2] == [{"step": t, "again": t} for t in range(STEPS)] and said[-1] == {"result": 1}
+    assert [line["step"] for line in said[:-1:2]] == [*range(STEPS)]
+    writers = [line["rank"] for line in said[:-1:2]]
+    assert writers == sorted(writers) and writers[at:] == [1] * (STEPS - at)
+
+
+@pytest.mark.parametrize("local", [1, 2])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_process_may_die_within_the_first_step(local, when):
+    kept, failed = losses.survived(losses.of_row("d2", "static-ring"), 3, {1: (0, when)}, local=local)
+    assert losses.faults(kept, failed, [0, 2], "d2", 0) == []
+
+
+@pytest.mark.parametrize("name", ["d2", "a2cid2", "power_gossip", "decentlam", "choco_sgd", "extra", "gasloc"])
+def test_an_algorithm_goes_on_with_a_schedule_that_it_accepts(name):
+    """Whoever is lost, and for whomever joins; on every schedule on which it can be built."""
+    for schedule, n in itertools.product(losses.SCHEDULES, (4, 5, 6)):
+        try:
+            built = losses.of_row(name, schedule)(n)
+        except ValueError:
+            continue
+        for lost in ([0], [1, 3], range(2, n), range(1, n)):
+            losses.of_row(name, schedule, topology=in_place(built.step.topology, lost))(n)
+        losses.of_row(name, schedule, topology=enlarged(built.step.topology, n + 1))(n)
+
+
+def test_torchrun_with_several_processes_per_agent_is_told_that_they_end_together(monkeypatch, caplog):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    for local, said in (("1", 0), ("4", 1)):
+        caplog.clear()
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+        df.survive(ALGORITHMS["gossip"](loss_fn, 4).step)
+        assert len([text for text in caplog.messages if "ends them all" in text]) == said
+
+
 def test_one_worker_is_left_of_four():
     assert on_ranks(4, train, "gossip", {0: 2, 1: 4, 2: 4})[3][-1][2] == 1
 
@@ -137,8 +197,11 @@ def test_what_cannot_be_survived_is_refused():
             df.survive(step)
     with pytest.raises(ValueError, match="another step of this run survives already"):
         on_ranks(4, lambda rank: [train(rank, "gossip", {}) for _ in range(2)])
+    each = df.gasloc(loss_fn, df.sgd(RATE), df.topology("base", 4), inner_steps=[1, 2, 3, 4], outer_momentum=0.5)
+    with use(World(None, 0, 4)), pytest.raises(ValueError, match="accepts no schedule in place of"):
+        df.survive(each.step)
     relay = {"relay": lambda loss, n: df.relay_sgd(loss, df.sgd(RATE), df.topology("chain", n))}
-    with pytest.raises(ValueError, match="depends on the number of workers"):
+    with pytest.raises(ValueError, match="accepts no schedule in place of"):
         on_ranks(4, train, "relay", {}, relay)
 
 
@@ -181,6 +244,25 @@ def test_processes_are_killed_or_stopped_and_the_others_go_on(tmp_path):
 def test_a_short_chaos_has_no_bad_end(tmp_path, monkeypatch):
     monkeypatch.setattr(chaos, "KINDS", ("exception in the loss", "two at once"))
     assert chaos.main(1, tmp_path / "chaos") == []
+
+
+@pytest.mark.thorough
+def test_a_process_may_die_within_the_first_or_second_step_compiled_and_simulated(tmp_path):
+    jobs = [
+        {"algorithm": name, "local": local, "backend": backend, "within": [1, t]}
+        for name, local, backend, t in (("d2", 2, None, 0), ("gossip", 2, "eager", 0), ("push-sum", 1, "eager", 1))
+    ]
+    for job, lines in zip(jobs, survivors.results(tmp_path, jobs), strict=True):
+        assert [its[-1].get("end") if its else None for its in lines] == ["done", None, "done", "done"], job
+        assert survivors.error_of_mean(lines) < 1e-14 and lines[0][-2]["workers"] == 3
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("cases", [losses.schedules, losses.wrappers])
+def test_no_combination_loses_the_mean_of_those_that_are_left(cases):
+    """A few of those of `python -m tests.losses`."""
+    some = list(cases())[:: 150 if cases is losses.schedules else 100]
+    assert {str(case): said for case in some if (said := losses.outcome(case)) not in losses.FINE} == {}
 
 
 @pytest.mark.slow

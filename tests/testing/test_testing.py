@@ -64,6 +64,41 @@ def test_a_fault_of_an_algorithm_breaks_its_promise(fault, promise, message):
         testing.try_promise(PROMISES[promise], testing.Subject(my_algorithm(fault), ring))
 
 
+def one_way(n):
+    """Columns that sum to 1; of rows, none does."""
+    kept = torch.linspace(0.3, 0.7, n, dtype=torch.float64) if n > 1 else torch.ones(1, dtype=torch.float64)
+    W = torch.diag(kept) + torch.diag(1 - kept).roll(1, 0)
+    return df.topologies.from_matrices("one way", [W.tolist()], needs_push_sum=True)
+
+
+def test_an_algorithm_that_does_not_push_sums_is_refused_on_a_column_stochastic_graph():
+    words = r"algorithm: '.*one way.*' is column-stochastic only.*kit\.pack.*worker\.algorithm\(\.\.\., push_sum=True\)"
+    for topology in (one_way(4), df.topologies.every(3, one_way(4))):
+        with pytest.raises(ValueError, match=words):
+            my_algorithm(None)(lambda p, batch: p.sum(), df.sgd(0.1), topology)
+
+
+@pytest.mark.parametrize("name", ["stochastic_gradient_push", "push_diging"])
+def test_push_sum_passes_all_checks_on_a_column_stochastic_graph(name):
+    assert testing.check_algorithm(getattr(df, name), one_way, backend="aot_eager")["laws_hold"] is None
+
+
+def test_plain_mixing_that_is_declared_as_push_sum_breaks_the_promise_that_equal_workers_stay():
+    @kit.algorithm
+    def declares(loss_fn, optimizer, topology, **options):
+        worker = Worker(loss_fn, optimizer, topology, **options)
+
+        def step(state, batch, t):
+            g, local = worker.gradient(state.params, state.local, batch, t)
+            u, local = worker.update(g.grads, g, local, state.params)
+            return State(worker.mix(add(state.params, u), t), local), g.metrics
+
+        return worker.algorithm(step, push_sum=True)
+
+    with pytest.raises(AssertionError, match="^equal_workers_stay_equal: off by"):
+        testing.try_promise(PROMISES["equal_workers_stay_equal"], testing.Subject(declares, one_way))
+
+
 def test_an_algorithm_says_what_it_declines():
     """A sound one is on the page "Write your own", where all promises are tried."""
     subject = testing.Subject(my_algorithm(None), ring)

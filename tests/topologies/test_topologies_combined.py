@@ -306,6 +306,16 @@ def test_sudden_and_gradual_consensus_are_told_apart():
         (lambda: from_groups("mine", [[Edge([0, 1])]], 3), "each of 0..2 must be in exactly one"),
         (
             lambda: from_draw(
+                "mine", 2, lambda t: (torch.tensor([[2], [0]]),) * 2 + (torch.full((2, 2), 0.5).double(),)
+            ),
+            "sources and destinations are workers, 0 to 1, or -1 for nobody",
+        ),
+        (
+            lambda: from_draw("mine", 2, lambda t: (torch.tensor([[0], [-1]]),) * 2 + (torch.eye(2)[[0, 0]].double(),)),
+            r"workers \[0, 1\] receive no message",
+        ),
+        (
+            lambda: from_draw(
                 "mine", 2, lambda t: (torch.tensor([[1], [0]]),) * 2 + (torch.tensor([[0.5, 0.4]] * 2).double(),)
             ),
             "sums to",
@@ -314,7 +324,7 @@ def test_sudden_and_gradual_consensus_are_told_apart():
             lambda: from_draw(
                 "mine", 3, lambda t: (torch.tensor([[1], [2], [0]]),) * 2 + (torch.full((3, 2), 0.5).double(),)
             ),
-            "not the inverse of its sources",
+            "not the inverse of its sources: in each slot, a worker sends to one that names it",
         ),
     ],
 )
@@ -393,6 +403,27 @@ def test_every_round_that_is_tried_is_checked_as_a_table_would_be(at):
 
     with pytest.raises(ValueError, match="sums to 0.9"):
         from_draw("mine", 8, draw)
+
+
+@pytest.mark.parametrize("nobody", [-1, None])
+def test_a_worker_may_send_in_a_slot_in_which_it_receives_nothing(nobody):
+    """A directed ring in a random order, in which each slot has one message; nobody is -1, or the worker itself."""
+
+    def draw(t):
+        order = df.draws.permutation(0, t, 4)
+        sources = torch.full((4, 4), -1) if nobody else torch.arange(4)[:, None].repeat(1, 4)
+        destinations, slots = sources.clone(), torch.arange(4)
+        sources[order, slots], destinations[order.roll(1), slots] = order.roll(1), order
+        weights = torch.zeros(4, 5, dtype=torch.float64)
+        weights[:, 0], weights[order, 1 + slots] = 0.6, 0.4
+        return sources, destinations, weights
+
+    made = from_draw("one way", 4, draw)
+    df.testing.check_topology(made)
+    order = df.draws.permutation(0, torch.tensor(5), 4)
+    expected = 0.6 * torch.eye(4, dtype=torch.float64)
+    expected[order, order.roll(1)] = 0.4
+    torch.testing.assert_close(mixing_matrix(made, 5), expected)
 
 
 def test_given_weights_of_a_graph_are_kept():

@@ -431,3 +431,19 @@ def test_a_wrong_argument_is_named_at_construction(make, named):
     with pytest.raises(ValueError) as error:
         make()
     assert named in str(error.value)
+
+
+def test_a_frozen_group_stays_whatever_its_gradient_is():
+    """0 times NaN would be NaN."""
+    x = flatten({"bias": torch.ones(2), "weight": torch.ones(2)}, masks=[is_weight])
+    transform = partition({True: sgd(0.1), False: scale(0.0)}, is_weight)
+    grads = Buckets(
+        [
+            torch.full_like(b, 1.0 if p.segments[0].name == "weight" else torch.nan)
+            for b, p in zip(x, x.plan.buckets, strict=True)
+        ],
+        x.plan,
+    )
+    updates, _ = transform.update(grads, transform.init(x), x)
+    expected = {"bias": torch.zeros(2), "weight": torch.full((2,), -0.1)}
+    assert all(torch.equal(leaf, expected[name]) for name, leaf in updates.tree().items())

@@ -10,6 +10,7 @@ from torch.utils.data import DistributedSampler
 import decentfn as df
 from decentfn.comm import collectives
 from decentfn.core import trees
+from decentfn.testing.ranks import on_kept_ranks
 
 pytestmark = pytest.mark.thorough
 
@@ -183,7 +184,73 @@ def test_buffers_travel_in_one_message_for_each_dtype(algorithm, monkeypatch):
             collectives, name, lambda x, *a, plain=plain, **k: (calls.append(x.dtype), plain(x, *a, **k))[1]
         )
     averaged(algorithm, df.topology("ring", N), steps=1)
-    assert sorted(map(str, calls)) == ["torch.float32", "torch.float32", "torch.float64"]  # parameters, and two dtypes
+    means = ["torch.float64" if algorithm == "all_reduce" else "torch.float32", "torch.float64"]
+    assert sorted(map(str, calls)) == ["torch.float32", *means]  # parameters, and two dtypes
+
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def extremes(dtype):
+    """Infinite, NaN, largest, smallest and inexact values, and a zero with a sign."""
+    info = torch.finfo(dtype)
+    values = [
+        -torch.inf,
+        torch.inf,
+        torch.nan,
+        info.min,
+        info.max,
+        info.tiny,
+        info.smallest_normal / 4,
+        -0.0,
+        0.1,
+        1e3 / 3,
+    ]
+    return torch.tensor(values, dtype=torch.float64).to(dtype)
+
+
+def bits_of(x):
+    return x.contiguous().view(torch.int16 if x.dtype.itemsize == 2 else torch.int32)
+
+
+@pytest.mark.parametrize("mode", ["eager", "donated", "aot_eager", "ranks"])
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("name", ["static-ring", "complete", "random-matching", "every"])
+def test_buffers_that_are_equal_on_all_workers_stay_bit_for_bit(name, overlap, mode):
+    """Of any value and dtype; a third of three and of seven equal numbers adds up to another one."""
+    for n in (3, 7):
+        topology = df.topologies.every(2, df.topology("complete", n)) if name == "every" else df.topology(name, n)
+        algorithm = df.adapt_then_combine(lambda p, b, x: (p.sum(), (b, None)), df.sgd(0.0), topology)
+        init, step = df.average_buffers(algorithm, overlap=overlap)
+        first, start = {str(dtype): extremes(dtype) for dtype in DTYPES}, torch.tensor([-torch.inf, 0.5])
+
+        def train(rank, n=n, init=init, step=step, first=first, start=start):
+            state = init(start, first)
+            if mode != "ranks":
+                state, step = df.stack(state, n), df.simulate(step, n)
+                step = df.donate(step) if mode == "donated" else step
+                step = df.compile(step, backend=mode) if mode == "aot_eager" else step
+            for t in range(3):
+                state, _ = step(state, torch.zeros(()) if mode == "ranks" else torch.zeros(n), t)
+            consensus = df.consensus_buffers(state), df.consensus_mean(state)
+            assert all(torch.equal(bits_of(b), bits_of(first[name])) for name, b in consensus[0].items())
+            assert torch.equal(consensus[1], start)
+            return df.buffers(state)
+
+        for rows in on_kept_ranks(n, train) if mode == "ranks" else [train(0)]:
+            for dtype, its in zip(DTYPES, first.values(), strict=True):
+                got = rows[str(dtype)]
+                assert torch.equal(bits_of(got), bits_of(its.expand_as(got))), (dtype, got)
+
+
+def test_an_infinite_buffer_of_one_worker_stays_and_reaches_its_neighbors():
+    for name, expected in (("static-ring", [0, 1, 3]), ("complete", [0, 1, 2, 3])):
+        algorithm = df.adapt_then_combine(lambda p, b, x: (p.sum(), (b, None)), df.sgd(0.1), df.topology(name, N))
+        init, step = df.average_buffers(algorithm)
+        state = df.stack(init(torch.ones(2), {"b": torch.zeros(())}), N)
+        state.buffers["b"][0] = -torch.inf
+        got = df.buffers(df.simulate(step, N)(state, torch.zeros(N), 0)[0])["b"]
+        assert got.isneginf().nonzero()[:, 0].tolist() == expected and not got.isnan().any()
 
 
 @pytest.mark.parametrize("algorithm", ["adapt_while_communicate", "adapt_then_combine"])

@@ -167,7 +167,7 @@ def reduce(here: World, call: Call, x: Tensor, own: Tensor | None, ranks: list[i
     group = here.subgroup(tuple(ranks))
     try:
         with record_function(f"decentfn::post {call.what} {call.index}"):
-            other = here.steps.other_in_group(group, ranks, [call.step, call.number, x.nbytes], x)
+            other = here.steps.other_on_board(group, ranks, [call.step, call.number, x.nbytes], x)
             if other is None:
                 call.works.append(group.allreduce([x]))
     except RuntimeError as error:

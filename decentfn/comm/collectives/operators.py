@@ -3,8 +3,8 @@
 Time and peers stay outside the graph. Every operator takes the topology's handle and `t`, and finds its round at run
 time, so one compiled graph serves every phase of a schedule and every rank. Each has two interpreters:
 
-* under a process group `post` starts messages and returns at once, and `wait` completes them; a mean is posted once its
-  group is known to be at the same call, and in processes of several workers it is complete then;
+* under a process group `post` starts messages and returns at once, and `wait` completes them; in processes of several
+  workers a mean is complete when it is posted;
 * under `torch.func.vmap` over the worker axis nothing is sent, and `wait` is an index or a segment mean. If other
   processes hold workers too, the rule calls the operator once for all workers here (`workers` of them; 0: one alone).
 

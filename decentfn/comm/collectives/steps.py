@@ -139,12 +139,14 @@ class Steps:
         """Store of torch.distributed on which the ranks compare."""
         self._last: deque[tuple[int, int]] = deque(maxlen=32)  # as `Note.steps`
         self._met = set[int]()  # the groups whose ranks are known to be in this step
+        self._means = dict[str, str]()  # of each group, what its last compared call left on the board
 
     def begin(self, board: Any) -> None:
         """Restart the count, on all ranks together, with an empty board."""
         self.calls = self.before = 0
         self.board, self.lost, self.cut_short, self.missed = board, None, None, None
         self.in_flight.clear()
+        self._means.clear()
         self._last.clear()
         self.arriving.clear()
 
@@ -166,16 +168,8 @@ class Steps:
         return self.lost is None and self.cut_short is None
 
     def other_in_group(self, group: Any, ranks: Sequence[int], numbers: list[int], x: Tensor) -> list[int] | None:
-        """Wait for all ranks of a group; return one whose numbers differ, and its numbers.
-
-        A sum has no tag, and a larger sum on another rank aborts the process. So this runs in a group's first call
-        of a step, and in each call outside steps; not in a group for GPUs only.
-        """
-        is_new = not self.is_running or id(group) not in self._met
-        self._met.add(id(group))
-        if not is_new:
-            return None
-        if x.device.type != "cpu" and not _has_gloo(group):
+        """Wait for all ranks of a group; return one whose numbers differ, and its numbers (`_is_compared`)."""
+        if not self._is_compared(group, x):
             return None
         mine = torch.tensor(numbers)
         heard = mine.new_empty(len(ranks), len(numbers))
@@ -184,6 +178,37 @@ class Steps:
             if theirs != numbers:
                 return [rank, *theirs]
         return None
+
+    def other_on_board(self, group: Any, ranks: Sequence[int], numbers: list[int], x: Tensor) -> list[int] | None:
+        """Return a rank of a group whose numbers differ, and its numbers; no rank waits for another (`_is_compared`).
+
+        The first rank writes its numbers in place of the last ones, and the others find them there.
+        """
+        if self.board is None or not self._is_compared(group, x):
+            return None
+        name = f"mean over {list(ranks)}"
+        last = self._means.get(name, "")
+        own = " ".join(map(str, [int((last or "0").split()[0]) + 1, self.rank, *numbers]))
+        try:
+            self._means[name] = self.board.compare_set(name, last, own).decode()
+        except RuntimeError as error:
+            return self._lose_board(error)
+        _, rank, *theirs = map(int, self._means[name].split())
+        return None if theirs == numbers else [rank, *theirs]
+
+    def _is_compared(self, group: Any, x: Tensor) -> bool:
+        """Return True in a group's first call of a step, and in each call outside steps; not in a group for GPUs only.
+
+        A sum has no tag, and a larger sum on another rank aborts the process.
+        """
+        is_new = not self.is_running or id(group) not in self._met
+        self._met.add(id(group))
+        return is_new and (x.device.type == "cpu" or _has_gloo(group))
+
+    def _lose_board(self, error: RuntimeError) -> None:
+        """Go on without a board: the store's process has finished or died; messages will fail."""
+        _log.info("t is no longer compared between ranks: the store does not answer (%s)", error)
+        self.board = None
 
     def call(self, what: str, t: Tensor, local: int = 1) -> tuple[Call, tuple[int, int] | None]:
         """Record an operator's call; return it and, if another rank was at another step, that rank and step."""
@@ -199,10 +224,7 @@ class Steps:
             if calls > _KEPT:
                 self.board.delete_key(f"call {calls - _KEPT}")
         except RuntimeError as error:
-            # The store's process has finished or died; messages will fail.
-            _log.info("t is no longer compared between ranks: the store does not answer (%s)", error)
-            self.board = None
-            return call, None
+            return call, self._lose_board(error)
         rank, other = map(int, first.split())
         return call, None if other == step else (rank, other)
 

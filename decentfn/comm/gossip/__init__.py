@@ -6,6 +6,7 @@ from decentfn.comm.gossip.plain import (
     arrived,
     collect,
     difference,
+    exact_difference,
     is_active,
     mean,
     mix_context,

@@ -26,7 +26,10 @@ from decentfn.core.buckets import BucketPlan, Buckets, loose, wide
 from decentfn.topologies import Topology
 
 Directions = tuple[Tensor, ...]
-"""Direction p of each edge, per bucket `[P, K, V]`: by phase and slot."""
+"""Direction p of each edge, per bucket `[P, K, V]`: by phase and slot. 0: the edge draws one, the same at both ends."""
+
+_ULPS = 8
+"""Difference of products of equal matrices, in units of rounding in float32 or wider: kernels add in another order."""
 
 
 class LowRankGossip:
@@ -36,12 +39,15 @@ class LowRankGossip:
         self.edges, self.rank, self.iterations, self.seed = edges, rank, iterations, seed
 
     def first(self, x: Buckets) -> Directions:
-        """Draw random directions, the same at both ends of an edge."""
-        return tuple(self._first(plan, b, x[b].device) for b, plan in enumerate(x.plan.buckets))
+        """Return no directions: an edge draws its first one when its ends meet."""
+        period, slots = self.edges.sources.shape[0], self.edges.slots
+        sizes = [sum(_sizes(plan, self.rank)) for plan in x.plan.buckets]
+        return tuple(b.new_zeros(period, slots, size, dtype=wide(b.dtype)) for b, size in zip(x, sizes, strict=True))
 
-    def _first(self, plan: BucketPlan, bucket: int, device: torch.device) -> Tensor:
-        shape = (self.edges.sources.shape[0], self.edges.sources.shape[2], sum(_sizes(plan, self.rank)))
-        return (2 * draws.uniform(self.seed, 0, bucket, shape, device=device) - 1).to(wide(plan.dtype))
+    def _or_drawn(self, p: Tensor, step: Tensor, bucket: int, plan: BucketPlan) -> Tensor:
+        """Replace directions that are 0 by random ones of this step, the same at both ends of an edge."""
+        drawn = 2 * draws.uniform(self.seed, step, bucket, p.shape, device=p.device) - 1
+        return torch.where(_spread(p != 0, plan, self.rank), p, drawn.to(p.dtype))
 
     def post(self, x: Buckets, directions: Directions, t: Tensor, i: int) -> list[Round]:
         """Start round i of step t: orthonormal p and the messages X p, for each bucket."""
@@ -49,27 +55,26 @@ class LowRankGossip:
         row, step = collectives.look_up(x[0], self.edges, t), collectives.on_device(x[0], t)
         phase, met = step % period, step // period
         even = (met * self.iterations + i) % 2 == 0  # by the edge's own rounds: it meets once a period
+        here = [p.index_select(0, phase.view(1))[0] for p in directions]
         return [
-            _post(bucket, plan, self.rank, p.index_select(0, phase.view(1))[0], even, last, row)
-            for bucket, plan, p in zip(x, x.plan.buckets, directions, strict=True)
+            _post(bucket, plan, self.rank, self._or_drawn(p, step, b, plan), even, last, row)
+            for b, (bucket, plan, p) in enumerate(zip(x, x.plan.buckets, here, strict=True))
         ]
 
     def collect(
         self, posted: list[Round], x: Buckets, directions: Directions, t: Tensor, after: Sequence[Tensor] = ()
     ) -> tuple[Buckets, Directions]:
-        """Finish a round: return the moved parameters, and q in place of p (the first direction if both ends agree)."""
+        """Finish a round: return the moved parameters, and q in place of p (0 if both ends agree)."""
         row, period = posted[0].posted.row, self.edges.sources.shape[0]
         phase = collectives.on_device(x[0], t) % period
         # + at the end that is i > j, - at the other: q is (X_i - X_j) p at both.
         side = torch.where(row.sources < row.worker, 1.0, -1.0)
         changed, turned = [], []
         for b, (bucket, plan, p) in enumerate(zip(x, x.plan.buckets, directions, strict=True)):
-            fresh = self._first(plan, b, p.device)
             here = (torch.arange(period, device=p.device) == phase)[:, None, None]
             x_next, q = _collect(posted[b], bucket, plan, self.rank, row.weights[1:], side, after)
-            q_or_fresh = torch.where(_spread(q != 0, plan, self.rank), q, fresh)
             changed.append(x_next)
-            turned.append(torch.where(here, q_or_fresh, p))
+            turned.append(torch.where(here, q, p))
         return Buckets(changed, x.plan), tuple(turned)
 
 
@@ -117,7 +122,8 @@ def _collect(
     """Return the bucket after the round, and q `[K, V]`."""
     dtype = wide(x.dtype)
     own, flags = posted.posted.own[0], posted.posted.flags
-    difference = own.to(dtype) - arrived(posted.posted, [own], after=after)[0].to(dtype)
+    theirs = arrived(posted.posted, [own], after=after)[0].to(dtype)
+    difference = own.to(dtype) - theirs
     if flags is not None:
         difference = torch.where(flags.own, difference, torch.zeros_like(difference))
     weights = weights.to(dtype)
@@ -132,7 +138,10 @@ def _collect(
         start += size
         if matrix:
             m, n, r = matrix
-            turned.append(side.to(dtype)[:, None] * d)
+            # Noise has no direction. Both ends see the same maxima, and so agree.
+            scale = torch.maximum(*(x[:, start - size : start].abs().amax(1, True) for x in (own.to(dtype), theirs)))
+            is_noise = d.abs().amax(1, True) <= max(torch.finfo(x.dtype).eps, _ULPS * torch.finfo(dtype).eps) * scale
+            turned.append(torch.where(is_noise, 0.0, side.to(dtype)[:, None] * d))
             d, q = d.reshape(d.shape[0], max(m, n), r), next(p)
             left = torch.where(posted.even, d, q)[:, :m] * weights[:, None, None]
             right = torch.where(posted.even, q, d)[:, :n]

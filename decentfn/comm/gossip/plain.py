@@ -13,7 +13,7 @@ from torch import Tensor
 
 from decentfn.comm import collectives
 from decentfn.comm.gossip import guarding
-from decentfn.core.buckets import Buckets, cast_like, where, wide
+from decentfn.core.buckets import Buckets, cast_like, is_finite, where, wide
 from decentfn.core.context import context
 from decentfn.core.scalars import rounded
 from decentfn.optim.transforms import MixContext
@@ -104,6 +104,16 @@ def difference(posted: Posted, gamma: float | Tensor = 1.0, *, after: Iterable[T
     """
     posted, gamma = with_flags(posted, after), own_gamma(posted, gamma)
     return Buckets([_moved(posted, index, gamma) for index in range(len(posted.sent))], posted.own.plan)
+
+
+def exact_difference(posted: Posted, gamma: float | Tensor = 1.0, *, after: Iterable[Tensor] = ()) -> Buckets:
+    """Return `difference`, with terms of two workers that hear each other rounded so that sums of them are exact.
+
+    A term keeps eight bits, none below the resolution of the two values. With averages in groups, or messages that go
+    one way, it is `difference`.
+    """
+    posted, gamma = with_flags(posted, after), own_gamma(posted, gamma)
+    return Buckets([_moved(posted, index, gamma, exact=True) for index in range(len(posted.sent))], posted.own.plan)
 
 
 def repaired(posted: Posted, x: Buckets, mix: Buckets | None = None) -> Buckets:
@@ -236,17 +246,19 @@ def own_gamma(posted: Posted, gamma: float | Tensor) -> float | Tensor:
     return torch.where(posted.flags.own, one * gamma, one)
 
 
-def coarse(posted: Posted, term: Tensor) -> Tensor:
+def coarse(posted: Posted, term: Tensor, spacing: Tensor | None = None) -> Tensor:
     """Round the float32 term that one worker takes from another to 8 bits, so that adding it to parameters is exact.
 
     With rounded messages, differences do not vanish but run in cycles. The rounding of a sum is the same in each cycle
     and would move the workers' mean. Two workers that hear each other round opposite terms, which keeps their mean.
-    Terms stay unrounded if messages go one way, and in a worker that takes all of the mix.
+    Terms stay unrounded if messages go one way, and in a worker that takes all of the mix. With `spacing`, a power of
+    two for each value, the result is also a multiple of it.
     """
     if term.dtype != torch.float32:
         return term
     is_coarse = posted.row.are_pairs if posted.flags is None else posted.row.are_pairs & posted.flags.own
-    return torch.where(is_coarse, rounded(term, torch.bfloat16).to(term.dtype), term)
+    short = rounded(term, torch.bfloat16).to(term.dtype)
+    return torch.where(is_coarse, short if spacing is None else torch.round(short / spacing) * spacing, term)
 
 
 def _weighted_sum(posted: Posted, index: int) -> Tensor:
@@ -268,6 +280,9 @@ def _mixed(posted: Posted, index: int, gamma: float | Tensor) -> Tensor:
     if posted.flags is not None:
         in_place_of_bad = row.weights[0].to(dtype)  # 0, or NaN if no good message arrived
         x, sent = (torch.where(posted.flags.own, values, in_place_of_bad) for values in (x, sent))
+    before, moves = x, is_finite(x)  # an infinite value stays, also where all have it: inf - inf is NaN
+    if isinstance(gamma, Tensor):
+        moves = moves & (gamma != 0)
     if posted.means and posted.sent[index] is own:
         weight, mean = pairs.pop()
         x = mean + (1.0 - weight) * (x - mean)  # with weight 1 the mean itself, the same on all workers
@@ -280,7 +295,7 @@ def _mixed(posted: Posted, index: int, gamma: float | Tensor) -> Tensor:
         terms += [-weight * sent for weight in (given * gamma).to(dtype).unbind()]
         if posted.means and posted.sent[index] is not own:  # of a group's mean, the last of the pairs, too
             terms.append(-pairs[-1][0] * sent)
-    return (x + sum(terms[1:], terms[0]) if terms else x).to(own.dtype)
+    return torch.where(moves, x + sum(terms[1:], terms[0]) if terms else x, before).to(own.dtype)
 
 
 def _given(row: collectives.Row) -> Tensor | None:
@@ -290,11 +305,21 @@ def _given(row: collectives.Row) -> Tensor | None:
     return row.given if row.topology.needs_push_sum else None
 
 
-def _moved(posted: Posted, index: int, gamma: float | Tensor) -> Tensor:
+def _moved(posted: Posted, index: int, gamma: float | Tensor, exact: bool = False) -> Tensor:
     own = posted.own.tensors[index]
     dtype = wide(own.dtype)
-    sent = posted.sent[index].to(dtype)
-    terms = [weight * (message - sent) for weight, message in _weighted(posted, index, gamma, dtype)]
-    terms = terms if posted.sent[index] is own else [coarse(posted, term) for term in terms]
+    sent, terms = posted.sent[index].to(dtype), []
+    exact = exact and not posted.means and dtype == torch.float32
+    for weight, message in _weighted(posted, index, gamma, dtype):
+        term = weight * (message - sent)
+        if exact:
+            term = coarse(posted, term, _spacing(sent, message, posted.own.plan.buckets[index].dtype))
+        terms.append(term if exact or posted.sent[index] is own else coarse(posted, term))
     total = sum(terms, torch.zeros_like(sent))
     return total if posted.flags is None else torch.where(posted.flags.own, total, torch.zeros_like(total))
+
+
+def _spacing(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the spacing of a dtype's numbers near the larger of two float32 values."""
+    power = (torch.maximum(a.abs(), b.abs()).view(torch.int32) & 0x7F800000).view(torch.float32)  # of two
+    return (power * torch.finfo(dtype).eps).clamp(min=torch.finfo(torch.float32).tiny)

@@ -63,8 +63,13 @@ def multiply(x: Buckets, factor: float | Tensor) -> Buckets:
 
 
 def scale(x: Buckets, factor: Tensor) -> Buckets:
-    """Return `x * factor` for a 0-d factor, computed in the dtypes of `x`."""
-    return each(lambda bucket: bucket * once(factor.to(bucket.dtype)), x)
+    """Return `x * factor` for a 0-d factor, computed in the dtypes of `x`; a factor of 0 gives 0 for any `x`, also NaN."""
+
+    def product(b: Tensor) -> Tensor:
+        f = once(factor.to(b.dtype))
+        return torch.where(f != 0, b, torch.zeros_like(b)) * f
+
+    return each(product, x)
 
 
 def divide(x: Buckets, w: Tensor) -> Buckets:

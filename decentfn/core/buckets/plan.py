@@ -172,10 +172,11 @@ class Plan:
 class Buckets:
     """Tree of tensors as flat vectors, `[D]` each (`[N, D]` when stacked), with its plan as static context.
 
-    A pytree whose leaves are the bucket tensors: `trees.map` and `vmap` go through it.
+    A pytree whose leaves are the bucket tensors: `trees.map` and `vmap` go through it. Parameters that a step returned
+    have the number of that step as `taken_at`; copies have none.
     """
 
-    __slots__ = ("plan", "tensors")
+    __slots__ = ("plan", "taken_at", "tensors")
 
     def __init__(self, tensors: Iterable[Tensor], plan: Plan) -> None:
         self.tensors = tuple(tensors)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from decentfn.core import trees
-from decentfn.core.buckets import Buckets, Mask, each, global_norm, multiply, wide, zeros_like
+from decentfn.core.buckets import Buckets, Mask, each, global_norm, multiply, where, wide, zeros_like
 from decentfn.core.numbers import checks_numbers, real, require
 from decentfn.core.scalars import Numbers, once
 from decentfn.core.trees import PyTree
@@ -112,7 +112,11 @@ def scale(factor: float) -> Transform:
     Args:
         factor: any finite number; negative to descend.
     """
-    return _scheduled(factor, lambda number, grads, params: multiply(grads, number), ascends=factor > 0)
+
+    def apply(number: Tensor, grads: Buckets, params: Buckets) -> Buckets:
+        return where(number != 0, multiply(grads, number), each(torch.zeros_like, grads))  # 0 times NaN would be NaN
+
+    return _scheduled(factor, apply, ascends=factor > 0)
 
 
 @checks_numbers

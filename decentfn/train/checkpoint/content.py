@@ -7,7 +7,6 @@ import math
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from decentfn.comm import collectives
@@ -17,9 +16,9 @@ from decentfn.core.formatting import brief
 from decentfn.core.numbers import at_least
 from decentfn.kit.state_check import is_state
 from decentfn.topologies import Topology
+from decentfn.train.checkpoint import extras, generators
 from decentfn.train.checkpoint.layout import (
     BUFFERS,
-    GENERATOR,
     algorithm_of,
     digest_of_plan,
     leaves_of,
@@ -32,6 +31,7 @@ class Content(NamedTuple):
     """Content that this process writes."""
 
     tensors: dict[str, Tensor]
+    loose: dict[str, Tensor]  # states of generators, and tensors of `extra`
     places: dict[str, Place]
     frozen: dict[str, Tensor]  # only their digests are written
     about: dict[str, Any]  # equal on all processes
@@ -78,10 +78,7 @@ def content_of(
     leaves = [leaf for leaf in leaves if leaf.name not in left_out]
     tensors = {leaf.name: leaf.values for leaf in leaves}
     places = {leaf.name: place(leaf, first, num_workers) for leaf in leaves}
-    tensors[f"{GENERATOR}cpu"] = torch.get_rng_state()
-    device = state.params[0].device
-    if device.type == "cuda":
-        tensors[f"{GENERATOR}cuda"] = torch.cuda.get_rng_state(device)
+    loose = generators.states(state.params[0].device)
     about = {
         "step": step,
         "num_workers": num_workers,
@@ -93,11 +90,11 @@ def content_of(
     }
     process = {
         "step": step,
-        "extra": plain("save(extra=...)", extra),
+        "extra": extras.packed(extra, loose),
         "workers": (first, first + local),
         "buckets": about["buckets"],
     }
-    return Content(tensors, places, held, about, process, _number(score))
+    return Content(tensors, loose, places, held, about, process, _number(score))
 
 
 def _number(score: Any) -> float | None:

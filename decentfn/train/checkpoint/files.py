@@ -15,6 +15,12 @@ _SLICE = 2**20
 
 _REMOVED = ".removed-"
 
+RESCUED = "rescued"
+"""Folder of checkpoints from `Saver.rescue`."""
+
+own: set[Path] = set()
+"""Directories, resolved, of the runs that this process has restored from or saved to."""
+
 
 def write(path: Path, content: Iterable[memoryview | bytes]) -> tuple[int, str]:
     """Write a new file and sync it to disk; return its size in bytes and its SHA-256."""

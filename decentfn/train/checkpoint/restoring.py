@@ -19,7 +19,7 @@ from decentfn.core.buckets import Buckets, Place
 from decentfn.engine.simulation import stack
 from decentfn.errors import CheckpointCorrupt
 from decentfn.optim.transforms.basic import rates
-from decentfn.train.checkpoint import files, manifest
+from decentfn.train.checkpoint import extras, files, generators, manifest
 from decentfn.train.checkpoint.layout import (
     BUFFERS,
     DTYPES,
@@ -52,7 +52,7 @@ class Restored(NamedTuple):
 
 @collectives.calling("df.checkpoint.restore(source, state)")
 def restore(source: str | Path, state: Any) -> Restored:
-    """Read a checkpoint and restore torch's generators. Collective.
+    """Read a checkpoint and restore the generators of torch, NumPy and Python. Collective.
 
     Every file is checked against its digest, every leaf against the template. The bucket size (`bucket_mb`) and the
     number of processes for the same workers may change. With another number of workers, every worker starts from the
@@ -84,12 +84,12 @@ def restore(source: str | Path, state: Any) -> Restored:
                 raise
             skipped[found] = error  # damaged, or removed by the run that writes here
             continue
-        restored, generators, saved_workers = read[0]
+        run = Path(found).resolve().parent
+        files.own.add(run.parent if run.name == files.RESCUED else run)
+        restored, drawing, saved_workers = read[0]
         _tell(found, state, saved_workers, skipped)
         _tell_rate(state, restored.state)
-        torch.set_rng_state(generators["cpu"])
-        if "cuda" in generators:
-            torch.cuda.set_rng_state(generators["cuda"], state.params[0].device)
+        generators.load(drawing, state.params[0].device)
         return restored
     if not skipped:
         raise FileNotFoundError(f"restore({str(source)!r}, state): there is no checkpoint; start with init(params).")
@@ -213,8 +213,8 @@ def _read(path: Path, template: Any) -> tuple[Restored, dict[str, Tensor], int]:
     else:
         state = resized(one, saved.rows(state, leaves))
         state = stack(state, local) if is_stacked(template) else state
-    generators = parts[0].generators(template.params[0].device)
-    return Restored(state, about["step"], parts[0].extra, about["config"]), generators, about["num_workers"]
+    drawing = parts[0].generators(template.params[0].device)
+    return Restored(state, about["step"], parts[0].extra(), about["config"]), drawing, about["num_workers"]
 
 
 def _of_process(about: dict[str, Any], workers: range | None) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -240,10 +240,10 @@ class _Part:
         except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise manifest.corrupt(file, f"it is not a process's part of a checkpoint ({error})") from error
         stored = set(self._open.keys())
-        for name in self.places.keys() | {name for name in stored if not name.startswith(GENERATOR)}:
+        for name in self.places.keys() | {name for name in stored if not name.startswith((GENERATOR, extras.EXTRA))}:
             if name not in stored or name not in self.places or not self._fits_leaf(name):
                 raise manifest.corrupt(file, f"its part of leaf {name!r} is missing, or outside the leaf")
-        self._file, self.extra, self.frozen = file, process["extra"], process.get("frozen", {})
+        self._file, self._extra, self.frozen = file, process["extra"], process.get("frozen", {})
 
     def _fits_leaf(self, name: str) -> bool:
         place, counts = self.places[name], self._open.get_slice(name).get_shape()
@@ -253,17 +253,22 @@ class _Part:
         return all(type(n) is type(at) is int and 0 <= at <= n - count for n, at, count in rows)
 
     def generators(self, device: torch.device) -> dict[str, Tensor]:
-        """Return the states of the CPU's and the device's generator, after a trial load."""
-        states = {}
-        for where in (torch.device("cpu"), device):
-            name = f"{GENERATOR}{where.type}"
-            if where.type == "cpu" or name in self._open.keys():  # noqa: SIM118
-                try:
-                    states[where.type] = self._open.get_tensor(name)
-                    torch.Generator(where).set_state(states[where.type])
-                except (SafetensorError, RuntimeError, TypeError, ValueError, KeyError) as error:
-                    raise manifest.corrupt(self._file, f"{name!r} is not a generator's state ({error})") from error
+        """Return the states of this process's generators, after a trial load of torch's."""
+        names = {"cpu", *(n for n in ("python", "numpy", device.type) if f"{GENERATOR}{n}" in self._open.keys())}  # noqa: SIM118
+        try:
+            states = {name: self._open.get_tensor(f"{GENERATOR}{name}") for name in names}
+            for where in {"cpu", device.type} & names:
+                torch.Generator(where).set_state(states[where])
+        except (SafetensorError, RuntimeError, TypeError, ValueError, KeyError) as error:
+            raise manifest.corrupt(self._file, f"it has no states of generators ({error})") from error
         return states
+
+    def extra(self) -> Any:
+        """Return the process's own `extra`."""
+        try:
+            return extras.unpacked(self._extra, self._open.get_tensor)
+        except (SafetensorError, TypeError, ValueError, KeyError) as error:
+            raise manifest.corrupt(self._file, f"its extra is not what was saved ({error})") from error
 
     def kind(self, name: str) -> tuple[str, list[int]]:
         """Return the leaf's dtype, by its safetensors name, and its shape over all workers."""

@@ -16,7 +16,7 @@ from filelock import FileLock, Timeout
 
 import decentfn
 from decentfn.comm import collectives
-from decentfn.core.numbers import at_least
+from decentfn.core.numbers import at_least, require
 from decentfn.errors import RunError
 from decentfn.topologies import Topology
 from decentfn.train.checkpoint import files, manifest
@@ -26,9 +26,6 @@ from decentfn.train.signals import time_to_leave
 from decentfn.train.together import make_directory, on_first, one_path, together
 
 _log = logging.getLogger("decentfn")
-
-_RESCUED = "rescued"
-"""Folder of checkpoints from `Saver.rescue`."""
 
 
 @collectives.calling("df.checkpoint.save(directory, state, step)", of_state=True)
@@ -93,6 +90,8 @@ class Saver:
         self._writing: Future[Path] | None = None
         self._started = 0
         """Checkpoints whose writing has begun."""
+        self._last = 0
+        """Step of the newest of them."""
         self._is_closed = False
 
     def _connect(self) -> None:
@@ -124,12 +123,13 @@ class Saver:
         Args:
             state: the state of one worker, or stacked.
             step: the `t` of the next step, which is the number of steps taken.
-            extra: JSON content of this process, for example its position in the data.
+            extra: content of this process, such as the state of its data loader: numbers, strings, None, tensors, arrays and
+                bytes, in lists, tuples and dicts.
             score: for `keep` and `best`, lower is better; the mean over the processes counts, NaN does not.
 
         Raises:
-            ValueError: on all processes, a leaf or an argument that cannot be saved; in the first call, the directory
-                holds checkpoints of later steps only, so they are another run's.
+            ValueError: on all processes, a leaf or an argument that cannot be saved; a step before that of the last call;
+                in the first call, the directory holds checkpoints, and no process has restored one of them.
             OSError, RuntimeError: on all processes, the previous checkpoint was not written; earlier ones are complete.
         """
         self._require_open("save")
@@ -142,6 +142,7 @@ class Saver:
             raise
         self._writing = self._thread.submit(self._write_apart, content)
         self._started += 1
+        self._last = content.about["step"]
 
     def rescue(self, state: Any, error: RunError, *, extra: Any = None) -> Path | None:
         """Save the state after a failed step and return when it is on disk. Collective, with its own error.
@@ -173,7 +174,7 @@ class Saver:
                 self._settle()
                 _require_whole(steps, size)
                 content.about["step"] = max(steps)
-                return _write(self.directory / _RESCUED, content, None)
+                return _write(self.directory / files.RESCUED, content, None)
         except (OSError, RuntimeError) as reason:
             _log.error("nothing was rescued: %s", reason)
             return None
@@ -226,7 +227,7 @@ class Saver:
             ) from error
         try:
             files.sweep(self.directory, manifest.UNFINISHED)
-            if not (rescued := self.directory / _RESCUED).is_symlink():  # it may lead to another run's
+            if not (rescued := self.directory / files.RESCUED).is_symlink():  # it may lead to another run's
                 files.sweep(rescued, manifest.UNFINISHED)
             return manifest.steps(self.directory)
         except BaseException:
@@ -237,12 +238,20 @@ class Saver:
         made: list[Content] = []
         arguments = (state, step, self._topology, self._config, extra, score, copy, self._frozen)
 
-        def make() -> None:
+        def make() -> bool:
             made.append(content_of(*arguments))
-            if not self._started:
-                _require_own(self.directory, self._found, made[0].about["step"])
+            step = made[0].about["step"]
+            rule = f"the last checkpoint is of step {self._last}, and steps count on over all epochs; pass t + 1 (df.data.epochs)."
+            require(step >= self._last, "save", rule, step=step)
+            return self._started > 0 or self.directory.resolve() in files.own
 
-        together("save", make)
+        if not any(together("save", make)) and self._found:
+            raise ValueError(
+                f"save(state, step={made[0].about['step']}): {self.directory} holds checkpoints of steps {min(self._found)} to "
+                f"{max(self._found)}, and this process neither restored nor saved one of them, so they are another run's; "
+                "restore(directory, state) resumes that run; for a new one take another directory."
+            )
+        files.own.add(self.directory.resolve())
         return made[0]
 
     def _write_apart(self, content: Content) -> Path:
@@ -261,27 +270,6 @@ def _arguments(keep: Any, config: Any) -> Any:
     if keep is not None:
         at_least("Saver", "keep", keep, 1)
     return plain("Saver(config=...)", config)
-
-
-def _require_own(directory: Path, found: Sequence[int], step: int) -> None:
-    """Raise ValueError if the checkpoints found in the directory are another run's, all of later steps; warn if some are."""
-    later = [saved for saved in found if saved > step]
-    if not later:
-        return
-    way_out = "restore(directory, state) resumes the run that is there; for a new one take another directory"
-    if len(later) == len(found):
-        raise ValueError(
-            f"save(state, step={step}): {directory} holds checkpoints of steps {min(later)} to {max(later)} and none of an earlier "
-            f"one, so this run did not resume from it, and would mix its own with another's; {way_out}."
-        )
-    _log.warning(
-        "save(state, step=%d): %s holds checkpoints of later steps, up to %d; unless this run resumed from an earlier one, it mixes "
-        "two runs: %s",
-        step,
-        directory,
-        max(later),
-        way_out,
-    )
 
 
 def _require_whole(steps: Sequence[int | None], size: int) -> None:
@@ -315,7 +303,7 @@ def _write_own(path: Path, content: Content) -> dict[str, Any]:
     if not path.exists():
         raise OSError(f"{path}: created by rank 0, but not visible to this process; choose a directory that all share.")
     name = f"process-{collectives.everyone().rank:05}.safetensors"
-    size, digest = files.write(path / name, encoded(content.tensors, content.places))
+    size, digest = files.write(path / name, encoded(content.tensors | content.loose, content.places))
     its = {"file": name, "bytes": size, "sha256": digest, "frozen": digests_of(content.frozen)} | content.process
     return {"process": its, "score": content.score, "about": content.about}
 

@@ -1,0 +1,71 @@
+"""`extra` of a checkpoint: a tree as JSON, and its tensors, arrays and bytes beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from decentfn.core.formatting import brief
+from decentfn.train.checkpoint.layout import DTYPES
+
+EXTRA = "extra/"
+"""Prefix of the tensors' names in files."""
+
+_KIND = "decentfn kind"
+
+
+def packed(value: Any, tensors: dict[str, Tensor], path: str = "extra") -> Any:
+    """Return what JSON holds of the value, and add its tensors; raise ValueError, with the path, for anything else."""
+
+    def beside(kind: str, x: Tensor) -> dict[str, str]:
+        name = f"{EXTRA}{path}"
+        tensors[name] = x.detach().to("cpu", copy=True)
+        return {_KIND: kind, "name": name}
+
+    def each(items: Any) -> list[Any]:
+        return [packed(item, tensors, f"{path}[{i}]") for i, item in enumerate(items)]
+
+    if value is None or type(value) in (bool, int, str) or (type(value) is float and value - value == 0):
+        return value
+    if type(value) is Tensor and value.dtype in DTYPES and value.layout == torch.strided:
+        return beside("tensor", value)
+    if isinstance(value, bytes):
+        return beside("bytes", torch.tensor(list(value), dtype=torch.uint8))
+    if type(value) is np.ndarray and value.dtype.isnative and value.dtype.kind in "biuf":
+        x = torch.from_numpy(np.array(value, order="C"))
+        if x.dtype in DTYPES:
+            return beside("array", x)
+    if type(value) is list:
+        return each(value)
+    if type(value) is tuple:
+        return {_KIND: "tuple", "items": each(value)}
+    if isinstance(value, dict) and all(type(key) in (int, str) for key in value):
+        values = {key: packed(item, tensors, f"{path}[{key!r}]") for key, item in value.items()}
+        if _KIND not in value and all(type(key) is str for key in value):
+            return values
+        return {_KIND: "dict", "items": [[key, item] for key, item in values.items()]}
+    raise ValueError(
+        f"save(extra=...): {path} is {brief(value)}; a checkpoint holds finite numbers, strings, None, tensors, arrays and bytes in "
+        "lists, tuples and dicts whose keys are strings or integers; for NaN and infinity give None or a string."
+    )
+
+
+def unpacked(value: Any, tensor: Callable[[str], Tensor]) -> Any:
+    """Return the tree that was packed; `tensor(name)` reads one that is beside it."""
+    if isinstance(value, list):
+        return [unpacked(item, tensor) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kind = value.get(_KIND)
+    if kind is None:
+        return {key: unpacked(item, tensor) for key, item in value.items()}
+    if kind == "dict":
+        return {key: unpacked(item, tensor) for key, item in value["items"]}
+    if kind == "tuple":
+        return tuple(unpacked(item, tensor) for item in value["items"])
+    x = tensor(value["name"])
+    return x if kind == "tensor" else x.numpy() if kind == "array" else bytes(x.tolist())

@@ -1,0 +1,48 @@
+"""No algorithm grows on a schedule that it accepts; a part of `python -m tests.promises`."""
+
+import pytest
+
+import decentfn as df
+from decentfn.topologies import alternate, every, later, lossy, until
+from tests import promises
+
+VARYING = ("random-matching", "one-peer-exp", "shift-one", "equitopo-d-static")
+OF_MOMENTUM = ("decentlam", "gasloc", "noloco", "quasi_global_momentum")
+
+
+def assert_promised(name, topology, **options):
+    """Refused, or right."""
+    try:
+        cell = promises.run(name, topology, **options)
+    except ValueError as error:
+        return str(error)
+    assert not cell.wrong(name), f"{name} on {topology.name} of {topology.num_workers}: {cell}"
+    return None
+
+
+@pytest.mark.parametrize("schedule", ["random-matching", "one-peer-exp"])
+def test_gasloc_agrees_where_its_page_sends_it(schedule):
+    assert assert_promised("gasloc", df.topology(schedule, 8)) is None
+
+
+@pytest.mark.parametrize("name", ["noloco", "quasi_global_momentum", "gasloc"])
+def test_momentum_that_grows_on_a_long_cycle_is_refused(name):
+    assert "disagreement grows" in (assert_promised(name, df.topology("shift-one", 16)) or "")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", [name for name in df.algorithms.__all__ if name not in promises.EVERYONE])
+def test_what_is_accepted_converges(name):
+    topologies = [df.topology(s, n) for s, n in zip(VARYING, (13, 8, 16, 16), strict=True)]
+    topologies = topologies if name in OF_MOMENTUM else topologies[:2]
+    for topology in [df.topology("static-ring", 8), *topologies]:
+        assert_promised(name, topology, rounds=200)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", [name for name in OF_MOMENTUM if name != "decentlam"])
+def test_combinations_in_time_converge(name):
+    pairs, ring, directed = (df.topology(s, 8) for s in ("random-matching", "static-ring", "static-exp"))
+    combined = [every(3, ring), later(5, ring), alternate(pairs, ring), until(20, directed, ring), lossy(pairs, 0.2)]
+    for topology in combined + [until(600, directed, ring)]:
+        assert_promised(name, topology, rounds=200)

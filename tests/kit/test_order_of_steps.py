@@ -1,0 +1,129 @@
+"""t counts on: a step whose state is a later step's result is a mistake; a gap is told once."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+
+import decentfn as df
+from decentfn.core import trees
+
+N = 4
+
+
+def _loss(params, batch):
+    return ((params["w"] - batch) ** 2).mean()
+
+
+def _algorithm(loss_fn=_loss, wrap=lambda algorithm: algorithm):
+    return wrap(df.adapt_while_communicate(loss_fn, df.sgd(0.1), df.topology("ring", N)))
+
+
+def _simulated(algorithm):
+    return df.simulate(algorithm.step, N), df.stack(algorithm.init({"w": torch.zeros(3)}), N), torch.ones(N, 2, 3)
+
+
+def _swept(algorithm):
+    step, state, batch = _simulated(algorithm)
+    return df.sweep(step, 2), df.stack_runs([state, state]), df.stack_runs([batch, batch])
+
+
+MODES = {
+    "eager": lambda: _simulated(_algorithm()),
+    "guarded": lambda: _simulated(_algorithm(wrap=df.guard)),
+    "averaged": lambda: _simulated(_algorithm(wrap=lambda a: df.ema(a, 0.9))),
+    "by autograd": lambda: _simulated(_algorithm(df.autograd(_loss))),
+    "swept": lambda: _swept(_algorithm()),
+}
+TRANSFORMS = {
+    "pure": lambda step: step,
+    "donated": df.donate,
+    "compiled": lambda step: df.compile(step, backend="eager"),
+    "compiled, pure": lambda step: df.compile(step, backend="eager", donate=False),
+    "surviving": df.survive,
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_loop_that_starts_t_again_is_refused_with_both_numbers(mode, transform):
+    step, state, batch = MODES[mode]()
+    step = TRANSFORMS[transform](step)
+    for t in range(3):
+        state, _ = step(state, batch, t)
+    kept = trees.map(torch.clone, state)
+    for t in (0, 2, torch.tensor(1)):
+        with pytest.raises(ValueError, match=rf"t={int(t)}\): the state is the result of step t=2.*epochs") as error:
+            step(state, batch, t)
+        assert "t=3" in str(error.value)
+    for was, now in zip(trees.leaves(kept), trees.leaves(state), strict=True):
+        assert torch.equal(was, now)  # nothing was written
+    step(state, batch, 3)
+
+
+def test_ranks_refuse_it_too():
+    algorithm = _algorithm()
+
+    def train(rank):
+        state = algorithm.init({"w": torch.zeros(3)})
+        state, _ = algorithm.step(state, torch.ones(2, 3), 0)
+        with pytest.raises(ValueError, match="result of step t=0"):
+            algorithm.step(state, torch.ones(2, 3), 0)
+        return float(df.params(algorithm.step(state, torch.ones(2, 3), 1)[0])["w"][0])
+
+    assert len(set(df.testing.on_ranks(N, train))) == 1
+
+
+def test_an_old_state_may_be_used_again_and_states_may_take_turns():
+    step, state, batch = _simulated(_algorithm())
+    first, _ = step(state, batch, 0)
+    again, _ = step(state, batch, 0)
+    after, _ = step(first, batch, 1)
+    for t in (1, 2):  # two states, one step
+        first, _ = step(first, batch, t)
+        again, _ = step(again, batch, t)
+    assert torch.equal(df.params(first)["w"], df.params(again)["w"])
+    assert after is not first
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda state: trees.map(torch.clone, state)])
+def test_a_copy_is_a_state_like_any_other(copied):
+    step, state, batch = _simulated(_algorithm())
+    step = df.donate(step)
+    state, _ = step(state, batch, 0)
+    kept = copied(state)
+    for t in range(1, 4):
+        state, _ = step(state, batch, t)
+    back, _ = step(kept, batch, 1)
+    assert back is kept
+
+
+def test_a_restored_run_goes_on_from_any_step(tmp_path):
+    step, state, batch = _simulated(_algorithm())
+    for t in range(6):
+        state, _ = step(state, batch, t)
+        if t == 2:
+            df.checkpoint.save(tmp_path / "run", state, 3)
+    state, start, _, _ = df.checkpoint.restore(tmp_path / "run", state)
+    state, _ = step(state, batch, start)
+
+
+def test_a_gap_is_told_once_and_by_both_numbers():
+    step, state, batch = _simulated(_algorithm())
+    with pytest.warns(UserWarning, match=r"t=3\) after step t=1: 1 rounds"):
+        state, _ = step(step(state, batch, 1)[0], batch, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        state, _ = step(state, batch, 5)
+        state, _ = step(state, batch, 6)
+
+
+def test_saves_count_on_over_epochs(tmp_path):
+    _, state, _ = _simulated(_algorithm())
+    with df.checkpoint.Saver(tmp_path / "run") as saver:
+        saver.save(state, 6)
+        saver.save(state, 6)
+        with pytest.raises(ValueError, match=r"step=2.*last checkpoint is of step 6"):
+            saver.save(state, 2)
+        saver.save(state, 7)

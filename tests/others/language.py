@@ -1,0 +1,85 @@
+"""Language models, small and with random weights."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from torch import Generator, Tensor, nn
+
+from tests.models.registry import Made, tokens
+from tests.others.harness import model
+
+
+def llama(**options: Any) -> nn.Module:
+    t = importlib.import_module("transformers")
+    small = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 32, "pad_token_id": 0}
+    return t.LlamaForCausalLM(t.LlamaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2, **small, **options))
+
+
+@model("transformers", "Llama with a padding mask")
+def padded() -> Made:
+    def batch(draw: Generator, step: int) -> dict[str, Tensor]:
+        made = tokens(50, 6)(draw, step)
+        mask = torch.ones(2, 6, dtype=torch.long)
+        mask[0, :2] = 0
+        return made | {"attention_mask": mask}
+
+    return Made(llama(), batch)
+
+
+@model("transformers", "Llama that returns hidden states")
+def hidden_states() -> Made:
+    return Made(llama(output_hidden_states=True), tokens(50, 6))
+
+
+@model("transformers", "Mixtral with the loss of its router")
+def experts() -> Made:
+    t = importlib.import_module("transformers")
+    config = t.MixtralConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+                             num_key_value_heads=1, num_local_experts=3, output_router_logits=True, pad_token_id=0)  # fmt: skip
+    return Made(t.MixtralForCausalLM(config), tokens(50, 6))
+
+
+@model("transformers", "Mamba")
+def mamba() -> Made:
+    t = importlib.import_module("transformers")
+    return Made(t.MambaForCausalLM(t.MambaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1, state_size=4, pad_token_id=0)), tokens(50, 6))  # fmt: skip
+
+
+@model("peft, transformers", "`IA3` on Llama")
+def few_parameters() -> Made:
+    peft = importlib.import_module("peft")
+    config = peft.IA3Config(target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"])
+    return Made(peft.get_peft_model(llama(), config), tokens(50, 6))
+
+
+@model("sentence-transformers, transformers", "bag of words with `CosineSimilarityLoss`")
+def sentences() -> Made:
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.losses import CosineSimilarityLoss
+
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.EmbeddingBag(20, 8)
+
+        def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
+            return features | {"sentence_embedding": self.embedding(features["input_ids"])}
+
+    loss = CosineSimilarityLoss(SentenceTransformer(modules=[Words()], device="cpu"))
+
+    def batch(draw: Generator, step: int) -> tuple[Tensor, ...]:
+        a, b = torch.randint(20, (2, 4, 5), generator=draw)
+        return a, b, torch.rand(4, generator=draw)
+
+    return Made(loss, batch, forward=lambda m, b: m([{"input_ids": b[0]}, {"input_ids": b[1]}], b[2]))
+
+
+@model("x-transformers", "decoder with rotary positions and dropout", random=True)
+def dropping() -> Made:
+    x = importlib.import_module("x_transformers")
+    layers = x.Decoder(dim=16, depth=2, heads=2, rotary_pos_emb=True, attn_dropout=0.3)
+    net = x.AutoregressiveWrapper(x.TransformerWrapper(num_tokens=50, max_seq_len=7, attn_layers=layers))
+    return Made(net, lambda draw, step: torch.randint(50, (2, 7), generator=draw), forward=lambda net, ids: net(ids))

@@ -1,0 +1,283 @@
+"""Launchers of other packages: two processes, and the law of two workers."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import importlib
+import json
+import multiprocessing
+import os
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import decentfn as df
+from tests.models.registry import import_package
+from tests.others import program
+from tests.others.rows import Differs, check
+
+with contextlib.suppress(ImportError):
+    import_package("torchvision")  # also in the processes that a launcher starts
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = ROOT / "tests" / "others" / "program.py"
+LIMIT = 60
+
+
+class Refused(Exception):
+    """A process ended with this library's sentence."""
+
+
+def launcher(packages: str, what: str, *, special: str = "") -> Callable[[Any], Any]:
+    """Register the function below, which starts two processes of `program.train(folder)`."""
+
+    def register(start: Callable[[str], None]) -> Any:
+        def attempt() -> None:
+            os.environ["PYTHONPATH"] = str(ROOT)
+            os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+            with tempfile.TemporaryDirectory() as folder:
+                try:
+                    start(folder)
+                except Exception as error:
+                    raise cause(error) from None
+                compare(folder)
+
+        return check("launchers", packages, what, "", special=special)(attempt)
+
+    return register
+
+
+def cause(error: Exception) -> Exception:
+    """What a process raised, whose launcher passes on its traceback as text."""
+    lines = [line.strip() for line in str(error).splitlines() if re.match(r"\s*[\w.]*(Error|Differs|Lost): ", line)]
+    if isinstance(error, (Refused, Differs)) or not lines:
+        return error
+    name, _, said = lines[-1].partition(": ")
+    return Differs(said) if name.endswith("Differs") else Refused(lines[-1])
+
+
+def compare(folder: str) -> None:
+    """Compare what the two workers wrote with the law."""
+    found = sorted(path.name for path in Path(folder).glob("*.json"))
+    if found != ["0.json", "1.json"]:
+        raise Differs(f"the workers that wrote: {found}; each process may have trained alone")
+    ends = torch.tensor([json.loads(Path(folder, name).read_text()) for name in found], dtype=torch.float64)
+    if not torch.allclose(ends, program.law(), rtol=1e-12):
+        raise Differs(f"{ends.tolist()}, the law has {program.law().tolist()}")
+
+
+def run(*command: object, **variables: object) -> None:
+    """Run a command; raise what its processes said last if it fails."""
+    environment = os.environ | {name: str(value) for name, value in variables.items()}
+    finished = subprocess.run([*map(str, command)], env=environment, capture_output=True, text=True, timeout=LIMIT)
+    said = [line for line in (finished.stdout + finished.stderr).splitlines() if "Error: " in line]
+    if finished.returncode:
+        raise Refused((said or [finished.stderr[-300:]])[0])
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def ranked(rank: int, folder: str, port: int) -> None:
+    """One process to which nobody has told its rank, but this function's caller."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
+    os.environ["MASTER_PORT"] = str(port)
+    program.train(folder)
+
+
+def with_a_group(rank: int, folder: str, port: int, **options: Any) -> None:
+    """One process that makes its group by itself."""
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    try:
+        program.train(folder, **options)
+    finally:
+        dist.destroy_process_group()
+
+
+@launcher("torch", "`torchrun --standalone`")
+def torchrun(folder: str) -> None:
+    run(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, PROGRAM, folder)
+
+
+@launcher("torch", "`torch.multiprocessing.spawn`, a group of one's own", special="`df.init()` takes the group over")
+def spawned(folder: str) -> None:
+    torch.multiprocessing.spawn(with_a_group, (folder, free_port()), nprocs=2)
+
+
+@launcher("torch", "a group of one's own and `df.init(timeout=...)`", special="give the timeout to the group")
+def another_timeout(folder: str) -> None:
+    torch.multiprocessing.spawn(_with_a_timeout, (folder, free_port()), nprocs=2)
+
+
+def _with_a_timeout(rank: int, folder: str, port: int) -> None:
+    """The bound that was asked for must be the one that holds: rank 1 stays away, and rank 0 measures."""
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    world = df.init(timeout=timedelta(seconds=3))
+    state = df.adapt_then_combine(program.distance, df.sgd(0.1), df.topology("ring", 2)).init({"w": torch.zeros(2)})
+    program.train(folder)
+    if world.rank:
+        time.sleep(20)
+        return
+    began = time.monotonic()
+    with contextlib.suppress(Exception):
+        df.consensus_mean(state)
+    if time.monotonic() - began > 15:
+        raise Differs("df.init(timeout=3 s) was accepted, and a lost rank was waited for longer than 15 s")
+
+
+@launcher("accelerate", "`accelerate launch --multi_gpu`", special="leave `Accelerator()` out")
+def accelerated(folder: str) -> None:
+    options = [
+        "--multi_gpu",
+        "--num_processes",
+        "2",
+        "--num_machines",
+        "1",
+        "--mixed_precision",
+        "no",
+        "--dynamo_backend",
+        "no",
+    ]
+    run(sys.executable, "-m", "accelerate.commands.launch", *options, PROGRAM, folder)
+
+
+@launcher("lightning", "`Fabric(devices=2).launch()`", special="leave `fabric.setup` out")
+def fabric(folder: str) -> None:
+    script = Path(folder, "script.py")
+    script.write_text(
+        "from tests.others.launchers import program\nfrom lightning.fabric import Fabric\n\n"
+        f"Fabric(accelerator='cpu', devices=2, strategy='ddp').launch()\nprogram.train({folder!r})\n"
+    )
+    run(sys.executable, script)
+
+
+@launcher("pytorch-ignite", "`idist.Parallel`")
+def ignite(folder: str) -> None:
+    idist = importlib.import_module("ignite.distributed")
+    with idist.Parallel(backend="gloo", nproc_per_node=2, master_port=free_port(), start_method="spawn") as parallel:
+        parallel.run(_of_ignite, folder)
+
+
+def _of_ignite(local_rank: int, folder: str) -> None:
+    program.train(folder)
+
+
+@launcher("ray", "Ray Train's `TorchTrainer`", special="leave `prepare_model` out; timeouts are `TorchConfig`'s")
+def ray_train(folder: str) -> None:
+    ray = importlib.import_module("ray")
+    train, of_torch = importlib.import_module("ray.train"), importlib.import_module("ray.train.torch")
+    variables = {"PYTHONPATH": str(ROOT)}
+    ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": variables})
+    try:
+        scaling = train.ScalingConfig(num_workers=2, resources_per_worker={"CPU": 1})
+        config = train.RunConfig(storage_path=tempfile.mkdtemp(), name="run")
+        backend = of_torch.TorchConfig(backend="gloo")
+        of_torch.TorchTrainer(
+            _of_ray,
+            train_loop_config={"folder": folder},
+            scaling_config=scaling,
+            run_config=config,
+            torch_config=backend,
+        ).fit()
+    finally:
+        ray.shutdown()
+
+
+def _of_ray(config: dict[str, Any]) -> None:
+    program.train(config["folder"])
+
+
+def submitted(function: Any, folder: str) -> None:
+    submitit = importlib.import_module("submitit")
+    executor = submitit.AutoExecutor(folder=tempfile.mkdtemp(), cluster="local")
+    executor.update_parameters(tasks_per_node=2, nodes=1, timeout_min=2)
+    job = executor.submit(function, folder)
+    try:
+        job.results()
+    except Exception as error:
+        said = [line for line in str(error).splitlines() if "Error: " in line]
+        raise Refused((said or [str(error)])[-1]) from None
+
+
+@launcher("submitit", "local executor, without variables")
+def bare_submitit(folder: str) -> None:
+    submitted(program.train, folder)
+
+
+@launcher("submitit", "local executor", special="`TorchDistributedEnvironment().export()` before `df.init()`")
+def exporting_submitit(folder: str) -> None:
+    submitted(_exported, folder)
+
+
+def _exported(folder: str) -> None:
+    importlib.import_module("submitit.helpers").TorchDistributedEnvironment().export(set_cuda_visible_devices=False)
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    program.train(folder)
+
+
+@launcher("mpich", "`mpiexec -n 2`, without variables")
+def bare_mpi(folder: str) -> None:
+    run("mpiexec", "-n", 2, sys.executable, PROGRAM, folder)
+
+
+@launcher("mpich", "`mpiexec -n 2`", special="export RANK=$PMI_RANK, WORLD_SIZE=$PMI_SIZE, LOCAL_RANK and MASTER_*")
+def exporting_mpi(folder: str) -> None:
+    script = f"RANK=$PMI_RANK WORLD_SIZE=$PMI_SIZE LOCAL_RANK=$PMI_RANK {sys.executable} {PROGRAM} {folder}"
+    run("mpiexec", "-n", 2, "bash", "-c", script, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
+
+
+@launcher(
+    "mpi4py, mpich",
+    "ranks of `MPI.COMM_WORLD`",
+    special="set the variables from the communicator, and broadcast the port",
+)
+def of_mpi4py(folder: str) -> None:
+    script = Path(folder, "script.py")
+    script.write_text(
+        "import sys\nfrom mpi4py import MPI\nfrom tests.others.launchers import free_port, ranked\n"
+        "world = MPI.COMM_WORLD\nranked(world.rank, sys.argv[1], world.bcast(free_port()))\n"
+    )
+    run("mpiexec", "-n", 2, sys.executable, script, folder)
+
+
+@launcher("joblib", "`Parallel` with loky's processes", special="set the variables in the function")
+def of_joblib(folder: str) -> None:
+    joblib, port = importlib.import_module("joblib"), free_port()
+    joblib.Parallel(n_jobs=2)(joblib.delayed(ranked)(rank, folder, port) for rank in range(2))
+
+
+@launcher("torch", "`ProcessPoolExecutor` of the standard library", special="set the variables in the function")
+def of_a_pool(folder: str) -> None:
+    port, context = free_port(), multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(2, mp_context=context) as pool:
+        for future in [pool.submit(ranked, rank, folder, port) for rank in range(2)]:
+            future.result(LIMIT)
+
+
+@launcher(
+    "hydra-core",
+    "`@hydra.main` under torchrun",
+    special="`hydra.run.dir=. hydra.output_subdir=null hydra/job_logging=none`",
+)
+def hydra(folder: str) -> None:
+    script = Path(folder, "script.py")
+    script.write_text(
+        "import hydra\nfrom tests.others import program\n\n@hydra.main(version_base=None, config_path=None)\n"
+        f"def main(config):\n    program.train({folder!r})\n\nmain()\n"
+    )
+    options = ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"]
+    run(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, script, *options)

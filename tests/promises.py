@@ -1,0 +1,143 @@
+"""Every algorithm with its defaults on every schedule that it accepts: disagreement, mean and loss.
+
+python -m tests.promises [ALGORITHM ...]        prints the table; exits with 1 if a cell is wrong
+
+Eight, thirteen and sixteen simulated workers start unequal, in float64. Half of the parameters have no gradient: there
+workers must not disagree more than at the start, and the mean must stay where the equations say so. The others have a
+quadratic loss whose optimum differs among workers: the loss of the mean model must fall.
+"""
+
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+import decentfn as df
+from decentfn import compressors
+from decentfn.core import trees
+from decentfn.topologies.registry import of_size
+
+SIZES, ROUNDS, LEARNS, DIM = (8, 13, 16), 500, 60, 6
+AGREED = 1e-6
+"""Disagreement, relative to the start, at which a run of at least LEARNS rounds ends."""
+
+COMPRESSED = {"compressor": compressors.top_k(0.5), "gamma": 0.3}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "beer": COMPRESSED,
+    "choco_sgd": COMPRESSED,
+    "deep_squeeze": COMPRESSED,
+    "motef": COMPRESSED,
+    "decoupled_diloco": {"inner_steps": 1, "num_fragments": 1},
+    "streaming_diloco": {"inner_steps": 2, "num_fragments": 1},
+    **dict.fromkeys(
+        ("diloco", "factored_gossip_diloco", "gasloc", "noloco", "slowmo", "sparse_loco"), {"inner_steps": 1}
+    ),
+}
+"""Hyperparameters without a default, and an outer step in every step."""
+
+EVERYONE = {"all_reduce", "decoupled_diloco", "demo", "diloco", "sparse_loco", "streaming_diloco"}
+"""They average over all workers, who start equal, whatever the topology is."""
+
+MOVES_THE_MEAN = {
+    "clipped_gossip": "clipping is not symmetric",
+    "quasi_global_adam": "its difference is normalized, so motion never dies",
+    "sparse_loco": "its compressor's two bits have no zero; the error is fed back",
+    "relay_sgd": "the mean of a step is that of older ones",
+}
+
+
+class Cell(NamedTuple):
+    disagreement: float  # the largest of the last fifth of the rounds, relative to the start
+    mean: float  # largest move of an element without gradient, relative to the largest start
+    loss: float  # distance of the mean model from the optimum, relative to the start
+
+    def wrong(self, name: str) -> list[str]:
+        return [
+            what
+            for what, is_wrong in (
+                ("disagreement", not self.disagreement <= 1.01),
+                ("mean", name not in MOVES_THE_MEAN and not self.mean < 1e-9),
+                ("loss", not self.loss < 0.5),
+            )
+            if is_wrong
+        ]
+
+
+def loss(params: Any, target: torch.Tensor) -> torch.Tensor:
+    return ((params["learns"] - target) ** 2).sum() / 2 + 0.0 * params["rests"].sum()
+
+
+def built(name: str, topology: df.Topology, **options: Any) -> df.Algorithm:
+    return getattr(df, name)(loss, df.sgd(0.1), topology, **OPTIONS.get(name, {}), **options)
+
+
+def schedules(n: int) -> dict[str, df.Topology]:
+    """All registered ones of this size; of those with the same matrices the first."""
+    found: dict[str, df.Topology] = {}
+    seen: set[bytes] = set()
+    for name, topology in of_size(n, local_world_size=4 if n % 4 == 0 else None).items():
+        rounds = [df.mixing_matrix(topology, t) for t in range(topology.period or 8)]
+        key = torch.stack(rounds).numpy().tobytes()
+        if key not in seen:
+            found[name] = topology
+        seen.add(key)
+    return found
+
+
+def run(name: str, topology: df.Topology, rounds: int = ROUNDS, **options: Any) -> Cell:
+    """Train; raises ValueError if the algorithm refuses the topology."""
+    algorithm, n = built(name, topology, **options), topology.num_workers
+    draw = torch.Generator().manual_seed(n)
+    x = {leaf: torch.randn(n, DIM, generator=draw, dtype=torch.float64) for leaf in ("rests", "learns")}
+    if name in EVERYONE:
+        x = {leaf: values[:1].expand(n, -1) for leaf, values in x.items()}
+    targets = torch.randn(n, DIM, generator=draw, dtype=torch.float64) + 3
+    states = [algorithm.init({leaf: values[i].clone() for leaf, values in x.items()}) for i in range(n)]
+    state, step = trees.map(lambda *leaves: torch.stack(leaves), *states), df.simulate(algorithm.step, n)
+    start, optimum = x["rests"].mean(0), targets.mean(0)
+    apart = float((x["rests"] - start).norm()) or 1.0
+    sizes: list[float] = []
+    for t in range(rounds):
+        state, _ = step(state, targets, t)
+        rests = df.params(state)["rests"]
+        sizes.append(float((rests - rests.mean(0)).norm()) / apart)
+        if sizes[-1] > 1e6 or (t + 1 >= LEARNS and max(sizes[-5:]) < AGREED):
+            break
+    params = df.params(state)
+    away = (params["learns"].mean(0) - optimum).norm() / (x["learns"].mean(0) - optimum).norm()
+    moved = (params["rests"].mean(0) - start).abs().max() / x["rests"].abs().max()
+    return Cell(max(sizes[-(len(sizes) // 5) :]), float(moved), float(away))
+
+
+def cells(names: tuple[str, ...], sizes: tuple[int, ...] = SIZES) -> Iterator[tuple[str, int, str, Cell | str]]:
+    """Yield algorithm, workers, schedule, and its cell or the reason of the refusal."""
+    for n in sizes:
+        its = schedules(n)
+        for name in names:
+            for schedule, topology in its.items():
+                if name in EVERYONE and schedule != "complete":
+                    continue
+                try:
+                    yield name, n, schedule, run(name, topology)
+                except ValueError as error:
+                    yield name, n, schedule, str(error)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    failed = 0
+    for name, n, schedule, cell in cells(tuple(sys.argv[1:]) or tuple(df.algorithms.__all__)):
+        if isinstance(cell, str):
+            print(f"{name:24} {n:3} {schedule:24} refused", flush=True)
+            continue
+        wrong = cell.wrong(name)
+        failed += bool(wrong)
+        numbers = f"disagreement {cell.disagreement:.1e}  mean {cell.mean:.1e}  loss {cell.loss:.1e}"
+        print(f"{name:24} {n:3} {schedule:24} {numbers}  {'WRONG: ' + ', '.join(wrong) if wrong else ''}", flush=True)
+    print(f"{failed} wrong")
+    sys.exit(failed > 0)
+
+
+if __name__ == "__main__":
+    main()

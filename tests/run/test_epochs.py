@@ -1,0 +1,62 @@
+"""`df.data.epochs` counts t over all epochs of a loader."""
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, DistributedSampler
+
+import decentfn as df
+
+
+def _loader(**how):
+    data = torch.arange(12)
+    sampler = DistributedSampler(data, num_replicas=2, rank=1, shuffle=True, seed=3)
+    return DataLoader(data, batch_size=2, sampler=sampler, **how)
+
+
+def test_epochs_number_all_batches_and_shuffle_each_epoch_anew():
+    seen = [(t, batch.tolist()) for t, batch in df.data.epochs(_loader(), 3)]
+    expected, loader = [], _loader()
+    for epoch in range(3):
+        loader.sampler.set_epoch(epoch)
+        expected += [batch.tolist() for batch in loader]
+    assert seen == list(enumerate(expected))
+
+
+@pytest.mark.parametrize("start", [0, 2, 3, 4, 8, 9])
+def test_a_resumed_loop_reads_what_is_left(start):
+    whole = [(t, batch.tolist()) for t, batch in df.data.epochs(_loader(), 3)]
+    assert [(t, batch.tolist()) for t, batch in df.data.epochs(_loader(), 3, start=start)] == whole[start:]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((iter([1]), 2), "ends with its first epoch"),
+        (([1], 0), "num_epochs=0"),
+    ],
+)
+def test_what_cannot_be_repeated_is_refused(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        df.data.epochs(*arguments)
+
+
+def test_a_loader_without_a_length_starts_at_0():
+    class Endless:
+        def __iter__(self):
+            return iter("ab")
+
+    assert list(df.data.epochs(Endless(), 2)) == [(0, "a"), (1, "b"), (2, "a"), (3, "b")]
+    with pytest.raises(ValueError, match="no length"):
+        df.data.epochs(Endless(), 2, start=1)
+
+
+def test_a_second_epoch_of_diloco_communicates():
+    """With 6 batches per epoch and an outer step after every 8, a restarted t would never average."""
+    init, step = df.diloco(lambda x, b: ((x - b) ** 2).mean(), df.sgd(0.1), df.topology("complete", 2), inner_steps=8)
+    step, state = df.simulate(step, 2), df.stack(init(torch.zeros(3)), 2)
+    batches = [torch.tensor([[0.0], [4.0]]).expand(2, 3) for _ in range(6)]
+    distances = []
+    for t, batch in df.data.epochs(batches, 2):
+        state, _ = step(state, batch, t)
+        distances.append(float(df.consensus_distance(state)))
+    assert [t for t, distance in enumerate(distances) if distance < 1e-6] == [7]
