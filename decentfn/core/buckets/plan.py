@@ -74,7 +74,7 @@ class Segment:
     is_complex: bool = False
     place: int = 0
     """Number of the leaf in the order of the user's tree, in which dicts are not sorted."""
-    attributes: Attributes = field(default_factory=Attributes, hash=False)
+    attributes: Attributes | None = field(default=None, hash=False)  # None for Dynamo, which cannot make empty ones
 
     def leaf(self, numbers: Tensor) -> Tensor:
         """Return the leaf, `[*workers, *shape]`, as a view of its elements `[*workers, numel]`."""
@@ -326,7 +326,7 @@ def _plan_bucket(named: list[tuple[str, Tensor, int]], common: frozenset[str]) -
     for name, leaf, place in named:
         shape = tuple(leaf.shape)
         numel = prod(shape) * (1 + leaf.is_complex())
-        own = Attributes(vars(leaf) if type(leaf) in (Tensor, torch.nn.Parameter) else {})
+        own = Attributes(vars(leaf)) if type(leaf) in (Tensor, torch.nn.Parameter) and vars(leaf) else None
         segments.append(Segment(name, shape, start, numel, leaf.is_complex(), place, own))
         start += numel
     return BucketPlan(named[0][1].dtype.to_real(), tuple(segments), start, named[0][0] in common)

@@ -213,7 +213,7 @@ class Form:
 def named_leaves(x: Buckets) -> Named:
     """Return the leaves as named parameters that are views of the buckets."""
     segments = [segment for bucket in x.plan.buckets for segment in bucket.segments]
-    return [(s.name, parameter(leaf, s.attributes)) for s, leaf in zip(segments, x.leaves(), strict=True)]
+    return [(s.name, parameter(leaf, s.attributes or {})) for s, leaf in zip(segments, x.leaves(), strict=True)]
 
 
 def parameter(x: Tensor, attributes: Mapping[str, Any]) -> nn.Parameter:
