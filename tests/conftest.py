@@ -9,6 +9,8 @@ import torch
 
 from tests.ranks import Ranks
 
+collect_ignore = ["others/classes.py"]  # whose package tests/others installs
+
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, max_examples=25, print_blob=True)
 hypothesis.settings.register_profile("deep", deadline=None, max_examples=1000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))

@@ -120,6 +120,7 @@ def require_sharded_alike(call: str, plan: Plan, *, is_sharded: bool) -> None:
 @collectives.calling("df.consensus_mean(state)", of_state=True)
 def consensus_mean(state: Any) -> PyTree:
     """Return the workers' mean of the parameters as the user's tree; copies, the same on every rank. Collective."""
+    _buckets(state)  # of one run
     x = to_evaluate(state)
     return trees.map(torch.clone, unsharded(Buckets([_mean(bucket) for bucket in x], x.plan)).tree())
 

@@ -55,7 +55,7 @@ def from_torch(
             workers of several processes. For groups use `df.transforms.partition`.
 
     `init` takes some steps of it on other numbers, to learn what it keeps and that nothing else is needed. One with
-    `train()` and `eval()` (schedulefree) trains in the one mode; `df.params` and evaluations are of the other.
+    methods train and eval (schedulefree) trains in the one mode; `df.params` and evaluations are of the other.
 
     Raises:
         ValueError: `make` is not a function; from `init`, it does not return an optimizer, the optimizer needs a
@@ -248,7 +248,7 @@ class _Adapter:
         return optimizer, rates
 
     def evaluated(self, params: Buckets, state: TorchState, back: bool) -> Buckets:
-        """Return the parameters to evaluate, by the optimizer's `eval()`; `back`: those to train, by its `train()`."""
+        """Return the parameters to evaluate, by the method eval of the optimizer; `back`: those to train, by its train."""
         plan = self.plan(params.plan.number())
         form = self.form(plan, params[0].device)
         state = trees.fill(form.template, trees.leaves(state))
