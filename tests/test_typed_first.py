@@ -105,7 +105,7 @@ def test_a_module_without_buffers_needs_none():
         init(params)
 
 
-@pytest.mark.parametrize("prefix", ["module.", "_orig_mod."])
+@pytest.mark.parametrize("prefix", ["module.", "module._orig_mod."])
 def test_names_with_a_wrappers_prefix_say_how_to_remove_it(prefix):
     module = nn.Linear(2, 1)
     params, buffers, module_loss = df.functional(module, nn.functional.mse_loss)

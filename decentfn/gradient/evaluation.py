@@ -23,7 +23,7 @@ from decentfn.gradient.accumulated import Accumulated, mean_gradient_of, micro_b
 from decentfn.gradient.by_autograd import ByAutograd, gradient_by_autograd
 from decentfn.gradient.gradient_checks import require_none, ungiven
 from decentfn.gradient.lending import lock_of_module
-from decentfn.gradient.loss import LossFn, refuse_numpy, takes, unwrapped
+from decentfn.gradient.loss import LossFn, refuse_numpy, takes, tell_eval_mode, unwrapped
 from decentfn.gradient.module import ModuleLoss, ShardedLoss
 from decentfn.gradient.result import Gradient, gradient_of
 from decentfn.gradient.side_channel import SideChannel
@@ -65,6 +65,8 @@ def require_inputs(call: str, loss_fn: LossFn, params: PyTree, buffers: PyTree) 
     own = getattr(loss_fn, "require_inputs", None)
     if own is not None:
         own(call, params, buffers)
+        if call.startswith("step") and isinstance(loss_fn, ModuleLoss) and collectives.everyone().rank == 0:
+            tell_eval_mode(loss_fn.module)
         for name, attributes in getattr(loss_fn, "param_attributes", {}).items():  # which copies have lost
             vars(params[name]).update(attributes)
         return {} if buffers is None else buffers

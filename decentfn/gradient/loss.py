@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,8 +17,31 @@ from decentfn.core.context import context
 from decentfn.core.formatting import brief
 from decentfn.core.trees import PyTree
 
+_log = logging.getLogger("decentfn")
+
+_BY_MODE = (
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.AlphaDropout,
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+)
+
 LossFn = Callable[..., Any]
 """Loss `(params, batch) -> loss` or `(loss, aux)`, or `(params, buffers, batch) -> (loss, (buffers, aux))`."""
+
+
+def tell_eval_mode(module: nn.Module) -> None:
+    """Log that a module trains in eval mode, if some of its layers compute otherwise when they train."""
+    if not module.training and any(isinstance(m, _BY_MODE) and getattr(m, "p", 1) for m in module.modules()):
+        _log.warning(
+            "%s is in eval mode, as from_pretrained returns it, so it trains without dropout and with the "
+            "stored batch statistics; module.train() before the first step switches them on",
+            type(module).__name__,
+        )
 
 
 class WrappedLoss:

@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, ParamSpec, cast
 
+import torch
+
 from decentfn.comm.fingerprint import agree, describe, structure
 from decentfn.core import trees
 from decentfn.core.formatting import brief
-from decentfn.core.numbers import bind, plain
+from decentfn.core.numbers import bind, plain, require
 from decentfn.core.trees import PyTree
 from decentfn.gradient import require_inputs
 from decentfn.kit.options import DEFAULTS, require_names
@@ -76,6 +78,8 @@ def algorithm(function: Callable[P, Algorithm]) -> Callable[P, Algorithm]:
         expected = StateCheck(loss_fn, built.step.start, starts_equal=built.step.starts_equal)
 
         def start(params: PyTree, buffers: PyTree = None) -> Any:
+            rule = "torch.inference_mode is on, and what is made in it cannot be trained; call init outside of it."
+            require(not torch.is_inference_mode_enabled(), "init(params)", rule)
             require_params(params)
             buffers = require_inputs("init(params, buffers)", loss_fn, params, trees.plain(buffers))
             lines = [line for name, value in values.items() for line in _lines(name, value)]

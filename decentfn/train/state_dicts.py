@@ -94,6 +94,7 @@ def load_state_dict(module: nn.Module, state: State, state_dict: Mapping[str, An
         )
     is_sharded = collectives.is_sharded(module)
     require_sharded_alike("load_state_dict(module, state, state_dict)", state.params.plan, is_sharded=is_sharded)
+    state_dict = _with_every_name(module, state_dict)
     x, b = params(state), buffers(state)
     tensors = _named("load_state_dict(module, state, state_dict)", module, x, b)
     if is_sharded:
@@ -123,6 +124,25 @@ def _named(call: str, module: nn.Module, x: Any, b: Any) -> dict[str, Tensor]:
             "module of df.functional, whose parameters and buffers went to init(params, buffers)."
         )
     return tensors
+
+
+def _with_every_name(module: nn.Module, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a state dict with the module's own names: compiled or not, and a tied tensor under each of its names."""
+    plain = {without_compiled(name): x for name, x in given.items()}
+    named: dict[str, Any] = {}
+    of_tensor: dict[int, Any] = {}
+    for name, x in module.state_dict(keep_vars=True).items():
+        if (key := without_compiled(name)) in plain:
+            named[name] = of_tensor[id(x)] = plain.pop(key)
+    if named:  # else another wrapper's names, see `_require_no_prefix`
+        tied = {n: of_tensor[id(x)] for n, x in module.state_dict(keep_vars=True).items() if id(x) in of_tensor}
+        return tied | named | plain
+    return given
+
+
+def without_compiled(name: str) -> str:
+    """Return a name without the part that `torch.compile(module)` puts before those of the module."""
+    return name.replace("_orig_mod.", "")
 
 
 def _require_no_prefix(own: Mapping[str, Any], state_dict: Mapping[str, Any]) -> None:

@@ -329,7 +329,10 @@ def test_the_consensus_mean_is_exported_for_load_state_dict_and_comes_back(tmp_p
 
     expected = on_kept_ranks(2, job)[0]
     fresh = Tied()
-    fresh.load_state_dict(safetensors.torch.load_file(file), strict=True)
+    fresh.load_state_dict(df.checkpoint.import_(file), strict=True)
+    by_theirs = Tied()
+    assert safetensors.torch.load_model(by_theirs, file) == (set(), [])
+    assert_same(by_theirs.state_dict(), fresh.state_dict())
     for name, x in fresh.state_dict().items():
         assert torch.equal(x, expected[name]) and x.dtype == expected[name].dtype, name
     assert [p.name for p in tmp_path.iterdir()] == [file.name]

@@ -17,7 +17,7 @@ from decentfn.errors import CheckpointCorrupt
 from decentfn.kit.state import State
 from decentfn.train.checkpoint import files
 from decentfn.train.checkpoint.layout import DTYPES, EXPORTED, encoded
-from decentfn.train.state_dicts import state_dict
+from decentfn.train.state_dicts import state_dict, without_compiled
 from decentfn.train.together import as_path, on_first
 
 _PREFIX = "module."
@@ -25,9 +25,11 @@ _PREFIX = "module."
 
 @collectives.calling("df.checkpoint.export(path, module, state)", of_state=True)
 def export(path: str | Path, module: nn.Module, state: State) -> None:
-    """Write the mean over all workers as a safetensors file for a strict `module.load_state_dict`. Collective.
+    """Write the mean over all workers as a safetensors file. Collective.
 
-    Process 0 writes the file and then replaces an older one of that name.
+    As by safetensors' `save_model`, a tied tensor has one name in the file, so `load_model(module, path)` reads it, and
+    `import_(path)` gives all names, for a strict `module.load_state_dict`. Names are those of a module that is not
+    compiled. Process 0 writes the file and then replaces an older one of that name.
 
     Args:
         path: path of the file.
@@ -41,11 +43,13 @@ def export(path: str | Path, module: nn.Module, state: State) -> None:
     path = as_path("export(path, module, state)", path)
     if not isinstance(module, nn.Module):
         raise ValueError(f"export(module={brief(module)}): expected the nn.Module of df.functional.")
-    on_first("export", _write, path, state_dict(module, state, consensus=True), module.state_dict())
+    on_first("export", _write, path, state_dict(module, state, consensus=True), module.state_dict(keep_vars=True))
 
 
 def import_(path: str | Path) -> dict[str, Tensor]:
     """Read a state dict from a safetensors file; drop a `module.` before all names, unless `export` wrote the file.
+
+    Tied tensors come back under each name that the file's metadata have, as `export` and `save_model` write them.
 
     `df.load_state_dict(module, state, df.checkpoint.import_(path))` starts from it.
 
@@ -58,7 +62,8 @@ def import_(path: str | Path) -> dict[str, Tensor]:
     try:
         named: dict[str, Any] = load_file(path)
         with safe_open(path, "pt") as file:
-            is_own = EXPORTED in (file.metadata() or {})
+            about = file.metadata() or {}
+        named |= {name: named[kept] for name, kept in about.items() if name not in named and kept in named}
     except SafetensorError as error:
         if files.is_from_torch_save(path):
             raise ValueError(
@@ -66,7 +71,7 @@ def import_(path: str | Path) -> dict[str, Tensor]:
                 "PyTorch's `load(path, weights_only=True)` returns, or the state dict in it."
             ) from error
         raise CheckpointCorrupt(f"{path}: {error}; write it again.") from error
-    if named and not is_own and all(name.startswith(_PREFIX) for name in named):
+    if named and EXPORTED not in about and all(name.startswith(_PREFIX) for name in named):
         return {name.removeprefix(_PREFIX): x for name, x in named.items()}
     return named
 
@@ -83,9 +88,13 @@ def _write(path: Path, named: dict[str, Any], own: dict[str, Any]) -> None:
                 f"export(path, module, state): {name!r} is {list(x.shape)} in the state and {list(own[name].shape)} in "
                 "the module; give the module of df.functional."
             )
+    first: dict[int, str] = {}
+    names = {name: without_compiled(first.setdefault(id(own[name]), name)) for name in named}
+    tied = {without_compiled(name): kept for name, kept in names.items() if without_compiled(name) != kept}
+    kept = {without_compiled(name): named[name].cpu() for name in first.values()}
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        files.write(temporary, encoded({name: x.cpu() for name, x in named.items()}))
+        files.write(temporary, encoded(kept, tied=tied))
         files.publish(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -20,6 +20,7 @@ from decentfn.core import trees
 from decentfn.core.buckets import Buckets, Place, Plan
 from decentfn.core.formatting import brief
 from decentfn.train.consensus import is_stacked
+from decentfn.train.state_dicts import without_compiled
 
 DTYPES = {
     torch.complex64: "C64",
@@ -83,7 +84,7 @@ def leaves_of(state: Any) -> list[Leaf]:
         else:
             own = path.removeprefix(BUFFERS)
             rows = [(path, shards.get(own) if own != path else None, node)]
-        for name, shard, x in rows:
+        for name, shard, x in [(without_compiled(name), shard, x) for name, shard, x in rows]:
             if isinstance(x, torch.Tensor) and x.is_complex():
                 x = torch.view_as_real(x)
                 shard = shard and Place((*shard.shape, 2), (*shard.offset, 0))
@@ -125,9 +126,15 @@ def digests_of(frozen: Mapping[str, Tensor]) -> dict[str, str]:
     return digests
 
 
-def encoded(tensors: Mapping[str, Tensor], places: Mapping[str, Place] | None = None) -> Iterator[bytes | memoryview]:
-    """Yield the bytes of a safetensors file without copying; tensors are on the CPU."""
-    own = {EXPORTED: "1"} if places is None else {_LEAVES: json.dumps({n: p._asdict() for n, p in places.items()})}
+def encoded(
+    tensors: Mapping[str, Tensor], places: Mapping[str, Place] | None = None, *, tied: Mapping[str, str] | None = None
+) -> Iterator[bytes | memoryview]:
+    """Yield the bytes of a safetensors file without copying; tensors are on the CPU. `tied`: names of others in the file."""
+    own = (
+        {EXPORTED: "1", **(tied or {})}
+        if places is None
+        else {_LEAVES: json.dumps({n: p._asdict() for n, p in places.items()})}
+    )
     header: dict[str, Any] = {"__metadata__": {"format": "pt"} | own}
     start = 0
     for name, x in tensors.items():

@@ -35,6 +35,7 @@ from decentfn.train.checkpoint.layout import (
 )
 from decentfn.train.consensus import is_stacked
 from decentfn.train.resizing import resized
+from decentfn.train.state_dicts import without_compiled
 from decentfn.train.together import on_first, one_path, together
 
 _log = logging.getLogger("decentfn")
@@ -243,6 +244,10 @@ class _Part:
         for name in self.places.keys() | {name for name in stored if not name.startswith((GENERATOR, extras.EXTRA))}:
             if name not in stored or name not in self.places or not self._fits_leaf(name):
                 raise manifest.corrupt(file, f"its part of leaf {name!r} is missing, or outside the leaf")
+        self._stored = {
+            without_compiled(name): name for name in self.places
+        }  # older files have the names of a compiled module
+        self.places = {name: self.places[stored] for name, stored in self._stored.items()}
         self._file, self._extra, self.frozen = file, process["extra"], process.get("frozen", {})
 
     def _fits_leaf(self, name: str) -> bool:
@@ -272,11 +277,11 @@ class _Part:
 
     def kind(self, name: str) -> tuple[str, list[int]]:
         """Return the leaf's dtype, by its safetensors name, and its shape over all workers."""
-        return self._open.get_slice(name).get_dtype(), list(self.places[name].shape)
+        return self._open.get_slice(self._stored[name]).get_dtype(), list(self.places[name].shape)
 
     def copy(self, name: str, wanted: Place, into: Tensor, filled: Tensor) -> None:
         """Copy this file's share of the wanted part, unless it is `filled`, and mark it there."""
-        values = self._open.get_slice(name)
+        values = self._open.get_slice(self._stored[name])
         source, target = [], []
         for mine, theirs, count, wide in zip(
             self.places[name].offset, wanted.offset, values.get_shape(), into.shape, strict=True
