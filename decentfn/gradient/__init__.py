@@ -4,6 +4,7 @@ from decentfn.gradient.accumulated import accumulate
 from decentfn.gradient.by_autograd import autograd, is_by_autograd
 from decentfn.gradient.evaluation import (
     WithinWorker,
+    begin,
     evaluate,
     lock_of,
     require_batch,

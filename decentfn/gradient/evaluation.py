@@ -23,7 +23,7 @@ from decentfn.gradient.accumulated import Accumulated, mean_gradient_of, micro_b
 from decentfn.gradient.by_autograd import ByAutograd, gradient_by_autograd
 from decentfn.gradient.gradient_checks import require_none, ungiven
 from decentfn.gradient.lending import lock_of_module
-from decentfn.gradient.loss import LossFn, refuse_numpy, takes, tell_eval_mode, unwrapped
+from decentfn.gradient.loss import LossFn, refuse_numpy, require_unchanged, takes, tell_eval_mode, unwrapped
 from decentfn.gradient.module import ModuleLoss, ShardedLoss
 from decentfn.gradient.result import Gradient, gradient_of
 from decentfn.gradient.side_channel import SideChannel
@@ -65,6 +65,8 @@ def require_inputs(call: str, loss_fn: LossFn, params: PyTree, buffers: PyTree) 
     own = getattr(loss_fn, "require_inputs", None)
     if own is not None:
         own(call, params, buffers)
+        if call.startswith("init"):
+            require_unchanged(call, loss_fn, {**params, **(buffers or {})})
         if call.startswith("step") and isinstance(loss_fn, ModuleLoss) and collectives.everyone().rank == 0:
             tell_eval_mode(loss_fn.module)
         for name, attributes in getattr(loss_fn, "param_attributes", {}).items():  # which copies have lost
@@ -78,6 +80,15 @@ def require_inputs(call: str, loss_fn: LossFn, params: PyTree, buffers: PyTree) 
             f"{call}: there are {there}, but the loss does not take {form}; write loss_fn{form}, or {way_out}."
         )
     return buffers
+
+
+def begin(call: str, loss_fn: LossFn, params: PyTree, buffers: PyTree, t: Tensor) -> None:
+    """Raise ValueError in a first step 0 if the module has changed since `init`; later changes are the user's own."""
+    inner: Any = unwrapped(loss_fn)[0]
+    if isinstance(inner, ModuleLoss) and not functorch.has_no_value(t):
+        if int(t) == 0:
+            require_unchanged(call, inner, {**params, **(buffers or {})})
+        vars(inner).pop("stamps", None)
 
 
 def require_batch(loss_fn: LossFn, batch: PyTree) -> None:

@@ -16,6 +16,7 @@ from decentfn.core import trees
 from decentfn.core.context import context
 from decentfn.core.formatting import brief
 from decentfn.core.trees import PyTree
+from decentfn.torch_private.autograd import version
 
 _log = logging.getLogger("decentfn")
 
@@ -42,6 +43,31 @@ def tell_eval_mode(module: nn.Module) -> None:
             "stored batch statistics; module.train() before the first step switches them on",
             type(module).__name__,
         )
+
+
+def watched(loss_fn: Any) -> Any:
+    """Return a module's loss that remembers its module's parameters as they are now, until a first step."""
+    loss_fn.stamps = {name: _stamp(x) for name, x in loss_fn.network.named_parameters()}
+    return loss_fn
+
+
+def require_unchanged(call: str, loss_fn: Any, given: PyTree) -> None:
+    """Raise ValueError if the module has changed since `watched`, and not to the parameters that are `given`."""
+    for name, x in loss_fn.network.named_parameters() if getattr(loss_fn, "stamps", None) else ():
+        was = loss_fn.stamps.get(name)
+        start = given.get(name if name in given else name.removeprefix("module."))
+        if was == _stamp(x) or not isinstance(start, Tensor) or start.shape != x.shape:
+            continue
+        if x.dtype != start.dtype or not torch.equal(x.to(start.device), start):
+            raise ValueError(
+                f"{call}: {name!r} of the module has changed since df.functional copied it, and training would start from the older "
+                "copy: the module keeps its weights, and the state has its own. Load, initialize and convert the module first; "
+                "then call df.functional(module, ...) again, and init with what it returns."
+            )
+
+
+def _stamp(x: Tensor) -> tuple[Any, ...]:
+    return id(x), version(x), x.dtype, x.data_ptr()
 
 
 class WrappedLoss:

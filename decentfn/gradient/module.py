@@ -21,7 +21,7 @@ from decentfn.core.numbers import require
 from decentfn.core.trees import PyTree
 from decentfn.gradient.gradient_checks import copied, frozen_under, listed_parameters, require_apart, require_unlisted
 from decentfn.gradient.lending import Lent, attributes_put_back, entries_of, lock_of_module, own_by_name, weights
-from decentfn.gradient.loss import in_mode, is_pair, require_criterion
+from decentfn.gradient.loss import in_mode, is_pair, require_criterion, watched
 from decentfn.torch_private import functorch
 from decentfn.torch_private.names import WEIGHTS
 
@@ -397,4 +397,4 @@ def functional(
     if isinstance(loss_fn, ShardedLoss):
         loss_fn.places = collectives.places(module)
         loss_fn.common, loss_fn.tp_size = common, tp_size
-    return trainable, buffers, loss_fn
+    return trainable, buffers, loss_fn if is_sharded else watched(loss_fn)

@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, cast
 
 import torch
 
-from decentfn.comm.fingerprint import agree, describe, structure
+from decentfn.comm.fingerprint import agree, describe, require_equal, structure
 from decentfn.core import trees
 from decentfn.core.formatting import brief
 from decentfn.core.numbers import bind, plain, require
@@ -75,6 +75,7 @@ def algorithm(function: Callable[P, Algorithm]) -> Callable[P, Algorithm]:
         loss_fn, optimizer = call.arguments["loss_fn"], call.arguments["optimizer"]
         values = {name: call.arguments[name] for name in own} | DEFAULTS | call.arguments.get("options", {})
 
+        frozen = getattr(loss_fn, "frozen", frozenset())
         expected = StateCheck(loss_fn, built.step.start, starts_equal=built.step.starts_equal)
 
         def start(params: PyTree, buffers: PyTree = None) -> Any:
@@ -84,6 +85,7 @@ def algorithm(function: Callable[P, Algorithm]) -> Callable[P, Algorithm]:
             buffers = require_inputs("init(params, buffers)", loss_fn, params, trees.plain(buffers))
             lines = [line for name, value in values.items() for line in _lines(name, value)]
             agree([f"algorithm {function.__name__}", *lines, *structure("optimizer", optimizer)])
+            require_equal("init(params, buffers)", {n: x for n, x in (buffers or {}).items() if n in frozen})
             return expected.record(built.init(params, buffers))
 
         start.__name__ = start.__qualname__ = f"{function.__name__}.init"

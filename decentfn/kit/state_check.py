@@ -15,8 +15,9 @@ from decentfn.comm import collectives
 from decentfn.core import trees
 from decentfn.core.buckets import Buckets, without_values
 from decentfn.core.formatting import brief
+from decentfn.core.scalars import as_step
 from decentfn.core.trees import PyTree
-from decentfn.gradient import LossFn, require_batch, require_inputs
+from decentfn.gradient import LossFn, begin, require_batch, require_inputs
 from decentfn.kit.state import Metrics, State
 from decentfn.torch_private import functorch
 
@@ -67,6 +68,7 @@ class StateCheck:
                 "their mean, init(df.consensus_mean(state))."
             )
         require_inputs(CALL, self._loss_fn, without_values(x).tree(), state.buffers)
+        begin(CALL, self._loss_fn, x.tree() if x.plan.unsharded is None else {}, state.buffers, as_step(t))
         require_batch(self._loss_fn, batch)
 
 

@@ -16,6 +16,11 @@ missing = [private.name for private in DISPATCH if private.find() is None]
 """Needed names that this version of PyTorch lacks."""
 
 
+def version(x: Any) -> Any:
+    """Return a number that PyTorch raises whenever a tensor is written in place; None for a tensor without."""
+    return None if x.is_inference() else x._version
+
+
 def surroundings() -> tuple[Any, Any]:
     """Return the state of PyTorch's dispatcher: autograd, autocast, torch.func. Compiled code turns most of it off.
 
