@@ -19,7 +19,7 @@ LATER = [
 """Hyperparameters with which more is on its way."""
 EVERY = [(row, {}) for row in contract.ROWS] + LATER
 each_algorithm = pytest.mark.parametrize(("row", "options"), EVERY, ids=str)
-REMEMBER_NOTHING = ("adapt_while_communicate", "adapt_then_combine", "all_reduce", "power_gossip")
+REMEMBER_NOTHING = ("adapt_while_communicate", "adapt_then_combine", "all_reduce")
 
 
 @pytest.fixture(autouse=True)

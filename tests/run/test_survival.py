@@ -155,6 +155,13 @@ def test_a_process_may_die_within_the_first_step(local, when):
     assert losses.faults(kept, failed, [0, 2], "d2", 0) == []
 
 
+@pytest.mark.parametrize("row", ["d2", "a2cid2", "power_gossip"])
+@pytest.mark.parametrize("joins", [None, 5])
+def test_the_mean_of_those_that_are_left_is_kept_on_a_schedule_that_suits(row, joins):
+    kept, failed = losses.survived(losses.of_row(row, "one-peer-exp"), 4, {1: (3, "after")}, joins=joins)
+    assert losses.faults(kept, failed, [0, 2, 3] + [4] * bool(joins), row, 3) == []
+
+
 @pytest.mark.parametrize("name", ["d2", "a2cid2", "power_gossip", "decentlam", "choco_sgd", "extra", "gasloc"])
 def test_an_algorithm_goes_on_with_a_schedule_that_it_accepts(name):
     """Whoever is lost, and for whomever joins; on every schedule on which it can be built."""
