@@ -15,7 +15,7 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 cd "$folder"
 python3 -m venv venv
-venv/bin/python -m pip install --quiet torch==2.13.0 numpy==2.4.6 pennylane==0.45.1
+venv/bin/python -m pip install --quiet --no-compile torch==2.13.0 numpy==2.4.6 pennylane==0.45.1
 cat > program.py <<'EOF'
 import pennylane as qml
 import torch

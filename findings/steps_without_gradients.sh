@@ -17,7 +17,7 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 cd "$folder"
 python3 -m venv venv
-venv/bin/python -m pip install --quiet torch==2.13.0 numpy==2.4.6 pytorch-optimizer==4.1.0 dadaptation==3.2 schedulefree==1.4.1
+venv/bin/python -m pip install --quiet --no-compile torch==2.13.0 numpy==2.4.6 pytorch-optimizer==4.1.0 dadaptation==3.2 schedulefree==1.4.1
 cat > program.py <<'EOF'
 import dadaptation
 import pytorch_optimizer

@@ -30,35 +30,37 @@ def cells(row: Row, found: str, results: Results) -> list[str]:
     others: dict[str, list[str]] = {}
     for way, result in results.items():
         if result.word != RIGHT:
-            others.setdefault(said(result), []).append(way)
-    otherwise = "; ".join(
-        f"{', '.join(filter(None, ways))}: {words}".removeprefix(": ") for words, ways in others.items()
-    )
-    return [row.kind, found, row.what, together(right), otherwise, row.special]
+            others.setdefault(said(result, way), []).append(way)
+    otherwise = [words if ways == [""] else f"{together(ways)}: {words}" for words, ways in others.items()]
+    return [row.kind, found, row.what, together(right), "; ".join(otherwise), row.special]
 
 
 def together(ways: list[str]) -> str:
-    """Ways that are right, without repeating `by autograd`."""
+    """Names of ways, without repeating `by autograd`."""
     if ways == [""]:
         return "yes"
     plain = [way for way in ways if "autograd" not in way]
     more = [way.removeprefix("by autograd").removeprefix(", ") or "alone" for way in ways if "autograd" in way]
-    parts = [", ".join(plain)] if plain else []
-    return "; ".join(parts + ([f"by autograd: {', '.join(more)}"] if more else []))
+    return ", ".join(plain + ([f"by autograd ({', '.join(more)})"] if more else []))
 
 
-def said(result: Outcome) -> str:
+def said(result: Outcome, way: str) -> str:
     """An outcome in a few words: the advice, if this library refused."""
     sentence = re.sub(r"\bj\d+", "j", result.sentence)
-    if result.word == REFUSED:
-        names = "`df.autograd(loss_fn)`" if "df.autograd(loss_fn)" in sentence else ""
-        return f"refused, {names}" if names else f"refused: {escaped(shortened(sentence, 160))}"
-    return f"**{result.word}**: {escaped(shortened(sentence, 90))}"
+    if result.word != REFUSED:
+        return f"**{result.word}**: {escaped(shortened(sentence, 90, 0))}"
+    if "df.autograd(loss_fn)" in sentence and "by autograd" not in way:
+        return "refused, `df.autograd(loss_fn)`"
+    return f"refused: {escaped(shortened(sentence, 80, 110))}"
 
 
-def shortened(sentence: str, length: int) -> str:
-    sentence = re.sub(r"^\w+(?:Error|Exception): ", "", sentence)
-    return sentence if len(sentence) <= length else sentence[:length].rsplit(" ", 1)[0] + " ..."
+def shortened(sentence: str, first: int, last: int) -> str:
+    """Its beginning and its end, where the advice is."""
+    sentence = re.sub(r"^\w+(?:Error|Exception|Refused): (?:\w+Error: )?", "", sentence)
+    if len(sentence) <= first + last + 10:
+        return sentence
+    end = sentence[len(sentence) - last :].split(" ", 1)[-1] if last else ""
+    return f"{sentence[:first].rsplit(' ', 1)[0]} ... {end}".strip()
 
 
 def escaped(sentence: str) -> str:

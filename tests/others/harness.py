@@ -164,7 +164,7 @@ def optimizer(
 ) -> Callable[[Make], Make]:  # fmt: skip
     """Register the function below: `make(named_params) -> optimizer`.
 
-    `evaluated(optimizer)` moves the optimizer's parameters to the point that is evaluated.
+    `evaluated(optimizer)` moves the optimizer's parameters to the point that is evaluated, which is compared then.
     """
 
     def register(make: Make) -> Make:
@@ -172,8 +172,7 @@ def optimizer(
             schedule = slower if way == "with a scheduler" else None
             compare_optimizer(lambda: net(dtype), make, schedule, way, steps, dtype, evaluated)
 
-        more = ("evaluated",) if evaluated is not None else ()
-        add(Row("optimizers", packages, what, attempt, ways + more, special))
+        add(Row("optimizers", packages, what, attempt, ways, special))
         return make
 
     return register
@@ -209,7 +208,7 @@ def compare_optimizer(
         torch.manual_seed(SEED)
         ours = our_optimizer(net, make, schedule, data, way)
         torch.manual_seed(SEED)
-        theirs = plain_optimizer(net, make, schedule, data, evaluated if way == "evaluated" else None)
+        theirs = plain_optimizer(net, make, schedule, data, evaluated)
     before = dict(net().named_parameters())
     for worker in range(workers):
         for name, x in theirs[worker].items():

@@ -182,7 +182,8 @@ def every_one(way: str) -> None:
 
         schedule = slower if way == "with a scheduler" else None
         try:
-            compare_optimizer(Net, make, schedule, way, 5, torch.float64)
+            evaluated = to_eval if name.startswith("ScheduleFree") else None
+            compare_optimizer(Net, make, schedule, way, 5, torch.float64, evaluated)
         except Differs:
             wrong.append(name)
         except Exception as error:
