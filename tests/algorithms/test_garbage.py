@@ -36,9 +36,9 @@ def test_a_step_leaves_no_tensor_to_the_garbage_collector(row, way, request):
     algorithm = contract.ROWS[row].build(num_workers=1, loss_fn=loss_fn)
     steps = [algorithm.step, df.donate(algorithm.step)]
     state = algorithm.init(problem.params())
-    for step in steps:
-        state, _ = step(state, problem.batch(0, 0), 0)
+    for t, step in enumerate(steps):
+        state, _ = step(state, problem.batch(0, 0), t)
     collected = request.getfixturevalue("collected")
-    for t, step in enumerate(steps, 1):
+    for t, step in enumerate(steps, 2):
         state, _ = step(state, problem.batch(0, t), t)
     assert [tuple(x.shape) for x in collected()] == []

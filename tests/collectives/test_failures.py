@@ -21,7 +21,7 @@ from decentfn.testing import on_ranks
 from decentfn.testing.ranks import alone_as_rank_of
 from tests.ranks import AT_ONCE, Ranks
 
-pytestmark = pytest.mark.thorough
+pytestmark = [pytest.mark.thorough, pytest.mark.filterwarnings("ignore:step.state, batch, t=")]  # gaps are meant
 
 BROKEN = "Connection closed by peer [10.0.0.1]:1"
 AT = 2

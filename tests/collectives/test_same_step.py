@@ -16,7 +16,7 @@ from decentfn.core.buckets import loose
 from decentfn.testing import on_ranks
 from tests.collectives.test_collectives import schedule
 
-pytestmark = pytest.mark.thorough
+pytestmark = [pytest.mark.thorough, pytest.mark.filterwarnings("ignore:step.state, batch, t=")]  # gaps are meant
 
 SOON = timedelta(seconds=3)
 

@@ -20,7 +20,7 @@ from decentfn.comm.collectives import World, outside, use
 from decentfn.testing import on_ranks
 from tests.ranks import TIMEOUT, Ranks
 
-pytestmark = pytest.mark.thorough
+pytestmark = [pytest.mark.thorough, pytest.mark.filterwarnings("ignore:step.state, batch, t=")]  # gaps are meant
 
 SOON = timedelta(seconds=3)
 STEPS = 12
