@@ -12,7 +12,7 @@ from torch import Tensor
 from decentfn.core import trees
 from decentfn.core.buckets import Buckets
 from decentfn.core.formatting import brief_error
-from decentfn.core.stacking import over_workers
+from decentfn.core.stacking import over_workers, refuse_random
 from decentfn.core.trees import PyTree
 from decentfn.gradient import DynamicLossScale, evaluate
 from decentfn.kit.state_check import is_state, kind_of
@@ -46,6 +46,7 @@ def explain(
         return False
     allow_saved_tensors_hooks()
     said, raised = first_error(error), getattr(error, "inner_exception", error)
+    refuse_random(said)
     for told in (said, raised):
         if isinstance(told, ValueError):  # raised by an optimizer, an algorithm or a wrapper
             raise told from None

@@ -26,6 +26,7 @@ from decentfn.core.stacking import require_rows
 from decentfn.core.trees import PyTree
 from decentfn.gradient.accumulated import Accumulated
 from decentfn.gradient.backward import Layout, backward, stacked
+from decentfn.gradient.lending import Apart
 from decentfn.gradient.loss import LossFn, WrappedLoss, require_loss, unwrapped
 from decentfn.gradient.result import Gradient
 from decentfn.gradient.scaled import DynamicLossScale
@@ -45,6 +46,7 @@ class ByAutograd(WrappedLoss):
         self.name = str(number)  # a constant to the compiler, unlike a number
         self.handle = torch.tensor(number)  # data to the graph, so that losses share code
         self.layouts: list[Layout] = []
+        self.apart = Apart()
         self.lock = threading.RLock()  # ranks may be threads that share it and PyTorch's generator
         _losses[number] = self
 
@@ -194,7 +196,8 @@ def _kernel(
             for i in range(workers):
                 its_batch, its_scale = trees.map(lambda x, i=i: x[i], data), None if scale is None else scale[i]
                 given = its_scale, [b[i] for b in params], [b[i] for b in buffers], its_batch
-                one = backward(loss_fn.loss_fn, form, many, int(t), here, here.rank * workers + i, *given)
+                with loss_fn.apart.of(loss_fn.loss_fn, i):
+                    one = backward(loss_fn.loss_fn, form, many, int(t), here, here.rank * workers + i, *given)
                 for rows, row in zip(grads, one.grads, strict=True):
                     rows[i] = row
                 ones.append(one._replace(grads=[]))

@@ -17,7 +17,7 @@ from decentfn.core import trees
 from decentfn.core.buckets import Buckets, Places, each, mean_of_processes, mean_within_worker, unsharded
 from decentfn.core.context import context
 from decentfn.core.formatting import brief
-from decentfn.core.stacking import in_chunks
+from decentfn.core.stacking import in_chunks, refuse_random
 from decentfn.core.trees import PyTree
 from decentfn.gradient.accumulated import Accumulated, mean_gradient_of, micro_batches, separate
 from decentfn.gradient.by_autograd import ByAutograd, gradient_by_autograd
@@ -160,6 +160,7 @@ def _evaluate(
             e = traced(params, buffers, batch, scale)
     except Exception as error:
         refuse_numpy(error)
+        refuse_random(error)
         if (advice := _advice(one, params, buffers, batch, t, many)) is not None:
             error.add_note(advice)
         raise

@@ -124,7 +124,7 @@ def listed_parameters(modules: Iterable[nn.Module]) -> set[int]:
         x = found.pop()
         if isinstance(x, _CONTAINERS) and id(x) not in seen:
             seen.add(id(x))
-            found += x.values() if isinstance(x, dict) else x
+            found += [*(x.values() if isinstance(x, dict) else iter(x))]  # a tuple's class may have no length (e3nn)
         elif isinstance(x, nn.Parameter):
             ids.add(id(x))
     return ids

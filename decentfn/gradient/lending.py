@@ -51,6 +51,7 @@ class Lent:
         self.leaves, self.constant, self.gradient = [], {}, loss_fn.gradient
         self._loss_fn, self._entries, self._values, self._buffers = loss_fn, entries, values, buffers
         self._before: list[tuple[Tensor, Tensor, Tensor | None]] = []
+        self._with_gradient: list[Tensor] = []
 
     @classmethod
     def beside_weights(cls, loss_fn: Any, entries: list[Entry], values: dict[str, Tensor]) -> Lent:
@@ -66,6 +67,9 @@ class Lent:
                 self._before.append((x, x.data, x.grad if x.is_leaf else None))
                 if x.is_leaf:
                     x.grad = None
+                    if name in self._buffers and x.requires_grad:
+                        x.requires_grad_(False)  # a state's buffers are not trained
+                        self._with_gradient.append(x)
                 x.data = value
         except RuntimeError as error:
             self.__exit__()
@@ -85,6 +89,8 @@ class Lent:
             x.data = data
             if grad is not None:
                 x.grad = grad
+        for x in self._with_gradient:
+            x.requires_grad_()
 
     def _replaced(self) -> list[Entry]:
         return [p for p in self._entries if p.key not in p.holder or p.holder[p.key] is not p.own]
@@ -182,6 +188,36 @@ def attributes_put_back(call: str, modules: list[nn.Module], is_differentiated: 
             "traced step loses them. Make buffers of them, self.register_buffer(name, tensor), or let them stay in the module, "
             "df.autograd(loss_fn)."
         )
+
+
+class Apart:
+    """Attributes of a module that hold tensors, such as caches and membranes, apart for each simulated worker."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, list[dict[str, Any]]] = {}
+
+    @contextmanager
+    def of(self, loss_fn: Any, worker: int) -> Iterator[None]:
+        """Context in which the loss's module has what it kept in earlier calls of this worker, and of no other."""
+        nodes = [vars(m) for m in loss_fn.network.modules()] if hasattr(loss_fn, "network") else []
+        tables = [table for node in nodes for table in (node, *(x for x in node.values() if type(x) is dict))]
+        before = [dict(table) for table in tables]
+        kept = self._kept.get(worker, [])
+        for table, own in zip(tables, kept if len(kept) == len(tables) else ()):  # noqa: B905
+            table.update(own)
+        try:
+            yield
+        finally:
+            self._kept[worker] = kept = [
+                {key: x for key, x in table.items() if x is not old.get(key) and _holds_tensors(x)}
+                for table, old in zip(tables, before, strict=True)
+            ]
+            for table, old, own in zip(tables, before, kept, strict=True):
+                for key in own:
+                    if key in old:
+                        table[key] = old[key]
+                    else:
+                        del table[key]
 
 
 def _holds_tensors(x: Any) -> bool:

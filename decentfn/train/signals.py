@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import signal
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -232,7 +233,10 @@ def preemption(marker: str | Path, *, every: int = 10) -> Iterator[Stop]:
         raise ValueError(f"preemption(marker={str(marker)!r}): that is a directory; the marker is a file in it.")
     if os.environ.get("LOCAL_RANK", "0") == "0":
         make_directory(marker.parent, 0o700)
-        marker.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):  # another node may have removed it
+            if not re.fullmatch(rb'(\{"step": \d+\}\n?)?', marker.read_bytes()):
+                raise ValueError(f"preemption(marker={str(marker)!r}): this file is not a marker; choose another name.")
+            marker.unlink()
     stop = Stop(marker, every)
     before: dict[int, Any] = {number: signal.signal(number, stop._receive) for number in _SIGNALS}
     try:

@@ -151,3 +151,11 @@ def test_a_job_that_is_told_leaves_as_a_whole_and_is_not_started_again(jobs, job
 def test_the_same_signal_again_ends_a_process_at_once(jobs, case, code):
     """But not its echo from torchrun, nor SIGTERM after SIGUSR1; a fork of the process hears its parent alone."""
     assert jobs[case] == [["fork", -signal.SIGTERM], ["code", code, code == 0]]
+
+
+def test_a_file_that_is_no_marker_is_never_deleted(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("print('hello')\n")
+    with pytest.raises(ValueError, match="this file is not a marker; choose another name"), df.preemption(script):
+        pass
+    assert script.read_text() == "print('hello')\n"

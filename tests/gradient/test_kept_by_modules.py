@@ -1,0 +1,125 @@
+"""What a module keeps between calls stays its worker's own, and what its classes are does not matter."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import decentfn as df
+from decentfn.core import trees
+
+N = 3
+
+
+class Cached(nn.Module):
+    """As GCNConv(cached=True): the first graph that it sees is used for ever."""
+
+    def __init__(self, in_a_dict):
+        super().__init__()
+        self.linear, self.graph, self.tables = nn.Linear(4, 2), None, {}
+        self.in_a_dict = in_a_dict
+
+    def forward(self, x):
+        if self.in_a_dict:
+            graph = self.tables.setdefault("graph", x.detach().mean(0))
+        else:
+            self.graph = graph = x.detach().mean(0) if self.graph is None else self.graph
+        return self.linear(x * graph)
+
+
+class Spiking(nn.Module):
+    """A membrane that goes on from call to call."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.membrane = nn.Linear(4, 2), torch.zeros(2)
+
+    def forward(self, x):
+        self.membrane = (0.5 * self.membrane + self.linear(x).mean(0)).detach()
+        return self.linear(x) + self.membrane
+
+
+MODULES = {
+    "a cache": lambda: Cached(False),
+    "a cache in a dict": lambda: Cached(True),
+    "a membrane": Spiking,
+}
+
+
+def _batch(worker, t):
+    draw = torch.Generator().manual_seed(10 * worker + t)
+    return torch.randn(5, 4, generator=draw) + worker, torch.randn(5, 2, generator=draw)
+
+
+def _made(name):
+    torch.manual_seed(0)
+    net = MODULES[name]()
+    params, buffers, loss_fn = df.functional(net, F.mse_loss)
+    algorithm = df.adapt_then_combine(df.autograd(loss_fn), df.sgd(0.1), df.topology("complete", N))
+    return net, algorithm, algorithm.init(params, buffers)
+
+
+@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("transform", [lambda step: step, df.donate, lambda step: df.compile(step, backend="eager")])
+def test_simulated_workers_keep_what_each_of_them_would_on_its_own_rank(name, transform):
+    def alone(rank):
+        _, algorithm, state = _made(name)
+        for t in range(4):
+            state, _ = algorithm.step(state, _batch(rank, t), t)
+        return df.params(state)
+
+    expected = df.testing.on_ranks(N, alone)
+    net, algorithm, state = _made(name)
+    step, state = transform(df.simulate(algorithm.step, N)), df.stack(state, N)
+    for t in range(4):
+        batch = trees.map(lambda *rows: torch.stack(rows), *(_batch(i, t) for i in range(N)))
+        state, _ = step(state, batch, t)
+    for i, own in enumerate(expected):
+        torch.testing.assert_close(df.params(df.worker(state, i)), own, rtol=1e-5, atol=1e-6)
+    assert getattr(net, "graph", None) is None and not getattr(net, "tables", None)  # nobody's is left in the module
+
+
+class _Irreps(tuple):
+    """As e3nn's: its `len` is not what one expects, and says so."""
+
+    def __len__(self):
+        raise NotImplementedError
+
+
+class Odd(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.irreps = nn.Linear(4, 2), _Irreps((1, 2))
+        self.register_buffer("codebook", torch.ones(2, requires_grad=True))  # as VectorQuantize's
+
+    def forward(self, x):
+        return self.linear(x) * self.codebook
+
+
+@pytest.mark.parametrize("around", [lambda loss: loss, df.autograd])
+def test_a_tuple_without_length_and_a_buffer_with_a_gradient_are_taken(around):
+    torch.manual_seed(0)
+    net, batch = Odd(), _batch(0, 0)
+    params, buffers, loss_fn = df.functional(net, F.mse_loss)
+    init, step = df.adapt_then_combine(around(loss_fn), df.sgd(0.1), df.topology("complete", 1))
+    state, _ = step(init(params, buffers), batch, 0)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    F.mse_loss(net(batch[0]), batch[1]).backward()
+    optimizer.step()
+    torch.testing.assert_close(df.params(state), dict(net.named_parameters()), rtol=1e-5, atol=1e-6)
+    assert net.codebook.requires_grad and torch.equal(state.buffers["codebook"], torch.ones(2))
+
+
+@pytest.mark.parametrize("transform", [lambda step: step, lambda step: df.compile(step, backend="eager")])
+def test_chunks_with_dropout_are_refused_by_both_names_and_the_way_out_works(transform):
+    net = nn.Sequential(nn.Linear(4, 2), nn.Dropout(0.5))
+    params, buffers, loss_fn = df.functional(net, F.mse_loss)
+    batch = trees.map(lambda *rows: torch.stack(rows), *(_batch(i, 0) for i in range(4)))
+
+    def run(loss_fn, **how):
+        init, step = df.adapt_then_combine(loss_fn, df.sgd(0.1), df.topology("complete", 4))
+        return transform(df.simulate(step, 4, **how))(df.stack(init(params, buffers), 4), batch, 0)
+
+    with pytest.raises(ValueError, match=r"chunk_size=...\): the loss draws random numbers \(dropout.*df.autograd"):
+        run(loss_fn, chunk_size=2)
+    run(loss_fn), run(df.autograd(loss_fn), chunk_size=2)
