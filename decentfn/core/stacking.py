@@ -92,7 +92,7 @@ def in_chunks(function: Callable[..., PyTree], *arguments: PyTree) -> PyTree:
     return trees.fill(returned[0], joined)
 
 
-def refuse_random(error: Exception) -> None:
+def refuse_random(error: BaseException) -> None:
     """Raise ValueError if `error` is PyTorch's, of a random operation in a chunk of workers."""
     if "called random operation" in str(error):
         raise ValueError(

@@ -85,7 +85,8 @@ def algorithm(function: Callable[P, Algorithm]) -> Callable[P, Algorithm]:
             buffers = require_inputs("init(params, buffers)", loss_fn, params, trees.plain(buffers))
             lines = [line for name, value in values.items() for line in _lines(name, value)]
             agree([f"algorithm {function.__name__}", *lines, *structure("optimizer", optimizer)])
-            require_equal("init(params, buffers)", {n: x for n, x in (buffers or {}).items() if n in frozen})
+            if frozen:
+                require_equal("init(params, buffers)", {name: buffers[name] for name in frozen if name in buffers})
             return expected.record(built.init(params, buffers))
 
         start.__name__ = start.__qualname__ = f"{function.__name__}.init"
