@@ -176,16 +176,22 @@ _WAY_OUT = (
 )
 
 
+_UNTRIED = _WAY_OUT.replace("can (it was tried)", "may")
+
+
 def _advice(one: LossFn, params: Buckets, buffers: PyTree, batch: PyTree, t: Tensor, many: bool) -> str | None:
     """Return what to do about a loss that torch.func cannot follow, after a trial of one worker by autograd; None if that fails."""
-    given = (params, buffers, batch)
-    leaves = trees.leaves(given)
-    while any(isinstance(x, Tensor) and functorch.is_batched(x) for x in leaves):
-        leaves = functorch.by_worker(leaves)[0]
-    template = trees.enumerate_leaves(given)
+    given, leaves = (params, buffers, batch), trees.leaves((params, buffers, batch))
+    try:
+        if is_batched := any(isinstance(x, Tensor) and functorch.is_batched(x) for x in leaves):
+            while any(isinstance(x, Tensor) and functorch.is_batched(x) for x in leaves):
+                leaves = functorch.by_worker(leaves)[0]
+            given = trees.fill(trees.enumerate_leaves(given), leaves)
+    except Exception:  # a batch of a kind of its own
+        return _UNTRIED
 
     def run() -> str | None:
-        x, own, data = trees.cloned(trees.fill(template, leaves))
+        x, own, data = given if is_batched else (trees.map(torch.clone, params), *given[1:])
         try:
             with _left_alone(one):
                 gradient_by_autograd(ByAutograd(one, False), x, own, data, t, None, many)

@@ -201,3 +201,20 @@ def test_nothing_is_changed_by_the_trial():
     assert len(seen) == 2
     for a, b in zip(trees.leaves(kept), trees.leaves((state, batch)), strict=True):
         assert torch.equal(a, b)
+
+
+def test_a_batch_that_cannot_be_taken_apart_keeps_the_losss_own_error():
+    """A packed sequence has no tensor in each place."""
+    net = nn.LSTM(3, 4, batch_first=True)
+    params, buffers, loss_fn = df.functional(net, forward=lambda m, batch: m(batch)[1][0].square().mean())
+    packed = nn.utils.rnn.pack_sequence([torch.ones(3, 3), torch.ones(2, 3)])
+    for around in (lambda loss: loss, df.autograd):
+        init, step = df.adapt_then_combine(around(loss_fn), df.sgd(0.1), df.topology("complete", 1))
+        if around is df.autograd:
+            assert step(init(params, buffers), packed, 0)[1].loss.isfinite()
+        else:
+            try:
+                step(init(params, buffers), packed, 0)
+            except Exception as error:
+                assert "has no attribute 'device'" not in str(error)
+                assert any("df.autograd(loss_fn)" in note for note in getattr(error, "__notes__", []))

@@ -510,3 +510,21 @@ def test_optimizers_and_schedulers_of_decent_dp_work_unchanged(name):
     init, step = built(getattr(theirs, name), scheduler)
     state, _ = ours(step, init(start()))
     assert_equal(df.params(state), plain_loop(getattr(theirs, name), start(), scheduler=scheduler))
+
+
+def test_a_wrapper_that_hides_its_inner_optimizer_is_refused():
+    """Of a constant gradient, Adam without its moments takes the same steps, so the trial's gradients differ."""
+
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, inner):
+            self.inner = inner
+            super().__init__([p for group in inner.param_groups for p in group["params"]], {"lr": 0.1})
+            self.param_groups = inner.param_groups
+
+        def step(self, closure=None):
+            self.inner.step()
+
+    optimizer = df.from_torch(lambda named: Wrapper(torch.optim.Adam([p for _, p in named], lr=0.1)))
+    init, _ = df.adapt_then_combine(lambda p, b: p.sum(), optimizer, df.topology("complete", 1))
+    with pytest.raises(ValueError, match="Wrapper"):
+        init(torch.ones(3))

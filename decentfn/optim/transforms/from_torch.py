@@ -167,11 +167,12 @@ class _Adapter:
     def _require_complete(self, form: Form, optimizer: Any, named: Named) -> None:
         """Raise ValueError unless an optimizer that is built anew in every step arrives where this one did."""
         arrived = [leaf.detach() for _, leaf in named]
-        x, grads = ones(form.plan, form.device), trial_gradient(form.plan, form.device)
+        x = ones(form.plan, form.device)
         state = form.first_state(x)
         name = type(optimizer).__name__
         try:
-            for _ in range(TRIALS):
+            for trial in range(TRIALS):
+                grads = trial_gradient(form.plan, form.device, trial)
                 u, state = self._built_anew(form, None, grads, x, state)
                 x = add(x, u)
         except Exception as error:

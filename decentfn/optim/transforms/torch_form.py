@@ -104,8 +104,8 @@ class Form:
         before, name, trials = [dict(group) for group in optimizer.param_groups], type(optimizer).__name__, []
         self.has_modes = hasattr(optimizer, "eval")
         self.rates = [float(group["lr"]) for group in before if group.get("lr") is not None]
-        for _ in range(TRIALS):
-            for (_, p), g in zip(named, trial_gradient(plan, self.device).leaves(), strict=True):
+        for trial in range(TRIALS):
+            for (_, p), g in zip(named, trial_gradient(plan, self.device, trial).leaves(), strict=True):
                 p.grad = g
             try:
                 optimizer.step()
@@ -116,7 +116,7 @@ class Form:
                 ) from error
             trials.append([{k: kind_of(v) for k, v in optimizer.state.get(p, {}).items()} for _, p in named])
         rule = f"{name} keeps other things after later steps than after its first, so no state has room for them."
-        require(all(trial == trials[0] for trial in trials), CALL, rule)
+        require(all(kinds == trials[0] for kinds in trials), CALL, rule)
         self.names, self.kinds = [leaf for leaf, _ in named], list[dict[str, Kind]]()
         for leaf, own in zip(self.names, trials[0], strict=True):
             unknown = [f"a {kind} under {key!r}" for key, kind in own.items() if isinstance(kind, str)]
@@ -241,7 +241,10 @@ def ones(plan: Plan, device: torch.device) -> Buckets:
     return Buckets([torch.ones(b.numel, dtype=b.dtype, device=device) for b in plan.buckets], plan)
 
 
-def trial_gradient(plan: Plan, device: torch.device) -> Buckets:
-    """Return the gradient of every trial step. It has no zeros: they would hide that a number changes."""
-    vectors = [torch.linspace(0.5, 1.5, b.numel, device=device).to(b.dtype) for b in plan.buckets]
+def trial_gradient(plan: Plan, device: torch.device, trial: int = 0) -> Buckets:
+    """Return the gradient of a trial step. It has no zeros, which would hide that a number changes, and differs between trials:
+    of a constant one, Adam without its moments takes the same steps.
+    """
+    size = (1.0, -0.5, 2.0, 0.25)[trial % 4]
+    vectors = [(size * torch.linspace(0.5, 1.5, b.numel, device=device)).to(b.dtype) for b in plan.buckets]
     return Buckets(vectors, plan)
