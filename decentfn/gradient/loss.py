@@ -56,8 +56,8 @@ def require_unchanged(call: str, loss_fn: Any, given: PyTree) -> None:
     for name, x in loss_fn.network.named_parameters() if getattr(loss_fn, "stamps", None) else ():
         was = loss_fn.stamps.get(name)
         start = given.get(name if name in given else name.removeprefix("module."))
-        if was == _stamp(x) or not isinstance(start, Tensor) or start.shape != x.shape:
-            continue
+        if was == _stamp(x) or not isinstance(start, Tensor) or start.shape != x.shape or x.is_meta:
+            continue  # or its memory has been freed
         if x.dtype != start.dtype or not torch.equal(x.to(start.device), start):
             raise ValueError(
                 f"{call}: {name!r} of the module has changed since df.functional copied it, and training would start from the older "

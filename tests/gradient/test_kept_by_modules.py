@@ -51,9 +51,12 @@ def _batch(worker, t):
     return torch.randn(5, 4, generator=draw) + worker, torch.randn(5, 2, generator=draw)
 
 
-def _made(name):
+def _net(name):
     torch.manual_seed(0)
-    net = MODULES[name]()
+    return MODULES[name]()
+
+
+def _made(net):
     params, buffers, loss_fn = df.functional(net, F.mse_loss)
     algorithm = df.adapt_then_combine(df.autograd(loss_fn), df.sgd(0.1), df.topology("complete", N))
     return net, algorithm, algorithm.init(params, buffers)
@@ -62,14 +65,16 @@ def _made(name):
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.parametrize("transform", [lambda step: step, df.donate, lambda step: df.compile(step, backend="eager")])
 def test_simulated_workers_keep_what_each_of_them_would_on_its_own_rank(name, transform):
+    nets = [_net(name) for _ in range(N + 1)]  # ranks are threads, which share a generator
+
     def alone(rank):
-        _, algorithm, state = _made(name)
+        _, algorithm, state = _made(nets[rank])
         for t in range(4):
             state, _ = algorithm.step(state, _batch(rank, t), t)
         return df.params(state)
 
     expected = df.testing.on_ranks(N, alone)
-    net, algorithm, state = _made(name)
+    net, algorithm, state = _made(nets[N])
     step, state = transform(df.simulate(algorithm.step, N)), df.stack(state, N)
     for t in range(4):
         batch = trees.map(lambda *rows: torch.stack(rows), *(_batch(i, t) for i in range(N)))
