@@ -186,6 +186,7 @@ BASES = {
             df.sweep: [df.simulate(ALGORITHM.step, 4), N],
             D.stacked_collate: [2],
             D.seeded: [[0, 1]],
+            D.epochs: [[0, 1], 2],
             df.dynamic_loss_scale: [loss_fn],
             decent_dp.buckets: [[("w", torch.ones(3))]],
             df.plan: [CLUSTER, 1000],

@@ -100,10 +100,10 @@ def test_a_buffer_may_hold_the_weights_of_the_step_before(backend):
     state, step = init(params, buffers), df.compile(step, backend=backend)
     optimizer, batch = torch.optim.SGD(net.parameters(), 0.1), (torch.randn(8, 2), torch.randn(8, 1))
     for t in range(3):
+        state, _ = step(state, batch, t)
         optimizer.zero_grad()
         mse(net(batch[0]), batch[1]).backward()
         optimizer.step()
-        state, _ = step(state, batch, t)
     torch.testing.assert_close(df.params(state)["layer.weight"], net.layer.weight.detach())
     torch.testing.assert_close(df.buffers(state)["before"], net.before)
 

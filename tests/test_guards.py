@@ -183,7 +183,9 @@ def test_an_array_of_numpys_is_refused():
     init, step = df.all_reduce(
         lambda w, batch: (torch.from_numpy(args.array) * w).sum(), df.sgd(1.0), df.topology("complete", 1)
     )
-    with pytest.raises(RuntimeError, match="a NumPy array that the loss reads from outside; make it a tensor"):
+    with pytest.raises(
+        RuntimeError, match="cannot guard a NumPy array, of the batch or from outside the loss; make it a tensor"
+    ):
         df.compile(step, backend="eager")(init(torch.zeros(1)), None, 0)
 
 

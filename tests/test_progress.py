@@ -35,8 +35,8 @@ def match_all(patterns, lines):
 def test_compiling_is_announced_and_timed_for_each_shape_of_batch(caplog):
     caplog.set_level(logging.DEBUG, "decentfn")
     state, step = a_step()
-    for size in (3, 3, 5, 5, 3):
-        state, _ = step(state, torch.ones(size, 2), 0)
+    for t, size in enumerate((3, 3, 5, 5, 3)):
+        state, _ = step(state, torch.ones(size, 2), t)
     again = COMPILING.format(" again, for another batch or loss")
     match_all([COMPILING.format(""), COMPILED, again, COMPILED], said(caplog))
 
@@ -79,8 +79,8 @@ def test_the_announcement_of_a_later_compilation_says_again(caplog, monkeypatch)
 
     monkeypatch.setattr(compilation.compile_cache, "inductor", slow)
     state, step = a_step()
-    for size in (3, 5):
-        state, _ = step(state, torch.ones(size, 2), 0)
+    for t, size in enumerate((3, 5)):
+        state, _ = step(state, torch.ones(size, 2), t)
     first, second = [record.getMessage() for record in caplog.records if record.name == "decentfn"]
     assert first.startswith("compiling adapt_then_combine.step (minutes")
     assert second.startswith("compiling adapt_then_combine.step again, for another batch or loss (minutes")

@@ -45,6 +45,7 @@ def train(rank, name, n, steps, loss_fn=square, between=lambda rank, state, t: N
     init, step = algorithm(loss_fn, df.sgd(0.1), df.topology(topology, n, **options))
     state = init({"a": torch.ones(5, dtype=torch.float64)})
     for t in steps:
+        state = trees.map(torch.clone, state)  # without the step that made it, whose rank alone would refuse a wrong t
         state, _ = step(state, torch.full((5,), float(rank), dtype=torch.float64), t)
         between(rank, state, t)
     return state

@@ -128,6 +128,8 @@ def _named(call: str, module: nn.Module, x: Any, b: Any) -> dict[str, Tensor]:
 
 def _with_every_name(module: nn.Module, given: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a state dict with the module's own names: compiled or not, and a tied tensor under each of its names."""
+    if not isinstance(given, Mapping):
+        return given  # which load_state_dict refuses, on every process
     plain = {without_compiled(name): x for name, x in given.items()}
     named: dict[str, Any] = {}
     of_tensor: dict[int, Any] = {}

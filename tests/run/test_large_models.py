@@ -208,7 +208,7 @@ def accumulates():
             whole = {name: rows[world.worker] for name, rows in expected[1].items()}
             plain = torch.func.functional_call(Network(), whole, (data[0],))
             torch.testing.assert_close(loss, nn.functional.mse_loss(plain, data[1]))
-        state, _ = step(state, halves, t)  # though the module has gathered its parameters, and keeps them
+        state, _ = step(state, halves, t + 1)  # though the module has gathered its parameters, and keeps them
         assert sorted(df.state_dict(module, state)) == ([] if world.process else sorted(Network().state_dict()))
 
 

@@ -44,9 +44,9 @@ class LowRankGossip:
         sizes = [sum(_sizes(plan, self.rank)) for plan in x.plan.buckets]
         return tuple(b.new_zeros(period, slots, size, dtype=wide(b.dtype)) for b, size in zip(x, sizes, strict=True))
 
-    def _or_drawn(self, p: Tensor, step: Tensor, bucket: int, plan: BucketPlan) -> Tensor:
+    def _or_drawn(self, p: Tensor, t: Tensor, bucket: int, plan: BucketPlan) -> Tensor:
         """Replace directions that are 0 by random ones of this step, the same at both ends of an edge."""
-        drawn = 2 * draws.uniform(self.seed, step, bucket, p.shape, device=p.device) - 1
+        drawn = 2 * draws.uniform(self.seed, t, bucket, p.shape, device=p.device) - 1
         return torch.where(_spread(p != 0, plan, self.rank), p, drawn.to(p.dtype))
 
     def post(self, x: Buckets, directions: Directions, t: Tensor, i: int) -> list[Round]:
@@ -57,7 +57,7 @@ class LowRankGossip:
         even = (met * self.iterations + i) % 2 == 0  # by the edge's own rounds: it meets once a period
         here = [p.index_select(0, phase.view(1))[0] for p in directions]
         return [
-            _post(bucket, plan, self.rank, self._or_drawn(p, step, b, plan), even, last, row)
+            _post(bucket, plan, self.rank, self._or_drawn(p, t, b, plan), even, last, row)
             for b, (bucket, plan, p) in enumerate(zip(x, x.plan.buckets, here, strict=True))
         ]
 
