@@ -85,9 +85,10 @@ def algorithm(function: Callable[P, Algorithm]) -> Callable[P, Algorithm]:
             buffers = require_inputs("init(params, buffers)", loss_fn, params, trees.plain(buffers))
             lines = [line for name, value in values.items() for line in _lines(name, value)]
             agree([f"algorithm {function.__name__}", *lines, *structure("optimizer", optimizer)])
+            state = built.init(params, buffers)
             if frozen:
                 require_equal("init(params, buffers)", {name: buffers[name] for name in frozen if name in buffers})
-            return expected.record(built.init(params, buffers))
+            return expected.record(state)
 
         start.__name__ = start.__qualname__ = f"{function.__name__}.init"
         step = replace(built.step, check=expected.check, loss_fn=loss_fn, topology=mixes_on)
