@@ -111,8 +111,10 @@ def test_a_resumed_run_may_look_at_its_module_first(tmp_path):
 def test_frozen_parameters_that_differ_between_ranks_are_refused_and_broadcast_cures(make):
     """As pretrained weights that are loaded on rank 0 only, which DDP allows."""
 
+    nets = [_net(0), _net(0), _net(0), _net(0)]  # ranks are threads, which share a generator
+
     def start(rank, cured):
-        net = _net(0)
+        net = nets[rank + 2 * cured]
         with torch.no_grad():
             net[0].bias.fill_(rank)
         net[0].bias.requires_grad_(False)
@@ -130,8 +132,10 @@ def test_frozen_parameters_that_differ_between_ranks_are_refused_and_broadcast_c
 
 
 def test_statistics_that_differ_between_ranks_are_no_frozen_ones():
+    nets = [_net(0), _net(0)]
+
     def start(rank):
-        net = _net(0)
+        net = nets[rank]
         net[1].running_mean.fill_(rank)
         params, buffers, loss_fn = df.functional(net, F.mse_loss)
         init, _ = df.adapt_while_communicate(loss_fn, df.sgd(0.1), df.topology("complete", 2))
