@@ -245,6 +245,6 @@ def trial_gradient(plan: Plan, device: torch.device, trial: int = 0) -> Buckets:
     """Return the gradient of a trial step. It has no zeros, which would hide that a number changes, and differs between trials:
     of a constant one, Adam without its moments takes the same steps.
     """
-    size = (1.0, -0.5, 2.0, 0.25)[trial % 4]
+    size = (1.0, 1.0, 2.0, 0.5)[trial % 4]
     vectors = [(size * torch.linspace(0.5, 1.5, b.numel, device=device)).to(b.dtype) for b in plan.buckets]
     return Buckets(vectors, plan)
