@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -228,41 +228,50 @@ def _drawing_by(seed: int) -> Iterator[None]:
 def epochs(loader: Iterable[Any], num_epochs: int, *, start: int = 0) -> Iterator[tuple[int, Any]]:
     """Yield `(t, batch)` of several epochs of a loader; t counts on from one epoch to the next.
 
-    `set_epoch(epoch)` of the loader, its sampler, batch sampler and dataset is called before each epoch, if they have it.
+    `set_epoch(epoch)` of the loader, its samplers and dataset is called before each epoch, if they have it.
 
     Args:
-        loader: anything that can be iterated once per epoch, such as a `DataLoader`.
+        loader: anything that can be iterated once per epoch, such as a `DataLoader`; not one with `batch_sampler`, whose
+            batches have their own t.
         num_epochs: epochs in all, >= 1.
         start: the first t, as `df.checkpoint.restore` returns it; the batches before it in its epoch are read and
-            discarded, which needs `len(loader)`.
+            discarded, and without `len(loader)` those of all epochs before.
 
     Raises:
-        ValueError: `num_epochs` < 1, `start` < 0, an iterator (a second epoch would be empty), or `start` and no length.
+        ValueError: `num_epochs` < 1, `start` < 0, an iterator (a second epoch would be empty), or a `batch_sampler`.
 
     >>> list(epochs(["a", "b", "c"], 2, start=2))
     [(2, 'c'), (3, 'a'), (4, 'b'), (5, 'c')]
     """
     require(num_epochs >= 1, "epochs", "a number of epochs, >= 1.", num_epochs=num_epochs)
     require(start >= 0, "epochs", "a step, >= 0.", start=start)
-    if iter(loader) is loader and num_epochs > 1:
+    if isinstance(loader, Iterator) and num_epochs > 1:
         raise ValueError(
             f"epochs(loader={brief(loader)}, {num_epochs}): an iterator ends with its first epoch; pass the DataLoader or a list."
         )
-    if start and not isinstance(loader, Sized):
-        raise ValueError(f"epochs(loader={brief(loader)}, start={start}): the loader has no length, so pass start=0.")
+    if isinstance(getattr(loader, "batch_sampler", None), BatchSampler):
+        raise ValueError(
+            f"epochs(loader={brief(loader)}, {num_epochs}): df.data.batch_sampler goes through all epochs by itself, from its "
+            "first_step on: `for t, batch in enumerate(loader, first_step)`."
+        )
     return _epochs(loader, num_epochs, start)
 
 
 def _epochs(loader: Any, num_epochs: int, start: int) -> Iterator[tuple[int, Any]]:
-    first, read = divmod(start, len(loader)) if start else (0, 0)
-    parts = [loader, *(getattr(loader, name, None) for name in ("sampler", "batch_sampler", "dataset"))]
-    t = start
+    try:
+        size = len(loader)
+    except TypeError:  # also of a DataLoader of a stream
+        size = 0
+    samplers = [getattr(loader, name, None) for name in ("sampler", "batch_sampler")]
+    parts = [loader, getattr(loader, "dataset", None), *samplers, getattr(samplers[1], "sampler", None)]
+    first = start // size if size else 0
+    t = first * size
     for epoch in range(first, num_epochs):
-        for part in parts:
-            if hasattr(part, "set_epoch"):
-                part.set_epoch(epoch)
-        for batch in itertools.islice(loader, read if epoch == first else 0, None):
-            yield t, batch
+        for part in {id(part): part for part in parts if hasattr(part, "set_epoch")}.values():
+            part.set_epoch(epoch)
+        for batch in loader:
+            if t >= start:
+                yield t, batch
             t += 1
 
 

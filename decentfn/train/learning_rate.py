@@ -67,7 +67,10 @@ def set_learning_rate(state: State, rate: float | Tensor) -> State:
     several = len(rates(opt)) > 1
     rows = iter(new.expand(old.shape).unbind(-1) if several else [new.expand(old.shape)])
     opt = trees.map_nodes(RateState, lambda node: RateState(next(rows)), opt)
-    return trees.map(torch.clone, state._replace(local=state.local._replace(opt=opt)))
+    copied = trees.map(torch.clone, state._replace(local=state.local._replace(opt=opt)))
+    if hasattr(state.params, "taken_at"):
+        copied.params.taken_at = state.params.taken_at  # the run goes on, perhaps in another epoch
+    return copied
 
 
 def _optimizer_of(call: str, state: State) -> object:

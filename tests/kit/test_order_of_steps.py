@@ -1,6 +1,7 @@
 """t counts on: a step whose state is a later step's result is a mistake; a gap is told once."""
 
 import copy
+import io
 import warnings
 
 import pytest
@@ -87,16 +88,43 @@ def test_an_old_state_may_be_used_again_and_states_may_take_turns():
     assert after is not first
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda state: trees.map(torch.clone, state)])
-def test_a_copy_is_a_state_like_any_other(copied):
+def _from_disk(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("t", [0, 1])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda state: trees.map(torch.clone, state), _from_disk])
+def test_a_copy_is_a_state_like_any_other(copied, t):
     step, state, batch = _simulated(_algorithm())
     step = df.donate(step)
     state, _ = step(state, batch, 0)
     kept = copied(state)
-    for t in range(1, 4):
-        state, _ = step(state, batch, t)
-    back, _ = step(kept, batch, 1)
+    for later in range(1, 4):
+        state, _ = step(state, batch, later)
+    back, _ = step(kept, batch, t)
     assert back is kept
+
+
+def test_another_learning_rate_in_each_epoch_is_no_new_run():
+    step, state, batch = _simulated(_algorithm())
+    state, _ = step(state, batch, 0)
+    state = df.set_learning_rate(state, 0.2)
+    with pytest.raises(ValueError, match=r"t=0\): the state is the result of step t=0"):
+        step(state, batch, 0)
+    step(state, batch, 1)
+
+
+def test_functions_that_take_turns_continue_one_count():
+    """One with outer steps and one without: the state's own last step counts, not the function's."""
+    _, state, batch = _simulated(_algorithm())
+    steps = [df.donate(df.simulate(_algorithm().step, N)) for _ in range(2)]
+    for t in range(6):
+        state, _ = steps[t % 3 == 0](state, batch, t)
+    with pytest.raises(ValueError, match="the result of step t=5"):
+        steps[0](state, batch, 3)
 
 
 def test_a_restored_run_goes_on_from_any_step(tmp_path):

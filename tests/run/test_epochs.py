@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 import decentfn as df
 
@@ -40,14 +40,47 @@ def test_what_cannot_be_repeated_is_refused(arguments, words):
         df.data.epochs(*arguments)
 
 
-def test_a_loader_without_a_length_starts_at_0():
-    class Endless:
-        def __iter__(self):
-            return iter("ab")
+def test_a_loader_without_a_length_is_read_from_its_beginning():
+    class Stream(IterableDataset):
+        heard = ()
 
-    assert list(df.data.epochs(Endless(), 2)) == [(0, "a"), (1, "b"), (2, "a"), (3, "b")]
-    with pytest.raises(ValueError, match="no length"):
-        df.data.epochs(Endless(), 2, start=1)
+        def set_epoch(self, epoch):
+            self.heard += (epoch,)
+
+        def __iter__(self):
+            return iter(range(6))
+
+    stream = Stream()
+    rest = df.data.epochs(DataLoader(stream, batch_size=2), 2, start=4)
+    assert [(t, batch.tolist()) for t, batch in rest] == [(4, [2, 3]), (5, [4, 5])]
+    assert stream.heard == (0, 1)
+    assert list(df.data.epochs([], 2, start=1)) == []
+
+
+def test_a_sampler_within_a_batch_sampler_hears_of_the_epoch():
+    inner = DistributedSampler(range(12), num_replicas=2, rank=1, shuffle=True, seed=3)
+    loader = DataLoader(torch.arange(12), batch_sampler=torch.utils.data.BatchSampler(inner, 2, drop_last=False))
+    assert [batch.tolist() for _, batch in df.data.epochs(loader, 3)] == [
+        batch.tolist() for _, batch in df.data.epochs(_loader(), 3)
+    ]
+
+
+def test_the_batches_are_those_of_the_plain_loop():
+    """Nothing else reads the loader, which would draw a number, or start its processes."""
+    loader, read = DataLoader(torch.arange(12), batch_size=2, shuffle=True), []
+    for batches in ((x for _ in range(2) for x in loader), (x for _, x in df.data.epochs(loader, 2))):
+        torch.manual_seed(0)
+        read.append([batch.tolist() for batch in batches])
+    assert read[0] == read[1]
+
+
+@pytest.mark.parametrize("start", [0, 2])
+def test_the_sampler_of_a_whole_run_is_refused_and_its_own_loop_is_right(start):
+    sampler = df.data.batch_sampler(df.data.shards(12, 2, 2), 0, first_step=start, steps=6)
+    loader = DataLoader(torch.arange(12), batch_sampler=sampler)
+    with pytest.raises(ValueError, match=r"`for t, batch in enumerate\(loader, first_step\)`"):
+        df.data.epochs(loader, 2, start=start)
+    assert [t for t, _ in enumerate(loader, start)] == list(range(start, 6))
 
 
 def test_a_second_epoch_of_diloco_communicates():

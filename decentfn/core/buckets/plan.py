@@ -182,6 +182,9 @@ class Buckets:
         self.tensors = tuple(tensors)
         self.plan = plan
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Buckets, (self.tensors, self.plan)  # so copies and pickles have no `taken_at`
+
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self.tensors)
 
