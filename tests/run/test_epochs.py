@@ -68,9 +68,9 @@ def test_a_sampler_within_a_batch_sampler_hears_of_the_epoch():
 def test_the_batches_are_those_of_the_plain_loop():
     """Nothing else reads the loader, which would draw a number, or start its processes."""
     loader, read = DataLoader(torch.arange(12), batch_size=2, shuffle=True), []
-    for batches in ((x for _ in range(2) for x in loader), (x for _, x in df.data.epochs(loader, 2))):
+    for batches in (lambda: [x for _ in range(2) for x in loader], lambda: [x for _, x in df.data.epochs(loader, 2)]):
         torch.manual_seed(0)
-        read.append([batch.tolist() for batch in batches])
+        read.append([batch.tolist() for batch in batches()])
     assert read[0] == read[1]
 
 
