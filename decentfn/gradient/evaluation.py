@@ -22,7 +22,7 @@ from decentfn.core.trees import PyTree
 from decentfn.gradient.accumulated import Accumulated, mean_gradient_of, micro_batches, separate
 from decentfn.gradient.by_autograd import ByAutograd, gradient_by_autograd
 from decentfn.gradient.gradient_checks import require_none, ungiven
-from decentfn.gradient.lending import lock_of_module
+from decentfn.gradient.lending import attributes_of, lock_of_module
 from decentfn.gradient.loss import LossFn, refuse_numpy, require_unchanged, takes, tell_eval_mode, unwrapped
 from decentfn.gradient.module import ModuleLoss, ShardedLoss
 from decentfn.gradient.result import Gradient, gradient_of
@@ -206,8 +206,7 @@ def _advice(one: LossFn, params: Buckets, buffers: PyTree, batch: PyTree, t: Ten
 @contextmanager
 def _left_alone(loss_fn: LossFn) -> Iterator[None]:
     """Context in which a module of the loss may be called; afterwards its attributes are what they were."""
-    nodes = [vars(m) for m in loss_fn.module.modules()] if isinstance(loss_fn, ModuleLoss) else []
-    tables = [table for node in nodes for table in (*(v for v in node.values() if type(v) is dict), node)]
+    tables = attributes_of(loss_fn.module) if isinstance(loss_fn, ModuleLoss) else []
     kept = [dict(table) for table in tables]
     try:
         yield

@@ -190,6 +190,12 @@ def attributes_put_back(call: str, modules: list[nn.Module], is_differentiated: 
         )
 
 
+def attributes_of(module: nn.Module) -> list[dict[str, Any]]:
+    """Return the tables of attributes of a module and its submodules, and the plain dicts among their values."""
+    nodes = [vars(m) for m in module.modules()]
+    return [table for node in nodes for table in (node, *(x for x in node.values() if type(x) is dict))]
+
+
 class Apart:
     """Attributes of a module that hold tensors, such as caches and membranes, apart for each simulated worker."""
 
@@ -199,8 +205,7 @@ class Apart:
     @contextmanager
     def of(self, loss_fn: Any, worker: int) -> Iterator[None]:
         """Context in which the loss's module has what it kept in earlier calls of this worker, and of no other."""
-        nodes = [vars(m) for m in loss_fn.network.modules()] if hasattr(loss_fn, "network") else []
-        tables = [table for node in nodes for table in (node, *(x for x in node.values() if type(x) is dict))]
+        tables = attributes_of(loss_fn.network) if hasattr(loss_fn, "network") else []
         before = [dict(table) for table in tables]
         kept = self._kept.get(worker, [])
         for table, own in zip(tables, kept if len(kept) == len(tables) else ()):  # noqa: B905
