@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from functools import partial
@@ -32,6 +33,8 @@ from decentfn.train.roll_call import Decision, Note, hold, places_of
 from decentfn.train.survivable import require_kind, require_schedule, require_survivable, warn_of_agent
 
 _log = logging.getLogger("decentfn")
+_CALLED = timedelta(seconds=1)
+"""How long a worker waits for the others before it looks whether they call the roll."""
 _LOOK_S = 0.2
 """Interval at which a worker answers its door and the first one looks for newcomers, which takes 0.1 ms."""
 
@@ -165,7 +168,7 @@ class _Survivor:
         todo = [now] if not self._somebody_waits else self._go_on(here, [now], None)
         while True:
             try:
-                result, self._somebody_waits = _whole(here, step, todo[0], sees_newcomers)
+                result, self._somebody_waits = self._whole(here, step, todo[0], sees_newcomers)
             except (PeerLost, ExchangeTimeout) as error:
                 todo = self._go_on(here, todo, error)
                 continue
@@ -173,6 +176,40 @@ class _Survivor:
             if not todo:
                 return result
             todo[0] = todo[0]._replace(state=result[0])
+
+    def _whole(
+        self, here: World, step: Callable[..., tuple[Any, Any]], now: _Inputs, sees_newcomers: bool
+    ) -> tuple[tuple[Any, Any], bool]:
+        """Take a step, which ends when all workers have begun it; return its result, and whether a worker sees newcomers."""
+        if here.steps.cut_short is not None:  # by a call outside steps
+            raise PeerLost(f"{here.steps.cut_short[0]}: {here.steps.cut_short[1]}", process=here.rank, step=now.t)
+        waiting = torch.full((1,), float(sees_newcomers))
+        with _with_all(here, now.t):
+            begun = None if here.group is None else here.group.allreduce([waiting])
+        result = step(now.state, now.batch, now.t)
+        with _with_all(here, now.t):
+            if begun is not None:
+                self._await(here, begun)
+            here.await_messages()
+        return result, bool(waiting > 0)
+
+    def _await(self, here: World, begun: Any) -> None:
+        """Wait until all have begun, or until others call the roll.
+
+        gloo may forget a send whose connection ends at the same moment: nothing then ends its wait but the timeout,
+        which a thread awaits with the group, since the group's end would await it too.
+        """
+        end = time.monotonic() + here.longest_wait.total_seconds()
+        while not begun.is_completed():
+            with suppress(RuntimeError):
+                begun.wait(_CALLED)
+            if not begun.is_completed() and (self._board(here).check(["notes"]) or time.monotonic() > end):
+                threading.Thread(target=_outlive, args=(here.group, begun), daemon=True).start()
+                raise RuntimeError("others have lost a worker, and this one's connections have ended")
+        begun.wait()
+
+    def _board(self, here: World) -> Store:
+        return PrefixStore(f"survive {here.generation + 1}", self._store)
 
     def _begin(self, here: World, state: Any) -> None:
         require_survivable(here)
@@ -286,7 +323,7 @@ class _Survivor:
         here.hang_up()
 
     def _agree(self, here: World, t: int, repeats: bool, error: RunError | None) -> Decision:
-        board, doorbell = PrefixStore(f"survive {here.generation + 1}", self._store), self._doorbell
+        board, doorbell = self._board(here), self._doorbell
         try:
             reached = tuple(seat for seat in here.seats if seat == here.seat or doorbell.ring(seat) == "answers")
             mine = Note(here.seat, t, reached, repeats)
@@ -317,21 +354,9 @@ def _change(before: Sequence[int], after: Sequence[int]) -> str:
     return " and ".join(parts) or "the same workers"
 
 
-def _whole(
-    here: World, step: Callable[..., tuple[Any, Any]], now: _Inputs, sees_newcomers: bool
-) -> tuple[tuple[Any, Any], bool]:
-    """Take a step, which ends when all workers have begun it; return its result, and whether a worker sees newcomers."""
-    if here.steps.cut_short is not None:  # by a call outside steps
-        raise PeerLost(f"{here.steps.cut_short[0]}: {here.steps.cut_short[1]}", process=here.rank, step=now.t)
-    waiting = torch.full((1,), float(sees_newcomers))
-    with _with_all(here, now.t):
-        begun = None if here.group is None else here.group.allreduce([waiting])
-    result = step(now.state, now.batch, now.t)
-    with _with_all(here, now.t):
-        if begun is not None:
-            begun.wait()
-        here.await_messages()
-    return result, bool(waiting > 0)
+def _outlive(_group: Any, begun: Any) -> None:
+    while not begun.is_completed():  # not wait(): the end of Python would then end the process within C++
+        time.sleep(1)
 
 
 @contextmanager

@@ -148,6 +148,37 @@ def test_the_lowest_that_is_left_writes_the_log_on(at, when, tmp_path):
     assert writers == sorted(writers) and writers[at:] == [1] * (STEPS - at)
 
 
+class ForgottenSend:
+    """A group of gloo, of whose sums the one at `t` never ends, as when gloo loses a send with its connection."""
+
+    def __init__(self, group, t):
+        self._group, self._left = group, t
+
+    def __getattr__(self, name):
+        return getattr(self._group, name)
+
+    def allreduce(self, tensors):
+        work, self._left = self._group.allreduce(tensors), self._left - 1
+        return self if self._left == -1 else work
+
+    def is_completed(self):
+        return False
+
+    def wait(self, timeout):
+        time.sleep(timeout.total_seconds())
+        raise RuntimeError("Operation timed out!")
+
+
+def test_a_worker_whose_wait_does_not_end_hears_that_others_call_the_roll():
+    def train_on(rank):
+        if rank == 1:
+            world().group = ForgottenSend(world().group, 3)
+        return train(rank, "gossip", {0: 3})
+
+    seen = on_ranks(4, train_on)
+    assert [its[-1][2] for its in seen[1:]] == [3, 3, 3] and len(seen[1]) == STEPS
+
+
 @pytest.mark.parametrize("local", [1, 2])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_process_may_die_within_the_first_step(local, when):
