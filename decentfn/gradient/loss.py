@@ -12,6 +12,8 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from decentfn.comm import collectives
+from decentfn.comm.fingerprint import digest
 from decentfn.core import trees
 from decentfn.core.context import context
 from decentfn.core.formatting import brief
@@ -46,28 +48,60 @@ def tell_eval_mode(module: nn.Module) -> None:
 
 
 def watched(loss_fn: Any) -> Any:
-    """Return a module's loss that remembers its module's parameters as they are now, until a first step."""
-    loss_fn.stamps = {name: _stamp(x) for name, x in loss_fn.network.named_parameters()}
+    """Return a module's loss that remembers the module's tensors as they are now, until a first step."""
+    loss_fn.watch = {name: (_stamp(x), _sample(collectives.local(x))) for name, x in _tensors(loss_fn).items()}
     return loss_fn
 
 
-def require_unchanged(call: str, loss_fn: Any, given: PyTree) -> None:
-    """Raise ValueError if the module has changed since `watched`, and not to the parameters that are `given`."""
-    for name, x in loss_fn.network.named_parameters() if getattr(loss_fn, "stamps", None) else ():
-        was = loss_fn.stamps.get(name)
-        start = given.get(name if name in given else name.removeprefix("module."))
-        if was == _stamp(x) or not isinstance(start, Tensor) or start.shape != x.shape or x.is_meta:
-            continue  # or its memory has been freed
-        if x.dtype != start.dtype or not torch.equal(x.to(start.device), start):
-            raise ValueError(
-                f"{call}: {name!r} of the module has changed since df.functional copied it, and training would start from the older "
-                "copy: the module keeps its weights, and the state has its own. Load, initialize and convert the module first; "
-                "then call df.functional(module, ...) again, and init with what it returns."
-            )
+def require_unchanged(call: str, loss_fn: Any, params: PyTree, buffers: PyTree) -> None:
+    """Raise ValueError if the module has changed since `watched`, and the copies made then are to be trained."""
+    watch: dict[str, tuple[Any, str]] = getattr(loss_fn, "watch", {})
+    given = {**params, **(buffers or {})}
+    now = _tensors(loss_fn) if watch else {}
+    changed = [name for name in watch if name in now and watch[name][0] != _stamp(now[name])]
+    if changed and all(_sample(given[name]) == watch[name][1] for name in params):  # else others are given on purpose
+        for name in changed:
+            x, copy = collectives.local(now[name]), given.get(name)
+            was_freed = x.is_meta or not x.numel()
+            if was_freed or copy is None or _sample(copy) != watch[name][1]:
+                continue
+            if x.dtype != copy.dtype or digest(x) != digest(copy):
+                raise ValueError(
+                    f"{call}: {name!r} of the module has changed since df.functional copied it, and training would start from the older "
+                    "copy: the module keeps its weights, and the state has its own. Load, initialize and convert the module first; "
+                    "then call df.functional(module, ...) again, and init with what it returns."
+                )
+
+
+def constants(loss_fn: LossFn, buffers: PyTree) -> dict[str, Tensor]:
+    """Return those of a module's buffers that nothing mixes: frozen parameters, and buffers that are no statistics."""
+    inner: Any = unwrapped(loss_fn)[0]
+    own = _tensors(inner) if hasattr(inner, "network") else {}
+    kept = {name for name, x in own.items() if name in inner.frozen or not isinstance(x, nn.Parameter)}
+    return {name: buffers[name] for name in kept if name in buffers}
+
+
+def _tensors(loss_fn: Any) -> dict[str, Tensor]:
+    """Return a module's plain tensors by name, without the running statistics, which its calls in train mode move."""
+    if collectives.is_sharded(loss_fn.module):
+        collectives.own_shards(loss_fn.module)
+    moved = {
+        id(b)
+        for m in loss_fn.network.modules()
+        if m.training and hasattr(m, "track_running_stats")
+        for _, b in m._buffers.items()
+    }
+    own = loss_fn._own().items()
+    return {n: x for n, x in own if id(x) not in moved and type(collectives.local(x)) in (Tensor, nn.Parameter)}
+
+
+def _sample(x: Tensor) -> str:
+    """Return a digest of up to 16 elements; it tells a copy made at the start from trained parameters."""
+    return "" if x.is_meta else digest(x.detach().flatten()[:: max(1, x.numel() // 16)][:16])
 
 
 def _stamp(x: Tensor) -> tuple[Any, ...]:
-    return id(x), version(x), x.dtype, x.data_ptr()
+    return id(x), version(x), x.dtype, collectives.local(x).data_ptr()
 
 
 class WrappedLoss:
