@@ -182,5 +182,9 @@ def _with_digest(name: str, leaf: Tensor) -> str:
 
 def digest(leaf: Tensor) -> str:
     """Return a digest that is equal for two tensors iff their bytes are."""
-    raw = leaf.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
-    return hashlib.sha256(raw.numpy().data).hexdigest()[:16]
+    return hashlib.sha256(as_bytes(leaf).cpu().numpy().data).hexdigest()[:16]
+
+
+def as_bytes(leaf: Tensor) -> Tensor:
+    """Return the bytes of a tensor, `[bytes]` uint8."""
+    return leaf.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from decentfn.comm import collectives
-from decentfn.comm.fingerprint import digest
+from decentfn.comm.fingerprint import as_bytes, digest
 from decentfn.core import trees
 from decentfn.core.context import context
 from decentfn.core.formatting import brief
 from decentfn.core.trees import PyTree
+from decentfn.gradient.lending import lock_of_module
 from decentfn.torch_private.autograd import version
 
 _log = logging.getLogger("decentfn")
@@ -56,20 +57,20 @@ def watched(loss_fn: Any) -> Any:
 def require_unchanged(call: str, loss_fn: Any, params: PyTree, buffers: PyTree) -> None:
     """Raise ValueError if the module has changed since `watched`, and the copies made then are to be trained."""
     watch: dict[str, tuple[Any, str]] = getattr(loss_fn, "watch", {})
-    given = {**params, **(buffers or {})}
-    now = _tensors(loss_fn) if watch else {}
-    changed = [name for name in watch if name in now and watch[name][0] != _stamp(now[name])]
-    if changed and all(_sample(given[name]) == watch[name][1] for name in params):  # else others are given on purpose
-        for name in changed:
-            x, copy = collectives.local(now[name]), given.get(name)
-            was_freed = x.is_meta or not x.numel()
-            if was_freed or copy is None or _sample(copy) != watch[name][1]:
-                continue
-            if x.dtype != copy.dtype or digest(x) != digest(copy):
+    copies = {name: x for name, x in {**params, **(buffers or {})}.items() if name in watch}
+    copies = {name: x for name, x in copies.items() if _sample(x) == watch[name][1]}
+    if not watch or not copies.keys() >= params.keys():
+        return  # others are given on purpose
+    with lock_of_module(loss_fn.module):  # a thread's step may lend it values
+        for name, p in _tensors(loss_fn).items():
+            if name not in copies or p.is_meta or not p.numel() or watch[name][0] == _stamp(p) is not None:
+                continue  # or its memory was freed
+            x, copy = collectives.local(p), copies[name]
+            if x.dtype != copy.dtype or copy.is_meta or not torch.equal(as_bytes(x).to(copy.device), as_bytes(copy)):
                 raise ValueError(
                     f"{call}: {name!r} of the module has changed since df.functional copied it, and training would start from the older "
                     "copy: the module keeps its weights, and the state has its own. Load, initialize and convert the module first; "
-                    "then call df.functional(module, ...) again, and init with what it returns."
+                    "then call df.functional(module, ...) again, and init with what it returns, or on purpose with the older copies."
                 )
 
 
@@ -100,8 +101,9 @@ def _sample(x: Tensor) -> str:
     return "" if x.is_meta else digest(x.detach().flatten()[:: max(1, x.numel() // 16)][:16])
 
 
-def _stamp(x: Tensor) -> tuple[Any, ...]:
-    return id(x), version(x), x.dtype, collectives.local(x).data_ptr()
+def _stamp(x: Tensor) -> Any:
+    """Return what changes when a shard is replaced or written to, except by the loss itself; None for a plain tensor."""
+    return (id(x), version(x), x.dtype) if hasattr(x, "to_local") else None
 
 
 class WrappedLoss:
