@@ -154,11 +154,11 @@ def broadcast(tree: PyTree) -> PyTree:
 _RULE = "replicas must start equal: `params, buffers = df.broadcast((params, buffers))` before init"
 
 
-def require_equal(call: str, tree: PyTree) -> None:
+def require_equal(call: str, tree: PyTree, rule: str = _RULE) -> None:
     """Raise ValueError on every rank unless all hold the same tree, bit for bit. Collective."""
     if collectives.world().size > 1:
         lines = [_with_digest(name, leaf) for name, leaf in trees.named_leaves(tree)]
-        compare(call, [], _RULE, lines)
+        compare(call, [], rule, lines)
 
 
 def require_equal_rows(call: str, tree: PyTree) -> None:

@@ -24,6 +24,11 @@ from decentfn.topologies.rounds import Topology, demanding
 
 P = ParamSpec("P")
 
+_RULE = (
+    "nothing mixes frozen parameters and constant buffers, so replicas must start with equal ones: "
+    "`params, buffers = df.broadcast((params, buffers))` before init. A worker's own numbers belong into its batches"
+)
+
 
 def _lines(name: str, value: Any) -> Iterable[str]:
     is_optimizer = hasattr(value, "init") and hasattr(value, "update")
@@ -89,7 +94,7 @@ def algorithm(function: Callable[P, Algorithm]) -> Callable[P, Algorithm]:
             lines = [line for name, value in values.items() for line in _lines(name, value)]
             agree([f"algorithm {function.__name__}", *lines, *structure("optimizer", optimizer)])
             state = built.init(params, buffers)
-            require_equal("init(params, buffers)", constants(loss_fn, buffers))
+            require_equal("init(params, buffers)", constants(loss_fn, buffers), _RULE)
             return expected.record(state)
 
         start.__name__ = start.__qualname__ = f"{function.__name__}.init"

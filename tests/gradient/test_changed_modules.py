@@ -32,6 +32,8 @@ CHANGES = {
     "another parameter": _replace,
     "in place": _write,
     "data": lambda net: setattr(net[0].weight, "data", torch.zeros(4, 3)),
+    "by data": lambda net: net[0].weight.data[2].zero_(),  # as many functions that initialize do; raises no version
+    "through NumPy": lambda net: net[2].bias.detach().numpy().fill(0),
     "to": lambda net: net.to(torch.bfloat16),
     "another layer": lambda net: setattr(net, "2", nn.Linear(4, 5)),
     "frozen": lambda net: nn.init.ones_(net[0].bias),
@@ -117,6 +119,15 @@ def _replace_data(net, of):
         p.data = of(p)
 
 
+def test_a_module_that_gets_its_memory_after_the_split_is_refused():
+    with torch.device("meta"):
+        net = _net()
+    params, buffers, init, _ = _made(net)
+    net.to_empty(device="cpu")
+    with pytest.raises(ValueError, match="has changed since df.functional"):
+        init(params, buffers)
+
+
 def test_another_tree_is_given_on_purpose_whatever_the_module_has():
     net = _net()
     params, buffers, init, step = _made(net)
@@ -154,6 +165,19 @@ def test_a_parameter_that_is_frozen_on_one_rank_only_is_named():
         return True
 
     assert df.testing.on_ranks(2, start) == [True, True]
+
+
+def test_the_older_copies_start_a_run_on_purpose():
+    """Two losses of one module, whose first result is loaded into it: the advice is followed literally."""
+    net = _net()
+    params, buffers, init, step = _made(net)
+    _, _, other_init, _ = _made(net)
+    state, _ = step(init(params, buffers), BATCH, 0)
+    net.load_state_dict(df.state_dict(net, state))
+    with pytest.raises(ValueError, match="on purpose with the older copies"):
+        other_init(params, buffers)
+    _, _, init, step = _made(net)
+    step(init(params, buffers), BATCH, 0)
 
 
 @pytest.mark.parametrize("around", [lambda loss: loss, df.autograd])
