@@ -23,16 +23,7 @@ from decentfn.torch_private.autograd import version
 
 _log = logging.getLogger("decentfn")
 
-_BY_MODE = (
-    nn.Dropout,
-    nn.Dropout1d,
-    nn.Dropout2d,
-    nn.Dropout3d,
-    nn.AlphaDropout,
-    nn.BatchNorm1d,
-    nn.BatchNorm2d,
-    nn.BatchNorm3d,
-)
+_DROPOUTS = nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout
 
 LossFn = Callable[..., Any]
 """Loss `(params, batch) -> loss` or `(loss, aux)`, or `(params, buffers, batch) -> (loss, (buffers, aux))`."""
@@ -40,7 +31,9 @@ LossFn = Callable[..., Any]
 
 def tell_eval_mode(module: nn.Module) -> None:
     """Log that a module trains in eval mode, if some of its layers compute otherwise when they train."""
-    if not module.training and any(isinstance(m, _BY_MODE) and getattr(m, "p", 1) for m in module.modules()):
+    if not module.training and any(
+        getattr(m, "track_running_stats", 0) or isinstance(m, _DROPOUTS) and m.p for m in module.modules()
+    ):
         _log.warning(
             "%s is in eval mode, as from_pretrained returns it, so it trains without dropout and with the "
             "stored batch statistics; module.train() before the first step switches them on",
@@ -77,8 +70,8 @@ def require_unchanged(call: str, loss_fn: Any, params: PyTree, buffers: PyTree) 
 def constants(loss_fn: LossFn, buffers: PyTree) -> dict[str, Tensor]:
     """Return those of a module's buffers that nothing mixes: frozen parameters, and buffers that are no statistics."""
     inner: Any = unwrapped(loss_fn)[0]
-    own = _tensors(inner) if hasattr(inner, "network") else {}
-    kept = {name for name, x in own.items() if name in inner.frozen or not isinstance(x, nn.Parameter)}
+    own = _tensors(inner).items() if hasattr(inner, "network") else ()
+    kept = {name for name, x in own if name in inner.frozen or not isinstance(x, nn.Parameter)}
     return {name: buffers[name] for name in kept if name in buffers}
 
 
@@ -86,12 +79,8 @@ def _tensors(loss_fn: Any) -> dict[str, Tensor]:
     """Return a module's plain tensors by name, without the running statistics, which its calls in train mode move."""
     if collectives.is_sharded(loss_fn.module):
         collectives.own_shards(loss_fn.module)
-    moved = {
-        id(b)
-        for m in loss_fn.network.modules()
-        if m.training and hasattr(m, "track_running_stats")
-        for _, b in m._buffers.items()
-    }
+    norms = [m for m in loss_fn.network.modules() if m.training and hasattr(m, "track_running_stats")]
+    moved = {id(b) for m in norms for b in m.buffers(recurse=False)}
     own = loss_fn._own().items()
     return {n: x for n, x in own if id(x) not in moved and type(collectives.local(x)) in (Tensor, nn.Parameter)}
 
