@@ -154,11 +154,11 @@ def broadcast(tree: PyTree) -> PyTree:
 _RULE = "replicas must start equal: `params, buffers = df.broadcast((params, buffers))` before init"
 
 
-def require_equal(call: str, tree: PyTree) -> None:
+def require_equal(call: str, tree: PyTree, rule: str = _RULE) -> None:
     """Raise ValueError on every rank unless all hold the same tree, bit for bit. Collective."""
     if collectives.world().size > 1:
         lines = [_with_digest(name, leaf) for name, leaf in trees.named_leaves(tree)]
-        compare(call, [], _RULE, lines)
+        compare(call, [], rule, lines)
 
 
 def require_equal_rows(call: str, tree: PyTree) -> None:
@@ -182,5 +182,9 @@ def _with_digest(name: str, leaf: Tensor) -> str:
 
 def digest(leaf: Tensor) -> str:
     """Return a digest that is equal for two tensors iff their bytes are."""
-    raw = leaf.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
-    return hashlib.sha256(raw.numpy().data).hexdigest()[:16]
+    return hashlib.sha256(as_bytes(leaf).cpu().numpy().data).hexdigest()[:16]
+
+
+def as_bytes(leaf: Tensor) -> Tensor:
+    """Return the bytes of a tensor, `[bytes]` uint8."""
+    return leaf.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -11,7 +11,7 @@ from decentfn.gradient.evaluation import (
     require_inputs,
     within_worker_of,
 )
-from decentfn.gradient.loss import LossFn, require_loss
+from decentfn.gradient.loss import LossFn, constants, require_loss
 from decentfn.gradient.module import functional
 from decentfn.gradient.result import Gradient, Metrics, where_good
 from decentfn.gradient.scaled import DynamicLossScale, LossScale, dynamic_loss_scale

@@ -66,7 +66,7 @@ def require_inputs(call: str, loss_fn: LossFn, params: PyTree, buffers: PyTree) 
     if own is not None:
         own(call, params, buffers)
         if call.startswith("init"):
-            require_unchanged(call, loss_fn, {**params, **(buffers or {})})
+            require_unchanged(call, loss_fn, params, buffers)
         if call.startswith("step") and isinstance(loss_fn, ModuleLoss) and collectives.everyone().rank == 0:
             tell_eval_mode(loss_fn.module)
         for name, attributes in getattr(loss_fn, "param_attributes", {}).items():  # which copies have lost
@@ -83,12 +83,11 @@ def require_inputs(call: str, loss_fn: LossFn, params: PyTree, buffers: PyTree) 
 
 
 def begin(call: str, loss_fn: LossFn, params: PyTree, buffers: PyTree, t: Tensor) -> None:
-    """Raise ValueError in a first step 0 if the module has changed since `init`; later changes are the user's own."""
+    """Raise ValueError in a first step if the module has changed since `init`; later changes are the user's own."""
     inner: Any = unwrapped(loss_fn)[0]
     if isinstance(inner, ModuleLoss) and not functorch.has_no_value(t):
-        if int(t) == 0:
-            require_unchanged(call, inner, {**params, **(buffers or {})})
-        vars(inner).pop("stamps", None)
+        require_unchanged(call, inner, params, buffers)
+        vars(inner).pop("watch", None)
 
 
 def require_batch(loss_fn: LossFn, batch: PyTree) -> None:

@@ -12,24 +12,18 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from decentfn.comm import collectives
+from decentfn.comm.fingerprint import as_bytes, digest
 from decentfn.core import trees
 from decentfn.core.context import context
 from decentfn.core.formatting import brief
 from decentfn.core.trees import PyTree
+from decentfn.gradient.lending import lock_of_module
 from decentfn.torch_private.autograd import version
 
 _log = logging.getLogger("decentfn")
 
-_BY_MODE = (
-    nn.Dropout,
-    nn.Dropout1d,
-    nn.Dropout2d,
-    nn.Dropout3d,
-    nn.AlphaDropout,
-    nn.BatchNorm1d,
-    nn.BatchNorm2d,
-    nn.BatchNorm3d,
-)
+_DROPOUTS = nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout
 
 LossFn = Callable[..., Any]
 """Loss `(params, batch) -> loss` or `(loss, aux)`, or `(params, buffers, batch) -> (loss, (buffers, aux))`."""
@@ -37,7 +31,9 @@ LossFn = Callable[..., Any]
 
 def tell_eval_mode(module: nn.Module) -> None:
     """Log that a module trains in eval mode, if some of its layers compute otherwise when they train."""
-    if not module.training and any(isinstance(m, _BY_MODE) and getattr(m, "p", 1) for m in module.modules()):
+    if not module.training and any(
+        getattr(m, "track_running_stats", 0) or isinstance(m, _DROPOUTS) and m.p for m in module.modules()
+    ):
         _log.warning(
             "%s is in eval mode, as from_pretrained returns it, so it trains without dropout and with the "
             "stored batch statistics; module.train() before the first step switches them on",
@@ -46,28 +42,57 @@ def tell_eval_mode(module: nn.Module) -> None:
 
 
 def watched(loss_fn: Any) -> Any:
-    """Return a module's loss that remembers its module's parameters as they are now, until a first step."""
-    loss_fn.stamps = {name: _stamp(x) for name, x in loss_fn.network.named_parameters()}
+    """Return a module's loss that remembers the module's tensors as they are now, until a first step."""
+    loss_fn.watch = {name: (_stamp(x), _sample(collectives.local(x))) for name, x in _tensors(loss_fn).items()}
     return loss_fn
 
 
-def require_unchanged(call: str, loss_fn: Any, given: PyTree) -> None:
-    """Raise ValueError if the module has changed since `watched`, and not to the parameters that are `given`."""
-    for name, x in loss_fn.network.named_parameters() if getattr(loss_fn, "stamps", None) else ():
-        was = loss_fn.stamps.get(name)
-        start = given.get(name if name in given else name.removeprefix("module."))
-        if was == _stamp(x) or not isinstance(start, Tensor) or start.shape != x.shape or x.is_meta:
-            continue  # or its memory has been freed
-        if x.dtype != start.dtype or not torch.equal(x.to(start.device), start):
-            raise ValueError(
-                f"{call}: {name!r} of the module has changed since df.functional copied it, and training would start from the older "
-                "copy: the module keeps its weights, and the state has its own. Load, initialize and convert the module first; "
-                "then call df.functional(module, ...) again, and init with what it returns."
-            )
+def require_unchanged(call: str, loss_fn: Any, params: PyTree, buffers: PyTree) -> None:
+    """Raise ValueError if the module has changed since `watched`, and the copies made then are to be trained."""
+    watch: dict[str, tuple[Any, str]] = getattr(loss_fn, "watch", {})
+    copies = {name: x for name, x in {**params, **(buffers or {})}.items() if name in watch}
+    copies = {name: x for name, x in copies.items() if _sample(x) == watch[name][1]}
+    if not watch or not copies.keys() >= params.keys():
+        return  # others are given on purpose
+    with lock_of_module(loss_fn.module):  # a thread's step may lend it values
+        for name, p in _tensors(loss_fn).items():
+            if name not in copies or p.is_meta or not p.numel() or watch[name][0] == _stamp(p) is not None:
+                continue  # or its memory was freed
+            x, copy = collectives.local(p), copies[name]
+            if x.dtype != copy.dtype or copy.is_meta or not torch.equal(as_bytes(x).to(copy.device), as_bytes(copy)):
+                raise ValueError(
+                    f"{call}: {name!r} of the module has changed since df.functional copied it, and training would start from the older "
+                    "copy: the module keeps its weights, and the state has its own. Load, initialize and convert the module first; "
+                    "then call df.functional(module, ...) again, and init with what it returns, or on purpose with the older copies."
+                )
 
 
-def _stamp(x: Tensor) -> tuple[Any, ...]:
-    return id(x), version(x), x.dtype, x.data_ptr()
+def constants(loss_fn: LossFn, buffers: PyTree) -> dict[str, Tensor]:
+    """Return those of a module's buffers that nothing mixes: frozen parameters, and buffers that are no statistics."""
+    inner: Any = unwrapped(loss_fn)[0]
+    own = _tensors(inner).items() if hasattr(inner, "network") else ()
+    kept = {name for name, x in own if name in inner.frozen or not isinstance(x, nn.Parameter)}
+    return {name: buffers[name] for name in kept if name in buffers}
+
+
+def _tensors(loss_fn: Any) -> dict[str, Tensor]:
+    """Return a module's plain tensors by name, without the running statistics, which its calls in train mode move."""
+    if collectives.is_sharded(loss_fn.module):
+        collectives.own_shards(loss_fn.module)
+    norms = [m for m in loss_fn.network.modules() if m.training and hasattr(m, "track_running_stats")]
+    moved = {id(b) for m in norms for b in m.buffers(recurse=False)}
+    own = loss_fn._own().items()
+    return {n: x for n, x in own if id(x) not in moved and type(collectives.local(x)) in (Tensor, nn.Parameter)}
+
+
+def _sample(x: Tensor) -> str:
+    """Return a digest of up to 16 elements; it tells a copy made at the start from trained parameters."""
+    return "" if x.is_meta else digest(x.detach().flatten()[:: max(1, x.numel() // 16)][:16])
+
+
+def _stamp(x: Tensor) -> Any:
+    """Return what changes when a shard is replaced or written to, except by the loss itself; None for a plain tensor."""
+    return (id(x), version(x), x.dtype) if hasattr(x, "to_local") else None
 
 
 class WrappedLoss:

@@ -397,4 +397,4 @@ def functional(
     if isinstance(loss_fn, ShardedLoss):
         loss_fn.places = collectives.places(module)
         loss_fn.common, loss_fn.tp_size = common, tp_size
-    return trainable, buffers, loss_fn if is_sharded else watched(loss_fn)
+    return trainable, buffers, watched(loss_fn)

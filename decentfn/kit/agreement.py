@@ -15,7 +15,7 @@ from decentfn.core import trees
 from decentfn.core.formatting import brief
 from decentfn.core.numbers import bind, plain, require
 from decentfn.core.trees import PyTree
-from decentfn.gradient import require_inputs
+from decentfn.gradient import constants, require_inputs
 from decentfn.kit.options import DEFAULTS, require_names
 from decentfn.kit.preconditions import require_doubly_stochastic
 from decentfn.kit.state_check import StateCheck, require_params
@@ -23,6 +23,11 @@ from decentfn.kit.step import Algorithm
 from decentfn.topologies.rounds import Topology, demanding
 
 P = ParamSpec("P")
+
+_RULE = (
+    "nothing mixes frozen parameters and constant buffers, so replicas must start with equal ones: "
+    "`params, buffers = df.broadcast((params, buffers))` before init. A worker's own numbers belong into its batches"
+)
 
 
 def _lines(name: str, value: Any) -> Iterable[str]:
@@ -75,19 +80,21 @@ def algorithm(function: Callable[P, Algorithm]) -> Callable[P, Algorithm]:
         loss_fn, optimizer = call.arguments["loss_fn"], call.arguments["optimizer"]
         values = {name: call.arguments[name] for name in own} | DEFAULTS | call.arguments.get("options", {})
 
-        frozen = getattr(loss_fn, "frozen", frozenset())
         expected = StateCheck(loss_fn, built.step.start, starts_equal=built.step.starts_equal)
 
         def start(params: PyTree, buffers: PyTree = None) -> Any:
             rule = "torch.inference_mode is on, and what is made in it cannot be trained; call init outside of it."
-            require(not torch.is_inference_mode_enabled(), "init(params)", rule)
-            require_params(params)
-            buffers = require_inputs("init(params, buffers)", loss_fn, params, trees.plain(buffers))
+            try:
+                require(not torch.is_inference_mode_enabled(), "init(params)", rule)
+                require_params(params)
+                buffers = require_inputs("init(params, buffers)", loss_fn, params, trees.plain(buffers))
+            except Exception as error:
+                agree([f"{type(error).__name__}: {error}"])  # otherwise ranks without an error would wait for this one
+                raise
             lines = [line for name, value in values.items() for line in _lines(name, value)]
             agree([f"algorithm {function.__name__}", *lines, *structure("optimizer", optimizer)])
             state = built.init(params, buffers)
-            if frozen:
-                require_equal("init(params, buffers)", {name: buffers[name] for name in frozen if name in buffers})
+            require_equal("init(params, buffers)", constants(loss_fn, buffers), _RULE)
             return expected.record(state)
 
         start.__name__ = start.__qualname__ = f"{function.__name__}.init"

@@ -148,7 +148,7 @@ class Step:
             raise ValueError(
                 f"step(state, batch, t={t}): the state is the result of step t={last}, so the next step is t={last + 1}. Schedules, "
                 "outer steps and random draws follow t, which counts on over all epochs: `for t, batch in "
-                "df.data.epochs(loader, num_epochs): ...`. To repeat a step, pass the state from before it."
+                "df.data.epochs(loader, num_epochs): ...`. To repeat a step, pass the state from before it, or a copy; init starts a new run."
             )
         if not self._has_warned:
             self._has_warned.append(True)

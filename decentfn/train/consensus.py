@@ -44,7 +44,8 @@ def with_params(state: Any, params: PyTree) -> Any:
 
     The optimizer's state and the buffers are kept. The algorithm's memory (slow copies, trackers, momentum,
     corrections, errors, in-flight messages, the average of `df.ema`) restarts from the new parameters. Set the
-    parameters of all workers in the same step (under torchrun on every rank), or memories stay inconsistent.
+    parameters of all workers in the same step (under torchrun on every rank), or memories stay inconsistent. `t` counts
+    on; a run from t = 0 starts with `init`.
 
     Args:
         state: a training state, `State(params, local, memory)`.
@@ -77,11 +78,11 @@ def with_params(state: Any, params: PyTree) -> Any:
     def restart(state: State, x: Buckets) -> State:
         return state._replace(params=x, memory=restarted(state.memory, x))
 
-    if not is_stacked(state):
-        return trees.map(torch.clone, restart(state, new))
     # Leaves that do not depend on the worker come back expanded.
-    stacked = over_workers(restart, new[0].shape[0], state, new)
-    return trees.map(lambda leaf: leaf.clone(memory_format=torch.contiguous_format), stacked)
+    changed = over_workers(restart, new[0].shape[0], state, new) if is_stacked(state) else restart(state, new)
+    changed = trees.map(lambda leaf: leaf.clone(memory_format=torch.contiguous_format), changed)
+    changed.params.taken_at = x.taken_at  # the run goes on
+    return changed
 
 
 def to_evaluate(state: Any, *, back: bool = False) -> Buckets:

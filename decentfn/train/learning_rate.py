@@ -68,8 +68,7 @@ def set_learning_rate(state: State, rate: float | Tensor) -> State:
     rows = iter(new.expand(old.shape).unbind(-1) if several else [new.expand(old.shape)])
     opt = trees.map_nodes(RateState, lambda node: RateState(next(rows)), opt)
     copied = trees.map(torch.clone, state._replace(local=state.local._replace(opt=opt)))
-    if hasattr(state.params, "taken_at"):
-        copied.params.taken_at = state.params.taken_at  # the run goes on, perhaps in another epoch
+    copied.params.taken_at = state.params.taken_at  # the run goes on, perhaps in another epoch
     return copied
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import decentfn as df
+from decentfn.compat import decent_dp
 from decentfn.core import trees
 
 N = 4
@@ -108,10 +109,22 @@ def test_a_copy_is_a_state_like_any_other(copied, t):
     assert back is kept
 
 
-def test_another_learning_rate_in_each_epoch_is_no_new_run():
+CHANGES = {
+    "learning rate": lambda state: df.set_learning_rate(state, 0.2),
+    "clipped": lambda state: df.with_params(state, trees.map(lambda x: x.clamp(-1, 1), df.params(state))),
+    "averaged": decent_dp.keep_average,
+    "both": lambda state: df.set_learning_rate(df.with_params(state, df.params(state)), 0.2),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("change", CHANGES)
+def test_another_learning_rate_or_other_parameters_in_each_epoch_are_no_new_run(change, transform):
     step, state, batch = _simulated(_algorithm())
+    step = TRANSFORMS[transform](step)
+    state = CHANGES[change](state)
     state, _ = step(state, batch, 0)
-    state = df.set_learning_rate(state, 0.2)
+    state = CHANGES[change](state)
     with pytest.raises(ValueError, match=r"t=0\): the state is the result of step t=0"):
         step(state, batch, 0)
     step(state, batch, 1)

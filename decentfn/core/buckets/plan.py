@@ -173,7 +173,8 @@ class Buckets:
     """Tree of tensors as flat vectors, `[D]` each (`[N, D]` when stacked), with its plan as static context.
 
     A pytree whose leaves are the bucket tensors: `trees.map` and `vmap` go through it. Parameters that a step returned
-    have the number of that step as `taken_at`; copies have none.
+    have the number of that step as `taken_at`, and so has the state of the same run with other parameters or another
+    learning rate; copies have none, and may go on from any step.
     """
 
     __slots__ = ("plan", "taken_at", "tensors")
@@ -181,6 +182,7 @@ class Buckets:
     def __init__(self, tensors: Iterable[Tensor], plan: Plan) -> None:
         self.tensors = tuple(tensors)
         self.plan = plan
+        self.taken_at: int | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Buckets, (self.tensors, self.plan)  # so copies and pickles have no `taken_at`
