@@ -427,6 +427,17 @@ def test_what_another_algorithm_remembers_is_refused_though_its_leaves_have_the_
         df.checkpoint.restore(tmp_path, states[1])
 
 
+@pytest.mark.parametrize("name", ["/dev/zero", "../process-00000.safetensors", "other/process-00000.safetensors"])
+def test_a_manifest_names_no_file_outside_its_directory(tmp_path, name):
+    state = algorithm_of(1).init(net())
+    path = df.checkpoint.save(tmp_path, state, 0)
+    said = manifest.read(path)
+    said["processes"][0]["file"] = name
+    (path / "manifest.json").write_bytes(manifest.encode(said))
+    with pytest.raises(df.errors.CheckpointCorrupt, match="outside its directory"):
+        df.checkpoint.restore(path, state)
+
+
 def forge_file(path, rank, change):
     """Change one process's tensors and places, and write digests that fit."""
     file, said = path / f"process-{rank:05}.safetensors", manifest.read(path)

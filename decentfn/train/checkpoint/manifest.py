@@ -118,6 +118,8 @@ def read(path: Path) -> dict[str, Any]:
             f"{file}: format {number}, written by decentfn {writer}; this version reads formats up to {FORMAT}: update "
             "decentfn."
         )
+    if any(Path(process["file"]).name != process["file"] for process in content["processes"]):
+        raise corrupt(file, "it names a file outside its directory")
     return content
 
 
