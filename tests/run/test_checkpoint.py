@@ -6,8 +6,6 @@ import json
 import os
 import stat
 import threading
-import time
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -22,10 +20,8 @@ from decentfn.core.buckets import Buckets
 from decentfn.testing import problem
 from decentfn.testing.ranks import on_kept_ranks
 from decentfn.train.checkpoint import files, manifest
-from decentfn.train.checkpoint.content import content_of
 from decentfn.train.checkpoint.layout import encoded, leaves_of, places_in
 from tests.contract import ROWS
-from tests.ranks import AT_ONCE
 
 N = 4
 
@@ -504,13 +500,11 @@ def test_links_and_files_of_others_in_the_directory_do_no_harm(tmp_path):
     moved = df.checkpoint.save(run, state, 1).rename(tmp_path / "moved")
     (run / "checkpoint-000001-step-1").symlink_to(moved)
     (run / "manifest.json").write_text("of another program")
-    (run / "rescued" / ".unfinished-3-ab").mkdir(parents=True)
     with df.checkpoint.Saver(run, keep=1) as saver:
         saver.save(state, 2)
     assert df.checkpoint.restore(run, state).step == 2
     assert df.checkpoint.restore(moved, state).step == 1
     assert [path.name for path in manifest.checkpoints(run)] == ["checkpoint-000002-step-2"]
-    assert not list((run / "rescued").iterdir())
 
 
 def test_threads_that_share_a_saver_take_turns(tmp_path):
@@ -552,55 +546,6 @@ def test_where_ranks_disagree_all_of_them_are_told_how(tmp_path, call, error, wo
             call(tmp_path, algorithm_of(2).init(net()), rank)
 
     on_kept_ranks(2, job)
-
-
-def test_a_save_that_failed_before_does_not_keep_a_rescue_from_saving(tmp_path):
-    def job(rank):
-        state, error = algorithm_of(2).init(net()), df.errors.NonFinite("bad")
-        error.next_step = 3 + rank
-        with df.checkpoint.Saver(tmp_path) as saver:
-            with pytest.raises(ValueError, match=r"rank 1: save\(extra"):
-                saver.save(state, 1, extra={1, 2} if rank else None)
-            return saver.rescue(state, error)
-
-    rescued = df.testing.on_ranks(2, job)[0]
-    said = manifest.read(rescued)
-    assert said["step"] == 4 and [its["step"] for its in said["processes"]] == [3, 4]
-    assert df.checkpoint.latest(tmp_path) is None
-
-
-def test_a_rank_that_waited_in_save_for_a_late_one_and_the_late_one_rescue_together(tmp_path):
-    def job(rank):
-        state = algorithm_of(2).init(net())
-        with df.checkpoint.Saver(tmp_path) as saver:
-            time.sleep(6 * rank)
-            with pytest.raises(df.errors.RunError) as caught:
-                saver.save(state, 4)
-            return saver.rescue(state, caught.value)
-
-    rescued = df.testing.on_ranks(2, job, timeout=timedelta(seconds=5))
-    assert rescued[0] is not None and rescued[0] == rescued[1]
-    assert [its["step"] for its in manifest.read(rescued[0])["processes"]] == [4, 4]
-
-
-@pytest.mark.parametrize("saved_before", [0, 1])
-def test_a_save_that_only_some_ranks_have_begun_does_not_keep_a_rescue_from_saving(tmp_path, saved_before):
-    def job(rank):
-        state, error = algorithm_of(2).init(net()), df.errors.NonFinite("bad", next_step=2)
-        with df.checkpoint.Saver(tmp_path) as saver:
-            for step in range(saved_before):
-                saver.save(state, step)
-            if rank == 0:  # the other fails before it hears that all are ready
-                saver._content = lambda state, step, extra, score, copy: content_of(
-                    state, step, None, None, extra, score, copy, ()
-                )
-                saver.save(state, 1)
-            since = time.monotonic()
-            return saver.rescue(state, error), time.monotonic() - since
-
-    for rescued, seconds in df.testing.on_ranks(2, job):
-        assert rescued is not None and seconds < AT_ONCE / 2
-    assert len(df.checkpoint.checkpoints(tmp_path)) == saved_before
 
 
 def test_an_error_of_the_thread_names_the_step_and_the_process_that_is_gone(tmp_path, caplog):
@@ -711,14 +656,6 @@ def test_the_mean_with_its_moments_is_a_checkpoint_of_one_worker(tmp_path):
     df.checkpoint.save(tmp_path, df.resize(state, algorithm_of(1)), 1)
     restored = df.checkpoint.restore(tmp_path, df.stack(algorithm_of(2).init(net()), 2)).state
     assert_same(restored, df.resize(state, algorithm_of(2)))
-
-
-def test_a_link_in_the_place_of_rescued_removes_nothing_elsewhere(tmp_path):
-    (tmp_path / "other" / ".unfinished-3-ab").mkdir(parents=True)
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "rescued").symlink_to(tmp_path / "other")
-    with df.checkpoint.Saver(tmp_path / "run"):
-        assert (tmp_path / "other" / ".unfinished-3-ab").exists()
 
 
 def test_a_reader_beside_a_run_that_removes_its_checkpoint_takes_the_next(tmp_path, monkeypatch):

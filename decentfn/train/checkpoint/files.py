@@ -13,9 +13,6 @@ _SLICE = 2**20
 
 _REMOVED = ".removed-"
 
-RESCUED = "rescued"
-"""Folder of checkpoints from `Saver.rescue`."""
-
 own: set[Path] = set()
 """Directories, resolved, of the runs that this process has restored from or saved to."""
 

@@ -85,8 +85,7 @@ def restore(source: str | Path, state: Any) -> Restored:
                 raise
             skipped[found] = error  # damaged, or removed by the run that writes here
             continue
-        run = Path(found).resolve().parent
-        files.own.add(run.parent if run.name == files.RESCUED else run)
+        files.own.add(Path(found).resolve().parent)
         restored, drawing, saved_workers = read[0]
         _tell(found, state, saved_workers, skipped)
         _tell_rate(state, restored.state)
