@@ -99,7 +99,7 @@ def test_who_waits_for_a_slow_peer_counts_the_wait_and_the_peer_does_not():
         return counted.seconds_waited
 
     patient, slow = on_ranks(2, train)
-    assert patient > 0.3 and slow < 0.2
+    assert patient > 0.3 and slow < patient
 
 
 WITH_MEANS = {
@@ -132,7 +132,7 @@ def test_of_four_the_slow_one_waits_least_also_in_means(name):
         return counted.seconds_waited
 
     waits = on_ranks(4, train)
-    assert waits[2] < 0.4 * max(waits) and max(waits) > 0.7 * steps * seconds, waits
+    assert waits[2] == min(waits) and max(waits) > 0.7 * steps * seconds, waits
     assert name == "groups" or sorted(waits)[1] > 0.3 * steps * seconds, waits
 
 
