@@ -8,9 +8,6 @@ The main functions, the algorithms and the common optimizers are here. Everythin
 `df.planning`, `df.testing` and `df.plots`.
 """
 
-import warnings
-from typing import Any
-
 from decentfn import algorithms, compressors, errors, kit, planning, plots, testing, topologies
 from decentfn.algorithms.a2cid2 import a2cid2
 from decentfn.algorithms.adapt_then_combine import adapt_then_combine
@@ -44,7 +41,6 @@ from decentfn.algorithms.sparse_loco import sparse_loco
 from decentfn.algorithms.stochastic_gradient_push import stochastic_gradient_push
 from decentfn.algorithms.streaming_diloco import streaming_diloco
 from decentfn.comm.fingerprint import broadcast
-from decentfn.compat import ddp
 from decentfn.core import draws
 from decentfn.engine.compilation import compile
 from decentfn.engine.donation import donate
@@ -183,13 +179,3 @@ __all__ = [
     "with_params",
     "worker",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    """Return a name that has moved to a submodule, with a DeprecationWarning."""
-    for room in (topologies, transforms, schedules, data, kit, ddp):
-        if name in room.__all__:
-            place = "decentfn.compat.ddp" if room is ddp else f"df.{room.__name__.rpartition('.')[2]}"
-            warnings.warn(f"df.{name} is {place}.{name} now.", DeprecationWarning, 2)
-            return getattr(room, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

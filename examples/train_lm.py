@@ -103,7 +103,6 @@ class Config:
     save_every: int = 100
     out: Path | None = None
     """The log; None is log.jsonl in the checkpoint directory, or runs/train_lm.jsonl. A second run gets a new name."""
-    tensorboard: Path | None = None
 
     def check(self) -> None:
         """Reject settings that would fail later, and less clearly."""
@@ -332,9 +331,6 @@ def train(config: Config, until_the_end: ExitStack) -> dict[str, Any]:
     sent = df.topologies.certificate(algorithm.topology).bytes_per_step(payload) if sends_all else None
 
     log = until_the_end.enter_context(df.logs.JSONLines(config.log, first))
-    logs: list[Any] = [log]
-    if config.tensorboard:
-        logs.append(until_the_end.enter_context(df.logs.TensorBoard(config.tensorboard, first)))
     log.write({"config": asdict(config) | {"warmup": config.warmup_steps}, "num_workers": num_workers, **facts})
     if SPEAKS:
         print(f"{num_workers} workers on {device.type}, {topology}, {num_parameters:,} parameters")
@@ -369,15 +365,13 @@ def train(config: Config, until_the_end: ExitStack) -> dict[str, Any]:
                 "tokens_per_s": speed,  # the first line's compiles
                 "bytes_sent": None if sent is None else round((t + 1) * sent),
             }
-            for place in logs:
-                place.write(line, t)
+            log.write(line, t)
             bar.set_postfix(loss=f"{mean_loss:.3f}", distance=f"{distance:.2g}")
             if SPEAKS and bar.disable:
                 print(f"step {t}: loss {mean_loss:.3f}, distance {distance:.2g}, {speed:,.0f} tokens/s", flush=True)
             logged, since = now, 0
         if config.eval_every and (t + 1) % config.eval_every == 0 and t + 1 < config.steps:
-            for place in logs:
-                place.write({"bits_per_byte": bits_per_byte()}, t)
+            log.write({"bits_per_byte": bits_per_byte()}, t)
         if config.checkpoint:
             is_told = stop(t)
             if is_told or (t + 1) % config.save_every == 0:

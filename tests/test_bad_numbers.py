@@ -208,7 +208,7 @@ OPTIONS = {
 ELSEWHERE = {
     "init and the processes": ["init"],
     "compiled and traced": ["compile", "autograd", "state_dict"],
-    "files": ["Saver", "save", "preemption", "JSONLines", "TensorBoard"],
+    "files": ["Saver", "save", "preemption", "JSONLines"],
     "kit": [
         "as_input",
         "require_whole",

@@ -345,3 +345,18 @@ def test_a_chunked_simulation_compiles_in_a_thread_in_which_nothing_has_run():
     with ThreadPoolExecutor(1) as thread:
         new, _ = thread.submit(run, state, batch, 0).result()
     torch.testing.assert_close(df.params(new), torch.full_like(batch, 0.2))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_batch_of_nested_dicts_is_looked_through_before_it_is_traced(workers):
+    def loss_fn(params, batch):
+        return ((batch[0]["x"]["y"] @ params) ** 2).mean()
+
+    topology = df.topology("one-peer-exp", 2) if workers else df.topology("complete", 1)
+    init, step = df.adapt_while_communicate(loss_fn, df.sgd(0.1), topology)
+    state, batch = init(torch.ones(3)), ({"x": {"y": torch.ones(4, 3)}}, torch.ones(4))
+    if workers:
+        state, step, batch = df.stack(state, 2), df.simulate(step, 2), df.stack(batch, 2)
+    expected, _ = step(state, batch, 0)
+    got, _ = df.compile(step, backend="aot_eager")(state, batch, 0)
+    torch.testing.assert_close(got.params[0], expected.params[0])

@@ -1,7 +1,6 @@
 """Bad input: an error at construction that names the call, the value, the rule and the way out."""
 
 import re
-import time
 from datetime import timedelta
 
 import pytest
@@ -9,7 +8,6 @@ import torch
 
 import decentfn as df
 from tests import network
-from tests.ranks import AT_ONCE
 
 
 def ring(n=4):
@@ -147,7 +145,7 @@ FIELDS = {
 
 
 def start_with_a_field_changed(culprit):
-    """For each field what `init` raises on this rank, its peer, and how long it takes."""
+    """For each field what `init` raises on this rank, and its peer."""
     here, answers = df.init(), {}
     torch_version = torch.__version__
     for name, (usual, changed, *_) in FIELDS.items():
@@ -159,11 +157,10 @@ def start_with_a_field_changed(culprit):
         topology = df.topology(*schedule, **seed) if tables is None else mean_of(*tables)
         torch.__version__ = given.pop("torch", torch_version)
         init, _ = getattr(df, make)(network.loss_fn, optimizer, topology, **given)
-        since = time.perf_counter()
         try:
             init(params)
         except df.errors.PlanMismatch as error:
-            answers[name] = (str(error), error.process, error.peer, time.perf_counter() - since)
+            answers[name] = (str(error), error.process, error.peer)
         torch.__version__ = torch_version
     return answers
 
@@ -174,16 +171,11 @@ def test_one_rank_of_four_that_differs_is_named_with_the_field_and_both_values(r
         for rank, answers in enumerate(ranks(4).run(start_with_a_field_changed, culprit)):
             assert answers.keys() == FIELDS.keys()
             for name, (_, _, usual, changed) in FIELDS.items():
-                message, process, peer, _ = answers[name]
+                message, process, peer = answers[name]
                 usual_line, changed_line = (".*".join(map(re.escape, line.split(".*"))) for line in (usual, changed))
                 said = rf"Rank {usual_rank} has ['\"]{usual_line}['\"], rank {culprit} has ['\"]{changed_line}['\"]; every rank"
                 assert re.search(said, message), (name, message)
                 assert (process, peer) == (rank, usual_rank if rank == culprit else culprit)
-            seconds = sorted(answer[-1] for answer in answers.values())
-            print(
-                f"culprit {culprit}, rank {rank}: median {seconds[len(seconds) // 2]:.3f} s, longest {seconds[-1]:.3f} s"
-            )
-            assert seconds[-1] < AT_ONCE, seconds
 
 
 def test_more_workers_than_a_topology_of_one_are_refused():

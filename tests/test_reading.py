@@ -78,7 +78,6 @@ RETURN_NOTHING_OF_IT = {
     df.checkpoint.export: None,
     df.checkpoint.Saver.save: None,
     df.checkpoint.Restored: "made by restore",
-    df.checkpoint.Saver.rescue: "a path",
 }
 
 

@@ -25,23 +25,8 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
+from decentfn import kit
 from decentfn.core.trees import PyTree
-from decentfn.kit import (
-    Algorithm,
-    Buckets,
-    LossFn,
-    Metrics,
-    Options,
-    State,
-    Worker,
-    algorithm,
-    as_input,
-    at,
-    copy_wide,
-    difference,
-    each,
-    repaired,
-)
 from decentfn.topologies import Topology, mixing_matrix
 
 _SAMPLED = 256
@@ -51,23 +36,23 @@ _SAMPLED = 256
 class Memory(NamedTuple):
     """Memory of one worker."""
 
-    copy: Buckets  # x̃
+    copy: kit.Buckets  # x̃
     averaged = ("copy",)  # over the workers, by df.resize
 
     @classmethod
-    def restart(cls, x: Buckets) -> Memory:
+    def restart(cls, x: kit.Buckets) -> Memory:
         """Take `x` as the second copy."""
-        return cls(copy_wide(x))
+        return cls(kit.copy_wide(x))
 
-    def without_lost(self, x: Buckets, mean: Callable[[Buckets], Buckets]) -> Memory:
+    def without_lost(self, x: kit.Buckets, mean: Callable[[kit.Buckets], kit.Buckets]) -> Memory:
         """Start the copy anew: the mean of those that are left would differ from that of x, and pull it along."""
         return self.restart(x)
 
 
-@algorithm
+@kit.algorithm
 def a2cid2(
-    loss_fn: LossFn, optimizer: Any, topology: Topology, *, eta: float | None = None, **options: Unpack[Options]
-) -> Algorithm:
+    loss_fn: kit.LossFn, optimizer: Any, topology: Topology, *, eta: float | None = None, **options: Unpack[kit.Options]
+) -> kit.Algorithm:
     """Mix in pairs; a second copy of the parameters adds a momentum to the mixing.
 
     On a badly connected graph agreement takes about √(χ₁ χ₂) meetings per worker instead of χ₁: on a ring of N workers
@@ -87,27 +72,27 @@ def a2cid2(
         ValueError: η̂ negative, a topology with a round that is not made of pairs with weight 1/2, or whose pairs do not
             connect all workers.
     """
-    worker = Worker(loss_fn, optimizer, topology, **options)
+    worker = kit.Worker(loss_fn, optimizer, topology, **options)
     optimal, alpha = rates(topology)
     rate = optimal if eta is None else eta
     if rate < 0:
         raise ValueError(f"a2cid2(eta={eta!r}): η̂ is the rate at which two copies exchange, >= 0.")
-    exchanged = as_input("a2cid2", "eta", (1 - math.exp(-2 * rate)) / 2)
-    strength = as_input("a2cid2", "topology", 2 * alpha)
+    exchanged = kit.as_input("a2cid2", "eta", (1 - math.exp(-2 * rate)) / 2)
+    strength = kit.as_input("a2cid2", "topology", 2 * alpha)
 
-    def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
+    def step(state: kit.State, batch: PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         x, (copy,) = state.params, state.memory
-        share, factor = at(exchanged, t, x), at(strength, t, x)
-        flow = each(lambda x, copy: share * (copy - x), x, copy)
-        x = each(lambda x, flow: (x + flow).to(x.dtype), x, flow)
-        copy = each(torch.sub, copy, flow)
+        share, factor = kit.at(exchanged, t, x), kit.at(strength, t, x)
+        flow = kit.each(lambda x, copy: share * (copy - x), x, copy)
+        x = kit.each(lambda x, flow: (x + flow).to(x.dtype), x, flow)
+        copy = kit.each(torch.sub, copy, flow)
         posted = worker.post(x, t)
         g, local = worker.gradient(x, state.local, batch, t, after=posted)
         u, local = worker.update(g.grads, g, local, x)
-        pull = difference(posted, after=g.grads)  # -½ d
-        copy = each(lambda copy, pull, u: copy + factor * pull + u, copy, pull, u)
-        x = repaired(posted, each(lambda x, pull, u: (x + pull + u).to(x.dtype), x, pull, u))
-        return State(x, local, Memory(copy)), g.metrics
+        pull = kit.difference(posted, after=g.grads)  # -½ d
+        copy = kit.each(lambda copy, pull, u: copy + factor * pull + u, copy, pull, u)
+        x = kit.repaired(posted, kit.each(lambda x, pull, u: (x + pull + u).to(x.dtype), x, pull, u))
+        return kit.State(x, local, Memory(copy)), g.metrics
 
     return worker.algorithm(step, Memory.restart)
 

@@ -15,28 +15,10 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
+from decentfn import kit
 from decentfn.algorithms.outer import no_weight
 from decentfn.comm import collectives
 from decentfn.core.trees import PyTree
-from decentfn.kit import (
-    Algorithm,
-    Buckets,
-    LossFn,
-    Metrics,
-    Options,
-    State,
-    Worker,
-    add,
-    algorithm,
-    as_weight,
-    cast_like,
-    divide,
-    pack,
-    scale,
-    unpack,
-    where,
-    widen,
-)
 from decentfn.topologies import Topology
 
 
@@ -46,21 +28,21 @@ class Memory(NamedTuple):
     weight: Tensor  # 0-d: this worker's since it mixed last
     averaged = ("weight",)  # over the workers, by df.resize
 
-    def restart(self, x: Buckets) -> Memory:
+    def restart(self, x: kit.Buckets) -> Memory:
         """Count the weight from 0."""
         return Memory(torch.zeros_like(self.weight))
 
 
-@algorithm
+@kit.algorithm
 def adapt_then_combine(
-    loss_fn: LossFn,
+    loss_fn: kit.LossFn,
     optimizer: Any,
     topology: Topology,
     *,
     gossip_rounds: int = 1,
     weight: Callable[[PyTree], Tensor] | None = None,
-    **options: Unpack[Options],
-) -> Algorithm:
+    **options: Unpack[kit.Options],
+) -> kit.Algorithm:
     """Update, then mix the updated parameters.
 
     Nothing can be sent before the update, so only the messages of the last buckets overlap with computation. In return,
@@ -83,8 +65,8 @@ def adapt_then_combine(
     Raises:
         ValueError: a push-sum topology; `weight` together with `wire_dtype` or several gossip rounds.
     """
-    worker = Worker(loss_fn, optimizer, topology, gossip_rounds=gossip_rounds, **options)
-    weigh = as_weight("adapt_then_combine", weight)
+    worker = kit.Worker(loss_fn, optimizer, topology, gossip_rounds=gossip_rounds, **options)
+    weigh = kit.as_weight("adapt_then_combine", weight)
     if weigh is not None and (worker.wire_dtype is not None or gossip_rounds > 1):
         raise ValueError(
             f"adapt_then_combine(weight=..., wire_dtype={worker.wire_dtype}, gossip_rounds={gossip_rounds}): products w x "
@@ -92,21 +74,21 @@ def adapt_then_combine(
             "divide by 0; leave both out, or the weight."
         )
 
-    def mix(y: Buckets, w: Tensor, t: Tensor) -> tuple[Buckets, Memory]:
-        mixed, total = unpack(worker.mix(pack(scale(widen(y), w), w), t), y.plan)
+    def mix(y: kit.Buckets, w: Tensor, t: Tensor) -> tuple[kit.Buckets, Memory]:
+        mixed, total = kit.unpack(worker.mix(kit.pack(kit.scale(kit.widen(y), w), w), t), y.plan)
         has_mixed = meets_others(collectives.look_up(y[0], topology, t)) & (total != 0)
-        x = cast_like(divide(mixed, torch.where(total != 0, total, torch.ones_like(total))), y)
-        return where(has_mixed, x, y), Memory(torch.where(has_mixed, torch.zeros_like(w), w))
+        x = kit.cast_like(kit.divide(mixed, torch.where(total != 0, total, torch.ones_like(total))), y)
+        return kit.where(has_mixed, x, y), Memory(torch.where(has_mixed, torch.zeros_like(w), w))
 
-    def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
+    def step(state: kit.State, batch: PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         x = state.params
         g, local = worker.gradient(x, state.local, batch, t, weight=weigh)
         u, local = worker.update(g.grads, g, local, x)
         if g.weight is None:
-            return State(worker.mix(add(x, u), t), local), g.metrics
+            return kit.State(worker.mix(kit.add(x, u), t), local), g.metrics
         w = state.memory.weight
-        x, memory = mix(add(x, u), w + g.weight.to(w.dtype), t)
-        return State(x, local, memory), g.metrics
+        x, memory = mix(kit.add(x, u), w + g.weight.to(w.dtype), t)
+        return kit.State(x, local, memory), g.metrics
 
     return worker.algorithm(step, None if weigh is None else lambda x: Memory(no_weight(x)))
 

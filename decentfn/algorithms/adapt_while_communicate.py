@@ -15,33 +15,21 @@ from typing import Any, Literal, Unpack
 
 from torch import Tensor
 
+from decentfn import kit
 from decentfn.core.trees import PyTree
-from decentfn.kit import (
-    Algorithm,
-    LossFn,
-    Metrics,
-    Options,
-    State,
-    Worker,
-    add,
-    algorithm,
-    as_input,
-    at,
-    collect,
-)
 from decentfn.topologies import Topology
 
 
-@algorithm
+@kit.algorithm
 def adapt_while_communicate(
-    loss_fn: LossFn,
+    loss_fn: kit.LossFn,
     optimizer: Any,
     topology: Topology,
     *,
     gamma: float | Callable[[Tensor], Tensor] = 1.0,
     update_at: Literal["local", "mixed"] = "local",
-    **options: Unpack[Options],
-) -> Algorithm:
+    **options: Unpack[kit.Options],
+) -> kit.Algorithm:
     """Send the parameters while the gradient is computed; add the update to the mix.
 
     Everything overlaps: messages are posted before the forward pass and needed after the backward pass.
@@ -56,21 +44,21 @@ def adapt_while_communicate(
             mixed ones, as in Decent-DP.
         options: `bucket_mb`, `wire_dtype`; see `Options`.
     """
-    worker = Worker(loss_fn, optimizer, topology, shows_mix=True, **options)
+    worker = kit.Worker(loss_fn, optimizer, topology, shows_mix=True, **options)
     if update_at not in ("local", "mixed"):
         raise ValueError(f"adapt_while_communicate(update_at={update_at!r}): choose 'local' or 'mixed'.")
     if not callable(gamma) and not 0 <= gamma <= 1:
         raise ValueError(f"adapt_while_communicate(gamma={gamma}): γ is in [0, 1], or a function of t.")
 
-    factor = as_input("adapt_while_communicate", "gamma", gamma)
+    factor = kit.as_input("adapt_while_communicate", "gamma", gamma)
 
-    def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
+    def step(state: kit.State, batch: PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         x = state.params
         posted = worker.post(x, t)
         g, local = worker.gradient(x, state.local, batch, t, after=posted)
-        mixed = collect(posted, at(factor, t, x), after=g.grads)
+        mixed = kit.collect(posted, kit.at(factor, t, x), after=g.grads)
         seen = mixed if update_at == "mixed" else x
         u, local = worker.update(g.grads, g, local, seen, posted=posted)
-        return State(add(mixed, u), local), g.metrics
+        return kit.State(kit.add(mixed, u), local), g.metrics
 
     return worker.algorithm(step)

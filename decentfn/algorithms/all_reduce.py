@@ -13,20 +13,20 @@ from typing import Any, Unpack
 
 from torch import Tensor
 
+from decentfn import kit
 from decentfn.core.trees import PyTree
-from decentfn.kit import Algorithm, LossFn, Metrics, Options, State, Worker, add, algorithm, as_weight
 from decentfn.topologies import Topology
 
 
-@algorithm
+@kit.algorithm
 def all_reduce(
-    loss_fn: LossFn,
+    loss_fn: kit.LossFn,
     optimizer: Any,
     topology: Topology,
     *,
     weight: Callable[[PyTree], Tensor] | None = None,
-    **options: Unpack[Options],
-) -> Algorithm:
+    **options: Unpack[kit.Options],
+) -> kit.Algorithm:
     """Average the gradients over all workers, then update; all replicas stay identical.
 
     A bucket's all-reduce starts as soon as its gradients are ready and overlaps with the rest of the backward pass.
@@ -43,14 +43,14 @@ def all_reduce(
     Raises:
         ValueError: from `init`, unequal replicas; make them equal with `df.broadcast`.
     """
-    worker = Worker(loss_fn, optimizer, topology, **options)
-    weigh = as_weight("all_reduce", weight)
+    worker = kit.Worker(loss_fn, optimizer, topology, **options)
+    weigh = kit.as_weight("all_reduce", weight)
 
-    def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
+    def step(state: kit.State, batch: PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         x = state.params
         g, local = worker.gradient(x, state.local, batch, t, together=True, weight=weigh)
         mean = worker.mean(g.grads, t, weight=g.weight)
         u, local = worker.update(mean, worker.used_by_any(g, t), local, x)
-        return State(add(x, u), local), g.metrics
+        return kit.State(kit.add(x, u), local), g.metrics
 
     return worker.algorithm(step, topology=worker.everyone, must_equal=("params", "buffers"))

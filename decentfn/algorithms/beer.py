@@ -22,94 +22,76 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
+from decentfn import kit
 from decentfn.comm.gossip.compressed import as_messages, no_sum, post_compressed, running_sum
 from decentfn.compressors import Compressor
 from decentfn.core.trees import PyTree
-from decentfn.kit import (
-    Algorithm,
-    Buckets,
-    LossFn,
-    Metrics,
-    Options,
-    State,
-    Worker,
-    add,
-    algorithm,
-    as_input,
-    at,
-    cast_like,
-    each,
-    require_compressor,
-    require_contraction,
-    require_doubly_stochastic,
-    require_static,
-    unless_bad,
-    zeroed,
-)
 from decentfn.topologies import Topology
 
 
 class Memory(NamedTuple):
     """Memory of one worker."""
 
-    v: Buckets  # tracker
-    m: Buckets  # what it tracks: this worker's gradient (BEER) or its moving average (MoTEF)
-    h: Buckets  # public copy of x
-    pull_x: Buckets  # (W - I) h, a running sum in float64
-    s: Buckets  # public copy of v
-    pull_v: Buckets  # (W - I) s
+    v: kit.Buckets  # tracker
+    m: kit.Buckets  # what it tracks: this worker's gradient (BEER) or its moving average (MoTEF)
+    h: kit.Buckets  # public copy of x
+    pull_x: kit.Buckets  # (W - I) h, a running sum in float64
+    s: kit.Buckets  # public copy of v
+    pull_v: kit.Buckets  # (W - I) s
     averaged = ("v", "m", "h", "s")  # over the workers, by df.resize
 
     @classmethod
-    def restart(cls, x: Buckets) -> Memory:
+    def restart(cls, x: kit.Buckets) -> Memory:
         """Reset the tracker, the public copies and the running sums."""
-        return zeroed(cls, x)._replace(pull_x=no_sum(x), pull_v=no_sum(x))
+        return kit.zeroed(cls, x)._replace(pull_x=no_sum(x), pull_v=no_sum(x))
 
-    def without_lost(self, x: Buckets, mean: Callable[[Buckets], Buckets]) -> Memory:
+    def without_lost(self, x: kit.Buckets, mean: Callable[[kit.Buckets], kit.Buckets]) -> Memory:
         """Take the mean public copies, so that those of all neighbors are known, and track anew from m."""
-        v, h, s = each(torch.clone, self.m), mean(self.h), mean(self.s)
+        v, h, s = kit.each(torch.clone, self.m), mean(self.h), mean(self.s)
         return Memory.restart(x)._replace(v=v, m=self.m, h=h, s=s)
 
 
-def compressed_tracking(call: str, worker: Worker, compressor: Compressor, gamma: float, momentum: float) -> Algorithm:
+def compressed_tracking(
+    call: str, worker: kit.Worker, compressor: Compressor, gamma: float, momentum: float
+) -> kit.Algorithm:
     """Return BEER for m⁺ = (1 - λ) m + λ g⁺ in place of g⁺, λ = `momentum`; errors name the `call`."""
-    require_doubly_stochastic(call, worker.topology)
-    require_static(call, worker.topology, "a worker keeps Σ_j W[i,j] (h_j - h) as one running sum", "deep_squeeze")
+    kit.require_doubly_stochastic(call, worker.topology)
+    kit.require_static(call, worker.topology, "a worker keeps Σ_j W[i,j] (h_j - h) as one running sum", "deep_squeeze")
     neighbors = as_messages(worker.topology)
-    rate, weight = as_input(call, "gamma", gamma), as_input(call, "momentum", momentum)
+    rate, weight = kit.as_input(call, "gamma", gamma), kit.as_input(call, "momentum", momentum)
 
-    def start(x: Buckets) -> Memory:
-        require_contraction(call, compressor, x.plan)
+    def start(x: kit.Buckets) -> Memory:
+        kit.require_contraction(call, compressor, x.plan)
         return Memory.restart(x)
 
-    def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
+    def step(state: kit.State, batch: PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         v, m, h, pull_x, s, pull_v = state.memory
-        x = unless_bad(state.params, lambda: h)
-        factor, share = at(rate, t, x), at(weight, t, x)
-        q_x = post_compressed(each(torch.sub, x, h), compressor, neighbors, t)
-        q_v = post_compressed(each(torch.sub, v, s), compressor, neighbors, t)
+        x = kit.unless_bad(state.params, lambda: h)
+        factor, share = kit.at(rate, t, x), kit.at(weight, t, x)
+        q_x = post_compressed(kit.each(torch.sub, x, h), compressor, neighbors, t)
+        q_v = post_compressed(kit.each(torch.sub, v, s), compressor, neighbors, t)
         g, local = worker.gradient(x, state.local, batch, t, after=(q_x.posted, q_v.posted))
-        h, pull_x = add(h, q_x.sent), running_sum(pull_x, q_x, after=g.grads)
-        s, pull_v = add(s, q_v.sent), running_sum(pull_v, q_v, after=g.grads)
-        m_new = g.keep(each(lambda m, g: (1 - share) * m + share * g.to(m.dtype), m, g.grads), m)
-        v = each(lambda v, pull, new, old: (v + factor * pull + (new - old)).to(v.dtype), v, pull_v, m_new, m)
-        u, local = worker.update(cast_like(v, x), g, local, x)
-        x = each(lambda x, pull, u: (x + factor * pull + u).to(x.dtype), x, pull_x, u)
-        return State(x, local, Memory(v, m_new, h, pull_x, s, pull_v)), g.metrics
+        h, pull_x = kit.add(h, q_x.sent), running_sum(pull_x, q_x, after=g.grads)
+        s, pull_v = kit.add(s, q_v.sent), running_sum(pull_v, q_v, after=g.grads)
+        m_new = g.keep(kit.each(lambda m, g: (1 - share) * m + share * g.to(m.dtype), m, g.grads), m)
+        v = kit.each(lambda v, pull, new, old: (v + factor * pull + (new - old)).to(v.dtype), v, pull_v, m_new, m)
+        u, local = worker.update(kit.cast_like(v, x), g, local, x)
+        x = kit.each(lambda x, pull, u: (x + factor * pull + u).to(x.dtype), x, pull_x, u)
+        return kit.State(x, local, Memory(v, m_new, h, pull_x, s, pull_v)), g.metrics
 
     return worker.algorithm(step, start)
 
 
-@algorithm
+@kit.algorithm
 def beer(
-    loss_fn: LossFn,
+    loss_fn: kit.LossFn,
     optimizer: Any,
     topology: Topology,
     *,
     compressor: Compressor,
     gamma: float,
-    **options: Unpack[Options],
-) -> Algorithm:
+    **options: Unpack[kit.Options],
+) -> kit.Algorithm:
     """Descend along a tracked estimate of the mean gradient; send compressed changes of parameters and tracker.
 
     Heterogeneous data leaves no bias, where `choco_sgd` keeps one. Both messages overlap with the gradient.
@@ -128,6 +110,6 @@ def beer(
         ValueError: a topology that changes over time, γ outside (0, 1], no compressor, `wire_dtype`; at `init`, a
             compressor that is no contraction.
     """
-    require_compressor("beer", compressor, gamma, options)
-    worker = Worker(loss_fn, optimizer, topology, **options)
+    kit.require_compressor("beer", compressor, gamma, options)
+    worker = kit.Worker(loss_fn, optimizer, topology, **options)
     return compressed_tracking("beer", worker, compressor, gamma, 1.0)

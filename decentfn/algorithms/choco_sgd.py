@@ -21,59 +21,40 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
+from decentfn import kit
 from decentfn.comm.gossip.compressed import as_messages, no_sum, post_compressed, running_sum
 from decentfn.compressors import Compressor
 from decentfn.core.trees import PyTree
-from decentfn.kit import (
-    Algorithm,
-    Buckets,
-    LossFn,
-    Metrics,
-    Options,
-    State,
-    Worker,
-    add,
-    algorithm,
-    as_input,
-    at,
-    each,
-    require_compressor,
-    require_contraction,
-    require_doubly_stochastic,
-    require_static,
-    unless_bad,
-    zeroed,
-)
 from decentfn.topologies import Topology
 
 
 class Memory(NamedTuple):
     """Memory of one worker."""
 
-    public: Buckets  # x̂, this worker's public copy
-    pull: Buckets  # d = Σ_j W[i,j] (x̂_j - x̂) in float64, whose mean over the workers is 0
+    public: kit.Buckets  # x̂, this worker's public copy
+    pull: kit.Buckets  # d = Σ_j W[i,j] (x̂_j - x̂) in float64, whose mean over the workers is 0
     averaged = ("public",)  # over the workers, by df.resize
 
     @classmethod
-    def restart(cls, x: Buckets) -> Memory:
+    def restart(cls, x: kit.Buckets) -> Memory:
         """Reset the public copy and the running sum."""
-        return zeroed(cls, x)._replace(pull=no_sum(x))
+        return kit.zeroed(cls, x)._replace(pull=no_sum(x))
 
-    def without_lost(self, x: Buckets, mean: Callable[[Buckets], Buckets]) -> Memory:
+    def without_lost(self, x: kit.Buckets, mean: Callable[[kit.Buckets], kit.Buckets]) -> Memory:
         """Take the mean public copy, so that those of all neighbors are known."""
         return Memory.restart(x)._replace(public=mean(self.public))
 
 
-@algorithm
+@kit.algorithm
 def choco_sgd(
-    loss_fn: LossFn,
+    loss_fn: kit.LossFn,
     optimizer: Any,
     topology: Topology,
     *,
     compressor: Compressor,
     gamma: float,
-    **options: Unpack[Options],
-) -> Algorithm:
+    **options: Unpack[kit.Options],
+) -> kit.Algorithm:
     """Update, send the compressed change against the public copy, and move toward the neighbors' public copies.
 
     Messages are known only after the update, so they overlap only with the compression of later buckets.
@@ -92,26 +73,26 @@ def choco_sgd(
         ValueError: a topology that changes over time, γ outside (0, 1], no compressor, `wire_dtype`; at `init`, a
             compressor that is no contraction.
     """
-    require_compressor("choco_sgd", compressor, gamma, options)
-    worker = Worker(loss_fn, optimizer, topology, **options)
-    require_doubly_stochastic("choco_sgd", topology)
-    require_static("choco_sgd", topology, "a worker keeps Σ_j W[i,j] (x̂_j - x̂) as one running sum", "deep_squeeze")
-    neighbors, gamma_input = as_messages(topology), as_input("choco_sgd", "gamma", gamma)
+    kit.require_compressor("choco_sgd", compressor, gamma, options)
+    worker = kit.Worker(loss_fn, optimizer, topology, **options)
+    kit.require_doubly_stochastic("choco_sgd", topology)
+    kit.require_static("choco_sgd", topology, "a worker keeps Σ_j W[i,j] (x̂_j - x̂) as one running sum", "deep_squeeze")
+    neighbors, gamma_input = as_messages(topology), kit.as_input("choco_sgd", "gamma", gamma)
 
-    def start(x: Buckets) -> Memory:
-        require_contraction("choco_sgd", compressor, x.plan)
+    def start(x: kit.Buckets) -> Memory:
+        kit.require_contraction("choco_sgd", compressor, x.plan)
         return Memory.restart(x)
 
-    def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
+    def step(state: kit.State, batch: PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         x, (x_hat, pull) = state.params, state.memory
         g, local = worker.gradient(x, state.local, batch, t)
         u, local = worker.update(g.grads, g, local, x)
-        x_half = unless_bad(add(x, u), lambda: x_hat)
-        q = post_compressed(each(torch.sub, x_half, x_hat), compressor, neighbors, t)
-        x_hat = add(x_hat, q.sent)
+        x_half = kit.unless_bad(kit.add(x, u), lambda: x_hat)
+        q = post_compressed(kit.each(torch.sub, x_half, x_hat), compressor, neighbors, t)
+        x_hat = kit.add(x_hat, q.sent)
         pull = running_sum(pull, q)
-        factor = at(gamma_input, t, x_half)
-        x = each(lambda x, pull: (x + factor * pull).to(x.dtype), x_half, pull)
-        return State(x, local, Memory(x_hat, pull)), g.metrics
+        factor = kit.at(gamma_input, t, x_half)
+        x = kit.each(lambda x, pull: (x + factor * pull).to(x.dtype), x_half, pull)
+        return kit.State(x, local, Memory(x_hat, pull)), g.metrics
 
     return worker.algorithm(step, start)

@@ -18,44 +18,23 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
+from decentfn import kit
 from decentfn.comm.gossip.compressed import as_messages
 from decentfn.core.trees import PyTree
-from decentfn.kit import (
-    Algorithm,
-    Buckets,
-    LossFn,
-    Metrics,
-    Options,
-    Posted,
-    State,
-    Worker,
-    add,
-    algorithm,
-    as_input,
-    at,
-    each,
-    global_norm,
-    mix_context,
-    once,
-    repaired,
-    require_rate,
-    require_whole,
-    wide,
-)
 from decentfn.optim.transforms import MixContext
 from decentfn.topologies import Topology
 
 
-@algorithm
+@kit.algorithm
 def clipped_gossip(
-    loss_fn: LossFn,
+    loss_fn: kit.LossFn,
     optimizer: Any,
     topology: Topology,
     *,
     tau: float | Callable[[Tensor], Tensor] | None = None,
     hostile: int = 1,
-    **options: Unpack[Options],
-) -> Algorithm:
+    **options: Unpack[kit.Options],
+) -> kit.Algorithm:
     """Update, then mix the updated parameters with every difference to a neighbor clipped.
 
     Whatever a worker sends moves a neighbor by at most W[i,j] τ; a message with infinite or NaN values moves nothing.
@@ -75,40 +54,43 @@ def clipped_gossip(
     Raises:
         ValueError: τ not positive, b < 1, a push-sum topology, or one without tables that averages in groups.
     """
-    worker = Worker(loss_fn, optimizer, topology, **options)
-    require_whole("clipped_gossip", hostile=hostile)
+    worker = kit.Worker(loss_fn, optimizer, topology, **options)
+    kit.require_whole("clipped_gossip", hostile=hostile)
     if tau is not None:
-        require_rate("clipped_gossip", tau=tau)
+        kit.require_rate("clipped_gossip", tau=tau)
     neighbors = as_messages(topology)
-    bound = None if tau is None else as_input("clipped_gossip", "tau", tau)
+    bound = None if tau is None else kit.as_input("clipped_gossip", "tau", tau)
 
-    def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
+    def step(state: kit.State, batch: PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         x = state.params
         g, local = worker.gradient(x, state.local, batch, t)
         u, local = worker.update(g.grads, g, local, x)
-        y = add(x, u)
+        y = kit.add(x, u)
         posted = worker.post(y, t, neighbors)
-        mix = mix_context(posted)
+        mix = kit.mix_context(posted)
         if not mix.inboxes:
-            return State(y, local), g.metrics
+            return kit.State(y, local), g.metrics
         differences = _differences(posted, mix)
         # In float64: a norm scales buckets of all dtypes.
-        distances = torch.stack([global_norm(each(Tensor.double, z)) for z in differences])
+        distances = torch.stack([kit.global_norm(kit.each(Tensor.double, z)) for z in differences])
         weights = mix.weights[1:]
-        radius = _radius(distances, weights, hostile) if bound is None else at(bound, t, y)
+        radius = _radius(distances, weights, hostile) if bound is None else kit.at(bound, t, y)
         shares = weights * torch.where(distances > radius, radius / distances, 1.0)
-        shares = once(torch.where(torch.isfinite(distances), shares, 0.0))
+        shares = kit.once(torch.where(torch.isfinite(distances), shares, 0.0))
         for share, z in zip(shares.unbind(), differences, strict=True):
-            y = each(functools.partial(_moved, share), y, z)
-        return State(repaired(posted, y), local), g.metrics
+            y = kit.each(functools.partial(_moved, share), y, z)
+        return kit.State(kit.repaired(posted, y), local), g.metrics
 
     return worker.algorithm(step)
 
 
-def _differences(posted: Posted, mix: MixContext) -> list[Buckets]:
+def _differences(posted: kit.Posted, mix: MixContext) -> list[kit.Buckets]:
     """Return `y_j - y` for each slot, in float32 or wider."""
-    pairs = [(inbox.to(wide(y.dtype)), y.to(wide(y.dtype))) for inbox, y in zip(mix.inboxes, posted.sent, strict=True)]
-    return [Buckets([inbox[k] - y for inbox, y in pairs], mix.plan) for k in range(mix.inboxes[0].shape[0])]
+    pairs = [
+        (inbox.to(kit.wide(y.dtype)), y.to(kit.wide(y.dtype)))
+        for inbox, y in zip(mix.inboxes, posted.sent, strict=True)
+    ]
+    return [kit.Buckets([inbox[k] - y for inbox, y in pairs], mix.plan) for k in range(mix.inboxes[0].shape[0])]
 
 
 def _radius(distances: Tensor, weights: Tensor, hostile: int) -> Tensor:

@@ -29,35 +29,21 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
+from decentfn import kit
 from decentfn.comm import gossip
 from decentfn.core.trees import PyTree
-from decentfn.kit import (
-    Algorithm,
-    Buckets,
-    LossFn,
-    Metrics,
-    Options,
-    State,
-    Worker,
-    add,
-    algorithm,
-    each,
-    repaired,
-    require_doubly_stochastic,
-    zeroed,
-)
 from decentfn.topologies import Topology, mixing_matrix
 
 
 class Memory(NamedTuple):
     """The correction c, whose mean over the workers is 0."""
 
-    c: Buckets
-    restart = classmethod(zeroed)
+    c: kit.Buckets
+    restart = classmethod(kit.zeroed)
 
 
-@algorithm
-def d2(loss_fn: LossFn, optimizer: Any, topology: Topology, **options: Unpack[Options]) -> Algorithm:
+@kit.algorithm
+def d2(loss_fn: kit.LossFn, optimizer: Any, topology: Topology, **options: Unpack[kit.Options]) -> kit.Algorithm:
     """Adapt then combine, corrected by the last step's change; heterogeneous data leave no bias.
 
     Nothing can be sent before the update, so only the messages of the last buckets overlap with computation.
@@ -75,19 +61,19 @@ def d2(loss_fn: LossFn, optimizer: Any, topology: Topology, **options: Unpack[Op
         ValueError: a topology on which the method diverges at every learning rate, or one that is random or has a start (`until`,
             `later`).
     """
-    worker = Worker(loss_fn, optimizer, topology, **options)
-    require_doubly_stochastic("d2", topology)
+    worker = kit.Worker(loss_fn, optimizer, topology, **options)
+    kit.require_doubly_stochastic("d2", topology)
     require_stable(topology)
 
-    def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
+    def step(state: kit.State, batch: PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         x, (c,) = state.params, state.memory
         g, local = worker.gradient(x, state.local, batch, t)
         u, local = worker.update(g.grads, g, local, x)
-        half = each(lambda x, u, c: x.to(c.dtype) + u + c, x, u, c)
+        half = kit.each(lambda x, u, c: x.to(c.dtype) + u + c, x, u, c)
         posted = worker.post(half, t)
-        pull, half = gossip.exact_difference(posted), repaired(posted, half)  # (W - I)(x + u + c)
-        x_next = each(lambda half, d, x: (half + d).to(x.dtype), half, pull, x)
-        return State(x_next, local, Memory(add(c, pull))), g.metrics
+        pull, half = gossip.exact_difference(posted), kit.repaired(posted, half)  # (W - I)(x + u + c)
+        x_next = kit.each(lambda half, d, x: (half + d).to(x.dtype), half, pull, x)
+        return kit.State(x_next, local, Memory(kit.add(c, pull))), g.metrics
 
     return worker.algorithm(step, Memory.restart)
 

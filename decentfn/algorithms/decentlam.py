@@ -23,29 +23,8 @@ from typing import Any, NamedTuple, Unpack
 
 from torch import Tensor
 
+from decentfn import kit
 from decentfn.core.trees import PyTree
-from decentfn.kit import (
-    Algorithm,
-    Buckets,
-    LossFn,
-    Metrics,
-    Options,
-    State,
-    Worker,
-    algorithm,
-    as_input,
-    at,
-    difference,
-    each,
-    once,
-    reciprocal,
-    repaired,
-    require_fractions,
-    require_rate,
-    require_settling,
-    wide,
-    zeroed,
-)
 from decentfn.optim.transforms.basic import Scalar
 from decentfn.topologies import Topology
 
@@ -53,21 +32,21 @@ from decentfn.topologies import Topology
 class Memory(NamedTuple):
     """The momentum m, in units of a gradient (of an update if learning_rate is 1)."""
 
-    m: Buckets
+    m: kit.Buckets
     averaged = ("m",)  # over the workers, by df.resize
-    restart = classmethod(zeroed)
+    restart = classmethod(kit.zeroed)
 
 
-@algorithm
+@kit.algorithm
 def decentlam(
-    loss_fn: LossFn,
+    loss_fn: kit.LossFn,
     optimizer: Any,
     topology: Topology,
     *,
     beta: float = 0.9,
     learning_rate: Scalar = 1.0,
-    **options: Unpack[Options],
-) -> Algorithm:
+    **options: Unpack[kit.Options],
+) -> kit.Algorithm:
     """Apply momentum to the whole step of adapt-then-combine, mixing included.
 
     Nothing can be sent before the update, so only the messages of the last buckets overlap with computation.
@@ -88,40 +67,40 @@ def decentlam(
         ValueError: β outside [0, 1], η not positive, a push-sum topology, or one on which the method
             diverges at every learning rate.
     """
-    worker = Worker(loss_fn, optimizer, topology, **options)
-    require_fractions("decentlam", beta=beta)
-    require_rate("decentlam", learning_rate=learning_rate)
-    rate = as_input("decentlam", "learning_rate", learning_rate)
+    worker = kit.Worker(loss_fn, optimizer, topology, **options)
+    kit.require_fractions("decentlam", beta=beta)
+    kit.require_rate("decentlam", learning_rate=learning_rate)
+    rate = kit.as_input("decentlam", "learning_rate", learning_rate)
 
     def free(x: Tensor, m: Tensor, mix: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         mixed = mix(x)
         return mixed - beta * m, beta * m + x - mixed
 
     way_out = "use a static undirected topology such as 'static-ring', a smaller beta, or quasi_global_momentum"
-    require_settling(f"decentlam(beta={beta})", topology, free, way_out)
+    kit.require_settling(f"decentlam(beta={beta})", topology, free, way_out)
     # Momentum returns r in the next steps: β r (1 - β) / β, β² r (1 - β) / β, ...
     repay = (1 - beta) / beta if beta else 0.0
 
-    def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
-        eta = at(rate, t, state.params)
-        per_eta = reciprocal(eta)
+    def step(state: kit.State, batch: PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
+        eta = kit.at(rate, t, state.params)
+        per_eta = kit.reciprocal(eta)
         x, (m,) = state.params, state.memory
         g, local = worker.gradient(x, state.local, batch, t)
         u, local = worker.update(g.grads, g, local, x)
-        half = each(lambda x, u: x.to(wide(x.dtype)) + u, x, u)
+        half = kit.each(lambda x, u: x.to(kit.wide(x.dtype)) + u, x, u)
         posted = worker.post(half, t)
-        pull, half = difference(posted), repaired(posted, half)  # (W - I)(x - η g)
-        new = each(lambda half, d, m, x: (half + d - eta * beta * m).to(x.dtype), half, pull, m, x)
+        pull, half = kit.difference(posted), kit.repaired(posted, half)  # (W - I)(x - η g)
+        new = kit.each(lambda half, d, m, x: (half + d - eta * beta * m).to(x.dtype), half, pull, m, x)
 
         # Store 16-bit numbers first: a compiled kernel would continue with the values before rounding.
-        stored = each(lambda new: once(new) if new.dtype.itemsize < 4 else new, new)
+        stored = kit.each(lambda new: kit.once(new) if new.dtype.itemsize < 4 else new, new)
 
         def momentum(m: Tensor, u: Tensor, d: Tensor, half: Tensor, new: Tensor) -> Tensor:
             # (x - W (x - η g)) / η without x, whose roundings momentum would accumulate; plus the rounding error of x⁺.
             lost = (d - eta * beta * m) - (new.to(half.dtype) - half)
             return (beta * m - (u + d + repay * lost) * per_eta).to(m.dtype)
 
-        m_new = each(momentum, m, u, pull, half, stored)
-        return State(new, local, Memory(m_new)), g.metrics
+        m_new = kit.each(momentum, m, u, pull, half, stored)
+        return kit.State(new, local, Memory(m_new)), g.metrics
 
     return worker.algorithm(step, Memory.restart)

@@ -19,47 +19,30 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
+from decentfn import kit
 from decentfn.comm.gossip.compressed import as_messages, difference_compressed, post_compressed
 from decentfn.compressors import Compressor
 from decentfn.core.trees import PyTree
-from decentfn.kit import (
-    Algorithm,
-    Buckets,
-    LossFn,
-    Metrics,
-    Options,
-    State,
-    Worker,
-    add,
-    algorithm,
-    as_input,
-    at,
-    each,
-    repaired,
-    require_compressor,
-    require_contraction,
-    zeroed,
-)
 from decentfn.topologies import Topology
 
 
 class Memory(NamedTuple):
     """Memory of one worker."""
 
-    error: Buckets  # δ
-    restart = classmethod(zeroed)
+    error: kit.Buckets  # δ
+    restart = classmethod(kit.zeroed)
 
 
-@algorithm
+@kit.algorithm
 def deep_squeeze(
-    loss_fn: LossFn,
+    loss_fn: kit.LossFn,
     optimizer: Any,
     topology: Topology,
     *,
     compressor: Compressor,
     gamma: float,
-    **options: Unpack[Options],
-) -> Algorithm:
+    **options: Unpack[kit.Options],
+) -> kit.Algorithm:
     """Update, send the compressed sum of the parameters and the last compression error, and mix.
 
     Messages are known only after the update, so they overlap only with the compression of later buckets.
@@ -79,25 +62,25 @@ def deep_squeeze(
         ValueError: a push-sum topology, γ outside (0, 1], no compressor, `wire_dtype`; at `init`, a compressor that is
             not a contraction.
     """
-    require_compressor("deep_squeeze", compressor, gamma, options)
-    worker = Worker(loss_fn, optimizer, topology, **options)
-    neighbors, gamma_input = as_messages(topology), as_input("deep_squeeze", "gamma", gamma)
+    kit.require_compressor("deep_squeeze", compressor, gamma, options)
+    worker = kit.Worker(loss_fn, optimizer, topology, **options)
+    neighbors, gamma_input = as_messages(topology), kit.as_input("deep_squeeze", "gamma", gamma)
 
-    def start(x: Buckets) -> Memory:
-        require_contraction("deep_squeeze", compressor, x.plan)
+    def start(x: kit.Buckets) -> Memory:
+        kit.require_contraction("deep_squeeze", compressor, x.plan)
         return Memory.restart(x)
 
-    def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
+    def step(state: kit.State, batch: PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         x, (error,) = state.params, state.memory
         g, local = worker.gradient(x, state.local, batch, t)
         u, local = worker.update(g.grads, g, local, x)
-        x_half = add(x, u)
-        v = add(error, x_half)
+        x_half = kit.add(x, u)
+        v = kit.add(error, x_half)
         c = post_compressed(v, compressor, neighbors, t)
-        error = each(torch.sub, v, c.sent)
-        pull = difference_compressed(c, at(gamma_input, t, x))
-        x = each(lambda x, pull: (x + pull).to(x.dtype), x_half, pull)
-        x = repaired(c.posted, x, pull)  # a bad worker sent zeros, so the pull is the mix
-        return State(x, local, Memory(error)), g.metrics
+        error = kit.each(torch.sub, v, c.sent)
+        pull = difference_compressed(c, kit.at(gamma_input, t, x))
+        x = kit.each(lambda x, pull: (x + pull).to(x.dtype), x_half, pull)
+        x = kit.repaired(c.posted, x, pull)  # a bad worker sent zeros, so the pull is the mix
+        return kit.State(x, local, Memory(error)), g.metrics
 
     return worker.algorithm(step, start)

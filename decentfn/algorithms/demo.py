@@ -16,41 +16,24 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
+from decentfn import kit
 from decentfn.comm.gossip.compressed import everyone, post_compressed, sum_compressed
 from decentfn.compressors import Compressor, dct_top_k
 from decentfn.core.trees import PyTree
-from decentfn.kit import (
-    Algorithm,
-    Buckets,
-    LossFn,
-    Metrics,
-    Options,
-    State,
-    Worker,
-    add,
-    algorithm,
-    as_input,
-    at,
-    cast_like,
-    each,
-    require_compressor,
-    require_rate,
-    zeroed,
-)
 from decentfn.topologies import Topology
 
 
 class Memory(NamedTuple):
     """Memory of one worker."""
 
-    momentum: Buckets  # δ
+    momentum: kit.Buckets  # δ
     averaged = ("momentum",)  # over the workers, by df.resize
-    restart = classmethod(zeroed)
+    restart = classmethod(kit.zeroed)
 
 
-@algorithm
+@kit.algorithm
 def demo(
-    loss_fn: LossFn,
+    loss_fn: kit.LossFn,
     optimizer: Any,
     topology: Topology,
     *,
@@ -59,8 +42,8 @@ def demo(
     k: int = 32,
     chunk: int = 64,
     compressor: Compressor | None = None,
-    **options: Unpack[Options],
-) -> Algorithm:
+    **options: Unpack[kit.Options],
+) -> kit.Algorithm:
     """Send all workers the largest cosine components of the momentum, remove them, and step by the sign of their sum.
 
     The transform is linear, so Σ_i IDCT q_i replaces IDCT Σ_i q_i. It is added in the order of the workers, which
@@ -85,25 +68,25 @@ def demo(
             parameters.
     """
     compressor = dct_top_k(k, chunk=chunk) if compressor is None else compressor
-    require_compressor("demo", compressor, 1.0, options)
-    worker = Worker(loss_fn, optimizer, topology, **options)
-    require_rate("demo", learning_rate=learning_rate)
-    rate = as_input("demo", "learning_rate", learning_rate)
+    kit.require_compressor("demo", compressor, 1.0, options)
+    worker = kit.Worker(loss_fn, optimizer, topology, **options)
+    kit.require_rate("demo", learning_rate=learning_rate)
+    rate = kit.as_input("demo", "learning_rate", learning_rate)
     if not 0 <= decay < 1:
         raise ValueError(f"demo(decay={decay}): κ is in [0, 1); the paper uses 0.999.")
     others = everyone(topology.num_workers)
 
-    def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
+    def step(state: kit.State, batch: PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         theta, (delta,) = state.params, state.memory
-        eta = at(rate, t, theta)
+        eta = kit.at(rate, t, theta)
         g, local = worker.gradient(theta, state.local, batch, t)
-        grown = each(lambda delta, g: (decay * delta + eta * g).to(delta.dtype), delta, g.grads)
+        grown = kit.each(lambda delta, g: (decay * delta + eta * g).to(delta.dtype), delta, g.grads)
         delta = g.keep(grown, delta)
         q = post_compressed(delta, compressor, others, t)
-        delta = each(torch.sub, delta, q.sent)
-        direction = cast_like(each(torch.sign, sum_compressed(q)), theta)
+        delta = kit.each(torch.sub, delta, q.sent)
+        direction = kit.cast_like(kit.each(torch.sign, sum_compressed(q)), theta)
         # A worker with a bad gradient, or with unused leaves, takes the same step, or replicas would diverge.
         u, local = worker.update(direction, g._replace(good=None, used=None), local, theta)
-        return State(add(theta, u), local, Memory(delta)), g.metrics
+        return kit.State(kit.add(theta, u), local, Memory(delta)), g.metrics
 
     return worker.algorithm(step, Memory.restart, topology=worker.everyone, must_equal=("params",))

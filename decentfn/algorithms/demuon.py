@@ -16,25 +16,9 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
+from decentfn import kit
 from decentfn.core import trees
 from decentfn.core.trees import PyTree
-from decentfn.kit import (
-    Algorithm,
-    Buckets,
-    LossFn,
-    Metrics,
-    Options,
-    State,
-    Worker,
-    add,
-    algorithm,
-    as_input,
-    at,
-    cast_like,
-    each,
-    where,
-    zeros_like,
-)
 from decentfn.optim.orthogonalize import orthogonalize
 from decentfn.optim.transforms import Transform
 from decentfn.optim.transforms.transform import by_leaf
@@ -44,25 +28,25 @@ from decentfn.topologies import Topology, later
 class Memory(NamedTuple):
     """Memory of one worker."""
 
-    v: Buckets  # tracker of the mean momentum
-    m: Buckets  # this worker's own momentum
+    v: kit.Buckets  # tracker of the mean momentum
+    m: kit.Buckets  # this worker's own momentum
     started: Tensor  # 0-d bool: a step was taken
 
-    def restart(self, x: Buckets) -> Memory:
+    def restart(self, x: kit.Buckets) -> Memory:
         """Reset momentum and tracker."""
         return trees.map(torch.zeros_like, self)
 
 
-@algorithm
+@kit.algorithm
 def demuon(
-    loss_fn: LossFn,
+    loss_fn: kit.LossFn,
     optimizer: Any,
     topology: Topology,
     *,
     momentum: float = 0.1,
     gossip_rounds: int = 1,
-    **options: Unpack[Options],
-) -> Algorithm:
+    **options: Unpack[kit.Options],
+) -> kit.Algorithm:
     """Step along the orthogonal factor of a gossiped estimate of the mean momentum, matrix by matrix.
 
     A leaf of two or more axes is the matrix of its first axis by all others. Other leaves have no orthogonal factor:
@@ -84,25 +68,25 @@ def demuon(
     """
     if not 0 < momentum <= 1:
         raise ValueError(f"demuon(momentum={momentum!r}): λ, the weight of a new gradient, is in (0, 1].")
-    worker = Worker(loss_fn, optimizer, topology, gossip_rounds=gossip_rounds, **options)
+    worker = kit.Worker(loss_fn, optimizer, topology, gossip_rounds=gossip_rounds, **options)
     msgn = by_leaf(Transform(lambda params: (), lambda v, state, params: (trees.map(_msgn, v), state)))
-    weight = as_input("demuon", "momentum", momentum)
+    weight = kit.as_input("demuon", "momentum", momentum)
     late = later(1, topology)  # v is completed with the last step's matrix
 
-    def start(x: Buckets) -> Memory:
+    def start(x: kit.Buckets) -> Memory:
         msgn.init(x)
-        return Memory(zeros_like(x), zeros_like(x), torch.zeros((), dtype=torch.bool, device=x[0].device))
+        return Memory(kit.zeros_like(x), kit.zeros_like(x), torch.zeros((), dtype=torch.bool, device=x[0].device))
 
-    def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
+    def step(state: kit.State, batch: PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         x, (v, m, started) = state.params, state.memory
-        share = at(weight, t, x)
+        share = kit.at(weight, t, x)
         g, local = worker.gradient(x, state.local, batch, t)
-        m_new = g.keep(each(lambda m, g: (1 - share) * m + share * g.to(m.dtype), m, g.grads), m)
-        v = where(started, worker.mix(add(v, each(torch.sub, m_new, m)), t, late), m_new)
+        m_new = g.keep(kit.each(lambda m, g: (1 - share) * m + share * g.to(m.dtype), m, g.grads), m)
+        v = kit.where(started, worker.mix(kit.add(v, kit.each(torch.sub, m_new, m)), t, late), m_new)
         direction, _ = msgn.update(v, (), x)
-        u, local = worker.update(cast_like(direction, x), g, local, x)
-        x = worker.mix(add(x, u), t)
-        return State(x, local, Memory(v, m_new, torch.ones_like(started))), g.metrics
+        u, local = worker.update(kit.cast_like(direction, x), g, local, x)
+        x = worker.mix(kit.add(x, u), t)
+        return kit.State(x, local, Memory(v, m_new, torch.ones_like(started))), g.metrics
 
     return worker.algorithm(step, start)
 

@@ -20,35 +20,23 @@ from typing import Any, NamedTuple, Unpack
 
 from torch import Tensor
 
+from decentfn import kit
 from decentfn.comm import gossip
 from decentfn.core.trees import PyTree
-from decentfn.kit import (
-    Algorithm,
-    Buckets,
-    LossFn,
-    Metrics,
-    Options,
-    State,
-    Worker,
-    add,
-    algorithm,
-    each,
-    repaired,
-    require_static_symmetric,
-    zeroed,
-)
 from decentfn.topologies import Topology
 
 
 class Memory(NamedTuple):
     """The correction c = x - ψ, whose mean over the workers is 0."""
 
-    c: Buckets
-    restart = classmethod(zeroed)
+    c: kit.Buckets
+    restart = classmethod(kit.zeroed)
 
 
-@algorithm
-def exact_diffusion(loss_fn: LossFn, optimizer: Any, topology: Topology, **options: Unpack[Options]) -> Algorithm:
+@kit.algorithm
+def exact_diffusion(
+    loss_fn: kit.LossFn, optimizer: Any, topology: Topology, **options: Unpack[kit.Options]
+) -> kit.Algorithm:
     """Adapt, correct, then combine; the correction removes the bias of adapt-then-combine.
 
     It is D² on (I + W)/2, which is positive semidefinite for every W, so there is no spectral condition.
@@ -64,17 +52,17 @@ def exact_diffusion(loss_fn: LossFn, optimizer: Any, topology: Topology, **optio
     Raises:
         ValueError: a topology that changes with time, or is not symmetric.
     """
-    worker = Worker(loss_fn, optimizer, topology, **options)
-    require_static_symmetric("exact_diffusion", topology)
+    worker = kit.Worker(loss_fn, optimizer, topology, **options)
+    kit.require_static_symmetric("exact_diffusion", topology)
 
-    def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
+    def step(state: kit.State, batch: PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         x, (c,) = state.params, state.memory
         g, local = worker.gradient(x, state.local, batch, t)
         u, local = worker.update(g.grads, g, local, x)
-        phi = each(lambda x, u, c: x.to(c.dtype) + u + c, x, u, c)
+        phi = kit.each(lambda x, u, c: x.to(c.dtype) + u + c, x, u, c)
         posted = worker.post(phi, t)
-        pull, phi = gossip.exact_difference(posted, gamma=0.5), repaired(posted, phi)  # W̄ φ - φ
-        x_next = each(lambda phi, d, x: (phi + d).to(x.dtype), phi, pull, x)
-        return State(x_next, local, Memory(add(c, pull))), g.metrics
+        pull, phi = gossip.exact_difference(posted, gamma=0.5), kit.repaired(posted, phi)  # W̄ φ - φ
+        x_next = kit.each(lambda phi, d, x: (phi + d).to(x.dtype), phi, pull, x)
+        return kit.State(x_next, local, Memory(kit.add(c, pull))), g.metrics
 
     return worker.algorithm(step, Memory.restart)

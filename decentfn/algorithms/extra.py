@@ -21,34 +21,21 @@ from typing import Any, NamedTuple, Unpack
 
 from torch import Tensor
 
+from decentfn import kit
 from decentfn.comm import gossip
 from decentfn.core.trees import PyTree
-from decentfn.kit import (
-    Algorithm,
-    Buckets,
-    LossFn,
-    Metrics,
-    Options,
-    State,
-    Worker,
-    algorithm,
-    each,
-    repaired,
-    require_static_symmetric,
-    zeroed,
-)
 from decentfn.topologies import Topology
 
 
 class Memory(NamedTuple):
     """Half the disagreement, summed over the steps."""
 
-    p: Buckets
-    restart = classmethod(zeroed)
+    p: kit.Buckets
+    restart = classmethod(kit.zeroed)
 
 
-@algorithm
-def extra(loss_fn: LossFn, optimizer: Any, topology: Topology, **options: Unpack[Options]) -> Algorithm:
+@kit.algorithm
+def extra(loss_fn: kit.LossFn, optimizer: Any, topology: Topology, **options: Unpack[kit.Options]) -> kit.Algorithm:
     """Mix and descend; the sum of past disagreement cancels the bias.
 
     Everything overlaps: x is posted before the forward pass and needed after the backward pass.
@@ -63,17 +50,17 @@ def extra(loss_fn: LossFn, optimizer: Any, topology: Topology, **options: Unpack
     Raises:
         ValueError: a topology that changes with time, or is not symmetric.
     """
-    worker = Worker(loss_fn, optimizer, topology, shows_mix=True, **options)
-    require_static_symmetric("extra", topology)
+    worker = kit.Worker(loss_fn, optimizer, topology, shows_mix=True, **options)
+    kit.require_static_symmetric("extra", topology)
 
-    def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
+    def step(state: kit.State, batch: PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         x, (p,) = state.params, state.memory
         posted = worker.post(x, t)
         g, local = worker.gradient(x, state.local, batch, t, after=posted)
         u, local = worker.update(g.grads, g, local, x, posted=posted)
-        pull, x = gossip.exact_difference(posted, after=g.grads), repaired(posted, x)  # W x - x
-        p_next = each(lambda p, d: p - d / 2, p, pull)
-        x_next = each(lambda x, d, u, p: (x.to(d.dtype) + d + u - p).to(x.dtype), x, pull, u, p)
-        return State(x_next, local, Memory(p_next)), g.metrics
+        pull, x = gossip.exact_difference(posted, after=g.grads), kit.repaired(posted, x)  # W x - x
+        p_next = kit.each(lambda p, d: p - d / 2, p, pull)
+        x_next = kit.each(lambda x, d, u, p: (x.to(d.dtype) + d + u - p).to(x.dtype), x, pull, u, p)
+        return kit.State(x_next, local, Memory(p_next)), g.metrics
 
     return worker.algorithm(step, Memory.restart)

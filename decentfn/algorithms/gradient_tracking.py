@@ -27,50 +27,34 @@ from typing import Any, Literal, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
+from decentfn import kit
 from decentfn.core import trees
 from decentfn.core.trees import PyTree
-from decentfn.kit import (
-    Algorithm,
-    Buckets,
-    LossFn,
-    Metrics,
-    Options,
-    State,
-    Worker,
-    add,
-    algorithm,
-    cast_like,
-    collect,
-    each,
-    where,
-    widen,
-    zeros_like,
-)
 from decentfn.topologies import Topology, later
 
 
 class Memory(NamedTuple):
     """Memory of one worker."""
 
-    y: Buckets  # the tracked gradient
-    g: Buckets  # this worker's own gradient
+    y: kit.Buckets  # the tracked gradient
+    g: kit.Buckets  # this worker's own gradient
     started: Tensor | None  # 0-d bool: a step was taken; only form="atc" needs it
 
-    def restart(self, x: Buckets) -> Memory:
+    def restart(self, x: kit.Buckets) -> Memory:
         """Reset the tracker."""
         return trees.map(torch.zeros_like, self)
 
 
-@algorithm
+@kit.algorithm
 def gradient_tracking(
-    loss_fn: LossFn,
+    loss_fn: kit.LossFn,
     optimizer: Any,
     topology: Topology,
     *,
     form: Literal["atc", "semi-atc", "awc"] = "atc",
     gossip_rounds: int = 1,
-    **options: Unpack[Options],
-) -> Algorithm:
+    **options: Unpack[kit.Options],
+) -> kit.Algorithm:
     """Descend along a gossiped estimate of the mean gradient; the optimizer sees y instead of the gradient.
 
     Step t first completes the last step's `W y`, with the last step's mixing matrix, and then uses y for its update.
@@ -90,7 +74,7 @@ def gradient_tracking(
     Raises:
         ValueError: an unknown form, or a push-sum topology.
     """
-    worker = Worker(loss_fn, optimizer, topology, shows_mix=form == "awc", gossip_rounds=gossip_rounds, **options)
+    worker = kit.Worker(loss_fn, optimizer, topology, shows_mix=form == "awc", gossip_rounds=gossip_rounds, **options)
     if form not in ("atc", "semi-atc", "awc"):
         raise ValueError(f"gradient_tracking(form={form!r}): choose 'atc', 'semi-atc' or 'awc'.")
     if form != "atc" and gossip_rounds > 1:
@@ -100,36 +84,40 @@ def gradient_tracking(
 
     late = later(1, topology)  # y is completed with the last step's matrix
 
-    def start(x: Buckets) -> Memory:
+    def start(x: kit.Buckets) -> Memory:
         # From y = g = 0 the first y is W 0 + g - 0; in the form W (y + g⁺ - g) it would be W g.
         started = torch.zeros((), dtype=torch.bool, device=x[0].device) if form == "atc" else None
-        return Memory(zeros_like(x), zeros_like(x), started)
+        return Memory(kit.zeros_like(x), kit.zeros_like(x), started)
 
-    def atc(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
+    def atc(state: kit.State, batch: PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         x, (y, g, started) = state.params, state.memory
         gradient, local = worker.gradient(x, state.local, batch, t)
-        g_new = gradient.keep(widen(gradient.grads), g)
+        g_new = gradient.keep(kit.widen(gradient.grads), g)
         assert started is not None
-        y = where(started, worker.mix(add(y, each(torch.sub, g_new, g)), t, late), g_new)
-        u, local = worker.update(cast_like(y, x), gradient, local, x)
-        return State(worker.mix(add(x, u), t), local, Memory(y, g_new, torch.ones_like(started))), gradient.metrics
+        y = kit.where(started, worker.mix(kit.add(y, kit.each(torch.sub, g_new, g)), t, late), g_new)
+        u, local = worker.update(kit.cast_like(y, x), gradient, local, x)
+        return kit.State(
+            worker.mix(kit.add(x, u), t), local, Memory(y, g_new, torch.ones_like(started))
+        ), gradient.metrics
 
-    def semi_atc(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
+    def semi_atc(state: kit.State, batch: PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         x, (y, g, _) = state.params, state.memory
         y_posted = worker.post(y, t, late)
         gradient, local = worker.gradient(x, state.local, batch, t, after=y_posted)
-        g_new = gradient.keep(widen(gradient.grads), g)
-        y = add(collect(y_posted, after=gradient.grads), each(torch.sub, g_new, g))
-        u, local = worker.update(cast_like(y, x), gradient, local, x)
-        return State(worker.mix(add(x, u), t), local, Memory(y, g_new, None)), gradient.metrics
+        g_new = gradient.keep(kit.widen(gradient.grads), g)
+        y = kit.add(kit.collect(y_posted, after=gradient.grads), kit.each(torch.sub, g_new, g))
+        u, local = worker.update(kit.cast_like(y, x), gradient, local, x)
+        return kit.State(worker.mix(kit.add(x, u), t), local, Memory(y, g_new, None)), gradient.metrics
 
-    def awc(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
+    def awc(state: kit.State, batch: PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         x, (y, g, _) = state.params, state.memory
         y_posted, x_posted = worker.post(y, t, late), worker.post(x, t)
         gradient, local = worker.gradient(x, state.local, batch, t, after=(y_posted, x_posted))
-        g_new = gradient.keep(widen(gradient.grads), g)
-        y = add(collect(y_posted, after=gradient.grads), each(torch.sub, g_new, g))
-        u, local = worker.update(cast_like(y, x), gradient, local, x, posted=x_posted)
-        return State(add(collect(x_posted, after=gradient.grads), u), local, Memory(y, g_new, None)), gradient.metrics
+        g_new = gradient.keep(kit.widen(gradient.grads), g)
+        y = kit.add(kit.collect(y_posted, after=gradient.grads), kit.each(torch.sub, g_new, g))
+        u, local = worker.update(kit.cast_like(y, x), gradient, local, x, posted=x_posted)
+        return kit.State(
+            kit.add(kit.collect(x_posted, after=gradient.grads), u), local, Memory(y, g_new, None)
+        ), gradient.metrics
 
     return worker.algorithm({"atc": atc, "semi-atc": semi_atc, "awc": awc}[form], start)

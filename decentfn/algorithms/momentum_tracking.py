@@ -21,43 +21,28 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
+from decentfn import kit
 from decentfn.core.trees import PyTree
-from decentfn.kit import (
-    Algorithm,
-    Buckets,
-    LossFn,
-    Metrics,
-    Options,
-    State,
-    Worker,
-    add,
-    algorithm,
-    cast_like,
-    collect,
-    each,
-    require_fractions,
-    zeroed,
-)
 from decentfn.topologies import Topology, later
 
 
 class Memory(NamedTuple):
     """Own and tracked momentum."""
 
-    u: Buckets  # own momentum
-    y: Buckets  # tracked momentum, the last direction; the paper's c is W y subtracted from u
+    u: kit.Buckets  # own momentum
+    y: kit.Buckets  # tracked momentum, the last direction; the paper's c is W y subtracted from u
     averaged = ("u", "y")  # over the workers, by df.resize
-    restart = classmethod(zeroed)
+    restart = classmethod(kit.zeroed)
 
-    def without_lost(self, x: Buckets, mean: Callable[[Buckets], Buckets]) -> Memory:
+    def without_lost(self, x: kit.Buckets, mean: Callable[[kit.Buckets], kit.Buckets]) -> Memory:
         """Keep the own momentum, and track that of the others from there."""
-        return Memory(self.u, each(torch.clone, self.u))
+        return Memory(self.u, kit.each(torch.clone, self.u))
 
 
-@algorithm
+@kit.algorithm
 def momentum_tracking(
-    loss_fn: LossFn, optimizer: Any, topology: Topology, *, beta: float = 0.9, **options: Unpack[Options]
-) -> Algorithm:
+    loss_fn: kit.LossFn, optimizer: Any, topology: Topology, *, beta: float = 0.9, **options: Unpack[kit.Options]
+) -> kit.Algorithm:
     """Track the mean momentum of all workers and step along it.
 
     Everything overlaps: both messages are posted before the forward pass. (In the form with c, the correction could
@@ -80,19 +65,19 @@ def momentum_tracking(
     Raises:
         ValueError: β outside [0, 1], a push-sum topology.
     """
-    worker = Worker(loss_fn, optimizer, topology, shows_mix=True, **options)
-    require_fractions("momentum_tracking", beta=beta)
+    worker = kit.Worker(loss_fn, optimizer, topology, shows_mix=True, **options)
+    kit.require_fractions("momentum_tracking", beta=beta)
     late = later(1, topology)
 
-    def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
+    def step(state: kit.State, batch: PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         x, (u, y) = state.params, state.memory
         x_posted, y_posted = worker.post(x, t), worker.post(y, t, late)
         g, local = worker.gradient(x, state.local, batch, t, after=(x_posted, y_posted))
-        u_new = g.keep(each(lambda u, g: beta * u + g, u, g.grads), u)
-        y_mixed = collect(y_posted, after=g.grads)
-        y = each(lambda mixed, new, u: (mixed + (new - u)).to(mixed.dtype), y_mixed, u_new, u)
-        update, local = worker.update(cast_like(y, x), g, local, x, posted=x_posted)
-        x = add(collect(x_posted, after=g.grads), update)
-        return State(x, local, Memory(u_new, y)), g.metrics
+        u_new = g.keep(kit.each(lambda u, g: beta * u + g, u, g.grads), u)
+        y_mixed = kit.collect(y_posted, after=g.grads)
+        y = kit.each(lambda mixed, new, u: (mixed + (new - u)).to(mixed.dtype), y_mixed, u_new, u)
+        update, local = worker.update(kit.cast_like(y, x), g, local, x, posted=x_posted)
+        x = kit.add(kit.collect(x_posted, after=g.grads), update)
+        return kit.State(x, local, Memory(u_new, y)), g.metrics
 
     return worker.algorithm(step, Memory.restart)

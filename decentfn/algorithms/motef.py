@@ -14,23 +14,23 @@ from __future__ import annotations
 
 from typing import Any, Unpack
 
+from decentfn import kit
 from decentfn.algorithms.beer import compressed_tracking
 from decentfn.compressors import Compressor
-from decentfn.kit import Algorithm, LossFn, Options, Worker, algorithm, require_compressor
 from decentfn.topologies import Topology
 
 
-@algorithm
+@kit.algorithm
 def motef(
-    loss_fn: LossFn,
+    loss_fn: kit.LossFn,
     optimizer: Any,
     topology: Topology,
     *,
     compressor: Compressor,
     gamma: float,
     momentum: float = 0.1,
-    **options: Unpack[Options],
-) -> Algorithm:
+    **options: Unpack[kit.Options],
+) -> kit.Algorithm:
     """Descend along a tracked estimate of the mean momentum; send compressed changes of parameters and tracker.
 
     The moving average reduces the noise of small batches, which BEER's tracker amplifies. Both messages overlap with the
@@ -49,8 +49,8 @@ def motef(
     Raises:
         ValueError: as `beer`; λ outside (0, 1].
     """
-    require_compressor("motef", compressor, gamma, options)
+    kit.require_compressor("motef", compressor, gamma, options)
     if not 0 < momentum <= 1:
         raise ValueError(f"motef(momentum={momentum!r}): λ, the weight of a new gradient, is in (0, 1]; 1 is beer.")
-    worker = Worker(loss_fn, optimizer, topology, **options)
+    worker = kit.Worker(loss_fn, optimizer, topology, **options)
     return compressed_tracking("motef", worker, compressor, gamma, momentum)

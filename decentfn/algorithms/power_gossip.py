@@ -19,22 +19,10 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
+from decentfn import kit
 from decentfn.comm.gossip.low_rank import Directions, LowRankGossip
 from decentfn.core import trees
 from decentfn.core.trees import PyTree
-from decentfn.kit import (
-    Algorithm,
-    Buckets,
-    LossFn,
-    Metrics,
-    Options,
-    State,
-    Worker,
-    add,
-    algorithm,
-    require_doubly_stochastic,
-    require_whole,
-)
 from decentfn.topologies import Topology, from_matrices, mixing_matrix
 from decentfn.topologies.rounds import demanding
 
@@ -44,22 +32,22 @@ class Memory(NamedTuple):
 
     directions: Directions
 
-    def restart(self, x: Buckets) -> Memory:
+    def restart(self, x: kit.Buckets) -> Memory:
         """Forget the directions: an edge may have other ends."""
         return Memory(trees.map(torch.zeros_like, self.directions))
 
 
-@algorithm
+@kit.algorithm
 def power_gossip(
-    loss_fn: LossFn,
+    loss_fn: kit.LossFn,
     optimizer: Any,
     topology: Topology,
     *,
     rank: int = 1,
     iterations: int = 1,
     seed: int = 0,
-    **options: Unpack[Options],
-) -> Algorithm:
+    **options: Unpack[kit.Options],
+) -> kit.Algorithm:
     """Send low-rank products of the parameters while the gradient is computed; mix along the difference.
 
     There is no step size to tune. On square matrices with r = n it is adapt_while_communicate. One-dimensional leaves
@@ -82,13 +70,13 @@ def power_gossip(
     Raises:
         ValueError: a topology that is directed, random or has a start (`until`, `later`), rank or iterations not positive, `wire_dtype`.
     """
-    require_whole("power_gossip", rank=rank, iterations=iterations)
+    kit.require_whole("power_gossip", rank=rank, iterations=iterations)
     if options.get("wire_dtype") is not None:
         raise ValueError("power_gossip(wire_dtype=...): messages are low-rank already; choose a smaller rank.")
-    worker = Worker(loss_fn, optimizer, topology, **options)
+    worker = kit.Worker(loss_fn, optimizer, topology, **options)
     gossip = LowRankGossip(_undirected(topology), rank, iterations, seed)
 
-    def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
+    def step(state: kit.State, batch: PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         x, (directions,) = state.params, state.memory
         mixed = x
         for i in range(iterations - 1):
@@ -97,13 +85,13 @@ def power_gossip(
         g, local = worker.gradient(x, state.local, batch, t, after=[sent.posted for sent in posted])
         mixed, directions = gossip.collect(posted, mixed, directions, t, list(g.grads))
         u, local = worker.update(g.grads, g, local, x)
-        return State(add(mixed, u), local, Memory(directions)), g.metrics
+        return kit.State(kit.add(mixed, u), local, Memory(directions)), g.metrics
 
     return worker.algorithm(step, lambda x: Memory(gossip.first(x)))
 
 
 def _undirected(topology: Topology) -> Topology:
-    require_doubly_stochastic("power_gossip", topology)
+    kit.require_doubly_stochastic("power_gossip", topology)
     if topology.cycle is None or topology.start:
         schedule = "has steps that do not repeat" if topology.start else "is random"
         raise ValueError(

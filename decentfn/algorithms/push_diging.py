@@ -20,28 +20,8 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
+from decentfn import kit
 from decentfn.core.trees import PyTree
-from decentfn.kit import (
-    Algorithm,
-    Buckets,
-    LossFn,
-    Metrics,
-    Options,
-    State,
-    Worker,
-    add,
-    algorithm,
-    cast_like,
-    collect,
-    divide,
-    each,
-    first_weight,
-    pack,
-    scale,
-    unpack,
-    widen,
-    zeros_like,
-)
 from decentfn.topologies import Topology, later
 
 
@@ -49,25 +29,27 @@ class Memory(NamedTuple):
     """Push-sum weight, tracker y and gradient g of the last step."""
 
     weight: Tensor  # v, 0-d; the biased parameters are u = v x
-    y: Buckets
-    g: Buckets
+    y: kit.Buckets
+    g: kit.Buckets
 
     @classmethod
-    def start(cls, x: Buckets) -> Memory:
+    def start(cls, x: kit.Buckets) -> Memory:
         """Start from y = g = 0, so that the first y is A 0 + g - 0."""
-        return cls(first_weight(x), zeros_like(x), zeros_like(x))
+        return cls(kit.first_weight(x), kit.zeros_like(x), kit.zeros_like(x))
 
-    def restart(self, x: Buckets) -> Memory:
+    def restart(self, x: kit.Buckets) -> Memory:
         """Reset the tracker; the weight does not depend on parameters."""
-        return self._replace(y=zeros_like(x), g=zeros_like(x))
+        return self._replace(y=kit.zeros_like(x), g=kit.zeros_like(x))
 
-    def without_lost(self, x: Buckets, mean: Callable[[Buckets], Buckets]) -> Memory:
+    def without_lost(self, x: kit.Buckets, mean: Callable[[kit.Buckets], kit.Buckets]) -> Memory:
         """Give each worker weight 1, and reset the tracker."""
         return self.restart(x)._replace(weight=torch.ones_like(self.weight))
 
 
-@algorithm
-def push_diging(loss_fn: LossFn, optimizer: Any, topology: Topology, **options: Unpack[Options]) -> Algorithm:
+@kit.algorithm
+def push_diging(
+    loss_fn: kit.LossFn, optimizer: Any, topology: Topology, **options: Unpack[kit.Options]
+) -> kit.Algorithm:
     """Descend along a pushed estimate of the gradients' sum; exact on directed and time-varying graphs.
 
     Step t first completes the last step's `A y`, with the last step's mixing matrix, which overlaps with the gradient;
@@ -80,19 +62,19 @@ def push_diging(loss_fn: LossFn, optimizer: Any, topology: Topology, **options: 
         topology: any schedule, column-stochastic ones too; one-peer schedules need small learning rates.
         options: `bucket_mb`, `wire_dtype`; see `Options`.
     """
-    worker = Worker(loss_fn, optimizer, topology, **options)
+    worker = kit.Worker(loss_fn, optimizer, topology, **options)
     late = later(1, topology)
 
-    def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
+    def step(state: kit.State, batch: PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         x, (v, y, g) = state.params, state.memory
         y_posted = worker.post(y, t, late)
         gradient, local = worker.gradient(x, state.local, batch, t, after=y_posted)
-        g_new = gradient.keep(widen(gradient.grads), g)
-        ay = collect(y_posted, after=gradient.grads)
-        y = each(lambda ay, new, old: ay + new - old, ay, g_new, g)
-        update, local = worker.update(cast_like(y, x), gradient, local, x)
-        u_and_v = pack(add(scale(x, v), update), v)
-        u, v = unpack(worker.mix(u_and_v, t), x.plan)
-        return State(divide(u, v), local, Memory(v, y, g_new)), gradient.metrics
+        g_new = gradient.keep(kit.widen(gradient.grads), g)
+        ay = kit.collect(y_posted, after=gradient.grads)
+        y = kit.each(lambda ay, new, old: ay + new - old, ay, g_new, g)
+        update, local = worker.update(kit.cast_like(y, x), gradient, local, x)
+        u_and_v = kit.pack(kit.add(kit.scale(x, v), update), v)
+        u, v = kit.unpack(worker.mix(u_and_v, t), x.plan)
+        return kit.State(kit.divide(u, v), local, Memory(v, y, g_new)), gradient.metrics
 
     return worker.algorithm(step, Memory.start, push_sum=True)

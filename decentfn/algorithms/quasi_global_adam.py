@@ -21,45 +21,28 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
+from decentfn import kit
 from decentfn.core.trees import PyTree
-from decentfn.kit import (
-    Algorithm,
-    Buckets,
-    LossFn,
-    Metrics,
-    Options,
-    State,
-    Worker,
-    add,
-    algorithm,
-    each,
-    global_norm,
-    once,
-    require_fractions,
-    require_positive,
-    widen,
-    zeros_like,
-)
 from decentfn.topologies import Topology
 
 
 class Memory(NamedTuple):
     """Quasi-global moments."""
 
-    m: Buckets  # the first
-    v: Buckets  # the second
+    m: kit.Buckets  # the first
+    v: kit.Buckets  # the second
     count: Tensor  # 0-d int64, steps taken
     averaged = ("m", "v", "count")  # over the workers, by df.resize
 
     @classmethod
-    def restart(cls, x: Buckets) -> Memory:
+    def restart(cls, x: kit.Buckets) -> Memory:
         """Reset the moments and the count that corrects their bias."""
-        return cls(zeros_like(x), zeros_like(x), torch.zeros((), dtype=torch.int64, device=x[0].device))
+        return cls(kit.zeros_like(x), kit.zeros_like(x), torch.zeros((), dtype=torch.int64, device=x[0].device))
 
 
-@algorithm
+@kit.algorithm
 def quasi_global_adam(
-    loss_fn: LossFn,
+    loss_fn: kit.LossFn,
     optimizer: Any,
     topology: Topology,
     *,
@@ -67,8 +50,8 @@ def quasi_global_adam(
     b2: float = 0.999,
     eps: float = 1e-8,
     gradient_weight: float = 1.0,
-    **options: Unpack[Options],
-) -> Algorithm:
+    **options: Unpack[kit.Options],
+) -> kit.Algorithm:
     """Run Adam whose moments average the normalized difference of mixed parameters instead of the gradient.
 
     Sent per step, and overlap: as `quasi_global_momentum`. Bias correction follows the authors' code.
@@ -86,18 +69,18 @@ def quasi_global_adam(
     Raises:
         ValueError: β₁ or β₂ outside [0, 1), a push-sum topology.
     """
-    worker = Worker(loss_fn, optimizer, topology, **options)
-    require_fractions("quasi_global_adam", b1=b1, b2=b2)
-    require_positive("quasi_global_adam", eps=eps, gradient_weight=gradient_weight)
+    worker = kit.Worker(loss_fn, optimizer, topology, **options)
+    kit.require_fractions("quasi_global_adam", b1=b1, b2=b2)
+    kit.require_positive("quasi_global_adam", eps=eps, gradient_weight=gradient_weight)
     if b1 == 1 or b2 == 1:
         raise ValueError(
             f"quasi_global_adam(b1={b1}, b2={b2}): the bias correction divides by 1 - βᵏ, so both must be below 1."
         )
 
-    def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
+    def step(state: kit.State, batch: PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         x, (m, v, count) = state.params, state.memory
         k = (count + 1).to(torch.float64)
-        first, second = once(1 - b1**k), once(1 - b2**k)
+        first, second = kit.once(1 - b1**k), kit.once(1 - b2**k)
 
         def direction(g: Tensor, m: Tensor, v: Tensor) -> Tensor:
             dtype, g = g.dtype, g.to(m.dtype)
@@ -106,14 +89,14 @@ def quasi_global_adam(
             return (m_hat / first.to(m.dtype) / (torch.sqrt(v_hat / second.to(m.dtype)) + eps)).to(dtype)
 
         g, local = worker.gradient(x, state.local, batch, t)
-        u, local = worker.update(each(direction, g.grads, m, v), g, local, x)
-        mixed = worker.mix(add(x, u), t)
-        moved = each(torch.sub, widen(x), mixed)
-        length = global_norm(moved) + 1e-8
-        d = each(lambda moved: moved / length.to(moved.dtype), moved)
-        m_new = each(lambda m, d: b1 * m + (1 - b1) * d, m, d)
-        v_new = each(lambda v, d: b2 * v + (1 - b2) * d**2, v, d)
+        u, local = worker.update(kit.each(direction, g.grads, m, v), g, local, x)
+        mixed = worker.mix(kit.add(x, u), t)
+        moved = kit.each(torch.sub, kit.widen(x), mixed)
+        length = kit.global_norm(moved) + 1e-8
+        d = kit.each(lambda moved: moved / length.to(moved.dtype), moved)
+        m_new = kit.each(lambda m, d: b1 * m + (1 - b1) * d, m, d)
+        v_new = kit.each(lambda v, d: b2 * v + (1 - b2) * d**2, v, d)
         memory = g.keep(Memory(m_new, v_new, count + 1), state.memory)
-        return State(mixed, local, memory), g.metrics
+        return kit.State(mixed, local, memory), g.metrics
 
     return worker.algorithm(step, Memory.restart)

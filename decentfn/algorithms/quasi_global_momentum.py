@@ -16,27 +16,8 @@ from typing import Any, NamedTuple, Unpack
 
 from torch import Tensor
 
+from decentfn import kit
 from decentfn.core.trees import PyTree
-from decentfn.kit import (
-    Algorithm,
-    Buckets,
-    LossFn,
-    Metrics,
-    Options,
-    State,
-    Worker,
-    algorithm,
-    as_input,
-    at,
-    difference,
-    each,
-    reciprocal,
-    repaired,
-    require_fractions,
-    require_rate,
-    require_settling,
-    zeroed,
-)
 from decentfn.optim.transforms.basic import Scalar
 from decentfn.topologies import Topology
 
@@ -44,14 +25,14 @@ from decentfn.topologies import Topology
 class Memory(NamedTuple):
     """Quasi-global momentum, in units of a gradient (of an update if learning_rate is 1)."""
 
-    m: Buckets
+    m: kit.Buckets
     averaged = ("m",)  # over the workers, by df.resize
-    restart = classmethod(zeroed)
+    restart = classmethod(kit.zeroed)
 
 
-@algorithm
+@kit.algorithm
 def quasi_global_momentum(
-    loss_fn: LossFn,
+    loss_fn: kit.LossFn,
     optimizer: Any,
     topology: Topology,
     *,
@@ -59,8 +40,8 @@ def quasi_global_momentum(
     mu: float = 0.9,
     nesterov: bool = False,
     learning_rate: Scalar = 1.0,
-    **options: Unpack[Options],
-) -> Algorithm:
+    **options: Unpack[kit.Options],
+) -> kit.Algorithm:
     """Use momentum that is nearly the same on all workers, even with heterogeneous data.
 
     Nothing can be sent before the update, so only the messages of the last buckets overlap with computation.
@@ -82,10 +63,10 @@ def quasi_global_momentum(
         ValueError: β or μ outside [0, 1], η not positive, a push-sum topology, or one on which disagreement grows
             (1,000 steps without gradients are tried).
     """
-    worker = Worker(loss_fn, optimizer, topology, **options)
-    require_fractions("quasi_global_momentum", beta=beta, mu=mu)
-    require_rate("quasi_global_momentum", learning_rate=learning_rate)
-    rate = as_input("quasi_global_momentum", "learning_rate", learning_rate)
+    worker = kit.Worker(loss_fn, optimizer, topology, **options)
+    kit.require_fractions("quasi_global_momentum", beta=beta, mu=mu)
+    kit.require_rate("quasi_global_momentum", learning_rate=learning_rate)
+    rate = kit.as_input("quasi_global_momentum", "learning_rate", learning_rate)
     # g + β (β m + g) = (1 + β) g + β² m.
     of_g, of_m = (1 + beta, beta**2) if nesterov else (1, beta)
 
@@ -94,21 +75,21 @@ def quasi_global_momentum(
         return new, mu * m + (1 - mu) * (x - new)
 
     way_out = "use a topology such as 'static-ring' or 'one-peer-exp', or a smaller beta"
-    require_settling(f"quasi_global_momentum(beta={beta}, mu={mu})", topology, free, way_out)
+    kit.require_settling(f"quasi_global_momentum(beta={beta}, mu={mu})", topology, free, way_out)
 
-    def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
-        eta = at(rate, t, state.params)
-        per_eta = reciprocal(eta)
+    def step(state: kit.State, batch: PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
+        eta = kit.at(rate, t, state.params)
+        per_eta = kit.reciprocal(eta)
         x, (m,) = state.params, state.memory
         g, local = worker.gradient(x, state.local, batch, t)
-        u, local = worker.update(each(lambda g: of_g * g, g.grads), g, local, x)
-        move = each(lambda u, m: u - eta * of_m * m, u, m)
-        half = each(lambda x, move: x.to(move.dtype) + move, x, move)
+        u, local = worker.update(kit.each(lambda g: of_g * g, g.grads), g, local, x)
+        move = kit.each(lambda u, m: u - eta * of_m * m, u, m)
+        half = kit.each(lambda x, move: x.to(move.dtype) + move, x, move)
         posted = worker.post(half, t)
-        pull, half = difference(posted), repaired(posted, half)  # (W - I) x½
-        mixed = each(lambda half, d, x: (half + d).to(x.dtype), half, pull, x)
+        pull, half = kit.difference(posted), kit.repaired(posted, half)  # (W - I) x½
+        mixed = kit.each(lambda half, d, x: (half + d).to(x.dtype), half, pull, x)
         # (x - x⁺) / η without x, whose roundings momentum would accumulate.
-        m_new = each(lambda m, move, d: (mu * m - (1 - mu) * (move + d) * per_eta).to(m.dtype), m, move, pull)
-        return State(mixed, local, Memory(m_new)), g.metrics
+        m_new = kit.each(lambda m, move, d: (mu * m - (1 - mu) * (move + d) * per_eta).to(m.dtype), m, move, pull)
+        return kit.State(mixed, local, Memory(m_new)), g.metrics
 
     return worker.algorithm(step, Memory.restart)

@@ -18,26 +18,12 @@ from typing import Any, Literal, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
+from decentfn import kit
 from decentfn.comm import collectives, gossip
 from decentfn.core import trees
 from decentfn.core.buckets import loose
 from decentfn.core.scalars import Numbers
 from decentfn.core.trees import PyTree
-from decentfn.kit import (
-    Algorithm,
-    Buckets,
-    LossFn,
-    Metrics,
-    Options,
-    State,
-    Worker,
-    add,
-    algorithm,
-    each,
-    once,
-    unless_bad,
-    wide,
-)
 from decentfn.topologies import Topology
 from decentfn.topologies.rounds import demanding
 
@@ -45,25 +31,25 @@ from decentfn.topologies.rounds import demanding
 class Memory(NamedTuple):
     """Memory of one worker."""
 
-    messages: Buckets  # [K, D] each, at least float32: m_{k→i}, what each neighbor relayed in the last step
-    start: Buckets | None  # x⁰, in the place of models that have not arrived yet; relay="models" only
+    messages: kit.Buckets  # [K, D] each, at least float32: m_{k→i}, what each neighbor relayed in the last step
+    start: kit.Buckets | None  # x⁰, in the place of models that have not arrived yet; relay="models" only
     age: Tensor  # 0-d int64, steps taken
 
-    def restart(self, x: Buckets) -> Memory:
+    def restart(self, x: kit.Buckets) -> Memory:
         """Clear the messages; the new parameters replace models that have not arrived."""
         messages, age = trees.map(torch.zeros_like, (self.messages, self.age))
-        return Memory(messages, None if self.start is None else each(torch.clone, x), age)
+        return Memory(messages, None if self.start is None else kit.each(torch.clone, x), age)
 
 
-@algorithm
+@kit.algorithm
 def relay_sgd(
-    loss_fn: LossFn,
+    loss_fn: kit.LossFn,
     optimizer: Any,
     topology: Topology,
     *,
     relay: Literal["models", "gradients"] = "models",
-    **options: Unpack[Options],
-) -> Algorithm:
+    **options: Unpack[kit.Options],
+) -> kit.Algorithm:
     """Average models (or gradients) uniformly over all workers of a tree, each delayed by its distance.
 
     The counts c depend only on the tree: they are computed when the algorithm is built and not sent.
@@ -81,7 +67,7 @@ def relay_sgd(
         ValueError: a topology that is not a static undirected tree; a wire dtype with relay="models"; from `init`,
             unequal parameters with relay="gradients", which would stay unequal.
     """
-    worker = Worker(loss_fn, optimizer, topology, **options)
+    worker = kit.Worker(loss_fn, optimizer, topology, **options)
     if relay not in ("models", "gradients"):
         raise ValueError(f"relay_sgd(relay={relay!r}): choose 'models' or 'gradients'.")
     if relay == "models" and worker.wire_dtype is not None:
@@ -98,44 +84,44 @@ def relay_sgd(
         index = age.clamp(max=last) * n + row.worker
         return counts.vector(age).index_select(0, index.view(1))[0]
 
-    def start(x: Buckets) -> Memory:
-        messages = each(lambda b: b.new_zeros((topology.slots, b.shape[0]), dtype=wide(b.dtype)), x)
-        first = each(torch.clone, x) if relay == "models" else None
+    def start(x: kit.Buckets) -> Memory:
+        messages = kit.each(lambda b: b.new_zeros((topology.slots, b.shape[0]), dtype=kit.wide(b.dtype)), x)
+        first = kit.each(torch.clone, x) if relay == "models" else None
         return Memory(messages, first, torch.zeros((), dtype=torch.int64, device=x[0].device))
 
-    def send(own: Buckets, messages: Buckets, row: collectives.Row) -> Buckets:
+    def send(own: kit.Buckets, messages: kit.Buckets, row: collectives.Row) -> kit.Buckets:
         """Send each neighbor `own` plus the other neighbors' messages; return the messages received."""
-        outgoing = each(lambda x, m: x.to(m.dtype) + (m.sum(0) - m), own, messages)
+        outgoing = kit.each(lambda x, m: x.to(m.dtype) + (m.sum(0) - m), own, messages)
         posted = gossip.post(loose(outgoing), row, wire_dtype=worker.wire_dtype)
         relayed = gossip.arrived(posted, list(messages))
-        return Buckets([r.to(m.dtype) for r, m in zip(relayed, messages, strict=True)], own.plan)
+        return kit.Buckets([r.to(m.dtype) for r, m in zip(relayed, messages, strict=True)], own.plan)
 
-    def heard_last(messages: Buckets, first: Buckets, age: Tensor, row: collectives.Row) -> Buckets:
+    def heard_last(messages: kit.Buckets, first: kit.Buckets, age: Tensor, row: collectives.Row) -> kit.Buckets:
         """Return the mean of the other workers, as received in the last step."""
         missing = n - 1 - torch.where(age > 0, count((age - 1).clamp(min=0), row), 0)
-        total = each(lambda m, r: m.sum(0) + once(missing.to(m.dtype)) * r, messages, first)
-        return each(lambda total: total / max(1, n - 1), total)
+        total = kit.each(lambda m, r: m.sum(0) + kit.once(missing.to(m.dtype)) * r, messages, first)
+        return kit.each(lambda total: total / max(1, n - 1), total)
 
-    def models(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
+    def models(state: kit.State, batch: PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         x, (messages, first, age) = state.params, state.memory
         row = collectives.look_up(x[0], topology, t)
         g, local = worker.gradient(x, state.local, batch, t)
         u, local = worker.update(g.grads, g, local, x)
-        x_half = unless_bad(add(x, u), lambda: heard_last(messages, first, age, row))
+        x_half = kit.unless_bad(kit.add(x, u), lambda: heard_last(messages, first, age, row))
         messages = send(x_half, messages, row)
         missing = n - 1 - count(age, row)
-        total = each(lambda x, m, r: x + m.sum(0) + once(missing.to(m.dtype)) * r, x_half, messages, first)
-        x = each(lambda total, x: (total / n).to(x.dtype), total, x)
-        return State(x, local, Memory(messages, first, age + 1)), g.metrics
+        total = kit.each(lambda x, m, r: x + m.sum(0) + kit.once(missing.to(m.dtype)) * r, x_half, messages, first)
+        x = kit.each(lambda total, x: (total / n).to(x.dtype), total, x)
+        return kit.State(x, local, Memory(messages, first, age + 1)), g.metrics
 
-    def gradients(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
+    def gradients(state: kit.State, batch: PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         x, (messages, _, age) = state.params, state.memory
         g, local = worker.gradient(x, state.local, batch, t)
         messages = send(g.grads, messages, collectives.look_up(x[0], topology, t))
-        mean = each(lambda g, m: ((g + m.sum(0)) / n).to(g.dtype), g.grads, messages)
+        mean = kit.each(lambda g, m: ((g + m.sum(0)) / n).to(g.dtype), g.grads, messages)
         # Relayed messages are good, and arrive only once; a leaf that is unused here may be used elsewhere.
         u, local = worker.update(mean, g._replace(good=None, used=None), local, x)
-        return State(add(x, u), local, Memory(messages, None, age + 1)), g.metrics
+        return kit.State(kit.add(x, u), local, Memory(messages, None, age + 1)), g.metrics
 
     if relay == "models":
         return worker.algorithm(models, start, topology=topology)

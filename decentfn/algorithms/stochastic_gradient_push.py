@@ -24,30 +24,11 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
+from decentfn import kit
 from decentfn.comm import collectives, gossip
 from decentfn.core import trees
 from decentfn.core.buckets import loose, wide
 from decentfn.core.trees import PyTree
-from decentfn.kit import (
-    Algorithm,
-    Buckets,
-    LossFn,
-    Metrics,
-    Options,
-    State,
-    Worker,
-    add,
-    algorithm,
-    divide,
-    each,
-    first_weight,
-    once,
-    pack,
-    require_whole,
-    scale,
-    unless_bad,
-    unpack,
-)
 from decentfn.topologies import Topology, later, nth_round
 from decentfn.topologies.lossy import arrivals
 
@@ -61,23 +42,23 @@ class Memory(NamedTuple):
     weight: Tensor  # w, 0-d
     outboxes: tuple[tuple[Tensor, ...], ...]  # the last τ steps' (x½, w) in the wire dtype, the oldest first
 
-    def restart(self, x: Buckets) -> Memory:
+    def restart(self, x: kit.Buckets) -> Memory:
         """Keep all weights, also those in flight, and give them the new parameters."""
         boxes = []
         for outbox in self.outboxes:
-            w = unpack(outbox, x.plan)[1]
-            new = pack(scale(x, w), w)
+            w = kit.unpack(outbox, x.plan)[1]
+            new = kit.pack(kit.scale(x, w), w)
             boxes.append(tuple(n.to(old.dtype) for n, old in zip(new, outbox, strict=True)))
         return self._replace(outboxes=tuple(boxes))
 
-    def without_lost(self, x: Buckets, mean: Callable[[Buckets], Buckets]) -> Memory:
+    def without_lost(self, x: kit.Buckets, mean: Callable[[kit.Buckets], kit.Buckets]) -> Memory:
         """Give each worker weight 1, and drop messages in flight."""
         return Memory(torch.ones_like(self.weight), trees.map(torch.zeros_like, self.outboxes))
 
 
-@algorithm
+@kit.algorithm
 def stochastic_gradient_push(
-    loss_fn: LossFn,
+    loss_fn: kit.LossFn,
     optimizer: Any,
     topology: Topology,
     *,
@@ -85,8 +66,8 @@ def stochastic_gradient_push(
     delay: int = 0,
     least_delay: int | None = None,
     seed: int = 0,
-    **options: Unpack[Options],
-) -> Algorithm:
+    **options: Unpack[kit.Options],
+) -> kit.Algorithm:
     """Adapt then combine over directed graphs; push-sum's weight corrects the scale of the mix.
 
     With delay=0 nothing can be sent before the update. With delay=1 everything overlaps: a step's result is posted
@@ -112,7 +93,7 @@ def stochastic_gradient_push(
         ValueError: rounds or delays out of range, a delay with a self-weight of 0, or delays of group averages that
             differ.
     """
-    worker = Worker(loss_fn, optimizer, topology, **options)
+    worker = kit.Worker(loss_fn, optimizer, topology, **options)
     _check(topology, rounds, delay, least_delay)
     schedule = [nth_round(k, rounds, topology) for k in range(rounds)]
     if least_delay is None or least_delay == delay:
@@ -120,20 +101,20 @@ def stochastic_gradient_push(
     else:
         of_age = {age: arrivals(topology, age, least_delay, delay, seed) for age in range(least_delay, delay + 1)}
 
-    def start(z: Buckets) -> Memory:
-        w = first_weight(z)
-        nothing = [gossip.narrow(torch.zeros_like(b), worker.wire_dtype) for b in pack(z, w)]
+    def start(z: kit.Buckets) -> Memory:
+        w = kit.first_weight(z)
+        nothing = [gossip.narrow(torch.zeros_like(b), worker.wire_dtype) for b in kit.pack(z, w)]
         return Memory(w, tuple(tuple(map(torch.clone, nothing)) for _ in range(delay)))
 
-    def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
+    def step(state: kit.State, batch: PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         z, (w, outboxes) = state.params, state.memory
         late = [worker.post(loose(outboxes[-age]), t, of_age[age]) for age in of_age if age > 0]
 
         g, local = worker.gradient(z, state.local, batch, t, after=late)
         u, local = worker.update(g.grads, g, local, z)
         # Drop bad mass together with its weight.
-        x_and_w = pack(add(scale(z, w), u), w)
-        x_and_w = unless_bad(x_and_w, lambda: each(torch.zeros_like, x_and_w))
+        x_and_w = kit.pack(kit.add(kit.scale(z, w), u), w)
+        x_and_w = kit.unless_bad(x_and_w, lambda: kit.each(torch.zeros_like, x_and_w))
 
         if not late:
             for this in schedule:
@@ -148,24 +129,24 @@ def stochastic_gradient_push(
             for posted in late:
                 received = gossip.neighbors_sum(posted, [k.dtype for k in kept], after=g.grads)
                 kept = [k + r for k, r in zip(kept, received, strict=True)]
-            x_and_w = Buckets([k.to(x.dtype) for k, x in zip(kept, x_and_w, strict=True)], x_and_w.plan)
+            x_and_w = kit.Buckets([k.to(x.dtype) for k, x in zip(kept, x_and_w, strict=True)], x_and_w.plan)
             outboxes = (*outboxes[1:], sent)
 
-        x, w = unpack(x_and_w, z.plan)
-        return State(divide(x, w), local, Memory(w, outboxes)), g.metrics
+        x, w = kit.unpack(x_and_w, z.plan)
+        return kit.State(kit.divide(x, w), local, Memory(w, outboxes)), g.metrics
 
     return worker.algorithm(step, start, push_sum=True)
 
 
 def _without(x: Tensor, sent: Tensor, given: Tensor) -> Tensor:
     """Return `x` minus the sent shares, product by product, so that rounding conserves mass."""
-    weights, sent = once(given.to(wide(x.dtype))), sent.to(wide(x.dtype))
+    weights, sent = kit.once(given.to(wide(x.dtype))), sent.to(wide(x.dtype))
     return sum((-weight * sent for weight in weights.unbind()), x.to(sent.dtype))
 
 
 def _check(topology: Topology, rounds: int, delay: int, least_delay: int | None) -> None:
-    require_whole("stochastic_gradient_push", rounds=rounds)
-    require_whole("stochastic_gradient_push", 0, delay=delay)
+    kit.require_whole("stochastic_gradient_push", rounds=rounds)
+    kit.require_whole("stochastic_gradient_push", 0, delay=delay)
     call = f"stochastic_gradient_push(rounds={rounds!r}, delay={delay!r})"
     if least_delay is not None and not 0 <= least_delay <= delay:
         raise ValueError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
 from collections.abc import Sequence
@@ -26,19 +25,10 @@ def run(arguments: Sequence[str]) -> None:
     """
     commands = {f.__name__: f for f in (topology, topologies, plan, simulate, doctor)}
     try:
-        _require_known(arguments, list(commands))
-        tyro.extras.subcommand_cli_from_dict(commands, prog="decentfn", args=list(arguments))
+        tyro.extras.subcommand_cli_from_dict(commands, prog="decentfn", args=list(arguments) or ["--help"])
         sys.stdout.flush()
     except BrokenPipeError:  # the reader, `head` for example, has what it wanted
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (OSError, ValueError) as error:
         print(f"decentfn: {error}", file=sys.stderr)
         sys.exit(2)
-
-
-def _require_known(arguments: Sequence[str], commands: Sequence[str]) -> None:
-    """Raise ValueError if the first argument is neither an option nor a command."""
-    name = arguments[0] if arguments else "--help"
-    if not name.startswith("-") and name not in commands:
-        near = difflib.get_close_matches(name, commands, n=1) or commands
-        raise ValueError(f"no command {name!r}; nearest: {', '.join(near)}.")

@@ -161,8 +161,7 @@ def register_node(
 def plain(tree: PyTree) -> PyTree:
     """Return the tree with other mappings replaced by dicts, as pytrees do not treat them as nodes.
 
-    A no-op while tracing: `df.compile` has already done it, and before torch 2.13 Dynamo cannot trace `is not` between
-    dicts.
+    A no-op while tracing: `df.compile` has already done it.
     """
     if torch.compiler.is_dynamo_compiling():
         return tree

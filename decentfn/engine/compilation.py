@@ -27,7 +27,7 @@ from decentfn.engine.memory import give_back_freed_memory, keep_freed_memory
 from decentfn.gradient import lock_of
 from decentfn.kit.step import Step
 from decentfn.torch_private import inductor
-from decentfn.torch_private.dynamo import at_most, guard_everything, prepare
+from decentfn.torch_private.dynamo import guard_everything, prepare
 
 _GRAPHS = 32
 """Largest number of graphs of a step, for batches of different structures, dtypes and kinds of shapes."""
@@ -96,7 +96,7 @@ def compile(
     keep_freed_memory()
     prepare()
     progress = _Progress(step, backend)
-    kwargs: dict[str, Any] = {"fullgraph": True, "dynamic": dynamic, "backend": backend, **at_most(_GRAPHS)}
+    kwargs: dict[str, Any] = {"fullgraph": True, "dynamic": dynamic, "backend": backend, "recompile_limit": _GRAPHS}
     if backend == "inductor":
         kwargs["backend"] = progress.inductor
         kwargs["options"] = inductor.compile_options() | options
@@ -124,7 +124,7 @@ def compile(
             if isinstance(x, Tensor) and x.dim() == 0 and x.dtype == torch.float64:
                 leaves[i] = [x.view(1)]
         batch = batch if step.is_by_autograd or isinstance(batch, Tensor) else trees.plain(batch)
-        guard_everything(_GRAPHS)
+        guard_everything()
         try:
             with lock:
                 result = graph(leaves, batch, t)

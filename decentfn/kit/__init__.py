@@ -1,16 +1,16 @@
 """Building blocks of an algorithm. Every file in `decentfn.algorithms` uses them, and yours can, too.
 
-from decentfn.kit import Algorithm, State, Worker, add, algorithm
+from decentfn import kit
 
-@algorithm
-def my_algorithm(loss_fn, optimizer, topology, **options) -> Algorithm:
-    worker = Worker(loss_fn, optimizer, topology, **options)
+@kit.algorithm
+def my_algorithm(loss_fn, optimizer, topology, **options):
+    worker = kit.Worker(loss_fn, optimizer, topology, **options)
 
     def step(state, batch, t):
         x = state.params
         g, local = worker.gradient(x, state.local, batch, t)
         u, local = worker.update(g.grads, g, local, x)
-        return State(worker.mix(add(x, u), t), local), g.metrics
+        return kit.State(worker.mix(kit.add(x, u), t), local), g.metrics
 
     return worker.algorithm(step)
 """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import re
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -17,8 +16,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _CALL = "df.compile(step)"
 _config: Any = None  # Dynamo's, since `prepare`
-
-_HAS_LIMIT = "recompile_limit" in inspect.signature(torch.compile).parameters
 
 
 _NOT_COMPILED = (
@@ -57,18 +54,8 @@ def prepare() -> None:
         torch.compiler.assume_constant_result(function)
 
 
-def at_most(graphs: int) -> dict[str, Any]:
-    """Return the arguments of torch.compile that limit graphs; none before torch 2.13, see `guard_everything`."""
-    return {"recompile_limit": graphs} if _HAS_LIMIT else {}
-
-
-def guard_everything(graphs: int) -> None:
-    """Make Dynamo also guard, in this thread, modules' hooks, and that no two parameters are one tensor.
-
-    If torch.compile takes no limit of `graphs`, the thread's own limit is raised to it.
-    """
-    if not _HAS_LIMIT and _config.recompile_limit < graphs:
-        _config.recompile_limit = graphs
+def guard_everything() -> None:
+    """Make Dynamo also guard, in this thread, modules' hooks, and that no two parameters are one tensor."""
     if _config.skip_nnmodule_hook_guards or _config.skip_no_tensor_aliasing_guards_on_parameters:
         _config.skip_nnmodule_hook_guards = _config.skip_no_tensor_aliasing_guards_on_parameters = False
 

@@ -20,11 +20,6 @@ _log = logging.getLogger("decentfn")
 _PAUSE_S = 1.0
 
 
-def killed_after_s() -> float:
-    """Return the seconds from SIGTERM to SIGKILL, by torchrun."""
-    return float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30))
-
-
 def report_root_cause() -> None:
     """From here on, torchrun's "root cause" is the error with which the failure began, and other processes print one line."""
     before = sys.excepthook
@@ -55,7 +50,7 @@ def end_with_agent() -> None:
             time.sleep(_PAUSE_S)
         _log.error("torchrun has ended; this process ends too")
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(killed_after_s())
+        time.sleep(float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30)))  # as long as torchrun waits
         os.kill(os.getpid(), signal.SIGKILL)
 
     if "TORCHELASTIC_RUN_ID" in os.environ:

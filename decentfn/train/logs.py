@@ -1,11 +1,11 @@
-"""Logs of a run, as JSON lines and for TensorBoard, written by one process."""
+"""Logs of a run, as JSON lines, written by one process."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
 from copy import copy
 from functools import partial
@@ -16,12 +16,11 @@ from typing import Any
 import torch
 
 from decentfn.comm import collectives
-from decentfn.core import trees
 from decentfn.core.formatting import brief
 from decentfn.core.numbers import at_least
 from decentfn.train.together import make_directory, on_first, one_path
 
-__all__ = ["JSONLines", "TensorBoard", "read"]
+__all__ = ["JSONLines", "read"]
 
 
 _loads = partial(json.loads, parse_constant=lambda name: None)  # NaN and infinity are null
@@ -87,43 +86,6 @@ class JSONLines(AbstractContextManager["JSONLines", None]):
         self.close()
 
 
-class TensorBoard(AbstractContextManager["TensorBoard", None]):
-    """Log for TensorBoard: the numbers of a line become scalars, nested names joined with "/". A context manager.
-
-    Process 0 writes. Lines without a step and values that are not numbers are skipped. A run resumed at `first_step`
-    hides later steps of an earlier run.
-    """
-
-    def __init__(self, directory: str | Path, first_step: int = 0) -> None:
-        at_least("TensorBoard", "first_step", first_step, 0)
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ImportError(
-                f"df.logs.TensorBoard({str(directory)!r}): TensorBoard is not installed ({error}); "
-                "pip install tensorboard, or leave it out: a JSONLines log has the same numbers."
-            ) from None
-        self._here, self._make = collectives.everyone(), partial(SummaryWriter, str(directory))
-        self._writer = None if self._here.rank else self._make(purge_step=first_step or None)
-
-    def write(self, values: Mapping[str, Any], step: int | None = None) -> None:
-        """Append the numbers among `values` at `step`."""
-        if self._here.rank or step is None:
-            return
-        if self._writer is None:  # process 0 is lost
-            self._writer = self._make(purge_step=step)
-        for name, number in _numbers(values):
-            self._writer.add_scalar(name, number, step)
-
-    def close(self) -> None:
-        """Write pending values and close the log."""
-        if self._writer is not None:
-            self._writer.close()
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-
 def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Return the lines of a `JSONLines` log, without a last line cut short by a crash.
 
@@ -173,11 +135,3 @@ def _as_json(value: Any) -> Any:
     if isinstance(value, (Path, torch.dtype, torch.device)):
         return str(value)
     raise TypeError(f"{type(value).__name__} is not a JSON value")
-
-
-def _numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    for path, leaf in trees.named_leaves(trees.plain(dict(values))):
-        if isinstance(leaf, torch.Tensor) and leaf.numel() == 1:
-            leaf = leaf.item()
-        if isinstance(leaf, (int, float)) and not isinstance(leaf, bool):
-            yield path.replace(".", "/"), leaf

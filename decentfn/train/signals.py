@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -23,7 +22,6 @@ from torch import Tensor
 from decentfn.comm import collectives
 from decentfn.core.numbers import at_least
 from decentfn.errors import RunError
-from decentfn.train.ends import killed_after_s
 from decentfn.train.together import as_path, make_directory
 
 _log = logging.getLogger("decentfn")
@@ -34,14 +32,6 @@ _SAME_S = 1.0
 """Seconds within which a repeated signal counts once: SLURM signals all processes, and torchrun forwards it."""
 
 _SHIELDED = {*_SIGNALS, signal.SIGINT}
-
-_terminated = threading.Event()
-"""SIGTERM has come, within a `preemption`."""
-
-
-def time_to_leave() -> timedelta | None:
-    """Return how long a process may wait for others to save with it before it is killed; None: as long as usual."""
-    return timedelta(seconds=killed_after_s() / 6) if _terminated.is_set() else None
 
 
 class Stop:
@@ -56,12 +46,6 @@ class Stop:
         self._next_step = 0
         self._leaving: SystemExit | None = None
         self._connect()
-        self._heard, self._told = os.pipe()
-        os.set_blocking(self._told, False)
-        self._wakeup = signal.set_wakeup_fd(self._told, warn_on_full_buffer=False)
-        self._has_ended = threading.Event()
-        self._watching = threading.Thread(target=self._watch, name="decentfn preemption watch", daemon=True)
-        self._watching.start()
 
     def _connect(self) -> None:
         """Connect the thread with the other processes'; collective."""
@@ -125,19 +109,6 @@ class Stop:
 
         return self._thread.submit(gather)
 
-    def _watch(self) -> None:
-        """After SIGTERM, end waits for a process that hangs, early enough to leave. Python's handlers run when a wait has ended."""
-        while (number := os.read(self._heard, 1)[0]) and number != signal.SIGTERM:
-            pass
-        if number:
-            _terminated.set()
-            since, limit = time.monotonic(), killed_after_s()
-            while not self._has_ended.wait(limit / 100):
-                if (seconds := time.monotonic() - since) > limit / 3 and collectives.end_waits(limit / 4):
-                    _log.warning(
-                        "SIGTERM came %.0f s ago, and another process does not answer: no longer waiting", seconds
-                    )
-
     def _receive(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if os.getpid() != self._process or now - self._received.setdefault(number, now) > _SAME_S:
@@ -157,13 +128,6 @@ class Stop:
                 if self._received and isinstance(error, RunError):  # preempted all the same
                     self._mark()
         finally:
-            signal.set_wakeup_fd(self._wakeup)
-            self._has_ended.set()
-            os.write(self._told, b"\0")
-            self._watching.join()
-            os.close(self._told)
-            os.close(self._heard)
-            _terminated.clear()
             self._thread.shutdown()
             if self._world is not collectives.everyone():
                 self._world.let_go()

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decentfn.core import trees
-from decentfn.core.buckets import flatten
+from decentfn.core.buckets import flatten, plan_of
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128]
 
@@ -129,3 +129,9 @@ def test_dynamo_walks_trees_as_optree_does():
     assert [leaf.shape for leaf in leaves] == [leaf.shape for leaf in expected_leaves]
     assert all(torch.equal(x, y) for x, y in zip(trees.leaves(mapped), trees.leaves(expected_mapped), strict=True))
     assert trees.leaves(positions) == trees.leaves(expected_positions) == [0, 1, 2, 3]
+
+
+def test_equal_plans_have_one_number_by_which_an_operator_finds_them():
+    first, same, other = (flatten({"w": torch.zeros(n)}).plan for n in (3, 3, 4))
+    assert first.number() == same.number() != other.number()
+    assert plan_of(same.number()) == first and plan_of(other.number()) is other

@@ -68,7 +68,6 @@ def test_a_narrow_terminal_breaks_texts_and_no_number(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("doctr",), "nearest: doctor"),
         (
             ("plan", "-n", "4", "--parameters", "9", "--compute-ms", "9", "--gbit", "1", "--processes-per-worker", "8"),
             "--inside-gbit",
@@ -85,6 +84,12 @@ def test_a_mistake_is_one_line_and_status_2(capsys, arguments, words):
     printed = capsys.readouterr()
     assert end.value.code == 2 and not printed.out
     assert words in printed.err and printed.err.count("\n") == 1
+
+
+def test_an_unknown_command_is_refused_with_the_commands(capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.run(["doctr"])
+    assert end.value.code == 2 and {"doctr", "doctor"} <= set(capsys.readouterr().err.split())
 
 
 def test_a_pipe_gets_tabs_and_a_file_the_picture(capsys, tmp_path):

@@ -35,7 +35,7 @@ def test_a_process_that_dies_after_it_has_come_is_not_waited_for(rank, monkeypat
     connections.meet(store, rank, 2, MINUTES, lambda: None)
     with pytest.raises(RuntimeError, match=r"[Tt]imed? ?out"):
         connections.connected(store, rank, 2, MINUTES)
-    assert time.monotonic() - since < 30
+    assert time.monotonic() - since < MINUTES.total_seconds() / 2
 
 
 def test_whoever_waits_for_a_lost_process_hears_of_it_at_once():

@@ -46,10 +46,10 @@ def main(argv: list[str]) -> int:
             needs = speed.PARTS[name].seconds if name in speed.PARTS and args.device == "cuda" else 1
             if left < needs:
                 print(f"{name}: left out, as {left:.0f} s are left; python -m tests.gpu --only {name}", flush=True)
-            elif name == TESTS:
-                code = tests(folder, of_pytest, left, is_alone=parts == [TESTS])
             elif args.device == "cuda" and "no GPU" in about:
                 print(f"{name}: needs a GPU; --device cpu tries it out", flush=True)
+            elif name == TESTS:
+                code = tests(folder, of_pytest, left, is_alone=parts == [TESTS])
             else:
                 since = time.monotonic()
                 measured[name] = measure(name, Path(scratch), args.device, left)

@@ -172,12 +172,6 @@ def test_the_decorator_says_what_it_decorates():
         nothing(loss_fn, df.sgd(0.1), df.topology("complete", 1))
 
 
-@pytest.mark.parametrize("name", ["from_matrices", "MixAware", "piecewise_constant", "Shards", "strip_module_prefix"])
-def test_a_name_that_moved_says_where_it_is(name):
-    with pytest.warns(DeprecationWarning, match=rf"df\.{name} is .*\.{name} now"):
-        assert callable(getattr(df, name))
-
-
 def test_a_name_that_never_was_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'gossip_sgd'"):
         _ = df.gossip_sgd

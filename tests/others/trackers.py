@@ -58,16 +58,6 @@ def tracker(packages: str, what: str, *, special: str = "") -> Callable[[Any], A
     return register
 
 
-@tracker("tensorboard", "`df.logs.TensorBoard`, read by `EventAccumulator`")
-def tensorboard(loop: Any) -> list[float]:
-    with df.logs.TensorBoard("board") as board:
-        loop(lambda t, loss: board.write({"loss": loss}, t))
-    kind = importlib.import_module("tensorboard.backend.event_processing.event_accumulator").EventAccumulator
-    events = kind("board")
-    events.Reload()
-    return [event.value for event in events.Scalars("loss")]
-
-
 @tracker("tensorboardX, tensorboard", "`SummaryWriter`")
 def tensorboard_x(loop: Any) -> list[float]:
     with importlib.import_module("tensorboardX").SummaryWriter("board") as board:

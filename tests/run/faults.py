@@ -2,7 +2,6 @@
 
 python -m tests.run.faults points DIRECTORY                          killed at every point of writing
 python -m tests.run.faults resume DIRECTORY KILLS [BACKEND]          killed at random steps on two gloo ranks
-python -m tests.run.faults rescue DIRECTORY                          a message lost at every post and wait
 
 Every attempt is a fork, so that PyTorch is imported once.
 """
@@ -10,7 +9,6 @@ Every attempt is a fork, so that PyTorch is imported once.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import os
 import random
 import shutil
@@ -31,8 +29,6 @@ import decentfn as df
 from decentfn.comm import collectives
 from decentfn.core import trees
 from decentfn.testing import problem
-from decentfn.testing.ranks import alone_as_rank_of
-from tests.collectives.test_failures import Breaks
 from tests.contract import FAMILIES, ROWS
 
 PATCHED = ("mkdir", "open", "write", "fsync", "replace", "unlink", "rmdir")
@@ -206,61 +202,10 @@ def resume(root: Path, kills: int, backend: str | None) -> None:
     print(f"{len(plan)} kills, {len(rows)} algorithms, {backend or 'eager'}: the same bits")
 
 
-# -- a message is lost ----------------------------------------------------------------------------------------------
-
-
-def rescue(root: Path) -> int:
-    """Lose each message of a donated step of four buckets, as it is posted and as it is waited for; how many there are.
-
-    What each rank then rescues is what it has, at most a step behind the other.
-    """
-    init, pure = df.adapt_while_communicate(
-        lambda x, batch: sum(((p - batch) ** 2).sum() for p in x.values()),
-        df.adamw(0.1),
-        df.topology("ring", 2),
-        bucket_mb=1e-5,
-    )
-    start = init({name: torch.arange(6.0).view(3, 2) for name in "abcd"})
-    assert len(start.params) == 4
-    step, ones = df.compile(pure, backend="aot_eager"), torch.ones(())
-    with alone_as_rank_of(2):
-        step(trees.map(torch.clone, start), ones, 0)
-
-    def run(rank: int, directory: Path, lost: tuple[int, str]) -> None:
-        state = init({name: torch.arange(6.0).view(3, 2) + rank for name in "abcd"})
-        world = collectives.world()
-        with df.checkpoint.Saver(directory) as saver, collectives.use(world):
-            state, _ = step(state, ones, 0)
-            world.group = group = Breaks(world.group, *(lost if rank == 1 else (-1, "")))
-            try:
-                state, _ = step(state, ones, 1)
-                (directory / f"calls-{rank}").write_text(str(group.calls))
-                for t in (2, 3):
-                    state, _ = step(state, ones, t)
-            except df.errors.RunError as error:
-                assert saver.rescue(state, error) and lost[1]
-                torch.save((error.next_step, trees.leaves(state)), directory / f"rank-{rank}.pt")
-
-    on_processes(lambda rank: run(rank, root / "healthy", (-1, "")))
-    calls = int((root / "healthy" / "calls-1").read_text())
-    for lost in itertools.product(range(calls), ("post", "wait")):
-        directory = root / f"{lost[1]}-{lost[0]}"
-        # gloo never tells of the message that it was writing when a connection closed: that one ends at the timeout.
-        on_processes(lambda rank, directory=directory, lost=lost: run(rank, directory, lost), timeout=40)
-        assert df.checkpoint.latest(directory) is None
-        restored = df.checkpoint.restore(directory / "rescued", df.stack(start, 2))
-        steps, held = zip(*(torch.load(directory / f"rank-{rank}.pt") for rank in range(2)), strict=True)
-        assert restored.step == max(steps) <= min(steps) + 1
-        assert are_equal(restored.state, [torch.stack(rows) for rows in zip(*held, strict=True)]), lost
-    return 2 * calls
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # forks have no threads of their parent
     if sys.argv[1] == "points":
         print(f"killed at {points(Path(sys.argv[2]))} points")
-    elif sys.argv[1] == "rescue":
-        print(f"rescued from {rescue(Path(sys.argv[2]))} losses")
     else:
         resume(Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4] if len(sys.argv) > 4 else None)

@@ -4,11 +4,8 @@ import hashlib
 import itertools
 import json
 import os
-import random
 import stat
 import threading
-import time
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -23,10 +20,8 @@ from decentfn.core.buckets import Buckets
 from decentfn.testing import problem
 from decentfn.testing.ranks import on_kept_ranks
 from decentfn.train.checkpoint import files, manifest
-from decentfn.train.checkpoint.content import content_of
 from decentfn.train.checkpoint.layout import encoded, leaves_of, places_in
 from tests.contract import ROWS
-from tests.ranks import AT_ONCE
 
 N = 4
 
@@ -428,27 +423,14 @@ def test_what_another_algorithm_remembers_is_refused_though_its_leaves_have_the_
         df.checkpoint.restore(tmp_path, states[1])
 
 
-@pytest.mark.parametrize(
-    "forge",
-    [
-        lambda said: said["processes"][0].update(file="/dev/zero", bytes=0),
-        lambda said: said["processes"][0].update(file="../process-00000.safetensors"),
-        lambda said: said["processes"][0].pop("extra"),
-        lambda said: said["processes"][0].update(workers=[0]),
-        lambda said: said.update(processes=[]),
-        lambda said: said.update(num_workers="4"),
-        lambda said: said.update(format="x"),
-        lambda said: said.update(format=True),
-        lambda said: said.pop("config"),
-    ],
-)
-def test_a_forged_manifest_opens_no_other_file_and_is_answered_with_a_sentence(tmp_path, forge):
+@pytest.mark.parametrize("name", ["/dev/zero", "../process-00000.safetensors", "other/process-00000.safetensors"])
+def test_a_manifest_names_no_file_outside_its_directory(tmp_path, name):
     state = algorithm_of(1).init(net())
     path = df.checkpoint.save(tmp_path, state, 0)
     said = manifest.read(path)
-    forge(said)
+    said["processes"][0]["file"] = name
     (path / "manifest.json").write_bytes(manifest.encode(said))
-    with pytest.raises(df.errors.CheckpointCorrupt, match="is not the manifest"):
+    with pytest.raises(df.errors.CheckpointCorrupt, match="outside its directory"):
         df.checkpoint.restore(path, state)
 
 
@@ -465,40 +447,6 @@ def forge_file(path, rank, change):
     (path / "manifest.json").write_bytes(manifest.encode(said))
 
 
-WEIGHT = "params/layer.weight"
-
-
-def moved(tensors, places, offset=(0, 0, 0), rows=None):
-    """Another offset and, of the worker's axis, other rows for one leaf."""
-    places[WEIGHT] = places[WEIGHT]._replace(offset=offset)
-    if rows is not None:
-        tensors[WEIGHT] = tensors[WEIGHT].repeat(rows, 1, 1)
-
-
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        ({"offset": (0, 0, 0), "rows": 2}, {"offset": (0, 0, 0), "rows": 2}),  # 5 values for the 3 workers' rows
-        ({"offset": (0, 1, 0)}, {"offset": (2, 0, 0)}),
-        ({"offset": (0, 0)}, {"offset": (2, 0, 0)}),
-        ({"offset": (-1, 0, 0), "rows": 2}, {"offset": (2, 0, 0)}),
-        ({"offset": (2, 0, 0), "rows": 2}, {"offset": (0, 0, 0), "rows": 2}),
-        ({"offset": ("0", 0, 0)}, {"offset": (2, 0, 0)}),
-    ],
-)
-@pytest.mark.parametrize("template", [3, 2])
-def test_forged_parts_that_overlap_or_lie_outside_are_refused_though_their_values_count_up(
-    tmp_path, first, second, template
-):
-    """Every position of every leaf is in one part: else memory that nobody has written would be handed out."""
-    state = algorithm_of(3).init(net())
-    paths = on_kept_ranks(3, lambda rank: df.checkpoint.save(tmp_path, state, 0))
-    forge_file(paths[0], 0, lambda tensors, places: moved(tensors, places, **first))
-    forge_file(paths[0], 2, lambda tensors, places: moved(tensors, places, **second))
-    with pytest.raises(df.errors.CheckpointCorrupt, match=f"{WEIGHT}"):
-        df.checkpoint.restore(paths[0], df.stack(algorithm_of(template).init(net()), template))
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -506,8 +454,6 @@ def test_forged_parts_that_overlap_or_lie_outside_are_refused_though_their_value
         lambda tensors, places: tensors.update({"generator/cpu": tensors["generator/cpu"].float()}),
         lambda tensors, places: tensors.update({"generator/cpu": torch.full_like(tensors["generator/cpu"], 255)}),
         lambda tensors, places: tensors.pop("generator/cpu"),
-        lambda tensors, places: places.pop(WEIGHT),
-        lambda tensors, places: tensors.pop(WEIGHT),
     ],
 )
 def test_a_file_that_is_bad_on_one_rank_is_restored_on_none(tmp_path, change):
@@ -527,19 +473,6 @@ def test_a_file_that_is_bad_on_one_rank_is_restored_on_none(tmp_path, change):
 
     on_kept_ranks(2, restore)
     assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.parametrize("metadata", [None, {"leaves": "no JSON"}, {"leaves": "[]"}, {"leaves": '{"x": {"shape": 1}}'}])
-def test_a_file_without_places_is_corrupt(tmp_path, metadata):
-    state = algorithm_of(1).init(net())
-    path = df.checkpoint.save(tmp_path, state, 0)
-    file, said = path / "process-00000.safetensors", manifest.read(path)
-    safetensors.torch.save_file(safetensors.torch.load_file(file), file, metadata)
-    raw = file.read_bytes()
-    said["processes"][0] |= {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
-    (path / "manifest.json").write_bytes(manifest.encode(said))
-    with pytest.raises(df.errors.CheckpointCorrupt, match="process-00000.safetensors: "):
-        df.checkpoint.restore(path, state)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), [{"best": -float("inf")}]])
@@ -562,27 +495,16 @@ def test_a_manifest_is_json_so_what_is_no_number_to_json_is_refused_and_an_older
     assert str(df.checkpoint.restore(path, state).extra) == str(value)
 
 
-def test_a_link_to_a_device_is_not_read(tmp_path):
-    state = algorithm_of(1).init(net())
-    path = df.checkpoint.save(tmp_path, state, 0)
-    (path / "process-00000.safetensors").unlink()
-    (path / "process-00000.safetensors").symlink_to("/dev/zero")
-    with pytest.raises(df.errors.CheckpointCorrupt, match="no regular file"):
-        df.checkpoint.restore(path, state)
-
-
 def test_links_and_files_of_others_in_the_directory_do_no_harm(tmp_path):
     state, run = algorithm_of(1).init(net()), tmp_path / "run"
     moved = df.checkpoint.save(run, state, 1).rename(tmp_path / "moved")
     (run / "checkpoint-000001-step-1").symlink_to(moved)
     (run / "manifest.json").write_text("of another program")
-    (run / "rescued" / ".unfinished-3-ab").mkdir(parents=True)
     with df.checkpoint.Saver(run, keep=1) as saver:
         saver.save(state, 2)
     assert df.checkpoint.restore(run, state).step == 2
     assert df.checkpoint.restore(moved, state).step == 1
     assert [path.name for path in manifest.checkpoints(run)] == ["checkpoint-000002-step-2"]
-    assert not list((run / "rescued").iterdir())
 
 
 def test_threads_that_share_a_saver_take_turns(tmp_path):
@@ -624,55 +546,6 @@ def test_where_ranks_disagree_all_of_them_are_told_how(tmp_path, call, error, wo
             call(tmp_path, algorithm_of(2).init(net()), rank)
 
     on_kept_ranks(2, job)
-
-
-def test_a_save_that_failed_before_does_not_keep_a_rescue_from_saving(tmp_path):
-    def job(rank):
-        state, error = algorithm_of(2).init(net()), df.errors.NonFinite("bad")
-        error.next_step = 3 + rank
-        with df.checkpoint.Saver(tmp_path) as saver:
-            with pytest.raises(ValueError, match=r"rank 1: save\(extra"):
-                saver.save(state, 1, extra={1, 2} if rank else None)
-            return saver.rescue(state, error)
-
-    rescued = df.testing.on_ranks(2, job)[0]
-    said = manifest.read(rescued)
-    assert said["step"] == 4 and [its["step"] for its in said["processes"]] == [3, 4]
-    assert df.checkpoint.latest(tmp_path) is None
-
-
-def test_a_rank_that_waited_in_save_for_a_late_one_and_the_late_one_rescue_together(tmp_path):
-    def job(rank):
-        state = algorithm_of(2).init(net())
-        with df.checkpoint.Saver(tmp_path) as saver:
-            time.sleep(6 * rank)
-            with pytest.raises(df.errors.RunError) as caught:
-                saver.save(state, 4)
-            return saver.rescue(state, caught.value)
-
-    rescued = df.testing.on_ranks(2, job, timeout=timedelta(seconds=5))
-    assert rescued[0] is not None and rescued[0] == rescued[1]
-    assert [its["step"] for its in manifest.read(rescued[0])["processes"]] == [4, 4]
-
-
-@pytest.mark.parametrize("saved_before", [0, 1])
-def test_a_save_that_only_some_ranks_have_begun_does_not_keep_a_rescue_from_saving(tmp_path, saved_before):
-    def job(rank):
-        state, error = algorithm_of(2).init(net()), df.errors.NonFinite("bad", next_step=2)
-        with df.checkpoint.Saver(tmp_path) as saver:
-            for step in range(saved_before):
-                saver.save(state, step)
-            if rank == 0:  # the other fails before it hears that all are ready
-                saver._content = lambda state, step, extra, score, copy: content_of(
-                    state, step, None, None, extra, score, copy, ()
-                )
-                saver.save(state, 1)
-            since = time.monotonic()
-            return saver.rescue(state, error), time.monotonic() - since
-
-    for rescued, seconds in df.testing.on_ranks(2, job):
-        assert rescued is not None and seconds < AT_ONCE / 2
-    assert len(df.checkpoint.checkpoints(tmp_path)) == saved_before
 
 
 def test_an_error_of_the_thread_names_the_step_and_the_process_that_is_gone(tmp_path, caplog):
@@ -720,7 +593,7 @@ def test_what_is_wrong_on_one_rank_is_raised_on_all_and_the_next_checkpoint_is_s
     assert [path.name for path in manifest.checkpoints(tmp_path)] == ["checkpoint-000001-step-2"]
 
 
-# -- damaged, forged and pruned ------------------------------------------------------------------------------------------
+# -- damaged and pruned ------------------------------------------------------------------------------------------
 
 
 def test_a_directory_is_restored_from_its_newest_intact_checkpoint_and_the_log_names_the_others(tmp_path, caplog):
@@ -758,23 +631,6 @@ def test_another_number_of_workers_is_logged(tmp_path, caplog):
     assert "saved by 3 workers, and there are 2: each starts from their mean" in said
 
 
-@pytest.mark.parametrize(
-    "make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), lambda path: path.mkdir(), None]
-)
-@pytest.mark.parametrize("name", ["manifest.json", "process-00000.safetensors"])
-def test_what_is_no_regular_file_is_not_read(tmp_path, make, name):
-    state = algorithm_of(1).init(net())
-    path = df.checkpoint.save(tmp_path, state, 0)
-    (path / name).unlink()
-    if make is None:
-        with (path / name).open("wb") as sparse:
-            sparse.truncate(2**29)
-    else:
-        make(path / name)
-    with pytest.raises(df.errors.CheckpointCorrupt, match=f"{name}: "):
-        df.checkpoint.restore(path, state)
-
-
 def test_for_another_number_of_workers_each_file_is_verified_once_and_a_bad_one_is_heard_of_by_all(
     tmp_path, monkeypatch
 ):
@@ -800,99 +656,6 @@ def test_the_mean_with_its_moments_is_a_checkpoint_of_one_worker(tmp_path):
     df.checkpoint.save(tmp_path, df.resize(state, algorithm_of(1)), 1)
     restored = df.checkpoint.restore(tmp_path, df.stack(algorithm_of(2).init(net()), 2)).state
     assert_same(restored, df.resize(state, algorithm_of(2)))
-
-
-WEIRD = (
-    None,
-    True,
-    -1,
-    -5,
-    0,
-    1,
-    7,
-    2**31,
-    2**63,
-    10**30,
-    0.5,
-    1e308,
-    "",
-    "x",
-    "0",
-    [],
-    [0],
-    [0, 1],
-    [[]],
-    {},
-    {"a": 1},
-    "\\ud800",
-)
-
-
-def spoiled(value, draw):
-    """Another JSON value, with something weird somewhere in it."""
-    if isinstance(value, dict) and value and draw.random() < 0.9:
-        key = draw.choice(sorted(value))
-        if draw.random() < 0.1:
-            return {name: x for name, x in value.items() if name != key}
-        return value | {key: spoiled(value[key], draw)}
-    if isinstance(value, list) and value and draw.random() < 0.8:
-        i = draw.randrange(len(value))
-        return [*value[:i], *([] if draw.random() < 0.1 else [spoiled(value[i], draw)]), *value[i + 1 :]]
-    return draw.choice(WEIRD)
-
-
-def forged(raw, said, draw):
-    """The file of a process and the manifest, one of them forged; digests fit."""
-    kind = draw.randrange(4)
-    if kind == 0:
-        return raw, spoiled(said, draw)
-    size = int.from_bytes(raw[:8], "little")
-    if kind == 1:
-        at = draw.randrange(size + 64)
-        raw = raw[:at] if draw.random() < 0.5 else raw[:at] + draw.randbytes(4) + raw[at + 4 :]
-    else:
-        header = json.loads(raw[8 : 8 + size])
-        if kind == 2:
-            header = spoiled(header, draw)
-        else:
-            leaves = json.dumps(spoiled(json.loads(header["__metadata__"]["leaves"]), draw))
-            header["__metadata__"]["leaves"] = leaves
-        text = json.dumps(header).encode()
-        raw = len(text).to_bytes(8, "little") + text + raw[8 + size :]
-    its = {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
-    return raw, said | {"processes": [said["processes"][0] | its]}
-
-
-@pytest.mark.parametrize("num_workers", [2, 3])
-def test_whatever_is_forged_is_answered_with_an_error_of_this_library(tmp_path, num_workers):
-    """Or is read, where it is what a checkpoint may be."""
-    path = df.checkpoint.save(tmp_path, df.stack(algorithm_of(2).init(net()), 2), 5, extra={"at": [1]})
-    template, draw = df.stack(algorithm_of(num_workers).init(net()), num_workers), random.Random(num_workers)
-    raw, said = (path / "process-00000.safetensors").read_bytes(), manifest.read(path)
-    read = 0
-    for _ in range(512):
-        file, content = forged(raw, said, draw)
-        (path / "process-00000.safetensors").write_bytes(file)
-        encode = manifest.encode if isinstance(content, dict) else lambda x: json.dumps(x).encode()
-        (path / "manifest.json").write_bytes(encode(content))
-        try:
-            restored = df.checkpoint.restore(path, template)
-        except df.errors.CheckpointCorrupt:
-            continue
-        except ValueError as error:  # of another format, algorithm or network, as far as one can tell
-            assert str(error).startswith("restore: ") or "update decentfn" in str(error), error
-            continue
-        read += 1
-        assert 0 <= restored.step < 2**63 and all(bool(x.isfinite().all()) for x in trees.leaves(restored.state))
-    assert read < 150
-
-
-def test_a_link_in_the_place_of_rescued_removes_nothing_elsewhere(tmp_path):
-    (tmp_path / "other" / ".unfinished-3-ab").mkdir(parents=True)
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "rescued").symlink_to(tmp_path / "other")
-    with df.checkpoint.Saver(tmp_path / "run"):
-        assert (tmp_path / "other" / ".unfinished-3-ab").exists()
 
 
 def test_a_reader_beside_a_run_that_removes_its_checkpoint_takes_the_next(tmp_path, monkeypatch):

@@ -146,8 +146,7 @@ def run_faults(*arguments, timeout=3600):
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.run.faults", *arguments]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
-    why = [line for line in finished.stderr.splitlines() if "nothing was rescued" in line]
-    assert finished.returncode == 0, "\n".join([*why, finished.stderr[-3000:]])
+    assert finished.returncode == 0, finished.stderr[-3000:]
     return finished.stdout
 
 
@@ -167,7 +166,3 @@ def test_killed_at_every_point_of_writing_the_checkpoint_before_loads(tmp_path):
 def test_a_run_that_is_killed_at_random_steps_ends_in_the_same_bits(tmp_path, kills, backend):
     said = run_faults("resume", str(tmp_path), str(kills), *filter(None, [backend]))
     assert said.count(" killed at t=") == kills and "the same bits" in said
-
-
-def test_what_a_lost_message_leaves_is_rescued_bitwise_by_all(tmp_path):
-    assert int(run_faults("rescue", str(tmp_path)).split()[-2]) == 16

@@ -35,10 +35,9 @@ def _remade(rank_of, timeout, call):
     if rank:
         time.sleep(8)
         return None
-    start = time.monotonic()
-    with pytest.raises(df.errors.RunError):
+    with pytest.raises(df.errors.ExchangeTimeout, match="0:00:03"):  # not after PyTorch's 30 minutes
         step(state, torch.ones(3), 1)
-    return time.monotonic() - start
+    return None
 
 
 @pytest.fixture
@@ -51,8 +50,7 @@ def ranks():
 
 @pytest.mark.parametrize("topology", ["ring", "complete"])
 def test_a_lost_message_is_noticed_within_the_given_time(ranks, topology):
-    waited, _ = ranks.run(_remade, 0, 3.0, topology)
-    assert waited < 7  # of the other's eight seconds, and PyTorch's 30 minutes
+    ranks.run(_remade, 0, 3.0, topology)
 
 
 def test_another_backend_or_a_second_timeout_is_refused(ranks):

@@ -6,7 +6,6 @@ import itertools
 import operator
 import os
 import re
-import time
 from pathlib import Path
 
 import pytest
@@ -25,7 +24,6 @@ from decentfn.comm.collectives import World
 from decentfn.core import trees
 from decentfn.core.buckets import flatten
 from decentfn.torch_private import inductor
-from tests.ranks import AT_ONCE
 from tests.run.within_worker import (
     ALL,
     ALL_KINDS,
@@ -521,10 +519,8 @@ def init_raises(values, local="2"):
     if local:
         os.environ["LOCAL_WORLD_SIZE"] = local
     try:
-        began = time.perf_counter()
         with pytest.raises(ValueError) as caught:
             df.init(processes_per_worker=values[dist.get_rank()])
-        assert time.perf_counter() - began < AT_ONCE
         return str(caught.value)
     finally:
         os.environ.pop("LOCAL_WORLD_SIZE", None)
@@ -578,11 +574,9 @@ def mistakes():
     said = {}
 
     def note(name, function, *arguments):
-        began = time.perf_counter()
         with pytest.raises(ValueError) as caught:
             function(*arguments)
         said[name] = str(caught.value)
-        assert time.perf_counter() - began < AT_ONCE, name
 
     loss = nn.functional.mse_loss
     ring = df.topology("complete", WORKERS)

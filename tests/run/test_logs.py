@@ -2,8 +2,6 @@
 
 import json
 import logging
-import sys
-import types
 
 import numpy as np
 import pytest
@@ -122,48 +120,6 @@ def test_a_log_that_cannot_be_is_refused_on_all_ranks(tmp_path):
         df.logs.JSONLines(tmp_path / "log", -1)
     with df.logs.JSONLines(tmp_path / "log") as log, pytest.raises(ValueError, match="object is not a JSON value"):
         log.write({"x": object()})
-
-
-def test_tensorboard_gets_the_numbers_by_name_and_forgets_steps_that_come_again(tmp_path, monkeypatch):
-    written = []
-
-    class SummaryWriter:
-        def __init__(self, folder, purge_step):
-            written.append((folder, purge_step))
-
-        def add_scalar(self, *scalar):
-            written.append(scalar)
-
-        def close(self):
-            written.append("closed")
-
-    stub = types.SimpleNamespace(SummaryWriter=SummaryWriter)
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", stub)
-    with df.logs.TensorBoard(tmp_path, first_step=7) as board:
-        board.write({"config": 1})
-        board.write({"loss": {"mean": 2.0, "max": torch.tensor(3.0)}, "is": True, "name": "x"}, step=7)
-    assert written == [(str(tmp_path), 7), ("loss/max", 3.0, 7), ("loss/mean", 2.0, 7), "closed"]
-
-
-def test_tensorboard_itself_reads_what_was_written_and_not_what_was_taken_again(tmp_path):
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    for run, first in enumerate((0, 3)):
-        with df.logs.TensorBoard(tmp_path, first) as board:
-            for step in range(first, 5):
-                board.write({"loss": {"mean": torch.tensor(10.0 * run + step)}, "name": "x"}, step)
-    events = EventAccumulator(str(tmp_path))
-    events.Reload()
-    assert events.Tags()["scalars"] == ["loss/mean"]
-    shown = [(event.step, event.value) for event in events.Scalars("loss/mean")]
-    assert shown == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 13.0), (4, 14.0)]
-
-
-def test_without_tensorboard_the_way_out_is_named(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ImportError, match=r"pip install tensorboard"):
-        df.logs.TensorBoard(tmp_path)
 
 
 def test_init_says_the_run_in_a_few_numbers_at_level_info(caplog):

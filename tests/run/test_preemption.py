@@ -7,11 +7,8 @@ import threading
 import time
 
 import pytest
-import torch
 
 import decentfn as df
-from decentfn.comm.collectives import reports
-from tests.ranks import AT_ONCE, TIMEOUT, Ranks
 
 pytestmark = [pytest.mark.xdist_group("restarts"), pytest.mark.thorough]
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -54,66 +51,26 @@ def test_all_processes_leave_after_the_same_step_whoever_is_told(ranks, tmp_path
 
 
 def is_left_alone(marker, how):
-    """Return the error of the other rank, and after how many seconds it is raised, if one fails or leaves."""
-    rank, begin = df.init().rank, None
+    """Return the error of the other rank, if one fails or leaves."""
+    rank = df.init().rank
     try:
         with df.preemption(marker, every=2) as stop:
             for t in range(10):
-                begin = time.monotonic()
                 if rank == 1 and t == 5:
                     if how == "fails":
                         raise KeyError
-                    return "leaves", 0.0
+                    return "leaves"
                 stop(t)
     except (KeyError, df.errors.RunError) as error:
-        return type(error).__name__, time.monotonic() - begin
-    return "nothing", 0.0
+        return type(error).__name__
+    return "nothing"
 
 
 def test_nobody_waits_for_a_process_that_has_failed_or_is_gone(ranks, tmp_path):
     failed, _ = ranks(2).run(is_left_alone, tmp_path / "preempted", "fails")
     gone, _ = ranks(2).run(is_left_alone, tmp_path / "preempted", "leaves")
-    assert failed[0] == gone[0] == "PeerLost" and failed[1] < AT_ONCE and gone[1] < AT_ONCE
+    assert failed == gone == "PeerLost"
     assert not (tmp_path / "preempted").exists()
-
-
-def hangs(folder):
-    """Rank 1 hangs at t = 3, and rank 0 gets SIGTERM: how it ends, after how many seconds."""
-    rank = df.init().rank
-    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"], reports._PATIENCE_S = "12", 0.2
-    init, step = df.adapt_then_combine(lambda x, batch: (x**2).sum(), df.sgd(0.1), df.topology("complete", 2))
-    state = init(torch.ones(3))
-    try:
-        with df.preemption(folder / "preempted.json") as stop, df.checkpoint.Saver(folder) as saver:
-            try:
-                for t in range(100):
-                    if rank == 1 and t == 3:
-                        os.kill(os.getpid(), signal.SIGSTOP)
-                    if t == 3:
-                        killed_at = time.monotonic() + 12 + 1
-                        threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()
-                    state, _ = step(state, torch.ones(()), t)
-                    stop(t)
-            except df.errors.RunError as error:
-                assert saver.rescue(state, error) is None
-                raise
-    except df.errors.RunError as error:
-        return type(error).__name__, error.step, error.peer, killed_at - time.monotonic()
-
-
-def test_after_sigterm_a_process_whose_peer_hangs_leaves_with_the_marker_before_it_is_killed(tmp_path):
-    processes = Ranks(2)
-    for pipe in processes.pipes:
-        pipe.send((hangs, (tmp_path,)))
-    try:
-        assert processes.pipes[0].poll(TIMEOUT.total_seconds())
-        kind, answer = processes.pipes[0].recv()
-        assert kind == "ok", answer
-        assert answer[:3] == ("ExchangeTimeout", 3, 1) and answer[3] > 0
-        assert json.loads((tmp_path / "preempted.json").read_text()) == {"step": 3}
-    finally:
-        for process in processes.processes:
-            process.kill()
 
 
 def test_what_cannot_work_is_refused(tmp_path):

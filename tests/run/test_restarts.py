@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
 from datetime import timedelta
 
@@ -119,11 +118,12 @@ def test_the_user_s_exception_is_the_root_cause_and_who_lost_its_rank_prints_one
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     ends.report_root_cause()
-    since = time.monotonic()
+    pauses = []
+    monkeypatch.setattr(ends.time, "sleep", pauses.append)
     lost = df.errors.PeerLost("step t=4 on worker 3: worker 1 has died", peer=1)
     sys.excepthook(type(lost), lost, None)
     assert capsys.readouterr().err == "rank 3: PeerLost: step t=4 on worker 3: worker 1 has died\n"
-    assert not file.exists() and time.monotonic() - since >= 1  # torchrun sees the other one first
+    assert not file.exists() and pauses == [1.0]  # torchrun sees the other one first
     mine = KeyError("of the user's loss")
     sys.excepthook(KeyError, mine, None)
     said = json.loads(file.read_text())["message"]
@@ -141,15 +141,13 @@ if not os.fork():  # the agent
         os.environ["TORCHELASTIC_RUN_ID"] = "x"
         ends.end_with_agent()
         os.write(end, b"!")
-        time.sleep(120)
+        time.sleep(600)
         os._exit(0)
     os.read(begin, 1)
     os.kill(os.getpid(), 9)
 os.close(end)
 os.wait()
-since = time.monotonic()
 assert not os.read(begin, 1)  # it is gone
-assert time.monotonic() - since < 60
 """
 
 

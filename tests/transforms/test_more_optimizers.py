@@ -20,7 +20,6 @@ from decentfn.optim.transforms import (
     radam,
     rmsprop,
     schedule_free_adamw,
-    schedule_free_params,
 )
 from tests.transforms.test_optimizers import apply, assert_all_close, problem, train, train_torch, tree
 
@@ -190,14 +189,11 @@ def test_schedule_free_adamw_equals_its_equations():
     state = init(tree())
     for t in range(STEPS):
         state, metrics = step(state, torch.zeros(1), t)
-    found = trees.leaves(schedule_free_params(state.params, state.local.opt))
+    found = trees.leaves(df.params(state))
     assert_all_close(found, [own["x"] for own in states], rtol=1e-10, atol=1e-11)
-    stacked = df.stack(state, 2)
-    rows = trees.leaves(schedule_free_params(stacked.params, stacked.local.opt))
+    rows = trees.leaves(df.params(df.stack(state, 2)))
     assert_all_close([row[1] for row in rows], found)
     assert float(metrics.learning_rate) == 0.05
-    with pytest.raises(ValueError, match="0 parts of schedule_free_adamw"):
-        schedule_free_params(state.params, ())
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,6 @@ OTHER_NAMES = {
     "MixContext",
     "not_bias_or_norm",
     "global_norm",
-    "schedule_free_params",
 }
 
 every_transform = pytest.mark.parametrize("make", [make for _, make in CASES], ids=[name for name, _ in CASES])

@@ -126,7 +126,7 @@ class Plan:
 
     @constant_while_traced
     def number(self) -> int:
-        """Return the number under which `plan_of` finds an equal plan: before torch 2.13, Dynamo cannot pass a plan."""
+        """Return the number under which `plan_of` finds an equal plan: operators take integers."""
         for number, plan in list(_numbered.items()):
             if plan is self or plan == self:
                 return number

@@ -13,7 +13,6 @@ from decentfn.optim.transforms.adaptive import (
     radam,
     rmsprop,
     schedule_free_adamw,
-    schedule_free_params,
 )
 from decentfn.optim.transforms.basic import (
     RateState,
@@ -97,7 +96,6 @@ __all__ = [
     "scale_by_adam",
     "scale_by_learning_rate",
     "schedule_free_adamw",
-    "schedule_free_params",
     "sgd",
     "trace",
 ]

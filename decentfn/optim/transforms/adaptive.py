@@ -7,11 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from decentfn.core import trees
 from decentfn.core.buckets import Buckets, Mask, each, widen, zeros_like
 from decentfn.core.numbers import checks_numbers, require
 from decentfn.core.scalars import Numbers, once
-from decentfn.core.trees import PyTree
 from decentfn.optim.transforms.basic import (
     RateState,
     Scalar,
@@ -333,20 +331,3 @@ def schedule_free_adamw(
         return u, ScheduleFreeState(rate, count, z, nu, largest, weights, state.b1)
 
     return descending(init, update)
-
-
-def schedule_free_params(params: PyTree, opt: PyTree) -> PyTree:
-    """Return the average x of `schedule_free_adamw`, `x = (y - (1-β₁) z) / β₁`, as `df.params(state)` does.
-
-    Args:
-        params: `state.params`, the buckets y.
-        opt: `state.local.opt`, in which the optimizer's state is looked for.
-
-    Raises:
-        ValueError: there is no such state, or more than one.
-    """
-    found: list[ScheduleFreeState] = []
-    trees.map_nodes(ScheduleFreeState, lambda node: found.append(node) or node, opt)
-    rule = f"the optimizer's state has {len(found)} parts of schedule_free_adamw; expected one, of all parameters."
-    require(len(found) == 1, "schedule_free_params(state.params, state.local.opt)", rule)
-    return found[0].evaluated(params, back=False).tree()

@@ -5,18 +5,13 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-import stat
 from collections.abc import Iterable
-from io import FileIO
 from pathlib import Path
 
 _SLICE = 2**20
 """Bytes hashed and written at a time, so that they stay in the processor's cache."""
 
 _REMOVED = ".removed-"
-
-RESCUED = "rescued"
-"""Folder of checkpoints from `Saver.rescue`."""
 
 own: set[Path] = set()
 """Directories, resolved, of the runs that this process has restored from or saved to."""
@@ -43,26 +38,9 @@ def write(path: Path, content: Iterable[memoryview | bytes]) -> tuple[int, str]:
     return size, digest.hexdigest()
 
 
-def _open(path: Path) -> FileIO:
-    """Open a regular file; a device or a pipe, which may have no end or nothing to read, is an OSError."""
-    file = FileIO(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise OSError("it is no regular file")
-    return file
-
-
-def read(path: Path, most: int) -> bytes:
-    """Return the content of a regular file of at most so many bytes, else raise OSError."""
-    with _open(path) as file:
-        if os.fstat(file.fileno()).st_size > most:
-            raise OSError(f"it has more than {most} bytes")
-        return file.read()
-
-
 def digest_of(path: Path) -> tuple[int, str]:
-    """Return the size in bytes of a regular file and the SHA-256 of its content."""
-    with _open(path) as file:
+    """Return a file's size in bytes and the SHA-256 of its content."""
+    with path.open("rb") as file:
         return os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import platform
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from decentfn.topologies import Topology
 from decentfn.train.checkpoint import files, manifest
 from decentfn.train.checkpoint.content import Content, content_of, plain
 from decentfn.train.checkpoint.layout import digests_of, encoded
-from decentfn.train.signals import time_to_leave
 from decentfn.train.together import make_directory, on_first, one_path, together
 
 _log = logging.getLogger("decentfn")
@@ -133,54 +132,12 @@ class Saver:
             OSError, RuntimeError: on all processes, the previous checkpoint was not written; earlier ones are complete.
         """
         self._require_open("save")
-        try:
-            self._follow()
-            self.wait()
-            content = self._content(state, step, extra, score, copy=True)
-        except RunError as error:
-            error.next_step = step  # for `rescue`: the state is as whole as it was
-            raise
+        self._follow()
+        self.wait()
+        content = self._content(state, step, extra, score, copy=True)
         self._writing = self._thread.submit(self._write_apart, content)
         self._started += 1
         self._last = content.about["step"]
-
-    def rescue(self, state: Any, error: RunError, *, extra: Any = None) -> Path | None:
-        """Save the state after a failed step and return when it is on disk. Collective, with its own error.
-
-        Each worker's state is complete, but workers may be at different steps, and their memories of one another lack
-        the lost messages. So the checkpoint is stored in the folder `rescued` of the run's directory, where `latest`
-        does not find it; `export` can average it.
-
-        Args:
-            state: the state that was passed to the step.
-            error: the error that the step, or `save`, raised.
-            extra: as for `save`.
-
-        Returns:
-            The checkpoint, whose step is the largest of the processes' next steps; None if a process is gone or does
-            not know whether its state is complete. The log has the reason.
-        """
-        self._require_open("rescue")
-        collectives.world().hang_up()  # otherwise a process with its own error would let its neighbors wait
-        own: Any = getattr(error, "next_step", None)
-        size = collectives.processes_per_worker()
-        content = content_of(state, own or 0, self._topology, self._config, extra, None, False, self._frozen)
-        aside = collectives.everyone().apart(time_to_leave())
-        try:
-            with collectives.use(aside):
-                steps, started = zip(*together("Saver.rescue", lambda: (own, self._started)), strict=True)
-                if len(set(started)) > 1:
-                    self._world.hang_up()  # a checkpoint that only some have begun never ends
-                self._settle()
-                _require_whole(steps, size)
-                content.about["step"] = max(steps)
-                return _write(self.directory / files.RESCUED, content, None)
-        except (OSError, RuntimeError) as reason:
-            _log.error("nothing was rescued: %s", reason)
-            return None
-        finally:
-            if aside.size > 1:
-                aside.let_go()
 
     def wait(self) -> None:
         """Wait until the last checkpoint is on disk, or raise its error."""
@@ -227,8 +184,6 @@ class Saver:
             ) from error
         try:
             files.sweep(self.directory, manifest.UNFINISHED)
-            if not (rescued := self.directory / files.RESCUED).is_symlink():  # it may lead to another run's
-                files.sweep(rescued, manifest.UNFINISHED)
             return manifest.steps(self.directory)
         except BaseException:
             self._lock.release()
@@ -270,15 +225,6 @@ def _arguments(keep: Any, config: Any) -> Any:
     if keep is not None:
         at_least("Saver", "keep", keep, 1)
     return plain("Saver(config=...)", config)
-
-
-def _require_whole(steps: Sequence[int | None], size: int) -> None:
-    """Raise unless every process's state is complete, and processes of one worker are at the same step."""
-    if None in steps:
-        raise RuntimeError(f"process {steps.index(None)} does not know whether its state is whole")
-    for first in range(0, len(steps), size):
-        if len(set(steps[first : first + size])) > 1:
-            raise RuntimeError(f"the processes of worker {first // size} are at steps {steps[first : first + size]}")
 
 
 def _write(directory: Path, content: Content, keep: int | None) -> Path:
