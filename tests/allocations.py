@@ -1,6 +1,7 @@
 """Allocations of PyTorch on the CPU."""
 
 from collections.abc import Callable
+from math import prod
 
 from torch.profiler import ProfilerActivity, profile
 
@@ -15,3 +16,11 @@ def peak_of(function: Callable[[], object]) -> int:
             now += event.nbytes()
             peak = max(peak, now)
     return peak
+
+
+def elements_of(function: Callable[[], object], *names: str) -> int:
+    """Elements that these operators of PyTorch write while `function` runs, such as "aten::copy_", by every operator inside."""
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
+        function()
+    events = [event for event in profiled.events() if event.name in names]
+    return sum(prod(shape) for event in events for shape in event.input_shapes[:1])

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from decentfn.core import trees
+from decentfn.core.buckets import write_over
 from decentfn.engine.memory import give_back_freed_memory, keep_freed_memory
 from decentfn.kit.step import Step
 
@@ -51,24 +52,12 @@ def donate(step: Step | Callable[..., Any]) -> Step:
             known.append(structure)
         # Metrics must not be views of the next state.
         metrics = trees.map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, metrics)
-        _write_over(old, leaves)
+        write_over(list(zip(old, leaves, strict=True)))
         if not is_known:
             give_back_freed_memory()
         return state, metrics
 
     return replace(step, finish=finish, is_donated=True)
-
-
-def _write_over(old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
-    """Copy every new leaf over the old one in its place; views of old leaves are read before any write."""
-    own = {x.untyped_storage().data_ptr() for x in old}
-    pairs = [
-        (x, y.clone() if y.untyped_storage().data_ptr() in own else y)
-        for x, y in zip(old, new, strict=True)
-        if y is not x
-    ]
-    for x, y in pairs:
-        x.copy_(y)
 
 
 def require_layout(

@@ -19,6 +19,7 @@ from decentfn.core.buckets.arithmetic import (
     where,
     wide,
     widen,
+    write_over,
     zeros_like,
 )
 from decentfn.core.buckets.parts import mean_of_processes, part_of, part_shape, unsharded, without_values

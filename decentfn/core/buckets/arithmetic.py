@@ -6,6 +6,7 @@ Computations within a worker, across its processes, are operators of `collective
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,6 +46,21 @@ def copy_wide(x: Buckets) -> Buckets:
 def cast_like(x: Buckets, y: Buckets) -> Buckets:
     """Return `x` in the dtypes of `y`."""
     return each(lambda a, b: a.to(b.dtype), x, y)
+
+
+def write_over(pairs: Sequence[tuple[Tensor, Any]]) -> None:
+    """Copy the tensor or number of each pair over its first tensor; views of first ones are read before any write."""
+
+    def is_there(x: Tensor, y: Any) -> bool:
+        return isinstance(y, Tensor) and x.data_ptr() == y.data_ptr() and x.stride() == y.stride()
+
+    if not (moved := [(x, y) for x, y in pairs if not is_there(x, y)]):
+        return
+    own = {x.untyped_storage().data_ptr() for x, _ in pairs}
+    values = [torch.as_tensor(y, dtype=x.dtype, device=x.device).detach().reshape(x.shape) for x, y in moved]
+    values = [y.clone() if y.untyped_storage().data_ptr() in own else y for y in values]
+    for (x, _), y in zip(moved, values, strict=True):
+        x.copy_(y)
 
 
 def add(x: Buckets, y: Buckets) -> Buckets:

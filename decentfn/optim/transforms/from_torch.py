@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from decentfn.core import trees
-from decentfn.core.buckets import Buckets, Plan, add, each, loose, plan_of, wide
+from decentfn.core.buckets import Buckets, Plan, each, loose, plan_of, wide
 from decentfn.core.context import context
 from decentfn.core.formatting import brief, brief_error
 from decentfn.core.numbers import require
 from decentfn.core.scalars import operator
 from decentfn.core.trees import PyTree
-from decentfn.optim.transforms.basic import RateState
 from decentfn.optim.transforms.torch_form import (
     CALL,
     TRIALS,
@@ -89,10 +88,10 @@ def from_torch(
     def update(grads: Buckets, state: TorchState, params: Buckets) -> tuple[Buckets, PyTree]:
         if not len(grads):  # of a mask that takes no leaf
             return grads, state
-        leaves, template = trees.leaves(state), trees.enumerate_leaves(state)
-        plan = _plan_number(number, params.plan.number())
-        out = _step(list(grads), list(params), leaves, handle, plan, 0)
-        return Buckets(out[: len(grads)], grads.plan), trees.fill(template, out[len(grads) :])
+        # Copies, which a donated compiled step does not make: it lets the operator write over the old state.
+        new, state = each(torch.clone, params), trees.map(torch.clone, state)
+        _step(list(grads), list(new), trees.leaves(state), handle, _plan_number(number, params.plan.number()), 0)
+        return each(lambda y, x: (y.to(wide(y.dtype)) - x.to(wide(x.dtype))).to(x.dtype), new, params), state
 
     return descending(init, update)
 
@@ -128,9 +127,9 @@ class _Adapter:
                 "parameter), and returns an optimizer of them: lambda params: torch.optim.AdamW(params, lr=1e-3)."
             ) from error
         own = {id(p) for _, p in named}
-        has_all = all(hasattr(optimizer, name) for name in ("param_groups", "state", "step"))
-        rule = f"make(params) returned {brief(optimizer)}; expected an optimizer, torch.optim.AdamW(params, lr=1e-3)."
-        require(has_all, CALL, rule)
+        if not all(hasattr(optimizer, name) for name in ("param_groups", "state", "step")):
+            rule = f"{CALL}: make(params) returned {brief(optimizer)}; expected an optimizer,"
+            raise ValueError(f"{rule} torch.optim.AdamW(params, lr=1e-3).")
         foreign = sum(id(p) not in own for group in optimizer.param_groups for p in group["params"])
         rule = f"{foreign} of the optimizer's parameters are not its argument's; make it of those:"
         require(not foreign, CALL, f"{rule} lambda params: torch.optim.AdamW(params, lr=1e-3).")
@@ -172,9 +171,7 @@ class _Adapter:
         name = type(optimizer).__name__
         try:
             for trial in range(TRIALS):
-                grads = trial_gradient(form.plan, form.device, trial)
-                u, state = self._built_anew(form, None, grads, x, state)
-                x = add(x, u)
+                self._built_anew(form, None, trial_gradient(form.plan, form.device, trial), x, state)
         except Exception as error:
             raise ValueError(f"{CALL}: {name}, built anew with what it keeps, raised {brief_error(error)}.") from error
         for (of_leaf, _), leaf, end in zip(named, x.leaves(), arrived, strict=True):
@@ -209,34 +206,32 @@ class _Adapter:
             groups = zip(optimizer.param_groups, first, strict=True)
             return [{k: v for k, v in own.items() if k == "lr" or v is not old.get(k)} for own, old in groups]
 
-    def step(self, grads: Buckets, params: Buckets, state: TorchState) -> tuple[Buckets, TorchState]:
-        """Take one step of one worker."""
+    def step(self, grads: Buckets, params: Buckets, state: TorchState) -> None:
+        """Take one step of one worker, in place."""
         form = self.form(params.plan, params[0].device)
         options = self.options(int(state.count), named_leaves(params), params.plan) if form.scheduled else None
-        return self._built_anew(form, options, grads, params, state)
+        self._built_anew(form, options, grads, params, state)
 
     def _built_anew(
         self, form: Form, options: list[dict[str, Any]] | None, grads: Buckets, params: Buckets, state: TorchState
-    ) -> tuple[Buckets, TorchState]:
-        """Take a step with another optimizer, with this state; `options` of its groups are those of a scheduler."""
-        new = Buckets([x.clone() for x in params], params.plan)
-        named = named_leaves(new)
-        for (_, p), g in zip(named, grads.leaves(), strict=True):
-            p.grad = g.clone()
-        optimizer, rates = self._restored(form, options, named, state)
-        before = [dict(group) for group in optimizer.param_groups]
+    ) -> None:
+        """Take a step in place with another optimizer; `options` of its groups are those of a scheduler."""
+        named, own = named_leaves(params), each(torch.clone, grads) if form.writes_gradients else grads
+        for (_, p), g in zip(named, own.leaves(), strict=True):
+            p.grad = g
+        optimizer = self._restored(form, options, named, state)
+        before, versions = [dict(group) for group in optimizer.param_groups], [g._version for g in grads]
         optimizer.step()
         form.require_known(optimizer, before)
-        updates = each(lambda y, x: (y.to(wide(y.dtype)) - x.to(wide(x.dtype))).to(x.dtype), new, params)
-        return updates, form.take(optimizer, named, rates, state.count + 1)
+        rule = f"{type(optimizer).__name__} wrote over gradients, which {TRIALS} trial steps did not; clip in its step(), in a class of your own."
+        require(versions == [g._version for g in grads], CALL, rule)
+        form.take(optimizer, named, params, state)
 
-    def _restored(
-        self, form: Form, options: list[dict[str, Any]] | None, named: Named, state: TorchState
-    ) -> tuple[Any, tuple[RateState, ...]]:
-        """Return another optimizer with this state, and its rates."""
-        optimizer, rates = self.optimizer(named, form.plan), state.rates
+    def _restored(self, form: Form, options: list[dict[str, Any]] | None, named: Named, state: TorchState) -> Any:
+        """Return another optimizer, whose state are views of this one; a scheduler's rates are written there."""
+        optimizer = self.optimizer(named, form.plan)
         rated = [group for group in optimizer.param_groups if group.get("lr") is not None]
-        for group, rate in zip(rated, rates, strict=True):
+        for group, rate in zip(rated, state.rates, strict=True):
             lr, value = group["lr"], float(rate.learning_rate)
             group["lr"] = torch.full_like(lr, value) if isinstance(lr, Tensor) else value
         if int(state.count):
@@ -244,19 +239,21 @@ class _Adapter:
         if options is not None:
             for group, own in zip(optimizer.param_groups, options, strict=True):
                 group.update(own)
-            used = [torch.as_tensor(float(g["lr"]), dtype=torch.float64, device=form.device) for g in rated]
-            rates = tuple(RateState(lr, state.count + 1) for lr in used)
-        return optimizer, rates
+            for group, rate in zip(rated, state.rates, strict=True):
+                assert isinstance(rate.count, Tensor)
+                rate.learning_rate.fill_(float(group["lr"]))
+                rate.count.copy_(state.count + 1)
+        return optimizer
 
     def evaluated(self, params: Buckets, state: TorchState, back: bool) -> Buckets:
         """Return the parameters to evaluate, by the method eval of the optimizer; `back`: those to train, by its train."""
         plan = self.plan(params.plan.number())
         form = self.form(plan, params[0].device)
-        state = trees.fill(form.template, trees.leaves(state))
+        state = trees.fill(form.template, [x.clone() for x in trees.leaves(state)])
         new = Buckets([x.clone() for x in params], plan)
         named = named_leaves(new)
         options = self.options(int(state.count), named, plan) if form.scheduled else None
-        optimizer, _ = self._restored(form, options, named, state)
+        optimizer = self._restored(form, options, named, state)
         optimizer.eval()
         if back:
             for y, x in zip(new, params, strict=True):
@@ -282,22 +279,15 @@ def _plan_number(number: int, plan: int) -> int:
 
 def _kernel(
     grads: list[Tensor], params: list[Tensor], state: list[Tensor], handle: Tensor, plan: int, workers: int
-) -> list[Tensor]:
+) -> None:
     rule = "its optimizer runs Python in every step, which a CUDA graph would not replay; leave mode out."
     require(context.inputs is None, 'compile(step, mode="reduce-overhead") with df.from_torch', rule)
     adapter, layout = _adapters[int(handle)], plan_of(plan)
-
-    def one(grads: Iterable[Tensor], params: Iterable[Tensor], state: Iterable[Tensor]) -> list[Tensor]:
-        x = Buckets(params, layout)
-        template = adapter.form(layout, x[0].device).template
-        updates, new = adapter.step(Buckets(grads, layout), x, trees.fill(template, list(state)))
-        return [x.clone() for x in (*updates, *trees.leaves(new))]
-
     with torch.no_grad():
-        if not workers:
-            return one(grads, params, state)
-        rows = [one(*([x[i] for x in part] for part in (grads, params, state))) for i in range(workers)]
-        return [torch.stack(column) for column in zip(*rows, strict=True)]
+        for i in range(workers) if workers else [...]:  # [...] is all of a tensor
+            x = Buckets([b[i] for b in params], layout)
+            own = trees.fill(adapter.form(layout, x[0].device).template, [s[i] for s in state])
+            adapter.step(Buckets([g[i] for g in grads], layout), x, own)
 
 
 def _over_workers(
@@ -309,7 +299,7 @@ def _over_workers(
     handle: Tensor,
     plan: int,
     workers: int,
-) -> tuple[list[Tensor], list[int]]:
+) -> tuple[None, None]:
     def first(tensors: list[Tensor], dims: list[int | None]) -> list[Tensor]:
         pairs = zip(tensors, dims, strict=True)
         return [x.expand(info.batch_size, *x.shape) if d is None else x.movedim(d, 0) for x, d in pairs]
@@ -319,15 +309,17 @@ def _over_workers(
             "sweep(step, R): df.from_torch updates one worker after the other, so nothing is gained; use df.sgd, df.adamw or "
             "another optimizer of df.transforms, or train one run after the other."
         )
+    rule = "under vmap, parameters and optimizer's state need a row for each worker, as df.stack(state, N) has."
+    require(None not in (*in_dims[1], *in_dims[2]), "from_torch: update(grads, state, params)", rule)
     parts = [first(x, d) for x, d in zip((grads, params, state), in_dims[:3], strict=True)]
-    out = _step(*parts, handle, plan, info.batch_size)
-    return out, [0] * len(out)
+    _step(*parts, handle, plan, info.batch_size)
+    return None, None
 
 
 _step = operator(
     # `workers`: 0 for one worker alone; N for N stacked ones.
-    "torch_optimizer(Tensor[] grads, Tensor[] params, Tensor[] state, Tensor optimizer, int plan, int workers) -> Tensor[]",
+    "torch_optimizer(Tensor[] grads, Tensor(a!)[] params, Tensor(b!)[] state, Tensor optimizer, int plan, int workers) -> ()",
     _kernel,
-    lambda grads, params, state, handle, plan, workers: [torch.empty_like(x) for x in (*grads, *state)],
+    lambda *arguments: None,
     _over_workers,
 )

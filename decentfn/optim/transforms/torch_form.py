@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from decentfn.core import trees
-from decentfn.core.buckets import Buckets, Plan, elements
+from decentfn.core.buckets import Buckets, Plan, write_over
 from decentfn.core.formatting import brief, brief_error
 from decentfn.core.numbers import require
 from decentfn.optim.transforms.basic import RateState, new_count
@@ -64,12 +63,8 @@ class Kind(NamedTuple):
     device: torch.device
 
     def restored(self, x: Tensor) -> Any:
-        """Return a value of this kind."""
-        return x.to(self.device).clone() if self.type is Tensor else self.type(x.item())
-
-    def stored(self, value: Any, device: torch.device) -> Tensor:
-        """Return a value of this kind as a tensor on the parameters' device."""
-        return torch.as_tensor(value, dtype=self.dtype, device=device).reshape(self.shape)
+        """Return a value of this kind; a tensor on the same device is `x` itself."""
+        return x.to(self.device) if self.type is Tensor else self.type(x.item())
 
     def zeros(self, device: torch.device) -> Tensor:
         """Return zeros in place of a value of this kind."""
@@ -103,9 +98,12 @@ class Form:
         self.plan, self.device, self.scheduled = plan, named[0][1].device, scheduled
         before, name, trials = [dict(group) for group in optimizer.param_groups], type(optimizer).__name__, []
         self.has_modes = hasattr(optimizer, "eval")
+        # Of others, some clip in place, perhaps not in a trial.
+        self.writes_gradients = not type(optimizer).__module__.startswith("torch.optim.")
         self.rates = [float(group["lr"]) for group in before if group.get("lr") is not None]
         for trial in range(TRIALS):
-            for (_, p), g in zip(named, trial_gradient(plan, self.device, trial).leaves(), strict=True):
+            grads = trial_gradient(plan, self.device, trial)
+            for (_, p), g in zip(named, grads.leaves(), strict=True):
                 p.grad = g
             try:
                 optimizer.step()
@@ -114,6 +112,8 @@ class Form:
                     f"{CALL}: a trial step of {name} without arguments, on dense gradients, raised {brief_error(error)}; "
                     "optimizers that need a closure or sparse gradients, or other processes, have no pair (init, update)."
                 ) from error
+            pairs = zip(grads, trial_gradient(plan, self.device, trial), strict=True)
+            self.writes_gradients |= any(g._version or not torch.equal(g, given) for g, given in pairs)
             trials.append([{k: kind_of(v) for k, v in optimizer.state.get(p, {}).items()} for _, p in named])
         rule = f"{name} keeps other things after later steps than after its first, so no state has room for them."
         require(all(kinds == trials[0] for kinds in trials), CALL, rule)
@@ -123,9 +123,10 @@ class Form:
             rule = f"{name} keeps {' and '.join(unknown)} of {leaf!r}; a state holds plain tensors and numbers. Use another one."
             require(not unknown, CALL, rule)
             self.kinds.append({key: kind for key, kind in own.items() if isinstance(kind, Kind)})
-        shapes = [tuple(p.shape) for _, p in named]
+        shapes = [(tuple(p.shape), p.is_complex()) for _, p in named]
         common = [key for key in self.kinds[0] if self._is_common(key)]
-        self.of_elements = [k for k in common if [own[k].shape for own in self.kinds] == shapes and any(shapes)]
+        of_all = {k: [(own[k].shape, own[k].dtype.is_complex) for own in self.kinds] for k in common}
+        self.of_elements = [k for k in common if of_all[k] == shapes and any(shape for shape, _ in shapes)]
         self.of_leaves = [
             k for k in common if k not in self.of_elements and all(own[k].shape == () for own in self.kinds)
         ]
@@ -175,39 +176,31 @@ class Form:
                     )
 
     def give(self, optimizer: Any, named: Named, state: TorchState) -> None:
-        """Give the optimizer its state."""
-        numbers = {key: state.of_leaves[key].to(self.kinds[0][key].device).unbind() for key in self.of_leaves}
-        tensors = {key: state.of_elements[key].leaves() for key in self.of_elements}
-        for i, ((name, p), kinds) in enumerate(zip(named, self.kinds, strict=True)):
-            own = {key: values[i] for shared in (numbers, tensors) for key, values in shared.items()}
-            own |= {key: state.others[name][key] for key in self.others[name]}
+        """Give the optimizer its state: views of this one."""
+        for (_, p), kinds, own in zip(named, self.kinds, self._places(state), strict=True):
             if own:
                 optimizer.state[p] = {key: kinds[key].restored(own[key]) for key in kinds}
         for group, kinds, own in zip(optimizer.param_groups, self.groups, state.groups, strict=True):
             group.update({key: kind.restored(own[key]) for key, kind in kinds.items()})
 
-    def take(self, optimizer: Any, named: Named, rates: tuple[RateState, ...], count: Tensor) -> TorchState:
-        """Return the optimizer's state."""
-        stored = [
-            {key: kind.stored(optimizer.state[p][key], self.device) for key, kind in kinds.items()}
-            for (_, p), kinds in zip(named, self.kinds, strict=True)
+    def take(self, optimizer: Any, named: Named, params: Buckets, state: TorchState) -> None:
+        """Write what the optimizer has put elsewhere over the state and the parameters, and count the step."""
+        pairs = [(x, p.data) for x, (_, p) in zip(params.leaves(), named, strict=True)]
+        for (_, p), own in zip(named, self._places(state), strict=True):
+            pairs += [(x, optimizer.state[p][key]) for key, x in own.items()]
+        for group, own in zip(optimizer.param_groups, state.groups, strict=True):
+            pairs += [(x, group[key]) for key, x in own.items()]
+        write_over(pairs)
+        state.count.add_(1)
+
+    def _places(self, state: TorchState) -> list[dict[str, Tensor]]:
+        """Return the tensors of each parameter as views of the state."""
+        shared = {key: x.unbind() for key, x in state.of_leaves.items()}
+        shared |= {key: x.leaves() for key, x in state.of_elements.items()}
+        return [
+            {key: values[i] for key, values in shared.items()} | state.others.get(name, {})
+            for i, name in enumerate(self.names)
         ]
-        of_elements = {}
-        for key in self.of_elements:
-            rest = iter([elements(own[key]) for own in stored])
-            vectors = [torch.cat([*itertools.islice(rest, len(b.segments))]) for b in self.plan.buckets]
-            of_elements[key] = Buckets(vectors, self.plan)
-        of_leaves = {key: torch.stack([own[key] for own in stored]) for key in self.of_leaves}
-        groups = tuple(
-            {key: kind.stored(group[key], self.device) for key, kind in kinds.items()}
-            for group, kinds in zip(optimizer.param_groups, self.groups, strict=True)
-        )
-        others = {
-            name: {key: own[key] for key in keys}
-            for (name, keys), own in zip(self.others.items(), stored, strict=True)
-            if keys
-        }
-        return TorchState(count, rates, groups, of_elements, of_leaves, others)
 
 
 def named_leaves(x: Buckets) -> Named:

@@ -1,0 +1,112 @@
+"""What everyday calls copy and keep alive, in copies of the parameters: the price beside the plain PyTorch, counted."""
+
+import pytest
+import torch
+
+import decentfn as df
+from decentfn.core import trees
+from tests.allocations import elements_of, peak_of
+
+COPIES = "aten::copy_", "aten::cat"
+PARAMS = {f"{i}": torch.randn(1 << 16) for i in range(4)}
+D = sum(x.numel() for x in PARAMS.values())
+
+
+def loss_fn(params, batch):
+    return sum((x * batch).square().sum() for x in params.values())
+
+
+def trained(optimizer, loss_fn=loss_fn, params=PARAMS, bucket_mb=25.0):
+    init, step = df.adapt_while_communicate(loss_fn, optimizer, df.topology("complete", 1), bucket_mb=bucket_mb)
+    return init(params), step
+
+
+def adamw(params):
+    return torch.optim.AdamW(params, lr=1e-3, fused=True)
+
+
+class WithNewMoments(torch.optim.SGD):
+    """Makes another tensor of its moment in every step, and swaps it with the one before."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            own = self.state[p]
+            last = own.get("last", torch.zeros_like(p))
+            own["last"], own["before"] = 0.9 * last + p.grad, last
+            p.data = p - 0.1 * own["last"] - 0.01 * own["before"]
+
+
+def test_an_optimizer_of_pytorch_works_on_one_copy_of_the_parameters_and_moments():
+    state, _ = trained(optimizer := df.from_torch(adamw))
+    grads = df.kit.each(torch.randn_like, state.params)
+    _, opt = optimizer.update(grads, state.local.opt, state.params)
+    kept = trees.map(torch.clone, opt)
+    copied = elements_of(lambda: optimizer.update(grads, opt, state.params), *COPIES)
+    assert 3 * D <= copied < 3.1 * D  # x, m and v; once 12
+    assert all(torch.equal(a, b) for a, b in zip(trees.leaves(opt), trees.leaves(kept), strict=True))
+
+
+@pytest.mark.thorough
+def test_a_donated_compiled_step_gives_an_optimizer_of_pytorch_the_state_itself():
+    """Beside the gradient it keeps the parameters as the optimizer leaves them: no moments, which it writes in place."""
+    state, step = trained(df.from_torch(adamw))
+    step = df.compile(step)
+    batch = torch.ones(1 << 16)
+    for t in range(3):
+        state, _ = step(state, batch, t)
+    assert peak_of(lambda: step(state, batch, 3)) < 2.6 * 4 * D
+
+
+@pytest.mark.parametrize(
+    "transform", [lambda step: step, df.donate, lambda step: df.compile(step, backend="aot_eager")]
+)
+def test_an_optimizer_of_pytorch_may_put_other_tensors_in_the_places_of_its_state(transform):
+    state, step = trained(df.from_torch(lambda params: WithNewMoments(params, lr=0.1)))
+    step, leaves = transform(step), {name: x.clone().requires_grad_() for name, x in PARAMS.items()}
+    optimizer = WithNewMoments(list(leaves.values()), lr=0.1)
+    for t in range(4):
+        batch = torch.full((1 << 16,), 0.1 + t / 10)
+        state, _ = step(state, batch, t)
+        optimizer.zero_grad()
+        loss_fn(leaves, batch).backward()
+        optimizer.step()
+    torch.testing.assert_close(dict(df.params(state)), {name: x.detach() for name, x in leaves.items()})
+
+
+def clip(optimizer, *_):
+    for p in optimizer.param_groups[0]["params"]:
+        if p.grad.max() > optimizer.threshold:
+            p.grad.clamp_(max=1e-3)
+
+
+class Clipped(torch.optim.SGD):
+    """Clips in place, but not the gradients of a trial."""
+
+    threshold = 100
+
+    def step(self, closure=None):
+        clip(self)
+        super().step()
+
+
+def clipped_by_a_hook(params, threshold=0.1):
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    optimizer.threshold = threshold
+    optimizer.register_step_pre_hook(clip)
+    return optimizer
+
+
+@pytest.mark.parametrize("make", [lambda params: Clipped(params, lr=0.1), clipped_by_a_hook])
+def test_an_optimizer_that_writes_over_gradients_leaves_those_of_the_step(make):
+    state, _ = trained(optimizer := df.from_torch(make))
+    grads = df.kit.each(lambda x: torch.full_like(x, 200.0), state.params)
+    u, _ = optimizer.update(grads, state.local.opt, state.params)
+    assert all((g == 200).all() for g in grads) and all((x > -1e-3).all() for x in u)
+
+
+def test_a_hook_that_wrote_over_no_gradient_in_a_trial_may_not_do_so_later():
+    state, _ = trained(optimizer := df.from_torch(lambda params: clipped_by_a_hook(params, 100)))
+    grads = df.kit.each(lambda x: torch.full_like(x, 200.0), state.params)
+    with pytest.raises(ValueError, match="wrote over gradients"):
+        optimizer.update(grads, state.local.opt, state.params)
