@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from decentfn.comm import collectives
-from decentfn.core import draws
+from decentfn.core import draws, trees
 from decentfn.core.buckets import Buckets, Plan
 from decentfn.core.formatting import brief
 from decentfn.core.scalars import as_step
@@ -60,10 +60,8 @@ class Step:
     is_guarded: bool = False
     is_donated: bool = False
     is_compiled: bool = False
-    _known: WeakValueDictionary[tuple[int, int], Plan] = field(
-        default_factory=WeakValueDictionary, init=False, repr=False
-    )
-    """Plans of the checked states, by plan id and number of bucket dimensions."""
+    _known: WeakValueDictionary[Any, Plan] = field(default_factory=WeakValueDictionary, init=False, repr=False)
+    """Plans of the checked states, by plan id, number of bucket dimensions and structure."""
     _has_warned: list[bool] = field(default_factory=list, init=False, repr=False)
     """Not empty after a warning of steps that were left out."""
 
@@ -97,11 +95,18 @@ class Step:
             x = getattr(state, "params", None)
             key = None
             if isinstance(x, Buckets):
-                key = id(x.plan), x.tensors[0].dim()
+                key = id(x.plan), x.tensors[0].dim(), hash(trees.flatten(state)[1])
+                if self.is_donated and x.tensors[0].is_inference() and not torch.is_inference_mode_enabled():
+                    raise ValueError(
+                        "step(state, batch, t): the state was made under torch.inference_mode, and a donated step cannot write over it; "
+                        "copy it outside, copy.deepcopy(state), or make it there."
+                    )
                 if x.plan.processes > 1:
                     collectives.require_workers_of(x.plan.processes)
             is_known = self.check is None or key in self._known
             result = (self._run_whole if is_known else self._check_and_run)(state, batch, step_number)
+            if not is_known:
+                self._known[key] = x.plan
         return result if self.finish is None else self.finish(state, *result)
 
     def _check_and_run(self, state: Any, batch: PyTree, t: Tensor) -> tuple[Any, Any]:
@@ -111,8 +116,6 @@ class Step:
         with nullcontext() if self._overwrites else left_alone(state):
             result = self._run_whole(state, batch, t)
         require_result(state, result)
-        x = state.params
-        self._known[id(x.plan), x.tensors[0].dim()] = x.plan
         return result
 
     def _run_whole(self, state: Any, batch: PyTree, t: Tensor) -> tuple[Any, Any]:

@@ -1,5 +1,6 @@
 """A step trains states like those that its own init has made; any other is refused at the first call, in one sentence."""
 
+import copy
 import pickle
 
 import pytest
@@ -125,6 +126,34 @@ def test_ema_takes_its_own_states_only(how):
         first_step(plain.step, averaged.init(network.params()), how)
     with pytest.raises(ValueError, match=r"local\.opt\.0\.count"):
         first_step(averaged.step, of_adam.init(network.params()), how)
+
+
+@pytest.mark.parametrize("transform", [df.donate, lambda step: df.compile(step, backend="eager"), lambda step: step])
+def test_after_its_first_step_a_step_still_refuses_another_state_of_the_same_run(transform):
+    """The average of `df.ema`, or another optimizer's numbers, beside parameters that the step knows."""
+    plain = algorithm("adapt_then_combine on ring", df.sgd(0.1))
+    init, step = df.ema(plain)
+    state, step = df.stack(init(network.params()), N), transform(df.simulate(step, N))
+    state, _ = step(state, network.batches(N, 0), 0)
+    other = algorithm("adapt_then_combine on ring", df.adam(0.1)).init(network.params())
+    mixed = state._replace(local=state.local._replace(opt=df.stack(other, N).local.opt))
+    for given, refusal in (
+        (df.ema_state(state), "needs one with an average"),
+        (mixed, "another algorithm's, network's or"),
+    ):
+        with pytest.raises(ValueError, match=refusal):
+            step(given, network.batches(N, 1), 1)
+
+
+def test_a_state_from_inference_mode_is_not_written_over_and_its_copy_is():
+    init, step = algorithm("adapt_then_combine on ring", df.sgd(0.1))
+    state = init(network.params())
+    with torch.inference_mode():
+        state = df.stack(state, N)
+    step = df.donate(df.simulate(step, N))
+    with pytest.raises(ValueError, match="torch.inference_mode.*copy.deepcopy"):
+        step(state, network.batches(N, 0), 0)
+    step(copy.deepcopy(state), network.batches(N, 0), 0)
 
 
 def test_an_optimizer_whose_start_depends_on_values_is_taken():

@@ -61,6 +61,12 @@ def test_extra_comes_back_as_it_was(name, tmp_path):
     _same(df.checkpoint.restore(tmp_path / "run", _state()).extra, EXTRAS[name])
 
 
+def test_numbers_of_numpy_come_back_as_those_of_python(tmp_path):
+    extra = {"read": np.int64(3), "of": [np.float32(0.5), np.bool_(True)]}
+    df.checkpoint.save(tmp_path / "run", _state(), 5, extra=extra)
+    _same(df.checkpoint.restore(tmp_path / "run", _state()).extra, {"read": 3, "of": [0.5, True]})
+
+
 class _Own:
     pass
 

@@ -29,6 +29,7 @@ def packed(value: Any, tensors: dict[str, Tensor], path: str = "extra") -> Any:
     def each(items: Any) -> list[Any]:
         return [packed(item, tensors, f"{path}[{i}]") for i, item in enumerate(items)]
 
+    value = value.item() if isinstance(value, np.generic) else value
     if value is None or type(value) in (bool, int, str) or (type(value) is float and value - value == 0):
         return value
     if type(value) is Tensor and value.dtype in DTYPES and value.layout == torch.strided:
