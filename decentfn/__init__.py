@@ -73,7 +73,7 @@ from decentfn.train.state_dicts import load_state_dict, state_dict
 from decentfn.train.survival import join, survive
 from decentfn.wrappers import average_buffers, ema, ema_params, ema_state, guard, mix_state
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 __all__ = [
     "Algorithm",

@@ -81,7 +81,7 @@ SAID = [  # of each message that the page quotes, what stands between its names 
     "init(): the ranks run different versions of ",
     "so that workers x processes is the topology's size.",
     " started several processes, but RANK is not set, so each would train alone; start them with torchrun, or export RANK=$",
-    " a process did not start, or was told of another store: where nodes come and go, start torchrun with",
+    " a process did not start, or uses another store: where nodes come and go, start torchrun with",
     "replicas must start equal: `params, buffers = df.broadcast((params, buffers))` before init",
     "; every rank must call the step with the same t",
     " is later than the timeout of df.init (",

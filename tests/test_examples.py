@@ -190,7 +190,7 @@ def ends(script, arguments, capsys):
         (["--processes-per-worker", "0"], "train_lm: --processes-per-worker 0: it is at least 1"),
         (["--processes-per-worker", "2", "--simulate", "2"], "train_lm: --processes-per-worker 2: neither --simulate"),
         (["--processes-per-worker", "3", "--inside", "tensor"], "train_lm: --inside tensor --dim 16: 3 processes"),
-        (["--processes-per-worker", "2"], "train_lm: init(processes_per_worker=2): a worker is so many processes of 1"),
+        (["--processes-per-worker", "2"], "train_lm: init(processes_per_worker=2): the number must divide 1"),
         (["--learning-rate", "-1"], "train_lm: warmup_cosine(peak=-1.0)"),
         (["--clip", "0"], "train_lm: clip_by_global_norm(max_norm=0.0)"),
         (["--topology", "nope"], "train_lm: topology('nope'): no such topology"),

@@ -36,10 +36,12 @@ def topology_files():
     return [path for path in Path(df.topologies.__file__).parent.glob("*.py") if path.stem != "registry"]
 
 
-def test_the_citation_is_of_this_version():
-    said = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
-    assert re.findall(r"^version: (\S+)$", said, re.MULTILINE) == [df.__version__]
-    assert f"{{{df.__version__}}}" in page("citations")
+def test_the_citation_is_of_the_last_release_and_the_version_is_that_or_the_next_ones():
+    said, log = ((ROOT / name).read_text(encoding="utf-8") for name in ("CITATION.cff", "CHANGELOG.md"))
+    released, *_ = re.findall(r"^## (\d+\.\d+\.\d+)", log, re.MULTILINE)
+    assert re.findall(r"^version: (\S+)$", said, re.MULTILINE) == [released]
+    assert f"{{{released}}}" in page("citations")
+    assert df.__version__.endswith(".dev0") == ("## Unreleased" in log) and df.__version__ >= released
 
 
 @pytest.fixture(scope="module")

@@ -61,7 +61,7 @@ def on_device(backend: Callable[..., Any]) -> Callable[..., Any]:
             for user in node.users:
                 rule = (
                     f"the step computes {user.target} of a tensor on the CPU ({node.name}: t, or one that it reads from outside), "
-                    "whose value a graph would not read again; move the tensor to the GPU, and in place of arithmetic with t use a "
+                    "whose value is frozen into the graph; move the tensor to the GPU, and in place of arithmetic with t use a "
                     "topology made of topologies (df.topologies.every) or df.kit, or leave mode out."
                 )
                 require(getattr(user.target, "namespace", "") == "decentfn" or user.op == "output", _CALL, rule)
@@ -89,7 +89,7 @@ def replayed(
 ) -> Callable[..., tuple[Any, Any]]:
     """Return a step's donated `run`, which runs once for each form of batches, is then recorded, and then replayed.
 
-    A state in other memory begins anew, with another recorder: PyTorch refuses memory whose graphs are gone.
+    A state in other memory starts over, with another recorder: PyTorch refuses memory whose graphs are gone.
     """
     place: list[Any] = []
     known: list[tuple[Any, _Recording]] = []

@@ -80,7 +80,7 @@ WEIGHTS = Private(
 )
 GUARDS = Private(
     "torch._dynamo.config",
-    "compile anew where a module's hooks change, or two parameters become one",
+    "recompile where a module's hooks change, or two parameters become one",
     "df.compile is refused",
 )
 BACKEND = Private(

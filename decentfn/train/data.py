@@ -277,7 +277,7 @@ def _epochs(loader: Any, num_epochs: int, start: int) -> Iterator[tuple[int, Any
 
 @checks_numbers
 def shards(num_samples: int, num_workers: int, batch_size: int, seed: int = 0) -> Shards:
-    """Distribute all samples anew in every epoch; a remainder that does not fill a batch for every worker is skipped.
+    """Redistribute all samples in every epoch; a remainder that does not fill a batch for every worker is skipped.
 
     Args:
         num_samples: at least `num_workers * batch_size`.

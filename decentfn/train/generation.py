@@ -41,7 +41,7 @@ def _answer(name: str, notes: Store, size: int, timeout: timedelta) -> None:
     waiting = [str(rank) for rank in range(1, size)]
     while waiting:
         if time.monotonic() > end:
-            raise _no_answer(0, f"ranks {', '.join(waiting)}", int(waiting[0]), timeout)
+            raise _no_answer(0, f"rank{'s' * (len(waiting) > 1)} {', '.join(waiting)}", int(waiting[0]), timeout)
         time.sleep(_POLL_S)
         for rank in [rank for rank in waiting if notes.check([rank])]:
             said = notes.get(rank).decode()
@@ -54,8 +54,8 @@ def _answer(name: str, notes: Store, size: int, timeout: timedelta) -> None:
 def _no_answer(rank: int, missing: str, peer: int, timeout: timedelta) -> ExchangeTimeout:
     place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     return ExchangeTimeout(
-        f"init(timeout={timeout}): rank {rank} heard nothing of {missing} in the store at {place}; a process did not "
-        "start, or was told of another store: where nodes come and go, start torchrun with "
+        f"init(timeout={timeout}): rank {rank} got no answer from {missing} in the store at {place}; a process did not "
+        "start, or uses another store: where nodes come and go, start torchrun with "
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment.",
         process=rank,
         peer=peer,

@@ -22,7 +22,7 @@ from decentfn.core.formatting import brief
 from decentfn.core.numbers import checks_numbers, real
 from decentfn.engine.memory import keep_freed_memory
 from decentfn.errors import PlanMismatch
-from decentfn.train.ends import end_with_agent, report_root_cause
+from decentfn.train.exit_hooks import end_with_agent, report_root_cause
 from decentfn.train.generation import fresh_part
 from decentfn.train.joining import store_of_environment, versions, wait_for_run
 from decentfn.train.store import answered, store_of_run, unknown_interface
@@ -186,8 +186,8 @@ def _processes_per_worker(said: int | str, world: World) -> int:
             )
         if not isinstance(size, int) or size < 1 or world.size % size or size != everyone[0][1]:
             raise ValueError(
-                f"init(processes_per_worker={its}): a worker is so many processes of {world.size}; give a divisor of "
-                f"their number, on all of them alike (rank {rank}: {its}, rank 0: {everyone[0][0]})."
+                f"init(processes_per_worker={its}): the number must divide {world.size}, the number of "
+                f"processes, and be the same on all (rank {rank}: {its}, rank 0: {everyone[0][0]})."
             )
     return everyone[0][1]
 
@@ -273,7 +273,7 @@ def _start(backend: str | None, gpus: int, timeout: timedelta) -> None:
         if rank == 0 and any(its["gpus"] for its in everyone):
             warnings.warn(
                 f"init(): {fact} ({len(without)} such ranks), so all ranks train on the CPU with gloo; start one "
-                "process for each GPU, or say backend='gloo'.",
+                "process for each GPU, or pass backend='gloo'.",
                 stacklevel=3,
             )
     device = torch.device("cuda", index) if on_gpu else torch.device("cpu")

@@ -69,8 +69,8 @@ def answered(connect: Callable[[], _Made], timeout: timedelta) -> _Made:
             ) from None
         place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise ExchangeTimeout(
-            f"init(timeout={timeout}): {place} accepts connections, but does not answer as a store does; does another "
-            "program, or a proxy, have the port?"
+            f"init(timeout={timeout}): {place} accepts connections, but does not answer as a store does; is the port in "
+            "use by another program, or a proxy?"
         ) from None
 
 

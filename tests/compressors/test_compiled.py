@@ -92,3 +92,23 @@ def test_so_they_do_with_two_workers_a_process():
         packed(of(0), torch.zeros(2), 0)
     halves = on_ranks(2, lambda rank: run(packed, of(rank), 2))
     assert_alike(trees.map(lambda *rows: torch.cat(rows), *halves), eager, dtype)
+
+
+def test_odd_chunks_of_quantized_subnormals_and_large_values_decode_alike():
+    draw = torch.Generator().manual_seed(1)
+    rows = [
+        [(torch.randn(23, generator=draw) * 10.0 ** (-7 if i else 3)).half(), torch.full((5,), 6e-8).half()]
+        for i in range(3)
+    ]
+    algorithm = df.deep_squeeze(
+        lambda params, batch: sum(0.0 * p.abs().float().sum() for p in trees.leaves(params)),
+        df.sgd(0.0),
+        df.topology("static-ring", 3),
+        compressor=compressors.quantize(8, chunk=7),
+        gamma=0.3,
+    )
+    start = trees.map(lambda *leaves: torch.stack(leaves), *[algorithm.init(row) for row in rows])
+    step = df.simulate(algorithm.step, 3)
+    eager, compiled = run(step, start, 3), run(df.compile(step, donate=False), start, 3)
+    for mine, theirs in zip(trees.leaves(compiled), trees.leaves(eager), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0.02, atol=0.02, equal_nan=True)

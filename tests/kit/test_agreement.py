@@ -12,6 +12,7 @@ from decentfn import compressors
 from decentfn.comm.fingerprint import structure
 from decentfn.kit import Options
 from decentfn.testing import on_ranks
+from tests import network
 
 ALGORITHMS = df.algorithms.__all__
 TOPOLOGY = "chain"
@@ -171,3 +172,89 @@ def test_what_a_users_own_transform_closes_over_is_its_own():
         return df.Transform(lambda params: (), lambda grads, state, params: (grads, (rank, state)[1]))
 
     assert list(structure("optimizer", mine(0))) == list(structure("optimizer", mine(1)))
+
+
+def mean_of(*weights):
+    return df.topologies.from_groups(
+        "mine", [[df.topologies.Edge([i, i ^ 1], w) for i, w in zip((0, 2), weights, strict=True)]], 4
+    )
+
+
+LEAVES = {"a": torch.ones(3), "b": torch.ones(3)}
+FIELDS = {
+    # Of the call: what most ranks have, what one has, and how the two are named.
+    "algorithm": ({}, {"build": "all_reduce"}, "algorithm adapt_while_communicate", "algorithm all_reduce"),
+    "hyperparameter": ({"gamma": 0.5}, {"gamma": 0.6}, "gamma=0.5", "gamma=0.6"),
+    "schedule": (
+        {"gamma": df.schedules.linear(1.0, 0.5, 100)},
+        {"gamma": df.schedules.linear(1.0, 0.4, 100)},
+        "gamma(t)=1 at 0.*0.5 at 100,.*",
+        "gamma(t)=1 at 0.*0.4 at 100,.*",
+    ),
+    "bucket_mb": ({}, {"bucket_mb": 1.0}, "bucket_mb=25.0", "bucket_mb=1.0"),
+    "wire_dtype": ({}, {"wire_dtype": torch.bfloat16}, "wire_dtype=None", "wire_dtype=torch.bfloat16"),
+    "learning rate": ({}, {"optimizer": df.sgd(0.2)}, "optimizer.*0.1", "optimizer.*0.2"),
+    "optimizer": ({}, {"optimizer": df.adamw(0.1)}, "optimizer.*", "optimizer.*"),
+    "mask": (
+        {"optimizer": df.adamw(0.1, weight_decay=0.1, mask=lambda name, shape: name == "a")},
+        {"optimizer": df.adamw(0.1, weight_decay=0.1, mask=lambda name, shape: name == "b")},
+        "mask 0 takes a",
+        "mask 0 takes b",
+    ),
+    "torch": ({}, {"torch": "1.0"}, f"torch {torch.__version__}", "torch 1.0"),
+    "topology": ({}, {"topology": ("static-ring", 4)}, "topology='ring'", "topology='static-ring'"),
+    "num_workers": ({}, {"topology": ("ring", 8)}, "num_workers=4", "num_workers=8"),
+    "number of workers that do not fit": (
+        {},
+        {"topology": ("complete", 3)},
+        "torch .*",
+        "ValueError: .*num_workers=3.*",
+    ),
+    "weights": ({"tables": (0.5, 0.5)}, {"tables": (0.5, 0.6)}, "the topology's tables .*", "the topology's tables .*"),
+    "seed of a random topology": (
+        {"topology": ("random-matching", 4), "seed": 0},
+        {"topology": ("random-matching", 4), "seed": 1},
+        ".*",
+        ".*",
+    ),
+    "name": ({}, {"params": {"a": torch.ones(3), "c": torch.ones(3)}}, r"bucket 0 .*: b .*", r"bucket 0 .*: c .*"),
+    "shape": ({}, {"params": {**LEAVES, "b": torch.ones(3, 1)}}, r".*: b [3] at .*", r".*: b [3, 1] at .*"),
+    "dtype": ({}, {"params": {**LEAVES, "b": torch.ones(3).double()}}, r".*float32: .*", r".*float64: b .*"),
+    "place": ({}, {"params": {**LEAVES, "a": torch.ones(70)}}, r".*: a [3] at 0", r".*: a [70] at 0"),
+    "one leaf more": ({}, {"params": {**LEAVES, "c": torch.ones(3)}}, "nothing", r"bucket 0 .*: c [3] at .*"),
+    "leaf": ({}, {"params": {**LEAVES, "b": "text"}}, "torch .*", ".*Error: .*"),
+}
+
+
+def start_with_a_field_changed(culprit):
+    """For each field what `init` raises on this rank, and its peer."""
+    here, answers = df.init(), {}
+    torch_version = torch.__version__
+    for name, (usual, changed, *_) in FIELDS.items():
+        given = {"build": "adapt_while_communicate", "topology": ("ring", here.size), "params": LEAVES}
+        given |= {**usual, **(changed if here.rank == culprit else {})}
+        make, params, optimizer = given.pop("build"), given.pop("params"), given.pop("optimizer", df.sgd(0.1))
+        tables, schedule = given.pop("tables", None), given.pop("topology")
+        seed = {"seed": given.pop("seed")} if "seed" in given else {}
+        topology = df.topology(*schedule, **seed) if tables is None else mean_of(*tables)
+        torch.__version__ = given.pop("torch", torch_version)
+        init, _ = getattr(df, make)(network.loss_fn, optimizer, topology, **given)
+        try:
+            init(params)
+        except df.errors.PlanMismatch as error:
+            answers[name] = (str(error), error.process, error.peer)
+        torch.__version__ = torch_version
+    return answers
+
+
+def test_one_rank_of_four_that_differs_is_named_with_the_field_and_both_values(ranks):
+    for culprit in (2, 0):
+        usual_rank = 0 if culprit else 1
+        for rank, answers in enumerate(ranks(4).run(start_with_a_field_changed, culprit)):
+            assert answers.keys() == FIELDS.keys()
+            for name, (_, _, usual, changed) in FIELDS.items():
+                message, process, peer = answers[name]
+                usual_line, changed_line = (".*".join(map(re.escape, line.split(".*"))) for line in (usual, changed))
+                said = rf"Rank {usual_rank} has ['\"]{usual_line}['\"], rank {culprit} has ['\"]{changed_line}['\"]; every rank"
+                assert re.search(said, message), (name, message)
+                assert (process, peer) == (rank, usual_rank if rank == culprit else culprit)

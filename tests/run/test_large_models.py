@@ -529,7 +529,7 @@ def init_raises(values, local="2"):
 @pytest.mark.parametrize(
     ("values", "local", "says"),
     [
-        ([3] * 4, "", "init(processes_per_worker=3): a worker is so many processes of 4; give a divisor"),
+        ([3] * 4, "", "init(processes_per_worker=3): the number must divide 4, the number of processes"),
         ([0] * 4, "", "init(processes_per_worker=0)"),
         ([True] * 4, "", "init(processes_per_worker=True)"),
         (["nodes"] * 4, "", "init(processes_per_worker='nodes')"),
@@ -558,7 +558,7 @@ def test_a_node_is_what_torchrun_says(four):
 
 def test_one_process_is_one_worker():
     assert df.init(processes_per_worker=1).mesh is None
-    with pytest.raises(ValueError, match=r"init\(processes_per_worker=2\): a worker is so many processes of 1"):
+    with pytest.raises(ValueError, match=r"init\(processes_per_worker=2\): the number must divide 1"):
         df.init(processes_per_worker=2)
 
 

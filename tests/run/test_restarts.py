@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 import decentfn as df
-from decentfn.train import ends
+from decentfn.train import exit_hooks
 from decentfn.train.generation import fresh_part
 from tests.run.agents import STEPS
 
@@ -64,10 +64,10 @@ def test_who_is_missing_is_named():
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=1))
     [zero, two] = parts(store, 4, [0, 2], timedelta(seconds=1))
-    assert "rank 0 heard nothing of ranks 1, 3" in str(zero) and (zero.process, zero.peer) == (0, 1)
+    assert "rank 0 got no answer from ranks 1, 3" in str(zero) and (zero.process, zero.peer) == (0, 1)
     assert isinstance(two, dist.PrefixStore)  # rank 0 was there
     [alone] = parts(store, 2, [1])
-    assert "rank 1 heard nothing of rank 0" in str(alone) and "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in str(alone)
+    assert "rank 1 got no answer from rank 0" in str(alone) and "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in str(alone)
 
 
 def trained(num_workers, steps=STEPS, x=None):
@@ -117,9 +117,9 @@ def test_the_user_s_exception_is_the_root_cause_and_who_lost_its_rank_prints_one
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
-    ends.report_root_cause()
+    exit_hooks.report_root_cause()
     pauses = []
-    monkeypatch.setattr(ends.time, "sleep", pauses.append)
+    monkeypatch.setattr(exit_hooks.time, "sleep", pauses.append)
     lost = df.errors.PeerLost("step t=4 on worker 3: worker 1 has died", peer=1)
     sys.excepthook(type(lost), lost, None)
     assert capsys.readouterr().err == "rank 3: PeerLost: step t=4 on worker 3: worker 1 has died\n"
@@ -133,13 +133,13 @@ def test_the_user_s_exception_is_the_root_cause_and_who_lost_its_rank_prints_one
 
 ORPHAN = """
 import os, time
-from decentfn.train import ends
+from decentfn.train import exit_hooks
 begin, end = os.pipe()
 if not os.fork():  # the agent
     if not os.fork():  # its process
         os.close(begin)
         os.environ["TORCHELASTIC_RUN_ID"] = "x"
-        ends.end_with_agent()
+        exit_hooks.end_with_agent()
         os.write(end, b"!")
         time.sleep(600)
         os._exit(0)

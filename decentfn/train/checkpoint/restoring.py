@@ -117,7 +117,7 @@ def _tell(found: str, state: Any, saved_workers: int, skipped: dict[str, Checkpo
     if num_workers != saved_workers:
         _log.warning(
             "restore: %s was saved by %d workers, and there are %d: each starts from their mean, and with process 0's extra and "
-            "generators; divide the data anew (docs/resizing.md)",
+            "generators; redivide the data (docs/resizing.md)",
             found,
             saved_workers,
             num_workers,

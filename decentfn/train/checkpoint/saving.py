@@ -102,7 +102,7 @@ class Saver:
                 self._found = on_first("Saver", self._claim)
 
     def _follow(self) -> None:
-        """Connect anew after a loss or a join (`df.survive`); a checkpoint of earlier workers is done by then, or will not be."""
+        """Reconnect after a loss or a join (`df.survive`); a checkpoint of earlier workers is done by then, or will not be."""
         if self._generation != collectives.everyone().generation:
             together("Saver.save", self._settle)
             self._let_go()
