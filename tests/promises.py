@@ -46,7 +46,9 @@ MOVES_THE_MEAN = {
 
 
 class Cell(NamedTuple):
-    disagreement: float  # the largest of the last fifth of the rounds, relative to the start (of equal starts: as it is)
+    disagreement: (
+        float  # the largest of the last fifth of the rounds, relative to the start (of equal starts: as it is)
+    )
     mean: float  # largest move of an element without gradient, less what error feedback holds, relative to the largest start
     loss: float  # distance of the mean model from the optimum, relative to the start
 
