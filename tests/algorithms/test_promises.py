@@ -25,6 +25,10 @@ def test_gasloc_agrees_where_its_page_sends_it(schedule):
     assert assert_promised("gasloc", df.topology(schedule, 8)) is None
 
 
+def test_what_sparse_loco_moves_without_a_gradient_its_error_has_held():
+    assert promises.run("sparse_loco", df.topology("complete", 8)).mean < 1e-14
+
+
 @pytest.mark.parametrize("name", ["noloco", "quasi_global_momentum", "gasloc"])
 def test_momentum_that_grows_on_a_long_cycle_is_refused(name):
     assert "disagreement grows" in (assert_promised(name, df.topology("shift-one", 16)) or "")

@@ -193,6 +193,29 @@ def test_the_mean_of_those_that_are_left_is_kept_on_a_schedule_that_suits(row, j
     assert losses.faults(kept, failed, [0, 2, 3] + [4] * bool(joins), row, 3) == []
 
 
+def test_after_a_join_momentum_that_is_left_of_an_old_disagreement_moves_the_parameters_as_the_equation_says():
+    """QGM without gradients: a ring of three agrees at once, in x but not in m, which a ring of four mixes no better than x."""
+    kept, failed = losses.survived(losses.of_row("quasi_global_momentum", "static-ring"), 3, joins=2)
+    assert not failed and sorted(kept) == [0, 1, 2, 3]
+    first, end, W = min(kept[3]), max(kept[3]), df.mixing_matrix(df.topology("static-ring", 4), 0)
+
+    def at(t, what=lambda state: state.params):
+        return torch.stack([torch.cat(list(what(kept[seat][t]))) for seat in range(4)])
+
+    x, m = at(first), at(first, lambda state: state.memory.m)
+    assert (x - x.mean(0)).norm() < 1e-14 < (m - m.mean(0)).norm()
+    for t in range(first, end):
+        new = W @ (x - 0.9**2 * m)
+        x, m = new, 0.9 * m + 0.1 * (x - new)
+        assert (at(t + 1) - x).abs().max() < 1e-14
+    # Per step the eigenvalues 1/3 and -1/3 of W shrink (x, m) by the largest eigenvalue of this recursion.
+    rate = max(
+        abs(torch.linalg.eigvals(torch.tensor([[w, -0.81 * w], [0.1 * (1 - w), 0.9 + 0.081 * w]]))).max()
+        for w in (1 / 3, -1 / 3)
+    )
+    assert rate < 0.91 and losses.spread([kept[seat][end] for seat in range(4)]) < rate ** (end - first)
+
+
 @pytest.mark.parametrize("name", ["d2", "a2cid2", "power_gossip", "decentlam", "choco_sgd", "extra", "gasloc"])
 def test_an_algorithm_goes_on_with_a_schedule_that_it_accepts(name):
     """Whoever is lost, and for whomever joins; on every schedule on which it can be built."""
