@@ -1,5 +1,6 @@
 """What everyday calls copy and keep alive, in copies of the parameters: the price beside the plain PyTorch, counted."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -125,3 +126,25 @@ def test_the_distance_between_workers_is_computed_without_a_copy_of_their_parame
     torch.testing.assert_close(df.consensus_distance(state), expected, rtol=1e-14, atol=0)
     assert all(torch.equal(a, b) for a, b in zip(trees.leaves(state), trees.leaves(kept), strict=True))
     assert peak_of(lambda: df.consensus_distance(state)) < 2.5 * 8 * (1 << 18)  # of one block in float64
+
+
+@pytest.mark.parametrize("kept", [0, 1])
+def test_a_seeded_batch_does_not_touch_the_state_of_numpys_generator(kept):
+    np.random.seed(5)
+    np.random.standard_normal(kept)  # of two, NumPy keeps the second for the next call
+    expected = np.random.RandomState()
+    expected.set_state(np.random.get_state())
+    shards = df.data.shards(8, 1, 4)
+    dataset = df.data.seeded([*range(8)])
+    read = [dataset.__getitems__(samples) for samples in df.data.batch_sampler(shards, 0, steps=2)]
+    assert len(read) == 2 and np.random.get_bit_generator().state["bit_generator"] == "MT19937"
+    assert np.random.standard_normal(5).tolist() == expected.standard_normal(5).tolist()
+
+
+def test_a_batch_of_a_fixed_part_reads_no_more_than_the_batch():
+    part = torch.arange(1 << 16)
+    shards = df.data.fixed_shards([part, part[:3]], 4)
+    shards.stacked_at(0)
+    assert elements_of(lambda: shards.batch_at(1, 0), "aten::cat", "aten::copy_", "aten::clone") <= 8
+    third = torch.cat([shards.batch_at(t, 1) for t in range(3)])
+    assert [sorted(its.tolist()) for its in third.split(3)] == [[0, 1, 2]] * 4
