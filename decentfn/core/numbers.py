@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
-from functools import wraps
+from functools import cache, wraps
 from numbers import Integral, Real
 from typing import Any, ParamSpec, TypeVar
 
@@ -164,8 +164,12 @@ def checks_numbers(function: Callable[P, T]) -> Callable[P, T]:
 def _kinds(parameter: inspect.Parameter) -> frozenset[str]:
     if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
         return frozenset()
-    without_brackets = re.sub(r"\[.*\]", "", str(parameter.annotation))
-    kinds = {part.strip() for part in without_brackets.split("|")}
+    return _kinds_in(str(parameter.annotation))
+
+
+@cache
+def _kinds_in(annotation: str) -> frozenset[str]:
+    kinds = {part.strip() for part in re.sub(r"\[.*\]", "", annotation).split("|")}
     return frozenset(kinds | {"float", "Callable"} if "Scalar" in kinds else kinds)
 
 

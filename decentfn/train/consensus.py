@@ -161,8 +161,23 @@ def consensus_distance(state: Any) -> Tensor:
 def distance_to_consensus(state: Any) -> Tensor:
     """Return `‖x_i - x̄‖₂` of this worker (0-d float64), or of each (`[N]`) if stacked. Collective."""
     x = _buckets(state)
-    squares = [((bucket.double() - _mean(bucket.double())) ** 2).sum(-1) for bucket in x]
-    return sum_within_worker(torch.stack(counted_once(squares, x.plan)).sum(0), x.plan.processes).sqrt()
+    squares = counted_once([_squared_distance(bucket) for bucket in x], x.plan)
+    return sum_within_worker(torch.stack(squares).sum(0), x.plan.processes).sqrt()
+
+
+def _squared_distance(bucket: Tensor) -> Tensor:
+    """Return `‖x_i - x̄‖²` in float64, block by block: in one process, the bucket is read once and never copied."""
+    rows, several = bucket.shape[:-1].numel(), collectives.world().size > 1
+    parts = bucket.split(max(1, (1 << 18 if bucket.device.type == "cpu" else 1 << 24) // rows), -1)
+    means: list[Any] = [None] * len(parts)
+    if several:
+        mean = collectives.process_mean(torch.cat([_mean_here(part.double()) for part in parts]))
+        means = [*mean.split(parts[0].shape[-1])]
+    total = torch.zeros(bucket.shape[:-1], dtype=torch.float64, device=bucket.device)
+    for part, mean in zip(parts, means, strict=True):
+        own = part.to(torch.float64 if several or rows > 1 else part.dtype, copy=True)  # alone: 0, or NaN
+        total += own.sub_(_mean_here(own) if mean is None else mean).square_().sum(-1)
+    return total
 
 
 @checks_numbers
@@ -310,7 +325,11 @@ def _rows(call: str, state: Any, tree: PyTree) -> Sequence[Tensor]:
 
 def _mean(bucket: Tensor) -> Tensor:
     """Average over the workers here (the first of two axes, if there are two) and over all processes."""
-    return collectives.process_mean(bucket.mean(0) if bucket.dim() == 2 else bucket)
+    return collectives.process_mean(_mean_here(bucket))
+
+
+def _mean_here(bucket: Tensor) -> Tensor:
+    return bucket.mean(0) if bucket.dim() == 2 else bucket
 
 
 def _buckets(state: Any, *, of_runs: bool = False) -> Buckets:

@@ -210,18 +210,26 @@ def seeded(dataset: Any, seed: int = 0) -> Seeded:
     return Seeded(dataset, seed)
 
 
+_numpy = np.random.MT19937(0)
+
+
 @contextmanager
 def _drawing_by(seed: int) -> Iterator[None]:
-    before = np.random.get_state(), random.getstate()
+    # To read and write the state of NumPy's generator is slow, so the batch draws from another; but that drops a normal
+    # number that NumPy keeps for the next call.
+    own, kept, before = np.random.get_bit_generator(), np.random.get_state(legacy=False), random.getstate()
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
+        np.random.set_bit_generator(_numpy)
         np.random.seed(seed % 2**32)
         random.seed(seed)
         try:
             yield
         finally:
-            np.random.set_state(before[0])
-            random.setstate(before[1])
+            np.random.set_bit_generator(own)
+            if kept["has_gauss"]:
+                np.random.set_state(kept)
+            random.setstate(before)
 
 
 @checks_numbers
@@ -338,9 +346,9 @@ def fixed_shards(parts: Sequence[Tensor | Sequence[int]], batch_size: int, seed:
     def positions(t: int, worker: int) -> Tensor:
         size, first = lists[worker].numel(), t * batch_size
         epochs = range(first // size, (first + batch_size - 1) // size + 1)
-        stream = torch.cat([order(worker, epoch) for epoch in epochs])
-        begin = first - epochs[0] * size
-        return stream[begin : begin + batch_size].clone()
+        # Of each epoch, the part that the batch reads.
+        parts = [order(worker, e)[max(first - e * size, 0) : first + batch_size - e * size] for e in epochs]
+        return torch.cat(parts)
 
     total = sum(part.numel() for part in lists)
     return Shards(len(lists), batch_size, max(1, total // (len(lists) * batch_size)), positions)
