@@ -203,6 +203,7 @@ def _refuse_writing(names: list[str]) -> NoReturn:
 
 def _apart(new: Tensor, own: Tensor) -> Tensor:
     """Copy a new buffer into its own memory, with the old one's layout."""
+    new = trees.unclassed(new)
     if new.data_ptr() == own.data_ptr() and (new.shape, new.dtype, new.stride()) == (
         own.shape,
         own.dtype,
