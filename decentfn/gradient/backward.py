@@ -158,7 +158,7 @@ def _forward_backward(
         refuse_numpy(error)
         raise
     loss = scalar(loss)
-    others = ungiven(loss, (given.leaves, batch)) if is_first and given.constant else []
+    others = ungiven(loss, (given.leaves, getattr(given, "own", None), batch)) if is_first and given.constant else []
     require_graph(loss)
     with no_other_weights(loss) if is_first and isinstance(given, _Function) else nullcontext():
         (loss if scale is None else loss.to(wide(loss.dtype)) * scale).backward()

@@ -194,19 +194,30 @@ def test_a_module_that_keeps_a_tuple_without_a_length_trains():
         assert torch.isfinite(step(init(params, buffers), (X[0], torch.zeros(4, 1)), 0)[1].loss)
 
 
+@pytest.mark.parametrize("around", [lambda loss_fn: loss_fn, df.autograd], ids=["traced", "autograd"])
+def test_a_parameter_of_a_subclass_is_refused_by_init_too(around):
+    init, _ = df.all_reduce(
+        around(lambda params, batch: (batch @ params["w"]).sum()), df.sgd(0.1), df.topology("complete", 1)
+    )
+    with pytest.raises(ValueError, match=r"init\(params\): leaf 'w' is a .*Tagged; a state holds plain tensors"):
+        init({"w": torch.ones(3).as_subclass(Tagged)})
+
+
 class Codebook(nn.Module):
-    """Its codes are a buffer with a gradient, which no optimizer trains, as those of VectorQuantize."""
+    """Its codes are a buffer with a gradient, which no optimizer trains; a second one gets it in the call (VectorQuantize)."""
 
     def __init__(self):
         super().__init__()
         self.net = nn.Linear(3, 3)
         self.register_buffer("codes", torch.eye(3).requires_grad_())
+        self.register_buffer("zero", torch.zeros(()), persistent=False)
 
     def forward(self, x):
+        self.zero.requires_grad_()
         x = self.net(x)
         nearest = self.codes[torch.cdist(x, self.codes).argmin(-1)]
         self.codes.data.mul_(0.9).add_(0.1 * x.detach().mean(0))
-        return x + nearest
+        return x + nearest + self.zero
 
 
 def test_a_buffer_with_a_gradient_is_a_buffer_in_every_way():
