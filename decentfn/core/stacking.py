@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy
 import torch
@@ -17,8 +18,25 @@ from decentfn.torch_private import functorch
 
 def require_rows(what: str, tree: PyTree, num_workers: int) -> None:
     """Raise ValueError unless every leaf of the state or the batch (`what`) has a row for each worker."""
-    way_out = "df.stack(state, num_workers)" if what == "state" else "stack one batch per worker"
+    way_out = "df.stack(state, num_workers)"
+    if what == "batch":
+        way_out = "stack one per worker, as tensors in dicts or tuples; or, by df.autograd(loss_fn), a list of one tuple, dict or object for each"
     _require_first(what, tree, num_workers, f"simulate(num_workers={num_workers})", "workers", way_out)
+
+
+def batches_of(batch: PyTree, num_workers: int) -> list[PyTree]:
+    """Return the workers' batches: the rows of a stacked one, or a list of one for each, none of them a bare tensor."""
+    batch = trees.plain(batch)
+    if not all(_rows(leaf) == num_workers for leaf in trees.leaves(batch)):
+        if type(batch) is list and len(batch) == num_workers and not any(isinstance(x, Tensor) for x in batch):
+            return batch
+        require_rows("batch", batch, num_workers)
+    return [trees.map(lambda x, i=i: x[i], batch) for i in range(num_workers)]
+
+
+def _rows(leaf: Any) -> int | None:
+    """Return the length of the first axis of a tensor, or a TensorDict or another class like it; None if there is none."""
+    return next(iter(getattr(leaf, "shape", ())), None) if hasattr(type(leaf), "__torch_function__") else None
 
 
 def require_runs(what: str, tree: PyTree, num_runs: int) -> None:
@@ -31,12 +49,11 @@ def _require_first(what: str, tree: PyTree, size: int, call: str, rows: str, way
     for index, leaf in enumerate(trees.leaves(tree)):
         if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0 or leaf.shape[0] != size:
             name = trees.named_leaves(tree)[index][0]  # Dynamo cannot trace optree's names through a dict
+            place = f"leaf {name!r} of the {what}" if name else f"the {what}"
             shape = list(leaf.shape) if isinstance(leaf, torch.Tensor) else type(leaf).__name__
             if isinstance(leaf, numpy.ndarray):
                 way_out = "tensors are stacked, not NumPy arrays; torch.utils.data.default_convert(batch) makes them"
-            raise ValueError(
-                f"{call}: leaf {name!r} of the {what} is {shape}; its first axis must be the {size} {rows}: {way_out}."
-            )
+            raise ValueError(f"{call}: {place} is {shape}; its first axis must be the {size} {rows}: {way_out}.")
 
 
 def over_workers(

@@ -21,6 +21,8 @@ _LEAVES = (torch.Tensor, int)
 
 _DICTS = (dict, OrderedDict, defaultdict)
 
+_DISPATCH = vars(torch.Tensor)["__torch_dispatch__"]
+
 flatten: Callable[..., tuple[list[Any], Any]] = optree.tree_flatten
 
 
@@ -161,15 +163,22 @@ def register_node(
 def plain(tree: PyTree) -> PyTree:
     """Return the tree with other mappings replaced by dicts, as pytrees do not treat them as nodes.
 
-    A no-op while tracing: `df.compile` has already done it.
+    A mapping with methods of tensors, such as a TensorDict, is kept. A no-op while tracing: `df.compile` has already
+    done it.
     """
-    if torch.compiler.is_dynamo_compiling():
+    if torch.compiler.is_dynamo_compiling() or hasattr(type(tree), "__torch_function__"):
         return tree
     if isinstance(tree, Mapping) and type(tree) not in _DICTS:
         return {key: plain(value) for key, value in tree.items()}
     if type(tree) in _DICTS or type(tree) in (list, tuple) or hasattr(tree, "_fields"):
         return optree.tree_map(plain, cast(Any, tree), is_leaf=lambda node: node is not tree)
     return tree
+
+
+def unclassed(x: Any) -> Any:
+    """Return a tensor whose class only adds methods to tensors as a plain one; anything else as it is."""
+    adds_methods = type(x) is not torch.Tensor and getattr(type(x), "__torch_dispatch__", None) is _DISPATCH
+    return x.as_subclass(torch.Tensor) if adds_methods else x
 
 
 def map_nodes(kind: type[T], function: Callable[..., T], tree: PyTree, *others: PyTree) -> PyTree:

@@ -123,7 +123,8 @@ def compile(
         for i, x in enumerate(leaves):
             if isinstance(x, Tensor) and x.dim() == 0 and x.dtype == torch.float64:
                 leaves[i] = [x.view(1)]
-        batch = batch if step.is_by_autograd or isinstance(batch, Tensor) else trees.plain(batch)
+        if not step.is_by_autograd and type(batch) is not Tensor:
+            batch = trees.map(trees.unclassed, trees.plain(batch))
         guard_everything()
         try:
             with lock:

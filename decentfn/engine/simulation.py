@@ -12,7 +12,7 @@ from decentfn.comm import collectives
 from decentfn.comm.fingerprint import require_equal_rows
 from decentfn.core import trees
 from decentfn.core.numbers import MOST_WORKERS, checks_numbers, require, require_at_most
-from decentfn.core.stacking import over_workers, require_rows
+from decentfn.core.stacking import batches_of, over_workers, require_rows
 from decentfn.core.trees import PyTree
 from decentfn.engine.memory import keep_freed_memory
 from decentfn.gradient.side_channel import SideChannel
@@ -62,13 +62,15 @@ def simulate(step: Step | Callable[..., Any], num_workers: int, *, chunk_size: i
         if step.num_workers is not None and num_workers * here.num_seats != step.num_workers:
             collectives.refuse_size(here, num_workers, step.num_workers, "simulate")
         require_rows("state", state, num_workers)
-        batch = trees.plain(batch)
-        require_rows("batch", batch, num_workers)
+        if step.is_by_autograd:
+            its_batch = batches_of(batch, num_workers)[0]
+        else:
+            require_rows("batch", batch := trees.plain(batch), num_workers)
+            its_batch = trees.map(lambda leaf: leaf[0], batch)
         if step.starts_equal and not functorch.has_no_value(t) and int(t) == 0 and is_state(state):
             require_equal_rows("simulate(step, N)(state, batch, 0)", {"params": state.params.tree()})
-        first, its_batch = trees.map(lambda leaf: leaf[0], (state, batch))
         assert step.check is not None
-        step.check(first, its_batch, t)
+        step.check(trees.map(lambda leaf: leaf[0], state), its_batch, t)
 
     return replace(step, run=run, check=None if step.check is None else check, simulated=num_workers)
 

@@ -158,7 +158,7 @@ def _forward_backward(
         refuse_numpy(error)
         raise
     loss = scalar(loss)
-    others = ungiven(loss, (given.leaves, batch)) if is_first and given.constant else []
+    others = ungiven(loss, (given.leaves, getattr(given, "own", None), batch)) if is_first and given.constant else []
     require_graph(loss)
     with no_other_weights(loss) if is_first and isinstance(given, _Function) else nullcontext():
         (loss if scale is None else loss.to(wide(loss.dtype)) * scale).backward()
@@ -203,6 +203,7 @@ def _refuse_writing(names: list[str]) -> NoReturn:
 
 def _apart(new: Tensor, own: Tensor) -> Tensor:
     """Copy a new buffer into its own memory, with the old one's layout."""
+    new = trees.unclassed(new)
     if new.data_ptr() == own.data_ptr() and (new.shape, new.dtype, new.stride()) == (
         own.shape,
         own.dtype,

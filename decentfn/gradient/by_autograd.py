@@ -22,7 +22,7 @@ from decentfn.core.buckets import Buckets, plan_of
 from decentfn.core.context import context
 from decentfn.core.formatting import brief
 from decentfn.core.scalars import operator, sent
-from decentfn.core.stacking import require_rows
+from decentfn.core.stacking import batches_of
 from decentfn.core.trees import PyTree
 from decentfn.gradient.accumulated import Accumulated
 from decentfn.gradient.backward import Layout, backward, stacked
@@ -61,7 +61,8 @@ def autograd(loss_fn: LossFn, *, skip_unused: bool = False) -> LossFn:
     For losses that torch.func or the compiler cannot handle: `nn.LSTM`, activation checkpointing, hooks, Python that
     reads values, a loss that is itself `torch.compile`d. Everything around the gradient stays one compiled graph. The
     batch may be anything that the loss takes, of any shape, and `aux` anything that it returns. `df.simulate` runs the
-    workers one after another (with the memory of one, so `chunk_size` has no use). Random numbers follow from (torch's
+    workers one after another (with the memory of one, so `chunk_size` has no use); what cannot be stacked, such as
+    graphs of different sizes or objects, is a list of one batch per worker. Random numbers follow from (torch's
     seed, t, worker, micro-batch), the same simulated and on ranks.
 
     A loss that overwrites parameters is refused; `df.functional(overwritten=...)` names frozen ones that it changes.
@@ -190,12 +191,11 @@ def _kernel(
             one = backward(loss_fn.loss_fn, form, many, int(t), here, here.rank, scale, params, buffers, data)
             ones, loss, aux, grads, new = [one], one.loss, one.aux, one.grads, one.buffers
         else:
-            data = trees.plain(data)
-            require_rows("batch", data, workers)
+            batches = batches_of(data, workers)
             grads, ones = [torch.empty_like(b) for b in params], []
             for i in range(workers):
-                its_batch, its_scale = trees.map(lambda x, i=i: x[i], data), None if scale is None else scale[i]
-                given = its_scale, [b[i] for b in params], [b[i] for b in buffers], its_batch
+                its_scale = None if scale is None else scale[i]
+                given = its_scale, [b[i] for b in params], [b[i] for b in buffers], batches[i]
                 with loss_fn.apart.of(loss_fn.loss_fn, i):
                     one = backward(loss_fn.loss_fn, form, many, int(t), here, here.rank * workers + i, *given)
                 for rows, row in zip(grads, one.grads, strict=True):

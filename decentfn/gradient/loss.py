@@ -181,6 +181,7 @@ def in_mode(module: nn.Module) -> Iterator[None]:
 def scalar(loss: Any) -> Tensor:
     """Return the loss as a 0-d tensor, or raise ValueError unless it has one element."""
     if isinstance(loss, torch.Tensor) and loss.is_floating_point():
+        loss = trees.unclassed(loss)
         if not loss.dim():
             return loss
         if loss.numel() == 1:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -93,7 +92,7 @@ def stacked(batches: list[Any]) -> Any:
     """The workers' batches as a user would stack them; as a list, if they cannot be."""
     try:
         return _stacked(batches)
-    except TypeError:
+    except (TypeError, RuntimeError):  # objects; nested tensors
         return batches
 
 
@@ -106,8 +105,6 @@ def _stacked(batches: list[Any]) -> Any:
     if isinstance(first, (tuple, list)):
         columns = [_stacked(list(column)) for column in zip(*batches, strict=True)]
         return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
-    if dataclasses.is_dataclass(first):
-        return dataclasses.replace(first, **{f.name: _stacked([getattr(b, f.name) for b in batches]) for f in dataclasses.fields(first)})  # type: ignore[type-var]  # fmt: skip
     raise TypeError(type(first).__name__)
 
 

@@ -309,6 +309,11 @@ def _check_leaf(name: str, leaf: object) -> None:
     elif leaf.layout != torch.strided or leaf.is_nested:
         kind = "nested" if leaf.is_nested else str(leaf.layout).removeprefix("torch.")
         why = f"is a {kind} tensor; parameters are dense: x.to_dense(), or nn.Embedding(..., sparse=False)."
+    elif type(leaf) is not torch.nn.Parameter and trees.unclassed(leaf) is not leaf:
+        why = (
+            f"is a {type(leaf).__module__}.{type(leaf).__name__}; a state holds plain tensors, which would leave what its class keeps, "
+            "such as a manifold. Compute it in the loss from a plain tensor."
+        )
     elif leaf.is_meta:
         why = (
             "is on the meta device and has no values; module.to_empty(device=...) and its initialization, or a state dict, give it "
